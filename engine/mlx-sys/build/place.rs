@@ -1,0 +1,94 @@
+//! Puts the shared libraries beside the binaries, in `<target>/<profile>/lib`, so that both can be moved together.
+//!
+//! A wheel keeps its layout there: `lib/mlx/lib/libmlx.so` looks for `lib/mlx_cpu.libs`, libmlx.dylib for the Metal kernels
+//! in its own folder, and the CUDA build for headers in `lib/mlx/include` and for NVIDIA's libraries in `lib/nvidia`.
+//! The user's own MLX (MLX_ROOT) stays where it is, and a symbolic link leads to it.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::Path;
+use std::time::SystemTime;
+
+use crate::{Result, Target};
+
+/// Places the wheel's `mlx` folder, and OpenBLAS's library.
+pub fn beside_binaries(target: &Target, mlx: &Path, openblas: Option<&Path>) -> Result<()> {
+    let root = target.profile.join("lib");
+    let place = || -> io::Result<()> {
+        remove(&root)?;
+        link_tree(&mlx.join("lib"), &target.lib())?;
+        for folder in folders(mlx.parent().unwrap_or(mlx))? {
+            if folder.ends_with(".libs") {
+                link_tree(&mlx.with_file_name(&folder), &root.join(&folder))?;
+            }
+        }
+        for folder in folders(&mlx.join("include"))? {
+            if folder != "mlx" {
+                link_tree(
+                    &mlx.join("include").join(&folder),
+                    &root.join("mlx/include").join(&folder),
+                )?;
+            }
+        }
+        if let Some(folder) = openblas {
+            link_tree(folder, &target.lib())?;
+        }
+        // A CI cache may keep what this script built and drop what it placed: then it must run again. The file was
+        // unpacked during this run, and cargo would see that as a change if it kept its time.
+        let library = target.lib().join(target.libmlx());
+        println!("cargo::rerun-if-changed={}", library.display());
+        File::options().append(true).open(library)?.set_modified(SystemTime::UNIX_EPOCH)
+    };
+    place().map_err(|error| format!("cannot place MLX's libraries in {}: {error}", root.display()))
+}
+
+/// Leads to the user's own MLX.
+pub fn in_place(target: &Target, mlx: &Path) -> Result<()> {
+    let root = target.profile.join("lib");
+    let place = || -> io::Result<()> {
+        remove(&root)?;
+        fs::create_dir_all(root.join("mlx"))?;
+        symlink(&mlx.join("lib"), &target.lib())
+    };
+    place().map_err(|error| format!("cannot link {} to MLX_ROOT: {error}", root.display()))
+}
+
+/// Names of the folders in `parent`.
+fn folders(parent: &Path) -> io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(parent)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    Ok(names)
+}
+
+/// Removes what an earlier build placed, of another backend perhaps.
+fn remove(root: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(root) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Hard links, or copies where the file system has none: MLX for CUDA is 140 MB.
+fn link_tree(from: &Path, to: &Path) -> io::Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let to = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            link_tree(&entry.path(), &to)?;
+        } else if fs::hard_link(entry.path(), &to).is_err() {
+            fs::copy(entry.path(), &to)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(unix)]
+fn symlink(from: &Path, to: &Path) -> io::Result<()> {
+    std::os::unix::fs::symlink(from, to)
+}

@@ -1,0 +1,31 @@
+// std::format for compilers whose library has no <format> yet (gcc 12). Used only where the build finds it missing.
+//
+// Knows what mlx-c asks of it: `{}`, for anything that goes into a stream.
+
+#pragma once
+
+#include <sstream>
+#include <string>
+#include <string_view>
+
+namespace std {
+
+template <typename... Args>
+string format(string_view text, const Args&... args) {
+  ostringstream out;
+  auto put = [&](const auto& value) {
+    const auto brace = text.find("{}");
+    out << text.substr(0, brace);
+    if (brace == string_view::npos) {
+      text = {};
+    } else {
+      out << value;
+      text.remove_prefix(brace + 2);
+    }
+  };
+  (put(args), ...);
+  out << text;
+  return out.str();
+}
+
+} // namespace std

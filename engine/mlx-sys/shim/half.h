@@ -1,0 +1,23 @@
+// Takes the place of mlx-c's half.h, which knows 16-bit floats on ARM alone, so that every platform has
+// mlx_array_{item,data}_{float16,bfloat16}. Included ahead of everything (`-include`), it sets the guard of that header.
+//
+// bindgen reads this as C and sees two bytes, which is what Rust gets. The C++ side sees the type that MLX computes with.
+
+#pragma once
+
+#define MLX_HALF_H
+#define HAS_FLOAT16
+#define HAS_BFLOAT16
+
+#if !defined(__cplusplus)
+#include <stdint.h>
+typedef uint16_t float16_t;
+typedef uint16_t bfloat16_t;
+#elif defined(__aarch64__)
+#include <arm_bf16.h>
+#include <arm_fp16.h>
+#else
+#include "mlx/types/half_types.h"
+using float16_t = mlx::core::float16_t;
+using bfloat16_t = mlx::core::bfloat16_t;
+#endif

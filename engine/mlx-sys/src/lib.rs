@@ -1,0 +1,118 @@
+//! MLX's C interface in Rust: what mlx-rs calls, on every platform that Steersman serves.
+//!
+//! Stands in for the published `mlx-sys` through `[patch.crates-io]`. The build script takes MLX
+//! 0.32.2 from its PyPI wheel, compiles mlx-c 0.7.0 against it, and puts the shared libraries in
+//! `<target>/<profile>/lib`, beside the binaries. It needs cargo, `python3 -m pip` and a C++20
+//! compiler. What it fetched lies in `<target>/mlx`; with that in place it needs no network.
+//!
+//! A package that links a program says `build = "../engine/mlx-sys/rpath.rs"` in its Cargo.toml, and
+//! the program finds its libraries wherever the two are moved: `cp -r target/debug/steersman
+//! target/debug/lib /elsewhere/`, or `bin/steersman` beside `lib/`.
+//!
+//! Environment variables:
+//!
+//! | Variable | Effect |
+//! |---|---|
+//! | `MLX_ROOT` | use this MLX 0.32.2 (a folder with `include/` and `lib/`) and fetch none |
+//! | `LIBCLANG_PATH` | folder of libclang, which reads mlx-c's headers; else the system's, else a wheel's |
+//! | `CXX`, `CXXFLAGS` | the C++ compiler and flags for it, as for every user of the `cc` crate |
+//! | `MACOSX_DEPLOYMENT_TARGET` | lowest macOS to run on; else that of the building Mac |
+//!
+//! Feature `cuda` takes MLX's CUDA 13 build for Linux. NVIDIA's libraries (cuDNN 9, cuBLAS, cuFFT,
+//! NVRTC, NCCL) are not part of it; they are found where the system has them, on `LD_LIBRARY_PATH`,
+//! or in `lib/nvidia` after `python3 -m pip install --target lib` of what `pip install mlx-cuda-13`
+//! would bring. A program that was linked with the CPU build runs with the CUDA build too, when
+//! `LD_LIBRARY_PATH` names the folder of that libmlx.so.
+
+#![allow(unsafe_code, reason = "this crate is the border to C")]
+
+use std::ffi::{CStr, c_char};
+
+#[allow(
+    missing_docs,
+    non_camel_case_types,
+    non_snake_case,
+    non_upper_case_globals,
+    clippy::all,
+    clippy::pedantic,
+    rustdoc::all,
+    reason = "generated from mlx-c's headers, which document it"
+)]
+mod bindings {
+    include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
+}
+
+pub use bindings::*;
+
+unsafe extern "C" {
+    fn steersman_blas() -> *const c_char;
+}
+
+/// The OpenBLAS that MLX's CPU operations run on, in its own words ("OpenBLAS 0.3.34 ... Haswell
+/// MAX_THREADS=64"). None where MLX uses what it was built with: Accelerate on macOS, the user's
+/// choice with `MLX_ROOT`.
+pub fn blas() -> Option<String> {
+    // SAFETY: takes nothing, and returns null or a string that lives as long as the program
+    // (shim/runtime.h, shim/blas.h).
+    let config = unsafe { steersman_blas() };
+    if config.is_null() {
+        return None;
+    }
+    // SAFETY: not null, ends with a zero byte, never changed or freed.
+    let config = unsafe { CStr::from_ptr(config) };
+    Some(config.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::c_void;
+
+    use super::*;
+
+    /// mlx-c has no 16-bit floats on x86-64; ours must mean the same bits everywhere.
+    #[test]
+    fn sixteen_bit_floats_read_back_as_their_bits() {
+        // 1.5 in each format.
+        check(mlx_dtype__MLX_FLOAT16, 0x3e00, |array| unsafe {
+            let mut item = float16_t(0);
+            assert_eq!(mlx_array_item_float16(&mut item, array), 0);
+            [item.0, (*mlx_array_data_float16(array)).0]
+        });
+        check(mlx_dtype__MLX_BFLOAT16, 0x3fc0, |array| unsafe {
+            let mut item: bfloat16_t = 0;
+            assert_eq!(mlx_array_item_bfloat16(&mut item, array), 0);
+            [item, *mlx_array_data_bfloat16(array)]
+        });
+
+        fn check(dtype: mlx_dtype, bits: u16, read: impl Fn(mlx_array) -> [u16; 2]) {
+            let shape = [1];
+            // SAFETY: MLX copies one element of two bytes out of `bits`; `read` is handed a live
+            // array of `dtype`, and nothing refers to it after it is freed.
+            unsafe {
+                let data = (&raw const bits).cast::<c_void>();
+                let array = mlx_array_new_data(data, shape.as_ptr(), 1, dtype);
+                assert_eq!(mlx_array_eval(array), 0);
+                assert_eq!(read(array), [bits, bits]);
+                mlx_array_free(array);
+            }
+        }
+    }
+
+    #[test]
+    fn the_library_is_the_version_that_mlx_c_is_for() {
+        // SAFETY: the string is filled by mlx_version, read, then freed.
+        unsafe {
+            let mut version = mlx_string_new();
+            assert_eq!(mlx_version(&mut version), 0);
+            let text = CStr::from_ptr(mlx_string_data(version)).to_string_lossy().into_owned();
+            mlx_string_free(version);
+            assert_eq!(text, env!("MLX_VERSION"));
+        }
+    }
+
+    #[test]
+    fn matrix_products_on_linux_run_on_openblas() {
+        let expected = cfg!(target_os = "linux") && option_env!("MLX_ROOT").is_none();
+        assert_eq!(blas().is_some_and(|config| config.starts_with("OpenBLAS")), expected);
+    }
+}
