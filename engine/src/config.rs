@@ -1,0 +1,206 @@
+//! The engine's configuration: plain structs, read from TOML by the server, written by hand in
+//! tests. Each is checked once, in [`Config::check`]; later code never re-checks.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::request::Sampling;
+
+/// All that the engine needs to know to start.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Which weights, on which device, in which numbers.
+    pub model: ModelConfig,
+    /// Bounds of the engine thread.
+    pub engine: EngineConfig,
+    /// Saved state.
+    pub store: StoreConfig,
+    /// Limits on guests, for all policies.
+    pub policy: PolicyConfig,
+    /// Profiles by name. One named `default` always exists.
+    pub profiles: BTreeMap<String, Profile>,
+}
+
+/// `[model]`
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelConfig {
+    /// A local folder, or a Hugging Face repo id (`owner/name`); empty serves the bundled
+    /// demonstration model.
+    pub path: String,
+    /// Name under which clients ask for the model; empty takes the folder's or repo's name.
+    pub name: String,
+    /// Where MLX computes.
+    pub device: Device,
+    /// Type of weights and activations.
+    pub dtype: Dtype,
+    /// Dequantize quantized weights at load on the CPU, where MLX's quantized matmul is slower
+    /// than a dense one (6 times for 4-bit on x86-64). Costs memory: 8 times that of 4-bit in f32.
+    pub cpu_dequantize: bool,
+}
+
+impl Default for ModelConfig {
+    fn default() -> Self {
+        Self {
+            path: String::new(),
+            name: String::new(),
+            device: Device::Auto,
+            dtype: Dtype::Auto,
+            cpu_dequantize: true,
+        }
+    }
+}
+
+/// Where MLX computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// The GPU where MLX has one (Metal, CUDA), else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU; an error where there is none.
+    Gpu,
+}
+
+/// Type of weights and activations.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// As the checkpoint stores them on a GPU; f32 on the CPU, where it is the faster one.
+    #[default]
+    Auto,
+    /// 32 bits.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+}
+
+/// `[engine]`
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EngineConfig {
+    /// Requests that may wait; one more is refused with 429.
+    pub queue: usize,
+    /// Prompt tokens computed in one go; a cancelled request stops after at most so many.
+    pub prefill_chunk: usize,
+    /// Answer tokens of a request that does not say `max_tokens`.
+    pub max_tokens: u32,
+    /// Tokens of prompt, thought and answer together; 0 takes the model's own limit.
+    pub context: usize,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self { queue: 32, prefill_chunk: 512, max_tokens: 4096, context: 0 }
+    }
+}
+
+/// `[store]`
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StoreConfig {
+    /// Whether state is kept on disk.
+    pub enabled: bool,
+    /// The database file; empty is `state.redb` in the data folder.
+    pub path: PathBuf,
+    /// Most bytes on disk; the least recently used snapshots go first.
+    pub budget_bytes: u64,
+    /// Prefixes shorter than this are not worth a snapshot.
+    pub min_tokens: usize,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self { enabled: true, path: PathBuf::new(), budget_bytes: 4 << 30, min_tokens: 16 }
+    }
+}
+
+/// `[policy]`: limits on every guest.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PolicyConfig {
+    /// Fuel of one hook call, about one unit a Wasm instruction. Deterministic.
+    pub fuel: u64,
+    /// Wall-clock bound of one hook call, for what fuel does not count.
+    pub deadline_ms: u64,
+    /// Most linear memory of one instance.
+    pub memory_bytes: usize,
+    /// Most bytes of text in one answer of a hook; more is a failure of the policy.
+    pub output_bytes: usize,
+}
+
+impl Default for PolicyConfig {
+    fn default() -> Self {
+        Self { fuel: 10_000_000, deadline_ms: 50, memory_bytes: 16 << 20, output_bytes: 16 << 10 }
+    }
+}
+
+/// `[profiles.NAME]`: which policy steers a request, and how.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Profile {
+    /// `default`, `passthrough`, or the path of a component.
+    pub policy: String,
+    /// What happens when the policy fails.
+    pub on_failure: OnFailure,
+    /// Handed to the policy as text.
+    pub params: BTreeMap<String, String>,
+    /// Sampling where neither the client nor the model's `generation_config.json` says otherwise
+    /// is greedy; what stands here overrides the latter.
+    pub sampling: Option<Sampling>,
+}
+
+impl Default for Profile {
+    fn default() -> Self {
+        Self {
+            policy: "default".into(),
+            on_failure: OnFailure::Open,
+            params: BTreeMap::new(),
+            sampling: None,
+        }
+    }
+}
+
+/// What happens to a request whose policy fails.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFailure {
+    /// The small native default takes over: static budget, loop guard. Never no policy.
+    #[default]
+    Open,
+    /// The request ends with `policy_error`.
+    Closed,
+}
+
+impl Config {
+    /// Checks every bound and adds the `default` profile where it is missing.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] names the first key that is out of range.
+    pub fn check(mut self) -> Result<Self> {
+        let at_least = |field, value: u64, least: u64| {
+            if value >= least {
+                return Ok(());
+            }
+            Err(Error::Invalid { field, problem: format!("is {value}, must be at least {least}") })
+        };
+        at_least("engine.queue", self.engine.queue as u64, 1)?;
+        at_least("engine.prefill_chunk", self.engine.prefill_chunk as u64, 1)?;
+        at_least("engine.max_tokens", self.engine.max_tokens.into(), 1)?;
+        at_least("store.min_tokens", self.store.min_tokens as u64, 1)?;
+        at_least("policy.fuel", self.policy.fuel, 1)?;
+        at_least("policy.deadline_ms", self.policy.deadline_ms, 1)?;
+        at_least("policy.memory_bytes", self.policy.memory_bytes as u64, 1 << 16)?;
+        at_least("policy.output_bytes", self.policy.output_bytes as u64, 1)?;
+        self.profiles.entry("default".into()).or_default();
+        Ok(self)
+    }
+}

@@ -1,0 +1,110 @@
+//! The handle to the engine thread: requests in, events out. Cheap to clone, free of arrays.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use tokio::sync::mpsc;
+
+use crate::config::Config;
+use crate::decode::Decoder;
+use crate::error::{Error, Result};
+use crate::request::{Event, Request};
+
+/// Loads the model in `folder` on a thread of its own and serves requests from there. State is
+/// kept in the folder `data`.
+///
+/// Returns when the model is ready. The thread ends when the last handle is dropped and what it
+/// was doing is done.
+///
+/// # Errors
+/// Whatever keeps the engine from starting, with the file or key at fault.
+pub fn start(config: Config, folder: &Path, data: &Path) -> Result<Engine> {
+    let config = config.check()?;
+    let (jobs, queue) = mpsc::channel(config.engine.queue);
+    let (ready, loaded) = std::sync::mpsc::sync_channel(1);
+    let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
+    let run = move || match Decoder::load(config, &folder, &data) {
+        Ok((decoder, info)) => {
+            // Nobody waits for the answer only if `start` was abandoned.
+            if ready.send(Ok(info)).is_ok() {
+                decoder.run(queue);
+            }
+        }
+        Err(error) => drop(ready.send(Err(error))),
+    };
+    std::thread::Builder::new()
+        .name("engine".into())
+        .spawn(run)
+        .map_err(|_| Error::Stopped)?;
+    let info = loaded.recv().map_err(|_| Error::Stopped)??;
+    Ok(Engine::new(jobs, info))
+}
+
+/// What the server may know of the loaded model.
+#[derive(Debug, Clone)]
+pub struct Info {
+    /// Name under which clients ask for it.
+    pub model: String,
+    /// `model_type` of its `config.json`.
+    pub family: String,
+    /// Tokens of prompt, thought and answer together.
+    pub context: usize,
+    /// Device and type of the numbers, for people: `CPU, f32`.
+    pub numbers: String,
+    /// Names of the profiles.
+    pub profiles: Vec<String>,
+    /// Hex digest over weights, numeric format and policies: equal digests, equal answers.
+    pub fingerprint: String,
+    /// When the model was loaded, in seconds since 1970.
+    pub loaded: u64,
+}
+
+/// A request with the channel that its events go to.
+pub struct Job {
+    /// What is asked.
+    pub request: Request,
+    /// Where the answer goes; when its receiver is dropped, the request is cancelled.
+    /// Unbounded, so that a slow reader cannot hold up the engine: it fills with one answer, which
+    /// `max_tokens` bounds.
+    pub events: mpsc::UnboundedSender<Event>,
+}
+
+/// Handle to the engine thread.
+#[derive(Clone)]
+pub struct Engine {
+    jobs: mpsc::Sender<Job>,
+    info: Arc<Info>,
+}
+
+impl Engine {
+    /// A handle over `jobs`, whose receiver is the engine thread (or a test's stand-in).
+    pub fn new(jobs: mpsc::Sender<Job>, info: Info) -> Self {
+        Self { jobs, info: Arc::new(info) }
+    }
+
+    /// What is served.
+    pub fn info(&self) -> &Info {
+        &self.info
+    }
+
+    /// Requests that wait in the queue now.
+    pub fn waiting(&self) -> usize {
+        self.jobs.max_capacity() - self.jobs.capacity()
+    }
+
+    /// Queues a request. Dropping the receiver cancels it.
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`] at once when the bounded queue is full; [`Error::Stopped`] when the
+    /// thread has ended.
+    pub fn submit(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
+        let (events, receiver) = mpsc::unbounded_channel();
+        match self.jobs.try_send(Job { request, events }) {
+            Ok(()) => Ok(receiver),
+            Err(mpsc::error::TrySendError::Full(_)) => {
+                Err(Error::QueueFull { limit: self.jobs.max_capacity() })
+            }
+            Err(mpsc::error::TrySendError::Closed(_)) => Err(Error::Stopped),
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! From a folder to a model: `config.json` chooses the family, the configuration the numbers.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use mlx_rs::{Device, DeviceType, Dtype};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::weights::shards;
+use super::{FAMILIES, Model, Weights};
+use crate::config::{self, ModelConfig};
+use crate::error::{Error, Result};
+
+/// A model ready to run, with what the rest of the engine must know of it.
+pub struct Loaded {
+    /// The model.
+    pub model: Box<dyn Model>,
+    /// Its row in the table: `model_type` of `config.json`.
+    pub family: &'static str,
+    /// Positions it was trained for.
+    pub context: usize,
+    /// Digest of weights and numeric format: equal digests, equal logits.
+    pub digest: [u8; 32],
+    /// `CPU, f32` or the like, for the log.
+    pub numbers: String,
+}
+
+/// Tokens of context where `config.json` does not say `max_position_embeddings`.
+const CONTEXT: u64 = 4096;
+
+/// Bytes of a weight file's start, middle and end that go into the digest. Files are gigabytes;
+/// their header (at the start), size and samples tell checkpoints apart.
+const DIGEST_SAMPLE: u64 = 1 << 20;
+
+/// Loads the model in `folder` onto the configured device, which becomes the calling thread's.
+///
+/// # Errors
+/// [`Error::Model`] names the file that is missing, damaged or of an unknown family.
+pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
+    let path = folder.join("config.json");
+    let problem = |text: String| Error::Model { path: path.clone(), problem: text };
+    let bytes = std::fs::read(&path).map_err(|e| problem(e.to_string()))?;
+    let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
+        let known: Vec<_> = FAMILIES.iter().map(|family| family.model_type).collect();
+        return Err(problem(format!(
+            "model_type `{model_type}` is not known; known are: {}",
+            known.join(", ")
+        )));
+    };
+    let text = json.get("text_config").unwrap_or(&json);
+    let on_cpu = choose_device(config.device)?;
+    let dtype = choose_dtype(config.dtype, on_cpu, text);
+    let dequantize = on_cpu && config.cpu_dequantize;
+
+    let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
+    let model = (family.load)(&json, &mut weights)?;
+    let unused = weights.iter().count();
+    tracing::debug!(family = family.model_type, ?dtype, dequantize, unused, "model loaded");
+
+    let context = text.get("max_position_embeddings").and_then(Value::as_u64).unwrap_or(CONTEXT);
+    let device = if on_cpu { "CPU" } else { "GPU" };
+    let numbers = format!("{device}, {}", dtype_name(dtype));
+    let quantized = if dequantize { "dequantized" } else { "as stored" };
+    Ok(Loaded {
+        model,
+        family: family.model_type,
+        context: usize::try_from(context).unwrap_or(usize::MAX),
+        digest: digest(folder, &bytes, &format!("{numbers}, {quantized}"))?,
+        numbers,
+    })
+}
+
+/// Makes the configured device the default; true where it is the CPU.
+fn choose_device(wish: config::Device) -> Result<bool> {
+    // Before anyone sets it, MLX's default is the GPU exactly where it has one.
+    let has_gpu = matches!(Device::try_default()?.get_type()?, DeviceType::Gpu);
+    let on_cpu = match wish {
+        config::Device::Auto => !has_gpu,
+        config::Device::Cpu => true,
+        config::Device::Gpu if has_gpu => false,
+        config::Device::Gpu => {
+            return Err(Error::Invalid {
+                field: "model.device",
+                problem: "is `gpu`, but this MLX finds none; build with `--features cuda` or \
+                          `--features metal`, or say `cpu`"
+                    .into(),
+            });
+        }
+    };
+    Device::set_default(&if on_cpu { Device::cpu() } else { Device::gpu() });
+    Ok(on_cpu)
+}
+
+fn choose_dtype(wish: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {
+    match wish {
+        config::Dtype::F32 => Dtype::Float32,
+        config::Dtype::Bf16 => Dtype::Bfloat16,
+        config::Dtype::F16 => Dtype::Float16,
+        config::Dtype::Auto if on_cpu => Dtype::Float32,
+        config::Dtype::Auto => {
+            let stated = text.get("dtype").or_else(|| text.get("torch_dtype"));
+            match stated.and_then(Value::as_str) {
+                Some("float32") => Dtype::Float32,
+                Some("float16") => Dtype::Float16,
+                _ => Dtype::Bfloat16,
+            }
+        }
+    }
+}
+
+/// The name that safetensors files use.
+fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Float32 => "f32",
+        Dtype::Float16 => "f16",
+        _ => "bf16",
+    }
+}
+
+fn digest(folder: &Path, config: &[u8], numbers: &str) -> Result<[u8; 32]> {
+    let mut sha = Sha256::new();
+    sha.update(numbers);
+    sha.update(config);
+    for path in shards(folder)? {
+        let failed =
+            |e: std::io::Error| Error::Model { path: path.clone(), problem: e.to_string() };
+        let mut file = File::open(&path).map_err(failed)?;
+        let size = file.metadata().map_err(failed)?.len();
+        sha.update(size.to_le_bytes());
+        for start in [0, size / 2, size.saturating_sub(DIGEST_SAMPLE)] {
+            file.seek(SeekFrom::Start(start)).map_err(failed)?;
+            let mut sample = Vec::new();
+            (&mut file).take(DIGEST_SAMPLE).read_to_end(&mut sample).map_err(failed)?;
+            sha.update(&sample);
+        }
+    }
+    Ok(sha.finalize().into())
+}

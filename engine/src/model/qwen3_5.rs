@@ -1,0 +1,315 @@
+//! Qwen3.5, dense: three GatedDeltaNet layers to one of gated full attention.
+//!
+//! Reads checkpoints as Hugging Face publishes them ((1 + w) norms, conv1d [C, 1, K]) and as MLX
+//! converts them. Multimodal checkpoints load their language part. The multi-token-prediction
+//! layer (`mtp.*`) is not read yet.
+//!
+//! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py`, checked by the reference
+//! logits in `tests/fixtures`.
+
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::sigmoid;
+use mlx_rs::{Array, Dtype};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Model, Span, Weights};
+use crate::cache::{Cache, Full, LayerCache};
+use crate::error::Result;
+use crate::nn::{
+    Embedding, GatedDelta, Linear, Projected, RmsNorm, Rope, SwiGlu, attention, by_span,
+};
+
+/// `text_config` of `config.json` (or all of it, in text-only checkpoints).
+#[derive(Debug, Clone, Deserialize)]
+struct Config {
+    num_hidden_layers: usize,
+    num_attention_heads: i32,
+    num_key_value_heads: i32,
+    head_dim: i32,
+    rms_norm_eps: f32,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    #[serde(default)]
+    rope_parameters: RopeParameters,
+    linear_num_key_heads: i32,
+    linear_num_value_heads: i32,
+    linear_key_head_dim: i32,
+    linear_value_head_dim: i32,
+    #[serde(default = "default_interval")]
+    full_attention_interval: usize,
+    #[serde(default)]
+    layer_types: Vec<String>,
+}
+
+/// Rotary frequencies. The sections of multimodal rope do not matter for text, whose three
+/// positions are equal.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(default)]
+struct RopeParameters {
+    rope_theta: f32,
+    partial_rotary_factor: f32,
+}
+
+impl Default for RopeParameters {
+    fn default() -> Self {
+        Self { rope_theta: 100_000.0, partial_rotary_factor: 0.25 }
+    }
+}
+
+fn default_interval() -> usize {
+    4
+}
+
+impl Config {
+    fn is_linear(&self, layer: usize) -> bool {
+        match self.layer_types.get(layer) {
+            Some(kind) => kind == "linear_attention",
+            None => (layer + 1) % self.full_attention_interval != 0,
+        }
+    }
+}
+
+struct Qwen35 {
+    embed_tokens: Embedding,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    /// `None` where the embedding is the head.
+    lm_head: Option<Linear>,
+    dtype: Dtype,
+}
+
+struct Layer {
+    input_layernorm: RmsNorm,
+    mixer: Mixer,
+    post_attention_layernorm: RmsNorm,
+    mlp: SwiGlu,
+}
+
+enum Mixer {
+    SelfAttn(SelfAttn),
+    LinearAttn(LinearAttn),
+}
+
+/// Builds the model.
+pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
+    let text = config.get("text_config").unwrap_or(config);
+    let config: Config = weights.config(text)?;
+    sanitize(weights)?;
+    let eps = config.rms_norm_eps;
+    let norm = |weights: &mut Weights, name: &str| -> Result<RmsNorm> {
+        Ok(RmsNorm { weight: weights.take(&format!("{name}.weight"))?, eps })
+    };
+    let mut layers = Vec::with_capacity(config.num_hidden_layers);
+    for i in 0..config.num_hidden_layers {
+        let at = |name: &str| format!("model.layers.{i}.{name}");
+        let mixer = if config.is_linear(i) {
+            Mixer::LinearAttn(LinearAttn::load(&config, weights, &at("linear_attn"))?)
+        } else {
+            Mixer::SelfAttn(SelfAttn::load(&config, weights, &at("self_attn"))?)
+        };
+        layers.push(Layer {
+            input_layernorm: norm(weights, &at("input_layernorm"))?,
+            mixer,
+            post_attention_layernorm: norm(weights, &at("post_attention_layernorm"))?,
+            mlp: SwiGlu {
+                gate_proj: weights.linear(&at("mlp.gate_proj"))?,
+                up_proj: weights.linear(&at("mlp.up_proj"))?,
+                down_proj: weights.linear(&at("mlp.down_proj"))?,
+            },
+        });
+    }
+    let tied = config.tie_word_embeddings || !weights.has("lm_head.weight");
+    Ok(Box::new(Qwen35 {
+        embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
+        layers,
+        norm: norm(weights, "model.norm")?,
+        lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
+        dtype: weights.dtype(),
+    }))
+}
+
+/// Brings names and layouts of both kinds of checkpoint to one: `model.*` and `lm_head.*`, norms
+/// as plain factors, conv1d as [C, K].
+fn sanitize(weights: &mut Weights) -> Result<()> {
+    weights.rename(|name| {
+        if name.starts_with("vision_tower") || name.starts_with("model.visual") {
+            return None;
+        }
+        let name = name.strip_prefix("language_model.").unwrap_or(name);
+        Some(match name.strip_prefix("model.language_model.") {
+            Some(rest) => format!("model.{rest}"),
+            None => name.to_string(),
+        })
+    });
+    // [C, 1, K] marks a checkpoint as its trainer wrote it; MLX's converter leaves [C, K, 1].
+    let published = weights
+        .iter()
+        .any(|(name, array)| name.ends_with("conv1d.weight") && array.shape().last() != Some(&1));
+    weights.map(|name, array| {
+        if name.ends_with("conv1d.weight") {
+            let [channels, taps] = [array.dim(0), array.dim(1).max(array.dim(2))];
+            return Ok(array.reshape(&[channels, taps])?);
+        }
+        let plus_one = ["layernorm.weight", "q_norm.weight", "k_norm.weight"];
+        if published && (name == "model.norm.weight" || plus_one.iter().any(|n| name.ends_with(n))) {
+            // In the stored dtype, as the reference rounds it.
+            return Ok(array.add(Array::from_f32(1.0).as_dtype(array.dtype())?)?);
+        }
+        Ok(array)
+    })
+}
+
+impl Model for Qwen35 {
+    fn new_cache(&self) -> Result<Cache> {
+        let layers = self.layers.iter().map(|layer| match &layer.mixer {
+            Mixer::SelfAttn(a) => Ok(LayerCache::Full(Full::new(a.kv_heads, a.head_dim))),
+            Mixer::LinearAttn(a) => Ok(LayerCache::Recurrent(a.delta.new_cache(self.dtype)?)),
+        });
+        Ok(Cache { layers: layers.collect::<Result<_>>()?, position: 0 })
+    }
+
+    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+        let mut x = self.embed_tokens.forward(tokens)?;
+        for (i, layer) in self.layers.iter().enumerate() {
+            let normed = layer.input_layernorm.forward(&x)?;
+            x = x.add(layer.mixer.forward(&normed, spans, i)?)?;
+            let normed = layer.post_attention_layernorm.forward(&x)?;
+            x = x.add(layer.mlp.forward(&normed)?)?;
+        }
+        for span in spans {
+            span.cache.position += span.rows as usize;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn logits(&self, hidden: &Array) -> Result<Array> {
+        match &self.lm_head {
+            Some(head) => head.forward(hidden),
+            None => self.embed_tokens.as_linear(hidden),
+        }
+    }
+}
+
+impl Mixer {
+    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        match self {
+            Self::SelfAttn(attn) => attn.forward(x, spans, layer),
+            Self::LinearAttn(attn) => attn.forward(x, spans, layer),
+        }
+    }
+}
+
+/// Full attention whose output is gated by a second half of `q_proj`.
+struct SelfAttn {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    q_norm: RmsNorm,
+    k_norm: RmsNorm,
+    rope: Rope,
+    heads: i32,
+    kv_heads: i32,
+    head_dim: i32,
+}
+
+impl SelfAttn {
+    fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
+        let eps = config.rms_norm_eps;
+        let mut norm = |name: &str| -> Result<RmsNorm> {
+            Ok(RmsNorm { weight: weights.take(&format!("{at}.{name}.weight"))?, eps })
+        };
+        let (q_norm, k_norm) = (norm("q_norm")?, norm("k_norm")?);
+        let rope = &config.rope_parameters;
+        Ok(Self {
+            q_proj: weights.linear(&format!("{at}.q_proj"))?,
+            k_proj: weights.linear(&format!("{at}.k_proj"))?,
+            v_proj: weights.linear(&format!("{at}.v_proj"))?,
+            o_proj: weights.linear(&format!("{at}.o_proj"))?,
+            q_norm,
+            k_norm,
+            rope: Rope {
+                dims: (config.head_dim as f32 * rope.partial_rotary_factor) as i32,
+                theta: rope.rope_theta,
+            },
+            heads: config.num_attention_heads,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+        })
+    }
+
+    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        let rows = x.dim(1);
+        let (h, h_kv, d) = (self.heads, self.kv_heads, self.head_dim);
+        // Each head's q_proj rows are its query, then its gate.
+        let q_gate = self.q_proj.forward(x)?.reshape(&[1, rows, h, 2 * d])?.split_at_indices(&[d], 3)?;
+        let gate = q_gate[1].reshape(&[1, rows, h * d])?;
+        let q = self.q_norm.forward(&q_gate[0])?;
+        let k = self.k_norm.forward(&self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
+        let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
+        let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
+            let LayerCache::Full(cache) = &mut span.cache.layers[layer] else {
+                unreachable!("new_cache made this layer's cache")
+            };
+            let offset = cache.len();
+            let q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
+            let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
+            let v = v.swap_axes(1, 2)?;
+            let y = attention(&q, &k, &v, (d as f32).powf(-0.5), cache)?;
+            Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
+        })?;
+        self.o_proj.forward(&mixed.multiply(sigmoid(gate)?)?)
+    }
+}
+
+/// GatedDeltaNet.
+struct LinearAttn {
+    in_proj_qkv: Linear,
+    in_proj_z: Linear,
+    in_proj_b: Linear,
+    in_proj_a: Linear,
+    delta: GatedDelta,
+    out_proj: Linear,
+}
+
+impl LinearAttn {
+    fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
+        let conv1d = weights.take(&format!("{at}.conv1d.weight"))?;
+        let taps = (0..conv1d.dim(1)).map(|tap| conv1d.try_index((.., tap))?.contiguous());
+        Ok(Self {
+            delta: GatedDelta {
+                conv1d: taps.collect::<std::result::Result<_, _>>()?,
+                a_log: weights.take_f32(&format!("{at}.A_log"))?,
+                dt_bias: weights.take(&format!("{at}.dt_bias"))?,
+                norm: RmsNorm {
+                    weight: weights.take(&format!("{at}.norm.weight"))?,
+                    eps: config.rms_norm_eps,
+                },
+                key_heads: config.linear_num_key_heads,
+                value_heads: config.linear_num_value_heads,
+                key_dim: config.linear_key_head_dim,
+                value_dim: config.linear_value_head_dim,
+            },
+            in_proj_qkv: weights.linear(&format!("{at}.in_proj_qkv"))?,
+            in_proj_z: weights.linear(&format!("{at}.in_proj_z"))?,
+            in_proj_b: weights.linear(&format!("{at}.in_proj_b"))?,
+            in_proj_a: weights.linear(&format!("{at}.in_proj_a"))?,
+            out_proj: weights.linear(&format!("{at}.out_proj"))?,
+        })
+    }
+
+    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        let qkv = self.in_proj_qkv.forward(x)?;
+        let z = self.in_proj_z.forward(x)?;
+        let b = self.in_proj_b.forward(x)?;
+        let a = self.in_proj_a.forward(x)?;
+        let mixed = by_span([qkv, z, b, a], spans, |[qkv, z, b, a], span| {
+            let LayerCache::Recurrent(cache) = &mut span.cache.layers[layer] else {
+                unreachable!("new_cache made this layer's cache")
+            };
+            self.delta.forward(&Projected { qkv, z, b, a }, cache)
+        })?;
+        self.out_proj.forward(&mixed)
+    }
+}

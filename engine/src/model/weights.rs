@@ -1,0 +1,245 @@
+//! The tensors of a checkpoint, on their way into a model.
+//!
+//! Reads sharded safetensors, casts, dequantizes where that is asked for, and hands tensors out
+//! by name. Families say what they need; how it is stored is known here and in `nn::Linear` alone.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+
+use mlx_rs::ops::dequantize;
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+use crate::nn::Linear;
+
+/// Tensors by name, with what is needed to turn them into layers.
+pub struct Weights {
+    folder: PathBuf,
+    arrays: HashMap<String, Array>,
+    dtype: Dtype,
+    dequantize: bool,
+    quantization: Option<Quantization>,
+    /// Layers that are quantized otherwise than the rest, by name without `.weight`.
+    mixed: HashMap<String, Quantization>,
+}
+
+/// How a layer is quantized.
+#[derive(Debug, Clone, Deserialize)]
+struct Quantization {
+    group_size: i32,
+    bits: i32,
+    #[serde(default = "affine")]
+    mode: String,
+}
+
+fn affine() -> String {
+    "affine".into()
+}
+
+impl Weights {
+    /// Opens every `*.safetensors` of `folder` that its index names (all, where there is none).
+    ///
+    /// Floating-point tensors are cast to `dtype` as they are taken; `dequantize` makes dense
+    /// layers of quantized ones.
+    ///
+    /// # Errors
+    /// [`Error::Model`] names the file that is missing or unreadable, or the key of `config.json`
+    /// that is off.
+    pub fn open(folder: &Path, config: &Value, dtype: Dtype, dequantize: bool) -> Result<Self> {
+        let mut arrays = HashMap::new();
+        for path in shards(folder)? {
+            let shard = Array::load_safetensors(&path)
+                .map_err(|e| Error::Model { path: path.clone(), problem: e.to_string() })?;
+            arrays.extend(shard);
+        }
+        let mut weights = Self {
+            folder: folder.to_path_buf(),
+            arrays,
+            dtype,
+            dequantize,
+            quantization: None,
+            mixed: HashMap::new(),
+        };
+        let stated = config.get("quantization").or_else(|| config.get("quantization_config"));
+        if let Some(Value::Object(stated)) = stated {
+            weights.read_quantization(stated)?;
+        }
+        Ok(weights)
+    }
+
+    /// `quantization` of `config.json`: the rule for all layers, then exceptions by layer name
+    /// (`false` for layers that are not quantized, which their lack of scales says as well).
+    fn read_quantization(&mut self, stated: &Map<String, Value>) -> Result<()> {
+        let read = |name: &str, value: &Value| -> Result<Quantization> {
+            let q: Quantization = serde_json::from_value(value.clone())
+                .map_err(|e| self.problem("config.json", format!("quantization{name}: {e}")))?;
+            if q.mode != "affine" {
+                let problem = format!(
+                    "quantization{name}: mode `{}` cannot be loaded, `affine` can; convert the \
+                     model with `mlx_lm.convert --q-mode affine`",
+                    q.mode
+                );
+                return Err(self.problem("config.json", problem));
+            }
+            Ok(q)
+        };
+        let all = read("", &Value::Object(stated.clone()))?;
+        let mut mixed = HashMap::new();
+        for (layer, value) in stated {
+            if value.is_object() {
+                mixed.insert(layer.clone(), read(&format!(".{layer}"), value)?);
+            }
+        }
+        (self.quantization, self.mixed) = (Some(all), mixed);
+        Ok(())
+    }
+
+    /// Reads a family's config, naming the key that is missing or off.
+    ///
+    /// # Errors
+    /// [`Error::Model`] for `config.json`.
+    pub fn config<T: DeserializeOwned>(&self, config: &Value) -> Result<T> {
+        T::deserialize(config).map_err(|e| self.problem("config.json", e.to_string()))
+    }
+
+    /// Type of activations, and of every tensor taken.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Whether a tensor of this name is there.
+    pub fn has(&self, name: &str) -> bool {
+        self.arrays.contains_key(name)
+    }
+
+    /// All tensors that were not taken yet.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Array)> {
+        self.arrays.iter().map(|(name, array)| (name.as_str(), array))
+    }
+
+    /// Renames every tensor; `None` drops it.
+    pub fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
+        self.arrays = std::mem::take(&mut self.arrays)
+            .into_iter()
+            .filter_map(|(name, array)| Some((new(&name)?, array)))
+            .collect();
+        self.mixed = std::mem::take(&mut self.mixed)
+            .into_iter()
+            .filter_map(|(name, q)| Some((new(&name)?, q)))
+            .collect();
+    }
+
+    /// Changes every tensor.
+    ///
+    /// # Errors
+    /// The first error of `change`.
+    pub fn map(&mut self, change: impl Fn(&str, Array) -> Result<Array>) -> Result<()> {
+        for (name, array) in &mut self.arrays {
+            *array = change(name, array.clone())?;
+        }
+        Ok(())
+    }
+
+    /// Takes a tensor, cast to the model's dtype.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when there is none of this name.
+    pub fn take(&mut self, name: &str) -> Result<Array> {
+        let dtype = self.dtype;
+        self.take_as(name, dtype)
+    }
+
+    /// Takes a tensor that stays f32 whatever the model's dtype is.
+    ///
+    /// # Errors
+    /// As [`Weights::take`].
+    pub fn take_f32(&mut self, name: &str) -> Result<Array> {
+        self.take_as(name, Dtype::Float32)
+    }
+
+    fn take_as(&mut self, name: &str, dtype: Dtype) -> Result<Array> {
+        let array = self.remove(name)?.as_dtype(dtype)?;
+        eval([&array])?;
+        Ok(array)
+    }
+
+    /// Takes a linear layer: `NAME.weight`, with `.scales` and `.biases` where it is quantized
+    /// and `.bias` where it has one.
+    ///
+    /// # Errors
+    /// As [`Weights::take`].
+    pub fn linear(&mut self, name: &str) -> Result<Linear> {
+        let bias_name = format!("{name}.bias");
+        let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
+        let weight_name = format!("{name}.weight");
+        if !self.has(&format!("{name}.scales")) {
+            return Ok(Linear::Dense { weight: self.take(&weight_name)?, bias });
+        }
+        let Some(Quantization { group_size, bits, .. }) =
+            self.mixed.get(name).or(self.quantization.as_ref()).cloned()
+        else {
+            let problem = format!("`{name}` has scales, but there is no `quantization` key");
+            return Err(self.problem("config.json", problem));
+        };
+        let weight = self.remove(&weight_name)?;
+        let scales = self.take(&format!("{name}.scales"))?;
+        let biases = self.take(&format!("{name}.biases"))?;
+        if self.dequantize {
+            let weight = dequantize(&weight, &scales, &biases, group_size, bits)?;
+            eval([&weight])?;
+            return Ok(Linear::Dense { weight, bias });
+        }
+        eval([&weight])?;
+        Ok(Linear::Quantized { weight, scales, biases, group_size, bits, bias })
+    }
+
+    fn remove(&mut self, name: &str) -> Result<Array> {
+        self.arrays
+            .remove(name)
+            .ok_or_else(|| self.problem("", format!("the weights have no tensor `{name}`")))
+    }
+
+    fn problem(&self, file: &str, problem: String) -> Error {
+        Error::Model { path: self.folder.join(file), problem }
+    }
+}
+
+/// The weight files of a folder, in a fixed order.
+///
+/// # Errors
+/// [`Error::Model`] when there are none, or the index cannot be read or names a missing file.
+pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: HashMap<String, String>,
+    }
+    let problem = |path: PathBuf, problem: String| Error::Model { path, problem };
+    let index = folder.join("model.safetensors.index.json");
+    let names: BTreeSet<PathBuf> = if index.is_file() {
+        let text = std::fs::read(&index).map_err(|e| problem(index.clone(), e.to_string()))?;
+        let parsed: Index =
+            serde_json::from_slice(&text).map_err(|e| problem(index.clone(), e.to_string()))?;
+        parsed.weight_map.values().map(|name| folder.join(name)).collect()
+    } else {
+        let entries =
+            folder.read_dir().map_err(|e| problem(folder.to_path_buf(), e.to_string()))?;
+        entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|path| path.extension().is_some_and(|e| e == "safetensors"))
+            .collect()
+    };
+    if names.is_empty() {
+        let text = "has no *.safetensors; a model folder holds config.json, tokenizer.json and \
+                    safetensors";
+        return Err(problem(folder.to_path_buf(), text.into()));
+    }
+    if let Some(missing) = names.iter().find(|path| !path.is_file()) {
+        let text = "is missing, though the index names it; download the model again";
+        return Err(problem(missing.clone(), text.into()));
+    }
+    Ok(names.into_iter().collect())
+}

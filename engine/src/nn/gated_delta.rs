@@ -1,0 +1,374 @@
+//! The gated delta rule: linear attention whose state forgets by a gate and corrects itself.
+//!
+//! Per head and token, with state S [D_v, D_k], decay g in (0, 1) and strength beta in (0, 1):
+//!
+//! ```text
+//! S <- g S;   d = beta (v - S k);   S <- S + d k^T;   y = S q
+//! ```
+//!
+//! Decoding takes this [`delta_rule_recurrent`] form, prefill the [`delta_rule_chunked`] one, which
+//! turns a chunk of tokens into a few matrix products. Both are equal up to rounding; the tests
+//! hold the second against the first.
+//!
+//! Source: Gated Delta Networks (arXiv:2412.06464), chunked by the UT transform of
+//! arXiv:2406.06484; checked against mlx-lm `models/gated_delta.py`.
+
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{
+    broadcast_to, concatenate, exp, eye, logaddexp, matmul, pad, select, sigmoid, stack,
+    tri,
+};
+use mlx_rs::{Array, Dtype, fast};
+
+use super::{RmsNorm, silu};
+use crate::cache::Recurrent;
+use crate::error::Result;
+
+/// Tokens that the chunked form joins. Longer chunks mean fewer sequential steps but a larger
+/// triangle to invert; 64 is the paper's choice.
+pub const CHUNK: i32 = 64;
+
+/// Spans up to this long take the recurrent form: the chunked one costs the same for 1 and 64.
+const RECURRENT_ROWS: i32 = 8;
+
+/// Added to the sum of squares of q and k before the root. A constant of the reference
+/// implementation, not the configured epsilon.
+const L2_EPS: f32 = 1e-6;
+
+/// Weights and shape of the recurrent part of a GatedDeltaNet layer.
+#[derive(Debug, Clone)]
+pub struct GatedDelta {
+    /// Depthwise causal convolution over q, k and v, one [C] a tap, oldest tap first.
+    pub conv1d: Vec<Array>,
+    /// f32 [H_v], log of the decay rate.
+    pub a_log: Array,
+    /// [H_v], added to the decay's input.
+    pub dt_bias: Array,
+    /// [D_v], of the output, before the gate.
+    pub norm: RmsNorm,
+    /// H_k: q and k heads; each serves H_v / H_k value heads.
+    pub key_heads: i32,
+    /// H_v
+    pub value_heads: i32,
+    /// D_k
+    pub key_dim: i32,
+    /// D_v
+    pub value_dim: i32,
+}
+
+/// What a layer projects a span's rows to.
+#[derive(Debug, Clone)]
+pub struct Projected {
+    /// [1, T, C]: q, k and v before the convolution, C = 2 H_k D_k + H_v D_v.
+    pub qkv: Array,
+    /// [1, T, H_v D_v], the output gate.
+    pub z: Array,
+    /// [1, T, H_v], strength before its sigmoid.
+    pub b: Array,
+    /// [1, T, H_v], input of the decay.
+    pub a: Array,
+}
+
+impl GatedDelta {
+    /// An empty cache of this layer; activations are in `dtype`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when MLX cannot make it.
+    pub fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
+        let channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim;
+        let taps = i32::try_from(self.conv1d.len()).expect("a kernel is a few taps long");
+        Recurrent::new(
+            &[1, self.value_heads, self.value_dim, self.key_dim],
+            &[1, taps - 1, channels],
+            dtype,
+        )
+    }
+
+    /// Runs a span's rows through convolution, delta rule, norm and gate: [1, T, H_v D_v].
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Projected, cache: &mut Recurrent) -> Result<Array> {
+        let rows = x.qkv.dim(1);
+        let dtype = x.qkv.dtype();
+        let qkv = self.convolve(&x.qkv, cache)?;
+        let (keys, values) = (self.key_heads * self.key_dim, self.value_heads * self.value_dim);
+        let qkv = qkv.split_at_indices(&[keys, 2 * keys], 2)?;
+        let (q, k) = (self.unit_heads(&qkv[0])?, self.unit_heads(&qkv[1])?);
+        let q = q.multiply(Array::from_f32((self.key_dim as f32).powf(-0.5)))?;
+        let v = qkv[2].reshape(&[1, rows, self.value_heads, self.value_dim])?;
+
+        let beta = sigmoid(&x.b)?;
+        let rate = exp(&self.a_log)?;
+        let step = logaddexp(x.a.add(&self.dt_bias)?, Array::from_f32(0.0).as_dtype(dtype)?)?;
+        let log_decay = rate.multiply(step)?.negative()?;
+
+        // The state sums over the whole context, so all of this is f32 whatever the weights are.
+        let heads_first = |a: &Array| a.as_dtype(Dtype::Float32)?.swap_axes(1, 2);
+        let inputs = DeltaInputs {
+            q: heads_first(&q)?,
+            k: heads_first(&k)?,
+            v: heads_first(&v)?,
+            log_decay: heads_first(&log_decay)?,
+            beta: heads_first(&beta)?,
+        };
+        let (y, state) = if rows <= RECURRENT_ROWS {
+            delta_rule_recurrent(&inputs, &cache.state)?
+        } else {
+            delta_rule_chunked(&inputs, &cache.state)?
+        };
+        cache.state = state;
+
+        let y = self.norm.forward(&y.swap_axes(1, 2)?.as_dtype(dtype)?)?;
+        let gate = silu(&x.z.as_dtype(Dtype::Float32)?.reshape(y.shape())?)?;
+        let y = y.multiply(gate)?.as_dtype(dtype)?;
+        Ok(y.reshape(&[1, rows, values])?)
+    }
+
+    /// Causal depthwise convolution and its activation; keeps the last inputs as the tail.
+    fn convolve(&self, x: &Array, cache: &mut Recurrent) -> Result<Array> {
+        let rows = x.dim(1);
+        let x = concatenate(&[&cache.tail, x], 1)?;
+        cache.tail = x.try_index((.., rows.., ..))?;
+        let mut sum: Option<Array> = None;
+        for (tap, weight) in (0i32..).zip(&self.conv1d) {
+            let term = x.try_index((.., tap..tap + rows, ..))?.multiply(weight)?;
+            sum = Some(match sum {
+                Some(sum) => sum.add(term)?,
+                None => term,
+            });
+        }
+        silu(&sum.expect("a kernel has at least one tap: checked by the loader"))
+    }
+
+    /// [1, T, H_k D_k] to unit vectors [1, T, H_v, D_k], each head repeated for its value heads.
+    fn unit_heads(&self, x: &Array) -> Result<Array> {
+        let rows = x.dim(1);
+        let x = x.reshape(&[1, rows, self.key_heads, 1, self.key_dim])?;
+        // rms_norm divides by the root of the mean; scaled by D^-0.5 that is the root of the sum.
+        let dim = self.key_dim as f32;
+        let unit = fast::rms_norm(x, None, L2_EPS / dim)?;
+        let unit = unit.multiply(Array::from_f32(dim.powf(-0.5)).as_dtype(unit.dtype())?)?;
+        let repeats = self.value_heads / self.key_heads;
+        let unit = broadcast_to(&unit, &[1, rows, self.key_heads, repeats, self.key_dim])?;
+        Ok(unit.reshape(&[1, rows, self.value_heads, self.key_dim])?)
+    }
+}
+
+/// What the delta rule reads, all f32 and heads first.
+#[derive(Debug, Clone)]
+pub struct DeltaInputs {
+    /// [1, H, T, D_k], scaled unit vectors.
+    pub q: Array,
+    /// [1, H, T, D_k], unit vectors.
+    pub k: Array,
+    /// [1, H, T, D_v]
+    pub v: Array,
+    /// [1, H, T], log of g.
+    pub log_decay: Array,
+    /// [1, H, T]
+    pub beta: Array,
+}
+
+/// The delta rule token by token: returns y [1, H, T, D_v] and the state after the last token.
+///
+/// # Errors
+/// [`crate::Error::Array`] when the shapes do not fit.
+pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Array)> {
+    let rows = x.q.dim(2);
+    let (decay, beta) = (exp(&x.log_decay)?, &x.beta);
+    let mut state = state.clone();
+    let mut ys = Vec::new();
+    for t in 0..rows {
+        let row = |a: &Array| a.try_index((.., .., t..t + 1));
+        let (q, k, v) = (row(&x.q)?, row(&x.k)?, row(&x.v)?);
+        let g = row(&decay)?.expand_dims(3)?;
+        state = state.multiply(g)?;
+        // v, d and y are rows [1, H, 1, D_v]; S k is k S^T then.
+        let read = matmul(&k, state.swap_axes(2, 3)?)?;
+        let d = v.subtract(read)?.multiply(row(beta)?.expand_dims(3)?)?;
+        state = state.add(d.swap_axes(2, 3)?.multiply(&k)?)?;
+        ys.push(matmul(&q, state.swap_axes(2, 3)?)?);
+    }
+    Ok((if rows == 1 { ys.remove(0) } else { concatenate(&ys, 2)? }, state))
+}
+
+/// The delta rule in chunks of [`CHUNK`] tokens: same result as [`delta_rule_recurrent`] up to
+/// rounding.
+///
+/// With G the running sum of log g inside a chunk, the corrections D (rows d) solve
+/// `(I + A) D = beta (V - e^G K S^T)` where `A[t, i] = beta_t e^(G_t - G_i) k_t . k_i` for i < t.
+/// The inverse, and everything else that does not need S, is computed for all chunks at once.
+///
+/// # Errors
+/// [`crate::Error::Array`] when the shapes do not fit.
+pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Array)> {
+    let [heads, rows] = [x.q.dim(1), x.q.dim(2)];
+    let chunks = (rows + CHUNK - 1) / CHUNK;
+    let padding = chunks * CHUNK - rows;
+    // A padded token has k = v = beta = 0 and g = 1, and so changes nothing.
+    let split = |a: &Array| -> Result<Array> {
+        let mut widths = vec![(0, 0); a.ndim()];
+        widths[2] = (0, padding);
+        let a = if padding > 0 { pad(a, &widths[..], None, None)? } else { a.clone() };
+        let mut shape = vec![1, heads, chunks, CHUNK];
+        shape.extend(&a.shape()[3..]);
+        Ok(a.reshape(&shape)?)
+    };
+    let (q, k, v) = (split(&x.q)?, split(&x.k)?, split(&x.v)?);
+    let beta = split(&x.beta)?.expand_dims(4)?;
+    let running = split(&x.log_decay)?.cumsum(3, None, None)?;
+
+    // decay[t, i] = e^(G_t - G_i) for i <= t. The mask comes before the exponential, which would
+    // overflow above the diagonal.
+    let exponent = running.expand_dims(4)?.subtract(running.expand_dims(3)?)?;
+    let lower = tri::<f32>(CHUNK, None, None)?.as_type::<bool>()?;
+    let decay = exp(select(&lower, exponent, Array::from_f32(f32::NEG_INFINITY))?)?;
+    let grown = exp(&running)?.expand_dims(4)?;
+
+    let k_t = k.swap_axes(3, 4)?;
+    let strict = tri::<f32>(CHUNK, None, Some(-1))?;
+    let a = matmul(&k, &k_t)?.multiply(&decay)?.multiply(&beta)?.multiply(&strict)?;
+    let inverse = invert_unit_lower(&a)?;
+    let u = matmul(&inverse, v.multiply(&beta)?)?;
+    let w = matmul(&inverse, k.multiply(&beta)?.multiply(&grown)?)?;
+    let within = matmul(&q, &k_t)?.multiply(&decay)?;
+    let q = q.multiply(&grown)?;
+    // e^(G_end - G_i): what is left of token i's correction at the end of its chunk.
+    let last = CHUNK - 1;
+    let left = decay.try_index((.., .., .., last, ..))?.expand_dims(4)?;
+    let k = k.multiply(left)?;
+    let total = grown.try_index((.., .., .., last.., ..))?;
+
+    let mut state = state.clone();
+    let mut ys = Vec::new();
+    for c in 0..chunks {
+        let chunk = |a: &Array| a.try_index((.., .., c, .., ..));
+        let state_t = state.swap_axes(2, 3)?;
+        let d = chunk(&u)?.subtract(matmul(chunk(&w)?, &state_t)?)?;
+        ys.push(matmul(chunk(&q)?, &state_t)?.add(matmul(chunk(&within)?, &d)?)?);
+        state = state
+            .multiply(chunk(&total)?)?
+            .add(matmul(d.swap_axes(2, 3)?, chunk(&k)?)?)?;
+    }
+    let y = stack(&ys, 2)?.reshape(&[1, heads, chunks * CHUNK, x.v.dim(3)])?;
+    Ok((y.try_index((.., .., ..rows, ..))?, state))
+}
+
+/// `(I + A)^-1` for strictly lower triangular `a` [.., CHUNK, CHUNK].
+///
+/// Inverts diagonal blocks of 1, 2, 4 ... rows: for a pair of blocks with inverses X and the part
+/// of A that couples them, M, the inverse of the pair is `X - X M X`. As stable as forward
+/// substitution, in log2(CHUNK) products; the Neumann series would need as many, but its powers
+/// grow like binomials when keys repeat, as they do in a loop.
+fn invert_unit_lower(a: &Array) -> Result<Array> {
+    let mut inverse = broadcast_to(eye::<f32>(CHUNK, None, None)?, a.shape())?;
+    let mut block = 1;
+    while block < CHUNK {
+        let coupling = a.multiply(coupling_mask(block))?;
+        inverse = if block == 1 {
+            inverse.subtract(coupling)?
+        } else {
+            inverse.subtract(matmul(matmul(&inverse, coupling)?, &inverse)?)?
+        };
+        block *= 2;
+    }
+    Ok(inverse)
+}
+
+/// f32 [CHUNK, CHUNK]: 1 where the row lies in the second and the column in the first block of
+/// the same pair of blocks.
+fn coupling_mask(block: i32) -> Array {
+    let mask: Vec<f32> = (0..CHUNK * CHUNK)
+        .map(|at| {
+            let (row, column) = (at / CHUNK / block, at % CHUNK / block);
+            f32::from(u8::from(row % 2 == 1 && column == row - 1))
+        })
+        .collect();
+    Array::from_slice(&mask, &[CHUNK, CHUNK])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mlx_rs::random;
+
+    /// Random inputs of `rows` tokens for 4 heads of 16; `same_key` makes all keys equal.
+    fn inputs(rows: i32, same_key: bool) -> DeltaInputs {
+        let normal = |seed, dim| {
+            let key = random::key(seed).unwrap();
+            random::normal::<f32>(&[1, 4, rows, dim], None, None, &key).unwrap()
+        };
+        let unit = |a: Array| fast::rms_norm(&a, None, 0.0).unwrap().multiply(Array::from_f32(0.25)).unwrap();
+        let k = normal(2, 16);
+        let k = if same_key {
+            broadcast_to(k.try_index((.., .., ..1, ..)).unwrap(), &[1, 4, rows, 16]).unwrap()
+        } else {
+            k
+        };
+        let gates = |seed| normal(seed, 1).squeeze_axes(&[3]).unwrap();
+        DeltaInputs {
+            q: unit(normal(1, 16)),
+            k: unit(k),
+            v: normal(3, 16),
+            log_decay: exp(gates(4)).unwrap().multiply(Array::from_f32(-0.05)).unwrap(),
+            beta: sigmoid(gates(5).add(Array::from_f32(2.0)).unwrap()).unwrap(),
+        }
+    }
+
+    fn state() -> Array {
+        random::normal::<f32>(&[1, 4, 16, 16], None, None, &random::key(6).unwrap()).unwrap()
+    }
+
+    fn largest_difference(a: &Array, b: &Array) -> f32 {
+        a.subtract(b).unwrap().abs().unwrap().max(None).unwrap().item_exact::<f32>()
+    }
+
+    /// Equal keys make the triangle's entries all alike, which is where a power series would lose
+    /// every digit.
+    #[test]
+    fn chunked_form_equals_recurrent_form() {
+        for same_key in [false, true] {
+            for rows in [1, 9, 63, 64, 65, 128, 200] {
+                let x = inputs(rows, same_key);
+                let (y, s) = delta_rule_chunked(&x, &state()).unwrap();
+                let (reference_y, reference_s) = delta_rule_recurrent(&x, &state()).unwrap();
+                assert_eq!(y.shape(), reference_y.shape());
+                for (ours, reference) in [(&y, &reference_y), (&s, &reference_s)] {
+                    let difference = largest_difference(ours, reference);
+                    assert!(difference < 2e-5, "{rows} rows, same key {same_key}: {difference}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn two_spans_equal_one_span() {
+        let x = inputs(150, false);
+        let (y, s) = delta_rule_chunked(&x, &state()).unwrap();
+        let cut = |from: i32, to: i32| DeltaInputs {
+            q: x.q.try_index((.., .., from..to)).unwrap(),
+            k: x.k.try_index((.., .., from..to)).unwrap(),
+            v: x.v.try_index((.., .., from..to)).unwrap(),
+            log_decay: x.log_decay.try_index((.., .., from..to)).unwrap(),
+            beta: x.beta.try_index((.., .., from..to)).unwrap(),
+        };
+        let (y1, s1) = delta_rule_chunked(&cut(0, 70), &state()).unwrap();
+        let (y2, s2) = delta_rule_chunked(&cut(70, 150), &s1).unwrap();
+        let joined = concatenate(&[y1, y2], 2).unwrap();
+        assert!(largest_difference(&joined, &y) < 2e-5);
+        assert!(largest_difference(&s2, &s) < 2e-5);
+    }
+
+    #[test]
+    fn inverse_times_matrix_is_identity() {
+        let key = random::key(7).unwrap();
+        let a = random::normal::<f32>(&[1, 1, 2, CHUNK, CHUNK], None, 0.2, &key).unwrap();
+        let a = a.multiply(tri::<f32>(CHUNK, None, Some(-1)).unwrap()).unwrap();
+        let inverse = invert_unit_lower(&a).unwrap();
+        let identity = eye::<f32>(CHUNK, None, None).unwrap();
+        let product = matmul(a.add(&identity).unwrap(), inverse).unwrap();
+        
+        assert!(largest_difference(&product, &identity) < 1e-3);
+    }
+}

@@ -1,0 +1,87 @@
+//! Linear layers and embeddings, dense or affine-quantized: the one place that knows the difference.
+//!
+//! Source: affine quantization as `mlx.core.quantize` defines it (w = q * scale + bias, one scale
+//! and bias a group of inputs).
+
+use mlx_rs::Array;
+use mlx_rs::ops::{dequantize, matmul, quantized_matmul};
+
+use crate::error::Result;
+
+/// Weights of a linear layer, [out, in].
+#[derive(Debug, Clone)]
+pub enum Linear {
+    /// `weight` [out, in].
+    Dense {
+        /// The matrix.
+        weight: Array,
+        /// [out], added to the product.
+        bias: Option<Array>,
+    },
+    /// Packed integers with a scale and a bias a group.
+    Quantized {
+        /// u32 [out, in * bits / 32].
+        weight: Array,
+        /// [out, in / group_size].
+        scales: Array,
+        /// [out, in / group_size].
+        biases: Array,
+        /// Inputs that share a scale.
+        group_size: i32,
+        /// Bits of an element.
+        bits: i32,
+        /// [out], added to the product.
+        bias: Option<Array>,
+    },
+}
+
+impl Linear {
+    /// `x` [.., in] to [.., out], in `x`'s dtype.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        let (y, bias) = match self {
+            Self::Dense { weight, bias } => (matmul(x, weight.t())?, bias),
+            Self::Quantized { weight, scales, biases, group_size, bits, bias } => {
+                (quantized_matmul(x, weight, scales, biases, true, *group_size, *bits)?, bias)
+            }
+        };
+        match bias {
+            Some(bias) => Ok(y.add(bias)?),
+            None => Ok(y),
+        }
+    }
+}
+
+/// Token embeddings [V, D], which can also serve as the output head.
+#[derive(Debug, Clone)]
+pub struct Embedding(pub Linear);
+
+impl Embedding {
+    /// Rows of the tokens: `ids` [R] of u32 to [1, R, D].
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when MLX rejects the shapes.
+    pub fn forward(&self, ids: &Array) -> Result<Array> {
+        let rows = match &self.0 {
+            Linear::Dense { weight, .. } => weight.take_axis(ids, 0)?,
+            Linear::Quantized { weight, scales, biases, group_size, bits, .. } => dequantize(
+                weight.take_axis(ids, 0)?,
+                scales.take_axis(ids, 0)?,
+                &biases.take_axis(ids, 0)?,
+                *group_size,
+                *bits,
+            )?,
+        };
+        Ok(rows.expand_dims(0)?)
+    }
+
+    /// Logits with the embedding as the head: `h` [1, R, D] to [1, R, V].
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn as_linear(&self, h: &Array) -> Result<Array> {
+        self.0.forward(h)
+    }
+}

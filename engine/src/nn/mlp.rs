@@ -1,0 +1,28 @@
+//! The gated feed-forward block, SwiGLU (arXiv:2002.05202).
+
+use mlx_rs::Array;
+
+use super::{Linear, silu};
+use crate::error::Result;
+
+/// `down(silu(gate x) * up x)`.
+#[derive(Debug, Clone)]
+pub struct SwiGlu {
+    /// [F, D]
+    pub gate_proj: Linear,
+    /// [F, D]
+    pub up_proj: Linear,
+    /// [D, F]
+    pub down_proj: Linear,
+}
+
+impl SwiGlu {
+    /// `x` [1, R, D], same shape back.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        let gate = silu(&self.gate_proj.forward(x)?)?;
+        self.down_proj.forward(&gate.multiply(self.up_proj.forward(x)?)?)
+    }
+}

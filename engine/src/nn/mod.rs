@@ -1,0 +1,68 @@
+//! Arithmetic that families share: layers hold weights and are pure functions of their inputs.
+//!
+//! Nothing here knows a family, a request or a cache's policy; [`attention`] and [`gated_delta`]
+//! alone touch caches, and only to append.
+
+mod attention;
+mod gated_delta;
+mod linear;
+mod mlp;
+mod norm;
+mod rope;
+
+pub use attention::attention;
+pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent};
+pub use linear::{Embedding, Linear};
+pub use mlp::SwiGlu;
+pub use norm::RmsNorm;
+pub use rope::Rope;
+
+use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+
+use crate::error::{Error, Result};
+use crate::model::Span;
+
+impl From<mlx_rs::error::Exception> for Error {
+    fn from(exception: mlx_rs::error::Exception) -> Self {
+        Self::Array(exception.to_string())
+    }
+}
+
+/// `x * sigmoid(x)` in `x`'s dtype.
+///
+/// # Errors
+/// [`Error::Array`] when MLX rejects it.
+pub fn silu(x: &Array) -> Result<Array> {
+    Ok(x.multiply(mlx_rs::ops::sigmoid(x)?)?)
+}
+
+/// Runs `mix` on the rows of each span of the arrays `x` [1, R, ..], and joins what it returns.
+///
+/// This is where joined ragged rows meet state: linear layers see all rows at once, attention and
+/// recurrence go span by span.
+///
+/// # Errors
+/// The first error of `mix`.
+pub fn by_span<const N: usize>(
+    x: [Array; N],
+    spans: &mut [Span<'_>],
+    mut mix: impl FnMut([Array; N], &mut Span<'_>) -> Result<Array>,
+) -> Result<Array> {
+    if let [span] = spans {
+        return mix(x, span);
+    }
+    let mut start = 0;
+    let mut parts = Vec::with_capacity(spans.len());
+    for span in spans {
+        let end = start + span.rows;
+        let mut rows = x.clone();
+        for array in &mut rows {
+            *array = array.try_index((.., start..end))?;
+        }
+        parts.push(mix(rows, span)?);
+        start = end;
+    }
+    Ok(concatenate(&parts, 1)?)
+}

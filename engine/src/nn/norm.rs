@@ -1,0 +1,24 @@
+//! Root mean square normalisation (arXiv:1910.07467).
+
+use mlx_rs::{Array, fast};
+
+use crate::error::Result;
+
+/// `x / sqrt(mean(x^2) + eps) * weight` over the last axis, statistics in f32.
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    /// [D]; the plain factor, never the `(1 + w)` form: the loader resolves that.
+    pub weight: Array,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+impl RmsNorm {
+    /// `x` [.., D], same shape and dtype back.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        Ok(fast::rms_norm(x, Some(&self.weight), self.eps)?)
+    }
+}
