@@ -1,44 +1,11 @@
 //! The handle to the engine thread: requests in, events out. Cheap to clone, free of arrays.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use crate::config::Config;
-use crate::decode::Decoder;
 use crate::error::{Error, Result};
 use crate::request::{Event, Request};
-
-/// Loads the model in `folder` on a thread of its own and serves requests from there. State is
-/// kept in the folder `data`.
-///
-/// Returns when the model is ready. The thread ends when the last handle is dropped and what it
-/// was doing is done.
-///
-/// # Errors
-/// Whatever keeps the engine from starting, with the file or key at fault.
-pub fn start(config: Config, folder: &Path, data: &Path) -> Result<Engine> {
-    let config = config.check()?;
-    let (jobs, queue) = mpsc::channel(config.engine.queue);
-    let (ready, loaded) = std::sync::mpsc::sync_channel(1);
-    let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
-    let run = move || match Decoder::load(config, &folder, &data) {
-        Ok((decoder, info)) => {
-            // Nobody waits for the answer only if `start` was abandoned.
-            if ready.send(Ok(info)).is_ok() {
-                decoder.run(queue);
-            }
-        }
-        Err(error) => drop(ready.send(Err(error))),
-    };
-    std::thread::Builder::new()
-        .name("engine".into())
-        .spawn(run)
-        .map_err(|_| Error::Stopped)?;
-    let info = loaded.recv().map_err(|_| Error::Stopped)??;
-    Ok(Engine::new(jobs, info))
-}
 
 /// What the server may know of the loaded model.
 #[derive(Debug, Clone)]

@@ -24,5 +24,6 @@ pub mod request;
 pub mod store;
 pub mod text;
 
-pub use engine::{Engine, start};
+pub use decode::start;
+pub use engine::Engine;
 pub use error::{Error, Result};

@@ -11,14 +11,14 @@ pub fn write(target: &Target, mlx_c: &Path) -> Result<()> {
         .clang_args(["-include", "shim/half.h", "-I"])
         .clang_arg(mlx_c.to_string_lossy())
         .allowlist_item("_?mlx_.*|MLX_.*|b?float16_t")
+        // mlx-rs reads `float16_t` as a tuple struct, `bfloat16_t` as a number, and wants defaults.
         .new_type_alias("float16_t")
         .derive_default(true)
-        .default_enum_style(bindgen::EnumVariation::Consts)
         .layout_tests(false)
         .formatter(bindgen::Formatter::None);
-    // libclang from a wheel comes without the compiler's own headers (stddef.h, stdbool.h): the C compiler lends its own.
-    for folder in compiler_headers() {
-        builder = builder.clang_arg("-idirafter").clang_arg(folder);
+    // The wheel's libclang has no headers of its own (stddef.h, stdbool.h): the compiler lends its.
+    if let Some(folder) = compiler_headers() {
+        builder = builder.clang_args(["-idirafter", &folder]);
     }
     let bindings = builder
         .generate()
@@ -26,13 +26,9 @@ pub fn write(target: &Target, mlx_c: &Path) -> Result<()> {
     target.write("bindings.rs", &bindings.to_string()).map(drop)
 }
 
-fn compiler_headers() -> Vec<String> {
-    let mut compiler = cc::Build::new().get_compiler().to_command();
-    let folder =
-        run(compiler.arg("-print-file-name=include"), "asking the C compiler for its headers");
-    folder
-        .into_iter()
-        .map(|folder| folder.trim().to_owned())
-        .filter(|folder| Path::new(folder).is_absolute())
-        .collect()
+fn compiler_headers() -> Option<String> {
+    let mut compiler = cc::Build::new().try_get_compiler().ok()?.to_command();
+    let folder = run(compiler.arg("-print-file-name=include"), "asking for headers").ok()?;
+    // A compiler that has no such folder answers with the bare name.
+    Path::new(folder.trim()).is_absolute().then(|| folder.trim().to_owned())
 }

@@ -1,9 +1,11 @@
 //! Compiles mlx-c and our shims, as one file, into a static library.
 //!
 //! # Why one file
-//! Each of mlx-c's 28 files spends most of its time on the same MLX headers: 55 s of one core apart, 10 s together
-//! (gcc 12, -O2). And the linker takes one object whole, so the shims are never left out.
+//! Each of mlx-c's 28 files spends most of its time on the same MLX headers: one core takes 55 s
+//! for them apart, 10 s together (gcc 12, -O2). And a linker takes an object whole or not at all,
+//! so the shims are never left out.
 
+use std::env;
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,9 +17,9 @@ const CPP20: &str = "
 #include <concepts>
 #include <span>
 #include <version>
-template <typename T> requires std::integral<T> int bytes(std::span<T> s) { return int(s.size_bytes()); }
+template <typename T> requires std::integral<T> auto size(std::span<T> s) { return s.size(); }
 ";
-/// gcc has `<format>` from version 13 on, clang's own library from 17 on.
+/// gcc has it from version 13 on, clang's own library from 17 on.
 const FORMAT: &str = "
 #include <format>
 #include <string>
@@ -38,33 +40,46 @@ pub struct Compiler {
 
 impl Compiler {
     /// # Errors
-    /// When there is no C++20 compiler, or the system's C library is too old for MLX's wheels and they are asked for.
-    pub fn probe(target: &Target, with_wheel: bool) -> Result<Self> {
-        let needed = "a C++20 compiler is needed (gcc 12, clang 15 or newer)";
-        let how = "Debian and Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`; macOS: `xcode-select --install`. \
-                   Or name one in the environment variable CXX.";
+    /// When there is no C++20 compiler; with `wheel`, when MLX's wheel needs a newer C library.
+    pub fn probe(target: &Target, wheel: bool) -> Result<Self> {
+        let no_compiler = |error| {
+            format!(
+                "a C++20 compiler is needed (gcc 12, clang 15 or newer). Debian and Ubuntu: `apt \
+                 install g++`; Fedora: `dnf install gcc-c++`; macOS: `xcode-select --install`. Or \
+                 name one in the environment variable CXX.\n{error}"
+            )
+        };
+        let old_glibc = |error| {
+            format!(
+                "MLX's wheels need glibc 2.35 (Debian 12, Ubuntu 22.04, Fedora 36 or newer). On an \
+                 older system, build MLX from source and point MLX_ROOT to it.\n{error}"
+            )
+        };
+        if target.backend == Backend::Metal && env::var_os("MACOSX_DEPLOYMENT_TARGET").is_none() {
+            #[allow(unsafe_code, reason = "cc takes the deployment target from the environment")]
+            // SAFETY: this script has started no thread yet, so none reads the environment now.
+            unsafe {
+                // Rust's own default is macOS 11, whose C++ library has no std::format; MLX needs 14.
+                env::set_var("MACOSX_DEPLOYMENT_TARGET", "14.0");
+            }
+        }
         let mut build = cc::Build::new();
         build.cpp(true).std("c++20").warnings(false).debug(false).opt_level(2);
-        let compiler =
-            build.try_get_compiler().map_err(|error| format!("{needed}. {how}\n{error}"))?;
+        let compiler = build.try_get_compiler().map_err(|error| no_compiler(error.to_string()))?;
         let accepts = |name: &str, text: &str| {
             let file = target.write(name, text)?;
-            run(compiler.to_command().arg("-fsyntax-only").arg(&file), "trying the C++ compiler")
+            let mut check = compiler.to_command();
+            run(check.arg("-fsyntax-only").arg(&file), "trying the C++ compiler")
         };
-        accepts("cpp20.cpp", CPP20).map_err(|error| format!("{needed}. {how}\n{error}"))?;
-        if with_wheel && target.backend != Backend::Metal {
-            accepts("glibc.cpp", GLIBC).map_err(|error| {
-                format!(
-                    "MLX's wheels need glibc 2.35 (Debian 12, Ubuntu 22.04, Fedora 36 or newer). On an older system, build MLX \
-                     yourself and point MLX_ROOT to it.\n{error}"
-                )
-            })?;
+        accepts("cpp20.cpp", CPP20).map_err(no_compiler)?;
+        if wheel && target.backend != Backend::Metal {
+            accepts("glibc.cpp", GLIBC).map_err(old_glibc)?;
         }
         let has_format = accepts("format.cpp", FORMAT).is_ok();
         Ok(Self { build, has_format })
     }
 
-    /// Compiles mlx-c, at `mlx_c`, against the MLX headers in `include`, and links the result to this crate.
+    /// Compiles mlx-c, at `mlx_c`, against the MLX headers in `include`; this crate links it.
     pub fn compile(
         mut self,
         target: &Target,
@@ -87,7 +102,7 @@ impl Compiler {
         self.build
             .file(target.write("mlxc.cpp", &unit)?)
             .includes([Path::new("."), mlx_c, include])
-            // MLX's errors name the file they come from; the folder of this build means nothing to who reads them.
+            // MLX's errors say `at mlx/c/ops.cpp:2291`, without the folder of this build before it.
             .flag_if_supported(format!("-ffile-prefix-map={}/=", mlx_c.display()))
             .try_compile("mlxc")
             .map_err(|error| format!("compiling mlx-c failed: {error}"))

@@ -1,12 +1,14 @@
-//! Builds `mlx-sys`: finds or fetches MLX, compiles mlx-c against it, writes the Rust bindings, places the libraries.
+//! Builds `mlx-sys`: finds or fetches MLX, writes the Rust bindings of mlx-c, compiles mlx-c, and
+//! places the libraries beside the binaries.
 //!
-//! Needs cargo, `python3 -m pip` and a C++20 compiler, and nothing else: MLX itself, OpenBLAS and libclang come as PyPI
-//! wheels (`wheel`), mlx-c's source lies in the published `mlx-sys` crate (`source`). What was fetched is kept in
-//! `<target>/mlx` and shared by all profiles.
+//! Needs cargo, `python3 -m pip` and a C++20 compiler, and nothing else: MLX, OpenBLAS and libclang
+//! come as PyPI wheels (`wheel`), mlx-c's source lies in the published `mlx-sys` crate (`source`).
+//! What was fetched stays in `<target>/mlx`, for all profiles.
 //!
 //! # Why
-//! The published crate builds on macOS alone and compiles MLX with CMake from a git clone: 20 minutes on two cores and no
-//! Linux. A wheel holds the same library, made by MLX's authors, for every platform we serve; mlx-c takes a minute.
+//! The published crate builds on macOS alone: it compiles MLX itself, with CMake, from a git clone.
+//! A wheel holds the same library, built by MLX's authors, for every platform that we serve, and
+//! what remains to compile takes ten seconds.
 
 mod bindings;
 mod compile;
@@ -20,7 +22,7 @@ use std::process::{Command, ExitCode};
 use compile::Compiler;
 use target::{Backend, Target};
 
-/// What is missing and how to get it, in words for the person who runs cargo.
+/// An error says what is missing and how to get it, to the person who runs cargo.
 type Result<T> = std::result::Result<T, String>;
 
 fn main() -> ExitCode {
@@ -47,10 +49,8 @@ fn build() -> Result<()> {
 
     let (mlx, openblas) = match own {
         Some(root) => {
-            println!(
-                "cargo::warning=MLX is taken from {} (MLX_ROOT), with the BLAS that it has",
-                root.display()
-            );
+            let root_name = root.display();
+            println!("cargo::warning=MLX_ROOT: MLX is {root_name}, with the BLAS that it has");
             place::in_place(&target, &root)?;
             (root, false)
         }
@@ -76,7 +76,8 @@ fn build() -> Result<()> {
     Ok(())
 }
 
-/// Runs `command` and returns what it printed; `purpose` ("fetching MLX") opens the message when it fails.
+/// Runs `command` and returns what it printed. When it fails, the message opens with `purpose`
+/// ("fetching MLX") and ends with the last lines that it wrote to stderr.
 fn run(command: &mut Command, purpose: &str) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command

@@ -1,8 +1,10 @@
-//! Puts the shared libraries beside the binaries, in `<target>/<profile>/lib`, so that both can be moved together.
+//! Puts the shared libraries beside the binaries, in `<target>/<profile>/lib`, so that the two can
+//! be moved together.
 //!
-//! A wheel keeps its layout there: `lib/mlx/lib/libmlx.so` looks for `lib/mlx_cpu.libs`, libmlx.dylib for the Metal kernels
-//! in its own folder, and the CUDA build for headers in `lib/mlx/include` and for NVIDIA's libraries in `lib/nvidia`.
-//! The user's own MLX (MLX_ROOT) stays where it is, and a symbolic link leads to it.
+//! A wheel keeps its layout there: `lib/mlx/lib/libmlx.so` looks for `lib/mlx_cpu.libs`,
+//! libmlx.dylib for the Metal kernels in its own folder, and the CUDA build for headers in
+//! `lib/mlx/include` and for NVIDIA's libraries in `lib/nvidia`. The user's own MLX (MLX_ROOT)
+//! stays where it is, and a symbolic link leads to it.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,46 +13,43 @@ use std::time::SystemTime;
 
 use crate::{Result, Target};
 
-/// Places the wheel's `mlx` folder, and OpenBLAS's library.
+/// Places the wheel's `mlx` folder, and OpenBLAS.
 pub fn beside_binaries(target: &Target, mlx: &Path, openblas: Option<&Path>) -> Result<()> {
-    let root = target.profile.join("lib");
+    let root = target.beside_binaries();
     let place = || -> io::Result<()> {
         remove(&root)?;
         link_tree(&mlx.join("lib"), &target.lib())?;
-        for folder in folders(mlx.parent().unwrap_or(mlx))? {
-            if folder.ends_with(".libs") {
-                link_tree(&mlx.with_file_name(&folder), &root.join(&folder))?;
-            }
+        let wheel = mlx.parent().unwrap_or(mlx);
+        for folder in folders(wheel)?.iter().filter(|folder| folder.ends_with(".libs")) {
+            link_tree(&wheel.join(folder), &root.join(folder))?;
         }
-        for folder in folders(&mlx.join("include"))? {
-            if folder != "mlx" {
-                link_tree(
-                    &mlx.join("include").join(&folder),
-                    &root.join("mlx/include").join(&folder),
-                )?;
-            }
+        // MLX's own headers are for C++ programs; others are there to compile kernels at run time.
+        let include = mlx.join("include");
+        for folder in folders(&include)?.iter().filter(|folder| *folder != "mlx") {
+            link_tree(&include.join(folder), &root.join("mlx/include").join(folder))?;
         }
         if let Some(folder) = openblas {
             link_tree(folder, &target.lib())?;
         }
-        // A CI cache may keep what this script built and drop what it placed: then it must run again. The file was
-        // unpacked during this run, and cargo would see that as a change if it kept its time.
-        let library = target.lib().join(target.libmlx());
-        println!("cargo::rerun-if-changed={}", library.display());
-        File::options().append(true).open(library)?.set_modified(SystemTime::UNIX_EPOCH)
+        // Named for the wheel, and cargo runs us again when it is gone: another backend's build has
+        // replaced what lies here, or a CI cache has kept our output and dropped this.
+        let stamp = root.join(wheel.file_name().unwrap_or_default());
+        println!("cargo::rerun-if-changed={}", stamp.display());
+        // A file newer than the start of this run would count as changed.
+        File::create(stamp)?.set_modified(SystemTime::UNIX_EPOCH)
     };
-    place().map_err(|error| format!("cannot place MLX's libraries in {}: {error}", root.display()))
+    place().map_err(|error| format!("cannot place libraries in {}: {error}", root.display()))
 }
 
 /// Leads to the user's own MLX.
 pub fn in_place(target: &Target, mlx: &Path) -> Result<()> {
-    let root = target.profile.join("lib");
+    let root = target.beside_binaries();
     let place = || -> io::Result<()> {
         remove(&root)?;
         fs::create_dir_all(root.join("mlx"))?;
         symlink(&mlx.join("lib"), &target.lib())
     };
-    place().map_err(|error| format!("cannot link {} to MLX_ROOT: {error}", root.display()))
+    place().map_err(|error| format!("cannot write {}: {error}", root.display()))
 }
 
 /// Names of the folders in `parent`.
@@ -73,7 +72,7 @@ fn remove(root: &Path) -> io::Result<()> {
     }
 }
 
-/// Hard links, or copies where the file system has none: MLX for CUDA is 140 MB.
+/// Hard links, or copies where the file system has none: the CUDA build is 140 MB.
 fn link_tree(from: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {
@@ -91,4 +90,9 @@ fn link_tree(from: &Path, to: &Path) -> io::Result<()> {
 #[cfg(unix)]
 fn symlink(from: &Path, to: &Path) -> io::Result<()> {
     std::os::unix::fs::symlink(from, to)
+}
+
+#[cfg(not(unix))]
+fn symlink(_from: &Path, _to: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
 }

@@ -1,15 +1,14 @@
 //! The platform that is built for, and the folders that the build writes to.
 
 use std::env;
-use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Result;
 
-/// Which MLX: the table in `wheel` has one row for each backend and platform.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which MLX: the table in `wheel` has a row for each backend and platform.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     Cpu,
     Cuda,
@@ -20,65 +19,68 @@ pub struct Target {
     pub backend: Backend,
     /// As cargo names it: `x86_64` or `aarch64`.
     pub arch: String,
-    /// Lowest macOS that the build must run on, as (major, minor); (0, 0) on Linux.
-    pub macos: (u32, u32),
-    /// `<target>/mlx`: what was fetched, for all profiles.
-    pub cache: PathBuf,
-    /// `<target>/<profile>`: where cargo puts binaries.
-    pub profile: PathBuf,
-    pub out: PathBuf,
+    /// Lowest macOS that the program must run on, as (major, minor); None for Linux.
+    pub macos: Option<(u32, u32)>,
+    /// `<target>/<profile>`, where cargo puts binaries.
+    profile: PathBuf,
+    /// `<target>/mlx`, what was fetched, for all profiles.
+    cache: PathBuf,
+    out: PathBuf,
 }
 
 impl Target {
     /// # Errors
-    /// When MLX has no library for the platform.
+    /// When there is no MLX for the platform.
     pub fn from_env() -> Result<Self> {
         println!("cargo::rerun-if-env-changed=MACOSX_DEPLOYMENT_TARGET");
-        let (os, arch) = (var("CARGO_CFG_TARGET_OS"), var("CARGO_CFG_TARGET_ARCH"));
-        let backend = match (os.as_str(), arch.as_str()) {
-            ("macos", "aarch64") => Backend::Metal,
-            ("linux", "x86_64" | "aarch64") if var("CARGO_CFG_TARGET_ENV") == "gnu" => {
-                if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-                    Backend::Cuda
-                } else {
-                    Backend::Cpu
-                }
-            }
+        let (os, arch, triple) =
+            (var("CARGO_CFG_TARGET_OS"), var("CARGO_CFG_TARGET_ARCH"), var("TARGET"));
+        let backend = match (os.as_str(), arch.as_str(), var("CARGO_CFG_TARGET_ENV").as_str()) {
+            ("macos", "aarch64", _) => Backend::Metal,
+            ("linux", "x86_64" | "aarch64", "gnu") => match env::var_os("CARGO_FEATURE_CUDA") {
+                Some(_) => Backend::Cuda,
+                None => Backend::Cpu,
+            },
             _ => {
                 return Err(format!(
-                    "MLX is not published for {}: Steersman builds for Linux with glibc (x86-64, aarch64) and for macOS on Apple Silicon.",
-                    var("TARGET")
+                    "there is no ready-made MLX for {triple}: Steersman builds for Linux with \
+                     glibc (x86-64 and aarch64) and for macOS on Apple Silicon"
                 ));
             }
         };
+        let macos = (backend == Backend::Metal).then(macos_version);
+
+        // OUT_DIR is <target>[/<triple>]/<profile>/build/mlx-sys-<hash>/out. Cargo has no variable
+        // for the folders above.
         let out = PathBuf::from(var("OUT_DIR"));
-        // OUT_DIR is <target>[/<triple>]/<profile>/build/mlx-sys-<hash>/out; cargo has no variable for the folders above.
         let profile = out
             .ancestors()
-            .find(|path| path.ends_with("build"))
+            .find(|folder| folder.ends_with("build"))
             .and_then(Path::parent)
-            .ok_or_else(|| format!("no `build` folder above OUT_DIR ({})", out.display()))?
+            .ok_or_else(|| format!("OUT_DIR is {}, with no folder `build` in it", out.display()))?
             .to_path_buf();
-        let mut root = profile.parent().unwrap_or(&profile);
-        if root.ends_with(var("TARGET")) {
-            root = root.parent().unwrap_or(root);
-        }
-        let cache = root.join("mlx");
+        let above = profile.parent().unwrap_or(&profile);
+        let cache = above.ancestors().find(|folder| !folder.ends_with(&triple)).unwrap_or(above);
+        let cache = cache.join("mlx");
         fs::create_dir_all(&cache)
             .map_err(|error| format!("cannot make the folder {}: {error}", cache.display()))?;
-        let macos = if backend == Backend::Metal { macos_version() } else { (0, 0) };
-        Ok(Self { backend, arch, macos, cache, profile, out })
-    }
-
-    /// Where the shared libraries lie beside the binaries. The wheel's own layout (`mlx/lib`, `mlx_cpu.libs`) is kept
-    /// below `lib`, because libmlx finds its companions by paths relative to itself.
-    pub fn lib(&self) -> PathBuf {
-        self.profile.join("lib/mlx/lib")
+        Ok(Self { backend, arch, macos, profile, cache, out })
     }
 
     /// File name of MLX's shared library.
     pub fn libmlx(&self) -> &'static str {
         if self.backend == Backend::Metal { "libmlx.dylib" } else { "libmlx.so" }
+    }
+
+    /// Everything that travels with the binaries.
+    pub fn beside_binaries(&self) -> PathBuf {
+        self.profile.join("lib")
+    }
+
+    /// The shared libraries among it. A wheel's layout (`mlx/lib`, `mlx_cpu.libs`) is kept, because
+    /// libmlx finds its companions by paths relative to itself. `rpath.rs` names the same folder.
+    pub fn lib(&self) -> PathBuf {
+        self.beside_binaries().join("mlx/lib")
     }
 
     /// Writes `text` to the file `name` in OUT_DIR.
@@ -89,25 +91,25 @@ impl Target {
         Ok(file)
     }
 
-    /// The folder `name` of the cache, filled by `fill` if it is not there yet.
+    /// The folder `name` of the cache, filled by `fill` when it is not there yet.
     ///
-    /// `fill` writes to another folder that gets the name when it is complete, so an interrupted download is never
-    /// taken for a whole one. One build at a time: cargo runs this script once a profile, at the same time if asked to.
+    /// `fill` writes to a folder of another name, renamed when it is complete: an interrupted
+    /// download is never taken for a whole one. The lock is for builds of two profiles at once.
     pub fn cached(&self, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         let folder = self.cache.join(name);
         let part = self.cache.join(format!("{name}.part"));
-        let say = |error: std::io::Error| format!("cannot write {}: {error}", folder.display());
-        let lock = File::create(self.cache.join("lock")).map_err(say)?;
-        lock.lock().map_err(say)?;
+        let fail = |error| format!("cannot write {}: {error}", folder.display());
+        let lock = File::create(self.cache.join("lock")).map_err(fail)?;
+        lock.lock().map_err(fail)?;
         if folder.is_dir() {
             return Ok(folder);
         }
         if part.exists() {
-            fs::remove_dir_all(&part).map_err(say)?;
+            fs::remove_dir_all(&part).map_err(fail)?;
         }
-        fs::create_dir_all(&part).map_err(say)?;
+        fs::create_dir_all(&part).map_err(fail)?;
         fill(&part)?;
-        fs::rename(&part, &folder).map_err(say)?;
+        fs::rename(&part, &folder).map_err(fail)?;
         Ok(folder)
     }
 }
@@ -117,14 +119,14 @@ fn var(name: &str) -> String {
     env::var(name).unwrap_or_default()
 }
 
-/// MACOSX_DEPLOYMENT_TARGET, else the version of this Mac, else the lowest that MLX has a library for.
+/// MACOSX_DEPLOYMENT_TARGET, else the version of this Mac, else the lowest there is an MLX for.
 fn macos_version() -> (u32, u32) {
-    let host = || {
+    let of_this_mac = || {
         let output = Command::new("sw_vers").arg("-productVersion").output().ok()?;
-        Some(OsString::from(String::from_utf8_lossy(&output.stdout).trim()))
+        String::from_utf8(output.stdout).ok()
     };
-    let version = env::var_os("MACOSX_DEPLOYMENT_TARGET").or_else(host).unwrap_or_default();
-    let version = version.to_string_lossy();
-    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    let version = env::var("MACOSX_DEPLOYMENT_TARGET").ok().or_else(of_this_mac);
+    let version = version.unwrap_or_else(|| "14.0".to_owned());
+    let mut parts = version.trim().split('.').map(|part| part.parse().unwrap_or(0));
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
 }

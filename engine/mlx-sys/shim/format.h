@@ -1,6 +1,5 @@
-// std::format for compilers whose library has no <format> yet (gcc 12). Used only where the build finds it missing.
-//
-// Knows what mlx-c asks of it: `{}`, for anything that goes into a stream.
+// std::format for compilers whose library has none (gcc 12); used only where the build finds it so.
+// Knows what mlx-c asks of it: `{}`, for anything that a stream takes.
 
 #pragma once
 

@@ -1,7 +1,8 @@
-// Takes the place of mlx-c's half.h, which knows 16-bit floats on ARM alone, so that every platform has
-// mlx_array_{item,data}_{float16,bfloat16}. Included ahead of everything (`-include`), it sets the guard of that header.
+// In place of mlx-c's half.h, which knows 16-bit floats on ARM alone: with this one, every platform
+// has mlx_array_{item,data}_{float16,bfloat16}.
 //
-// bindgen reads this as C and sees two bytes, which is what Rust gets. The C++ side sees the type that MLX computes with.
+// Included ahead of everything (`-include`), it sets the guard of that header. bindgen reads it as
+// C and sees two bytes, which is what Rust gets; C++ sees the types that MLX computes with.
 
 #pragma once
 

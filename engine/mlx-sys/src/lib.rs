@@ -5,8 +5,8 @@
 //! `<target>/<profile>/lib`, beside the binaries. It needs cargo, `python3 -m pip` and a C++20
 //! compiler. What it fetched lies in `<target>/mlx`; with that in place it needs no network.
 //!
-//! A package that links a program says `build = "../engine/mlx-sys/rpath.rs"` in its Cargo.toml, and
-//! the program finds its libraries wherever the two are moved: `cp -r target/debug/steersman
+//! A package that links a program says `build = "../engine/mlx-sys/rpath.rs"` in its Cargo.toml,
+//! and the program finds its libraries wherever the two are moved: `cp -r target/debug/steersman
 //! target/debug/lib /elsewhere/`, or `bin/steersman` beside `lib/`.
 //!
 //! Environment variables:
@@ -14,7 +14,7 @@
 //! | Variable | Effect |
 //! |---|---|
 //! | `MLX_ROOT` | use this MLX 0.32.2 (a folder with `include/` and `lib/`) and fetch none |
-//! | `LIBCLANG_PATH` | folder of libclang, which reads mlx-c's headers; else the system's, else a wheel's |
+//! | `LIBCLANG_PATH` | folder of libclang, to read headers; else the system's, else a wheel's |
 //! | `CXX`, `CXXFLAGS` | the C++ compiler and flags for it, as for every user of the `cc` crate |
 //! | `MACOSX_DEPLOYMENT_TARGET` | lowest macOS to run on; else that of the building Mac |
 //!

@@ -1,0 +1,311 @@
+//! The loop that decides: it holds the running sequences and gives each turn's work to the model.
+//!
+//! The one room that knows model, policy, store and text. There is one decode path: each turn,
+//! every sequence names the rows it needs (a chunk of its prompt, text that a policy injected, or
+//! the token drawn last), all rows are joined and run by one `forward`, and the last row of each
+//! sequence that has caught up draws its next token. A turn builds its graph from tokens that are
+//! still being computed, and reads them while it runs, so that neither side waits for the other.
+
+mod admit;
+pub mod loops;
+mod sample;
+mod sequence;
+mod snapshot;
+
+pub use sample::sample;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::concatenate;
+use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::Array;
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+
+use self::sequence::{Rows, Sequence};
+use crate::config::{Config, Profile, StoreConfig};
+use crate::engine::{Engine, Info, Job};
+use crate::error::{Error, Result};
+use crate::model::{Loaded, Model, Span};
+use crate::policy::Policies;
+use crate::request::Event;
+use crate::store::{Fingerprint, MemoryStore, RedbStore, Store};
+use crate::text::Text;
+
+/// Sequences that decode at the same time. The loop takes any number; more than one waits for
+/// its own scheduling (fairness of prefill against decode, memory), so the queue holds the rest.
+const SEQUENCES: usize = 1;
+
+/// Loads the model in `folder` on a thread of its own and serves requests from there. State is
+/// kept in the folder `data`.
+///
+/// Returns when the model is ready, with a handle and the thread. The thread ends when the last
+/// handle is dropped, what it was doing is done, and what it saved is on disk: join it to be sure.
+///
+/// # Errors
+/// Whatever keeps the engine from starting, with the file or key at fault.
+pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, JoinHandle<()>)> {
+    let config = config.check()?;
+    let (jobs, queue) = mpsc::channel(config.engine.queue);
+    let (ready, loaded) = std::sync::mpsc::sync_channel(1);
+    let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
+    let run = move || match Decoder::load(config, &folder, &data) {
+        Ok((decoder, info)) => {
+            // Nobody waits for the answer only if `start` was abandoned.
+            if ready.send(Ok(info)).is_ok() {
+                decoder.run(queue);
+            }
+        }
+        Err(error) => drop(ready.send(Err(error))),
+    };
+    let thread = std::thread::Builder::new()
+        .name("engine".into())
+        .spawn(run)
+        .map_err(|_| Error::Stopped)?;
+    let info = loaded.recv().map_err(|_| Error::Stopped)??;
+    Ok((Engine::new(jobs, info), thread))
+}
+
+/// Everything that the engine thread owns.
+pub struct Decoder {
+    model: Box<dyn Model>,
+    family: &'static str,
+    name: String,
+    text: Text,
+    policies: Policies,
+    profiles: BTreeMap<String, Profile>,
+    store: Box<dyn Store>,
+    store_min_tokens: usize,
+    context: usize,
+    max_tokens: u32,
+    prefill_chunk: usize,
+    sequences: Vec<Sequence>,
+}
+
+impl Decoder {
+    /// Loads everything: model and text from `folder`, policies, and the store in `data`.
+    ///
+    /// # Errors
+    /// What is missing or wrong, with its file or key. A store that cannot be opened is only a
+    /// warning.
+    pub fn load(config: Config, folder: &Path, data: &Path) -> Result<(Self, Info)> {
+        let text = Text::load(folder)?;
+        let policies = Policies::load(&config.policy, &config.profiles)?;
+        let Loaded { model, family, context, digest, numbers } =
+            crate::model::load(folder, &config.model)?;
+        let context = match config.engine.context {
+            0 => context,
+            limit => limit.min(context),
+        };
+        let name = if config.model.name.is_empty() {
+            let name = folder.file_name().unwrap_or(folder.as_os_str());
+            name.to_string_lossy().into_owned()
+        } else {
+            config.model.name
+        };
+        let mut sha = Sha256::new();
+        sha.update(snapshot::FORMAT);
+        sha.update(digest);
+        sha.update(text.digest());
+        let fingerprint: Fingerprint = sha.clone().finalize().into();
+        sha.update(policies.digest());
+        let info = Info {
+            model: name.clone(),
+            family: family.into(),
+            context,
+            numbers,
+            profiles: config.profiles.keys().cloned().collect(),
+            fingerprint: sha.finalize()[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
+            loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        };
+        let decoder = Self {
+            model,
+            family,
+            name,
+            text,
+            policies,
+            store: open_store(&config.store, fingerprint, data),
+            store_min_tokens: config.store.min_tokens,
+            profiles: config.profiles,
+            context,
+            max_tokens: config.engine.max_tokens,
+            prefill_chunk: config.engine.prefill_chunk,
+            sequences: Vec::new(),
+        };
+        Ok((decoder, info))
+    }
+
+    /// Serves jobs until every handle is gone, then waits for the store.
+    pub fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
+        loop {
+            if self.sequences.is_empty() {
+                let Some(job) = jobs.blocking_recv() else { break };
+                self.accept(job);
+            }
+            while self.sequences.len() < SEQUENCES {
+                let Ok(job) = jobs.try_recv() else { break };
+                self.accept(job);
+            }
+            self.turn();
+        }
+        if let Err(error) = self.store.flush() {
+            tracing::warn!(%error, "saving at the end");
+        }
+    }
+
+    fn accept(&mut self, job: Job) {
+        if job.events.is_closed() {
+            return;
+        }
+        match self.admit(&job) {
+            Ok(sequence) => self.sequences.push(sequence),
+            Err(error) => {
+                tracing::info!(request_id = job.request.id, %error, "refused");
+                let _ = job.events.send(Event::Failed(error));
+            }
+        }
+    }
+
+    /// One turn: every sequence gets one step or one chunk of its prompt further.
+    fn turn(&mut self) {
+        let mut running = Vec::with_capacity(self.sequences.len());
+        for mut sequence in std::mem::take(&mut self.sequences) {
+            if sequence.is_cancelled() {
+                sequence.cancel();
+            } else {
+                running.push(sequence);
+            }
+        }
+        if let Err(error) = self.step(&mut running) {
+            // The caches of all joined rows are suspect now.
+            let problem = error.to_string();
+            for sequence in &mut running {
+                sequence.fail(Error::Array(problem.clone()));
+            }
+            return;
+        }
+        for mut sequence in running {
+            if sequence.has_ended() {
+                sequence.finish();
+                self.save(&sequence);
+            } else {
+                self.sequences.push(sequence);
+            }
+        }
+    }
+
+    /// Runs the rows of all sequences and commits the tokens drawn a turn ago.
+    ///
+    /// # Errors
+    /// [`Error::Array`]; what goes wrong in one sequence alone ends that one, without an error.
+    fn step(&mut self, running: &mut Vec<Sequence>) -> Result<()> {
+        let before: Vec<Option<Array>> = running.iter().map(|s| s.drawn.clone()).collect();
+        self.forward(running)?;
+        let mut failed = Vec::new();
+        for (i, (sequence, drawn)) in running.iter_mut().zip(before).enumerate() {
+            self.save_at_anchor(sequence);
+            let Some(drawn) = drawn else { continue };
+            let token = drawn.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))?;
+            if let Err(error) = sequence.commit_drawn(token, &self.text) {
+                sequence.fail(error);
+                failed.push(i);
+            }
+        }
+        for i in failed.into_iter().rev() {
+            running.remove(i);
+        }
+        Ok(())
+    }
+
+    /// Joins the rows of all sequences, runs them, and draws a token for each that caught up.
+    fn forward(&self, running: &mut [Sequence]) -> Result<()> {
+        let mut ids = Vec::new();
+        let mut ran = Vec::new();
+        let mut spans = Vec::new();
+        for (i, sequence) in running.iter_mut().enumerate() {
+            let rows = match sequence.next_rows(self.prefill_chunk) {
+                Rows::Known(tokens) => Array::from_slice(&tokens, &[tokens.len() as i32]),
+                Rows::Drawn(token) => token,
+                Rows::None => {
+                    sequence.drawn = None;
+                    continue;
+                }
+            };
+            spans.push(Span { rows: rows.dim(0), cache: &mut sequence.cache });
+            ids.push(rows);
+            ran.push(i);
+        }
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
+        let hidden = self.model.forward(&joined, &mut spans)?;
+
+        let mut end = 0;
+        let mut pending = Vec::new();
+        for (i, rows) in ran.into_iter().zip(&ids) {
+            end += rows.dim(0);
+            let sequence = &mut running[i];
+            if !sequence.is_caught_up() {
+                // Otherwise the graphs of all chunks would pile up, and nobody could cancel.
+                pending.extend(sequence.cache.state()?);
+                continue;
+            }
+            let last = hidden.try_index((.., end - 1..end))?;
+            let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
+            let index = (sequence.tokens.len().max(sequence.cache.position)) as u64;
+            let token = sample(&logits, &sequence.sampling, sequence.seed, index)?;
+            sequence.drawn = Some(token.clone());
+            // MLX is lazy: the next step is queued before this token is read, or the device idles
+            // for one round trip a token.
+            async_eval([&token])?;
+        }
+        if !pending.is_empty() {
+            eval(&pending)?;
+        }
+        Ok(())
+    }
+
+    /// Saves the state of a prompt where others will share it.
+    fn save_at_anchor(&self, sequence: &mut Sequence) {
+        if sequence.anchors.front() == Some(&sequence.cache.position) {
+            sequence.anchors.pop_front();
+            self.save(sequence);
+        }
+    }
+
+    /// Saves the state as it stands. Failing costs time later, nothing else.
+    fn save(&self, sequence: &Sequence) {
+        let store = &self.store;
+        let tokens = &sequence.tokens[..sequence.cache.position];
+        let known = store.longest(tokens, tokens.len()) == Some(tokens.len());
+        if tokens.len() < self.store_min_tokens || known {
+            return;
+        }
+        match snapshot::take(&sequence.cache, tokens) {
+            Ok(snapshot) => store.save(snapshot),
+            Err(error) => tracing::warn!(request_id = sequence.id, %error, "state not saved"),
+        }
+    }
+}
+
+/// The store that the configuration asks for. One that cannot be opened is not worth refusing to
+/// serve for: state is then kept in memory.
+fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Box<dyn Store> {
+    if config.enabled {
+        let path = if config.path.as_os_str().is_empty() {
+            data.join("state.redb")
+        } else {
+            config.path.clone()
+        };
+        match RedbStore::open(&path, fingerprint, config) {
+            Ok(store) => return Box::new(store),
+            Err(error) => tracing::warn!(path = %path.display(), %error, "state is kept in memory only"),
+        }
+    }
+    Box::new(MemoryStore::new(fingerprint, config.budget_bytes))
+}

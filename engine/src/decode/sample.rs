@@ -1,0 +1,125 @@
+//! Draws the next token from logits, inside MLX's graph, so that nothing waits for it.
+//!
+//! Order of the filters: temperature, top-k, top-p over what is left, min-p; then one draw. Every
+//! step has its own random key, made of the request's seed and the step's index: what was drawn
+//! before, or drawn and thrown away, changes nothing.
+
+use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
+use mlx_rs::ops::{argsort_axis, select, softmax_axis};
+use mlx_rs::{Array, Dtype, random};
+
+use crate::error::Result;
+use crate::request::Sampling;
+
+/// Draws a token from `logits` [1, V]; returns u32 [1].
+///
+/// # Errors
+/// [`crate::Error::Array`] when MLX rejects the shapes.
+pub fn sample(logits: &Array, sampling: &Sampling, seed: u64, index: u64) -> Result<Array> {
+    if sampling.temperature <= 0.0 {
+        return Ok(argmax_axis(logits, -1, None)?.as_dtype(Dtype::Uint32)?);
+    }
+    let key = random::key(mix(seed, index))?;
+    let logits =
+        logits.as_dtype(Dtype::Float32)?.divide(Array::from_f32(sampling.temperature))?;
+    if !filters(sampling) {
+        return Ok(random::categorical(&logits, -1, None, &key)?.as_dtype(Dtype::Uint32)?);
+    }
+    let order = argsort_axis(logits.negative()?, -1)?;
+    let sorted = filtered(&take_along_axis(&logits, &order, -1)?, sampling)?;
+    let rank = random::categorical(&sorted, -1, None, &key)?.expand_dims(1)?;
+    let token = take_along_axis(&order, rank.as_dtype(Dtype::Uint32)?, -1)?;
+    Ok(token.squeeze_axes(&[1])?.as_dtype(Dtype::Uint32)?)
+}
+
+fn filters(sampling: &Sampling) -> bool {
+    sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0
+}
+
+/// `sorted` [1, V], likeliest first, with minus infinity for what the filters drop. The likeliest
+/// token always stays.
+fn filtered(sorted: &Array, sampling: &Sampling) -> Result<Array> {
+    let never = Array::from_f32(f32::NEG_INFINITY);
+    let vocabulary = sorted.dim(1);
+    let mut sorted = sorted.clone();
+    if sampling.top_k > 0 && i64::from(sampling.top_k) < i64::from(vocabulary) {
+        let rank = mlx_rs::ops::arange::<_, u32>(None, vocabulary, None)?;
+        let keep = rank.lt(Array::from_slice(&[sampling.top_k], &[1]))?;
+        sorted = select(keep, &sorted, &never)?;
+    }
+    if sampling.top_p < 1.0 {
+        let probabilities = softmax_axis(&sorted, -1, true)?;
+        // A token stays while the mass before it is short of p, so the first always does.
+        let before = probabilities.cumsum(-1, None, false)?;
+        let keep = before.lt(Array::from_f32(sampling.top_p))?;
+        sorted = select(keep, &sorted, &never)?;
+    }
+    if sampling.min_p > 0.0 {
+        let least = sorted.try_index((.., ..1))?.add(Array::from_f32(sampling.min_p.ln()))?;
+        sorted = select(sorted.ge(least)?, &sorted, &never)?;
+    }
+    Ok(sorted)
+}
+
+/// SplitMix64's finaliser over seed and index: neighbouring steps get unrelated keys.
+fn mix(seed: u64, index: u64) -> u64 {
+    let mut z = seed.wrapping_add((index + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Frequencies of 4,000 draws from these probabilities.
+    fn frequencies(probabilities: &[f32], sampling: &Sampling) -> Vec<f32> {
+        let logits: Vec<f32> = probabilities.iter().map(|p| p.ln()).collect();
+        let size = i32::try_from(logits.len()).unwrap();
+        let logits = Array::from_slice(&logits, &[1, size]);
+        let mut counts = vec![0u32; probabilities.len()];
+        for index in 0..4000 {
+            let token = sample(&logits, sampling, 7, index).unwrap().item_exact::<u32>();
+            counts[token as usize] += 1;
+        }
+        counts.into_iter().map(|count| count as f32 / 4000.0).collect()
+    }
+
+    fn check(sampling: Sampling, expected: &[f32]) {
+        let found = frequencies(&[0.1, 0.5, 0.05, 0.35], &sampling);
+        for (found, expected) in found.iter().zip(expected) {
+            // Five standard deviations of a frequency over 4,000 draws.
+            assert!((found - expected).abs() < 0.04, "{sampling:?}: {found} is not {expected}");
+            assert!(*expected > 0.0 || *found == 0.0, "{sampling:?} drew a token it drops");
+        }
+    }
+
+    #[test]
+    fn draws_follow_the_filtered_distribution() {
+        let plain = Sampling { temperature: 1.0, ..Sampling::default() };
+        check(plain, &[0.1, 0.5, 0.05, 0.35]);
+        check(Sampling { top_k: 2, ..plain }, &[0.0, 0.588, 0.0, 0.412]);
+        check(Sampling { top_p: 0.9, ..plain }, &[0.105, 0.526, 0.0, 0.368]);
+        check(Sampling { top_p: 0.5, ..plain }, &[0.0, 1.0, 0.0, 0.0]);
+        check(Sampling { min_p: 0.5, ..plain }, &[0.0, 0.588, 0.0, 0.412]);
+        // Half the temperature squares the probabilities.
+        check(Sampling { temperature: 0.5, ..plain }, &[0.026, 0.649, 0.006, 0.318]);
+    }
+
+    #[test]
+    fn greedy_takes_the_likeliest_token() {
+        check(Sampling::default(), &[0.0, 1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn same_seed_draws_the_same_and_another_seed_does_not() {
+        let logits = Array::from_slice(&[0.0f32; 1000], &[1, 1000]);
+        let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
+        let draws = |seed| -> Vec<u32> {
+            (0..20).map(|i| sample(&logits, &sampling, seed, i).unwrap().item_exact::<u32>()).collect()
+        };
+        assert_eq!(draws(1), draws(1));
+        assert_ne!(draws(1), draws(2));
+    }
+}

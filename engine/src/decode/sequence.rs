@@ -1,0 +1,359 @@
+//! One request on its way: its tokens, its cache, its policy, and what it has said so far.
+//!
+//! Holds no arrays but its cache and the token that was drawn and not read yet. It never runs the
+//! model: [`super::Decoder`] asks what rows it needs next, runs them, and commits what was drawn.
+
+use std::collections::VecDeque;
+
+use mlx_rs::Array;
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::loops::Detector;
+use crate::cache::Cache;
+use crate::error::{Error, Result};
+use crate::policy::{self, Action, LoopReport, Policy, Step, Summary};
+use crate::request::{Event, FinishReason, Finished, Sampling, Usage};
+use crate::text::{Phase, Piece, Reply, Text};
+
+/// Most tokens that policies may inject into one request: a policy that injects at every step
+/// would otherwise never let it end.
+pub const INJECTED_TOKENS: usize = 4096;
+
+/// One request being decoded.
+pub struct Sequence {
+    /// The request's name in logs.
+    pub id: String,
+    /// Where its events go; closed when the client hangs up. Unbounded, so that a slow reader
+    /// cannot hold up others: it fills at most with one answer, which `limits` bounds.
+    pub events: UnboundedSender<Event>,
+    /// Prompt and output, committed. Those from `cache.position` on have not run yet.
+    pub tokens: Vec<u32>,
+    /// How many of `tokens` are the prompt.
+    pub prompt: usize,
+    /// How many of these came out of the store.
+    pub cached: usize,
+    /// What the model remembers of the tokens that have run.
+    pub cache: Cache,
+    /// Positions of the prompt at which state is saved, those ahead.
+    pub anchors: VecDeque<usize>,
+    /// The next token: drawn, perhaps still being computed, not read.
+    pub drawn: Option<Array>,
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Seed of the draws.
+    pub seed: u64,
+    /// Turns tokens into thoughts, answer and tool calls.
+    pub reply: Reply,
+    /// Steers this request.
+    pub policy: Box<dyn Policy>,
+    /// Finds loops in what is said.
+    pub detector: Option<Detector>,
+    /// Bounds of what may be said.
+    pub limits: Limits,
+    /// What was said and done so far.
+    pub progress: Progress,
+}
+
+/// Bounds of one request.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Tokens of the thought.
+    pub think: u32,
+    /// Tokens of the answer.
+    pub answer: u32,
+    /// Tokens of prompt, thought and answer together.
+    pub context: usize,
+    /// The policy is called every this many tokens, 0 on events alone.
+    pub every: u32,
+}
+
+/// What one request has said so far.
+#[derive(Debug, Default)]
+pub struct Progress {
+    think_tokens: u32,
+    answer_tokens: u32,
+    injected: usize,
+    loops: u32,
+    tool_calls: u32,
+    /// Tokens since the policy's last call.
+    unseen: Vec<u32>,
+    end: Option<FinishReason>,
+    /// What the policy did, in words.
+    notes: Vec<String>,
+}
+
+impl Progress {
+    /// Nothing said yet; `notes` are what the policy did while it planned.
+    pub fn new(notes: Vec<String>) -> Self {
+        Self { notes, ..Self::default() }
+    }
+}
+
+/// Rows that a sequence needs to run next.
+pub enum Rows {
+    /// Tokens that are known: a chunk of the prompt, or text that a policy injected.
+    Known(Vec<u32>),
+    /// The token that was drawn last, u32 [1].
+    Drawn(Array),
+    /// None: the drawn token is the last, whatever it is.
+    None,
+}
+
+impl Sequence {
+    /// What to run next, at most `chunk` rows of it.
+    pub fn next_rows(&self, chunk: usize) -> Rows {
+        let at = self.cache.position;
+        if at < self.tokens.len() {
+            let stop = self.anchors.front().copied().unwrap_or(usize::MAX);
+            let end = self.tokens.len().min(at + chunk).min(stop);
+            return Rows::Known(self.tokens[at..end].to_vec());
+        }
+        match &self.drawn {
+            Some(token) if !self.ends_with_next() => Rows::Drawn(token.clone()),
+            _ => Rows::None,
+        }
+    }
+
+    /// Whether the next token is the last one in any case, so that running it would be in vain.
+    fn ends_with_next(&self) -> bool {
+        let full = self.tokens.len() + 1 >= self.limits.context;
+        full || (self.reply.phase() != Phase::Think
+            && self.progress.answer_tokens + 1 >= self.limits.answer)
+    }
+
+    /// Whether all committed tokens have run, so that the last row's logits draw the next one.
+    pub fn is_caught_up(&self) -> bool {
+        self.cache.position >= self.tokens.len()
+    }
+
+    /// Whether the client has hung up.
+    pub fn is_cancelled(&self) -> bool {
+        self.events.is_closed()
+    }
+
+    /// Whether the request has come to its end.
+    pub fn has_ended(&self) -> bool {
+        self.progress.end.is_some()
+    }
+
+    /// Commits a token that the model drew: passes it on, asks the policy where there is reason
+    /// to, and applies what it answers.
+    ///
+    /// Text that goes in instead of the model's own next token is committed here too; the token
+    /// drawn in the meantime is dropped, like a draft that was rejected.
+    ///
+    /// # Errors
+    /// [`Error::Policy`] when the policy failed closed; tokenising injected text can fail too.
+    pub fn commit_drawn(&mut self, token: u32, text: &Text) -> Result<()> {
+        if text.eos().contains(&token) {
+            self.tokens.push(token);
+            let called = self.progress.tool_calls > 0;
+            self.end(if called { FinishReason::ToolCalls } else { FinishReason::Stop });
+            return Ok(());
+        }
+        let loop_found = self.commit(token);
+        if self.reply.stopped() {
+            self.end(FinishReason::Stop);
+            return Ok(());
+        }
+        self.ask_policy(loop_found, text)?;
+        self.check_limits();
+        Ok(())
+    }
+
+    /// Adds one token to what was said; returns a loop if it completes one.
+    fn commit(&mut self, token: u32) -> Option<LoopReport> {
+        let before = self.reply.phase();
+        self.tokens.push(token);
+        self.progress.unseen.push(token);
+        match before {
+            Phase::Think => self.progress.think_tokens += 1,
+            Phase::Answer | Phase::ToolCall => self.progress.answer_tokens += 1,
+        }
+        let pieces = self.reply.push(token);
+        self.send(pieces);
+        let detector = self.detector.as_mut()?;
+        if self.reply.phase() != before {
+            detector.reset();
+            return None;
+        }
+        detector.push(token)
+    }
+
+    /// Calls the policy where there is reason to, and applies its actions.
+    fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
+        let progress = &mut self.progress;
+        let thinking = self.reply.phase() == Phase::Think;
+        let budget_reached = thinking && progress.think_tokens >= self.limits.think;
+        let due = self.limits.every > 0 && progress.unseen.len() >= self.limits.every as usize;
+        if loop_found.is_none() && !budget_reached && !due {
+            return Ok(());
+        }
+        progress.loops += u32::from(loop_found.is_some());
+        let unseen = std::mem::take(&mut progress.unseen);
+        let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
+        let step = Step {
+            index: (self.tokens.len() - self.prompt) as u32,
+            phase: match self.reply.phase() {
+                Phase::Think => policy::Phase::Think,
+                Phase::Answer => policy::Phase::Answer,
+                Phase::ToolCall => policy::Phase::ToolCall,
+            },
+            think_tokens: progress.think_tokens,
+            answer_tokens: progress.answer_tokens,
+            think_left: self.limits.think.saturating_sub(progress.think_tokens),
+            tokens: unseen[newest..].to_vec(),
+            text: self.reply.take_text(),
+            loop_found,
+            budget_reached,
+        };
+        let actions = self.policy.on_step(&step)?;
+        self.progress.notes.extend(self.policy.take_notes());
+        let why = match (loop_found, budget_reached) {
+            (Some(found), _) => format!("a loop of {} tokens", found.period),
+            (None, true) => "the budget".to_string(),
+            (None, false) => "no event".to_string(),
+        };
+        for action in actions {
+            if self.has_ended() {
+                break;
+            }
+            self.apply(action, &why, text)?;
+        }
+        // Budgets hold whatever the policy answers.
+        if budget_reached && self.reply.phase() == Phase::Think && !self.has_ended() {
+            self.apply(Action::CloseThinking(String::new()), "the budget", text)?;
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self, action: Action, why: &str, text: &Text) -> Result<()> {
+        let at = self.tokens.len() - self.prompt;
+        let (tokens, what) = match action {
+            Action::Inject(words) => (text.encode_plain(&words)?, "injected text"),
+            Action::CloseThinking(words) if self.reply.phase() == Phase::Think => {
+                (self.reply.closing(text, &words)?, "closed the thought")
+            }
+            Action::CloseThinking(_) => return Ok(()),
+            Action::Stop(reason) => {
+                self.note(format!("stopped after {at} tokens, on {why}: {reason}"));
+                self.end(FinishReason::Policy(reason));
+                return Ok(());
+            }
+        };
+        self.progress.injected += tokens.len();
+        if self.progress.injected > INJECTED_TOKENS {
+            let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
+            self.note(reason.clone());
+            self.end(FinishReason::Policy(reason));
+            return Ok(());
+        }
+        self.note(format!("{what} after {at} tokens, on {why}"));
+        if !tokens.is_empty() {
+            self.drawn = None;
+            for token in tokens {
+                self.commit(token);
+            }
+            self.progress.unseen.clear();
+            self.detector.iter_mut().for_each(Detector::reset);
+        }
+        Ok(())
+    }
+
+    fn check_limits(&mut self) {
+        let answered = self.progress.answer_tokens >= self.limits.answer;
+        let thinking = self.reply.phase() == Phase::Think;
+        if !self.has_ended()
+            && ((answered && !thinking) || self.tokens.len() >= self.limits.context)
+        {
+            self.end(FinishReason::Length);
+        }
+    }
+
+    fn end(&mut self, reason: FinishReason) {
+        self.progress.end = Some(reason);
+    }
+
+    fn note(&mut self, note: String) {
+        self.progress.notes.push(note);
+    }
+
+    fn send(&mut self, pieces: Vec<Piece>) {
+        for piece in pieces {
+            let event = match piece {
+                Piece::Reasoning(text) => Event::Reasoning(text),
+                Piece::Answer(text) => Event::Answer(text),
+                Piece::ToolCall(call) => {
+                    self.progress.tool_calls += 1;
+                    Event::ToolCall(call)
+                }
+            };
+            // A closed channel is a client that hung up; the next turn sees to that.
+            let _ = self.events.send(event);
+        }
+    }
+
+    /// Says the last words and tells the policy; the cache stays as it is.
+    pub fn finish(&mut self) {
+        let pieces = self.reply.finish();
+        self.send(pieces);
+        let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
+        // A call that the end of the turn completed counts as one.
+        let reason = match reason {
+            FinishReason::Stop if self.progress.tool_calls > 0 => FinishReason::ToolCalls,
+            reason => reason,
+        };
+        self.tell_policy(match &reason {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+            FinishReason::ToolCalls => "tool-calls",
+            FinishReason::Policy(_) => "policy",
+        });
+        let usage = self.usage();
+        tracing::info!(
+            request_id = self.id,
+            prompt_tokens = usage.prompt_tokens,
+            cached_tokens = usage.cached_tokens,
+            reasoning_tokens = usage.reasoning_tokens,
+            answer_tokens = usage.answer_tokens,
+            reason = ?reason,
+            notes = ?self.progress.notes,
+            "finished"
+        );
+        let notes = std::mem::take(&mut self.progress.notes);
+        let _ = self.events.send(Event::Finished(Finished { reason, usage, notes }));
+    }
+
+    /// Ends the request with an error.
+    pub fn fail(&mut self, error: Error) {
+        tracing::error!(request_id = self.id, %error, "failed");
+        self.tell_policy("error");
+        let _ = self.events.send(Event::Failed(error));
+    }
+
+    /// Ends a request whose client hung up.
+    pub fn cancel(&mut self) {
+        tracing::info!(request_id = self.id, tokens = self.tokens.len(), "cancelled");
+        self.tell_policy("cancelled");
+    }
+
+    fn tell_policy(&mut self, reason: &str) {
+        self.policy.on_finish(&Summary {
+            reason: reason.into(),
+            prompt_tokens: self.prompt as u32,
+            think_tokens: self.progress.think_tokens,
+            answer_tokens: self.progress.answer_tokens,
+            loops: self.progress.loops,
+        });
+        self.progress.notes.extend(self.policy.take_notes());
+    }
+
+    fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.prompt as u32,
+            cached_tokens: self.cached as u32,
+            reasoning_tokens: self.progress.think_tokens,
+            answer_tokens: self.progress.answer_tokens,
+        }
+    }
+}

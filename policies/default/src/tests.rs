@@ -1,0 +1,124 @@
+use super::*;
+
+fn request(change: impl FnOnce(&mut Request)) -> Plan {
+    let mut request = Request { user: "Write a story.".into(), ..Request::default() };
+    change(&mut request);
+    DefaultPolicy::default().on_request(request)
+}
+
+#[test]
+fn an_explicit_wish_counts_before_needles_and_parameters() {
+    let cases = [
+        (None, None, true),
+        (Some(true), None, true),
+        (Some(false), None, false),
+        (None, Some(0), false),
+        (Some(true), Some(0), false),
+        (None, Some(100), true),
+        (Some(false), Some(100), false),
+    ];
+    for (thinking, think_budget, expected) in cases {
+        let plan = request(|r| {
+            r.thinking = thinking;
+            r.think_budget = think_budget;
+            r.system_chars = 5000;
+            r.user = "Where is it?".into();
+        });
+        assert_eq!(plan.thinking, Some(expected), "{thinking:?} {think_budget:?}");
+    }
+}
+
+#[test]
+fn a_short_question_to_a_long_system_text_thinks_even_where_thinking_is_off() {
+    let plan = |system_chars, user: &str| {
+        request(|r| {
+            r.params = vec![("thinking".into(), "off".into())];
+            r.system_chars = system_chars;
+            r.user = user.into();
+        })
+    };
+    let needle = plan(3001, "What is the secret code of project Onyx?");
+    assert_eq!((needle.thinking, needle.think_budget), (Some(true), Some(2048)));
+    assert_eq!(needle.note.as_deref(), Some("thinks: a short question to a long system text"));
+    assert_eq!(plan(3001, "tell me the code of project Onyx").thinking, Some(true));
+    assert_eq!(plan(3001, "Welchen Code hat das Projekt Onyx?").thinking, Some(true));
+    assert_eq!(plan(3000, "What is the secret code?").thinking, Some(false));
+    assert_eq!(plan(3001, "Write a story.").thinking, Some(false));
+    assert_eq!(plan(3001, &format!("What is {}?", "x".repeat(200))).thinking, Some(false));
+}
+
+#[test]
+fn a_model_that_cannot_think_is_not_asked_to() {
+    let plan = request(|r| {
+        r.can_think = false;
+        r.thinking = Some(true);
+    });
+    assert_eq!(plan.thinking, Some(false));
+}
+
+#[test]
+fn the_smallest_budget_wins_and_an_answer_always_fits() {
+    // (client's budget, max_tokens, context left) and (budget, reserve).
+    let cases = [
+        ((None, None, 200_000), (32_768, 1024)),
+        ((Some(500), None, 200_000), (500, 1024)),
+        ((Some(99_999), None, 200_000), (32_768, 1024)),
+        ((None, Some(100), 8192), (8192 - 100 - 32, 100)),
+        ((None, Some(30_000), 32_768), (16_384 - 32, 16_384)),
+        ((None, None, 1000), (500 - 32, 500)),
+        ((None, None, 40), (0, 20)),
+        ((None, None, 0), (0, 0)),
+    ];
+    for ((think_budget, max_tokens, context_left), expected) in cases {
+        let plan = request(|r| {
+            r.think_budget = think_budget;
+            r.max_tokens = max_tokens;
+            r.context_left = context_left;
+        });
+        let got = (plan.think_budget.unwrap(), plan.answer_reserve.unwrap());
+        assert_eq!(got, expected, "{think_budget:?} {max_tokens:?} {context_left}");
+        assert!(got.0 + got.1 <= context_left);
+    }
+    assert_eq!(request(|r| r.context_left = 100).thinking, Some(false));
+}
+
+#[test]
+fn a_loop_or_a_used_up_budget_closes_the_thought_with_the_typed_hint() {
+    let mut policy = DefaultPolicy::default();
+    policy.on_request(Request { user: "Extract the names as JSON.".into(), ..Request::default() });
+    let near = Some(LoopReport { period: 23, repeats: 9, exact: false });
+    let close = [Action::CloseThinking("**Final JSON:**\n\n```json\n".into())];
+    let think = |loop_found, budget_reached| {
+        Step { phase: Phase::Think, loop_found, budget_reached, ..Step::default() }
+    };
+    assert_eq!(policy.on_step(think(near, false)), close);
+    assert_eq!(policy.on_step(think(None, true)), close);
+    assert_eq!(policy.on_step(think(None, false)), []);
+}
+
+#[test]
+fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
+    let mut policy = DefaultPolicy::default();
+    policy.on_request(Request::default());
+    let mut answer = |period, repeats, exact| {
+        let loop_found = Some(LoopReport { period, repeats, exact });
+        let actions = policy.on_step(Step { loop_found, ..Step::default() });
+        actions == [Action::Stop("the answer is a loop".into())]
+    };
+    assert!(!answer(11, 100, true));
+    assert!(!answer(23, 100, false));
+    assert!(answer(11, 187, true));
+}
+
+#[test]
+fn parameters_that_cannot_be_used_are_noted() {
+    let plan = request(|r| r.params = vec![("budget".into(), "1".into())]);
+    assert_eq!(plan.note.as_deref(), Some("unknown parameter `budget`"));
+}
+
+#[test]
+fn a_policy_that_was_never_asked_for_a_plan_still_closes_a_loop() {
+    let step = Step { phase: Phase::Think, budget_reached: true, ..Step::default() };
+    let close = [Action::CloseThinking("**Final Answer:**\n\n".into())];
+    assert_eq!(DefaultPolicy::default().on_step(step), close);
+}

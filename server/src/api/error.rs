@@ -1,0 +1,170 @@
+//! Errors as OpenAI's clients expect them: a status, and `{"error": {"message", "type", "param", "code"}}`.
+//!
+//! What the client did wrong is said in full and names the field. What went wrong in here is said
+//! in full in the log only.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use steersman_engine::error::Error;
+
+/// Seconds after which a client that met a full queue may try again.
+const RETRY_AFTER_SECONDS: u32 = 2;
+
+/// `type` of everything that the client can repair.
+const INVALID: &str = "invalid_request_error";
+
+/// An error that is on its way to the client.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ApiError {
+    /// HTTP status; an error in the middle of a stream has no use for it.
+    pub status: StatusCode,
+    /// `type`: the kind of error.
+    pub kind: &'static str,
+    /// `code`: the error's name, for programs.
+    pub code: &'static str,
+    /// `param`: path of the offending field, as `messages[1].content`.
+    pub param: Option<String>,
+    /// For people.
+    pub message: String,
+}
+
+impl ApiError {
+    /// A request that has to be changed; `param` is the field, empty where there is none to name.
+    pub fn invalid(
+        code: &'static str,
+        param: impl Into<String>,
+        message: impl Into<String>,
+    ) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, INVALID, code, param, message)
+    }
+
+    /// A value out of its range or of the wrong type.
+    pub fn value(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::invalid("invalid_value", param, message)
+    }
+
+    /// Something that we know and cannot do.
+    pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::invalid("unsupported_parameter", param, message)
+    }
+
+    /// A field that is missing.
+    pub fn missing(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::invalid("missing_required_parameter", param, message)
+    }
+
+    /// A model or profile that is not served.
+    pub fn model_not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, INVALID, "model_not_found", "model", message)
+    }
+
+    /// A path that we do not have.
+    pub fn not_found(path: &str) -> Self {
+        let message = format!("there is no {path} here; see GET /v1/models and the README");
+        Self::new(StatusCode::NOT_FOUND, INVALID, "not_found", "", message)
+    }
+
+    /// A path that we have, asked for with the wrong method.
+    pub fn method_not_allowed(method: &str, path: &str) -> Self {
+        let message = format!("{path} cannot be asked for with {method}");
+        Self::new(StatusCode::METHOD_NOT_ALLOWED, INVALID, "method_not_allowed", "", message)
+    }
+
+    /// A missing or wrong key.
+    pub fn unauthorized() -> Self {
+        let message = "this server wants a key: send `Authorization: Bearer KEY`, with a KEY out of \
+                       api_keys in the server's configuration";
+        let kind = "authentication_error";
+        Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
+    }
+
+    /// A body that is too large.
+    pub fn too_large(limit: usize) -> Self {
+        let message = format!(
+            "the body is larger than {limit} bytes, the limit server.body_limit_bytes of this server"
+        );
+        Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large", "", message)
+    }
+
+    /// A body that does not arrive.
+    pub fn too_slow(seconds: u64) -> Self {
+        let message = format!("the body did not arrive within {seconds} s (server.body_timeout_s)");
+        Self::new(StatusCode::REQUEST_TIMEOUT, INVALID, "request_timeout", "", message)
+    }
+
+    /// A body that is not declared as JSON.
+    pub fn not_json() -> Self {
+        let message = "send the body with the header `Content-Type: application/json`";
+        let code = "unsupported_media_type";
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, code, "", message)
+    }
+
+    fn new(
+        status: StatusCode,
+        kind: &'static str,
+        code: &'static str,
+        param: impl Into<String>,
+        message: impl Into<String>,
+    ) -> Self {
+        let param = Some(param.into()).filter(|param| !param.is_empty());
+        Self { status, kind, code, param, message: message.into() }
+    }
+
+    /// The body, and what a stream says when it breaks off.
+    pub fn to_json(&self) -> Value {
+        json!({"error": {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }})
+    }
+}
+
+impl From<Error> for ApiError {
+    fn from(error: Error) -> Self {
+        let message = error.to_string();
+        let server = |status, code, message: &str| {
+            tracing::error!(code, details = %error, "request failed");
+            Self::new(status, "server_error", code, "", message)
+        };
+        match &error {
+            Error::ContextTooLong { .. } => {
+                Self::invalid("context_length_exceeded", "messages", message)
+            }
+            Error::QueueFull { .. } => {
+                let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+                Self::new(status, kind, "queue_full", "", message)
+            }
+            Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
+            Error::Template(_) => Self::invalid("invalid_messages", "messages", message),
+            Error::Invalid { field, .. } => Self::value(*field, message),
+            Error::Policy { policy, .. } => {
+                tracing::error!(policy, details = %error, "request failed");
+                let message = format!("the policy `{policy}` failed; the server's log says how");
+                let status = StatusCode::INTERNAL_SERVER_ERROR;
+                Self::new(status, "policy_error", "policy_error", "", message)
+            }
+            Error::Model { .. } | Error::Store(_) | Error::Array(_) => {
+                let message = "the engine failed; the server's log says how";
+                server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
+            }
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.to_json())).into_response();
+        let headers = response.headers_mut();
+        if self.status == StatusCode::TOO_MANY_REQUESTS {
+            headers.insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

@@ -1,0 +1,188 @@
+//! The conversation: from the client's messages to the engine's.
+//!
+//! Content becomes one text, arguments of calls become values; what a role may not have is refused.
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use steersman_engine::request::{FunctionCall, Message, ToolCall};
+
+use super::error::ApiError;
+
+/// One message as the client writes it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MessageBody {
+    role: Option<String>,
+    content: Option<Value>,
+    name: Option<String>,
+    /// The thought of an earlier turn, under the name that we give it ...
+    reasoning_content: Option<String>,
+    /// ... and under the one that others do.
+    reasoning: Option<String>,
+    tool_calls: Option<Vec<CallBody>>,
+    tool_call_id: Option<String>,
+    // OpenAI's replies have these, mostly empty, and clients send replies back as they came.
+    refusal: Option<Value>,
+    annotations: Option<Value>,
+    audio: Option<Value>,
+    function_call: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CallBody {
+    id: String,
+    #[serde(rename = "type", default = "function")]
+    kind: String,
+    function: FunctionBody,
+    /// Pieces of a stream have it, and some clients keep it.
+    #[serde(rename = "index")]
+    _index: Option<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FunctionBody {
+    name: String,
+    arguments: String,
+}
+
+fn function() -> String {
+    "function".into()
+}
+
+/// Reads `messages`.
+///
+/// # Errors
+/// 400 naming the field by its path.
+pub fn parse(messages: Option<Vec<MessageBody>>) -> Result<Vec<Message>, ApiError> {
+    let messages = messages.unwrap_or_default();
+    if messages.is_empty() {
+        let message = "messages: must be a list of at least one message";
+        return Err(ApiError::missing("messages", message));
+    }
+    messages.into_iter().enumerate().map(|(i, body)| message(i, body)).collect()
+}
+
+fn message(i: usize, body: MessageBody) -> Result<Message, ApiError> {
+    let at = |field: &str| format!("messages[{i}].{field}");
+    let wrong = |field: &str, problem: &str| {
+        let param = at(field);
+        let message = format!("{param}: {problem}");
+        ApiError::value(param, message)
+    };
+    for (field, value) in [
+        ("refusal", &body.refusal),
+        ("annotations", &body.annotations),
+        ("audio", &body.audio),
+        ("function_call", &body.function_call),
+    ] {
+        if value.as_ref().is_some_and(|value| !value.is_null() && *value != Value::Array(vec![])) {
+            let message = format!("{}: is not supported; leave it out", at(field));
+            return Err(ApiError::unsupported(at(field), message));
+        }
+    }
+
+    let role = body.role.ok_or_else(|| wrong("role", "missing"))?;
+    let (assistant, tool) = match role.as_str() {
+        "system" | "developer" | "user" => (false, false),
+        "assistant" => (true, false),
+        "tool" => (false, true),
+        _ => {
+            let problem =
+                format!("is `{role}`, must be system, developer, user, assistant or tool");
+            return Err(wrong("role", &problem));
+        }
+    };
+    let reasoning = match (body.reasoning_content, body.reasoning) {
+        (Some(one), Some(other)) if one != other => {
+            return Err(wrong("reasoning", "is not the same as reasoning_content; drop one"));
+        }
+        (one, other) => one.or(other),
+    };
+    let tool_calls = body.tool_calls.unwrap_or_default();
+    if !assistant && reasoning.is_some() {
+        return Err(wrong("reasoning_content", "only an assistant thinks"));
+    }
+    if !assistant && !tool_calls.is_empty() {
+        return Err(wrong("tool_calls", "only an assistant calls tools"));
+    }
+    if tool && body.tool_call_id.is_none() {
+        return Err(wrong("tool_call_id", "missing: which call is this the result of?"));
+    }
+    if !tool && body.tool_call_id.is_some() {
+        return Err(wrong("tool_call_id", "only messages of the role tool have one"));
+    }
+    let may_be_empty = assistant && (reasoning.is_some() || !tool_calls.is_empty());
+    let content = match body.content {
+        None if !may_be_empty => return Err(wrong("content", "missing")),
+        content => text(&at("content"), content)?,
+    };
+    let tool_calls = tool_calls
+        .into_iter()
+        .enumerate()
+        .map(|(k, call)| tool_call(&at(&format!("tool_calls[{k}]")), call))
+        .collect::<Result<_, _>>()?;
+    Ok(Message {
+        role,
+        content,
+        reasoning_content: reasoning,
+        tool_calls,
+        tool_call_id: body.tool_call_id,
+        name: body.name,
+    })
+}
+
+/// A string, null, or a list of text parts, which are joined as they stand.
+fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
+    let parts = match content {
+        None | Some(Value::Null) => return Ok(String::new()),
+        Some(Value::String(text)) => return Ok(text),
+        Some(Value::Array(parts)) => parts,
+        Some(_) => {
+            let message = format!("{path}: must be a string or a list of text parts");
+            return Err(ApiError::invalid("invalid_type", path, message));
+        }
+    };
+    let part = |(k, part): (usize, &Value)| {
+        let kind = part.get("type").and_then(Value::as_str).unwrap_or("nothing");
+        if kind != "text" {
+            let param = format!("{path}[{k}].type");
+            let message = format!("{param}: is `{kind}`; this server reads parts of type `text`");
+            return Err(ApiError::unsupported(param, message));
+        }
+        // Other servers ask to be told what to cache (`cache_control`); here every prefix is cached.
+        let known = |key: &&String| ["type", "text", "cache_control"].contains(&key.as_str());
+        if let Some(key) = part.as_object().and_then(|part| part.keys().find(|key| !known(key))) {
+            let param = format!("{path}[{k}].{key}");
+            let message = format!("{param}: is not a field that this server knows; leave it out");
+            return Err(ApiError::invalid("unknown_parameter", param, message));
+        }
+        part.get("text").and_then(Value::as_str).map(str::to_string).ok_or_else(|| {
+            let param = format!("{path}[{k}].text");
+            let message = format!("{param}: must be a string");
+            ApiError::invalid("invalid_type", param, message)
+        })
+    };
+    parts.iter().enumerate().map(part).collect()
+}
+
+/// A call with its arguments as values: the API has them as JSON in a string.
+fn tool_call(path: &str, call: CallBody) -> Result<ToolCall, ApiError> {
+    if call.kind != "function" {
+        let param = format!("{path}.type");
+        let message = format!("{param}: only \"function\" is supported");
+        return Err(ApiError::unsupported(param, message));
+    }
+    let FunctionBody { name, arguments } = call.function;
+    let arguments: Map<String, Value> = if arguments.trim().is_empty() {
+        Map::new()
+    } else {
+        serde_json::from_str(&arguments).map_err(|error| {
+            let param = format!("{path}.function.arguments");
+            let message = format!("{param}: must hold a JSON object: {error}");
+            ApiError::value(param, message)
+        })?
+    };
+    Ok(ToolCall { id: call.id, kind: call.kind, function: FunctionCall { name, arguments } })
+}

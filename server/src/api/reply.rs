@@ -1,0 +1,263 @@
+//! From the engine's events to the reply: one JSON object, or a stream of chunks.
+//!
+//! [`whole`] folds the events into one object, [`stream`] sends each as it comes. Both hold the receiver of the events, so a client that hangs up drops it, which cancels the
+//! request.
+
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::Json;
+use axum::http::{HeaderName, HeaderValue};
+use axum::response::sse::{self, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value, json};
+use steersman_engine::error::Error;
+use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::timeout;
+
+use super::error::ApiError;
+use super::log::RequestLog;
+
+/// How long a stream waits for its first event before it answers 200.
+///
+/// Up to then an error (too long, a template that refuses) gets its proper status. Waiting longer
+/// would leave clients and proxies without a byte during a long prefill, and they give up.
+const FIRST_EVENT: Duration = Duration::from_secs(10);
+
+/// How often a silent stream sends a comment; common proxies close after 60 s of silence.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// What all chunks of a reply have in common.
+pub struct Head {
+    /// `chatcmpl-...`
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// The model as the client named it.
+    pub model: String,
+    /// `system_fingerprint`
+    pub fingerprint: String,
+    /// The profile that steers the request.
+    pub profile: String,
+    /// Whether a stream ends with the usage.
+    pub include_usage: bool,
+}
+
+/// The reply as one object.
+///
+/// # Errors
+/// What the engine says instead of an answer.
+pub async fn whole(
+    head: Head,
+    mut events: UnboundedReceiver<Event>,
+    mut log: RequestLog,
+) -> Result<Response, ApiError> {
+    let mut message = Map::from_iter([("role".to_string(), json!("assistant"))]);
+    let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
+    let finished = loop {
+        let event = events.recv().await;
+        log.event();
+        match event.unwrap_or(Event::Failed(Error::Stopped)) {
+            Event::Reasoning(piece) => reasoning += &piece,
+            Event::Answer(piece) => content += &piece,
+            Event::ToolCall(call) => calls.push(tool_call(&call)),
+            Event::Finished(finished) => break finished,
+            Event::Failed(error) => return Err(log.failed(error)),
+        }
+    };
+    log.finished(&finished);
+    let silent = content.is_empty() && !calls.is_empty();
+    message.insert("content".into(), if silent { Value::Null } else { content.into() });
+    if !reasoning.is_empty() {
+        message.insert("reasoning_content".into(), reasoning.into());
+    }
+    if !calls.is_empty() {
+        message.insert("tool_calls".into(), calls.into());
+    }
+    let choice = json!({
+        "index": 0,
+        "message": message,
+        "logprobs": null,
+        "finish_reason": finish_reason(&finished.reason),
+    });
+    let mut reply = head.object("chat.completion", json!([choice]));
+    reply.insert("usage".into(), usage(finished.usage));
+    reply.insert("steersman".into(), head.extension(&finished));
+    Ok(Json(reply).into_response())
+}
+
+/// The reply as a stream of events, beginning with an event if there is one within
+/// [`FIRST_EVENT`].
+///
+/// # Errors
+/// What the engine says instead of an answer, if it says so within that time. Later it is the last
+/// thing in the stream.
+pub async fn stream(
+    head: Head,
+    mut events: UnboundedReceiver<Event>,
+    log: RequestLog,
+) -> Result<Response, ApiError> {
+    let first = timeout(FIRST_EVENT, events.recv()).await;
+    let mut chunks =
+        Chunks { head, events, log, ready: VecDeque::new(), tool_calls: 0, ended: false };
+    let first = match first {
+        Ok(event) => Some(event.unwrap_or(Event::Failed(Error::Stopped))),
+        Err(_elapsed) => None,
+    };
+    if let Some(Event::Failed(error)) = first {
+        return Err(chunks.log.failed(error));
+    }
+    chunks.delta(json!({"role": "assistant", "content": ""}));
+    if let Some(event) = first {
+        chunks.log.event();
+        chunks.push(event);
+    }
+    let chunks = futures_util::stream::unfold(chunks, async |mut chunks| {
+        let chunk = chunks.next().await?;
+        Some((Ok::<_, Infallible>(chunk), chunks))
+    });
+    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("still at work");
+    let mut response = Sse::new(Box::pin(chunks)).keep_alive(keep_alive).into_response();
+    // nginx would otherwise collect the stream and deliver it in pieces of its own.
+    let unbuffered = (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
+    response.headers_mut().extend([unbuffered]);
+    Ok(response)
+}
+
+/// A stream in progress.
+struct Chunks {
+    head: Head,
+    events: UnboundedReceiver<Event>,
+    log: RequestLog,
+    /// Written and not yet sent.
+    ready: VecDeque<sse::Event>,
+    /// Calls of tools so far: the index of the next.
+    tool_calls: usize,
+    /// Whether `ready` holds the last of it.
+    ended: bool,
+}
+
+impl Chunks {
+    /// The next piece of the stream; none at its end.
+    async fn next(&mut self) -> Option<sse::Event> {
+        while self.ready.is_empty() && !self.ended {
+            let event = self.events.recv().await;
+            self.log.event();
+            self.push(event.unwrap_or(Event::Failed(Error::Stopped)));
+        }
+        self.ready.pop_front()
+    }
+
+    fn push(&mut self, event: Event) {
+        match event {
+            Event::Reasoning(piece) => self.delta(json!({"reasoning_content": piece})),
+            Event::Answer(piece) => self.delta(json!({"content": piece})),
+            Event::ToolCall(call) => {
+                let mut call = tool_call(&call);
+                call["index"] = self.tool_calls.into();
+                self.tool_calls += 1;
+                self.delta(json!({"tool_calls": [call]}));
+            }
+            Event::Finished(finished) => self.finish(&finished),
+            Event::Failed(error) => {
+                let error = self.log.failed(error);
+                self.send(&error.to_json());
+                self.ended = true;
+            }
+        }
+    }
+
+    fn delta(&mut self, delta: Value) {
+        let mut chunk = self.chunk(json!([choice(delta, None)]));
+        self.no_usage_yet(&mut chunk);
+        self.send(&chunk.into());
+    }
+
+    fn finish(&mut self, finished: &Finished) {
+        self.log.finished(finished);
+        let reason = finish_reason(&finished.reason);
+        let mut chunk = self.chunk(json!([choice(json!({}), Some(reason))]));
+        self.no_usage_yet(&mut chunk);
+        chunk.insert("steersman".into(), self.head.extension(finished));
+        self.send(&chunk.into());
+        if self.head.include_usage {
+            let mut chunk = self.chunk(json!([]));
+            chunk.insert("usage".into(), usage(finished.usage));
+            self.send(&chunk.into());
+        }
+        self.ready.push_back(sse::Event::default().data("[DONE]"));
+        self.ended = true;
+    }
+
+    fn chunk(&self, choices: Value) -> Map<String, Value> {
+        self.head.object("chat.completion.chunk", choices)
+    }
+
+    /// A client that asks for the usage finds it null on all chunks but the last.
+    fn no_usage_yet(&self, chunk: &mut Map<String, Value>) {
+        if self.head.include_usage {
+            chunk.insert("usage".into(), Value::Null);
+        }
+    }
+
+    fn send(&mut self, chunk: &Value) {
+        self.ready.push_back(sse::Event::default().data(chunk.to_string()));
+    }
+}
+
+impl Head {
+    fn object(&self, object: &str, choices: Value) -> Map<String, Value> {
+        Map::from_iter([
+            ("id".to_string(), json!(self.id)),
+            ("object".to_string(), json!(object)),
+            ("created".to_string(), json!(self.created)),
+            ("model".to_string(), json!(self.model)),
+            ("system_fingerprint".to_string(), json!(self.fingerprint)),
+            ("choices".to_string(), choices),
+        ])
+    }
+
+    /// `steersman`: what OpenAI's format has no place for.
+    fn extension(&self, finished: &Finished) -> Value {
+        let mut extension = json!({"profile": self.profile, "notes": finished.notes});
+        if let FinishReason::Policy(reason) = &finished.reason {
+            extension["stop_reason"] = json!(reason);
+        }
+        extension
+    }
+}
+
+fn choice(delta: Value, finish_reason: Option<&str>) -> Value {
+    json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish_reason})
+}
+
+fn finish_reason(reason: &FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop | FinishReason::Policy(_) => "stop",
+        FinishReason::Length => "length",
+        FinishReason::ToolCalls => "tool_calls",
+    }
+}
+
+/// A call as the API has it: the arguments are JSON in a string.
+fn tool_call(call: &ToolCall) -> Value {
+    let arguments = Value::from(call.function.arguments.clone()).to_string();
+    json!({
+        "id": call.id,
+        "type": call.kind,
+        "function": {"name": call.function.name, "arguments": arguments},
+    })
+}
+
+fn usage(usage: Usage) -> Value {
+    let completion_tokens = usage.reasoning_tokens + usage.answer_tokens;
+    json!({
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": usage.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    })
+}

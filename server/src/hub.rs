@@ -1,0 +1,438 @@
+//! Where a model's files are: a local folder, a Hugging Face repo, or the bundled model.
+//!
+//! A repo is looked for in the cache that Python's tools share (`HF_HUB_CACHE`, `HF_HOME`). A whole
+//! snapshot there is served as it is, without asking the hub: the server starts offline, and the
+//! weights change only when the operator removes or updates the snapshot.
+
+use std::env;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
+use hf_hub::{Cache, Repo, RepoType};
+use serde_json::Value;
+
+use crate::bundled;
+
+/// The hub's public address.
+const HUGGING_FACE: &str = "https://huggingface.co";
+
+/// How often a broken download is taken up again.
+const RETRIES: usize = 3;
+
+/// Lists the shards of a model that has several.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A model that is ready to be loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// The folder with `config.json`, weights and tokenizer.
+    pub folder: PathBuf,
+    /// The folder's name, the repo's id, or that of the bundled model.
+    pub name: String,
+    /// Whether this is the bundled demonstration model.
+    pub bundled: bool,
+}
+
+/// Finds what `[model] path` or `--model` names, downloading it where it has to be.
+///
+/// # Errors
+/// When there is no such model, or it cannot be had; the message says what to do.
+pub fn find(path: &str, data_dir: &Path) -> Result<Found> {
+    if path.is_empty() {
+        let folder = bundled::unpack(data_dir)?;
+        return Ok(Found { folder, name: bundled::NAME.into(), bundled: true });
+    }
+    let folder = Path::new(path);
+    if folder.exists() {
+        ensure!(folder.is_dir(), "{path} is a file; give the folder with the model's config.json");
+        let folder = folder.canonicalize().with_context(|| format!("reading {path}"))?;
+        ensure!(folder.join("config.json").is_file(), "{path} has no config.json: not a model");
+        let name = folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned();
+        return Ok(Found { folder, name, bundled: false });
+    }
+    ensure!(
+        is_repo_id(path),
+        "there is no folder {path}, and it is not a Hugging Face repo id (owner/name) either"
+    );
+    let folder = Hub::from_env().fetch(path)?;
+    Ok(Found { folder, name: path.into(), bundled: false })
+}
+
+/// `owner/name`, in the letters that the hub allows.
+fn is_repo_id(text: &str) -> bool {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let part = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(allowed);
+    text.split_once('/').is_some_and(|(owner, name)| part(owner) && part(name))
+}
+
+/// A hub and the cache of what came from it.
+#[derive(Debug, Clone)]
+pub struct Hub {
+    /// `https://huggingface.co`, or a mirror.
+    pub endpoint: String,
+    /// The folder of the cache, as Python's `huggingface_hub` lays it out.
+    pub cache: PathBuf,
+    /// For private and gated repos.
+    pub token: Option<String>,
+    /// Whether the network may not be used.
+    pub offline: bool,
+}
+
+impl Hub {
+    /// As the environment says: `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `HF_TOKEN` (or the token
+    /// that `hf auth login` stored), `HF_HUB_OFFLINE`.
+    pub fn from_env() -> Self {
+        let var = |name| env::var(name).ok().filter(|value| !value.is_empty());
+        let cache =
+            var("HF_HUB_CACHE").map_or_else(Cache::from_env, |path| Cache::new(path.into()));
+        let off = ["0", "false", "no", "off"];
+        Self {
+            endpoint: var("HF_ENDPOINT").unwrap_or_else(|| HUGGING_FACE.into()),
+            cache: cache.path().clone(),
+            token: var("HF_TOKEN").or_else(|| cache.token()),
+            offline: var("HF_HUB_OFFLINE")
+                .is_some_and(|value| !off.contains(&value.to_lowercase().as_str())),
+        }
+    }
+
+    /// The folder with the files of `repo_id`, from the cache or from the hub.
+    ///
+    /// # Errors
+    /// When the repo is unknown, wants a token, has no safetensors, or the network fails.
+    pub fn fetch(&self, repo_id: &str) -> Result<PathBuf> {
+        let main = Repo::model(repo_id.into());
+        let cache = Cache::new(self.cache.clone());
+        if let Some(config) = cache.repo(main.clone()).get("config.json")
+            && let Some(snapshot) = config.parent()
+            && is_whole(snapshot)
+        {
+            return Ok(snapshot.to_path_buf());
+        }
+        ensure!(
+            !self.offline,
+            "{repo_id} is not in the cache {}, and HF_HUB_OFFLINE forbids to fetch it",
+            self.cache.display()
+        );
+        let api = self.api().with_context(|| format!("preparing to fetch {repo_id}"))?;
+        let info = api.repo(main.clone()).info().map_err(|error| self.explain(error, repo_id))?;
+        // All files of one commit, even if the repo changes meanwhile.
+        let pinned = Repo::with_revision(repo_id.into(), RepoType::Model, info.sha.clone());
+        let snapshot = cache.repo(main.clone()).pointer_path(&info.sha);
+        let pinned = api.repo(pinned);
+        let fetch = |file: &str| {
+            if snapshot.join(file).exists() {
+                return Ok(());
+            }
+            pinned.download(file).map(drop).map_err(|error| self.explain(error, repo_id))
+        };
+
+        let files: Vec<&str> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
+        ensure!(files.contains(&"config.json"), "{repo_id} has no config.json: not a model");
+        for file in files.iter().filter(|file| is_text_file(file)) {
+            fetch(file)?;
+        }
+        let shards = if files.contains(&INDEX) {
+            shards(&snapshot.join(INDEX))?
+        } else {
+            let weights = |file: &&&str| !file.contains('/') && file.ends_with(".safetensors");
+            files.iter().filter(weights).map(|file| file.to_string()).collect()
+        };
+        ensure!(!shards.is_empty(), "{repo_id} has no weights as safetensors");
+        for shard in &shards {
+            ensure!(
+                files.contains(&shard.as_str()),
+                "{repo_id} has no {shard}, which {INDEX} names"
+            );
+            fetch(shard)?;
+        }
+        cache.repo(main).create_ref(&info.sha).context("noting what the cache holds")?;
+        Ok(snapshot)
+    }
+
+    fn api(&self) -> Result<Api, ApiError> {
+        ApiBuilder::from_cache(Cache::new(self.cache.clone()))
+            .with_endpoint(self.endpoint.trim_end_matches('/').into())
+            .with_token(self.token.clone())
+            .with_retries(RETRIES)
+            .with_user_agent("steersman", env!("CARGO_PKG_VERSION"))
+            .build()
+    }
+
+    fn explain(&self, error: ApiError, repo_id: &str) -> anyhow::Error {
+        let status = status(&error);
+        let advice = match (status, &self.token) {
+            (Some(401 | 403), None) => {
+                "it does not exist, or is private or gated: accept its terms on its page, then set \
+                 HF_TOKEN (https://huggingface.co/settings/tokens)"
+            }
+            (Some(401), Some(_)) => {
+                "the token in HF_TOKEN is not valid, or the repo does not exist"
+            }
+            (Some(403), Some(_)) => {
+                "the token may not read it: accept the repo's terms on its page, or use another one"
+            }
+            (Some(404), _) => "there is no such repo (and no local folder of this name)",
+            (Some(429), _) => "the hub wants fewer requests: wait, or set HF_TOKEN",
+            _ => "the download failed; what has arrived is kept, so try again",
+        };
+        anyhow!("{error}").context(format!("{repo_id} from {}: {advice}", self.endpoint))
+    }
+}
+
+/// The HTTP status in an error of the hub, if that is what it is.
+fn status(error: &ApiError) -> Option<u16> {
+    match error {
+        ApiError::RequestError(error) => match **error {
+            ureq::Error::StatusCode(status) => Some(status),
+            _ => None,
+        },
+        ApiError::TooManyRetries(error) => status(error),
+        _ => None,
+    }
+}
+
+/// Whether a file is one of the small ones that a model needs: configuration, tokenizer, template.
+fn is_text_file(name: &str) -> bool {
+    let known = [".json", ".jinja", ".tiktoken"].iter().any(|end| name.ends_with(end))
+        || ["tokenizer.model", "merges.txt", "vocab.txt"].contains(&name);
+    known && !name.contains('/')
+}
+
+/// Whether a snapshot has all that a model needs: `hf download` or a Ctrl-C can leave less.
+fn is_whole(snapshot: &Path) -> bool {
+    let has = |file: &str| snapshot.join(file).is_file();
+    let weights = match shards(&snapshot.join(INDEX)) {
+        Ok(shards) => shards.iter().all(|shard| has(shard)),
+        Err(_) => has("model.safetensors"),
+    };
+    weights && has("config.json") && has("tokenizer.json")
+}
+
+/// The files that an index names, each once.
+fn shards(index: &Path) -> Result<Vec<String>> {
+    let context = || format!("reading {}", index.display());
+    let text = std::fs::read_to_string(index).with_context(context)?;
+    let index: Value = serde_json::from_str(&text).with_context(context)?;
+    let Some(map) = index["weight_map"].as_object() else { bail!("{INDEX} has no weight_map") };
+    let mut shards: Vec<_> = map.values().filter_map(Value::as_str).map(str::to_string).collect();
+    shards.sort();
+    shards.dedup();
+    Ok(shards)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::{Arc, Mutex};
+
+    use axum::Router;
+    use axum::body::Body;
+    use axum::extract::Request;
+    use axum::http::{StatusCode, header};
+    use axum::response::{IntoResponse, Response};
+
+    use super::*;
+
+    const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
+
+    /// A hub with one repo `owner/tiny`, private if it has a token.
+    struct FakeHub {
+        files: BTreeMap<&'static str, &'static str>,
+        token: Option<&'static str>,
+        asked: Mutex<Vec<String>>,
+    }
+
+    impl FakeHub {
+        /// Serves it from a thread of its own; returns it with the client for it, which has an
+        /// empty cache in `cache`.
+        fn start(self, cache: &Path) -> (Arc<Self>, Hub) {
+            let fake = Arc::new(self);
+            let (address, ready) = std::sync::mpsc::channel();
+            let answers = fake.clone();
+            std::thread::spawn(move || {
+                let runtime =
+                    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(async move {
+                    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+                    address.send(listener.local_addr().unwrap()).unwrap();
+                    let app = Router::new()
+                        .fallback(async move |request: Request| answers.answer(&request));
+                    axum::serve(listener, app).await.unwrap();
+                });
+            });
+            let endpoint = format!("http://{}", ready.recv().unwrap());
+            let cache = cache.join("hub");
+            (fake, Hub { endpoint, cache, token: None, offline: false })
+        }
+
+        fn answer(&self, request: &Request) -> Response {
+            let path = request.uri().path();
+            self.asked.lock().unwrap().push(path.to_string());
+            let header =
+                |name| request.headers().get(name).map(|value| value.to_str().unwrap().to_string());
+            if let Some(token) = self.token
+                && header(header::AUTHORIZATION) != Some(format!("Bearer {token}"))
+            {
+                return StatusCode::UNAUTHORIZED.into_response();
+            }
+            if path == "/api/models/owner/tiny/revision/main" {
+                let names = self.files.keys().map(|name| serde_json::json!({"rfilename": name}));
+                let names: Vec<_> = names.collect();
+                return axum::Json(serde_json::json!({"sha": SHA, "siblings": names}))
+                    .into_response();
+            }
+            let prefix = format!("/owner/tiny/resolve/{SHA}/");
+            let file = path.strip_prefix(&prefix).and_then(|name| self.files.get(name));
+            let Some(file) = file else { return StatusCode::NOT_FOUND.into_response() };
+            let range = header(header::RANGE).unwrap();
+            let (from, to) = range.strip_prefix("bytes=").unwrap().split_once('-').unwrap();
+            let from: usize = from.parse().unwrap();
+            let to: usize = to.parse().unwrap_or(file.len() - 1);
+            Response::builder()
+                .status(StatusCode::PARTIAL_CONTENT)
+                .header("x-repo-commit", SHA)
+                .header(header::ETAG, format!("\"{}\"", path.replace('/', "-")))
+                .header(header::CONTENT_RANGE, format!("bytes {from}-{to}/{}", file.len()))
+                .body(Body::from(&file[from..=to]))
+                .unwrap()
+        }
+
+        /// The files that were downloaded.
+        fn downloaded(&self) -> Vec<String> {
+            let asked = self.asked.lock().unwrap();
+            let names = asked.iter().filter_map(|path| path.rsplit_once(&format!("{SHA}/")));
+            let mut names: Vec<_> = names.map(|(_, name)| name.to_string()).collect();
+            names.sort();
+            names.dedup();
+            names
+        }
+    }
+
+    fn fake(files: &[(&'static str, &'static str)]) -> FakeHub {
+        let files = files.iter().copied().collect();
+        FakeHub { files, token: None, asked: Mutex::default() }
+    }
+
+    const SHARDED: &[(&str, &str)] = &[
+        ("config.json", "{}"),
+        ("tokenizer.json", "{}"),
+        ("chat_template.jinja", "{{ x }}"),
+        ("README.md", "no"),
+        ("original/config.json", "no"),
+        ("consolidated.safetensors", "the same weights once more"),
+        ("model-1.safetensors", "one"),
+        ("model-2.safetensors", "two"),
+        (
+            "model.safetensors.index.json",
+            r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors",
+                               "c": "model-1.safetensors"}}"#,
+        ),
+    ];
+
+    #[test]
+    fn a_repo_is_downloaded_once_and_then_served_without_the_hub() {
+        let cache = tempfile::tempdir().unwrap();
+        let (fake, hub) = fake(SHARDED).start(cache.path());
+        let folder = hub.fetch("owner/tiny").unwrap();
+        let wanted = [
+            "chat_template.jinja",
+            "config.json",
+            "model-1.safetensors",
+            "model-2.safetensors",
+            "model.safetensors.index.json",
+            "tokenizer.json",
+        ];
+        assert_eq!(fake.downloaded(), wanted);
+        for name in wanted {
+            assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), fake.files[name]);
+        }
+        let asked = fake.asked.lock().unwrap().len();
+        assert_eq!(hub.fetch("owner/tiny").unwrap(), folder);
+        assert_eq!(fake.asked.lock().unwrap().len(), asked, "the hub was not asked again");
+        let offline = Hub { offline: true, endpoint: "http://127.0.0.1:1".into(), ..hub };
+        assert_eq!(offline.fetch("owner/tiny").unwrap(), folder);
+    }
+
+    /// A Ctrl-C between two shards left a snapshot that looks like a model; only what is missing is
+    /// fetched.
+    #[test]
+    fn a_snapshot_with_holes_is_completed() {
+        let cache = tempfile::tempdir().unwrap();
+        let (fake, hub) = fake(SHARDED).start(cache.path());
+        let folder = hub.fetch("owner/tiny").unwrap();
+        std::fs::remove_file(folder.join("model-2.safetensors")).unwrap();
+        fake.asked.lock().unwrap().clear();
+        assert_eq!(hub.fetch("owner/tiny").unwrap(), folder);
+        assert_eq!(fake.downloaded(), ["model-2.safetensors"]);
+    }
+
+    #[test]
+    fn a_download_that_broke_off_goes_on_where_it_stopped() {
+        let cache = tempfile::tempdir().unwrap();
+        let (fake, hub) = fake(SHARDED).start(cache.path());
+        let blob = format!("-owner-tiny-resolve-{SHA}-config.json");
+        let blobs = hub.cache.join("models--owner--tiny/blobs");
+        std::fs::create_dir_all(&blobs).unwrap();
+        // hf-hub replaces what follows the last dot of the blob's name.
+        std::fs::write(blobs.join(blob).with_extension("part"), "{").unwrap();
+        let folder = hub.fetch("owner/tiny").unwrap();
+        let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        assert_eq!(config, fake.files["config.json"]);
+    }
+
+    #[test]
+    fn a_repo_that_cannot_be_had_says_what_to_do() {
+        let cache = tempfile::tempdir().unwrap();
+        let check = |hub: &Hub, repo: &str, words: &str| {
+            let error = format!("{:#}", hub.fetch(repo).unwrap_err());
+            assert!(error.contains(words), "`{words}` is not in `{error}`");
+        };
+        let mut gated = fake(SHARDED);
+        gated.token = Some("hf_right");
+        let (_, hub) = gated.start(cache.path());
+        check(&hub, "owner/tiny", "set HF_TOKEN");
+        let wrong = Hub { token: Some("hf_wrong".into()), ..hub.clone() };
+        check(&wrong, "owner/tiny", "the token in HF_TOKEN is not valid");
+        check(&Hub { offline: true, ..hub.clone() }, "owner/tiny", "HF_HUB_OFFLINE");
+        let right = Hub { token: Some("hf_right".into()), ..hub };
+        right.fetch("owner/tiny").unwrap();
+
+        let cache = tempfile::tempdir().unwrap();
+        let (_, hub) = fake(&SHARDED[..2]).start(cache.path());
+        check(&hub, "owner/other", "there is no such repo");
+        check(&hub, "owner/tiny", "no weights as safetensors");
+        let nowhere = Hub { endpoint: "http://127.0.0.1:1".into(), ..hub };
+        check(&nowhere, "owner/tiny", "the download failed");
+    }
+
+    #[test]
+    fn a_path_that_is_no_folder_is_a_repo_only_if_it_looks_like_one() {
+        for (text, expected) in [
+            ("mlx-community/Qwen3.5-4B-4bit", true),
+            ("owner/name/more", false),
+            ("./models/x", false),
+            ("/models/x", false),
+            ("../x", false),
+            ("name", false),
+            ("owner/", false),
+            ("owner/na me", false),
+        ] {
+            assert_eq!(is_repo_id(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn only_what_a_model_needs_is_downloaded() {
+        for (name, expected) in [
+            ("config.json", true),
+            ("chat_template.jinja", true),
+            ("merges.txt", true),
+            ("README.md", false),
+            ("model.gguf", false),
+            ("onnx/config.json", false),
+        ] {
+            assert_eq!(is_text_file(name), expected, "{name}");
+        }
+    }
+}

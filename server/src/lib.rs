@@ -1,0 +1,25 @@
+//! The server: HTTP and JSON in front of [`steersman_engine`], the configuration file, and where
+//! models come from.
+//!
+//! It never sees an array, a token id or a policy's Wasm: a [`Request`] goes into the engine,
+//! [`Event`]s come out.
+//!
+//! ```text
+//! main.rs      the command line
+//! config.rs    the configuration file
+//! hub.rs       local folders and Hugging Face repos
+//! bundled.rs   the demonstration model inside the executable
+//! serve.rs     listening, and stopping in good order
+//! api/         OpenAI's interface
+//! ```
+//!
+//! [`Request`]: steersman_engine::request::Request
+//! [`Event`]: steersman_engine::request::Event
+
+pub mod api;
+pub mod bundled;
+pub mod config;
+pub mod hub;
+pub mod serve;
+
+pub use api::app;

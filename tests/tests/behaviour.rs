@@ -1,0 +1,214 @@
+//! What the default policy is for: codes are found, thoughts end, answers come in the asked form.
+//!
+//! `tests/fixtures/prompts.py` chose the prompts: the model itself is right on each of them, so a
+//! wrong answer here is the engine's or the policy's.
+
+use std::sync::{LazyLock, Mutex, MutexGuard};
+
+use serde_json::Value;
+use steersman_engine::config::Profile;
+use steersman_engine::engine::Engine;
+use steersman_engine::request::{FinishReason, Message, Request, SamplingWish};
+use steersman_tests::{ask, bundled_model, config, fixture, message, run};
+
+/// Holds the longest planted code.
+const CONTEXT: usize = 2560;
+
+/// One engine for most laws: two cores cannot feed more.
+fn engine() -> MutexGuard<'static, Engine> {
+    static ENGINE: LazyLock<Mutex<Engine>> = LazyLock::new(|| Mutex::new(start(CONTEXT)));
+    ENGINE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn start(context: usize) -> Engine {
+    let mut config = config();
+    config.store.enabled = false;
+    config.engine.context = context;
+    for policy in ["default", "passthrough"] {
+        let profile = Profile { policy: policy.into(), ..Profile::default() };
+        config.profiles.insert(policy.into(), profile);
+    }
+    let data = tempfile::tempdir().unwrap();
+    steersman_engine::start(config, &bundled_model(), data.path()).unwrap().0
+}
+
+fn cases(kind: &str) -> Vec<Value> {
+    fixture("prompts.json")[kind].as_array().unwrap().clone()
+}
+
+fn request(case: &Value, profile: &str, thinking: Option<bool>) -> Request {
+    let messages: Vec<Message> = serde_json::from_value(case["messages"].clone()).unwrap();
+    Request { messages, profile: profile.into(), thinking, ..ask("") }
+}
+
+#[test]
+fn planted_codes_are_found_where_the_policy_routes_thinking() {
+    let engine = engine();
+    for case in cases("needle") {
+        let reply = run(&engine, request(&case, "default", None));
+        assert_eq!(reply.answer, case["answer"].as_str().unwrap(), "{reply:?}");
+        assert!(!reply.reasoning.is_empty());
+    }
+}
+
+#[test]
+fn planted_codes_are_refused_without_a_policy_and_without_thinking() {
+    let engine = engine();
+    for case in cases("needle") {
+        let reply = run(&engine, request(&case, "passthrough", Some(false)));
+        assert_eq!(reply.answer, case["without_thinking"].as_str().unwrap());
+        assert_eq!((reply.reasoning.as_str(), reply.finished().usage.reasoning_tokens), ("", 0));
+    }
+}
+
+#[test]
+fn endless_thoughts_end_in_the_asked_form() {
+    let engine = engine();
+    for case in cases("loops") {
+        let reply = run(&engine, request(&case, "default", Some(true)));
+        let expected = format!("{}{}", text(&case, "hint"), text(&case, "completion"));
+        let finished = reply.finished();
+        assert_eq!(reply.answer, expected, "{}: {:?}", text(&case, "kind"), finished.notes);
+        assert_eq!(finished.reason, FinishReason::Stop);
+        assert!(finished.notes.iter().any(|note| note.contains("loop")), "{:?}", finished.notes);
+        println!("{}: {:?}", text(&case, "kind"), finished.usage);
+    }
+}
+
+/// Two of each kind, in a small context, as each runs until that is full.
+#[test]
+fn endless_thoughts_run_to_the_limit_without_a_policy() {
+    let engine = start(600);
+    for kind in ["invoice", "sql", "puzzle"] {
+        let cases = cases("loops");
+        for case in cases.iter().filter(|case| case["kind"] == kind).take(2) {
+            let reply = run(&engine, request(case, "passthrough", Some(true)));
+            let finished = reply.finished();
+            assert_eq!(finished.reason, FinishReason::Length, "{kind}");
+            assert_eq!(reply.answer, "");
+            let usage = finished.usage;
+            assert_eq!(usage.prompt_tokens + usage.reasoning_tokens, 600, "{usage:?}");
+        }
+    }
+}
+
+#[test]
+fn ordinary_questions_are_answered_with_and_without_a_thought() {
+    let engine = engine();
+    for case in cases("plain") {
+        for thinking in [true, false] {
+            let reply = run(&engine, request(&case, "default", Some(thinking)));
+            assert_eq!(reply.answer, text(&case, "answer"), "thinking {thinking}");
+            assert_eq!(reply.reasoning.is_empty(), !thinking);
+            assert_eq!(reply.finished().reason, FinishReason::Stop);
+        }
+    }
+}
+
+/// The thought is cut after so many tokens, and the answer comes all the same.
+#[test]
+fn a_thinking_budget_is_kept_and_an_answer_follows() {
+    let engine = engine();
+    let question = "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is \
+                    the tallest?";
+    for budget in [1, 10, 40] {
+        let request =
+            Request { thinking: Some(true), think_budget: Some(budget), ..ask(question) };
+        let reply = run(&engine, request);
+        let usage = reply.finished().usage;
+        // The marker and the line breaks around it are part of the thought.
+        assert!((budget..budget + 4).contains(&usage.reasoning_tokens), "{usage:?}");
+        assert!(!reply.answer.is_empty());
+    }
+}
+
+#[test]
+fn max_tokens_bounds_the_answer_and_not_the_thought() {
+    let engine = engine();
+    let question = "What is the capital of Italy?";
+    let whole = run(&engine, Request { thinking: Some(true), ..ask(question) });
+    let cut = run(&engine, Request { thinking: Some(true), max_tokens: Some(3), ..ask(question) });
+    assert_eq!(cut.reasoning, whole.reasoning);
+    assert_eq!(cut.finished().usage.answer_tokens, 3);
+    assert_eq!(cut.finished().reason, FinishReason::Length);
+    assert!(whole.answer.starts_with(&cut.answer) && cut.answer.len() < whole.answer.len());
+}
+
+#[test]
+fn a_seed_repeats_a_sampled_reply() {
+    let engine = engine();
+    let story = "Write a story about a fox named Nora who lives near the river.";
+    let reply = |seed| {
+        let sampling =
+            SamplingWish { temperature: Some(1.0), seed: Some(seed), ..SamplingWish::default() };
+        let request = Request {
+            sampling,
+            thinking: Some(false),
+            max_tokens: Some(40),
+            ..ask(story)
+        };
+        run(&engine, request).answer
+    };
+    assert_eq!(reply(1), reply(1));
+    assert_ne!(reply(1), reply(2));
+}
+
+#[test]
+fn a_tool_call_arrives_whole_and_typed() {
+    let engine = engine();
+    let tool = serde_json::json!({"type": "function", "function": {
+        "name": "get_weather", "description": "get weather", "parameters": {
+            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
+    let request = Request {
+        tools: vec![tool],
+        thinking: Some(false),
+        ..ask("What is the weather in Oslo?")
+    };
+    let reply = run(&engine, request);
+    assert_eq!(reply.finished().reason, FinishReason::ToolCalls, "{reply:?}");
+    assert_eq!(reply.answer, "");
+    let [call] = &reply.tool_calls[..] else { panic!("one call, not {:?}", reply.tool_calls) };
+    assert_eq!(call.function.name, "get_weather");
+    assert_eq!(serde_json::to_string(&call.function.arguments).unwrap(), r#"{"city":"Oslo"}"#);
+}
+
+#[test]
+fn a_client_that_hangs_up_frees_the_engine() {
+    let engine = engine();
+    let question = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
+    // This thought would fill the context.
+    let mut events = engine
+        .submit(Request { profile: "passthrough".into(), thinking: Some(true), ..ask(question) })
+        .unwrap();
+    events.blocking_recv().expect("the thought begins");
+    drop(events);
+    let reply = run(&engine, ask("What is the capital of Italy?"));
+    assert_eq!(reply.answer, "The capital of Italy is Rome.");
+}
+
+#[test]
+fn a_prompt_that_does_not_fit_is_refused_with_its_length() {
+    let engine = engine();
+    let reply = run(&engine, ask(&"What is the capital of Italy? ".repeat(1000)));
+    let Err(steersman_engine::Error::ContextTooLong { tokens, limit }) = reply.end else {
+        panic!("not refused: {reply:?}")
+    };
+    assert!(tokens > limit && limit < CONTEXT);
+}
+
+#[test]
+fn a_conversation_goes_on_over_several_turns() {
+    let engine = engine();
+    let mut request = ask("What is the capital of Peru?");
+    for (country, city) in [("Peru", "Lima"), ("Kenya", "Nairobi"), ("Cuba", "Havana")] {
+        let question = format!("What is the capital of {country}?");
+        request.messages.last_mut().unwrap().content = question;
+        let reply = run(&engine, request.clone());
+        assert_eq!(reply.answer, format!("The capital of {country} is {city}."));
+        request.messages.extend([message("assistant", &reply.answer), message("user", "")]);
+    }
+}
+
+fn text<'a>(case: &'a Value, key: &str) -> &'a str {
+    case[key].as_str().unwrap()
+}

@@ -1,0 +1,152 @@
+//! State: a resumed request equals an uninterrupted one, in the same process, after a restart, and
+//! after a `kill -9`.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread::{JoinHandle, sleep};
+use std::time::{Duration, Instant};
+
+use steersman_engine::engine::Engine;
+use steersman_engine::request::Request;
+use steersman_tests::{Reply, ask, bundled_model, config, fixture, message, run};
+
+fn start(data: &Path) -> (Engine, JoinHandle<()>) {
+    steersman_engine::start(config(), &bundled_model(), data).unwrap()
+}
+
+/// Ends an engine in good order: what it saved is on disk then.
+fn stop((engine, thread): (Engine, JoinHandle<()>)) {
+    drop(engine);
+    thread.join().unwrap();
+}
+
+/// A question behind a long system prompt, which is worth saving.
+fn question(about: &str) -> Request {
+    let prompts = fixture("prompts.json");
+    let system = prompts["needle"][0]["messages"][0]["content"].as_str().unwrap();
+    let request = ask(about);
+    Request {
+        messages: vec![message("system", system), message("user", about)],
+        thinking: Some(true),
+        ..request
+    }
+}
+
+fn cached(reply: &Reply) -> u32 {
+    reply.finished().usage.cached_tokens
+}
+
+fn assert_same(resumed: &Reply, whole: &Reply) {
+    assert_eq!(resumed.reasoning, whole.reasoning);
+    assert_eq!(resumed.answer, whole.answer);
+    assert_eq!(resumed.finished().usage.answer_tokens, whole.finished().usage.answer_tokens);
+}
+
+/// Exact repeat, another question behind the same system prompt, and the next turn: each equals
+/// what an engine says that has saved nothing.
+#[test]
+fn a_resumed_request_equals_an_uninterrupted_one() {
+    let story = "Write a story about a fox named Nora who lives near the river.";
+    let first = question(story);
+    let other = question("What is the capital of Kenya?");
+    let mut next = first.clone();
+
+    let warm_data = tempfile::tempdir().unwrap();
+    let warm = start(warm_data.path());
+    let whole = run(&warm.0, first.clone());
+    assert_eq!(cached(&whole), 0);
+    next.messages.extend([
+        message("assistant", &whole.answer),
+        message("user", "What is the capital of Peru?"),
+    ]);
+    let repeat = run(&warm.0, first.clone());
+    assert!(cached(&repeat) > repeat.finished().usage.prompt_tokens - 10, "{repeat:?}");
+    assert_same(&repeat, &whole);
+
+    for request in [other, next] {
+        let resumed = run(&warm.0, request.clone());
+        assert!(cached(&resumed) > 500, "{:?}", resumed.finished().usage);
+        let cold_data = tempfile::tempdir().unwrap();
+        let cold = start(cold_data.path());
+        let whole = run(&cold.0, request);
+        assert_eq!(cached(&whole), 0);
+        assert_same(&resumed, &whole);
+        stop(cold);
+    }
+    stop(warm);
+}
+
+#[test]
+fn state_survives_a_restart() {
+    let data = tempfile::tempdir().unwrap();
+    let before = start(data.path());
+    let whole = run(&before.0, question("What is the capital of Italy?"));
+    stop(before);
+
+    let after = start(data.path());
+    let repeat = run(&after.0, question("What is the capital of Italy?"));
+    assert!(cached(&repeat) > 500, "{:?}", repeat.finished().usage);
+    assert_same(&repeat, &whole);
+    stop(after);
+}
+
+/// Set in the child that [`a_server_killed_while_saving_goes_on_after_a_restart`] kills: the data
+/// folder it serves from.
+const CHILD: &str = "STEERSMAN_TEST_CHILD";
+
+/// The child: answers one request after another, each with something new to save, until killed.
+#[test]
+fn child_that_saves_until_killed() {
+    let Some(data) = std::env::var_os(CHILD) else { return };
+    let (engine, _thread) = start(Path::new(&data));
+    println!("ready");
+    for turn in 0.. {
+        let reply = run(&engine, question(&format!("What is the capital of Italy? {turn}")));
+        println!("said {}", reply.answer);
+    }
+}
+
+fn spawn_child(data: &Path) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_that_saves_until_killed", "--nocapture"])
+        .env(CHILD, data)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+/// Kills a server at moments spread over its saving. After each kill a new one on the same folder
+/// answers the same, with reuse or a clean miss, and never with an error.
+#[test]
+fn a_server_killed_while_saving_goes_on_after_a_restart() {
+    let cold_data = tempfile::tempdir().unwrap();
+    let cold = start(cold_data.path());
+    let whole = run(&cold.0, question("What is the capital of Italy?"));
+    stop(cold);
+
+    let data = tempfile::tempdir().unwrap();
+    let mut reused = 0;
+    for round in 0..8 {
+        let mut child = spawn_child(data.path());
+        // Wait until it has begun to write, then let it run into its saving for a while.
+        let file = data.path().join("state.redb");
+        let begun = Instant::now();
+        let size = || file.metadata().map_or(0, |m| m.len());
+        let at_first = size();
+        while size() <= at_first && begun.elapsed() < Duration::from_secs(30) && round == 0 {
+            sleep(Duration::from_millis(1));
+        }
+        sleep(Duration::from_millis(if round == 0 { 3 } else { 400 + 137 * round }));
+        child.kill().unwrap();
+        child.wait().unwrap();
+
+        let after = start(data.path());
+        let reply = run(&after.0, question("What is the capital of Italy?"));
+        assert_same(&reply, &whole);
+        reused += u32::from(cached(&reply) > 0);
+        println!("round {round}: {:?}", reply.finished().usage);
+        stop(after);
+    }
+    assert!(reused > 0, "nothing was ever reused");
+}
