@@ -89,7 +89,9 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
             Event::Finished(finished) => {
                 return Reply { reasoning, answer, tool_calls, end: Ok(finished) };
             }
-            Event::Failed(error) => return Reply { reasoning, answer, tool_calls, end: Err(error) },
+            Event::Failed(error) => {
+                return Reply { reasoning, answer, tool_calls, end: Err(error) };
+            }
         }
     }
 }

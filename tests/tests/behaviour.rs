@@ -112,8 +112,7 @@ fn a_thinking_budget_is_kept_and_an_answer_follows() {
     let question = "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is \
                     the tallest?";
     for budget in [1, 10, 40] {
-        let request =
-            Request { thinking: Some(true), think_budget: Some(budget), ..ask(question) };
+        let request = Request { thinking: Some(true), think_budget: Some(budget), ..ask(question) };
         let reply = run(&engine, request);
         let usage = reply.finished().usage;
         // The marker and the line breaks around it are part of the thought.
@@ -141,12 +140,8 @@ fn a_seed_repeats_a_sampled_reply() {
     let reply = |seed| {
         let sampling =
             SamplingWish { temperature: Some(1.0), seed: Some(seed), ..SamplingWish::default() };
-        let request = Request {
-            sampling,
-            thinking: Some(false),
-            max_tokens: Some(40),
-            ..ask(story)
-        };
+        let request =
+            Request { sampling, thinking: Some(false), max_tokens: Some(40), ..ask(story) };
         run(&engine, request).answer
     };
     assert_eq!(reply(1), reply(1));
@@ -159,11 +154,8 @@ fn a_tool_call_arrives_whole_and_typed() {
     let tool = serde_json::json!({"type": "function", "function": {
         "name": "get_weather", "description": "get weather", "parameters": {
             "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
-    let request = Request {
-        tools: vec![tool],
-        thinking: Some(false),
-        ..ask("What is the weather in Oslo?")
-    };
+    let request =
+        Request { tools: vec![tool], thinking: Some(false), ..ask("What is the weather in Oslo?") };
     let reply = run(&engine, request);
     assert_eq!(reply.finished().reason, FinishReason::ToolCalls, "{reply:?}");
     assert_eq!(reply.answer, "");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use steersman_engine::engine::Engine;
 use steersman_engine::request::Request;
-use steersman_tests::{Reply, ask, bundled_model, config, fixture, message, run};
+use steersman_tests::{Reply, ask, bundled_model, config, message, run};
 
 fn start(data: &Path) -> (Engine, JoinHandle<()>) {
     steersman_engine::start(config(), &bundled_model(), data).unwrap()
@@ -22,13 +22,20 @@ fn stop((engine, thread): (Engine, JoinHandle<()>)) {
 
 /// A question behind a long system prompt, which is worth saving.
 fn question(about: &str) -> Request {
-    let prompts = fixture("prompts.json");
-    let system = prompts["needle"][0]["messages"][0]["content"].as_str().unwrap();
-    let request = ask(about);
+    let animals = ["fox", "owl", "bear", "hare", "otter"];
+    let places = ["forest", "river", "harbour", "village", "castle", "bridge", "garden"];
+    let line = |i: usize| {
+        let (animal, place) = (animals[i % animals.len()], places[i % places.len()]);
+        format!(
+            "There are {} bells in the {place}. The quiet {animal} walked near the {place}.",
+            i + 2
+        )
+    };
+    let system: Vec<String> = (0..30).map(line).collect();
     Request {
-        messages: vec![message("system", system), message("user", about)],
+        messages: vec![message("system", &system.join(" ")), message("user", about)],
         thinking: Some(true),
-        ..request
+        ..ask(about)
     }
 }
 

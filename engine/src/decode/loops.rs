@@ -36,16 +36,14 @@ const CHANGES: i16 = 16;
 /// Scores are in this fraction of a token, so that they fit 16 bits.
 const SCALE: f32 = 256.0;
 
-/// Stands for "before the first token"; no vocabulary has as many.
-const NO_TOKEN: u32 = u32::MAX;
-
 /// Watches one phase of one request.
 #[derive(Debug, Clone)]
 pub struct Detector {
     periods: usize,
     min_tokens: u32,
-    /// The newest `periods` tokens are the last ones; grows to four times as many, then is cut.
-    tokens: Vec<u32>,
+    /// The newest `periods` tokens, folded, are the last ones; grows to four times as many, then
+    /// is cut. It begins with zeros: a stream that runs on from them is a loop of period 1 anyway.
+    tokens: Vec<i16>,
     /// Tokens until a loop may be reported again.
     quiet: u32,
     exact: Exact,
@@ -65,7 +63,7 @@ impl Detector {
         Self {
             periods,
             min_tokens,
-            tokens: vec![NO_TOKEN; periods],
+            tokens: vec![0; periods],
             quiet: 0,
             exact: Exact::new(needs(periods, repeats, min_tokens)),
             near: is_near.then(|| {
@@ -77,6 +75,7 @@ impl Detector {
     /// Takes the next token, and reports a loop when one is found; again with every further
     /// `min_tokens` tokens that it goes on. Of several periods that fit, the shortest.
     pub fn push(&mut self, token: u32) -> Option<LoopReport> {
+        let token = fold(token);
         let past = &self.tokens[self.tokens.len() - self.periods..];
         let is_exact = self.exact.push(past, token);
         let is_near = self.near.as_mut().is_some_and(|near| near.push(past, token));
@@ -93,14 +92,14 @@ impl Detector {
             Some(near) if !is_exact => near.found(),
             _ => self.exact.found(),
         };
-        let period = lag as u32;
-        Some(LoopReport { period, repeats: u32::from(length) / period + 1, exact: is_exact })
+        let repeats = length as u32 / lag as u32 + 1;
+        Some(LoopReport { period: lag as u32, repeats, exact: is_exact })
     }
 
     /// Forgets all tokens: a new phase begins.
     pub fn reset(&mut self) {
         self.tokens.clear();
-        self.tokens.resize(self.periods, NO_TOKEN);
+        self.tokens.resize(self.periods, 0);
         self.quiet = 0;
         self.exact.run.fill(0);
         if let Some(near) = &mut self.near {
@@ -109,72 +108,79 @@ impl Detector {
     }
 }
 
-/// Tokens that must agree at each lag, longest lag first: all repeats but the first one, and
-/// enough to cover `min_tokens` together with it.
-fn needs(periods: usize, repeats: u32, min_tokens: u32) -> Vec<u16> {
-    let need = |lag: u32| (lag.saturating_mul(repeats - 1)).max(min_tokens.saturating_sub(lag));
-    // A run that does not fit 16 bits never counts as found: `u16::MAX` is never reached.
-    (1..=periods as u32).rev().map(|lag| need(lag).min(u32::from(u16::MAX)) as u16).collect()
+/// A token in 16 bits, like all that is kept a lag. Two of them are confused once in 65,536 pairs;
+/// for a false loop all that differs between its repeats would have to be.
+fn fold(token: u32) -> i16 {
+    (token.wrapping_mul(0x9e37_79b1) >> 16) as i16
 }
 
-/// Longest run or alignment that is counted, one below a need that cannot be met.
-const LENGTH_MOST: u16 = u16::MAX - 1;
+/// Tokens that must agree at each lag, longest lag first: all repeats but the first one, and
+/// enough to cover `min_tokens` together with it. Too many for 16 bits are never reached.
+fn needs(periods: usize, repeats: u32, min_tokens: u32) -> Vec<i16> {
+    let need = |lag: u32| lag.saturating_mul(repeats - 1).max(min_tokens.saturating_sub(lag));
+    let lags = (1..=periods as u32).rev();
+    lags.map(|lag| i16::try_from(need(lag)).unwrap_or(i16::MAX)).collect()
+}
+
+/// Longest run or alignment that is counted, one below a need that is never reached.
+const LENGTH_MOST: i16 = i16::MAX - 1;
+
+/// The shortest lag whose length is what it needs.
+fn shortest(length: &[i16], need: &[i16]) -> (usize, i16) {
+    let at = length.iter().zip(need).rposition(|(length, need)| length >= need);
+    let at = at.expect("called when push has found one");
+    (length.len() - at, length[at])
+}
 
 /// Runs of equal tokens. Index i is lag `periods - i`, so that the lags lie in memory as the past
-/// tokens do, and one loop without indices runs over both.
+/// tokens do.
 #[derive(Debug, Clone)]
 struct Exact {
-    need: Vec<u16>,
-    run: Vec<u16>,
+    need: Vec<i16>,
+    run: Vec<i16>,
 }
 
 impl Exact {
-    fn new(need: Vec<u16>) -> Self {
+    fn new(need: Vec<i16>) -> Self {
         Self { run: vec![0; need.len()], need }
     }
 
     /// Whether any lag has what it needs.
-    fn push(&mut self, past: &[u32], token: u32) -> bool {
-        let mut found = false;
-        for ((run, &need), &old) in self.run.iter_mut().zip(&self.need).zip(past) {
-            let longer = (*run + 1).min(LENGTH_MOST);
-            *run = if old == token { longer } else { 0 };
-            found |= *run >= need;
+    fn push(&mut self, past: &[i16], token: i16) -> bool {
+        // Saturating arithmetic is one instruction on vectors, and has no check to fail.
+        let mut most = i16::MIN;
+        for ((run, need), old) in self.run.iter_mut().zip(&self.need).zip(past) {
+            let longer = run.saturating_add(1).min(LENGTH_MOST);
+            *run = if *old == token { longer } else { 0 };
+            most = most.max(run.saturating_sub(*need));
         }
-        found
+        most >= 0
     }
 
     /// The shortest lag that has what it needs, and its run.
-    fn found(&self) -> (usize, u16) {
+    fn found(&self) -> (usize, i16) {
         shortest(&self.run, &self.need)
     }
-}
-
-/// The shortest lag whose length is what it needs.
-fn shortest(length: &[u16], need: &[u16]) -> (usize, u16) {
-    let at = length.iter().zip(need).rposition(|(length, need)| length >= need);
-    let at = at.expect("called when push has found one");
-    (length.len() - at, length[at])
 }
 
 /// Alignments in which tokens may differ. Index i + 1 is lag `periods - i`: one more lag at both
 /// ends, always zero, stands in for the neighbours that the first and the last one lack.
 #[derive(Debug, Clone)]
 struct Near {
-    need: Vec<u16>,
+    need: Vec<i16>,
     equal: i16,
     changed: i16,
     most: i16,
     /// Score of the alignment that ends at each lag.
     score: Vec<i16>,
     /// Tokens that it covers.
-    length: Vec<u16>,
+    length: Vec<i16>,
     next_score: Vec<i16>,
-    next_length: Vec<u16>,
+    next_length: Vec<i16>,
 }
 
 impl Near {
-    fn new(need: Vec<u16>, similarity: f32) -> Self {
+    fn new(need: Vec<i16>, similarity: f32) -> Self {
         let lanes = need.len() + 2;
         let equal = ((1.0 - similarity) * SCALE).round().max(1.0) as i16;
         let changed = SCALE as i16 - equal;
@@ -193,37 +199,36 @@ impl Near {
     }
 
     /// Whether any lag has what it needs.
-    fn push(&mut self, past: &[u32], token: u32) -> bool {
+    fn push(&mut self, past: &[i16], token: i16) -> bool {
         let lags = self.need.len();
-        let (equal, changed, most) = (self.equal, self.changed, self.most);
-        // Slices of one length each, so that the compiler drops the bounds checks and vectorises.
+        let (equal, changed, cap) = (self.equal, self.changed, self.most);
+        // Slices of known lengths, so that the compiler drops the bounds checks and vectorises.
+        let (past, need) = (&past[..lags], &self.need[..lags]);
         let (score, length) = (&self.score[..lags + 2], &self.length[..lags + 2]);
         let next_score = &mut self.next_score[1..=lags];
         let next_length = &mut self.next_length[1..=lags];
-        let (past, need) = (&past[..lags], &self.need[..lags]);
-        let mut found = false;
+        let mut most = i16::MIN;
         for i in 0..lags {
             let gain = if past[i] == token { equal } else { -changed };
-            // The same lag; one token was missing (the lag shrank); this token is added (it grew).
-            let stays = score[i + 1] + gain;
-            let shrinks = score[i] + gain - changed;
-            let grows = score[i + 2] - changed;
-            let (mut best, mut covers) = (stays, length[i + 1]);
-            covers = if shrinks > best { length[i] } else { covers };
-            best = best.max(shrinks);
-            covers = if grows > best { length[i + 2] } else { covers };
-            best = best.max(grows).min(most);
-            let alive = best > 0;
-            next_score[i] = if alive { best } else { 0 };
-            next_length[i] = if alive { (covers + 1).min(LENGTH_MOST) } else { 0 };
-            found |= next_length[i] >= need[i];
+            // The same lag; or a token was missing (the lag shrank); or this one is added (it grew).
+            let stays = score[i + 1].saturating_add(gain);
+            let shrinks = score[i].saturating_add(gain).saturating_sub(changed);
+            let grows = score[i + 2].saturating_sub(changed);
+            let covers = if shrinks > stays { length[i] } else { length[i + 1] };
+            let best = stays.max(shrinks);
+            let covers = if grows > best { length[i + 2] } else { covers };
+            let best = best.max(grows).min(cap);
+            let covers = covers.saturating_add(1).min(LENGTH_MOST);
+            next_score[i] = best.max(0);
+            next_length[i] = if best > 0 { covers } else { 0 };
+            most = most.max(next_length[i].saturating_sub(need[i]));
         }
         std::mem::swap(&mut self.score, &mut self.next_score);
         std::mem::swap(&mut self.length, &mut self.next_length);
-        found
+        most >= 0
     }
 
-    fn found(&self) -> (usize, u16) {
+    fn found(&self) -> (usize, i16) {
         shortest(&self.length[1..=self.need.len()], &self.need)
     }
 

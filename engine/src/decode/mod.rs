@@ -19,10 +19,10 @@ use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::concatenate;
-use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::transforms::{async_eval, eval};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
@@ -62,10 +62,8 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
         }
         Err(error) => drop(ready.send(Err(error))),
     };
-    let thread = std::thread::Builder::new()
-        .name("engine".into())
-        .spawn(run)
-        .map_err(|_| Error::Stopped)?;
+    let thread =
+        std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
     let info = loaded.recv().map_err(|_| Error::Stopped)??;
     Ok((Engine::new(jobs, info), thread))
 }
@@ -304,7 +302,9 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Bo
         };
         match RedbStore::open(&path, fingerprint, config) {
             Ok(store) => return Box::new(store),
-            Err(error) => tracing::warn!(path = %path.display(), %error, "state is kept in memory only"),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "state is kept in memory only")
+            }
         }
     }
     Box::new(MemoryStore::new(fingerprint, config.budget_bytes))

@@ -20,8 +20,7 @@ pub fn sample(logits: &Array, sampling: &Sampling, seed: u64, index: u64) -> Res
         return Ok(argmax_axis(logits, -1, None)?.as_dtype(Dtype::Uint32)?);
     }
     let key = random::key(mix(seed, index))?;
-    let logits =
-        logits.as_dtype(Dtype::Float32)?.divide(Array::from_f32(sampling.temperature))?;
+    let logits = logits.as_dtype(Dtype::Float32)?.divide(Array::from_f32(sampling.temperature))?;
     if !filters(sampling) {
         return Ok(random::categorical(&logits, -1, None, &key)?.as_dtype(Dtype::Uint32)?);
     }
@@ -117,7 +116,9 @@ mod tests {
         let logits = Array::from_slice(&[0.0f32; 1000], &[1, 1000]);
         let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
         let draws = |seed| -> Vec<u32> {
-            (0..20).map(|i| sample(&logits, &sampling, seed, i).unwrap().item_exact::<u32>()).collect()
+            (0..20)
+                .map(|i| sample(&logits, &sampling, seed, i).unwrap().item_exact::<u32>())
+                .collect()
         };
         assert_eq!(draws(1), draws(1));
         assert_ne!(draws(1), draws(2));

@@ -31,11 +31,8 @@ pub fn restore(cache: &mut Cache, snapshot: &Snapshot) -> Result<()> {
 }
 
 /// Element types that snapshots hold, by safetensors' names, with their size in bytes.
-const DTYPES: &[(&str, Dtype, usize)] = &[
-    ("F32", Dtype::Float32, 4),
-    ("F16", Dtype::Float16, 2),
-    ("BF16", Dtype::Bfloat16, 2),
-];
+const DTYPES: &[(&str, Dtype, usize)] =
+    &[("F32", Dtype::Float32, 4), ("F16", Dtype::Float16, 2), ("BF16", Dtype::Bfloat16, 2)];
 
 fn to_tensor(array: &Array) -> Result<Tensor> {
     let Some((name, ..)) = DTYPES.iter().find(|(_, dtype, _)| *dtype == array.dtype()) else {
@@ -82,11 +79,7 @@ pub fn anchors(
     let system = request.messages.iter().take_while(|m| is_system(m));
     let beginning = |word: &str| -> Option<Vec<u32>> {
         let mut messages: Vec<Message> = system.clone().cloned().collect();
-        messages.push(Message {
-            role: "user".into(),
-            content: word.into(),
-            ..Message::default()
-        });
+        messages.push(Message { role: "user".into(), content: word.into(), ..Message::default() });
         // Templates may refuse a conversation as short as this; then there is no such anchor.
         render(&messages, true).ok()
     };

@@ -152,7 +152,8 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
             return Ok(array.reshape(&[channels, taps])?);
         }
         let plus_one = ["layernorm.weight", "q_norm.weight", "k_norm.weight"];
-        if published && (name == "model.norm.weight" || plus_one.iter().any(|n| name.ends_with(n))) {
+        if published && (name == "model.norm.weight" || plus_one.iter().any(|n| name.ends_with(n)))
+        {
             // In the stored dtype, as the reference rounds it.
             return Ok(array.add(Array::from_f32(1.0).as_dtype(array.dtype())?)?);
         }
@@ -243,7 +244,8 @@ impl SelfAttn {
         let rows = x.dim(1);
         let (h, h_kv, d) = (self.heads, self.kv_heads, self.head_dim);
         // Each head's q_proj rows are its query, then its gate.
-        let q_gate = self.q_proj.forward(x)?.reshape(&[1, rows, h, 2 * d])?.split_at_indices(&[d], 3)?;
+        let q_gate =
+            self.q_proj.forward(x)?.reshape(&[1, rows, h, 2 * d])?.split_at_indices(&[d], 3)?;
         let gate = q_gate[1].reshape(&[1, rows, h * d])?;
         let q = self.q_norm.forward(&q_gate[0])?;
         let k = self.k_norm.forward(&self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;

@@ -15,8 +15,7 @@
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{
-    broadcast_to, concatenate, exp, eye, logaddexp, matmul, pad, select, sigmoid, stack,
-    tri,
+    broadcast_to, concatenate, exp, eye, logaddexp, matmul, pad, select, sigmoid, stack, tri,
 };
 use mlx_rs::{Array, Dtype, fast};
 
@@ -247,9 +246,7 @@ pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Arra
         let state_t = state.swap_axes(2, 3)?;
         let d = chunk(&u)?.subtract(matmul(chunk(&w)?, &state_t)?)?;
         ys.push(matmul(chunk(&q)?, &state_t)?.add(matmul(chunk(&within)?, &d)?)?);
-        state = state
-            .multiply(chunk(&total)?)?
-            .add(matmul(d.swap_axes(2, 3)?, chunk(&k)?)?)?;
+        state = state.multiply(chunk(&total)?)?.add(matmul(d.swap_axes(2, 3)?, chunk(&k)?)?)?;
     }
     let y = stack(&ys, 2)?.reshape(&[1, heads, chunks * CHUNK, x.v.dim(3)])?;
     Ok((y.try_index((.., .., ..rows, ..))?, state))
@@ -299,7 +296,9 @@ mod tests {
             let key = random::key(seed).unwrap();
             random::normal::<f32>(&[1, 4, rows, dim], None, None, &key).unwrap()
         };
-        let unit = |a: Array| fast::rms_norm(&a, None, 0.0).unwrap().multiply(Array::from_f32(0.25)).unwrap();
+        let unit = |a: Array| {
+            fast::rms_norm(&a, None, 0.0).unwrap().multiply(Array::from_f32(0.25)).unwrap()
+        };
         let k = normal(2, 16);
         let k = if same_key {
             broadcast_to(k.try_index((.., .., ..1, ..)).unwrap(), &[1, 4, rows, 16]).unwrap()
@@ -368,7 +367,7 @@ mod tests {
         let inverse = invert_unit_lower(&a).unwrap();
         let identity = eye::<f32>(CHUNK, None, None).unwrap();
         let product = matmul(a.add(&identity).unwrap(), inverse).unwrap();
-        
+
         assert!(largest_difference(&product, &identity) < 1e-3);
     }
 }

@@ -276,8 +276,7 @@ mod tests {
     fn a_policy_that_keeps_failing_rests_twice_as_long_each_time_until_it_succeeds() {
         let now = Arc::new(Mutex::new(Instant::now()));
         let clock = now.clone();
-        let breaker =
-            Arc::new(Breaker::with_clock(Box::new(move || *clock.lock().unwrap())));
+        let breaker = Arc::new(Breaker::with_clock(Box::new(move || *clock.lock().unwrap())));
         let request = |fails: &'static str| {
             let mut policy = guarded(fails, OnFailure::Open, &breaker);
             policy.on_step(&looping()).unwrap() == [Action::Stop("fake".into())]

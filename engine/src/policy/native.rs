@@ -31,8 +31,7 @@ pub struct Native;
 
 impl Policy for Native {
     fn on_request(&mut self, request: &RequestView) -> Result<Plan> {
-        let reserve =
-            request.max_tokens.unwrap_or(ANSWER_RESERVE).min(request.context_left / 2);
+        let reserve = request.max_tokens.unwrap_or(ANSWER_RESERVE).min(request.context_left / 2);
         Ok(Plan {
             thinking: if request.can_think { request.thinking } else { Some(false) },
             think_budget: Some(request.think_budget.unwrap_or(THINK_BUDGET).min(THINK_BUDGET)),

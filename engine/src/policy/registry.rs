@@ -144,9 +144,7 @@ fn digest(config: &PolicyConfig, profiles: &BTreeMap<String, Entry>) -> [u8; 32]
     // JSON separates the fields unambiguously; the maps are sorted.
     let profiles: Vec<_> = profiles
         .iter()
-        .map(|(name, entry)| {
-            (name, entry.component.sha256(), &entry.params, entry.on_failure)
-        })
+        .map(|(name, entry)| (name, entry.component.sha256(), &entry.params, entry.on_failure))
         .collect();
     let limits = (config.fuel, config.deadline_ms, config.memory_bytes, config.output_bytes);
     let text = serde_json::to_vec(&(profiles, limits)).expect("plain data becomes JSON");
@@ -159,8 +157,7 @@ mod tests {
     use super::*;
 
     fn profiles(list: &[(&str, &str)]) -> BTreeMap<String, Profile> {
-        let profile =
-            |policy: &str| Profile { policy: policy.into(), ..Profile::default() };
+        let profile = |policy: &str| Profile { policy: policy.into(), ..Profile::default() };
         list.iter().map(|(name, policy)| ((*name).into(), profile(policy))).collect()
     }
 

@@ -132,7 +132,10 @@ impl Component {
     pub fn load(host: &Host, name: &str, bytes: &[u8]) -> Result<Self> {
         let refuse = |problem: String| Error::Policy { policy: name.into(), problem };
         if bytes.len() > COMPONENT_BYTES {
-            return Err(refuse(format!("has {} bytes, at most {COMPONENT_BYTES} are loaded", bytes.len())));
+            return Err(refuse(format!(
+                "has {} bytes, at most {COMPONENT_BYTES} are loaded",
+                bytes.len()
+            )));
         }
         let component = wasm::Component::from_binary(&host.engine, bytes)
             .map_err(|e| refuse(format!("is not a valid component: {}", one_line(&e))))?;
@@ -157,7 +160,9 @@ impl Component {
             version = Some(speaks.to_owned());
         }
         let version = version.ok_or_else(|| {
-            refuse(format!("exports none of the hooks `{PACKAGE}on-{{request,step,finish}}@{CONTRACT}`"))
+            refuse(format!(
+                "exports none of the hooks `{PACKAGE}on-{{request,step,finish}}@{CONTRACT}`"
+            ))
         })?;
         let pre = Linker::new(&host.engine)
             .instantiate_pre(&component)
@@ -165,7 +170,8 @@ impl Component {
         let has = |hook: &str| {
             component.get_export_index(None, &format!("{PACKAGE}{hook}@{CONTRACT}")).is_some()
         };
-        let shape = |e: wasmtime::Error| refuse(format!("has a hook of another shape: {}", one_line(&e)));
+        let shape =
+            |e: wasmtime::Error| refuse(format!("has a hook of another shape: {}", one_line(&e)));
         Ok(Self {
             name: name.into(),
             sha256: Sha256::digest(bytes).into(),
@@ -296,8 +302,7 @@ impl Policy for Instance {
         let answer = contract::with_request(request, |request| {
             guest.call_on_request(&mut self.store, request)
         });
-        let plan =
-            answer.map_err(|e| self.component.failure(&mut self.store, "on-request", &e))?;
+        let plan = answer.map_err(|e| self.component.failure(&mut self.store, "on-request", &e))?;
         self.check_output("on-request", plan.note.as_ref().map_or(0, String::len), 0)?;
         Ok(plan.into())
     }
@@ -347,7 +352,8 @@ fn one_line(error: &wasmtime::Error) -> String {
     for cause in error.chain() {
         let text = cause.to_string();
         let separator = if line.is_empty() { "" } else { ": " };
-        let _ = write!(line, "{separator}{}", text.split_whitespace().collect::<Vec<_>>().join(" "));
+        let _ =
+            write!(line, "{separator}{}", text.split_whitespace().collect::<Vec<_>>().join(" "));
     }
     line
 }

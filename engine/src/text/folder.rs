@@ -109,8 +109,8 @@ impl Folder {
 
     /// Sampling as `generation_config.json` has it.
     ///
-    /// `do_sample: false` is greedy. Without `do_sample`, a temperature means sampling and none means
-    /// greedy; `do_sample: true` without a temperature is temperature 1, as in transformers.
+    /// `do_sample: false` is greedy. Without `do_sample`, a temperature means sampling and none
+    /// means greedy; `do_sample: true` without a temperature is temperature 1, as in transformers.
     /// A missing `top_p`, `top_k` or `min_p` filters nothing (transformers' own `top_k` of 50 is
     /// not taken over). Nothing of it counts when greedy.
     pub fn sampling(&self) -> Sampling {
@@ -182,4 +182,109 @@ fn read(file: &Path) -> Result<Option<String>> {
 
 fn bad(path: &Path, problem: &str) -> Error {
     Error::Model { path: path.into(), problem: problem.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A folder with the given files.
+    fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, text) in [("config.json", "{}"), ("tokenizer_config.json", "{}")] {
+            std::fs::write(dir.path().join(name), text).expect("it is writable");
+        }
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).expect("it is writable");
+        }
+        dir
+    }
+
+    fn read(files: &[(&str, &str)]) -> Folder {
+        Folder::read(folder(files).path()).expect("the files are complete")
+    }
+
+    fn templates(files: &[(&str, &str)]) -> Result<Templates> {
+        let folder = folder(files);
+        Folder::read(folder.path())?.templates()
+    }
+
+    fn check_sampling(generation_config: Value, expected: [f32; 4]) {
+        let folder = read(&[("generation_config.json", &generation_config.to_string())]);
+        let Sampling { temperature, top_p, top_k, min_p } = folder.sampling();
+        assert_eq!([temperature, top_p, top_k as f32, min_p], expected, "{generation_config}");
+    }
+
+    #[test]
+    fn sampling_is_greedy_unless_the_files_say_otherwise() {
+        const GREEDY: [f32; 4] = [0.0, 1.0, 0.0, 0.0];
+        check_sampling(json!({}), GREEDY);
+        check_sampling(json!({"do_sample": false, "temperature": 0.6, "top_k": 20}), GREEDY);
+        check_sampling(json!({"temperature": 0.0, "top_p": 0.5}), GREEDY);
+        check_sampling(json!({"do_sample": true}), [1.0, 1.0, 0.0, 0.0]);
+        check_sampling(
+            json!({"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
+            [0.6, 0.95, 20.0, 0.0],
+        );
+        check_sampling(
+            json!({"do_sample": true, "temperature": 2, "min_p": 0.05}),
+            [2.0, 1.0, 0.0, 0.05],
+        );
+        check_sampling(
+            json!({"temperature": null, "do_sample": true, "top_p": 7}),
+            [1.0, 1.0, 0.0, 0.0],
+        );
+    }
+
+    #[test]
+    fn tokens_that_end_a_turn_are_those_of_all_files() {
+        let folder = read(&[
+            ("generation_config.json", r#"{"eos_token_id": [7, 8]}"#),
+            ("config.json", r#"{"eos_token_id": 8, "text_config": {"eos_token_id": [9, null]}}"#),
+        ]);
+        assert_eq!(folder.eos(), [7, 8, 9]);
+    }
+
+    #[test]
+    fn special_tokens_are_texts_or_objects() {
+        let config = r#"{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": null}"#;
+        let tokens = read(&[("tokenizer_config.json", config)]).special_tokens();
+        assert_eq!(Value::from(tokens), json!({"bos_token": "<s>", "eos_token": "</s>"}));
+    }
+
+    #[test]
+    fn the_template_file_counts_before_the_key_and_a_list_may_have_one_for_tools() {
+        let key = ("tokenizer_config.json", r#"{"chat_template": "key"}"#);
+        let list = r#"{"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}"#;
+        for (files, [plain, tools]) in [
+            (vec![key], ["key", "key"]),
+            (vec![key, ("chat_template.json", r#"{"chat_template": "json"}"#)], ["json", "json"]),
+            (vec![key, ("chat_template.jinja", "file")], ["file", "file"]),
+            (vec![("tokenizer_config.json", list)], ["d", "t"]),
+        ] {
+            let templates = templates(&files).expect("there is one");
+            assert_eq!(
+                [templates.choose(false).source(), templates.choose(true).source()],
+                [plain, tools]
+            );
+        }
+    }
+
+    #[test]
+    fn errors_name_the_file() {
+        let told = |files: &[(&str, &str)]| templates(files).expect_err("incomplete").to_string();
+        assert!(told(&[]).contains("chat_template.jinja: is missing"));
+        assert!(told(&[("chat_template.jinja", "{% if %}")]).contains("does not compile"));
+        let damaged = folder(&[("config.json", "{")]);
+        let message = Folder::read(damaged.path()).expect_err("it is damaged").to_string();
+        assert!(message.contains("config.json: is damaged"), "{message}");
+        let empty = tempfile::tempdir().expect("a temporary folder");
+        let message = Folder::read(empty.path()).expect_err("it is empty").to_string();
+        assert!(message.contains("config.json: is missing"), "{message}");
+        let message =
+            Folder::read(&empty.path().join("x")).expect_err("it is not there").to_string();
+        assert!(message.contains("is no folder"), "{message}");
+    }
 }

@@ -1,8 +1,8 @@
 //! Between people's text and a model's tokens: conversation to prompt, tokens to reply.
 //!
 //! [`Text`] is what one model folder says about text: chat template, tokenizer, tokens that end a
-//! turn, sampling. It is immutable and shared by all requests. [`Reply`] is one request's state: which
-//! part a token belongs to, characters not yet complete, stop strings, calls of tools.
+//! turn, sampling. It is immutable and shared by all requests. [`Reply`] is one request's state:
+//! which part a token belongs to, characters not yet complete, stop strings, calls of tools.
 //! Never sees an array, a policy, or a connection, and never decides what the model says next.
 //!
 //! | file | what it holds |
@@ -17,8 +17,8 @@
 //! # Why no `bos` is added
 //! A prompt is encoded as transformers' `apply_chat_template` and mlx-lm do it: special tokens in
 //! the rendered text are parsed, and the tokenizer's post-processor adds none. Templates of
-//! models that want a `bos` write it; adding one as well gives Llama 3 two of them, and adding one where
-//! the template has none gives the model a prompt that it was not trained on.
+//! models that want a `bos` write it; adding one as well gives Llama 3 two of them, and adding one
+//! where the template has none gives the model a prompt that it was not trained on.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -92,8 +92,8 @@ impl Text {
 
     /// The conversation as the model's prompt, as transformers' `apply_chat_template` renders it.
     ///
-    /// `variables` are the client's `chat_template_kwargs`. `thinking` sets `enable_thinking`, which is left
-    /// undefined by `None`: templates differ in what they do then.
+    /// `variables` are the client's `chat_template_kwargs`. `thinking` sets `enable_thinking`;
+    /// `None` leaves it undefined, and templates differ in what they do then.
     ///
     /// # Errors
     /// [`Error::Template`] where the template refuses the conversation, in its own words;
@@ -183,8 +183,8 @@ impl Text {
         self.tokenizer.digest()
     }
 
-    /// The reply to `prompt`, at its beginning. `stop` are texts that end the answer; `tools` are the
-    /// request's: they type the arguments of calls, and without tools nothing is taken for a call.
+    /// The reply to `prompt`, at its beginning. `stop` are texts that end the answer; `tools` are
+    /// the request's: they type the arguments of calls, and without tools nothing is a call.
     pub fn reply(&self, prompt: &[u32], stop: &[String], tools: &[Value]) -> Reply {
         Reply::new(self.tokenizer.clone(), prompt, stop, tools)
     }

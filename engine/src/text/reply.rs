@@ -2,8 +2,8 @@
 //!
 //! A reply is a thought, an answer and calls of tools. Markers part them, and a marker counts by
 //! its token id where the vocabulary has it as one token, so that text which spells it (injected by
-//! a policy, or quoted by the model) is just text. Where `<tool_call>` is no token it is found as text;
-//! a thought is always parted by ids.
+//! a policy, or quoted by the model) is just text. Where `<tool_call>` is no token it is found as
+//! text; a thought is always parted by ids.
 //! Never decides when to stop, and drops nothing but markers and the white space next to them.
 //!
 //! What happens to markers in unusual places:
@@ -114,7 +114,7 @@ impl Reply {
         stop: &[String],
         tools: &[Value],
     ) -> Self {
-        // The turn that the prompt opens: nothing that a user wrote stands behind the last special token.
+        // The turn that the prompt opens: no user's text stands behind the last special token.
         let turn = prompt
             .iter()
             .rev()

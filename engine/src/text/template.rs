@@ -22,7 +22,7 @@ use super::python;
 use crate::error::{Error, Result};
 
 /// Instructions that one rendering may take. Templates come with models and are not trusted; an
-/// endless loop in one ends here, after some seconds. A conversation of 1,000 turns takes 1 % of it.
+/// endless loop in one ends here.
 const RENDER_FUEL: u64 = 200_000_000;
 
 /// Name of the only template of an environment, as it stands in error messages.
@@ -230,4 +230,80 @@ fn without_generation_blocks(source: &str) -> String {
     }
     out.push_str(rest);
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `source` renders to over `variables`, or what it says why not.
+    fn render(source: &str, variables: serde_json::Value) -> String {
+        let variables = variables.as_object().cloned().unwrap_or_default();
+        let template = Template::new(source).expect(source).at(0).expect("1970 is a year");
+        template.render(&variables).unwrap_or_else(|error| error.to_string())
+    }
+
+    /// The expected texts are what transformers 5.23 with Jinja2 3.1.6 makes of the sources.
+    fn check(source: &str, expected: &str) {
+        let value = serde_json::json!({
+            "b": [1, 2.0, "x\"\u{e9}\n", null, true], "a": {"z": 1e16, "y": {}}, "c": [],
+        });
+        assert_eq!(render(source, serde_json::json!({"v": value})), expected, "{source}");
+    }
+
+    #[test]
+    fn json_is_written_as_python_writes_it() {
+        let line = r#"{"b": [1, 2.0, "x\"é\n", null, true], "a": {"z": 1e+16, "y": {}}, "c": []}"#;
+        check("{{ v | tojson }}", line);
+        check("{{ v | tojson(indent=none) }}", line);
+        check("{{ v.a | tojson(indent=2) }}", "{\n  \"z\": 1e+16,\n  \"y\": {}\n}");
+        check("{{ v.b | tojson(indent=0) }}", "[\n1,\n2.0,\n\"x\\\"é\\n\",\nnull,\ntrue\n]");
+        check("{{ v.b | tojson(ensure_ascii=true) }}", r#"[1, 2.0, "x\"\u00e9\n", null, true]"#);
+        check("{{ v.a | tojson(separators=(',', ':'), sort_keys=true) }}", r#"{"y":{},"z":1e+16}"#);
+        check("{{ '<a href=\"&\">' | tojson }}", r#""<a href=\"&\">""#);
+    }
+
+    #[test]
+    fn values_are_written_as_python_writes_them() {
+        check("{{ true }} {{ none }} {{ 1e16 }} {{ v.missing }}|", "True None 1e+16 |");
+        check("{{ v.b | string }}", "[1, 2.0, 'x\"é\\n', None, True]");
+        check("{{ 'a' is sequence }} {{ v is sequence }} {{ 1 is sequence }}", "True True False");
+    }
+
+    #[test]
+    fn python_methods_work_on_texts() {
+        check(
+            "{{ ' a b '.strip() }}|{{ 'xxa'.lstrip('x') }}|{{ 'a,b,c'.rsplit(',', 1) }}",
+            "a b|a|['a,b', 'c']",
+        );
+        check("{{ 'a=b=c'.partition('=')[2] }}|{{ 'a=b=c'.rpartition('=')[0] }}", "b=c|a=b");
+        check("{{ 'abc'.removeprefix('a').removesuffix('c') }}|{{ '\x1c a' | trim }}", "b|a");
+        check("{{ 'a</t>b</t>c'.split('</t>')[-1] }}", "c");
+    }
+
+    #[test]
+    fn generation_blocks_are_rendered_without_their_tags() {
+        check("a\n{% generation %}\nb{% set x = 1 %}\n{%- endgeneration -%}\n c {{ x }}", "a\nbc ");
+        check("{% if '{% generation' %}y{% endif %}", "y");
+    }
+
+    #[test]
+    fn a_template_refuses_in_its_own_words() {
+        let error = "the chat template refuses these messages: No system role, please.";
+        check("{{ raise_exception('No system role, please.') }}", error);
+    }
+
+    #[test]
+    fn the_clock_can_be_read() {
+        check("{{ strftime_now('%d %B %Y') }}", "01 January 1970");
+    }
+
+    #[test]
+    fn an_endless_template_ends() {
+        let source = "{% macro f(n) %}{% for i in range(9999) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}";
+        assert!(render(source, serde_json::Value::Null).contains("refuses"));
+        let source =
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
+        assert!(render(source, serde_json::Value::Null).contains("fuel"));
+    }
 }

@@ -126,7 +126,8 @@ impl Tokenizer {
                 plain.push(id);
                 continue;
             }
-            // The model's own vocabulary holds the token as an ordinary word (Gemma's `<h1>`): letter by letter it is none.
+            // The model's own vocabulary holds the token as an ordinary word (Gemma's `<h1>`):
+            // letter by letter it is none.
             for c in self.token(id).unwrap_or_default().chars() {
                 plain.extend(self.continuation(&self.inner, c.encode_utf8(&mut [0; 4]))?);
             }

@@ -289,7 +289,8 @@ mod tests {
 
     #[test]
     fn arguments_keep_their_order() {
-        let text = "<function=f>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\n2\n</parameter>\n</function>";
+        let text = "<function=f>\n<parameter=b>\n1\n</parameter>\n\
+            <parameter=a>\n2\n</parameter>\n</function>";
         let calls = parse(text, &Schemas::default()).expect("well-formed");
         assert_eq!(serde_json::to_string(&calls[0].arguments).unwrap(), r#"{"b":"1","a":"2"}"#);
     }

@@ -95,7 +95,7 @@ macro_rules! export {
                 }
             }
 
-            $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
+    $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
         };
     };
 }

@@ -17,10 +17,7 @@ use steersman::policy::types::{self as wit};
 
 /// Calls `f` with the request as the guest gets it. A closure, since the lists of pairs and names
 /// must outlive the record that borrows them.
-pub fn with_request<T>(
-    request: &plain::RequestView,
-    f: impl FnOnce(wit::Request<'_>) -> T,
-) -> T {
+pub fn with_request<T>(request: &plain::RequestView, f: impl FnOnce(wit::Request<'_>) -> T) -> T {
     let params: Vec<_> = request.params.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
     let tools: Vec<_> = request.tools.iter().map(String::as_str).collect();
     f(wit::Request {

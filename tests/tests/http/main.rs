@@ -1,0 +1,187 @@
+//! The HTTP side against a scripted engine: what goes in, what comes out, byte for byte where it
+//! matters, and what happens when a client does not wait.
+//!
+//! The engine is a task that plays a script of events for each request, so nothing here depends on
+//! a model. `openai_client.py` does the same rounds with OpenAI's own package and the real engine.
+
+mod connection;
+mod refusal;
+mod reply;
+mod request;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::http::{StatusCode, header};
+use axum::response::Response;
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use steersman::config::ServerConfig;
+use steersman_engine::engine::{Engine, Info, Job};
+use steersman_engine::request::{Event, FinishReason, Finished, Request, Usage};
+use tokio::sync::mpsc;
+use tower::ServiceExt;
+
+/// One thing that the scripted engine does.
+enum Act {
+    Say(Event),
+    Wait(Duration),
+    /// Waits until the request is cancelled, and notes it.
+    UntilCancelled,
+}
+
+use Act::{Say, UntilCancelled, Wait};
+
+/// What the scripted engine saw.
+#[derive(Default)]
+struct Seen {
+    requests: Mutex<Vec<Request>>,
+    cancelled: Mutex<Vec<String>>,
+}
+
+impl Seen {
+    fn last(&self) -> Request {
+        self.requests.lock().unwrap().last().expect("a request reached the engine").clone()
+    }
+
+    /// Waits, for at most ten seconds, until a request was cancelled.
+    async fn a_cancellation(&self) {
+        for _ in 0..1000 {
+            if !self.cancelled.lock().unwrap().is_empty() {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("the engine saw no cancellation");
+    }
+}
+
+/// An engine that plays `script` for each request, one at a time, with a queue of `queue`.
+fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
+    let (jobs, mut waiting) = mpsc::channel::<Job>(queue);
+    let seen = Arc::new(Seen::default());
+    let notes = seen.clone();
+    tokio::spawn(async move {
+        while let Some(Job { request, events }) = waiting.recv().await {
+            let id = request.id.clone();
+            notes.requests.lock().unwrap().push(request);
+            for act in script() {
+                match act {
+                    Say(event) => drop(events.send(event)),
+                    Wait(time) => tokio::time::sleep(time).await,
+                    UntilCancelled => {
+                        events.closed().await;
+                        notes.cancelled.lock().unwrap().push(id.clone());
+                    }
+                }
+            }
+        }
+    });
+    let info = Info {
+        model: "owner/tiny".into(),
+        family: "qwen3_5".into(),
+        context: 32768,
+        numbers: "CPU, f32".into(),
+        profiles: vec!["default".into(), "strict".into()],
+        fingerprint: "fp_test".into(),
+        loaded: 1_700_000_000,
+    };
+    (Engine::new(jobs, info), seen)
+}
+
+fn app_with(config: &ServerConfig, script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {
+    let (engine, seen) = engine(8, script);
+    (steersman::app(engine, config), seen)
+}
+
+fn app(script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {
+    app_with(&ServerConfig::default(), script)
+}
+
+const USAGE: Usage =
+    Usage { prompt_tokens: 20, cached_tokens: 16, reasoning_tokens: 5, answer_tokens: 7 };
+
+fn finished(reason: FinishReason) -> Act {
+    Say(Event::Finished(Finished { reason, usage: USAGE, notes: vec!["routed: plain".into()] }))
+}
+
+fn answer() -> Vec<Act> {
+    vec![
+        Say(Event::Reasoning("It is".into())),
+        Say(Event::Reasoning(" Rome.".into())),
+        Say(Event::Answer("Rome".into())),
+        Say(Event::Answer("\n.".into())),
+        finished(FinishReason::Stop),
+    ]
+}
+
+/// The smallest body, and `extra` fields.
+fn body(extra: Value) -> Value {
+    let mut body = json!({"model": "owner/tiny", "messages": [{"role": "user", "content": "Hi"}]});
+    body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+    body
+}
+
+async fn send(app: &Router, request: axum::http::Request<Body>) -> Response {
+    app.clone().oneshot(request).await.unwrap()
+}
+
+fn post(body: impl Into<Body>) -> axum::http::Request<Body> {
+    axum::http::Request::post("/v1/chat/completions")
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.into())
+        .unwrap()
+}
+
+async fn bytes(response: Response) -> Bytes {
+    response.into_body().collect().await.unwrap().to_bytes()
+}
+
+async fn json_of(response: Response) -> Value {
+    serde_json::from_slice(&bytes(response).await).unwrap()
+}
+
+/// Posts a chat body; returns the status and the JSON, with what differs each time made equal.
+async fn chat(app: &Router, body: Value) -> (StatusCode, Value) {
+    let response = send(app, post(body.to_string())).await;
+    let status = response.status();
+    let mut reply = json_of(response).await;
+    make_equal(&mut reply);
+    (status, reply)
+}
+
+/// Replaces id and time, after a look at them.
+fn make_equal(reply: &mut Value) {
+    if let Some(id) = reply.get_mut("id") {
+        assert!(id.as_str().unwrap().starts_with("chatcmpl-"));
+        *id = "chatcmpl-X".into();
+        assert!(reply["created"].as_u64().unwrap() > 1_700_000_000);
+        reply["created"] = 0.into();
+    }
+}
+
+/// The `data:` of each event of a stream, made equal.
+fn data(stream: &[u8]) -> Vec<Value> {
+    let lines = std::str::from_utf8(stream).unwrap().lines();
+    let data = lines.filter_map(|line| line.strip_prefix("data: "));
+    data.map(|text| {
+        let mut chunk = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
+        make_equal(&mut chunk);
+        chunk
+    })
+    .collect()
+}
+
+/// Checks that a chat request is refused with this status, code and param, and says the words.
+async fn refused(app: &Router, body: Value, status: u16, code: &str, param: &str, words: &str) {
+    let (got, reply) = chat(app, body.clone()).await;
+    let error = &reply["error"];
+    assert_eq!(got.as_u16(), status, "{body} {reply}");
+    assert_eq!(error["code"], code, "{body} {reply}");
+    assert_eq!(error["param"].as_str().unwrap_or_default(), param, "{body} {reply}");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains(words), "`{words}` is not in `{message}`");
+    assert!(error["type"].is_string());
+}

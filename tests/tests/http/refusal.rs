@@ -1,0 +1,317 @@
+//! What is refused, and how: fields, values, keys, bodies and paths.
+
+use axum::body::Body;
+use axum::http::{Method, StatusCode, header};
+use serde_json::{Value, json};
+use steersman::config::ServerConfig;
+
+use crate::*;
+
+#[tokio::test]
+async fn fields_that_we_cannot_honour_are_refused_by_name() {
+    let (app, seen) = app(answer);
+    let unsupported = [
+        ("n", json!(2)),
+        ("best_of", json!(3)),
+        ("logprobs", json!(true)),
+        ("top_logprobs", json!(5)),
+        ("logit_bias", json!({"50256": -100})),
+        ("frequency_penalty", json!(0.1)),
+        ("presence_penalty", json!(-0.1)),
+        ("repetition_penalty", json!(1.1)),
+        ("response_format", json!({"type": "json_object"})),
+        ("response_format", json!({"type": "json_schema", "json_schema": {}})),
+        ("tool_choice", json!("required")),
+        ("tool_choice", json!({"type": "function", "function": {"name": "f"}})),
+        ("parallel_tool_calls", json!(false)),
+        ("functions", json!([{"name": "f"}])),
+        ("function_call", json!("auto")),
+        ("store", json!(true)),
+        ("service_tier", json!("priority")),
+        ("modalities", json!(["text", "audio"])),
+        ("audio", json!({"voice": "alloy", "format": "wav"})),
+        ("prediction", json!({"type": "content", "content": "x"})),
+        ("verbosity", json!("low")),
+        ("web_search_options", json!({})),
+    ];
+    let rows = unsupported.len();
+    for (field, value) in unsupported {
+        refused(&app, body(json!({field: value})), 400, "unsupported_parameter", field, field)
+            .await;
+        assert_eq!(chat(&app, body(json!({field: null}))).await.0, StatusCode::OK, "{field}: null");
+    }
+    for field in ["frequency_penality", "options", "keep_alive", "guided_json"] {
+        refused(&app, body(json!({field: 1})), 400, "unknown_parameter", field, field).await;
+    }
+    assert_eq!(seen.requests.lock().unwrap().len(), rows, "the nulls alone");
+}
+
+#[tokio::test]
+async fn values_out_of_range_or_of_the_wrong_type_are_refused_by_their_path() {
+    let (app, seen) = app(answer);
+    let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
+    let second = |message: Value| json!({"messages": [{"role": "user", "content": "a"}, message]});
+    let call = |arguments: Value| {
+        let function = json!({"name": "f", "arguments": arguments});
+        let call = json!({"id": "c", "type": "function", "function": function});
+        second(json!({"role": "assistant", "tool_calls": [call]}))
+    };
+    let tool = |tool: Value| json!({"tools": [tool]});
+    let think = |on: Value| json!({"chat_template_kwargs": {"enable_thinking": on}});
+    let both = |mut one: Value, other: Value| {
+        one.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
+        one
+    };
+    let content = "messages[1].content";
+    for (extra, code, param, words) in [
+        (json!({"model": null}), "missing_required_parameter", "model", "owner/tiny"),
+        (json!({"model": 3}), "invalid_type", "model", "expected a string"),
+        (json!({"messages": []}), "missing_required_parameter", "messages", "at least one"),
+        (json!({"messages": "hi"}), "invalid_type", "messages", "expected a sequence"),
+        (json!({"messages": ["hi"]}), "invalid_type", "messages[0]", "messages[0]"),
+        (user(json!(3)), "invalid_type", "messages[0].content", "a string or a list"),
+        (user(Value::Null), "invalid_value", "messages[0].content", "missing"),
+        (user(json!([{"type": "text"}])), "invalid_type", "messages[0].content[0].text", "string"),
+        (
+            user(json!([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}])),
+            "unsupported_parameter",
+            "messages[0].content[1].type",
+            "`image_url`",
+        ),
+        (
+            user(json!([{"type": "input_audio", "input_audio": {}}])),
+            "unsupported_parameter",
+            "messages[0].content[0].type",
+            "`input_audio`",
+        ),
+        (
+            user(json!([{"type": "text", "text": "a", "bold": true}])),
+            "unknown_parameter",
+            "messages[0].content[0].bold",
+            "leave it out",
+        ),
+        (
+            second(json!({"role": "robot", "content": "a"})),
+            "invalid_value",
+            "messages[1].role",
+            "robot",
+        ),
+        (second(json!({"content": "a"})), "invalid_value", "messages[1].role", "missing"),
+        (second(json!({"role": "assistant"})), "invalid_value", content, "missing"),
+        (second(json!({"role": 1, "content": "a"})), "invalid_type", "messages[1].role", "string"),
+        (
+            second(json!({"role": "user", "content": "a", "colour": 1})),
+            "unknown_parameter",
+            "messages[1].colour",
+            "unknown field `colour`",
+        ),
+        (
+            second(json!({"role": "tool", "content": "a"})),
+            "invalid_value",
+            "messages[1].tool_call_id",
+            "which call",
+        ),
+        (
+            second(json!({"role": "user", "content": "a", "tool_call_id": "c"})),
+            "invalid_value",
+            "messages[1].tool_call_id",
+            "only messages of the role tool",
+        ),
+        (
+            second(json!({"role": "user", "content": "a", "reasoning_content": "b"})),
+            "invalid_value",
+            "messages[1].reasoning_content",
+            "only an assistant",
+        ),
+        (
+            second(json!({"role": "assistant", "content": "a", "audio": {"id": "x"}})),
+            "unsupported_parameter",
+            "messages[1].audio",
+            "not supported",
+        ),
+        (
+            second(json!({"role": "assistant", "content": "a", "reasoning": "b",
+                          "reasoning_content": "c"})),
+            "invalid_value",
+            "messages[1].reasoning",
+            "drop one",
+        ),
+        (
+            call(json!("[1]")),
+            "invalid_value",
+            "messages[1].tool_calls[0].function.arguments",
+            "object",
+        ),
+        (call(json!("{")), "invalid_value", "messages[1].tool_calls[0].function.arguments", "EOF"),
+        (
+            call(json!({"a": 1})),
+            "invalid_type",
+            "messages[1].tool_calls[0].function.arguments",
+            "expected a string",
+        ),
+        (json!({"temperature": 2.5}), "invalid_value", "temperature", "from 0 to 2"),
+        (json!({"temperature": "hot"}), "invalid_type", "temperature", "temperature"),
+        (json!({"top_p": 0}), "invalid_value", "top_p", "above 0"),
+        (json!({"top_p": 1.1}), "invalid_value", "top_p", "at most 1"),
+        (json!({"min_p": -0.1}), "invalid_value", "min_p", "from 0 to 1"),
+        (json!({"top_k": -1}), "invalid_type", "top_k", "top_k"),
+        (json!({"seed": 0.5}), "invalid_type", "seed", "integer"),
+        (json!({"max_tokens": 0}), "invalid_value", "max_tokens", "at least 1"),
+        (json!({"max_completion_tokens": 0}), "invalid_value", "max_completion_tokens", "least 1"),
+        (
+            json!({"max_tokens": 1, "max_completion_tokens": 2}),
+            "invalid_value",
+            "max_completion_tokens",
+            "drop one",
+        ),
+        (json!({"stop": 3}), "invalid_type", "stop", "a string or a list"),
+        (json!({"stop": ["a", 3]}), "invalid_type", "stop[1]", "expected a string"),
+        (json!({"stop": ["a", ""]}), "invalid_value", "stop", "empty"),
+        (json!({"stop": vec!["a"; 17]}), "invalid_value", "stop", "at most 16"),
+        (json!({"stream": "yes"}), "invalid_type", "stream", "boolean"),
+        (
+            json!({"stream_options": {"include_usage": true}}),
+            "invalid_value",
+            "stream_options",
+            "stream",
+        ),
+        (
+            json!({"stream": true, "stream_options": {"colour": 1}}),
+            "unknown_parameter",
+            "stream_options.colour",
+            "unknown field",
+        ),
+        (tool(json!({"type": "custom"})), "unsupported_parameter", "tools[0].type", "function"),
+        (tool(json!({"type": "function"})), "invalid_value", "tools[0].function.name", "name"),
+        (
+            tool(json!({"type": "function", "function": {"name": "f", "strict": true}})),
+            "unsupported_parameter",
+            "tools[0].function.strict",
+            "not enforced",
+        ),
+        (
+            think(json!("yes")),
+            "invalid_type",
+            "chat_template_kwargs.enable_thinking",
+            "true or false",
+        ),
+        (json!({"reasoning_effort": "huge"}), "invalid_type", "reasoning_effort", "`medium`"),
+        (
+            both(think(json!(false)), json!({"reasoning_effort": "high"})),
+            "invalid_value",
+            "reasoning_effort",
+            "drop one of them",
+        ),
+        (
+            both(think(json!(true)), json!({"max_thinking_tokens": 0})),
+            "invalid_value",
+            "max_thinking_tokens",
+            "drop one of them",
+        ),
+    ] {
+        refused(&app, body(extra), 400, code, param, words).await;
+    }
+    assert!(seen.requests.lock().unwrap().is_empty(), "nothing of this reached the engine");
+}
+
+#[tokio::test]
+async fn broken_json_is_refused_with_its_position() {
+    let (app, _) = app(answer);
+    for (text, words) in [
+        ("{\"model\": \"m\",\n \"messages\": [}", "line 2 column 15"),
+        ("", "line 1 column 0"),
+        ("[]", "must be a JSON object"),
+        ("{\"model\": \"m\"} x", "trailing characters"),
+        (&"[".repeat(200), "recursion limit"),
+    ] {
+        let response = send(&app, post(text.to_string())).await;
+        assert_eq!(response.status(), StatusCode::BAD_REQUEST);
+        let reply = json_of(response).await;
+        assert_eq!(reply["error"]["code"], "invalid_json");
+        let message = reply["error"]["message"].as_str().unwrap();
+        assert!(message.contains(words), "`{words}` is not in `{message}`");
+    }
+}
+
+#[tokio::test]
+async fn with_keys_only_their_holders_get_in() {
+    let keys = vec!["sk-one".to_string(), "sk-two".to_string()];
+    let config = ServerConfig { api_keys: keys, ..ServerConfig::default() };
+    let (app, _) = app_with(&config, answer);
+    for (authorization, status) in [
+        (None, 401),
+        (Some("Bearer sk-one"), 200),
+        (Some("bearer sk-two"), 200),
+        (Some("Bearer sk-on"), 401),
+        (Some("Bearer sk-one2"), 401),
+        (Some("Bearer "), 401),
+        (Some("Bearer"), 401),
+        (Some("Basic sk-one"), 401),
+        (Some("sk-one"), 401),
+    ] {
+        let mut request = post(body(json!({})).to_string());
+        if let Some(value) = authorization {
+            request.headers_mut().insert(header::AUTHORIZATION, value.parse().unwrap());
+        }
+        let response = send(&app, request).await;
+        assert_eq!(response.status().as_u16(), status, "{authorization:?}");
+        if status == 401 {
+            assert_eq!(response.headers()[header::WWW_AUTHENTICATE], "Bearer");
+            assert_eq!(json_of(response).await["error"]["code"], "invalid_api_key");
+        }
+    }
+    let get = |path: &str| axum::http::Request::get(path).body(Body::empty()).unwrap();
+    assert_eq!(send(&app, get("/v1/models")).await.status(), StatusCode::UNAUTHORIZED);
+    assert_eq!(send(&app, get("/health")).await.status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_body_has_a_type_and_a_size() {
+    let config = ServerConfig { body_limit_bytes: 2048, ..ServerConfig::default() };
+    let (app, _) = app_with(&config, answer);
+    let long = body(json!({"user": "x".repeat(3000)}));
+    let response = send(&app, post(long.to_string())).await;
+    assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
+    let reply = json_of(response).await;
+    assert_eq!(reply["error"]["code"], "request_too_large");
+    assert!(reply["error"]["message"].as_str().unwrap().contains("2048"));
+
+    for kind in [None, Some("text/plain"), Some("application/x-www-form-urlencoded")] {
+        let mut request = post(body(json!({})).to_string());
+        request.headers_mut().remove(header::CONTENT_TYPE);
+        if let Some(kind) = kind {
+            request.headers_mut().insert(header::CONTENT_TYPE, kind.parse().unwrap());
+        }
+        let response = send(&app, request).await;
+        assert_eq!(response.status(), StatusCode::UNSUPPORTED_MEDIA_TYPE, "{kind:?}");
+        assert_eq!(json_of(response).await["error"]["code"], "unsupported_media_type");
+    }
+    let mut request = post(body(json!({})).to_string());
+    let kind = "application/json; charset=utf-8".parse().unwrap();
+    request.headers_mut().insert(header::CONTENT_TYPE, kind);
+    assert_eq!(send(&app, request).await.status(), StatusCode::OK);
+}
+
+#[tokio::test]
+async fn paths_and_methods_that_we_do_not_have_are_errors_as_openai_has_them() {
+    let (app, _) = app(answer);
+    for (method, path, status, code) in [
+        (Method::GET, "/", 404, "not_found"),
+        (Method::POST, "/v1/embeddings", 404, "not_found"),
+        (Method::POST, "/v1/completions", 404, "not_found"),
+        (Method::GET, "/v1/chat/completions", 405, "method_not_allowed"),
+        (Method::DELETE, "/v1/models", 405, "method_not_allowed"),
+        (Method::POST, "/health", 405, "method_not_allowed"),
+    ] {
+        let request = axum::http::Request::builder().method(method).uri(path);
+        let response = send(&app, request.body(Body::empty()).unwrap()).await;
+        assert_eq!(response.status().as_u16(), status, "{path}");
+        if status == 405 {
+            assert!(response.headers().contains_key(header::ALLOW), "{path}");
+        }
+        let reply = json_of(response).await;
+        assert_eq!(reply["error"]["code"], code, "{path}");
+        assert_eq!(reply["error"]["type"], "invalid_request_error");
+        assert!(reply["error"]["message"].as_str().unwrap().contains(path));
+    }
+}

@@ -1,0 +1,314 @@
+//! What comes back: objects, streams, errors of the engine, and silence.
+
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::http::{StatusCode, header};
+use http_body_util::BodyExt;
+use serde_json::{Value, json};
+use steersman::config::ServerConfig;
+use steersman_engine::error::Error;
+use steersman_engine::request::{Event, FinishReason, FunctionCall, ToolCall};
+
+use crate::*;
+
+#[tokio::test]
+async fn a_reply_is_one_object_as_openai_has_it() {
+    let (app, seen) = app(answer);
+    let (status, reply) = chat(&app, body(json!({}))).await;
+    assert_eq!(status, StatusCode::OK);
+    let expected = json!({
+        "id": "chatcmpl-X",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "owner/tiny",
+        "system_fingerprint": "fp_test",
+        "choices": [{
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "Rome\n.",
+                "reasoning_content": "It is Rome."
+            },
+            "logprobs": null,
+            "finish_reason": "stop"
+        }],
+        "usage": {
+            "prompt_tokens": 20,
+            "completion_tokens": 12,
+            "total_tokens": 32,
+            "prompt_tokens_details": {"cached_tokens": 16},
+            "completion_tokens_details": {"reasoning_tokens": 5}
+        },
+        "steersman": {"profile": "default", "notes": ["routed: plain"]}
+    });
+    assert_eq!(reply, expected);
+    assert!(seen.last().id.starts_with("chatcmpl-"));
+}
+
+#[tokio::test]
+async fn a_stream_says_the_same_in_chunks() {
+    let (app, _) = app(answer);
+    let asked = body(json!({"stream": true, "stream_options": {"include_usage": true}}));
+    let response = send(&app, post(asked.to_string())).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
+    assert_eq!(response.headers()[header::CACHE_CONTROL], "no-cache");
+    let chunk = |choices: Value| {
+        json!({
+            "id": "chatcmpl-X",
+            "object": "chat.completion.chunk",
+            "created": 0,
+            "model": "owner/tiny",
+            "system_fingerprint": "fp_test",
+            "choices": choices,
+            "usage": null,
+        })
+    };
+    let delta = |delta: Value, reason: Value| {
+        chunk(json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason}]))
+    };
+    let mut last = delta(json!({}), json!("stop"));
+    last["steersman"] = json!({"profile": "default", "notes": ["routed: plain"]});
+    let mut usage = chunk(json!([]));
+    usage["usage"] = json!({
+        "prompt_tokens": 20,
+        "completion_tokens": 12,
+        "total_tokens": 32,
+        "prompt_tokens_details": {"cached_tokens": 16},
+        "completion_tokens_details": {"reasoning_tokens": 5}
+    });
+    let expected = vec![
+        delta(json!({"role": "assistant", "content": ""}), Value::Null),
+        delta(json!({"reasoning_content": "It is"}), Value::Null),
+        delta(json!({"reasoning_content": " Rome."}), Value::Null),
+        delta(json!({"content": "Rome"}), Value::Null),
+        delta(json!({"content": "\n."}), Value::Null),
+        last,
+        usage,
+        json!("[DONE]"),
+    ];
+    assert_eq!(data(&bytes(response).await), expected);
+}
+
+#[tokio::test]
+async fn a_stream_has_no_usage_unless_it_is_asked_for() {
+    let (app, _) = app(answer);
+    let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
+    let chunks = data(&bytes(response).await);
+    assert_eq!(chunks.len(), 7);
+    assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()));
+}
+
+fn call_of_a_tool() -> Vec<Act> {
+    let arguments = json!({"town": "Zürich", "days": 2, "about": ["rain"]});
+    let arguments = arguments.as_object().unwrap().clone();
+    let function = FunctionCall { name: "weather".into(), arguments };
+    let call =
+        |id: &str| ToolCall { id: id.into(), kind: "function".into(), function: function.clone() };
+    vec![
+        Say(Event::ToolCall(call("call_a"))),
+        Say(Event::ToolCall(call("call_b"))),
+        finished(FinishReason::ToolCalls),
+    ]
+}
+
+#[tokio::test]
+async fn calls_of_tools_come_whole_with_arguments_as_json_in_a_string() {
+    let (app, _) = app(call_of_a_tool);
+    let tools = json!([{"type": "function", "function": {"name": "weather", "parameters": {}}}]);
+    let arguments = r#"{"town":"Zürich","days":2,"about":["rain"]}"#;
+    let call = |id: &str| {
+        let function = json!({"name": "weather", "arguments": arguments});
+        json!({"id": id, "type": "function", "function": function})
+    };
+
+    let (_, reply) = chat(&app, body(json!({"tools": tools}))).await;
+    let choice = &reply["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let calls = json!([call("call_a"), call("call_b")]);
+    let message = json!({"role": "assistant", "content": null, "tool_calls": calls});
+    assert_eq!(choice["message"], message);
+
+    let asked = body(json!({"tools": tools, "stream": true}));
+    let chunks = data(&bytes(send(&app, post(asked.to_string())).await).await);
+    for (index, id) in ["call_a", "call_b"].into_iter().enumerate() {
+        let mut call = call(id);
+        call["index"] = index.into();
+        assert_eq!(chunks[1 + index]["choices"][0]["delta"], json!({"tool_calls": [call]}));
+    }
+    assert_eq!(chunks[3]["choices"][0]["finish_reason"], "tool_calls");
+}
+
+#[tokio::test]
+async fn errors_of_the_engine_have_their_status_streamed_or_not() {
+    type Case = (fn() -> Vec<Act>, u16, &'static str, &'static str, &'static str);
+    let cases: [Case; 6] = [
+        (
+            || vec![Say(Event::Failed(Error::ContextTooLong { tokens: 99, limit: 10 }))],
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+            "99 tokens",
+        ),
+        (
+            || vec![Say(Event::Failed(Error::Template("no system twice".into())))],
+            400,
+            "invalid_request_error",
+            "invalid_messages",
+            "no system twice",
+        ),
+        (
+            || {
+                let problem = "must be less".into();
+                vec![Say(Event::Failed(Error::Invalid { field: "max_tokens", problem }))]
+            },
+            400,
+            "invalid_request_error",
+            "invalid_value",
+            "max_tokens",
+        ),
+        (
+            || {
+                let problem = "secret trap".into();
+                vec![Say(Event::Failed(Error::Policy { policy: "mine".into(), problem }))]
+            },
+            500,
+            "policy_error",
+            "policy_error",
+            "`mine`",
+        ),
+        (
+            || vec![Say(Event::Failed(Error::Array("secret shape".into())))],
+            500,
+            "server_error",
+            "internal_error",
+            "log",
+        ),
+        // The engine thread died: the channel closes with no last word.
+        (Vec::new, 503, "server_error", "engine_stopped", "stopped"),
+    ];
+    for (script, status, kind, code, words) in cases {
+        let (app, _) = app(script);
+        for stream in [false, true] {
+            let (got, reply) = chat(&app, body(json!({"stream": stream}))).await;
+            assert_eq!(got.as_u16(), status, "{reply}");
+            assert_eq!(reply["error"]["type"], kind);
+            assert_eq!(reply["error"]["code"], code);
+            let message = reply["error"]["message"].as_str().unwrap();
+            assert!(message.contains(words), "`{words}` is not in `{message}`");
+            assert!(!message.contains("secret"), "details are for the log: {message}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_error_in_the_middle_is_the_last_thing_in_a_stream() {
+    fn breaks_off() -> Vec<Act> {
+        vec![Say(Event::Answer("Ro".into())), Say(Event::Failed(Error::Array("x".into())))]
+    }
+    let (app, _) = app(breaks_off);
+    let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    let chunks = data(&bytes(response).await);
+    assert_eq!(chunks.len(), 3);
+    assert_eq!(chunks[1]["choices"][0]["delta"]["content"], "Ro");
+    assert_eq!(chunks[2]["error"]["code"], "internal_error");
+    let (status, reply) = chat(&app, body(json!({}))).await;
+    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "half an answer is no answer: {reply}");
+}
+
+#[tokio::test]
+async fn a_policy_that_stops_a_request_is_named_in_the_reply() {
+    fn stopped() -> Vec<Act> {
+        vec![Say(Event::Answer("No".into())), finished(FinishReason::Policy("off topic".into()))]
+    }
+    let (app, _) = app(stopped);
+    let (_, reply) = chat(&app, body(json!({}))).await;
+    assert_eq!(reply["choices"][0]["finish_reason"], "stop");
+    assert_eq!(reply["steersman"]["stop_reason"], "off topic");
+}
+
+#[tokio::test]
+async fn an_answer_at_its_limit_says_so() {
+    fn cut() -> Vec<Act> {
+        vec![Say(Event::Reasoning("on and on".into())), finished(FinishReason::Length)]
+    }
+    let (app, _) = app(cut);
+    let (_, reply) = chat(&app, body(json!({}))).await;
+    assert_eq!(reply["choices"][0]["finish_reason"], "length");
+    assert_eq!(reply["choices"][0]["message"]["content"], "");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_queue_is_429_and_health_still_answers() {
+    fn slow() -> Vec<Act> {
+        vec![Wait(Duration::from_secs(3600)), finished(FinishReason::Stop)]
+    }
+    let (engine, _) = engine(1, slow);
+    let app = steersman::app(engine, &ServerConfig::default());
+    let mut others = Vec::new();
+    for _ in 0..2 {
+        let app = app.clone();
+        others.push(tokio::spawn(async move { chat(&app, body(json!({}))).await }));
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let response = send(&app, post(body(json!({})).to_string())).await;
+    assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(response.headers()[header::RETRY_AFTER], "2");
+    assert_eq!(json_of(response).await["error"]["code"], "queue_full");
+    let health = axum::http::Request::get("/health").body(Body::empty()).unwrap();
+    let health = json_of(send(&app, health).await).await;
+    assert_eq!(health, json!({"status": "ok", "model": "owner/tiny", "waiting": 1}));
+    for other in others {
+        assert_eq!(other.await.unwrap().0, StatusCode::OK);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_prefill_is_bridged_by_comments() {
+    fn slow() -> Vec<Act> {
+        vec![
+            Wait(Duration::from_secs(42)),
+            Say(Event::Answer("at last".into())),
+            finished(FinishReason::Stop),
+        ]
+    }
+    let (app, _) = app(slow);
+    let started = tokio::time::Instant::now();
+    let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
+    assert_eq!(started.elapsed().as_secs(), 10, "headers come after ten seconds at the latest");
+    let stream = bytes(response).await;
+    let text = std::str::from_utf8(&stream).unwrap();
+    assert_eq!(text.matches(": still at work\n\n").count(), 2, "at 25 s and 40 s: {text}");
+    assert_eq!(data(&stream)[1]["choices"][0]["delta"]["content"], "at last");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_after_a_long_prefill_is_in_the_stream() {
+    fn slow() -> Vec<Act> {
+        let error = Error::ContextTooLong { tokens: 9, limit: 1 };
+        vec![Wait(Duration::from_secs(11)), Say(Event::Failed(error))]
+    }
+    let (app, _) = app(slow);
+    let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    let chunks = data(&bytes(response).await);
+    assert_eq!(chunks[1]["error"]["code"], "context_length_exceeded");
+    assert_eq!(chunks.len(), 2);
+}
+
+#[tokio::test]
+async fn a_stream_delivers_each_piece_as_it_comes() {
+    fn halting() -> Vec<Act> {
+        vec![Say(Event::Answer("first".into())), UntilCancelled]
+    }
+    let (app, _) = app(halting);
+    let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
+    let mut body = response.into_body();
+    let mut text = String::new();
+    while !text.contains("first") {
+        let frame = body.frame().await.unwrap().unwrap();
+        text += std::str::from_utf8(frame.data_ref().unwrap()).unwrap();
+    }
+}

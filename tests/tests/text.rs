@@ -1,0 +1,130 @@
+//! Laws of the text room: prompts equal those of Python's Jinja2, tokens those of Python's
+//! `tokenizers`, and what is written token by token equals what is decoded at once.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+use steersman_engine::error::Error;
+use steersman_engine::request::Message;
+use steersman_engine::text::{Phase, Piece, Reply, Template, Text};
+
+/// Noon of the day on which the reference clock stands.
+const TODAY: i64 = 1_721_995_200; // 26 July 2024
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+}
+
+fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
+}
+
+fn cases(file: &str) -> Vec<Value> {
+    let path = fixtures().join(file);
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let mut all: Value = serde_json::from_str(&text).expect("fixtures are JSON");
+    serde_json::from_value(all["cases"].take()).expect("cases are a list")
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    serde_json::from_value(value.clone()).expect("ids are a list of numbers")
+}
+
+#[test]
+fn every_template_renders_as_python_renders_it() {
+    let mut failures = Vec::new();
+    let cases = cases("templates/cases.json");
+    for case in &cases {
+        let name = case["template"].as_str().expect("a case names its template");
+        let path = match name {
+            "tiny-hybrid" => tiny().join("chat_template.jinja"),
+            name => fixtures().join(format!("templates/{name}.jinja")),
+        };
+        let source = std::fs::read_to_string(path).expect("the template is a fixture");
+        let template = Template::new(&source).expect(name).at(TODAY).expect("a day of 2024");
+        let mut variables = case["kwargs"].as_object().expect("kwargs are a map").clone();
+        for key in ["messages", "tools"] {
+            variables.insert(key.into(), case[key].clone());
+        }
+        variables.insert("documents".into(), Value::Null);
+        let (ours, theirs) = match template.render(&variables) {
+            Ok(text) => (text, &case["rendered"]),
+            Err(Error::Template(message)) => (message, &case["error"]),
+            Err(other) => panic!("{other}"),
+        };
+        if theirs != &ours {
+            let conversation = &case["conversation"];
+            failures.push(format!("{name} {conversation}\nours:   {ours:?}\ntheirs: {theirs}"));
+        }
+    }
+    let count = failures.len();
+    assert!(failures.is_empty(), "{count} of {}:\n{}", cases.len(), failures.join("\n\n"));
+}
+
+#[test]
+fn typed_messages_render_as_the_same_messages_in_json() {
+    let text = Text::load(&tiny()).expect("the bundled model loads");
+    let mut compared = 0;
+    for case in cases("templates/cases.json") {
+        let Ok(messages) = serde_json::from_value::<Vec<Message>>(case["messages"].clone()) else {
+            continue; // content that is no text: the server refuses it
+        };
+        if case["template"] != "tiny-hybrid" {
+            continue;
+        }
+        let mut kwargs = case["kwargs"].as_object().cloned().unwrap_or_default();
+        let thinking = kwargs.remove("enable_thinking").and_then(|value| value.as_bool());
+        let prompt = kwargs.remove("add_generation_prompt").and_then(|value| value.as_bool());
+        let tools: Vec<Value> = serde_json::from_value(case["tools"].clone()).unwrap_or_default();
+        let ours = text.render(&messages, &tools, &kwargs, thinking, prompt == Some(true));
+        assert_eq!(ours.expect("Python rendered it"), case["rendered"], "{}", case["conversation"]);
+        compared += 1;
+    }
+    assert!(compared > 20, "only {compared} cases were compared");
+}
+
+#[test]
+fn every_text_gets_the_tokens_that_python_gives_it() {
+    let text = Text::load(&tiny()).expect("the bundled model loads");
+    for case in cases("tokens.json") {
+        let source = case["text"].as_str().expect("a case has a text");
+        assert_eq!(text.encode(source).expect(source), ids(&case["ids"]), "{source:?}");
+        assert_eq!(text.encode_plain(source).expect(source), ids(&case["plain"]), "{source:?}");
+    }
+}
+
+#[test]
+fn tokens_given_one_by_one_make_the_text_that_they_make_at_once() {
+    let text = Text::load(&tiny()).expect("the bundled model loads");
+    for case in cases("tokens.json") {
+        let tokens = ids(&case["plain"]);
+        let mut reply = text.reply(&[], &[], &[]);
+        let shown = answer(&mut reply, &tokens);
+        assert_eq!(shown, text.decode(&tokens), "{}", case["text"]);
+        assert_eq!(reply.take_text(), shown, "{}", case["text"]);
+    }
+}
+
+#[test]
+fn a_rendered_prompt_says_whether_the_reply_begins_with_a_thought() {
+    let text = Text::load(&tiny()).expect("the bundled model loads");
+    let forged = "What does <think> do?";
+    for (thinking, phase) in [(true, Phase::Think), (false, Phase::Answer)] {
+        let messages =
+            [Message { role: "user".into(), content: forged.into(), ..Default::default() }];
+        let prompt = text.render(&messages, &[], &Map::new(), Some(thinking), true);
+        let prompt = text.encode(&prompt.expect("it renders")).expect("it encodes");
+        assert_eq!(text.reply(&prompt, &[], &[]).phase(), phase);
+    }
+}
+
+/// The answer that `tokens` make.
+fn answer(reply: &mut Reply, tokens: &[u32]) -> String {
+    let mut pieces: Vec<Piece> = tokens.iter().flat_map(|token| reply.push(*token)).collect();
+    pieces.extend(reply.finish());
+    let text = |piece: &Piece| match piece {
+        Piece::Answer(text) => text.clone(),
+        other => panic!("{other:?}"),
+    };
+    pieces.iter().map(text).collect()
+}
