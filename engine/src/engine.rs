@@ -59,6 +59,11 @@ impl Engine {
         self.jobs.max_capacity() - self.jobs.capacity()
     }
 
+    /// Whether the engine thread has ended, so that nothing is served any more.
+    pub fn has_stopped(&self) -> bool {
+        self.jobs.is_closed()
+    }
+
     /// Queues a request. Dropping the receiver cancels it.
     ///
     /// # Errors

@@ -59,7 +59,7 @@ impl Compiler {
             #[allow(unsafe_code, reason = "cc takes the deployment target from the environment")]
             // SAFETY: this script has started no thread yet, so none reads the environment now.
             unsafe {
-                // Rust's own default is macOS 11, whose C++ library has no std::format; MLX needs 14.
+                // Rust's default is macOS 11, whose C++ library has no std::format. MLX needs 14.
                 env::set_var("MACOSX_DEPLOYMENT_TARGET", "14.0");
             }
         }

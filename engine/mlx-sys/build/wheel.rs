@@ -98,9 +98,9 @@ pub fn own_mlx(target: &Target) -> Result<Option<PathBuf>> {
     let root = PathBuf::from(root);
     let wrong = |what: &str| {
         format!(
-            "MLX_ROOT is {}, {what}. It must be the folder of MLX {MLX_VERSION} that holds include/ \
-             and lib/{}, such as site-packages/mlx of a Python that has it. Unset, MLX is \
-             fetched with pip.",
+            "MLX_ROOT is {}, {what}. It must be the folder of MLX {MLX_VERSION} with include/ and \
+             lib/{}, such as site-packages/mlx of a Python that has it. Unset, MLX is fetched \
+             with pip.",
             root.display(),
             target.libmlx()
         )

@@ -162,7 +162,7 @@ impl Decoder {
         match self.admit(&job) {
             Ok(sequence) => self.sequences.push(sequence),
             Err(error) => {
-                tracing::info!(request_id = job.request.id, %error, "refused");
+                tracing::debug!(request_id = job.request.id, %error, "refused");
                 let _ = job.events.send(Event::Failed(error));
             }
         }

@@ -103,7 +103,7 @@ mod tests {
         check(Sampling { top_p: 0.5, ..plain }, &[0.0, 1.0, 0.0, 0.0]);
         check(Sampling { min_p: 0.5, ..plain }, &[0.0, 0.588, 0.0, 0.412]);
         // Half the temperature squares the probabilities.
-        check(Sampling { temperature: 0.5, ..plain }, &[0.026, 0.649, 0.006, 0.318]);
+        check(Sampling { temperature: 0.5, ..plain }, &[0.026, 0.6494, 0.0065, 0.3182]);
     }
 
     #[test]

@@ -310,7 +310,7 @@ impl Sequence {
             FinishReason::Policy(_) => "policy",
         });
         let usage = self.usage();
-        tracing::info!(
+        tracing::debug!(
             request_id = self.id,
             prompt_tokens = usage.prompt_tokens,
             cached_tokens = usage.cached_tokens,
@@ -326,14 +326,14 @@ impl Sequence {
 
     /// Ends the request with an error.
     pub fn fail(&mut self, error: Error) {
-        tracing::error!(request_id = self.id, %error, "failed");
+        tracing::debug!(request_id = self.id, %error, "failed");
         self.tell_policy("error");
         let _ = self.events.send(Event::Failed(error));
     }
 
     /// Ends a request whose client hung up.
     pub fn cancel(&mut self) {
-        tracing::info!(request_id = self.id, tokens = self.tokens.len(), "cancelled");
+        tracing::debug!(request_id = self.id, tokens = self.tokens.len(), "cancelled");
         self.tell_policy("cancelled");
     }
 

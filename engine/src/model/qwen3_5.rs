@@ -65,7 +65,7 @@ impl Config {
     fn is_linear(&self, layer: usize) -> bool {
         match self.layer_types.get(layer) {
             Some(kind) => kind == "linear_attention",
-            None => (layer + 1) % self.full_attention_interval != 0,
+            None => !(layer + 1).is_multiple_of(self.full_attention_interval),
         }
     }
 }

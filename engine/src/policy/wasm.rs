@@ -168,7 +168,7 @@ impl Component {
             .instantiate_pre(&component)
             .map_err(|e| refuse(format!("cannot be linked: {}", one_line(&e))))?;
         let has = |hook: &str| {
-            component.get_export_index(None, &format!("{PACKAGE}{hook}@{CONTRACT}")).is_some()
+            component.get_export_index(None, format!("{PACKAGE}{hook}@{CONTRACT}")).is_some()
         };
         let shape =
             |e: wasmtime::Error| refuse(format!("has a hook of another shape: {}", one_line(&e)));

@@ -25,6 +25,7 @@ use axum::{Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
+use steersman_engine::Error;
 use steersman_engine::engine::Engine;
 use subtle::ConstantTimeEq;
 use tokio::sync::Semaphore;
@@ -82,10 +83,13 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         .with_state(app)
 }
 
-/// `GET /health`: quick whatever the engine does, and open to everyone.
-async fn health(State(app): State<Arc<App>>) -> Json<Value> {
+/// `GET /health`: quick whatever the engine does, and open to everyone. 503 once the engine is gone.
+async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+    if app.engine.has_stopped() {
+        return Err(Error::Stopped.into());
+    }
     let (model, waiting) = (&app.engine.info().model, app.engine.waiting());
-    Json(json!({"status": "ok", "model": model, "waiting": waiting}))
+    Ok(Json(json!({"status": "ok", "model": model, "waiting": waiting})))
 }
 
 /// `POST /v1/chat/completions`
