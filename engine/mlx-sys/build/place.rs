@@ -18,10 +18,10 @@ pub fn beside_binaries(target: &Target, mlx: &Path, openblas: Option<&Path>) -> 
     let root = target.beside_binaries();
     let place = || -> io::Result<()> {
         remove(&root)?;
-        link_tree(&mlx.join("lib"), &target.lib())?;
+        link_files(&mlx.join("lib"), &target.lib())?;
         let wheel = mlx.parent().unwrap_or(mlx);
         for folder in folders(wheel)?.iter().filter(|folder| folder.ends_with(".libs")) {
-            link_tree(&wheel.join(folder), &root.join(folder))?;
+            link_files(&wheel.join(folder), &root.join(folder))?;
         }
         // MLX's own headers are for C++ programs; others are there to compile kernels at run time.
         let include = mlx.join("include");
@@ -29,7 +29,7 @@ pub fn beside_binaries(target: &Target, mlx: &Path, openblas: Option<&Path>) -> 
             link_tree(&include.join(folder), &root.join("mlx/include").join(folder))?;
         }
         if let Some(folder) = openblas {
-            link_tree(folder, &target.lib())?;
+            link_files(folder, &target.lib())?;
         }
         // Named for the wheel, and cargo runs us again when it is gone: another backend's build has
         // replaced what lies here, or a CI cache has kept our output and dropped this.
@@ -72,19 +72,23 @@ fn remove(root: &Path) -> io::Result<()> {
     }
 }
 
-/// Hard links, or copies where the file system has none: the CUDA build is 140 MB.
-fn link_tree(from: &Path, to: &Path) -> io::Result<()> {
+/// The files in `from`, not its folders (CMake's). Hard links, or copies where the file system has
+/// none: MLX for CUDA is 140 MB.
+fn link_files(from: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {
         let entry = entry?;
         let to = to.join(entry.file_name());
-        if entry.file_type()?.is_dir() {
-            link_tree(&entry.path(), &to)?;
-        } else if fs::hard_link(entry.path(), &to).is_err() {
+        if entry.file_type()?.is_file() && fs::hard_link(entry.path(), &to).is_err() {
             fs::copy(entry.path(), &to)?;
         }
     }
     Ok(())
+}
+
+fn link_tree(from: &Path, to: &Path) -> io::Result<()> {
+    link_files(from, to)?;
+    folders(from)?.iter().try_for_each(|folder| link_tree(&from.join(folder), &to.join(folder)))
 }
 
 #[cfg(unix)]

@@ -39,10 +39,9 @@ const SCALE: f32 = 256.0;
 /// Watches one phase of one request.
 #[derive(Debug, Clone)]
 pub struct Detector {
-    periods: usize,
     min_tokens: u32,
-    /// The newest `periods` tokens, folded, are the last ones; grows to four times as many, then
-    /// is cut. It begins with zeros: a stream that runs on from them is a loop of period 1 anyway.
+    /// The newest tokens, folded; of [`HISTORY`] ones the older are dropped. It begins with zeros:
+    /// a stream that runs on from them is a loop of period 1 anyway.
     tokens: Vec<i16>,
     /// Tokens until a loop may be reported again.
     quiet: u32,
@@ -50,25 +49,28 @@ pub struct Detector {
     near: Option<Near>,
 }
 
+/// Tokens that are kept, so that those of [`PERIODS`] lags lie in one piece without moving them
+/// for each.
+const HISTORY: usize = 4 * PERIODS;
+
 impl Detector {
     /// A detector with the thresholds of `rule`, clamped to what makes sense.
     pub fn new(rule: LoopRule) -> Self {
-        let periods = (rule.max_period as usize).clamp(1, PERIODS);
         let repeats = rule.repeats.max(2);
         let min_tokens = rule.min_tokens.max(2);
-        // A similarity that is no number turns near-repeats off, as 1 does.
-        let is_near = rule.similarity < 1.0;
         let near_repeats = repeats.saturating_mul(NEAR_EVIDENCE);
         let near_tokens = min_tokens.saturating_mul(NEAR_EVIDENCE);
+        // A similarity that is no number turns near-repeats off, as 1 does.
+        let near = (rule.similarity < 1.0).then(|| {
+            let need = needs(rule.max_period, near_repeats, near_tokens);
+            Near::new(need, rule.similarity.max(0.5))
+        });
         Self {
-            periods,
             min_tokens,
-            tokens: vec![0; periods],
+            tokens: vec![0; PERIODS],
             quiet: 0,
-            exact: Exact::new(needs(periods, repeats, min_tokens)),
-            near: is_near.then(|| {
-                Near::new(needs(periods, near_repeats, near_tokens), rule.similarity.max(0.5))
-            }),
+            exact: Exact { need: needs(rule.max_period, repeats, min_tokens), run: zeros() },
+            near,
         }
     }
 
@@ -76,11 +78,11 @@ impl Detector {
     /// `min_tokens` tokens that it goes on. Of several periods that fit, the shortest.
     pub fn push(&mut self, token: u32) -> Option<LoopReport> {
         let token = fold(token);
-        let past = &self.tokens[self.tokens.len() - self.periods..];
+        let past = self.tokens.last_chunk().expect("never shorter than PERIODS");
         let is_exact = self.exact.push(past, token);
         let is_near = self.near.as_mut().is_some_and(|near| near.push(past, token));
-        if self.tokens.len() == 4 * self.periods {
-            self.tokens.drain(..3 * self.periods);
+        if self.tokens.len() == HISTORY {
+            self.tokens.drain(..HISTORY - PERIODS);
         }
         self.tokens.push(token);
         self.quiet = self.quiet.saturating_sub(1);
@@ -90,7 +92,7 @@ impl Detector {
         self.quiet = self.min_tokens;
         let (lag, length) = match &self.near {
             Some(near) if !is_exact => near.found(),
-            _ => self.exact.found(),
+            _ => shortest(&*self.exact.run, &*self.exact.need),
         };
         let repeats = length as u32 / lag as u32 + 1;
         Some(LoopReport { period: lag as u32, repeats, exact: is_exact })
@@ -99,13 +101,21 @@ impl Detector {
     /// Forgets all tokens: a new phase begins.
     pub fn reset(&mut self) {
         self.tokens.clear();
-        self.tokens.resize(self.periods, 0);
+        self.tokens.resize(PERIODS, 0);
         self.quiet = 0;
         self.exact.run.fill(0);
         if let Some(near) = &mut self.near {
-            near.clear();
+            near.lanes = Lanes::empty();
         }
     }
+}
+
+/// One value a lag. Index i is lag `PERIODS - i`, so that the lags lie in memory as the past tokens
+/// do. Fixed lengths let the compiler vectorise.
+type Lags = [i16; PERIODS];
+
+fn zeros() -> Box<Lags> {
+    Box::new([0; PERIODS])
 }
 
 /// A token in 16 bits, like all that is kept a lag. Two of them are confused once in 65,536 pairs;
@@ -114,16 +124,22 @@ fn fold(token: u32) -> i16 {
     (token.wrapping_mul(0x9e37_79b1) >> 16) as i16
 }
 
-/// Tokens that must agree at each lag, longest lag first: all repeats but the first one, and
-/// enough to cover `min_tokens` together with it. Too many for 16 bits are never reached.
-fn needs(periods: usize, repeats: u32, min_tokens: u32) -> Vec<i16> {
-    let need = |lag: u32| lag.saturating_mul(repeats - 1).max(min_tokens.saturating_sub(lag));
-    let lags = (1..=periods as u32).rev();
-    lags.map(|lag| i16::try_from(need(lag)).unwrap_or(i16::MAX)).collect()
-}
-
 /// Longest run or alignment that is counted, one below a need that is never reached.
 const LENGTH_MOST: i16 = i16::MAX - 1;
+
+/// Tokens that must agree at each lag: all repeats but the first one, and enough to cover
+/// `min_tokens` together with it. What does not fit 16 bits is never reached, nor is a lag above
+/// `max_period`.
+fn needs(max_period: u32, repeats: u32, min_tokens: u32) -> Box<Lags> {
+    let mut need = zeros();
+    for (need, lag) in need.iter_mut().rev().zip(1..) {
+        let tokens = lag * u64::from(repeats - 1);
+        let tokens = tokens.max(u64::from(min_tokens).saturating_sub(lag));
+        let is_looked_for = lag <= u64::from(max_period.max(1));
+        *need = i16::try_from(tokens).ok().filter(|_| is_looked_for).unwrap_or(i16::MAX);
+    }
+    need
+}
 
 /// The shortest lag whose length is what it needs.
 fn shortest(length: &[i16], need: &[i16]) -> (usize, i16) {
@@ -132,109 +148,107 @@ fn shortest(length: &[i16], need: &[i16]) -> (usize, i16) {
     (length.len() - at, length[at])
 }
 
-/// Runs of equal tokens. Index i is lag `periods - i`, so that the lags lie in memory as the past
-/// tokens do.
+/// Runs of equal tokens.
 #[derive(Debug, Clone)]
 struct Exact {
-    need: Vec<i16>,
-    run: Vec<i16>,
+    need: Box<Lags>,
+    run: Box<Lags>,
 }
 
 impl Exact {
-    fn new(need: Vec<i16>) -> Self {
-        Self { run: vec![0; need.len()], need }
-    }
-
     /// Whether any lag has what it needs.
-    fn push(&mut self, past: &[i16], token: i16) -> bool {
-        // Saturating arithmetic is one instruction on vectors, and has no check to fail.
+    fn push(&mut self, past: &Lags, token: i16) -> bool {
+        // Nothing here leaves 16 bits. A checked operation would keep the loop from being vectorised.
         let mut most = i16::MIN;
-        for ((run, need), old) in self.run.iter_mut().zip(&self.need).zip(past) {
-            let longer = run.saturating_add(1).min(LENGTH_MOST);
+        for ((run, need), old) in self.run.iter_mut().zip(&*self.need).zip(past) {
+            let longer = run.wrapping_add(1).min(LENGTH_MOST);
             *run = if *old == token { longer } else { 0 };
-            most = most.max(run.saturating_sub(*need));
+            most = most.max(run.wrapping_sub(*need));
         }
         most >= 0
     }
-
-    /// The shortest lag that has what it needs, and its run.
-    fn found(&self) -> (usize, i16) {
-        shortest(&self.run, &self.need)
-    }
 }
 
-/// Alignments in which tokens may differ. Index i + 1 is lag `periods - i`: one more lag at both
-/// ends, always zero, stands in for the neighbours that the first and the last one lack.
+/// Alignments in which tokens may differ.
 #[derive(Debug, Clone)]
 struct Near {
-    need: Vec<i16>,
+    need: Box<Lags>,
+    costs: Costs,
+    lanes: Box<Lanes>,
+    /// The lanes of the token before, to be overwritten by those of the next.
+    old: Box<Lanes>,
+}
+
+/// What a token adds to the score of an alignment, or takes from it.
+#[derive(Debug, Clone, Copy)]
+struct Costs {
     equal: i16,
     changed: i16,
+    /// Highest score: it lets an alignment end soon after its loop has ended, and only makes the
+    /// threshold stricter.
     most: i16,
-    /// Score of the alignment that ends at each lag.
-    score: Vec<i16>,
-    /// Tokens that it covers.
-    length: Vec<i16>,
-    next_score: Vec<i16>,
-    next_length: Vec<i16>,
+}
+
+/// For each lag, the score of the best alignment that ends there, and the tokens that it covers.
+/// One more lag at both ends, always zero, stands for the neighbours that the outermost lack, so
+/// index i + 1 is what index i is in [`Lags`].
+#[derive(Debug, Clone)]
+struct Lanes {
+    score: [i16; PERIODS + 2],
+    length: [i16; PERIODS + 2],
 }
 
 impl Near {
-    fn new(need: Vec<i16>, similarity: f32) -> Self {
-        let lanes = need.len() + 2;
+    fn new(need: Box<Lags>, similarity: f32) -> Self {
         let equal = ((1.0 - similarity) * SCALE).round().max(1.0) as i16;
         let changed = SCALE as i16 - equal;
-        Self {
-            need,
-            equal,
-            changed,
-            // A cap lets an alignment end soon after its loop has ended; it only makes the
-            // threshold stricter.
-            most: changed * CHANGES,
-            score: vec![0; lanes],
-            length: vec![0; lanes],
-            next_score: vec![0; lanes],
-            next_length: vec![0; lanes],
-        }
+        let costs = Costs { equal, changed, most: changed * CHANGES };
+        Self { need, costs, lanes: Lanes::empty(), old: Lanes::empty() }
     }
 
     /// Whether any lag has what it needs.
-    fn push(&mut self, past: &[i16], token: i16) -> bool {
-        let lags = self.need.len();
-        let (equal, changed, cap) = (self.equal, self.changed, self.most);
-        // Slices of known lengths, so that the compiler drops the bounds checks and vectorises.
-        let (past, need) = (&past[..lags], &self.need[..lags]);
-        let (score, length) = (&self.score[..lags + 2], &self.length[..lags + 2]);
-        let next_score = &mut self.next_score[1..=lags];
-        let next_length = &mut self.next_length[1..=lags];
-        let mut most = i16::MIN;
-        for i in 0..lags {
-            let gain = if past[i] == token { equal } else { -changed };
-            // The same lag; or a token was missing (the lag shrank); or this one is added (it grew).
-            let stays = score[i + 1].saturating_add(gain);
-            let shrinks = score[i].saturating_add(gain).saturating_sub(changed);
-            let grows = score[i + 2].saturating_sub(changed);
-            let covers = if shrinks > stays { length[i] } else { length[i + 1] };
-            let best = stays.max(shrinks);
-            let covers = if grows > best { length[i + 2] } else { covers };
-            let best = best.max(grows).min(cap);
-            let covers = covers.saturating_add(1).min(LENGTH_MOST);
-            next_score[i] = best.max(0);
-            next_length[i] = if best > 0 { covers } else { 0 };
-            most = most.max(next_length[i].saturating_sub(need[i]));
-        }
-        std::mem::swap(&mut self.score, &mut self.next_score);
-        std::mem::swap(&mut self.length, &mut self.next_length);
-        most >= 0
+    fn push(&mut self, past: &Lags, token: i16) -> bool {
+        std::mem::swap(&mut self.lanes, &mut self.old);
+        self.lanes.advance(&self.old, past, token, &self.need, self.costs) >= 0
     }
 
+    /// The shortest lag that has what it needs, and the tokens of its alignment.
     fn found(&self) -> (usize, i16) {
-        shortest(&self.length[1..=self.need.len()], &self.need)
+        shortest(&self.lanes.length[1..=PERIODS], &*self.need)
+    }
+}
+
+impl Lanes {
+    fn empty() -> Box<Self> {
+        Box::new(Self { score: [0; PERIODS + 2], length: [0; PERIODS + 2] })
     }
 
-    fn clear(&mut self) {
-        self.score.fill(0);
-        self.length.fill(0);
+    /// Makes these lanes what `old` become by one token; returns the most by which a length exceeds
+    /// its need.
+    fn advance(&mut self, old: &Self, past: &Lags, token: i16, need: &Lags, costs: Costs) -> i16 {
+        let Costs { equal, changed, most } = costs;
+        let unequal = -changed;
+        let mut excess = i16::MIN;
+        for i in 0..PERIODS {
+            let gain = if past[i] == token { equal } else { unequal };
+            let [longer, same, shorter] = [i, i + 1, i + 2].map(|at| old.score[at]);
+            let [longer_length, same_length, shorter_length] =
+                [i, i + 1, i + 2].map(|at| old.length[at]);
+            // The same lag; or a token was missing (the lag shrank); or this one is added (it grew).
+            let stays = same.wrapping_add(gain);
+            let shrinks = longer.wrapping_add(gain).wrapping_sub(changed);
+            let grows = shorter.wrapping_sub(changed);
+            let length = if shrinks > stays { longer_length } else { same_length };
+            let score = stays.max(shrinks);
+            let length = if grows > score { shorter_length } else { length };
+            let score = score.max(grows).min(most);
+            let length = length.wrapping_add(1).min(LENGTH_MOST);
+            let length = if score > 0 { length } else { 0 };
+            self.score[i + 1] = score.max(0);
+            self.length[i + 1] = length;
+            excess = excess.max(length.wrapping_sub(need[i]));
+        }
+        excess
     }
 }
 

@@ -257,7 +257,8 @@ mod tests {
     #[test]
     fn the_template_file_counts_before_the_key_and_a_list_may_have_one_for_tools() {
         let key = ("tokenizer_config.json", r#"{"chat_template": "key"}"#);
-        let list = r#"{"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}"#;
+        let list = r#"{"chat_template": [
+            {"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}"#;
         for (files, [plain, tools]) in [
             (vec![key], ["key", "key"]),
             (vec![key, ("chat_template.json", r#"{"chat_template": "json"}"#)], ["json", "json"]),

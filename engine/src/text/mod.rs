@@ -118,12 +118,14 @@ impl Text {
         if let Some(thinking) = thinking {
             context.insert("enable_thinking".into(), thinking.into());
         }
-        let messages = messages.iter().map(template_message).collect::<Result<Vec<_>>>()?;
+        let template = self.templates.choose(!tools.is_empty());
+        let developer = template.source().contains("developer");
+        let messages = messages.iter().map(|message| template_message(message, developer));
+        let messages = messages.collect::<Result<Vec<_>>>()?;
         let tools = if tools.is_empty() { Value::Null } else { tools.into() };
         context.insert("messages".into(), messages.into());
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
-        let template = self.templates.choose(!tools.is_null());
         context.insert("tools".into(), tools);
         template.render(&context)
     }
@@ -190,11 +192,17 @@ impl Text {
     }
 }
 
-/// A message as templates read it; the thought goes by the names that transformers gives it.
-fn template_message(message: &Message) -> Result<Value> {
+/// A message as templates read it.
+///
+/// The thought goes by the names that transformers gives it. A `developer` is the `system` of
+/// templates that do not know that role: most of them would leave the message out in silence.
+fn template_message(message: &Message, developer: bool) -> Result<Value> {
     let mut value = serde_json::to_value(message).map_err(|e| Error::Template(e.to_string()))?;
-    if let (Some(fields), Some(thought)) = (value.as_object_mut(), &message.reasoning_content) {
-        fields.insert("thinking".into(), thought.as_str().into());
+    if message.role == "developer" && !developer {
+        value["role"] = "system".into();
+    }
+    if let Some(thought) = &message.reasoning_content {
+        value["thinking"] = thought.as_str().into();
     }
     Ok(value)
 }

@@ -13,7 +13,8 @@
 //! - `<tool_call>` counts if the request has tools. A call inside a thought is one if well-formed
 //!   and else part of the thought; its tokens count as thought, so that budgets hold.
 //! - What follows `<tool_call>` and cannot become a call, or turns out malformed, is text of the
-//!   part in which it stands, markers included.
+//!   part in which it stands, markers included. Inside of a value of a call all markers are text
+//!   (a model may write a file about calls), so a value without an end lasts to the reply's end.
 //!
 //! Stop strings look at the answer alone, as clients see it, before white space in front of a call
 //! is cut.

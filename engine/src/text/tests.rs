@@ -112,6 +112,8 @@ fn tools() -> Vec<Value> {
     vec![json!({"type": "function", "function": {"name": "f", "parameters": parameters}})]
 }
 
+/// `sha256sum server/model/tiny-hybrid-4bit/tokenizer.json`
+const DIGEST: &str = "ec0de454732783be19f4c5db358c94962ed6981512403bb000d4b3cc0d1ceb0b";
 const THINKING: &str = "<|im_start|>assistant\n<think>\n";
 const ANSWERING: &str = "<|im_start|>assistant\n<think>\n\n</think>\n\n";
 const CALL: &str =
@@ -124,6 +126,35 @@ fn check(prompt: &str, reply: &str, expected: &str) {
     let tokens = text.encode(reply).expect("it encodes");
     let told = tell(run(&mut text.reply(&prompt, &[], &tools()), &tokens));
     assert_eq!(told, expected, "{reply}");
+}
+
+#[test]
+fn a_model_folder_says_what_there_is_to_say() {
+    let text = tiny();
+    assert_eq!((text.vocab_size(), text.eos(), text.thinks()), (4096, &[4089, 4087][..], true));
+    let sampling = Sampling { temperature: 0.6, top_p: 0.95, top_k: 20, min_p: 0.0 };
+    assert_eq!(text.sampling(), sampling);
+    let digest: String = text.digest().iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(digest, DIGEST);
+}
+
+#[test]
+fn a_developer_is_the_system_where_the_template_knows_no_developer() {
+    let say =
+        |role: &str| Message { role: role.into(), content: "Hi.".into(), ..Message::default() };
+    let text = tiny();
+    let render = |messages: &[Message]| text.render(messages, &[], &Map::new(), Some(false), true);
+    let [developer, system] = ["developer", "system"].map(|role| render(&[say(role), say("user")]));
+    let developer = developer.expect("it renders");
+    assert!(developer.starts_with("<|im_start|>system\nHi.<|im_end|>\n"), "{developer}");
+    assert_eq!(developer, system.expect("it renders"));
+}
+
+#[test]
+fn variables_cannot_replace_the_conversation() {
+    let variables = json!({"messages": []}).as_object().cloned().unwrap_or_default();
+    let error = tiny().render(&[], &[], &variables, None, true).expect_err("it is refused");
+    assert_eq!(error.to_string(), "chat_template_kwargs: `messages` cannot be set here");
 }
 
 #[test]
@@ -213,7 +244,8 @@ fn a_call_may_write_about_calls() {
     let tools = [json!({"function": {"name": "write"}})];
     let value = "Use\n<tool_call>\n<think>x</think>\n</tool_call>\nso.";
     let call = format!(
-        "<tool_call>\n<function=write>\n<parameter=t>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        "<tool_call>\n<function=write>\n<parameter=t>\n{value}\n</parameter>\n\
+        </function>\n</tool_call>"
     );
     let text = tiny();
     let mut reply = text.reply(&[], &[], &tools);
@@ -419,13 +451,14 @@ fn pieces(normalizer: Value, decoder: Value) -> Arc<Tokenizer> {
     let vocab: Map<String, Value> = vocab.into_iter().zip((0..).map(|id: u32| id.into())).collect();
     let end = vocab["</s>"].clone();
     let source = json!({
-        "version": "1.0", "truncation": null, "padding": null, "pre_tokenizer": null, "post_processor": null,
-        "added_tokens": [{"id": end, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
-            "normalized": false, "special": true}],
-        "normalizer": normalizer, "decoder": decoder,
-        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
-            "vocab": vocab, "merges": [["t", "h"], ["th", "e"], ["▁", "the"]]},
+        "version": "1.0", "truncation": null, "padding": null, "pre_tokenizer": null,
+        "post_processor": null, "normalizer": normalizer, "decoder": decoder,
+        "added_tokens": [{"id": end, "content": "</s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "fuse_unk": true,
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "byte_fallback": true,
+            "ignore_merges": false, "vocab": vocab,
+            "merges": [["t", "h"], ["th", "e"], ["▁", "the"]]},
     });
     Arc::new(Tokenizer::parse(source.to_string().as_bytes()).expect("a small tokenizer"))
 }
@@ -438,19 +471,16 @@ fn kinds() -> [Arc<Tokenizer>; 4] {
     let (bytes, fuse) = (json!({"type": "ByteFallback"}), json!({"type": "Fuse"}));
     let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
     let prepend = json!({"type": "Prepend", "prepend": "▁"});
-    let meta = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": false});
+    let meta = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+        "split": false});
+    let other = json!({"type": "Strip", "content": "~", "start": 0, "stop": 1});
     let sequence = |decoders: Value| json!({"type": "Sequence", "decoders": decoders});
     let prefixed = json!({"type": "Sequence", "normalizers": [prepend, blank]});
     [
         pieces(prefixed.clone(), sequence(json!([sign, bytes, fuse, strip]))),
         pieces(blank.clone(), sequence(json!([sign, bytes, fuse]))),
         pieces(prefixed, sequence(json!([meta, bytes, fuse]))),
-        pieces(
-            blank,
-            sequence(
-                json!([bytes, sign, fuse, {"type": "Strip", "content": "~", "start": 0, "stop": 1}]),
-            ),
-        ),
+        pieces(blank, sequence(json!([bytes, sign, fuse, other]))),
     ]
 }
 

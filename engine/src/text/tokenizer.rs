@@ -12,6 +12,7 @@
 //! Source: `tokenizers` 0.23; transformers' `split_special_tokens` for plain text.
 
 use std::collections::{BTreeMap, HashSet};
+use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
 
@@ -49,7 +50,6 @@ impl Marker {
 }
 
 /// The tokenizer of one model; immutable once loaded.
-#[derive(Debug)]
 pub(super) struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The same without its added tokens; made when a plain text first asks for it.
@@ -230,7 +230,14 @@ impl Tokenizer {
 
     fn is_structure(&self, id: u32) -> bool {
         let added = self.added.get(&id).is_some_and(|token| !is_blank(&token.content));
-        added || self.markers.contains(&Some(id))
+        added || self.is_silent(id) || self.markers.contains(&Some(id))
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    /// A vocabulary is too long to be shown.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer").field("size", &self.size).finish_non_exhaustive()
     }
 }
 

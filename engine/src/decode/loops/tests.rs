@@ -205,7 +205,7 @@ fn thresholds_out_of_range_are_clamped_and_memory_is_bounded() {
             for i in 0..20 {
                 detector.push(i % 2);
             }
-            assert!(detector.tokens.capacity() <= 8 * PERIODS);
+            assert!(detector.tokens.capacity() <= 2 * HISTORY);
         }
     }
     // Longer than any run that is counted.
@@ -213,7 +213,7 @@ fn thresholds_out_of_range_are_clamped_and_memory_is_bounded() {
     for i in 0..200_000u32 {
         detector.push(i % 7);
     }
-    assert!(detector.tokens.capacity() <= 8 * PERIODS);
+    assert!(detector.tokens.capacity() <= 2 * HISTORY);
 }
 
 /// `cargo test -p steersman-engine --release -- --ignored --nocapture cost_of_a_token`
