@@ -61,7 +61,11 @@ case ${1-} in
 --into) into=$(mkdir -p "$2" && cd "$2" && pwd) && shift 2 ;;
 esac
 toolchain >/dev/null
-[ $# -gt 0 ] || set -- "$here/default" "$here/passthrough"
+all=
+[ $# -gt 0 ] || {
+    all=yes
+    set -- "$here/default" "$here/passthrough"
+}
 
 # Guests are built apart from the server, so that neither waits for the other's lock.
 guests=${CARGO_TARGET_DIR:-$here/../target}/policies
@@ -73,3 +77,10 @@ for folder in "$@"; do
     cargo run --quiet --manifest-path "$here/sdk/Cargo.toml" --example componentize -- \
         "$module" "${into:-$folder}/$name.wasm"
 done
+
+# What the committed components were built from: a test says when they are out of date.
+if [ -n "$all" ] && [ -z "$into" ]; then
+    cd "$here"
+    find ../wit sdk/src default passthrough -type f ! -path '*/target/*' |
+        LC_ALL=C sort | xargs sha256sum >SHA256SUMS
+fi

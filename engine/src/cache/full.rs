@@ -79,6 +79,9 @@ impl Full {
 
     /// Takes over keys and values of `len` positions.
     ///
+    /// The buffers get the capacity they would have had, so that what follows runs the same
+    /// kernels on the same layout as it would have without the interruption.
+    ///
     /// # Errors
     /// [`crate::Error::Store`] when a shape is not this layer's.
     pub fn restore(&mut self, keys: Array, values: Array, len: usize) -> Result<()> {
@@ -86,8 +89,8 @@ impl Full {
         for array in [&keys, &values] {
             expect_shape(array, &[1, self.heads, len, self.head_dim])?;
         }
-        self.len = len;
-        self.buffers = Some((keys, values));
+        *self = Self::new(self.heads, self.head_dim);
+        self.append(&keys, &values)?;
         Ok(())
     }
 }

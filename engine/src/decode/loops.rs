@@ -16,8 +16,17 @@
 //! n-gram counts (m5-infer: a 6-gram, 3 repeats, within 128 tokens) miss every period of half the
 //! window or more, and every near-repeat whose counter cuts the n-grams. A suffix automaton finds
 //! exact repeats of any period in O(1) a token, but not near ones. All lags at once cost O(period)
-//! a token in 16-bit lanes, which the compiler vectorises: 0.0 us a token for 1,024 lags,
-//! next to milliseconds for a decoding step; memory is 20 KiB whatever the length of the stream.
+//! a token in 16-bit lanes, which the compiler vectorises: 0.1 us a token for 1,024 lags, 0.4 us
+//! with near-repeats (x86-64, SSE2; `cost_of_a_token` repeats it), next to milliseconds for a
+//! decoding step. Memory is 24 KiB whatever the length of the stream.
+//!
+//! The default similarity is 0.87. With the tokenizers of Qwen3, Llama 3 and the demonstration
+//! model a sentence of 16 words with two counters that change agrees by 0.9 with the one before,
+//! and is found after 190 to 280 tokens. JSON records, tables, bullet lists, SQL inserts and prose
+//! whose values differ stay below it with the first two tokenizers; the demonstration model's small
+//! vocabulary cuts indented JSON so fine that it does not. A list in which nothing but a number
+//! changes (`{"id": 7, "ok": true}`) cannot be told from a loop, which is why the default policy
+//! heeds near-repeats in thoughts alone.
 //!
 //! Source: Smith and Waterman 1981 (local alignment), restricted to a band of lags.
 
@@ -31,7 +40,7 @@ pub const PERIODS: usize = 1024;
 pub const NEAR_EVIDENCE: u32 = 2;
 
 /// Consecutive changed tokens that end a near-repeat, however long it has been one.
-const CHANGES: i16 = 16;
+const CHANGES: i16 = 8;
 
 /// Scores are in this fraction of a token, so that they fit 16 bits.
 const SCALE: f32 = 256.0;
@@ -212,9 +221,16 @@ impl Near {
         self.lanes.advance(&self.old, past, token, &self.need, self.costs) >= 0
     }
 
-    /// The shortest lag that has what it needs, and the tokens of its alignment.
+    /// The lag that has what it needs, and the tokens of its alignment. Its neighbours share its
+    /// past and may have had enough before it: the one that scores highest is meant.
     fn found(&self) -> (usize, i16) {
-        shortest(&self.lanes.length[1..=PERIODS], &*self.need)
+        let Lanes { score, length } = &*self.lanes;
+        let (lag, _) = shortest(&length[1..=PERIODS], &*self.need);
+        let near =
+            lag.saturating_sub(CHANGES as usize).max(1)..=(lag + CHANGES as usize).min(PERIODS);
+        let at = |lag: usize| PERIODS + 1 - lag;
+        let best = near.rev().max_by_key(|&lag| score[at(lag)]).expect("`lag` is among them");
+        (best, length[at(best)])
     }
 }
 

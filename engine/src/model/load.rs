@@ -59,7 +59,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;
     let unused = weights.iter().count();
-    tracing::debug!(family = family.model_type, ?dtype, dequantize, unused, "model loaded");
+    let blas = mlx_sys::blas();
+    tracing::info!(family = family.model_type, ?dtype, dequantize, unused, blas, "model loaded");
 
     let context = text.get("max_position_embeddings").and_then(Value::as_u64).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };

@@ -22,7 +22,7 @@ pub const ANSWER_LOOP_TOKENS: u32 = 2048;
 
 /// The thresholds of the loop guard.
 pub const LOOPS: LoopRule =
-    LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.85 };
+    LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 };
 
 /// The native policy. It has no state: the plan in force, its own or that of the policy which it
 /// replaces, is kept by `decode`.

@@ -27,10 +27,8 @@ pub fn hint(settings: &Settings, has_tools: bool, user: &str) -> String {
     }
     match task(user) {
         Task::Json => text(settings, "hint_json", "**Final JSON:**\n\n```json\n"),
-        Task::Code(language) => {
-            text(settings, "hint_code", "**Final Code:**\n\n```{language}\n")
-                .replace("{language}", language)
-        }
+        Task::Code(language) => text(settings, "hint_code", "**Final Code:**\n\n```{language}\n")
+            .replace("{language}", language),
         Task::Sql => text(settings, "hint_sql", "**Final SQL:**\n\n```sql\n"),
         Task::Translation => text(settings, "hint_translation", "**Final Translation:**\n\n"),
         Task::Table => text(settings, "hint_table", "**Final Table:**\n\n|"),

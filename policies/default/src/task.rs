@@ -122,8 +122,18 @@ const LANGUAGES: &[(&str, &str)] = &[
 
 /// Objects that are code, whatever the language.
 const CODE: &[&str] = &[
-    "function", "functions", "snippet", "regex", "subroutine", "funktion", "fonction", "función",
-    "funcion", "funzione", "função", "функцию",
+    "function",
+    "functions",
+    "snippet",
+    "regex",
+    "subroutine",
+    "funktion",
+    "fonction",
+    "función",
+    "funcion",
+    "funzione",
+    "função",
+    "функцию",
 ];
 
 /// Objects that are code where a language stands before them, or "that" and the like after them.
@@ -309,7 +319,8 @@ fn asks_for_in_east_asian(sentence: &str) -> Option<Task> {
     {
         return Some(Task::Json);
     }
-    if words.iter().any(|word| is_sql(word)) && has(&["写", "寫", "优化", "書いて", "最適化", "작성"])
+    if words.iter().any(|word| is_sql(word))
+        && has(&["写", "寫", "优化", "書いて", "最適化", "작성"])
     {
         return Some(Task::Sql);
     }
@@ -329,7 +340,8 @@ fn sentences(text: &str) -> Vec<&str> {
             continue;
         }
         let mut start = 0;
-        for (at, mark) in line.match_indices(['.', '?', '!', ':', ';', '。', '？', '！', '：']) {
+        for (at, mark) in line.match_indices(['.', '?', '!', ':', ';', '。', '？', '！', '：'])
+        {
             let end = at + mark.len();
             // "foo.py" and "12:30" go on.
             if mark.len() > 1 || line[end..].starts_with(' ') || end == line.len() {

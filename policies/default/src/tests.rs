@@ -88,8 +88,11 @@ fn a_loop_or_a_used_up_budget_closes_the_thought_with_the_typed_hint() {
     policy.on_request(Request { user: "Extract the names as JSON.".into(), ..Request::default() });
     let near = Some(LoopReport { period: 23, repeats: 9, exact: false });
     let close = [Action::CloseThinking("**Final JSON:**\n\n```json\n".into())];
-    let think = |loop_found, budget_reached| {
-        Step { phase: Phase::Think, loop_found, budget_reached, ..Step::default() }
+    let think = |loop_found, budget_reached| Step {
+        phase: Phase::Think,
+        loop_found,
+        budget_reached,
+        ..Step::default()
     };
     assert_eq!(policy.on_step(think(near, false)), close);
     assert_eq!(policy.on_step(think(None, true)), close);

@@ -11,11 +11,7 @@ pub struct Passthrough;
 
 impl Policy for Passthrough {
     fn on_request(&mut self, request: Request) -> Plan {
-        Plan {
-            thinking: request.thinking,
-            think_budget: request.think_budget,
-            ..Plan::default()
-        }
+        Plan { thinking: request.thinking, think_budget: request.think_budget, ..Plan::default() }
     }
 }
 
@@ -27,8 +23,7 @@ mod tests {
 
     #[test]
     fn the_clients_wishes_are_the_plan() {
-        let request =
-            Request { thinking: Some(true), think_budget: Some(9), ..Request::default() };
+        let request = Request { thinking: Some(true), think_budget: Some(9), ..Request::default() };
         let plan = Passthrough.on_request(request);
         assert_eq!((plan.thinking, plan.think_budget), (Some(true), Some(9)));
         assert_eq!(Passthrough.on_request(Request::default()), Plan::default());
