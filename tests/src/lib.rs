@@ -1,6 +1,8 @@
 //! What the laws share: where fixtures lie, and an engine over the bundled model.
 
-use std::path::PathBuf;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 
 use serde_json::Value;
 use steersman_engine::config::{Config, Device, Dtype};
@@ -32,6 +34,41 @@ pub fn config() -> Config {
     config.model.device = Device::Cpu;
     config.model.dtype = Dtype::F32;
     config
+}
+
+/// An engine over the bundled model that ends in good order when it is dropped: what it saved is on
+/// disk then, and MLX is no longer at work when the process ends.
+pub struct Running {
+    engine: Option<Engine>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    /// Starts an engine that keeps its state in `data`.
+    ///
+    /// # Panics
+    /// When it cannot start.
+    pub fn start(config: Config, data: &Path) -> Self {
+        let (engine, thread) =
+            steersman_engine::start(config, &bundled_model(), data).expect("the engine starts");
+        Self { engine: Some(engine), thread: Some(thread) }
+    }
+}
+
+impl Deref for Running {
+    type Target = Engine;
+
+    fn deref(&self) -> &Engine {
+        self.engine.as_ref().expect("there until it is dropped")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        drop(self.engine.take());
+        let ended = self.thread.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))), "the engine panicked");
+    }
 }
 
 /// A greedy request of one user message.

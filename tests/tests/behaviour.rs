@@ -3,24 +3,20 @@
 //! `tests/fixtures/prompts.py` chose the prompts: the model itself is right on each of them, so a
 //! wrong answer here is the engine's or the policy's.
 
-use std::sync::{LazyLock, Mutex, MutexGuard};
-
 use serde_json::Value;
 use steersman_engine::config::Profile;
-use steersman_engine::engine::Engine;
 use steersman_engine::request::{FinishReason, Message, Request, SamplingWish};
-use steersman_tests::{ask, bundled_model, config, fixture, message, run};
+use steersman_tests::{Running, ask, config, fixture, message, run};
 
 /// Holds the longest planted code.
 const CONTEXT: usize = 2560;
 
-/// One engine for most laws: two cores cannot feed more.
-fn engine() -> MutexGuard<'static, Engine> {
-    static ENGINE: LazyLock<Mutex<Engine>> = LazyLock::new(|| Mutex::new(start(CONTEXT)));
-    ENGINE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+/// An engine that keeps no state, with the profiles `default` and `passthrough`.
+fn engine() -> Running {
+    engine_with_context(CONTEXT)
 }
 
-fn start(context: usize) -> Engine {
+fn engine_with_context(context: usize) -> Running {
     let mut config = config();
     config.store.enabled = false;
     config.engine.context = context;
@@ -28,8 +24,7 @@ fn start(context: usize) -> Engine {
         let profile = Profile { policy: policy.into(), ..Profile::default() };
         config.profiles.insert(policy.into(), profile);
     }
-    let data = tempfile::tempdir().unwrap();
-    steersman_engine::start(config, &bundled_model(), data.path()).unwrap().0
+    Running::start(config, &std::env::temp_dir())
 }
 
 fn cases(kind: &str) -> Vec<Value> {
@@ -46,7 +41,7 @@ fn planted_codes_are_found_where_the_policy_routes_thinking() {
     let engine = engine();
     for case in cases("needle") {
         let reply = run(&engine, request(&case, "default", None));
-        assert_eq!(reply.answer, case["answer"].as_str().unwrap(), "{reply:?}");
+        assert!(reply.answer.contains(text(&case, "code")), "{reply:?}");
         assert!(!reply.reasoning.is_empty());
     }
 }
@@ -56,7 +51,7 @@ fn planted_codes_are_refused_without_a_policy_and_without_thinking() {
     let engine = engine();
     for case in cases("needle") {
         let reply = run(&engine, request(&case, "passthrough", Some(false)));
-        assert_eq!(reply.answer, case["without_thinking"].as_str().unwrap());
+        assert_eq!(reply.answer, text(&case, "without_thinking"));
         assert_eq!((reply.reasoning.as_str(), reply.finished().usage.reasoning_tokens), ("", 0));
     }
 }
@@ -78,7 +73,7 @@ fn endless_thoughts_end_in_the_asked_form() {
 /// Two of each kind, in a small context, as each runs until that is full.
 #[test]
 fn endless_thoughts_run_to_the_limit_without_a_policy() {
-    let engine = start(600);
+    let engine = engine_with_context(600);
     for kind in ["invoice", "sql", "puzzle"] {
         let cases = cases("loops");
         for case in cases.iter().filter(|case| case["kind"] == kind).take(2) {

@@ -3,21 +3,14 @@
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread::{JoinHandle, sleep};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use steersman_engine::engine::Engine;
 use steersman_engine::request::Request;
-use steersman_tests::{Reply, ask, bundled_model, config, message, run};
+use steersman_tests::{Reply, Running, ask, config, message, run};
 
-fn start(data: &Path) -> (Engine, JoinHandle<()>) {
-    steersman_engine::start(config(), &bundled_model(), data).unwrap()
-}
-
-/// Ends an engine in good order: what it saved is on disk then.
-fn stop((engine, thread): (Engine, JoinHandle<()>)) {
-    drop(engine);
-    thread.join().unwrap();
+fn start(data: &Path) -> Running {
+    Running::start(config(), data)
 }
 
 /// A question behind a long system prompt, which is worth saving.
@@ -60,41 +53,41 @@ fn a_resumed_request_equals_an_uninterrupted_one() {
 
     let warm_data = tempfile::tempdir().unwrap();
     let warm = start(warm_data.path());
-    let whole = run(&warm.0, first.clone());
+    let whole = run(&warm, first.clone());
     assert_eq!(cached(&whole), 0);
     next.messages.extend([
         message("assistant", &whole.answer),
         message("user", "What is the capital of Peru?"),
     ]);
-    let repeat = run(&warm.0, first.clone());
+    let repeat = run(&warm, first.clone());
     assert!(cached(&repeat) > repeat.finished().usage.prompt_tokens - 10, "{repeat:?}");
     assert_same(&repeat, &whole);
 
     for request in [other, next] {
-        let resumed = run(&warm.0, request.clone());
+        let resumed = run(&warm, request.clone());
         assert!(cached(&resumed) > 500, "{:?}", resumed.finished().usage);
         let cold_data = tempfile::tempdir().unwrap();
         let cold = start(cold_data.path());
-        let whole = run(&cold.0, request);
+        let whole = run(&cold, request);
         assert_eq!(cached(&whole), 0);
         assert_same(&resumed, &whole);
-        stop(cold);
+        drop(cold);
     }
-    stop(warm);
+    drop(warm);
 }
 
 #[test]
 fn state_survives_a_restart() {
     let data = tempfile::tempdir().unwrap();
     let before = start(data.path());
-    let whole = run(&before.0, question("What is the capital of Italy?"));
-    stop(before);
+    let whole = run(&before, question("What is the capital of Italy?"));
+    drop(before);
 
     let after = start(data.path());
-    let repeat = run(&after.0, question("What is the capital of Italy?"));
+    let repeat = run(&after, question("What is the capital of Italy?"));
     assert!(cached(&repeat) > 500, "{:?}", repeat.finished().usage);
     assert_same(&repeat, &whole);
-    stop(after);
+    drop(after);
 }
 
 /// Set in the child that [`a_server_killed_while_saving_goes_on_after_a_restart`] kills: the data
@@ -105,7 +98,7 @@ const CHILD: &str = "STEERSMAN_TEST_CHILD";
 #[test]
 fn child_that_saves_until_killed() {
     let Some(data) = std::env::var_os(CHILD) else { return };
-    let (engine, _thread) = start(Path::new(&data));
+    let engine = start(Path::new(&data));
     println!("ready");
     for turn in 0.. {
         let reply = run(&engine, question(&format!("What is the capital of Italy? {turn}")));
@@ -129,8 +122,8 @@ fn spawn_child(data: &Path) -> Child {
 fn a_server_killed_while_saving_goes_on_after_a_restart() {
     let cold_data = tempfile::tempdir().unwrap();
     let cold = start(cold_data.path());
-    let whole = run(&cold.0, question("What is the capital of Italy?"));
-    stop(cold);
+    let whole = run(&cold, question("What is the capital of Italy?"));
+    drop(cold);
 
     let data = tempfile::tempdir().unwrap();
     let mut reused = 0;
@@ -149,11 +142,11 @@ fn a_server_killed_while_saving_goes_on_after_a_restart() {
         child.wait().unwrap();
 
         let after = start(data.path());
-        let reply = run(&after.0, question("What is the capital of Italy?"));
+        let reply = run(&after, question("What is the capital of Italy?"));
         assert_same(&reply, &whole);
         reused += u32::from(cached(&reply) > 0);
         println!("round {round}: {:?}", reply.finished().usage);
-        stop(after);
+        drop(after);
     }
     assert!(reused > 0, "nothing was ever reused");
 }

@@ -156,8 +156,11 @@ impl Sequence {
             self.end(FinishReason::Stop);
             return Ok(());
         }
-        self.ask_policy(loop_found, text)?;
         self.check_limits();
+        if !self.has_ended() {
+            self.ask_policy(loop_found, text)?;
+            self.check_limits();
+        }
         Ok(())
     }
 
@@ -246,6 +249,11 @@ impl Sequence {
             let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
             self.note(reason.clone());
             self.end(FinishReason::Policy(reason));
+            return Ok(());
+        }
+        if self.tokens.len() + tokens.len() > self.limits.context {
+            self.note(format!("{what} after {at} tokens, on {why}: the context is full"));
+            self.end(FinishReason::Length);
             return Ok(());
         }
         self.note(format!("{what} after {at} tokens, on {why}"));

@@ -127,8 +127,8 @@ impl Component {
     /// seconds for one with a JavaScript engine inside. Runs nothing of it.
     ///
     /// # Errors
-    /// [`Error::Policy`] when `bytes` is no component, imports anything, exports no hook, a hook of
-    /// another shape, or one of another version of the contract.
+    /// [`Error::Policy`] when `bytes` is no component, imports anything, exports no hook, or one that
+    /// the contract lacks or that is of another version.
     pub fn load(host: &Host, name: &str, bytes: &[u8]) -> Result<Self> {
         let refuse = |problem: String| Error::Policy { policy: name.into(), problem };
         if bytes.len() > COMPONENT_BYTES {
@@ -170,8 +170,7 @@ impl Component {
         let has = |hook: &str| {
             component.get_export_index(None, format!("{PACKAGE}{hook}@{CONTRACT}")).is_some()
         };
-        let shape =
-            |e: wasmtime::Error| refuse(format!("has a hook of another shape: {}", one_line(&e)));
+        let shape = |error| other_shape(name, &error);
         Ok(Self {
             name: name.into(),
             sha256: Sha256::digest(bytes).into(),
@@ -213,7 +212,8 @@ impl Component {
     /// under the limits of a hook call.
     ///
     /// # Errors
-    /// [`Error::Policy`] when the start function fails, or [`INSTANCES`] are alive already.
+    /// [`Error::Policy`] when the start function fails, a hook has another shape, or [`INSTANCES`]
+    /// are alive already.
     pub fn instantiate(self: &Arc<Self>) -> Result<Instance> {
         let state = State { memory_bytes: self.limits.memory_bytes, refused: None };
         let mut store = Store::new(self.pre.engine(), state);
@@ -223,26 +223,25 @@ impl Component {
         );
         let alive = self.ticker.watch();
         allow(&mut store, &self.limits);
-        let loaded = (|| {
-            let instance = self.pre.instantiate(&mut store)?;
+        let instance = self.pre.instantiate(&mut store);
+        let instance = instance.map_err(|e| self.failure(&mut store, "start", &e))?;
+        let hooks = (|| {
             Ok((
                 self.on_request.as_ref().map(|i| i.load(&mut store, &instance)).transpose()?,
                 self.on_step.as_ref().map(|i| i.load(&mut store, &instance)).transpose()?,
                 self.on_finish.as_ref().map(|i| i.load(&mut store, &instance)).transpose()?,
             ))
         })();
-        match loaded {
-            Ok((on_request, on_step, on_finish)) => Ok(Instance {
-                component: self.clone(),
-                store,
-                on_request,
-                on_step,
-                on_finish,
-                failure: None,
-                _alive: alive,
-            }),
-            Err(error) => Err(self.failure(&mut store, "start", &error)),
-        }
+        let (on_request, on_step, on_finish) = hooks.map_err(|e| other_shape(&self.name, &e))?;
+        Ok(Instance {
+            component: self.clone(),
+            store,
+            on_request,
+            on_step,
+            on_finish,
+            failure: None,
+            _alive: alive,
+        })
     }
 
     /// What went wrong in `hook`, in one line that names the limit, if it was one.
@@ -329,6 +328,11 @@ impl Policy for Instance {
     fn take_notes(&mut self) -> Vec<String> {
         self.failure.take().into_iter().collect()
     }
+}
+
+fn other_shape(policy: &str, error: &wasmtime::Error) -> Error {
+    let problem = format!("has a hook of another shape: {}", one_line(error));
+    Error::Policy { policy: policy.into(), problem }
 }
 
 /// Gives the next call its fuel and its deadline.
