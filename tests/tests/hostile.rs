@@ -16,6 +16,8 @@ use steersman_engine::policy::wasm::{Component, Host};
 use steersman_engine::policy::{
     Action, LoopReport, Phase, Plan, Policies, Policy, RequestView, Step, Summary,
 };
+use steersman_engine::request::{FinishReason, Request};
+use steersman_tests::{Running, ask};
 
 /// Longest that the calls of one request may take here: some 10 ms each where fuel runs out, times
 /// what a busy machine adds.
@@ -505,4 +507,41 @@ fn cost_of_the_default_policy() {
     let mut policy = policies.start("default").unwrap();
     time("on-request", Box::new(|| drop(policy.on_request(&view()).unwrap())));
     time("start and end", Box::new(|| drop(policies.start("default").unwrap())));
+}
+
+/// The same guests, each under a request that the engine really decodes: a thought that would not
+/// end comes to its answer all the same.
+#[test]
+fn a_request_under_a_hostile_policy_ends_well() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let mut config = steersman_tests::config();
+    config.store.enabled = false;
+    for (name, bytes, _, _) in hostile() {
+        let path = folder.path().join(format!("{}.wasm", name.replace(' ', "-")));
+        std::fs::write(&path, bytes).expect("a file in it");
+        let profile = Profile { policy: path.display().to_string(), ..Profile::default() };
+        config.profiles.insert(name.into(), profile);
+    }
+    let engine = Running::start(config, folder.path());
+    for (name, _, hook, _) in hostile() {
+        let question = "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who \
+                        is the tallest?";
+        let request = Request {
+            profile: name.into(),
+            thinking: Some(true),
+            think_budget: Some(30),
+            max_tokens: Some(60),
+            ..ask(question)
+        };
+        let reply = steersman_tests::run(&engine, request);
+        let finished = reply.finished();
+        assert!(finished.usage.reasoning_tokens < 35, "{name}: {finished:?}");
+        if hook == "on-finish" {
+            // It has no other hook: nobody hints at the answer, and a bare `</think>` is no help.
+            assert_eq!(finished.reason, FinishReason::Length, "{name}: {finished:?}");
+            continue;
+        }
+        assert_eq!(finished.reason, FinishReason::Stop, "{name}: {finished:?}");
+        assert!(reply.answer.contains("The tallest is Anna."), "{name}: {reply:?}");
+    }
 }
