@@ -107,7 +107,8 @@ impl Default for EngineConfig {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct StoreConfig {
-    /// Whether state is kept on disk.
+    /// Whether state is kept on disk. Otherwise it is kept in memory, in at most 512 MiB, until the
+    /// engine ends.
     pub enabled: bool,
     /// The database file; empty is `state.redb` in the data folder.
     pub path: PathBuf,

@@ -12,8 +12,6 @@ mod sample;
 mod sequence;
 mod snapshot;
 
-pub use sample::sample;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::thread::JoinHandle;
@@ -26,6 +24,7 @@ use mlx_rs::transforms::{async_eval, eval};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use self::sample::sample;
 use self::sequence::{Rows, Sequence};
 use crate::config::{Config, Profile, StoreConfig};
 use crate::engine::{Engine, Info, Job};
@@ -67,6 +66,9 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     let info = loaded.recv().map_err(|_| Error::Stopped)??;
     Ok((Engine::new(jobs, info), thread))
 }
+
+/// Most bytes of state kept in memory where there is no disk for it.
+const MEMORY_BYTES: u64 = 512 << 20;
 
 /// Everything that the engine thread owns.
 pub struct Decoder {
@@ -307,5 +309,5 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Bo
             }
         }
     }
-    Box::new(MemoryStore::new(fingerprint, config.budget_bytes))
+    Box::new(MemoryStore::new(fingerprint, config.budget_bytes.min(MEMORY_BYTES)))
 }
