@@ -81,6 +81,7 @@ done
 # What the committed components were built from: a test says when they are out of date.
 if [ -n "$all" ] && [ -z "$into" ]; then
     cd "$here"
+    sum=$(command -v sha256sum || echo "shasum -a 256") # macOS has the latter
     find ../wit sdk/src default passthrough -type f ! -path '*/target/*' |
-        LC_ALL=C sort | xargs sha256sum >SHA256SUMS
+        LC_ALL=C sort | xargs $sum >SHA256SUMS
 fi

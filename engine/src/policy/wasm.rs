@@ -16,6 +16,10 @@
 //! a trace replays bit for bit on another machine. The pooling allocator reserves address space
 //! for [`INSTANCES`] instances of `memory_bytes` each and no more than that: the default of 4 GiB
 //! a memory saves bounds checks, which cost nothing here, but fails under `ulimit -v`.
+//!
+//! Measured with the default policy on two x86-64 cores: a step call 0.8 us at the median and
+//! 1.6 us at the 99th percentile, starting and dropping an instance 6 us and 11 us
+//! (`cost_of_the_default_policy` in tests/tests/hostile.rs repeats it).
 
 mod contract;
 mod ticker;
