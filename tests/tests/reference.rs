@@ -31,23 +31,27 @@ fn family(name: &str) -> Case {
     let folder = fixtures().join("families").join(name);
     let facts = fixture(&format!("families/{name}/reference.json"));
     let expected = Array::load_safetensors(folder.join("reference.safetensors")).unwrap();
-    Case::new(&folder, &facts, expected)
+    Case::new(&folder, &facts, expected, &config().model)
 }
 
 /// The demonstration model in one of its forms.
-fn tiny_hybrid(name: &str, folder: &Path) -> Case {
+fn tiny_hybrid(name: &str, folder: &Path, config: &ModelConfig) -> Case {
     let facts = &fixture("reference.json")["models"][name];
     let prefix = format!("{name}.");
     let expected = Array::load_safetensors(fixtures().join("reference.safetensors")).unwrap();
     let own = |(key, array): (String, Array)| Some((key.strip_prefix(&prefix)?.to_string(), array));
-    Case::new(folder, facts, expected.into_iter().filter_map(own).collect())
+    Case::new(folder, facts, expected.into_iter().filter_map(own).collect(), config)
 }
 
 impl Case {
-    fn new(folder: &Path, facts: &Value, expected: HashMap<String, Array>) -> Self {
-        let config: ModelConfig = config().model;
+    fn new(
+        folder: &Path,
+        facts: &Value,
+        expected: HashMap<String, Array>,
+        config: &ModelConfig,
+    ) -> Self {
         let ids = |key: &str| serde_json::from_value(facts[key].clone()).unwrap();
-        let model = load(folder, &config).unwrap().model;
+        let model = load(folder, config).unwrap().model;
         Self { model, prompt: ids("prompt_ids"), greedy: ids("greedy_ids"), expected }
     }
 
@@ -126,7 +130,15 @@ fn every_family_computes_what_mlx_lm_computes() {
 
 #[test]
 fn the_bundled_model_computes_what_mlx_lm_computes() {
-    check(&tiny_hybrid("tiny-hybrid-4bit", &bundled_model()));
+    check(&tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config().model));
+}
+
+/// As it runs on a GPU, or on a CPU that shall save memory.
+#[test]
+fn quantized_weights_compute_what_mlx_lm_computes() {
+    let config = ModelConfig { cpu_dequantize: false, ..config().model };
+    let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config);
+    case.assert_logits(&case.prefill(300).0, "quantized");
 }
 
 /// The bundled model before it was quantized, as its trainer saved it. Too large for this repo.
@@ -134,14 +146,14 @@ fn the_bundled_model_computes_what_mlx_lm_computes() {
 #[ignore = "needs the folder tiny-hybrid-bf16 in MODEL_DIR"]
 fn the_published_model_computes_what_mlx_lm_computes() {
     let folder = PathBuf::from(std::env::var_os("MODEL_DIR").expect("MODEL_DIR is set"));
-    check(&tiny_hybrid("tiny-hybrid-bf16", &folder.join("tiny-hybrid-bf16")));
+    check(&tiny_hybrid("tiny-hybrid-bf16", &folder.join("tiny-hybrid-bf16"), &config().model));
 }
 
 /// The shape that several requests in one step need: rows of two sequences, of different lengths,
 /// joined in one `forward`, give what each gives alone.
 #[test]
 fn joined_ragged_rows_equal_separate_rows() {
-    let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model());
+    let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config().model);
     let (first, second) = (&case.prompt[..90], &case.prompt[100..113]);
     let mut alone = Vec::new();
     for tokens in [first, second] {

@@ -85,3 +85,39 @@ impl Embedding {
         self.0.forward(h)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mlx_rs::ops::quantize;
+    use mlx_rs::random;
+
+    /// Every group size and width that MLX has: multiplying packed weights equals multiplying
+    /// what they unpack to, as a layer and as an embedding.
+    #[test]
+    fn quantized_layers_equal_their_dequantized_form() {
+        let normal = |seed, shape: &[i32]| {
+            random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+        };
+        let x = normal(1, &[1, 3, 256]);
+        let ids = Array::from_slice(&[5u32, 0, 31], &[3]);
+        for group_size in [32, 64, 128] {
+            for bits in [2, 3, 4, 5, 6, 8] {
+                let (weight, scales, biases) =
+                    quantize(normal(2, &[32, 256]), group_size, bits).unwrap();
+                let dense = dequantize(&weight, &scales, &biases, group_size, bits).unwrap();
+                let dense = Linear::Dense { weight: dense, bias: None };
+                let packed =
+                    Linear::Quantized { weight, scales, biases, group_size, bits, bias: None };
+                let close = |a: Array, b: Array| {
+                    let difference = a.subtract(b).unwrap().abs().unwrap().max(None).unwrap();
+                    let difference = difference.item_exact::<f32>();
+                    assert!(difference < 1e-4, "{bits} bits, group {group_size}: {difference}");
+                };
+                close(packed.forward(&x).unwrap(), dense.forward(&x).unwrap());
+                let rows = |linear| Embedding(linear).forward(&ids).unwrap();
+                close(rows(packed), rows(dense));
+            }
+        }
+    }
+}
