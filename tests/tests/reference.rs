@@ -10,9 +10,9 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
 use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use serde_json::Value;
-use steersman_engine::cache::Cache;
+use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::ModelConfig;
-use steersman_engine::model::{Model, Span, load};
+use steersman_engine::model::{Model, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
 /// The bound that the mission sets: largest difference of a row over the row's largest logit.

@@ -31,6 +31,14 @@ pub struct Cache {
     pub position: usize,
 }
 
+/// Neighbouring rows of one sequence.
+pub struct Span<'a> {
+    /// How many rows.
+    pub rows: i32,
+    /// What the sequence remembers of the rows before.
+    pub cache: &'a mut Cache,
+}
+
 impl Cache {
     /// The state as plain arrays, layer by layer; [`Cache::restore`] reads them back.
     ///

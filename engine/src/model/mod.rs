@@ -14,7 +14,7 @@ pub use weights::Weights;
 use mlx_rs::Array;
 use serde_json::Value;
 
-use crate::cache::Cache;
+use crate::cache::{Cache, Span};
 use crate::error::Result;
 
 /// A language model: weights and the formula that uses them.
@@ -40,14 +40,6 @@ pub trait Model {
     /// # Errors
     /// [`crate::Error::Array`] when MLX rejects a shape.
     fn logits(&self, hidden: &Array) -> Result<Array>;
-}
-
-/// Neighbouring rows of one sequence.
-pub struct Span<'a> {
-    /// How many rows.
-    pub rows: i32,
-    /// What the sequence remembers of the rows before.
-    pub cache: &'a mut Cache,
 }
 
 /// A family of models that share a formula.

@@ -13,8 +13,8 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Span, Weights};
-use crate::cache::{Cache, Full, LayerCache};
+use super::{Model, Weights};
+use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, GatedDelta, Linear, Projected, RmsNorm, Rope, SwiGlu, attention, by_span,

@@ -21,8 +21,8 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
+use crate::cache::Span;
 use crate::error::{Error, Result};
-use crate::model::Span;
 
 impl From<mlx_rs::error::Exception> for Error {
     fn from(exception: mlx_rs::error::Exception) -> Self {
