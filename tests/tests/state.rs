@@ -96,19 +96,18 @@ const CHILD: &str = "STEERSMAN_TEST_CHILD";
 
 /// The child: answers one request after another, each with something new to save, until killed.
 #[test]
+#[ignore = "a child of the next test"]
 fn child_that_saves_until_killed() {
     let Some(data) = std::env::var_os(CHILD) else { return };
     let engine = start(Path::new(&data));
-    println!("ready");
     for turn in 0.. {
-        let reply = run(&engine, question(&format!("What is the capital of Italy? {turn}")));
-        println!("said {}", reply.answer);
+        run(&engine, question(&format!("What is the capital of Italy? {turn}")));
     }
 }
 
 fn spawn_child(data: &Path) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_that_saves_until_killed", "--nocapture"])
+        .args(["--exact", "child_that_saves_until_killed", "--ignored"])
         .env(CHILD, data)
         .stdout(Stdio::null())
         .stderr(Stdio::null())

@@ -26,10 +26,11 @@ use tokio::sync::mpsc;
 
 use self::sample::sample;
 use self::sequence::{Rows, Sequence};
+use crate::cache::Span;
 use crate::config::{Config, Profile, StoreConfig};
 use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
-use crate::model::{Loaded, Model, Span};
+use crate::model::{Loaded, Model};
 use crate::policy::Policies;
 use crate::request::Event;
 use crate::store::{Fingerprint, MemoryStore, RedbStore, Store};
@@ -257,7 +258,7 @@ impl Decoder {
             }
             let last = hidden.try_index((.., end - 1..end))?;
             let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
-            let index = (sequence.tokens.len().max(sequence.cache.position)) as u64;
+            let index = sequence.cache.position as u64;
             let token = sample(&logits, &sequence.sampling, sequence.seed, index)?;
             sequence.drawn = Some(token.clone());
             // MLX is lazy: the next step is queued before this token is read, or the device idles
@@ -282,8 +283,9 @@ impl Decoder {
     fn save(&self, sequence: &Sequence) {
         let store = &self.store;
         let tokens = &sequence.tokens[..sequence.cache.position];
-        let known = store.longest(tokens, tokens.len()) == Some(tokens.len());
-        if tokens.len() < self.store_min_tokens || known {
+        let worth = tokens.len() >= self.store_min_tokens;
+        // Copying the state out is what costs, so it is not left to the store to find it known.
+        if !worth || store.longest(tokens, tokens.len()) == Some(tokens.len()) {
             return;
         }
         match snapshot::take(&sequence.cache, tokens) {

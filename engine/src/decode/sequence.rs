@@ -147,8 +147,7 @@ impl Sequence {
     pub fn commit_drawn(&mut self, token: u32, text: &Text) -> Result<()> {
         if text.eos().contains(&token) {
             self.tokens.push(token);
-            let called = self.progress.tool_calls > 0;
-            self.end(if called { FinishReason::ToolCalls } else { FinishReason::Stop });
+            self.end(FinishReason::Stop);
             return Ok(());
         }
         let loop_found = self.commit(token);
@@ -306,7 +305,7 @@ impl Sequence {
         let pieces = self.reply.finish();
         self.send(pieces);
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
-        // A call that the end of the turn completed counts as one.
+        // Only now are all calls known: the end of the turn completes one, too.
         let reason = match reason {
             FinishReason::Stop if self.progress.tool_calls > 0 => FinishReason::ToolCalls,
             reason => reason,

@@ -280,11 +280,6 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// Fuel that the last call used.
-    pub fn fuel_used(&self) -> u64 {
-        self.component.limits.fuel - self.store.get_fuel().unwrap_or(0)
-    }
-
     fn check_output(&self, hook: &str, bytes: usize, actions: usize) -> Result<()> {
         let limit = self.component.limits.output_bytes;
         let problem = if bytes > limit {
