@@ -12,7 +12,7 @@ use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use serde_json::Value;
 use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::ModelConfig;
-use steersman_engine::model::{Model, load};
+use steersman_engine::model::{Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
 /// The bound that the mission sets: largest difference of a row over the row's largest logit.
@@ -59,7 +59,7 @@ impl Case {
     fn run(&self, tokens: &[u32], cache: &mut Cache) -> Array {
         let rows = tokens.len() as i32;
         let ids = Array::from_slice(tokens, &[rows]);
-        let hidden = self.model.forward(&ids, &mut [Span { rows, cache }]).unwrap();
+        let hidden = self.model.forward(&ids, &mut [Span { rows, cache }], Pass::WHOLE).unwrap();
         self.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
     }
 
@@ -166,7 +166,7 @@ fn joined_ragged_rows_equal_separate_rows() {
         let ids = Array::from_slice(tokens, &[tokens.len() as i32]);
         let mut spans: Vec<Span> =
             caches.iter_mut().zip(rows).map(|(cache, rows)| Span { rows, cache }).collect();
-        case.model.forward(&ids, &mut spans).unwrap()
+        case.model.forward(&ids, &mut spans, Pass::WHOLE).unwrap()
     };
     run(&[first, second].concat(), [90, 13]);
     let hidden = run(&[5, 5], [1, 1]);

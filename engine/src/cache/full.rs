@@ -40,11 +40,11 @@ impl Full {
         self.len == 0
     }
 
-    /// Appends `k`, `v` [1, H_kv, T, D] and returns all positions, [1, H_kv, len, D] each.
+    /// Appends `k`, `v` [1, H_kv, T, D].
     ///
     /// # Errors
     /// [`crate::Error::Array`] when the shapes do not fit.
-    pub fn append(&mut self, k: &Array, v: &Array) -> Result<(Array, Array)> {
+    pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
         let end = self.len + k.dim(2);
         let capacity = self.buffers.as_ref().map_or(0, |(keys, _)| keys.dim(2));
         if end > capacity {
@@ -62,7 +62,22 @@ impl Full {
         keys.try_index_mut((.., .., self.len..end, ..), k)?;
         values.try_index_mut((.., .., self.len..end, ..), v)?;
         self.len = end;
-        Ok((keys.try_index((.., .., ..end, ..))?, values.try_index((.., .., ..end, ..))?))
+        Ok(())
+    }
+
+    /// Keys and values of all positions, [1, H_kv, len, D] each.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when MLX rejects the slice.
+    pub fn view(&self) -> Result<(Array, Array)> {
+        let (keys, values) = self.buffers.as_ref().expect("nothing looks at an empty cache");
+        let filled = |a: &Array| a.try_index((.., .., ..self.len, ..));
+        Ok((filled(keys)?, filled(values)?))
+    }
+
+    /// Forgets all positions from `len` on.
+    pub fn rewind(&mut self, len: i32) {
+        self.len = self.len.min(len);
     }
 
     /// Keys and values as far as they are filled.
@@ -70,11 +85,11 @@ impl Full {
     /// # Errors
     /// [`crate::Error::Array`] when MLX rejects the slice.
     pub fn state(&self) -> Result<Vec<Array>> {
-        let Some((keys, values)) = &self.buffers else { return Ok(Vec::new()) };
-        Ok(vec![
-            keys.try_index((.., .., ..self.len, ..))?,
-            values.try_index((.., .., ..self.len, ..))?,
-        ])
+        if self.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (keys, values) = self.view()?;
+        Ok(vec![keys, values])
     }
 
     /// Takes over keys and values of `len` positions.
@@ -84,13 +99,12 @@ impl Full {
     ///
     /// # Errors
     /// [`crate::Error::Store`] when a shape is not this layer's.
-    pub fn restore(&mut self, keys: Array, values: Array, len: usize) -> Result<()> {
+    pub fn restore(&mut self, keys: &Array, values: &Array, len: usize) -> Result<()> {
         let len = i32::try_from(len).unwrap_or(i32::MAX);
-        for array in [&keys, &values] {
+        for array in [keys, values] {
             expect_shape(array, &[1, self.heads, len, self.head_dim])?;
         }
         *self = Self::new(self.heads, self.head_dim);
-        self.append(&keys, &values)?;
-        Ok(())
+        self.append(keys, values)
     }
 }

@@ -2,12 +2,17 @@
 //!
 //! A cache holds no weights; `Model::forward` alone advances it. It knows nothing of tokens: which
 //! tokens its rows came from is `decode`'s business.
+//!
+//! It can go back: after [`Cache::checkpoint`] every kind of layer can be rewound to any row since.
+//! That is how drafted rows that were rejected are forgotten.
 
 mod full;
 mod recurrent;
+mod sliding;
 
 pub use full::Full;
-pub use recurrent::Recurrent;
+pub use recurrent::{Recurrent, Writes, delta_step};
+pub use sliding::Sliding;
 
 use mlx_rs::Array;
 
@@ -18,6 +23,8 @@ use crate::error::{Error, Result};
 pub enum LayerCache {
     /// Keys and values of every position.
     Full(Full),
+    /// Keys and values of the last positions.
+    Sliding(Sliding),
     /// A fixed-size state that every position changes.
     Recurrent(Recurrent),
 }
@@ -25,10 +32,11 @@ pub enum LayerCache {
 /// Everything that a request remembers.
 #[derive(Debug, Clone)]
 pub struct Cache {
-    /// One entry a layer, in the model's order.
+    /// One entry for each layer that remembers something, in the model's order.
     pub layers: Vec<LayerCache>,
-    /// Rows that went through the model so far.
+    /// Rows that went through the model so far: the position of the next one.
     pub position: usize,
+    mark: Option<usize>,
 }
 
 /// Neighbouring rows of one sequence.
@@ -39,7 +47,57 @@ pub struct Span<'a> {
     pub cache: &'a mut Cache,
 }
 
+impl Span<'_> {
+    /// Position of the first row.
+    pub fn offset(&self) -> i32 {
+        i32::try_from(self.cache.position).expect("contexts are far shorter: checked at admission")
+    }
+}
+
 impl Cache {
+    /// An empty cache of these empty layers.
+    pub fn new(layers: Vec<LayerCache>) -> Self {
+        Self { layers, position: 0, mark: None }
+    }
+
+    /// From here on [`Cache::rewind`] can come back. Replaces an earlier checkpoint.
+    ///
+    /// Recurrent layers keep what each row writes until then, so a checkpoint wants an end.
+    pub fn checkpoint(&mut self) {
+        for layer in &mut self.layers {
+            match layer {
+                LayerCache::Full(_) => {}
+                LayerCache::Sliding(sliding) => sliding.checkpoint(),
+                LayerCache::Recurrent(recurrent) => recurrent.checkpoint(),
+            }
+        }
+        self.mark = Some(self.position);
+    }
+
+    /// Forgets all rows from `position` on, and ends the checkpoint.
+    ///
+    /// Layers that an early exit left behind the others stay where they are, so that a rewind to
+    /// the checkpoint itself brings all of them together again.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when MLX rejects it; the cache is then of no further use.
+    ///
+    /// # Panics
+    /// When `position` does not lie between the checkpoint and now.
+    pub fn rewind(&mut self, position: usize) -> Result<()> {
+        let mark = self.mark.take().expect("a rewind follows a checkpoint");
+        assert!((mark..=self.position).contains(&position), "rewound to where it never was");
+        for layer in &mut self.layers {
+            match layer {
+                LayerCache::Full(full) => full.rewind(position as i32),
+                LayerCache::Sliding(sliding) => sliding.rewind(position as i32),
+                LayerCache::Recurrent(recurrent) => recurrent.rewind((position - mark) as i32)?,
+            }
+        }
+        self.position = position;
+        Ok(())
+    }
+
     /// The state as plain arrays, layer by layer; [`Cache::restore`] reads them back.
     ///
     /// Cheap: arrays are shared, not copied.
@@ -51,6 +109,7 @@ impl Cache {
         for layer in &self.layers {
             arrays.extend(match layer {
                 LayerCache::Full(full) => full.state()?,
+                LayerCache::Sliding(sliding) => sliding.state()?,
                 LayerCache::Recurrent(recurrent) => recurrent.state(),
             });
         }
@@ -70,14 +129,15 @@ impl Cache {
                 return Err(Error::Store("a snapshot has too few tensors".into()));
             };
             match layer {
-                LayerCache::Full(full) => full.restore(a, b, position)?,
+                LayerCache::Full(full) => full.restore(&a, &b, position)?,
+                LayerCache::Sliding(sliding) => sliding.restore(&a, &b, position)?,
                 LayerCache::Recurrent(recurrent) => recurrent.restore(a, b)?,
             }
         }
         if arrays.next().is_some() {
             return Err(Error::Store("a snapshot has too many tensors".into()));
         }
-        *self = Self { layers, position };
+        *self = Self { layers, position, mark: None };
         Ok(())
     }
 }

@@ -1,8 +1,13 @@
 //! State of one GatedDeltaNet layer: the delta rule's matrix and the convolution's tail.
 //!
 //! Fixed in size however long the prompt is, and changed by every row: it cannot be cut back to an
-//! earlier position, only restored from a copy.
+//! earlier position. After a checkpoint it therefore keeps what the rows wrote with (k, v, decay
+//! and beta: a few vectors a row, where the state is a matrix), and a rewind replays
+//! [`delta_step`] over the rows that stay. Nothing is copied: MLX's arrays are never changed, so
+//! the checkpoint is a handle to the old one.
 
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 
 use super::expect_shape;
@@ -12,9 +17,60 @@ use crate::error::Result;
 #[derive(Debug, Clone)]
 pub struct Recurrent {
     /// The delta rule's matrix, always f32: errors add up over the whole context.
-    pub state: Array,
+    state: Array,
     /// The convolution's last inputs, before the convolution and its activation.
-    pub tail: Array,
+    tail: Array,
+    mark: Option<Mark>,
+}
+
+/// A checkpoint, and what was written since.
+#[derive(Debug, Clone)]
+struct Mark {
+    state: Array,
+    /// The convolution's inputs: the tail at the checkpoint, then all rows since.
+    inputs: Vec<Array>,
+    writes: Vec<Writes>,
+}
+
+/// What rows write to the state with, all f32 and heads first.
+#[derive(Debug, Clone)]
+pub struct Writes {
+    /// [1, H_v, T, D_k], unit vectors.
+    pub k: Array,
+    /// [1, H_v, T, D_v]
+    pub v: Array,
+    /// [1, H_v, T], in (0, 1): what is left of the state before it is written to.
+    pub decay: Array,
+    /// [1, H_v, T], in (0, 1): strength of the correction.
+    pub beta: Array,
+}
+
+impl Writes {
+    /// Row `t`, with shapes as for T = 1.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when there is no such row.
+    pub fn row(&self, t: i32) -> Result<Self> {
+        let row = |a: &Array| a.try_index((.., .., t..t + 1));
+        Ok(Self {
+            k: row(&self.k)?,
+            v: row(&self.v)?,
+            decay: row(&self.decay)?,
+            beta: row(&self.beta)?,
+        })
+    }
+}
+
+/// The delta rule's write of one row: `S <- g S; S <- S + beta (v - S k) k^T`.
+///
+/// # Errors
+/// [`crate::Error::Array`] when the shapes do not fit.
+pub fn delta_step(state: &Array, row: &Writes) -> Result<Array> {
+    let state = state.multiply(row.decay.expand_dims(3)?)?;
+    // v and the correction are rows [1, H, 1, D_v]; S k is k S^T then.
+    let read = matmul(&row.k, state.swap_axes(2, 3)?)?;
+    let correction = row.v.subtract(read)?.multiply(row.beta.expand_dims(3)?)?;
+    Ok(state.add(correction.swap_axes(2, 3)?.multiply(&row.k)?)?)
 }
 
 impl Recurrent {
@@ -26,7 +82,63 @@ impl Recurrent {
         Ok(Self {
             state: mlx_rs::ops::zeros_dtype(state, Dtype::Float32)?,
             tail: mlx_rs::ops::zeros_dtype(tail, dtype)?,
+            mark: None,
         })
+    }
+
+    /// The delta rule's matrix after all rows.
+    pub fn matrix(&self) -> &Array {
+        &self.state
+    }
+
+    /// Puts `x` [1, T, C] behind the convolution's tail, [1, K - 1 + T, C], and keeps the new tail.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn convolution_input(&mut self, x: &Array) -> Result<Array> {
+        if let Some(mark) = &mut self.mark {
+            mark.inputs.push(x.clone());
+        }
+        let joined = concatenate(&[&self.tail, x], 1)?;
+        self.tail = joined.try_index((.., x.dim(1).., ..))?;
+        Ok(joined)
+    }
+
+    /// Takes over the matrix after further rows, which wrote `writes`.
+    pub fn advance(&mut self, matrix: Array, writes: Writes) {
+        self.state = matrix;
+        if let Some(mark) = &mut self.mark {
+            mark.writes.push(writes);
+        }
+    }
+
+    /// From here on [`Recurrent::rewind`] can come back.
+    pub fn checkpoint(&mut self) {
+        let (state, inputs) = (self.state.clone(), vec![self.tail.clone()]);
+        self.mark = Some(Mark { state, inputs, writes: Vec::new() });
+    }
+
+    /// Goes back to `keep` rows after the checkpoint, and ends it.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when fewer rows were written.
+    pub fn rewind(&mut self, keep: i32) -> Result<()> {
+        let Some(mark) = self.mark.take() else { return Ok(()) };
+        let written: i32 = mark.writes.iter().map(|writes| writes.k.dim(2)).sum();
+        if keep == written {
+            return Ok(());
+        }
+        self.state = mark.state;
+        let mut left = keep;
+        for writes in &mark.writes {
+            for t in 0..writes.k.dim(2).min(left) {
+                self.state = delta_step(&self.state, &writes.row(t)?)?;
+                left -= 1;
+            }
+        }
+        let taps = self.tail.dim(1);
+        self.tail = concatenate(&mark.inputs, 1)?.try_index((.., keep..keep + taps, ..))?;
+        Ok(())
     }
 
     /// State and tail.
@@ -41,7 +153,7 @@ impl Recurrent {
     pub fn restore(&mut self, state: Array, tail: Array) -> Result<()> {
         expect_shape(&state, self.state.shape())?;
         expect_shape(&tail, self.tail.shape())?;
-        (self.state, self.tail) = (state, tail);
+        (self.state, self.tail, self.mark) = (state, tail, None);
         Ok(())
     }
 }

@@ -30,7 +30,7 @@ use crate::cache::Span;
 use crate::config::{Config, Profile, StoreConfig};
 use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
-use crate::model::{Loaded, Model};
+use crate::model::{Loaded, Model, Pass};
 use crate::policy::Policies;
 use crate::request::Event;
 use crate::store::{Fingerprint, MemoryStore, RedbStore, Store};
@@ -244,7 +244,7 @@ impl Decoder {
             return Ok(());
         }
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
-        let hidden = self.model.forward(&joined, &mut spans)?;
+        let hidden = self.model.forward(&joined, &mut spans, Pass::WHOLE)?;
 
         let mut end = 0;
         let mut pending = Vec::new();

@@ -13,11 +13,11 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Weights};
+use super::{Model, Pass, Weights};
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, GatedDelta, Linear, Projected, RmsNorm, Rope, SwiGlu, attention, by_span,
+    Embedding, GatedDelta, Linear, Projected, RmsNorm, Rope, Scores, SwiGlu, attention, by_span,
 };
 
 /// `text_config` of `config.json` (or all of it, in text-only checkpoints).
@@ -162,19 +162,26 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
 }
 
 impl Model for Qwen35 {
+    fn depth(&self) -> usize {
+        self.layers.len()
+    }
+
     fn new_cache(&self) -> Result<Cache> {
         let layers = self.layers.iter().map(|layer| match &layer.mixer {
             Mixer::SelfAttn(a) => Ok(LayerCache::Full(Full::new(a.kv_heads, a.head_dim))),
             Mixer::LinearAttn(a) => Ok(LayerCache::Recurrent(a.delta.new_cache(self.dtype)?)),
         });
-        Ok(Cache { layers: layers.collect::<Result<_>>()?, position: 0 })
+        Ok(Cache::new(layers.collect::<Result<_>>()?))
     }
 
-    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
         let mut x = self.embed_tokens.forward(tokens)?;
-        for (i, layer) in self.layers.iter().enumerate() {
+        for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
             let normed = layer.input_layernorm.forward(&x)?;
             x = x.add(layer.mixer.forward(&normed, spans, i)?)?;
+            if pass.skips(i) {
+                continue;
+            }
             let normed = layer.post_attention_layernorm.forward(&x)?;
             x = x.add(layer.mlp.forward(&normed)?)?;
         }
@@ -251,14 +258,12 @@ impl SelfAttn {
         let k = self.k_norm.forward(&self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
         let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
         let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
-            let LayerCache::Full(cache) = &mut span.cache.layers[layer] else {
-                unreachable!("new_cache made this layer's cache")
-            };
-            let offset = cache.len();
+            let offset = span.offset();
             let q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
             let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
             let v = v.swap_axes(1, 2)?;
-            let y = attention(&q, &k, &v, (d as f32).powf(-0.5), cache)?;
+            let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None };
+            let y = attention(&q, &k, &v, scores, &mut span.cache.layers[layer])?;
             Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
         })?;
         self.o_proj.forward(&mixed.multiply(sigmoid(gate)?)?)

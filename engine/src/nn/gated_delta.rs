@@ -20,7 +20,7 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype, fast};
 
 use super::{RmsNorm, silu};
-use crate::cache::Recurrent;
+use crate::cache::{Recurrent, Writes, delta_step};
 use crate::error::Result;
 
 /// Tokens that the chunked form joins. Longer chunks mean fewer sequential steps but a larger
@@ -112,11 +112,11 @@ impl GatedDelta {
             beta: heads_first(&beta)?,
         };
         let (y, state) = if rows <= RECURRENT_ROWS {
-            delta_rule_recurrent(&inputs, &cache.state)?
+            delta_rule_recurrent(&inputs, cache.matrix())?
         } else {
-            delta_rule_chunked(&inputs, &cache.state)?
+            delta_rule_chunked(&inputs, cache.matrix())?
         };
-        cache.state = state;
+        cache.advance(state, inputs.writes()?);
 
         let y = self.norm.forward(&y.swap_axes(1, 2)?.as_dtype(dtype)?)?;
         let gate = silu(&x.z.as_dtype(Dtype::Float32)?.reshape(y.shape())?)?;
@@ -127,8 +127,7 @@ impl GatedDelta {
     /// Causal depthwise convolution and its activation; keeps the last inputs as the tail.
     fn convolve(&self, x: &Array, cache: &mut Recurrent) -> Result<Array> {
         let rows = x.dim(1);
-        let x = concatenate(&[&cache.tail, x], 1)?;
-        cache.tail = x.try_index((.., rows.., ..))?;
+        let x = cache.convolution_input(x)?;
         let mut sum: Option<Array> = None;
         for (tap, weight) in (0i32..).zip(&self.conv1d) {
             let term = x.try_index((.., tap..tap + rows, ..))?.multiply(weight)?;
@@ -169,24 +168,25 @@ pub struct DeltaInputs {
     pub beta: Array,
 }
 
+impl DeltaInputs {
+    fn writes(&self) -> Result<Writes> {
+        let Self { k, v, log_decay, beta, .. } = self;
+        Ok(Writes { k: k.clone(), v: v.clone(), decay: exp(log_decay)?, beta: beta.clone() })
+    }
+}
+
 /// The delta rule token by token: returns y [1, H, T, D_v] and the state after the last token.
 ///
 /// # Errors
 /// [`crate::Error::Array`] when the shapes do not fit.
 pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Array)> {
     let rows = x.q.dim(2);
-    let (decay, beta) = (exp(&x.log_decay)?, &x.beta);
+    let writes = x.writes()?;
     let mut state = state.clone();
     let mut ys = Vec::new();
     for t in 0..rows {
-        let row = |a: &Array| a.try_index((.., .., t..t + 1));
-        let (q, k, v) = (row(&x.q)?, row(&x.k)?, row(&x.v)?);
-        let g = row(&decay)?.expand_dims(3)?;
-        state = state.multiply(g)?;
-        // v, d and y are rows [1, H, 1, D_v]; S k is k S^T then.
-        let read = matmul(&k, state.swap_axes(2, 3)?)?;
-        let d = v.subtract(read)?.multiply(row(beta)?.expand_dims(3)?)?;
-        state = state.add(d.swap_axes(2, 3)?.multiply(&k)?)?;
+        state = delta_step(&state, &writes.row(t)?)?;
+        let q = x.q.try_index((.., .., t..t + 1))?;
         ys.push(matmul(&q, state.swap_axes(2, 3)?)?);
     }
     Ok((if rows == 1 { ys.remove(0) } else { concatenate(&ys, 2)? }, state))

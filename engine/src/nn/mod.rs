@@ -10,7 +10,7 @@ mod mlp;
 mod norm;
 mod rope;
 
-pub use attention::attention;
+pub use attention::{Scores, attend, attention};
 pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent};
 pub use linear::{Embedding, Linear};
 pub use mlp::SwiGlu;
