@@ -2,18 +2,18 @@
 //!
 //! Reads checkpoints as Hugging Face publishes them ((1 + w) norms, conv1d [C, 1, K]) and as MLX
 //! converts them. Multimodal checkpoints load their language part. The multi-token-prediction
-//! layer (`mtp.*`) is not read yet.
+//! layer (`mtp.*`), which mlx-lm drops, is read where it is there.
 //!
 //! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py`, checked by the reference
 //! logits in `tests/fixtures`.
 
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::sigmoid;
+use mlx_rs::ops::{concatenate, sigmoid};
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Pass, Weights};
+use super::{Model, Mtp, Pass, Weights};
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
@@ -76,6 +76,7 @@ struct Qwen35 {
     norm: RmsNorm,
     /// `None` where the embedding is the head.
     lm_head: Option<Linear>,
+    mtp: Option<MtpLayers>,
     dtype: Dtype,
 }
 
@@ -96,35 +97,17 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
     sanitize(weights)?;
-    let eps = config.rms_norm_eps;
-    let norm = |weights: &mut Weights, name: &str| -> Result<RmsNorm> {
-        Ok(RmsNorm { weight: weights.take(&format!("{name}.weight"))?, eps })
-    };
-    let mut layers = Vec::with_capacity(config.num_hidden_layers);
-    for i in 0..config.num_hidden_layers {
-        let at = |name: &str| format!("model.layers.{i}.{name}");
-        let mixer = if config.is_linear(i) {
-            Mixer::LinearAttn(LinearAttn::load(&config, weights, &at("linear_attn"))?)
-        } else {
-            Mixer::SelfAttn(SelfAttn::load(&config, weights, &at("self_attn"))?)
-        };
-        layers.push(Layer {
-            input_layernorm: norm(weights, &at("input_layernorm"))?,
-            mixer,
-            post_attention_layernorm: norm(weights, &at("post_attention_layernorm"))?,
-            mlp: SwiGlu {
-                gate_proj: weights.linear(&at("mlp.gate_proj"))?,
-                up_proj: weights.linear(&at("mlp.up_proj"))?,
-                down_proj: weights.linear(&at("mlp.down_proj"))?,
-            },
-        });
-    }
+    let layers = (0..config.num_hidden_layers)
+        .map(|i| Layer::load(&config, weights, &format!("model.layers.{i}"), config.is_linear(i)));
+    let layers = layers.collect::<Result<_>>()?;
+    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
     let tied = config.tie_word_embeddings || !weights.has("lm_head.weight");
     Ok(Box::new(Qwen35 {
-        embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
         layers,
-        norm: norm(weights, "model.norm")?,
+        norm: weights.norm("model.norm", config.rms_norm_eps)?,
         lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
+        mtp: MtpLayers::load(&config, weights, &embed_tokens)?,
+        embed_tokens,
         dtype: weights.dtype(),
     }))
 }
@@ -151,9 +134,16 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
             let [channels, taps] = [array.dim(0), array.dim(1).max(array.dim(2))];
             return Ok(array.reshape(&[channels, taps])?);
         }
-        let plus_one = ["layernorm.weight", "q_norm.weight", "k_norm.weight"];
-        if published && (name == "model.norm.weight" || plus_one.iter().any(|n| name.ends_with(n)))
-        {
+        let plus_one = [
+            "layernorm.weight",
+            "q_norm.weight",
+            "k_norm.weight",
+            "model.norm.weight",
+            "mtp.norm.weight",
+            "pre_fc_norm_embedding.weight",
+            "pre_fc_norm_hidden.weight",
+        ];
+        if published && plus_one.iter().any(|n| name.ends_with(n)) {
             // In the stored dtype, as the reference rounds it.
             return Ok(array.add(Array::from_f32(1.0).as_dtype(array.dtype())?)?);
         }
@@ -177,13 +167,10 @@ impl Model for Qwen35 {
     fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
         let mut x = self.embed_tokens.forward(tokens)?;
         for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
-            let normed = layer.input_layernorm.forward(&x)?;
-            x = x.add(layer.mixer.forward(&normed, spans, i)?)?;
-            if pass.skips(i) {
-                continue;
+            x = layer.mix(&x, spans, i)?;
+            if !pass.skips(i) {
+                x = layer.feed_forward(&x)?;
             }
-            let normed = layer.post_attention_layernorm.forward(&x)?;
-            x = x.add(layer.mlp.forward(&normed)?)?;
         }
         for span in spans {
             span.cache.position += span.rows as usize;
@@ -196,6 +183,42 @@ impl Model for Qwen35 {
             Some(head) => head.forward(hidden),
             None => self.embed_tokens.as_linear(hidden),
         }
+    }
+
+    fn mtp(&self) -> Option<&dyn Mtp> {
+        self.mtp.as_ref().map(|mtp| mtp as &dyn Mtp)
+    }
+}
+
+impl Layer {
+    fn load(config: &Config, weights: &mut Weights, at: &str, is_linear: bool) -> Result<Self> {
+        let norm = |weights: &mut Weights, name: &str| {
+            weights.norm(&format!("{at}.{name}"), config.rms_norm_eps)
+        };
+        Ok(Self {
+            input_layernorm: norm(weights, "input_layernorm")?,
+            mixer: if is_linear {
+                Mixer::LinearAttn(LinearAttn::load(config, weights, &format!("{at}.linear_attn"))?)
+            } else {
+                Mixer::SelfAttn(SelfAttn::load(config, weights, &format!("{at}.self_attn"))?)
+            },
+            post_attention_layernorm: norm(weights, "post_attention_layernorm")?,
+            mlp: SwiGlu {
+                gate_proj: weights.linear(&format!("{at}.mlp.gate_proj"))?,
+                up_proj: weights.linear(&format!("{at}.mlp.up_proj"))?,
+                down_proj: weights.linear(&format!("{at}.mlp.down_proj"))?,
+            },
+        })
+    }
+
+    fn mix(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        let normed = self.input_layernorm.forward(x)?;
+        Ok(x.add(self.mixer.forward(&normed, spans, layer)?)?)
+    }
+
+    fn feed_forward(&self, x: &Array) -> Result<Array> {
+        let normed = self.post_attention_layernorm.forward(x)?;
+        Ok(x.add(self.mlp.forward(&normed)?)?)
     }
 }
 
@@ -224,19 +247,14 @@ struct SelfAttn {
 
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
-        let eps = config.rms_norm_eps;
-        let mut norm = |name: &str| -> Result<RmsNorm> {
-            Ok(RmsNorm { weight: weights.take(&format!("{at}.{name}.weight"))?, eps })
-        };
-        let (q_norm, k_norm) = (norm("q_norm")?, norm("k_norm")?);
         let rope = &config.rope_parameters;
         Ok(Self {
             q_proj: weights.linear(&format!("{at}.q_proj"))?,
             k_proj: weights.linear(&format!("{at}.k_proj"))?,
             v_proj: weights.linear(&format!("{at}.v_proj"))?,
             o_proj: weights.linear(&format!("{at}.o_proj"))?,
-            q_norm,
-            k_norm,
+            q_norm: weights.norm(&format!("{at}.q_norm"), config.rms_norm_eps)?,
+            k_norm: weights.norm(&format!("{at}.k_norm"), config.rms_norm_eps)?,
             rope: Rope {
                 dims: (config.head_dim as f32 * rope.partial_rotary_factor) as i32,
                 theta: rope.rope_theta,
@@ -289,10 +307,7 @@ impl LinearAttn {
                 conv1d: taps.collect::<std::result::Result<_, _>>()?,
                 a_log: weights.take_f32(&format!("{at}.A_log"))?,
                 dt_bias: weights.take(&format!("{at}.dt_bias"))?,
-                norm: RmsNorm {
-                    weight: weights.take(&format!("{at}.norm.weight"))?,
-                    eps: config.rms_norm_eps,
-                },
+                norm: weights.norm(&format!("{at}.norm"), config.rms_norm_eps)?,
                 key_heads: config.linear_num_key_heads,
                 value_heads: config.linear_num_value_heads,
                 key_dim: config.linear_key_head_dim,
@@ -318,5 +333,65 @@ impl LinearAttn {
             self.delta.forward(&Projected { qkv, z, b, a }, cache)
         })?;
         self.out_proj.forward(&mixed)
+    }
+}
+
+/// The multi-token-prediction layers: `fc` joins what a row says and the token that follows it, a
+/// block like the model's own attention layers mixes the rows.
+struct MtpLayers {
+    embed_tokens: Embedding,
+    pre_fc_norm_embedding: RmsNorm,
+    pre_fc_norm_hidden: RmsNorm,
+    fc: Linear,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    kv_heads: i32,
+    head_dim: i32,
+}
+
+impl MtpLayers {
+    fn load(
+        config: &Config,
+        weights: &mut Weights,
+        embed_tokens: &Embedding,
+    ) -> Result<Option<Self>> {
+        if !weights.has("mtp.fc.weight") {
+            return Ok(None);
+        }
+        let eps = config.rms_norm_eps;
+        let mut layers = Vec::new();
+        while weights.has(&format!("mtp.layers.{}.input_layernorm.weight", layers.len())) {
+            let at = format!("mtp.layers.{}", layers.len());
+            layers.push(Layer::load(config, weights, &at, false)?);
+        }
+        Ok(Some(Self {
+            embed_tokens: embed_tokens.clone(),
+            pre_fc_norm_embedding: weights.norm("mtp.pre_fc_norm_embedding", eps)?,
+            pre_fc_norm_hidden: weights.norm("mtp.pre_fc_norm_hidden", eps)?,
+            fc: weights.linear("mtp.fc")?,
+            layers,
+            norm: weights.norm("mtp.norm", eps)?,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+        }))
+    }
+}
+
+impl Mtp for MtpLayers {
+    fn new_cache(&self) -> Result<Cache> {
+        let full = || LayerCache::Full(Full::new(self.kv_heads, self.head_dim));
+        Ok(Cache::new(self.layers.iter().map(|_| full()).collect()))
+    }
+
+    fn forward(&self, hidden: &Array, tokens: &Array, span: &mut Span<'_>) -> Result<Array> {
+        let embedding = self.pre_fc_norm_embedding.forward(&self.embed_tokens.forward(tokens)?)?;
+        let hidden = self.pre_fc_norm_hidden.forward(hidden)?;
+        let mut x = self.fc.forward(&concatenate(&[embedding, hidden], 2)?)?;
+        for (i, layer) in self.layers.iter().enumerate() {
+            x = layer.mix(&x, std::slice::from_mut(span), i)?;
+            x = layer.feed_forward(&x)?;
+        }
+        span.cache.position += span.rows as usize;
+        self.norm.forward(&x)
     }
 }

@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-use crate::nn::Linear;
+use crate::nn::{Linear, RmsNorm};
 
 /// Tensors by name, with what is needed to turn them into layers.
 pub struct Weights {
@@ -165,6 +165,14 @@ impl Weights {
         let array = self.remove(name)?.as_dtype(dtype)?;
         eval([&array])?;
         Ok(array)
+    }
+
+    /// Takes the norm `NAME.weight`.
+    ///
+    /// # Errors
+    /// As [`Weights::take`].
+    pub fn norm(&mut self, name: &str, eps: f32) -> Result<RmsNorm> {
+        Ok(RmsNorm { weight: self.take(&format!("{name}.weight"))?, eps })
     }
 
     /// Takes a linear layer: `NAME.weight`, with `.scales` and `.biases` where it is quantized
