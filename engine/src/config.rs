@@ -17,6 +17,8 @@ pub struct Config {
     pub model: ModelConfig,
     /// Bounds of the engine thread.
     pub engine: EngineConfig,
+    /// Guessing tokens ahead.
+    pub speculation: SpeculationConfig,
     /// Saved state.
     pub store: StoreConfig,
     /// Limits on guests, for all policies.
@@ -100,6 +102,63 @@ pub struct EngineConfig {
 impl Default for EngineConfig {
     fn default() -> Self {
         Self { queue: 32, prefill_chunk: 512, max_tokens: 4096, context: 0 }
+    }
+}
+
+/// `[speculation]`: drafts that the model verifies. They change how fast a reply comes, and nothing
+/// else.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SpeculationConfig {
+    /// What may draft; none turns speculation off. A kind that the model has no weights for is
+    /// left out, which the log says.
+    pub drafts: Vec<DraftKind>,
+    /// A smaller model with the same vocabulary, for `model` drafts: a local folder, or a Hugging
+    /// Face repo id; empty for none.
+    pub draft_model: String,
+    /// Most tokens of one draft, 1 to 7.
+    pub depth: usize,
+    /// Verify a token again in a pass of its own where the two likeliest are so close that the
+    /// rounding of a pass over several rows could have swapped them.
+    pub exact: bool,
+}
+
+impl Default for SpeculationConfig {
+    fn default() -> Self {
+        let drafts = DraftKind::ALL.to_vec();
+        Self { drafts, draft_model: String::new(), depth: DEPTH, exact: true }
+    }
+}
+
+/// Most tokens of one draft. A pass of eight rows is where kernels stop being cheap.
+pub const DEPTH: usize = 7;
+
+/// What drafts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DraftKind {
+    /// The text itself: what followed the same tokens before.
+    Ngram,
+    /// The checkpoint's multi-token-prediction layer.
+    Mtp,
+    /// The model in `draft_model`.
+    Model,
+    /// The model's own first layers.
+    EarlyExit,
+}
+
+impl DraftKind {
+    /// All kinds.
+    pub const ALL: [Self; 4] = [Self::Ngram, Self::Mtp, Self::Model, Self::EarlyExit];
+
+    /// The name that configurations use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ngram => "ngram",
+            Self::Mtp => "mtp",
+            Self::Model => "model",
+            Self::EarlyExit => "early-exit",
+        }
     }
 }
 
@@ -196,6 +255,11 @@ impl Config {
         at_least("engine.queue", self.engine.queue as u64, 1)?;
         at_least("engine.prefill_chunk", self.engine.prefill_chunk as u64, 1)?;
         at_least("engine.max_tokens", self.engine.max_tokens.into(), 1)?;
+        at_least("speculation.depth", self.speculation.depth as u64, 1)?;
+        if self.speculation.depth > DEPTH {
+            let problem = format!("is {}, must be at most {DEPTH}", self.speculation.depth);
+            return Err(Error::Invalid { field: "speculation.depth", problem });
+        }
         at_least("store.min_tokens", self.store.min_tokens as u64, 1)?;
         at_least("policy.fuel", self.policy.fuel, 1)?;
         at_least("policy.deadline_ms", self.policy.deadline_ms, 1)?;

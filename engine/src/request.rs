@@ -164,4 +164,8 @@ pub struct Usage {
     pub reasoning_tokens: u32,
     /// Tokens of the answer and its tool calls, injected text included.
     pub answer_tokens: u32,
+    /// Tokens that were guessed ahead.
+    pub drafted_tokens: u32,
+    /// How many of these were right, and so are among the tokens of thoughts and answer.
+    pub accepted_tokens: u32,
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use steersman_engine::config::{
-    Config, EngineConfig, ModelConfig, PolicyConfig, Profile, StoreConfig,
+    Config, EngineConfig, ModelConfig, PolicyConfig, Profile, SpeculationConfig, StoreConfig,
 };
 
 /// A whole configuration file. `configs/steersman.toml` holds every key with its default.
@@ -22,6 +22,8 @@ pub struct FileConfig {
     pub model: ModelConfig,
     /// Bounds of the engine thread.
     pub engine: EngineConfig,
+    /// Guessing tokens ahead.
+    pub speculation: SpeculationConfig,
     /// Saved state.
     pub store: StoreConfig,
     /// Limits on guests, for all policies.
@@ -78,9 +80,9 @@ impl FileConfig {
     /// # Errors
     /// Names the first key that is out of range.
     pub fn check(self) -> Result<(ServerConfig, Config)> {
-        let Self { server, model, engine, store, policy, profiles } = self;
+        let Self { server, model, engine, speculation, store, policy, profiles } = self;
         server.check()?;
-        let engine = Config { model, engine, store, policy, profiles }.check()?;
+        let engine = Config { model, engine, speculation, store, policy, profiles }.check()?;
         Ok((server, engine))
     }
 }
@@ -130,9 +132,16 @@ mod tests {
     fn the_shown_configuration_has_every_key() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/steersman.toml");
         let text = std::fs::read_to_string(path).unwrap();
-        for section in
-            ["server", "model", "engine", "store", "policy", "profiles.x", "profiles.x.sampling"]
-        {
+        for section in [
+            "server",
+            "model",
+            "engine",
+            "speculation",
+            "store",
+            "policy",
+            "profiles.x",
+            "profiles.x.sampling",
+        ] {
             let error = toml::from_str::<FileConfig>(&format!("[{section}]\nno_such_key = 1"));
             let error = error.unwrap_err().to_string();
             let (_, known) = error.split_once("expected one of").expect("the keys are listed");
@@ -177,6 +186,7 @@ mod tests {
             ("[server]\nbody_limit_bytes = 0", "server.body_limit_bytes"),
             ("[server]\nbody_timeout_s = 0", "server.body_timeout_s"),
             ("[engine]\nqueue = 0", "engine.queue"),
+            ("[speculation]\ndepth = 9", "speculation.depth"),
         ] {
             let error = toml::from_str::<FileConfig>(text).unwrap().check().unwrap_err();
             assert!(error.to_string().contains(key), "`{key}` is not in {error}");

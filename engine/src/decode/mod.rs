@@ -7,27 +7,33 @@
 //! still being computed, and reads them while it runs, so that neither side waits for the other.
 
 mod admit;
+mod draft;
+mod governor;
 pub mod loops;
 mod sample;
 mod sequence;
 mod snapshot;
+mod speculate;
+pub mod verify;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::rc::Rc;
 use std::thread::JoinHandle;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use self::governor::{Costs, Mode};
 use self::sample::sample;
-use self::sequence::{Rows, Sequence};
+use self::sequence::{Drawn, Rows, Sequence};
 use crate::cache::Span;
-use crate::config::{Config, Profile, StoreConfig};
+use crate::config::{Config, DraftKind, ModelConfig, Profile, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
 use crate::model::{Loaded, Model, Pass};
@@ -84,6 +90,17 @@ pub struct Decoder {
     context: usize,
     max_tokens: u32,
     prefill_chunk: usize,
+    speculation: SpeculationConfig,
+    /// Guesses for `model`, where there is one.
+    draft_model: Option<Rc<dyn Model>>,
+    /// Layers of an early exit, where one is known to be worth it.
+    exit_layers: Option<usize>,
+    /// What passes cost here; `None` where nothing drafts.
+    costs: Option<Costs>,
+    mode: Mode,
+    /// Type of the activations, and margins below which it leaves two tokens near-ties.
+    dtype: Dtype,
+    tie: f32,
     sequences: Vec<Sequence>,
 }
 
@@ -96,8 +113,9 @@ impl Decoder {
     pub fn load(config: Config, folder: &Path, data: &Path) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
         let policies = Policies::load(&config.policy, &config.profiles)?;
-        let Loaded { model, family, context, digest, numbers } =
+        let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
+        let draft_model = load_draft_model(&config.speculation, &config.model, &text)?;
         let context = match config.engine.context {
             0 => context,
             limit => limit.min(context),
@@ -123,7 +141,7 @@ impl Decoder {
             fingerprint: sha.finalize()[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };
-        let decoder = Self {
+        let mut decoder = Self {
             model,
             family,
             name,
@@ -135,9 +153,31 @@ impl Decoder {
             context,
             max_tokens: config.engine.max_tokens,
             prefill_chunk: config.engine.prefill_chunk,
+            speculation: config.speculation,
+            draft_model,
+            exit_layers: None,
+            costs: None,
+            mode: Mode::Auto,
+            dtype,
+            tie: speculate::tie(dtype),
             sequences: Vec::new(),
         };
+        decoder.measure()?;
         Ok((decoder, info))
+    }
+
+    /// Finds out what passes and drafts cost on this machine.
+    fn measure(&mut self) -> Result<()> {
+        let mut drafts = self.drafts(&[])?;
+        if drafts.is_empty() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let costs = Costs::measure(&*self.model, &mut drafts)?;
+        let kinds: Vec<_> = drafts.iter().map(|draft| draft.kind().name()).collect();
+        tracing::info!(?kinds, ?costs, took = ?start.elapsed(), "speculation");
+        self.costs = Some(costs);
+        Ok(())
     }
 
     /// Serves jobs until every handle is gone, then waits for the store.
@@ -190,7 +230,9 @@ impl Decoder {
             return;
         }
         for mut sequence in running {
-            if sequence.has_ended() {
+            if let Some(error) = sequence.take_failure() {
+                sequence.fail(error);
+            } else if sequence.has_ended() {
                 sequence.finish();
                 self.save(&sequence);
             } else {
@@ -199,25 +241,24 @@ impl Decoder {
         }
     }
 
-    /// Runs the rows of all sequences and commits the tokens drawn a turn ago.
+    /// Runs the rows of all sequences, and commits the tokens drawn a turn ago or accepted in this
+    /// one.
     ///
     /// # Errors
     /// [`Error::Array`]; what goes wrong in one sequence alone ends that one, without an error.
-    fn step(&mut self, running: &mut Vec<Sequence>) -> Result<()> {
-        let before: Vec<Option<Array>> = running.iter().map(|s| s.drawn.clone()).collect();
-        self.forward(running)?;
-        let mut failed = Vec::new();
-        for (i, (sequence, drawn)) in running.iter_mut().zip(before).enumerate() {
-            self.save_at_anchor(sequence);
-            let Some(drawn) = drawn else { continue };
-            let token = drawn.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))?;
-            if let Err(error) = sequence.commit_drawn(token, &self.text) {
-                sequence.fail(error);
-                failed.push(i);
-            }
+    fn step(&self, running: &mut [Sequence]) -> Result<()> {
+        for sequence in &mut *running {
+            self.draft(sequence)?;
         }
-        for i in failed.into_iter().rev() {
-            running.remove(i);
+        let before: Vec<Option<Drawn>> = running.iter_mut().map(|s| s.drawn.clone()).collect();
+        self.forward(running)?;
+        for (sequence, drawn) in running.iter_mut().zip(before) {
+            self.save_at_anchor(sequence);
+            if let Some(drafted) = sequence.drafted.take() {
+                self.accept_drafts(sequence, drafted)?;
+            } else if let Some(drawn) = drawn {
+                sequence.commit_drawn(drawn.read()?, &self.text);
+            }
         }
         Ok(())
     }
@@ -228,9 +269,9 @@ impl Decoder {
         let mut ran = Vec::new();
         let mut spans = Vec::new();
         for (i, sequence) in running.iter_mut().enumerate() {
-            let rows = match sequence.next_rows(self.prefill_chunk) {
+            let rows = match sequence.next_rows(self.prefill_chunk)? {
                 Rows::Known(tokens) => Array::from_slice(&tokens, &[tokens.len() as i32]),
-                Rows::Drawn(token) => token,
+                Rows::Drawn(rows) | Rows::Drafted(rows) => rows,
                 Rows::None => {
                     sequence.drawn = None;
                     continue;
@@ -249,18 +290,26 @@ impl Decoder {
         let mut end = 0;
         let mut pending = Vec::new();
         for (i, rows) in ran.into_iter().zip(&ids) {
-            end += rows.dim(0);
+            let rows = rows.dim(0);
+            end += rows;
             let sequence = &mut running[i];
+            let own = hidden.try_index((.., end - rows..end))?;
+            if sequence.drafted.is_some() {
+                self.draw_drafted(sequence, own)?;
+                continue;
+            }
+            sequence.observe(&own, sequence.cache.position - rows as usize)?;
             if !sequence.is_caught_up() {
                 // Otherwise the graphs of all chunks would pile up, and nobody could cancel.
                 pending.extend(sequence.cache.state()?);
                 continue;
             }
-            let last = hidden.try_index((.., end - 1..end))?;
-            let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
+            sequence.stepped();
+            let logits =
+                self.model.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
             let index = sequence.cache.position as u64;
             let token = sample(&logits, &sequence.sampling, sequence.seed, index)?;
-            sequence.drawn = Some(token.clone());
+            sequence.drawn = Some(Drawn::Computing(token.clone()));
             // MLX is lazy: the next step is queued before this token is read, or the device idles
             // for one round trip a token.
             async_eval([&token])?;
@@ -293,6 +342,26 @@ impl Decoder {
             Err(error) => tracing::warn!(request_id = sequence.id, %error, "state not saved"),
         }
     }
+}
+
+/// The model that drafts for `model` drafts, where the configuration names one.
+///
+/// # Errors
+/// What is wrong with it, or that its vocabulary is another than `text`'s.
+fn load_draft_model(
+    config: &SpeculationConfig,
+    model: &ModelConfig,
+    text: &Text,
+) -> Result<Option<Rc<dyn Model>>> {
+    if config.draft_model.is_empty() || !config.drafts.contains(&DraftKind::Model) {
+        return Ok(None);
+    }
+    let folder = Path::new(&config.draft_model);
+    if let Some(problem) = Text::load(folder)?.vocabulary_difference(text) {
+        let problem = format!("cannot draft, as its vocabulary is another one: {problem}");
+        return Err(Error::Model { path: folder.join("tokenizer.json"), problem });
+    }
+    Ok(Some(crate::model::load(folder, model)?.model.into()))
 }
 
 /// The store that the configuration asks for. One that cannot be opened is not worth refusing to

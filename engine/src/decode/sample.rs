@@ -4,38 +4,88 @@
 //! step has its own random key, made of the request's seed and the step's index: what was drawn
 //! before, or drawn and thrown away, changes nothing.
 
-use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
-use mlx_rs::ops::{argsort_axis, select, softmax_axis};
+use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, put_along_axis, take_along_axis};
+use mlx_rs::ops::{argsort_axis, broadcast_to, concatenate, select, softmax_axis};
 use mlx_rs::{Array, Dtype, random};
 
 use crate::error::Result;
 use crate::request::Sampling;
 
-/// Draws a token from `logits` [1, V]; returns u32 [1].
+/// Draws a token behind each row of `logits` [R, V], the first of which stands for position `index`;
+/// returns u32 [R].
 ///
 /// # Errors
 /// [`crate::Error::Array`] when MLX rejects the shapes.
 pub fn sample(logits: &Array, sampling: &Sampling, seed: u64, index: u64) -> Result<Array> {
+    let (scores, order) = scores(logits, sampling, seed, index)?;
+    named(&argmax_axis(&scores, -1, true)?, order.as_ref())
+}
+
+/// [`sample`], and by how much each token won over the next best, relative to its row's largest
+/// logit: f32 [R]. What is below rounding could have gone the other way.
+///
+/// # Errors
+/// [`crate::Error::Array`] when MLX rejects the shapes.
+pub fn sample_with_margin(
+    logits: &Array,
+    sampling: &Sampling,
+    seed: u64,
+    index: u64,
+) -> Result<(Array, Array)> {
+    let (scores, order) = scores(logits, sampling, seed, index)?;
+    let best = argmax_axis(&scores, -1, true)?;
+    let won = take_along_axis(&scores, &best, -1)?;
+    let never = Array::from_f32(f32::NEG_INFINITY).as_dtype(scores.dtype())?;
+    let others = put_along_axis(&scores, &best, broadcast_to(never, best.shape())?, -1)?;
+    let margin = won.subtract(others.max_axis(-1, true)?)?.as_dtype(Dtype::Float32)?;
+    let largest = logits.abs()?.max_axis(-1, true)?.as_dtype(Dtype::Float32)?;
+    // Dividing by the temperature widens rounding as well.
+    let scale = if sampling.temperature > 0.0 { sampling.temperature } else { 1.0 };
+    let margin = margin.multiply(Array::from_f32(scale))?.divide(largest)?;
+    Ok((named(&best, order.as_ref())?, margin.squeeze_axes(&[1])?))
+}
+
+/// [R, V]: the largest of a row is what is drawn. Where filters sort the row, the second array says
+/// which token each place stands for.
+///
+/// Adding Gumbel noise and taking the largest is a draw from the softmax, and draws of two models
+/// with the same noise tend to agree, which is what drafts want.
+fn scores(
+    logits: &Array,
+    sampling: &Sampling,
+    seed: u64,
+    index: u64,
+) -> Result<(Array, Option<Array>)> {
     if sampling.temperature <= 0.0 {
-        return Ok(argmax_axis(logits, -1, None)?.as_dtype(Dtype::Uint32)?);
+        return Ok((logits.clone(), None));
     }
-    let key = random::key(mix(seed, index))?;
+    let shape = [1, logits.dim(1)];
+    let noise = (0..logits.dim(0) as u64)
+        .map(|row| random::gumbel::<f32>(&shape[..], &random::key(mix(seed, index + row))?));
+    let noise = concatenate(&noise.collect::<std::result::Result<Vec<_>, _>>()?, 0)?;
     let logits = logits.as_dtype(Dtype::Float32)?.divide(Array::from_f32(sampling.temperature))?;
     if !filters(sampling) {
-        return Ok(random::categorical(&logits, -1, None, &key)?.as_dtype(Dtype::Uint32)?);
+        return Ok((logits.add(noise)?, None));
     }
     let order = argsort_axis(logits.negative()?, -1)?;
     let sorted = filtered(&take_along_axis(&logits, &order, -1)?, sampling)?;
-    let rank = random::categorical(&sorted, -1, None, &key)?.expand_dims(1)?;
-    let token = take_along_axis(&order, rank.as_dtype(Dtype::Uint32)?, -1)?;
-    Ok(token.squeeze_axes(&[1])?.as_dtype(Dtype::Uint32)?)
+    Ok((sorted.add(noise)?, Some(order)))
+}
+
+/// Tokens u32 [R] at the places [R, 1].
+fn named(places: &Array, order: Option<&Array>) -> Result<Array> {
+    let tokens = match order {
+        Some(order) => take_along_axis(order, places, -1)?,
+        None => places.clone(),
+    };
+    Ok(tokens.squeeze_axes(&[1])?.as_dtype(Dtype::Uint32)?)
 }
 
 fn filters(sampling: &Sampling) -> bool {
     sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0
 }
 
-/// `sorted` [1, V], likeliest first, with minus infinity for what the filters drop. The likeliest
+/// `sorted` [R, V], likeliest first, with minus infinity for what the filters drop. The likeliest
 /// token always stays.
 fn filtered(sorted: &Array, sampling: &Sampling) -> Result<Array> {
     let never = Array::from_f32(f32::NEG_INFINITY);

@@ -6,9 +6,13 @@
 use std::collections::VecDeque;
 
 use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::draft::Draft;
+use super::governor::{Choice, Governor};
 use super::loops::Detector;
+use super::speculate::Drafted;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::policy::{self, Action, LoopReport, Policy, Step, Summary};
@@ -36,8 +40,14 @@ pub struct Sequence {
     pub cache: Cache,
     /// Positions of the prompt at which state is saved, those ahead.
     pub anchors: VecDeque<usize>,
-    /// The next token: drawn, perhaps still being computed, not read.
-    pub drawn: Option<Array>,
+    /// The next token: drawn, not committed.
+    pub drawn: Option<Drawn>,
+    /// Guess further tokens.
+    pub drafts: Vec<Box<dyn Draft>>,
+    /// Decides which of them does; none where speculation is off.
+    pub governor: Option<Governor>,
+    /// What this turn's pass verifies.
+    pub drafted: Option<Drafted>,
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// Seed of the draws.
@@ -75,9 +85,14 @@ pub struct Progress {
     injected: usize,
     loops: u32,
     tool_calls: u32,
+    drafted: u32,
+    accepted: u32,
+    /// Passes that verified drafts.
+    verified: u32,
     /// Tokens since the policy's last call.
     unseen: Vec<u32>,
     end: Option<FinishReason>,
+    failure: Option<Error>,
     /// What the policy did, in words.
     notes: Vec<String>,
 }
@@ -89,29 +104,104 @@ impl Progress {
     }
 }
 
+/// A token that was drawn.
+#[derive(Debug, Clone)]
+pub enum Drawn {
+    /// u32 [1], perhaps still being computed, not read.
+    Computing(Array),
+    /// Read already, as verifying drafts has to.
+    Known(u32),
+}
+
+impl Drawn {
+    /// Waits for the token.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when computing it fails.
+    pub fn read(self) -> Result<u32> {
+        match self {
+            Self::Computing(token) => {
+                token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
+            }
+            Self::Known(token) => Ok(token),
+        }
+    }
+}
+
 /// Rows that a sequence needs to run next.
 pub enum Rows {
     /// Tokens that are known: a chunk of the prompt, or text that a policy injected.
     Known(Vec<u32>),
     /// The token that was drawn last, u32 [1].
     Drawn(Array),
+    /// The last committed token and drafts behind it, u32 [m + 1].
+    Drafted(Array),
     /// None: the drawn token is the last, whatever it is.
     None,
 }
 
 impl Sequence {
     /// What to run next, at most `chunk` rows of it.
-    pub fn next_rows(&self, chunk: usize) -> Rows {
+    ///
+    /// # Errors
+    /// [`Error::Array`] when drafts cannot be joined.
+    pub fn next_rows(&self, chunk: usize) -> Result<Rows> {
         let at = self.cache.position;
+        if self.has_ended() {
+            return Ok(Rows::None);
+        }
+        if let Some(drafted) = &self.drafted {
+            let last = Array::from_slice(&self.tokens[at..], &[1]);
+            return Ok(Rows::Drafted(concatenate(&[&last, &drafted.tokens], 0)?));
+        }
         if at < self.tokens.len() {
             let stop = self.anchors.front().copied().unwrap_or(usize::MAX);
             let end = self.tokens.len().min(at + chunk).min(stop);
-            return Rows::Known(self.tokens[at..end].to_vec());
+            return Ok(Rows::Known(self.tokens[at..end].to_vec()));
         }
         match &self.drawn {
-            Some(token) if !self.ends_with_next() => Rows::Drawn(token.clone()),
-            _ => Rows::None,
+            Some(Drawn::Computing(token)) if !self.ends_with_next() => {
+                Ok(Rows::Drawn(token.clone()))
+            }
+            _ => Ok(Rows::None),
         }
+    }
+
+    /// What drafts next, if anything should.
+    pub fn choose(&self) -> Option<Choice> {
+        let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
+        let answer = self.limits.answer.saturating_sub(self.progress.answer_tokens + 1) as usize;
+        let thinking = self.reply.phase() == Phase::Think;
+        let room = if thinking { context } else { context.min(answer) };
+        self.governor.as_ref()?.choose(&self.drafts, room)
+    }
+
+    /// Shows the drafts what the model said of rows from `position` on.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when MLX rejects a slice.
+    pub fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
+        self.drafts.iter_mut().try_for_each(|draft| draft.observe(hidden, position))
+    }
+
+    /// Tokens drafted, tokens accepted, and passes that verified them.
+    pub fn drafted_so_far(&self) -> [usize; 3] {
+        let Progress { drafted, accepted, verified, .. } = self.progress;
+        [drafted, accepted, verified].map(|count| count as usize)
+    }
+
+    /// A plain step was taken.
+    pub fn stepped(&mut self) {
+        self.governor.iter_mut().for_each(Governor::stepped);
+    }
+
+    /// `accepted` of `drafted` tokens of a draft were right.
+    pub fn verified(&mut self, draft: usize, drafted: usize, accepted: usize) {
+        self.progress.drafted += drafted as u32;
+        self.progress.accepted += accepted as u32;
+        self.progress.verified += 1;
+        let kind = self.drafts[draft].kind();
+        self.governor.iter_mut().for_each(|governor| governor.verified(kind, accepted > 0));
     }
 
     /// Whether the next token is the last one in any case, so that running it would be in vain.
@@ -133,40 +223,45 @@ impl Sequence {
 
     /// Whether the request has come to its end.
     pub fn has_ended(&self) -> bool {
-        self.progress.end.is_some()
+        self.progress.end.is_some() || self.progress.failure.is_some()
+    }
+
+    /// What ended the request, where that was an error.
+    pub fn take_failure(&mut self) -> Option<Error> {
+        self.progress.failure.take()
     }
 
     /// Commits a token that the model drew: passes it on, asks the policy where there is reason
     /// to, and applies what it answers.
     ///
     /// Text that goes in instead of the model's own next token is committed here too; the token
-    /// drawn in the meantime is dropped, like a draft that was rejected.
-    ///
-    /// # Errors
-    /// [`Error::Policy`] when the policy failed closed; tokenising injected text can fail too.
-    pub fn commit_drawn(&mut self, token: u32, text: &Text) -> Result<()> {
+    /// drawn in the meantime is dropped, like a draft that was rejected. A policy that fails closed
+    /// ends the request.
+    pub fn commit_drawn(&mut self, token: u32, text: &Text) {
         if text.eos().contains(&token) {
             self.tokens.push(token);
             self.end(FinishReason::Stop);
-            return Ok(());
+            return;
         }
         let loop_found = self.commit(token);
         if self.reply.stopped() {
             self.end(FinishReason::Stop);
-            return Ok(());
+            return;
         }
         self.check_limits();
         if !self.has_ended() {
-            self.ask_policy(loop_found, text)?;
+            if let Err(error) = self.ask_policy(loop_found, text) {
+                self.progress.failure = Some(error);
+            }
             self.check_limits();
         }
-        Ok(())
     }
 
     /// Adds one token to what was said; returns a loop if it completes one.
     fn commit(&mut self, token: u32) -> Option<LoopReport> {
         let before = self.reply.phase();
         self.tokens.push(token);
+        self.drafts.iter_mut().for_each(|draft| draft.read(&self.tokens));
         self.progress.unseen.push(token);
         match before {
             Phase::Think => self.progress.think_tokens += 1,
@@ -323,6 +418,9 @@ impl Sequence {
             cached_tokens = usage.cached_tokens,
             reasoning_tokens = usage.reasoning_tokens,
             answer_tokens = usage.answer_tokens,
+            drafted = usage.drafted_tokens,
+            accepted = usage.accepted_tokens,
+            verified = self.progress.verified,
             reason = ?reason,
             notes = ?self.progress.notes,
             "finished"
@@ -361,6 +459,8 @@ impl Sequence {
             cached_tokens: self.cached as u32,
             reasoning_tokens: self.progress.think_tokens,
             answer_tokens: self.progress.answer_tokens,
+            drafted_tokens: self.progress.drafted,
+            accepted_tokens: self.progress.accepted,
         }
     }
 }

@@ -23,6 +23,8 @@ pub struct Loaded {
     pub context: usize,
     /// Digest of weights and numeric format: equal digests, equal logits.
     pub digest: [u8; 32],
+    /// Type of the activations.
+    pub dtype: Dtype,
     /// `CPU, f32` or the like, for the log.
     pub numbers: String,
 }
@@ -71,6 +73,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         family: family.model_type,
         context: usize::try_from(context).unwrap_or(usize::MAX),
         digest: digest(folder, &bytes, &format!("{numbers}, {quantized}"))?,
+        dtype,
         numbers,
     })
 }

@@ -158,6 +158,11 @@ impl Text {
         self.tokenizer.size()
     }
 
+    /// Where two vocabularies differ, in words; `None` where every token has the same id in both.
+    pub fn vocabulary_difference(&self, other: &Self) -> Option<String> {
+        self.tokenizer.vocabulary_difference(&other.tokenizer)
+    }
+
     /// The tokens that end a turn; never empty.
     pub fn eos(&self) -> &[u32] {
         &self.eos

@@ -11,7 +11,7 @@
 //!
 //! Source: `tokenizers` 0.23; transformers' `split_special_tokens` for plain text.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -98,6 +98,23 @@ impl Tokenizer {
             size: largest.map_or(0, |id| id as usize + 1),
             digest: Sha256::digest(bytes).into(),
         })
+    }
+
+    /// Where two vocabularies differ, in words; `None` where every token has the same id in both.
+    pub fn vocabulary_difference(&self, other: &Self) -> Option<String> {
+        if self.digest == other.digest {
+            return None;
+        }
+        let (mine, theirs) = (self.inner.get_vocab(true), other.inner.get_vocab(true));
+        if mine.len() != theirs.len() {
+            return Some(format!("it has {} tokens, not {}", mine.len(), theirs.len()));
+        }
+        let token = mine.iter().find(|(token, id)| theirs.get(*token) != Some(*id))?.0;
+        let id = |vocab: &HashMap<String, u32>| match vocab.get(token) {
+            Some(id) => format!("token {id}"),
+            None => "no token".into(),
+        };
+        Some(format!("`{token}` is {} there and {} here", id(&mine), id(&theirs)))
     }
 
     /// Adds tokens without text in replies: those that end a turn need not be special.

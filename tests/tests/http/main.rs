@@ -100,8 +100,14 @@ fn app(script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {
     app_with(&ServerConfig::default(), script)
 }
 
-const USAGE: Usage =
-    Usage { prompt_tokens: 20, cached_tokens: 16, reasoning_tokens: 5, answer_tokens: 7 };
+const USAGE: Usage = Usage {
+    prompt_tokens: 20,
+    cached_tokens: 16,
+    reasoning_tokens: 5,
+    answer_tokens: 7,
+    drafted_tokens: 6,
+    accepted_tokens: 4,
+};
 
 fn finished(reason: FinishReason) -> Act {
     Say(Event::Finished(Finished { reason, usage: USAGE, notes: vec!["routed: plain".into()] }))
