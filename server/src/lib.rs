@@ -10,6 +10,8 @@
 //! hub.rs       local folders and Hugging Face repos
 //! bundled.rs   the demonstration model inside the executable
 //! serve.rs     listening, and stopping in good order
+//! verify.rs    `steersman verify`: that replies are the same however they are computed
+//! calibrate.rs `steersman calibrate`: what a model could do without
 //! api/         OpenAI's interface
 //! ```
 //!
@@ -18,8 +20,10 @@
 
 pub mod api;
 pub mod bundled;
+pub mod calibrate;
 pub mod config;
 pub mod hub;
 pub mod serve;
+pub mod verify;
 
 pub use api::app;

@@ -1,7 +1,7 @@
 //! The command `steersman`.
 
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::hub::{self, Found};
-use steersman::serve;
-use steersman_engine::config::Device;
+use steersman::{calibrate, serve, verify};
+use steersman_engine::config::{Config, Device};
 use steersman_engine::engine::Info;
 use tracing_subscriber::EnvFilter;
 
@@ -33,6 +33,12 @@ struct Cli {
 enum Command {
     /// Serve a model over OpenAI's chat interface.
     Serve(Serve),
+    /// Try on this machine that a model's replies are the same however they are computed: prefilled
+    /// in chunks, resumed from saved state, rewound, drafted. Ends with 0 only if they are.
+    Verify(Verify),
+    /// Find out how early a model can leave its layers, for early-exit drafts, and what leaving out
+    /// feed-forward blocks costs, for engine.skip_kl. Kept in the data folder for `serve`.
+    Calibrate(Calibrate),
 }
 
 /// Without options: the bundled demonstration model on http://127.0.0.1:11436. Options go before
@@ -40,26 +46,104 @@ enum Command {
 /// (for instance RUST_LOG=debug).
 #[derive(Args)]
 struct Serve {
-    /// Configuration file, in TOML; configs/steersman.toml shows every key with its default
-    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG")]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// Model to serve: a local folder, or a Hugging Face repo id (owner/name), which is downloaded
     /// once to the cache that HF_HOME names; HF_TOKEN opens private and gated repos
     #[arg(long, value_name = "PATH|REPO")]
     model: Option<String>,
-    /// Where to compute: auto (the GPU where there is one), cpu or gpu
-    #[arg(long, value_parser = device)]
-    device: Option<Device>,
     /// Address to listen on; 0.0.0.0 opens the server to the network: then set api_keys
     #[arg(long)]
     host: Option<String>,
     /// Port to listen on; 0 takes a free one
     #[arg(long)]
     port: Option<u16>,
+}
+
+/// Greedy decoding, whatever the configuration says of sampling.
+#[derive(Args)]
+struct Verify {
+    #[command(flatten)]
+    common: Common,
+    /// Model to try: a local folder or a Hugging Face repo id [default: as configured, or else the
+    /// bundled model]
+    #[arg(value_name = "PATH|REPO")]
+    model: Option<String>,
+    /// A smaller model with the same vocabulary, to draft
+    #[arg(long, value_name = "PATH|REPO")]
+    draft_model: Option<String>,
+    /// Prompts to try instead of the built-in ones: a JSON list of strings, or of objects with
+    /// `messages` and, if you like, `thinking`
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// Most tokens of each reply
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tokens: u32,
+}
+
+#[derive(Args)]
+struct Calibrate {
+    #[command(flatten)]
+    common: Common,
+    /// Model to calibrate: a local folder or a Hugging Face repo id [default: as configured, or
+    /// else the bundled model]
+    #[arg(value_name = "PATH|REPO")]
+    model: Option<String>,
+    /// Prompts whose replies are the text to measure on, as for `verify`: take such as you will
+    /// serve
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// Most tokens of each reply
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tokens: u32,
+}
+
+/// What all commands that load a model can be told.
+#[derive(Args)]
+struct Common {
+    /// Configuration file, in TOML; configs/steersman.toml shows every key with its default
+    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG")]
+    config: Option<PathBuf>,
+    /// Where to compute: auto (the GPU where there is one), cpu or gpu
+    #[arg(long, value_parser = device)]
+    device: Option<Device>,
     /// Folder for saved state and the unpacked model
     /// [default: steersman in the user's data folder, as ~/.local/share/steersman]
     #[arg(long, value_name = "DIR", env = "STEERSMAN_DATA_DIR")]
     data_dir: Option<PathBuf>,
+}
+
+impl Common {
+    /// The configuration file, if one is named, overridden by the options; and the data folder.
+    fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
+        let mut file = match &self.config {
+            Some(path) => FileConfig::read(path)?,
+            None => FileConfig::default(),
+        };
+        file.model.path = model.unwrap_or(file.model.path);
+        file.model.device = self.device.unwrap_or(file.model.device);
+        let data_dir = self
+            .data_dir
+            .or_else(|| Some(dirs::data_dir()?.join("steersman")))
+            .context("this user has no data folder; name one with --data-dir")?;
+        std::fs::create_dir_all(&data_dir)
+            .with_context(|| format!("making the data folder {}", data_dir.display()))?;
+        Ok((file, data_dir))
+    }
+}
+
+/// Where the models' files are, downloading them where they have to be; names them in `config`.
+fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
+    let found = hub::find(&config.model.path, data_dir)?;
+    if config.model.name.is_empty() {
+        config.model.name.clone_from(&found.name);
+    }
+    if !config.speculation.draft_model.is_empty() {
+        let draft = hub::find(&config.speculation.draft_model, data_dir)
+            .context("speculation.draft_model")?;
+        config.speculation.draft_model = draft.folder.to_string_lossy().into_owned();
+    }
+    Ok(found)
 }
 
 fn device(text: &str) -> Result<Device, ValueError> {
@@ -76,6 +160,8 @@ fn main() -> ExitCode {
         .init();
     let done = match cli.command {
         Command::Serve(options) => serve(options),
+        Command::Verify(options) => verify(options),
+        Command::Calibrate(options) => calibrate(options),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -88,19 +174,10 @@ fn main() -> ExitCode {
 }
 
 fn serve(options: Serve) -> Result<()> {
-    let mut file = match &options.config {
-        Some(path) => FileConfig::read(path)?,
-        None => FileConfig::default(),
-    };
+    let (mut file, data_dir) = options.common.read(options.model)?;
     file.server.host = options.host.unwrap_or(file.server.host);
     file.server.port = options.port.unwrap_or(file.server.port);
-    file.model.path = options.model.unwrap_or(file.model.path);
-    file.model.device = options.device.unwrap_or(file.model.device);
     let (server, mut config) = file.check()?;
-    let data_dir = options
-        .data_dir
-        .or_else(|| Some(dirs::data_dir()?.join("steersman")))
-        .context("this user has no data folder; name one with --data-dir")?;
 
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
     // Before the model is loaded, since that takes long and a taken port is known at once.
@@ -109,12 +186,7 @@ fn serve(options: Serve) -> Result<()> {
     if !address.ip().is_loopback() && server.api_keys.is_empty() {
         tracing::warn!(%address, "open to the network without a key: set server.api_keys");
     }
-    std::fs::create_dir_all(&data_dir)
-        .with_context(|| format!("making the data folder {}", data_dir.display()))?;
-    let Found { folder, name, bundled } = hub::find(&config.model.path, &data_dir)?;
-    if config.model.name.is_empty() {
-        config.model.name = name;
-    }
+    let Found { folder, bundled, .. } = find(&mut config, &data_dir)?;
     let (engine, thread) = steersman_engine::start(config, &folder, &data_dir)
         .with_context(|| format!("loading the model in {}", folder.display()))?;
 
@@ -140,4 +212,23 @@ fn serve(options: Serve) -> Result<()> {
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+fn verify(options: Verify) -> Result<()> {
+    let (mut file, data_dir) = options.common.read(options.model)?;
+    if let Some(model) = options.draft_model {
+        file.speculation.draft_model = model;
+    }
+    let (_, mut config) = file.check()?;
+    let found = find(&mut config, &data_dir)?;
+    let prompts = verify::prompts(options.prompts.as_deref())?;
+    verify::run(config, &found, &data_dir, &prompts, options.tokens as usize)
+}
+
+fn calibrate(options: Calibrate) -> Result<()> {
+    let (file, data_dir) = options.common.read(options.model)?;
+    let (_, mut config) = file.check()?;
+    let found = find(&mut config, &data_dir)?;
+    let prompts = verify::prompts(options.prompts.as_deref())?;
+    calibrate::run(config, &found, &data_dir, &prompts, options.tokens as usize)
 }

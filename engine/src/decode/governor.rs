@@ -51,12 +51,15 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Measures `model` and `drafts`, whose requests have `tokens` as text so far (at least
-    /// [`CONTEXT`]).
+    /// Measures `part` of `model`, and `drafts`, which are new.
     ///
     /// # Errors
     /// [`crate::Error::Array`] when MLX rejects an operation.
-    pub fn measure(model: &dyn Model, drafts: &mut [Box<dyn Draft>]) -> Result<Self> {
+    pub fn measure(
+        model: &dyn Model,
+        part: Pass<'_>,
+        drafts: &mut [Box<dyn Draft>],
+    ) -> Result<Self> {
         let start = Instant::now();
         // Which tokens they are makes no difference, but in a mixture of experts, where some
         // variety is more like text than one token repeated.
@@ -66,7 +69,7 @@ impl Costs {
         let pass = |cache: &mut _, tokens: &[u32]| -> Result<(Array, Array)> {
             let rows = tokens.len() as i32;
             let ids = Array::from_slice(tokens, &[rows]);
-            let hidden = model.forward(&ids, &mut [Span { rows, cache }], Pass::WHOLE)?;
+            let hidden = model.forward(&ids, &mut [Span { rows, cache }], part)?;
             let picks = sample(&model.logits(&hidden)?.squeeze_axes(&[0])?, &greedy, 0, 0)?;
             Ok((hidden, picks))
         };
@@ -116,7 +119,7 @@ impl Costs {
             // One more token is known each time, as in decoding.
             for repeat in 0..=REPEATS {
                 let (cache, tokens) = (&mut cache, &tokens[..=CONTEXT + repeat]);
-                let mut at = At { model, cache, tokens, sampling: greedy, seed: 0 };
+                let mut at = At { model, part, cache, tokens, sampling: greedy, seed: 0 };
                 let begin = Instant::now();
                 let Some(proposed) = draft.propose(&mut at, DEPTH)? else { break };
                 eval([&proposed])?;

@@ -7,6 +7,7 @@
 //! still being computed, and reads them while it runs, so that neither side waits for the other.
 
 mod admit;
+pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
@@ -17,7 +18,7 @@ mod speculate;
 pub mod verify;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -29,6 +30,7 @@ use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use self::calibrate::Calibration;
 use self::governor::{Costs, Mode};
 use self::sample::sample;
 use self::sequence::{Drawn, Rows, Sequence};
@@ -95,6 +97,10 @@ pub struct Decoder {
     draft_model: Option<Rc<dyn Model>>,
     /// Layers of an early exit, where one is known to be worth it.
     exit_layers: Option<usize>,
+    /// Where what is known of the model is kept.
+    calibration: PathBuf,
+    /// Layers whose feed-forward block is left out, which `engine.skip_kl` allows.
+    skip: Vec<usize>,
     /// What passes cost here; `None` where nothing drafts.
     costs: Option<Costs>,
     mode: Mode,
@@ -115,6 +121,10 @@ impl Decoder {
         let policies = Policies::load(&config.policy, &config.profiles)?;
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
+        let path = Calibration::path(data, &digest);
+        let calibration = Calibration::read(&path)?;
+        let skip = skipped(config.engine.skip_kl, calibration.as_ref(), &path)?;
+        let calibration = calibration.unwrap_or_default();
         let draft_model = load_draft_model(&config.speculation, &config.model, &text)?;
         let context = match config.engine.context {
             0 => context,
@@ -130,6 +140,8 @@ impl Decoder {
         sha.update(snapshot::FORMAT);
         sha.update(digest);
         sha.update(text.digest());
+        // What is computed without some of the blocks is another model's state.
+        skip.iter().for_each(|layer| sha.update([*layer as u8]));
         let fingerprint: Fingerprint = sha.clone().finalize().into();
         sha.update(policies.digest());
         let info = Info {
@@ -155,7 +167,9 @@ impl Decoder {
             prefill_chunk: config.engine.prefill_chunk,
             speculation: config.speculation,
             draft_model,
-            exit_layers: None,
+            exit_layers: calibration.exit_layers,
+            skip,
+            calibration: path,
             costs: None,
             mode: Mode::Auto,
             dtype,
@@ -166,6 +180,12 @@ impl Decoder {
         Ok((decoder, info))
     }
 
+    /// Which part of the model runs: all of it, but for what the configuration leaves out. The same
+    /// for prompts and replies, so that saved state is the state that decoding would have.
+    fn pass(&self) -> Pass<'_> {
+        Pass { exit: None, skip: &self.skip }
+    }
+
     /// Finds out what passes and drafts cost on this machine.
     fn measure(&mut self) -> Result<()> {
         let mut drafts = self.drafts(&[])?;
@@ -173,7 +193,7 @@ impl Decoder {
             return Ok(());
         }
         let start = Instant::now();
-        let costs = Costs::measure(&*self.model, &mut drafts)?;
+        let costs = Costs::measure(&*self.model, self.pass(), &mut drafts)?;
         let kinds: Vec<_> = drafts.iter().map(|draft| draft.kind().name()).collect();
         tracing::info!(?kinds, ?costs, took = ?start.elapsed(), "speculation");
         self.costs = Some(costs);
@@ -285,7 +305,7 @@ impl Decoder {
             return Ok(());
         }
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
-        let hidden = self.model.forward(&joined, &mut spans, Pass::WHOLE)?;
+        let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
         let mut end = 0;
         let mut pending = Vec::new();
@@ -342,6 +362,30 @@ impl Decoder {
             Err(error) => tracing::warn!(request_id = sequence.id, %error, "state not saved"),
         }
     }
+}
+
+/// The layers whose feed-forward blocks may be left out at a cost of `kl` nats a token.
+///
+/// # Errors
+/// [`Error::Invalid`] where that is wanted, but nobody knows what it would cost.
+fn skipped(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<Vec<usize>> {
+    if kl == 0.0 {
+        return Ok(Vec::new());
+    }
+    let Some(found) = found else {
+        let problem = format!(
+            "is {kl}, but what layers cost is not known yet ({} is missing); run `steersman \
+             calibrate` on this model first",
+            path.display()
+        );
+        return Err(Error::Invalid { field: "engine.skip_kl", problem });
+    };
+    let Some(skip) = found.skip_within(kl) else {
+        tracing::warn!(kl, "no layer can be skipped at so little loss");
+        return Ok(Vec::new());
+    };
+    tracing::info!(layers = ?skip.layers, kl = skip.kl, "skipping feed-forward blocks: lossy");
+    Ok(skip.layers.clone())
 }
 
 /// The model that drafts for `model` drafts, where the configuration names one.

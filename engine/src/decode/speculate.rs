@@ -114,8 +114,8 @@ impl Decoder {
         }
         let Some(choice) = sequence.choose() else { return Ok(()) };
         let Sequence { drafts, cache, tokens, sampling, seed, .. } = sequence;
-        let model = &*self.model;
-        let mut at = At { model, cache, tokens, sampling: *sampling, seed: *seed };
+        let (model, part) = (&*self.model, self.pass());
+        let mut at = At { model, part, cache, tokens, sampling: *sampling, seed: *seed };
         if let Some(tokens) = drafts[choice.draft].propose(&mut at, choice.depth)? {
             cache.checkpoint();
             sequence.drafted = Some(Drafted { draft: choice.draft, tokens, position, ran: None });

@@ -23,7 +23,6 @@ use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::model::Pass;
 use crate::request::{Request, Sampling, SamplingWish};
 use crate::store::MemoryStore;
 
@@ -235,6 +234,19 @@ impl Decoder {
         })
     }
 
+    /// Prompt and reply, computed in `way`.
+    ///
+    /// # Errors
+    /// As [`Decoder::verify`].
+    pub(super) fn text_of(
+        &mut self,
+        request: &Request,
+        way: Way,
+        tokens: usize,
+    ) -> Result<Vec<u32>> {
+        Ok(self.reply(request, way, tokens, None)?.tokens)
+    }
+
     /// Gives `sequence` what drafts in this way.
     fn prepare(&self, sequence: &mut Sequence, way: Way, plain: Option<&Reply>) {
         let always = |depth| {
@@ -265,7 +277,7 @@ impl Decoder {
         let rows = tokens.len() as i32;
         let ids = Array::from_slice(tokens, &[rows]);
         let span = Span { rows, cache: &mut cache };
-        let hidden = self.model.forward(&ids, &mut [span], Pass::WHOLE)?;
+        let hidden = self.model.forward(&ids, &mut [span], self.pass())?;
         let last = hidden.try_index((.., rows - 1..))?;
         let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
         let (_, margin) = sample_with_margin(&logits, &Sampling::default(), 0, 0)?;

@@ -9,10 +9,10 @@
 use mlx_rs::Array;
 
 use super::{At, Chain, Draft};
-use crate::cache::{Cache, Span};
+use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::model::{Model, Pass};
+use crate::model::Pass;
 
 /// The first layers as a draft model.
 pub struct EarlyExit {
@@ -26,9 +26,10 @@ impl EarlyExit {
         Self { layers, chances: Chain::prior(0.5) }
     }
 
-    fn run(&self, model: &dyn Model, cache: &mut Cache, token: &Array) -> Result<Array> {
-        let pass = Pass { exit: Some(self.layers), ..Pass::WHOLE };
-        model.logits(&model.forward(token, &mut [Span { rows: 1, cache }], pass)?)
+    fn run(&self, at: &mut At<'_>, token: &Array) -> Result<Array> {
+        let pass = Pass { exit: Some(self.layers), ..at.part };
+        let span = Span { rows: 1, cache: at.cache };
+        at.model.logits(&at.model.forward(token, &mut [span], pass)?)
     }
 }
 
@@ -45,8 +46,8 @@ impl Draft for EarlyExit {
         let position = at.cache.position;
         at.cache.checkpoint();
         let last = Array::from_slice(&at.tokens[at.tokens.len() - 1..], &[1]);
-        let first = self.run(at.model, at.cache, &last)?;
-        let drafts = at.chain(&first, depth, |at, token| self.run(at.model, at.cache, token))?;
+        let first = self.run(at, &last)?;
+        let drafts = at.chain(&first, depth, |at, token| self.run(at, token))?;
         // The pass that verifies runs the first layers again, together with the others.
         at.cache.rewind(position)?;
         Ok(Some(drafts))

@@ -37,7 +37,7 @@ use super::sample::sample;
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::model::Model;
+use crate::model::{Model, Pass};
 use crate::request::Sampling;
 
 /// Rows that a draft which fell behind reads again before it guesses. Reading all it missed would
@@ -83,6 +83,8 @@ pub trait Draft {
 pub struct At<'a> {
     /// The model that will verify.
     pub model: &'a dyn Model,
+    /// Which part of it runs.
+    pub part: Pass<'a>,
     /// Its cache, which has run all of `tokens` but the last.
     pub cache: &'a mut Cache,
     /// Prompt and reply, committed.

@@ -1,0 +1,57 @@
+//! `steersman calibrate`: what a model could do without, measured and kept for `serve`.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::Result;
+use indicatif::ProgressBar;
+use steersman_engine::config::Config;
+use steersman_engine::request::Request;
+
+use crate::hub::Found;
+use crate::verify;
+
+/// Measures on the replies to `requests`, prints what was found, and keeps it in the data folder.
+///
+/// # Errors
+/// When the model cannot be run or the result not be kept.
+pub fn run(
+    config: Config,
+    found: &Found,
+    data_dir: &Path,
+    requests: &[Request],
+    tokens: usize,
+) -> Result<()> {
+    let mut decoder = verify::load(config, found, data_dir)?;
+    let bar = ProgressBar::new(0).with_message("measurements");
+    let calibration = decoder.calibrate(requests, tokens, |done, all| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    })?;
+    bar.finish_and_clear();
+
+    let mut out = std::io::stdout().lock();
+    writeln!(
+        out,
+        "\nmeasured on {} tokens\n\nfirst layers  agree with the model",
+        calibration.tokens
+    )?;
+    for (layers, agreement) in (1..).zip(&calibration.exits) {
+        writeln!(out, "{layers:>12}  {:>6.1} %", 100.0 * agreement)?;
+    }
+    match calibration.exit_layers {
+        Some(layers) => writeln!(out, "early-exit drafts leave after {layers} layers")?,
+        None => writeln!(out, "no early exit pays on this machine; none will be used")?,
+    }
+    writeln!(out, "\nfeed-forward blocks left out  nats a token")?;
+    for skip in &calibration.skips {
+        let layers: Vec<String> = skip.layers.iter().map(ToString::to_string).collect();
+        writeln!(out, "{:>28}  {:.4}", layers.join(" "), skip.kl)?;
+    }
+    writeln!(
+        out,
+        "none are left out unless engine.skip_kl allows it\n\nkept in {}",
+        decoder.calibration_path().display()
+    )?;
+    Ok(())
+}

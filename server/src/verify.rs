@@ -1,0 +1,183 @@
+//! `steersman verify`: a table of what was equal, and of what drafts won.
+
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use indicatif::ProgressBar;
+use serde::Deserialize;
+use steersman_engine::config::Config;
+use steersman_engine::decode::Decoder;
+use steersman_engine::decode::verify::Outcome;
+use steersman_engine::request::{Message, Request};
+
+use crate::hub::Found;
+
+/// What is tried where nothing else is said: text that repeats its prompt, text that repeats
+/// itself, and text that does neither, with a thought and without.
+const PROMPTS: &[(&str, bool)] = &[
+    ("What is the capital of Italy?", false),
+    (
+        "Extract the people as a JSON list with name, age and city.\nAnna is 31 and lives in Rome. \
+         Boris, aged 45, comes from Oslo. Clara is 27 and lives in Lima. David, aged 62, comes from \
+         Paris.",
+        false,
+    ),
+    (
+        "Copy this text exactly:\nThe quiet fox walked near the river. A tired owl and a small bear \
+         met at the bridge. There are 14 bells in the castle. The old hare waited in the garden.",
+        false,
+    ),
+    ("Write a story about a fox named Nora who lives near the river.", false),
+    ("Write a Python function that returns the largest item of a list.", true),
+    ("Optimize this SQL query: SELECT * FROM items WHERE price = 26;", true),
+    ("Translate to French: the red house", false),
+    ("Repeat these words: owl, Rome, Anna, fox, Lima", true),
+];
+
+/// A prompt in a file.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Conversation {
+        messages: Vec<Message>,
+        #[serde(default)]
+        thinking: Option<bool>,
+    },
+}
+
+/// The requests to try: those in `file`, or the built-in ones.
+///
+/// # Errors
+/// When the file cannot be read or is something else.
+pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
+    let prompts: Vec<Prompt> = match file {
+        Some(path) => {
+            let text =
+                std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+            serde_json::from_slice(&text).with_context(|| {
+                format!(
+                    "{} must be a JSON list of strings, or of objects with `messages` (a list of \
+                     objects with `role` and `content`) and perhaps `thinking`",
+                    path.display()
+                )
+            })?
+        }
+        None => {
+            let built_in = PROMPTS.iter().map(|&(text, thinking)| Prompt::Conversation {
+                messages: vec![user(text)],
+                thinking: Some(thinking),
+            });
+            built_in.collect()
+        }
+    };
+    if prompts.is_empty() {
+        bail!("there are no prompts to try");
+    }
+    let request = |(i, prompt)| {
+        let (messages, thinking) = match prompt {
+            Prompt::Text(text) => (vec![user(&text)], None),
+            Prompt::Conversation { messages, thinking } => (messages, thinking),
+        };
+        let id = format!("prompt {i}");
+        Request { id, profile: "default".into(), messages, thinking, ..Request::default() }
+    };
+    Ok((1..).zip(prompts).map(request).collect())
+}
+
+fn user(text: &str) -> Message {
+    Message { role: "user".into(), content: text.into(), ..Message::default() }
+}
+
+/// Loads the model to try things with. Nothing is saved to disk.
+///
+/// # Errors
+/// What keeps it from being loaded.
+pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
+    config.store.enabled = false;
+    let (decoder, info) = Decoder::load(config, &found.folder, data_dir)
+        .with_context(|| format!("loading the model in {}", found.folder.display()))?;
+    let mut out = std::io::stdout();
+    writeln!(out, "{} ({}) on {}", info.model, info.family, info.numbers)?;
+    Ok(decoder)
+}
+
+/// Computes the replies to `requests` in every way, and prints what was equal.
+///
+/// # Errors
+/// When something that is promised does not hold, or the model cannot be run.
+pub fn run(
+    config: Config,
+    found: &Found,
+    data_dir: &Path,
+    requests: &[Request],
+    tokens: usize,
+) -> Result<()> {
+    let mut decoder = load(config, found, data_dir)?;
+    let ways = decoder.ways()?;
+    let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
+    let outcomes = decoder.verify(requests, &ways, tokens, |done| bar.set_position(done as u64))?;
+    bar.finish_and_clear();
+    print(&outcomes, requests.len())?;
+    let broken: Vec<String> =
+        outcomes.iter().filter(|o| !o.holds()).map(|o| o.way.name()).collect();
+    if !broken.is_empty() {
+        bail!(
+            "not as promised: {}; please report it with the model's name and this output",
+            broken.join(", ")
+        );
+    }
+    Ok(())
+}
+
+/// The table, and where replies differ.
+fn print(outcomes: &[Outcome], prompts: usize) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let plain = &outcomes[0];
+    writeln!(
+        out,
+        "\n{:<31} {:>9} {:>9} {:>11} {:>11} {:>8}",
+        "way", "equal", "near-tie", "acceptance", "tok/pass", "speed"
+    )?;
+    for outcome in outcomes {
+        let [drafted, accepted, passes] = outcome.drafted.map(|count| count as f64);
+        let dash = || "-".to_string();
+        let (acceptance, per_pass) = if passes > 0.0 {
+            (
+                format!("{:.1} %", 100.0 * accepted / drafted),
+                format!("{:.2}", 1.0 + accepted / passes),
+            )
+        } else {
+            (dash(), dash())
+        };
+        writeln!(
+            out,
+            "{:<31} {:>9} {:>9} {:>11} {:>11} {:>7.2}x",
+            outcome.way.name(),
+            format!("{}/{prompts}", outcome.equal),
+            outcome.near_ties,
+            acceptance,
+            per_pass,
+            outcome.gain(plain),
+        )?;
+    }
+    let total: usize = plain.tokens.iter().sum();
+    writeln!(
+        out,
+        "\n{total} tokens of plain decoding. Speed: plain time over this way's, median of the \
+         prompts. A near-tie is a token whose two best candidates are closer than rounding."
+    )?;
+    for outcome in outcomes {
+        for (prompt, token, margin) in &outcome.different {
+            writeln!(
+                out,
+                "{}: prompt {} differs at token {}, margin {margin:.1e}",
+                outcome.way.name(),
+                prompt + 1,
+                token + 1
+            )?;
+        }
+    }
+    Ok(())
+}
