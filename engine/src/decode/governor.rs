@@ -108,8 +108,11 @@ impl Costs {
         }
         eval([&before])?;
         cache.rewind(CONTEXT)?;
-        // A step cannot take less than the pass that it waits for, half a turn of noise aside.
-        let plain = least.max(verify[0] / 2.0).min(verify[0]);
+        // Other work on the machine only ever adds, and more rows never cost less than fewer.
+        for rows in (0..DEPTH).rev() {
+            verify[rows] = verify[rows].min(verify[rows + 1]);
+        }
+        let plain = least.min(verify[0]);
 
         let mut costs = Self { plain, verify, draft: [0.0; DraftKind::ALL.len()] };
         for draft in drafts {
@@ -135,6 +138,42 @@ impl Costs {
         }
         Ok(costs)
     }
+
+    /// The depth at which drafts of these chances commit the most tokens a second, and how many.
+    fn best_depth(&self, kind: DraftKind, chances: &[f32]) -> (f32, usize) {
+        let (mut tokens, mut all_right) = (1.0, 1.0);
+        let mut best = (0.0, 1);
+        for (i, chance) in chances.iter().enumerate() {
+            all_right *= chance;
+            tokens += all_right;
+            let depth = i + 1;
+            let drafting = self.draft[kind as usize] * depth as f32;
+            let rate = tokens / (drafting + self.verify[depth]);
+            if rate > best.0 {
+                best = (rate, depth);
+            }
+        }
+        best
+    }
+
+    /// A plain step took so long.
+    pub fn learn_plain(&mut self, took: f32) {
+        learn(&mut self.plain, took);
+    }
+
+    /// A turn took so long that drafted `rows - 1` tokens and verified them.
+    pub fn learn_verify(&mut self, kind: DraftKind, rows: usize, took: f32) {
+        let drafting = self.draft[kind as usize] * (rows - 1) as f32;
+        learn(&mut self.verify[rows - 1], (took - drafting).max(0.0));
+    }
+}
+
+/// Moves a cost towards what was seen. That what nobody uses is not relearned matters little: all
+/// costs were measured together, and what changes them (a longer context, a hotter chip) changes
+/// them alike.
+fn learn(cost: &mut f32, took: f32) {
+    // One stall is no news.
+    *cost += 0.05 * (took.min(2.0 * *cost) - *cost);
 }
 
 /// What drafts in a turn: index into the sequence's drafts, and how many tokens.
@@ -160,7 +199,6 @@ pub enum Mode {
 pub struct Governor {
     mode: Mode,
     depth: usize,
-    costs: Costs,
     waits: [Wait; DraftKind::ALL.len()],
 }
 
@@ -172,14 +210,14 @@ struct Wait {
 }
 
 impl Governor {
-    /// Knows what things cost, and nothing of the text. Drafts are at most `depth` deep.
-    pub fn new(mode: Mode, depth: usize, costs: Costs) -> Self {
+    /// Knows nothing of the text. Drafts are at most `depth` deep.
+    pub fn new(mode: Mode, depth: usize) -> Self {
         let wait = Wait { turns: TRY_AGAIN[0], since: 0 };
-        Self { mode, depth, costs, waits: [wait; DraftKind::ALL.len()] }
+        Self { mode, depth, waits: [wait; DraftKind::ALL.len()] }
     }
 
     /// What drafts next; `None` for a plain step. At most `room` tokens may be drafted.
-    pub fn choose(&self, drafts: &[Box<dyn Draft>], room: usize) -> Option<Choice> {
+    pub fn choose(&self, costs: &Costs, drafts: &[Box<dyn Draft>], room: usize) -> Option<Choice> {
         let room = room.min(self.depth);
         if room == 0 {
             return None;
@@ -195,7 +233,7 @@ impl Governor {
             if chances[0] == 0.0 {
                 continue;
             }
-            let (rate, depth) = self.best_depth(source.kind(), &chances[..room]);
+            let (rate, depth) = costs.best_depth(source.kind(), &chances[..room]);
             let choice = Choice { draft, depth };
             if best.is_none_or(|(most, _)| rate > most) {
                 best = Some((rate, choice));
@@ -213,24 +251,7 @@ impl Governor {
         if let Some((_, choice)) = overdue {
             return Some(choice);
         }
-        best.filter(|(rate, _)| rate * self.costs.plain > GAIN).map(|(_, choice)| choice)
-    }
-
-    /// The depth at which drafts of these chances commit the most tokens a second, and how many.
-    fn best_depth(&self, kind: DraftKind, chances: &[f32]) -> (f32, usize) {
-        let (mut tokens, mut all_right) = (1.0, 1.0);
-        let mut best = (0.0, 1);
-        for (i, chance) in chances.iter().enumerate() {
-            all_right *= chance;
-            tokens += all_right;
-            let depth = i + 1;
-            let drafting = self.costs.draft[kind as usize] * depth as f32;
-            let rate = tokens / (drafting + self.costs.verify[depth]);
-            if rate > best.0 {
-                best = (rate, depth);
-            }
-        }
-        best
+        best.filter(|(rate, _)| rate * costs.plain > GAIN).map(|(_, choice)| choice)
     }
 
     /// A plain step was taken.
@@ -294,12 +315,12 @@ mod tests {
     };
 
     fn governor() -> Governor {
-        Governor::new(Mode::Auto, DEPTH, COSTS)
+        Governor::new(Mode::Auto, DEPTH)
     }
 
     #[test]
     fn drafts_are_used_where_they_pay_and_as_deep_as_they_pay() {
-        let choose = |kind, chance| governor().choose(&[fake(kind, chance)], 100);
+        let choose = |kind, chance| governor().choose(&COSTS, &[fake(kind, chance)], 100);
         assert_eq!(choose(DraftKind::Ngram, 0.0), None);
         assert_eq!(choose(DraftKind::Ngram, 0.1), None);
         assert_eq!(choose(DraftKind::Model, 0.3), None);
@@ -311,9 +332,9 @@ mod tests {
     #[test]
     fn the_better_draft_wins_and_room_is_kept() {
         let drafts = [fake(DraftKind::Model, 0.9), fake(DraftKind::Mtp, 0.9)];
-        assert_eq!(governor().choose(&drafts, 100).unwrap().draft, 1);
-        assert_eq!(governor().choose(&drafts, 1).unwrap().depth, 1);
-        assert_eq!(governor().choose(&drafts, 0), None);
+        assert_eq!(governor().choose(&COSTS, &drafts, 100).unwrap().draft, 1);
+        assert_eq!(governor().choose(&COSTS, &drafts, 1).unwrap().depth, 1);
+        assert_eq!(governor().choose(&COSTS, &drafts, 0), None);
     }
 
     /// Runs 2,000 turns in which each drafted token is right or none is; returns the time that
@@ -322,7 +343,7 @@ mod tests {
         let (mut time, mut tokens) = (0.0, 0.0);
         for _ in 0..2000 {
             tokens += 1.0;
-            let Some(Choice { draft, depth }) = governor.choose(drafts, 100) else {
+            let Some(Choice { draft, depth }) = governor.choose(&COSTS, drafts, 100) else {
                 time += 1.0;
                 governor.stepped();
                 continue;

@@ -15,6 +15,8 @@ mod sample;
 mod sequence;
 mod snapshot;
 mod speculate;
+#[cfg(test)]
+mod tests;
 pub mod verify;
 
 use std::collections::BTreeMap;
@@ -31,7 +33,7 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
 use self::calibrate::Calibration;
-use self::governor::{Costs, Mode};
+use self::governor::Costs;
 use self::sample::sample;
 use self::sequence::{Drawn, Rows, Sequence};
 use crate::cache::Span;
@@ -103,7 +105,6 @@ pub struct Decoder {
     skip: Vec<usize>,
     /// What passes cost here; `None` where nothing drafts.
     costs: Option<Costs>,
-    mode: Mode,
     /// Type of the activations, and margins below which it leaves two tokens near-ties.
     dtype: Dtype,
     tie: f32,
@@ -171,7 +172,6 @@ impl Decoder {
             skip,
             calibration: path,
             costs: None,
-            mode: Mode::Auto,
             dtype,
             tie: speculate::tie(dtype),
             sequences: Vec::new(),
@@ -266,18 +266,28 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Array`]; what goes wrong in one sequence alone ends that one, without an error.
-    fn step(&self, running: &mut [Sequence]) -> Result<()> {
+    fn step(&mut self, running: &mut [Sequence]) -> Result<()> {
+        let start = Instant::now();
         for sequence in &mut *running {
             self.draft(sequence)?;
         }
         let before: Vec<Option<Drawn>> = running.iter_mut().map(|s| s.drawn.clone()).collect();
         self.forward(running)?;
+        let alone = running.len() == 1;
         for (sequence, drawn) in running.iter_mut().zip(before) {
             self.save_at_anchor(sequence);
             if let Some(drafted) = sequence.drafted.take() {
-                self.accept_drafts(sequence, drafted)?;
+                let (kind, rows) = self.accept_drafts(sequence, drafted)?;
+                if let (Some(costs), true) = (&mut self.costs, alone) {
+                    costs.learn_verify(kind, rows, start.elapsed().as_secs_f32());
+                }
             } else if let Some(drawn) = drawn {
                 sequence.commit_drawn(drawn.read()?, &self.text);
+                // A step that runs behind another, one token each.
+                let plain = alone && sequence.drawn.is_some();
+                if let (Some(costs), true) = (&mut self.costs, plain) {
+                    costs.learn_plain(start.elapsed().as_secs_f32());
+                }
             }
         }
         Ok(())

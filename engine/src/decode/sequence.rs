@@ -10,7 +10,7 @@ use mlx_rs::ops::concatenate;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::draft::Draft;
-use super::governor::{Choice, Governor};
+use super::governor::{Choice, Costs, Governor};
 use super::loops::Detector;
 use super::speculate::Drafted;
 use crate::cache::Cache;
@@ -168,12 +168,12 @@ impl Sequence {
     }
 
     /// What drafts next, if anything should.
-    pub fn choose(&self) -> Option<Choice> {
+    pub fn choose(&self, costs: &Costs) -> Option<Choice> {
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
         let answer = self.limits.answer.saturating_sub(self.progress.answer_tokens + 1) as usize;
         let thinking = self.reply.phase() == Phase::Think;
         let room = if thinking { context } else { context.min(answer) };
-        self.governor.as_ref()?.choose(&self.drafts, room)
+        self.governor.as_ref()?.choose(costs, &self.drafts, room)
     }
 
     /// Shows the drafts what the model said of rows from `position` on.

@@ -19,7 +19,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
 use super::draft::{At, Draft, DraftModel, EarlyExit, MtpDraft, Ngram};
-use super::governor::Governor;
+use super::governor::{Governor, Mode};
 use super::sample::{sample, sample_with_margin};
 use super::sequence::{Drawn, Sequence};
 use crate::config::DraftKind;
@@ -89,7 +89,7 @@ impl Decoder {
 
     /// Decides for a request what drafts.
     pub(super) fn governor(&self) -> Option<Governor> {
-        Some(Governor::new(self.mode, self.speculation.depth, self.costs?))
+        self.costs.map(|_| Governor::new(Mode::Auto, self.speculation.depth))
     }
 
     /// Lets `sequence` draft where that pays. Its drawn token is then read and committed already.
@@ -102,8 +102,9 @@ impl Decoder {
         }
         // Whoever does not draft leaves the token unread, so that the next step is queued behind
         // it. What is known already is in nobody's way.
+        let costs = self.costs.unwrap_or_default();
         let unread = matches!(sequence.drawn, Some(Drawn::Computing(_)));
-        if unread && sequence.choose().is_none() {
+        if unread && sequence.choose(&costs).is_none() {
             return Ok(());
         }
         let token = sequence.drawn.take().expect("looked at above").read()?;
@@ -112,7 +113,7 @@ impl Decoder {
         if sequence.has_ended() || sequence.tokens.len() != position + 1 {
             return Ok(());
         }
-        let Some(choice) = sequence.choose() else { return Ok(()) };
+        let Some(choice) = sequence.choose(&costs) else { return Ok(()) };
         let Sequence { drafts, cache, tokens, sampling, seed, .. } = sequence;
         let (model, part) = (&*self.model, self.pass());
         let mut at = At { model, part, cache, tokens, sampling: *sampling, seed: *seed };
@@ -141,16 +142,21 @@ impl Decoder {
         Ok(())
     }
 
-    /// Commits the drafts that are what the model drew, and rewinds the others.
+    /// Commits the drafts that are what the model drew, and rewinds the others. Returns what drafted,
+    /// and how many rows were verified.
     ///
     /// # Errors
     /// [`Error::Array`]
-    pub(super) fn accept_drafts(&self, sequence: &mut Sequence, drafted: Drafted) -> Result<()> {
+    pub(super) fn accept_drafts(
+        &self,
+        sequence: &mut Sequence,
+        drafted: Drafted,
+    ) -> Result<(DraftKind, usize)> {
         let Drafted { draft, tokens, position, ran } = drafted;
         let Ran { hidden, drawn, margins } = ran.expect("the pass drew behind these rows");
         eval([&tokens, &drawn].into_iter().chain(&margins))?;
         let (tokens, drawn) = (read::<u32>(&tokens)?, read::<u32>(&drawn)?);
-        let right = tokens.iter().zip(&drawn).take_while(|(draft, drawn)| draft == drawn).count();
+        let right = right(&tokens, &drawn);
         let doubtful = match &margins {
             Some(margins) => read::<f32>(margins)?.iter().position(|&margin| margin < self.tie),
             None => None,
@@ -181,12 +187,125 @@ impl Decoder {
         let rejected = !turned && !alone && accepted < tokens.len();
         sequence.drafts[draft].learn(accepted + usize::from(rejected), accepted)?;
         sequence.verified(draft, tokens.len(), accepted);
-        Ok(())
+        Ok((sequence.drafts[draft].kind(), tokens.len() + 1))
     }
+}
+
+/// How many drafts are what the model drew in their place.
+fn right(drafts: &[u32], drawn: &[u32]) -> usize {
+    drafts.iter().zip(drawn).take_while(|(draft, drawn)| draft == drawn).count()
 }
 
 /// An array's values on the host.
 fn read<T: mlx_rs::ArrayElement + Clone>(array: &Array) -> Result<Vec<T>> {
     let values = array.try_as_slice::<T>().map_err(|e| Error::Array(e.to_string()))?;
     Ok(values.to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request::Sampling;
+
+    /// What follows each of five tokens, as the model and as a draft that is only roughly right
+    /// would have it.
+    const MODEL: [[f32; 5]; 5] = [
+        [0.10, 0.40, 0.20, 0.25, 0.05],
+        [0.30, 0.05, 0.05, 0.10, 0.50],
+        [0.20, 0.20, 0.20, 0.20, 0.20],
+        [0.01, 0.02, 0.90, 0.03, 0.04],
+        [0.45, 0.05, 0.15, 0.30, 0.05],
+    ];
+    const DRAFT: [[f32; 5]; 5] = [
+        [0.05, 0.60, 0.10, 0.15, 0.10],
+        [0.25, 0.25, 0.05, 0.05, 0.40],
+        [0.50, 0.10, 0.10, 0.10, 0.20],
+        [0.05, 0.05, 0.70, 0.10, 0.10],
+        [0.20, 0.20, 0.20, 0.20, 0.20],
+    ];
+
+    fn rows(table: &[[f32; 5]; 5], tokens: &[u32]) -> Array {
+        let logits: Vec<f32> =
+            tokens.iter().flat_map(|&token| table[token as usize].map(f32::ln)).collect();
+        Array::from_slice(&logits, &[tokens.len() as i32, 5])
+    }
+
+    /// `count` tokens by drafts of three, as sequences do it; and how many drafts were right.
+    fn speculative(count: usize, sampling: &Sampling, seed: u64) -> (Vec<u32>, usize) {
+        let (mut text, mut accepted) = (vec![0], 0);
+        while text.len() < count {
+            let mut drafts = vec![text[text.len() - 1]];
+            for i in 0..3 {
+                let logits = rows(&DRAFT, &drafts[i..]);
+                let index = (text.len() + i) as u64;
+                drafts
+                    .extend(read::<u32>(&sample(&logits, sampling, seed, index).unwrap()).unwrap());
+            }
+            let logits = rows(&MODEL, &drafts);
+            let drawn = sample(&logits, sampling, seed, text.len() as u64).unwrap();
+            let drawn = read::<u32>(&drawn).unwrap();
+            let right = right(&drafts[1..], &drawn);
+            text.extend(&drawn[..=right]);
+            accepted += right;
+        }
+        (text, accepted)
+    }
+
+    fn plain(count: usize, sampling: &Sampling, seed: u64) -> Vec<u32> {
+        let mut text = vec![0];
+        while text.len() < count {
+            let logits = rows(&MODEL, &text[text.len() - 1..]);
+            let drawn = sample(&logits, sampling, seed, text.len() as u64).unwrap();
+            text.extend(read::<u32>(&drawn).unwrap());
+        }
+        text
+    }
+
+    /// Chi-square statistic of two samples of pairs of neighbouring tokens, and the cells it is
+    /// over.
+    fn chi_square(a: &[u32], b: &[u32]) -> (f64, usize) {
+        let count = |text: &[u32]| {
+            let mut cells = [0f64; 25];
+            text.windows(2).for_each(|pair| cells[(pair[0] * 5 + pair[1]) as usize] += 1.0);
+            cells
+        };
+        let (a, b) = (count(a), count(b));
+        let ratio = (b.iter().sum::<f64>() / a.iter().sum::<f64>()).sqrt();
+        let cells = a.iter().zip(&b).filter(|(a, b)| **a + **b > 0.0);
+        let terms: Vec<f64> =
+            cells.map(|(a, b)| (ratio * a - b / ratio).powi(2) / (a + b)).collect();
+        (terms.iter().sum(), terms.len())
+    }
+
+    /// 20,000 tokens with drafts against 20,000 without, by another seed: pairs of neighbours, so
+    /// that a bias behind a rejected draft would show. 52.6 is the 99.9 % quantile for 25 cells.
+    #[test]
+    fn drafts_leave_the_distribution_of_draws_as_it_is() {
+        let warm = Sampling { temperature: 1.0, ..Sampling::default() };
+        for sampling in
+            [warm, Sampling { top_p: 0.8, ..warm }, Sampling { temperature: 0.7, top_k: 3, ..warm }]
+        {
+            let (drafted, accepted) = speculative(20_000, &sampling, 1);
+            let (statistic, cells) = chi_square(&drafted[..20_000], &plain(20_000, &sampling, 2));
+            println!("{sampling:?}: {statistic:.1} over {cells} cells, {accepted} accepted");
+            assert!(statistic < 52.6, "{sampling:?}: {statistic} over {cells} cells");
+            assert!(accepted > 5_000, "{sampling:?}: only {accepted} drafts were right");
+        }
+    }
+
+    /// The statistic would notice: the draft's own distribution fails by far.
+    #[test]
+    fn the_statistic_tells_distributions_apart() {
+        let warm = Sampling { temperature: 1.0, ..Sampling::default() };
+        let cold = Sampling { temperature: 0.9, ..warm };
+        let (statistic, _) = chi_square(&plain(20_000, &warm, 1), &plain(20_000, &cold, 2));
+        assert!(statistic > 52.6, "{statistic}");
+    }
+
+    /// With the same seed the tokens themselves are the same.
+    #[test]
+    fn drafts_leave_draws_of_the_same_seed_as_they_are() {
+        let sampling = Sampling { temperature: 1.0, top_p: 0.9, ..Sampling::default() };
+        assert_eq!(speculative(500, &sampling, 3).0[..500], plain(500, &sampling, 3));
+    }
 }

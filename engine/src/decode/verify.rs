@@ -204,7 +204,10 @@ impl Decoder {
     ) -> Result<Reply> {
         // Dropping the receiver would cancel the request.
         let (events, _receiver) = mpsc::unbounded_channel();
-        let sampling = SamplingWish { temperature: Some(0.0), ..request.sampling };
+        // Greedy where the prompt does not say otherwise; drawn with one seed where it does.
+        let SamplingWish { temperature, seed, .. } = request.sampling;
+        let (temperature, seed) = (temperature.or(Some(0.0)), seed.or(Some(0)));
+        let sampling = SamplingWish { temperature, seed, ..request.sampling };
         let request = Request { sampling, ..request.clone() };
         let mut sequence = self.admit(&Job { request, events })?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);
@@ -249,10 +252,7 @@ impl Decoder {
 
     /// Gives `sequence` what drafts in this way.
     fn prepare(&self, sequence: &mut Sequence, way: Way, plain: Option<&Reply>) {
-        let always = |depth| {
-            let costs = self.costs.unwrap_or_default();
-            Some(Governor::new(Mode::Always(depth), depth, costs))
-        };
+        let always = |depth| Some(Governor::new(Mode::Always(depth), depth));
         match (way, plain) {
             (Way::Governed, _) => {}
             (Way::Drafted(kind), _) => {

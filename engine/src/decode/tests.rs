@@ -1,0 +1,71 @@
+//! Laws of the decoder that need its insides.
+
+use std::path::Path;
+
+use super::Decoder;
+use super::verify::{Outcome, Way};
+use crate::config::{Config, Device, DraftKind};
+use crate::request::{Message, Request, SamplingWish};
+
+const TOKENS: usize = 48;
+
+fn decoder() -> Decoder {
+    let mut config = Config::default();
+    config.model.device = Device::Cpu;
+    config.store.enabled = false;
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    Decoder::load(config.check().unwrap(), &folder, Path::new("/nowhere")).unwrap().0
+}
+
+fn ask(question: &str) -> Request {
+    let content = question.into();
+    Request {
+        profile: "default".into(),
+        messages: vec![Message { role: "user".into(), content, ..Message::default() }],
+        thinking: Some(false),
+        ..Request::default()
+    }
+}
+
+fn run(decoder: &mut Decoder, requests: &[Request]) -> Vec<Outcome> {
+    let ways = [
+        Way::Plain,
+        Way::Rewound,
+        Way::Drafted(DraftKind::Mtp),
+        Way::Drafted(DraftKind::EarlyExit),
+    ];
+    decoder.verify(requests, &ways, TOKENS, |_| ()).unwrap()
+}
+
+/// A bound that calls a third of all tokens near-ties: they are run again alone, cost passes, and
+/// change nothing.
+#[test]
+fn near_ties_are_run_again_alone() {
+    let mut decoder = decoder();
+    decoder.exit_layers = Some(5);
+    let requests = [ask("Write a story about a fox named Nora who lives near the river.")];
+    let sure = run(&mut decoder, &requests);
+    decoder.tie = 0.1;
+    let doubting = run(&mut decoder, &requests);
+    for (sure, doubting) in sure.iter().zip(&doubting) {
+        assert!(sure.holds() && doubting.holds(), "{sure:?} {doubting:?}");
+    }
+    // Drafts that are right but for one token; other kinds are wrong just where the model doubts.
+    let ([_, accepted, passes], [_, fewer, more]) = (sure[1].drafted, doubting[1].drafted);
+    assert!(0 < fewer && fewer * passes < accepted * more, "{sure:?} {doubting:?}");
+}
+
+/// Drawn, not greedy: with the same seed the reply is the same whatever drafts.
+#[test]
+fn drafted_draws_equal_plain_draws_of_the_same_seed() {
+    let mut decoder = decoder();
+    decoder.exit_layers = Some(5);
+    let story = ask("Write a story about an owl named Hugo who lives near the castle.");
+    let filtered = SamplingWish { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
+    let warm = SamplingWish { temperature: Some(1.0), seed: Some(5), ..Default::default() };
+    let requests = [filtered, warm].map(|sampling| Request { sampling, ..story.clone() });
+    for outcome in run(&mut decoder, &requests) {
+        assert!(outcome.holds(), "{outcome:?}");
+        assert!(outcome.way == Way::Plain || outcome.drafted[1] > 5, "{outcome:?}");
+    }
+}
