@@ -100,11 +100,24 @@ pub struct EngineConfig {
     /// Nats a token that leaving out feed-forward blocks may cost, as `steersman calibrate` measured
     /// them: faster, and lossy. 0 leaves out none.
     pub skip_kl: f32,
+    /// Bits of keys and values of full attention, 8 or 4: less memory, slower, and lossy. 0 keeps
+    /// them as they are.
+    pub kv_bits: u32,
+    /// Positions at the beginning whose keys and values stay as they are all the same.
+    pub kv_bits_from: usize,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { queue: 32, prefill_chunk: 512, max_tokens: 4096, context: 0, skip_kl: 0.0 }
+        Self {
+            queue: 32,
+            prefill_chunk: 512,
+            max_tokens: 4096,
+            context: 0,
+            skip_kl: 0.0,
+            kv_bits: 0,
+            kv_bits_from: 0,
+        }
     }
 }
 
@@ -261,6 +274,10 @@ impl Config {
         if !(0.0..=10.0).contains(&self.engine.skip_kl) {
             let problem = format!("is {}, must be from 0 to 10", self.engine.skip_kl);
             return Err(Error::Invalid { field: "engine.skip_kl", problem });
+        }
+        if ![0, 4, 8].contains(&self.engine.kv_bits) {
+            let problem = format!("is {}, must be 8, 4, or 0 for none", self.engine.kv_bits);
+            return Err(Error::Invalid { field: "engine.kv_bits", problem });
         }
         at_least("speculation.depth", self.speculation.depth as u64, 1)?;
         if self.speculation.depth > DEPTH {

@@ -1,19 +1,12 @@
 //! Keys and values of every position of one attention layer.
 //!
-//! Two buffers [1, H_kv, capacity, D] that grow by [`STEP`] positions, of which `len` are filled;
-//! MLX writes new rows in place as long as nothing else holds the buffer.
-//!
 //! Source: mlx-lm `models/cache.py`, `KVCache`.
 
 use mlx_rs::Array;
-use mlx_rs::ops::indexing::{TryIndexMutOp, TryIndexOp};
-use mlx_rs::ops::{concatenate, zeros_dtype};
 
 use super::expect_shape;
+use super::rows::Rows;
 use crate::error::Result;
-
-/// Positions by which the buffers grow: growing copies, so not each step.
-const STEP: i32 = 256;
 
 /// Keys and values, each [1, H_kv, len, D].
 #[derive(Debug, Clone)]
@@ -21,13 +14,19 @@ pub struct Full {
     heads: i32,
     head_dim: i32,
     len: i32,
-    buffers: Option<(Array, Array)>,
+    keys: Rows,
+    values: Rows,
 }
 
 impl Full {
     /// An empty cache for `heads` key-value heads of `head_dim`.
     pub fn new(heads: i32, head_dim: i32) -> Self {
-        Self { heads, head_dim, len: 0, buffers: None }
+        Self { heads, head_dim, len: 0, keys: Rows::default(), values: Rows::default() }
+    }
+
+    /// Key-value heads, and their dimension.
+    pub fn shape(&self) -> [i32; 2] {
+        [self.heads, self.head_dim]
     }
 
     /// Positions held.
@@ -45,23 +44,9 @@ impl Full {
     /// # Errors
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
-        let end = self.len + k.dim(2);
-        let capacity = self.buffers.as_ref().map_or(0, |(keys, _)| keys.dim(2));
-        if end > capacity {
-            let more = (end - capacity + STEP - 1) / STEP * STEP;
-            let room = [1, self.heads, more, self.head_dim];
-            let room = zeros_dtype(&room, k.dtype())?;
-            self.buffers = Some(match self.buffers.take() {
-                None => (room.clone(), room),
-                Some((keys, values)) => {
-                    (concatenate(&[&keys, &room], 2)?, concatenate(&[&values, &room], 2)?)
-                }
-            });
-        }
-        let (keys, values) = self.buffers.as_mut().expect("just grown");
-        keys.try_index_mut((.., .., self.len..end, ..), k)?;
-        values.try_index_mut((.., .., self.len..end, ..), v)?;
-        self.len = end;
+        self.keys.append(k, self.len)?;
+        self.values.append(v, self.len)?;
+        self.len += k.dim(2);
         Ok(())
     }
 
@@ -70,9 +55,7 @@ impl Full {
     /// # Errors
     /// [`crate::Error::Array`] when MLX rejects the slice.
     pub fn view(&self) -> Result<(Array, Array)> {
-        let (keys, values) = self.buffers.as_ref().expect("nothing looks at an empty cache");
-        let filled = |a: &Array| a.try_index((.., .., ..self.len, ..));
-        Ok((filled(keys)?, filled(values)?))
+        Ok((self.keys.view(0, self.len)?, self.values.view(0, self.len)?))
     }
 
     /// Forgets all positions from `len` on.
@@ -99,8 +82,7 @@ impl Full {
     ///
     /// # Errors
     /// [`crate::Error::Store`] when a shape is not this layer's.
-    pub fn restore(&mut self, keys: &Array, values: &Array, len: usize) -> Result<()> {
-        let len = i32::try_from(len).unwrap_or(i32::MAX);
+    pub fn restore(&mut self, keys: &Array, values: &Array, len: i32) -> Result<()> {
         for array in [keys, values] {
             expect_shape(array, &[1, self.heads, len, self.head_dim])?;
         }

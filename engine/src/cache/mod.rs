@@ -7,10 +7,13 @@
 //! That is how drafted rows that were rejected are forgotten.
 
 mod full;
+mod quantized;
 mod recurrent;
+mod rows;
 mod sliding;
 
 pub use full::Full;
+pub use quantized::{Packed, Quantized};
 pub use recurrent::{Recurrent, Writes, delta_step};
 pub use sliding::Sliding;
 
@@ -23,6 +26,8 @@ use crate::error::{Error, Result};
 pub enum LayerCache {
     /// Keys and values of every position.
     Full(Full),
+    /// Keys and values of every position, in fewer bits from some position on.
+    Quantized(Quantized),
     /// Keys and values of the last positions.
     Sliding(Sliding),
     /// A fixed-size state that every position changes.
@@ -60,13 +65,26 @@ impl Cache {
         Self { layers, position: 0, mark: None }
     }
 
+    /// Keeps keys and values of full attention in `bits` bits from position `from` on. Lossy.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when heads of this size cannot be quantized.
+    pub fn quantize(&mut self, bits: i32, from: i32) -> Result<()> {
+        for layer in &mut self.layers {
+            if let LayerCache::Full(full) = layer {
+                *layer = LayerCache::Quantized(Quantized::new(full, bits, from)?);
+            }
+        }
+        Ok(())
+    }
+
     /// From here on [`Cache::rewind`] can come back. Replaces an earlier checkpoint.
     ///
     /// Recurrent layers keep what each row writes until then, so a checkpoint wants an end.
     pub fn checkpoint(&mut self) {
         for layer in &mut self.layers {
             match layer {
-                LayerCache::Full(_) => {}
+                LayerCache::Full(_) | LayerCache::Quantized(_) => {}
                 LayerCache::Sliding(sliding) => sliding.checkpoint(),
                 LayerCache::Recurrent(recurrent) => recurrent.checkpoint(),
             }
@@ -90,6 +108,7 @@ impl Cache {
         for layer in &mut self.layers {
             match layer {
                 LayerCache::Full(full) => full.rewind(position as i32),
+                LayerCache::Quantized(quantized) => quantized.rewind(position as i32),
                 LayerCache::Sliding(sliding) => sliding.rewind(position as i32),
                 LayerCache::Recurrent(recurrent) => recurrent.rewind((position - mark) as i32)?,
             }
@@ -109,6 +128,7 @@ impl Cache {
         for layer in &self.layers {
             arrays.extend(match layer {
                 LayerCache::Full(full) => full.state()?,
+                LayerCache::Quantized(quantized) => quantized.state()?,
                 LayerCache::Sliding(sliding) => sliding.state()?,
                 LayerCache::Recurrent(recurrent) => recurrent.state(),
             });
@@ -124,14 +144,20 @@ impl Cache {
     pub fn restore(&mut self, arrays: Vec<Array>, position: usize) -> Result<()> {
         let mut layers = self.layers.clone();
         let mut arrays = arrays.into_iter();
+        let len = i32::try_from(position).unwrap_or(i32::MAX);
         for layer in &mut layers {
+            if let LayerCache::Quantized(quantized) = layer {
+                quantized.restore(&mut arrays, len)?;
+                continue;
+            }
             let (Some(a), Some(b)) = (arrays.next(), arrays.next()) else {
                 return Err(Error::Store("a snapshot has too few tensors".into()));
             };
             match layer {
-                LayerCache::Full(full) => full.restore(&a, &b, position)?,
-                LayerCache::Sliding(sliding) => sliding.restore(&a, &b, position)?,
+                LayerCache::Full(full) => full.restore(&a, &b, len)?,
+                LayerCache::Sliding(sliding) => sliding.restore(&a, &b, len)?,
                 LayerCache::Recurrent(recurrent) => recurrent.restore(a, b)?,
+                LayerCache::Quantized(_) => unreachable!("restored above"),
             }
         }
         if arrays.next().is_some() {

@@ -1,6 +1,6 @@
 //! Keys and values of the last positions of one attention layer that looks no further back.
 //!
-//! Rows lie in order in two buffers [1, H_kv, capacity, D]. When they are full, what the window
+//! Rows lie in order in two buffers. When they are full, what the window
 //! still needs moves to the front of new ones, once in [`STEP`] rows or more: no ring, whose
 //! oldest row would be gone as soon as a draft writes over it, so that it could not rewind.
 //! Never masks and never rotates: `nn::attention` does both.
@@ -9,14 +9,10 @@
 //! for what a window holds.
 
 use mlx_rs::Array;
-use mlx_rs::ops::indexing::{TryIndexMutOp, TryIndexOp};
-use mlx_rs::ops::{concatenate, zeros_dtype};
 
 use super::expect_shape;
+use super::rows::{Rows, STEP};
 use crate::error::Result;
-
-/// Rows between two moves at least.
-const STEP: i32 = 256;
 
 /// Keys and values, each [1, H_kv, rows, D].
 #[derive(Debug, Clone)]
@@ -30,14 +26,16 @@ pub struct Sliding {
     rows: i32,
     /// `len` at the checkpoint, if there is one: what its position sees is kept, too.
     mark: Option<i32>,
-    buffers: Option<(Array, Array)>,
+    keys: Rows,
+    values: Rows,
 }
 
 impl Sliding {
     /// An empty cache for `heads` key-value heads of `head_dim`, in which a position sees itself
     /// and the `window - 1` positions before it.
     pub fn new(heads: i32, head_dim: i32, window: i32) -> Self {
-        Self { heads, head_dim, window, len: 0, rows: 0, mark: None, buffers: None }
+        let (keys, values) = (Rows::default(), Rows::default());
+        Self { heads, head_dim, window, len: 0, rows: 0, mark: None, keys, values }
     }
 
     /// Positions seen.
@@ -61,29 +59,17 @@ impl Sliding {
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
         let new = k.dim(2);
-        let capacity = self.buffers.as_ref().map_or(0, |(keys, _)| keys.dim(2));
-        if self.rows + new > capacity {
+        if self.rows + new > self.keys.capacity() {
             let since = self.mark.map_or(0, |mark| self.len - mark);
             let keep = self.rows.min(self.window - 1 + since);
-            let room = [1, self.heads, (new + STEP).max(self.window), self.head_dim];
-            let room = zeros_dtype(&room, k.dtype())?;
-            self.buffers = Some(match self.buffers.take() {
-                None => (room.clone(), room),
-                Some((keys, values)) => {
-                    let kept = |a: &Array| a.try_index((.., .., self.rows - keep..self.rows, ..));
-                    (
-                        concatenate(&[&kept(&keys)?, &room], 2)?,
-                        concatenate(&[&kept(&values)?, &room], 2)?,
-                    )
-                }
-            });
+            let more = (new + STEP).max(self.window);
+            self.keys.grow(k, self.rows - keep, self.rows, more)?;
+            self.values.grow(v, self.rows - keep, self.rows, more)?;
             self.rows = keep;
         }
-        let end = self.rows + new;
-        let (keys, values) = self.buffers.as_mut().expect("just made");
-        keys.try_index_mut((.., .., self.rows..end, ..), k)?;
-        values.try_index_mut((.., .., self.rows..end, ..), v)?;
-        (self.rows, self.len) = (end, self.len + new);
+        self.keys.append(k, self.rows)?;
+        self.values.append(v, self.rows)?;
+        (self.rows, self.len) = (self.rows + new, self.len + new);
         Ok(())
     }
 
@@ -96,9 +82,8 @@ impl Sliding {
     }
 
     fn last(&self, count: i32) -> Result<(Array, Array)> {
-        let (keys, values) = self.buffers.as_ref().expect("nothing looks at an empty cache");
-        let last = |a: &Array| a.try_index((.., .., (self.rows - count).max(0)..self.rows, ..));
-        Ok((last(keys)?, last(values)?))
+        let from = (self.rows - count).max(0);
+        Ok((self.keys.view(from, self.rows)?, self.values.view(from, self.rows)?))
     }
 
     /// From here on rows are kept so that [`Sliding::rewind`] can come back.
@@ -130,8 +115,7 @@ impl Sliding {
     ///
     /// # Errors
     /// [`crate::Error::Store`] when a shape is not this layer's.
-    pub fn restore(&mut self, keys: &Array, values: &Array, len: usize) -> Result<()> {
-        let len = i32::try_from(len).unwrap_or(i32::MAX);
+    pub fn restore(&mut self, keys: &Array, values: &Array, len: i32) -> Result<()> {
         let rows = len.min(self.window - 1);
         for array in [keys, values] {
             expect_shape(array, &[1, self.heads, rows, self.head_dim])?;

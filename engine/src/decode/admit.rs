@@ -125,7 +125,7 @@ impl Decoder {
     /// A cache that stands at the longest saved prefix of `prompt`, and its length. At least one
     /// token is left to run, as its logits draw the first token of the reply.
     fn restore(&self, prompt: &[u32]) -> Result<(Cache, usize)> {
-        let mut cache = self.model.new_cache()?;
+        let mut cache = self.new_cache()?;
         let store = &self.store;
         let Some(length) = store.longest(prompt, prompt.len() - 1) else { return Ok((cache, 0)) };
         let Some(saved) = store.load(&prompt[..length]) else { return Ok((cache, 0)) };
@@ -133,7 +133,7 @@ impl Decoder {
             Ok(()) => Ok((cache, length)),
             Err(error) => {
                 tracing::warn!(%error, length, "a snapshot does not fit this model");
-                Ok((self.model.new_cache()?, 0))
+                Ok((self.new_cache()?, 0))
             }
         }
     }

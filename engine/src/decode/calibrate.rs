@@ -178,7 +178,7 @@ impl Decoder {
 
     /// f32 [T, V]: what the model predicts behind each token of `text`, in nats.
     fn log_probabilities(&self, text: &[u32], pass: Pass<'_>) -> Result<Array> {
-        let mut cache = self.model.new_cache()?;
+        let mut cache = self.new_cache()?;
         let rows = text.len() as i32;
         let ids = Array::from_slice(text, &[rows]);
         let hidden = self.model.forward(&ids, &mut [Span { rows, cache: &mut cache }], pass)?;

@@ -18,7 +18,7 @@ use mlx_rs::transforms::{async_eval, eval};
 
 use super::draft::{At, Draft};
 use super::sample::sample;
-use crate::cache::Span;
+use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::{Model, Pass};
@@ -51,13 +51,14 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Measures `part` of `model`, and `drafts`, which are new.
+    /// Measures `part` of `model` on an empty `cache`, and `drafts`, which are new.
     ///
     /// # Errors
     /// [`crate::Error::Array`] when MLX rejects an operation.
     pub fn measure(
         model: &dyn Model,
         part: Pass<'_>,
+        mut cache: Cache,
         drafts: &mut [Box<dyn Draft>],
     ) -> Result<Self> {
         let start = Instant::now();
@@ -65,7 +66,6 @@ impl Costs {
         // variety is more like text than one token repeated.
         let tokens: Vec<u32> = (0..2 * CONTEXT as u32).map(|i| 3 + i % 61).collect();
         let greedy = Sampling::default();
-        let mut cache = model.new_cache()?;
         let pass = |cache: &mut _, tokens: &[u32]| -> Result<(Array, Array)> {
             let rows = tokens.len() as i32;
             let ids = Array::from_slice(tokens, &[rows]);

@@ -36,8 +36,10 @@ use self::calibrate::Calibration;
 use self::governor::Costs;
 use self::sample::sample;
 use self::sequence::{Drawn, Rows, Sequence};
-use crate::cache::Span;
-use crate::config::{Config, DraftKind, ModelConfig, Profile, SpeculationConfig, StoreConfig};
+use crate::cache::{Cache, Span};
+use crate::config::{
+    Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
+};
 use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
 use crate::model::{Loaded, Model, Pass};
@@ -101,6 +103,8 @@ pub struct Decoder {
     exit_layers: Option<usize>,
     /// Where what is known of the model is kept.
     calibration: PathBuf,
+    /// Bits of keys and values, and the position from which on they are so; 0 for as they are.
+    kv_bits: (i32, i32),
     /// Layers whose feed-forward block is left out, which `engine.skip_kl` allows.
     skip: Vec<usize>,
     /// What passes cost here; `None` where nothing drafts.
@@ -143,6 +147,9 @@ impl Decoder {
         sha.update(text.digest());
         // What is computed without some of the blocks is another model's state.
         skip.iter().for_each(|layer| sha.update([*layer as u8]));
+        let EngineConfig { kv_bits, kv_bits_from, .. } = config.engine;
+        sha.update(format!("{kv_bits} bits from {kv_bits_from}"));
+        let kv_bits = (kv_bits as i32, i32::try_from(kv_bits_from).unwrap_or(i32::MAX));
         let fingerprint: Fingerprint = sha.clone().finalize().into();
         sha.update(policies.digest());
         let info = Info {
@@ -169,13 +176,16 @@ impl Decoder {
             speculation: config.speculation,
             draft_model,
             exit_layers: calibration.exit_layers,
+            kv_bits,
             skip,
             calibration: path,
             costs: None,
             dtype,
-            tie: speculate::tie(dtype),
+            tie: speculate::tie(dtype, kv_bits.0),
             sequences: Vec::new(),
         };
+        // Whether keys and values can be kept as configured is known now, not with the first request.
+        decoder.new_cache()?;
         decoder.measure()?;
         Ok((decoder, info))
     }
@@ -186,6 +196,19 @@ impl Decoder {
         Pass { exit: None, skip: &self.skip }
     }
 
+    /// An empty cache of the configured kind.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when this model's keys and values cannot be kept so.
+    fn new_cache(&self) -> Result<Cache> {
+        let mut cache = self.model.new_cache()?;
+        let (bits, from) = self.kv_bits;
+        if bits > 0 {
+            cache.quantize(bits, from)?;
+        }
+        Ok(cache)
+    }
+
     /// Finds out what passes and drafts cost on this machine.
     fn measure(&mut self) -> Result<()> {
         let mut drafts = self.drafts(&[])?;
@@ -193,7 +216,7 @@ impl Decoder {
             return Ok(());
         }
         let start = Instant::now();
-        let costs = Costs::measure(&*self.model, self.pass(), &mut drafts)?;
+        let costs = Costs::measure(&*self.model, self.pass(), self.new_cache()?, &mut drafts)?;
         let kinds: Vec<_> = drafts.iter().map(|draft| draft.kind().name()).collect();
         tracing::info!(?kinds, ?costs, took = ?start.elapsed(), "speculation");
         self.costs = Some(costs);

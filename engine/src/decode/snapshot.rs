@@ -31,8 +31,12 @@ pub fn restore(cache: &mut Cache, snapshot: &Snapshot) -> Result<()> {
 }
 
 /// Element types that snapshots hold, by safetensors' names, with their size in bytes.
-const DTYPES: &[(&str, Dtype, usize)] =
-    &[("F32", Dtype::Float32, 4), ("F16", Dtype::Float16, 2), ("BF16", Dtype::Bfloat16, 2)];
+const DTYPES: &[(&str, Dtype, usize)] = &[
+    ("F32", Dtype::Float32, 4),
+    ("F16", Dtype::Float16, 2),
+    ("BF16", Dtype::Bfloat16, 2),
+    ("U32", Dtype::Uint32, 4),
+];
 
 fn to_tensor(array: &Array) -> Result<Tensor> {
     let Some((name, ..)) = DTYPES.iter().find(|(_, dtype, _)| *dtype == array.dtype()) else {

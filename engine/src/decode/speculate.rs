@@ -48,12 +48,19 @@ struct Ran {
 
 /// Margins, relative to the largest logit, below which the rounding of passes of different shapes
 /// may swap the two best tokens. Some fifty times the largest difference seen in f32 (2.5e-6).
-pub fn tie(dtype: Dtype) -> f32 {
-    match dtype {
+pub fn tie(dtype: Dtype, kv_bits: i32) -> f32 {
+    let numbers: f32 = match dtype {
         Dtype::Float32 => 1e-4,
         Dtype::Float16 => 4e-3,
         _ => 2e-2,
-    }
+    };
+    // A rounding in the last digit can move a key or value by one of the few steps it has.
+    let cache: f32 = match kv_bits {
+        0 => 0.0,
+        8 => 4e-3,
+        _ => 4e-2,
+    };
+    numbers.max(cache)
 }
 
 impl Decoder {

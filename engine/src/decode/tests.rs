@@ -10,7 +10,10 @@ use crate::request::{Message, Request, SamplingWish};
 const TOKENS: usize = 48;
 
 fn decoder() -> Decoder {
-    let mut config = Config::default();
+    load(Config::default())
+}
+
+fn load(mut config: Config) -> Decoder {
     config.model.device = Device::Cpu;
     config.store.enabled = false;
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
@@ -67,5 +70,19 @@ fn drafted_draws_equal_plain_draws_of_the_same_seed() {
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");
         assert!(outcome.way == Way::Plain || outcome.drafted[1] > 5, "{outcome:?}");
+    }
+}
+
+/// Keys and values in 8 bits from the middle of the prompt on: chunks, saved state, rewinds and
+/// drafts change nothing.
+#[test]
+fn quantized_keys_and_values_are_the_same_however_they_came_about() {
+    let mut config = Config::default();
+    (config.engine.kv_bits, config.engine.kv_bits_from) = (8, 20);
+    let mut decoder = load(config);
+    let requests = [ask("Copy this text exactly:\nThe quiet fox walked near the river at night.")];
+    let ways = decoder.ways().unwrap();
+    for outcome in decoder.verify(&requests, &ways, TOKENS, |_| ()).unwrap() {
+        assert!(outcome.holds(), "{outcome:?}");
     }
 }

@@ -6,7 +6,8 @@
 //!
 //! A reply that differs is looked at where it first does: where the two best tokens are closer than
 //! rounding ([`super::speculate::tie`]), it is a near-tie. In f32 near-ties count as different; in
-//! 16-bit types they are what rounding may do, and are counted apart.
+//! 16-bit types, and with quantized keys and values, they are what rounding may do, and are counted
+//! apart.
 
 use std::time::{Duration, Instant};
 
@@ -163,7 +164,8 @@ impl Decoder {
                     continue;
                 }
                 let margin = self.margin(&expected.tokens[..same])?;
-                if self.dtype != Dtype::Float32 && margin < self.tie {
+                let coarse = self.dtype != Dtype::Float32 || self.kv_bits.0 > 0;
+                if coarse && margin < self.tie {
                     outcome.near_ties += 1;
                 } else {
                     outcome.different.push((i, same - expected.prompt.min(same), margin));
@@ -273,7 +275,7 @@ impl Decoder {
 
     /// Relative margin of the two best tokens behind `tokens`.
     fn margin(&self, tokens: &[u32]) -> Result<f32> {
-        let mut cache = self.model.new_cache()?;
+        let mut cache = self.new_cache()?;
         let rows = tokens.len() as i32;
         let ids = Array::from_slice(tokens, &[rows]);
         let span = Span { rows, cache: &mut cache };

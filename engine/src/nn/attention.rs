@@ -1,10 +1,11 @@
 //! Scaled dot-product attention over a cache (arXiv:1706.03762), grouped queries included.
 
 use mlx_rs::fast::{ScaledDotProductAttentionMask, scaled_dot_product_attention};
-use mlx_rs::ops::{arange, matmul, select, softmax_axis, tanh};
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{arange, concatenate, matmul, quantized_matmul, select, softmax_axis, tanh};
 use mlx_rs::{Array, Dtype};
 
-use crate::cache::LayerCache;
+use crate::cache::{LayerCache, Packed};
 use crate::error::Result;
 
 /// What happens to the products of queries and keys before the softmax.
@@ -31,6 +32,7 @@ pub fn attention(
 ) -> Result<Array> {
     match cache {
         LayerCache::Full(full) => full.append(k, v)?,
+        LayerCache::Quantized(quantized) => quantized.append(k, v)?,
         LayerCache::Sliding(sliding) => sliding.append(k, v)?,
         LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
     }
@@ -52,14 +54,19 @@ pub fn attend(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
             let (k, v) = sliding.view(rows)?;
             (k, v, sliding.window())
         }
+        LayerCache::Quantized(quantized) => {
+            let dense = quantized.dense()?.map(|(k, v)| Part::Dense { k, v });
+            let packed = quantized.packed()?.map(|(k, v)| Part::Packed { k, v });
+            let parts: Vec<Part> = dense.into_iter().chain(packed).collect();
+            return attend_parts(q, &parts, scores, i32::MAX);
+        }
         LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
     };
+    if scores.softcap.is_some() {
+        return attend_parts(q, &[Part::Dense { k, v }], scores, window);
+    }
     // One query sees all that is in view, so only longer spans need a mask.
     let keys = k.dim(2);
-    if let Some(cap) = scores.softcap {
-        let mask = (rows > 1).then(|| mask(rows, keys, window)).transpose()?;
-        return capped(q, &k, &v, scores.scale, cap, mask.as_ref());
-    }
     if rows == 1 || keys <= window {
         let causal = (rows > 1).then_some(ScaledDotProductAttentionMask::Causal);
         return Ok(scaled_dot_product_attention(q, k, v, scores.scale, causal, None)?);
@@ -78,28 +85,125 @@ fn mask(rows: i32, keys: i32, window: i32) -> Result<Array> {
     Ok(distance.ge(Array::from_int(0))?.logical_and(near)?)
 }
 
-/// Attention whose scores pass a soft cap, for which MLX has no fused kernel.
-fn capped(
-    q: &Array,
-    k: &Array,
-    v: &Array,
-    scale: f32,
-    cap: f32,
-    mask: Option<&Array>,
-) -> Result<Array> {
+/// Neighbouring positions that are kept alike.
+enum Part {
+    /// [1, H_kv, K, D] each.
+    Dense { k: Array, v: Array },
+    /// The same, quantized.
+    Packed { k: Packed, v: Packed },
+}
+
+impl Part {
+    fn keys(&self) -> i32 {
+        match self {
+            Self::Dense { k, .. } => k.dim(2),
+            Self::Packed { k, .. } => k.rows.dim(2),
+        }
+    }
+
+    /// `q` [1, H_kv, G, T, D] times the keys: [1, H_kv, G, T, K].
+    fn scores(&self, q: &Array) -> Result<Array> {
+        match self {
+            Self::Dense { k, .. } => Ok(matmul(q, k.expand_dims(2)?.swap_axes(3, 4)?)?),
+            Self::Packed { k, .. } => k.product(q, true),
+        }
+    }
+
+    /// `weights` [1, H_kv, G, T, K] times the values: [1, H_kv, G, T, D].
+    fn mix(&self, weights: &Array) -> Result<Array> {
+        match self {
+            Self::Dense { v, .. } => Ok(matmul(weights, v.expand_dims(2)?)?),
+            Self::Packed { v, .. } => v.product(weights, false),
+        }
+    }
+}
+
+impl Packed {
+    fn product(&self, x: &Array, transpose: bool) -> Result<Array> {
+        let each = |a: &Array| a.expand_dims(2);
+        let (rows, scales, biases) = (each(&self.rows)?, each(&self.scales)?, each(&self.biases)?);
+        Ok(quantized_matmul(x, rows, scales, &biases, transpose, self.group, self.bits)?)
+    }
+}
+
+/// Attention in plain operations, for what MLX has no fused kernel for: scores that pass a soft cap,
+/// and keys and values that are quantized.
+fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Result<Array> {
     let [heads, rows, dim] = [q.dim(1), q.dim(2), q.dim(3)];
-    let (kv_heads, keys) = (k.dim(1), k.dim(2));
     let constant = |x: f32| Array::from_f32(x).as_dtype(q.dtype());
-    let grouped = [1, kv_heads, heads / kv_heads, rows, dim];
-    let q = q.multiply(constant(scale)?)?.reshape(&grouped)?;
-    let k = k.reshape(&[1, kv_heads, 1, keys, dim])?;
-    let v = v.reshape(&[1, kv_heads, 1, keys, v.dim(3)])?;
-    let mut scores = matmul(&q, k.swap_axes(3, 4)?)?;
-    scores = tanh(scores.divide(constant(cap)?)?)?.multiply(constant(cap)?)?;
-    if let Some(mask) = mask {
-        scores = select(mask, scores, constant(f32::NEG_INFINITY)?)?;
+    let kv_heads = match &parts[0] {
+        Part::Dense { k, .. } => k.dim(1),
+        Part::Packed { k, .. } => k.rows.dim(1),
+    };
+    let q = q.multiply(constant(scores.scale)?)?;
+    let q = q.reshape(&[1, kv_heads, heads / kv_heads, rows, dim])?;
+    let products = parts.iter().map(|part| part.scores(&q)).collect::<Result<Vec<_>>>()?;
+    let mut products = concatenate(&products, 4)?;
+    if let Some(cap) = scores.softcap {
+        products = tanh(products.divide(constant(cap)?)?)?.multiply(constant(cap)?)?;
+    }
+    let keys = products.dim(4);
+    if rows > 1 || keys > window {
+        products = select(mask(rows, keys, window)?, products, constant(f32::NEG_INFINITY)?)?;
     }
     // The softmax sums in f32, as fused kernels do.
-    let weights = softmax_axis(scores.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(q.dtype())?;
-    Ok(matmul(&weights, &v)?.reshape(&[1, heads, rows, v.dim(4)])?)
+    let weights =
+        softmax_axis(products.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(q.dtype())?;
+    let mut start = 0;
+    let mut sum: Option<Array> = None;
+    for part in parts {
+        let end = start + part.keys();
+        let mixed = part.mix(&weights.try_index((.., .., .., .., start..end))?)?;
+        sum = Some(match sum {
+            Some(sum) => sum.add(mixed)?,
+            None => mixed,
+        });
+        start = end;
+    }
+    let mixed = sum.expect("a cache that is looked at holds something");
+    Ok(mixed.reshape(&[1, heads, rows, mixed.dim(4)])?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::{Full, Quantized};
+    use mlx_rs::ops::{dequantize, quantize};
+    use mlx_rs::random;
+
+    fn normal(seed: u64, shape: &[i32]) -> Array {
+        random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+    }
+
+    /// Attention over quantized keys and values is attention over what they unpack to, and the
+    /// positions before the first quantized one are as they were. In any number of pieces.
+    #[test]
+    fn quantized_attention_equals_attention_over_unpacked_keys_and_values() {
+        let (k, v) = (normal(1, &[1, 2, 40, 64]), normal(2, &[1, 2, 40, 64]));
+        let q = normal(3, &[1, 6, 40, 64]);
+        let scores = Scores { scale: 0.125, softcap: None };
+        for (bits, from) in [(8, 0), (4, 0), (8, 13), (4, 39), (4, 40)] {
+            let kept = |a: &Array| {
+                let (w, s, b) = quantize(a, 64, bits).unwrap();
+                let coarse = dequantize(w, s, &b, 64, bits).unwrap();
+                let [head, _] = &a.split_at_indices(&[from], 2).unwrap()[..] else { panic!() };
+                let [_, tail] = &coarse.split_at_indices(&[from], 2).unwrap()[..] else { panic!() };
+                concatenate(&[head, tail], 2).unwrap()
+            };
+            let mut full = LayerCache::Full(Full::new(2, 64));
+            let expected = attention(&q, &kept(&k), &kept(&v), scores, &mut full).unwrap();
+            for pieces in [vec![], vec![1, 2, 17], vec![13], vec![39]] {
+                let quantized = Quantized::new(&Full::new(2, 64), bits, from).unwrap();
+                let mut cache = LayerCache::Quantized(quantized);
+                let split = |a: &Array| a.split_at_indices(&pieces, 2).unwrap();
+                let parts = split(&q).into_iter().zip(split(&k)).zip(split(&v));
+                let ys: Vec<Array> = parts
+                    .map(|((q, k), v)| attention(&q, &k, &v, scores, &mut cache).unwrap())
+                    .collect();
+                let difference = concatenate(&ys, 2).unwrap().subtract(&expected).unwrap();
+                let worst = difference.abs().unwrap().max(None).unwrap().item_exact::<f32>();
+                assert!(worst < 1e-4, "{bits} bits from {from}, {pieces:?}: {worst}");
+            }
+        }
+    }
 }
