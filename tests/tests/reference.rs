@@ -1,9 +1,11 @@
 //! Numbers: the model computes what mlx-lm computes, however its work is cut up.
 //!
-//! mlx-lm 0.32.2 wrote the expected values: `tests/fixtures/families.py` for a small seeded
-//! checkpoint of each family, `tests/fixtures/reference.py` for the demonstration model.
+//! mlx-lm 0.32.2 wrote the expected values: `tests/fixtures/families.py` for small seeded
+//! checkpoints of each family, `tests/fixtures/reference.py` for the demonstration model. A new
+//! family's cases are its folders in `tests/fixtures/families`; nothing here names one.
 
 use std::collections::HashMap;
+use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 
 use mlx_rs::Array;
@@ -12,7 +14,7 @@ use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use serde_json::Value;
 use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::ModelConfig;
-use steersman_engine::model::{Model, Pass, load};
+use steersman_engine::model::{FAMILIES, Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
 /// The bound that the mission sets: largest difference of a row over the row's largest logit.
@@ -26,7 +28,16 @@ struct Case {
     expected: HashMap<String, Array>,
 }
 
-/// The seeded checkpoint of a family.
+/// Every seeded checkpoint, by name, in order.
+fn families() -> Vec<String> {
+    let folder = fixtures().join("families");
+    let name = |entry: std::io::Result<DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+    let mut names: Vec<_> = folder.read_dir().unwrap().map(name).collect();
+    names.sort();
+    names
+}
+
+/// A seeded checkpoint.
 fn family(name: &str) -> Case {
     let folder = fixtures().join("families").join(name);
     let facts = fixture(&format!("families/{name}/reference.json"));
@@ -74,11 +85,7 @@ impl Case {
     /// Compares with whatever the reference has of the logits.
     fn assert_logits(&self, logits: &Array, how: &str) {
         let close = |ours: &Array, reference: &Array, what: &str| {
-            let scale = reference.abs().unwrap().max_axis(-1, true).unwrap();
-            let distance = ours.subtract(reference).unwrap().abs().unwrap().divide(scale).unwrap();
-            let worst = distance.max(None).unwrap().item_exact::<f32>();
-            println!("{how}: {what}: {worst:e}");
-            assert!(worst < RELATIVE, "{how}: {what} differs by {worst:e}");
+            assert_close(ours, reference, RELATIVE, &format!("{how}: {what}"));
         };
         let expected = |key: &str| &self.expected[key];
         if self.expected.contains_key("logits") {
@@ -105,6 +112,15 @@ impl Case {
     }
 }
 
+/// The largest difference of a row over the largest value of that row is less than `bound`.
+fn assert_close(ours: &Array, expected: &Array, bound: f32, what: &str) {
+    let scale = expected.abs().unwrap().max_axis(-1, true).unwrap();
+    let distance = ours.subtract(expected).unwrap().abs().unwrap().divide(scale).unwrap();
+    let worst = distance.max(None).unwrap().item_exact::<f32>();
+    println!("{what}: {worst:e}");
+    assert!(worst < bound, "{what} differs by {worst:e}");
+}
+
 fn check(case: &Case) {
     // 300 is the whole prompt; 64 are whole chunks of the delta rule, 23 cut them, 7 take the
     // recurrent form.
@@ -123,8 +139,48 @@ fn check(case: &Case) {
 
 #[test]
 fn every_family_computes_what_mlx_lm_computes() {
-    for family_row in steersman_engine::model::FAMILIES {
-        check(&family(family_row.model_type));
+    for name in families() {
+        println!("{name}");
+        check(&family(&name));
+    }
+}
+
+#[test]
+fn every_family_has_a_checkpoint() {
+    let model_type = |name| fixture(&format!("families/{name}/config.json"))["model_type"].clone();
+    let covered: Vec<Value> = families().into_iter().map(model_type).collect();
+    for row in FAMILIES {
+        assert!(covered.contains(&row.model_type.into()), "{} has no folder", row.model_type);
+    }
+}
+
+/// What speculation stands on, whatever a family's layers remember.
+#[test]
+fn rewound_rows_equal_rows_never_run() {
+    const ROWS: usize = 5;
+    for name in families() {
+        let case = family(&name);
+        let (_, prompt) = case.prefill(300);
+        // Tokens that the model would say itself are as good as any for the rows that are dropped.
+        let tokens = &case.greedy[..ROWS];
+        for keep in 0..=ROWS {
+            let next = [case.greedy[ROWS]];
+            let mut straight = prompt.clone();
+            if keep > 0 {
+                case.run(&tokens[..keep], &mut straight);
+            }
+            let expected = case.run(&next, &mut straight);
+            for width in [ROWS, 1] {
+                let mut cache = prompt.clone();
+                cache.checkpoint();
+                for rows in tokens.chunks(width) {
+                    case.run(rows, &mut cache);
+                }
+                cache.rewind(case.prompt.len() + keep).unwrap();
+                let how = format!("{name}: {keep} of {ROWS} rows kept, {width} at a time");
+                assert_close(&case.run(&next, &mut cache), &expected, 1e-4, &how);
+            }
+        }
     }
 }
 
