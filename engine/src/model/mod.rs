@@ -4,6 +4,7 @@
 //! nothing of quantization, policies or persistence. **A family is one file and one row of
 //! [`FAMILIES`].**
 
+mod llama;
 mod load;
 mod qwen3_5;
 mod weights;
@@ -102,4 +103,7 @@ pub struct Family {
 }
 
 /// Every family that can be loaded.
-pub const FAMILIES: &[Family] = &[Family { model_type: "qwen3_5", load: qwen3_5::load }];
+pub const FAMILIES: &[Family] = &[
+    Family { model_type: "llama", load: llama::load },
+    Family { model_type: "qwen3_5", load: qwen3_5::load },
+];

@@ -255,10 +255,10 @@ impl SelfAttn {
             o_proj: weights.linear(&format!("{at}.o_proj"))?,
             q_norm: weights.norm(&format!("{at}.q_norm"), config.rms_norm_eps)?,
             k_norm: weights.norm(&format!("{at}.k_norm"), config.rms_norm_eps)?,
-            rope: Rope {
-                dims: (config.head_dim as f32 * rope.partial_rotary_factor) as i32,
-                theta: rope.rope_theta,
-            },
+            rope: Rope::new(
+                (config.head_dim as f32 * rope.partial_rotary_factor) as i32,
+                rope.rope_theta,
+            ),
             heads: config.num_attention_heads,
             kv_heads: config.num_key_value_heads,
             head_dim: config.head_dim,

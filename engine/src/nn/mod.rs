@@ -15,7 +15,7 @@ pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_ru
 pub use linear::{Embedding, Linear};
 pub use mlp::SwiGlu;
 pub use norm::RmsNorm;
-pub use rope::Rope;
+pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
