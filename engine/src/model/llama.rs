@@ -12,10 +12,10 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Pass, Weights};
+use super::{Model, Pass, Weights, experts};
 use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, Linear, RmsNorm, Rope, RopeConfig, Scores, SwiGlu, attention, by_span};
+use crate::nn::{Embedding, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span};
 
 /// The keys of `config.json` that these families share. `attention_bias` and `mlp_bias` are not
 /// read: the checkpoint has the biases or has them not.
@@ -53,7 +53,7 @@ impl Config {
 }
 
 /// Base of the frequencies where the config does not give one.
-const ROPE_THETA: f32 = 10_000.0;
+pub(super) const ROPE_THETA: f32 = 10_000.0;
 
 /// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
@@ -62,7 +62,8 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     Ok(Box::new(Llama::load(&config, weights, |weights, i| {
         let at = format!("model.layers.{i}");
         let self_attn = SelfAttn::load(&config, weights, &at, &rope, config.window(i))?;
-        Layer::load(&config, weights, &at, self_attn)
+        let mlp = Mlp::Dense(experts::dense(weights, &format!("{at}.mlp"))?);
+        Layer::load(&config, weights, &at, self_attn, mlp)
     })?))
 }
 
@@ -80,7 +81,7 @@ pub(super) struct Layer {
     input_layernorm: RmsNorm,
     self_attn: SelfAttn,
     post_attention_layernorm: RmsNorm,
-    mlp: SwiGlu,
+    mlp: Mlp,
 }
 
 impl Llama {
@@ -103,12 +104,13 @@ impl Llama {
 }
 
 impl Layer {
-    /// Takes norms and a dense feed-forward block, and adds `self_attn`.
+    /// Takes the norms.
     pub fn load(
         config: &Config,
         weights: &mut Weights,
         at: &str,
         self_attn: SelfAttn,
+        mlp: Mlp,
     ) -> Result<Self> {
         Ok(Self {
             input_layernorm: norm(config, weights, &format!("{at}.input_layernorm"))?,
@@ -118,11 +120,7 @@ impl Layer {
                 weights,
                 &format!("{at}.post_attention_layernorm"),
             )?,
-            mlp: SwiGlu {
-                gate_proj: weights.linear(&format!("{at}.mlp.gate_proj"))?,
-                up_proj: weights.linear(&format!("{at}.mlp.up_proj"))?,
-                down_proj: weights.linear(&format!("{at}.mlp.down_proj"))?,
-            },
+            mlp,
         })
     }
 }
@@ -177,7 +175,7 @@ pub(super) struct SelfAttn {
     k_norm: Option<RmsNorm>,
     rope: Rope,
     /// Growth of queries with their position, where there is any.
-    growth: Option<Growth>,
+    pub growth: Option<Growth>,
     /// Positions that one position sees, where they are limited.
     window: Option<i32>,
     heads: i32,
@@ -227,11 +225,6 @@ impl SelfAttn {
             kv_heads: config.num_key_value_heads.unwrap_or(config.num_attention_heads),
             head_dim: config.head_dim(),
         })
-    }
-
-    /// The same, with queries that grow.
-    pub fn growing(self, growth: Growth) -> Self {
-        Self { growth: Some(growth), ..self }
     }
 
     fn new_cache(&self) -> LayerCache {

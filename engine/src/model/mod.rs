@@ -4,8 +4,12 @@
 //! nothing of quantization, policies or persistence. **A family is one file and one row of
 //! [`FAMILIES`].**
 
+mod experts;
 mod llama;
 mod load;
+mod mistral;
+mod qwen2;
+mod qwen3;
 mod qwen3_5;
 mod weights;
 
@@ -105,5 +109,11 @@ pub struct Family {
 /// Every family that can be loaded.
 pub const FAMILIES: &[Family] = &[
     Family { model_type: "llama", load: llama::load },
+    Family { model_type: "ministral3", load: mistral::load },
+    Family { model_type: "mistral", load: mistral::load },
+    Family { model_type: "mistral3", load: mistral::load },
+    Family { model_type: "qwen2", load: qwen2::load },
+    Family { model_type: "qwen3", load: qwen3::load },
     Family { model_type: "qwen3_5", load: qwen3_5::load },
+    Family { model_type: "qwen3_moe", load: qwen3::load },
 ];

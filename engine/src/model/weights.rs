@@ -6,7 +6,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-use mlx_rs::ops::dequantize;
+use mlx_rs::ops::{dequantize, stack};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
@@ -205,13 +205,44 @@ impl Weights {
         Ok(Linear::Quantized { weight, scales, biases, group_size, bits, bias })
     }
 
-    fn remove(&mut self, name: &str) -> Result<Array> {
+    /// Joins linear layers of one shape to a stack.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when one of them lacks what the first one has.
+    pub fn stack(&mut self, layers: &[String], name: &str) -> Result<()> {
+        for part in ["weight", "scales", "biases", "bias"] {
+            if self.has(&format!("{}.{part}", layers[0])) {
+                let parts: Vec<Array> = layers
+                    .iter()
+                    .map(|layer| self.remove(&format!("{layer}.{part}")))
+                    .collect::<Result<_>>()?;
+                self.insert(format!("{name}.{part}"), stack(&parts, 0)?);
+            }
+        }
+        // Members of a stack are quantized alike: their shapes could not be joined otherwise.
+        if let Some(quantization) = self.mixed.get(&layers[0]).cloned() {
+            self.mixed.insert(name.to_string(), quantization);
+        }
+        Ok(())
+    }
+
+    /// Puts a tensor in, under a name of the family's choice.
+    pub fn insert(&mut self, name: String, array: Array) {
+        self.arrays.insert(name, array);
+    }
+
+    /// Takes a tensor as it is stored.
+    ///
+    /// # Errors
+    /// As [`Weights::take`].
+    pub fn remove(&mut self, name: &str) -> Result<Array> {
         self.arrays
             .remove(name)
             .ok_or_else(|| self.problem("", format!("the weights have no tensor `{name}`")))
     }
 
-    fn problem(&self, file: &str, problem: String) -> Error {
+    /// What is wrong with a file of the folder.
+    pub fn problem(&self, file: &str, problem: String) -> Error {
         Error::Model { path: self.folder.join(file), problem }
     }
 }

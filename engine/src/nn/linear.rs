@@ -4,11 +4,11 @@
 //! and bias a group of inputs).
 
 use mlx_rs::Array;
-use mlx_rs::ops::{dequantize, matmul, quantized_matmul};
+use mlx_rs::ops::{dequantize, gather_mm, gather_qmm, matmul, quantized_matmul};
 
 use crate::error::Result;
 
-/// Weights of a linear layer, [out, in].
+/// Weights of a linear layer, [out, in]; or of a stack of them, [E, out, in].
 #[derive(Debug, Clone)]
 pub enum Linear {
     /// `weight` [out, in].
@@ -49,6 +49,32 @@ impl Linear {
         };
         match bias {
             Some(bias) => Ok(y.add(bias)?),
+            None => Ok(y),
+        }
+    }
+
+    /// Each row of `x` with its own matrix of a stack: `x` [.., 1, in] and `which` [..] (u32), two
+    /// shapes that broadcast, to [.., 1, out]. `sorted` where `which` is, which reads each matrix
+    /// once.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
+        let (y, bias) = match self {
+            Self::Dense { weight, bias } => {
+                let matrices = weight.swap_axes(-1, -2)?;
+                (gather_mm(x, matrices, None, which, sorted)?, bias)
+            }
+            Self::Quantized { weight, scales, biases, group_size, bits, bias } => {
+                let (group_size, bits) = (*group_size, *bits);
+                let y = gather_qmm(
+                    x, weight, scales, biases, None, which, true, group_size, bits, sorted,
+                )?;
+                (y, bias)
+            }
+        };
+        match bias {
+            Some(bias) => Ok(y.add(bias.take_axis(which, 0)?.expand_dims(-2)?)?),
             None => Ok(y),
         }
     }

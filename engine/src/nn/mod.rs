@@ -7,6 +7,7 @@ mod attention;
 mod gated_delta;
 mod linear;
 mod mlp;
+mod moe;
 mod norm;
 mod rope;
 
@@ -14,6 +15,7 @@ pub use attention::{Scores, attend, attention};
 pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent};
 pub use linear::{Embedding, Linear};
 pub use mlp::SwiGlu;
+pub use moe::{Experts, Mlp, Moe, Shared};
 pub use norm::RmsNorm;
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 

@@ -262,3 +262,38 @@ fn array(values: impl Iterator<Item = f64>) -> Array {
     let len = i32::try_from(values.len()).expect("a head has few dimensions");
     Array::from_slice(&values, &[len])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A model that rotates otherwise than we do would talk nonsense, so it is not loaded.
+    #[test]
+    fn what_is_not_known_is_refused_by_name() {
+        let check = |table, expected: &[&str]| {
+            let config = json!({"rope_theta": 10000.0, "rope_scaling": table});
+            let error = serde_json::from_value::<RopeConfig>(config).unwrap_err().to_string();
+            for part in expected {
+                assert!(error.contains(part), "`{error}` does not say `{part}`");
+            }
+        };
+        check(json!({"type": "longrope", "factor": 4}), &["rope_scaling", "longrope", "yarn"]);
+        check(json!({"rope_type": "llama3"}), &["rope_scaling", "llama3", "factor"]);
+    }
+
+    /// Both layouts of the same facts; and where there are two tables, the newer one counts.
+    #[test]
+    fn both_layouts_say_the_same() {
+        let scaling = json!({"type": "linear", "factor": 4});
+        let older =
+            json!({"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": scaling});
+        let newer = json!({"rope_scaling": null, "rope_parameters": {
+            "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 4,
+        }});
+        for config in [older, newer] {
+            let rope = serde_json::from_value::<RopeConfig>(config).unwrap().rope(32, 1e4);
+            assert_eq!((rope.dims, rope.theta, rope.scale), (16, 5e5, 0.25));
+        }
+    }
+}
