@@ -1,4 +1,4 @@
-//! Experts on their way into a model: which layers have them, and the layouts they come in.
+//! Experts on their way into a model: the layouts they come in.
 //!
 //! Stacked as MLX's converter leaves them (`switch_mlp.gate_proj.weight` [E, F, D]), one by one as
 //! Qwen publishes them (`experts.0.gate_proj.weight` [F, D]), or stacked with gate and up in one
@@ -12,50 +12,30 @@ use super::Weights;
 use crate::error::Result;
 use crate::nn::{Experts, Mlp, Moe, Shared, SwiGlu};
 
-/// The keys of `config.json` that say which layers have experts, and how a row chooses.
-#[derive(Debug, Clone, Deserialize)]
+/// The keys of `config.json` that say how a row chooses. Which layers have experts is not read
+/// (`decoder_sparse_step`, `mlp_only_layers`): the checkpoint has a router there or has it not.
+#[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Config {
-    /// 0 where no layer has any.
-    pub num_experts: usize,
-    pub num_experts_per_tok: i32,
-    /// Every so many layers have experts.
-    pub decoder_sparse_step: usize,
-    /// Layers that have none all the same.
-    pub mlp_only_layers: Vec<usize>,
-    pub norm_topk_prob: Option<bool>,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            num_experts: 0,
-            num_experts_per_tok: 1,
-            decoder_sparse_step: 1,
-            mlp_only_layers: Vec::new(),
-            norm_topk_prob: None,
-        }
-    }
+    num_experts: usize,
+    num_experts_per_tok: i32,
+    norm_topk_prob: Option<bool>,
 }
 
 impl Config {
-    /// Takes the feed-forward block of `layer`, whose tensors are at `at`, of whichever kind it
-    /// is. `norm_topk_prob` where the config does not say.
+    /// Takes the feed-forward block at `at`, of whichever kind it is. `norm_topk_prob` where the
+    /// config does not say.
     ///
     /// # Errors
-    /// [`crate::Error::Model`] when a tensor is missing.
-    pub fn load(
-        &self,
-        weights: &mut Weights,
-        at: &str,
-        layer: usize,
-        norm_topk_prob: bool,
-    ) -> Result<Mlp> {
-        if self.num_experts == 0
-            || self.mlp_only_layers.contains(&layer)
-            || !(layer + 1).is_multiple_of(self.decoder_sparse_step)
-        {
+    /// [`crate::Error::Model`] when a tensor is missing, or a key that layers of experts need.
+    pub fn load(&self, weights: &mut Weights, at: &str, norm_topk_prob: bool) -> Result<Mlp> {
+        if !weights.has(&format!("{at}.gate.weight")) {
             return Ok(Mlp::Dense(dense(weights, at)?));
+        }
+        if self.num_experts == 0 || self.num_experts_per_tok == 0 {
+            let problem = "`num_experts` or `num_experts_per_tok` is missing; the weights have \
+                           experts";
+            return Err(weights.problem("config.json", problem.into()));
         }
         self.stack(weights, at)?;
         let shared = if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {

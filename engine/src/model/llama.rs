@@ -97,7 +97,7 @@ impl Llama {
             layers: (0..config.num_hidden_layers)
                 .map(|i| layer(weights, i))
                 .collect::<Result<_>>()?,
-            norm: norm(config, weights, "model.norm")?,
+            norm: weights.norm("model.norm", config.rms_norm_eps)?,
             lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
         })
     }
@@ -113,20 +113,13 @@ impl Layer {
         mlp: Mlp,
     ) -> Result<Self> {
         Ok(Self {
-            input_layernorm: norm(config, weights, &format!("{at}.input_layernorm"))?,
+            input_layernorm: weights.norm(&format!("{at}.input_layernorm"), config.rms_norm_eps)?,
             self_attn,
-            post_attention_layernorm: norm(
-                config,
-                weights,
-                &format!("{at}.post_attention_layernorm"),
-            )?,
+            post_attention_layernorm: weights
+                .norm(&format!("{at}.post_attention_layernorm"), config.rms_norm_eps)?,
             mlp,
         })
     }
-}
-
-fn norm(config: &Config, weights: &mut Weights, name: &str) -> Result<RmsNorm> {
-    Ok(RmsNorm { weight: weights.take(&format!("{name}.weight"))?, eps: config.rms_norm_eps })
 }
 
 impl Model for Llama {
@@ -208,7 +201,7 @@ impl SelfAttn {
         let mut head_norm = |name: &str| {
             let name = format!("{at}.{name}");
             let there = weights.has(&format!("{name}.weight"));
-            there.then(|| norm(config, weights, &name)).transpose()
+            there.then(|| weights.norm(&name, config.rms_norm_eps)).transpose()
         };
         let (q_norm, k_norm) = (head_norm("q_norm")?, head_norm("k_norm")?);
         Ok(Self {

@@ -11,6 +11,7 @@ mod mistral;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_next;
 mod weights;
 
 pub use load::{Loaded, load};
@@ -115,5 +116,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "qwen2", load: qwen2::load },
     Family { model_type: "qwen3", load: qwen3::load },
     Family { model_type: "qwen3_5", load: qwen3_5::load },
+    Family { model_type: "qwen3_5_moe", load: qwen3_5::load },
     Family { model_type: "qwen3_moe", load: qwen3::load },
+    Family { model_type: "qwen3_next", load: qwen3_next::load },
 ];

@@ -16,7 +16,6 @@ use crate::error::Result;
 struct Config {
     #[serde(flatten)]
     dense: qwen2::Config,
-    /// Without its keys every layer is dense.
     #[serde(flatten)]
     experts: experts::Config,
 }
@@ -30,7 +29,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         let at = format!("model.layers.{i}");
         let attn = SelfAttn::load(llama, weights, &at, &rope, dense.window(i))?;
         // Not scaled to 1 unless the config says so: the default of `transformers`.
-        let mlp = experts.load(weights, &format!("{at}.mlp"), i, false)?;
+        let mlp = experts.load(weights, &format!("{at}.mlp"), false)?;
         Layer::load(llama, weights, &at, attn, mlp)
     })?))
 }

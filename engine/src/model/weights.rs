@@ -226,6 +226,30 @@ impl Weights {
         Ok(())
     }
 
+    /// Replaces a linear layer by those that `rows` makes of its matrix, or of each of the packed
+    /// ones.
+    ///
+    /// # Errors
+    /// The first error of `rows`.
+    pub fn divide<const N: usize>(
+        &mut self,
+        layer: &str,
+        names: &[String; N],
+        rows: impl Fn(&Array) -> Result<[Array; N]>,
+    ) -> Result<()> {
+        for part in ["weight", "scales", "biases"] {
+            if let Some(whole) = self.arrays.remove(&format!("{layer}.{part}")) {
+                for (name, array) in names.iter().zip(rows(&whole)?) {
+                    self.insert(format!("{name}.{part}"), array);
+                }
+            }
+        }
+        if let Some(quantization) = self.mixed.get(layer).cloned() {
+            self.mixed.extend(names.iter().map(|name| (name.clone(), quantization.clone())));
+        }
+        Ok(())
+    }
+
     /// Puts a tensor in, under a name of the family's choice.
     pub fn insert(&mut self, name: String, array: Array) {
         self.arrays.insert(name, array);
