@@ -38,11 +38,11 @@ fn families() -> Vec<String> {
 }
 
 /// A seeded checkpoint.
-fn family(name: &str) -> Case {
+fn family(name: &str, config: &ModelConfig) -> Case {
     let folder = fixtures().join("families").join(name);
     let facts = fixture(&format!("families/{name}/reference.json"));
     let expected = Array::load_safetensors(folder.join("reference.safetensors")).unwrap();
-    Case::new(&folder, &facts, expected, &config().model)
+    Case::new(&folder, &facts, expected, config)
 }
 
 /// The demonstration model in one of its forms.
@@ -141,7 +141,7 @@ fn check(case: &Case) {
 fn every_family_computes_what_mlx_lm_computes() {
     for name in families() {
         println!("{name}");
-        check(&family(&name));
+        check(&family(&name, &config().model));
     }
 }
 
@@ -159,7 +159,7 @@ fn every_family_has_a_checkpoint() {
 fn rewound_rows_equal_rows_never_run() {
     const ROWS: usize = 5;
     for name in families() {
-        let case = family(&name);
+        let case = family(&name, &config().model);
         let (_, prompt) = case.prefill(300);
         // Tokens that the model would say itself are as good as any for the rows that are dropped.
         let tokens = &case.greedy[..ROWS];
@@ -195,6 +195,14 @@ fn quantized_weights_compute_what_mlx_lm_computes() {
     let config = ModelConfig { cpu_dequantize: false, ..config().model };
     let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config);
     case.assert_logits(&case.prefill(300).0, "quantized");
+    let quantized =
+        |name: &String| !fixture(&format!("families/{name}/config.json"))["quantization"].is_null();
+    for name in families().iter().filter(|name| quantized(name)) {
+        let case = family(name, &config);
+        for chunk in [300, 7, 1] {
+            case.assert_logits(&case.prefill(chunk).0, &format!("{name}: chunks of {chunk}"));
+        }
+    }
 }
 
 /// The bundled model before it was quantized, as its trainer saved it. Too large for this repo.

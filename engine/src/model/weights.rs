@@ -6,15 +6,15 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-use mlx_rs::ops::{dequantize, stack};
+use mlx_rs::ops::stack;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
-use crate::nn::{Linear, RmsNorm};
+use crate::nn::{Linear, Mode, Packed, Quantization, RmsNorm};
 
 /// Tensors by name, with what is needed to turn them into layers.
 pub struct Weights {
@@ -27,21 +27,26 @@ pub struct Weights {
     mixed: HashMap<String, Quantization>,
 }
 
-/// How a layer is quantized.
+/// `quantization` of `config.json`, or an entry of it for one layer.
 #[derive(Debug, Clone, Deserialize)]
-struct Quantization {
-    group_size: i32,
-    bits: i32,
-    #[serde(default = "affine")]
-    mode: String,
+struct Stated {
+    group_size: Option<i32>,
+    bits: Option<i32>,
+    #[serde(default)]
+    mode: Mode,
 }
 
-fn affine() -> String {
-    "affine".into()
+impl From<Stated> for Quantization {
+    fn from(Stated { group_size, bits, mode }: Stated) -> Self {
+        let (default_size, default_bits) = mode.defaults();
+        let group_size = group_size.unwrap_or(default_size);
+        Self { group_size, bits: bits.unwrap_or(default_bits), mode }
+    }
 }
 
 impl Weights {
-    /// Opens every `*.safetensors` of `folder` that its index names (all, where there is none).
+    /// Opens every `*.safetensors` of `folder` that its index names (all, where there is none), and
+    /// `mtp*.safetensors`, which converters put beside it.
     ///
     /// Floating-point tensors are cast to `dtype` as they are taken; `dequantize` makes dense
     /// layers of quantized ones.
@@ -75,19 +80,22 @@ impl Weights {
     /// (`false` for layers that are not quantized, which their lack of scales says as well).
     fn read_quantization(&mut self, stated: &Map<String, Value>) -> Result<()> {
         let read = |name: &str, value: &Value| -> Result<Quantization> {
-            let q: Quantization = serde_json::from_value(value.clone())
-                .map_err(|e| self.problem("config.json", format!("quantization{name}: {e}")))?;
-            if q.mode != "affine" {
+            Stated::deserialize(value)
+                .map(Quantization::from)
+                .map_err(|e| self.problem("config.json", format!("quantization{name}: {e}")))
+        };
+        let all = match stated.get("quant_method").and_then(Value::as_str) {
+            // As MLX's converter writes it.
+            None => read("", &Value::Object(stated.clone()))?,
+            Some(mode @ ("mxfp4" | "mxfp8")) => read("", &json!({"mode": mode}))?,
+            Some(other) => {
                 let problem = format!(
-                    "quantization{name}: mode `{}` cannot be loaded, `affine` can; convert the \
-                     model with `mlx_lm.convert --q-mode affine`",
-                    q.mode
+                    "quantization_config: quant_method `{other}` cannot be loaded; take a \
+                     checkpoint that is not quantized, or one that `mlx_lm.convert` made"
                 );
                 return Err(self.problem("config.json", problem));
             }
-            Ok(q)
         };
-        let all = read("", &Value::Object(stated.clone()))?;
         let mut mixed = HashMap::new();
         for (layer, value) in stated {
             if value.is_object() {
@@ -187,22 +195,31 @@ impl Weights {
         if !self.has(&format!("{name}.scales")) {
             return Ok(Linear::Dense { weight: self.take(&weight_name)?, bias });
         }
-        let Some(Quantization { group_size, bits, .. }) =
-            self.mixed.get(name).or(self.quantization.as_ref()).cloned()
-        else {
+        let Some(&quantization) = self.mixed.get(name).or(self.quantization.as_ref()) else {
             let problem = format!("`{name}` has scales, but there is no `quantization` key");
             return Err(self.problem("config.json", problem));
         };
-        let weight = self.remove(&weight_name)?;
-        let scales = self.take(&format!("{name}.scales"))?;
-        let biases = self.take(&format!("{name}.biases"))?;
+        if self.has(&format!("{name}.global_scale")) {
+            let problem = format!("`{name}` has a scale for the whole tensor, which is not known");
+            return Err(self.problem("", problem));
+        }
+        let affine = quantization.mode == Mode::Affine;
+        let scales = format!("{name}.scales");
+        let packed = Packed {
+            weight: self.remove(&weight_name)?,
+            // Bytes that stand for floats stay bytes.
+            scales: if affine { self.take(&scales)? } else { self.remove(&scales)? },
+            biases: if affine { Some(self.take(&format!("{name}.biases"))?) } else { None },
+            quantization,
+            dtype: self.dtype,
+        };
         if self.dequantize {
-            let weight = dequantize(&weight, &scales, &biases, group_size, bits)?;
+            let weight = packed.dequantize()?;
             eval([&weight])?;
             return Ok(Linear::Dense { weight, bias });
         }
-        eval([&weight])?;
-        Ok(Linear::Quantized { weight, scales, biases, group_size, bits, bias })
+        eval([&packed.weight, &packed.scales])?;
+        Ok(Linear::Quantized { weight: packed, bias })
     }
 
     /// Joins linear layers of one shape to a stack.
@@ -220,7 +237,7 @@ impl Weights {
             }
         }
         // Members of a stack are quantized alike: their shapes could not be joined otherwise.
-        if let Some(quantization) = self.mixed.get(&layers[0]).cloned() {
+        if let Some(quantization) = self.mixed.get(&layers[0]).copied() {
             self.mixed.insert(name.to_string(), quantization);
         }
         Ok(())
@@ -244,8 +261,8 @@ impl Weights {
                 }
             }
         }
-        if let Some(quantization) = self.mixed.get(layer).cloned() {
-            self.mixed.extend(names.iter().map(|name| (name.clone(), quantization.clone())));
+        if let Some(quantization) = self.mixed.get(layer).copied() {
+            self.mixed.extend(names.iter().map(|name| (name.clone(), quantization)));
         }
         Ok(())
     }
@@ -282,18 +299,20 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
     }
     let problem = |path: PathBuf, problem: String| Error::Model { path, problem };
     let index = folder.join("model.safetensors.index.json");
+    let entries = folder.read_dir().map_err(|e| problem(folder.to_path_buf(), e.to_string()))?;
+    let there = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|e| e == "safetensors"));
     let names: BTreeSet<PathBuf> = if index.is_file() {
         let text = std::fs::read(&index).map_err(|e| problem(index.clone(), e.to_string()))?;
         let parsed: Index =
             serde_json::from_slice(&text).map_err(|e| problem(index.clone(), e.to_string()))?;
-        parsed.weight_map.values().map(|name| folder.join(name)).collect()
+        let beside = there.filter(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("mtp"))
+        });
+        parsed.weight_map.values().map(|name| folder.join(name)).chain(beside).collect()
     } else {
-        let entries =
-            folder.read_dir().map_err(|e| problem(folder.to_path_buf(), e.to_string()))?;
-        entries
-            .filter_map(|entry| Some(entry.ok()?.path()))
-            .filter(|path| path.extension().is_some_and(|e| e == "safetensors"))
-            .collect()
+        there.collect()
     };
     if names.is_empty() {
         let text = "has no *.safetensors; a model folder holds config.json, tokenizer.json and \

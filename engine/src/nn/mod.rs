@@ -9,6 +9,7 @@ mod linear;
 mod mlp;
 mod moe;
 mod norm;
+mod packed;
 mod rope;
 
 pub use attention::{Scores, attend, attention};
@@ -17,6 +18,7 @@ pub use linear::{Embedding, Linear};
 pub use mlp::SwiGlu;
 pub use moe::{Experts, Mlp, Moe, Shared};
 pub use norm::RmsNorm;
+pub use packed::{Mode, Packed, Quantization};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;

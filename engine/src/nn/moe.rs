@@ -127,7 +127,8 @@ impl Experts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mlx_rs::ops::{concatenate, quantize};
+    use crate::nn::{Mode, Packed, Quantization};
+    use mlx_rs::ops::concatenate;
     use mlx_rs::random;
 
     fn normal(seed: u64, shape: &[i32]) -> Array {
@@ -141,8 +142,8 @@ mod tests {
 
     fn packed(linear: &Linear) -> Linear {
         let Linear::Dense { weight, .. } = linear else { unreachable!("made dense above") };
-        let (weight, scales, biases) = quantize(weight, 32, 8).unwrap();
-        Linear::Quantized { weight, scales, biases, group_size: 32, bits: 8, bias: None }
+        let quantization = Quantization { group_size: 32, bits: 8, mode: Mode::Affine };
+        Linear::Quantized { weight: Packed::quantize(weight, quantization), bias: None }
     }
 
     fn assert_close(a: &Array, b: &Array, bound: f32) {
