@@ -5,6 +5,7 @@
 //! [`FAMILIES`].**
 
 mod experts;
+mod fp8;
 mod llama;
 mod load;
 mod mistral;

@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::fp8;
 use crate::error::{Error, Result};
 use crate::nn::{Linear, Mode, Packed, Quantization, RmsNorm};
 
@@ -35,6 +36,9 @@ struct Stated {
     #[serde(default)]
     mode: Mode,
 }
+
+/// Rows and columns that share a factor, where an fp8 checkpoint does not say.
+const FP8_BLOCK: [i32; 2] = [128, 128];
 
 impl From<Stated> for Quantization {
     fn from(Stated { group_size, bits, mode }: Stated) -> Self {
@@ -85,6 +89,12 @@ impl Weights {
                 .map_err(|e| self.problem("config.json", format!("quantization{name}: {e}")))
         };
         let all = match stated.get("quant_method").and_then(Value::as_str) {
+            // Has no scales that `linear` would ask about.
+            Some("fp8") => {
+                let block: Option<[i32; 2]> =
+                    stated.get("weight_block_size").and_then(|b| Deserialize::deserialize(b).ok());
+                return fp8::unpack(&mut self.arrays, block.unwrap_or(FP8_BLOCK));
+            }
             // As MLX's converter writes it.
             None => read("", &Value::Object(stated.clone()))?,
             Some(mode @ ("mxfp4" | "mxfp8")) => read("", &json!({"mode": mode}))?,
@@ -324,4 +334,53 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
         return Err(problem(missing.clone(), text.into()));
     }
     Ok(names.into_iter().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder with an index that names `model.safetensors`, and the files `names` with a tensor
+    /// that is called like them.
+    fn folder(names: &[&str]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for name in names {
+            let array = Array::from_slice(&[1f32], &[1]);
+            Array::save_safetensors([(*name, &array)], None, folder.path().join(name)).unwrap();
+        }
+        let index = json!({"weight_map": {"model.safetensors": "model.safetensors"}});
+        let path = folder.path().join("model.safetensors.index.json");
+        std::fs::write(path, index.to_string()).unwrap();
+        folder
+    }
+
+    fn open(folder: &Path, config: &Value) -> Result<Weights> {
+        Weights::open(folder, config, Dtype::Float32, false)
+    }
+
+    /// Converters keep the index as they found it and put the layers that draft beside it; other
+    /// files that are not named are other checkpoints (`consolidated.safetensors`).
+    #[test]
+    fn layers_that_draft_are_read_from_beside_the_index() {
+        let names = ["model.safetensors", "mtp-q4.safetensors", "consolidated.safetensors"];
+        let folder = folder(&names);
+        let weights = open(folder.path(), &json!({})).unwrap();
+        assert_eq!(names.map(|name| weights.has(name)), [true, true, false]);
+    }
+
+    #[test]
+    fn a_quantization_that_is_not_known_is_refused_by_name() {
+        let folder = folder(&["model.safetensors"]);
+        let check = |config: Value, expected: &[&str]| {
+            let error = open(folder.path(), &config).err().unwrap().to_string();
+            for part in expected {
+                assert!(error.contains(part), "`{error}` does not say `{part}`");
+            }
+        };
+        check(json!({"quantization": {"mode": "int2"}}), &["config.json", "int2", "mxfp4"]);
+        let layer = json!({"bits": 4, "a.b": {"mode": "int2"}});
+        check(json!({"quantization": layer}), &["config.json", "quantization.a.b", "int2"]);
+        let published = json!({"quant_method": "awq", "bits": 4});
+        check(json!({"quantization_config": published}), &["quant_method", "awq", "convert"]);
+    }
 }

@@ -18,7 +18,7 @@ pub use linear::{Embedding, Linear};
 pub use mlp::SwiGlu;
 pub use moe::{Experts, Mlp, Moe, Shared};
 pub use norm::RmsNorm;
-pub use packed::{Mode, Packed, Quantization};
+pub use packed::{Mode, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;

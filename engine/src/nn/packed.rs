@@ -216,6 +216,30 @@ impl Packed {
     }
 }
 
+/// 8-bit floats (E4M3) that lie in bytes, as numbers of `dtype`.
+///
+/// # Errors
+/// [`Error::Array`] when `bytes` are none or `dtype` is no float.
+pub fn from_fp8(bytes: &Array, dtype: Dtype) -> Result<Array> {
+    let stream = Stream::thread_local_or_default();
+    let mut res = mlx_array::default();
+    // SAFETY: reads `bytes`, which lives as long as this function, and fills `res` with a new array
+    // or leaves it without contents.
+    let status = unsafe {
+        mlx_sys::mlx_from_fp8(
+            &mut res,
+            bytes.as_ptr(),
+            dtype as mlx_sys::mlx_dtype,
+            stream.as_ptr(),
+        )
+    };
+    if status != 0 {
+        return Err(Error::Array(format!("{:?} holds no 8-bit floats", bytes.dtype())));
+    }
+    // SAFETY: just filled, and owned by nobody else.
+    Ok(unsafe { Array::from_ptr(res) })
+}
+
 #[cfg(test)]
 impl Packed {
     /// Packs a matrix.
