@@ -235,26 +235,45 @@ fn the_published_model_computes_what_mlx_lm_computes() {
 /// joined in one `forward`, give what each gives alone.
 #[test]
 fn joined_ragged_rows_equal_separate_rows() {
-    let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config().model);
-    let (first, second) = (&case.prompt[..90], &case.prompt[100..113]);
-    let mut alone = Vec::new();
-    for tokens in [first, second] {
-        let mut cache = case.model.new_cache().unwrap();
-        case.run(tokens, &mut cache);
-        alone.push(case.run(&[5], &mut cache).try_index(0).unwrap());
+    for name in families() {
+        let case = family(&name, &config().model);
+        let (first, second) = case.prompt.split_at(57);
+        let next = [case.greedy[0], case.greedy[1]];
+        let alone = [(first, next[0]), (second, next[1])].map(|(tokens, next)| {
+            let mut cache = case.model.new_cache().unwrap();
+            case.run(tokens, &mut cache);
+            case.run(&[next], &mut cache).try_index(0).unwrap()
+        });
+        let mut caches = [case.model.new_cache().unwrap(), case.model.new_cache().unwrap()];
+        let mut run = |tokens: &[u32], rows: [i32; 2]| {
+            let ids = Array::from_slice(tokens, &[tokens.len() as i32]);
+            let mut spans: Vec<Span> =
+                caches.iter_mut().zip(rows).map(|(cache, rows)| Span { rows, cache }).collect();
+            case.model.forward(&ids, &mut spans, Pass::WHOLE).unwrap()
+        };
+        run(&case.prompt, [57, 13]);
+        let hidden = run(&next, [1, 1]);
+        let joined = case.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
+        assert_close(&joined, &stack(&alone, 0).unwrap(), 1e-4, &name);
+        assert_eq!([caches[0].position, caches[1].position], [58, 14], "{name}");
     }
-    let mut caches = [case.model.new_cache().unwrap(), case.model.new_cache().unwrap()];
-    let mut run = |tokens: &[u32], rows: [i32; 2]| {
-        let ids = Array::from_slice(tokens, &[tokens.len() as i32]);
-        let mut spans: Vec<Span> =
-            caches.iter_mut().zip(rows).map(|(cache, rows)| Span { rows, cache }).collect();
-        case.model.forward(&ids, &mut spans, Pass::WHOLE).unwrap()
-    };
-    run(&[first, second].concat(), [90, 13]);
-    let hidden = run(&[5, 5], [1, 1]);
-    let joined = case.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
-    let difference = joined.subtract(stack(&alone, 0).unwrap()).unwrap().abs().unwrap();
-    let worst = difference.max(None).unwrap().item_exact::<f32>();
-    assert!(worst < 1e-3, "logits differ by {worst:e}");
-    assert_eq!([caches[0].position, caches[1].position], [91, 14]);
+}
+
+/// What the state store stands on: arrays that went to disk and back go on where they were.
+#[test]
+fn restored_rows_equal_rows_just_run() {
+    for name in families() {
+        let case = family(&name, &config().model);
+        // Less than any window, and more.
+        for rows in [9, 70] {
+            let mut cache = case.model.new_cache().unwrap();
+            case.run(&case.prompt[..rows], &mut cache);
+            let mut restored = case.model.new_cache().unwrap();
+            restored.restore(cache.state().unwrap(), rows).unwrap();
+            for next in case.greedy[..40].chunks(5) {
+                let [expected, ours] = [&mut cache, &mut restored].map(|c| case.run(next, c));
+                assert_close(&ours, &expected, 1e-4, &format!("{name} after {rows} rows"));
+            }
+        }
+    }
 }

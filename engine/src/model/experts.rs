@@ -65,7 +65,8 @@ impl Config {
         if weights.has(&fused) {
             let halves = weights.remove(&fused)?.split_equal(2, 1)?;
             for (name, half) in ["gate_proj", "up_proj"].into_iter().zip(halves) {
-                weights.insert(format!("{at}.switch_mlp.{name}.weight"), half);
+                // Not a view into both halves, which kernels would copy at each step.
+                weights.insert(format!("{at}.switch_mlp.{name}.weight"), half.contiguous()?);
             }
             let down = weights.remove(&format!("{at}.experts.down_proj"))?;
             weights.insert(format!("{at}.switch_mlp.down_proj.weight"), down);
