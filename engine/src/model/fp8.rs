@@ -4,7 +4,8 @@
 //! MLX multiplies no such matrices, so they are multiplied out at load, to bfloat16: that doubles
 //! their size. `mlx_lm.convert --q-mode mxfp8` makes a checkpoint that stays small.
 //!
-//! Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); `transformers` `integrations/finegrained_fp8.py`.
+//! Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); `transformers`
+//! `integrations/finegrained_fp8.py`.
 
 use std::collections::HashMap;
 

@@ -1,7 +1,8 @@
 //! Qwen3, dense and with experts: Llama whose queries and keys are normalised head by head.
 //!
 //! Source: arXiv:2505.09388; `transformers` `models/qwen3` and `models/qwen3_moe`; mlx-lm
-//! `models/qwen3.py` and `models/qwen3_moe.py`, checked by the reference logits in `tests/fixtures`.
+//! `models/qwen3.py` and `models/qwen3_moe.py`, checked by the reference logits in
+//! `tests/fixtures`.
 
 use serde::Deserialize;
 use serde_json::Value;

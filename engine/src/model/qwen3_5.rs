@@ -1,11 +1,12 @@
-//! Qwen3.5 and 3.6, dense and with experts: three GatedDeltaNet layers to one of gated full attention.
+//! Qwen3.5 and 3.6, dense and with experts: three GatedDeltaNet layers to one of gated full
+//! attention.
 //!
 //! Reads checkpoints as Hugging Face publishes them ((1 + w) norms, conv1d [C, 1, K]) and as MLX
 //! converts them. Multimodal checkpoints load their language part. The multi-token-prediction
 //! layer (`mtp.*`), which mlx-lm drops, is read where it is there.
 //!
-//! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py` and `models/qwen3_5_moe.py`, checked by the reference
-//! logits in `tests/fixtures`.
+//! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py` and
+//! `models/qwen3_5_moe.py`, checked by the reference logits in `tests/fixtures`.
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, sigmoid};
