@@ -6,6 +6,7 @@
 
 mod experts;
 mod fp8;
+mod gemma2;
 mod llama;
 mod load;
 mod mistral;
@@ -110,6 +111,7 @@ pub struct Family {
 
 /// Every family that can be loaded.
 pub const FAMILIES: &[Family] = &[
+    Family { model_type: "gemma2", load: gemma2::load },
     Family { model_type: "llama", load: llama::load },
     Family { model_type: "ministral3", load: mistral::load },
     Family { model_type: "mistral", load: mistral::load },

@@ -1,9 +1,10 @@
 //! Scaled dot-product attention over a cache (arXiv:1706.03762), grouped queries included.
 
 use mlx_rs::fast::{ScaledDotProductAttentionMask, scaled_dot_product_attention};
-use mlx_rs::ops::{arange, matmul, select, softmax_axis, tanh};
+use mlx_rs::ops::{arange, matmul, select, softmax_axis};
 use mlx_rs::{Array, Dtype};
 
+use super::{scaled, softcap};
 use crate::cache::LayerCache;
 use crate::error::Result;
 
@@ -89,17 +90,17 @@ fn capped(
 ) -> Result<Array> {
     let [heads, rows, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let (kv_heads, keys) = (k.dim(1), k.dim(2));
-    let constant = |x: f32| Array::from_f32(x).as_dtype(q.dtype());
     let grouped = [1, kv_heads, heads / kv_heads, rows, dim];
-    let q = q.multiply(constant(scale)?)?.reshape(&grouped)?;
+    let dtype = q.dtype();
+    let q = scaled(q, scale)?.reshape(&grouped)?;
     let k = k.reshape(&[1, kv_heads, 1, keys, dim])?;
     let v = v.reshape(&[1, kv_heads, 1, keys, v.dim(3)])?;
     let mut scores = matmul(&q, k.swap_axes(3, 4)?)?;
-    scores = tanh(scores.divide(constant(cap)?)?)?.multiply(constant(cap)?)?;
+    scores = softcap(&scores, cap)?;
     if let Some(mask) = mask {
-        scores = select(mask, scores, constant(f32::NEG_INFINITY)?)?;
+        scores = select(mask, scores, Array::from_f32(f32::NEG_INFINITY).as_dtype(dtype)?)?;
     }
     // The softmax sums in f32, as fused kernels do.
-    let weights = softmax_axis(scores.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(q.dtype())?;
+    let weights = softmax_axis(scores.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(dtype)?;
     Ok(matmul(&weights, &v)?.reshape(&[1, heads, rows, v.dim(4)])?)
 }
