@@ -7,6 +7,7 @@
 mod experts;
 mod fp8;
 mod gemma2;
+mod gemma3;
 mod llama;
 mod load;
 mod mistral;
@@ -112,6 +113,8 @@ pub struct Family {
 /// Every family that can be loaded.
 pub const FAMILIES: &[Family] = &[
     Family { model_type: "gemma2", load: gemma2::load },
+    Family { model_type: "gemma3", load: gemma3::load },
+    Family { model_type: "gemma3_text", load: gemma3::load },
     Family { model_type: "llama", load: llama::load },
     Family { model_type: "ministral3", load: mistral::load },
     Family { model_type: "mistral", load: mistral::load },
