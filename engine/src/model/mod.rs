@@ -8,6 +8,7 @@ mod experts;
 mod fp8;
 mod gemma2;
 mod gemma3;
+mod gemma4;
 mod llama;
 mod load;
 mod mistral;
@@ -115,6 +116,8 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "gemma2", load: gemma2::load },
     Family { model_type: "gemma3", load: gemma3::load },
     Family { model_type: "gemma3_text", load: gemma3::load },
+    Family { model_type: "gemma4", load: gemma4::load },
+    Family { model_type: "gemma4_text", load: gemma4::load },
     Family { model_type: "llama", load: llama::load },
     Family { model_type: "ministral3", load: mistral::load },
     Family { model_type: "mistral", load: mistral::load },

@@ -92,6 +92,12 @@ pub enum Scaling {
         /// Extension of the context.
         factor: f64,
     },
+    /// Only the first part of a head's pairs turn (`partial_rotary_factor`), as fast as if all of
+    /// them did; wavelengths are stretched by `factor`.
+    Proportional {
+        /// Extension of the context.
+        factor: f64,
+    },
     /// Wavelengths above the trained context divided by `low_freq_factor` are stretched by
     /// `factor`, those below it divided by `high_freq_factor` are not, with a ramp between.
     Llama3 {
@@ -152,6 +158,7 @@ impl TryFrom<Stated> for RopeParameters {
             // Multimodal positions of text are three equal ones.
             "default" | "mrope" => Scaling::Default,
             "linear" => Scaling::Linear { factor: factor? },
+            "proportional" => Scaling::Proportional { factor: stated.factor.unwrap_or(1.0) },
             "llama3" => Scaling::Llama3 {
                 factor: factor?,
                 low_freq_factor: stated.low_freq_factor.unwrap_or(1.0),
@@ -173,7 +180,7 @@ impl TryFrom<Stated> for RopeParameters {
             other => {
                 return Err(format!(
                     "rope_scaling (or rope_parameters): rope_type `{other}` is not known; known \
-                     are: default, linear, llama3, yarn"
+                     are: default, linear, proportional, llama3, yarn"
                 ));
             }
         };
@@ -200,6 +207,13 @@ impl RopeConfig {
         match stated.scaling {
             Scaling::Default => rope,
             Scaling::Linear { factor } => Rope { scale: factor.recip() as f32, ..rope },
+            Scaling::Proportional { factor } => {
+                let stretched = (0i32..).zip(wavelengths(head_dim, theta));
+                let stretched = stretched.map(|(pair, wavelength)| {
+                    if pair < dims / 2 { factor * wavelength } else { f64::INFINITY }
+                });
+                Rope { dims: head_dim, wavelengths: Some(array(stretched)), ..rope }
+            }
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor } => {
                 let stretched = wavelengths(dims, theta).map(|wavelength| {
                     let turns = trained / (TAU * wavelength);
