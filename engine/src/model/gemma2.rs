@@ -92,30 +92,27 @@ struct Layer {
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
     sanitize(weights)?;
-    let norm = |weights: &mut Weights, name: &str| -> Result<RmsNorm> {
-        let weight = weights.take(&format!("{name}.weight"))?;
-        Ok(RmsNorm { weight, eps: config.rms_norm_eps })
-    };
+    let eps = config.rms_norm_eps;
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {
         let at = |name: &str| format!("model.layers.{i}.{name}");
         layers.push(Layer {
-            input_layernorm: norm(weights, &at("input_layernorm"))?,
+            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
             self_attn: SelfAttn::load(&config, weights, i)?,
-            post_attention_layernorm: norm(weights, &at("post_attention_layernorm"))?,
-            pre_feedforward_layernorm: norm(weights, &at("pre_feedforward_layernorm"))?,
+            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
             mlp: GeGlu {
                 gate_proj: weights.linear(&at("mlp.gate_proj"))?,
                 up_proj: weights.linear(&at("mlp.up_proj"))?,
                 down_proj: weights.linear(&at("mlp.down_proj"))?,
             },
-            post_feedforward_layernorm: norm(weights, &at("post_feedforward_layernorm"))?,
+            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
         });
     }
     Ok(Box::new(Gemma2 {
         embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
         layers,
-        norm: norm(weights, "model.norm")?,
+        norm: weights.norm("model.norm", eps)?,
         embed_scale: (config.hidden_size as f32).sqrt(),
         final_logit_softcapping: config.final_logit_softcapping,
     }))

@@ -114,31 +114,28 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
     sanitize(weights)?;
-    let norm = |weights: &mut Weights, name: &str| -> Result<RmsNorm> {
-        let weight = weights.take(&format!("{name}.weight"))?;
-        Ok(RmsNorm { weight, eps: config.rms_norm_eps })
-    };
+    let eps = config.rms_norm_eps;
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {
         let at = |name: &str| format!("model.layers.{i}.{name}");
         layers.push(Layer {
-            input_layernorm: norm(weights, &at("input_layernorm"))?,
+            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
             self_attn: SelfAttn::load(&config, weights, i)?,
-            post_attention_layernorm: norm(weights, &at("post_attention_layernorm"))?,
-            pre_feedforward_layernorm: norm(weights, &at("pre_feedforward_layernorm"))?,
+            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
             mlp: GeGlu {
                 gate_proj: weights.linear(&at("mlp.gate_proj"))?,
                 up_proj: weights.linear(&at("mlp.up_proj"))?,
                 down_proj: weights.linear(&at("mlp.down_proj"))?,
             },
-            post_feedforward_layernorm: norm(weights, &at("post_feedforward_layernorm"))?,
+            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
         });
     }
     let tied = !weights.has("lm_head.weight");
     Ok(Box::new(Gemma3 {
         embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
         layers,
-        norm: norm(weights, "model.norm")?,
+        norm: weights.norm("model.norm", eps)?,
         lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
         embed_scale: bf16((config.hidden_size as f32).sqrt())?,
     }))
@@ -249,19 +246,15 @@ struct SelfAttn {
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
         let at = |name: &str| format!("model.layers.{layer}.self_attn.{name}");
-        let mut norm = |name: &str| -> Result<RmsNorm> {
-            let weight = weights.take(&at(&format!("{name}.weight")))?;
-            Ok(RmsNorm { weight, eps: config.rms_norm_eps })
-        };
-        let (q_norm, k_norm) = (norm("q_norm")?, norm("k_norm")?);
+        let eps = config.rms_norm_eps;
         let sliding = config.is_sliding(layer);
         Ok(Self {
             q_proj: weights.linear(&at("q_proj"))?,
             k_proj: weights.linear(&at("k_proj"))?,
             v_proj: weights.linear(&at("v_proj"))?,
             o_proj: weights.linear(&at("o_proj"))?,
-            q_norm,
-            k_norm,
+            q_norm: weights.norm(&at("q_norm"), eps)?,
+            k_norm: weights.norm(&at("k_norm"), eps)?,
             rope: config.rope(sliding),
             scale: config.query_pre_attn_scalar.powf(-0.5),
             window: sliding.then_some(config.sliding_window),

@@ -1,6 +1,7 @@
 //! Gemma 4: layers with a window and layers without, whose heads differ in size and rotate
 //! differently; the last layers of small models look at the keys and values of earlier ones and
-//! remember none; small models give each layer an embedding of the token of its own.
+//! remember none; small models give each layer an embedding of the token of its own; one model has
+//! experts beside a feed-forward block that all rows pass.
 //!
 //! Reads checkpoints as Hugging Face publishes them (text alone, or the language part of a
 //! multimodal one) and as MLX converts them. Norms are plain factors here, unlike in Gemma 3.
@@ -12,7 +13,8 @@ use std::collections::HashMap;
 
 use mlx_rs::Array;
 use mlx_rs::fast::rms_norm;
-use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
+use mlx_rs::ops::{argpartition_axis, softmax_axis};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -20,8 +22,8 @@ use super::{Model, Pass, Weights};
 use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, GeGlu, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling, Scores, attend,
-    attention, by_span, gelu, scaled, softcap,
+    Embedding, Experts, GeGlu, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling, Scores,
+    attend, attention, by_span, gelu, scaled, softcap,
 };
 
 /// `text_config` of `config.json` (or all of it, in text-only checkpoints).
@@ -53,6 +55,8 @@ struct Config {
     final_logit_softcapping: Option<f32>,
     tie_word_embeddings: bool,
     enable_moe_block: bool,
+    /// Experts that a row goes to.
+    top_k_experts: Option<i32>,
 }
 
 /// What mlx-lm assumes.
@@ -77,6 +81,7 @@ impl Default for Config {
             final_logit_softcapping: Some(30.0),
             tie_word_embeddings: true,
             enable_moe_block: false,
+            top_k_experts: None,
         }
     }
 }
@@ -139,6 +144,8 @@ struct Layer {
     post_attention_layernorm: RmsNorm,
     pre_feedforward_layernorm: RmsNorm,
     mlp: GeGlu,
+    /// Beside the block that all rows pass, where the model has experts.
+    moe: Option<Moe>,
     post_feedforward_layernorm: RmsNorm,
     per_layer_input: Option<PerLayerInput>,
     /// [1]
@@ -149,15 +156,8 @@ struct Layer {
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
-    if config.enable_moe_block {
-        return Err(weights.problem(
-            "config.json",
-            "enable_moe_block: Gemma 4 with experts (26B-A4B) cannot be loaded yet; its dense \
-             models (E2B, E4B, 31B) can"
-                .into(),
-        ));
-    }
     sanitize(weights);
+    let eps = config.rms_norm_eps;
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {
         layers.push(Layer::load(&config, weights, i)?);
@@ -167,17 +167,12 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
         per_layer: PerLayer::load(&config, weights)?,
         layers,
-        norm: norm(&config, weights, "model.norm")?,
+        norm: weights.norm("model.norm", eps)?,
         lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
         hidden_size: config.hidden_size,
         final_logit_softcapping: config.final_logit_softcapping,
         remembering: config.remembering(),
     }))
-}
-
-fn norm(config: &Config, weights: &mut Weights, name: &str) -> Result<RmsNorm> {
-    let weight = weights.take(&format!("{name}.weight"))?;
-    Ok(RmsNorm { weight, eps: config.rms_norm_eps })
 }
 
 /// Brings the names of all kinds of checkpoint to `model.*` and `lm_head.*`.
@@ -228,7 +223,10 @@ impl Model for Gemma4 {
             let y = layer.self_attn.forward(&layer.input_layernorm.forward(&x)?, spans)?;
             x = x.add(layer.post_attention_layernorm.forward(&y)?)?;
             if !pass.skips(i) {
-                let y = layer.mlp.forward(&layer.pre_feedforward_layernorm.forward(&x)?)?;
+                let mut y = layer.mlp.forward(&layer.pre_feedforward_layernorm.forward(&x)?)?;
+                if let Some(moe) = &layer.moe {
+                    y = moe.post_feedforward_layernorm_1.forward(&y)?.add(moe.forward(&x)?)?;
+                }
                 x = x.add(layer.post_feedforward_layernorm.forward(&y)?)?;
             }
             if let (Some(own), Some(inputs)) = (&layer.per_layer_input, &inputs) {
@@ -258,19 +256,25 @@ impl Model for Gemma4 {
 
 impl Layer {
     fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
+        let eps = config.rms_norm_eps;
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let scalar = at("layer_scalar");
         Ok(Self {
-            input_layernorm: norm(config, weights, &at("input_layernorm"))?,
+            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
             self_attn: SelfAttn::load(config, weights, layer)?,
-            post_attention_layernorm: norm(config, weights, &at("post_attention_layernorm"))?,
-            pre_feedforward_layernorm: norm(config, weights, &at("pre_feedforward_layernorm"))?,
+            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
             mlp: GeGlu {
                 gate_proj: weights.linear(&at("mlp.gate_proj"))?,
                 up_proj: weights.linear(&at("mlp.up_proj"))?,
                 down_proj: weights.linear(&at("mlp.down_proj"))?,
             },
-            post_feedforward_layernorm: norm(config, weights, &at("post_feedforward_layernorm"))?,
+            moe: if config.enable_moe_block {
+                Some(Moe::load(config, weights, layer)?)
+            } else {
+                None
+            },
+            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
             per_layer_input: if config.hidden_size_per_layer_input == 0 {
                 None
             } else {
@@ -278,11 +282,92 @@ impl Layer {
                 Some(PerLayerInput {
                     per_layer_input_gate: weights.linear(&at("per_layer_input_gate"))?,
                     per_layer_projection: weights.linear(&at("per_layer_projection"))?,
-                    post_per_layer_input_norm: norm(config, weights, &post_norm)?,
+                    post_per_layer_input_norm: weights.norm(&post_norm, eps)?,
                 })
             },
             layer_scalar: if weights.has(&scalar) { Some(weights.take(&scalar)?) } else { None },
         })
+    }
+}
+
+/// Experts, with the norms that their layers have more.
+struct Moe {
+    post_feedforward_layernorm_1: RmsNorm,
+    pre_feedforward_layernorm_2: RmsNorm,
+    router: Router,
+    experts: Experts,
+    post_feedforward_layernorm_2: RmsNorm,
+}
+
+/// Picks experts by scores of normed rows; their shares are the softmax of theirs alone, times a
+/// factor of each.
+struct Router {
+    /// `scale`, divided by the square root of D.
+    norm: RmsNorm,
+    /// [E, D]
+    proj: Linear,
+    /// [E]
+    per_expert_scale: Array,
+    top_k: i32,
+}
+
+impl Moe {
+    fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
+        let eps = config.rms_norm_eps;
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let Some(top_k) = config.top_k_experts else {
+            let problem = "top_k_experts: is missing, and enable_moe_block is set";
+            return Err(weights.problem("config.json", problem.into()));
+        };
+        // Published with gate and up in one; MLX's converter divides them.
+        let fused = at("experts.gate_up_proj");
+        if weights.has(&fused) {
+            let halves = weights.remove(&fused)?.split_equal(2, 1)?;
+            for (name, half) in ["gate_proj", "up_proj"].into_iter().zip(halves) {
+                weights.insert(at(&format!("experts.switch_glu.{name}.weight")), half);
+            }
+            let down = weights.remove(&at("experts.down_proj"))?;
+            weights.insert(at("experts.switch_glu.down_proj.weight"), down);
+        }
+        let scale = weights.take(&at("router.scale"))?;
+        let scale = scaled(&scale, (config.hidden_size as f32).powf(-0.5))?;
+        Ok(Self {
+            post_feedforward_layernorm_1: weights.norm(&at("post_feedforward_layernorm_1"), eps)?,
+            pre_feedforward_layernorm_2: weights.norm(&at("pre_feedforward_layernorm_2"), eps)?,
+            router: Router {
+                norm: RmsNorm { weight: scale, eps },
+                proj: weights.linear(&at("router.proj"))?,
+                per_expert_scale: weights.take(&at("router.per_expert_scale"))?,
+                top_k,
+            },
+            experts: Experts {
+                activation: gelu,
+                gate_proj: weights.linear(&at("experts.switch_glu.gate_proj"))?,
+                up_proj: weights.linear(&at("experts.switch_glu.up_proj"))?,
+                down_proj: weights.linear(&at("experts.switch_glu.down_proj"))?,
+            },
+            post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
+        })
+    }
+
+    /// `x` [1, R, D], same shape back.
+    fn forward(&self, x: &Array) -> Result<Array> {
+        let (chosen, shares) = self.router.forward(x)?;
+        let y = self.experts.forward(&self.pre_feedforward_layernorm_2.forward(x)?, &chosen)?;
+        let y = y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?;
+        self.post_feedforward_layernorm_2.forward(&y)
+    }
+}
+
+impl Router {
+    /// Chosen experts of `x` [1, R, D] and their shares, [1, R, K] each.
+    fn forward(&self, x: &Array) -> Result<(Array, Array)> {
+        let scores = self.proj.forward(&self.norm.forward(x)?)?;
+        let order = argpartition_axis(&scores, -self.top_k, -1)?;
+        let chosen = order.try_index((.., .., -self.top_k..))?;
+        let shares = softmax_axis(take_along_axis(&scores, &chosen, -1)?, -1, true)?;
+        let shares = shares.multiply(self.per_expert_scale.take_axis(&chosen, 0)?)?;
+        Ok((chosen, shares))
     }
 }
 
@@ -302,11 +387,11 @@ impl PerLayer {
         if config.hidden_size_per_layer_input == 0 {
             return Ok(None);
         }
-        let projection_norm = "model.per_layer_projection_norm";
+        let (projection_norm, eps) = ("model.per_layer_projection_norm", config.rms_norm_eps);
         Ok(Some(Self {
             embed_tokens_per_layer: Embedding(weights.linear("model.embed_tokens_per_layer")?),
             per_layer_model_projection: weights.linear("model.per_layer_model_projection")?,
-            per_layer_projection_norm: norm(config, weights, projection_norm)?,
+            per_layer_projection_norm: weights.norm(projection_norm, eps)?,
             layers: i32::try_from(config.num_hidden_layers).expect("a model has few layers"),
             size: config.hidden_size_per_layer_input,
         }))
@@ -361,6 +446,7 @@ const SCORES: Scores = Scores { scale: 1.0, softcap: None };
 
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
+        let eps = config.rms_norm_eps;
         let at = |name: &str| format!("model.layers.{layer}.self_attn.{name}");
         let sliding = config.is_sliding(layer);
         let Some(source) = config.source(layer) else {
@@ -375,12 +461,12 @@ impl SelfAttn {
         let head_dim = global_head_dim.unwrap_or(config.head_dim);
         Ok(Self {
             q_proj: weights.linear(&at("q_proj"))?,
-            q_norm: norm(config, weights, &at("q_norm"))?,
+            q_norm: weights.norm(&at("q_norm"), eps)?,
             kv: if source == layer {
                 Some(KeysValues {
                     k_proj: weights.linear(&at("k_proj"))?,
                     v_proj: if k_eq_v { None } else { Some(weights.linear(&at("v_proj"))?) },
-                    k_norm: norm(config, weights, &at("k_norm"))?,
+                    k_norm: weights.norm(&at("k_norm"), eps)?,
                 })
             } else {
                 None

@@ -294,8 +294,6 @@ impl Weights {
 
     /// What is wrong with a file of the folder.
     pub fn problem(&self, file: &str, problem: String) -> Error {
-    /// The error that says what is wrong with a file of the folder, or with all of it.
-    pub(super) fn problem(&self, file: &str, problem: String) -> Error {
         Error::Model { path: self.folder.join(file), problem }
     }
 }

@@ -10,7 +10,7 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
 use mlx_rs::ops::{argpartition_axis, argsort_axis, sigmoid, softmax_axis};
 
-use super::{Linear, SwiGlu, silu};
+use super::{Linear, SwiGlu};
 use crate::error::Result;
 
 /// Fewer choices than this are not worth sorting.
@@ -53,9 +53,11 @@ pub struct Moe {
     pub shared: Option<Shared>,
 }
 
-/// SwiGLU experts.
+/// Gated experts: `down(activation(gate x) * up x)`.
 #[derive(Debug, Clone)]
 pub struct Experts {
+    /// [`super::silu`] or [`super::gelu`].
+    pub activation: fn(&Array) -> Result<Array>,
     /// [E, F, D]
     pub gate_proj: Linear,
     /// [E, F, D]
@@ -118,7 +120,7 @@ impl Experts {
     }
 
     fn run(&self, x: &Array, experts: &Array, sorted: bool) -> Result<Array> {
-        let gate = silu(&self.gate_proj.gather(x, experts, sorted)?)?;
+        let gate = (self.activation)(&self.gate_proj.gather(x, experts, sorted)?)?;
         let up = self.up_proj.gather(x, experts, sorted)?;
         self.down_proj.gather(&gate.multiply(up)?, experts, sorted)
     }
@@ -127,7 +129,7 @@ impl Experts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::{Mode, Packed, Quantization};
+    use crate::nn::{Mode, Packed, Quantization, silu};
     use mlx_rs::ops::concatenate;
     use mlx_rs::random;
 
@@ -156,11 +158,13 @@ mod tests {
     #[test]
     fn rows_together_equal_rows_alone() {
         let experts = Experts {
+            activation: silu,
             gate_proj: dense(1, &[5, 64, 32]),
             up_proj: dense(2, &[5, 64, 32]),
             down_proj: dense(3, &[5, 32, 64]),
         };
         let quantized = Experts {
+            activation: silu,
             gate_proj: packed(&experts.gate_proj),
             up_proj: packed(&experts.up_proj),
             down_proj: packed(&experts.down_proj),
