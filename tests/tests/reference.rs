@@ -231,6 +231,27 @@ fn the_published_model_computes_what_mlx_lm_computes() {
     check(&tiny_hybrid("tiny-hybrid-bf16", &folder.join("tiny-hybrid-bf16"), &config().model));
 }
 
+/// Models as people run them, with windows longer than any seeded checkpoint's.
+#[test]
+#[ignore = "needs the folders of tests/fixtures/real.py in MODEL_DIR"]
+fn real_models_compute_what_mlx_lm_computes() {
+    let models = PathBuf::from(std::env::var_os("MODEL_DIR").expect("MODEL_DIR is set"));
+    let mut found = false;
+    for folder in models.read_dir().unwrap().map(|entry| entry.unwrap().path()) {
+        // Other models may lie there: these have their reference with them.
+        let Ok(facts) = std::fs::read(folder.join("reference.json")) else { continue };
+        found = true;
+        println!("{}", folder.display());
+        let facts = serde_json::from_slice(&facts).unwrap();
+        let expected = Array::load_safetensors(folder.join("reference.safetensors")).unwrap();
+        let case = Case::new(&folder, &facts, expected, &config().model);
+        let (logits, cache) = case.prefill(200);
+        case.assert_logits(&logits, "chunks of 200");
+        case.assert_greedy(&logits, cache);
+    }
+    assert!(found, "{} has no folder of tests/fixtures/real.py", models.display());
+}
+
 /// The shape that several requests in one step need: rows of two sequences, of different lengths,
 /// joined in one `forward`, give what each gives alone.
 #[test]
