@@ -90,6 +90,10 @@ impl Config {
     }
 }
 
+/// Positions that the models are made for, the smallest ones aside, which say so. Multimodal
+/// checkpoints need not say it.
+const CONTEXT: u64 = 131_072;
+
 struct Gemma3 {
     embed_tokens: Embedding,
     layers: Vec<Layer>,
@@ -177,6 +181,10 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
 impl Model for Gemma3 {
     fn depth(&self) -> usize {
         self.layers.len()
+    }
+
+    fn context(&self) -> Option<u64> {
+        Some(CONTEXT)
     }
 
     fn new_cache(&self) -> Result<Cache> {

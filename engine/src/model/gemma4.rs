@@ -125,6 +125,9 @@ impl Config {
     }
 }
 
+/// Positions that the models are made for. Multimodal checkpoints need not say it.
+const CONTEXT: u64 = 131_072;
+
 struct Gemma4 {
     embed_tokens: Embedding,
     per_layer: Option<PerLayer>,
@@ -200,6 +203,10 @@ fn sanitize(weights: &mut Weights) {
 impl Model for Gemma4 {
     fn depth(&self) -> usize {
         self.layers.len()
+    }
+
+    fn context(&self) -> Option<u64> {
+        Some(CONTEXT)
     }
 
     fn new_cache(&self) -> Result<Cache> {

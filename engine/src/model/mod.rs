@@ -32,6 +32,11 @@ pub trait Model {
     /// How many layers it has.
     fn depth(&self) -> usize;
 
+    /// Positions it was trained for, in families whose `config.json` may leave that out.
+    fn context(&self) -> Option<u64> {
+        None
+    }
+
     /// An empty cache, one layer of it for each layer of the model that remembers something.
     ///
     /// # Errors
