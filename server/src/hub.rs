@@ -132,8 +132,11 @@ impl Hub {
         for file in files.iter().filter(|file| is_text_file(file)) {
             fetch(file)?;
         }
-        let shards = if files.contains(&INDEX) {
-            shards(&snapshot.join(INDEX))?
+        let shards: Vec<String> = if files.contains(&INDEX) {
+            // Layers that draft may lie beside the index, in files that it does not name.
+            let beside = |file: &&&str| file.starts_with("mtp") && file.ends_with(".safetensors");
+            let beside = files.iter().filter(beside).map(|file| file.to_string());
+            shards(&snapshot.join(INDEX))?.into_iter().chain(beside).collect()
         } else {
             let weights = |file: &&&str| !file.contains('/') && file.ends_with(".safetensors");
             files.iter().filter(weights).map(|file| file.to_string()).collect()
@@ -323,6 +326,7 @@ mod tests {
         ("consolidated.safetensors", "the same weights once more"),
         ("model-1.safetensors", "one"),
         ("model-2.safetensors", "two"),
+        ("mtp.safetensors", "drafts"),
         (
             "model.safetensors.index.json",
             r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors",
@@ -341,6 +345,7 @@ mod tests {
             "model-1.safetensors",
             "model-2.safetensors",
             "model.safetensors.index.json",
+            "mtp.safetensors",
             "tokenizer.json",
         ];
         assert_eq!(fake.downloaded(), wanted);

@@ -1,18 +1,20 @@
 //! Numbers: the model computes what mlx-lm computes, however its work is cut up.
 //!
-//! mlx-lm 0.32.2 wrote the expected values: `tests/fixtures/families.py` for a small seeded
-//! checkpoint of each family, `tests/fixtures/reference.py` for the demonstration model.
+//! mlx-lm 0.32.2 wrote the expected values: `tests/fixtures/families.py` for small seeded
+//! checkpoints of each family, `tests/fixtures/reference.py` for the demonstration model. A new
+//! family's cases are its folders in `tests/fixtures/families`; nothing here names one.
 
 use std::collections::HashMap;
+use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 
-use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
 use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
+use mlx_rs::{Array, Dtype};
 use serde_json::Value;
-use steersman_engine::cache::{Cache, Span};
-use steersman_engine::config::ModelConfig;
-use steersman_engine::model::{Model, Pass, load};
+use steersman_engine::cache::{Cache, LayerCache, Span};
+use steersman_engine::config::{Dtype::Bf16, ModelConfig};
+use steersman_engine::model::{FAMILIES, Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
 /// The bound that the mission sets: largest difference of a row over the row's largest logit.
@@ -26,12 +28,21 @@ struct Case {
     expected: HashMap<String, Array>,
 }
 
-/// The seeded checkpoint of a family.
-fn family(name: &str) -> Case {
+/// Every seeded checkpoint, by name, in order.
+fn families() -> Vec<String> {
+    let folder = fixtures().join("families");
+    let name = |entry: std::io::Result<DirEntry>| entry.unwrap().file_name().into_string().unwrap();
+    let mut names: Vec<_> = folder.read_dir().unwrap().map(name).collect();
+    names.sort();
+    names
+}
+
+/// A seeded checkpoint.
+fn family(name: &str, config: &ModelConfig) -> Case {
     let folder = fixtures().join("families").join(name);
     let facts = fixture(&format!("families/{name}/reference.json"));
     let expected = Array::load_safetensors(folder.join("reference.safetensors")).unwrap();
-    Case::new(&folder, &facts, expected, &config().model)
+    Case::new(&folder, &facts, expected, config)
 }
 
 /// The demonstration model in one of its forms.
@@ -74,11 +85,7 @@ impl Case {
     /// Compares with whatever the reference has of the logits.
     fn assert_logits(&self, logits: &Array, how: &str) {
         let close = |ours: &Array, reference: &Array, what: &str| {
-            let scale = reference.abs().unwrap().max_axis(-1, true).unwrap();
-            let distance = ours.subtract(reference).unwrap().abs().unwrap().divide(scale).unwrap();
-            let worst = distance.max(None).unwrap().item_exact::<f32>();
-            println!("{how}: {what}: {worst:e}");
-            assert!(worst < RELATIVE, "{how}: {what} differs by {worst:e}");
+            assert_close(ours, reference, RELATIVE, &format!("{how}: {what}"));
         };
         let expected = |key: &str| &self.expected[key];
         if self.expected.contains_key("logits") {
@@ -105,6 +112,15 @@ impl Case {
     }
 }
 
+/// The largest difference of a row over the largest value of that row is less than `bound`.
+fn assert_close(ours: &Array, expected: &Array, bound: f32, what: &str) {
+    let scale = expected.abs().unwrap().max_axis(-1, true).unwrap();
+    let distance = ours.subtract(expected).unwrap().abs().unwrap().divide(scale).unwrap();
+    let worst = distance.max(None).unwrap().item_exact::<f32>();
+    println!("{what}: {worst:e}");
+    assert!(worst < bound, "{what} differs by {worst:e}");
+}
+
 fn check(case: &Case) {
     // 300 is the whole prompt; 64 are whole chunks of the delta rule, 23 cut them, 7 take the
     // recurrent form.
@@ -123,8 +139,66 @@ fn check(case: &Case) {
 
 #[test]
 fn every_family_computes_what_mlx_lm_computes() {
-    for family_row in steersman_engine::model::FAMILIES {
-        check(&family(family_row.model_type));
+    for name in families() {
+        println!("{name}");
+        check(&family(&name, &config().model));
+    }
+}
+
+#[test]
+fn every_family_has_a_checkpoint() {
+    let model_type = |name| fixture(&format!("families/{name}/config.json"))["model_type"].clone();
+    let covered: Vec<Value> = families().into_iter().map(model_type).collect();
+    for row in FAMILIES {
+        assert!(covered.contains(&row.model_type.into()), "{} has no folder", row.model_type);
+    }
+}
+
+/// A constant in f32 is enough to make all that follows f32: right numbers, at half the speed and
+/// twice the memory.
+#[test]
+fn activations_keep_the_chosen_dtype() {
+    let config = ModelConfig { dtype: Bf16, ..config().model };
+    for name in families() {
+        let case = family(&name, &config);
+        let (logits, cache) = case.prefill(64);
+        assert_eq!(logits.dtype(), Dtype::Bfloat16, "{name}");
+        let recurrent = |layer: &&LayerCache| matches!(layer, LayerCache::Recurrent(_));
+        // The delta rule's matrix is the exception: it sums over the whole context.
+        let exceptions = cache.layers.iter().filter(recurrent).count();
+        let state = cache.state().unwrap();
+        let wide = state.iter().filter(|array| array.dtype() == Dtype::Float32).count();
+        assert_eq!(wide, exceptions, "{name}");
+    }
+}
+
+/// What speculation stands on, whatever a family's layers remember.
+#[test]
+fn rewound_rows_equal_rows_never_run() {
+    const ROWS: usize = 5;
+    for name in families() {
+        let case = family(&name, &config().model);
+        let (_, prompt) = case.prefill(300);
+        // Tokens that the model would say itself are as good as any for the rows that are dropped.
+        let tokens = &case.greedy[..ROWS];
+        for keep in 0..=ROWS {
+            let next = [case.greedy[ROWS]];
+            let mut straight = prompt.clone();
+            if keep > 0 {
+                case.run(&tokens[..keep], &mut straight);
+            }
+            let expected = case.run(&next, &mut straight);
+            for width in [ROWS, 1] {
+                let mut cache = prompt.clone();
+                cache.checkpoint();
+                for rows in tokens.chunks(width) {
+                    case.run(rows, &mut cache);
+                }
+                cache.rewind(case.prompt.len() + keep).unwrap();
+                let how = format!("{name}: {keep} of {ROWS} rows kept, {width} at a time");
+                assert_close(&case.run(&next, &mut cache), &expected, 1e-4, &how);
+            }
+        }
     }
 }
 
@@ -139,6 +213,14 @@ fn quantized_weights_compute_what_mlx_lm_computes() {
     let config = ModelConfig { cpu_dequantize: false, ..config().model };
     let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config);
     case.assert_logits(&case.prefill(300).0, "quantized");
+    let quantized =
+        |name: &String| !fixture(&format!("families/{name}/config.json"))["quantization"].is_null();
+    for name in families().iter().filter(|name| quantized(name)) {
+        let case = family(name, &config);
+        for chunk in [300, 7, 1] {
+            case.assert_logits(&case.prefill(chunk).0, &format!("{name}: chunks of {chunk}"));
+        }
+    }
 }
 
 /// The bundled model before it was quantized, as its trainer saved it. Too large for this repo.
@@ -149,30 +231,70 @@ fn the_published_model_computes_what_mlx_lm_computes() {
     check(&tiny_hybrid("tiny-hybrid-bf16", &folder.join("tiny-hybrid-bf16"), &config().model));
 }
 
+/// Models as people run them, with windows longer than any seeded checkpoint's.
+#[test]
+#[ignore = "needs the folders of tests/fixtures/real.py in MODEL_DIR"]
+fn real_models_compute_what_mlx_lm_computes() {
+    let models = PathBuf::from(std::env::var_os("MODEL_DIR").expect("MODEL_DIR is set"));
+    let mut found = false;
+    for folder in models.read_dir().unwrap().map(|entry| entry.unwrap().path()) {
+        // Other models may lie there: these have their reference with them.
+        let Ok(facts) = std::fs::read(folder.join("reference.json")) else { continue };
+        found = true;
+        println!("{}", folder.display());
+        let facts = serde_json::from_slice(&facts).unwrap();
+        let expected = Array::load_safetensors(folder.join("reference.safetensors")).unwrap();
+        let case = Case::new(&folder, &facts, expected, &config().model);
+        let (logits, cache) = case.prefill(200);
+        case.assert_logits(&logits, "chunks of 200");
+        case.assert_greedy(&logits, cache);
+    }
+    assert!(found, "{} has no folder of tests/fixtures/real.py", models.display());
+}
+
 /// The shape that several requests in one step need: rows of two sequences, of different lengths,
 /// joined in one `forward`, give what each gives alone.
 #[test]
 fn joined_ragged_rows_equal_separate_rows() {
-    let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config().model);
-    let (first, second) = (&case.prompt[..90], &case.prompt[100..113]);
-    let mut alone = Vec::new();
-    for tokens in [first, second] {
-        let mut cache = case.model.new_cache().unwrap();
-        case.run(tokens, &mut cache);
-        alone.push(case.run(&[5], &mut cache).try_index(0).unwrap());
+    for name in families() {
+        let case = family(&name, &config().model);
+        let (first, second) = case.prompt.split_at(57);
+        let next = [case.greedy[0], case.greedy[1]];
+        let alone = [(first, next[0]), (second, next[1])].map(|(tokens, next)| {
+            let mut cache = case.model.new_cache().unwrap();
+            case.run(tokens, &mut cache);
+            case.run(&[next], &mut cache).try_index(0).unwrap()
+        });
+        let mut caches = [case.model.new_cache().unwrap(), case.model.new_cache().unwrap()];
+        let mut run = |tokens: &[u32], rows: [i32; 2]| {
+            let ids = Array::from_slice(tokens, &[tokens.len() as i32]);
+            let mut spans: Vec<Span> =
+                caches.iter_mut().zip(rows).map(|(cache, rows)| Span { rows, cache }).collect();
+            case.model.forward(&ids, &mut spans, Pass::WHOLE).unwrap()
+        };
+        run(&case.prompt, [57, 13]);
+        let hidden = run(&next, [1, 1]);
+        let joined = case.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
+        assert_close(&joined, &stack(&alone, 0).unwrap(), 1e-4, &name);
+        assert_eq!([caches[0].position, caches[1].position], [58, 14], "{name}");
     }
-    let mut caches = [case.model.new_cache().unwrap(), case.model.new_cache().unwrap()];
-    let mut run = |tokens: &[u32], rows: [i32; 2]| {
-        let ids = Array::from_slice(tokens, &[tokens.len() as i32]);
-        let mut spans: Vec<Span> =
-            caches.iter_mut().zip(rows).map(|(cache, rows)| Span { rows, cache }).collect();
-        case.model.forward(&ids, &mut spans, Pass::WHOLE).unwrap()
-    };
-    run(&[first, second].concat(), [90, 13]);
-    let hidden = run(&[5, 5], [1, 1]);
-    let joined = case.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
-    let difference = joined.subtract(stack(&alone, 0).unwrap()).unwrap().abs().unwrap();
-    let worst = difference.max(None).unwrap().item_exact::<f32>();
-    assert!(worst < 1e-3, "logits differ by {worst:e}");
-    assert_eq!([caches[0].position, caches[1].position], [91, 14]);
+}
+
+/// What the state store stands on: arrays that went to disk and back go on where they were.
+#[test]
+fn restored_rows_equal_rows_just_run() {
+    for name in families() {
+        let case = family(&name, &config().model);
+        // Less than any window, and more.
+        for rows in [9, 70] {
+            let mut cache = case.model.new_cache().unwrap();
+            case.run(&case.prompt[..rows], &mut cache);
+            let mut restored = case.model.new_cache().unwrap();
+            restored.restore(cache.state().unwrap(), rows).unwrap();
+            for next in case.greedy[..40].chunks(5) {
+                let [expected, ours] = [&mut cache, &mut restored].map(|c| case.run(next, c));
+                assert_close(&ours, &expected, 1e-4, &format!("{name} after {rows} rows"));
+            }
+        }
+    }
 }

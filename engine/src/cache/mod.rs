@@ -13,7 +13,7 @@ mod rows;
 mod sliding;
 
 pub use full::Full;
-pub use quantized::{Packed, Quantized};
+pub use quantized::{Quantized, QuantizedRows};
 pub use recurrent::{Recurrent, Writes, delta_step};
 pub use sliding::Sliding;
 

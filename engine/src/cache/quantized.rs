@@ -33,7 +33,7 @@ pub struct Quantized {
 
 /// Quantized rows: u32 [1, H, T, D * bits / 32], scales and biases [1, H, T, D / group].
 #[derive(Debug, Clone)]
-pub struct Packed {
+pub struct QuantizedRows {
     /// The elements.
     pub rows: Array,
     /// What they are multiplied by.
@@ -112,13 +112,13 @@ impl Quantized {
     ///
     /// # Errors
     /// [`Error::Array`] when MLX rejects a slice.
-    pub fn packed(&self) -> Result<Option<(Packed, Packed)>> {
+    pub fn packed(&self) -> Result<Option<(QuantizedRows, QuantizedRows)>> {
         if self.len == 0 {
             return Ok(None);
         }
-        let packed = |kept: &[Rows; 3]| -> Result<Packed> {
+        let packed = |kept: &[Rows; 3]| -> Result<QuantizedRows> {
             let view = |rows: &Rows| rows.view(0, self.len);
-            Ok(Packed {
+            Ok(QuantizedRows {
                 rows: view(&kept[0])?,
                 scales: view(&kept[1])?,
                 biases: view(&kept[2])?,

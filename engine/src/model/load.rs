@@ -29,7 +29,7 @@ pub struct Loaded {
     pub numbers: String,
 }
 
-/// Tokens of context where `config.json` does not say `max_position_embeddings`.
+/// Tokens of context where neither `config.json` (`max_position_embeddings`) nor the family says.
 const CONTEXT: u64 = 4096;
 
 /// Bytes of a weight file's start, middle and end that go into the digest. Files are gigabytes;
@@ -64,7 +64,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let blas = mlx_sys::blas();
     tracing::info!(family = family.model_type, ?dtype, dequantize, unused, blas, "model loaded");
 
-    let context = text.get("max_position_embeddings").and_then(Value::as_u64).unwrap_or(CONTEXT);
+    let stated = text.get("max_position_embeddings").and_then(Value::as_u64);
+    let context = stated.or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
     let quantized = if dequantize { "dequantized" } else { "as stored" };

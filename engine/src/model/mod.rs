@@ -4,8 +4,18 @@
 //! nothing of quantization, policies or persistence. **A family is one file and one row of
 //! [`FAMILIES`].**
 
+mod experts;
+mod fp8;
+mod gemma2;
+mod gemma3;
+mod gemma4;
+mod llama;
 mod load;
+mod mistral;
+mod qwen2;
+mod qwen3;
 mod qwen3_5;
+mod qwen3_next;
 mod weights;
 
 pub use load::{Loaded, load};
@@ -21,6 +31,11 @@ use crate::error::Result;
 pub trait Model {
     /// How many layers it has.
     fn depth(&self) -> usize;
+
+    /// Positions it was trained for, in families whose `config.json` may leave that out.
+    fn context(&self) -> Option<u64> {
+        None
+    }
 
     /// An empty cache, one layer of it for each layer of the model that remembers something.
     ///
@@ -102,4 +117,20 @@ pub struct Family {
 }
 
 /// Every family that can be loaded.
-pub const FAMILIES: &[Family] = &[Family { model_type: "qwen3_5", load: qwen3_5::load }];
+pub const FAMILIES: &[Family] = &[
+    Family { model_type: "gemma2", load: gemma2::load },
+    Family { model_type: "gemma3", load: gemma3::load },
+    Family { model_type: "gemma3_text", load: gemma3::load },
+    Family { model_type: "gemma4", load: gemma4::load },
+    Family { model_type: "gemma4_text", load: gemma4::load },
+    Family { model_type: "llama", load: llama::load },
+    Family { model_type: "ministral3", load: mistral::load },
+    Family { model_type: "mistral", load: mistral::load },
+    Family { model_type: "mistral3", load: mistral::load },
+    Family { model_type: "qwen2", load: qwen2::load },
+    Family { model_type: "qwen3", load: qwen3::load },
+    Family { model_type: "qwen3_5", load: qwen3_5::load },
+    Family { model_type: "qwen3_5_moe", load: qwen3_5::load },
+    Family { model_type: "qwen3_moe", load: qwen3::load },
+    Family { model_type: "qwen3_next", load: qwen3_next::load },
+];

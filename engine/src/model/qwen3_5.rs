@@ -1,11 +1,12 @@
-//! Qwen3.5, dense: three GatedDeltaNet layers to one of gated full attention.
+//! Qwen3.5 and 3.6, dense and with experts: three GatedDeltaNet layers to one of gated full
+//! attention.
 //!
 //! Reads checkpoints as Hugging Face publishes them ((1 + w) norms, conv1d [C, 1, K]) and as MLX
 //! converts them. Multimodal checkpoints load their language part. The multi-token-prediction
 //! layer (`mtp.*`), which mlx-lm drops, is read where it is there.
 //!
-//! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py`, checked by the reference
-//! logits in `tests/fixtures`.
+//! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py` and
+//! `models/qwen3_5_moe.py`, checked by the reference logits in `tests/fixtures`.
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, sigmoid};
@@ -13,11 +14,12 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Mtp, Pass, Weights};
+use super::{Model, Mtp, Pass, Weights, experts};
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, GatedDelta, Linear, Projected, RmsNorm, Rope, Scores, SwiGlu, attention, by_span,
+    Embedding, GatedDelta, Linear, Mlp, Projected, RmsNorm, Rope, RopeConfig, Scores, attention,
+    by_span,
 };
 
 /// `text_config` of `config.json` (or all of it, in text-only checkpoints).
@@ -30,8 +32,11 @@ struct Config {
     rms_norm_eps: f32,
     #[serde(default)]
     tie_word_embeddings: bool,
-    #[serde(default)]
-    rope_parameters: RopeParameters,
+    /// The sections of multimodal rope do not matter for text, whose three positions are equal.
+    #[serde(flatten)]
+    rope: RopeConfig,
+    #[serde(flatten)]
+    experts: experts::Config,
     linear_num_key_heads: i32,
     linear_num_value_heads: i32,
     linear_key_head_dim: i32,
@@ -42,20 +47,11 @@ struct Config {
     layer_types: Vec<String>,
 }
 
-/// Rotary frequencies. The sections of multimodal rope do not matter for text, whose three
-/// positions are equal.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(default)]
-struct RopeParameters {
-    rope_theta: f32,
-    partial_rotary_factor: f32,
-}
+/// Base of the frequencies where the config does not give one.
+const ROPE_THETA: f32 = 100_000.0;
 
-impl Default for RopeParameters {
-    fn default() -> Self {
-        Self { rope_theta: 100_000.0, partial_rotary_factor: 0.25 }
-    }
-}
+/// Part of a head that is rotated, likewise.
+const PARTIAL_ROTARY_FACTOR: f32 = 0.25;
 
 fn default_interval() -> usize {
     4
@@ -84,7 +80,7 @@ struct Layer {
     input_layernorm: RmsNorm,
     mixer: Mixer,
     post_attention_layernorm: RmsNorm,
-    mlp: SwiGlu,
+    mlp: Mlp,
 }
 
 enum Mixer {
@@ -95,7 +91,8 @@ enum Mixer {
 /// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let text = config.get("text_config").unwrap_or(config);
-    let config: Config = weights.config(text)?;
+    let mut config: Config = weights.config(text)?;
+    config.rope.partial_rotary_factor.get_or_insert(PARTIAL_ROTARY_FACTOR);
     sanitize(weights)?;
     let layers = (0..config.num_hidden_layers)
         .map(|i| Layer::load(&config, weights, &format!("model.layers.{i}"), config.is_linear(i)));
@@ -203,11 +200,7 @@ impl Layer {
                 Mixer::SelfAttn(SelfAttn::load(config, weights, &format!("{at}.self_attn"))?)
             },
             post_attention_layernorm: norm(weights, "post_attention_layernorm")?,
-            mlp: SwiGlu {
-                gate_proj: weights.linear(&format!("{at}.mlp.gate_proj"))?,
-                up_proj: weights.linear(&format!("{at}.mlp.up_proj"))?,
-                down_proj: weights.linear(&format!("{at}.mlp.down_proj"))?,
-            },
+            mlp: config.experts.load(weights, &format!("{at}.mlp"), true)?,
         })
     }
 
@@ -247,7 +240,6 @@ struct SelfAttn {
 
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
-        let rope = &config.rope_parameters;
         Ok(Self {
             q_proj: weights.linear(&format!("{at}.q_proj"))?,
             k_proj: weights.linear(&format!("{at}.k_proj"))?,
@@ -255,10 +247,7 @@ impl SelfAttn {
             o_proj: weights.linear(&format!("{at}.o_proj"))?,
             q_norm: weights.norm(&format!("{at}.q_norm"), config.rms_norm_eps)?,
             k_norm: weights.norm(&format!("{at}.k_norm"), config.rms_norm_eps)?,
-            rope: Rope {
-                dims: (config.head_dim as f32 * rope.partial_rotary_factor) as i32,
-                theta: rope.rope_theta,
-            },
+            rope: config.rope.rope(config.head_dim, ROPE_THETA),
             heads: config.num_attention_heads,
             kv_heads: config.num_key_value_heads,
             head_dim: config.head_dim,

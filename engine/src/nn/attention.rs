@@ -2,10 +2,11 @@
 
 use mlx_rs::fast::{ScaledDotProductAttentionMask, scaled_dot_product_attention};
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{arange, concatenate, matmul, quantized_matmul, select, softmax_axis, tanh};
+use mlx_rs::ops::{arange, concatenate, matmul, quantized_matmul, select, softmax_axis};
 use mlx_rs::{Array, Dtype};
 
-use crate::cache::{LayerCache, Packed};
+use super::{scaled, softcap};
+use crate::cache::{LayerCache, QuantizedRows};
 use crate::error::Result;
 
 /// What happens to the products of queries and keys before the softmax.
@@ -90,7 +91,7 @@ enum Part {
     /// [1, H_kv, K, D] each.
     Dense { k: Array, v: Array },
     /// The same, quantized.
-    Packed { k: Packed, v: Packed },
+    Packed { k: QuantizedRows, v: QuantizedRows },
 }
 
 impl Part {
@@ -118,7 +119,7 @@ impl Part {
     }
 }
 
-impl Packed {
+impl QuantizedRows {
     fn product(&self, x: &Array, transpose: bool) -> Result<Array> {
         let each = |a: &Array| a.expand_dims(2);
         let (rows, scales, biases) = (each(&self.rows)?, each(&self.scales)?, each(&self.biases)?);
@@ -130,25 +131,24 @@ impl Packed {
 /// and keys and values that are quantized.
 fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Result<Array> {
     let [heads, rows, dim] = [q.dim(1), q.dim(2), q.dim(3)];
-    let constant = |x: f32| Array::from_f32(x).as_dtype(q.dtype());
+    let dtype = q.dtype();
     let kv_heads = match &parts[0] {
         Part::Dense { k, .. } => k.dim(1),
         Part::Packed { k, .. } => k.rows.dim(1),
     };
-    let q = q.multiply(constant(scores.scale)?)?;
-    let q = q.reshape(&[1, kv_heads, heads / kv_heads, rows, dim])?;
+    let q = scaled(q, scores.scale)?.reshape(&[1, kv_heads, heads / kv_heads, rows, dim])?;
     let products = parts.iter().map(|part| part.scores(&q)).collect::<Result<Vec<_>>>()?;
     let mut products = concatenate(&products, 4)?;
     if let Some(cap) = scores.softcap {
-        products = tanh(products.divide(constant(cap)?)?)?.multiply(constant(cap)?)?;
+        products = softcap(&products, cap)?;
     }
     let keys = products.dim(4);
     if rows > 1 || keys > window {
-        products = select(mask(rows, keys, window)?, products, constant(f32::NEG_INFINITY)?)?;
+        let never = Array::from_f32(f32::NEG_INFINITY).as_dtype(dtype)?;
+        products = select(mask(rows, keys, window)?, products, never)?;
     }
     // The softmax sums in f32, as fused kernels do.
-    let weights =
-        softmax_axis(products.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(q.dtype())?;
+    let weights = softmax_axis(products.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(dtype)?;
     let mut start = 0;
     let mut sum: Option<Array> = None;
     for part in parts {

@@ -1,14 +1,12 @@
-//! Linear layers and embeddings, dense or affine-quantized: the one place that knows the difference.
-//!
-//! Source: affine quantization as `mlx.core.quantize` defines it (w = q * scale + bias, one scale
-//! and bias a group of inputs).
+//! Linear layers and embeddings, dense or quantized: the one place that knows the difference.
 
 use mlx_rs::Array;
-use mlx_rs::ops::{dequantize, matmul, quantized_matmul};
+use mlx_rs::ops::{gather_mm, matmul};
 
+use super::Packed;
 use crate::error::Result;
 
-/// Weights of a linear layer, [out, in].
+/// Weights of a linear layer, [out, in]; or of a stack of them, [E, out, in].
 #[derive(Debug, Clone)]
 pub enum Linear {
     /// `weight` [out, in].
@@ -18,18 +16,10 @@ pub enum Linear {
         /// [out], added to the product.
         bias: Option<Array>,
     },
-    /// Packed integers with a scale and a bias a group.
+    /// The same, packed.
     Quantized {
-        /// u32 [out, in * bits / 32].
-        weight: Array,
-        /// [out, in / group_size].
-        scales: Array,
-        /// [out, in / group_size].
-        biases: Array,
-        /// Inputs that share a scale.
-        group_size: i32,
-        /// Bits of an element.
-        bits: i32,
+        /// The matrix.
+        weight: Packed,
         /// [out], added to the product.
         bias: Option<Array>,
     },
@@ -43,12 +33,29 @@ impl Linear {
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let (y, bias) = match self {
             Self::Dense { weight, bias } => (matmul(x, weight.t())?, bias),
-            Self::Quantized { weight, scales, biases, group_size, bits, bias } => {
-                (quantized_matmul(x, weight, scales, biases, true, *group_size, *bits)?, bias)
-            }
+            Self::Quantized { weight, bias } => (weight.matmul(x)?, bias),
         };
         match bias {
             Some(bias) => Ok(y.add(bias)?),
+            None => Ok(y),
+        }
+    }
+
+    /// Each row of `x` with its own matrix of a stack: `x` [.., 1, in] and `which` [..] (u32), two
+    /// shapes that broadcast, to [.., 1, out]. `sorted` where `which` is, which reads each matrix
+    /// once.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
+        let (y, bias) = match self {
+            Self::Dense { weight, bias } => {
+                (gather_mm(x, weight.swap_axes(-1, -2)?, None, which, sorted)?, bias)
+            }
+            Self::Quantized { weight, bias } => (weight.gather(x, which, sorted)?, bias),
+        };
+        match bias {
+            Some(bias) => Ok(y.add(bias.take_axis(which, 0)?.expand_dims(-2)?)?),
             None => Ok(y),
         }
     }
@@ -66,13 +73,7 @@ impl Embedding {
     pub fn forward(&self, ids: &Array) -> Result<Array> {
         let rows = match &self.0 {
             Linear::Dense { weight, .. } => weight.take_axis(ids, 0)?,
-            Linear::Quantized { weight, scales, biases, group_size, bits, .. } => dequantize(
-                weight.take_axis(ids, 0)?,
-                scales.take_axis(ids, 0)?,
-                &biases.take_axis(ids, 0)?,
-                *group_size,
-                *bits,
-            )?,
+            Linear::Quantized { weight, .. } => weight.rows(ids)?.dequantize()?,
         };
         Ok(rows.expand_dims(0)?)
     }
@@ -89,35 +90,58 @@ impl Embedding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mlx_rs::ops::quantize;
+    use crate::nn::{Mode, Quantization};
     use mlx_rs::random;
 
-    /// Every group size and width that MLX has: multiplying packed weights equals multiplying
-    /// what they unpack to, as a layer and as an embedding.
-    #[test]
-    fn quantized_layers_equal_their_dequantized_form() {
-        let normal = |seed, shape: &[i32]| {
-            random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+    fn normal(seed: u64, shape: &[i32]) -> Array {
+        random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+    }
+
+    /// Multiplying packed weights equals multiplying what they unpack to: as a layer, as an
+    /// embedding and as a stack. `loss`: what packing normal numbers costs at most, root mean
+    /// square, so that a mode is not mistaken for another one.
+    fn check(group_size: i32, bits: i32, mode: Mode, loss: f32) {
+        let quantization = Quantization { group_size, bits, mode };
+        let number = |a: Array| a.item_exact::<f32>();
+        let close = |a: Array, b: Array| {
+            let difference = number(a.subtract(b).unwrap().abs().unwrap().max(None).unwrap());
+            assert!(difference < 1e-4, "{quantization:?}: {difference}");
+        };
+        let forms = |matrix: &Array| {
+            let packed = Packed::quantize(matrix, quantization);
+            let dense = packed.dequantize().unwrap();
+            let error = dense.subtract(matrix).unwrap().square().unwrap().mean(None).unwrap();
+            let error = number(error).sqrt();
+            assert!((loss / 3.0..loss).contains(&error), "{quantization:?} loses {error}");
+            (
+                Linear::Quantized { weight: packed, bias: None },
+                Linear::Dense { weight: dense, bias: None },
+            )
         };
         let x = normal(1, &[1, 3, 256]);
+        let (packed, dense) = forms(&normal(2, &[32, 256]));
+        close(packed.forward(&x).unwrap(), dense.forward(&x).unwrap());
         let ids = Array::from_slice(&[5u32, 0, 31], &[3]);
+        let rows = |linear| Embedding(linear).forward(&ids).unwrap();
+        close(rows(packed), rows(dense));
+        let (packed, dense) = forms(&normal(3, &[4, 32, 256]));
+        let (x, which) = (x.reshape(&[3, 1, 256]).unwrap(), Array::from_slice(&[0u32, 2, 3], &[3]));
+        for sorted in [false, true] {
+            let gathered = |linear: &Linear| linear.gather(&x, &which, sorted).unwrap();
+            close(gathered(&packed), gathered(&dense));
+        }
+    }
+
+    /// Every group size, width and mode that MLX has.
+    #[test]
+    fn quantized_layers_equal_their_dequantized_form() {
         for group_size in [32, 64, 128] {
-            for bits in [2, 3, 4, 5, 6, 8] {
-                let (weight, scales, biases) =
-                    quantize(normal(2, &[32, 256]), group_size, bits).unwrap();
-                let dense = dequantize(&weight, &scales, &biases, group_size, bits).unwrap();
-                let dense = Linear::Dense { weight: dense, bias: None };
-                let packed =
-                    Linear::Quantized { weight, scales, biases, group_size, bits, bias: None };
-                let close = |a: Array, b: Array| {
-                    let difference = a.subtract(b).unwrap().abs().unwrap().max(None).unwrap();
-                    let difference = difference.item_exact::<f32>();
-                    assert!(difference < 1e-4, "{bits} bits, group {group_size}: {difference}");
-                };
-                close(packed.forward(&x).unwrap(), dense.forward(&x).unwrap());
-                let rows = |linear| Embedding(linear).forward(&ids).unwrap();
-                close(rows(packed), rows(dense));
+            for (bits, loss) in [(2, 0.6), (3, 0.3), (4, 0.13), (5, 0.06), (6, 0.03), (8, 0.008)] {
+                check(group_size, bits, Mode::Affine, loss);
             }
         }
+        check(32, 4, Mode::Mxfp4, 0.2);
+        check(16, 4, Mode::Nvfp4, 0.15);
+        check(32, 8, Mode::Mxfp8, 0.05);
     }
 }

@@ -1,8 +1,8 @@
-//! The gated feed-forward block, SwiGLU (arXiv:2002.05202).
+//! Gated feed-forward blocks, SwiGLU and GEGLU (arXiv:2002.05202).
 
 use mlx_rs::Array;
 
-use super::{Linear, silu};
+use super::{Linear, gelu, silu};
 use crate::error::Result;
 
 /// `down(silu(gate x) * up x)`.
@@ -23,6 +23,28 @@ impl SwiGlu {
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let gate = silu(&self.gate_proj.forward(x)?)?;
+        self.down_proj.forward(&gate.multiply(self.up_proj.forward(x)?)?)
+    }
+}
+
+/// `down(gelu(gate x) * up x)`, GELU by its tanh approximation.
+#[derive(Debug, Clone)]
+pub struct GeGlu {
+    /// [F, D]
+    pub gate_proj: Linear,
+    /// [F, D]
+    pub up_proj: Linear,
+    /// [D, F]
+    pub down_proj: Linear,
+}
+
+impl GeGlu {
+    /// `x` [1, R, D], same shape back.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        let gate = gelu(&self.gate_proj.forward(x)?)?;
         self.down_proj.forward(&gate.multiply(self.up_proj.forward(x)?)?)
     }
 }

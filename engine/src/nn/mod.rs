@@ -7,19 +7,23 @@ mod attention;
 mod gated_delta;
 mod linear;
 mod mlp;
+mod moe;
 mod norm;
+mod packed;
 mod rope;
 
 pub use attention::{Scores, attend, attention};
 pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent};
 pub use linear::{Embedding, Linear};
-pub use mlp::SwiGlu;
+pub use mlp::{GeGlu, SwiGlu};
+pub use moe::{Experts, Mlp, Moe, Shared};
 pub use norm::RmsNorm;
-pub use rope::Rope;
+pub use packed::{Mode, Packed, Quantization, from_fp8};
+pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;
-use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{concatenate, tanh};
 
 use crate::cache::Span;
 use crate::error::{Error, Result};
@@ -36,6 +40,34 @@ impl From<mlx_rs::error::Exception> for Error {
 /// [`Error::Array`] when MLX rejects it.
 pub fn silu(x: &Array) -> Result<Array> {
     Ok(x.multiply(mlx_rs::ops::sigmoid(x)?)?)
+}
+
+/// GELU by its tanh approximation (arXiv:1606.08415), in `x`'s dtype.
+///
+/// # Errors
+/// [`Error::Array`] when MLX rejects it.
+pub fn gelu(x: &Array) -> Result<Array> {
+    let cubic = scaled(&x.square()?.multiply(x)?, 0.044_715)?;
+    let t = tanh(scaled(&x.add(cubic)?, (2.0 / std::f32::consts::PI).sqrt())?)?;
+    Ok(scaled(x, 0.5)?.multiply(t.add(Array::from_f32(1.0).as_dtype(x.dtype())?)?)?)
+}
+
+/// `factor * x` in `x`'s dtype, to which the factor is rounded first.
+///
+/// # Errors
+/// [`Error::Array`] when MLX rejects it.
+pub fn scaled(x: &Array, factor: f32) -> Result<Array> {
+    // An f32 constant would make all that follows f32.
+    Ok(x.multiply(Array::from_f32(factor).as_dtype(x.dtype())?)?)
+}
+
+/// `cap * tanh(x / cap)` in `x`'s dtype: scores that cannot leave (-cap, cap).
+///
+/// # Errors
+/// [`Error::Array`] when MLX rejects it.
+pub fn softcap(x: &Array, cap: f32) -> Result<Array> {
+    let cap = Array::from_f32(cap).as_dtype(x.dtype())?;
+    Ok(tanh(x.divide(&cap)?)?.multiply(&cap)?)
 }
 
 /// Runs `mix` on the rows of each span of the arrays `x` [1, R, ..], and joins what it returns.

@@ -1,24 +1,313 @@
 //! Rotary position embedding (arXiv:2104.09864), halves paired, on the first `dims` of a head.
+//!
+//! Also what `config.json` says of it: [`RopeConfig`] holds the keys, in the layout before
+//! transformers 5 (`rope_theta` and `rope_scaling`) and since (`rope_parameters`), and
+//! [`RopeConfig::rope`] turns them into frequencies.
+//!
+//! Source: `llama3` from Llama 3.1's reference code, `yarn` from arXiv:2309.00071; both as in
+//! `transformers` `modeling_rope_utils.py` and mlx-lm `models/rope_utils.py`.
+
+use std::f64::consts::TAU;
 
 use mlx_rs::{Array, fast};
+use serde::Deserialize;
 
 use crate::error::Result;
 
 /// Rotates queries and keys by their position.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Rope {
-    /// How many of a head's dimensions are rotated; the others pass through.
-    pub dims: i32,
-    /// Base of the frequencies, `rope_theta`.
-    pub theta: f32,
+    dims: i32,
+    theta: f32,
+    /// Positions are multiplied by this first.
+    scale: f32,
+    /// f32 [dims / 2]: positions a radian, where they are not the powers of `theta`.
+    wavelengths: Option<Array>,
+    /// f32 [D]: factors of a head's dimensions before they are rotated, where not all are 1.
+    magnitudes: Option<Array>,
 }
 
 impl Rope {
+    /// Rotates the first `dims` dimensions of a head, the others pass through; frequencies are the
+    /// powers of `theta`.
+    pub fn new(dims: i32, theta: f32) -> Self {
+        Self { dims, theta, scale: 1.0, wavelengths: None, magnitudes: None }
+    }
+
     /// `x` [1, H, T, D], whose first row stands at position `offset`.
     ///
     /// # Errors
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array, offset: i32) -> Result<Array> {
-        Ok(fast::rope(x, self.dims, false, self.theta, 1.0, offset, None)?)
+        let theta = self.wavelengths.is_none().then_some(self.theta);
+        let scaled = match &self.magnitudes {
+            Some(magnitudes) => &x.multiply(magnitudes.as_dtype(x.dtype())?)?,
+            None => x,
+        };
+        let wavelengths = self.wavelengths.as_ref();
+        Ok(fast::rope(scaled, self.dims, false, theta, self.scale, offset, wavelengths)?)
+    }
+}
+
+/// The keys of `config.json` that say how positions rotate; a family's config flattens them in.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub struct RopeConfig {
+    /// Base of the frequencies, in the older layout.
+    pub rope_theta: Option<f32>,
+    /// Part of a head that is rotated, in the older layout.
+    pub partial_rotary_factor: Option<f32>,
+    /// How the frequencies deviate from the powers of theta, in the older layout.
+    pub rope_scaling: Option<RopeParameters>,
+    /// All of that in the newer layout.
+    pub rope_parameters: Option<RopeParameters>,
+    /// Positions the model is made for: what was trained, where the scaling does not say.
+    pub max_position_embeddings: Option<f64>,
+}
+
+/// `rope_parameters`, or `rope_scaling`.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(try_from = "Stated")]
+pub struct RopeParameters {
+    /// Base of the frequencies.
+    pub rope_theta: Option<f32>,
+    /// Part of a head that is rotated.
+    pub partial_rotary_factor: Option<f32>,
+    /// Growth of the queries with their position (Llama 4; Ministral 3).
+    pub llama_4_scaling_beta: Option<f32>,
+    /// Positions that were trained before the context was extended.
+    pub original_max_position_embeddings: Option<f64>,
+    /// How the frequencies deviate from the powers of theta.
+    pub scaling: Scaling,
+}
+
+/// How frequencies deviate from the powers of theta, so that positions beyond those trained fit.
+#[derive(Debug, Clone, Default)]
+pub enum Scaling {
+    /// They do not.
+    #[default]
+    Default,
+    /// All positions are divided by `factor`.
+    Linear {
+        /// Extension of the context.
+        factor: f64,
+    },
+    /// Only the first part of a head's pairs turn (`partial_rotary_factor`), as fast as if all of
+    /// them did; wavelengths are stretched by `factor`.
+    Proportional {
+        /// Extension of the context.
+        factor: f64,
+    },
+    /// Wavelengths above the trained context divided by `low_freq_factor` are stretched by
+    /// `factor`, those below it divided by `high_freq_factor` are not, with a ramp between.
+    Llama3 {
+        /// Extension of the context.
+        factor: f64,
+        /// Trained context over the wavelength where the ramp ends.
+        low_freq_factor: f64,
+        /// Trained context over the wavelength where the ramp starts.
+        high_freq_factor: f64,
+    },
+    /// Dimensions that turn less than `beta_slow` times in the trained context are stretched by
+    /// `factor`, those that turn more than `beta_fast` times are not, with a ramp between.
+    Yarn {
+        /// Extension of the context.
+        factor: f64,
+        /// Turns where the ramp starts.
+        beta_fast: f64,
+        /// Turns where the ramp ends.
+        beta_slow: f64,
+        /// Whether the ramp's ends are rounded to whole dimensions.
+        truncate: bool,
+        /// Factor of queries and keys.
+        magnitude: f64,
+    },
+}
+
+/// The table as it is written. Some checkpoints have both `type` and `rope_type`.
+#[derive(Deserialize)]
+struct Stated {
+    rope_type: Option<String>,
+    #[serde(rename = "type")]
+    older_type: Option<String>,
+    rope_theta: Option<f32>,
+    partial_rotary_factor: Option<f32>,
+    llama_4_scaling_beta: Option<f32>,
+    original_max_position_embeddings: Option<f64>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    beta_fast: Option<f64>,
+    beta_slow: Option<f64>,
+    truncate: Option<bool>,
+    attention_factor: Option<f64>,
+    mscale: Option<f64>,
+    mscale_all_dim: Option<f64>,
+}
+
+impl TryFrom<Stated> for RopeParameters {
+    type Error = String;
+
+    fn try_from(stated: Stated) -> std::result::Result<Self, String> {
+        let kind = stated.rope_type.or(stated.older_type);
+        let kind = kind.as_deref().unwrap_or("default");
+        let factor = stated.factor.ok_or_else(|| {
+            format!("rope_scaling (or rope_parameters): rope_type `{kind}` needs `factor`")
+        });
+        let scaling = match kind {
+            // Multimodal positions of text are three equal ones.
+            "default" | "mrope" => Scaling::Default,
+            "linear" => Scaling::Linear { factor: factor? },
+            "proportional" => Scaling::Proportional { factor: stated.factor.unwrap_or(1.0) },
+            "llama3" => Scaling::Llama3 {
+                factor: factor?,
+                low_freq_factor: stated.low_freq_factor.unwrap_or(1.0),
+                high_freq_factor: stated.high_freq_factor.unwrap_or(4.0),
+            },
+            "yarn" => {
+                let factor = factor?;
+                let grown = |mscale: f64| 0.1 * mscale * factor.max(1.0).ln() + 1.0;
+                let [over, under] =
+                    [stated.mscale.unwrap_or(1.0), stated.mscale_all_dim.unwrap_or(0.0)];
+                Scaling::Yarn {
+                    factor,
+                    beta_fast: stated.beta_fast.unwrap_or(32.0),
+                    beta_slow: stated.beta_slow.unwrap_or(1.0),
+                    truncate: stated.truncate.unwrap_or(true),
+                    magnitude: stated.attention_factor.unwrap_or(grown(over) / grown(under)),
+                }
+            }
+            other => {
+                return Err(format!(
+                    "rope_scaling (or rope_parameters): rope_type `{other}` is not known; known \
+                     are: default, linear, proportional, llama3, yarn"
+                ));
+            }
+        };
+        Ok(Self {
+            rope_theta: stated.rope_theta,
+            partial_rotary_factor: stated.partial_rotary_factor,
+            llama_4_scaling_beta: stated.llama_4_scaling_beta,
+            original_max_position_embeddings: stated.original_max_position_embeddings,
+            scaling,
+        })
+    }
+}
+
+impl RopeConfig {
+    /// The rotation of heads of `head_dim`; `theta` where the config does not give a base.
+    pub fn rope(&self, head_dim: i32, theta: f32) -> Rope {
+        let stated = self.parameters();
+        let theta = stated.and_then(|p| p.rope_theta).or(self.rope_theta).unwrap_or(theta);
+        let part = stated.and_then(|p| p.partial_rotary_factor).or(self.partial_rotary_factor);
+        let dims = part.map_or(head_dim, |part| (head_dim as f32 * part) as i32);
+        let rope = Rope::new(dims, theta);
+        let Some(stated) = stated else { return rope };
+        let trained = self.trained();
+        match stated.scaling {
+            Scaling::Default => rope,
+            Scaling::Linear { factor } => Rope { scale: factor.recip() as f32, ..rope },
+            Scaling::Proportional { factor } => {
+                let stretched = (0i32..).zip(wavelengths(head_dim, theta));
+                let stretched = stretched.map(|(pair, wavelength)| {
+                    if pair < dims / 2 { factor * wavelength } else { f64::INFINITY }
+                });
+                Rope { dims: head_dim, wavelengths: Some(array(stretched)), ..rope }
+            }
+            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor } => {
+                let stretched = wavelengths(dims, theta).map(|wavelength| {
+                    let turns = trained / (TAU * wavelength);
+                    let keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                    mixed(wavelength, factor, keep.clamp(0.0, 1.0))
+                });
+                Rope { wavelengths: Some(array(stretched)), ..rope }
+            }
+            Scaling::Yarn { factor, beta_fast, beta_slow, truncate, magnitude } => {
+                // The dimension that turns so often in the trained context.
+                let dimension = |turns: f64| {
+                    f64::from(dims) * (trained / (turns * TAU)).ln() / (2.0 * f64::from(theta).ln())
+                };
+                let [mut low, mut high] = [dimension(beta_fast), dimension(beta_slow)];
+                if truncate {
+                    [low, high] = [low.floor(), high.ceil()];
+                }
+                [low, high] = [low.max(0.0), high.min(f64::from(dims - 1))];
+                // Equal ends are a step, not a division by zero.
+                let width = if low == high { 1e-3 } else { high - low };
+                let stretched = (0u32..).zip(wavelengths(dims, theta)).map(|(i, wavelength)| {
+                    let stretch = ((f64::from(i) - low) / width).clamp(0.0, 1.0);
+                    mixed(wavelength, factor, 1.0 - stretch)
+                });
+                let magnitudes = (0..head_dim).map(|i| if i < dims { magnitude } else { 1.0 });
+                Rope {
+                    wavelengths: Some(array(stretched)),
+                    magnitudes: (magnitude != 1.0).then(|| array(magnitudes)),
+                    ..rope
+                }
+            }
+        }
+    }
+
+    /// The table, in either layout.
+    pub fn parameters(&self) -> Option<&RopeParameters> {
+        self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
+    }
+
+    /// Positions that were trained before the context was extended.
+    pub fn trained(&self) -> f64 {
+        let stated = self.parameters().and_then(|p| p.original_max_position_embeddings);
+        // 4096: what Llama 2 was trained for, and mlx-lm assumes.
+        stated.or(self.max_position_embeddings).unwrap_or(4096.0)
+    }
+}
+
+/// Positions a radian for each pair of dimensions: `theta^(2 i / dims)`.
+fn wavelengths(dims: i32, theta: f32) -> impl Iterator<Item = f64> {
+    (0..dims / 2).map(move |i| f64::from(theta).powf(f64::from(2 * i) / f64::from(dims)))
+}
+
+/// Frequencies are mixed, not wavelengths: `keep` of the trained one, the rest stretched.
+fn mixed(wavelength: f64, factor: f64, keep: f64) -> f64 {
+    wavelength / (keep + (1.0 - keep) / factor)
+}
+
+fn array(values: impl Iterator<Item = f64>) -> Array {
+    let values: Vec<f32> = values.map(|x| x as f32).collect();
+    let len = i32::try_from(values.len()).expect("a head has few dimensions");
+    Array::from_slice(&values, &[len])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A model that rotates otherwise than we do would talk nonsense, so it is not loaded.
+    #[test]
+    fn what_is_not_known_is_refused_by_name() {
+        let check = |table, expected: &[&str]| {
+            let config = json!({"rope_theta": 10000.0, "rope_scaling": table});
+            let error = serde_json::from_value::<RopeConfig>(config).unwrap_err().to_string();
+            for part in expected {
+                assert!(error.contains(part), "`{error}` does not say `{part}`");
+            }
+        };
+        check(json!({"type": "longrope", "factor": 4}), &["rope_scaling", "longrope", "yarn"]);
+        check(json!({"rope_type": "llama3"}), &["rope_scaling", "llama3", "factor"]);
+    }
+
+    /// Both layouts of the same facts; and where there are two tables, the newer one counts.
+    #[test]
+    fn both_layouts_say_the_same() {
+        let scaling = json!({"type": "linear", "factor": 4});
+        let older =
+            json!({"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": scaling});
+        let newer = json!({"rope_scaling": null, "rope_parameters": {
+            "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 4,
+        }});
+        for config in [older, newer] {
+            let rope = serde_json::from_value::<RopeConfig>(config).unwrap().rope(32, 1e4);
+            assert_eq!((rope.dims, rope.theta, rope.scale), (16, 5e5, 0.25));
+        }
     }
 }

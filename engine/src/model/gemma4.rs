@@ -1,0 +1,534 @@
+//! Gemma 4: layers with a window and layers without, whose heads differ in size and rotate
+//! differently; the last layers of small models look at the keys and values of earlier ones and
+//! remember none; small models give each layer an embedding of the token of its own; one model has
+//! experts beside a feed-forward block that all rows pass.
+//!
+//! Reads checkpoints as Hugging Face publishes them (text alone, or the language part of a
+//! multimodal one) and as MLX converts them. Norms are plain factors here, unlike in Gemma 3.
+//!
+//! Source: `transformers` `models/gemma4`; mlx-lm `models/gemma4_text.py`, checked by the reference
+//! logits in `tests/fixtures`.
+
+use std::collections::HashMap;
+
+use mlx_rs::Array;
+use mlx_rs::fast::rms_norm;
+use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
+use mlx_rs::ops::{argpartition_axis, softmax_axis};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Model, Pass, Weights};
+use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
+use crate::error::Result;
+use crate::nn::{
+    Embedding, Experts, GeGlu, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling, Scores,
+    attend, attention, by_span, gelu, scaled, softcap,
+};
+
+/// `text_config` of `config.json` (or all of it, in text-only checkpoints).
+#[derive(Debug, Clone, Deserialize)]
+#[serde(default)]
+struct Config {
+    hidden_size: i32,
+    num_hidden_layers: usize,
+    num_attention_heads: i32,
+    num_key_value_heads: i32,
+    head_dim: i32,
+    rms_norm_eps: f32,
+    sliding_window: i32,
+    /// Every so many-th layer sees everything, where `layer_types` does not say.
+    sliding_window_pattern: usize,
+    layer_types: Option<Vec<String>>,
+    /// By kind of layer.
+    rope_parameters: Option<HashMap<String, RopeParameters>>,
+    /// Size of a head in layers that see everything, where it differs.
+    global_head_dim: Option<i32>,
+    /// Key heads of such layers where values are keys.
+    num_global_key_value_heads: Option<i32>,
+    /// Whether the values of such layers are their keys.
+    attention_k_eq_v: bool,
+    /// How many of the last layers look at the keys and values of earlier ones.
+    num_kv_shared_layers: usize,
+    /// Size of a token's embedding for each layer; 0 where there is none.
+    hidden_size_per_layer_input: i32,
+    final_logit_softcapping: Option<f32>,
+    tie_word_embeddings: bool,
+    enable_moe_block: bool,
+    /// Experts that a row goes to.
+    top_k_experts: Option<i32>,
+}
+
+/// What mlx-lm assumes.
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            hidden_size: 1536,
+            num_hidden_layers: 35,
+            num_attention_heads: 8,
+            num_key_value_heads: 1,
+            head_dim: 256,
+            rms_norm_eps: 1e-6,
+            sliding_window: 512,
+            sliding_window_pattern: 5,
+            layer_types: None,
+            rope_parameters: None,
+            global_head_dim: Some(512),
+            num_global_key_value_heads: None,
+            attention_k_eq_v: false,
+            num_kv_shared_layers: 20,
+            hidden_size_per_layer_input: 256,
+            final_logit_softcapping: Some(30.0),
+            tie_word_embeddings: true,
+            enable_moe_block: false,
+            top_k_experts: None,
+        }
+    }
+}
+
+impl Config {
+    fn is_sliding(&self, layer: usize) -> bool {
+        match self.layer_types.as_ref().and_then(|kinds| kinds.get(layer)) {
+            Some(kind) => kind == "sliding_attention",
+            None => !(layer + 1).is_multiple_of(self.sliding_window_pattern),
+        }
+    }
+
+    /// The layers that have keys and values of their own are the first ones.
+    fn remembering(&self) -> usize {
+        self.num_hidden_layers.saturating_sub(self.num_kv_shared_layers)
+    }
+
+    /// The layer whose keys and values `layer` looks at: its own, or those of the last layer of its
+    /// kind that has any.
+    fn source(&self, layer: usize) -> Option<usize> {
+        if layer < self.remembering() {
+            return Some(layer);
+        }
+        let sliding = self.is_sliding(layer);
+        (0..self.remembering()).rev().find(|&earlier| self.is_sliding(earlier) == sliding)
+    }
+
+    fn rope(&self, sliding: bool, head_dim: i32) -> Rope {
+        let (kind, theta) =
+            if sliding { ("sliding_attention", 1e4) } else { ("full_attention", 1e6) };
+        let proportional = || RopeParameters {
+            partial_rotary_factor: Some(0.25),
+            scaling: Scaling::Proportional { factor: 1.0 },
+            ..RopeParameters::default()
+        };
+        let rope_parameters = match &self.rope_parameters {
+            Some(stated) => stated.get(kind).cloned(),
+            None => (!sliding).then(proportional),
+        };
+        RopeConfig { rope_parameters, ..RopeConfig::default() }.rope(head_dim, theta)
+    }
+}
+
+/// Positions that the models are made for. Multimodal checkpoints need not say it.
+const CONTEXT: u64 = 131_072;
+
+struct Gemma4 {
+    embed_tokens: Embedding,
+    per_layer: Option<PerLayer>,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    /// `None` where the embedding is the head.
+    lm_head: Option<Linear>,
+    hidden_size: i32,
+    final_logit_softcapping: Option<f32>,
+    /// How many layers have keys and values of their own.
+    remembering: usize,
+}
+
+struct Layer {
+    input_layernorm: RmsNorm,
+    self_attn: SelfAttn,
+    post_attention_layernorm: RmsNorm,
+    pre_feedforward_layernorm: RmsNorm,
+    mlp: GeGlu,
+    /// Beside the block that all rows pass, where the model has experts.
+    moe: Option<Moe>,
+    post_feedforward_layernorm: RmsNorm,
+    per_layer_input: Option<PerLayerInput>,
+    /// [1]
+    layer_scalar: Option<Array>,
+}
+
+/// Builds the model.
+pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
+    let text = config.get("text_config").unwrap_or(config);
+    let config: Config = weights.config(text)?;
+    sanitize(weights);
+    let eps = config.rms_norm_eps;
+    let mut layers = Vec::with_capacity(config.num_hidden_layers);
+    for i in 0..config.num_hidden_layers {
+        layers.push(Layer::load(&config, weights, i)?);
+    }
+    let tied = config.tie_word_embeddings || !weights.has("lm_head.weight");
+    Ok(Box::new(Gemma4 {
+        embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
+        per_layer: PerLayer::load(&config, weights)?,
+        layers,
+        norm: weights.norm("model.norm", eps)?,
+        lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
+        hidden_size: config.hidden_size,
+        final_logit_softcapping: config.final_logit_softcapping,
+        remembering: config.remembering(),
+    }))
+}
+
+/// Brings the names of all kinds of checkpoint to `model.*` and `lm_head.*`.
+fn sanitize(weights: &mut Weights) {
+    const OTHER_SENSES: [&str; 6] = [
+        "vision_tower",
+        "audio_tower",
+        "embed_vision",
+        "embed_audio",
+        "multi_modal_projector",
+        "vision_embedder",
+    ];
+    weights.rename(|name| {
+        let inner = name.strip_prefix("model.").unwrap_or(name);
+        if OTHER_SENSES.iter().any(|part| inner.starts_with(part)) {
+            return None;
+        }
+        if let Some(published) = name.strip_prefix("model.language_model.") {
+            return Some(format!("model.{published}"));
+        }
+        Some(name.strip_prefix("language_model.").unwrap_or(name).to_string())
+    });
+}
+
+impl Model for Gemma4 {
+    fn depth(&self) -> usize {
+        self.layers.len()
+    }
+
+    fn context(&self) -> Option<u64> {
+        Some(CONTEXT)
+    }
+
+    fn new_cache(&self) -> Result<Cache> {
+        let layers = self.layers[..self.remembering].iter().map(|layer| {
+            let attn = &layer.self_attn;
+            match attn.window {
+                Some(window) => {
+                    LayerCache::Sliding(Sliding::new(attn.kv_heads, attn.head_dim, window))
+                }
+                None => LayerCache::Full(Full::new(attn.kv_heads, attn.head_dim)),
+            }
+        });
+        Ok(Cache::new(layers.collect()))
+    }
+
+    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
+        let embedded = self.embed_tokens.forward(tokens)?;
+        let mut x = scaled(&embedded, (self.hidden_size as f32).sqrt())?;
+        let inputs = self.per_layer.as_ref().map(|p| p.forward(tokens, &x)).transpose()?;
+        for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
+            let y = layer.self_attn.forward(&layer.input_layernorm.forward(&x)?, spans)?;
+            x = x.add(layer.post_attention_layernorm.forward(&y)?)?;
+            if !pass.skips(i) {
+                let mut y = layer.mlp.forward(&layer.pre_feedforward_layernorm.forward(&x)?)?;
+                if let Some(moe) = &layer.moe {
+                    y = moe.post_feedforward_layernorm_1.forward(&y)?.add(moe.forward(&x)?)?;
+                }
+                x = x.add(layer.post_feedforward_layernorm.forward(&y)?)?;
+            }
+            if let (Some(own), Some(inputs)) = (&layer.per_layer_input, &inputs) {
+                x = own.forward(&x, &inputs.try_index((.., .., i as i32))?)?;
+            }
+            if let Some(scalar) = &layer.layer_scalar {
+                x = x.multiply(scalar)?;
+            }
+        }
+        for span in spans {
+            span.cache.position += span.rows as usize;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn logits(&self, hidden: &Array) -> Result<Array> {
+        let logits = match &self.lm_head {
+            Some(head) => head.forward(hidden)?,
+            None => self.embed_tokens.as_linear(hidden)?,
+        };
+        match self.final_logit_softcapping {
+            Some(cap) => softcap(&logits, cap),
+            None => Ok(logits),
+        }
+    }
+}
+
+impl Layer {
+    fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
+        let eps = config.rms_norm_eps;
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let scalar = at("layer_scalar");
+        Ok(Self {
+            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
+            self_attn: SelfAttn::load(config, weights, layer)?,
+            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
+            mlp: GeGlu {
+                gate_proj: weights.linear(&at("mlp.gate_proj"))?,
+                up_proj: weights.linear(&at("mlp.up_proj"))?,
+                down_proj: weights.linear(&at("mlp.down_proj"))?,
+            },
+            moe: if config.enable_moe_block {
+                Some(Moe::load(config, weights, layer)?)
+            } else {
+                None
+            },
+            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
+            per_layer_input: if config.hidden_size_per_layer_input == 0 {
+                None
+            } else {
+                let post_norm = at("post_per_layer_input_norm");
+                Some(PerLayerInput {
+                    per_layer_input_gate: weights.linear(&at("per_layer_input_gate"))?,
+                    per_layer_projection: weights.linear(&at("per_layer_projection"))?,
+                    post_per_layer_input_norm: weights.norm(&post_norm, eps)?,
+                })
+            },
+            layer_scalar: if weights.has(&scalar) { Some(weights.take(&scalar)?) } else { None },
+        })
+    }
+}
+
+/// Experts, with the norms that their layers have more.
+struct Moe {
+    post_feedforward_layernorm_1: RmsNorm,
+    pre_feedforward_layernorm_2: RmsNorm,
+    router: Router,
+    experts: Experts,
+    post_feedforward_layernorm_2: RmsNorm,
+}
+
+/// Picks experts by scores of normed rows; their shares are the softmax of theirs alone, times a
+/// factor of each.
+struct Router {
+    /// `scale`, divided by the square root of D.
+    norm: RmsNorm,
+    /// [E, D]
+    proj: Linear,
+    /// [E]
+    per_expert_scale: Array,
+    top_k: i32,
+}
+
+impl Moe {
+    fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
+        let eps = config.rms_norm_eps;
+        let at = |name: &str| format!("model.layers.{layer}.{name}");
+        let Some(top_k) = config.top_k_experts else {
+            let problem = "top_k_experts: is missing, and enable_moe_block is set";
+            return Err(weights.problem("config.json", problem.into()));
+        };
+        // Published with gate and up in one; MLX's converter divides them.
+        let fused = at("experts.gate_up_proj");
+        if weights.has(&fused) {
+            let halves = weights.remove(&fused)?.split_equal(2, 1)?;
+            for (name, half) in ["gate_proj", "up_proj"].into_iter().zip(halves) {
+                weights.insert(at(&format!("experts.switch_glu.{name}.weight")), half);
+            }
+            let down = weights.remove(&at("experts.down_proj"))?;
+            weights.insert(at("experts.switch_glu.down_proj.weight"), down);
+        }
+        let scale = weights.take(&at("router.scale"))?;
+        let scale = scaled(&scale, (config.hidden_size as f32).powf(-0.5))?;
+        Ok(Self {
+            post_feedforward_layernorm_1: weights.norm(&at("post_feedforward_layernorm_1"), eps)?,
+            pre_feedforward_layernorm_2: weights.norm(&at("pre_feedforward_layernorm_2"), eps)?,
+            router: Router {
+                norm: RmsNorm { weight: scale, eps },
+                proj: weights.linear(&at("router.proj"))?,
+                per_expert_scale: weights.take(&at("router.per_expert_scale"))?,
+                top_k,
+            },
+            experts: Experts {
+                activation: gelu,
+                gate_proj: weights.linear(&at("experts.switch_glu.gate_proj"))?,
+                up_proj: weights.linear(&at("experts.switch_glu.up_proj"))?,
+                down_proj: weights.linear(&at("experts.switch_glu.down_proj"))?,
+            },
+            post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
+        })
+    }
+
+    /// `x` [1, R, D], same shape back.
+    fn forward(&self, x: &Array) -> Result<Array> {
+        let (chosen, shares) = self.router.forward(x)?;
+        let y = self.experts.forward(&self.pre_feedforward_layernorm_2.forward(x)?, &chosen)?;
+        let y = y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?;
+        self.post_feedforward_layernorm_2.forward(&y)
+    }
+}
+
+impl Router {
+    /// Chosen experts of `x` [1, R, D] and their shares, [1, R, K] each.
+    fn forward(&self, x: &Array) -> Result<(Array, Array)> {
+        let scores = self.proj.forward(&self.norm.forward(x)?)?;
+        let order = argpartition_axis(&scores, -self.top_k, -1)?;
+        let chosen = order.try_index((.., .., -self.top_k..))?;
+        let shares = softmax_axis(take_along_axis(&scores, &chosen, -1)?, -1, true)?;
+        let shares = shares.multiply(self.per_expert_scale.take_axis(&chosen, 0)?)?;
+        Ok((chosen, shares))
+    }
+}
+
+/// What each layer gets to know of the tokens besides the hidden states.
+struct PerLayer {
+    /// [V, L * P]: an embedding for each layer, side by side.
+    embed_tokens_per_layer: Embedding,
+    per_layer_model_projection: Linear,
+    per_layer_projection_norm: RmsNorm,
+    layers: i32,
+    /// P
+    size: i32,
+}
+
+impl PerLayer {
+    fn load(config: &Config, weights: &mut Weights) -> Result<Option<Self>> {
+        if config.hidden_size_per_layer_input == 0 {
+            return Ok(None);
+        }
+        let (projection_norm, eps) = ("model.per_layer_projection_norm", config.rms_norm_eps);
+        Ok(Some(Self {
+            embed_tokens_per_layer: Embedding(weights.linear("model.embed_tokens_per_layer")?),
+            per_layer_model_projection: weights.linear("model.per_layer_model_projection")?,
+            per_layer_projection_norm: weights.norm(projection_norm, eps)?,
+            layers: i32::try_from(config.num_hidden_layers).expect("a model has few layers"),
+            size: config.hidden_size_per_layer_input,
+        }))
+    }
+
+    /// [1, R, L, P] of `tokens` [R] and their scaled embeddings `x` [1, R, D].
+    fn forward(&self, tokens: &Array, x: &Array) -> Result<Array> {
+        let shape = [1, x.dim(1), self.layers, self.size];
+        let embedded = self.embed_tokens_per_layer.forward(tokens)?;
+        let embedded = scaled(&embedded, (self.size as f32).sqrt())?.reshape(&shape)?;
+        let projected = self.per_layer_model_projection.forward(x)?;
+        let projected = scaled(&projected, (x.dim(2) as f32).powf(-0.5))?.reshape(&shape)?;
+        let projected = self.per_layer_projection_norm.forward(&projected)?;
+        scaled(&projected.add(embedded)?, std::f32::consts::FRAC_1_SQRT_2)
+    }
+}
+
+/// How one layer takes it in.
+struct PerLayerInput {
+    per_layer_input_gate: Linear,
+    per_layer_projection: Linear,
+    post_per_layer_input_norm: RmsNorm,
+}
+
+impl PerLayerInput {
+    /// `x` [1, R, D] and this layer's `input` [1, R, P]; [1, R, D] back.
+    fn forward(&self, x: &Array, input: &Array) -> Result<Array> {
+        let gate = gelu(&self.per_layer_input_gate.forward(x)?)?;
+        let y = self.per_layer_projection.forward(&gate.multiply(input)?)?;
+        Ok(x.add(self.post_per_layer_input_norm.forward(&y)?)?)
+    }
+}
+
+struct SelfAttn {
+    q_proj: Linear,
+    q_norm: RmsNorm,
+    /// `None` where the layer looks at another one's.
+    kv: Option<KeysValues>,
+    o_proj: Linear,
+    rope: Rope,
+    /// The entry of the cache that holds its keys and values.
+    source: usize,
+    /// Positions that one position sees; `None` for all.
+    window: Option<i32>,
+    heads: i32,
+    kv_heads: i32,
+    head_dim: i32,
+}
+
+/// Norms of queries and keys stand for the scale.
+const SCORES: Scores = Scores { scale: 1.0, softcap: None };
+
+impl SelfAttn {
+    fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
+        let eps = config.rms_norm_eps;
+        let at = |name: &str| format!("model.layers.{layer}.self_attn.{name}");
+        let sliding = config.is_sliding(layer);
+        let Some(source) = config.source(layer) else {
+            let problem = format!(
+                "num_kv_shared_layers: layer {layer} has no earlier layer of its kind to look at"
+            );
+            return Err(weights.problem("config.json", problem));
+        };
+        let k_eq_v = config.attention_k_eq_v && !sliding;
+        let kv_heads = config.num_global_key_value_heads.filter(|_| k_eq_v);
+        let global_head_dim = config.global_head_dim.filter(|_| !sliding);
+        let head_dim = global_head_dim.unwrap_or(config.head_dim);
+        Ok(Self {
+            q_proj: weights.linear(&at("q_proj"))?,
+            q_norm: weights.norm(&at("q_norm"), eps)?,
+            kv: if source == layer {
+                Some(KeysValues {
+                    k_proj: weights.linear(&at("k_proj"))?,
+                    v_proj: if k_eq_v { None } else { Some(weights.linear(&at("v_proj"))?) },
+                    k_norm: weights.norm(&at("k_norm"), eps)?,
+                })
+            } else {
+                None
+            },
+            o_proj: weights.linear(&at("o_proj"))?,
+            rope: config.rope(sliding, head_dim),
+            source,
+            window: sliding.then_some(config.sliding_window),
+            heads: config.num_attention_heads,
+            kv_heads: kv_heads.unwrap_or(config.num_key_value_heads),
+            head_dim,
+        })
+    }
+
+    fn forward(&self, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+        let (rows, h, d) = (x.dim(1), self.heads, self.head_dim);
+        let q = self.q_norm.forward(&self.q_proj.forward(x)?.reshape(&[1, rows, h, d])?)?;
+        let join = |y: Array, rows| -> Result<Array> {
+            Ok(y.swap_axes(1, 2)?.reshape(&[1, rows, h * d])?)
+        };
+        let mixed = if let Some(kv) = &self.kv {
+            let (k, v) = kv.forward(x, &[1, rows, self.kv_heads, d])?;
+            by_span([q, k, v], spans, |[q, k, v], span| {
+                let offset = span.offset();
+                let q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
+                let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
+                let v = v.swap_axes(1, 2)?;
+                let cache = &mut span.cache.layers[self.source];
+                join(attention(&q, &k, &v, SCORES, cache)?, span.rows)
+            })?
+        } else {
+            by_span([q], spans, |[q], span| {
+                let q = self.rope.forward(&q.swap_axes(1, 2)?, span.offset())?;
+                join(attend(&q, SCORES, &span.cache.layers[self.source])?, span.rows)
+            })?
+        };
+        self.o_proj.forward(&mixed)
+    }
+}
+
+struct KeysValues {
+    k_proj: Linear,
+    /// `None` where the values are the keys, before these are scaled and rotated.
+    v_proj: Option<Linear>,
+    k_norm: RmsNorm,
+}
+
+impl KeysValues {
+    /// Keys and values of `x`, each of `shape` [1, R, H_kv, D]. Values pass a norm without weights.
+    fn forward(&self, x: &Array, shape: &[i32]) -> Result<(Array, Array)> {
+        let k = self.k_proj.forward(x)?.reshape(shape)?;
+        let v = match &self.v_proj {
+            Some(v_proj) => v_proj.forward(x)?.reshape(shape)?,
+            None => k.clone(),
+        };
+        Ok((self.k_norm.forward(&k)?, rms_norm(&v, None, self.k_norm.eps)?))
+    }
+}

@@ -1,0 +1,80 @@
+//! Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, which the checkpoint brings
+//! along. Some declare windows for their upper layers.
+//!
+//! Source: arXiv:2407.10671; `transformers` `models/qwen2`; mlx-lm `models/qwen2.py` (which leaves
+//! the windows out), checked by the reference logits in `tests/fixtures`.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::llama::{self, Layer, Llama, SelfAttn};
+use super::{Model, Weights, experts};
+use crate::error::Result;
+use crate::nn::Mlp;
+
+/// `config.json`, of Qwen3 as well.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Config {
+    #[serde(flatten)]
+    pub llama: llama::Config,
+    /// Without it `sliding_window` and `layer_types` mean nothing.
+    #[serde(default)]
+    use_sliding_window: bool,
+    /// The first layer with a window, where `layer_types` does not say.
+    #[serde(default)]
+    max_window_layers: usize,
+}
+
+impl Config {
+    /// Positions that a layer sees, where they are limited.
+    pub fn window(&self, layer: usize) -> Option<i32> {
+        if !self.use_sliding_window {
+            None
+        } else if self.llama.layer_types.is_some() {
+            self.llama.window(layer)
+        } else {
+            self.llama.sliding_window.filter(|_| layer >= self.max_window_layers)
+        }
+    }
+}
+
+/// Base of the frequencies where the config does not give one.
+pub(super) const ROPE_THETA: f32 = 1_000_000.0;
+
+/// Builds the model.
+pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
+    let config: Config = weights.config(config)?;
+    let rope = config.llama.rope.rope(config.llama.head_dim(), ROPE_THETA);
+    Ok(Box::new(Llama::load(&config.llama, weights, |weights, i| {
+        let at = format!("model.layers.{i}");
+        let attn = SelfAttn::load(&config.llama, weights, &at, &rope, config.window(i))?;
+        let mlp = Mlp::Dense(experts::dense(weights, &format!("{at}.mlp"))?);
+        Layer::load(&config.llama, weights, &at, attn, mlp)
+    })?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// The reference knows no windows here, so the rule is held to what `transformers` does.
+    #[test]
+    fn windows_are_those_of_the_upper_layers() {
+        let check = |keys: Value, expected: [Option<i32>; 3]| {
+            let mut config = json!({
+                "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+                "rms_norm_eps": 1e-6, "sliding_window": 32, "max_window_layers": 2,
+            });
+            config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+            let config: Config = serde_json::from_value(config).unwrap();
+            assert_eq!([0, 1, 2].map(|layer| config.window(layer)), expected);
+        };
+        let kinds = json!(["sliding_attention", "full_attention", "full_attention"]);
+        check(json!({}), [None; 3]);
+        check(json!({"layer_types": kinds}), [None; 3]);
+        check(json!({"use_sliding_window": true}), [None, None, Some(32)]);
+        check(json!({"use_sliding_window": true, "layer_types": kinds}), [Some(32), None, None]);
+        check(json!({"use_sliding_window": true, "sliding_window": null}), [None; 3]);
+    }
+}

@@ -1,0 +1,189 @@
+//! Feed-forward blocks of many experts, of which a router picks a few for each row.
+//!
+//! Rows that go to the same expert lie together where there are many, so that its weights are read
+//! once; a step of a few rows gathers them as they come.
+//!
+//! Source: arXiv:1701.06538; Qwen3-MoE (arXiv:2505.09388) for the router, Qwen2-MoE for the shared
+//! expert and its gate; mlx-lm `models/switch_layers.py` for sorting.
+
+use mlx_rs::Array;
+use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
+use mlx_rs::ops::{argpartition_axis, argsort_axis, sigmoid, softmax_axis};
+
+use super::{Linear, SwiGlu};
+use crate::error::Result;
+
+/// Fewer choices than this are not worth sorting.
+const SORTED_CHOICES: i32 = 64;
+
+/// A feed-forward block of either kind.
+#[derive(Debug, Clone)]
+pub enum Mlp {
+    /// One for all rows.
+    Dense(SwiGlu),
+    /// A few of many for each row.
+    Sparse(Box<Moe>),
+}
+
+impl Mlp {
+    /// `x` [1, R, D], same shape back.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        match self {
+            Self::Dense(mlp) => mlp.forward(x),
+            Self::Sparse(moe) => moe.forward(x),
+        }
+    }
+}
+
+/// `sum over the chosen e of p_e expert_e(x)`, with p the router's softmax.
+#[derive(Debug, Clone)]
+pub struct Moe {
+    /// The router, [E, D].
+    pub gate: Linear,
+    /// All experts, stacked.
+    pub experts: Experts,
+    /// Experts a row.
+    pub top_k: i32,
+    /// Whether the chosen probabilities are scaled to a sum of 1.
+    pub norm_topk_prob: bool,
+    /// An expert that all rows take.
+    pub shared: Option<Shared>,
+}
+
+/// Gated experts: `down(activation(gate x) * up x)`.
+#[derive(Debug, Clone)]
+pub struct Experts {
+    /// [`super::silu`] or [`super::gelu`].
+    pub activation: fn(&Array) -> Result<Array>,
+    /// [E, F, D]
+    pub gate_proj: Linear,
+    /// [E, F, D]
+    pub up_proj: Linear,
+    /// [E, D, F]
+    pub down_proj: Linear,
+}
+
+/// `sigmoid(gate x) * expert(x)`
+#[derive(Debug, Clone)]
+pub struct Shared {
+    /// Of its own width.
+    pub expert: SwiGlu,
+    /// [1, D]
+    pub gate: Linear,
+}
+
+impl Moe {
+    /// `x` [1, R, D], same shape back.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        // The softmax sums in f32; its result has x's dtype.
+        let chances = softmax_axis(self.gate.forward(x)?, -1, true)?;
+        let order = argpartition_axis(&chances, -self.top_k, -1)?;
+        let chosen = order.try_index((.., .., -self.top_k..))?;
+        let mut shares = take_along_axis(&chances, &chosen, -1)?;
+        if self.norm_topk_prob {
+            shares = shares.divide(shares.sum_axis(-1, true)?)?;
+        }
+        let y = self.experts.forward(x, &chosen)?;
+        let mut y = y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?;
+        if let Some(shared) = &self.shared {
+            let gate = sigmoid(shared.gate.forward(x)?)?;
+            y = y.add(shared.expert.forward(x)?.multiply(gate)?)?;
+        }
+        Ok(y)
+    }
+}
+
+impl Experts {
+    /// `x` [1, R, D] through the experts `chosen` [1, R, K] (u32) of each row: [1, R, K, D].
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when the shapes do not fit.
+    pub fn forward(&self, x: &Array, chosen: &Array) -> Result<Array> {
+        let [rows, k, d] = [x.dim(1), chosen.dim(2), x.dim(2)];
+        if rows * k < SORTED_CHOICES {
+            let x = x.reshape(&[1, rows, 1, 1, d])?;
+            return Ok(self.run(&x, chosen, false)?.squeeze_axes(&[-2])?);
+        }
+        let flat = chosen.reshape(&[rows * k])?;
+        let order = argsort_axis(&flat, 0)?;
+        let row = order.floor_divide(Array::from_int(k).as_dtype(order.dtype())?)?;
+        let x = x.reshape(&[rows, 1, d])?.take_axis(row, 0)?;
+        let y = self.run(&x, &flat.take_axis(&order, 0)?, true)?;
+        // Sorting the order gives the way back.
+        Ok(y.take_axis(argsort_axis(&order, 0)?, 0)?.reshape(&[1, rows, k, d])?)
+    }
+
+    fn run(&self, x: &Array, experts: &Array, sorted: bool) -> Result<Array> {
+        let gate = (self.activation)(&self.gate_proj.gather(x, experts, sorted)?)?;
+        let up = self.up_proj.gather(x, experts, sorted)?;
+        self.down_proj.gather(&gate.multiply(up)?, experts, sorted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nn::{Mode, Packed, Quantization, silu};
+    use mlx_rs::ops::concatenate;
+    use mlx_rs::random;
+
+    fn normal(seed: u64, shape: &[i32]) -> Array {
+        random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+    }
+
+    fn dense(seed: u64, shape: &[i32]) -> Linear {
+        let weight = normal(seed, shape).multiply(Array::from_f32(0.1)).unwrap();
+        Linear::Dense { weight, bias: None }
+    }
+
+    fn packed(linear: &Linear) -> Linear {
+        let Linear::Dense { weight, .. } = linear else { unreachable!("made dense above") };
+        let quantization = Quantization { group_size: 32, bits: 8, mode: Mode::Affine };
+        Linear::Quantized { weight: Packed::quantize(weight, quantization), bias: None }
+    }
+
+    fn assert_close(a: &Array, b: &Array, bound: f32) {
+        let worst = a.subtract(b).unwrap().abs().unwrap().max(None).unwrap().item_exact::<f32>();
+        assert!(worst < bound, "differs by {worst}");
+    }
+
+    /// Sorted or as they come, packed or not: every choice is its expert's product. 40 rows of 2
+    /// choices are sorted, a row alone is not.
+    #[test]
+    fn rows_together_equal_rows_alone() {
+        let experts = Experts {
+            activation: silu,
+            gate_proj: dense(1, &[5, 64, 32]),
+            up_proj: dense(2, &[5, 64, 32]),
+            down_proj: dense(3, &[5, 32, 64]),
+        };
+        let quantized = Experts {
+            activation: silu,
+            gate_proj: packed(&experts.gate_proj),
+            up_proj: packed(&experts.up_proj),
+            down_proj: packed(&experts.down_proj),
+        };
+        let x = normal(4, &[1, 40, 32]);
+        let chosen: Vec<u32> = (0..80).map(|i| i * 7 % 5).collect();
+        let chosen = Array::from_slice(&chosen, &[1, 40, 2]);
+        for (experts, bound) in [(&experts, 1e-5), (&quantized, 1e-4)] {
+            let together = experts.forward(&x, &chosen).unwrap();
+            let alone: Vec<Array> = (0..40)
+                .map(|i| {
+                    let row = |a: &Array| a.try_index((.., i..i + 1, ..)).unwrap();
+                    experts.forward(&row(&x), &row(&chosen)).unwrap()
+                })
+                .collect();
+            assert_close(&together, &concatenate(&alone, 1).unwrap(), bound);
+        }
+        let [exact, rounded] =
+            [&experts, &quantized].map(|experts| experts.forward(&x, &chosen).unwrap());
+        assert_close(&exact, &rounded, 0.05);
+    }
+}

@@ -1,0 +1,282 @@
+//! Quantized matrices: packed numbers and their scales, and the operations that MLX has on them.
+//!
+//! mlx-rs 0.33 has these operations for affine quantization alone, so they are called through
+//! mlx-c here, for every mode alike. No other file of the engine does so.
+//!
+//! Source: `mlx.core.quantize` for affine (w = q * scale + bias, one scale and bias a group of
+//! inputs); the OCP Microscaling specification 1.0 for `mxfp4` and `mxfp8`; NVIDIA's NVFP4, without
+//! the scale a tensor, which mlx-c cannot pass on.
+
+#![allow(unsafe_code, reason = "mlx-c's modes of quantization, which mlx-rs does not pass on")]
+
+use std::ffi::CStr;
+
+use mlx_rs::{Array, Dtype, Stream};
+use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+
+/// What the packed numbers mean.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Integers of 2 to 8 bits with a scale and a bias a group.
+    #[default]
+    Affine,
+    /// 4-bit floats (E2M1) with a power of two for 32 of them.
+    Mxfp4,
+    /// 4-bit floats (E2M1) with an 8-bit float (E4M3) for 16 of them.
+    Nvfp4,
+    /// 8-bit floats (E4M3) with a power of two for 32 of them.
+    Mxfp8,
+}
+
+impl Mode {
+    fn name(self) -> &'static CStr {
+        match self {
+            Self::Affine => c"affine",
+            Self::Mxfp4 => c"mxfp4",
+            Self::Nvfp4 => c"nvfp4",
+            Self::Mxfp8 => c"mxfp8",
+        }
+    }
+
+    /// Group size and bits where a checkpoint does not give them: MLX's defaults for affine, the
+    /// only ones that there are for the others.
+    pub fn defaults(self) -> (i32, i32) {
+        match self {
+            Self::Affine => (64, 4),
+            Self::Mxfp4 => (32, 4),
+            Self::Nvfp4 => (16, 4),
+            Self::Mxfp8 => (32, 8),
+        }
+    }
+}
+
+/// How a matrix is quantized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quantization {
+    /// Inputs that share a scale.
+    pub group_size: i32,
+    /// Bits of an element.
+    pub bits: i32,
+    /// What they mean.
+    pub mode: Mode,
+}
+
+/// A quantized matrix [out, in], or a stack of them [E, out, in].
+#[derive(Debug, Clone)]
+pub struct Packed {
+    /// u32 [.., out, in * bits / 32].
+    pub weight: Array,
+    /// [.., out, in / group_size]: floats for affine, bytes that stand for floats otherwise.
+    pub scales: Array,
+    /// [.., out, in / group_size]; affine alone has them.
+    pub biases: Option<Array>,
+    /// How.
+    pub quantization: Quantization,
+    /// Type of what it unpacks to.
+    pub dtype: Dtype,
+}
+
+impl Packed {
+    /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when the shapes do not fit.
+    pub fn matmul(&self, x: &Array) -> Result<Array> {
+        self.call("quantized_matmul", |res, group_size, bits, mode, stream| {
+            // SAFETY: see `call`; `x` lives as long as this function.
+            unsafe {
+                let [weight, scales, biases] = self.pointers();
+                mlx_sys::mlx_quantized_matmul(
+                    res,
+                    x.as_ptr(),
+                    weight,
+                    scales,
+                    biases,
+                    true,
+                    group_size,
+                    bits,
+                    mode,
+                    stream,
+                )
+            }
+        })
+    }
+
+    /// Each row of `x` [.., 1, in] times the transposed matrix that `which` [..] (u32) names in the
+    /// stack, [.., 1, out]; `sorted` where `which` is.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when the shapes do not fit.
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
+        self.call("gather_qmm", |res, group_size, bits, mode, stream| {
+            // SAFETY: see `call`; `x` and `which` live as long as this function. An array without
+            // contents stands for no left indices: rows are taken as they come.
+            unsafe {
+                let [weight, scales, biases] = self.pointers();
+                mlx_sys::mlx_gather_qmm(
+                    res,
+                    x.as_ptr(),
+                    weight,
+                    scales,
+                    biases,
+                    mlx_array::default(),
+                    which.as_ptr(),
+                    true,
+                    group_size,
+                    bits,
+                    mode,
+                    sorted,
+                    stream,
+                )
+            }
+        })
+    }
+
+    /// The matrix itself, [.., out, in].
+    ///
+    /// # Errors
+    /// [`Error::Array`] when the shapes do not fit.
+    pub fn dequantize(&self) -> Result<Array> {
+        let dtype = mlx_optional_dtype { value: 0, has_value: false };
+        let array = self.call("dequantize", |res, group_size, bits, mode, stream| {
+            // SAFETY: see `call`. An array without contents stands for no scale of the tensor.
+            unsafe {
+                let [weight, scales, biases] = self.pointers();
+                mlx_sys::mlx_dequantize(
+                    res,
+                    weight,
+                    scales,
+                    biases,
+                    group_size,
+                    bits,
+                    mode,
+                    mlx_array::default(),
+                    dtype,
+                    stream,
+                )
+            }
+        })?;
+        // Exact where MLX unpacks to bfloat16: products of two such short floats have 6 bits.
+        Ok(array.as_dtype(self.dtype)?)
+    }
+
+    /// Some of the rows, `ids` [R] (u32).
+    ///
+    /// # Errors
+    /// [`Error::Array`] when MLX rejects it.
+    pub fn rows(&self, ids: &Array) -> Result<Self> {
+        Ok(Self {
+            weight: self.weight.take_axis(ids, 0)?,
+            scales: self.scales.take_axis(ids, 0)?,
+            biases: self.biases.as_ref().map(|biases| biases.take_axis(ids, 0)).transpose()?,
+            ..*self
+        })
+    }
+
+    /// Weight, scales and biases, valid as long as `self`; no biases are an array without contents.
+    fn pointers(&self) -> [mlx_array; 3] {
+        let biases = self.biases.as_ref().map_or_else(mlx_array::default, Array::as_ptr);
+        [self.weight.as_ptr(), self.scales.as_ptr(), biases]
+    }
+
+    /// Runs one of mlx-c's operations, which all fill `res` with a new array and return 0, or
+    /// return something else and leave it without contents. They take what this hands them and the
+    /// matrix's own arrays for the time of the call alone: MLX counts references to the rest.
+    fn call(
+        &self,
+        operation: &str,
+        run: impl FnOnce(
+            *mut mlx_array,
+            mlx_optional_int,
+            mlx_optional_int,
+            *const std::ffi::c_char,
+            mlx_stream,
+        ) -> i32,
+    ) -> Result<Array> {
+        let stream = Stream::thread_local_or_default();
+        let Quantization { group_size, bits, mode } = self.quantization;
+        let some = |value| mlx_optional_int { value, has_value: true };
+        let mut res = mlx_array::default();
+        let status =
+            run(&mut res, some(group_size), some(bits), mode.name().as_ptr(), stream.as_ptr());
+        if status == 0 {
+            // SAFETY: just filled, and owned by nobody else.
+            return Ok(unsafe { Array::from_ptr(res) });
+        }
+        // mlx-rs keeps MLX's own words to itself.
+        Err(Error::Array(format!(
+            "{operation} rejects {bits}-bit {mode:?} weights {:?} with scales {:?}",
+            self.weight.shape(),
+            self.scales.shape()
+        )))
+    }
+}
+
+/// 8-bit floats (E4M3) that lie in bytes, as numbers of `dtype`.
+///
+/// # Errors
+/// [`Error::Array`] when `bytes` are none or `dtype` is no float.
+pub fn from_fp8(bytes: &Array, dtype: Dtype) -> Result<Array> {
+    let stream = Stream::thread_local_or_default();
+    let mut res = mlx_array::default();
+    // SAFETY: reads `bytes`, which lives as long as this function, and fills `res` with a new array
+    // or leaves it without contents.
+    let status = unsafe {
+        mlx_sys::mlx_from_fp8(
+            &mut res,
+            bytes.as_ptr(),
+            dtype as mlx_sys::mlx_dtype,
+            stream.as_ptr(),
+        )
+    };
+    if status != 0 {
+        return Err(Error::Array(format!("{:?} holds no 8-bit floats", bytes.dtype())));
+    }
+    // SAFETY: just filled, and owned by nobody else.
+    Ok(unsafe { Array::from_ptr(res) })
+}
+
+#[cfg(test)]
+impl Packed {
+    /// Packs a matrix.
+    pub fn quantize(matrix: &Array, quantization: Quantization) -> Self {
+        let Quantization { group_size, bits, mode } = quantization;
+        let some = |value| mlx_optional_int { value, has_value: true };
+        let stream = Stream::thread_local_or_default();
+        // SAFETY: the vector is filled by mlx_quantize, read, then freed; each array that is got
+        // out of it is a reference of its own.
+        let mut parts = unsafe {
+            let mut vector = mlx_sys::mlx_vector_array_new();
+            let status = mlx_sys::mlx_quantize(
+                &mut vector,
+                matrix.as_ptr(),
+                some(group_size),
+                some(bits),
+                mode.name().as_ptr(),
+                mlx_array::default(),
+                stream.as_ptr(),
+            );
+            assert_eq!(status, 0);
+            let parts: Vec<Array> = (0..mlx_sys::mlx_vector_array_size(vector))
+                .map(|i| {
+                    let mut part = mlx_array::default();
+                    assert_eq!(mlx_sys::mlx_vector_array_get(&mut part, vector, i), 0);
+                    Array::from_ptr(part)
+                })
+                .collect();
+            mlx_sys::mlx_vector_array_free(vector);
+            parts.into_iter()
+        };
+        Self {
+            weight: parts.next().unwrap(),
+            scales: parts.next().unwrap(),
+            biases: parts.next(),
+            quantization,
+            dtype: matrix.dtype(),
+        }
+    }
+}
