@@ -68,9 +68,13 @@ impl Case {
 
     /// Runs `tokens` and returns the logits of all of them, [T, V].
     fn run(&self, tokens: &[u32], cache: &mut Cache) -> Array {
+        self.run_in(tokens, cache, Pass::WHOLE)
+    }
+
+    fn run_in(&self, tokens: &[u32], cache: &mut Cache, pass: Pass) -> Array {
         let rows = tokens.len() as i32;
         let ids = Array::from_slice(tokens, &[rows]);
-        let hidden = self.model.forward(&ids, &mut [Span { rows, cache }], Pass::WHOLE).unwrap();
+        let hidden = self.model.forward(&ids, &mut [Span { rows, cache }], pass).unwrap();
         self.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
     }
 
@@ -250,6 +254,29 @@ fn real_models_compute_what_mlx_lm_computes() {
         case.assert_greedy(&logits, cache);
     }
     assert!(found, "{} has no folder of tests/fixtures/real.py", models.display());
+}
+
+/// A pass that leaves early or leaves blocks out gives other logits, but not after a rewind.
+#[test]
+fn drafting_passes_leave_no_trace() {
+    for name in families() {
+        let case = family(&name, &config().model);
+        let (_, mut cache) = case.prefill(300);
+        let next = &case.greedy[..3];
+        let expected = case.run(next, &mut cache.clone());
+        let depth = case.model.depth();
+        let whole = case.run_in(next, &mut cache.clone(), Pass { exit: Some(depth), skip: &[] });
+        assert_close(&whole, &expected, 1e-6, &format!("{name}: all layers"));
+        for pass in [Pass { exit: Some(1), skip: &[] }, Pass { exit: None, skip: &[0, 1] }] {
+            cache.checkpoint();
+            let drafted = case.run_in(next, &mut cache, pass);
+            let change = drafted.subtract(&expected).unwrap().abs().unwrap().max(None).unwrap();
+            assert!(change.item_exact::<f32>() > 1e-2, "{name}: {pass:?} runs all layers");
+            cache.rewind(case.prompt.len()).unwrap();
+            let again = case.run(next, &mut cache.clone());
+            assert_close(&again, &expected, 1e-4, &format!("{name}: after {pass:?}"));
+        }
+    }
 }
 
 /// The shape that several requests in one step need: rows of two sequences, of different lengths,

@@ -303,7 +303,7 @@ mod tests {
         let older =
             json!({"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": scaling});
         let newer = json!({"rope_scaling": null, "rope_parameters": {
-            "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 4,
+            "rope_theta": 500000, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 4,
         }});
         for config in [older, newer] {
             let rope = serde_json::from_value::<RopeConfig>(config).unwrap().rope(32, 1e4);
