@@ -168,4 +168,6 @@ pub struct Usage {
     pub drafted_tokens: u32,
     /// How many of these were right, and so are among the tokens of thoughts and answer.
     pub accepted_tokens: u32,
+    /// Layers whose feed-forward block was left out, in every pass: `engine.skip_kl` allows a loss.
+    pub skipped_layers: u32,
 }

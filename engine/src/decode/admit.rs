@@ -51,6 +51,7 @@ impl Decoder {
             drafts: if self.costs.is_some() { self.drafts(&prompt)? } else { Vec::new() },
             governor: self.governor(),
             drafted: None,
+            skipped_layers: self.skip.len() as u32,
             sampling: self.sampling(request),
             seed: request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0)),
             reply,

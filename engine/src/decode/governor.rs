@@ -31,8 +31,12 @@ const GAIN: f32 = 1.05;
 /// than half a token, so that the longest wait costs a thousandth.
 const TRY_AGAIN: [u32; 2] = [8, 512];
 
-/// Most time for measuring at the start. What is not measured by then is extrapolated.
-const MEASURING: Duration = Duration::from_secs(5);
+/// Time for measuring passes at the start, a tenth of it for each number of rows; a slow machine gets
+/// one pass of each, or what there is time for.
+const MEASURING: Duration = Duration::from_secs(4);
+
+/// Numbers of rows in the order in which they are measured, so that the others lie between.
+const MEASURED: [usize; DEPTH + 1] = [1, 8, 4, 2, 6, 3, 5, 7];
 
 /// Rows in the cache while costs are measured, and how often each is: the least counts, as other
 /// work on the machine only ever adds.
@@ -61,7 +65,6 @@ impl Costs {
         mut cache: Cache,
         drafts: &mut [Box<dyn Draft>],
     ) -> Result<Self> {
-        let start = Instant::now();
         // Which tokens they are makes no difference, but in a mixture of experts, where some
         // variety is more like text than one token repeated.
         let tokens: Vec<u32> = (0..2 * CONTEXT as u32).map(|i| 3 + i % 61).collect();
@@ -73,65 +76,57 @@ impl Costs {
             let picks = sample(&model.logits(&hidden)?.squeeze_axes(&[0])?, &greedy, 0, 0)?;
             Ok((hidden, picks))
         };
+        let start = Instant::now();
         let (hidden, picks) = pass(&mut cache, &tokens[..CONTEXT])?;
         eval([&picks])?;
 
         let mut verify = [0.0; DEPTH + 1];
-        for rows in 1..=DEPTH + 1 {
-            let mut least = f32::INFINITY;
-            for repeat in 0..=REPEATS {
+        for rows in MEASURED {
+            if rows > 1 && start.elapsed() > MEASURING {
+                break;
+            }
+            verify[rows - 1] = least_of(|| {
                 cache.checkpoint();
                 let begin = Instant::now();
                 eval([&pass(&mut cache, &tokens[..rows])?.1])?;
-                // The first one may compile kernels.
-                if repeat > 0 || start.elapsed() > MEASURING {
-                    least = least.min(begin.elapsed().as_secs_f32());
-                }
+                let took = begin.elapsed();
                 cache.rewind(CONTEXT)?;
-                if repeat > 0 && start.elapsed() > MEASURING {
-                    break;
-                }
-            }
-            verify[rows - 1] = least;
+                Ok(Some(took))
+            })?;
         }
+        fill(&mut verify);
 
-        let mut least = f32::INFINITY;
         cache.checkpoint();
         let mut before = picks.clone();
-        for _ in 0..2 * REPEATS {
+        let plain = least_of(|| {
             let begin = Instant::now();
             let drawn = pass(&mut cache, &tokens[..1])?.1;
             async_eval([&drawn])?;
             eval([&before])?;
             before = drawn;
-            least = least.min(begin.elapsed().as_secs_f32());
-        }
+            Ok(Some(begin.elapsed()))
+        })?;
         eval([&before])?;
         cache.rewind(CONTEXT)?;
-        // Other work on the machine only ever adds, and more rows never cost less than fewer.
-        for rows in (0..DEPTH).rev() {
-            verify[rows] = verify[rows].min(verify[rows + 1]);
-        }
-        let plain = least.min(verify[0]);
 
-        let mut costs = Self { plain, verify, draft: [0.0; DraftKind::ALL.len()] };
+        let mut costs = Self { plain: plain.min(verify[0]), verify, ..Self::default() };
         for draft in drafts {
-            let mut least = f32::INFINITY;
             draft.observe(&hidden, 0)?;
             let row = hidden.try_index((.., ..1))?;
             // One more token is known each time, as in decoding.
-            for repeat in 0..=REPEATS {
-                let (cache, tokens) = (&mut cache, &tokens[..=CONTEXT + repeat]);
+            let mut known = CONTEXT;
+            let least = least_of(|| {
+                known += 1;
+                let (cache, tokens) = (&mut cache, &tokens[..known]);
                 let mut at = At { model, part, cache, tokens, sampling: greedy, seed: 0 };
                 let begin = Instant::now();
-                let Some(proposed) = draft.propose(&mut at, DEPTH)? else { break };
+                let Some(proposed) = draft.propose(&mut at, DEPTH)? else { return Ok(None) };
                 eval([&proposed])?;
-                if repeat > 0 {
-                    least = least.min(begin.elapsed().as_secs_f32());
-                }
+                let took = begin.elapsed();
                 draft.learn(0, 0)?;
-                draft.observe(&row, CONTEXT + repeat)?;
-            }
+                draft.observe(&row, known - 1)?;
+                Ok(Some(took))
+            })?;
             if least.is_finite() {
                 costs.draft[draft.kind() as usize] = least / DEPTH as f32;
             }
@@ -165,6 +160,43 @@ impl Costs {
     pub fn learn_verify(&mut self, kind: DraftKind, rows: usize, took: f32) {
         let drafting = self.draft[kind as usize] * (rows - 1) as f32;
         learn(&mut self.verify[rows - 1], (took - drafting).max(0.0));
+    }
+}
+
+/// The least of several runs in seconds, infinite where one says that there is nothing to run. The
+/// first is not counted where there is time for more: it may compile kernels.
+fn least_of(mut run: impl FnMut() -> Result<Option<Duration>>) -> Result<f32> {
+    let start = Instant::now();
+    let mut least = f32::INFINITY;
+    for repeat in 0..=REPEATS {
+        let Some(took) = run()? else { break };
+        let took = took.as_secs_f32();
+        least = if repeat == 1 { took } else { least.min(took) };
+        if start.elapsed() > MEASURING / 10 {
+            break;
+        }
+    }
+    Ok(least)
+}
+
+/// Fills in the row counts that were not measured: on a line between those that were, and a whole
+/// pass more for each row beyond them, which promises nothing.
+fn fill(verify: &mut [f32; DEPTH + 1]) {
+    let measured: Vec<usize> = (0..=DEPTH).filter(|&i| verify[i] > 0.0).collect();
+    for i in 0..=DEPTH {
+        let below = measured.iter().rev().find(|&&at| at <= i).copied().unwrap_or(0);
+        verify[i] = match measured.iter().find(|&&at| at >= i) {
+            Some(&above) if above > below => {
+                let share = (i - below) as f32 / (above - below) as f32;
+                verify[below] + share * (verify[above] - verify[below])
+            }
+            Some(&above) => verify[above],
+            None => verify[below] + (i - below) as f32 * verify[0],
+        };
+    }
+    // Other work on the machine only ever adds, and more rows never cost less than fewer.
+    for i in (0..DEPTH).rev() {
+        verify[i] = verify[i].min(verify[i + 1]);
     }
 }
 
@@ -327,6 +359,21 @@ mod tests {
         let shallow = choose(DraftKind::Ngram, 0.5).unwrap().depth;
         let deep = choose(DraftKind::Ngram, 0.95).unwrap().depth;
         assert!(shallow < deep && deep == DEPTH, "{shallow} {deep}");
+    }
+
+    #[test]
+    fn what_was_not_measured_lies_between_or_promises_nothing() {
+        let mut verify = [1.0, 0.0, 0.0, 1.6, 0.0, 0.0, 0.0, 2.0];
+        fill(&mut verify);
+        let expected = [1.0, 1.2, 1.4, 1.6, 1.7, 1.8, 1.9, 2.0];
+        assert!(verify.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5), "{verify:?}");
+        let mut verify = [2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+        fill(&mut verify);
+        assert_eq!(verify, [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]);
+        // Noise: four rows are not dearer than eight.
+        let mut verify = [1.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 2.0];
+        fill(&mut verify);
+        assert!(verify.is_sorted() && verify[3] == 2.0, "{verify:?}");
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub struct Sequence {
     pub governor: Option<Governor>,
     /// What this turn's pass verifies.
     pub drafted: Option<Drafted>,
+    /// Layers whose feed-forward block is left out, for the usage.
+    pub skipped_layers: u32,
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// Seed of the draws.
@@ -461,6 +463,7 @@ impl Sequence {
             answer_tokens: self.progress.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
+            skipped_layers: self.skipped_layers,
         }
     }
 }

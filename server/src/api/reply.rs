@@ -258,6 +258,12 @@ fn usage(usage: Usage) -> Value {
         "completion_tokens": completion_tokens,
         "total_tokens": usage.prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            // OpenAI's names for tokens that a client predicted; here the engine predicts.
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+            "skipped_layers": usage.skipped_layers,
+        },
     })
 }

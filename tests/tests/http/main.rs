@@ -107,6 +107,7 @@ const USAGE: Usage = Usage {
     answer_tokens: 7,
     drafted_tokens: 6,
     accepted_tokens: 4,
+    skipped_layers: 0,
 };
 
 fn finished(reason: FinishReason) -> Act {

@@ -38,7 +38,12 @@ async fn a_reply_is_one_object_as_openai_has_it() {
             "completion_tokens": 12,
             "total_tokens": 32,
             "prompt_tokens_details": {"cached_tokens": 16},
-            "completion_tokens_details": {"reasoning_tokens": 5}
+            "completion_tokens_details": {
+                "reasoning_tokens": 5,
+                "accepted_prediction_tokens": 4,
+                "rejected_prediction_tokens": 2,
+                "skipped_layers": 0
+            }
         },
         "steersman": {"profile": "default", "notes": ["routed: plain"]}
     });
@@ -76,7 +81,12 @@ async fn a_stream_says_the_same_in_chunks() {
         "completion_tokens": 12,
         "total_tokens": 32,
         "prompt_tokens_details": {"cached_tokens": 16},
-        "completion_tokens_details": {"reasoning_tokens": 5}
+        "completion_tokens_details": {
+                "reasoning_tokens": 5,
+                "accepted_prediction_tokens": 4,
+                "rejected_prediction_tokens": 2,
+                "skipped_layers": 0
+            }
     });
     let expected = vec![
         delta(json!({"role": "assistant", "content": ""}), Value::Null),
