@@ -275,6 +275,11 @@ impl Config {
             let problem = format!("is {}, must be from 0 to 10", self.engine.skip_kl);
             return Err(Error::Invalid { field: "engine.skip_kl", problem });
         }
+        let SpeculationConfig { drafts, draft_model, .. } = &self.speculation;
+        if !draft_model.is_empty() && !drafts.contains(&DraftKind::Model) {
+            let problem = "names a model, but `speculation.drafts` does not have \"model\"".into();
+            return Err(Error::Invalid { field: "speculation.draft_model", problem });
+        }
         if ![0, 4, 8].contains(&self.engine.kv_bits) {
             let problem = format!("is {}, must be 8, 4, or 0 for none", self.engine.kv_bits);
             return Err(Error::Invalid { field: "engine.kv_bits", problem });

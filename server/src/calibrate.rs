@@ -16,12 +16,15 @@ use crate::verify;
 /// # Errors
 /// When the model cannot be run or the result not be kept.
 pub fn run(
-    config: Config,
+    mut config: Config,
     found: &Found,
     data_dir: &Path,
     requests: &[Request],
     tokens: usize,
 ) -> Result<()> {
+    // What blocks cost is what this is to find out.
+    config.engine.skip_kl = 0.0;
+    let speculates = !config.speculation.drafts.is_empty();
     let mut decoder = verify::load(config, found, data_dir)?;
     let bar = ProgressBar::new(0).with_message("measurements");
     let calibration = decoder.calibrate(requests, tokens, |done, all| {
@@ -41,6 +44,7 @@ pub fn run(
     }
     match calibration.exit_layers {
         Some(layers) => writeln!(out, "early-exit drafts leave after {layers} layers")?,
+        None if !speculates => writeln!(out, "what exits cost was not measured: drafts are off")?,
         None => writeln!(out, "no early exit pays on this machine; none will be used")?,
     }
     writeln!(out, "\nfeed-forward blocks left out  nats a token")?;

@@ -60,7 +60,7 @@ struct Serve {
     port: Option<u16>,
 }
 
-/// Greedy decoding, whatever the configuration says of sampling.
+/// Replies are decoded greedily.
 #[derive(Args)]
 struct Verify {
     #[command(flatten)]

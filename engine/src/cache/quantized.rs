@@ -15,8 +15,8 @@ use super::rows::Rows;
 use super::{Full, expect_shape};
 use crate::error::{Error, Result};
 
-/// Elements that share a scale: 64, or as many as a head has if that is fewer.
-const GROUP: i32 = 64;
+/// Elements that share a scale: the first of these that divides a head.
+const GROUPS: [i32; 2] = [64, 32];
 
 /// Dense keys and values up to a position, quantized ones from there on.
 #[derive(Debug, Clone)]
@@ -53,14 +53,13 @@ impl Quantized {
     /// [`Error::Invalid`] when heads of this size cannot be quantized.
     pub fn new(full: &Full, bits: i32, from: i32) -> Result<Self> {
         let [heads, head_dim] = full.shape();
-        let group = GROUP.min(head_dim);
-        if group < 32 || head_dim % group != 0 {
+        let Some(group) = GROUPS.into_iter().find(|group| head_dim % group == 0) else {
             let problem = format!(
                 "cannot be used with this model: its attention heads have {head_dim} dimensions, \
-                 not a multiple of 32 or {GROUP}"
+                 which is no multiple of 32"
             );
             return Err(Error::Invalid { field: "engine.kv_bits", problem });
-        }
+        };
         let rows = || std::array::from_fn(|_| Rows::default());
         let dense = Full::new(heads, head_dim);
         Ok(Self { dense, from, bits, group, len: 0, keys: rows(), values: rows() })

@@ -31,6 +31,9 @@ impl Decoder {
             thinking = planned;
             prompt = self.tokenize(request, thinking)?;
         }
+        if prompt.is_empty() {
+            return Err(Error::Template("they render to nothing".into()));
+        }
         if prompt.len() >= self.context {
             return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
         }
@@ -51,6 +54,7 @@ impl Decoder {
             drafts: if self.costs.is_some() { self.drafts(&prompt)? } else { Vec::new() },
             governor: self.governor(),
             drafted: None,
+            queued: 0,
             skipped_layers: self.skip.len() as u32,
             sampling: self.sampling(request),
             seed: request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0)),

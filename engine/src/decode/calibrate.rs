@@ -11,9 +11,11 @@
 //! absence changes, ShortGPT (arXiv:2403.03853).
 
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
-use mlx_rs::ops::indexing::argmax_axis;
-use mlx_rs::ops::{exp, logsumexp_axis};
+use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
+use mlx_rs::ops::{concatenate, exp, logsumexp_axis};
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use serde::{Deserialize, Serialize};
 
@@ -24,14 +26,20 @@ use crate::error::{Error, Result};
 use crate::model::Pass;
 use crate::request::Request;
 
-/// Depth of the drafts whose gain decides about an early exit.
-const DEPTH: usize = 4;
+/// Tokens of the drafts whose gain decides about an early exit.
+const DRAFTED: usize = 4;
+
+/// Rows whose logits are looked at together.
+const BLOCK: i32 = 64;
+
+/// A text and what the whole model says of it, [1, T, D].
+struct Text {
+    tokens: Vec<u32>,
+    hidden: Array,
+}
 
 /// What an early exit must promise over plain decoding to be used.
 const GAIN: f32 = 1.05;
-
-/// Blocks that may be left out at most: half of them. Beyond that nothing is left of a model.
-const MOST_SKIPPED: usize = 2;
 
 /// What was found out about one model in one numeric format.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -86,7 +94,9 @@ impl Calibration {
             |e: std::io::Error| Error::Model { path: path.into(), problem: e.to_string() };
         let text = serde_json::to_string_pretty(self).expect("plain data");
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new("."))).map_err(problem)?;
-        std::fs::write(path, text + "\n").map_err(problem)
+        let half = path.with_extension("part");
+        std::fs::write(&half, text + "\n").map_err(problem)?;
+        std::fs::rename(&half, path).map_err(problem)
     }
 
     /// The most blocks whose absence costs at most `kl` nats a token.
@@ -110,7 +120,8 @@ impl Decoder {
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Calibration> {
         let depth = self.model.depth();
-        let most_skipped = depth / MOST_SKIPPED;
+        // With half of the blocks gone nothing is left of a model.
+        let most_skipped = depth / 2;
         let all = requests.len() + depth - 1 + depth + most_skipped;
         let mut done = 0;
         let mut step = || {
@@ -121,34 +132,35 @@ impl Decoder {
         self.skip.clear();
         let mut texts = Vec::new();
         for request in requests {
-            let text = self.text_of(request, Way::Plain, tokens)?;
-            let expected = self.log_probabilities(&text, Pass::WHOLE)?;
-            texts.push((text, expected));
+            let tokens = self.text_of(request, Way::Plain, tokens)?;
+            let hidden = self.hidden(&tokens, Pass::WHOLE)?;
+            texts.push(Text { tokens, hidden });
             step();
         }
-        let mut found = Calibration {
-            tokens: texts.iter().map(|(text, _)| text.len()).sum(),
-            ..Calibration::default()
-        };
+        let count = texts.iter().map(|text| text.tokens.len()).sum();
+        let mut found = Calibration { tokens: count, ..Calibration::default() };
         for layers in 1..depth {
             let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
-            found.exits.push(self.agreement(&texts, pass)?);
+            found.exits.push(self.mean(&texts, pass, agreement)?);
             step();
         }
-        found.exit_layers = self.best_exit(&found.exits);
+        found.exit_layers = self.best_exit(&found.exits)?;
 
         let mut alone = Vec::new();
         for layer in 0..depth {
             let pass = Pass { skip: &[layer], ..Pass::WHOLE };
-            alone.push((self.divergence(&texts, pass)?, layer));
+            alone.push((self.mean(&texts, pass, divergence)?, layer));
             step();
         }
         alone.sort_by(|a, b| a.0.total_cmp(&b.0));
         for count in 1..=most_skipped {
             let mut layers: Vec<usize> = alone[..count].iter().map(|&(_, layer)| layer).collect();
             layers.sort_unstable();
-            let kl = self.divergence(&texts, Pass { skip: &layers, ..Pass::WHOLE })?;
-            found.skips.push(Skip { layers, kl });
+            let kl = self.mean(&texts, Pass { skip: &layers, ..Pass::WHOLE }, divergence)?;
+            // Numbers that overflow without a block are no number of nats.
+            if kl.is_finite() {
+                found.skips.push(Skip { layers, kl });
+            }
             step();
         }
         found.write(&self.calibration)?;
@@ -162,58 +174,90 @@ impl Decoder {
 
     /// The number of first layers that commit the most tokens a second as drafts, where that is
     /// more than plain decoding does.
-    fn best_exit(&self, exits: &[f32]) -> Option<usize> {
-        let costs = self.costs?;
-        let rate = |(layers, chance): (usize, f32)| {
-            // A drafted token costs its share of the layers, and the whole head.
-            let share = layers as f32 / self.model.depth() as f32;
-            let drafting = DEPTH as f32 * share * costs.verify[0];
-            let tokens: f32 = (0..=DEPTH as i32).map(|i| chance.powi(i)).sum();
-            (tokens / (drafting + costs.verify[DEPTH]), layers)
-        };
-        let rates = (1..).zip(exits.iter().copied()).map(rate);
-        let (best, layers) = rates.max_by(|a, b| a.0.total_cmp(&b.0))?;
-        (best * costs.plain > GAIN).then_some(layers)
+    fn best_exit(&self, exits: &[f32]) -> Result<Option<usize>> {
+        let Some(costs) = self.costs else { return Ok(None) };
+        let depth = exits.len() + 1;
+        let mut best = (GAIN / costs.plain, None);
+        for (layers, chance) in (1..depth).zip(exits) {
+            let drafting = DRAFTED as f32 * self.time_exit(layers)?;
+            let tokens: f32 = (0..=DRAFTED as i32).map(|i| chance.powi(i)).sum();
+            let rate = tokens / (drafting + costs.verify[DRAFTED]);
+            if rate > best.0 {
+                best = (rate, Some(layers));
+            }
+        }
+        Ok(best.1)
     }
 
-    /// f32 [T, V]: what the model predicts behind each token of `text`, in nats.
-    fn log_probabilities(&self, text: &[u32], pass: Pass<'_>) -> Result<Array> {
+    /// Seconds that a token takes through the first `layers` layers and the head: the least of
+    /// three times.
+    fn time_exit(&self, layers: usize) -> Result<f32> {
         let mut cache = self.new_cache()?;
-        let rows = text.len() as i32;
-        let ids = Array::from_slice(text, &[rows]);
-        let hidden = self.model.forward(&ids, &mut [Span { rows, cache: &mut cache }], pass)?;
-        let logits = self.model.logits(&hidden)?.squeeze_axes(&[0])?.as_dtype(Dtype::Float32)?;
-        Ok(logits.subtract(logsumexp_axis(&logits, -1, true)?)?)
+        let token = Array::from_slice(&[0u32], &[1]);
+        let mut least = f32::INFINITY;
+        for _ in 0..=3 {
+            let start = Instant::now();
+            let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
+            let span = Span { rows: 1, cache: &mut cache };
+            let hidden = self.model.forward(&token, &mut [span], pass)?;
+            eval([&self.model.logits(&hidden)?])?;
+            least = least.min(start.elapsed().as_secs_f32());
+        }
+        Ok(least)
     }
 
-    /// How often `pass` names the token that the whole model names.
-    fn agreement(&self, texts: &[(Vec<u32>, Array)], pass: Pass<'_>) -> Result<f32> {
-        self.mean(texts, |text, expected| {
-            let found = self.log_probabilities(text, pass)?;
-            let same = argmax_axis(&found, -1, None)?.eq(argmax_axis(expected, -1, None)?)?;
-            Ok(same.as_dtype(Dtype::Float32)?.sum(None)?)
-        })
+    /// [1, T, D]: hidden states of all tokens of `text`, read in chunks as prompts are.
+    fn hidden(&self, text: &[u32], pass: Pass<'_>) -> Result<Array> {
+        let mut cache = self.new_cache()?;
+        let mut parts = Vec::new();
+        for chunk in text.chunks(self.prefill_chunk) {
+            let rows = chunk.len() as i32;
+            let ids = Array::from_slice(chunk, &[rows]);
+            let span = Span { rows, cache: &mut cache };
+            let hidden = self.model.forward(&ids, &mut [span], pass)?;
+            eval([&hidden])?;
+            parts.push(hidden);
+        }
+        Ok(concatenate(&parts, 1)?)
     }
 
-    /// Divergence of the predictions of `pass` from the whole model's, in nats a token.
-    fn divergence(&self, texts: &[(Vec<u32>, Array)], pass: Pass<'_>) -> Result<f32> {
-        self.mean(texts, |text, expected| {
-            let drift = expected.subtract(self.log_probabilities(text, pass)?)?;
-            Ok(exp(expected)?.multiply(drift)?.sum(None)?)
-        })
-    }
-
+    /// Mean over all tokens of what `measure` says of the whole model's logits and those of `pass`,
+    /// both [R, V].
     fn mean(
         &self,
-        texts: &[(Vec<u32>, Array)],
-        sum: impl Fn(&[u32], &Array) -> Result<Array>,
+        texts: &[Text],
+        pass: Pass<'_>,
+        measure: fn(&Array, &Array) -> Result<Array>,
     ) -> Result<f32> {
         let (mut total, mut tokens) = (0.0, 0);
-        for (text, expected) in texts {
-            let value = sum(text, expected)?.try_item_exact::<f32>();
-            total += value.map_err(|e| Error::Array(e.to_string()))?;
-            tokens += text.len();
+        for text in texts {
+            let found = self.hidden(&text.tokens, pass)?;
+            let rows = found.dim(1);
+            // Logits are large: a vocabulary has up to a quarter of a million entries.
+            for start in (0..rows).step_by(BLOCK as usize) {
+                let block = |hidden: &Array| -> Result<Array> {
+                    let part = hidden.try_index((.., start..rows.min(start + BLOCK), ..))?;
+                    Ok(self.model.logits(&part)?.squeeze_axes(&[0])?.as_dtype(Dtype::Float32)?)
+                };
+                let value = measure(&block(&text.hidden)?, &block(&found)?)?;
+                let value = value.try_item_exact::<f32>();
+                total += value.map_err(|e| Error::Array(e.to_string()))?;
+            }
+            tokens += rows;
         }
         Ok(total / tokens.max(1) as f32)
     }
+}
+
+/// How many rows name the same token.
+fn agreement(whole: &Array, part: &Array) -> Result<Array> {
+    let same = argmax_axis(whole, -1, None)?.eq(argmax_axis(part, -1, None)?)?;
+    Ok(same.as_dtype(Dtype::Float32)?.sum(None)?)
+}
+
+/// Sum of the rows' divergences of `part` from `whole`, in nats.
+fn divergence(whole: &Array, part: &Array) -> Result<Array> {
+    let nats = |logits: &Array| logits.subtract(logsumexp_axis(logits, -1, true)?);
+    let whole = nats(whole)?;
+    Ok(exp(&whole)?.multiply(whole.subtract(nats(part)?)?)?.sum(None)?)
 }

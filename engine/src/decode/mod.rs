@@ -33,8 +33,9 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
 use self::calibrate::Calibration;
-use self::governor::Costs;
-use self::sample::sample;
+use self::draft::Chance;
+use self::governor::{Costs, Governor};
+use self::sample::{sample, within};
 use self::sequence::{Drawn, Rows, Sequence};
 use crate::cache::{Cache, Span};
 use crate::config::{
@@ -93,6 +94,7 @@ pub struct Decoder {
     profiles: BTreeMap<String, Profile>,
     store: Box<dyn Store>,
     store_min_tokens: usize,
+    vocabulary: i32,
     context: usize,
     max_tokens: u32,
     prefill_chunk: usize,
@@ -109,6 +111,9 @@ pub struct Decoder {
     skip: Vec<usize>,
     /// What passes cost here; `None` where nothing drafts.
     costs: Option<Costs>,
+    /// What drafts have learned in earlier requests, by kind, and what the governor has.
+    known: [Vec<Chance>; DraftKind::ALL.len()],
+    habits: Option<Governor>,
     /// Type of the activations, and margins below which it leaves two tokens near-ties.
     dtype: Dtype,
     tie: f32,
@@ -126,8 +131,15 @@ impl Decoder {
         let policies = Policies::load(&config.policy, &config.profiles)?;
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
+        let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let path = Calibration::path(data, &digest);
-        let calibration = Calibration::read(&path)?;
+        let calibration = match Calibration::read(&path) {
+            Err(error) if config.engine.skip_kl == 0.0 => {
+                tracing::warn!(%error, "early-exit drafts are not used");
+                None
+            }
+            read => read?,
+        };
         let skip = skipped(config.engine.skip_kl, calibration.as_ref(), &path)?;
         let calibration = calibration.unwrap_or_default();
         let draft_model = load_draft_model(&config.speculation, &config.model, &text)?;
@@ -148,7 +160,9 @@ impl Decoder {
         // What is computed without some of the blocks is another model's state.
         skip.iter().for_each(|layer| sha.update([*layer as u8]));
         let EngineConfig { kv_bits, kv_bits_from, .. } = config.engine;
-        sha.update(format!("{kv_bits} bits from {kv_bits_from}"));
+        if kv_bits > 0 {
+            sha.update(format!("{kv_bits} bits from {kv_bits_from}"));
+        }
         let kv_bits = (kv_bits as i32, i32::try_from(kv_bits_from).unwrap_or(i32::MAX));
         let fingerprint: Fingerprint = sha.clone().finalize().into();
         sha.update(policies.digest());
@@ -170,6 +184,7 @@ impl Decoder {
             store: open_store(&config.store, fingerprint, data),
             store_min_tokens: config.store.min_tokens,
             profiles: config.profiles,
+            vocabulary,
             context,
             max_tokens: config.engine.max_tokens,
             prefill_chunk: config.engine.prefill_chunk,
@@ -180,6 +195,8 @@ impl Decoder {
             skip,
             calibration: path,
             costs: None,
+            known: Default::default(),
+            habits: None,
             dtype,
             tie: speculate::tie(dtype, kv_bits.0),
             sequences: Vec::new(),
@@ -194,6 +211,11 @@ impl Decoder {
     /// for prompts and replies, so that saved state is the state that decoding would have.
     fn pass(&self) -> Pass<'_> {
         Pass { exit: None, skip: &self.skip }
+    }
+
+    /// Logits of hidden states [1, R, D] over the tokens there are: [1, R, V].
+    fn logits(&self, hidden: &Array) -> Result<Array> {
+        within(self.model.logits(hidden)?, self.vocabulary)
     }
 
     /// An empty cache of the configured kind.
@@ -277,6 +299,7 @@ impl Decoder {
                 sequence.fail(error);
             } else if sequence.has_ended() {
                 sequence.finish();
+                self.remember(&sequence);
                 self.save(&sequence);
             } else {
                 self.sequences.push(sequence);
@@ -300,15 +323,11 @@ impl Decoder {
         for (sequence, drawn) in running.iter_mut().zip(before) {
             self.save_at_anchor(sequence);
             if let Some(drafted) = sequence.drafted.take() {
-                let (kind, rows) = self.accept_drafts(sequence, drafted)?;
-                if let (Some(costs), true) = (&mut self.costs, alone) {
-                    costs.learn_verify(kind, rows, start.elapsed().as_secs_f32());
-                }
+                self.accept_drafts(sequence, drafted)?;
             } else if let Some(drawn) = drawn {
                 sequence.commit_drawn(drawn.read()?, &self.text);
-                // A step that runs behind another, one token each.
-                let plain = alone && sequence.drawn.is_some();
-                if let (Some(costs), true) = (&mut self.costs, plain) {
+                // The step that was waited for was a plain one behind another.
+                if let (Some(costs), true) = (&mut self.costs, alone && sequence.queued > 2) {
                     costs.learn_plain(start.elapsed().as_secs_f32());
                 }
             }
@@ -323,8 +342,18 @@ impl Decoder {
         let mut spans = Vec::new();
         for (i, sequence) in running.iter_mut().enumerate() {
             let rows = match sequence.next_rows(self.prefill_chunk)? {
-                Rows::Known(tokens) => Array::from_slice(&tokens, &[tokens.len() as i32]),
-                Rows::Drawn(rows) | Rows::Drafted(rows) => rows,
+                Rows::Known(tokens) => {
+                    sequence.queued = 0;
+                    Array::from_slice(&tokens, &[tokens.len() as i32])
+                }
+                Rows::Drafted(rows) => {
+                    sequence.queued = 0;
+                    rows
+                }
+                Rows::Drawn(rows) => {
+                    sequence.queued += 1;
+                    rows
+                }
                 Rows::None => {
                     sequence.drawn = None;
                     continue;
@@ -351,15 +380,14 @@ impl Decoder {
                 self.draw_drafted(sequence, own)?;
                 continue;
             }
-            sequence.observe(&own, sequence.cache.position - rows as usize)?;
             if !sequence.is_caught_up() {
                 // Otherwise the graphs of all chunks would pile up, and nobody could cancel.
                 pending.extend(sequence.cache.state()?);
                 continue;
             }
-            sequence.stepped();
-            let logits =
-                self.model.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
+            sequence.observe(&own, sequence.cache.position - rows as usize)?;
+            sequence.governor.iter_mut().for_each(Governor::stepped);
+            let logits = self.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
             let index = sequence.cache.position as u64;
             let token = sample(&logits, &sequence.sampling, sequence.seed, index)?;
             sequence.drawn = Some(Drawn::Computing(token.clone()));
@@ -430,11 +458,11 @@ fn load_draft_model(
     model: &ModelConfig,
     text: &Text,
 ) -> Result<Option<Rc<dyn Model>>> {
-    if config.draft_model.is_empty() || !config.drafts.contains(&DraftKind::Model) {
+    if config.draft_model.is_empty() {
         return Ok(None);
     }
     let folder = Path::new(&config.draft_model);
-    if let Some(problem) = Text::load(folder)?.vocabulary_difference(text) {
+    if let Some(problem) = text.vocabulary_difference(folder)? {
         let problem = format!("cannot draft, as its vocabulary is another one: {problem}");
         return Err(Error::Model { path: folder.join("tokenizer.json"), problem });
     }

@@ -11,6 +11,19 @@ use mlx_rs::{Array, Dtype, random};
 use crate::error::Result;
 use crate::request::Sampling;
 
+/// The first `vocabulary` columns of `logits` [.., V]: some models pad their head to a round number.
+/// Two models draw the same noise only over the same number of columns.
+///
+/// # Errors
+/// [`crate::Error::Array`] when MLX rejects the slice.
+pub fn within(logits: Array, vocabulary: i32) -> Result<Array> {
+    if logits.dim(-1) <= vocabulary {
+        return Ok(logits);
+    }
+    let parts = logits.split_at_indices(&[vocabulary], -1)?;
+    Ok(parts[0].clone())
+}
+
 /// Draws a token behind each row of `logits` [R, V], the first of which stands for position `index`;
 /// returns u32 [R].
 ///

@@ -1,7 +1,7 @@
 //! One request on its way: its tokens, its cache, its policy, and what it has said so far.
 //!
-//! Holds no arrays but its cache and the token that was drawn and not read yet. It never runs the
-//! model: [`super::Decoder`] asks what rows it needs next, runs them, and commits what was drawn.
+//! Holds no arrays but its cache, the token that was drawn and not read yet, and what its drafts
+//! remember. It never runs the model: [`super::Decoder`] asks what rows it needs next, runs them, and commits what was drawn.
 
 use std::collections::VecDeque;
 
@@ -48,6 +48,8 @@ pub struct Sequence {
     pub governor: Option<Governor>,
     /// What this turn's pass verifies.
     pub drafted: Option<Drafted>,
+    /// Plain steps in a row, each queued behind the one before.
+    pub queued: u32,
     /// Layers whose feed-forward block is left out, for the usage.
     pub skipped_layers: u32,
     /// How tokens are drawn.
@@ -169,13 +171,13 @@ impl Sequence {
         }
     }
 
-    /// What drafts next, if anything should.
-    pub fn choose(&self, costs: &Costs) -> Option<Choice> {
+    /// What drafts next, if anything should; `unread` as for [`Governor::choose`].
+    pub fn choose(&self, costs: &Costs, unread: bool) -> Option<Choice> {
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
         let answer = self.limits.answer.saturating_sub(self.progress.answer_tokens + 1) as usize;
         let thinking = self.reply.phase() == Phase::Think;
         let room = if thinking { context } else { context.min(answer) };
-        self.governor.as_ref()?.choose(costs, &self.drafts, room)
+        self.governor.as_ref()?.choose(costs, &self.drafts, room, unread)
     }
 
     /// Shows the drafts what the model said of rows from `position` on.
@@ -192,18 +194,11 @@ impl Sequence {
         [drafted, accepted, verified].map(|count| count as usize)
     }
 
-    /// A plain step was taken.
-    pub fn stepped(&mut self) {
-        self.governor.iter_mut().for_each(Governor::stepped);
-    }
-
-    /// `accepted` of `drafted` tokens of a draft were right.
-    pub fn verified(&mut self, draft: usize, drafted: usize, accepted: usize) {
+    /// `accepted` of `drafted` tokens were right.
+    pub fn verified(&mut self, drafted: usize, accepted: usize) {
         self.progress.drafted += drafted as u32;
         self.progress.accepted += accepted as u32;
         self.progress.verified += 1;
-        let kind = self.drafts[draft].kind();
-        self.governor.iter_mut().for_each(|governor| governor.verified(kind, accepted > 0));
     }
 
     /// Whether the next token is the last one in any case, so that running it would be in vain.

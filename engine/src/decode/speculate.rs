@@ -11,14 +11,17 @@
 //! another order than a pass over one. With `exact`, a token whose margin is within that rounding
 //! ([`tie`]) is not taken from such a pass: its row is run again alone. What then can still differ
 //! is what rounding left in the cache, which is of the same size as the bound's reason and far
-//! smaller than the bound in f32; in 16-bit types it is not, and near-ties may flip.
+//! smaller than the bound in f32; in 16-bit types it is not, and near-ties may flip. So may, in any
+//! type, whether a token at the very edge of top-p, top-k or min-p is kept.
 
 use mlx_rs::ops::indexing::TryIndexOp;
+use std::time::Instant;
+
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
-use super::draft::{At, Draft, DraftModel, EarlyExit, MtpDraft, Ngram};
+use super::draft::{At, Draft, DraftModel, EarlyExit, MtpDraft, Ngram, forget};
 use super::governor::{Governor, Mode};
 use super::sample::{sample, sample_with_margin};
 use super::sequence::{Drawn, Sequence};
@@ -33,6 +36,8 @@ pub struct Drafted {
     pub tokens: Array,
     /// Position of the row before them, that of the last committed token.
     position: usize,
+    /// When they began to be drafted.
+    start: Instant,
     ran: Option<Ran>,
 }
 
@@ -47,7 +52,8 @@ struct Ran {
 }
 
 /// Margins, relative to the largest logit, below which the rounding of passes of different shapes
-/// may swap the two best tokens. Some fifty times the largest difference seen in f32 (2.5e-6).
+/// may swap the two best tokens. In f32 that is some forty times the largest difference seen on the
+/// demonstration model (2.5e-6).
 pub fn tie(dtype: Dtype, kv_bits: i32) -> f32 {
     let numbers: f32 = match dtype {
         Dtype::Float32 => 1e-4,
@@ -91,12 +97,19 @@ impl Decoder {
                 }
             }
         }
+        for draft in &mut drafts {
+            let known = &self.known[draft.kind() as usize];
+            if !known.is_empty() {
+                draft.recall(known);
+            }
+        }
         Ok(drafts)
     }
 
-    /// Decides for a request what drafts.
+    /// Decides for a request what drafts, with the habits of the one before.
     pub(super) fn governor(&self) -> Option<Governor> {
-        self.costs.map(|_| Governor::new(Mode::Auto, self.speculation.depth))
+        let new = || Governor::new(Mode::Auto, self.speculation.depth);
+        self.costs.map(|_| self.habits.clone().unwrap_or_else(new))
     }
 
     /// Lets `sequence` draft where that pays. Its drawn token is then read and committed already.
@@ -111,7 +124,7 @@ impl Decoder {
         // it. What is known already is in nobody's way.
         let costs = self.costs.unwrap_or_default();
         let unread = matches!(sequence.drawn, Some(Drawn::Computing(_)));
-        if unread && sequence.choose(&costs).is_none() {
+        if unread && sequence.choose(&costs, true).is_none() {
             return Ok(());
         }
         let token = sequence.drawn.take().expect("looked at above").read()?;
@@ -120,13 +133,19 @@ impl Decoder {
         if sequence.has_ended() || sequence.tokens.len() != position + 1 {
             return Ok(());
         }
-        let Some(choice) = sequence.choose(&costs) else { return Ok(()) };
+        let Some(choice) = sequence.choose(&costs, false) else { return Ok(()) };
+        if choice.is_try {
+            forget(&mut *sequence.drafts[choice.draft]);
+        }
+        let start = Instant::now();
         let Sequence { drafts, cache, tokens, sampling, seed, .. } = sequence;
         let (model, part) = (&*self.model, self.pass());
-        let mut at = At { model, part, cache, tokens, sampling: *sampling, seed: *seed };
+        let (sampling, seed, vocabulary) = (*sampling, *seed, self.vocabulary);
+        let mut at = At { model, part, cache, tokens, sampling, seed, vocabulary };
         if let Some(tokens) = drafts[choice.draft].propose(&mut at, choice.depth)? {
             cache.checkpoint();
-            sequence.drafted = Some(Drafted { draft: choice.draft, tokens, position, ran: None });
+            sequence.drafted =
+                Some(Drafted { draft: choice.draft, tokens, position, start, ran: None });
         }
         Ok(())
     }
@@ -137,7 +156,7 @@ impl Decoder {
     /// [`Error::Array`]
     pub(super) fn draw_drafted(&self, sequence: &mut Sequence, hidden: Array) -> Result<()> {
         let drafted = sequence.drafted.as_mut().expect("these rows were drafted");
-        let logits = self.model.logits(&hidden)?.squeeze_axes(&[0])?;
+        let logits = self.logits(&hidden)?.squeeze_axes(&[0])?;
         let (sampling, index) = (&sequence.sampling, drafted.position as u64 + 1);
         let (drawn, margins) = if self.speculation.exact {
             let (drawn, margins) = sample_with_margin(&logits, sampling, sequence.seed, index)?;
@@ -149,19 +168,19 @@ impl Decoder {
         Ok(())
     }
 
-    /// Commits the drafts that are what the model drew, and rewinds the others. Returns what drafted,
-    /// and how many rows were verified.
+    /// Commits the drafts that are what the model drew, and rewinds the others.
     ///
     /// # Errors
     /// [`Error::Array`]
     pub(super) fn accept_drafts(
-        &self,
+        &mut self,
         sequence: &mut Sequence,
         drafted: Drafted,
-    ) -> Result<(DraftKind, usize)> {
-        let Drafted { draft, tokens, position, ran } = drafted;
+    ) -> Result<()> {
+        let Drafted { draft, tokens, position, start, ran } = drafted;
         let Ran { hidden, drawn, margins } = ran.expect("the pass drew behind these rows");
         eval([&tokens, &drawn].into_iter().chain(&margins))?;
+        let took = start.elapsed().as_secs_f32();
         let (tokens, drawn) = (read::<u32>(&tokens)?, read::<u32>(&drawn)?);
         let right = right(&tokens, &drawn);
         let doubtful = match &margins {
@@ -192,9 +211,26 @@ impl Decoder {
             sequence.observe(&hidden.try_index((.., ..rows as i32, ..))?, position)?;
         }
         let rejected = !turned && !alone && accepted < tokens.len();
-        sequence.drafts[draft].learn(accepted + usize::from(rejected), accepted)?;
-        sequence.verified(draft, tokens.len(), accepted);
-        Ok((sequence.drafts[draft].kind(), tokens.len() + 1))
+        sequence.verified(tokens.len(), accepted);
+        let Sequence { drafts, governor, .. } = sequence;
+        let draft = &mut drafts[draft];
+        draft.learn(accepted + usize::from(rejected), accepted)?;
+        let (Some(governor), Some(costs)) = (governor, &mut self.costs) else { return Ok(()) };
+        // What had to catch up took longer than drafting does.
+        if governor.verified(costs, &**draft, accepted > 0, rows, alone) {
+            costs.learn_verify(draft.kind(), tokens.len() + 1, took);
+        }
+        Ok(())
+    }
+
+    /// Keeps what the drafts of `sequence` have learned for the next one.
+    pub(super) fn remember(&mut self, sequence: &Sequence) {
+        for draft in &sequence.drafts {
+            self.known[draft.kind() as usize] = draft.known();
+        }
+        if let Some(governor) = &sequence.governor {
+            self.habits = Some(governor.clone());
+        }
     }
 }
 

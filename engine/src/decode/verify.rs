@@ -16,7 +16,7 @@ use mlx_rs::{Array, Dtype};
 use tokio::sync::mpsc;
 
 use super::Decoder;
-use super::draft::{At, Draft};
+use super::draft::{At, Chance, Draft};
 use super::governor::{Governor, Mode};
 use super::sample::sample_with_margin;
 use super::sequence::Sequence;
@@ -76,7 +76,7 @@ pub struct Outcome {
     /// Replies that differ otherwise: prompt, token at which they do, and the relative margin of
     /// the two best tokens there.
     pub different: Vec<(usize, usize, f32)>,
-    /// Tokens of all replies, and the time from the first to the last of them, of each prompt.
+    /// Tokens of each reply, and the time from its first to its last.
     pub tokens: Vec<usize>,
     /// See `tokens`.
     pub times: Vec<Duration>,
@@ -217,17 +217,18 @@ impl Decoder {
         let mut running = vec![sequence];
         let mut start = Instant::now();
         while !running[0].has_ended() {
-            let prefilling =
-                running[0].drawn.is_none() && running[0].tokens.len() == running[0].prompt;
-            if prefilling {
+            self.step(&mut running)?;
+            if running[0].tokens.len() == running[0].prompt {
                 start = Instant::now();
             }
-            self.step(&mut running)?;
         }
         let time = start.elapsed();
         let mut sequence = running.pop().expect("there is one");
         if let Some(error) = sequence.take_failure() {
             return Err(error);
+        }
+        if way == Way::Governed {
+            self.remember(&sequence);
         }
         self.save(&sequence);
         Ok(Reply {
@@ -303,6 +304,12 @@ impl Draft for Wrong {
     fn chances(&self) -> [f32; DEPTH] {
         [1.0; DEPTH]
     }
+
+    fn known(&self) -> Vec<Chance> {
+        Vec::new()
+    }
+
+    fn recall(&mut self, _known: &[Chance]) {}
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
         let end = self.text.len().min(at.tokens.len() + depth);

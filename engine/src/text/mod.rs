@@ -158,9 +158,14 @@ impl Text {
         self.tokenizer.size()
     }
 
-    /// Where two vocabularies differ, in words; `None` where every token has the same id in both.
-    pub fn vocabulary_difference(&self, other: &Self) -> Option<String> {
-        self.tokenizer.vocabulary_difference(&other.tokenizer)
+    /// Where the vocabulary of the model folder `other` differs from this one, in words; `None`
+    /// where every token has the same id in both.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when its tokenizer.json cannot be read.
+    pub fn vocabulary_difference(&self, other: &Path) -> Result<Option<String>> {
+        let other = Tokenizer::load(&other.join("tokenizer.json"))?;
+        Ok(other.vocabulary_difference(&self.tokenizer))
     }
 
     /// The tokens that end a turn; never empty.

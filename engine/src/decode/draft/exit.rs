@@ -8,7 +8,7 @@
 
 use mlx_rs::Array;
 
-use super::{At, Chain, Draft};
+use super::{At, Chain, Chance, Draft};
 use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
@@ -40,6 +40,14 @@ impl Draft for EarlyExit {
 
     fn chances(&self) -> [f32; DEPTH] {
         self.chances.values()
+    }
+
+    fn known(&self) -> Vec<Chance> {
+        self.chances.0.to_vec()
+    }
+
+    fn recall(&mut self, known: &[Chance]) {
+        self.chances.0.copy_from_slice(known);
     }
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {

@@ -33,7 +33,7 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::sample::sample;
+use super::sample::{sample, within};
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
@@ -52,6 +52,12 @@ pub trait Draft {
     /// How likely each of the next drafts is accepted, given that those before it are. All zero
     /// where it has no guess.
     fn chances(&self) -> [f32; DEPTH];
+
+    /// What it has learned of how often it is right, for the next request to begin with.
+    fn known(&self) -> Vec<Chance>;
+
+    /// Begins with what an earlier one of its kind has [`Draft::known`].
+    fn recall(&mut self, known: &[Chance]);
 
     /// Guesses at most `depth` tokens to follow `at.tokens`: u32 [m], `None` for no guess.
     ///
@@ -79,6 +85,13 @@ pub trait Draft {
     }
 }
 
+/// What `draft` knows is old: the next observations weigh more.
+pub fn forget(draft: &mut dyn Draft) {
+    let mut known = draft.known();
+    known.iter_mut().for_each(|chance| chance.seen = chance.seen.min(Chance::OLD));
+    draft.recall(&known);
+}
+
 /// Where a sequence stands when a draft is asked.
 pub struct At<'a> {
     /// The model that will verify.
@@ -93,6 +106,8 @@ pub struct At<'a> {
     pub sampling: Sampling,
     /// Seed of the draws.
     pub seed: u64,
+    /// Tokens there are.
+    pub vocabulary: i32,
 }
 
 impl At<'_> {
@@ -111,7 +126,8 @@ impl At<'_> {
         let mut drafts: Vec<Array> = Vec::with_capacity(depth);
         loop {
             let index = (self.tokens.len() + drafts.len()) as u64;
-            drafts.push(sample(&logits, &self.sampling, self.seed, index)?);
+            let known = within(logits, self.vocabulary)?;
+            drafts.push(sample(&known, &self.sampling, self.seed, index)?);
             if drafts.len() == depth {
                 return Ok(concatenate(&drafts, 0)?);
             }
@@ -136,6 +152,9 @@ pub struct Chance {
 impl Chance {
     /// Weight of the newest, once there are many: half of what is known is 11 observations old.
     const NEWEST: f32 = 1.0 / 16.0;
+
+    /// Observations that old knowledge counts for.
+    const OLD: u16 = 3;
 
     /// Before anything was seen.
     pub const fn prior(value: f32) -> Self {

@@ -6,11 +6,14 @@ use std::rc::Rc;
 
 use mlx_rs::Array;
 
-use super::{At, CATCH_UP, Chain, Draft, last_row};
+use super::{At, CATCH_UP, Chain, Chance, Draft, last_row};
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::{Model, Pass};
+
+/// Tokens of a prompt, its last, that are read when the model is asked for the first time.
+const FIRST_READ: usize = 256;
 
 /// The smaller model, and what it remembers of one request.
 pub struct DraftModel {
@@ -49,11 +52,21 @@ impl Draft for DraftModel {
         self.chances.values()
     }
 
+    fn known(&self) -> Vec<Chance> {
+        self.chances.0.to_vec()
+    }
+
+    fn recall(&mut self, known: &[Chance]) {
+        self.chances.0.copy_from_slice(known);
+    }
+
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
         let all = at.tokens.len();
-        if all - self.read > CATCH_UP {
+        // The beginning of a text is worth more than what was missed later.
+        let most = if self.read == 0 { FIRST_READ } else { CATCH_UP };
+        if all - self.read > most {
             self.cache = self.model.new_cache()?;
-            self.read = all - CATCH_UP;
+            self.read = all - most;
         }
         let missed = &at.tokens[self.read..];
         let first = self.run(&Array::from_slice(missed, &[missed.len() as i32]))?;

@@ -12,7 +12,7 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::{At, CATCH_UP, Chain, Draft, last_row};
+use super::{At, CATCH_UP, Chain, Chance, Draft, last_row};
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
@@ -52,6 +52,14 @@ impl Draft for MtpDraft {
 
     fn chances(&self) -> [f32; DEPTH] {
         self.chances.values()
+    }
+
+    fn known(&self) -> Vec<Chance> {
+        self.chances.0.to_vec()
+    }
+
+    fn recall(&mut self, known: &[Chance]) {
+        self.chances.0.copy_from_slice(known);
     }
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {

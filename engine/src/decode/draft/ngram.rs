@@ -94,9 +94,18 @@ impl Draft for Ngram {
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
         let Some((follower, _)) = self.found else { return Ok(None) };
-        let end = at.tokens.len().min(follower + depth);
-        let guess = &at.tokens[follower..end];
-        Ok(Some(Array::from_slice(guess, &[guess.len() as i32])))
+        // A guess that reaches the text's end goes on as the loop that it then is.
+        let rest = &at.tokens[follower..];
+        let guess: Vec<u32> = rest.iter().copied().cycle().take(depth).collect();
+        Ok(Some(Array::from_slice(&guess, &[guess.len() as i32])))
+    }
+
+    fn known(&self) -> Vec<Chance> {
+        self.trust.to_vec()
+    }
+
+    fn recall(&mut self, known: &[Chance]) {
+        self.trust.copy_from_slice(known);
     }
 
     /// Nothing: [`Ngram::read`] learns from every token.
