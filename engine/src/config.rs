@@ -43,6 +43,8 @@ pub struct ModelConfig {
     /// Dequantize quantized weights at load on the CPU, where MLX's quantized matmul is slower
     /// than a dense one (6 times for 4-bit on x86-64). Costs memory: 8 times that of 4-bit in f32.
     pub cpu_dequantize: bool,
+    /// Compile the formulas of a step, so that a few fused kernels take the place of many.
+    pub compile: Compile,
 }
 
 impl Default for ModelConfig {
@@ -53,6 +55,7 @@ impl Default for ModelConfig {
             device: Device::Auto,
             dtype: Dtype::Auto,
             cpu_dequantize: true,
+            compile: Compile::Auto,
         }
     }
 }
@@ -68,6 +71,20 @@ pub enum Device {
     Cpu,
     /// The GPU; an error where there is none.
     Gpu,
+}
+
+/// Where a step's formulas are compiled.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compile {
+    /// On a GPU, where starting a kernel costs more than what many of them do; not on the CPU, where
+    /// MLX calls g++ for each of them.
+    #[default]
+    Auto,
+    /// Always. Without g++, the CPU goes on without.
+    On,
+    /// Never.
+    Off,
 }
 
 /// Type of weights and activations.

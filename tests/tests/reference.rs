@@ -7,13 +7,14 @@
 use std::collections::HashMap;
 use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
 use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
 use steersman_engine::cache::{Cache, LayerCache, Span};
-use steersman_engine::config::{Dtype::Bf16, ModelConfig};
+use steersman_engine::config::{Compile, Dtype::Bf16, ModelConfig};
 use steersman_engine::model::{FAMILIES, Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
@@ -276,6 +277,34 @@ fn drafting_passes_leave_no_trace() {
             let again = case.run(next, &mut cache.clone());
             assert_close(&again, &expected, 1e-4, &format!("{name}: after {pass:?}"));
         }
+    }
+}
+
+/// Steps of one row, of a draft's and of several sequences, in fused kernels.
+#[test]
+fn compiled_steps_equal_plain_ones() {
+    let gcc = Command::new("g++").arg("--version").output();
+    if !gcc.is_ok_and(|output| output.status.success()) {
+        return println!("SKIPPED: without g++, MLX compiles nothing on the CPU");
+    }
+    for name in families() {
+        let plain = family(&name, &config().model);
+        let (_, prompt) = plain.prefill(300);
+        let steps = [1, 1, 5, 8, 2, 8];
+        let run = |case: &Case| {
+            let mut cache = prompt.clone();
+            let mut tokens = case.greedy.iter().cycle().copied();
+            let logits = steps.map(|rows| {
+                let tokens: Vec<u32> = tokens.by_ref().take(rows).collect();
+                case.run(&tokens, &mut cache)
+            });
+            concatenate(&logits, 0).unwrap()
+        };
+        let expected = run(&plain);
+        expected.eval().unwrap();
+        // Loading is what turns compiling on.
+        let compiled = family(&name, &ModelConfig { compile: Compile::On, ..config().model });
+        assert_close(&run(&compiled), &expected, 1e-5, &name);
     }
 }
 

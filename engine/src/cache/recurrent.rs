@@ -66,11 +66,12 @@ impl Writes {
 /// # Errors
 /// [`crate::Error::Array`] when the shapes do not fit.
 pub fn delta_step(state: &Array, row: &Writes) -> Result<Array> {
-    let state = state.multiply(row.decay.expand_dims(3)?)?;
-    // v and the correction are rows [1, H, 1, D_v]; S k is k S^T then.
-    let read = matmul(&row.k, state.swap_axes(2, 3)?)?;
+    let decay = row.decay.expand_dims(3)?;
+    // v and the correction are rows [1, H, 1, D_v]; S k is k S^T then. The decay goes to what is
+    // read, so that the state itself is read twice and written once.
+    let read = matmul(&row.k, state.swap_axes(2, 3)?)?.multiply(&decay)?;
     let correction = row.v.subtract(read)?.multiply(row.beta.expand_dims(3)?)?;
-    Ok(state.add(correction.swap_axes(2, 3)?.multiply(&row.k)?)?)
+    Ok(state.multiply(&decay)?.add(correction.swap_axes(2, 3)?.multiply(&row.k)?)?)
 }
 
 impl Recurrent {

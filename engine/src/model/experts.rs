@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use super::Weights;
 use crate::error::Result;
-use crate::nn::{Experts, Mlp, Moe, Shared, SwiGlu, silu};
+use crate::nn::{Experts, Mlp, Moe, Shared, SwiGlu, swiglu};
 
 /// The keys of `config.json` that say how a row chooses. Which layers have experts is not read
 /// (`decoder_sparse_step`, `mlp_only_layers`): the checkpoint has a router there or has it not.
@@ -49,7 +49,7 @@ impl Config {
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear(&format!("{at}.gate"))?,
             experts: Experts {
-                activation: silu,
+                gated: swiglu,
                 gate_proj: weights.linear(&format!("{at}.switch_mlp.gate_proj"))?,
                 up_proj: weights.linear(&format!("{at}.switch_mlp.up_proj"))?,
                 down_proj: weights.linear(&format!("{at}.switch_mlp.down_proj"))?,

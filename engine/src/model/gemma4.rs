@@ -23,7 +23,7 @@ use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, Experts, GeGlu, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling, Scores,
-    attend, attention, by_span, gelu, scaled, softcap,
+    attend, attention, by_span, geglu, scaled, softcap,
 };
 
 /// `text_config` of `config.json` (or all of it, in text-only checkpoints).
@@ -348,7 +348,7 @@ impl Moe {
                 top_k,
             },
             experts: Experts {
-                activation: gelu,
+                gated: geglu,
                 gate_proj: weights.linear(&at("experts.switch_glu.gate_proj"))?,
                 up_proj: weights.linear(&at("experts.switch_glu.up_proj"))?,
                 down_proj: weights.linear(&at("experts.switch_glu.down_proj"))?,
@@ -426,8 +426,8 @@ struct PerLayerInput {
 impl PerLayerInput {
     /// `x` [1, R, D] and this layer's `input` [1, R, P]; [1, R, D] back.
     fn forward(&self, x: &Array, input: &Array) -> Result<Array> {
-        let gate = gelu(&self.per_layer_input_gate.forward(x)?)?;
-        let y = self.per_layer_projection.forward(&gate.multiply(input)?)?;
+        let gated = geglu(self.per_layer_input_gate.forward(x)?, input.clone())?;
+        let y = self.per_layer_projection.forward(&gated)?;
         Ok(x.add(self.post_per_layer_input_norm.forward(&y)?)?)
     }
 }

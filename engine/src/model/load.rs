@@ -12,6 +12,7 @@ use super::weights::shards;
 use super::{FAMILIES, Model, Weights};
 use crate::config::{self, ModelConfig};
 use crate::error::{Error, Result};
+use crate::nn::compile_steps;
 
 /// A model ready to run, with what the rest of the engine must know of it.
 pub struct Loaded {
@@ -36,7 +37,8 @@ const CONTEXT: u64 = 4096;
 /// their header (at the start), size and samples tell checkpoints apart.
 const DIGEST_SAMPLE: u64 = 1 << 20;
 
-/// Loads the model in `folder` onto the configured device, which becomes the calling thread's.
+/// Loads the model in `folder` onto the configured device, which becomes the calling thread's, as
+/// does [`config::Compile`].
 ///
 /// # Errors
 /// [`Error::Model`] names the file that is missing, damaged or of an unknown family.
@@ -57,12 +59,26 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let on_cpu = choose_device(config.device)?;
     let dtype = choose_dtype(config.dtype, on_cpu, text);
     let dequantize = on_cpu && config.cpu_dequantize;
+    let compile = match config.compile {
+        config::Compile::Auto => !on_cpu,
+        config::Compile::On => true,
+        config::Compile::Off => false,
+    };
+    compile_steps(compile);
 
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;
     let unused = weights.iter().count();
     let blas = mlx_sys::blas();
-    tracing::info!(family = family.model_type, ?dtype, dequantize, unused, blas, "model loaded");
+    tracing::info!(
+        family = family.model_type,
+        ?dtype,
+        dequantize,
+        compile,
+        unused,
+        blas,
+        "model loaded"
+    );
 
     let stated = text.get("max_position_embeddings").and_then(Value::as_u64);
     let context = stated.or(model.context()).unwrap_or(CONTEXT);

@@ -8,8 +8,8 @@
 //! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py` and
 //! `models/qwen3_5_moe.py`, checked by the reference logits in `tests/fixtures`.
 
+use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{concatenate, sigmoid};
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
@@ -19,7 +19,7 @@ use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, GatedDelta, Linear, Mlp, Projected, RmsNorm, Rope, RopeConfig, Scores, attention,
-    by_span,
+    by_span, sigmoid_gated,
 };
 
 /// `text_config` of `config.json` (or all of it, in text-only checkpoints).
@@ -273,7 +273,7 @@ impl SelfAttn {
             let y = attention(&q, &k, &v, scores, &mut span.cache.layers[layer])?;
             Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
         })?;
-        self.o_proj.forward(&mixed.multiply(sigmoid(gate)?)?)
+        self.o_proj.forward(&sigmoid_gated(gate, mixed)?)
     }
 }
 

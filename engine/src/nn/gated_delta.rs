@@ -19,7 +19,7 @@ use mlx_rs::ops::{
 };
 use mlx_rs::{Array, Dtype, fast};
 
-use super::{RmsNorm, silu};
+use super::{RmsNorm, fused, scaled, silu};
 use crate::cache::{Recurrent, Writes, delta_step};
 use crate::error::Result;
 
@@ -88,69 +88,91 @@ impl GatedDelta {
     /// # Errors
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Projected, cache: &mut Recurrent) -> Result<Array> {
-        let rows = x.qkv.dim(1);
+        let [rows, values] = [x.qkv.dim(1), self.value_heads * self.value_dim];
         let dtype = x.qkv.dtype();
-        let qkv = self.convolve(&x.qkv, cache)?;
-        let (keys, values) = (self.key_heads * self.key_dim, self.value_heads * self.value_dim);
-        let qkv = qkv.split_at_indices(&[keys, 2 * keys], 2)?;
-        let (q, k) = (self.unit_heads(&qkv[0])?, self.unit_heads(&qkv[1])?);
-        let q = q.multiply(Array::from_f32((self.key_dim as f32).powf(-0.5)))?;
-        let v = qkv[2].reshape(&[1, rows, self.value_heads, self.value_dim])?;
-
-        let beta = sigmoid(&x.b)?;
-        let rate = exp(&self.a_log)?;
-        let step = logaddexp(x.a.add(&self.dt_bias)?, Array::from_f32(0.0).as_dtype(dtype)?)?;
-        let log_decay = rate.multiply(step)?.negative()?;
-
-        // The state sums over the whole context, so all of this is f32 whatever the weights are.
-        let heads_first = |a: &Array| a.as_dtype(Dtype::Float32)?.swap_axes(1, 2);
-        let inputs = DeltaInputs {
-            q: heads_first(&q)?,
-            k: heads_first(&k)?,
-            v: heads_first(&v)?,
-            log_decay: heads_first(&log_decay)?,
-            beta: heads_first(&beta)?,
-        };
-        let (y, state) = if rows <= RECURRENT_ROWS {
-            delta_rule_recurrent(&inputs, cache.matrix())?
+        let joined = cache.convolution_input(&x.qkv)?;
+        let state = cache.matrix().clone();
+        let mut given = vec![x.b.clone(), x.a.clone(), joined, state];
+        given.extend([&self.a_log, &self.dt_bias].map(Array::clone));
+        given.extend_from_slice(&self.conv1d);
+        let (y, state, writes) = if rows <= RECURRENT_ROWS {
+            let [y, state, k, v, decay, beta] = fused(&given, step)?;
+            (y, state, Writes { k, v, decay, beta })
         } else {
-            delta_rule_chunked(&inputs, cache.matrix())?
+            let inputs = delta_inputs(&given)?;
+            let (y, state) = delta_rule_chunked(&inputs, cache.matrix())?;
+            (y, state, inputs.writes()?)
         };
-        cache.advance(state, inputs.writes()?);
+        cache.advance(state, writes);
 
         let y = self.norm.forward(&y.swap_axes(1, 2)?.as_dtype(dtype)?)?;
-        let gate = silu(&x.z.as_dtype(Dtype::Float32)?.reshape(y.shape())?)?;
-        let y = y.multiply(gate)?.as_dtype(dtype)?;
-        Ok(y.reshape(&[1, rows, values])?)
+        let y = y.reshape(&[1, rows, values])?;
+        let [y] = fused(&[y, x.z.clone()], |x| {
+            let gate = silu(&x[1].as_dtype(Dtype::Float32)?)?;
+            Ok([x[0].multiply(gate)?.as_dtype(x[0].dtype())?])
+        })?;
+        Ok(y)
     }
+}
 
-    /// Causal depthwise convolution and its activation; keeps the last inputs as the tail.
-    fn convolve(&self, x: &Array, cache: &mut Recurrent) -> Result<Array> {
-        let rows = x.dim(1);
-        let x = cache.convolution_input(x)?;
-        let mut sum: Option<Array> = None;
-        for (tap, weight) in (0i32..).zip(&self.conv1d) {
-            let term = x.try_index((.., tap..tap + rows, ..))?.multiply(weight)?;
-            sum = Some(match sum {
-                Some(sum) => sum.add(term)?,
-                None => term,
-            });
-        }
-        silu(&sum.expect("a kernel has at least one tap: checked by the loader"))
-    }
+/// What a layer does between its projections and its norm, in a step of a few rows: `given` as
+/// [`delta_inputs`] takes it, to y [1, H, T, D_v], the state after it, and the [`Writes`].
+fn step(given: &[Array]) -> Result<[Array; 6]> {
+    let inputs = delta_inputs(given)?;
+    let (y, state) = delta_rule_recurrent(&inputs, &given[3])?;
+    let Writes { k, v, decay, beta } = inputs.writes()?;
+    Ok([y, state, k, v, decay, beta])
+}
 
-    /// [1, T, H_k D_k] to unit vectors [1, T, H_v, D_k], each head repeated for its value heads.
-    fn unit_heads(&self, x: &Array) -> Result<Array> {
-        let rows = x.dim(1);
-        let x = x.reshape(&[1, rows, self.key_heads, 1, self.key_dim])?;
+/// Convolution, unit vectors and gates of a span.
+///
+/// `given`: `b` and `a` as in [`Projected`], the convolution's input, the state, and `a_log`,
+/// `dt_bias` and the taps as in [`GatedDelta`].
+fn delta_inputs(given: &[Array]) -> Result<DeltaInputs> {
+    let [b, a, joined, state, a_log, dt_bias, taps @ ..] = given else {
+        unreachable!("GatedDelta::forward gives all of these")
+    };
+    let [rows, value_heads, value_dim, key_dim] =
+        [b.dim(1), state.dim(1), state.dim(2), state.dim(3)];
+    let keys = (joined.dim(2) - value_heads * value_dim) / 2;
+    let qkv = convolve(joined, taps, rows)?.split_at_indices(&[keys, 2 * keys], 2)?;
+    // [1, T, H_k D_k] to scaled unit vectors [1, T, H_v, D_k], each head repeated for its value
+    // heads.
+    let unit_heads = |x: &Array| -> Result<Array> {
+        let x = x.reshape(&[1, rows, keys / key_dim, 1, key_dim])?;
         // rms_norm divides by the root of the mean; scaled by D^-0.5 that is the root of the sum.
-        let dim = self.key_dim as f32;
-        let unit = fast::rms_norm(x, None, L2_EPS / dim)?;
-        let unit = unit.multiply(Array::from_f32(dim.powf(-0.5)).as_dtype(unit.dtype())?)?;
-        let repeats = self.value_heads / self.key_heads;
-        let unit = broadcast_to(&unit, &[1, rows, self.key_heads, repeats, self.key_dim])?;
-        Ok(unit.reshape(&[1, rows, self.value_heads, self.key_dim])?)
+        let dim = key_dim as f32;
+        let unit = scaled(&fast::rms_norm(x, None, L2_EPS / dim)?, dim.powf(-0.5))?;
+        let repeats = value_heads / (keys / key_dim);
+        let unit = broadcast_to(&unit, &[1, rows, keys / key_dim, repeats, key_dim])?;
+        Ok(unit.reshape(&[1, rows, value_heads, key_dim])?)
+    };
+    let zero = Array::from_f32(0.0).as_dtype(a.dtype())?;
+    let duration = logaddexp(a.add(dt_bias)?, zero)?;
+    let log_decay = exp(a_log)?.multiply(duration)?.negative()?;
+
+    // The state sums over the whole context, so all of this is f32 whatever the weights are.
+    let heads_first = |a: &Array| a.as_dtype(Dtype::Float32)?.swap_axes(1, 2);
+    Ok(DeltaInputs {
+        q: scaled(&heads_first(&unit_heads(&qkv[0])?)?, (key_dim as f32).powf(-0.5))?,
+        k: heads_first(&unit_heads(&qkv[1])?)?,
+        v: heads_first(&qkv[2].reshape(&[1, rows, value_heads, value_dim])?)?,
+        log_decay: heads_first(&log_decay)?,
+        beta: heads_first(&sigmoid(b)?)?,
+    })
+}
+
+/// Causal depthwise convolution of `x` [1, K - 1 + T, C] with K taps [C], and its activation.
+fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
+    let mut sum: Option<Array> = None;
+    for (tap, weight) in (0i32..).zip(taps) {
+        let term = x.try_index((.., tap..tap + rows, ..))?.multiply(weight)?;
+        sum = Some(match sum {
+            Some(sum) => sum.add(term)?,
+            None => term,
+        });
     }
+    silu(&sum.expect("a kernel has at least one tap: checked by the loader"))
 }
 
 /// What the delta rule reads, all f32 and heads first.

@@ -2,7 +2,7 @@
 
 use mlx_rs::Array;
 
-use super::{Linear, gelu, silu};
+use super::{Linear, geglu, swiglu};
 use crate::error::Result;
 
 /// `down(silu(gate x) * up x)`.
@@ -22,8 +22,7 @@ impl SwiGlu {
     /// # Errors
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        let gate = silu(&self.gate_proj.forward(x)?)?;
-        self.down_proj.forward(&gate.multiply(self.up_proj.forward(x)?)?)
+        self.down_proj.forward(&swiglu(self.gate_proj.forward(x)?, self.up_proj.forward(x)?)?)
     }
 }
 
@@ -44,7 +43,6 @@ impl GeGlu {
     /// # Errors
     /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        let gate = gelu(&self.gate_proj.forward(x)?)?;
-        self.down_proj.forward(&gate.multiply(self.up_proj.forward(x)?)?)
+        self.down_proj.forward(&geglu(self.gate_proj.forward(x)?, self.up_proj.forward(x)?)?)
     }
 }

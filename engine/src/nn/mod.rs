@@ -4,6 +4,7 @@
 //! alone touch caches, and only to append.
 
 mod attention;
+mod compiled;
 mod gated_delta;
 mod linear;
 mod mlp;
@@ -13,6 +14,7 @@ mod packed;
 mod rope;
 
 pub use attention::{Scores, attend, attention};
+pub use compiled::{compile_steps, fused};
 pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent};
 pub use linear::{Embedding, Linear};
 pub use mlp::{GeGlu, SwiGlu};
@@ -23,7 +25,7 @@ pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{concatenate, tanh};
+use mlx_rs::ops::{concatenate, sigmoid, tanh};
 
 use crate::cache::Span;
 use crate::error::{Error, Result};
@@ -39,7 +41,7 @@ impl From<mlx_rs::error::Exception> for Error {
 /// # Errors
 /// [`Error::Array`] when MLX rejects it.
 pub fn silu(x: &Array) -> Result<Array> {
-    Ok(x.multiply(mlx_rs::ops::sigmoid(x)?)?)
+    Ok(x.multiply(sigmoid(x)?)?)
 }
 
 /// GELU by its tanh approximation (arXiv:1606.08415), in `x`'s dtype.
@@ -50,6 +52,33 @@ pub fn gelu(x: &Array) -> Result<Array> {
     let cubic = scaled(&x.square()?.multiply(x)?, 0.044_715)?;
     let t = tanh(scaled(&x.add(cubic)?, (2.0 / std::f32::consts::PI).sqrt())?)?;
     Ok(scaled(x, 0.5)?.multiply(t.add(Array::from_f32(1.0).as_dtype(x.dtype())?)?)?)
+}
+
+/// `silu(gate) * up`, of one shape.
+///
+/// # Errors
+/// [`Error::Array`] when the shapes do not fit.
+pub fn swiglu(gate: Array, up: Array) -> Result<Array> {
+    let [y] = fused(&[gate, up], |x| Ok([silu(&x[0])?.multiply(&x[1])?]))?;
+    Ok(y)
+}
+
+/// `gelu(gate) * up`, of one shape.
+///
+/// # Errors
+/// [`Error::Array`] when the shapes do not fit.
+pub fn geglu(gate: Array, up: Array) -> Result<Array> {
+    let [y] = fused(&[gate, up], |x| Ok([gelu(&x[0])?.multiply(&x[1])?]))?;
+    Ok(y)
+}
+
+/// `sigmoid(gate) * x`, of one shape.
+///
+/// # Errors
+/// [`Error::Array`] when the shapes do not fit.
+pub fn sigmoid_gated(gate: Array, x: Array) -> Result<Array> {
+    let [y] = fused(&[gate, x], |x| Ok([sigmoid(&x[0])?.multiply(&x[1])?]))?;
+    Ok(y)
 }
 
 /// `factor * x` in `x`'s dtype, to which the factor is rounded first.

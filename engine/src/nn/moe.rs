@@ -53,11 +53,11 @@ pub struct Moe {
     pub shared: Option<Shared>,
 }
 
-/// Gated experts: `down(activation(gate x) * up x)`.
+/// Gated experts: `down(gated(gate x, up x))`.
 #[derive(Debug, Clone)]
 pub struct Experts {
-    /// [`super::silu`] or [`super::gelu`].
-    pub activation: fn(&Array) -> Result<Array>,
+    /// [`super::swiglu`] or [`super::geglu`].
+    pub gated: fn(Array, Array) -> Result<Array>,
     /// [E, F, D]
     pub gate_proj: Linear,
     /// [E, F, D]
@@ -120,16 +120,16 @@ impl Experts {
     }
 
     fn run(&self, x: &Array, experts: &Array, sorted: bool) -> Result<Array> {
-        let gate = (self.activation)(&self.gate_proj.gather(x, experts, sorted)?)?;
+        let gate = self.gate_proj.gather(x, experts, sorted)?;
         let up = self.up_proj.gather(x, experts, sorted)?;
-        self.down_proj.gather(&gate.multiply(up)?, experts, sorted)
+        self.down_proj.gather(&(self.gated)(gate, up)?, experts, sorted)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::{Mode, Packed, Quantization, silu};
+    use crate::nn::{Mode, Packed, Quantization, swiglu};
     use mlx_rs::ops::concatenate;
     use mlx_rs::random;
 
@@ -158,13 +158,13 @@ mod tests {
     #[test]
     fn rows_together_equal_rows_alone() {
         let experts = Experts {
-            activation: silu,
+            gated: swiglu,
             gate_proj: dense(1, &[5, 64, 32]),
             up_proj: dense(2, &[5, 64, 32]),
             down_proj: dense(3, &[5, 32, 64]),
         };
         let quantized = Experts {
-            activation: silu,
+            gated: swiglu,
             gate_proj: packed(&experts.gate_proj),
             up_proj: packed(&experts.up_proj),
             down_proj: packed(&experts.down_proj),
