@@ -176,11 +176,20 @@ impl Costs {
         }
     }
 
-    /// Drafting `rows - 1` tokens and verifying them took so long.
+    /// Drafting `rows - 1` tokens and verifying them took so long. What a further row costs is
+    /// learned for all numbers of rows together: those that are not in use would never be corrected
+    /// if they were measured at a bad moment.
     pub fn learn_verify(&mut self, kind: DraftKind, rows: usize, took: f32) {
         let drafting = self.draft[kind as usize] * (rows - 1) as f32;
-        learn(&mut self.verify[rows - 1], took - drafting);
-        self.verify[rows - 1] = self.verify[rows - 1].max(self.plain);
+        let mut cost = self.verify[rows - 1];
+        let further = |cost: f32| (cost - self.plain).max(0.01 * self.plain);
+        let before = further(cost);
+        learn(&mut cost, took - drafting);
+        let ratio = further(cost) / before;
+        for (i, cost) in self.verify.iter_mut().enumerate().skip(1) {
+            let share = if i == rows - 1 { ratio } else { ratio.sqrt() };
+            *cost = self.plain + (*cost - self.plain).max(0.01 * self.plain) * share;
+        }
     }
 }
 
@@ -326,8 +335,7 @@ impl Governor {
             let wait = self.waits[kind as usize];
             let turns = if wait.right > 0 { TRY_AGAIN[0] } else { wait.turns };
             let late = wait.since.saturating_sub(turns);
-            // N-grams learn from every token and need no try.
-            if late > 0 && kind != DraftKind::Ngram {
+            if late > 0 {
                 let choice = Choice { draft, depth: depth.min(2), is_try: true };
                 if overdue.is_none_or(|(most, _)| late > most) {
                     overdue = Some((late, choice));
@@ -349,7 +357,8 @@ impl Governor {
     }
 
     /// `draft` was verified, and its first token `right`, in a pass of which `sure` rows were no
-    /// near-ties and, with `doubt`, one more was. Returns whether it was in use before, and so had nothing to catch up with.
+    /// near-ties and, with `doubt`, one more was. Returns whether it had nothing to catch up with, as it was in use
+    /// before.
     pub fn verified(
         &mut self,
         costs: &Costs,
@@ -381,7 +390,7 @@ impl Governor {
         } else {
             (wait.turns, wait.right) = ((wait.turns * 2).min(most), 0);
         }
-        in_use
+        in_use || kind == DraftKind::Ngram
     }
 }
 
