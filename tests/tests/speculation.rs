@@ -123,7 +123,9 @@ fn speed_of_drafts() {
     let mut config = config();
     config.speculation.draft_model = std::env::var("DRAFT_MODEL").unwrap_or_default();
     let mut decoder = decoder(config);
-    for (kind, temperature) in [("copying", 0.0), ("extraction", 0.0), ("story", 1.0), ("story", 2.0)] {
+    for (kind, temperature) in
+        [("copying", 0.0), ("extraction", 0.0), ("story", 1.0), ("story", 2.0)]
+    {
         let mut requests = requests(&[kind], 50);
         requests.sort_by_key(|request| std::cmp::Reverse(request.messages[0].content.len()));
         requests.truncate(5);

@@ -38,6 +38,10 @@ const RIGHT: u32 = 4;
 /// one pass of each, or what there is time for.
 const MEASURING: Duration = Duration::from_secs(4);
 
+/// After this no further kernels are compiled only to measure them: on CUDA those of one number of
+/// rows can take a quarter of a minute, once for each machine.
+const COMPILING: Duration = Duration::from_secs(40);
+
 /// Numbers of rows in the order in which they are measured, so that the others lie between.
 const MEASURED: [usize; DEPTH + 1] = [1, 8, 4, 2, 6, 3, 5, 7];
 
@@ -82,7 +86,7 @@ impl Costs {
         let (hidden, picks) = pass(&mut cache, &tokens[..CONTEXT])?;
         eval([&picks])?;
 
-        let mut clock = Clock::default();
+        let mut clock = Clock { spent: Duration::ZERO, start: Instant::now() };
         let mut verify = [0.0; DEPTH + 1];
         for rows in MEASURED {
             verify[rows - 1] = clock.least_of(|| {
@@ -199,9 +203,9 @@ fn learn(cost: &mut f32, took: f32) {
 }
 
 /// What measuring has taken so far.
-#[derive(Default)]
 struct Clock {
     spent: Duration,
+    start: Instant,
 }
 
 impl Clock {
@@ -212,7 +216,8 @@ impl Clock {
     fn least_of(&mut self, mut run: impl FnMut() -> Result<Option<Duration>>) -> Result<f32> {
         let mut least = Duration::MAX;
         let own = self.spent + MEASURING / 10;
-        if self.spent > MEASURING || run()?.is_none() {
+        let late = self.spent > MEASURING || self.start.elapsed() > COMPILING;
+        if late || run()?.is_none() {
             return Ok(0.0);
         }
         for _ in 0..REPEATS {
