@@ -419,12 +419,8 @@ mod tests {
             self.chances.map(Chance::value)
         }
 
-        fn known(&self) -> Vec<Chance> {
-            self.chances.to_vec()
-        }
-
-        fn recall(&mut self, known: &[Chance]) {
-            self.chances.copy_from_slice(known);
+        fn learned(&mut self) -> &mut [Chance] {
+            &mut self.chances
         }
 
         fn propose(&mut self, _: &mut At<'_>, _: usize) -> Result<Option<Array>> {

@@ -299,7 +299,7 @@ impl Decoder {
                 sequence.fail(error);
             } else if sequence.has_ended() {
                 sequence.finish();
-                self.remember(&sequence);
+                self.remember(&mut sequence);
                 self.save(&sequence);
             } else {
                 self.sequences.push(sequence);

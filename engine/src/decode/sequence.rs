@@ -1,7 +1,8 @@
 //! One request on its way: its tokens, its cache, its policy, and what it has said so far.
 //!
 //! Holds no arrays but its cache, the token that was drawn and not read yet, and what its drafts
-//! remember. It never runs the model: [`super::Decoder`] asks what rows it needs next, runs them, and commits what was drawn.
+//! remember. It never runs the model: [`super::Decoder`] asks what rows it needs next, runs them,
+//! and commits what was drawn.
 
 use std::collections::VecDeque;
 

@@ -100,7 +100,7 @@ impl Decoder {
         for draft in &mut drafts {
             let known = &self.known[draft.kind() as usize];
             if !known.is_empty() {
-                draft.recall(known);
+                draft.learned().copy_from_slice(known);
             }
         }
         Ok(drafts)
@@ -224,9 +224,9 @@ impl Decoder {
     }
 
     /// Keeps what the drafts of `sequence` have learned for the next one.
-    pub(super) fn remember(&mut self, sequence: &Sequence) {
-        for draft in &sequence.drafts {
-            self.known[draft.kind() as usize] = draft.known();
+    pub(super) fn remember(&mut self, sequence: &mut Sequence) {
+        for draft in &mut sequence.drafts {
+            self.known[draft.kind() as usize] = draft.learned().to_vec();
         }
         if let Some(governor) = &sequence.governor {
             self.habits = Some(governor.clone());

@@ -228,7 +228,7 @@ impl Decoder {
             return Err(error);
         }
         if way == Way::Governed {
-            self.remember(&sequence);
+            self.remember(&mut sequence);
         }
         self.save(&sequence);
         Ok(Reply {
@@ -305,11 +305,9 @@ impl Draft for Wrong {
         [1.0; DEPTH]
     }
 
-    fn known(&self) -> Vec<Chance> {
-        Vec::new()
+    fn learned(&mut self) -> &mut [Chance] {
+        &mut []
     }
-
-    fn recall(&mut self, _known: &[Chance]) {}
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
         let end = self.text.len().min(at.tokens.len() + depth);

@@ -53,11 +53,8 @@ pub trait Draft {
     /// where it has no guess.
     fn chances(&self) -> [f32; DEPTH];
 
-    /// What it has learned of how often it is right, for the next request to begin with.
-    fn known(&self) -> Vec<Chance>;
-
-    /// Begins with what an earlier one of its kind has [`Draft::known`].
-    fn recall(&mut self, known: &[Chance]);
+    /// What it has learned of how often it is right; the next request begins with it.
+    fn learned(&mut self) -> &mut [Chance];
 
     /// Guesses at most `depth` tokens to follow `at.tokens`: u32 [m], `None` for no guess.
     ///
@@ -87,9 +84,9 @@ pub trait Draft {
 
 /// What `draft` knows is old: the next observations weigh more.
 pub fn forget(draft: &mut dyn Draft) {
-    let mut known = draft.known();
-    known.iter_mut().for_each(|chance| chance.seen = chance.seen.min(Chance::OLD));
-    draft.recall(&known);
+    for chance in draft.learned() {
+        chance.seen = chance.seen.min(Chance::OLD);
+    }
 }
 
 /// Where a sequence stands when a draft is asked.

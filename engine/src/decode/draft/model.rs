@@ -52,12 +52,8 @@ impl Draft for DraftModel {
         self.chances.values()
     }
 
-    fn known(&self) -> Vec<Chance> {
-        self.chances.0.to_vec()
-    }
-
-    fn recall(&mut self, known: &[Chance]) {
-        self.chances.0.copy_from_slice(known);
+    fn learned(&mut self) -> &mut [Chance] {
+        &mut self.chances.0
     }
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {

@@ -100,12 +100,8 @@ impl Draft for Ngram {
         Ok(Some(Array::from_slice(&guess, &[guess.len() as i32])))
     }
 
-    fn known(&self) -> Vec<Chance> {
-        self.trust.to_vec()
-    }
-
-    fn recall(&mut self, known: &[Chance]) {
-        self.trust.copy_from_slice(known);
+    fn learned(&mut self) -> &mut [Chance] {
+        &mut self.trust
     }
 
     /// Nothing: [`Ngram::read`] learns from every token.
