@@ -2,7 +2,7 @@
 //! tests. Each is checked once, in [`Config::check`]; later code never re-checks.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -204,10 +204,17 @@ pub struct StoreConfig {
     pub enabled: bool,
     /// The database file; empty is `state.redb` in the data folder.
     pub path: PathBuf,
-    /// Most bytes on disk; the least recently used snapshots go first.
+    /// Most bytes on disk; what was least recently used goes first.
     pub budget_bytes: u64,
     /// Prefixes shorter than this are not worth a snapshot.
     pub min_tokens: usize,
+}
+
+impl StoreConfig {
+    /// The database file, where `data` is the data folder.
+    pub fn file(&self, data: &Path) -> PathBuf {
+        if self.path.as_os_str().is_empty() { data.join("state.redb") } else { self.path.clone() }
+    }
 }
 
 impl Default for StoreConfig {

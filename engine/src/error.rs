@@ -56,6 +56,15 @@ pub enum Error {
     /// The state store cannot be opened or used. Never ends a request: losing it costs time only.
     #[error("state store: {0}")]
     Store(String),
+    /// Another process has the state store open: ask that one, or wait for its end.
+    #[error(
+        "state store: {path} is in use by another process; only one at a time can keep its state \
+         there"
+    )]
+    StoreInUse {
+        /// The file.
+        path: PathBuf,
+    },
     /// MLX rejected an operation: a bug, or memory ran out.
     #[error("MLX: {0}")]
     Array(String),

@@ -1,40 +1,71 @@
-//! Keeps what requests remember, across restarts: bytes keyed by fingerprint and token prefix.
+//! Keeps what requests remember, on disk, across restarts: parts, as bytes under keys.
 //!
-//! [`RedbStore`] keeps them on disk, [`MemoryStore`] until the process ends. Both find a snapshot
-//! by the [`Keys`] of its tokens and forget the least recently used ones to stay within a budget.
+//! What a request remembers after some tokens is stored in two kinds of [`Part`]s. *Rows* are what
+//! each token leaves for good (attention's keys and values): stored once for each block of
+//! [`BLOCK_TOKENS`] and shared by all prefixes that contain it. *State* has a fixed size and
+//! changes with every token (recurrent state, convolution tails, sliding windows), so it is stored
+//! whole, at checkpoints. [`Keys`] names both by the tokens before. A model that has no rows stores
+//! parts without tensors for them; one that has no state stores none.
 //!
-//! The store knows neither models nor arrays. Losing it costs time, never correctness: a damaged,
-//! foreign or half-written entry is a miss with a warning.
+//! The store knows neither models nor arrays, and which parts make a cache is the caller's
+//! business. Losing a part costs time, never correctness: a damaged, foreign or half-written one is
+//! a miss with a warning. Least recently used parts go first, so the order in which parts are said
+//! to be used decides what of a prefix goes first: name its blocks from the start on, then its
+//! state, and what is left of it is always something that can be resumed from.
+//!
+//! ```text
+//! keys.rs      names of parts
+//! record.rs    what is known of a part, and what it costs
+//! format.rs    a part's tensors as bytes
+//! index.rs     which parts there are; what to forget
+//! report.rs    counters and sizes
+//! redb.rs      RedbStore: threads, queue, budget
+//! redb/        database.rs: transactions; maintain.rs: what the command line does with a file;
+//!              portable.rs: parts in a file that can be carried elsewhere
+//! ```
+//!
+//! # Why
+//! There is one implementation, so there is no trait: what is kept in memory is live arrays, which
+//! is another interface altogether.
 
 mod format;
 mod index;
-mod memory;
+mod keys;
+mod record;
 mod redb;
+mod report;
 
-use sha2::{Digest, Sha256};
+pub use self::keys::{BLOCK_TOKENS, Key, Keys, state_key};
+pub use self::record::Kind;
+pub use self::redb::{Imported, Prefix, RedbStore, Sizes, StoreFile, Verified};
+pub use self::report::{Report, Reporter, Size};
 
-pub use self::memory::MemoryStore;
-pub use self::redb::RedbStore;
-use crate::error::Result;
-
-/// Everything a request remembers after `tokens`, as bytes.
+/// One thing that is stored.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Snapshot {
-    /// The token ids whose state this is, from the start of the prompt.
-    pub tokens: Vec<u32>,
-    /// The tensors, in the cache's own order.
+pub struct Part {
+    /// Its name: [`Keys::key`] at `end` for rows, [`state_key`] of that for state.
+    pub key: Key,
+    /// What it is.
+    pub kind: Kind,
+    /// Tokens of the prefix at whose end it stands: position behind its last token.
+    pub end: usize,
+    /// The tensors, in the caller's own order.
     pub tensors: Vec<Tensor>,
 }
 
-impl Snapshot {
-    /// Bytes of the token ids and of all tensors' elements: what it takes in memory.
+impl Part {
+    /// Bytes of all tensors' elements: what it takes in memory.
     pub fn bytes(&self) -> u64 {
-        let tensors: usize = self.tensors.iter().map(|tensor| tensor.bytes.len()).sum();
-        (size_of_val(self.tokens.as_slice()) + tensors) as u64
+        elements(&self.tensors)
     }
 }
 
-/// One tensor of a snapshot.
+/// Bytes of all tensors' elements.
+fn elements(tensors: &[Tensor]) -> u64 {
+    tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum()
+}
+
+/// One tensor of a part.
 ///
 /// The store returns what it was given and does not compare `shape` with the length of `bytes`:
 /// who makes an array of them does.
@@ -51,121 +82,3 @@ pub struct Tensor {
 /// What a fingerprint must tell apart: weights, tokenizer, numeric format, and how the caller
 /// lays its cache out in tensors.
 pub type Fingerprint = [u8; 32];
-
-/// Snapshots by token prefix. One store serves one fingerprint at a time, given when it is opened.
-pub trait Store: Send {
-    /// Position of the longest saved prefix of `tokens` that is at most `limit` long, or `None`.
-    /// Cheap: reads no tensor, and hashes `tokens` once. Does not count as a use.
-    fn longest(&self, tokens: &[u32], limit: usize) -> Option<usize>;
-
-    /// The snapshot at `tokens` (the whole slice), or `None` where there is none or it is damaged
-    /// (which is logged, and the entry dropped). Counts as a use.
-    fn load(&self, tokens: &[u32]) -> Option<Snapshot>;
-
-    /// Keeps a snapshot, which can be found from now on, and forgets the least recently used ones
-    /// beyond the budget. Returns at once: writing happens behind, so it may be lost when the
-    /// process is killed. A full queue, or a budget too small for this one, drops it with a
-    /// warning. One that is kept already counts as used and is not written again.
-    fn save(&self, snapshot: Snapshot);
-
-    /// Bytes of the budget that keeping `snapshot` takes.
-    fn cost(&self, snapshot: &Snapshot) -> u64;
-
-    /// Waits until everything that was saved is on disk.
-    ///
-    /// # Errors
-    /// [`crate::Error::Store`] when saving has been turned off after a failure.
-    fn flush(&self) -> Result<()>;
-}
-
-/// Names a token prefix under a fingerprint.
-pub type Key = [u8; 32];
-
-/// Token ids in one link of the chain that [`Keys`] computes.
-pub const BLOCK_TOKENS: usize = 64;
-
-/// Changes whenever the derivation below does, so that no key of another derivation matches.
-const KEY_DOMAIN: &[u8] = b"steersman prefix 1";
-
-/// The keys of all prefixes of a token sequence, computed while walking it once.
-///
-/// With blocks of [`BLOCK_TOKENS`] ids, `chain[0] = SHA-256(domain, fingerprint)` and
-/// `chain[i + 1] = SHA-256(chain[i], ids of block i)`. A prefix that ends with a block has the
-/// key `chain[i]`; one that ends within block i has `SHA-256(chain[i], its ids of that block)`.
-///
-/// # Why
-/// Plain SHA-256 over all ids would do for whole snapshots. The chain makes a block's key depend
-/// on everything before it and on nothing after, so blocks of attention KV can later be stored
-/// once and shared by all prefixes that contain them, under the keys computed here.
-pub struct Keys {
-    chain: Key,
-    hasher: Sha256,
-    len: usize,
-}
-
-impl Keys {
-    /// At the empty prefix.
-    pub fn new(fingerprint: &Fingerprint) -> Self {
-        let chain = Sha256::new().chain_update(KEY_DOMAIN).chain_update(fingerprint).finalize();
-        Self { chain: chain.into(), hasher: Sha256::new_with_prefix(chain), len: 0 }
-    }
-
-    /// Walks over `tokens`.
-    pub fn extend(&mut self, tokens: &[u32]) {
-        for token in tokens {
-            self.hasher.update(token.to_le_bytes());
-            self.len += 1;
-            if self.len.is_multiple_of(BLOCK_TOKENS) {
-                self.chain = self.hasher.finalize_reset().into();
-                self.hasher.update(self.chain);
-            }
-        }
-    }
-
-    /// Key of the prefix walked so far.
-    pub fn key(&self) -> Key {
-        if self.len.is_multiple_of(BLOCK_TOKENS) {
-            return self.chain;
-        }
-        self.hasher.clone().finalize().into()
-    }
-
-    /// Key of all of `tokens`.
-    pub fn of(fingerprint: &Fingerprint, tokens: &[u32]) -> Key {
-        let mut keys = Self::new(fingerprint);
-        keys.extend(tokens);
-        keys.key()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use super::*;
-
-    #[test]
-    fn keys_of_a_walk_equal_keys_of_its_prefixes() {
-        let tokens: Vec<u32> = (0..3 * BLOCK_TOKENS as u32 + 5).map(|i| i * 7919).collect();
-        let mut keys = Keys::new(&[7; 32]);
-        for length in 0..=tokens.len() {
-            assert_eq!(keys.key(), Keys::of(&[7; 32], &tokens[..length]), "at {length}");
-            keys.extend(&tokens[length..tokens.len().min(length + 1)]);
-        }
-    }
-
-    #[test]
-    fn every_prefix_and_fingerprint_has_its_own_key() {
-        let mut seen = HashSet::new();
-        for fingerprint in [[0; 32], [1; 32]] {
-            for first in 0..2 {
-                let mut tokens = vec![9; 2 * BLOCK_TOKENS + 2];
-                tokens[0] = first;
-                for length in 1..tokens.len() {
-                    assert!(seen.insert(Keys::of(&fingerprint, &tokens[..length])));
-                }
-            }
-            assert!(seen.insert(Keys::of(&fingerprint, &[])));
-        }
-    }
-}

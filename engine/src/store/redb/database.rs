@@ -5,34 +5,32 @@ use std::any::Any;
 use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, BufRead, ErrorKind, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use ::redb::{
-    AccessGuard, Builder, Database, Range, ReadableDatabase, ReadableTable, TableDefinition,
+    AccessGuard, Builder, Database, Range, ReadOnlyTable, ReadableDatabase, ReadableTable,
+    ReadableTableMetadata, TableDefinition,
 };
 use tracing::{info, warn};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::super::{Fingerprint, Key, Snapshot, format};
+use super::super::record::{Record, rows};
+use super::super::{Key, Part, Tensor, format};
 use crate::error::Error;
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
-/// Key of a prefix: its [`Record`].
+/// Key of a part: its [`Record`].
 const ENTRIES: TableDefinition<&Key, &[u8]> = TableDefinition::new("entries");
-/// Key of a prefix and number of the row: a piece of its formatted bytes.
+/// Key of a part and number of the row: a piece of its formatted bytes.
 const CHUNKS: TableDefinition<(&Key, u32), &[u8]> = TableDefinition::new("chunks");
 
-/// Version of the three tables, under `format` in `meta`.
-const FORMAT: u64 = 1;
-/// Most bytes of one row: with redb's own it fills a page of 1 MiB.
-pub(super) const CHUNK_BYTES: usize = (1 << 20) - ROW_OVERHEAD as usize;
-/// Bound on redb's bytes in a page that holds one row: header, offsets, key.
-const ROW_OVERHEAD: u64 = 512;
-const PAGE_BYTES: u64 = 4096;
-/// Budget charged for the record and the inner pages above its rows.
-const RECORD_COST: u64 = 512;
+/// Version of the three tables, [stamped](stamp) under `format` in `meta`.
+const FORMAT: u64 = 2;
+/// What format 1 has there: whole snapshots, and no stamp.
+const SNAPSHOTS: u64 = 1;
 /// redb's cache. The operating system caches the file as well, so this one need only hold inner
 /// pages and what one transaction writes before it reaches the file.
 const CACHE_BYTES: usize = 32 << 20;
@@ -41,33 +39,31 @@ const COMPACT_BYTES: u64 = 64 << 20;
 /// Most files moved aside; the last one is overwritten then.
 const DAMAGED_FILES: u32 = 3;
 
-/// What `entries` says of one snapshot. Its bytes: fingerprint; tokens, bytes, used as u64;
-/// XXH3-64 of the key and all that. Little-endian.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Record {
-    pub fingerprint: Fingerprint,
-    /// Length of the prefix.
-    pub tokens: usize,
-    /// Length of its formatted bytes, in rows of [`CHUNK_BYTES`].
-    pub bytes: u64,
-    /// Reading of the use counter at its last use.
-    pub used: u64,
-}
-
-/// What one transaction changes besides adding a snapshot.
+/// What one transaction changes, in this order.
 #[derive(Default)]
 pub(super) struct Batch {
-    /// Entries to remove.
+    /// Parts to remove.
     pub evicted: HashSet<Key>,
+    /// Parts to add; their records are among the following ones.
+    pub parts: Vec<Arc<Part>>,
     /// Records to write.
     pub records: Vec<(Key, Record)>,
+}
+
+/// A file, and what is in it.
+pub(super) struct Opened {
+    pub database: Database,
+    /// Of all parts.
+    pub records: Vec<(Key, Record)>,
+    /// Records that could not be read, and were dropped.
+    pub damaged: u64,
 }
 
 /// Why an operation on the database failed, sorted by what follows.
 #[derive(Debug)]
 pub(super) enum Trouble {
-    /// One entry is damaged: drop it.
-    Entry(String),
+    /// One part is damaged: drop it.
+    Part(String),
     /// Another process has the file: go on without.
     Busy,
     /// The file is damaged, or of another format: begin a new one.
@@ -79,7 +75,7 @@ pub(super) enum Trouble {
 impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Entry(problem) | Self::Damaged(problem) | Self::Io(problem) => {
+            Self::Part(problem) | Self::Damaged(problem) | Self::Io(problem) => {
                 f.write_str(problem)
             }
             Self::Busy => f.write_str("another process uses the file"),
@@ -104,63 +100,88 @@ impl From<::redb::Error> for Trouble {
     }
 }
 
-/// Share of the budget that a snapshot of so many formatted bytes takes: the bytes of its pages
-/// and a seventh more.
-///
-/// redb's pages are powers of two, so a last, partly filled row may take nearly twice its length.
-/// The seventh is for pages that are free but cannot be used by the transaction that freed them:
-/// without it a file under steady churn settled at 1.02 to 1.12 times the budget.
-pub(super) fn cost(bytes: u64) -> u64 {
-    let page = |row: u64| (row + ROW_OVERHEAD).next_power_of_two().max(PAGE_BYTES);
-    let chunk = CHUNK_BYTES as u64;
-    (RECORD_COST + bytes / chunk * page(chunk) + page(bytes % chunk)) * 8 / 7
+/// Opens the file, or begins a new one where there is none or it is damaged (it is moved aside).
+pub(super) fn open_or_begin_anew(path: &Path) -> Result<Opened, Error> {
+    let open = || {
+        let database = open(path)?;
+        let (records, damaged) = records(&database)?;
+        Ok(Opened { database, records, damaged })
+    };
+    let opened = open().or_else(|trouble| {
+        if matches!(trouble, Trouble::Damaged(_)) {
+            move_aside(path, &trouble);
+            return open();
+        }
+        Err(trouble)
+    });
+    opened.map_err(|trouble| error(path, &trouble))
 }
 
-/// Opens the file, or begins a new one where there is none or it is damaged (it is moved aside),
-/// and reads the records of all its entries.
-pub(super) fn open_or_begin_anew(path: &Path) -> Result<(Database, Vec<(Key, Record)>), Error> {
-    let first = open(path).and_then(|database| Ok((records(&database)?, database)));
-    let result = match first {
-        Err(trouble @ Trouble::Damaged(_)) => {
-            move_aside(path, &trouble);
-            open(path).and_then(|database| Ok((records(&database)?, database)))
-        }
-        other => other,
-    };
-    match result {
-        Ok((records, database)) => Ok((database, records)),
-        Err(Trouble::Busy) => Err(Error::Store(format!(
-            "{} is in use by another process; only one at a time can keep its state there",
-            path.display()
-        ))),
-        Err(trouble) => Err(Error::Store(format!("{}: {trouble}", path.display()))),
+/// What a caller is told who can do without the file.
+pub(super) fn error(path: &Path, trouble: &Trouble) -> Error {
+    match trouble {
+        Trouble::Busy => Error::StoreInUse { path: path.to_owned() },
+        _ => Error::Store(format!("{}: {trouble}", path.display())),
     }
 }
 
-/// Opens the file, and makes it with its tables where there is none.
+/// Opens the file, and makes it with its tables where there is none. What an older version of this
+/// program has left there is cleared.
 pub(super) fn open(path: &Path) -> Result<Database, Trouble> {
     let file = open_file(path).map_err(|error| Trouble::Io(error.to_string()))?;
     guarded(|| {
         let database = Builder::new().set_cache_size(CACHE_BYTES).create_file(file)?;
         let read = database.begin_read()?;
-        if read.list_tables()?.next().is_none() {
-            drop(read);
-            let mut write = database.begin_write()?;
-            write.set_quick_repair(true);
-            write.open_table(META)?.insert("format", FORMAT)?;
-            write.open_table(ENTRIES)?;
-            write.open_table(CHUNKS)?;
-            write.commit()?;
-            return Ok(database);
-        }
-        let format = read.open_table(META)?.get("format")?.map(|version| version.value());
-        if format != Some(FORMAT) {
-            return Err(::redb::Error::Corrupted(format!(
-                "the file has format {format:?}, this program writes {FORMAT}"
-            )));
+        let is_new = read.list_tables()?.next().is_none();
+        let found = if is_new { None } else { read.open_table(META)?.get("format")? };
+        let found = found.map(|version| version.value());
+        drop(read);
+        match found {
+            None if is_new => begin(&database)?,
+            Some(SNAPSHOTS) => {
+                info!(?path, "the store has the format of an older version: it begins anew");
+                begin(&database)?;
+            }
+            Some(found) if found == stamp(FORMAT) => {}
+            Some(found) if found != stamp(found >> 32) => {
+                // Each record says by its checksum whether it is ours, so this one is not needed.
+                warn!(?path, "the store's format is unreadable: taken for ours");
+                put_format(&database)?;
+            }
+            found => {
+                let found = found.map(|found| found >> 32);
+                return Err(::redb::Error::Corrupted(format!(
+                    "the file has format {found:?}, this program writes {FORMAT}"
+                )));
+            }
         }
         Ok(database)
     })
+}
+
+/// A format's version and, in the lower half, its checksum: so that a flipped bit is not taken for
+/// another version.
+pub(super) fn stamp(version: u64) -> u64 {
+    version << 32 | xxh3_64(&version.to_le_bytes()) & 0xffff_ffff
+}
+
+/// Makes the tables, empty.
+fn begin(database: &Database) -> Result<(), ::redb::Error> {
+    let mut write = database.begin_write()?;
+    write.set_quick_repair(true);
+    write.delete_table(ENTRIES)?;
+    write.delete_table(CHUNKS)?;
+    write.open_table(META)?.insert("format", stamp(FORMAT))?;
+    write.open_table(ENTRIES)?;
+    write.open_table(CHUNKS)?;
+    Ok(write.commit()?)
+}
+
+fn put_format(database: &Database) -> Result<(), ::redb::Error> {
+    let mut write = database.begin_write()?;
+    write.set_quick_repair(true);
+    write.open_table(META)?.insert("format", stamp(FORMAT))?;
+    Ok(write.commit()?)
 }
 
 /// Makes missing folders and the file, for this user alone: it holds conversations.
@@ -223,9 +244,14 @@ pub(super) fn compact(
     {
         return Ok(());
     }
-    guarded(|| database.compact().map(drop).map_err(::redb::Error::from))?;
+    compact_now(database)?;
     info!(before, after = size_on_disk(path), live, "store compacted");
     Ok(())
+}
+
+/// Compacts the file.
+pub(super) fn compact_now(database: &mut Database) -> Result<(), Trouble> {
+    guarded(|| database.compact().map(drop).map_err(::redb::Error::from))
 }
 
 /// Bytes that the file takes. redb extends it ahead of need and leaves holes, so its length says
@@ -238,9 +264,9 @@ pub(super) fn size_on_disk(path: &Path) -> u64 {
     return metadata.len();
 }
 
-/// All readable records. Those that are not are removed with a warning, and with them all rows
-/// that belong to no record.
-fn records(database: &Database) -> Result<Vec<(Key, Record)>, Trouble> {
+/// All readable records, and how many were not. Those are removed with a warning, and with them all
+/// rows that belong to no record.
+pub(super) fn records(database: &Database) -> Result<(Vec<(Key, Record)>, u64), Trouble> {
     let mut records = Vec::new();
     let mut damaged = Vec::new();
     guarded(|| {
@@ -254,33 +280,42 @@ fn records(database: &Database) -> Result<Vec<(Key, Record)>, Trouble> {
         Ok(())
     })?;
     if damaged.is_empty() {
-        return Ok(records);
+        return Ok((records, 0));
     }
     warn!(records = damaged.len(), "damaged records dropped");
-    let known: HashSet<Key> = records.iter().map(|(key, _)| *key).collect();
-    guarded(|| {
-        let mut write = database.begin_write()?;
-        write.set_quick_repair(true);
-        {
-            let mut entries = write.open_table(ENTRIES)?;
-            for key in &damaged {
-                entries.remove(key)?;
-            }
-            // Reads the whole file, but a damaged key cannot say which rows were its own.
-            write.open_table(CHUNKS)?.retain(|(key, _), _| known.contains(key))?;
-        }
-        Ok(write.commit()?)
-    })?;
-    Ok(records)
+    let count = damaged.len() as u64;
+    write(database, &Batch { evicted: damaged.into_iter().collect(), ..Batch::default() })?;
+    // If its key was damaged, it could not say which rows were its own.
+    sweep(database, &records)?;
+    Ok((records, count))
 }
 
-/// One transaction: removes what was evicted, adds `snapshot`, writes the records.
-pub(super) fn write(
-    database: &Database,
-    batch: &Batch,
-    snapshot: Option<(Key, &Snapshot)>,
-) -> Result<(), Trouble> {
-    if batch.evicted.is_empty() && batch.records.is_empty() && snapshot.is_none() {
+/// Removes rows that belong to no record, where there are more rows than there should be; it has to
+/// read the whole file then. Returns how many.
+pub(super) fn sweep(database: &Database, records: &[(Key, Record)]) -> Result<u64, Trouble> {
+    let expected: u64 = records.iter().map(|(_, record)| record.rows()).sum();
+    let known: HashSet<Key> = records.iter().map(|(key, _)| *key).collect();
+    guarded(|| {
+        let found = database.begin_read()?.open_table(CHUNKS)?.len()?;
+        if found <= expected {
+            return Ok(0);
+        }
+        let mut write = database.begin_write()?;
+        write.set_quick_repair(true);
+        write.open_table(CHUNKS)?.retain(|(key, _), _| known.contains(key))?;
+        write.commit()?;
+        Ok(found - database.begin_read()?.open_table(CHUNKS)?.len()?)
+    })
+}
+
+/// Empties the file.
+pub(super) fn clear(database: &Database) -> Result<(), Trouble> {
+    guarded(|| begin(database))
+}
+
+/// One transaction.
+pub(super) fn write(database: &Database, batch: &Batch) -> Result<(), Trouble> {
+    if batch.evicted.is_empty() && batch.records.is_empty() && batch.parts.is_empty() {
         return Ok(());
     }
     guarded(|| {
@@ -293,17 +328,11 @@ pub(super) fn write(
                 entries.remove(key)?;
                 chunks.retain_in((key, 0)..=(key, u32::MAX), |_, _| false)?;
             }
-            if let Some((key, snapshot)) = snapshot {
-                let mut encoded = format::encode(snapshot);
-                let mut rest = encoded.len();
-                for row in 0.. {
-                    let length = rest.min(CHUNK_BYTES as u64);
-                    let mut place = chunks.insert_reserve((&key, row), length as usize)?;
+            for Part { key, tensors, .. } in batch.parts.iter().map(|part| &**part) {
+                let mut encoded = format::encode(key, tensors);
+                for (row, length) in (0..).zip(rows(format::encoded_len(tensors))) {
+                    let mut place = chunks.insert_reserve((key, row), length as usize)?;
                     encoded.read_exact(place.as_mut())?;
-                    rest -= length;
-                    if rest == 0 {
-                        break;
-                    }
                 }
             }
             for (key, record) in &batch.records {
@@ -314,34 +343,39 @@ pub(super) fn write(
     })
 }
 
-/// The snapshot under `key`, or `None` where there is no record of it.
-pub(super) fn read(database: &Database, key: &Key) -> Result<Option<Snapshot>, Trouble> {
-    let mut damage = None;
-    let snapshot = guarded(|| {
-        let read = database.begin_read()?;
-        let Some(value) = read.open_table(ENTRIES)?.get(key)? else { return Ok(None) };
-        let Some(record) = Record::from_bytes(key, value.value()) else {
-            damage = Some("its record is damaged".to_owned());
-            return Ok(None);
-        };
-        let range = read.open_table(CHUNKS)?.range((key, 0)..=(key, u32::MAX))?;
-        let mut rows = Rows { range, row: None, offset: 0, failure: None };
-        match format::decode(&mut rows, record.bytes) {
-            Ok(snapshot) => Ok(Some(snapshot)),
-            Err(_) if rows.failure.is_some() => Err(rows.failure.expect("just seen").into()),
-            Err(error) => {
-                damage = Some(error.to_string());
-                Ok(None)
+/// The file as it is at one moment.
+pub(super) struct Reader {
+    chunks: ReadOnlyTable<(&'static Key, u32), &'static [u8]>,
+}
+
+impl Reader {
+    pub fn new(database: &Database) -> Result<Self, Trouble> {
+        let chunks = guarded(|| Ok(database.begin_read()?.open_table(CHUNKS)?))?;
+        Ok(Self { chunks })
+    }
+
+    /// The tensors of the part of this key, which has so many formatted bytes.
+    pub fn tensors(&self, key: &Key, bytes: u64) -> Result<Vec<Tensor>, Trouble> {
+        let mut damage = String::new();
+        let tensors = guarded(|| {
+            let range = self.chunks.range((key, 0)..=(key, u32::MAX))?;
+            let mut rows = Rows { range, row: None, offset: 0, failure: None };
+            match format::decode(key, &mut rows, bytes) {
+                Ok(tensors) => Ok(Some(tensors)),
+                Err(error) => match rows.failure {
+                    Some(failure) => Err(failure.into()),
+                    None => {
+                        damage = error.to_string();
+                        Ok(None)
+                    }
+                },
             }
-        }
-    })?;
-    match damage {
-        Some(problem) => Err(Trouble::Entry(problem)),
-        None => Ok(snapshot),
+        })?;
+        tensors.ok_or(Trouble::Part(damage))
     }
 }
 
-/// Reads the rows of one entry as one stream.
+/// The rows of one part as one stream.
 struct Rows {
     range: Range<'static, (&'static Key, u32), &'static [u8]>,
     row: Option<AccessGuard<'static, &'static [u8]>>,
@@ -350,62 +384,31 @@ struct Rows {
     failure: Option<::redb::StorageError>,
 }
 
-impl Read for Rows {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        loop {
-            if let Some(row) = &self.row {
-                let rest = &row.value()[self.offset..];
-                let count = rest.len().min(buffer.len());
-                if count > 0 || buffer.is_empty() {
-                    buffer[..count].copy_from_slice(&rest[..count]);
-                    self.offset += count;
-                    return Ok(count);
-                }
-            }
+impl BufRead for Rows {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        while self.row.as_ref().is_none_or(|row| self.offset == row.value().len()) {
             match self.range.next() {
                 Some(Ok((_, row))) => (self.row, self.offset) = (Some(row), 0),
-                None => return Ok(0),
+                None => return Ok(&[]),
                 Some(Err(failure)) => {
                     self.failure = Some(failure);
                     return Err(io::Error::other("redb failed"));
                 }
             }
         }
+        Ok(self.row.as_ref().map_or(&[], |row| &row.value()[self.offset..]))
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.offset += count;
     }
 }
 
-impl Record {
-    /// Length of the bytes.
-    const BYTES: usize = 64;
-
-    fn to_bytes(&self, key: &Key) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..32].copy_from_slice(&self.fingerprint);
-        bytes[32..40].copy_from_slice(&(self.tokens as u64).to_le_bytes());
-        bytes[40..48].copy_from_slice(&self.bytes.to_le_bytes());
-        bytes[48..56].copy_from_slice(&self.used.to_le_bytes());
-        let checksum = Self::checksum(key, &bytes);
-        bytes[56..].copy_from_slice(&checksum.to_le_bytes());
-        bytes
-    }
-
-    /// `None` where the checksum differs.
-    fn from_bytes(key: &Key, bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
-        let field = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
-        if field(56) != Self::checksum(key, bytes) {
-            return None;
-        }
-        Some(Self {
-            fingerprint: bytes[..32].try_into().expect("32 bytes"),
-            tokens: usize::try_from(field(32)).ok()?,
-            bytes: field(40),
-            used: field(48),
-        })
-    }
-
-    fn checksum(key: &Key, bytes: &[u8; Self::BYTES]) -> u64 {
-        xxh3_64(&[key, &bytes[..56]].concat())
+impl Read for Rows {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.fill_buf()?.read(buffer)?;
+        self.consume(count);
+        Ok(count)
     }
 }
 
