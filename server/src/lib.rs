@@ -11,6 +11,7 @@
 //! bundled.rs   the demonstration model inside the executable
 //! serve.rs     listening, and stopping in good order
 //! verify.rs    `steersman verify`: that replies are the same however they are computed
+//! cache.rs     `steersman cache`: the state that is saved on disk
 //! calibrate.rs `steersman calibrate`: what a model could do without
 //! api/         OpenAI's interface
 //! ```
@@ -20,6 +21,7 @@
 
 pub mod api;
 pub mod bundled;
+pub mod cache;
 pub mod calibrate;
 pub mod config;
 pub mod hub;

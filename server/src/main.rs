@@ -12,7 +12,7 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::hub::{self, Found};
-use steersman::{calibrate, serve, verify};
+use steersman::{cache, calibrate, serve, verify};
 use steersman_engine::config::{Config, Device};
 use steersman_engine::engine::Info;
 use tracing_subscriber::EnvFilter;
@@ -39,6 +39,9 @@ enum Command {
     /// Find out how early a model can leave its layers, for early-exit drafts, and what leaving out
     /// feed-forward blocks costs, for engine.skip_kl. Kept in the data folder for `serve`.
     Calibrate(Calibrate),
+    /// Look after the state that is saved on disk, while no server has it open: a server tells of
+    /// its own at GET /v1/cache.
+    Cache(Cache),
 }
 
 /// Without options: the bundled demonstration model on http://127.0.0.1:11436. Options go before
@@ -98,30 +101,54 @@ struct Calibrate {
     tokens: u32,
 }
 
+/// Saved state can be lost without harm: what is not there is computed again.
+#[derive(Args)]
+struct Cache {
+    #[command(flatten)]
+    place: Place,
+    #[command(subcommand)]
+    task: cache::Task,
+}
+
 /// What all commands that load a model can be told.
 #[derive(Args)]
 struct Common {
-    /// Configuration file, in TOML; configs/steersman.toml shows every key with its default
-    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG")]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    place: Place,
     /// Where to compute: auto (the GPU where there is one), cpu or gpu
     #[arg(long, value_parser = device)]
     device: Option<Device>,
+}
+
+/// Where files are.
+#[derive(Args)]
+struct Place {
+    /// Configuration file, in TOML; configs/steersman.toml shows every key with its default
+    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
+    config: Option<PathBuf>,
     /// Folder for saved state and the unpacked model
     /// [default: steersman in the user's data folder, as ~/.local/share/steersman]
-    #[arg(long, value_name = "DIR", env = "STEERSMAN_DATA_DIR")]
+    #[arg(long, value_name = "DIR", env = "STEERSMAN_DATA_DIR", global = true)]
     data_dir: Option<PathBuf>,
 }
 
 impl Common {
     /// The configuration file, if one is named, overridden by the options; and the data folder.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
-        let mut file = match &self.config {
+        let (mut file, data_dir) = self.place.read()?;
+        file.model.path = model.unwrap_or(file.model.path);
+        file.model.device = self.device.unwrap_or(file.model.device);
+        Ok((file, data_dir))
+    }
+}
+
+impl Place {
+    /// The configuration file, if one is named, and the data folder.
+    fn read(self) -> Result<(FileConfig, PathBuf)> {
+        let file = match &self.config {
             Some(path) => FileConfig::read(path)?,
             None => FileConfig::default(),
         };
-        file.model.path = model.unwrap_or(file.model.path);
-        file.model.device = self.device.unwrap_or(file.model.device);
         let data_dir = self
             .data_dir
             .or_else(|| Some(dirs::data_dir()?.join("steersman")))
@@ -162,6 +189,7 @@ fn main() -> ExitCode {
         Command::Serve(options) => serve(options),
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
+        Command::Cache(options) => cache(options),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -231,4 +259,10 @@ fn calibrate(options: Calibrate) -> Result<()> {
     let found = find(&mut config, &data_dir)?;
     let prompts = verify::prompts(options.prompts.as_deref())?;
     calibrate::run(config, &found, &data_dir, &prompts, options.tokens as usize)
+}
+
+fn cache(options: Cache) -> Result<()> {
+    let (file, data_dir) = options.place.read()?;
+    let (_, config) = file.check()?;
+    cache::run(options.task, &config.store, &data_dir)
 }
