@@ -20,8 +20,8 @@
 //! index.rs     which parts there are; what to forget
 //! report.rs    counters and sizes
 //! redb.rs      RedbStore: threads, queue, budget
-//! redb/        database.rs: transactions; maintain.rs: what the command line does with a file;
-//!              portable.rs: parts in a file that can be carried elsewhere
+//! redb/        database.rs: transactions; reader.rs: reading parts; maintain.rs: what the command
+//!              line does with a file; portable.rs: a file that can be carried elsewhere
 //! ```
 //!
 //! # Why

@@ -32,6 +32,7 @@
 mod database;
 mod maintain;
 mod portable;
+mod reader;
 #[cfg(test)]
 mod tests;
 
@@ -45,9 +46,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use ::redb::Database;
 use tracing::{debug, warn};
 
-use self::database::{Batch, Opened, Reader, Trouble};
+use self::database::{Batch, Opened, Trouble};
 pub use self::maintain::{Prefix, Sizes, StoreFile, Verified};
 pub use self::portable::Imported;
+use self::reader::{Reader, in_parallel};
 use super::index::Index;
 use super::record::{Record, cost};
 use super::report::Counts;
@@ -59,7 +61,6 @@ use crate::error::{Error, Result};
 const QUEUE_SAVES: usize = 16;
 /// Most bytes of them, unless a single one has more.
 const QUEUE_BYTES: u64 = 512 << 20;
-
 /// Parts in a redb file, for one process at a time.
 pub struct RedbStore {
     shared: Arc<Shared>,
@@ -190,30 +191,31 @@ impl RedbStore {
             let mut state = self.shared.state();
             let place = |key| {
                 let entry = state.index.get(key)?;
-                Some((entry.record.bytes, entry.queued.clone()))
+                Some((key, entry.record.bytes, entry.queued.clone()))
             };
             let places = keys.iter().map(place).collect::<Option<Vec<_>>>()?;
             state.touch(keys);
             places
         };
-        let database = self.shared.database.read().expect("nothing panics while it holds it");
-        let mut reader = None;
-        let mut loaded = Vec::with_capacity(keys.len());
-        for (key, (bytes, queued)) in keys.iter().zip(places) {
-            let tensors = match (queued, &mut reader) {
+        let tensors = {
+            let database = self.shared.database.read().expect("nothing panics while it holds it");
+            let reader = Reader::new(database.as_ref()?);
+            let total = places.iter().map(|(_, bytes, _)| bytes).sum();
+            in_parallel(&places, total, |(key, bytes, queued)| match (queued, &reader) {
                 (Some(part), _) => Ok(part.tensors.clone()),
-                (None, Some(reader)) => Reader::tensors(reader, key, bytes),
-                (None, reader) => Reader::new(database.as_ref()?)
-                    .and_then(|new| reader.insert(new).tensors(key, bytes)),
-            };
+                (None, Ok(reader)) => reader.tensors(key, *bytes),
+                (None, Err(trouble)) => Err(trouble.clone()),
+            })
+        };
+        let mut loaded = Vec::with_capacity(keys.len());
+        for (key, tensors) in keys.iter().zip(tensors) {
             match tensors {
                 Ok(tensors) => loaded.push(tensors),
-                Err(trouble) => {
-                    drop(database);
-                    self.shared.drop_damaged(key, trouble);
-                    return None;
-                }
+                Err(trouble) => self.shared.drop_damaged(key, trouble),
             }
+        }
+        if loaded.len() < keys.len() {
+            return None;
         }
         let mut state = self.shared.state();
         state.counts.loads += 1;

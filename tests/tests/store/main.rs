@@ -99,7 +99,7 @@ fn what_is_saved_is_found_and_loaded_whole_before_and_after_it_is_on_disk() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(&folder.path().join("state.redb"), ONE, 64 * MB);
     let tokens: Vec<u32> = (0..500).collect();
-    let sizes = [(1, 0), (63, 1), (64, 5_000), (65, 1 << 20), (128, 3_000_000), (500, 70_000)];
+    let sizes = [(1, 0), (63, 1), (64, 5_000), (65, 1 << 20), (128, 3_000_000), (500, 700_000)];
     let saved: Vec<Part> = sizes
         .iter()
         .flat_map(|&(length, bytes)| {

@@ -5,27 +5,26 @@ use std::any::Any;
 use std::collections::HashSet;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, ErrorKind, Read};
+use std::io::{self, ErrorKind, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ::redb::{
-    AccessGuard, Builder, Database, Range, ReadOnlyTable, ReadableDatabase, ReadableTable,
-    ReadableTableMetadata, TableDefinition,
+    Builder, Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition,
 };
 use tracing::{info, warn};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::record::{Record, rows};
-use super::super::{Key, Part, Tensor, format};
+use super::super::{Key, Part, format};
 use crate::error::Error;
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 /// Key of a part: its [`Record`].
 const ENTRIES: TableDefinition<&Key, &[u8]> = TableDefinition::new("entries");
 /// Key of a part and number of the row: a piece of its formatted bytes.
-const CHUNKS: TableDefinition<(&Key, u32), &[u8]> = TableDefinition::new("chunks");
+pub(super) const CHUNKS: TableDefinition<(&Key, u32), &[u8]> = TableDefinition::new("chunks");
 
 /// Version of the three tables, [stamped](stamp) under `format` in `meta`.
 const FORMAT: u64 = 2;
@@ -60,7 +59,7 @@ pub(super) struct Opened {
 }
 
 /// Why an operation on the database failed, sorted by what follows.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum Trouble {
     /// One part is damaged: drop it.
     Part(String),
@@ -343,77 +342,8 @@ pub(super) fn write(database: &Database, batch: &Batch) -> Result<(), Trouble> {
     })
 }
 
-/// The file as it is at one moment.
-pub(super) struct Reader {
-    chunks: ReadOnlyTable<(&'static Key, u32), &'static [u8]>,
-}
-
-impl Reader {
-    pub fn new(database: &Database) -> Result<Self, Trouble> {
-        let chunks = guarded(|| Ok(database.begin_read()?.open_table(CHUNKS)?))?;
-        Ok(Self { chunks })
-    }
-
-    /// The tensors of the part of this key, which has so many formatted bytes.
-    pub fn tensors(&self, key: &Key, bytes: u64) -> Result<Vec<Tensor>, Trouble> {
-        let mut damage = String::new();
-        let tensors = guarded(|| {
-            let range = self.chunks.range((key, 0)..=(key, u32::MAX))?;
-            let mut rows = Rows { range, row: None, offset: 0, failure: None };
-            match format::decode(key, &mut rows, bytes) {
-                Ok(tensors) => Ok(Some(tensors)),
-                Err(error) => match rows.failure {
-                    Some(failure) => Err(failure.into()),
-                    None => {
-                        damage = error.to_string();
-                        Ok(None)
-                    }
-                },
-            }
-        })?;
-        tensors.ok_or(Trouble::Part(damage))
-    }
-}
-
-/// The rows of one part as one stream.
-struct Rows {
-    range: Range<'static, (&'static Key, u32), &'static [u8]>,
-    row: Option<AccessGuard<'static, &'static [u8]>>,
-    offset: usize,
-    /// redb's own failure, which says more than the [`io::Error`] it is reported as.
-    failure: Option<::redb::StorageError>,
-}
-
-impl BufRead for Rows {
-    fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        while self.row.as_ref().is_none_or(|row| self.offset == row.value().len()) {
-            match self.range.next() {
-                Some(Ok((_, row))) => (self.row, self.offset) = (Some(row), 0),
-                None => return Ok(&[]),
-                Some(Err(failure)) => {
-                    self.failure = Some(failure);
-                    return Err(io::Error::other("redb failed"));
-                }
-            }
-        }
-        Ok(self.row.as_ref().map_or(&[], |row| &row.value()[self.offset..]))
-    }
-
-    fn consume(&mut self, count: usize) {
-        self.offset += count;
-    }
-}
-
-impl Read for Rows {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let count = self.fill_buf()?.read(buffer)?;
-        self.consume(count);
-        Ok(count)
-    }
-}
-
 /// Runs `f`, and takes a panic for a damaged file: redb trusts its pages between repairs.
-fn guarded<T>(f: impl FnOnce() -> Result<T, ::redb::Error>) -> Result<T, Trouble> {
+pub(super) fn guarded<T>(f: impl FnOnce() -> Result<T, ::redb::Error>) -> Result<T, Trouble> {
     match catch_unwind(AssertUnwindSafe(f)) {
         Ok(result) => result.map_err(Trouble::from),
         Err(panic) => Err(Trouble::Damaged(format!("redb panicked: {}", message(&*panic)))),

@@ -12,7 +12,8 @@ use tracing::warn;
 
 use super::super::record::Record;
 use super::super::{Fingerprint, Key, Kind, Size};
-use super::database::{self, Batch, Reader, Trouble};
+use super::database::{self, Batch, Trouble};
+use super::reader::Reader;
 use super::seconds;
 use crate::error::{Error, Result};
 
