@@ -68,13 +68,13 @@ pub fn run(task: Task, config: &StoreConfig, data_dir: &Path) -> Result<()> {
             let found = store.verify()?;
             writeln!(out, "whole: {}", sized(found.whole))?;
             for (kind, end) in &found.damaged {
-                writeln!(out, "dropped, as damaged: {} that end at token {end}", kind.name())?;
+                writeln!(out, "dropped, as damaged: {} at token {end}", kind.name())?;
             }
             if found.stray_rows > 0 {
                 writeln!(out, "dropped: {} pieces that belong to nothing", found.stray_rows)?;
             }
             if !found.damaged.is_empty() {
-                bail!("{} parts were damaged; the rest is in order", found.damaged.len());
+                bail!("damaged parts: {}; the rest is in order", found.damaged.len());
             }
         }
         Task::Clear { fingerprint } => {
@@ -186,7 +186,8 @@ fn short(fingerprint: &Fingerprint) -> String {
 }
 
 fn sized(size: Size) -> String {
-    format!("{} parts, {}", size.parts, bytes(size.bytes))
+    let parts = if size.parts == 1 { "part" } else { "parts" };
+    format!("{} {parts}, {}", size.parts, bytes(size.bytes))
 }
 
 fn bytes(count: u64) -> String {

@@ -1,8 +1,10 @@
 //! Reading parts out of the file, several at a time.
 //!
 //! # Why
-//! One thread copies and hashes what it reads at 1.0 to 1.9 GB/s, which is less than a good disk
-//! gives; two on two busy cores reached 2.1 to 3.1 GB/s (444 MB in 189 parts, page cache warm).
+//! One thread copies and hashes what it reads at about 1.1 GB/s here, which is less than a good disk
+//! gives; four on two busy cores reach 2.0 to 2.7 GB/s, and 0.5 to 1.4 GB/s from disk (444 MB in 47
+//! or 189 parts). Reading the rows of each part in parallel as well lost: a long state came from
+//! disk a little faster, but all its pages are held at once, and everything else took longer.
 
 use std::io::{self, BufRead, Read};
 use std::sync::atomic::{AtomicUsize, Ordering};
