@@ -170,6 +170,23 @@ fn a_missing_row_is_a_miss() {
     assert!(!store.contains(&key(2)) && has(&store, &part(1, 2 * ROW_BYTES as usize)));
 }
 
+/// As a flipped bit in a row's key leaves them.
+#[test]
+fn rows_that_belong_to_nothing_are_dropped_when_the_file_is_verified() {
+    let folder = folder_with(2, 3000);
+    let path = folder.path().join("state.redb");
+    let database = Database::create(&path).unwrap();
+    let write = database.begin_write().unwrap();
+    write.open_table(CHUNKS).unwrap().insert((&key(7), 5), [1, 2, 3].as_slice()).unwrap();
+    write.commit().unwrap();
+    drop(database);
+    let found = StoreFile::open(&path).unwrap().verify().unwrap();
+    assert_eq!((found.whole.parts, found.stray_rows), (2, 1));
+    let found = StoreFile::open(&path).unwrap().verify().unwrap();
+    assert_eq!((found.whole.parts, found.stray_rows), (2, 0));
+    assert!(has(&open(&folder), &part(1, 3000)));
+}
+
 /// The file's own pages, which redb trusts: whatever happens, what loads is right, and the next
 /// start has a store that works. (Of 8,000 such rounds none failed; 540 ended with the file moved
 /// aside.)
