@@ -199,15 +199,21 @@ impl DraftKind {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct StoreConfig {
-    /// Whether state is kept on disk. Otherwise it is kept in memory, in at most 512 MiB, until the
-    /// engine ends.
+    /// Most bytes of state in memory, as live arrays; what was least recently used goes first.
+    pub memory_bytes: u64,
+    /// Whether state is kept on disk as well, and so survives a restart.
     pub enabled: bool,
     /// The database file; empty is `state.redb` in the data folder.
     pub path: PathBuf,
     /// Most bytes on disk; what was least recently used goes first.
     pub budget_bytes: u64,
-    /// Prefixes shorter than this are not worth a snapshot.
+    /// Prefixes shorter than this are not worth being saved.
     pub min_tokens: usize,
+    /// Bits of keys and values on disk: 8 for a half or a quarter of the space, lossy; 0 for as they
+    /// are.
+    pub kv_bits: u32,
+    /// Whether an idle engine computes what the next request of a conversation will begin with.
+    pub ahead: bool,
 }
 
 impl StoreConfig {
@@ -219,7 +225,15 @@ impl StoreConfig {
 
 impl Default for StoreConfig {
     fn default() -> Self {
-        Self { enabled: true, path: PathBuf::new(), budget_bytes: 4 << 30, min_tokens: 16 }
+        Self {
+            memory_bytes: 1 << 30,
+            enabled: true,
+            path: PathBuf::new(),
+            budget_bytes: 4 << 30,
+            min_tokens: 16,
+            kv_bits: 0,
+            ahead: true,
+        }
     }
 }
 
@@ -253,6 +267,9 @@ pub struct Profile {
     pub on_failure: OnFailure,
     /// Handed to the policy as text.
     pub params: BTreeMap<String, String>,
+    /// Files with what this profile's requests begin with, computed at the start:
+    /// `{"messages": [..], "tools": [..]}` as in a chat request.
+    pub warm: Vec<PathBuf>,
     /// Sampling where neither the client nor the model's `generation_config.json` says otherwise
     /// is greedy; what stands here overrides the latter.
     pub sampling: Option<Sampling>,
@@ -264,6 +281,7 @@ impl Default for Profile {
             policy: "default".into(),
             on_failure: OnFailure::Open,
             params: BTreeMap::new(),
+            warm: Vec::new(),
             sampling: None,
         }
     }
@@ -312,6 +330,15 @@ impl Config {
         if self.speculation.depth > DEPTH {
             let problem = format!("is {}, must be at most {DEPTH}", self.speculation.depth);
             return Err(Error::Invalid { field: "speculation.depth", problem });
+        }
+        let StoreConfig { kv_bits, .. } = self.store;
+        if ![0, 8].contains(&kv_bits) {
+            let problem = format!("is {kv_bits}, must be 8, or 0 for none");
+            return Err(Error::Invalid { field: "store.kv_bits", problem });
+        }
+        if kv_bits > 0 && self.engine.kv_bits > 0 {
+            let problem = "is of no use where `engine.kv_bits` has them in few bits already".into();
+            return Err(Error::Invalid { field: "store.kv_bits", problem });
         }
         at_least("store.min_tokens", self.store.min_tokens as u64, 1)?;
         at_least("policy.fuel", self.policy.fuel, 1)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 use crate::error::{Error, Result};
+use crate::prefix;
 use crate::request::{Event, Request};
 
 /// What the server may know of the loaded model.
@@ -22,6 +23,8 @@ pub struct Info {
     pub profiles: Vec<String>,
     /// Hex digest over weights, numeric format and policies: equal digests, equal answers.
     pub fingerprint: String,
+    /// Tells what is saved of earlier requests, and of what use it was.
+    pub prefixes: prefix::Reporter,
     /// When the model was loaded, in seconds since 1970.
     pub loaded: u64,
 }

@@ -53,6 +53,16 @@ pub enum Error {
         /// What happened, in which hook.
         problem: String,
     },
+    /// A file that a profile's `warm` names cannot be used.
+    #[error("profiles.{profile}.warm: {path}: {problem}")]
+    Warm {
+        /// The profile.
+        profile: String,
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
     /// The state store cannot be opened or used. Never ends a request: losing it costs time only.
     #[error("state store: {0}")]
     Store(String),

@@ -20,6 +20,7 @@ pub mod error;
 pub mod model;
 pub mod nn;
 pub mod policy;
+pub mod prefix;
 pub mod request;
 pub mod store;
 pub mod text;

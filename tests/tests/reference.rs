@@ -346,7 +346,8 @@ fn restored_rows_equal_rows_just_run() {
             let mut cache = case.model.new_cache().unwrap();
             case.run(&case.prompt[..rows], &mut cache);
             let mut restored = case.model.new_cache().unwrap();
-            restored.restore(cache.state().unwrap(), rows).unwrap();
+            let parts = [(0, 5), (5, rows)].map(|(from, to)| cache.key_values(from, to).unwrap());
+            restored.restore(&parts, &cache.fixed().unwrap(), rows).unwrap();
             for next in case.greedy[..40].chunks(5) {
                 let [expected, ours] = [&mut cache, &mut restored].map(|c| case.run(next, c));
                 assert_close(&ours, &expected, 1e-4, &format!("{name} after {rows} rows"));

@@ -4,8 +4,9 @@
 
 use mlx_rs::Array;
 
-use super::expect_shape;
 use super::rows::Rows;
+use super::shared::Piece;
+use super::{column, expect_rows};
 use crate::error::Result;
 
 /// Keys and values, each [1, H_kv, len, D].
@@ -75,18 +76,28 @@ impl Full {
         Ok(vec![keys, values])
     }
 
-    /// Takes over keys and values of `len` positions.
+    /// Keys and values of the positions from `from` to `to`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when MLX rejects the slice.
+    pub(super) fn piece(&self, from: i32, to: i32) -> Result<Piece> {
+        Ok(vec![self.keys.view(from, to)?, self.values.view(from, to)?])
+    }
+
+    /// Takes over the keys and values of `len` positions.
     ///
     /// The buffers get the capacity they would have had, so that what follows runs the same
     /// kernels on the same layout as it would have without the interruption.
     ///
     /// # Errors
     /// [`crate::Error::Store`] when a shape is not this layer's.
-    pub fn restore(&mut self, keys: &Array, values: &Array, len: i32) -> Result<()> {
-        for array in [keys, values] {
-            expect_shape(array, &[1, self.heads, len, self.head_dim])?;
-        }
-        *self = Self::new(self.heads, self.head_dim);
-        self.append(keys, values)
+    pub(super) fn restore(&mut self, pieces: &[&Piece], len: i32) -> Result<()> {
+        let of = |i: usize| -> Result<Rows> {
+            let parts = column(pieces, i)?;
+            expect_rows(&parts, [self.heads, self.head_dim], len)?;
+            Rows::fill(&parts)
+        };
+        (self.keys, self.values, self.len) = (of(0)?, of(1)?, len);
+        Ok(())
     }
 }

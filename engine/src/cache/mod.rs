@@ -10,12 +10,16 @@ mod full;
 mod quantized;
 mod recurrent;
 mod rows;
+mod shared;
 mod sliding;
 
 pub use full::Full;
 pub use quantized::{Quantized, QuantizedRows};
-pub use recurrent::{Recurrent, Writes, delta_step};
+pub use recurrent::{Recurrent, Writes, delta_write};
+pub use shared::{KeyValues, owned};
 pub use sliding::Sliding;
+
+use shared::Piece;
 
 use mlx_rs::Array;
 
@@ -117,7 +121,7 @@ impl Cache {
         Ok(())
     }
 
-    /// The state as plain arrays, layer by layer; [`Cache::restore`] reads them back.
+    /// All that is remembered, as plain arrays: to have it computed, or to compare it.
     ///
     /// Cheap: arrays are shared, not copied.
     ///
@@ -136,36 +140,138 @@ impl Cache {
         Ok(arrays)
     }
 
-    /// Puts the state of `position` rows in place, as [`Cache::state`] returned it.
+    /// Whether some of it exists at the present position alone, so that it can be resumed from only
+    /// where [`Cache::fixed`] was taken.
+    pub fn has_fixed(&self) -> bool {
+        let fixed =
+            |layer: &LayerCache| matches!(layer, LayerCache::Sliding(_) | LayerCache::Recurrent(_));
+        self.layers.iter().any(fixed)
+    }
+
+    /// What exists at the present position alone: recurrent states and sliding windows, two arrays a
+    /// layer.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when MLX rejects a slice.
+    pub fn fixed(&self) -> Result<Vec<Array>> {
+        let mut arrays = Vec::new();
+        for layer in &self.layers {
+            match layer {
+                LayerCache::Full(_) | LayerCache::Quantized(_) => {}
+                LayerCache::Sliding(sliding) => arrays.extend(sliding.state()?),
+                LayerCache::Recurrent(recurrent) => arrays.extend(recurrent.state()),
+            }
+        }
+        Ok(arrays)
+    }
+
+    /// Keys and values of the positions from `from` to `to`, in layers that keep those of all.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when MLX rejects a slice.
+    ///
+    /// # Panics
+    /// When `from` is not before `to`, or `to` behind the present position.
+    pub fn key_values(&self, from: usize, to: usize) -> Result<KeyValues> {
+        assert!(from < to && to <= self.position, "asked for rows that are not there");
+        let layer = |layer: &LayerCache| match layer {
+            LayerCache::Full(full) => Some(full.piece(from as i32, to as i32).map(|p| vec![p])),
+            LayerCache::Quantized(quantized) => Some(quantized.pieces(from as i32, to as i32)),
+            LayerCache::Sliding(_) | LayerCache::Recurrent(_) => None,
+        };
+        let layers = self.layers.iter().filter_map(layer).collect::<Result<_>>()?;
+        Ok(KeyValues { count: to - from, layers })
+    }
+
+    /// The keys and values of positions from `from` to `to` whose arrays are these, in order.
+    ///
+    /// # Errors
+    /// [`Error::Store`] when there are too few or too many of them for this model.
+    pub fn key_values_of(&self, arrays: Vec<Array>, from: usize, to: usize) -> Result<KeyValues> {
+        let mut arrays = arrays.into_iter();
+        let mut piece = |count: usize| -> Result<Piece> {
+            let piece: Piece = arrays.by_ref().take(count).collect();
+            if piece.len() < count || piece.iter().any(|array| array.ndim() != 4) {
+                return Err(Error::Store("saved rows have too few tensors".into()));
+            }
+            Ok(piece)
+        };
+        let mut layers = Vec::new();
+        for layer in &self.layers {
+            match layer {
+                LayerCache::Full(_) => layers.push(vec![piece(2)?]),
+                LayerCache::Quantized(quantized) => {
+                    let (dense, packed) = quantized.split(from as i32, to as i32);
+                    let sizes = [(dense, 2), (packed, 6)];
+                    let present = sizes.into_iter().filter(|(rows, _)| !rows.is_empty());
+                    layers.push(present.map(|(_, count)| piece(count)).collect::<Result<_>>()?);
+                }
+                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {}
+            }
+        }
+        if arrays.next().is_some() {
+            return Err(Error::Store("saved rows have too many tensors".into()));
+        }
+        Ok(KeyValues { count: to - from, layers })
+    }
+
+    /// Puts the state of `position` rows in place: `rows` of all of them, in order, and what
+    /// [`Cache::fixed`] returned there.
     ///
     /// # Errors
     /// [`Error::Store`] when number or shapes of the arrays are not those of this model; the cache
     /// is then unchanged.
-    pub fn restore(&mut self, arrays: Vec<Array>, position: usize) -> Result<()> {
+    pub fn restore(&mut self, rows: &[KeyValues], fixed: &[Array], position: usize) -> Result<()> {
         let mut layers = self.layers.clone();
-        let mut arrays = arrays.into_iter();
+        let (mut index, mut fixed) = (0, fixed.iter());
         let len = i32::try_from(position).unwrap_or(i32::MAX);
         for layer in &mut layers {
-            if let LayerCache::Quantized(quantized) = layer {
-                quantized.restore(&mut arrays, len)?;
+            if let LayerCache::Full(_) | LayerCache::Quantized(_) = layer {
+                let pieces: Vec<&Piece> =
+                    rows.iter().filter_map(|rows| rows.layers.get(index)).flatten().collect();
+                index += 1;
+                match layer {
+                    LayerCache::Full(full) => full.restore(&pieces, len)?,
+                    LayerCache::Quantized(quantized) => quantized.restore(&pieces, len)?,
+                    _ => unreachable!("looked at above"),
+                }
                 continue;
             }
-            let (Some(a), Some(b)) = (arrays.next(), arrays.next()) else {
-                return Err(Error::Store("a snapshot has too few tensors".into()));
+            let (Some(a), Some(b)) = (fixed.next(), fixed.next()) else {
+                return Err(Error::Store("a saved state has too few tensors".into()));
             };
             match layer {
-                LayerCache::Full(full) => full.restore(&a, &b, len)?,
-                LayerCache::Sliding(sliding) => sliding.restore(&a, &b, len)?,
-                LayerCache::Recurrent(recurrent) => recurrent.restore(a, b)?,
-                LayerCache::Quantized(_) => unreachable!("restored above"),
+                LayerCache::Sliding(sliding) => sliding.restore(a, b, len)?,
+                LayerCache::Recurrent(recurrent) => recurrent.restore(a.clone(), b.clone())?,
+                _ => unreachable!("looked at above"),
             }
         }
-        if arrays.next().is_some() {
-            return Err(Error::Store("a snapshot has too many tensors".into()));
+        if fixed.next().is_some() {
+            return Err(Error::Store("a saved state has too many tensors".into()));
         }
         *self = Self { layers, position, mark: None };
         Ok(())
     }
+}
+
+/// The i-th array of each piece.
+fn column<'a>(pieces: &[&'a Piece], i: usize) -> Result<Vec<&'a Array>> {
+    let array = |piece: &&'a Piece| piece.get(i);
+    let arrays: Option<Vec<&Array>> = pieces.iter().map(array).collect();
+    arrays.ok_or_else(|| Error::Store("saved rows are of another kind".into()))
+}
+
+/// Refuses rows that are not `len` of the layer's [heads, width].
+fn expect_rows(parts: &[&Array], [heads, width]: [i32; 2], len: i32) -> Result<()> {
+    for part in parts {
+        let rows = if part.ndim() == 4 { part.dim(2) } else { 0 };
+        expect_shape(part, &[1, heads, rows, width])?;
+    }
+    let rows: i32 = parts.iter().map(|part| part.dim(2)).sum();
+    if rows == len {
+        return Ok(());
+    }
+    Err(Error::Store(format!("there are {rows} saved rows, not {len}")))
 }
 
 /// Refuses a tensor whose shape is not what the layer has.

@@ -7,12 +7,15 @@
 //! Source: mlx-lm `models/cache.py`, `QuantizedKVCache`, which converts whole caches instead once
 //! they are long enough.
 
+use std::ops::Range;
+
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::quantize;
 
 use super::rows::Rows;
-use super::{Full, expect_shape};
+use super::shared::Piece;
+use super::{Full, column, expect_rows};
 use crate::error::{Error, Result};
 
 /// Elements that share a scale: the first of these that divides a head.
@@ -148,28 +151,48 @@ impl Quantized {
         Ok(arrays)
     }
 
-    /// Takes over what [`Quantized::state`] gave at `len` positions.
+    /// Rows from `from` to `to`: the dense ones, then the quantized ones.
+    ///
+    /// # Errors
+    /// [`Error::Array`] when MLX rejects a slice.
+    pub(super) fn pieces(&self, from: i32, to: i32) -> Result<Vec<Piece>> {
+        let (dense, packed) = self.split(from, to);
+        let mut pieces = Vec::new();
+        if !dense.is_empty() {
+            pieces.push(self.dense.piece(dense.start, dense.end)?);
+        }
+        if !packed.is_empty() {
+            let rows = self.keys.iter().chain(&self.values);
+            pieces
+                .push(rows.map(|rows| rows.view(packed.start, packed.end)).collect::<Result<_>>()?);
+        }
+        Ok(pieces)
+    }
+
+    /// Which dense and which quantized rows stand for the positions from `from` to `to`.
+    pub(super) fn split(&self, from: i32, to: i32) -> (Range<i32>, Range<i32>) {
+        let packed = |at: i32| (at - self.from).max(0);
+        (from.min(self.from)..to.min(self.from), packed(from)..packed(to))
+    }
+
+    /// Takes over the rows of `len` positions.
     ///
     /// # Errors
     /// [`Error::Store`] when arrays are missing or have other shapes.
-    pub fn restore(&mut self, arrays: &mut impl Iterator<Item = Array>, len: i32) -> Result<()> {
-        let mut next =
-            || arrays.next().ok_or_else(|| Error::Store("a snapshot has too few tensors".into()));
+    pub(super) fn restore(&mut self, pieces: &[&Piece], len: i32) -> Result<()> {
         let mut fresh = Self::new(&self.dense, self.bits, self.from)?;
-        let dense = len.min(self.from);
-        if dense > 0 {
-            fresh.dense.restore(&next()?, &next()?, dense)?;
-        }
-        let quantized = len - dense;
+        let (dense, packed): (Vec<&Piece>, Vec<&Piece>) =
+            pieces.iter().partition(|piece| piece.len() == 2);
+        let quantized = (len - self.from).max(0);
+        fresh.dense.restore(&dense, len - quantized)?;
         if quantized > 0 {
             let [heads, head_dim] = self.dense.shape();
             let widths = [head_dim * self.bits / 32, head_dim / self.group, head_dim / self.group];
-            for kept in [&mut fresh.keys, &mut fresh.values] {
-                for (rows, width) in kept.iter_mut().zip(widths) {
-                    let array = next()?;
-                    expect_shape(&array, &[1, heads, quantized, width])?;
-                    rows.append(&array, 0)?;
-                }
+            let kept = fresh.keys.iter_mut().chain(&mut fresh.values);
+            for (i, (rows, width)) in kept.zip(widths.into_iter().cycle()).enumerate() {
+                let parts = column(&packed, i)?;
+                expect_rows(&parts, [heads, width], quantized)?;
+                *rows = Rows::fill(&parts)?;
             }
             fresh.len = quantized;
         }

@@ -1,13 +1,13 @@
 //! State of one GatedDeltaNet layer: the delta rule's matrix and the convolution's tail.
 //!
 //! Fixed in size however long the prompt is, and changed by every row: it cannot be cut back to an
-//! earlier position. After a checkpoint it therefore keeps what the rows wrote with (k, v, decay
-//! and beta: a few vectors a row, where the state is a matrix), and a rewind replays
-//! [`delta_step`] over the rows that stay. Nothing is copied: MLX's arrays are never changed, so
-//! the checkpoint is a handle to the old one.
+//! earlier position. After a checkpoint it therefore keeps what the rows wrote (two vectors and a
+//! number a row, where the state is a matrix), and a rewind writes the rows that stay once more, by
+//! [`delta_write`]. Nothing is copied: MLX's arrays are never changed, so the checkpoint is a handle
+//! to the old one.
 
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{concatenate, matmul};
+use mlx_rs::ops::{concatenate, exp, matmul};
 use mlx_rs::{Array, Dtype};
 
 use super::expect_shape;
@@ -32,46 +32,50 @@ struct Mark {
     writes: Vec<Writes>,
 }
 
-/// What rows write to the state with, all f32 and heads first.
+/// What rows write to the state, all f32 and heads first.
 #[derive(Debug, Clone)]
 pub struct Writes {
     /// [1, H_v, T, D_k], unit vectors.
     pub k: Array,
-    /// [1, H_v, T, D_v]
-    pub v: Array,
-    /// [1, H_v, T], in (0, 1): what is left of the state before it is written to.
-    pub decay: Array,
-    /// [1, H_v, T], in (0, 1): strength of the correction.
-    pub beta: Array,
+    /// [1, H_v, T, D_v]: what is added along `k`.
+    pub correction: Array,
+    /// [1, H_v, T], log of what is left of the state before a row is written to it.
+    pub log_decay: Array,
 }
 
 impl Writes {
-    /// Row `t`, with shapes as for T = 1.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when there is no such row.
-    pub fn row(&self, t: i32) -> Result<Self> {
-        let row = |a: &Array| a.try_index((.., .., t..t + 1));
+    /// How many rows.
+    pub fn rows(&self) -> i32 {
+        self.k.dim(2)
+    }
+
+    /// The first `rows` of them.
+    fn first(&self, rows: i32) -> Result<Self> {
+        let first = |a: &Array| a.try_index((.., .., ..rows));
         Ok(Self {
-            k: row(&self.k)?,
-            v: row(&self.v)?,
-            decay: row(&self.decay)?,
-            beta: row(&self.beta)?,
+            k: first(&self.k)?,
+            correction: first(&self.correction)?,
+            log_decay: first(&self.log_decay)?,
         })
     }
 }
 
-/// The delta rule's write of one row: `S <- g S; S <- S + beta (v - S k) k^T`.
+/// The state after `writes`: `S <- g S; S <- S + d k^T` for each row, in one product.
 ///
 /// # Errors
 /// [`crate::Error::Array`] when the shapes do not fit.
-pub fn delta_step(state: &Array, row: &Writes) -> Result<Array> {
-    let decay = row.decay.expand_dims(3)?;
-    // v and the correction are rows [1, H, 1, D_v]; S k is k S^T then. The decay goes to what is
-    // read, so that the state itself is read twice and written once.
-    let read = matmul(&row.k, state.swap_axes(2, 3)?)?.multiply(&decay)?;
-    let correction = row.v.subtract(read)?.multiply(row.beta.expand_dims(3)?)?;
-    Ok(state.multiply(&decay)?.add(correction.swap_axes(2, 3)?.multiply(&row.k)?)?)
+pub fn delta_write(state: &Array, writes: &Writes) -> Result<Array> {
+    let Writes { k, correction, log_decay } = writes;
+    let (mut correction, mut total) = (correction.clone(), log_decay.clone());
+    if writes.rows() > 1 {
+        let running = log_decay.cumsum(2, None, None)?;
+        total = running.try_index((.., .., writes.rows() - 1..))?;
+        // What the rows behind a row leave of it.
+        let left = exp(total.subtract(&running)?)?.expand_dims(3)?;
+        correction = correction.multiply(left)?;
+    }
+    let written = matmul(correction.swap_axes(2, 3)?, k)?;
+    Ok(state.multiply(exp(total)?.expand_dims(3)?)?.add(written)?)
 }
 
 impl Recurrent {
@@ -125,16 +129,17 @@ impl Recurrent {
     /// [`crate::Error::Array`] when fewer rows were written.
     pub fn rewind(&mut self, keep: i32) -> Result<()> {
         let Some(mark) = self.mark.take() else { return Ok(()) };
-        let written: i32 = mark.writes.iter().map(|writes| writes.k.dim(2)).sum();
+        let written: i32 = mark.writes.iter().map(Writes::rows).sum();
         if keep == written {
             return Ok(());
         }
         self.state = mark.state;
         let mut left = keep;
         for writes in &mark.writes {
-            for t in 0..writes.k.dim(2).min(left) {
-                self.state = delta_step(&self.state, &writes.row(t)?)?;
-                left -= 1;
+            let rows = writes.rows().min(left);
+            if rows > 0 {
+                self.state = delta_write(&self.state, &writes.first(rows)?)?;
+                left -= rows;
             }
         }
         let taps = self.tail.dim(1);

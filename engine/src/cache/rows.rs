@@ -41,6 +41,18 @@ impl Rows {
         Ok(())
     }
 
+    /// Takes over rows in several parts, with the capacity that appending them would have led to.
+    pub fn fill(parts: &[&Array]) -> Result<Self> {
+        let len: i32 = parts.iter().map(|part| part.dim(2)).sum();
+        let mut rows = Self::default();
+        let Some(like) = parts.first() else { return Ok(rows) };
+        let room = (len + STEP - 1) / STEP * STEP - len;
+        let room = zeros_dtype(&[1, like.dim(1), room, like.dim(3)], like.dtype())?;
+        let all: Vec<&Array> = parts.iter().copied().chain([&room]).collect();
+        rows.buffer = Some(concatenate(&all, 2)?);
+        Ok(rows)
+    }
+
     /// Rows that fit.
     pub fn capacity(&self) -> i32 {
         self.buffer.as_ref().map_or(0, |buffer| buffer.dim(2))

@@ -3,10 +3,9 @@
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
+use super::Decoder;
 use super::loops::Detector;
 use super::sequence::{Limits, Progress, Sequence};
-use super::{Decoder, snapshot};
-use crate::cache::Cache;
 use crate::engine::Job;
 use crate::error::{Error, Result};
 use crate::policy::{Plan, RequestView, USER_BYTES};
@@ -17,7 +16,7 @@ impl Decoder {
     ///
     /// # Errors
     /// What is wrong with the request, its policy or its length.
-    pub(super) fn admit(&self, job: &Job) -> Result<Sequence> {
+    pub(super) fn admit(&mut self, job: &Job) -> Result<Sequence> {
         let request = &job.request;
         let mut policy = self.policies.start(&request.profile)?;
         let can_think = self.text.thinks();
@@ -38,13 +37,14 @@ impl Decoder {
             return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
         }
         let reply = self.text.reply(&prompt, &request.stop, &request.tools);
-        let mut anchors = snapshot::anchors(&self.text, request, thinking, &prompt)?;
-        let (cache, cached) = self.restore(&prompt)?;
+        let mut anchors = self.anchors(request, thinking, &prompt)?;
+        let (cache, cached) = self.prefixes.restore(&prompt)?;
         anchors.retain(|&at| at > cached && at >= self.store_min_tokens);
         let mut notes = policy.take_notes();
         notes.extend(plan.note.clone());
         Ok(Sequence {
-            id: request.id.clone(),
+            request: request.clone(),
+            thinking,
             events: job.events.clone(),
             prompt: prompt.len(),
             cached,
@@ -124,22 +124,6 @@ impl Decoder {
             top_p: top_p.unwrap_or(default.top_p),
             top_k: top_k.unwrap_or(default.top_k),
             min_p: min_p.unwrap_or(default.min_p),
-        }
-    }
-
-    /// A cache that stands at the longest saved prefix of `prompt`, and its length. At least one
-    /// token is left to run, as its logits draw the first token of the reply.
-    fn restore(&self, prompt: &[u32]) -> Result<(Cache, usize)> {
-        let mut cache = self.new_cache()?;
-        let store = &self.store;
-        let Some(length) = store.longest(prompt, prompt.len() - 1) else { return Ok((cache, 0)) };
-        let Some(saved) = store.load(&prompt[..length]) else { return Ok((cache, 0)) };
-        match snapshot::restore(&mut cache, &saved) {
-            Ok(()) => Ok((cache, length)),
-            Err(error) => {
-                tracing::warn!(%error, length, "a snapshot does not fit this model");
-                Ok((self.new_cache()?, 0))
-            }
         }
     }
 }

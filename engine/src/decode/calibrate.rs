@@ -192,7 +192,7 @@ impl Decoder {
     /// Seconds that a token takes through the first `layers` layers and the head: the least of
     /// three times.
     fn time_exit(&self, layers: usize) -> Result<f32> {
-        let mut cache = self.new_cache()?;
+        let mut cache = self.prefixes.empty();
         let token = Array::from_slice(&[0u32], &[1]);
         let mut least = f32::INFINITY;
         for _ in 0..=3 {
@@ -208,7 +208,7 @@ impl Decoder {
 
     /// [1, T, D]: hidden states of all tokens of `text`, read in chunks as prompts are.
     fn hidden(&self, text: &[u32], pass: Pass<'_>) -> Result<Array> {
-        let mut cache = self.new_cache()?;
+        let mut cache = self.prefixes.empty();
         let mut parts = Vec::new();
         for chunk in text.chunks(self.prefill_chunk) {
             let rows = chunk.len() as i32;

@@ -7,13 +7,14 @@
 //! still being computed, and reads them while it runs, so that neither side waits for the other.
 
 mod admit;
+mod ahead;
+mod anchors;
 pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
 mod sample;
 mod sequence;
-mod snapshot;
 mod speculate;
 #[cfg(test)]
 mod tests;
@@ -31,13 +32,15 @@ use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TryRecvError;
 
+use self::ahead::Ahead;
 use self::calibrate::Calibration;
 use self::draft::Chance;
 use self::governor::{Costs, Governor};
 use self::sample::{sample, within};
 use self::sequence::{Drawn, Rows, Sequence};
-use crate::cache::{Cache, Span};
+use crate::cache::Span;
 use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
 };
@@ -45,8 +48,9 @@ use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
 use crate::model::{Loaded, Model, Pass};
 use crate::policy::Policies;
+use crate::prefix::{Keep, Prefixes};
 use crate::request::Event;
-use crate::store::{Fingerprint, MemoryStore, RedbStore, Store};
+use crate::store::{Fingerprint, RedbStore};
 use crate::text::Text;
 
 /// Sequences that decode at the same time. The loop takes any number; more than one waits for
@@ -81,8 +85,8 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     Ok((Engine::new(jobs, info), thread))
 }
 
-/// Most bytes of state kept in memory where there is no disk for it.
-const MEMORY_BYTES: u64 = 512 << 20;
+/// Changes when the meaning of saved tensors does; part of the fingerprint.
+const FORMAT: &str = "steersman state 2";
 
 /// Everything that the engine thread owns.
 pub struct Decoder {
@@ -92,7 +96,9 @@ pub struct Decoder {
     text: Text,
     policies: Policies,
     profiles: BTreeMap<String, Profile>,
-    store: Box<dyn Store>,
+    prefixes: Prefixes,
+    ahead: Ahead,
+    look_ahead: bool,
     store_min_tokens: usize,
     vocabulary: i32,
     context: usize,
@@ -105,8 +111,8 @@ pub struct Decoder {
     exit_layers: Option<usize>,
     /// Where what is known of the model is kept.
     calibration: PathBuf,
-    /// Bits of keys and values, and the position from which on they are so; 0 for as they are.
-    kv_bits: (i32, i32),
+    /// Bits of keys and values; 0 for as they are.
+    kv_bits: u32,
     /// Layers whose feed-forward block is left out, which `engine.skip_kl` allows.
     skip: Vec<usize>,
     /// What passes cost here; `None` where nothing drafts.
@@ -132,6 +138,10 @@ impl Decoder {
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
+        let mut ahead = Ahead::default();
+        for (name, profile) in &config.profiles {
+            profile.warm.iter().try_for_each(|path| ahead.add_file(name, path))?;
+        }
         let path = Calibration::path(data, &digest);
         let calibration = match Calibration::read(&path) {
             Err(error) if config.engine.skip_kl == 0.0 => {
@@ -154,7 +164,7 @@ impl Decoder {
             config.model.name
         };
         let mut sha = Sha256::new();
-        sha.update(snapshot::FORMAT);
+        sha.update(FORMAT);
         sha.update(digest);
         sha.update(text.digest());
         // What is computed without some of the blocks is another model's state.
@@ -163,8 +173,18 @@ impl Decoder {
         if kv_bits > 0 {
             sha.update(format!("{kv_bits} bits from {kv_bits_from}"));
         }
-        let kv_bits = (kv_bits as i32, i32::try_from(kv_bits_from).unwrap_or(i32::MAX));
+        if config.store.kv_bits > 0 {
+            sha.update("rows in 8 bits on disk");
+        }
         let fingerprint: Fingerprint = sha.clone().finalize().into();
+        // Whether keys and values can be kept as configured is known now, not with the first request.
+        let mut empty = model.new_cache()?;
+        if kv_bits > 0 {
+            empty.quantize(kv_bits as i32, i32::try_from(kv_bits_from).unwrap_or(i32::MAX))?;
+        }
+        let disk = open_store(&config.store, fingerprint, data);
+        let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
+        let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits);
         sha.update(policies.digest());
         let info = Info {
             model: name.clone(),
@@ -173,6 +193,7 @@ impl Decoder {
             numbers,
             profiles: config.profiles.keys().cloned().collect(),
             fingerprint: sha.finalize()[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
+            prefixes: prefixes.reporter(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };
         let mut decoder = Self {
@@ -181,7 +202,9 @@ impl Decoder {
             name,
             text,
             policies,
-            store: open_store(&config.store, fingerprint, data),
+            prefixes,
+            ahead,
+            look_ahead: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
             profiles: config.profiles,
             vocabulary,
@@ -198,11 +221,9 @@ impl Decoder {
             known: Default::default(),
             habits: None,
             dtype,
-            tie: speculate::tie(dtype, kv_bits.0),
+            tie: speculate::tie(dtype, kv_bits),
             sequences: Vec::new(),
         };
-        // Whether keys and values can be kept as configured is known now, not with the first request.
-        decoder.new_cache()?;
         decoder.measure()?;
         Ok((decoder, info))
     }
@@ -218,19 +239,6 @@ impl Decoder {
         within(self.model.logits(hidden)?, self.vocabulary)
     }
 
-    /// An empty cache of the configured kind.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] when this model's keys and values cannot be kept so.
-    fn new_cache(&self) -> Result<Cache> {
-        let mut cache = self.model.new_cache()?;
-        let (bits, from) = self.kv_bits;
-        if bits > 0 {
-            cache.quantize(bits, from)?;
-        }
-        Ok(cache)
-    }
-
     /// Finds out what passes and drafts cost on this machine.
     fn measure(&mut self) -> Result<()> {
         let mut drafts = self.drafts(&[])?;
@@ -238,7 +246,7 @@ impl Decoder {
             return Ok(());
         }
         let start = Instant::now();
-        let costs = Costs::measure(&*self.model, self.pass(), self.new_cache()?, &mut drafts)?;
+        let costs = Costs::measure(&*self.model, self.pass(), self.prefixes.empty(), &mut drafts)?;
         let kinds: Vec<_> = drafts.iter().map(|draft| draft.kind().name()).collect();
         tracing::info!(?kinds, ?costs, took = ?start.elapsed(), "speculation");
         self.costs = Some(costs);
@@ -249,8 +257,15 @@ impl Decoder {
     pub fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
         loop {
             if self.sequences.is_empty() {
-                let Some(job) = jobs.blocking_recv() else { break };
-                self.accept(job);
+                match jobs.try_recv() {
+                    Ok(job) => self.accept(job),
+                    Err(TryRecvError::Disconnected) => break,
+                    Err(TryRecvError::Empty) if self.work_ahead() => continue,
+                    Err(TryRecvError::Empty) => match jobs.blocking_recv() {
+                        Some(job) => self.accept(job),
+                        None => break,
+                    },
+                }
             }
             while self.sequences.len() < SEQUENCES {
                 let Ok(job) = jobs.try_recv() else { break };
@@ -258,7 +273,7 @@ impl Decoder {
             }
             self.turn();
         }
-        if let Err(error) = self.store.flush() {
+        if let Err(error) = self.prefixes.flush() {
             tracing::warn!(%error, "saving at the end");
         }
     }
@@ -267,6 +282,7 @@ impl Decoder {
         if job.events.is_closed() {
             return;
         }
+        self.ahead.interrupt();
         match self.admit(&job) {
             Ok(sequence) => self.sequences.push(sequence),
             Err(error) => {
@@ -301,6 +317,9 @@ impl Decoder {
                 sequence.finish();
                 self.remember(&mut sequence);
                 self.save(&sequence);
+                if self.look_ahead {
+                    self.ahead.add_turn(&sequence);
+                }
             } else {
                 self.sequences.push(sequence);
             }
@@ -402,7 +421,7 @@ impl Decoder {
     }
 
     /// Saves the state of a prompt where others will share it.
-    fn save_at_anchor(&self, sequence: &mut Sequence) {
+    fn save_at_anchor(&mut self, sequence: &mut Sequence) {
         if sequence.anchors.front() == Some(&sequence.cache.position) {
             sequence.anchors.pop_front();
             self.save(sequence);
@@ -410,17 +429,13 @@ impl Decoder {
     }
 
     /// Saves the state as it stands. Failing costs time later, nothing else.
-    fn save(&self, sequence: &Sequence) {
-        let store = &self.store;
+    fn save(&mut self, sequence: &Sequence) {
         let tokens = &sequence.tokens[..sequence.cache.position];
-        let worth = tokens.len() >= self.store_min_tokens;
-        // Copying the state out is what costs, so it is not left to the store to find it known.
-        if !worth || store.longest(tokens, tokens.len()) == Some(tokens.len()) {
+        if tokens.len() < self.store_min_tokens {
             return;
         }
-        match snapshot::take(&sequence.cache, tokens) {
-            Ok(snapshot) => store.save(snapshot),
-            Err(error) => tracing::warn!(request_id = sequence.id, %error, "state not saved"),
+        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, Keep::default()) {
+            tracing::warn!(request_id = sequence.request.id, %error, "state not saved");
         }
     }
 }
@@ -469,21 +484,18 @@ fn load_draft_model(
     Ok(Some(crate::model::load(folder, model)?.model.into()))
 }
 
-/// The store that the configuration asks for. One that cannot be opened is not worth refusing to
-/// serve for: state is then kept in memory.
-fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Box<dyn Store> {
-    if config.enabled {
-        let path = if config.path.as_os_str().is_empty() {
-            data.join("state.redb")
-        } else {
-            config.path.clone()
-        };
-        match RedbStore::open(&path, fingerprint, config) {
-            Ok(store) => return Box::new(store),
-            Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "state is kept in memory only")
-            }
+/// The store on disk, where the configuration asks for one. One that cannot be opened is not worth
+/// refusing to serve for: state is then kept in memory alone.
+fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Option<RedbStore> {
+    if !config.enabled {
+        return None;
+    }
+    let path = config.file(data);
+    match RedbStore::open(&path, fingerprint, config) {
+        Ok(store) => Some(store),
+        Err(error) => {
+            tracing::warn!(path = %path.display(), %error, "state is kept in memory only");
+            None
         }
     }
-    Box::new(MemoryStore::new(fingerprint, config.budget_bytes.min(MEMORY_BYTES)))
 }

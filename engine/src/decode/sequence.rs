@@ -17,7 +17,7 @@ use super::speculate::Drafted;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::policy::{self, Action, LoopReport, Policy, Step, Summary};
-use crate::request::{Event, FinishReason, Finished, Sampling, Usage};
+use crate::request::{Event, FinishReason, Finished, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::{Phase, Piece, Reply, Text};
 
 /// Most tokens that policies may inject into one request: a policy that injects at every step
@@ -26,8 +26,10 @@ pub const INJECTED_TOKENS: usize = 4096;
 
 /// One request being decoded.
 pub struct Sequence {
-    /// The request's name in logs.
-    pub id: String,
+    /// What was asked.
+    pub request: Request,
+    /// Whether the prompt was rendered for a thought, where the model can think.
+    pub thinking: Option<bool>,
     /// Where its events go; closed when the client hangs up. Unbounded, so that a slow reader
     /// cannot hold up others: it fills at most with one answer, which `limits` bounds.
     pub events: UnboundedSender<Event>,
@@ -89,7 +91,9 @@ pub struct Progress {
     answer_tokens: u32,
     injected: usize,
     loops: u32,
-    tool_calls: u32,
+    /// What the client has been told: the message that it will send back.
+    answer: String,
+    tool_calls: Vec<ToolCall>,
     drafted: u32,
     accepted: u32,
     /// Passes that verified drafts.
@@ -187,6 +191,16 @@ impl Sequence {
     /// [`Error::Array`] when MLX rejects a slice.
     pub fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
         self.drafts.iter_mut().try_for_each(|draft| draft.observe(hidden, position))
+    }
+
+    /// What the client has been told, as it will send it back: without the thought.
+    pub fn reply_message(&self) -> Message {
+        Message {
+            role: "assistant".into(),
+            content: self.progress.answer.clone(),
+            tool_calls: self.progress.tool_calls.clone(),
+            ..Message::default()
+        }
     }
 
     /// Tokens drafted, tokens accepted, and passes that verified them.
@@ -382,9 +396,12 @@ impl Sequence {
         for piece in pieces {
             let event = match piece {
                 Piece::Reasoning(text) => Event::Reasoning(text),
-                Piece::Answer(text) => Event::Answer(text),
+                Piece::Answer(text) => {
+                    self.progress.answer.push_str(&text);
+                    Event::Answer(text)
+                }
                 Piece::ToolCall(call) => {
-                    self.progress.tool_calls += 1;
+                    self.progress.tool_calls.push(call.clone());
                     Event::ToolCall(call)
                 }
             };
@@ -400,7 +417,7 @@ impl Sequence {
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
         // Only now are all calls known: the end of the turn completes one, too.
         let reason = match reason {
-            FinishReason::Stop if self.progress.tool_calls > 0 => FinishReason::ToolCalls,
+            FinishReason::Stop if !self.progress.tool_calls.is_empty() => FinishReason::ToolCalls,
             reason => reason,
         };
         self.tell_policy(match &reason {
@@ -411,7 +428,7 @@ impl Sequence {
         });
         let usage = self.usage();
         tracing::debug!(
-            request_id = self.id,
+            request_id = self.request.id,
             prompt_tokens = usage.prompt_tokens,
             cached_tokens = usage.cached_tokens,
             reasoning_tokens = usage.reasoning_tokens,
@@ -429,14 +446,14 @@ impl Sequence {
 
     /// Ends the request with an error.
     pub fn fail(&mut self, error: Error) {
-        tracing::debug!(request_id = self.id, %error, "failed");
+        tracing::debug!(request_id = self.request.id, %error, "failed");
         self.tell_policy("error");
         let _ = self.events.send(Event::Failed(error));
     }
 
     /// Ends a request whose client hung up.
     pub fn cancel(&mut self) {
-        tracing::debug!(request_id = self.id, tokens = self.tokens.len(), "cancelled");
+        tracing::debug!(request_id = self.request.id, tokens = self.tokens.len(), "cancelled");
         self.tell_policy("cancelled");
     }
 

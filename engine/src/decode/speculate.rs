@@ -54,7 +54,7 @@ struct Ran {
 /// Margins, relative to the largest logit, below which the rounding of passes of different shapes
 /// may swap the two best tokens. In f32 that is some forty times the largest difference seen on the
 /// demonstration model (2.5e-6).
-pub fn tie(dtype: Dtype, kv_bits: i32) -> f32 {
+pub fn tie(dtype: Dtype, kv_bits: u32) -> f32 {
     let numbers: f32 = match dtype {
         Dtype::Float32 => 1e-4,
         Dtype::Float16 => 4e-3,

@@ -24,8 +24,8 @@ use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
+use crate::prefix::Prefixes;
 use crate::request::{Request, Sampling, SamplingWish};
-use crate::store::MemoryStore;
 
 /// Depth at which each kind of draft is tried.
 const TRIED_DEPTH: usize = 4;
@@ -164,7 +164,7 @@ impl Decoder {
                     continue;
                 }
                 let margin = self.margin(&expected.tokens[..same])?;
-                let coarse = self.dtype != Dtype::Float32 || self.kv_bits.0 > 0;
+                let coarse = self.dtype != Dtype::Float32 || self.kv_bits > 0;
                 if coarse && margin < self.tie {
                     outcome.near_ties += 1;
                 } else {
@@ -188,7 +188,7 @@ impl Decoder {
         if let Way::Chunked(tokens) = way {
             self.prefill_chunk = tokens;
         }
-        self.store = Box::new(MemoryStore::new([0; 32], STORE_BYTES));
+        self.prefixes = Prefixes::new(self.prefixes.empty(), STORE_BYTES, None, 0);
         if way == Way::Resumed {
             self.complete(request, way, 1, plain)?;
         }
@@ -276,7 +276,7 @@ impl Decoder {
 
     /// Relative margin of the two best tokens behind `tokens`.
     fn margin(&self, tokens: &[u32]) -> Result<f32> {
-        let mut cache = self.new_cache()?;
+        let mut cache = self.prefixes.empty();
         let rows = tokens.len() as i32;
         let ids = Array::from_slice(tokens, &[rows]);
         let span = Span { rows, cache: &mut cache };

@@ -6,9 +6,10 @@
 //! S <- g S;   d = beta (v - S k);   S <- S + d k^T;   y = S q
 //! ```
 //!
-//! Decoding takes this [`delta_rule_recurrent`] form, prefill the [`delta_rule_chunked`] one, which
-//! turns a chunk of tokens into a few matrix products. Both are equal up to rounding; the tests
-//! hold the second against the first.
+//! Prefill takes the [`delta_rule_chunked`] form, which turns a chunk of tokens into a few matrix
+//! products; a step and the few rows that verify a draft take the same in one small chunk,
+//! [`delta_rule_short`]. [`delta_rule_recurrent`] is the formula as it stands above, against which
+//! the tests hold the others: all are equal up to rounding.
 //!
 //! Source: Gated Delta Networks (arXiv:2412.06464), chunked by the UT transform of
 //! arXiv:2406.06484; checked against mlx-lm `models/gated_delta.py`.
@@ -20,15 +21,15 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype, fast};
 
 use super::{RmsNorm, fused, scaled, silu};
-use crate::cache::{Recurrent, Writes, delta_step};
+use crate::cache::{Recurrent, Writes, delta_write};
 use crate::error::Result;
 
 /// Tokens that the chunked form joins. Longer chunks mean fewer sequential steps but a larger
 /// triangle to invert; 64 is the paper's choice.
 pub const CHUNK: i32 = 64;
 
-/// Spans up to this long take the recurrent form: the chunked one costs the same for 1 and 64.
-const RECURRENT_ROWS: i32 = 8;
+/// Spans up to this long take the short form: the chunked one costs the same for 1 and 64.
+const SHORT_ROWS: i32 = 8;
 
 /// Added to the sum of squares of q and k before the root. A constant of the reference
 /// implementation, not the configured epsilon.
@@ -95,13 +96,11 @@ impl GatedDelta {
         let mut given = vec![x.b.clone(), x.a.clone(), joined, state];
         given.extend([&self.a_log, &self.dt_bias].map(Array::clone));
         given.extend_from_slice(&self.conv1d);
-        let (y, state, writes) = if rows <= RECURRENT_ROWS {
-            let [y, state, k, v, decay, beta] = fused(&given, step)?;
-            (y, state, Writes { k, v, decay, beta })
+        let (y, state, writes) = if rows <= SHORT_ROWS {
+            let [y, state, k, correction, log_decay] = fused(&given, step)?;
+            (y, state, Writes { k, correction, log_decay })
         } else {
-            let inputs = delta_inputs(&given)?;
-            let (y, state) = delta_rule_chunked(&inputs, cache.matrix())?;
-            (y, state, inputs.writes()?)
+            delta_rule_chunked(&delta_inputs(&given)?, cache.matrix())?
         };
         cache.advance(state, writes);
 
@@ -117,11 +116,10 @@ impl GatedDelta {
 
 /// What a layer does between its projections and its norm, in a step of a few rows: `given` as
 /// [`delta_inputs`] takes it, to y [1, H, T, D_v], the state after it, and the [`Writes`].
-fn step(given: &[Array]) -> Result<[Array; 6]> {
-    let inputs = delta_inputs(given)?;
-    let (y, state) = delta_rule_recurrent(&inputs, &given[3])?;
-    let Writes { k, v, decay, beta } = inputs.writes()?;
-    Ok([y, state, k, v, decay, beta])
+fn step(given: &[Array]) -> Result<[Array; 5]> {
+    let (y, state, writes) = delta_rule_short(&delta_inputs(given)?, &given[3])?;
+    let Writes { k, correction, log_decay } = writes;
+    Ok([y, state, k, correction, log_decay])
 }
 
 /// Convolution, unit vectors and gates of a span.
@@ -190,32 +188,67 @@ pub struct DeltaInputs {
     pub beta: Array,
 }
 
-impl DeltaInputs {
-    fn writes(&self) -> Result<Writes> {
-        let Self { k, v, log_decay, beta, .. } = self;
-        Ok(Writes { k: k.clone(), v: v.clone(), decay: exp(log_decay)?, beta: beta.clone() })
-    }
-}
-
-/// The delta rule token by token: returns y [1, H, T, D_v] and the state after the last token.
+/// The delta rule token by token, as it is written: returns y [1, H, T, D_v] and the state after the
+/// last token.
 ///
 /// # Errors
 /// [`crate::Error::Array`] when the shapes do not fit.
 pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Array)> {
-    let rows = x.q.dim(2);
-    let writes = x.writes()?;
     let mut state = state.clone();
     let mut ys = Vec::new();
-    for t in 0..rows {
-        state = delta_step(&state, &writes.row(t)?)?;
-        let q = x.q.try_index((.., .., t..t + 1))?;
+    for t in 0..x.q.dim(2) {
+        let row = |a: &Array| a.try_index((.., .., t..t + 1));
+        let (q, k, v) = (row(&x.q)?, row(&x.k)?, row(&x.v)?);
+        state = state.multiply(exp(row(&x.log_decay)?.expand_dims(3)?)?)?;
+        let missing = v.subtract(matmul(&k, state.swap_axes(2, 3)?)?)?;
+        let correction = missing.multiply(row(&x.beta)?.expand_dims(3)?)?;
+        state = state.add(matmul(correction.swap_axes(2, 3)?, &k)?)?;
         ys.push(matmul(&q, state.swap_axes(2, 3)?)?);
     }
-    Ok((if rows == 1 { ys.remove(0) } else { concatenate(&ys, 2)? }, state))
+    Ok((concatenate(&ys, 2)?, state))
 }
 
-/// The delta rule in chunks of [`CHUNK`] tokens: same result as [`delta_rule_recurrent`] up to
-/// rounding.
+/// The delta rule over a few tokens at once: y [1, H, T, D_v], the state after the last token, and
+/// what was written to it. The state is read and written once, whatever T is.
+///
+/// Corrections D solve the same equation as those of [`delta_rule_chunked`].
+///
+/// # Errors
+/// [`crate::Error::Array`] when the shapes do not fit.
+pub fn delta_rule_short(x: &DeltaInputs, state: &Array) -> Result<(Array, Array, Writes)> {
+    let DeltaInputs { q, k, v, log_decay, beta } = x;
+    let rows = q.dim(2);
+    let beta = beta.expand_dims(3)?;
+    let running = if rows > 1 { log_decay.cumsum(2, None, None)? } else { log_decay.clone() };
+    let grown = exp(&running)?.expand_dims(3)?;
+    // What the old state says of keys and queries, and the keys of each other and of queries.
+    let both = concatenate(&[k, q], 2)?;
+    let said = matmul(&both, state.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
+    let mut correction = v.subtract(said[0].multiply(&grown)?)?.multiply(&beta)?;
+    let near = matmul(&both, k.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
+    let mut seen = near[1].clone();
+    if rows > 1 {
+        let decay = pairwise_decay(&running)?;
+        let a = near[0].multiply(&decay)?.multiply(&beta)?;
+        correction = matmul(invert_unit_lower(&a)?, correction)?;
+        seen = seen.multiply(decay)?;
+    }
+    let y = said[1].multiply(&grown)?.add(matmul(seen, &correction)?)?;
+    let writes = Writes { k: k.clone(), correction, log_decay: log_decay.clone() };
+    Ok((y, delta_write(state, &writes)?, writes))
+}
+
+/// e^(G_t - G_i) for i <= t, else 0: [.., T, T] of running sums G [.., T]. The mask comes before
+/// the exponential, which would overflow above the diagonal.
+fn pairwise_decay(running: &Array) -> Result<Array> {
+    let rows = running.dim(-1);
+    let exponent = running.expand_dims(-1)?.subtract(running.expand_dims(-2)?)?;
+    let lower = tri::<f32>(rows, None, None)?.as_type::<bool>()?;
+    Ok(exp(select(&lower, exponent, Array::from_f32(f32::NEG_INFINITY))?)?)
+}
+
+/// The delta rule in chunks of [`CHUNK`] tokens: y [1, H, T, D_v], the state after the last token,
+/// and what was written to it.
 ///
 /// With G the running sum of log g inside a chunk, the corrections D (rows d) solve
 /// `(I + A) D = beta (V - e^G K S^T)` where `A[t, i] = beta_t e^(G_t - G_i) k_t . k_i` for i < t.
@@ -223,7 +256,7 @@ pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Ar
 ///
 /// # Errors
 /// [`crate::Error::Array`] when the shapes do not fit.
-pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Array)> {
+pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Array, Writes)> {
     let [heads, rows] = [x.q.dim(1), x.q.dim(2)];
     let chunks = (rows + CHUNK - 1) / CHUNK;
     let padding = chunks * CHUNK - rows;
@@ -240,16 +273,11 @@ pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Arra
     let beta = split(&x.beta)?.expand_dims(4)?;
     let running = split(&x.log_decay)?.cumsum(3, None, None)?;
 
-    // decay[t, i] = e^(G_t - G_i) for i <= t. The mask comes before the exponential, which would
-    // overflow above the diagonal.
-    let exponent = running.expand_dims(4)?.subtract(running.expand_dims(3)?)?;
-    let lower = tri::<f32>(CHUNK, None, None)?.as_type::<bool>()?;
-    let decay = exp(select(&lower, exponent, Array::from_f32(f32::NEG_INFINITY))?)?;
+    let decay = pairwise_decay(&running)?;
     let grown = exp(&running)?.expand_dims(4)?;
 
     let k_t = k.swap_axes(3, 4)?;
-    let strict = tri::<f32>(CHUNK, None, Some(-1))?;
-    let a = matmul(&k, &k_t)?.multiply(&decay)?.multiply(&beta)?.multiply(&strict)?;
+    let a = matmul(&k, &k_t)?.multiply(&decay)?.multiply(&beta)?;
     let inverse = invert_unit_lower(&a)?;
     let u = matmul(&inverse, v.multiply(&beta)?)?;
     let w = matmul(&inverse, k.multiply(&beta)?.multiply(&grown)?)?;
@@ -262,29 +290,35 @@ pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Arra
     let total = grown.try_index((.., .., .., last.., ..))?;
 
     let mut state = state.clone();
-    let mut ys = Vec::new();
+    let (mut ys, mut corrections) = (Vec::new(), Vec::new());
     for c in 0..chunks {
         let chunk = |a: &Array| a.try_index((.., .., c, .., ..));
         let state_t = state.swap_axes(2, 3)?;
         let d = chunk(&u)?.subtract(matmul(chunk(&w)?, &state_t)?)?;
         ys.push(matmul(chunk(&q)?, &state_t)?.add(matmul(chunk(&within)?, &d)?)?);
         state = state.multiply(chunk(&total)?)?.add(matmul(d.swap_axes(2, 3)?, chunk(&k)?)?)?;
+        corrections.push(d);
     }
-    let y = stack(&ys, 2)?.reshape(&[1, heads, chunks * CHUNK, x.v.dim(3)])?;
-    Ok((y.try_index((.., .., ..rows, ..))?, state))
+    let joined = |parts: &[Array]| -> Result<Array> {
+        let all = stack(parts, 2)?.reshape(&[1, heads, chunks * CHUNK, x.v.dim(3)])?;
+        Ok(all.try_index((.., .., ..rows, ..))?)
+    };
+    let (k, log_decay) = (x.k.clone(), x.log_decay.clone());
+    Ok((joined(&ys)?, state, Writes { k, correction: joined(&corrections)?, log_decay }))
 }
 
-/// `(I + A)^-1` for strictly lower triangular `a` [.., CHUNK, CHUNK].
+/// `(I + A)^-1` [.., T, T], where A is what `a` has below its diagonal; the rest is not looked at.
 ///
 /// Inverts diagonal blocks of 1, 2, 4 ... rows: for a pair of blocks with inverses X and the part
 /// of A that couples them, M, the inverse of the pair is `X - X M X`. As stable as forward
-/// substitution, in log2(CHUNK) products; the Neumann series would need as many, but its powers
+/// substitution, in log2(T) products; the Neumann series would need as many, but its powers
 /// grow like binomials when keys repeat, as they do in a loop.
 fn invert_unit_lower(a: &Array) -> Result<Array> {
-    let mut inverse = broadcast_to(eye::<f32>(CHUNK, None, None)?, a.shape())?;
+    let rows = a.dim(-1);
+    let mut inverse = broadcast_to(eye::<f32>(rows, None, None)?, a.shape())?;
     let mut block = 1;
-    while block < CHUNK {
-        let coupling = a.multiply(coupling_mask(block))?;
+    while block < rows {
+        let coupling = a.multiply(coupling_mask(rows, block))?;
         inverse = if block == 1 {
             inverse.subtract(coupling)?
         } else {
@@ -295,16 +329,16 @@ fn invert_unit_lower(a: &Array) -> Result<Array> {
     Ok(inverse)
 }
 
-/// f32 [CHUNK, CHUNK]: 1 where the row lies in the second and the column in the first block of
-/// the same pair of blocks.
-fn coupling_mask(block: i32) -> Array {
-    let mask: Vec<f32> = (0..CHUNK * CHUNK)
+/// f32 [T, T]: 1 where the row lies in the second and the column in the first block of the same pair
+/// of blocks.
+fn coupling_mask(rows: i32, block: i32) -> Array {
+    let mask: Vec<f32> = (0..rows * rows)
         .map(|at| {
-            let (row, column) = (at / CHUNK / block, at % CHUNK / block);
+            let (row, column) = (at / rows / block, at % rows / block);
             f32::from(u8::from(row % 2 == 1 && column == row - 1))
         })
         .collect();
-    Array::from_slice(&mask, &[CHUNK, CHUNK])
+    Array::from_slice(&mask, &[rows, rows])
 }
 
 #[cfg(test)]
@@ -348,16 +382,27 @@ mod tests {
     /// Equal keys make the triangle's entries all alike, which is where a power series would lose
     /// every digit.
     #[test]
-    fn chunked_form_equals_recurrent_form() {
+    fn every_form_equals_the_recurrent_one() {
         for same_key in [false, true] {
-            for rows in [1, 9, 63, 64, 65, 128, 200] {
+            for rows in [1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 128, 200] {
                 let x = inputs(rows, same_key);
-                let (y, s) = delta_rule_chunked(&x, &state()).unwrap();
                 let (reference_y, reference_s) = delta_rule_recurrent(&x, &state()).unwrap();
-                assert_eq!(y.shape(), reference_y.shape());
-                for (ours, reference) in [(&y, &reference_y), (&s, &reference_s)] {
-                    let difference = largest_difference(ours, reference);
-                    assert!(difference < 2e-5, "{rows} rows, same key {same_key}: {difference}");
+                let check = |(y, s, writes): (Array, Array, Writes)| {
+                    assert_eq!(y.shape(), reference_y.shape());
+                    let rewritten = delta_write(&state(), &writes).unwrap();
+                    let pairs =
+                        [(&y, &reference_y), (&s, &reference_s), (&rewritten, &reference_s)];
+                    for (ours, reference) in pairs {
+                        let difference = largest_difference(ours, reference);
+                        assert!(
+                            difference < 2e-5,
+                            "{rows} rows, same key {same_key}: {difference}"
+                        );
+                    }
+                };
+                check(delta_rule_chunked(&x, &state()).unwrap());
+                if rows <= 64 {
+                    check(delta_rule_short(&x, &state()).unwrap());
                 }
             }
         }
@@ -366,7 +411,7 @@ mod tests {
     #[test]
     fn two_spans_equal_one_span() {
         let x = inputs(150, false);
-        let (y, s) = delta_rule_chunked(&x, &state()).unwrap();
+        let (y, s, _) = delta_rule_chunked(&x, &state()).unwrap();
         let cut = |from: i32, to: i32| DeltaInputs {
             q: x.q.try_index((.., .., from..to)).unwrap(),
             k: x.k.try_index((.., .., from..to)).unwrap(),
@@ -374,8 +419,8 @@ mod tests {
             log_decay: x.log_decay.try_index((.., .., from..to)).unwrap(),
             beta: x.beta.try_index((.., .., from..to)).unwrap(),
         };
-        let (y1, s1) = delta_rule_chunked(&cut(0, 70), &state()).unwrap();
-        let (y2, s2) = delta_rule_chunked(&cut(70, 150), &s1).unwrap();
+        let (y1, s1, _) = delta_rule_chunked(&cut(0, 70), &state()).unwrap();
+        let (y2, s2, _) = delta_rule_chunked(&cut(70, 150), &s1).unwrap();
         let joined = concatenate(&[y1, y2], 2).unwrap();
         assert!(largest_difference(&joined, &y) < 2e-5);
         assert!(largest_difference(&s2, &s) < 2e-5);

@@ -15,7 +15,9 @@ mod rope;
 
 pub use attention::{Scores, attend, attention};
 pub use compiled::{compile_steps, fused};
-pub use gated_delta::{CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent};
+pub use gated_delta::{
+    CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent, delta_rule_short,
+};
 pub use linear::{Embedding, Linear};
 pub use mlp::{GeGlu, SwiGlu};
 pub use moe::{Experts, Mlp, Moe, Shared};

@@ -38,7 +38,7 @@ mod report;
 pub use self::keys::{BLOCK_TOKENS, Key, Keys, state_key};
 pub use self::record::Kind;
 pub use self::redb::{Imported, Prefix, RedbStore, Sizes, StoreFile, Verified};
-pub use self::report::{Report, Reporter, Size};
+pub use self::report::{Counts, Report, Reporter, Size};
 
 /// One thing that is stored.
 #[derive(Debug, Clone, PartialEq)]

@@ -147,7 +147,11 @@ impl From<Error> for ApiError {
                 let status = StatusCode::INTERNAL_SERVER_ERROR;
                 Self::new(status, "policy_error", "policy_error", "", message)
             }
-            Error::Model { .. } | Error::Store(_) | Error::StoreInUse { .. } | Error::Array(_) => {
+            Error::Model { .. }
+            | Error::Warm { .. }
+            | Error::Store(_)
+            | Error::StoreInUse { .. }
+            | Error::Array(_) => {
                 let message = "the engine failed; the server's log says how";
                 server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
             }

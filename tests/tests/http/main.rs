@@ -80,6 +80,7 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
         }
     });
     let info = Info {
+        prefixes: Default::default(),
         model: "owner/tiny".into(),
         family: "qwen3_5".into(),
         context: 32768,
