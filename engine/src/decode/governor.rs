@@ -57,8 +57,23 @@ pub struct Costs {
     pub plain: f32,
     /// A pass over 1 to DEPTH + 1 rows whose result is waited for, by rows - 1.
     pub verify: [f32; DEPTH + 1],
-    /// A drafted token, by kind.
-    pub draft: [f32; DraftKind::ALL.len()],
+    /// Drafting, by kind.
+    pub draft: [Drafting; DraftKind::ALL.len()],
+}
+
+/// Seconds that drafting takes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Drafting {
+    /// The first token, with what the draft has to read before it.
+    pub first: f32,
+    /// Each further one.
+    pub more: f32,
+}
+
+impl Drafting {
+    fn tokens(self, depth: usize) -> f32 {
+        self.first + self.more * (depth - 1) as f32
+    }
 }
 
 impl Costs {
@@ -120,27 +135,31 @@ impl Costs {
             let row = hidden.try_index((.., ..1))?;
             // One more token is known each time, as in decoding.
             let mut known = CONTEXT;
-            let least = clock.least_of(|| {
-                known += 1;
-                let (cache, tokens) = (&mut cache, &tokens[..known]);
-                let mut at = At {
-                    model,
-                    part,
-                    cache,
-                    tokens,
-                    sampling: greedy,
-                    seed: 0,
-                    vocabulary: i32::MAX,
-                };
-                let begin = Instant::now();
-                let Some(proposed) = draft.propose(&mut at, DEPTH)? else { return Ok(None) };
-                eval([&proposed])?;
-                let took = begin.elapsed();
-                draft.learn(0, 0)?;
-                draft.observe(&row, known - 1)?;
-                Ok(Some(took))
-            })?;
-            costs.draft[draft.kind() as usize] = least / DEPTH as f32;
+            let mut least = |depth| {
+                clock.least_of(|| {
+                    known += 1;
+                    let (cache, tokens) = (&mut cache, &tokens[..known]);
+                    let mut at = At {
+                        model,
+                        part,
+                        cache,
+                        tokens,
+                        sampling: greedy,
+                        seed: 0,
+                        vocabulary: i32::MAX,
+                    };
+                    let begin = Instant::now();
+                    let Some(proposed) = draft.propose(&mut at, depth)? else { return Ok(None) };
+                    eval([&proposed])?;
+                    let took = begin.elapsed();
+                    draft.learn(0, 0)?;
+                    draft.observe(&row, known - 1)?;
+                    Ok(Some(took))
+                })
+            };
+            let (first, all) = (least(1)?, least(DEPTH)?);
+            let more = (all - first).max(0.0) / (DEPTH - 1) as f32;
+            costs.draft[draft.kind() as usize] = Drafting { first, more };
         }
         Ok(costs)
     }
@@ -159,7 +178,7 @@ impl Costs {
             doubts += reached * (1.0 - sure);
             reached *= sure;
             let depth = i + 1;
-            let drafting = self.draft[kind as usize] * depth as f32;
+            let drafting = self.draft[kind as usize].tokens(depth);
             let time = drafting + self.verify[depth] + doubts * self.plain;
             let rate = (tokens + doubts) / time;
             if rate > best.0 {
@@ -180,15 +199,26 @@ impl Costs {
         }
     }
 
-    /// Drafting `rows - 1` tokens and verifying them took so long. What a further row costs is
+    /// Drafting `rows - 1` tokens and verifying them took so long.
+    ///
+    /// Where drafting costs nothing, that is the cost of a pass. What a further row costs is
     /// learned for all numbers of rows together: those that are not in use would never be corrected
-    /// if they were measured at a bad moment.
+    /// if they were measured at a bad moment. Elsewhere it is a draft that costs more or less than
+    /// it did: it has more to read where the last one was right, and leaves more to rewind where it
+    /// was not.
     pub fn learn_verify(&mut self, kind: DraftKind, rows: usize, took: f32) {
-        let drafting = self.draft[kind as usize] * (rows - 1) as f32;
         let mut cost = self.verify[rows - 1];
+        if kind != DraftKind::Ngram {
+            let drafting = &mut self.draft[kind as usize];
+            let mut turn = drafting.tokens(rows - 1) + cost;
+            let before = turn;
+            learn(&mut turn, took);
+            drafting.first = (drafting.first + turn - before).max(0.0);
+            return;
+        }
         let further = |cost: f32| (cost - self.plain).max(0.01 * self.plain);
         let before = further(cost);
-        learn(&mut cost, took - drafting);
+        learn(&mut cost, took);
         let ratio = further(cost) / before;
         for (i, cost) in self.verify.iter_mut().enumerate().skip(1) {
             let share = if i == rows - 1 { ratio } else { ratio.sqrt() };
@@ -439,11 +469,15 @@ mod tests {
         Box::new(Fake { kind, chances: [Chance::prior(chance); DEPTH] })
     }
 
+    const fn cost(token: f32) -> Drafting {
+        Drafting { first: token, more: token }
+    }
+
     /// As on two CPU cores: eight rows cost twice as much as one.
     const COSTS: Costs = Costs {
         plain: 1.0,
         verify: [1.0, 1.15, 1.3, 1.4, 1.6, 1.8, 1.9, 2.0],
-        draft: [0.0, 0.15, 0.3, 0.5],
+        draft: [cost(0.0), cost(0.15), cost(0.3), cost(0.5)],
     };
 
     fn governor() -> Governor {
@@ -511,7 +545,7 @@ mod tests {
                 forget(&mut *drafts[draft]);
             }
             let kind = drafts[draft].kind();
-            time += COSTS.verify[depth] + COSTS.draft[kind as usize] * depth as f32;
+            time += COSTS.verify[depth] + COSTS.draft[kind as usize].tokens(depth);
             let mut accepted = 0;
             let mut doubt = happens(doubtful);
             while !doubt && accepted < depth && happens(percent) {
