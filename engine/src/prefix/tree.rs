@@ -451,7 +451,7 @@ mod tests {
         let mut tree = Tree::new(true);
         put(&mut tree, &[1, 2], true);
         put(&mut tree, &[1, 2, 3, 4], true);
-        assert_eq!(tree.shrink(650, 0), 1);
+        assert_eq!(tree.shrink(600, 0), 1);
         assert_eq!(tree.find(&[1, 2, 3, 4], 9), Found { rows: 4, resume: 4 });
         assert_eq!(tree.find(&[1, 2, 3, 4], 3), Found { rows: 4, resume: 0 });
         assert_eq!(tree.shrink(0, 0), 1);
