@@ -6,8 +6,10 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use steersman_engine::config::Profile;
 use steersman_engine::request::Request;
-use steersman_tests::{Reply, Running, ask, config, message, run};
+use steersman_engine::text::Text;
+use steersman_tests::{Reply, Running, ask, bundled_model, config, message, run};
 
 fn start(data: &Path) -> Running {
     Running::start(config(), data)
@@ -74,6 +76,72 @@ fn a_resumed_request_equals_an_uninterrupted_one() {
         drop(cold);
     }
     drop(warm);
+}
+
+/// Waits until the engine has nothing left to compute ahead.
+fn wait_until_idle(engine: &Running) {
+    let done = || engine.info().prefixes.report().counts.ahead_tokens;
+    let mut before = u64::MAX;
+    while before != done() {
+        before = done();
+        sleep(Duration::from_millis(400));
+    }
+}
+
+/// Thoughts are not sent back, so what the client sends is not what was decoded: the engine computes
+/// it while nobody asks, and each turn is left with its own words.
+#[test]
+fn the_fifth_turn_of_a_thinking_conversation_prefills_its_own_tokens_alone() {
+    let data = tempfile::tempdir().unwrap();
+    let engine = start(data.path());
+    let text = Text::load(&bundled_model()).unwrap();
+    let questions = ["Italy", "Kenya", "Peru", "Japan", "Norway"];
+    let mut request = question("");
+    request.messages.pop();
+    for (turn, country) in questions.into_iter().enumerate() {
+        let words = format!("What is the capital of {country}?");
+        request.messages.push(message("user", &words));
+        let reply = run(&engine, request.clone());
+        let usage = reply.finished().usage;
+        assert!(usage.reasoning_tokens > 0, "turn {turn} thinks: {usage:?}");
+        let computed = usage.prompt_tokens - usage.cached_tokens;
+        println!("turn {turn}: {} tokens, {computed} of them computed", usage.prompt_tokens);
+        if turn > 0 {
+            // `<|im_end|>`, a new line, `<|im_start|>assistant`, a new line, `<think>`, a new line.
+            let own = text.encode(&words).unwrap().len() + 7;
+            assert!(computed as usize <= own, "turn {turn} computes {computed} tokens, not {own}");
+        }
+        request.messages.push(message("assistant", &reply.answer));
+        wait_until_idle(&engine);
+    }
+}
+
+/// What a profile begins with is there before anyone asks.
+#[test]
+fn what_is_warm_is_computed_at_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("agent.json");
+    let asked = question("What is the capital of Italy?");
+    let beginning = serde_json::json!({ "messages": [asked.messages[0]], "tools": [] });
+    std::fs::write(&path, beginning.to_string()).unwrap();
+    let with = |warm: &Path| {
+        let mut config = config();
+        let profile = Profile { warm: vec![warm.to_owned()], ..Profile::default() };
+        config.profiles.insert("default".into(), profile);
+        config
+    };
+    let engine = Running::start(with(&path), &folder.path().join("data"));
+    wait_until_idle(&engine);
+    let usage = run(&engine, asked).finished().usage;
+    assert!(usage.prompt_tokens - usage.cached_tokens < 20, "{usage:?}");
+    drop(engine);
+
+    let missing = folder.path().join("none.json");
+    let started = steersman_engine::start(with(&missing), &bundled_model(), folder.path());
+    let Err(error) = started else { panic!("it started") };
+    for words in ["profiles.default.warm", "none.json"] {
+        assert!(error.to_string().contains(words), "{error}");
+    }
 }
 
 #[test]

@@ -1,0 +1,294 @@
+//! Prefixes: a request that resumes says what an uninterrupted one says, token for token, wherever
+//! its state comes from and whatever became of the rest: on a hybrid, a dense and a sliding-window
+//! family.
+
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use mlx_rs::Array;
+use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
+use mlx_rs::transforms::eval;
+use steersman_engine::cache::{Cache, Span};
+use steersman_engine::config::StoreConfig;
+use steersman_engine::model::{Model, Pass, load};
+use steersman_engine::prefix::{Keep, Prefixes};
+use steersman_engine::store::{Fingerprint, RedbStore};
+use steersman_tests::{bundled_model, config, fixtures};
+
+const MB: u64 = 1 << 20;
+/// Tokens of each reply.
+const REPLY: usize = 200;
+/// Tokens computed in one go.
+const CHUNK: usize = 64;
+const FAMILIES: [&str; 3] = ["tiny-hybrid-4bit", "llama", "gemma3_text"];
+
+struct Family {
+    name: &'static str,
+    model: Box<dyn Model>,
+    fingerprint: Fingerprint,
+}
+
+/// What was said, and how many tokens of the prompt were there already.
+#[derive(Debug)]
+struct Reply {
+    tokens: Vec<u32>,
+    cached: usize,
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
+        (self.0 >> 33) as usize % bound
+    }
+}
+
+impl Family {
+    fn load(name: &'static str) -> Self {
+        let folder = match name {
+            "tiny-hybrid-4bit" => bundled_model(),
+            name => fixtures().join("families").join(name),
+        };
+        let loaded = load(&folder, &config().model).unwrap();
+        Self { name, model: loaded.model, fingerprint: loaded.digest }
+    }
+
+    /// Prefixes in memory alone.
+    fn in_memory(&self) -> Prefixes {
+        Prefixes::new(self.model.new_cache().unwrap(), 256 * MB, None, 0)
+    }
+
+    /// Prefixes on disk, at most so many bytes of them, and in memory.
+    fn on_disk(&self, path: &Path, budget_bytes: u64) -> Prefixes {
+        let config = StoreConfig { budget_bytes, ..StoreConfig::default() };
+        let disk = RedbStore::open(path, self.fingerprint, &config).unwrap();
+        Prefixes::new(self.model.new_cache().unwrap(), 256 * MB, Some(disk), 0)
+    }
+
+    fn run(&self, tokens: &[u32], cache: &mut Cache) -> u32 {
+        let rows = tokens.len() as i32;
+        let ids = Array::from_slice(tokens, &[rows]);
+        let hidden = self.model.forward(&ids, &mut [Span { rows, cache }], Pass::WHOLE).unwrap();
+        let last = hidden.try_index((.., rows - 1.., ..)).unwrap();
+        let token = argmax_axis(self.model.logits(&last).unwrap(), -1, false).unwrap();
+        eval([&token]).unwrap();
+        token.item_exact::<u32>()
+    }
+
+    /// The reply to `prompt`, saving on the way as the engine does: at a third and two thirds of the
+    /// prompt, just before its end, and behind the reply.
+    fn reply(&self, prefixes: &mut Prefixes, prompt: &[u32], length: usize) -> Reply {
+        let (mut cache, cached) = prefixes.restore(prompt).unwrap();
+        let anchors = [prompt.len() / 3, prompt.len() * 2 / 3, prompt.len() - 3];
+        let mut next = 0;
+        while cache.position < prompt.len() {
+            let at = cache.position;
+            let stop = anchors.into_iter().find(|anchor| *anchor > at).unwrap_or(prompt.len());
+            let end = stop.min(at + CHUNK);
+            next = self.run(&prompt[at..end], &mut cache);
+            if anchors.contains(&end) {
+                prefixes.save(&cache, &prompt[..end], Keep::default()).unwrap();
+            }
+        }
+        let mut tokens = prompt.to_vec();
+        while tokens.len() < prompt.len() + length {
+            tokens.push(next);
+            next = self.run(&[next], &mut cache);
+        }
+        prefixes.save(&cache, &tokens, Keep::default()).unwrap();
+        Reply { tokens, cached }
+    }
+
+    /// The law: `prefixes` may help with at least `least` tokens, and change nothing.
+    fn check(&self, prefixes: &mut Prefixes, prompt: &[u32], least: usize, what: &str) {
+        let whole = self.reply(&mut self.in_memory(), prompt, REPLY);
+        assert_eq!(whole.cached, 0);
+        let resumed = self.reply(prefixes, prompt, REPLY);
+        assert!(resumed.cached >= least, "{}, {what}: {} cached", self.name, resumed.cached);
+        assert!(resumed.tokens == whole.tokens, "{}, {what}: another reply", self.name);
+    }
+}
+
+/// A conversation's tokens: nothing in particular, but always the same.
+fn prompt(seed: u64, length: usize) -> Vec<u32> {
+    let mut random = Random(seed);
+    (0..length).map(|_| 3 + random.below(90) as u32).collect()
+}
+
+/// What becomes of a conversation: its name, the next prompt, and how many of its tokens at least are
+/// known.
+fn next_prompts(first: &[u32], reply: &[u32]) -> Vec<(&'static str, Vec<u32>, usize)> {
+    let third = first.len() / 3;
+    let mut edited = reply.to_vec();
+    edited[first.len() * 3 / 4] ^= 1;
+    let extended = [reply, &prompt(7, 40)[..]].concat();
+    let branch = [&first[..third * 2 + 5], &prompt(8, 60)[..]].concat();
+    vec![
+        ("extended", extended, reply.len() - 1),
+        ("edited in the middle", edited, third * 2),
+        ("shorter", first[..third + 20].to_vec(), third),
+        ("branched off", branch, third * 2),
+        ("asked again", first.to_vec(), first.len() - 3),
+    ]
+}
+
+#[test]
+fn what_follows_a_conversation_resumes_from_it_in_memory_and_after_a_restart() {
+    for name in FAMILIES {
+        let family = Family::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.redb");
+        let first = prompt(1, 230);
+        let mut prefixes = family.on_disk(&path, 64 * MB);
+        let said = family.reply(&mut prefixes, &first, REPLY);
+        prefixes.flush().unwrap();
+        for (what, next, least) in next_prompts(&first, &said.tokens) {
+            let copy = std::fs::read(&path).unwrap();
+            family.check(&mut prefixes, &next, least, what);
+            // What was on disk before is what a restart finds, in blocks of 64 tokens.
+            let restarted = folder.path().join(what);
+            std::fs::write(&restarted, copy).unwrap();
+            let mut prefixes = family.on_disk(&restarted, 64 * MB);
+            family.check(&mut prefixes, &next, least.saturating_sub(63), what);
+        }
+    }
+}
+
+#[test]
+fn half_of_what_was_kept_is_as_good_as_it_is_and_changes_nothing() {
+    for name in FAMILIES {
+        let family = Family::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.redb");
+        let prompts: Vec<Vec<u32>> = (0..4).map(|seed| prompt(seed, 230)).collect();
+        let mut prefixes = family.on_disk(&path, 256 * MB);
+        for prompt in &prompts {
+            family.reply(&mut prefixes, prompt, 20);
+        }
+        prefixes.flush().unwrap();
+        let report = prefixes.reporter().report();
+        let disk = report.disk.unwrap();
+        let (bytes, parts) =
+            (disk.rows.bytes + disk.states.bytes, disk.rows.parts + disk.states.parts);
+        drop(prefixes);
+
+        let mut prefixes = family.on_disk(&path, bytes / 2);
+        let left = prefixes.reporter().report().disk.unwrap();
+        assert!((left.rows.parts + left.states.parts) * 10 < parts * 7, "{name}: {left:?}");
+        // The last one used is there, the first one is not, and both are answered alike.
+        family.check(&mut prefixes, &prompts[3], 1, "the newest of them");
+        family.check(&mut prefixes, &prompts[0], 0, "the oldest of them");
+
+        let mut small =
+            Prefixes::new(family.model.new_cache().unwrap(), report.memory.bytes / 2, None, 0);
+        for prompt in &prompts {
+            family.reply(&mut small, prompt, 20);
+        }
+        let kept = small.reporter().report();
+        assert!(kept.memory.bytes <= kept.memory_budget && kept.counts.evictions > 0, "{kept:?}");
+        family.check(&mut small, &prompts[3], 1, "the newest in little memory");
+        family.check(&mut small, &prompts[0], 0, "the oldest in little memory");
+    }
+}
+
+/// One bit anywhere in the file: in rows, states, records, pages of the database.
+#[test]
+fn a_flipped_bit_costs_time_and_changes_nothing() {
+    for name in FAMILIES {
+        let family = Family::load(name);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.redb");
+        let first = prompt(1, 230);
+        let mut prefixes = family.on_disk(&path, 64 * MB);
+        let whole = family.reply(&mut prefixes, &first, REPLY);
+        drop(prefixes);
+        let bytes = std::fs::read(&path).unwrap();
+        let mut random = Random(3);
+        let (mut missed, mut used) = (0, 0);
+        // The hybrid is the slowest.
+        let rounds = if name == FAMILIES[0] { 8 } else { 24 };
+        for round in 0..rounds {
+            let damaged = folder.path().join(format!("damaged {round}"));
+            let mut file = std::fs::File::create_new(&damaged).unwrap();
+            file.write_all(&bytes).unwrap();
+            // Most of a young file is empty.
+            let at = loop {
+                let at = random.below(bytes.len());
+                if bytes[at] != 0 {
+                    break at;
+                }
+            };
+            file.seek(SeekFrom::Start(at as u64)).unwrap();
+            file.write_all(&[bytes[at] ^ (1 << random.below(8))]).unwrap();
+            drop(file);
+            let mut prefixes = family.on_disk(&damaged, 64 * MB);
+            let resumed = family.reply(&mut prefixes, &first, REPLY);
+            assert!(resumed.tokens == whole.tokens, "{name}: a bit at {at} changed the reply");
+            missed += usize::from(resumed.cached < first.len() - 3);
+            used += usize::from(resumed.cached > 0);
+        }
+        println!("{name}: {missed} of {rounds} found less, {used} something");
+        assert!(missed > 0 && used > 0, "{name}: {missed} found less, {used} something");
+    }
+}
+
+/// Set in the child that is killed: the file it saves to, and the family.
+const FILE: &str = "STEERSMAN_TEST_PREFIX_FILE";
+const FAMILY: &str = "STEERSMAN_TEST_PREFIX_FAMILY";
+
+#[test]
+#[ignore = "a child of the next test"]
+fn child_that_saves_prefixes_until_it_is_killed() {
+    let (Ok(path), Ok(name)) = (std::env::var(FILE), std::env::var(FAMILY)) else { return };
+    let name = FAMILIES.into_iter().find(|family| *family == name).unwrap();
+    let family = Family::load(name);
+    let mut prefixes = family.on_disk(path.as_ref(), 64 * MB);
+    println!("\nready");
+    for seed in 1.. {
+        family.reply(&mut prefixes, &prompt(seed, 230), 20);
+    }
+}
+
+/// Fifty moments, each on the file that the one before left.
+#[test]
+fn a_process_killed_while_saving_leaves_what_can_be_resumed_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = prompt(1, 230);
+    let mut random = Random(5);
+    let families = FAMILIES.map(Family::load);
+    let whole: Vec<Reply> =
+        families.iter().map(|f| f.reply(&mut f.in_memory(), &first, REPLY)).collect();
+    let mut reused = [0; 3];
+    for round in 0..50 {
+        // The hybrid is the slowest.
+        let which = [1, 2, 0, 1, 2][round % 5];
+        let family = &families[which];
+        let path = folder.path().join(family.name);
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_that_saves_prefixes_until_it_is_killed", "--ignored"])
+            .arg("--nocapture")
+            .env(FILE, &path)
+            .env(FAMILY, family.name)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        assert!(output.by_ref().lines().any(|line| line.unwrap() == "ready"));
+        std::thread::sleep(Duration::from_micros(random.below(900_000) as u64));
+        child.kill().unwrap();
+        child.wait().unwrap();
+
+        let mut prefixes = family.on_disk(&path, 64 * MB);
+        let resumed = family.reply(&mut prefixes, &first, REPLY);
+        assert!(resumed.tokens == whole[which].tokens, "{}: round {round}", family.name);
+        reused[which] += usize::from(resumed.cached > 0);
+    }
+    println!("resumed: {reused:?} times");
+    assert!(reused.iter().all(|&count| count > 5), "{reused:?}");
+    let files = std::fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(files, 3, "nothing had to be moved aside");
+}
