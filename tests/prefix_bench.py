@@ -1,0 +1,245 @@
+"""What saved state is worth: prints reuse and time to the first token, and soaks a server.
+
+    python3 tests/prefix_bench.py table SERVER [--beside PYTHON MODEL]
+    python3 tests/prefix_bench.py tools SERVER
+    python3 tests/prefix_bench.py soak SERVER [--minutes 30]
+
+SERVER is the `steersman` binary. `table` runs a conversation and what may become of it, against a
+server of ours and, with --beside, against `PYTHON -m mlx_lm.server --model MODEL`, each request in turn
+to both. `tools` reads a tool schema of 12,000 tokens cold, warm in memory, and warm after a restart.
+`soak` asks at random with small budgets and watches the server's memory. Nothing here has a bound on
+times; `soak` ends with 1 where memory grows.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+ANIMALS = ["fox", "owl", "bear", "hare", "otter", "deer", "wolf"]
+PLACES = ["forest", "river", "harbour", "village", "castle", "bridge", "garden"]
+
+
+def prose(seed, sentences):
+    pick = random.Random(seed)
+    line = lambda: f"There are {pick.randrange(10, 99)} bells in the {pick.choice(PLACES)}. " \
+                   f"The quiet {pick.choice(ANIMALS)} walked near the {pick.choice(PLACES)}."
+    return " ".join(line() for _ in range(sentences))
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """A server as a child process, asked over HTTP."""
+
+    def __init__(self, command, model=None):
+        self.port = free_port()
+        self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+        self.process = subprocess.Popen(
+            [part.replace("PORT", str(self.port)) for part in command],
+            stdout=self.log, stderr=subprocess.STDOUT)
+        self.wait()
+        self.model = model or self.get("/v1/models")["data"][0]["id"]
+
+    def get(self, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=600) as answer:
+            return json.load(answer)
+
+    def wait(self):
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=600):
+                    return
+            except OSError:
+                if self.process.poll() is not None:
+                    sys.exit(open(self.log.name).read())
+                time.sleep(0.1)
+        sys.exit("the server does not answer")
+
+    def ask(self, messages, tools=(), max_tokens=1, **more):
+        """Tokens of the prompt, how many of them were cached, seconds to the first token, the reply."""
+        body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0,
+                "stream": True, "stream_options": {"include_usage": True},
+                "chat_template_kwargs": {"enable_thinking": False}, **more}
+        if tools:
+            body["tools"] = list(tools)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode(),
+            {"content-type": "application/json"})
+        start, first, text, usage = time.perf_counter(), None, "", {}
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                piece = json.loads(line[6:])
+                usage = piece.get("usage") or usage
+                for choice in piece.get("choices", []):
+                    delta = choice.get("delta", {})
+                    said = delta.get("content") or delta.get("reasoning_content") or ""
+                    if said and first is None:
+                        first = time.perf_counter() - start
+                    text += delta.get("content") or ""
+        details = usage.get("prompt_tokens_details") or {}
+        whole = time.perf_counter() - start
+        return usage.get("prompt_tokens"), details.get("cached_tokens"), first or whole, text
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait()
+
+
+def ours(binary, data, *more):
+    # Configuration comes from the environment in the soak.
+    return Server([binary, "serve", "--data-dir", data, "--port", "PORT", *more])
+
+
+def conversation():
+    """Names and messages of requests, in order; `None` for a restart before the next."""
+    system = {"role": "system", "content": prose(1, 16)}
+    user = lambda words: {"role": "user", "content": words}
+    said = lambda words: {"role": "assistant", "content": words}
+    turns = [system]
+    for i in range(6):
+        turns += [user(f"{prose(i + 2, 3)} What do you think?"), said(prose(i + 20, 2))]
+    last = user("What is the capital of Italy?")
+    edited = list(turns)
+    edited[9] = user(prose(99, 3))
+    return [
+        ("first", turns + [last]),
+        ("exact repeat", turns + [last]),
+        ("extend", turns + [last, said("The capital of Italy is Rome."), user("And of Peru?")]),
+        ("edit at 75 %", edited + [last]),
+        ("shorter prefix", turns[:7] + [last]),
+        ("branch", turns[:11] + [user("Tell me something else."), ]),
+        ("restart", None),
+        ("extend, restarted", turns + [last, said("The capital of Italy is Rome."), user("And of Kenya?")]),
+    ]
+
+
+def table(args):
+    data = tempfile.mkdtemp()
+    mlx = lambda: Server([args.beside[0], "-m", "mlx_lm.server", "--model", args.beside[1], "--port", "PORT"],
+                         model=args.beside[1])
+    servers = {"steersman": ours(args.server, data)}
+    if args.beside:
+        servers["mlx_lm.server"] = mlx()
+    for server in servers.values():
+        server.ask([{"role": "user", "content": "Hello"}], max_tokens=4)  # loads what is lazy
+    print(f"{'':20}" + "".join(f"{name:>32}" for name in servers))
+    print(f"{'':20}" + f"{'cached of prompt, first token':>32}" * len(servers))
+    short = []
+    for name, messages in conversation():
+        if messages is None:
+            for which, server in list(servers.items()):
+                server.stop()
+                servers[which] = ours(args.server, data) if which == "steersman" else mlx()
+                servers[which].ask([{"role": "user", "content": "Hello"}], max_tokens=4)
+            continue
+        row = f"{name:20}"
+        for which, server in servers.items():
+            prompt, cached, first, _ = server.ask(messages, max_tokens=8)
+            row += f"{f'{cached} of {prompt}, {first * 1000:.0f} ms':>32}"
+            if which == "steersman" and name != "first" and not cached:
+                short.append(name)
+        print(row, flush=True)
+        time.sleep(1)
+    for server in servers.values():
+        server.stop()
+    sys.exit(f"nothing was reused: {', '.join(short)}" if short else 0)
+
+
+def schema(tools):
+    """So many tools, of some 120 tokens each."""
+    pick = random.Random(4)
+    field = lambda: (f"{pick.choice(ANIMALS)}_{pick.choice(PLACES)}_{pick.randrange(99)}",
+                     {"type": "string", "description": prose(pick.randrange(10**6), 1)})
+    return [{"type": "function", "function": {
+        "name": f"tool_{i}", "description": prose(i, 1),
+        "parameters": {"type": "object", "properties": dict(field() for _ in range(2))}}}
+        for i in range(tools)]
+
+
+def tools(args):
+    asked = lambda words: [{"role": "user", "content": words}]
+    warm_up = lambda server: server.ask(asked("Hello"), max_tokens=4)
+    tools, times, counts = schema(args.tools), {"cold": [], "memory": [], "restart": []}, []
+    for _ in range(args.rounds):
+        data = tempfile.mkdtemp()
+        server = ours(args.server, data)
+        warm_up(server)
+        for name, words in [("cold", "What is the capital of Italy?"), ("memory", "What is the capital of Peru?")]:
+            prompt, cached, first, _ = server.ask(asked(words), tools)
+            times[name].append(first)
+            counts.append((name, cached, prompt))
+        time.sleep(3)
+        server.stop()
+        server = ours(args.server, data)
+        warm_up(server)
+        prompt, cached, first, _ = server.ask(asked("What is the capital of Kenya?"), tools)
+        times["restart"].append(first)
+        counts.append(("restart", cached, prompt))
+        server.stop()
+    print(counts)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    for name, value in median.items():
+        print(f"{name:8} {value * 1000:8.0f} ms to the first token, {median['cold'] / value:6.1f} times as fast as cold")
+
+
+def soak(args):
+    data = tempfile.mkdtemp()
+    budget = 64 << 20
+    config = os.path.join(data, "soak.toml")
+    with open(config, "w") as file:
+        file.write(f"[store]\nmemory_bytes = {budget}\nbudget_bytes = {budget}\n")
+    server = ours(args.server, data, "--config", config)
+    pick, asked, sizes = random.Random(1), 0, []
+    resident = lambda: int(next(line for line in open(f"/proc/{server.process.pid}/status")
+                                if line.startswith("VmRSS")).split()[1]) / 1024
+    end = time.time() + args.minutes * 60
+    shown = 0
+    while time.time() < end:
+        turns = [{"role": "system", "content": prose(pick.randrange(12), 30)}]
+        for _ in range(pick.randrange(3)):
+            turns += [{"role": "user", "content": prose(pick.randrange(6), 4)},
+                      {"role": "assistant", "content": prose(pick.randrange(3), 2)}]
+        turns.append({"role": "user", "content": prose(pick.randrange(10**6), 2)})
+        server.ask(turns, max_tokens=pick.randrange(1, 24))
+        asked += 1
+        sizes.append((time.time(), resident()))
+        if time.time() - shown > 60:
+            shown = time.time()
+            print(f"{asked} requests, {sizes[-1][1]:.0f} MiB resident", flush=True)
+    third = len(sizes) // 3
+    middle, last = (statistics.median(size for _, size in part) for part in (sizes[third:2 * third], sizes[2 * third:]))
+    try:
+        print(json.dumps(server.get("/v1/cache"), indent=1))
+    except OSError:
+        pass
+    on_disk = os.stat(os.path.join(data, "state.redb")).st_blocks * 512
+    server.stop()
+    print(f"{asked} requests; resident: {middle:.0f} MiB in the second third, {last:.0f} in the last, "
+          f"{max(size for _, size in sizes):.0f} at most; {on_disk / 2**20:.0f} MiB on disk, budgets {budget >> 20}")
+    sys.exit("memory grows" if last > middle * 1.05 or on_disk > 1.3 * budget else 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["table", "tools", "soak"])
+    parser.add_argument("server")
+    parser.add_argument("--beside", nargs=2, metavar=("PYTHON", "MODEL"))
+    parser.add_argument("--tools", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=30)
+    args = parser.parse_args()
+    {"table": table, "tools": tools, "soak": soak}[args.what](args)
