@@ -1,5 +1,6 @@
 //! What the laws share: where fixtures lie, and an engine over the bundled model.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -131,4 +132,35 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
             }
         }
     }
+}
+
+/// The samples of an OpenMetrics text, by name and labels, each line of which is checked: it is one
+/// of a family's help, its type, or a sample of the family announced last; counters end in `_total`
+/// and no family comes twice.
+///
+/// # Panics
+/// When a line is none of these.
+pub fn samples(text: &str) -> BTreeMap<String, f64> {
+    let body = text.strip_suffix("# EOF\n").expect("it ends with a mark");
+    let (mut samples, mut families) = (BTreeMap::new(), BTreeSet::new());
+    let (mut helped, mut family, mut kind) = ("", "", "");
+    for line in body.lines() {
+        if let Some(help) = line.strip_prefix("# HELP ") {
+            (helped, _) = help.split_once(' ').expect("a name and words");
+        } else if let Some(typed) = line.strip_prefix("# TYPE ") {
+            (family, kind) = typed.split_once(' ').expect("a name and a type");
+            assert!(helped == family && families.insert(family), "{line}");
+            assert!(["counter", "gauge"].contains(&kind), "{line}");
+        } else {
+            let (sample, value) = line.rsplit_once(' ').expect(line);
+            let name = sample.split('{').next().unwrap_or_default();
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            assert_eq!(name.strip_prefix(family), Some(suffix), "{line}");
+            assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{line}");
+            let value: f64 = value.parse().expect(line);
+            assert!(value.is_finite() && value >= 0.0, "{line}");
+            assert!(samples.insert(sample.to_string(), value).is_none(), "{line} comes twice");
+        }
+    }
+    samples
 }

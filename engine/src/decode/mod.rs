@@ -493,6 +493,14 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     let path = config.file(data);
     match RedbStore::open(&path, fingerprint, config) {
         Ok(store) => Some(store),
+        Err(Error::StoreInUse { path }) => {
+            tracing::warn!(
+                path = %path.display(),
+                "another process, most likely a server, keeps its state in this file: this one runs \
+                 without the disk tier; its state is kept in memory only and ends with it"
+            );
+            None
+        }
         Err(error) => {
             tracing::warn!(path = %path.display(), %error, "state is kept in memory only");
             None

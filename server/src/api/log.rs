@@ -1,19 +1,22 @@
-//! One line in the log for each chat request, however it ends. Never what it says.
+//! One line in the log for each chat request, however it ends, and one count. Never what it says.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use steersman_engine::request::Finished;
 use tracing::{Span, field, info, info_span};
 
 use super::error::ApiError;
+use super::metrics::Metrics;
 
-/// What is known of a request while it runs; says so in the log when the request ends.
+/// What is known of a request while it runs; says so in the log, and counts it, when it ends.
 ///
 /// Dropped before that, it says that the client hung up.
 pub struct RequestLog {
     /// The reply's id, which is the engine's name for the request.
     pub id: String,
     span: Span,
+    metrics: Arc<Metrics>,
     started: Instant,
     first_event_ms: Option<u64>,
     ended: bool,
@@ -21,10 +24,11 @@ pub struct RequestLog {
 
 impl RequestLog {
     /// The clock starts now. `request_id` is the client's name for the request, or ours.
-    pub fn new(id: String, request_id: &str) -> Self {
+    pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>) -> Self {
         let (profile, stream) = (field::Empty, field::Empty);
         let span = info_span!("chat", id, request_id, profile, stream);
-        Self { id, span, started: Instant::now(), first_event_ms: None, ended: false }
+        let started = Instant::now();
+        Self { id, span, metrics, started, first_event_ms: None, ended: false }
     }
 
     /// The request was understood.
@@ -43,6 +47,7 @@ impl RequestLog {
     pub fn finished(&mut self, finished: &Finished) {
         self.ended = true;
         let usage = finished.usage;
+        self.metrics.finished(&usage);
         self.span.in_scope(|| {
             info!(
                 reason = ?finished.reason,
@@ -62,6 +67,7 @@ impl RequestLog {
         self.ended = true;
         self.span.in_scope(|| {
             let error = error.into();
+            self.metrics.failed(error.status);
             info!(
                 status = error.status.as_u16(),
                 code = error.code,
@@ -83,6 +89,7 @@ impl Drop for RequestLog {
         if self.ended {
             return;
         }
+        self.metrics.cancelled();
         self.span.in_scope(|| {
             info!(
                 first_event_ms = self.first_event_ms,

@@ -3,10 +3,12 @@
 //! This room speaks HTTP and JSON. It never sees an array, a token id or a policy: a
 //! [`Request`](steersman_engine::request::Request) goes into the engine, events come out.
 
+mod cache;
 pub mod error;
 pub mod fields;
 mod log;
 mod message;
+mod metrics;
 mod models;
 mod reply;
 pub mod request;
@@ -32,6 +34,7 @@ use tokio::sync::Semaphore;
 
 use self::error::ApiError;
 use self::log::RequestLog;
+use self::metrics::Metrics;
 use self::reply::Head;
 use self::request::ChatRequest;
 use crate::config::ServerConfig;
@@ -54,6 +57,8 @@ pub struct App {
     engine: Engine,
     /// SHA-256 of each key; empty lets everyone in.
     keys: Vec<[u8; 32]>,
+    /// Shared with the logs of running requests, which count their ends.
+    metrics: Arc<Metrics>,
     bodies: Semaphore,
     body_limit_bytes: usize,
     body_timeout_s: u64,
@@ -64,6 +69,7 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
     let app = Arc::new(App {
         engine,
         keys: config.api_keys.iter().map(|key| Sha256::digest(key).into()).collect(),
+        metrics: Arc::default(),
         bodies: Semaphore::new(BODIES),
         body_limit_bytes: config.body_limit_bytes,
         body_timeout_s: config.body_timeout_s,
@@ -73,6 +79,8 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         .route("/v1/models", get(models::list))
         // A name may have slashes: `owner/name`.
         .route("/v1/models/{*name}", get(models::get))
+        .route("/v1/cache", get(cache::get))
+        .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), authorize))
         .route("/health", get(health))
         .fallback(async |request: Request| ApiError::not_found(request.uri().path()))
@@ -99,7 +107,8 @@ async fn chat(
     body: Body,
 ) -> Result<Response, ApiError> {
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
-    let mut log = RequestLog::new(format!("chatcmpl-{}", random_hex()), request_id);
+    let id = format!("chatcmpl-{}", random_hex());
+    let mut log = RequestLog::new(id, request_id, app.metrics.clone());
     let mut chat = read(&app, &headers, body).await.map_err(|error| log.failed(error))?;
     log.understood(&chat.request.profile, chat.stream);
     chat.request.id = log.id.clone();
@@ -165,6 +174,7 @@ async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) ->
         app.keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
     });
     if !known {
+        app.metrics.unauthorized();
         return ApiError::unauthorized().into_response();
     }
     next.run(request).await

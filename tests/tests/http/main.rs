@@ -5,6 +5,7 @@
 //! a model. `openai_client.py` does the same rounds with OpenAI's own package and the real engine.
 
 mod connection;
+mod operations;
 mod refusal;
 mod reply;
 mod request;

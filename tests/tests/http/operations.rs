@@ -1,0 +1,127 @@
+//! What operators ask a server: how requests ended, and what is kept of them. With the real engine:
+//! `tests/operations.rs`.
+
+use std::collections::BTreeMap;
+
+use steersman_engine::Error;
+use steersman_tests::samples;
+
+use crate::*;
+
+fn get(path: &str) -> axum::http::Request<Body> {
+    axum::http::Request::get(path).body(Body::empty()).unwrap()
+}
+
+async fn metrics(app: &Router) -> BTreeMap<String, f64> {
+    let response = send(app, get("/metrics")).await;
+    assert_eq!(response.status(), StatusCode::OK);
+    let kind = response.headers()[header::CONTENT_TYPE].to_str().unwrap().to_owned();
+    assert_eq!(kind, "application/openmetrics-text; version=1.0.0; charset=utf-8");
+    samples(std::str::from_utf8(&bytes(response).await).unwrap())
+}
+
+fn out_of_memory() -> Vec<Act> {
+    vec![Say(Event::Failed(Error::Array("no memory".into())))]
+}
+
+fn breaks_off() -> Vec<Act> {
+    let mut acts = vec![Say(Event::Answer("Ro".into()))];
+    acts.extend(out_of_memory());
+    acts
+}
+
+/// Streamed or not, and a stream that breaks off behind its status of 200 as well.
+#[tokio::test]
+async fn every_chat_request_is_counted_once_by_how_it_ended() {
+    for (script, extra, status) in [
+        (answer as fn() -> Vec<Act>, json!({}), "2xx"),
+        (answer, json!({"stream": true}), "2xx"),
+        (answer, json!({"n": 2}), "4xx"),
+        (out_of_memory, json!({}), "5xx"),
+        (out_of_memory, json!({"stream": true}), "5xx"),
+        (breaks_off, json!({"stream": true}), "5xx"),
+    ] {
+        let (app, _) = app(script);
+        bytes(send(&app, post(body(extra.clone()).to_string())).await).await;
+        let metrics = metrics(&app).await;
+        for class in ["2xx", "4xx", "5xx", "cancelled"] {
+            let count = metrics[&format!("steersman_requests_total{{status=\"{class}\"}}")];
+            assert_eq!(count, f64::from(u8::from(class == status)), "{extra} {class}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_hangs_up_is_counted_as_cancelled() {
+    let (app, seen) = app(|| vec![Say(Event::Answer("Ro".into())), UntilCancelled]);
+    let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
+    drop(response);
+    seen.a_cancellation().await;
+    let metrics = metrics(&app).await;
+    assert_eq!(metrics["steersman_requests_total{status=\"cancelled\"}"], 1.0);
+    assert_eq!(metrics["steersman_requests_total{status=\"2xx\"}"], 0.0);
+}
+
+#[tokio::test]
+async fn tokens_are_summed_over_requests_that_ended_well() {
+    let (app, _) = app(answer);
+    for extra in [json!({}), json!({"stream": true}), json!({"n": 2})] {
+        bytes(send(&app, post(body(extra).to_string())).await).await;
+    }
+    let metrics = metrics(&app).await;
+    let Usage { prompt_tokens, cached_tokens, reasoning_tokens, answer_tokens, .. } = USAGE;
+    for (name, each) in [
+        ("prompt", prompt_tokens),
+        ("cached", cached_tokens),
+        ("completion", reasoning_tokens + answer_tokens),
+    ] {
+        assert_eq!(metrics[&format!("steersman_{name}_tokens_total")], f64::from(2 * each));
+    }
+}
+
+#[tokio::test]
+async fn requests_that_wait_are_the_length_of_the_queue() {
+    let (app, _) = app(|| vec![UntilCancelled]);
+    let asked: Vec<_> = (0..3)
+        .map(|_| {
+            let app = app.clone();
+            tokio::spawn(async move { send(&app, post(body(json!({})).to_string())).await })
+        })
+        .collect();
+    for _ in 0..1000 {
+        // One is served.
+        if metrics(&app).await["steersman_queue_length"] == 2.0 {
+            asked.iter().for_each(|asked| asked.abort());
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("two requests never waited");
+}
+
+#[tokio::test]
+async fn with_keys_only_their_holders_see_cache_and_metrics() {
+    let config = ServerConfig { api_keys: vec!["sk-one".into()], ..ServerConfig::default() };
+    let (app, _) = app_with(&config, answer);
+    let mut text = String::new();
+    for path in ["/v1/cache", "/metrics"] {
+        assert_eq!(send(&app, get(path)).await.status(), StatusCode::UNAUTHORIZED, "{path}");
+        let mut request = get(path);
+        request.headers_mut().insert(header::AUTHORIZATION, "Bearer sk-one".parse().unwrap());
+        let response = send(&app, request).await;
+        assert_eq!(response.status(), StatusCode::OK, "{path}");
+        text = String::from_utf8(bytes(response).await.to_vec()).unwrap();
+    }
+    assert_eq!(samples(&text)["steersman_unauthorized_requests_total"], 2.0);
+}
+
+#[tokio::test]
+async fn an_engine_without_a_disk_tier_says_so() {
+    let (app, _) = app(answer);
+    let cache = json_of(send(&app, get("/v1/cache")).await).await;
+    assert_eq!(cache["disk"], Value::Null);
+    assert_eq!(cache["memory"], json!({"prefixes": 0, "states": 0, "bytes": 0, "budget_bytes": 0}));
+    let metrics = metrics(&app).await;
+    assert_eq!(metrics["steersman_cache_disk_saving"], 0.0);
+    assert!(!metrics.contains_key("steersman_cache_disk_bytes"), "there is no such disk");
+}
