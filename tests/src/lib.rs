@@ -1,5 +1,7 @@
 //! What the laws share: where fixtures lie, and an engine over the bundled model.
 
+pub mod guest;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};

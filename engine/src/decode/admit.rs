@@ -4,11 +4,12 @@ use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
 use super::Decoder;
+use super::anchors::kept;
 use super::loops::Detector;
 use super::sequence::{Limits, Progress, Sequence};
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::policy::{Plan, RequestView, USER_BYTES};
+use crate::policy::{Anchor, Plan, RequestView, USER_BYTES};
 use crate::request::{Request, Sampling, SamplingWish};
 
 impl Decoder {
@@ -37,9 +38,15 @@ impl Decoder {
             return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
         }
         let reply = self.text.reply(&prompt, &request.stop, &request.tools);
-        let mut anchors = self.anchors(request, thinking, &prompt)?;
+        let mut anchors = self.anchors(request, thinking, &prompt, &plan)?;
         let (cache, cached) = self.prefixes.restore(&prompt)?;
-        anchors.retain(|&at| at > cached && at >= self.store_min_tokens);
+        anchors.retain(|&(at, _)| at >= self.store_min_tokens);
+        for &(at, keep) in anchors.iter().take_while(|&&(at, _)| at <= cached) {
+            if let Err(error) = self.prefixes.keep(&prompt[..at], keep) {
+                tracing::warn!(request_id = request.id, %error, "state not kept");
+            }
+        }
+        anchors.retain(|&(at, _)| at > cached);
         let mut notes = policy.take_notes();
         notes.extend(plan.note.clone());
         Ok(Sequence {
@@ -50,6 +57,7 @@ impl Decoder {
             cached,
             cache,
             anchors: anchors.into(),
+            reply_kept: kept(&plan, Anchor::Reply),
             drawn: None,
             drafts: if self.costs.is_some() { self.drafts(&prompt)? } else { Vec::new() },
             governor: self.governor(),

@@ -37,6 +37,7 @@ struct Expected {
     request: Request,
     thinking: Option<bool>,
     role: &'static str,
+    keep: Keep,
 }
 
 struct Running {
@@ -73,17 +74,17 @@ impl Ahead {
         let Beginning { messages, tools } =
             serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
         let request = Request { profile: profile.into(), messages, tools, ..Request::default() };
-        self.add(Expected { request, thinking: None, role: "user" });
+        self.add(Expected { request, thinking: None, role: "user", keep: Keep::default() });
         Ok(())
     }
 
-    /// Adds the conversation that a finished turn has come to.
-    pub fn add_turn(&mut self, sequence: &Sequence) {
+    /// Adds the conversation that a finished turn has come to; its state is kept as `keep` says.
+    pub fn add_turn(&mut self, sequence: &Sequence, keep: Keep) {
         let mut request = sequence.request.clone();
         let reply = sequence.reply_message();
         let role = if reply.tool_calls.is_empty() { "user" } else { "tool" };
         request.messages.push(reply);
-        self.add(Expected { request, thinking: sequence.thinking, role });
+        self.add(Expected { request, thinking: sequence.thinking, role, keep });
     }
 
     fn add(&mut self, expected: Expected) {
@@ -121,7 +122,7 @@ impl Decoder {
     }
 
     fn begin(&mut self, expected: Expected) -> Result<Running> {
-        let Expected { request, thinking, role } = &expected;
+        let Expected { request, thinking, role, .. } = &expected;
         let thinking = thinking.or(self.text.thinks().then_some(true));
         let mut tokens = self.beginning(request, thinking, role)?;
         if tokens.len() < self.store_min_tokens || tokens.len() >= self.context {
@@ -134,10 +135,10 @@ impl Decoder {
 
     /// One chunk, and the state at its end where it is worth saving.
     fn run_ahead(&mut self, running: &mut Running) -> Result<()> {
-        let Running { tokens, cache, .. } = running;
+        let Running { expected, tokens, cache } = running;
         let from = cache.position;
         if from >= tokens.len() {
-            return Ok(());
+            return self.prefixes.keep(tokens, expected.keep);
         }
         let every = self.prefixes.every().unwrap_or(usize::MAX);
         let stop = (from / every + 1).saturating_mul(every);
@@ -147,7 +148,10 @@ impl Decoder {
         self.model.forward(&ids, &mut [Span { rows, cache }], self.pass())?;
         eval(&cache.state()?)?;
         self.prefixes.reporter().count(|counts| counts.ahead_tokens += (end - from) as u64);
-        if end == tokens.len() || end == stop {
+        if end == tokens.len() {
+            self.prefixes.save(cache, tokens, expected.keep)?;
+        } else if end == stop {
+            // So that little is lost where a request interrupts.
             self.prefixes.save(cache, &tokens[..end], Keep::default())?;
         }
         Ok(())

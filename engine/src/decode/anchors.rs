@@ -1,7 +1,11 @@
 //! Where in a conversation its state is worth saving, and what its next request will begin with.
 
+use std::cmp::Reverse;
+
 use super::Decoder;
 use crate::error::Result;
+use crate::policy::{Anchor, Plan};
+use crate::prefix::Keep;
 use crate::request::{Message, Request};
 
 /// Tokens of the longest generation prompt: what templates put behind the last message.
@@ -9,13 +13,13 @@ const GENERATION_PROMPT: usize = 16;
 
 impl Decoder {
     /// Positions of `prompt`, which is `request` rendered with `thinking`, at which others may join
-    /// it, ascending.
+    /// it, ascending, and how long each is kept: those that `plan` names, else all.
     ///
-    /// Where a model can resume anywhere, that is its end. Otherwise: the end of tools and system
-    /// text, which other conversations share; the end of each message, where an edit or a branch
-    /// leaves the conversation, and the last of which the next turn shares (the generation prompt
-    /// behind it differs from what the client will send back); and, in long messages, every so many
-    /// tokens.
+    /// The end of tools and system text, which other conversations share; the end of each message,
+    /// where an edit or a branch leaves the conversation, and the last of which the next turn shares
+    /// (the generation prompt behind it differs from what the client will send back); and, in long
+    /// messages, every so many tokens. Where a model can resume anywhere, the end of the prompt has
+    /// all of these in it, and a plan alone has reason to keep another.
     ///
     /// # Errors
     /// [`crate::Error::Template`] as rendering the request itself.
@@ -24,39 +28,56 @@ impl Decoder {
         request: &Request,
         thinking: Option<bool>,
         prompt: &[u32],
-    ) -> Result<Vec<usize>> {
-        let Some(every) = self.prefixes.every() else { return Ok(vec![prompt.len()]) };
-        let system = request.messages.iter().take_while(|m| is_system(m)).count();
-        let beginning = Request { messages: request.messages[..system].into(), ..request.clone() };
-        // Templates may refuse so short a conversation; then there is no such anchor.
-        let head = self.beginning(&beginning, thinking, "user").unwrap_or_default();
-        let mut anchors = vec![shared(&head, prompt)];
-
+        plan: &Plan,
+    ) -> Result<Vec<(usize, Keep)>> {
+        let every = self.prefixes.every();
+        if every.is_none() && plan.keep.is_none() {
+            return Ok(vec![(prompt.len(), Keep::default())]);
+        }
+        let mut anchors = Vec::new();
+        if let Some(keep) = kept(plan, Anchor::System) {
+            let system = request.messages.iter().take_while(|m| is_system(m)).count();
+            let beginning =
+                Request { messages: request.messages[..system].into(), ..request.clone() };
+            // Templates may refuse so short a conversation; then there is no such anchor.
+            let head = self.beginning(&beginning, thinking, "user").unwrap_or_default();
+            anchors.push((shared(&head, prompt), keep));
+        }
         let is_end = |token: &u32| self.text.eos().contains(token);
         let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
-        let turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
-        match turns.last() {
-            Some(&last) if last + GENERATION_PROMPT >= prompt.len() => anchors.push(last),
-            // A template whose messages do not end with the token that ends replies.
-            _ => {
-                let (tools, variables) = (&request.tools, &request.template_variables);
-                let body =
-                    self.text.render(&request.messages, tools, variables, thinking, false)?;
-                anchors.push(shared(&self.text.encode(&body)?, prompt));
+        let mut turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
+        let end = turns.pop_if(|last| *last + GENERATION_PROMPT >= prompt.len());
+        if let Some(keep) = kept(plan, Anchor::Prompt) {
+            let at = match (every, end) {
+                (None, _) => prompt.len(),
+                (_, Some(end)) => end,
+                // A template whose messages do not end with the token that ends replies.
+                (_, None) => {
+                    let (tools, variables) = (&request.tools, &request.template_variables);
+                    let body =
+                        self.text.render(&request.messages, tools, variables, thinking, false)?;
+                    shared(&self.text.encode(&body)?, prompt)
+                }
+            };
+            anchors.push((at, keep));
+        }
+        if let Some(keep) = kept(plan, Anchor::Turns) {
+            if every.is_none() {
+                // The last of them has all others in it.
+                turns.drain(..turns.len().saturating_sub(1));
+            }
+            // Of short messages not every one is worth a state.
+            let (apart, regular) = every.map_or((1, usize::MAX), |every| (every / 8, every));
+            for at in turns.into_iter().rev().chain((regular..prompt.len()).step_by(regular)) {
+                if !anchors.iter().any(|(anchor, _)| anchor.abs_diff(at) < apart) {
+                    anchors.push((at, keep));
+                }
             }
         }
-        // Of short messages not every one is worth a state.
-        let near = |anchors: &[usize], at: usize| {
-            anchors.iter().any(|anchor| anchor.abs_diff(at) < every / 8)
-        };
-        for at in turns.into_iter().rev().chain((every..prompt.len()).step_by(every)) {
-            if !near(&anchors, at) {
-                anchors.push(at);
-            }
-        }
-        anchors.retain(|&at| at > 0 && at < prompt.len());
-        anchors.sort_unstable();
-        anchors.dedup();
+        anchors.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
+        // Of two in one place the longer.
+        anchors.sort_unstable_by_key(|&(at, keep)| (at, Reverse(keep.seconds)));
+        anchors.dedup_by_key(|&mut (at, _)| at);
         Ok(anchors)
     }
 
@@ -84,6 +105,13 @@ impl Decoder {
         a.truncate(shared(&a, &b));
         Ok(a)
     }
+}
+
+/// For how long `plan` keeps the state at these anchors; none where it does not.
+pub(super) fn kept(plan: &Plan, at: Anchor) -> Option<Keep> {
+    let Some(keeps) = &plan.keep else { return Some(Keep::default()) };
+    let seconds = keeps.iter().filter(|keep| keep.at == at).map(|keep| keep.seconds).max();
+    seconds.map(|seconds| Keep { seconds })
 }
 
 fn is_system(message: &Message) -> bool {

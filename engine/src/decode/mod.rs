@@ -316,9 +316,11 @@ impl Decoder {
             } else if sequence.has_ended() {
                 sequence.finish();
                 self.remember(&mut sequence);
-                self.save(&sequence);
-                if self.look_ahead {
-                    self.ahead.add_turn(&sequence);
+                if let Some(keep) = sequence.reply_kept {
+                    self.save(&sequence, keep);
+                    if self.look_ahead {
+                        self.ahead.add_turn(&sequence, keep);
+                    }
                 }
             } else {
                 self.sequences.push(sequence);
@@ -422,19 +424,21 @@ impl Decoder {
 
     /// Saves the state of a prompt where others will share it.
     fn save_at_anchor(&mut self, sequence: &mut Sequence) {
-        if sequence.anchors.front() == Some(&sequence.cache.position) {
+        if let Some(&(at, keep)) = sequence.anchors.front()
+            && at == sequence.cache.position
+        {
             sequence.anchors.pop_front();
-            self.save(sequence);
+            self.save(sequence, keep);
         }
     }
 
     /// Saves the state as it stands. Failing costs time later, nothing else.
-    fn save(&mut self, sequence: &Sequence) {
+    fn save(&mut self, sequence: &Sequence, keep: Keep) {
         let tokens = &sequence.tokens[..sequence.cache.position];
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, Keep::default()) {
+        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, keep) {
             tracing::warn!(request_id = sequence.request.id, %error, "state not saved");
         }
     }

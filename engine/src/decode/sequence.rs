@@ -17,6 +17,7 @@ use super::speculate::Drafted;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::policy::{self, Action, LoopReport, Policy, Step, Summary};
+use crate::prefix::Keep;
 use crate::request::{Event, FinishReason, Finished, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::{Phase, Piece, Reply, Text};
 
@@ -42,7 +43,9 @@ pub struct Sequence {
     /// What the model remembers of the tokens that have run.
     pub cache: Cache,
     /// Positions of the prompt at which state is saved, those ahead.
-    pub anchors: VecDeque<usize>,
+    pub anchors: VecDeque<(usize, Keep)>,
+    /// For how long the state at the reply's end is kept, where it is.
+    pub reply_kept: Option<Keep>,
     /// The next token: drawn, not committed.
     pub drawn: Option<Drawn>,
     /// Guess further tokens.
@@ -164,7 +167,7 @@ impl Sequence {
             return Ok(Rows::Drafted(concatenate(&[&last, &drafted.tokens], 0)?));
         }
         if at < self.tokens.len() {
-            let stop = self.anchors.front().copied().unwrap_or(usize::MAX);
+            let stop = self.anchors.front().map_or(usize::MAX, |&(at, _)| at);
             let end = self.tokens.len().min(at + chunk).min(stop);
             return Ok(Rows::Known(self.tokens[at..end].to_vec()));
         }

@@ -99,6 +99,39 @@ pub struct Plan {
     pub every: u32,
     /// A remark for the log and the reply's notes.
     pub note: Option<String>,
+    /// What of this request's state is kept: `None` all that the engine thinks worth it, a list only
+    /// what it names.
+    pub keep: Option<Vec<Keep>>,
+}
+
+/// Most entries of [`Plan::keep`]; more is a failure of the policy.
+pub const KEEPS: usize = 16;
+
+/// State that is to be kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Keep {
+    /// Where.
+    pub at: Anchor,
+    /// Seconds for which it is not evicted, at most [`KEEP_SECONDS`] and within half of the
+    /// operator's budget; 0 keeps it as long as it is used.
+    pub seconds: u32,
+}
+
+/// Most seconds of a [`Keep`]; more is clamped.
+pub const KEEP_SECONDS: u32 = 24 * 60 * 60;
+
+/// A place in a conversation at which state may be kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Anchor {
+    /// The end of tools and system text.
+    System,
+    /// The ends of earlier messages, and in long ones every so many tokens.
+    Turns,
+    /// The end of the last message.
+    Prompt,
+    /// The end of the reply, and what the next turn will begin with.
+    Reply,
 }
 
 /// Thresholds of the native loop detectors. Values out of range are clamped by them.

@@ -39,6 +39,7 @@ impl Policy for Native {
             loops: Some(LOOPS),
             every: 0,
             note: None,
+            keep: None,
         })
     }
 

@@ -37,7 +37,7 @@ use wasmtime::{
     Trap,
 };
 
-use super::{ACTIONS, Action, Plan, Policy, RequestView, Step, Summary};
+use super::{ACTIONS, Action, KEEPS, Plan, Policy, RequestView, Step, Summary};
 use crate::config::PolicyConfig;
 use crate::error::{Error, Result};
 
@@ -222,6 +222,7 @@ impl Component {
         let state = State { memory_bytes: self.limits.memory_bytes, refused: None };
         let mut store = Store::new(self.pre.engine(), state);
         store.limiter(|state| state);
+        // Text, and the longest list that a hook may answer with: of actions, as a keep is smaller.
         store.set_hostcall_fuel(
             self.limits.output_bytes.saturating_add(ACTIONS * size_of::<contract::Action>()),
         );
@@ -279,13 +280,21 @@ pub struct Instance {
     _alive: ticker::Alive,
 }
 
+/// How many there are of what an answer lists.
+struct Items {
+    count: usize,
+    most: usize,
+    name: &'static str,
+}
+
 impl Instance {
-    fn check_output(&self, hook: &str, bytes: usize, actions: usize) -> Result<()> {
+    fn check_output(&self, hook: &str, bytes: usize, items: Items) -> Result<()> {
         let limit = self.component.limits.output_bytes;
+        let Items { count, most, name } = items;
         let problem = if bytes > limit {
             format!("{hook}: answered with more than {limit} bytes")
-        } else if actions > ACTIONS {
-            format!("{hook}: answered with more than {ACTIONS} actions")
+        } else if count > most {
+            format!("{hook}: answered with more than {most} {name}")
         } else {
             return Ok(());
         };
@@ -301,7 +310,9 @@ impl Policy for Instance {
             guest.call_on_request(&mut self.store, request)
         });
         let plan = answer.map_err(|e| self.component.failure(&mut self.store, "on-request", &e))?;
-        self.check_output("on-request", plan.note.as_ref().map_or(0, String::len), 0)?;
+        let count = plan.keep.as_ref().map_or(0, Vec::len);
+        let keeps = Items { count, most: KEEPS, name: "anchors to keep" };
+        self.check_output("on-request", plan.note.as_ref().map_or(0, String::len), keeps)?;
         Ok(plan.into())
     }
 
@@ -311,7 +322,8 @@ impl Policy for Instance {
         let answer = guest.call_on_step(&mut self.store, step.into());
         let actions = answer.map_err(|e| self.component.failure(&mut self.store, "on-step", &e))?;
         let bytes = actions.iter().map(contract::action_bytes).sum();
-        self.check_output("on-step", bytes, actions.len())?;
+        let items = Items { count: actions.len(), most: ACTIONS, name: "actions" };
+        self.check_output("on-step", bytes, items)?;
         Ok(actions.into_iter().map(Action::from).collect())
     }
 

@@ -60,7 +60,7 @@ pub struct Prefixes {
     reporter: Reporter,
 }
 
-/// Why a prefix is saved.
+/// How long a prefix is kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Keep {
     /// Seconds for which it is not evicted; 0 leaves it to what is used.
@@ -196,10 +196,31 @@ impl Prefixes {
             self.reporter.count(|counts| counts.saves += 1);
         }
         self.write(cache, tokens)?;
-        if keep.seconds > 0 {
-            self.pin(tokens, now() + u64::from(keep.seconds));
-        }
+        self.keep(tokens, keep)?;
         self.shrink();
+        Ok(())
+    }
+
+    /// Keeps a prefix that is saved for as long as `keep` says, as far as half of each tier allows; one
+    /// that is gone stays so.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when MLX cannot part it from what it is saved with.
+    pub fn keep(&mut self, tokens: &[u32], keep: Keep) -> Result<()> {
+        if keep.seconds == 0 || tokens.is_empty() {
+            return Ok(());
+        }
+        let now = now();
+        let until = now + u64::from(keep.seconds);
+        let most = self.memory_bytes / 2;
+        if !self.tree.pin(tokens, until, now, most)? {
+            tracing::warn!(tokens = tokens.len(), most, "not pinned in memory");
+        }
+        if let Some(disk) = &self.disk
+            && !disk.pin(&keys(disk, tokens, self.needs_state), until)
+        {
+            tracing::warn!(tokens = tokens.len(), "not pinned on disk");
+        }
         Ok(())
     }
 
@@ -229,20 +250,6 @@ impl Prefixes {
         }
         disk.touch(&keys);
         Ok(())
-    }
-
-    /// Keeps a prefix until then, as far as half of each tier allows.
-    fn pin(&mut self, tokens: &[u32], until: u64) {
-        if self.tree.pinned(now()) < self.memory_bytes / 2 {
-            self.tree.pin(tokens, until);
-        } else {
-            tracing::warn!(tokens = tokens.len(), "not pinned: half of the memory is already");
-        }
-        if let Some(disk) = &self.disk
-            && !disk.pin(&keys(disk, tokens, self.needs_state), until)
-        {
-            tracing::warn!(tokens = tokens.len(), "not pinned on disk");
-        }
     }
 
     fn shrink(&mut self) {

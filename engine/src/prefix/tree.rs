@@ -207,14 +207,30 @@ impl<R: Rows, S: State> Tree<R, S> {
         Ok(())
     }
 
-    /// Keeps what there is at the end of `tokens` until `until`, in seconds since 1970.
-    pub fn pin(&mut self, tokens: &[u32], until: u64) {
-        let walk = self.walk(tokens);
-        let last = *walk.whole.last().expect("the root is always there");
-        let id = walk.partly.map_or(last, |(id, _)| id);
-        if let Some(node) = self.nodes.get_mut(&id) {
-            node.pinned = node.pinned.max(until);
+    /// Keeps `tokens` until `until`, or until a later time that was said before, in seconds since
+    /// 1970. False, and nothing is pinned, where a request cannot resume behind them, or all that is
+    /// pinned at the time `now` would take more than `most` bytes.
+    ///
+    /// # Errors
+    /// What [`Rows::split`] meets.
+    pub fn pin(&mut self, tokens: &[u32], until: u64, now: u64, most: u64) -> Result<bool> {
+        if self.find(tokens, tokens.len()).resume < tokens.len() {
+            return Ok(false);
         }
+        let walk = self.walk(tokens);
+        let id = match walk.partly {
+            // What follows is another prefix, and not to be pinned with this one.
+            Some((id, count)) => self.split(id, count)?,
+            None => *walk.whole.last().expect("the root is always there"),
+        };
+        let node = self.nodes.get_mut(&id).expect("walked over");
+        let before = node.pinned;
+        node.pinned = until.max(before);
+        let fits = self.pinned(now) <= most;
+        if !fits {
+            self.nodes.get_mut(&id).expect("just seen").pinned = before;
+        }
+        Ok(fits)
     }
 
     /// Gives up what was used longest ago until at most `budget` bytes are left, but nothing that is
@@ -462,12 +478,47 @@ mod tests {
     fn what_is_pinned_stays_until_its_time() {
         let mut tree = Tree::new(true);
         put(&mut tree, &[1, 2], true);
-        tree.pin(&[1, 2], 100);
+        assert!(tree.pin(&[1, 2], 100, 0, 320).unwrap());
         put(&mut tree, &[3, 4], true);
         assert_eq!(tree.pinned(99), 320);
         tree.shrink(0, 99);
         assert_eq!(tree.find(&[1, 2], 9).resume, 2);
         assert_eq!(tree.find(&[3, 4], 9).resume, 0);
+        tree.shrink(0, 100);
+        assert_eq!(tree.size(), Size::default());
+    }
+
+    /// Rows that pins share count once; what is over the bound is not pinned, and goes.
+    #[test]
+    fn pins_beyond_their_bound_are_refused_and_change_nothing() {
+        let mut tree = Tree::new(true);
+        for prefix in [&[1, 2][..], &[1, 2, 3], &[4, 5]] {
+            put(&mut tree, prefix, true);
+        }
+        assert!(tree.pin(&[1, 2], 100, 0, 649).unwrap());
+        assert!(!tree.pin(&[4, 5], 100, 0, 639).unwrap());
+        assert_eq!(tree.pinned(0), 320);
+        assert!(tree.pin(&[1, 2, 3], 50, 0, 630).unwrap());
+        assert_eq!((tree.pinned(0), tree.pinned(50)), (630, 320));
+        assert!(tree.pin(&[1, 2], 10, 0, 630).unwrap(), "it is, for longer");
+        // Nothing to resume from.
+        assert!(!tree.pin(&[1], 100, 0, 9999).unwrap());
+        assert!(!tree.pin(&[4, 5, 6], 100, 0, 9999).unwrap());
+        // What was pinned before counts no longer.
+        assert!(tree.pin(&[4, 5], 200, 100, 320).unwrap());
+        tree.shrink(0, 100);
+        assert_eq!(tree.find(&[1, 2, 3], 9), Found::default());
+        assert_eq!(tree.find(&[4, 5], 9).resume, 2);
+    }
+
+    #[test]
+    fn a_pin_within_a_run_of_tokens_holds_no_more_than_it_names() {
+        let mut tree = Tree::new(false);
+        put(&mut tree, &[1, 2, 3, 4, 5], false);
+        assert!(!tree.pin(&[1, 2], 100, 0, 19).unwrap());
+        assert!(tree.pin(&[1, 2], 100, 0, 20).unwrap());
+        assert_eq!(tree.shrink(0, 99), 1);
+        assert_eq!(tree.find(&[1, 2, 3, 4, 5], 9), Found { rows: 2, resume: 2 });
         tree.shrink(0, 100);
         assert_eq!(tree.size(), Size::default());
     }

@@ -87,6 +87,7 @@ fn plan(request: &Request, settings: &Settings, mut notes: Vec<String>) -> Plan 
         loops: Some(settings.loops),
         every: 0,
         note: (!notes.is_empty()).then(|| notes.join("; ")),
+        keep: None,
     }
 }
 

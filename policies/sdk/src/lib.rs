@@ -31,8 +31,10 @@
 
 pub mod bindings;
 
+use std::time::Duration;
+
 pub use bindings::steersman::policy::types::{
-    Action, LoopReport, LoopRule, Phase, Plan, Request, Step, Summary,
+    Action, Anchor, Keep, LoopReport, LoopRule, Phase, Plan, Request, Step, Summary,
 };
 
 /// A policy: one value of it lives as long as one request, made by `Default` before the first
@@ -108,6 +110,29 @@ impl Request {
     }
 }
 
+impl Keep {
+    /// What is at an anchor, as long as it is used.
+    pub fn at(at: Anchor) -> Self {
+        Self { at, seconds: 0 }
+    }
+
+    /// The same, not given up for so long: whole seconds, at most a day.
+    ///
+    /// A policy for one-off questions about one large system text keeps that alone:
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use steersman_policy::{Anchor, Keep, Plan};
+    ///
+    /// let hour = Duration::from_secs(3600);
+    /// let plan = Plan { keep: Some(vec![Keep::at(Anchor::System).lasting(hour)]), ..Plan::default() };
+    /// assert_eq!(plan.keep.unwrap()[0].seconds, 3600);
+    /// ```
+    pub fn lasting(self, time: Duration) -> Self {
+        Self { seconds: u32::try_from(time.as_secs()).unwrap_or(u32::MAX), ..self }
+    }
+}
+
 // The generated records derive no `Default`, but tests and plans want `..Default::default()`.
 
 impl Default for Request {
@@ -143,6 +168,7 @@ impl Default for Plan {
             loops: None,
             every: 0,
             note: None,
+            keep: None,
         }
     }
 }

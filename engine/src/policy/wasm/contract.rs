@@ -89,6 +89,21 @@ impl From<wit::Plan> for plain::Plan {
             }),
             every: plan.every,
             note: plan.note,
+            keep: plan.keep.map(|list| list.into_iter().map(plain::Keep::from).collect()),
+        }
+    }
+}
+
+impl From<wit::Keep> for plain::Keep {
+    fn from(keep: wit::Keep) -> Self {
+        Self {
+            at: match keep.at {
+                wit::Anchor::System => plain::Anchor::System,
+                wit::Anchor::Turns => plain::Anchor::Turns,
+                wit::Anchor::Prompt => plain::Anchor::Prompt,
+                wit::Anchor::Reply => plain::Anchor::Reply,
+            },
+            seconds: keep.seconds.min(plain::KEEP_SECONDS),
         }
     }
 }

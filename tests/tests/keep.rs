@@ -1,0 +1,224 @@
+//! What policies decide to keep of a request: nothing, the system text for a while, or some of it.
+
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
+use steersman_engine::policy::{Anchor, KEEP_SECONDS, Keep, Policies, RequestView};
+use steersman_engine::prefix::Report;
+use steersman_engine::request::Request;
+use steersman_tests::guest::keeper;
+use steersman_tests::{Reply, Running, ask, config, message, run};
+
+/// Numbers of the anchors in the contract.
+const SYSTEM: u8 = 0;
+const TURNS: u8 = 1;
+const PROMPT: u8 = 2;
+const REPLY: u8 = 3;
+const MB: u64 = 1 << 20;
+
+/// A profile under a policy that keeps these and decides nothing else.
+fn profile(folder: &Path, name: &str, keeps: &[(u8, u32)]) -> Profile {
+    let path = folder.join(format!("{name}.wasm"));
+    std::fs::write(&path, keeper(keeps)).expect("a file in the folder");
+    let policy = path.display().to_string();
+    Profile { policy, on_failure: OnFailure::Closed, ..Profile::default() }
+}
+
+/// An engine that keeps state in memory alone, under such profiles by name.
+fn start(folder: &Path, memory_bytes: u64, ahead: bool, keeps: &[(&str, &[(u8, u32)])]) -> Running {
+    let mut config = config();
+    (config.store.enabled, config.store.ahead) = (false, ahead);
+    config.store.memory_bytes = memory_bytes;
+    config.speculation.drafts.clear();
+    for (name, keeps) in keeps {
+        config.profiles.insert((*name).into(), profile(folder, name, keeps));
+    }
+    Running::start(config, folder)
+}
+
+/// A question behind a system text of some 300 tokens that is told by `who`.
+fn question(profile: &str, who: &str, about: &str) -> Request {
+    let line = |i: usize| format!("{who} has counted {} bells in the village by the river.", i + 2);
+    let system: Vec<String> = (0..16).map(line).collect();
+    Request {
+        profile: profile.into(),
+        messages: vec![message("system", &system.join(" ")), message("user", about)],
+        thinking: Some(false),
+        max_tokens: Some(8),
+        ..ask(about)
+    }
+}
+
+fn cached(reply: &Reply) -> u32 {
+    reply.finished().usage.cached_tokens
+}
+
+fn report(engine: &Running) -> Report {
+    engine.info().prefixes.report()
+}
+
+#[test]
+fn a_request_of_which_nothing_is_kept_leaves_nothing_to_resume_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = start(folder.path(), 256 * MB, true, &[("none", &[])]);
+    let asked = question("none", "Nora", "What is the capital of Italy?");
+    for _ in 0..2 {
+        assert_eq!(cached(&run(&engine, asked.clone())), 0);
+        let report = report(&engine);
+        assert_eq!((report.counts.saves, report.memory.bytes), (0, 0));
+    }
+    // Without that policy the same text leaves its state, which then serves all.
+    run(&engine, Request { profile: "default".into(), ..asked.clone() });
+    assert!(cached(&run(&engine, asked)) > 200);
+}
+
+/// Each anchor alone: what follows a request resumes from there and from nowhere else, and the next
+/// turn is computed ahead only where the reply is kept.
+#[test]
+fn what_is_kept_is_what_the_plan_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let keeps: [(&str, &[(u8, u32)]); 4] = [
+        ("system", &[(SYSTEM, 0)]),
+        ("turns", &[(TURNS, 0)]),
+        ("prompt", &[(PROMPT, 0), (PROMPT, 9)]),
+        ("reply", &[(REPLY, 0)]),
+    ];
+    let engine = start(folder.path(), 256 * MB, true, &keeps);
+    let mut seen = Vec::new();
+    for (name, who) in
+        [("system", "Nora"), ("turns", "Hugo"), ("prompt", "Mira"), ("reply", "Otto")]
+    {
+        let mut asked = question(name, who, "What is the capital of Italy?");
+        let early = "The bells of the village can be heard at the river, and far behind it. ";
+        asked.messages.insert(1, message("user", &early.repeat(8)));
+        asked.messages.insert(2, message("assistant", "So it is."));
+        let counts = || report(&engine).counts;
+        let before = counts().saves;
+        let first = run(&engine, asked.clone());
+        assert_eq!(cached(&first), 0, "{name}");
+        let length = first.finished().usage.prompt_tokens;
+
+        if name == "reply" {
+            // The end of the reply, and what comes next.
+            let started = Instant::now();
+            while counts().saves < before + 2 {
+                assert!(started.elapsed() < Duration::from_secs(60), "nothing is computed ahead");
+                sleep(Duration::from_millis(50));
+            }
+        } else {
+            assert_eq!(counts().ahead_tokens, 0, "{name}");
+        }
+        let mut next = asked.clone();
+        next.messages.push(message("assistant", &first.answer));
+        next.messages.push(message("user", "What is the capital of Peru?"));
+        let quiet = |request: &Request| cached(&run(&engine, request.clone()));
+        let another = question(name, who, "What is the capital of Kenya?");
+        let at = [quiet(&asked), quiet(&next), quiet(&another)];
+        println!("{name}: {at:?} of {length}");
+        seen.push((name, at, length));
+    }
+    let [system, turns, prompt, reply] = &seen[..] else { unreachable!() };
+    assert!(system.1.iter().all(|&at| at == system.1[2] && at > 200), "{system:?}");
+    assert!(system.1[0] < system.2 - 100, "{system:?}");
+    // Behind the first answer, not behind the last question.
+    assert!(turns.1[0] > system.1[0] + 50 && turns.1[0] < turns.2 - 10, "{turns:?}");
+    assert!(prompt.1[0] >= prompt.2 - 10 && prompt.1[0] < prompt.2, "{prompt:?}");
+    assert_eq!(prompt.1[2], 0, "{prompt:?}");
+    assert_eq!((reply.1[0], reply.1[2]), (0, 0), "{reply:?}");
+    assert!(reply.1[1] >= reply.2, "{reply:?}");
+}
+
+/// The other conversations need more than the memory that there is.
+#[test]
+fn a_system_text_kept_for_a_minute_outlives_others_and_without_seconds_it_does_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let keeps: [(&str, &[(u8, u32)]); 2] =
+        [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
+    let alone = start(folder.path(), 256 * MB, false, &keeps);
+    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
+    let one = report(&alone).memory.bytes;
+    drop(alone);
+
+    // The system text takes half of it.
+    let memory_bytes = 2 * one;
+    for (name, survives) in [("minute", true), ("used", false)] {
+        let engine = start(folder.path(), memory_bytes, false, &keeps);
+        run(&engine, question(name, "Nora", "What is the capital of Italy?"));
+        for who in ["Hugo", "Mira", "Otto"] {
+            run(&engine, question("used", who, "What is the capital of Kenya?"));
+            let report = report(&engine);
+            assert!(report.memory.bytes <= memory_bytes, "{report:?}");
+        }
+        assert!(report(&engine).counts.evictions > 0);
+        let reply = run(&engine, question(name, "Nora", "What is the capital of Peru?"));
+        assert_eq!(cached(&reply) > 200, survives, "{name}: {:?}", reply.finished().usage);
+    }
+}
+
+/// The same with a byte less: it would take more than half, and so it is not held.
+#[test]
+fn no_policy_holds_more_than_half_of_the_budget() {
+    let folder = tempfile::tempdir().unwrap();
+    let keeps: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
+    let alone = start(folder.path(), 256 * MB, false, &keeps);
+    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
+    let one = report(&alone).memory.bytes;
+    drop(alone);
+
+    let engine = start(folder.path(), 2 * one - 2, false, &keeps);
+    for who in ["Nora", "Hugo", "Mira", "Otto"] {
+        run(&engine, question("minute", who, "What is the capital of Italy?"));
+    }
+    let report = report(&engine);
+    assert!(report.memory.bytes < 2 * one, "{report:?}");
+    let reply = run(&engine, question("minute", "Nora", "What is the capital of Peru?"));
+    assert_eq!(cached(&reply), 0);
+}
+
+/// A pin counts from the last request that resumes there, not from the one that computed it.
+#[test]
+fn a_request_that_resumes_from_what_it_keeps_keeps_it_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let keeps: [(&str, &[(u8, u32)]); 2] =
+        [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
+    let alone = start(folder.path(), 256 * MB, false, &keeps);
+    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
+    let memory_bytes = 3 * report(&alone).memory.bytes;
+    drop(alone);
+
+    let engine = start(folder.path(), memory_bytes, false, &keeps);
+    run(&engine, question("used", "Nora", "What is the capital of Italy?"));
+    let resumed = run(&engine, question("minute", "Nora", "What is the capital of Kenya?"));
+    assert!(cached(&resumed) > 200);
+    for who in ["Hugo", "Mira", "Otto"] {
+        run(&engine, question("used", who, "What is the capital of Kenya?"));
+    }
+    let reply = run(&engine, question("minute", "Nora", "What is the capital of Peru?"));
+    assert!(cached(&reply) > 200, "{:?}", reply.finished().usage);
+}
+
+#[test]
+fn sixteen_entries_are_a_plan_and_more_than_a_day_is_a_day() {
+    let folder = tempfile::tempdir().unwrap();
+    let keeps = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
+    let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &keeps))];
+    let policies = Policies::load(&PolicyConfig::default(), &profiles.into()).unwrap();
+    let plan = policies.start("default").unwrap().on_request(&RequestView::default()).unwrap();
+    let kept = plan.keep.expect("a list");
+    assert_eq!(kept.len(), 16);
+    let expected = [(Anchor::Reply, KEEP_SECONDS), (Anchor::Turns, 7), (Anchor::System, 0)];
+    assert_eq!(kept[..3], expected.map(|(at, seconds)| Keep { at, seconds }));
+}
+
+/// What it planned is not looked at: the request ends.
+#[test]
+fn a_plan_with_more_entries_is_a_failure_of_the_policy() {
+    let folder = tempfile::tempdir().unwrap();
+    let engine = start(folder.path(), 256 * MB, false, &[("many", &[(SYSTEM, 60); 17])]);
+    let reply = run(&engine, question("many", "Nora", "What is the capital of Italy?"));
+    let error = reply.end.unwrap_err().to_string();
+    assert!(error.contains("answered with more than 16 anchors to keep"), "{error}");
+    assert_eq!(report(&engine).counts.saves, 0);
+}
