@@ -148,6 +148,15 @@ impl Cache {
         self.layers.iter().any(fixed)
     }
 
+    /// Whether rows of all layers that keep them can be cut into groups of so many elements.
+    pub fn rows_divide_by(&self, group: i32) -> bool {
+        let divides = |layer: &LayerCache| match layer {
+            LayerCache::Full(full) => full.shape()[1] % group == 0,
+            _ => true,
+        };
+        self.layers.iter().all(divides)
+    }
+
     /// What exists at the present position alone: recurrent states and sliding windows, two arrays a
     /// layer.
     ///

@@ -184,7 +184,7 @@ impl Decoder {
         }
         let disk = open_store(&config.store, fingerprint, data);
         let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
-        let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits);
+        let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits)?;
         sha.update(policies.digest());
         let info = Info {
             model: name.clone(),

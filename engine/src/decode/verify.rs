@@ -188,7 +188,7 @@ impl Decoder {
         if let Way::Chunked(tokens) = way {
             self.prefill_chunk = tokens;
         }
-        self.prefixes = Prefixes::new(self.prefixes.empty(), STORE_BYTES, None, 0);
+        self.prefixes = Prefixes::new(self.prefixes.empty(), STORE_BYTES, None, 0)?;
         if way == Way::Resumed {
             self.complete(request, way, 1, plain)?;
         }

@@ -16,7 +16,7 @@ const DTYPES: &[(&str, Dtype, usize)] = &[
 ];
 
 /// Elements that share a scale, where rows are stored in fewer bits.
-const GROUP: i32 = 32;
+pub const GROUP: i32 = 32;
 
 /// How keys and values are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

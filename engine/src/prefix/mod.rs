@@ -21,7 +21,7 @@ use mlx_rs::transforms::eval;
 pub use self::report::{Counts, Report, Reporter};
 use self::tree::Tree;
 use crate::cache::{Cache, KeyValues, owned};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::store::{BLOCK_TOKENS, Key, Keys, Kind, Part, RedbStore, state_key};
 
 /// What exists at one position, two arrays a layer.
@@ -69,13 +69,27 @@ pub struct Keep {
 
 impl Prefixes {
     /// Keeps state of caches like `empty` in at most `memory_bytes`, and on `disk` where there is one,
-    /// in `kv_bits` bits (8, or 0 for as it is).
-    pub fn new(empty: Cache, memory_bytes: u64, disk: Option<RedbStore>, kv_bits: u32) -> Self {
+    /// its rows in `kv_bits` bits (8, or 0 for as they are).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when rows of this model cannot be kept in 8 bits.
+    pub fn new(
+        empty: Cache,
+        memory_bytes: u64,
+        disk: Option<RedbStore>,
+        kv_bits: u32,
+    ) -> Result<Self> {
+        if kv_bits > 0 && !empty.rows_divide_by(bytes::GROUP) {
+            let problem = "cannot be used with this model: its attention heads have a number of \
+                           dimensions that is no multiple of 32"
+                .into();
+            return Err(Error::Invalid { field: "store.kv_bits", problem });
+        }
         let needs_state = empty.has_fixed();
         let reporter = Reporter::new(memory_bytes, disk.as_ref().map(RedbStore::reporter));
         let rows_on_disk = if kv_bits == 8 { bytes::Rows::Bits8 } else { bytes::Rows::Exact };
         let tree = Tree::new(needs_state);
-        Self { tree, memory_bytes, disk, rows_on_disk, empty, needs_state, reporter }
+        Ok(Self { tree, memory_bytes, disk, rows_on_disk, empty, needs_state, reporter })
     }
 
     /// Asks for counters and sizes from any thread.
