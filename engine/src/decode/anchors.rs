@@ -37,10 +37,8 @@ impl Decoder {
         let mut anchors = Vec::new();
         if let Some(keep) = kept(plan, Anchor::System) {
             let system = request.messages.iter().take_while(|m| is_system(m)).count();
-            let beginning =
-                Request { messages: request.messages[..system].into(), ..request.clone() };
             // Templates may refuse so short a conversation; then there is no such anchor.
-            let head = self.beginning(&beginning, thinking, "user").unwrap_or_default();
+            let head = self.beginning(request, system, thinking, "user").unwrap_or_default();
             anchors.push((shared(&head, prompt), keep));
         }
         let is_end = |token: &u32| self.text.eos().contains(token);
@@ -81,8 +79,8 @@ impl Decoder {
         Ok(anchors)
     }
 
-    /// What every prompt begins with whose conversation goes on from `request`'s with a message of
-    /// `role`: what those that differ only in their next word have in common, whatever the template
+    /// What every prompt begins with whose conversation goes on from the first `count` messages of
+    /// `request` with one of `role`: what those that differ only in their next word have in common, whatever the template
     /// makes of all before.
     ///
     /// # Errors
@@ -90,13 +88,14 @@ impl Decoder {
     pub(super) fn beginning(
         &self,
         request: &Request,
+        count: usize,
         thinking: Option<bool>,
         role: &str,
     ) -> Result<Vec<u32>> {
-        let render = |word: &str| -> Result<Vec<u32>> {
-            let mut messages = request.messages.clone();
-            let last = Message { role: role.into(), content: word.into(), ..Message::default() };
-            messages.push(last);
+        let mut messages = request.messages[..count].to_vec();
+        messages.push(Message { role: role.into(), ..Message::default() });
+        let mut render = |word: &str| -> Result<Vec<u32>> {
+            messages[count].content = word.into();
             let variables = &request.template_variables;
             let text = self.text.render(&messages, &request.tools, variables, thinking, true)?;
             self.text.encode(&text)
