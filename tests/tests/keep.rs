@@ -130,16 +130,20 @@ fn what_is_kept_is_what_the_plan_names() {
     assert!(reply.1[1] >= reply.2, "{reply:?}");
 }
 
+/// Bytes that one question whose system text is kept for a minute takes, where there is room.
+fn memory_of_one(folder: &Path, keeps: &[(&str, &[(u8, u32)])]) -> u64 {
+    let alone = start(folder, 256 * MB, false, keeps);
+    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
+    report(&alone).memory.bytes
+}
+
 /// The other conversations need more than the memory that there is.
 #[test]
 fn a_system_text_kept_for_a_minute_outlives_others_and_without_seconds_it_does_not() {
     let folder = tempfile::tempdir().unwrap();
     let keeps: [(&str, &[(u8, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
-    let alone = start(folder.path(), 256 * MB, false, &keeps);
-    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
-    let one = report(&alone).memory.bytes;
-    drop(alone);
+    let one = memory_of_one(folder.path(), &keeps);
 
     // The system text takes half of it.
     let memory_bytes = 2 * one;
@@ -162,10 +166,7 @@ fn a_system_text_kept_for_a_minute_outlives_others_and_without_seconds_it_does_n
 fn no_policy_holds_more_than_half_of_the_budget() {
     let folder = tempfile::tempdir().unwrap();
     let keeps: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
-    let alone = start(folder.path(), 256 * MB, false, &keeps);
-    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
-    let one = report(&alone).memory.bytes;
-    drop(alone);
+    let one = memory_of_one(folder.path(), &keeps);
 
     let engine = start(folder.path(), 2 * one - 2, false, &keeps);
     for who in ["Nora", "Hugo", "Mira", "Otto"] {
@@ -183,10 +184,7 @@ fn a_request_that_resumes_from_what_it_keeps_keeps_it_anew() {
     let folder = tempfile::tempdir().unwrap();
     let keeps: [(&str, &[(u8, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
-    let alone = start(folder.path(), 256 * MB, false, &keeps);
-    run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
-    let memory_bytes = 3 * report(&alone).memory.bytes;
-    drop(alone);
+    let memory_bytes = 3 * memory_of_one(folder.path(), &keeps);
 
     let engine = start(folder.path(), memory_bytes, false, &keeps);
     run(&engine, question("used", "Nora", "What is the capital of Italy?"));

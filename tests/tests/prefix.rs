@@ -16,7 +16,7 @@ use steersman_engine::config::StoreConfig;
 use steersman_engine::model::{Model, Pass, load};
 use steersman_engine::prefix::{Keep, Prefixes};
 use steersman_engine::store::{Fingerprint, RedbStore};
-use steersman_tests::{bundled_model, config, fixtures};
+use steersman_tests::{Random, bundled_model, config, fixtures};
 
 const MB: u64 = 1 << 20;
 /// Tokens of each reply.
@@ -36,15 +36,6 @@ struct Family {
 struct Reply {
     tokens: Vec<u32>,
     cached: usize,
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (self.0 >> 33) as usize % bound
-    }
 }
 
 impl Family {
@@ -112,6 +103,15 @@ impl Family {
         Reply { tokens, cached }
     }
 
+    /// Prefixes whose file holds a conversation; its prompt, and the reply.
+    fn saved(&self, path: &Path) -> (Prefixes, Vec<u32>, Reply) {
+        let first = prompt(1, 230);
+        let mut prefixes = self.on_disk(path, 64 * MB);
+        let said = self.reply(&mut prefixes, &first, REPLY);
+        prefixes.flush().unwrap();
+        (prefixes, first, said)
+    }
+
     /// The law: `prefixes` may help with at least `least` tokens, and change nothing.
     fn check(&self, prefixes: &mut Prefixes, prompt: &[u32], least: usize, what: &str) {
         let whole = self.reply(&mut self.in_memory(), prompt, REPLY);
@@ -151,10 +151,7 @@ fn what_follows_a_conversation_resumes_from_it_in_memory_and_after_a_restart() {
         let family = Family::load(name);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state.redb");
-        let first = prompt(1, 230);
-        let mut prefixes = family.on_disk(&path, 64 * MB);
-        let said = family.reply(&mut prefixes, &first, REPLY);
-        prefixes.flush().unwrap();
+        let (mut prefixes, first, said) = family.saved(&path);
         for (what, next, least) in next_prompts(&first, &said.tokens) {
             let copy = std::fs::read(&path).unwrap();
             family.check(&mut prefixes, &next, least, what);
@@ -247,9 +244,7 @@ fn a_flipped_bit_costs_time_and_changes_nothing() {
         let family = Family::load(name);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state.redb");
-        let first = prompt(1, 230);
-        let mut prefixes = family.on_disk(&path, 64 * MB);
-        let whole = family.reply(&mut prefixes, &first, REPLY);
+        let (prefixes, first, whole) = family.saved(&path);
         drop(prefixes);
         let bytes = std::fs::read(&path).unwrap();
         let mut random = Random(3);

@@ -10,6 +10,7 @@ use steersman_engine::config::StoreConfig;
 use steersman_engine::store::{
     BLOCK_TOKENS, Fingerprint, Key, Keys, Kind, Part, RedbStore, Tensor, state_key,
 };
+use steersman_tests::Random;
 
 const ONE: Fingerprint = [1; 32];
 const TWO: Fingerprint = [2; 32];
@@ -18,19 +19,6 @@ const MB: u64 = 1 << 20;
 fn open(path: &Path, fingerprint: Fingerprint, budget_bytes: u64) -> RedbStore {
     let config = StoreConfig { budget_bytes, ..StoreConfig::default() };
     RedbStore::open(path, fingerprint, &config).unwrap()
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (self.0 >> 33) as usize % bound
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
 }
 
 /// The tensors of the one part that these tests save under `key`, with so many bytes.
