@@ -4,7 +4,7 @@
 #![allow(missing_docs, reason = "generated; the records are documented in wit/")]
 
 wit_bindgen::generate!({
-    path: "../../wit",
+    path: "../../wit/v0.1",
     world: "policy",
     pub_export_macro: true,
     export_macro_name: "export_policy",
