@@ -92,7 +92,7 @@ pub fn policies(
 ///
 /// # Errors
 /// As [`Policies::start`].
-pub fn start(policies: &Policies, profile: &str) -> Result<Box<dyn Policy>, Error> {
+pub fn steer(policies: &Policies, profile: &str) -> Result<Box<dyn Policy>, Error> {
     Ok(policies.start(profile, "test", &no_vocabulary())?.policy)
 }
 

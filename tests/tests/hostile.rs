@@ -17,7 +17,7 @@ use steersman_engine::policy::{
 };
 use steersman_engine::request::{FinishReason, Request};
 use steersman_tests::guest::{self, TYPES, component};
-use steersman_tests::{Running, ask, policies, start};
+use steersman_tests::{Running, ask, policies, steer};
 
 /// Longest that the calls of one request may take here: some 10 ms each where fuel runs out, times
 /// what a busy machine adds.
@@ -156,7 +156,7 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, &'static str, &'static str)> {
 fn a_hostile_policy_is_stopped_and_the_native_one_goes_on_where_failure_is_open() {
     for (name, bytes, hook, cause) in hostile() {
         let policies = load(&bytes, OnFailure::Open).unwrap_or_else(|e| panic!("{name}: {e}"));
-        let mut policy = start(&policies, "default").unwrap();
+        let mut policy = steer(&policies, "default").unwrap();
         let (plan, actions) = run(&mut *policy).unwrap_or_else(|e| panic!("{name}: {e}"));
         let notes = policy.take_notes().join("\n");
         assert!(notes.contains(&format!("{hook}: ")), "{name}: {notes:?}");
@@ -174,7 +174,7 @@ fn a_hostile_policy_is_stopped_and_the_native_one_goes_on_where_failure_is_open(
 fn a_hostile_policy_ends_the_request_where_failure_is_closed() {
     for (name, bytes, hook, cause) in hostile() {
         let policies = load(&bytes, OnFailure::Closed).unwrap_or_else(|e| panic!("{name}: {e}"));
-        let outcome = run(&mut *start(&policies, "default").unwrap());
+        let outcome = run(&mut *steer(&policies, "default").unwrap());
         if hook == "on-finish" {
             // The request has ended already.
             outcome.unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -192,7 +192,7 @@ fn a_policy_with_fuel_to_burn_is_stopped_by_its_deadline() {
     let limits = PolicyConfig { fuel: u64::MAX, deadline_ms: 20, ..PolicyConfig::default() };
     let policies = load_within(&limits, &stepper(FOREVER, ""), OnFailure::Closed).unwrap();
     for _ in 0..3 {
-        let error = run(&mut *start(&policies, "default").unwrap()).unwrap_err().to_string();
+        let error = run(&mut *steer(&policies, "default").unwrap()).unwrap_err().to_string();
         assert!(error.ends_with("on-step: exceeded its deadline of 20 ms"), "{error}");
     }
 }
@@ -292,7 +292,7 @@ fn a_component_that_exports_on_step_alone_steers_and_the_rest_is_left_to_the_eng
         (i32.store (i32.const 24) (i32.const 4)) i32.const 0";
     let policies =
         load(&stepper(stop, r#"(data (i32.const 100) "done")"#), OnFailure::Closed).unwrap();
-    let mut policy = start(&policies, "default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     let (plan, actions) = run(&mut *policy).unwrap();
     assert_eq!(plan, Plan::default());
     assert_eq!(actions, [Action::Stop("done".into())]);
@@ -308,8 +308,8 @@ fn one_requests_globals_are_not_anothers() {
         (i32.store (i32.const 16) (i32.const 2)) i32.const 0";
     let bytes = stepper(body, "(global $n (mut i32) (i32.const 0))");
     let policies = load(&bytes, OnFailure::Closed).unwrap();
-    let mut first = start(&policies, "default").unwrap();
-    let mut second = start(&policies, "default").unwrap();
+    let mut first = steer(&policies, "default").unwrap();
+    let mut second = steer(&policies, "default").unwrap();
     assert_eq!(first.on_step(&looping()).unwrap().len(), 0);
     assert_eq!(first.on_step(&looping()).unwrap().len(), 1);
     assert_eq!(second.on_step(&looping()).unwrap().len(), 0);
@@ -319,7 +319,7 @@ fn one_requests_globals_are_not_anothers() {
 fn a_policy_that_keeps_failing_is_not_called_any_more() {
     let policies = load(&stepper("unreachable", ""), OnFailure::Open).unwrap();
     let note = |policies: &Policies| {
-        let mut policy = start(&policies, "default").unwrap();
+        let mut policy = steer(&policies, "default").unwrap();
         run(&mut *policy).unwrap();
         policy.take_notes().join("\n")
     };
@@ -419,15 +419,15 @@ fn cost_of_the_default_policy() {
         );
     };
     let quiet = Step { phase: Phase::Think, tokens: vec![7; 8], ..Step::default() };
-    let mut policy = start(&policies, "default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     policy.on_request(&view()).unwrap();
     time("on-step, no event", Box::new(|| drop(policy.on_step(&quiet).unwrap())));
-    let mut policy = start(&policies, "default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     policy.on_request(&view()).unwrap();
     time("on-step, a loop", Box::new(|| drop(policy.on_step(&looping()).unwrap())));
-    let mut policy = start(&policies, "default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     time("on-request", Box::new(|| drop(policy.on_request(&view()).unwrap())));
-    time("start and end", Box::new(|| drop(start(&policies, "default").unwrap())));
+    time("start and end", Box::new(|| drop(steer(&policies, "default").unwrap())));
 }
 
 /// The same guests, each under a request that the engine really decodes: a thought that would not

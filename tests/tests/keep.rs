@@ -9,7 +9,7 @@ use steersman_engine::policy::{Anchor, KEEP_SECONDS, Keep, RequestView};
 use steersman_engine::prefix::Report;
 use steersman_engine::request::Request;
 use steersman_tests::guest::keeper;
-use steersman_tests::{Reply, Running, ask, config, message, policies, run, start};
+use steersman_tests::{Reply, Running, ask, config, message, policies, run, steer};
 
 /// Numbers of the anchors in the contract.
 const SYSTEM: u8 = 0;
@@ -203,7 +203,7 @@ fn sixteen_entries_are_a_plan_and_more_than_a_day_is_a_day() {
     let keeps = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
     let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &keeps))];
     let policies = policies(&PolicyConfig::default(), profiles).unwrap();
-    let plan = start(&policies, "default").unwrap().on_request(&RequestView::default()).unwrap();
+    let plan = steer(&policies, "default").unwrap().on_request(&RequestView::default()).unwrap();
     let kept = plan.keep.expect("a list");
     assert_eq!(kept.len(), 16);
     let expected = [(Anchor::Reply, KEEP_SECONDS), (Anchor::Turns, 7), (Anchor::System, 0)];
