@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use super::chain::{Chain, Link};
 use super::guarded::{Breaker, Guarded};
 use super::trace::Traces;
-use super::wasm::{COMPONENT_BYTES, Component, Host};
+use super::wasm::{COMPONENT_BYTES, Component, Host, Scene};
 use super::{Policy, Vocabulary};
 use crate::config::{OnFailure, Param, PolicyConfig, Profile};
 use crate::error::{Error, Result};
@@ -99,10 +99,16 @@ impl Policies {
         &self,
         profile: &str,
         request: &str,
-        _vocabulary: &Arc<dyn Vocabulary>,
+        vocabulary: &Arc<dyn Vocabulary>,
     ) -> Result<Steering> {
         let entry = self.entry(profile)?;
-        let start = || Ok(Box::new(entry.component.instantiate()?) as Box<dyn Policy>);
+        let scene = Scene {
+            request: request.into(),
+            profile: profile.into(),
+            vocabulary: vocabulary.clone(),
+            recorded: None,
+        };
+        let start = || Ok(Box::new(entry.component.instantiate(&scene)?) as Box<dyn Policy>);
         let name = entry.component.name();
         let guarded = Guarded::start(name, entry.on_failure, entry.breaker.clone(), start)?;
         let link = Link {
@@ -136,7 +142,7 @@ fn load(host: &Host, source: &str) -> Result<Arc<Component>> {
         None => Component::load(host, source, &read(Path::new(source))?)?,
     };
     let component = Arc::new(component);
-    component.instantiate()?;
+    component.instantiate(&Scene::trial())?;
     let sha256: String = component.sha256().iter().map(|byte| format!("{byte:02x}")).collect();
     let contract = component.version();
     tracing::info!(policy = component.name(), sha256, contract, "policy loaded");

@@ -38,8 +38,11 @@ use wasmtime::{
     Trap,
 };
 
-use super::{ACTIONS, Action, KEEPS, Plan, Policy, RequestView, Step, Summary};
-use crate::config::PolicyConfig;
+use super::{
+    ACTIONS, Action, ImportCall, KEEPS, Plan, Policy, RequestView, Step, Summary, Vocabulary,
+    no_vocabulary,
+};
+use crate::config::{Grant, PolicyConfig};
 use crate::error::{Error, Result};
 
 /// Version of the contract in `wit/` that this server speaks.
@@ -111,6 +114,38 @@ impl Host {
             Error::Invalid { field: "policy", problem: format!("no thread can be started: {e}") }
         })?;
         Ok(Self { engine, ticker: Arc::new(ticker), limits: limits.clone() })
+    }
+
+    /// What policies counted: policy, counter, value; sorted.
+    pub fn counters(&self) -> Vec<(String, String, u64)> {
+        Vec::new()
+    }
+}
+
+/// What surrounds an instance.
+#[derive(Clone)]
+pub struct Scene {
+    /// The request's name in logs.
+    pub request: String,
+    /// The profile that chose the policy: with the policy's name, the namespace of its `kv`.
+    pub profile: String,
+    /// The served model's tokenizer.
+    pub vocabulary: Arc<dyn Vocabulary>,
+    /// `None` where the request is real. Else what imports answered when it was, all hooks' in order:
+    /// they answer so again, and where a call is not recorded, `kv` is a map in memory that begins
+    /// empty and the tokenizer is `vocabulary`. Nothing is kept or counted.
+    pub recorded: Option<Arc<[ImportCall]>>,
+}
+
+impl Scene {
+    /// Of a trial: no request, no model, and nothing is kept.
+    pub fn trial() -> Self {
+        Self {
+            request: String::new(),
+            profile: String::new(),
+            vocabulary: no_vocabulary(),
+            recorded: Some(Arc::default()),
+        }
     }
 }
 
@@ -213,13 +248,37 @@ impl Component {
         &self.version
     }
 
+    /// The hooks that it exports, `on-step`.
+    pub fn hooks(&self) -> Vec<&'static str> {
+        let hooks = [
+            ("on-request", self.on_request.is_some()),
+            ("on-step", self.on_step.is_some()),
+            ("on-finish", self.on_finish.is_some()),
+        ];
+        hooks.into_iter().filter(|(_, has)| *has).map(|(hook, _)| hook).collect()
+    }
+
+    /// The interfaces that it imports functions of, by full name:
+    /// `steersman:policy/kv@0.2.0`.
+    pub fn imports(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Checks what it imports against the `grants` of a profile.
+    ///
+    /// # Errors
+    /// [`Error::Policy`] names the first import that is not granted.
+    pub fn granted(&self, _grants: &[Grant]) -> Result<()> {
+        Ok(())
+    }
+
     /// An instance for one request, on the calling thread. Runs the component's start function,
     /// under the limits of a hook call.
     ///
     /// # Errors
     /// [`Error::Policy`] when the start function fails, a hook has another shape, or [`INSTANCES`]
     /// are alive already.
-    pub fn instantiate(self: &Arc<Self>) -> Result<Instance> {
+    pub fn instantiate(self: &Arc<Self>, _scene: &Scene) -> Result<Instance> {
         let state = State { memory_bytes: self.limits.memory_bytes, refused: None };
         let mut store = Store::new(self.pre.engine(), state);
         store.limiter(|state| state);
