@@ -25,6 +25,11 @@ const EMBEDDED: &[(&str, &[u8])] = &[
     ("passthrough", include_bytes!("../../../policies/passthrough/passthrough.wasm")),
 ];
 
+/// The component of a policy that ships inside the binary.
+pub fn embedded(name: &str) -> Option<&'static [u8]> {
+    EMBEDDED.iter().find(|(known, _)| *known == name).map(|(_, bytes)| *bytes)
+}
+
 /// The policies of all profiles, loaded.
 pub struct Policies {
     profiles: BTreeMap<String, Entry>,
