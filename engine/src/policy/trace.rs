@@ -17,6 +17,8 @@
 mod file;
 mod mask;
 mod record;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
