@@ -16,6 +16,7 @@ pub mod guarded;
 pub mod native;
 pub mod registry;
 pub mod trace;
+pub mod validate;
 pub mod wasm;
 
 use std::collections::BTreeMap;
