@@ -14,6 +14,7 @@ pub mod disk;
 pub mod golden;
 pub mod guarded;
 pub mod native;
+pub mod prompt;
 pub mod registry;
 pub mod trace;
 pub mod wasm;
