@@ -14,8 +14,10 @@ pub mod disk;
 pub mod golden;
 pub mod guarded;
 pub mod native;
+pub mod prompt;
 pub mod registry;
 pub mod trace;
+pub mod validate;
 pub mod wasm;
 
 use std::collections::BTreeMap;
