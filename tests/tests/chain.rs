@@ -360,7 +360,10 @@ fn merged_actions_do_all_that_the_first_policy_wants_whatever_the_others_say() {
         for at in 0..5 {
             let step = Step { tokens: vec![1], budget_reached: true, ..Step::default() };
             let got = chain.on_step(&step).unwrap();
-            let told = format!("{:#?}\nbecame {got:#?}", scripts.iter().map(|s| &s[at]).collect::<Vec<_>>());
+            let told = format!(
+                "{:#?}\nbecame {got:#?}",
+                scripts.iter().map(|s| &s[at]).collect::<Vec<_>>()
+            );
             let (got, first) = (decided(&got), decided(&scripts[0][at]));
             assert!(got.rewind >= first.rewind, "{told}");
             assert!(first.bans.iter().all(|ban| got.bans.contains(ban)), "{told}");
@@ -424,11 +427,11 @@ fn merged_actions_do_all_that_the_first_policy_wants_whatever_the_others_say() {
 #[test]
 fn what_an_earlier_policy_set_a_later_one_may_change_when_its_time_is_over() {
     let warm = |temperature, steps| {
-        let sampling = SamplingChange { temperature: Some(temperature), ..SamplingChange::default() };
+        let sampling =
+            SamplingChange { temperature: Some(temperature), ..SamplingChange::default() };
         Action::Sampling(Resample { sampling, steps })
     };
-    let earlier =
-        Scripted { actions: vec![vec![warm(0.0, 3)]], ..Scripted::default() };
+    let earlier = Scripted { actions: vec![vec![warm(0.0, 3)]], ..Scripted::default() };
     let later = Scripted { actions: vec![vec![warm(1.0, 0)]; 9], ..Scripted::default() };
     let mut chain = chain([earlier, later]);
     chain.on_request(&RequestView::default()).unwrap();
@@ -496,7 +499,10 @@ fn each_policy_sees_the_system_text_as_the_earlier_ones_left_it() {
     }
     let mut wrong = self::chain([replacing("nowhere", "")]);
     let error = wrong.on_prompt(&prompt("text")).unwrap_err().to_string();
-    assert_eq!(error, "policy `scripted`: on-prompt: replacement 1: what it replaces does not occur");
+    assert_eq!(
+        error,
+        "policy `scripted`: on-prompt: replacement 0: message 0 does not have its span"
+    );
 }
 
 #[test]
@@ -515,11 +521,10 @@ fn a_shadow_is_asked_and_recorded_and_changes_nothing() {
             fails: round % 3 == 0,
             ..Scripted::default()
         };
-        let steps: Vec<_> = (0..9)
-            .map(|_| Step { budget_reached: true, ..some_step(&mut random) })
-            .collect();
+        let steps: Vec<_> =
+            (0..9).map(|_| Step { budget_reached: true, ..some_step(&mut random) }).collect();
         let traces = Traces::new(&PolicyConfig::default()).unwrap();
-        let mut run = |with_shadow: bool| {
+        let run = |with_shadow: bool| {
             let mut links = vec![link(deciding.clone(), false)];
             links.extend(with_shadow.then(|| link(shadow.clone(), true)));
             let id = if with_shadow { "with" } else { "without" };

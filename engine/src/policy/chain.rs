@@ -13,6 +13,7 @@ mod unseen;
 
 use std::borrow::Cow;
 
+use super::prompt;
 use super::trace::{Exchange, Outcome, Recorder};
 use super::{
     Action, Cost, Plan, Policy, PromptView, Replacement, RequestView, SYSTEM_BYTES, Step, Summary,
@@ -118,11 +119,11 @@ impl Chain {
 }
 
 impl Policy for Chain {
-    fn on_prompt(&mut self, prompt: &PromptView) -> Result<Vec<Replacement>> {
-        let mut prompt = Cow::Borrowed(prompt);
+    fn on_prompt(&mut self, asked: &PromptView) -> Result<Vec<Replacement>> {
+        let mut view = Cow::Borrowed(asked);
         let mut all = Vec::new();
         for at in self.indices() {
-            let seen = &*prompt;
+            let seen = &*view;
             let answer = self.ask(
                 at,
                 |policy| policy.on_prompt(seen),
@@ -132,8 +133,8 @@ impl Policy for Chain {
             if replacements.is_empty() || self.is_shadow(at) {
                 continue;
             }
-            let system = &mut prompt.to_mut().system;
-            replace(system, &replacements).map_err(|problem| Error::Policy {
+            let system = &mut view.to_mut().system;
+            prompt::replace(system, &replacements).map_err(|problem| Error::Policy {
                 policy: self.links[at].link.name.clone(),
                 problem: format!("on-prompt: {problem}"),
             })?;
@@ -245,25 +246,4 @@ impl Policy for Chain {
     fn cost(&self) -> Cost {
         self.cost
     }
-}
-
-/// Applies replacements to the texts of a prompt, in order.
-///
-/// # Errors
-/// Which of them has no place.
-fn replace(system: &mut [String], replacements: &[Replacement]) -> Result<(), String> {
-    for (i, Replacement { message, old, new }) in replacements.iter().enumerate() {
-        let refuse = |problem: String| format!("replacement {}: {problem}", i + 1);
-        let count = system.len();
-        let text = system
-            .get_mut(*message as usize)
-            .ok_or_else(|| refuse(format!("there are {count} texts, none of number {message}")))?;
-        if old.is_empty() {
-            return Err(refuse("what it replaces is empty".into()));
-        }
-        let at = text.find(old.as_str());
-        let at = at.ok_or_else(|| refuse("what it replaces does not occur".into()))?;
-        text.replace_range(at..at + old.len(), new);
-    }
-    Ok(())
 }

@@ -23,6 +23,8 @@
 //!   ([`Golden::inexact`]).
 
 mod file;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 

@@ -130,6 +130,11 @@ impl Policies {
         })
     }
 
+    /// What policies decided.
+    pub fn traces(&self) -> &Arc<Traces> {
+        &self.traces
+    }
+
     fn entry(&self, profile: &str) -> Result<&Entry> {
         self.profiles.get(profile).ok_or_else(|| {
             let known: Vec<_> = self.profiles.keys().map(String::as_str).collect();

@@ -62,7 +62,11 @@ pub fn run(component: &Arc<Component>, golden: &Golden, out: &mut impl Write) ->
         "{:<13} {:>9} {:>9} {:>9} {:>9} {:>10} {:>10}",
         "", "calls", "p50", "p99", "longest", "fuel p50", "most fuel"
     )?;
-    for ((_, hook), Calls { mut times, mut fuel }) in hooks {
+    let exported = component.hooks();
+    for ((at, hook), Calls { mut times, mut fuel }) in hooks {
+        if at > 0 && !exported.contains(&hook) {
+            continue;
+        }
         times.sort_unstable();
         fuel.sort_unstable();
         let at = |share: usize| (times.len() - 1) * share / 100;

@@ -70,7 +70,10 @@ fn traces(config: PolicyConfig) -> Arc<Traces> {
 
 fn parrot(recorder: Recorder) -> Chain {
     let policy = Box::new(Parrot::default());
-    Chain::new(vec![Link { name: "parrot".into(), sha256: [171; 32], shadow: false, policy }], recorder)
+    Chain::new(
+        vec![Link { name: "parrot".into(), sha256: [171; 32], shadow: false, policy }],
+        recorder,
+    )
 }
 
 /// A request in which everything that is said is the secret.
@@ -102,8 +105,7 @@ fn a_trace_holds_every_call_with_its_policy_and_its_cost() {
     talk(&traces, "a", true, 2);
     let records = traces.get("a").unwrap();
     let hooks: Vec<_> = records.iter().map(|record| record.call.hook().name()).collect();
-    let expected =
-        ["on-prompt", "on-request", "on-step", "on-step", "on-tool-call", "on-finish"];
+    let expected = ["on-prompt", "on-request", "on-step", "on-step", "on-tool-call", "on-finish"];
     assert_eq!(hooks, expected);
     assert!(records.iter().all(|record| record.sha256 == "ab".repeat(32)));
     let step = serde_json::to_string(&records[3]).unwrap();
