@@ -80,6 +80,18 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
 
+    /// A key that does not open what is asked for.
+    pub fn forbidden(message: impl Into<String>) -> Self {
+        let kind = "permission_error";
+        Self::new(StatusCode::FORBIDDEN, kind, "profile_not_allowed", "", message)
+    }
+
+    /// Too many requests at a time.
+    pub fn busy(message: impl Into<String>) -> Self {
+        let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+        Self::new(status, kind, "too_many_requests", "", message)
+    }
+
     /// A body that is too large.
     pub fn too_large(limit: usize) -> Self {
         let message = format!(
@@ -131,7 +143,7 @@ impl From<Error> for ApiError {
             Self::new(status, "server_error", code, "", message)
         };
         match &error {
-            Error::ContextTooLong { .. } => {
+            Error::ContextTooLong { .. } | Error::PromptTooLong { .. } => {
                 Self::invalid("context_length_exceeded", "messages", message)
             }
             Error::QueueFull { .. } => {

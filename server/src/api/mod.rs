@@ -3,6 +3,7 @@
 //! This room speaks HTTP and JSON. It never sees an array, a token id or a policy: a
 //! [`Request`](steersman_engine::request::Request) goes into the engine, events come out.
 
+mod access;
 mod cache;
 pub mod error;
 pub mod fields;
@@ -21,17 +22,16 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use steersman_engine::Error;
 use steersman_engine::engine::Engine;
-use subtle::ConstantTimeEq;
 use tokio::sync::Semaphore;
 
+use self::access::{Access, Caller};
 use self::error::ApiError;
 use self::log::RequestLog;
 use self::metrics::Metrics;
@@ -55,8 +55,7 @@ const BODIES: usize = 64;
 /// What every handler may use.
 pub struct App {
     engine: Engine,
-    /// SHA-256 of each key; empty lets everyone in.
-    keys: Vec<[u8; 32]>,
+    access: Access,
     /// Shared with the logs of running requests, which count their ends.
     metrics: Arc<Metrics>,
     bodies: Semaphore,
@@ -68,7 +67,7 @@ pub struct App {
 pub fn app(engine: Engine, config: &ServerConfig) -> Router {
     let app = Arc::new(App {
         engine,
-        keys: config.api_keys.iter().map(|key| Sha256::digest(key).into()).collect(),
+        access: Access::new(config),
         metrics: Arc::default(),
         bodies: Semaphore::new(BODIES),
         body_limit_bytes: config.body_limit_bytes,
@@ -81,7 +80,7 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/cache", get(cache::get))
         .route("/metrics", get(metrics::get))
-        .route_layer(middleware::from_fn_with_state(app.clone(), authorize))
+        .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
         .fallback(async |request: Request| ApiError::not_found(request.uri().path()))
         .method_not_allowed_fallback(async |request: Request| {
@@ -103,14 +102,16 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
 /// `POST /v1/chat/completions`
 async fn chat(
     State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
     let id = format!("chatcmpl-{}", random_hex());
     let mut log = RequestLog::new(id, request_id, app.metrics.clone());
-    let mut chat = read(&app, &headers, body).await.map_err(|error| log.failed(error))?;
+    let mut chat = read(&app, &caller, &headers, body).await.map_err(|error| log.failed(error))?;
     log.understood(&chat.request.profile, chat.stream);
+    log.place = app.access.enter(&chat.request.profile).map_err(|error| log.failed(error))?;
     chat.request.id = log.id.clone();
     let head = Head {
         id: log.id.clone(),
@@ -129,11 +130,19 @@ async fn chat(
 }
 
 /// Reads and checks a request; at most [`BODIES`] at a time.
-async fn read(app: &App, headers: &HeaderMap, body: Body) -> Result<ChatRequest, ApiError> {
+async fn read(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<ChatRequest, ApiError> {
     let _turn = app.bodies.acquire().await.expect("the semaphore is never closed");
     let body = read_body(app, headers, body).await?;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
-    request::parse(&body, profile, app.engine.info())
+    let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
+    let chat = request::parse(&body, profile, own, app.engine.info())?;
+    app.access.allow(caller, &chat.request.profile)?;
+    Ok(chat)
 }
 
 /// The body, within its limits of type, size and time.
@@ -157,27 +166,6 @@ async fn read_body(app: &App, headers: &HeaderMap, body: Body) -> Result<Vec<u8>
         }
         Err(_elapsed) => Err(ApiError::too_slow(app.body_timeout_s)),
     }
-}
-
-/// Lets a request pass if no key is wanted, or if it brings one of them.
-async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    if app.keys.is_empty() {
-        return next.run(request).await;
-    }
-    let key = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let key = key.and_then(|value| value.split_once(' ')).map(|(scheme, key)| {
-        let bearer = scheme.eq_ignore_ascii_case("bearer");
-        Sha256::digest(if bearer { key.trim() } else { "" })
-    });
-    // Digests of equal length, all of them compared to the end: the time taken tells nothing.
-    let known = key.is_some_and(|key| {
-        app.keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
-    });
-    if !known {
-        app.metrics.unauthorized();
-        return ApiError::unauthorized().into_response();
-    }
-    next.run(request).await
 }
 
 /// Gives each request a name, which comes back in the reply.

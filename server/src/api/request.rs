@@ -77,13 +77,15 @@ enum Effort {
     XHigh,
 }
 
-/// Reads a body; `header_profile` is the value of `X-Steersman-Profile`.
+/// Reads a body; `header_profile` is the value of `X-Steersman-Profile`, `own_profile` the one whose
+/// key the client has.
 ///
 /// # Errors
 /// 400 naming the field, 404 for a model that is not served.
 pub fn parse(
     body: &[u8],
     header_profile: Option<&str>,
+    own_profile: Option<&str>,
     info: &Info,
 ) -> Result<ChatRequest, ApiError> {
     let body: Value = serde_json::from_slice(body).map_err(|error| {
@@ -95,7 +97,7 @@ pub fn parse(
     fields::check(fields)?;
     let body: Body = typed(body)?;
 
-    let (model, profile) = model_and_profile(body.model, header_profile, info)?;
+    let (model, profile) = model_and_profile(body.model, header_profile, own_profile, info)?;
     let stream = body.stream.unwrap_or(false);
     if !stream && body.stream_options.is_some() {
         let message = "stream_options has a meaning only with \"stream\": true";
@@ -146,10 +148,12 @@ fn typed<T: DeserializeOwned>(value: Value) -> Result<T, ApiError> {
     })
 }
 
-/// The model as the client named it, and the profile: `model`, `model@profile`, or the header.
+/// The model as the client named it, and the profile: `model@profile`, the header, that of
+/// the key, or the default.
 fn model_and_profile(
     name: Option<String>,
     header: Option<&str>,
+    own: Option<&str>,
     info: &Info,
 ) -> Result<(String, String), ApiError> {
     let Some(name) = name else {
@@ -164,7 +168,7 @@ fn model_and_profile(
         return Err(ApiError::model_not_found(message));
     };
     let profile = match (profile, header) {
-        (None, None) => "default",
+        (None, None) => own.unwrap_or("default"),
         (Some(profile), None) => profile,
         (Some(profile), Some(header)) if profile != header => {
             let message = format!(

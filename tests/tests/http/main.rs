@@ -4,6 +4,7 @@
 //! The engine is a task that plays a script of events for each request, so nothing here depends on
 //! a model. `openai_client.py` does the same rounds with OpenAI's own package and the real engine.
 
+mod access;
 mod connection;
 mod operations;
 mod refusal;
