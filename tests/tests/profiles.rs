@@ -21,7 +21,7 @@ fn bounded(question: &str, max_tokens: Option<u32>, thinking: bool) -> Request {
 fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
     let data = tempfile::tempdir().unwrap();
     let limits =
-        ProfileLimits { prompt_tokens: 60, think_budget: 7, max_tokens: 5, ..Default::default() };
+        ProfileLimits { prompt_tokens: 60, think_budget: 7, max_tokens: 2, ..Default::default() };
     let engine = engine(limits, data.path());
 
     let reply = run(&engine, bounded(&"one more word ".repeat(40), None, false));
@@ -33,8 +33,8 @@ fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
     for (max_tokens, cut) in [(None, false), (Some(4000), true)] {
         let reply = run(&engine, bounded("Write a story.", max_tokens, false));
         let finished = reply.finished();
-        assert_eq!((&finished.reason, finished.usage.answer_tokens), (&FinishReason::Length, 5));
-        let noted = finished.notes.iter().any(|note| note.contains("limit of 5"));
+        assert_eq!((&finished.reason, finished.usage.answer_tokens), (&FinishReason::Length, 2));
+        let noted = finished.notes.iter().any(|note| note.contains("limit of 2"));
         assert_eq!(noted, cut, "{:?}", finished.notes);
     }
 
@@ -45,5 +45,5 @@ fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
     assert!(reply.finished().notes.iter().any(|note| note.contains("budget")), "{reply:?}");
 
     let free = Request { profile: "default".into(), ..bounded("Write a story.", Some(9), false) };
-    assert_eq!(run(&engine, free).finished().usage.answer_tokens, 9);
+    assert!(run(&engine, free).finished().usage.answer_tokens > 2, "the bounds are the profile's");
 }
