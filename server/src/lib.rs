@@ -8,6 +8,7 @@
 //! main.rs      the command line
 //! config.rs    the configuration file
 //! hub.rs       local folders and Hugging Face repos
+//! models.rs    the models that are served, and which profile asks which
 //! bundled.rs   the demonstration model inside the executable
 //! serve.rs     listening, and stopping in good order
 //! verify.rs    `steersman verify`: that replies are the same however they are computed
@@ -25,6 +26,7 @@ pub mod cache;
 pub mod calibrate;
 pub mod config;
 pub mod hub;
+pub mod models;
 pub mod serve;
 pub mod verify;
 

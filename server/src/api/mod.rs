@@ -38,6 +38,7 @@ use self::metrics::Metrics;
 use self::reply::Head;
 use self::request::ChatRequest;
 use crate::config::ServerConfig;
+use crate::models::Models;
 
 /// Names a request in logs; echoed, or made up where the client sends none.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -54,7 +55,7 @@ const BODIES: usize = 64;
 
 /// What every handler may use.
 pub struct App {
-    engine: Engine,
+    models: Models,
     access: Access,
     /// Shared with the logs of running requests, which count their ends.
     metrics: Arc<Metrics>,
@@ -64,9 +65,9 @@ pub struct App {
 }
 
 /// The server as axum has it: serve it, or call it in a test.
-pub fn app(engine: Engine, config: &ServerConfig) -> Router {
+pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let app = Arc::new(App {
-        engine,
+        models: models.into(),
         access: Access::new(config),
         metrics: Arc::default(),
         bodies: Semaphore::new(BODIES),
@@ -90,12 +91,15 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         .with_state(app)
 }
 
-/// `GET /health`: quick whatever the engine does, and open to everyone. 503 once the engine is gone.
+/// `GET /health`: quick whatever the engine does, and open to everyone. 503 once an engine is
+/// gone.
 async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
-    if app.engine.has_stopped() {
+    let engines = app.models.engines();
+    if engines.iter().any(Engine::has_stopped) {
         return Err(Error::Stopped.into());
     }
-    let (model, waiting) = (&app.engine.info().model, app.engine.waiting());
+    let model = &app.models.first().info().model;
+    let waiting: usize = engines.iter().map(Engine::waiting).sum();
     Ok(Json(json!({"status": "ok", "model": model, "waiting": waiting})))
 }
 
@@ -121,7 +125,8 @@ async fn chat(
         profile: chat.request.profile.clone(),
         include_usage: chat.include_usage,
     };
-    let events = app.engine.submit(chat.request).map_err(|error| log.failed(error))?;
+    let engine = app.models.of(&chat.request.profile).expect("its profile was found");
+    let events = engine.submit(chat.request).map_err(|error| log.failed(error))?;
     if chat.stream {
         reply::stream(head, events, log).await
     } else {
@@ -140,7 +145,7 @@ async fn read(
     let body = read_body(app, headers, body).await?;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
     let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
-    let chat = request::parse(&body, profile, own, app.engine.info())?;
+    let chat = request::parse(&body, profile, own, &app.models)?;
     app.access.allow(caller, &chat.request.profile)?;
     Ok(chat)
 }
