@@ -14,7 +14,7 @@ use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::hub::{self, Found};
 use steersman::models::Models;
-use steersman::{cache, calibrate, serve, verify};
+use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::config::{Config, Device, Profile};
 use steersman_engine::engine::Info;
 use tracing_subscriber::EnvFilter;
@@ -44,6 +44,8 @@ enum Command {
     /// Look after the state that is saved on disk, while no server has it open: a server tells of
     /// its own at GET /v1/cache.
     Cache(Cache),
+    /// Check, test, replay and measure policies, and look after those of a running server.
+    Policy(Policy),
 }
 
 /// Without options: the bundled demonstration model on http://127.0.0.1:11436. Options go before
@@ -112,6 +114,16 @@ struct Cache {
     task: cache::Task,
 }
 
+/// Policies are components: policies/README.md says how to make one.
+#[derive(Args)]
+struct Policy {
+    /// Configuration file, in TOML, for the limits in [policy] and for policy.folder
+    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
+    config: Option<PathBuf>,
+    #[command(subcommand)]
+    task: policy::Task,
+}
+
 /// What all commands that load a model can be told.
 #[derive(Args)]
 struct Common {
@@ -147,10 +159,7 @@ impl Common {
 impl Place {
     /// The configuration file, if one is named, and the data folder.
     fn read(self) -> Result<(FileConfig, PathBuf)> {
-        let file = match &self.config {
-            Some(path) => FileConfig::read(path)?,
-            None => FileConfig::default(),
-        };
+        let file = configured(self.config.as_deref())?;
         let data_dir = self
             .data_dir
             .or_else(|| Some(dirs::data_dir()?.join("steersman")))
@@ -159,6 +168,11 @@ impl Place {
             .with_context(|| format!("making the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
     }
+}
+
+/// The configuration file, if one is named.
+fn configured(path: Option<&Path>) -> Result<FileConfig> {
+    path.map_or_else(|| Ok(FileConfig::default()), |path| Ok(FileConfig::read(path)?))
 }
 
 /// Where the models' files are, downloading them where they have to be; names them in `config`.
@@ -192,6 +206,7 @@ fn main() -> ExitCode {
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
+        Command::Policy(options) => policy(options),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -326,4 +341,9 @@ fn cache(options: Cache) -> Result<()> {
     let (file, data_dir) = options.place.read()?;
     let (_, config) = file.check()?;
     cache::run(options.task, &config.store, &data_dir)
+}
+
+fn policy(options: Policy) -> Result<()> {
+    let (_, config) = configured(options.config.as_deref())?.check()?;
+    policy::run(options.task, &config.policy)
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use steersman_engine::Result;
 use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
 use steersman_engine::policy::native::HINT;
-use steersman_engine::policy::wasm::{Component, Host};
+use steersman_engine::policy::wasm::{Component, Host, Scene};
 use steersman_engine::policy::{
     Action, LoopReport, Phase, Plan, Policies, Policy, RequestView, Step, Summary, disk,
 };
@@ -276,7 +276,7 @@ fn damaged_and_random_bytes_never_harm_the_loader() {
         bytes.truncate(bytes.len() - random() % 8);
         // Some changes leave it valid; then it must run within its limits.
         if let Ok(component) = Component::load(&host, "damaged", &bytes)
-            && let Ok(mut instance) = std::sync::Arc::new(component).instantiate()
+            && let Ok(mut instance) = std::sync::Arc::new(component).instantiate(&Scene::trial())
         {
             let _ = run(&mut instance);
         }
@@ -353,7 +353,7 @@ fn decisions(bytes: &[u8]) -> Vec<String> {
             (None, 0, 60, vec!["search".to_owned()]),
             (None, 0, 100_000, vec![]),
         ] {
-            let mut policy = component.instantiate().unwrap();
+            let mut policy = component.instantiate(&Scene::trial()).unwrap();
             let view = RequestView {
                 user: user.into(),
                 can_think: true,

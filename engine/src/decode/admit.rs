@@ -6,15 +6,20 @@ use std::hash::BuildHasher;
 
 use sha2::Digest;
 
-use super::anchors::kept;
+use super::adjust::Adjust;
+use super::anchors::{is_system, kept};
 use super::loops::Detector;
+use super::rewind::{Floor, Said};
 use super::sequence::{Limits, Progress, Sequence};
 use super::{Decoder, hex};
 use crate::config::ProfileLimits;
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::policy::{Anchor, Plan, RequestView, SamplingChange, Steering, USER_BYTES};
-use crate::request::{Event, Request, Sampling, SamplingWish};
+use crate::policy::{
+    Anchor, CHECKPOINT_EVERY, Plan, Policy, PromptView, Replacement, RequestView, SamplingChange,
+    Steering, USER_BYTES, prompt,
+};
+use crate::request::{Event, Message, Request, Sampling, SamplingWish};
 
 impl Decoder {
     /// Prepares a request; nothing has run when this returns.
@@ -22,13 +27,22 @@ impl Decoder {
     /// # Errors
     /// What is wrong with the request, its policy or its length.
     pub(super) fn admit(&mut self, job: &Job) -> Result<Sequence> {
+        let Request { profile, id, .. } = &job.request;
+        let steering = self.policies.start(profile, id, &self.vocabulary_of_policies)?;
+        self.admit_with(job, steering)
+    }
+
+    /// [`Decoder::admit`], steered by these policies.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn admit_with(&mut self, job: &Job, steering: Steering) -> Result<Sequence> {
+        let Steering { mut policy, params, digest } = steering;
         let limits =
             self.profiles.get(&job.request.profile).map_or_else(Default::default, |p| p.limits);
-        let (request, cut) = bounded(&job.request, limits, self.max_tokens);
+        let (mut request, cut) = bounded(&job.request, limits, self.max_tokens);
+        let replaced = ask_about_prompt(&mut request, &params, policy.as_mut())?;
         let request = &request;
-        let vocabulary = &self.vocabulary_of_policies;
-        let Steering { mut policy, params, digest } =
-            self.policies.start(&request.profile, &request.id, vocabulary)?;
         let can_think = self.text.thinks();
         // A bound of zero tokens is a wish not to think.
         let wish = if request.think_budget == Some(0) { Some(false) } else { request.thinking };
@@ -63,14 +77,19 @@ impl Decoder {
         anchors.retain(|&(at, _)| at > cached);
         let mut notes = cut;
         notes.extend(policy.take_notes());
+        notes.extend(replaced);
         notes.extend(plan.note.clone());
+        let (prompt_tokens, said) = (prompt.len(), Said::new(reply));
         let sequence = Sequence {
             request: request.clone(),
             thinking,
             events: job.events.clone(),
-            prompt: prompt.len(),
+            prompt: prompt_tokens,
             cached,
             cache,
+            standings: Vec::new(),
+            stale: None,
+            row: None,
             anchors: anchors.into(),
             reply_kept: kept(&plan, Anchor::Reply),
             drawn: None,
@@ -79,13 +98,15 @@ impl Decoder {
             drafted: None,
             queued: 0,
             skipped_layers: self.skip.len() as u32,
-            sampling: self.sampling(request),
+            adjust: Adjust::new(self.sampling(request, &plan)),
             seed,
-            reply,
+            floor: Floor { at: prompt_tokens, said: said.clone() },
+            said,
+            kept: prompt_tokens,
             policy,
             detector: plan.loops.map(Detector::new),
-            limits: self.limits(request, &plan, limits, prompt.len()),
-            progress: Progress::new(notes),
+            limits: self.limits(request, &plan, limits, prompt_tokens),
+            progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,
         };
         // A closed channel is a client that hung up; the first turn sees to that.
@@ -160,21 +181,63 @@ impl Decoder {
             answer: request.max_tokens.unwrap_or(self.max_tokens),
             context: self.context,
             every: plan.every,
+            checkpoint_every: match plan.checkpoint_every {
+                0 => 0,
+                every => every.max(CHECKPOINT_EVERY) as usize,
+            },
         }
     }
 
-    /// The client's wish, else the profile's, else the model's own default.
-    fn sampling(&self, request: &Request) -> Sampling {
+    /// The policy's plan, else the client's wish, else the profile's, else the model's own default.
+    fn sampling(&self, request: &Request, plan: &Plan) -> Sampling {
         let SamplingWish { temperature, top_p, top_k, min_p, .. } = request.sampling;
         let profile = self.profiles.get(&request.profile).and_then(|p| p.sampling);
         let default = profile.unwrap_or_else(|| self.text.sampling());
+        let planned = plan.sampling;
         Sampling {
-            temperature: temperature.unwrap_or(default.temperature),
-            top_p: top_p.unwrap_or(default.top_p),
-            top_k: top_k.unwrap_or(default.top_k),
-            min_p: min_p.unwrap_or(default.min_p),
+            temperature: planned.temperature.or(temperature).unwrap_or(default.temperature),
+            top_p: planned.top_p.or(top_p).unwrap_or(default.top_p),
+            top_k: planned.top_k.or(top_k).unwrap_or(default.top_k),
+            min_p: planned.min_p.or(min_p).unwrap_or(default.min_p),
         }
     }
+}
+
+/// Lets the policy replace spans of `request`'s system text; returns a note for each.
+///
+/// # Errors
+/// [`Error::Policy`] when the policy failed and fails closed.
+fn ask_about_prompt(
+    request: &mut Request,
+    params: &BTreeMap<String, String>,
+    policy: &mut dyn Policy,
+) -> Result<Vec<String>> {
+    let mut messages: Vec<&mut Message> =
+        request.messages.iter_mut().filter(|message| is_system(message)).collect();
+    let system = messages.iter().map(|message| prompt::seen(&message.content).0.to_string());
+    let view = PromptView {
+        profile: request.profile.clone(),
+        params: params.clone(),
+        system: system.collect(),
+    };
+    if !prompt::has_text(&view) {
+        return Ok(Vec::new());
+    }
+    let replacements = policy.on_prompt(&view)?;
+    let mut system = view.system;
+    prompt::replace(&mut system, &replacements).map_err(|problem| Error::Policy {
+        policy: request.profile.clone(),
+        problem: format!("on-prompt: {problem}"),
+    })?;
+    for (message, seen) in messages.iter_mut().zip(system) {
+        let (_, rest) = prompt::seen(&message.content);
+        message.content = seen + rest;
+    }
+    let note = |Replacement { message, old, new }: &Replacement| {
+        let (old, new) = (old.len(), new.len());
+        format!("replaced {old} bytes of system message {message} by {new}")
+    };
+    Ok(replacements.iter().map(note).collect())
 }
 
 /// The request within the bounds of its profile, and what was cut, in words. `max_tokens` is the bound

@@ -6,18 +6,22 @@
 //! sequence that has caught up draws its next token. A turn builds its graph from tokens that are
 //! still being computed, and reads them while it runs, so that neither side waits for the other.
 
+mod adjust;
 mod admit;
 mod ahead;
 mod anchors;
+mod apply;
 pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
+mod rewind;
 mod sample;
 mod sequence;
 mod speculate;
 #[cfg(test)]
 mod tests;
+mod tool_calls;
 pub mod verify;
 
 use std::collections::BTreeMap;
@@ -39,7 +43,7 @@ use self::ahead::Ahead;
 use self::calibrate::Calibration;
 use self::draft::Chance;
 use self::governor::{Costs, Governor};
-use self::sample::{sample, within};
+use self::sample::within;
 use self::sequence::{Drawn, Rows, Sequence};
 use crate::cache::Span;
 use crate::config::{
@@ -371,12 +375,13 @@ impl Decoder {
             if let Some(drafted) = sequence.drafted.take() {
                 self.accept_drafts(sequence, drafted)?;
             } else if let Some(drawn) = drawn {
-                sequence.commit_drawn(drawn.read()?, &self.text);
+                self.commit(sequence, drawn.read()?)?;
                 // The step that was waited for was a plain one behind another.
                 if let (Some(costs), true) = (&mut self.costs, alone && sequence.queued > 2) {
                     costs.learn_plain(start.elapsed().as_secs_f32());
                 }
             }
+            sequence.take_snapshot()?;
         }
         Ok(())
     }
@@ -387,6 +392,8 @@ impl Decoder {
         let mut ran = Vec::new();
         let mut spans = Vec::new();
         for (i, sequence) in running.iter_mut().enumerate() {
+            // Which draw the last row is for: the token drawn last is not committed yet.
+            let mut draw = sequence.adjust.draws();
             let rows = match sequence.next_rows(self.prefill_chunk)? {
                 Rows::Known(tokens) => {
                     sequence.queued = 0;
@@ -398,6 +405,7 @@ impl Decoder {
                 }
                 Rows::Drawn(rows) => {
                     sequence.queued += 1;
+                    draw += 1;
                     rows
                 }
                 Rows::None => {
@@ -407,7 +415,7 @@ impl Decoder {
             };
             spans.push(Span { rows: rows.dim(0), cache: &mut sequence.cache });
             ids.push(rows);
-            ran.push(i);
+            ran.push((i, draw));
         }
         if ids.is_empty() {
             return Ok(());
@@ -417,7 +425,7 @@ impl Decoder {
 
         let mut end = 0;
         let mut pending = Vec::new();
-        for (i, rows) in ran.into_iter().zip(&ids) {
+        for ((i, draw), rows) in ran.into_iter().zip(&ids) {
             let rows = rows.dim(0);
             end += rows;
             let sequence = &mut running[i];
@@ -435,8 +443,9 @@ impl Decoder {
             sequence.governor.iter_mut().for_each(Governor::stepped);
             let logits = self.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
             let index = sequence.cache.position as u64;
-            let token = sample(&logits, &sequence.sampling, sequence.seed, index)?;
+            let token = sequence.adjust.sample(&logits, draw, sequence.seed, index)?;
             sequence.drawn = Some(Drawn::Computing(token.clone()));
+            sequence.row = Some((sequence.cache.position, logits));
             // MLX is lazy: the next step is queued before this token is read, or the device idles
             // for one round trip a token.
             async_eval([&token])?;

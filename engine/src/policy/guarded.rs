@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use super::native::Native;
 use super::{
-    Action, Cost, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary, ToolCallView,
-    Verdict,
+    Action, Cost, ImportCall, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary,
+    ToolCallView, Verdict,
 };
 use crate::config::OnFailure;
 use crate::error::{Error, Result};
@@ -129,6 +129,10 @@ impl Policy for Guarded {
 
     fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
+    }
+
+    fn take_imports(&mut self) -> Vec<ImportCall> {
+        self.guest.as_mut().map(|guest| guest.take_imports()).unwrap_or_default()
     }
 
     fn cost(&self) -> Cost {

@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 use super::chain::{Chain, Link};
 use super::guarded::{Breaker, Guarded};
 use super::trace::Traces;
-use super::wasm::{COMPONENT_BYTES, Component, Host};
+use super::wasm::{COMPONENT_BYTES, Component, Host, Scene};
 use super::{Policy, Vocabulary};
 use crate::config::{OnFailure, Param, PolicyConfig, Profile};
 use crate::error::{Error, Result};
@@ -24,6 +24,11 @@ const EMBEDDED: &[(&str, &[u8])] = &[
     ("default", include_bytes!("../../../policies/default/default.wasm")),
     ("passthrough", include_bytes!("../../../policies/passthrough/passthrough.wasm")),
 ];
+
+/// The component of a policy that ships inside the binary.
+pub fn embedded(name: &str) -> Option<&'static [u8]> {
+    EMBEDDED.iter().find(|(known, _)| *known == name).map(|(_, bytes)| *bytes)
+}
 
 /// The policies of all profiles, loaded.
 pub struct Policies {
@@ -99,10 +104,16 @@ impl Policies {
         &self,
         profile: &str,
         request: &str,
-        _vocabulary: &Arc<dyn Vocabulary>,
+        vocabulary: &Arc<dyn Vocabulary>,
     ) -> Result<Steering> {
         let entry = self.entry(profile)?;
-        let start = || Ok(Box::new(entry.component.instantiate()?) as Box<dyn Policy>);
+        let scene = Scene {
+            request: request.into(),
+            profile: profile.into(),
+            vocabulary: vocabulary.clone(),
+            recorded: None,
+        };
+        let start = || Ok(Box::new(entry.component.instantiate(&scene)?) as Box<dyn Policy>);
         let name = entry.component.name();
         let guarded = Guarded::start(name, entry.on_failure, entry.breaker.clone(), start)?;
         let link = Link {
@@ -117,6 +128,11 @@ impl Policies {
             params: entry.params.clone(),
             digest: entry.digest,
         })
+    }
+
+    /// What policies decided.
+    pub fn traces(&self) -> &Arc<Traces> {
+        &self.traces
     }
 
     fn entry(&self, profile: &str) -> Result<&Entry> {
@@ -136,7 +152,7 @@ fn load(host: &Host, source: &str) -> Result<Arc<Component>> {
         None => Component::load(host, source, &read(Path::new(source))?)?,
     };
     let component = Arc::new(component);
-    component.instantiate()?;
+    component.instantiate(&Scene::trial())?;
     let sha256: String = component.sha256().iter().map(|byte| format!("{byte:02x}")).collect();
     let contract = component.version();
     tracing::info!(policy = component.name(), sha256, contract, "policy loaded");
