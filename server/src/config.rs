@@ -42,6 +42,8 @@ pub struct ServerConfig {
     pub port: u16,
     /// Keys that clients may send as `Authorization: Bearer KEY`; none lets everyone in.
     pub api_keys: Vec<String>,
+    /// Keys of operators, who may also replace policies; none lets nobody do that.
+    pub admin_keys: Vec<String>,
     /// Most bytes of a request's body.
     pub body_limit_bytes: usize,
     /// Seconds within which a request's body must have arrived.
@@ -56,6 +58,7 @@ impl Default for ServerConfig {
             host: "127.0.0.1".into(),
             port: 11436,
             api_keys: Vec::new(),
+            admin_keys: Vec::new(),
             body_limit_bytes: 16 << 20,
             body_timeout_s: 30,
             shutdown_s: 10,
@@ -90,10 +93,12 @@ impl FileConfig {
 impl ServerConfig {
     fn check(&self) -> Result<()> {
         ensure!(!self.host.is_empty(), "server.host: is empty; 127.0.0.1 is this machine only");
-        ensure!(
-            self.api_keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
-            "server.api_keys: a key is empty, or begins or ends with a space"
-        );
+        for (name, keys) in [("api_keys", &self.api_keys), ("admin_keys", &self.admin_keys)] {
+            ensure!(
+                keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
+                "server.{name}: a key is empty, or begins or ends with a space"
+            );
+        }
         ensure!(self.body_limit_bytes >= 1024, "server.body_limit_bytes: must be at least 1024");
         ensure!(self.body_timeout_s >= 1, "server.body_timeout_s: must be at least 1");
         Ok(())
@@ -184,6 +189,7 @@ mod tests {
         for (text, key) in [
             ("[server]\nhost = \"\"", "server.host"),
             ("[server]\napi_keys = [\"a\", \"\"]", "server.api_keys"),
+            ("[server]\nadmin_keys = [\" a\"]", "server.admin_keys"),
             ("[server]\nbody_limit_bytes = 0", "server.body_limit_bytes"),
             ("[server]\nbody_timeout_s = 0", "server.body_timeout_s"),
             ("[engine]\nqueue = 0", "engine.queue"),

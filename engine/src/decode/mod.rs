@@ -83,6 +83,7 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
     let (info, policies) = loaded.recv().map_err(|_| Error::Stopped)??;
+    policies.watch();
     Ok((Engine::new(jobs, info, policies), thread))
 }
 

@@ -60,8 +60,7 @@ impl Chain {
     pub fn new(links: Vec<Link>, mut recorder: Recorder) -> Self {
         recorder.links(&links);
         let unseen = Unseen::default;
-        let asked =
-            |link| Asked { link, every: 0, unseen: unseen(), replaced: false, over: false };
+        let asked = |link| Asked { link, every: 0, unseen: unseen(), replaced: false, over: false };
         let links = links.into_iter().map(asked).collect();
         let (holds, cost) = (Holds::default(), Cost::default());
         Self { links, holds, recorder, notes: Vec::new(), cost }

@@ -10,6 +10,7 @@ mod log;
 mod message;
 mod metrics;
 mod models;
+mod policies;
 mod reply;
 pub mod request;
 
@@ -57,20 +58,27 @@ pub struct App {
     engine: Engine,
     /// SHA-256 of each key; empty lets everyone in.
     keys: Vec<[u8; 32]>,
+    /// Those of operators; empty lets nobody in where they are wanted.
+    admin_keys: Vec<[u8; 32]>,
     /// Shared with the logs of running requests, which count their ends.
     metrics: Arc<Metrics>,
     bodies: Semaphore,
+    /// A component is large, and compiling it takes a core: one at a time.
+    uploads: Semaphore,
     body_limit_bytes: usize,
     body_timeout_s: u64,
 }
 
 /// The server as axum has it: serve it, or call it in a test.
 pub fn app(engine: Engine, config: &ServerConfig) -> Router {
+    let digests = |keys: &[String]| keys.iter().map(|key| Sha256::digest(key).into()).collect();
     let app = Arc::new(App {
         engine,
-        keys: config.api_keys.iter().map(|key| Sha256::digest(key).into()).collect(),
+        keys: digests(&config.api_keys),
+        admin_keys: digests(&config.admin_keys),
         metrics: Arc::default(),
         bodies: Semaphore::new(BODIES),
+        uploads: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,
         body_timeout_s: config.body_timeout_s,
     });
@@ -80,6 +88,10 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         // A name may have slashes: `owner/name`.
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/policies", get(policies::list))
+        .route("/v1/policies/{name}", post(policies::install))
+        .route("/v1/policies/{name}/rollback", post(policies::rollback))
+        .route("/v1/requests/{id}/trace", get(policies::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), authorize))
         .route("/health", get(health))
@@ -131,26 +143,38 @@ async fn chat(
 /// Reads and checks a request; at most [`BODIES`] at a time.
 async fn read(app: &App, headers: &HeaderMap, body: Body) -> Result<ChatRequest, ApiError> {
     let _turn = app.bodies.acquire().await.expect("the semaphore is never closed");
-    let body = read_body(app, headers, body).await?;
+    let limit = Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes" };
+    let body = read_body(app, headers, body, "application/json", limit).await?;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
     request::parse(&body, profile, app.engine.info())
 }
 
+/// Most bytes of a body, and what says so.
+struct Limit {
+    bytes: usize,
+    set_by: &'static str,
+}
+
 /// The body, within its limits of type, size and time.
-async fn read_body(app: &App, headers: &HeaderMap, body: Body) -> Result<Vec<u8>, ApiError> {
+async fn read_body(
+    app: &App,
+    headers: &HeaderMap,
+    body: Body,
+    content_type: &str,
+    limit: Limit,
+) -> Result<Vec<u8>, ApiError> {
     // A page in a browser can send a local server anything but JSON without being asked: this
     // header is what makes the browser ask first, and we do not answer that question.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-    if !kind.eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::not_json());
+    if !kind.eq_ignore_ascii_case(content_type) {
+        return Err(ApiError::not_of_type(content_type));
     }
-    let limit = app.body_limit_bytes;
     let time = Duration::from_secs(app.body_timeout_s);
-    match tokio::time::timeout(time, axum::body::to_bytes(body, limit)).await {
+    match tokio::time::timeout(time, axum::body::to_bytes(body, limit.bytes)).await {
         Ok(Ok(body)) => Ok(body.into()),
         Ok(Err(error)) if error.source().is_some_and(|e| e.is::<LengthLimitError>()) => {
-            Err(ApiError::too_large(limit))
+            Err(ApiError::too_large(limit.bytes, limit.set_by))
         }
         Ok(Err(error)) => {
             Err(ApiError::invalid("invalid_body", "", format!("the body broke off: {error}")))
@@ -161,23 +185,37 @@ async fn read_body(app: &App, headers: &HeaderMap, body: Body) -> Result<Vec<u8>
 
 /// Lets a request pass if no key is wanted, or if it brings one of them.
 async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    if app.keys.is_empty() {
-        return next.run(request).await;
+    let headers = request.headers();
+    if !app.keys.is_empty() && !has_key(headers, &app.keys) && !has_key(headers, &app.admin_keys) {
+        app.metrics.unauthorized();
+        return ApiError::unauthorized().into_response();
     }
-    let key = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    next.run(request).await
+}
+
+/// Lets operators alone pass.
+fn operator(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
+    if app.admin_keys.is_empty() {
+        return Err(ApiError::no_operators());
+    }
+    if !has_key(headers, &app.admin_keys) {
+        app.metrics.unauthorized();
+        return Err(ApiError::not_an_operator());
+    }
+    Ok(())
+}
+
+/// Whether a request brings one of `keys`.
+fn has_key(headers: &HeaderMap, keys: &[[u8; 32]]) -> bool {
+    let key = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let key = key.and_then(|value| value.split_once(' ')).map(|(scheme, key)| {
         let bearer = scheme.eq_ignore_ascii_case("bearer");
         Sha256::digest(if bearer { key.trim() } else { "" })
     });
     // Digests of equal length, all of them compared to the end: the time taken tells nothing.
-    let known = key.is_some_and(|key| {
-        app.keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
-    });
-    if !known {
-        app.metrics.unauthorized();
-        return ApiError::unauthorized().into_response();
-    }
-    next.run(request).await
+    key.is_some_and(|key| {
+        keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
+    })
 }
 
 /// Gives each request a name, which comes back in the reply.

@@ -143,7 +143,11 @@ impl Holds {
     }
 
     /// Those values that no earlier link holds.
-    fn sampling(&mut self, link: usize, Resample { sampling, steps }: Resample) -> Option<Resample> {
+    fn sampling(
+        &mut self,
+        link: usize,
+        Resample { sampling, steps }: Resample,
+    ) -> Option<Resample> {
         let (now, hold) = (self.drawn, self.hold(link, steps));
         let [temperature, top_p, top_k, min_p] = &mut self.values;
         let free = SamplingChange {

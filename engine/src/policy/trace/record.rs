@@ -78,9 +78,7 @@ impl Exchange<'_, '_> {
                 Call::Request(Box::new((request.clone(), answer.cloned())))
             }
             Self::Step(step, answer) => Call::Step(step.clone(), answer.map(<[_]>::to_vec)),
-            Self::ToolCall(call, answer) => {
-                Call::ToolCall(Box::new(call.clone()), answer.cloned())
-            }
+            Self::ToolCall(call, answer) => Call::ToolCall(Box::new(call.clone()), answer.cloned()),
             Self::Finish(summary) => Call::Finish(Box::new(summary.clone())),
         }
     }
