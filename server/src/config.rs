@@ -42,6 +42,8 @@ pub struct ServerConfig {
     pub port: u16,
     /// Keys that clients may send as `Authorization: Bearer KEY`; none lets everyone in.
     pub api_keys: Vec<String>,
+    /// Keys of operators, who may also replace policies; none lets nobody do that.
+    pub admin_keys: Vec<String>,
     /// Most bytes of a request's body.
     pub body_limit_bytes: usize,
     /// Seconds within which a request's body must have arrived.
@@ -68,6 +70,7 @@ impl Default for ServerConfig {
             host: "127.0.0.1".into(),
             port: 11436,
             api_keys: Vec::new(),
+            admin_keys: Vec::new(),
             body_limit_bytes: 16 << 20,
             body_timeout_s: 30,
             shutdown_s: 10,
@@ -108,15 +111,21 @@ impl FileConfig {
 impl ServerConfig {
     fn check(&self) -> Result<()> {
         ensure!(!self.host.is_empty(), "server.host: is empty; 127.0.0.1 is this machine only");
-        ensure!(
-            self.api_keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
-            "server.api_keys: a key is empty, or begins or ends with a space"
-        );
+        for (name, keys) in [("api_keys", &self.api_keys), ("admin_keys", &self.admin_keys)] {
+            ensure!(
+                keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
+                "server.{name}: a key is empty, or begins or ends with a space"
+            );
+        }
         let mut owners = BTreeMap::new();
         let of_profiles = self.profiles.iter().flat_map(|(name, profile)| {
             profile.api_keys.iter().map(move |key| (key, format!("profiles.{name}.api_keys")))
         });
-        let of_server = self.api_keys.iter().map(|key| (key, "server.api_keys".to_string()));
+        let of_server =
+            [("server.api_keys", &self.api_keys), ("server.admin_keys", &self.admin_keys)];
+        let of_server = of_server
+            .iter()
+            .flat_map(|(name, keys)| keys.iter().map(|key| (key, (*name).to_string())));
         for (key, owner) in of_server.chain(of_profiles) {
             if let Some(other) = owners.insert(key, owner.clone()) {
                 bail!("{owner}: has a key that {other} has as well; a key opens one of them");
@@ -212,6 +221,7 @@ mod tests {
         for (text, key) in [
             ("[server]\nhost = \"\"", "server.host"),
             ("[server]\napi_keys = [\"a\", \"\"]", "server.api_keys"),
+            ("[server]\nadmin_keys = [\" a\"]", "server.admin_keys"),
             ("[server]\nbody_limit_bytes = 0", "server.body_limit_bytes"),
             ("[server]\nbody_timeout_s = 0", "server.body_timeout_s"),
             ("[engine]\nqueue = 0", "engine.queue"),

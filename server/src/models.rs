@@ -1,6 +1,7 @@
 //! The models that are served, and which profile asks which of them.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use steersman_engine::Engine;
 use steersman_engine::policy::Policies;
@@ -52,7 +53,7 @@ impl Models {
     }
 
     /// The policies in force: one set for all models.
-    pub fn policies(&self) -> &Policies {
+    pub fn policies(&self) -> &Arc<Policies> {
         self.first().policies()
     }
 

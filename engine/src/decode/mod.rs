@@ -62,14 +62,16 @@ use crate::text::Text;
 /// its own scheduling (fairness of prefill against decode, memory), so the queue holds the rest.
 const SEQUENCES: usize = 1;
 
-/// The policies of all profiles of `config`, shared by all models. What they keep is in the folder
-/// `data`.
+/// The policies of all profiles of `config`, shared by all models, and loaded again when their files
+/// change. What they keep is in the folder `data`.
 ///
 /// # Errors
 /// What keeps them from being loaded, with the profile and the policy at fault.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
     let kept = disk::open(data);
-    Ok(Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?))
+    let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
+    policies.watch();
+    Ok(policies)
 }
 
 /// Loads the model in `folder` on a thread of its own and serves requests from there, steered by

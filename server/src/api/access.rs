@@ -23,6 +23,8 @@ use crate::config::ServerConfig;
 /// Keys, as digests of equal length.
 pub struct Access {
     server: Vec<[u8; 32]>,
+    /// Those of operators; where there are none, nobody may do what wants one.
+    admin: Vec<[u8; 32]>,
     profiles: BTreeMap<String, Door>,
 }
 
@@ -37,6 +39,8 @@ struct Door {
 /// What a request's key opens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Caller {
+    /// Every profile, and what operators alone may do.
+    Operator,
     /// Every profile.
     Everything,
     /// Every profile that has no keys of its own.
@@ -57,6 +61,7 @@ impl Access {
         let profiles = config.profiles.iter();
         Self {
             server: digests(&config.api_keys),
+            admin: digests(&config.admin_keys),
             profiles: profiles.map(|(n, p)| (n.clone(), door(p.requests, &p.api_keys))).collect(),
         }
     }
@@ -74,14 +79,15 @@ impl Access {
                 keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
             })
         };
-        let everything = among(&self.server);
+        let (operator, everything) = (among(&self.admin), among(&self.server));
         let of_profile = self.profiles.iter().fold(None, |found, (name, door)| {
             if among(&door.keys) { Some(Caller::Profile(name.clone())) } else { found }
         });
-        match (everything, of_profile) {
-            (true, _) => Some(Caller::Everything),
-            (false, Some(caller)) => Some(caller),
-            (false, None) => self.server.is_empty().then_some(Caller::Guest),
+        match of_profile {
+            _ if operator => Some(Caller::Operator),
+            _ if everything => Some(Caller::Everything),
+            Some(caller) => Some(caller),
+            None => self.server.is_empty().then_some(Caller::Guest),
         }
     }
 
@@ -99,6 +105,18 @@ impl Access {
                 "the profile `{profile}` wants a key of its own: send `Authorization: Bearer KEY`"
             ))),
             _ => Ok(()),
+        }
+    }
+
+    /// Whether `caller` may do what operators alone may.
+    ///
+    /// # Errors
+    /// 403 where there are no operators, 401 where this is none.
+    pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
+        match caller {
+            Caller::Operator => Ok(()),
+            _ if self.admin.is_empty() => Err(ApiError::no_operators()),
+            _ => Err(ApiError::not_an_operator()),
         }
     }
 

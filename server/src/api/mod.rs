@@ -11,6 +11,7 @@ mod log;
 mod message;
 mod metrics;
 mod models;
+mod policies;
 mod reply;
 pub mod request;
 
@@ -60,6 +61,8 @@ pub struct App {
     /// Shared with the logs of running requests, which count their ends.
     metrics: Arc<Metrics>,
     bodies: Semaphore,
+    /// A component is large, and compiling it takes a core: one at a time.
+    uploads: Semaphore,
     body_limit_bytes: usize,
     body_timeout_s: u64,
 }
@@ -71,6 +74,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         access: Access::new(config),
         metrics: Arc::default(),
         bodies: Semaphore::new(BODIES),
+        uploads: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,
         body_timeout_s: config.body_timeout_s,
     });
@@ -80,6 +84,10 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         // A name may have slashes: `owner/name`.
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/policies", get(policies::list))
+        .route("/v1/policies/{name}", post(policies::install))
+        .route("/v1/policies/{name}/rollback", post(policies::rollback))
+        .route("/v1/requests/{id}/trace", get(policies::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
@@ -142,7 +150,8 @@ async fn read(
     body: Body,
 ) -> Result<ChatRequest, ApiError> {
     let _turn = app.bodies.acquire().await.expect("the semaphore is never closed");
-    let body = read_body(app, headers, body).await?;
+    let limit = Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes" };
+    let body = read_body(app, headers, body, "application/json", limit).await?;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
     let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
     let chat = request::parse(&body, profile, own, &app.models)?;
@@ -150,21 +159,32 @@ async fn read(
     Ok(chat)
 }
 
+/// Most bytes of a body, and what says so.
+struct Limit {
+    bytes: usize,
+    set_by: &'static str,
+}
+
 /// The body, within its limits of type, size and time.
-async fn read_body(app: &App, headers: &HeaderMap, body: Body) -> Result<Vec<u8>, ApiError> {
+async fn read_body(
+    app: &App,
+    headers: &HeaderMap,
+    body: Body,
+    content_type: &str,
+    limit: Limit,
+) -> Result<Vec<u8>, ApiError> {
     // A page in a browser can send a local server anything but JSON without being asked: this
     // header is what makes the browser ask first, and we do not answer that question.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-    if !kind.eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::not_json());
+    if !kind.eq_ignore_ascii_case(content_type) {
+        return Err(ApiError::not_of_type(content_type));
     }
-    let limit = app.body_limit_bytes;
     let time = Duration::from_secs(app.body_timeout_s);
-    match tokio::time::timeout(time, axum::body::to_bytes(body, limit)).await {
+    match tokio::time::timeout(time, axum::body::to_bytes(body, limit.bytes)).await {
         Ok(Ok(body)) => Ok(body.into()),
         Ok(Err(error)) if error.source().is_some_and(|e| e.is::<LengthLimitError>()) => {
-            Err(ApiError::too_large(limit))
+            Err(ApiError::too_large(limit.bytes, limit.set_by))
         }
         Ok(Err(error)) => {
             Err(ApiError::invalid("invalid_body", "", format!("the body broke off: {error}")))
