@@ -30,31 +30,46 @@
 //! ```
 
 pub mod bindings;
+mod defaults;
+mod host;
 
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, Anchor, Keep, LoopReport, LoopRule, Phase, Plan, Request, Step, Summary,
+    Action, Anchor, Ban, Bias, EarlierCall, Keep, LoopReport, LoopRule, Phase, Plan, Prompt,
+    Replacement, Request, Resample, Sampling, Step, Summary, TokenBias, ToolCall, Verdict,
 };
+pub use host::{counters, kv, log, tokenizer};
 
 /// A policy: one value of it lives as long as one request, made by `Default` before the first
 /// hook.
 ///
 /// A panic is a trap: the policy has failed in this request, and the profile says what follows.
 pub trait Policy: Default {
-    /// Plans a request, before its prompt is rendered. Called once, first. Without it, the engine
-    /// decides.
+    /// Replaces spans of system text before the prompt is rendered. Called once, first of all, where
+    /// there is system text. The replacements apply in order.
+    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+        let _ = prompt;
+        Vec::new()
+    }
+
+    /// Plans a request. Called once, before anything runs. Without it, the engine decides.
     fn on_request(&mut self, request: Request) -> Plan {
         let _ = request;
         Plan::default()
     }
 
-    /// Sees the tokens committed since the last call; the actions apply in order before the next
-    /// token. Called every [`Plan::every`] tokens, for a loop, and when the thought has used its
-    /// budget up.
+    /// Sees the tokens committed since the last call; the actions apply before the next token.
+    /// Called every [`Plan::every`] tokens, for a loop, and when the thought has used its budget up.
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let _ = step;
         Vec::new()
+    }
+
+    /// Judges a call of a tool that the model has just written, before the client gets it.
+    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+        let _ = call;
+        Verdict::Accept
     }
 
     /// Sees how the request ended. Called once, last.
@@ -79,6 +94,12 @@ macro_rules! export {
 
             struct Shim;
 
+            impl hooks::on_prompt::Guest for Shim {
+                fn on_prompt(prompt: $crate::Prompt) -> ::std::vec::Vec<$crate::Replacement> {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
+                }
+            }
+
             impl hooks::on_request::Guest for Shim {
                 fn on_request(request: $crate::Request) -> $crate::Plan {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
@@ -91,18 +112,32 @@ macro_rules! export {
                 }
             }
 
+            impl hooks::on_tool_call::Guest for Shim {
+                fn on_tool_call(call: $crate::ToolCall) -> $crate::Verdict {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
+                }
+            }
+
             impl hooks::on_finish::Guest for Shim {
                 fn on_finish(summary: $crate::Summary) {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
                 }
             }
 
-    $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
+            $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
         };
     };
 }
 
 impl Request {
+    /// A parameter out of `[profiles.NAME.params]`.
+    pub fn param(&self, name: &str) -> Option<&str> {
+        let found = self.params.iter().find(|(key, _)| key == name);
+        found.map(|(_, value)| value.as_str())
+    }
+}
+
+impl Prompt {
     /// A parameter out of `[profiles.NAME.params]`.
     pub fn param(&self, name: &str) -> Option<&str> {
         let found = self.params.iter().find(|(key, _)| key == name);
@@ -133,63 +168,6 @@ impl Keep {
     }
 }
 
-// The generated records derive no `Default`, but tests and plans want `..Default::default()`.
-
-impl Default for Request {
-    /// A request of a model that can think, with nothing asked.
-    fn default() -> Self {
-        Self {
-            id: String::new(),
-            profile: "default".into(),
-            model: String::new(),
-            family: String::new(),
-            params: Vec::new(),
-            prompt_tokens: 0,
-            context_left: 32_768,
-            messages: 1,
-            system_chars: 0,
-            user: String::new(),
-            tools: Vec::new(),
-            can_think: true,
-            thinking: None,
-            think_budget: None,
-            max_tokens: None,
-        }
-    }
-}
-
-impl Default for Plan {
-    /// Leaves all to the engine.
-    fn default() -> Self {
-        Self {
-            thinking: None,
-            think_budget: None,
-            answer_reserve: None,
-            loops: None,
-            every: 0,
-            note: None,
-            keep: None,
-        }
-    }
-}
-
-impl Default for Step {
-    /// Nothing happened yet, in an answer.
-    fn default() -> Self {
-        Self {
-            index: 0,
-            phase: Phase::Answer,
-            think_tokens: 0,
-            answer_tokens: 0,
-            think_left: 0,
-            tokens: Vec::new(),
-            text: String::new(),
-            loop_found: None,
-            budget_reached: false,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -202,7 +180,9 @@ mod tests {
     #[test]
     fn a_policy_without_hooks_leaves_all_to_the_engine() {
         assert_eq!(Silent.on_request(Request::default()), Plan::default());
+        assert_eq!(Silent.on_prompt(Prompt::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
+        assert_eq!(Silent.on_tool_call(ToolCall::default()), Verdict::Accept);
     }
 
     #[test]
