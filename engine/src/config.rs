@@ -237,7 +237,7 @@ impl Default for StoreConfig {
     }
 }
 
-/// `[policy]`: limits on every guest.
+/// `[policy]`: limits on every guest, and where policies and traces are.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PolicyConfig {
@@ -249,24 +249,55 @@ pub struct PolicyConfig {
     pub memory_bytes: usize,
     /// Most bytes of text in one answer of a hook; more is a failure of the policy.
     pub output_bytes: usize,
+    /// Most bytes that one policy may keep through `kv`, in one profile.
+    pub kv_bytes: usize,
+    /// Folder whose `NAME.wasm` are the policies `NAME`, before those that ship; empty for none.
+    pub folder: PathBuf,
+    /// Whether policies in files are loaded again when they change.
+    pub watch: bool,
+    /// Requests whose decisions are remembered.
+    pub trace_requests: usize,
+    /// File to which decisions are appended, a JSON object a line; empty for none.
+    pub trace_file: PathBuf,
 }
 
 impl Default for PolicyConfig {
     fn default() -> Self {
-        Self { fuel: 10_000_000, deadline_ms: 50, memory_bytes: 16 << 20, output_bytes: 16 << 10 }
+        Self {
+            fuel: 10_000_000,
+            deadline_ms: 50,
+            memory_bytes: 16 << 20,
+            output_bytes: 16 << 10,
+            kv_bytes: 1 << 20,
+            folder: PathBuf::new(),
+            watch: true,
+            trace_requests: 256,
+            trace_file: PathBuf::new(),
+        }
     }
 }
 
-/// `[profiles.NAME]`: which policy steers a request, and how.
+/// `[profiles.NAME]`: which policies steer a request, and how.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Profile {
-    /// `default`, `passthrough`, or the path of a component.
-    pub policy: String,
-    /// What happens when the policy fails.
+    /// The chain: names of policies (`default`, `passthrough`, `NAME` of `policy.folder`), or paths of
+    /// components. A later one cannot loosen what an earlier one decides.
+    pub policies: Vec<String>,
+    /// Policies that see the same and decide nothing: their decisions are traced.
+    pub shadow: Vec<String>,
+    /// What happens when a policy fails.
     pub on_failure: OnFailure,
-    /// Handed to the policy as text.
-    pub params: BTreeMap<String, String>,
+    /// What the policies may import.
+    pub grants: Vec<Grant>,
+    /// Handed to the policies as text.
+    pub params: BTreeMap<String, Param>,
+    /// Whether traces hold text and tokens; else only their lengths, and no replay is exact.
+    pub trace_text: bool,
+    /// Keys that choose this profile, and allow no other.
+    pub api_keys: Vec<String>,
+    /// Bounds of its requests.
+    pub limits: ProfileLimits,
     /// Files with what this profile's requests begin with, computed at the start:
     /// `{"messages": [..], "tools": [..]}` as in a chat request.
     pub warm: Vec<PathBuf>,
@@ -278,13 +309,83 @@ pub struct Profile {
 impl Default for Profile {
     fn default() -> Self {
         Self {
-            policy: "default".into(),
+            policies: vec!["default".into()],
+            shadow: Vec::new(),
             on_failure: OnFailure::Open,
+            grants: Vec::new(),
             params: BTreeMap::new(),
+            trace_text: false,
+            api_keys: Vec::new(),
+            limits: ProfileLimits::default(),
             warm: Vec::new(),
             sampling: None,
         }
     }
+}
+
+/// Most policies of one profile, shadows included.
+pub const CHAIN: usize = 8;
+
+/// An interface that a policy may import where its profile grants it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Grant {
+    /// Lines in the log.
+    Log,
+    /// A small map that outlives requests.
+    Kv,
+    /// The model's tokenizer.
+    Tokenizer,
+    /// Counters at `GET /metrics`.
+    Counters,
+}
+
+impl Grant {
+    /// All there are.
+    pub const ALL: [Self; 4] = [Self::Log, Self::Kv, Self::Tokenizer, Self::Counters];
+
+    /// Its name in configurations, which is also that of the interface.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Log => "log",
+            Self::Kv => "kv",
+            Self::Tokenizer => "tokenizer",
+            Self::Counters => "counters",
+        }
+    }
+}
+
+/// The value of a parameter: text, or `{ file = "rules.toml" }` for what a file holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Param {
+    /// The text itself.
+    Text(String),
+    /// The text of a file.
+    File {
+        /// Relative to the working directory.
+        file: PathBuf,
+    },
+}
+
+impl From<&str> for Param {
+    fn from(text: &str) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+/// `[profiles.NAME.limits]`; 0 is no limit of its own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ProfileLimits {
+    /// Most tokens of a prompt; a longer one is refused.
+    pub prompt_tokens: usize,
+    /// Most tokens of a thought, whatever client and policy say.
+    pub think_budget: u32,
+    /// Most tokens of an answer, whatever the client says.
+    pub max_tokens: u32,
+    /// Most requests of this profile that wait or run; one more is refused with 429.
+    pub requests: usize,
 }
 
 /// What happens to a request whose policy fails.
@@ -345,7 +446,28 @@ impl Config {
         at_least("policy.deadline_ms", self.policy.deadline_ms, 1)?;
         at_least("policy.memory_bytes", self.policy.memory_bytes as u64, 1 << 16)?;
         at_least("policy.output_bytes", self.policy.output_bytes as u64, 1)?;
+        at_least("policy.trace_requests", self.policy.trace_requests as u64, 1)?;
         self.profiles.entry("default".into()).or_default();
+        self.profiles.iter().try_for_each(|(name, profile)| profile.check(name))?;
         Ok(self)
+    }
+}
+
+impl Profile {
+    fn check(&self, name: &str) -> Result<()> {
+        let refuse = |problem: &str| {
+            let problem = format!("profile `{name}` {problem}");
+            Err(Error::Invalid { field: "profiles", problem })
+        };
+        if self.policies.is_empty() {
+            return refuse("names no policy; `policies = [\"passthrough\"]` decides nothing");
+        }
+        if self.policies.len() + self.shadow.len() > CHAIN {
+            return refuse(&format!("names more than {CHAIN} policies, shadows included"));
+        }
+        if self.api_keys.iter().any(|key| key.trim().is_empty() || key.trim() != key) {
+            return refuse("has an api key that is empty, or begins or ends with a space");
+        }
+        Ok(())
     }
 }

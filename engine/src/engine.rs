@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 use crate::error::{Error, Result};
+use crate::policy::Policies;
 use crate::prefix;
 use crate::request::{Event, Request};
 
@@ -19,10 +20,10 @@ pub struct Info {
     pub context: usize,
     /// Device and type of the numbers, for people: `CPU, f32`.
     pub numbers: String,
+    /// Hex digest over weights, numeric format and text: that of replies has their policies as well.
+    pub fingerprint: String,
     /// Names of the profiles.
     pub profiles: Vec<String>,
-    /// Hex digest over weights, numeric format and policies: equal digests, equal answers.
-    pub fingerprint: String,
     /// Tells what is saved of earlier requests, and of what use it was.
     pub prefixes: prefix::Reporter,
     /// When the model was loaded, in seconds since 1970.
@@ -44,12 +45,18 @@ pub struct Job {
 pub struct Engine {
     jobs: mpsc::Sender<Job>,
     info: Arc<Info>,
+    policies: Arc<Policies>,
 }
 
 impl Engine {
     /// A handle over `jobs`, whose receiver is the engine thread (or a test's stand-in).
-    pub fn new(jobs: mpsc::Sender<Job>, info: Info) -> Self {
-        Self { jobs, info: Arc::new(info) }
+    pub fn new(jobs: mpsc::Sender<Job>, info: Info, policies: Arc<Policies>) -> Self {
+        Self { jobs, info: Arc::new(info), policies }
+    }
+
+    /// The policies in force, and what they decided.
+    pub fn policies(&self) -> &Arc<Policies> {
+        &self.policies
     }
 
     /// What is served.

@@ -31,6 +31,9 @@ pub struct Request {
     pub sampling: SamplingWish,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
+    /// Whether parts of the answer can be taken back: not where they are on their way to the client
+    /// already.
+    pub revisable: bool,
 }
 
 /// One message of the conversation, in the form chat templates read.
@@ -114,13 +117,27 @@ impl Default for Sampling {
     }
 }
 
-/// What the engine says of a request, in this order: pieces, then one `Finished` or `Failed`.
+/// What the engine says of a request, in this order: `Started`, pieces, then one `Finished` or
+/// `Failed`; or `Failed` alone.
 #[derive(Debug)]
 pub enum Event {
+    /// The request was admitted.
+    Started {
+        /// Hex digest over weights, numeric format and this request's policies: equal digests,
+        /// equal answers.
+        fingerprint: String,
+    },
     /// The next piece of the thought.
     Reasoning(String),
     /// The next piece of the answer.
     Answer(String),
+    /// The policy took back what was said last: so many bytes of the thought and of the answer.
+    Rewound {
+        /// Bytes at the end of all `Reasoning`.
+        reasoning: usize,
+        /// Bytes at the end of all `Answer`; 0 where [`Request::revisable`] is false.
+        answer: usize,
+    },
     /// A complete tool call.
     ToolCall(ToolCall),
     /// The request ended well; nothing follows.

@@ -141,6 +141,7 @@ mod tests {
             "policy",
             "profiles.x",
             "profiles.x.sampling",
+            "profiles.x.limits",
         ] {
             let error = toml::from_str::<FileConfig>(&format!("[{section}]\nno_such_key = 1"));
             let error = error.unwrap_err().to_string();
@@ -165,7 +166,7 @@ mod tests {
             ("\n\n[server]\nport = \"x\"\n", &["line 4", "u16", "string"]),
             ("[server]\nport = 70000\n", &["line 2", "u16"]),
             ("[model]\ndevice = \"tpu\"\n", &["line 2", "`tpu`", "`gpu`"]),
-            ("[profiles.x]\npolcy = \"a\"\n", &["line 2", "`polcy`", "`policy`"]),
+            ("[profiles.x]\npolcies = []\n", &["line 2", "`polcies`", "`policies`"]),
             ("[server\n", &["line 1"]),
         ] {
             std::fs::write(&path, text).unwrap();

@@ -5,10 +5,12 @@ pub mod guest;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use serde_json::Value;
-use steersman_engine::config::{Config, Device, Dtype};
+use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
+use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
 use steersman_engine::request::{Event, Finished, Message, Request, SamplingWish, ToolCall};
 use steersman_engine::{Engine, Error};
 
@@ -74,6 +76,26 @@ impl Drop for Running {
     }
 }
 
+/// The policies of these profiles, without a model.
+///
+/// # Errors
+/// As [`Policies::load`].
+pub fn policies(
+    limits: &PolicyConfig,
+    profiles: impl IntoIterator<Item = (String, Profile)>,
+) -> Result<Policies, Error> {
+    let database = Arc::new(disk::in_memory());
+    Policies::load(limits, &profiles.into_iter().collect(), &database)
+}
+
+/// Those of `profile`, at work on a request.
+///
+/// # Errors
+/// As [`Policies::start`].
+pub fn steer(policies: &Policies, profile: &str) -> Result<Box<dyn Policy>, Error> {
+    Ok(policies.start(profile, "test", &no_vocabulary())?.policy)
+}
+
 /// A greedy request of one user message.
 pub fn ask(question: &str) -> Request {
     Request {
@@ -99,6 +121,8 @@ pub struct Reply {
     pub answer: String,
     /// The calls.
     pub tool_calls: Vec<ToolCall>,
+    /// `system_fingerprint`; empty when it was never admitted.
+    pub fingerprint: String,
     /// How it ended.
     pub end: Result<Finished, Error>,
 }
@@ -121,19 +145,22 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
     let mut events = engine.submit(request).expect("the queue has room");
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let mut tool_calls = Vec::new();
-    loop {
+    let mut fingerprint = String::new();
+    let end = loop {
         match events.blocking_recv().expect("every request says how it ends") {
+            Event::Started { fingerprint: told } => fingerprint = told,
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => tool_calls.push(call),
-            Event::Finished(finished) => {
-                return Reply { reasoning, answer, tool_calls, end: Ok(finished) };
+            Event::Rewound { reasoning: thought, answer: said } => {
+                reasoning.truncate(reasoning.len() - thought);
+                answer.truncate(answer.len() - said);
             }
-            Event::Failed(error) => {
-                return Reply { reasoning, answer, tool_calls, end: Err(error) };
-            }
+            Event::Finished(finished) => break Ok(finished),
+            Event::Failed(error) => break Err(error),
         }
-    }
+    };
+    Reply { reasoning, answer, tool_calls, fingerprint, end }
 }
 
 /// The samples of an OpenMetrics text, by name and labels, each line of which is checked: it is one

@@ -21,7 +21,7 @@ fn engine_with_context(context: usize) -> Running {
     config.store.enabled = false;
     config.engine.context = context;
     for policy in ["default", "passthrough"] {
-        let profile = Profile { policy: policy.into(), ..Profile::default() };
+        let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
         config.profiles.insert(policy.into(), profile);
     }
     Running::start(config, &std::env::temp_dir())

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use steersman_engine::Result;
@@ -12,11 +13,11 @@ use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
 use steersman_engine::policy::native::HINT;
 use steersman_engine::policy::wasm::{Component, Host};
 use steersman_engine::policy::{
-    Action, LoopReport, Phase, Plan, Policies, Policy, RequestView, Step, Summary,
+    Action, LoopReport, Phase, Plan, Policies, Policy, RequestView, Step, Summary, disk,
 };
 use steersman_engine::request::{FinishReason, Request};
 use steersman_tests::guest::{self, TYPES, component};
-use steersman_tests::{Running, ask};
+use steersman_tests::{Running, ask, policies, steer};
 
 /// Longest that the calls of one request may take here: some 10 ms each where fuel runs out, times
 /// what a busy machine adds.
@@ -39,8 +40,9 @@ fn load_within(limits: &PolicyConfig, bytes: &[u8], on_failure: OnFailure) -> Re
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("guest.wasm");
     std::fs::write(&path, bytes).expect("a file in it");
-    let profile = Profile { policy: path.display().to_string(), on_failure, ..Profile::default() };
-    Policies::load(limits, &BTreeMap::from([("default".into(), profile)]))
+    let profile =
+        Profile { policies: vec![path.display().to_string()], on_failure, ..Profile::default() };
+    policies(limits, [("default".into(), profile)])
 }
 
 /// A step in a thought that is a loop: the native policy closes it.
@@ -154,7 +156,7 @@ fn hostile() -> Vec<(&'static str, Vec<u8>, &'static str, &'static str)> {
 fn a_hostile_policy_is_stopped_and_the_native_one_goes_on_where_failure_is_open() {
     for (name, bytes, hook, cause) in hostile() {
         let policies = load(&bytes, OnFailure::Open).unwrap_or_else(|e| panic!("{name}: {e}"));
-        let mut policy = policies.start("default").unwrap();
+        let mut policy = steer(&policies, "default").unwrap();
         let (plan, actions) = run(&mut *policy).unwrap_or_else(|e| panic!("{name}: {e}"));
         let notes = policy.take_notes().join("\n");
         assert!(notes.contains(&format!("{hook}: ")), "{name}: {notes:?}");
@@ -172,7 +174,7 @@ fn a_hostile_policy_is_stopped_and_the_native_one_goes_on_where_failure_is_open(
 fn a_hostile_policy_ends_the_request_where_failure_is_closed() {
     for (name, bytes, hook, cause) in hostile() {
         let policies = load(&bytes, OnFailure::Closed).unwrap_or_else(|e| panic!("{name}: {e}"));
-        let outcome = run(&mut *policies.start("default").unwrap());
+        let outcome = run(&mut *steer(&policies, "default").unwrap());
         if hook == "on-finish" {
             // The request has ended already.
             outcome.unwrap_or_else(|e| panic!("{name}: {e}"));
@@ -190,7 +192,7 @@ fn a_policy_with_fuel_to_burn_is_stopped_by_its_deadline() {
     let limits = PolicyConfig { fuel: u64::MAX, deadline_ms: 20, ..PolicyConfig::default() };
     let policies = load_within(&limits, &stepper(FOREVER, ""), OnFailure::Closed).unwrap();
     for _ in 0..3 {
-        let error = run(&mut *policies.start("default").unwrap()).unwrap_err().to_string();
+        let error = run(&mut *steer(&policies, "default").unwrap()).unwrap_err().to_string();
         assert!(error.ends_with("on-step: exceeded its deadline of 20 ms"), "{error}");
     }
 }
@@ -263,7 +265,7 @@ fn damaged_and_random_bytes_never_harm_the_loader() {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (seed >> 33) as usize
     };
-    let host = Host::new(&PolicyConfig::default()).unwrap();
+    let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
     let valid = stepper("i32.const 0", "");
     for _ in 0..300 {
         let mut bytes = valid.clone();
@@ -290,7 +292,7 @@ fn a_component_that_exports_on_step_alone_steers_and_the_rest_is_left_to_the_eng
         (i32.store (i32.const 24) (i32.const 4)) i32.const 0";
     let policies =
         load(&stepper(stop, r#"(data (i32.const 100) "done")"#), OnFailure::Closed).unwrap();
-    let mut policy = policies.start("default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     let (plan, actions) = run(&mut *policy).unwrap();
     assert_eq!(plan, Plan::default());
     assert_eq!(actions, [Action::Stop("done".into())]);
@@ -306,8 +308,8 @@ fn one_requests_globals_are_not_anothers() {
         (i32.store (i32.const 16) (i32.const 2)) i32.const 0";
     let bytes = stepper(body, "(global $n (mut i32) (i32.const 0))");
     let policies = load(&bytes, OnFailure::Closed).unwrap();
-    let mut first = policies.start("default").unwrap();
-    let mut second = policies.start("default").unwrap();
+    let mut first = steer(&policies, "default").unwrap();
+    let mut second = steer(&policies, "default").unwrap();
     assert_eq!(first.on_step(&looping()).unwrap().len(), 0);
     assert_eq!(first.on_step(&looping()).unwrap().len(), 1);
     assert_eq!(second.on_step(&looping()).unwrap().len(), 0);
@@ -317,7 +319,7 @@ fn one_requests_globals_are_not_anothers() {
 fn a_policy_that_keeps_failing_is_not_called_any_more() {
     let policies = load(&stepper("unreachable", ""), OnFailure::Open).unwrap();
     let note = |policies: &Policies| {
-        let mut policy = policies.start("default").unwrap();
+        let mut policy = steer(&policies, "default").unwrap();
         run(&mut *policy).unwrap();
         policy.take_notes().join("\n")
     };
@@ -333,7 +335,7 @@ fn policies_folder() -> PathBuf {
 
 /// Requests and steps that reach every decision of the shipped policies.
 fn decisions(bytes: &[u8]) -> Vec<String> {
-    let host = Host::new(&PolicyConfig::default()).unwrap();
+    let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
     let component = std::sync::Arc::new(Component::load(&host, "policy", bytes).unwrap());
     let users = [
         "Extract the names as JSON.",
@@ -399,11 +401,8 @@ fn a_rebuilt_policy_decides_as_the_committed_one() {
 #[test]
 #[ignore = "prints a measurement"]
 fn cost_of_the_default_policy() {
-    let policies = Policies::load(
-        &PolicyConfig::default(),
-        &BTreeMap::from([("default".into(), Profile::default())]),
-    )
-    .unwrap();
+    let profiles = [("default".into(), Profile::default())];
+    let policies = policies(&PolicyConfig::default(), profiles).unwrap();
     let time = |what: &str, mut work: Box<dyn FnMut()>| {
         let mut times: Vec<Duration> = (0..20_000)
             .map(|_| {
@@ -420,15 +419,15 @@ fn cost_of_the_default_policy() {
         );
     };
     let quiet = Step { phase: Phase::Think, tokens: vec![7; 8], ..Step::default() };
-    let mut policy = policies.start("default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     policy.on_request(&view()).unwrap();
     time("on-step, no event", Box::new(|| drop(policy.on_step(&quiet).unwrap())));
-    let mut policy = policies.start("default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     policy.on_request(&view()).unwrap();
     time("on-step, a loop", Box::new(|| drop(policy.on_step(&looping()).unwrap())));
-    let mut policy = policies.start("default").unwrap();
+    let mut policy = steer(&policies, "default").unwrap();
     time("on-request", Box::new(|| drop(policy.on_request(&view()).unwrap())));
-    time("start and end", Box::new(|| drop(policies.start("default").unwrap())));
+    time("start and end", Box::new(|| drop(steer(&policies, "default").unwrap())));
 }
 
 /// The same guests, each under a request that the engine really decodes: a thought that would not
@@ -441,7 +440,7 @@ fn a_request_under_a_hostile_policy_ends_well() {
     for (name, bytes, _, _) in hostile() {
         let path = folder.path().join(format!("{}.wasm", name.replace(' ', "-")));
         std::fs::write(&path, bytes).expect("a file in it");
-        let profile = Profile { policy: path.display().to_string(), ..Profile::default() };
+        let profile = Profile { policies: vec![path.display().to_string()], ..Profile::default() };
         config.profiles.insert(name.into(), profile);
     }
     let engine = Running::start(config, folder.path());

@@ -5,11 +5,11 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
-use steersman_engine::policy::{Anchor, KEEP_SECONDS, Keep, Policies, RequestView};
+use steersman_engine::policy::{Anchor, KEEP_SECONDS, Keep, RequestView};
 use steersman_engine::prefix::Report;
 use steersman_engine::request::Request;
 use steersman_tests::guest::keeper;
-use steersman_tests::{Reply, Running, ask, config, message, run};
+use steersman_tests::{Reply, Running, ask, config, message, policies, run, steer};
 
 /// Numbers of the anchors in the contract.
 const SYSTEM: u8 = 0;
@@ -23,7 +23,7 @@ fn profile(folder: &Path, name: &str, keeps: &[(u8, u32)]) -> Profile {
     let path = folder.join(format!("{name}.wasm"));
     std::fs::write(&path, keeper(keeps)).expect("a file in the folder");
     let policy = path.display().to_string();
-    Profile { policy, on_failure: OnFailure::Closed, ..Profile::default() }
+    Profile { policies: vec![policy], on_failure: OnFailure::Closed, ..Profile::default() }
 }
 
 /// An engine that keeps state in memory alone, under such profiles by name.
@@ -202,8 +202,8 @@ fn sixteen_entries_are_a_plan_and_more_than_a_day_is_a_day() {
     let folder = tempfile::tempdir().unwrap();
     let keeps = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
     let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &keeps))];
-    let policies = Policies::load(&PolicyConfig::default(), &profiles.into()).unwrap();
-    let plan = policies.start("default").unwrap().on_request(&RequestView::default()).unwrap();
+    let policies = policies(&PolicyConfig::default(), profiles).unwrap();
+    let plan = steer(&policies, "default").unwrap().on_request(&RequestView::default()).unwrap();
     let kept = plan.keep.expect("a list");
     assert_eq!(kept.len(), 16);
     let expected = [(Anchor::Reply, KEEP_SECONDS), (Anchor::Turns, 7), (Anchor::System, 0)];

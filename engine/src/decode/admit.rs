@@ -1,16 +1,19 @@
 //! From a request to a sequence: the policy's plan, the prompt, and what the store remembers.
 
+use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
-use super::Decoder;
+use sha2::Digest;
+
 use super::anchors::kept;
 use super::loops::Detector;
 use super::sequence::{Limits, Progress, Sequence};
+use super::{Decoder, hex};
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::policy::{Anchor, Plan, RequestView, USER_BYTES};
-use crate::request::{Request, Sampling, SamplingWish};
+use crate::policy::{Anchor, Plan, RequestView, SamplingChange, Steering, USER_BYTES};
+use crate::request::{Event, Request, Sampling, SamplingWish};
 
 impl Decoder {
     /// Prepares a request; nothing has run when this returns.
@@ -19,13 +22,16 @@ impl Decoder {
     /// What is wrong with the request, its policy or its length.
     pub(super) fn admit(&mut self, job: &Job) -> Result<Sequence> {
         let request = &job.request;
-        let mut policy = self.policies.start(&request.profile)?;
+        let vocabulary = &self.vocabulary_of_policies;
+        let Steering { mut policy, params, digest } =
+            self.policies.start(&request.profile, &request.id, vocabulary)?;
         let can_think = self.text.thinks();
         // A bound of zero tokens is a wish not to think.
         let wish = if request.think_budget == Some(0) { Some(false) } else { request.thinking };
         let mut thinking = can_think.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(request, thinking)?;
-        let plan = policy.on_request(&self.view(request, prompt.len())?)?;
+        let seed = request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+        let plan = policy.on_request(&self.view(request, &params, prompt.len(), seed))?;
         let planned = can_think.then_some(plan.thinking.or(wish).unwrap_or(true));
         if planned != thinking {
             thinking = planned;
@@ -49,7 +55,7 @@ impl Decoder {
         anchors.retain(|&(at, _)| at > cached);
         let mut notes = policy.take_notes();
         notes.extend(plan.note.clone());
-        Ok(Sequence {
+        let sequence = Sequence {
             request: request.clone(),
             thinking,
             events: job.events.clone(),
@@ -65,14 +71,24 @@ impl Decoder {
             queued: 0,
             skipped_layers: self.skip.len() as u32,
             sampling: self.sampling(request),
-            seed: request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0)),
+            seed,
             reply,
             policy,
             detector: plan.loops.map(Detector::new),
             limits: self.limits(request, &plan, prompt.len()),
             progress: Progress::new(notes),
             tokens: prompt,
-        })
+        };
+        // A closed channel is a client that hung up; the first turn sees to that.
+        let _ = job.events.send(Event::Started { fingerprint: self.fingerprint(&digest) });
+        Ok(sequence)
+    }
+
+    /// `system_fingerprint` of a request whose policies have this digest.
+    fn fingerprint(&self, policies: &[u8; 32]) -> String {
+        let mut sha = self.model_digest.clone();
+        sha.update(policies);
+        hex(&sha.finalize()[..6])
     }
 
     fn tokenize(&self, request: &Request, thinking: Option<bool>) -> Result<Vec<u32>> {
@@ -82,7 +98,13 @@ impl Decoder {
     }
 
     /// What the policy may see.
-    fn view(&self, request: &Request, prompt_tokens: usize) -> Result<RequestView> {
+    fn view(
+        &self,
+        request: &Request,
+        params: &BTreeMap<String, String>,
+        prompt_tokens: usize,
+        seed: u64,
+    ) -> RequestView {
         let of_role = |role: &'static str| request.messages.iter().filter(move |m| m.role == role);
         let system = of_role("system").chain(of_role("developer"));
         let user = of_role("user").next_back().map_or("", |m| m.content.as_str());
@@ -90,12 +112,13 @@ impl Decoder {
             let name = tool.get("function").unwrap_or(tool).get("name");
             name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
         };
-        Ok(RequestView {
+        let SamplingWish { temperature, top_p, top_k, min_p, .. } = request.sampling;
+        RequestView {
             id: request.id.clone(),
             profile: request.profile.clone(),
             model: self.name.clone(),
             family: self.family.into(),
-            params: self.policies.params(&request.profile)?.clone(),
+            params: params.clone(),
             prompt_tokens: prompt_tokens as u32,
             context_left: self.context.saturating_sub(prompt_tokens) as u32,
             messages: request.messages.len() as u32,
@@ -106,7 +129,9 @@ impl Decoder {
             thinking: request.thinking,
             think_budget: request.think_budget,
             max_tokens: request.max_tokens,
-        })
+            sampling: SamplingChange { temperature, top_p, top_k, min_p },
+            seed,
+        }
     }
 
     /// Bounds: the tightest of client, policy and context.

@@ -23,6 +23,7 @@ pub mod verify;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -47,7 +48,7 @@ use crate::config::{
 use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
 use crate::model::{Loaded, Model, Pass};
-use crate::policy::Policies;
+use crate::policy::{Policies, Vocabulary, disk};
 use crate::prefix::{Keep, Prefixes};
 use crate::request::Event;
 use crate::store::{Fingerprint, RedbStore};
@@ -73,7 +74,7 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     let run = move || match Decoder::load(config, &folder, &data) {
         Ok((decoder, info)) => {
             // Nobody waits for the answer only if `start` was abandoned.
-            if ready.send(Ok(info)).is_ok() {
+            if ready.send(Ok((info, decoder.policies.clone()))).is_ok() {
                 decoder.run(queue);
             }
         }
@@ -81,8 +82,8 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     };
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
-    let info = loaded.recv().map_err(|_| Error::Stopped)??;
-    Ok((Engine::new(jobs, info), thread))
+    let (info, policies) = loaded.recv().map_err(|_| Error::Stopped)??;
+    Ok((Engine::new(jobs, info, policies), thread))
 }
 
 /// Changes when the meaning of saved tensors does; part of the fingerprint.
@@ -94,7 +95,10 @@ pub struct Decoder {
     family: &'static str,
     name: String,
     text: Text,
-    policies: Policies,
+    policies: Arc<Policies>,
+    vocabulary_of_policies: Arc<dyn Vocabulary>,
+    /// SHA-256 over weights, numbers and text, begun: a request's policies complete it.
+    model_digest: Sha256,
     profiles: BTreeMap<String, Profile>,
     prefixes: Prefixes,
     ahead: Ahead,
@@ -134,7 +138,8 @@ impl Decoder {
     /// warning.
     pub fn load(config: Config, folder: &Path, data: &Path) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let policies = Policies::load(&config.policy, &config.profiles)?;
+        let kept = disk::open(data);
+        let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
@@ -185,14 +190,13 @@ impl Decoder {
         let disk = open_store(&config.store, fingerprint, data);
         let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
         let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits)?;
-        sha.update(policies.digest());
         let info = Info {
             model: name.clone(),
             family: family.into(),
             context,
             numbers,
             profiles: config.profiles.keys().cloned().collect(),
-            fingerprint: sha.finalize()[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
+            fingerprint: hex(&sha.clone().finalize()[..6]),
             prefixes: prefixes.reporter(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };
@@ -200,8 +204,10 @@ impl Decoder {
             model,
             family,
             name,
+            vocabulary_of_policies: Arc::new(text.clone()),
             text,
             policies,
+            model_digest: sha,
             prefixes,
             ahead,
             look_ahead: config.store.ahead,
@@ -442,6 +448,24 @@ impl Decoder {
             tracing::warn!(request_id = sequence.request.id, %error, "state not saved");
         }
     }
+}
+
+impl Vocabulary for Text {
+    fn encode(&self, text: &str) -> Option<Vec<u32>> {
+        self.encode_plain(text).ok()
+    }
+
+    fn decode(&self, tokens: &[u32]) -> String {
+        Self::decode(self, tokens)
+    }
+
+    fn size(&self) -> u32 {
+        u32::try_from(self.vocab_size()).unwrap_or(u32::MAX)
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The layers whose feed-forward blocks may be left out at a cost of `kl` nats a token.

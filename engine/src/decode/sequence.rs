@@ -347,6 +347,9 @@ impl Sequence {
                 (self.reply.closing(text, &words)?, "closed the thought")
             }
             Action::CloseThinking(_) => return Ok(()),
+            Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {
+                todo!("helper A")
+            }
             Action::Stop(reason) => {
                 self.note(format!("stopped after {at} tokens, on {why}: {reason}"));
                 self.end(FinishReason::Policy(reason));
@@ -467,6 +470,7 @@ impl Sequence {
             think_tokens: self.progress.think_tokens,
             answer_tokens: self.progress.answer_tokens,
             loops: self.progress.loops,
+            tool_calls: self.progress.tool_calls.len() as u32,
         });
         self.progress.notes.extend(self.policy.take_notes());
     }

@@ -12,7 +12,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::native::Native;
-use super::{Action, Plan, Policy, RequestView, Step, Summary};
+use super::{
+    Action, Cost, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary, ToolCallView,
+    Verdict,
+};
 use crate::config::OnFailure;
 use crate::error::{Error, Result};
 
@@ -95,12 +98,20 @@ impl Guarded {
 }
 
 impl Policy for Guarded {
+    fn on_prompt(&mut self, prompt: &PromptView) -> Result<Vec<Replacement>> {
+        self.ask(|policy| policy.on_prompt(prompt))
+    }
+
     fn on_request(&mut self, request: &RequestView) -> Result<Plan> {
         self.ask(|policy| policy.on_request(request))
     }
 
     fn on_step(&mut self, step: &Step) -> Result<Vec<Action>> {
         self.ask(|policy| policy.on_step(step))
+    }
+
+    fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
+        self.ask(|policy| policy.on_tool_call(call))
     }
 
     fn on_finish(&mut self, summary: &Summary) {
@@ -118,6 +129,10 @@ impl Policy for Guarded {
 
     fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
+    }
+
+    fn cost(&self) -> Cost {
+        self.guest.as_ref().map_or_else(Cost::default, |guest| guest.cost())
     }
 }
 

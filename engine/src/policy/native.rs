@@ -37,9 +37,7 @@ impl Policy for Native {
             think_budget: Some(request.think_budget.unwrap_or(THINK_BUDGET).min(THINK_BUDGET)),
             answer_reserve: Some(reserve),
             loops: Some(LOOPS),
-            every: 0,
-            note: None,
-            keep: None,
+            ..Plan::default()
         })
     }
 

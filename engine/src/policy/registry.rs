@@ -8,12 +8,15 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use redb::Database;
 use sha2::{Digest, Sha256};
 
-use super::Policy;
+use super::chain::{Chain, Link};
 use super::guarded::{Breaker, Guarded};
+use super::trace::Traces;
 use super::wasm::{COMPONENT_BYTES, Component, Host};
-use crate::config::{OnFailure, PolicyConfig, Profile};
+use super::{Policy, Vocabulary};
+use crate::config::{OnFailure, Param, PolicyConfig, Profile};
 use crate::error::{Error, Result};
 
 /// The policies that ship inside the binary, by name.
@@ -25,69 +28,95 @@ const EMBEDDED: &[(&str, &[u8])] = &[
 /// The policies of all profiles, loaded.
 pub struct Policies {
     profiles: BTreeMap<String, Entry>,
-    digest: [u8; 32],
+    traces: Arc<Traces>,
+}
+
+/// What steers one request.
+pub struct Steering {
+    /// Its policies.
+    pub policy: Box<dyn Policy>,
+    /// `[profiles.NAME.params]`, for [`super::RequestView::params`].
+    pub params: Arc<BTreeMap<String, String>>,
+    /// SHA-256 over all that decides what its policies do: their SHA-256, in order, parameters,
+    /// failure mode and limits.
+    pub digest: [u8; 32],
 }
 
 struct Entry {
     component: Arc<Component>,
     on_failure: OnFailure,
-    params: BTreeMap<String, String>,
+    params: Arc<BTreeMap<String, String>>,
+    trace_text: bool,
     breaker: Arc<Breaker>,
+    digest: [u8; 32],
 }
 
 impl Policies {
-    /// Loads the policy of every profile, compiling on the calling thread.
+    /// Loads the policies of every profile, compiling on the calling thread. What they keep is in
+    /// `database`.
     ///
     /// # Errors
     /// [`Error::Policy`] names the profile, its policy, what is wrong and what to do.
-    pub fn load(config: &PolicyConfig, profiles: &BTreeMap<String, Profile>) -> Result<Self> {
-        let host = Host::new(config)?;
+    pub fn load(
+        config: &PolicyConfig,
+        profiles: &BTreeMap<String, Profile>,
+        database: &Arc<Database>,
+    ) -> Result<Self> {
+        let host = Host::new(config, database)?;
         let mut components: BTreeMap<&str, Arc<Component>> = BTreeMap::new();
         let mut loaded = BTreeMap::new();
         for (name, profile) in profiles {
-            let source = profile.policy.as_str();
+            let source = profile.policies[0].as_str();
             let component = match components.get(source) {
                 Some(component) => component.clone(),
                 None => load(&host, source).map_err(|error| in_profile(name, error))?,
             };
             components.insert(source, component.clone());
-            let entry = Entry {
+            let text = |(name, param): (&String, &Param)| match param {
+                Param::Text(text) => (name.clone(), text.clone()),
+                Param::File { .. } => todo!("helper C"),
+            };
+            let mut entry = Entry {
                 component,
                 on_failure: profile.on_failure,
-                params: profile.params.clone(),
+                params: Arc::new(profile.params.iter().map(text).collect()),
+                trace_text: profile.trace_text,
                 breaker: Arc::default(),
+                digest: [0; 32],
             };
+            entry.digest = digest(config, &entry);
             loaded.insert(name.clone(), entry);
         }
-        let digest = digest(config, &loaded);
-        Ok(Self { profiles: loaded, digest })
+        Ok(Self { profiles: loaded, traces: Traces::new(config)? })
     }
 
-    /// The policy of `profile` for one request, on the calling thread.
+    /// The policies of `profile` for the request `request`, on the calling thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such profile; [`Error::Policy`] when its policy cannot
+    /// [`Error::Invalid`] when there is no such profile; [`Error::Policy`] when a policy cannot
     /// start and the profile fails closed.
-    pub fn start(&self, profile: &str) -> Result<Box<dyn Policy>> {
+    pub fn start(
+        &self,
+        profile: &str,
+        request: &str,
+        _vocabulary: &Arc<dyn Vocabulary>,
+    ) -> Result<Steering> {
         let entry = self.entry(profile)?;
         let start = || Ok(Box::new(entry.component.instantiate()?) as Box<dyn Policy>);
         let name = entry.component.name();
-        let breaker = entry.breaker.clone();
-        Ok(Box::new(Guarded::start(name, entry.on_failure, breaker, start)?))
-    }
-
-    /// `[profiles.NAME.params]` of a profile, for [`super::RequestView::params`].
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] when there is no such profile.
-    pub fn params(&self, profile: &str) -> Result<&BTreeMap<String, String>> {
-        Ok(&self.entry(profile)?.params)
-    }
-
-    /// SHA-256 over all that decides what policies do: for each profile its component's SHA-256,
-    /// parameters and failure mode, and the limits.
-    pub fn digest(&self) -> [u8; 32] {
-        self.digest
+        let guarded = Guarded::start(name, entry.on_failure, entry.breaker.clone(), start)?;
+        let link = Link {
+            name: name.into(),
+            sha256: entry.component.sha256(),
+            shadow: false,
+            policy: Box::new(guarded),
+        };
+        let recorder = self.traces.recorder(request, profile, entry.trace_text);
+        Ok(Steering {
+            policy: Box::new(Chain::new(vec![link], recorder)),
+            params: entry.params.clone(),
+            digest: entry.digest,
+        })
     }
 
     fn entry(&self, profile: &str) -> Result<&Entry> {
@@ -140,46 +169,52 @@ fn in_profile(profile: &str, error: Error) -> Error {
     }
 }
 
-fn digest(config: &PolicyConfig, profiles: &BTreeMap<String, Entry>) -> [u8; 32] {
+fn digest(config: &PolicyConfig, entry: &Entry) -> [u8; 32] {
     // JSON separates the fields unambiguously; the maps are sorted.
-    let profiles: Vec<_> = profiles
-        .iter()
-        .map(|(name, entry)| (name, entry.component.sha256(), &entry.params, entry.on_failure))
-        .collect();
     let limits = (config.fuel, config.deadline_ms, config.memory_bytes, config.output_bytes);
-    let text = serde_json::to_vec(&(profiles, limits)).expect("plain data becomes JSON");
+    let profile = (entry.component.sha256(), &*entry.params, entry.on_failure);
+    let text = serde_json::to_vec(&(profile, limits)).expect("plain data becomes JSON");
     Sha256::digest(text).into()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::RequestView;
+    use super::super::{RequestView, disk, no_vocabulary};
     use super::*;
 
     fn profiles(list: &[(&str, &str)]) -> BTreeMap<String, Profile> {
-        let profile = |policy: &str| Profile { policy: policy.into(), ..Profile::default() };
+        let profile =
+            |policy: &str| Profile { policies: vec![policy.into()], ..Profile::default() };
         list.iter().map(|(name, policy)| ((*name).into(), profile(policy))).collect()
     }
 
     fn load(list: &[(&str, &str)]) -> Result<Policies> {
-        Policies::load(&PolicyConfig::default(), &profiles(list))
+        load_with(&PolicyConfig::default(), &profiles(list))
+    }
+
+    fn load_with(config: &PolicyConfig, profiles: &BTreeMap<String, Profile>) -> Result<Policies> {
+        Policies::load(config, profiles, &Arc::new(disk::in_memory()))
+    }
+
+    fn start(policies: &Policies, profile: &str) -> Result<Steering> {
+        policies.start(profile, "request", &no_vocabulary())
     }
 
     #[test]
     fn the_embedded_policies_load_and_plan() {
         let policies = load(&[("default", "default"), ("off", "passthrough")]).unwrap();
         let view = RequestView { can_think: true, context_left: 4096, ..RequestView::default() };
-        let plan = policies.start("default").unwrap().on_request(&view).unwrap();
+        let plan = start(&policies, "default").unwrap().policy.on_request(&view).unwrap();
         assert_eq!(plan.thinking, Some(true));
         assert!(plan.loops.is_some());
-        let plan = policies.start("off").unwrap().on_request(&view).unwrap();
+        let plan = start(&policies, "off").unwrap().policy.on_request(&view).unwrap();
         assert_eq!(plan, super::super::Plan::default());
     }
 
     #[test]
     fn an_unknown_profile_is_refused_by_its_field() {
         let policies = load(&[("default", "default")]).unwrap();
-        let error = policies.start("agent").err().unwrap().to_string();
+        let error = start(&policies, "agent").err().unwrap().to_string();
         assert_eq!(error, "profile: there is no profile `agent`, only default");
     }
 
@@ -192,15 +227,16 @@ mod tests {
 
     #[test]
     fn the_digest_changes_with_the_policy_its_params_and_the_limits() {
-        let base = load(&[("default", "default")]).unwrap().digest();
-        assert_eq!(load(&[("default", "default")]).unwrap().digest(), base);
-        assert_ne!(load(&[("default", "passthrough")]).unwrap().digest(), base);
+        let digest = |policies: Policies| start(&policies, "default").unwrap().digest;
+        let base = digest(load(&[("default", "default")]).unwrap());
+        assert_eq!(digest(load(&[("default", "default")]).unwrap()), base);
+        assert_ne!(digest(load(&[("default", "passthrough")]).unwrap()), base);
         let mut other = profiles(&[("default", "default")]);
         other.get_mut("default").unwrap().params.insert("thinking".into(), "off".into());
         let config = PolicyConfig::default();
-        assert_ne!(Policies::load(&config, &other).unwrap().digest(), base);
+        assert_ne!(digest(load_with(&config, &other).unwrap()), base);
         let config = PolicyConfig { fuel: 1_000_000, ..config };
         let other = profiles(&[("default", "default")]);
-        assert_ne!(Policies::load(&config, &other).unwrap().digest(), base);
+        assert_ne!(digest(load_with(&config, &other).unwrap()), base);
     }
 }

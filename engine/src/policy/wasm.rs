@@ -28,6 +28,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 
 use contract::exports::steersman::policy as hooks;
+use redb::Database;
 use sha2::{Digest, Sha256};
 use ticker::{TICKS, Ticker};
 use wasmtime::component::types::ComponentItem;
@@ -74,11 +75,11 @@ pub struct Host {
 }
 
 impl Host {
-    /// Sets wasmtime up.
+    /// Sets wasmtime up. What policies keep is in `database`.
     ///
     /// # Errors
     /// [`Error::Invalid`] when this machine cannot reserve the address space.
-    pub fn new(limits: &PolicyConfig) -> Result<Self> {
+    pub fn new(limits: &PolicyConfig, _database: &Arc<Database>) -> Result<Self> {
         let memory_bytes = limits.memory_bytes.next_multiple_of(PAGE_BYTES);
         let mut pool = PoolingAllocationConfig::new();
         pool.total_component_instances(INSTANCES)

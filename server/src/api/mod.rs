@@ -116,7 +116,7 @@ async fn chat(
         id: log.id.clone(),
         created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
         model: chat.model,
-        fingerprint: app.engine.info().fingerprint.clone(),
+        fingerprint: String::new(),
         profile: chat.request.profile.clone(),
         include_usage: chat.include_usage,
     };

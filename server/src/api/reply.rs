@@ -37,7 +37,7 @@ pub struct Head {
     pub created: u64,
     /// The model as the client named it.
     pub model: String,
-    /// `system_fingerprint`
+    /// `system_fingerprint`; empty until the engine says it.
     pub fingerprint: String,
     /// The profile that steers the request.
     pub profile: String,
@@ -50,7 +50,7 @@ pub struct Head {
 /// # Errors
 /// What the engine says instead of an answer.
 pub async fn whole(
-    head: Head,
+    mut head: Head,
     mut events: UnboundedReceiver<Event>,
     mut log: RequestLog,
 ) -> Result<Response, ApiError> {
@@ -60,8 +60,13 @@ pub async fn whole(
         let event = events.recv().await;
         log.event();
         match event.unwrap_or(Event::Failed(Error::Stopped)) {
+            Event::Started { fingerprint } => head.fingerprint = fingerprint,
             Event::Reasoning(piece) => reasoning += &piece,
             Event::Answer(piece) => content += &piece,
+            Event::Rewound { reasoning: thought, answer } => {
+                reasoning.truncate(reasoning.len().saturating_sub(thought));
+                content.truncate(content.len().saturating_sub(answer));
+            }
             Event::ToolCall(call) => calls.push(tool_call(&call)),
             Event::Finished(finished) => break finished,
             Event::Failed(error) => return Err(log.failed(error)),
@@ -95,11 +100,20 @@ pub async fn whole(
 /// What the engine says instead of an answer, if it says so within that time. Later it is the last
 /// thing in the stream.
 pub async fn stream(
-    head: Head,
+    mut head: Head,
     mut events: UnboundedReceiver<Event>,
     log: RequestLog,
 ) -> Result<Response, ApiError> {
-    let first = timeout(FIRST_EVENT, events.recv()).await;
+    let first = timeout(FIRST_EVENT, async {
+        match events.recv().await {
+            Some(Event::Started { fingerprint }) => {
+                head.fingerprint = fingerprint;
+                events.recv().await
+            }
+            other => other,
+        }
+    });
+    let first = first.await;
     let mut chunks =
         Chunks { head, events, log, ready: VecDeque::new(), tool_calls: 0, ended: false };
     let first = match first {
@@ -152,7 +166,12 @@ impl Chunks {
 
     fn push(&mut self, event: Event) {
         match event {
+            // Late, after 10 s in the queue: the chunks from here on have it.
+            Event::Started { fingerprint } => self.head.fingerprint = fingerprint,
             Event::Reasoning(piece) => self.delta(json!({"reasoning_content": piece})),
+            // Of an answer nothing is taken back once it is on its way, and what a thought was
+            // rewound to goes on behind what was seen of it.
+            Event::Rewound { .. } => {}
             Event::Answer(piece) => self.delta(json!({"content": piece})),
             Event::ToolCall(call) => {
                 let mut call = tool_call(&call);

@@ -129,6 +129,7 @@ pub fn parse(
             seed: body.seed,
         },
         stop: stops(body.stop)?,
+        revisable: !stream,
     };
     let include_usage = body.stream_options.and_then(|options| options.include_usage);
     Ok(ChatRequest { request, model, stream, include_usage: include_usage.unwrap_or(false) })

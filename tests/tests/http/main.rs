@@ -20,8 +20,10 @@ use axum::response::Response;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
+use steersman_engine::config::{PolicyConfig, Profile};
 use steersman_engine::engine::{Engine, Info, Job};
 use steersman_engine::request::{Event, FinishReason, Finished, Request, Usage};
+use steersman_tests::policies;
 use tokio::sync::mpsc;
 use tower::ServiceExt;
 
@@ -68,6 +70,8 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
         while let Some(Job { request, events }) = waiting.recv().await {
             let id = request.id.clone();
             notes.requests.lock().unwrap().push(request);
+            let started = Event::Started { fingerprint: "fp_test".into() };
+            drop(events.send(started));
             for act in script() {
                 match act {
                     Say(event) => drop(events.send(event)),
@@ -86,11 +90,13 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
         family: "qwen3_5".into(),
         context: 32768,
         numbers: "CPU, f32".into(),
+        fingerprint: "fp_model".into(),
         profiles: vec!["default".into(), "strict".into()],
-        fingerprint: "fp_test".into(),
         loaded: 1_700_000_000,
     };
-    (Engine::new(jobs, info), seen)
+    let profiles = [("default".into(), Profile::default())];
+    let policies = policies(&PolicyConfig::default(), profiles).unwrap();
+    (Engine::new(jobs, info, Arc::new(policies)), seen)
 }
 
 fn app_with(config: &ServerConfig, script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {

@@ -7,7 +7,7 @@
 use crate::policy as plain;
 
 wasmtime::component::bindgen!({
-    path: "../wit",
+    path: "../wit/v0.1",
     world: "policy",
     ownership: Borrowing { duplicate_if_necessary: true },
 });
@@ -90,6 +90,7 @@ impl From<wit::Plan> for plain::Plan {
             every: plan.every,
             note: plan.note,
             keep: plan.keep.map(|list| list.into_iter().map(plain::Keep::from).collect()),
+            ..Self::default()
         }
     }
 }
