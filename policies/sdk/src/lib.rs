@@ -32,6 +32,7 @@
 pub mod bindings;
 mod defaults;
 mod host;
+mod prompt;
 
 use std::time::Duration;
 
@@ -40,6 +41,7 @@ pub use bindings::steersman::policy::types::{
     Replacement, Request, Resample, Sampling, Step, Summary, TokenBias, ToolCall, Verdict,
 };
 pub use host::{counters, kv, log, tokenizer};
+pub use prompt::REPLACEMENTS;
 
 /// A policy: one value of it lives as long as one request, made by `Default` before the first
 /// hook.
@@ -124,7 +126,7 @@ macro_rules! export {
                 }
             }
 
-            $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
+    $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
         };
     };
 }
@@ -142,6 +144,22 @@ impl Prompt {
     pub fn param(&self, name: &str) -> Option<&str> {
         let found = self.params.iter().find(|(key, _)| key == name);
         found.map(|(_, value)| value.as_str())
+    }
+}
+
+impl ToolCall {
+    /// How many calls of this tool with these arguments got the same result, counted back from the
+    /// newest that is answered. Calls of other tools, or with other arguments, do not count.
+    pub fn same_results(&self) -> u32 {
+        let mut results = self
+            .earlier
+            .iter()
+            .rev()
+            .filter(|earlier| earlier.name == self.name && earlier.arguments == self.digest)
+            .filter_map(|earlier| earlier.answered.as_ref());
+        let Some(newest) = results.next() else { return 0 };
+        let before = results.take_while(|result| *result == newest).count();
+        u32::try_from(before + 1).expect("the host shows at most 64 calls")
     }
 }
 
@@ -183,6 +201,38 @@ mod tests {
         assert_eq!(Silent.on_prompt(Prompt::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
         assert_eq!(Silent.on_tool_call(ToolCall::default()), Verdict::Accept);
+    }
+
+    /// A call of `search` with the digest `a`, after calls of (tool, arguments, result).
+    fn call(earlier: &[(&str, &str, Option<&str>)]) -> ToolCall {
+        let earlier = earlier.iter().map(|(name, arguments, answered)| EarlierCall {
+            name: (*name).into(),
+            arguments: (*arguments).into(),
+            answered: answered.map(Into::into),
+        });
+        ToolCall {
+            name: "search".into(),
+            digest: "a".into(),
+            earlier: earlier.collect(),
+            ..ToolCall::default()
+        }
+    }
+
+    #[test]
+    fn only_the_same_result_again_and_again_is_a_tool_loop() {
+        let same = ("search", "a", Some("1"));
+        let cases: [(&[_], u32); 7] = [
+            (&[], 0),
+            (&[same], 1),
+            (&[same, same], 2),
+            (&[same, ("search", "b", Some("1")), same, ("read", "a", Some("1"))], 2),
+            (&[same, same, ("search", "a", Some("2"))], 1),
+            (&[same, ("search", "a", Some("2")), same], 1),
+            (&[same, ("search", "a", None)], 1),
+        ];
+        for (earlier, expected) in cases {
+            assert_eq!(call(earlier).same_results(), expected, "{earlier:?}");
+        }
     }
 
     #[test]
