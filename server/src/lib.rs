@@ -12,6 +12,7 @@
 //! serve.rs     listening, and stopping in good order
 //! verify.rs    `steersman verify`: that replies are the same however they are computed
 //! cache.rs     `steersman cache`: the state that is saved on disk
+//! policy/      `steersman policy`: making, building and trying policies
 //! calibrate.rs `steersman calibrate`: what a model could do without
 //! api/         OpenAI's interface
 //! ```
@@ -25,6 +26,7 @@ pub mod cache;
 pub mod calibrate;
 pub mod config;
 pub mod hub;
+pub mod policy;
 pub mod serve;
 pub mod verify;
 

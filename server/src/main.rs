@@ -12,7 +12,7 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::hub::{self, Found};
-use steersman::{cache, calibrate, serve, verify};
+use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::config::{Config, Device};
 use steersman_engine::engine::Info;
 use tracing_subscriber::EnvFilter;
@@ -42,6 +42,9 @@ enum Command {
     /// Look after the state that is saved on disk, while no server has it open: a server tells of
     /// its own at GET /v1/cache.
     Cache(Cache),
+    /// Make, build and try policies.
+    #[command(subcommand)]
+    Policy(policy::Task),
 }
 
 /// Without options: the bundled demonstration model on http://127.0.0.1:11436. Options go before
@@ -190,6 +193,7 @@ fn main() -> ExitCode {
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
+        Command::Policy(task) => policy::run(task),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

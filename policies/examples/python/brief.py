@@ -1,5 +1,5 @@
 """Keeps replies brief: short thoughts, an answer that ends at a phrase, a token that is never drawn, no tool called
-twice for the same. The same policy in Rust and JavaScript lies beside this one.
+twice for the same.
 
 One instance lives as long as one request, so these globals are that request's state.
 """

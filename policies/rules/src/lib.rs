@@ -12,7 +12,8 @@
 //!
 //! All that `when` names must hold; without it a rule always applies. Of the rules that apply all
 //! count, in their order, and where two decide the same the first does: special rules stand before
-//! general ones. What `when` and `do` may hold is a table in [`parse`].
+//! general ones. Of rules that in one step would write text, close the thought or rewind only the
+//! first acts. What `when` and `do` may hold is told in `policies/README.md`.
 //!
 //! A text that is wrong anywhere is in force nowhere: requests go on as with no rules, and the notes
 //! of each reply, and the log, say what is wrong and in which line. With the parameter
@@ -87,12 +88,19 @@ impl Policy for Rules {
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let Some(Ok(rules)) = &self.rules else { return Vec::new() };
         let mut actions = Vec::new();
+        let mut led = false;
         for (rule, state) in rules.iter().zip(&mut self.states) {
             let Act::Step(deeds) = &rule.act else { continue };
             if !state.applies || rule.is_used_up(state.acted) {
                 continue;
             }
             if rule.when.holds_of_step(&step, &mut state.tail) {
+                // "Rewind the first loop" stands before "close the thought": one at a time.
+                let leads = deeds.iter().any(rule::Deed::leads);
+                if leads && led {
+                    continue;
+                }
+                led |= leads;
                 state.acted += 1;
                 actions.extend(deeds.iter().filter_map(|deed| deed.action(&step)));
             }

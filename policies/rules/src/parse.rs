@@ -1,42 +1,7 @@
-//! Reads rules.
-//!
-//! What `when` may hold, and when it is known. A list of texts holds when one of them does.
-//!
-//! | key | holds when |
-//! |---|---|
-//! | `profile`, `model`, `family` = texts | it is called so |
-//! | `user_contains` = texts | the last user message has this in it, in whatever case |
-//! | `user_words` = texts | it has this word, in whatever case |
-//! | `user_under`, `user_over` = n | it has fewer, or more, characters |
-//! | `system_contains` = texts | a system text has this in it |
-//! | `system_over` = n | system texts have more characters, together |
-//! | `prompt_over` = n | the prompt has more tokens |
-//! | `messages_over` = n | the conversation has more messages |
-//! | `tools` = true, false or texts | tools are offered, none is, or this one is |
-//! | `thinking_asked` = true or false | the client asked for a thought, or for none |
-//! | `can_think` = true or false | the model can think, or cannot |
-//! | `phase` = "think", "answer" or "tool-call" | the reply stands there |
-//! | `loop`, `budget_reached` = true or false | a loop is reported; the thought's budget is used up |
-//! | `think_tokens_over`, `answer_tokens_over` = n | there are more tokens of it |
-//! | `text_contains` = texts | the reply has just said this |
-//! | `tool_called` = texts | this tool is called |
-//! | `arguments_contain` = texts | with this in its arguments |
-//! | `repeats_over` = n | the same call got the same result more than n times |
-//! | `calls_over` = n | this reply has made more calls |
-//!
-//! What `do` may hold:
-//!
-//! | moment | keys |
-//! |---|---|
-//! | before the prompt is rendered | `strip` = texts, `strip_lines` = texts that lines begin with |
-//! | before anything runs | `think` = true or false, `think_budget`, `answer_reserve` = n, `loops` = { repeats, min_tokens, max_period, similarity }, `keep` = [{ at, seconds }], `note` = text |
-//! | then, or while tokens are drawn (`for` = n of them) | `temperature`, `top_p`, `top_k`, `min_p` |
-//! | while tokens are drawn | `inject`, `close_thinking` = text, `rewind` = n or "loop", `ban` = tokens, `bias` = { token = number } (both `for` = n tokens), `stop` = reason |
-//! | when a tool is called | `repair` = text, `stop` = reason |
+//! Reads rules. What `when` and `do` may hold is told in `policies/README.md`, and when it is known or
+//! can be done in [`WHEN`] and [`DO`].
 //!
 //! A rule acts at one moment, at which all that it names is known; the first that fits is taken.
-//! `times` = n beside them says how often in a request it may act; 0 is every time. It is 1 for a
-//! rule that watches tokens, and 0 for one that waits for a loop, a used-up budget or a call.
 
 use steersman_policy::{
     Action, Anchor, Ban, Bias, Keep, LoopRule, Phase, Plan, Resample, Sampling, TokenBias, Verdict,
@@ -48,7 +13,7 @@ use super::rule::{Act, Deed, Rule};
 use super::when::When;
 
 /// A set of moments, of [`PROMPT`] and the others: a bit each.
-type Moments = u8;
+pub type Moments = u8;
 
 const PROMPT: Moments = 1;
 const REQUEST: Moments = 2;
@@ -56,7 +21,7 @@ const STEP: Moments = 4;
 const TOOL: Moments = 8;
 
 /// What `when` may hold, and at which moments it is known.
-const WHEN: &[(&str, Moments)] = &[
+pub const WHEN: &[(&str, Moments)] = &[
     ("profile", PROMPT | REQUEST | STEP | TOOL),
     ("system_contains", PROMPT | REQUEST | STEP | TOOL),
     ("system_over", PROMPT | REQUEST | STEP | TOOL),
@@ -84,7 +49,7 @@ const WHEN: &[(&str, Moments)] = &[
 ];
 
 /// What `do` may hold, and at which moments it can be done.
-const DO: &[(&str, Moments)] = &[
+pub const DO: &[(&str, Moments)] = &[
     ("strip", PROMPT),
     ("strip_lines", PROMPT),
     ("think", REQUEST),
@@ -272,6 +237,10 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
         return Err(format!("{}: `do` is missing, which says what the rule does", entry.place));
     };
     let moment = moment(&when, &act)?;
+    if times.is_some() && moment & (PROMPT | REQUEST) != 0 {
+        let place = &entry.place;
+        return Err(format!("{place}: `times` says nothing here: the rule acts once, {}", name(moment)));
+    }
     let when = self::when(&when)?;
     let act = match moment {
         PROMPT => prompt_act(&act)?,

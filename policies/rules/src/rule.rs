@@ -55,6 +55,11 @@ impl Deed {
         matches!(self, Self::RewindLoop | Self::Do(Action::Rewind(_)))
     }
 
+    /// Whether it says how the reply goes on.
+    pub fn leads(&self) -> bool {
+        self.rewinds() || matches!(self, Self::Do(Action::Inject(_) | Action::CloseThinking(_)))
+    }
+
     /// What it is in a step; nothing where there is no loop to go back in.
     pub fn action(&self, step: &Step) -> Option<Action> {
         match self {

@@ -122,7 +122,7 @@ fn a_loop_is_waited_for_without_being_called_in_between() {
     let hot = Sampling { temperature: Some(1.0), ..Sampling::default() };
     let close = Action::CloseThinking("**Final Answer:**\n\n".into());
     let resample = Action::Sampling(Resample { sampling: hot, steps: 16 });
-    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), resample, close.clone()]);
+    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), resample]);
     assert_eq!(policy.on_step(step.clone()), [close.clone()]);
     assert_eq!(policy.on_step(step), [close]);
     assert_eq!(policy.on_step(Step { loop_found: found, ..Step::default() }), []);
@@ -242,6 +242,10 @@ fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
             "[[rule]]\ndo = { thinks = true }",
             "rule 1, line 2: `do.thinks` is not known; allowed are strip, ",
         ),
+        (
+            "[[rule]]\ntimes = 2\ndo = { think = true }",
+            "rule 1, line 1: `times` says nothing here: the rule acts once, before anything runs",
+        ),
         ("[[rule]]\ndo = { think = 'yes' }", "rule 1, line 2: `do.think` must be true or false"),
         (
             "[[rule]]\ndo = { think_budget = -1 }",
@@ -326,4 +330,16 @@ fn missing_rules_and_unknown_parameters_are_told() {
              holds the rules, in TOML"
         )
     );
+}
+
+#[test]
+fn the_readme_tells_of_all_that_a_rule_may_hold_and_its_example_is_right() {
+    let readme = include_str!("../../README.md");
+    let (_, section) = readme.split_once("## Rules\n").expect("the section of rules");
+    for (key, _) in parse::WHEN.iter().chain(parse::DO) {
+        assert!(section.contains(&format!("`{key}`")), "{key}");
+    }
+    let mut blocks = section.split("```toml\n").skip(2);
+    let (example, _) = blocks.next().and_then(|block| block.split_once("```")).expect("an example");
+    assert_eq!(check(example), Ok(()));
 }
