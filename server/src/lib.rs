@@ -13,7 +13,7 @@
 //! serve.rs     listening, and stopping in good order
 //! verify.rs    `steersman verify`: that replies are the same however they are computed
 //! cache.rs     `steersman cache`: the state that is saved on disk
-//! policy/      `steersman policy`: tests, replays and measures policies, and swaps those of a server
+//! policy/      `steersman policy`: makes, builds, tries and measures policies, and swaps those of a server
 //! calibrate.rs `steersman calibrate`: what a model could do without
 //! api/         OpenAI's interface
 //! ```

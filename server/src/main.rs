@@ -44,7 +44,7 @@ enum Command {
     /// Look after the state that is saved on disk, while no server has it open: a server tells of
     /// its own at GET /v1/cache.
     Cache(Cache),
-    /// Check, test, replay and measure policies, and look after those of a running server.
+    /// Make, build, test, replay and measure policies, and look after those of a running server.
     Policy(Policy),
 }
 
