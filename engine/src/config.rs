@@ -281,6 +281,9 @@ impl Default for PolicyConfig {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Profile {
+    /// The model that it asks: a local folder or a repo id, as `model.path`; empty for that of
+    /// `[model]`. The server loads each model once.
+    pub model: String,
     /// The chain: names of policies (`default`, `passthrough`, `NAME` of `policy.folder`), or paths of
     /// components. A later one cannot loosen what an earlier one decides.
     pub policies: Vec<String>,
@@ -309,6 +312,7 @@ pub struct Profile {
 impl Default for Profile {
     fn default() -> Self {
         Self {
+            model: String::new(),
             policies: vec!["default".into()],
             shadow: Vec::new(),
             on_failure: OnFailure::Open,
@@ -459,6 +463,9 @@ impl Profile {
             let problem = format!("profile `{name}` {problem}");
             Err(Error::Invalid { field: "profiles", problem })
         };
+        if name == "default" && !self.model.is_empty() {
+            return refuse("asks the model of [model]: name yours in model.path");
+        }
         if self.policies.is_empty() {
             return refuse("names no policy; `policies = [\"passthrough\"]` decides nothing");
         }

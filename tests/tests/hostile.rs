@@ -181,7 +181,7 @@ fn a_hostile_policy_ends_the_request_where_failure_is_closed() {
             continue;
         }
         let error = outcome.expect_err(name).to_string();
-        assert!(error.contains(&format!("guest.wasm`: {hook}: ")), "{name}: {error}");
+        assert!(error.contains(&format!("guest`: {hook}: ")), "{name}: {error}");
         assert!(error.to_lowercase().contains(cause), "{name}: {error}");
         assert_eq!(error.lines().count(), 1, "{name}: {error}");
     }

@@ -12,6 +12,7 @@ use super::loops::Detector;
 use super::rewind::{Floor, Said};
 use super::sequence::{Limits, Progress, Sequence};
 use super::{Decoder, hex};
+use crate::config::ProfileLimits;
 use crate::engine::Job;
 use crate::error::{Error, Result};
 use crate::policy::{
@@ -37,7 +38,9 @@ impl Decoder {
     /// As there.
     pub(super) fn admit_with(&mut self, job: &Job, steering: Steering) -> Result<Sequence> {
         let Steering { mut policy, params, digest } = steering;
-        let mut request = job.request.clone();
+        let limits =
+            self.profiles.get(&job.request.profile).map_or_else(Default::default, |p| p.limits);
+        let (mut request, cut) = bounded(&job.request, limits, self.max_tokens);
         let replaced = ask_about_prompt(&mut request, &params, policy.as_mut())?;
         let request = &request;
         let can_think = self.text.thinks();
@@ -55,6 +58,10 @@ impl Decoder {
         if prompt.is_empty() {
             return Err(Error::Template("they render to nothing".into()));
         }
+        if limits.prompt_tokens > 0 && prompt.len() > limits.prompt_tokens {
+            let (tokens, limit) = (prompt.len(), limits.prompt_tokens);
+            return Err(Error::PromptTooLong { tokens, limit, profile: request.profile.clone() });
+        }
         if prompt.len() >= self.context {
             return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
         }
@@ -68,7 +75,8 @@ impl Decoder {
             }
         }
         anchors.retain(|&(at, _)| at > cached);
-        let mut notes = policy.take_notes();
+        let mut notes = cut;
+        notes.extend(policy.take_notes());
         notes.extend(replaced);
         notes.extend(plan.note.clone());
         let (prompt_tokens, said) = (prompt.len(), Said::new(reply));
@@ -97,7 +105,7 @@ impl Decoder {
             kept: prompt_tokens,
             policy,
             detector: plan.loops.map(Detector::new),
-            limits: self.limits(request, &plan, prompt_tokens),
+            limits: self.limits(request, &plan, limits, prompt_tokens),
             progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,
         };
@@ -156,11 +164,18 @@ impl Decoder {
         }
     }
 
-    /// Bounds: the tightest of client, policy and context.
-    fn limits(&self, request: &Request, plan: &Plan, prompt: usize) -> Limits {
+    /// Bounds: the tightest of client, policy, profile and context.
+    fn limits(
+        &self,
+        request: &Request,
+        plan: &Plan,
+        profile: ProfileLimits,
+        prompt: usize,
+    ) -> Limits {
         let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
         let think = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
-        let bounds = [plan.think_budget, request.think_budget];
+        let of_profile = (profile.think_budget > 0).then_some(profile.think_budget);
+        let bounds = [plan.think_budget, request.think_budget, of_profile];
         Limits {
             think: bounds.into_iter().flatten().fold(think, u32::min),
             answer: request.max_tokens.unwrap_or(self.max_tokens),
@@ -223,4 +238,49 @@ fn ask_about_prompt(
         format!("replaced {old} bytes of system message {message} by {new}")
     };
     Ok(replacements.iter().map(note).collect())
+}
+
+/// The request within the bounds of its profile, and what was cut, in words. `max_tokens` is the bound
+/// of an answer where the client names none.
+fn bounded(request: &Request, limits: ProfileLimits, max_tokens: u32) -> (Request, Vec<String>) {
+    let mut request = request.clone();
+    let mut cut = Vec::new();
+    let mut bound = |what: &str, asked: &mut Option<u32>, limit: u32| {
+        if let Some(asked) = asked.as_mut().filter(|asked| limit > 0 && **asked > limit) {
+            cut.push(format!("{what} {asked} is over the profile's limit of {limit}"));
+            *asked = limit;
+        }
+    };
+    bound("max_tokens", &mut request.max_tokens, limits.max_tokens);
+    // Where the client names none, the limit counts beside the policy's: see `Decoder::limits`.
+    bound("the thought's budget of", &mut request.think_budget, limits.think_budget);
+    if limits.max_tokens > 0 {
+        request.max_tokens.get_or_insert(limits.max_tokens.min(max_tokens));
+    }
+    (request, cut)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_profile_bounds_thought_and_answer_and_says_where_it_cut_what_was_asked() {
+        let limits = ProfileLimits { max_tokens: 100, think_budget: 50, ..Default::default() };
+        let ask = |max_tokens, think_budget, limits| {
+            let request = Request { max_tokens, think_budget, ..Request::default() };
+            let (request, cut) = bounded(&request, limits, 4096);
+            ((request.max_tokens, request.think_budget), cut)
+        };
+        assert_eq!(ask(None, None, limits), ((Some(100), None), vec![]));
+        assert_eq!(ask(Some(9), Some(0), limits), ((Some(9), Some(0)), vec![]));
+        let (bounds, cut) = ask(Some(101), Some(51), limits);
+        assert_eq!((bounds, cut.len()), ((Some(100), Some(50)), 2));
+        assert_eq!(cut[0], "max_tokens 101 is over the profile's limit of 100");
+        let none = ProfileLimits::default();
+        assert_eq!(ask(Some(9999), None, none), ((Some(9999), None), vec![]));
+        let wide = ProfileLimits { max_tokens: 9999, ..none };
+        assert_eq!(ask(None, None, wide).0, (Some(4096), None));
+        assert_eq!(ask(Some(5000), None, wide).0, (Some(5000), None));
+    }
 }

@@ -62,23 +62,41 @@ use crate::text::Text;
 /// its own scheduling (fairness of prefill against decode, memory), so the queue holds the rest.
 const SEQUENCES: usize = 1;
 
-/// Loads the model in `folder` on a thread of its own and serves requests from there. State is
-/// kept in the folder `data`.
+/// The policies of all profiles of `config`, shared by all models, and loaded again when their files
+/// change. What they keep is in the folder `data`.
+///
+/// # Errors
+/// What keeps them from being loaded, with the profile and the policy at fault.
+pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
+    let kept = disk::open(data);
+    let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
+    policies.watch();
+    Ok(policies)
+}
+
+/// Loads the model in `folder` on a thread of its own and serves requests from there, steered by
+/// `policies`. State is kept in the folder `data`.
 ///
 /// Returns when the model is ready, with a handle and the thread. The thread ends when the last
 /// handle is dropped, what it was doing is done, and what it saved is on disk: join it to be sure.
 ///
 /// # Errors
 /// Whatever keeps the engine from starting, with the file or key at fault.
-pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, JoinHandle<()>)> {
+pub fn start(
+    config: Config,
+    folder: &Path,
+    data: &Path,
+    policies: Arc<Policies>,
+) -> Result<(Engine, JoinHandle<()>)> {
     let config = config.check()?;
     let (jobs, queue) = mpsc::channel(config.engine.queue);
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
     let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
-    let run = move || match Decoder::load(config, &folder, &data) {
+    let steering = policies.clone();
+    let run = move || match Decoder::load(config, &folder, &data, steering) {
         Ok((decoder, info)) => {
             // Nobody waits for the answer only if `start` was abandoned.
-            if ready.send(Ok((info, decoder.policies.clone()))).is_ok() {
+            if ready.send(Ok(info)).is_ok() {
                 decoder.run(queue);
             }
         }
@@ -86,7 +104,7 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     };
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
-    let (info, policies) = loaded.recv().map_err(|_| Error::Stopped)??;
+    let info = loaded.recv().map_err(|_| Error::Stopped)??;
     Ok((Engine::new(jobs, info, policies), thread))
 }
 
@@ -135,15 +153,18 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Loads everything: model and text from `folder`, policies, and the store in `data`.
+    /// Loads everything: model and text from `folder`, and the store in `data`.
     ///
     /// # Errors
     /// What is missing or wrong, with its file or key. A store that cannot be opened is only a
     /// warning.
-    pub fn load(config: Config, folder: &Path, data: &Path) -> Result<(Self, Info)> {
+    pub fn load(
+        config: Config,
+        folder: &Path,
+        data: &Path,
+        policies: Arc<Policies>,
+    ) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let kept = disk::open(data);
-        let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);

@@ -6,9 +6,10 @@
 //! request still ends within its limits.
 //!
 //! [`registry`] gives each request its [`chain`] of instances; [`guarded`] stands between each and a
-//! failing guest; [`native`] is what then remains. [`trace`] records what they decide, and
-//! [`golden`] asks the same questions again.
+//! failing guest, which a [`breaker`] remembers; [`native`] is what then remains. [`trace`] records
+//! what they decide, and [`golden`] asks the same questions again.
 
+pub mod breaker;
 pub mod chain;
 pub mod disk;
 pub mod golden;

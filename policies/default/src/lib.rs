@@ -85,9 +85,8 @@ fn plan(request: &Request, settings: &Settings, mut notes: Vec<String>) -> Plan 
         think_budget: Some(budget),
         answer_reserve: Some(reserve),
         loops: Some(settings.loops),
-        every: 0,
         note: (!notes.is_empty()).then(|| notes.join("; ")),
-        keep: None,
+        ..Plan::default()
     }
 }
 

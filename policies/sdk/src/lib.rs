@@ -30,31 +30,48 @@
 //! ```
 
 pub mod bindings;
+mod defaults;
+mod host;
+mod prompt;
 
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, Anchor, Keep, LoopReport, LoopRule, Phase, Plan, Request, Step, Summary,
+    Action, Anchor, Ban, Bias, EarlierCall, Keep, LoopReport, LoopRule, Phase, Plan, Prompt,
+    Replacement, Request, Resample, Sampling, Step, Summary, TokenBias, ToolCall, Verdict,
 };
+pub use host::{counters, kv, log, tokenizer};
+pub use prompt::REPLACEMENTS;
 
 /// A policy: one value of it lives as long as one request, made by `Default` before the first
 /// hook.
 ///
 /// A panic is a trap: the policy has failed in this request, and the profile says what follows.
 pub trait Policy: Default {
-    /// Plans a request, before its prompt is rendered. Called once, first. Without it, the engine
-    /// decides.
+    /// Replaces spans of system text before the prompt is rendered. Called once, first of all, where
+    /// there is system text. The replacements apply in order.
+    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+        let _ = prompt;
+        Vec::new()
+    }
+
+    /// Plans a request. Called once, before anything runs. Without it, the engine decides.
     fn on_request(&mut self, request: Request) -> Plan {
         let _ = request;
         Plan::default()
     }
 
-    /// Sees the tokens committed since the last call; the actions apply in order before the next
-    /// token. Called every [`Plan::every`] tokens, for a loop, and when the thought has used its
-    /// budget up.
+    /// Sees the tokens committed since the last call; the actions apply before the next token.
+    /// Called every [`Plan::every`] tokens, for a loop, and when the thought has used its budget up.
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let _ = step;
         Vec::new()
+    }
+
+    /// Judges a call of a tool that the model has just written, before the client gets it.
+    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+        let _ = call;
+        Verdict::Accept
     }
 
     /// Sees how the request ended. Called once, last.
@@ -79,6 +96,12 @@ macro_rules! export {
 
             struct Shim;
 
+            impl hooks::on_prompt::Guest for Shim {
+                fn on_prompt(prompt: $crate::Prompt) -> ::std::vec::Vec<$crate::Replacement> {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
+                }
+            }
+
             impl hooks::on_request::Guest for Shim {
                 fn on_request(request: $crate::Request) -> $crate::Plan {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
@@ -88,6 +111,12 @@ macro_rules! export {
             impl hooks::on_step::Guest for Shim {
                 fn on_step(step: $crate::Step) -> ::std::vec::Vec<$crate::Action> {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_step(p, step))
+                }
+            }
+
+            impl hooks::on_tool_call::Guest for Shim {
+                fn on_tool_call(call: $crate::ToolCall) -> $crate::Verdict {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
                 }
             }
 
@@ -107,6 +136,30 @@ impl Request {
     pub fn param(&self, name: &str) -> Option<&str> {
         let found = self.params.iter().find(|(key, _)| key == name);
         found.map(|(_, value)| value.as_str())
+    }
+}
+
+impl Prompt {
+    /// A parameter out of `[profiles.NAME.params]`.
+    pub fn param(&self, name: &str) -> Option<&str> {
+        let found = self.params.iter().find(|(key, _)| key == name);
+        found.map(|(_, value)| value.as_str())
+    }
+}
+
+impl ToolCall {
+    /// How many calls of this tool with these arguments got the same result, counted back from the
+    /// newest that is answered. Calls of other tools, or with other arguments, do not count.
+    pub fn same_results(&self) -> u32 {
+        let mut results = self
+            .earlier
+            .iter()
+            .rev()
+            .filter(|earlier| earlier.name == self.name && earlier.arguments == self.digest)
+            .filter_map(|earlier| earlier.answered.as_ref());
+        let Some(newest) = results.next() else { return 0 };
+        let before = results.take_while(|result| *result == newest).count();
+        u32::try_from(before + 1).expect("the host shows at most 64 calls")
     }
 }
 
@@ -133,63 +186,6 @@ impl Keep {
     }
 }
 
-// The generated records derive no `Default`, but tests and plans want `..Default::default()`.
-
-impl Default for Request {
-    /// A request of a model that can think, with nothing asked.
-    fn default() -> Self {
-        Self {
-            id: String::new(),
-            profile: "default".into(),
-            model: String::new(),
-            family: String::new(),
-            params: Vec::new(),
-            prompt_tokens: 0,
-            context_left: 32_768,
-            messages: 1,
-            system_chars: 0,
-            user: String::new(),
-            tools: Vec::new(),
-            can_think: true,
-            thinking: None,
-            think_budget: None,
-            max_tokens: None,
-        }
-    }
-}
-
-impl Default for Plan {
-    /// Leaves all to the engine.
-    fn default() -> Self {
-        Self {
-            thinking: None,
-            think_budget: None,
-            answer_reserve: None,
-            loops: None,
-            every: 0,
-            note: None,
-            keep: None,
-        }
-    }
-}
-
-impl Default for Step {
-    /// Nothing happened yet, in an answer.
-    fn default() -> Self {
-        Self {
-            index: 0,
-            phase: Phase::Answer,
-            think_tokens: 0,
-            answer_tokens: 0,
-            think_left: 0,
-            tokens: Vec::new(),
-            text: String::new(),
-            loop_found: None,
-            budget_reached: false,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -202,7 +198,41 @@ mod tests {
     #[test]
     fn a_policy_without_hooks_leaves_all_to_the_engine() {
         assert_eq!(Silent.on_request(Request::default()), Plan::default());
+        assert_eq!(Silent.on_prompt(Prompt::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
+        assert_eq!(Silent.on_tool_call(ToolCall::default()), Verdict::Accept);
+    }
+
+    /// A call of `search` with the digest `a`, after calls of (tool, arguments, result).
+    fn call(earlier: &[(&str, &str, Option<&str>)]) -> ToolCall {
+        let earlier = earlier.iter().map(|(name, arguments, answered)| EarlierCall {
+            name: (*name).into(),
+            arguments: (*arguments).into(),
+            answered: answered.map(Into::into),
+        });
+        ToolCall {
+            name: "search".into(),
+            digest: "a".into(),
+            earlier: earlier.collect(),
+            ..ToolCall::default()
+        }
+    }
+
+    #[test]
+    fn only_the_same_result_again_and_again_is_a_tool_loop() {
+        let same = ("search", "a", Some("1"));
+        let cases: [(&[_], u32); 7] = [
+            (&[], 0),
+            (&[same], 1),
+            (&[same, same], 2),
+            (&[same, ("search", "b", Some("1")), same, ("read", "a", Some("1"))], 2),
+            (&[same, same, ("search", "a", Some("2"))], 1),
+            (&[same, ("search", "a", Some("2")), same], 1),
+            (&[same, ("search", "a", None)], 1),
+        ];
+        for (earlier, expected) in cases {
+            assert_eq!(call(earlier).same_results(), expected, "{earlier:?}");
+        }
     }
 
     #[test]

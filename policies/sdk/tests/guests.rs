@@ -7,10 +7,16 @@ use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
+#[path = "../../agent/src/lib.rs"]
+mod agent;
+#[path = "../../examples/rust/src/lib.rs"]
+mod brief;
 #[path = "../../default/src/lib.rs"]
 mod default;
 #[path = "../../passthrough/src/lib.rs"]
 mod passthrough;
+#[path = "../../rules/src/lib.rs"]
+mod rules;
 
 #[test]
 fn the_committed_components_are_built_from_these_sources() {

@@ -5,6 +5,8 @@
 //! inert host: nothing is kept, logged or counted.
 
 mod bench;
+pub mod build;
+pub mod new;
 mod remote;
 
 use std::io::Write;
@@ -22,6 +24,10 @@ use steersman_engine::policy::{disk, registry};
 /// What to do.
 #[derive(Subcommand)]
 pub enum Task {
+    /// Make a folder with a small policy to begin with: source, contract, golden file
+    New(new::New),
+    /// Build a policy to a component
+    Build(build::Build),
     /// Say what a policy is: size, SHA-256, version of the contract, hooks, imports. Ends with 0 if a
     /// server would load it
     Check {
@@ -136,6 +142,8 @@ pub struct Which {
 pub fn run(task: Task, config: &PolicyConfig) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match task {
+        Task::New(options) => new::run(options),
+        Task::Build(options) => build::run(options),
         Task::Check { file, grants } => check(&load(&file.file, config)?, grants, &mut out),
         Task::Test { file, goldens, which } => test(&file.file, goldens, &which, config, &mut out),
         Task::Replay { file, trace, which } => {

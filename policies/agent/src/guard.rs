@@ -1,0 +1,100 @@
+//! Judges calls of tools.
+
+use steersman_policy::{ToolCall, Verdict};
+
+use super::json;
+use super::settings::Settings;
+
+/// Bytes of arguments that the host shows: longer ones are cut, and no JSON any more.
+const SHOWN: usize = 16_384;
+
+/// The calls that were taken back in this request: tool and digest of the arguments.
+#[derive(Default)]
+pub struct Guard {
+    taken_back: Vec<(String, String)>,
+}
+
+impl Guard {
+    /// What becomes of a call.
+    pub fn judge(&mut self, call: &ToolCall, settings: &Settings) -> Verdict {
+        if call.name.trim().is_empty() {
+            return repair("That call named no tool. I name the tool and its arguments: ");
+        }
+        // At most three bytes short: a character that does not fit is left out whole.
+        let is_cut = call.arguments.len() > SHOWN - 4;
+        if !is_cut && !json::is_object(&call.arguments) {
+            let name = &call.name;
+            return repair(&format!(
+                "The arguments of `{name}` must be one JSON object. The call again: "
+            ));
+        }
+        let same = call.same_results();
+        if settings.tool_repeats == 0 || same < settings.tool_repeats {
+            return Verdict::Accept;
+        }
+        let key = (call.name.clone(), call.digest.clone());
+        if self.taken_back.contains(&key) {
+            return Verdict::Stop(format!(
+                "tool loop: `{}` got the same result {same} times for the same arguments",
+                call.name
+            ));
+        }
+        self.taken_back.push(key);
+        repair(&format!(
+            "I have called `{}` with these arguments {same} times, and the result stays the same. \
+             Another way: ",
+            call.name
+        ))
+    }
+}
+
+fn repair(text: &str) -> Verdict {
+    Verdict::Repair(text.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use steersman_policy::EarlierCall;
+
+    use super::*;
+
+    #[test]
+    fn a_tool_loop_is_led_away_once_and_then_ends_the_request() {
+        let settings = Settings::default();
+        let earlier = EarlierCall {
+            name: "search".into(),
+            arguments: "a".into(),
+            answered: Some("1".into()),
+        };
+        let again = ToolCall {
+            name: "search".into(),
+            digest: "a".into(),
+            earlier: vec![earlier; 2],
+            ..ToolCall::default()
+        };
+        let mut guard = Guard::default();
+        assert!(matches!(guard.judge(&again, &settings), Verdict::Repair(_)));
+        let other = ToolCall { digest: "b".into(), ..again.clone() };
+        assert_eq!(guard.judge(&other, &settings), Verdict::Accept);
+        let stop = "tool loop: `search` got the same result 2 times for the same arguments";
+        assert_eq!(guard.judge(&again, &settings), Verdict::Stop(stop.into()));
+        let off = Settings { tool_repeats: 0, ..Settings::default() };
+        assert_eq!(Guard::default().judge(&again, &off), Verdict::Accept);
+    }
+
+    #[test]
+    fn a_call_that_nobody_could_run_is_written_again() {
+        let mut guard = Guard::default();
+        let mut judge = |name: &str, arguments: &str| {
+            let call =
+                ToolCall { name: name.into(), arguments: arguments.into(), ..ToolCall::default() };
+            guard.judge(&call, &Settings::default())
+        };
+        assert!(matches!(judge("", "{}"), Verdict::Repair(_)));
+        assert!(matches!(judge("search", "[1]"), Verdict::Repair(_)));
+        assert!(matches!(judge("search", "{\"q\": "), Verdict::Repair(_)));
+        assert_eq!(judge("search", " {\"q\": \"x\"} "), Verdict::Accept);
+        // What the host cut cannot be judged.
+        assert_eq!(judge("search", &format!("{{\"q\": \"{}", "x".repeat(16_377))), Verdict::Accept);
+    }
+}

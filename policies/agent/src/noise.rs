@@ -1,0 +1,234 @@
+//! What changes with every request at the front of system text, and is taken out of it.
+//!
+//! One such line makes all text behind it another prefix, so that nothing of it is reused. What is
+//! taken out, in the first [`LINES`] lines of each system text and nothing else:
+//!
+//! 1. Lines that begin with `x-anthropic-billing-header:`, or with a prefix that the operator names.
+//! 2. Lines `Request ID: ...`, likewise of a trace, a message or a span, whose value is one word
+//!    with a digit in it; and lines that are a UUID and nothing else.
+//! 3. In lines about the present (`Current date and time:`, `Current time:`, `Now:` ...) the time of
+//!    day behind an ISO date; the date stays, as a model needs it and it changes once a day. Such a
+//!    line with a time of day and no ISO date goes as a whole. So does a line that is an ISO
+//!    timestamp with a time of day and nothing else.
+//!
+//! Dates without a time of day stay, and so does everything else.
+
+use std::str::FromStr;
+
+use steersman_policy::{Prompt, Replacement};
+
+/// Lines of a text that are looked at.
+pub const LINES: usize = 16;
+
+/// Longest line that can be noise, in bytes.
+const LINE_BYTES: usize = 512;
+
+/// The parameter `strip`: `auto`, `off`, or further prefixes of lines, separated by `|`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Strip {
+    on: bool,
+    prefixes: Vec<String>,
+}
+
+impl Default for Strip {
+    fn default() -> Self {
+        Self { on: true, prefixes: Vec::new() }
+    }
+}
+
+impl FromStr for Strip {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text {
+            "auto" => Ok(Self::default()),
+            "off" => Ok(Self { on: false, prefixes: Vec::new() }),
+            _ => {
+                let prefixes: Vec<_> = text.split('|').map(|p| p.trim().to_owned()).collect();
+                // An empty prefix would take every line out.
+                let usable = prefixes.iter().all(|prefix| !prefix.is_empty());
+                usable.then_some(Self { on: true, prefixes }).ok_or(())
+            }
+        }
+    }
+}
+
+impl Strip {
+    /// What is taken out of a prompt.
+    pub fn replacements(&self, prompt: &Prompt) -> Vec<Replacement> {
+        if !self.on {
+            return Vec::new();
+        }
+        prompt.edit_lines(LINES, |line| denoised(line, &self.prefixes))
+    }
+}
+
+/// A line without its noise; `None` when it has none.
+fn denoised(line: &str, prefixes: &[String]) -> Option<String> {
+    let words = line.trim();
+    if words.is_empty() || line.len() > LINE_BYTES {
+        return None;
+    }
+    let lower = words.to_ascii_lowercase();
+    let is_noise = prefixes.iter().any(|prefix| words.starts_with(prefix.as_str()))
+        || lower.starts_with("x-anthropic-billing-header:")
+        || is_uuid(words)
+        || is_id(&lower)
+        || iso_time(words) == Some((0, words.len()));
+    if is_noise {
+        return Some(String::new());
+    }
+    if !PRESENT.contains(&label(&lower)?) {
+        return None;
+    }
+    match iso_time(line) {
+        // The date, ten bytes long, stays.
+        Some((at, len)) => Some([&line[..at + 10], &line[at + len..]].concat()),
+        None => has_time_of_day(&lower).then(String::new),
+    }
+}
+
+/// Labels of lines about the present, in lower case, without what separates their words.
+#[rustfmt::skip]
+const PRESENT: &[&str] = &[
+    "current date and time", "current date/time", "current datetime", "current date", "current time",
+    "current local time", "current utc time", "current timestamp", "date and time", "date/time",
+    "datetime", "today", "today's date", "today's date and time", "timestamp", "time", "now",
+    "the current date and time is", "the current time is", "the current date is",
+];
+
+/// What a line is about: all before its first colon, or before the first digit.
+fn label(lower: &str) -> Option<&str> {
+    let end = lower.find(|c: char| c == ':' || c.is_ascii_digit())?;
+    let decoration = |c: char| !c.is_ascii_alphanumeric();
+    Some(lower[..end].trim_matches(decoration))
+}
+
+/// Whether a line names a request and nothing else: `request-id: 4f1c...`.
+fn is_id(lower: &str) -> bool {
+    let Some((label, value)) = lower.split_once([':', '=']) else { return false };
+    let label: String = label.chars().filter(char::is_ascii_alphanumeric).collect();
+    let value = value.trim();
+    let one_word = !value.is_empty() && !value.contains(char::is_whitespace);
+    ["requestid", "xrequestid", "traceid", "messageid", "spanid"].contains(&label.as_str())
+        && one_word
+        && value.contains(|c: char| c.is_ascii_digit())
+}
+
+/// Whether a text is a UUID: 8-4-4-4-12 hex digits.
+fn is_uuid(text: &str) -> bool {
+    let parts = text.split('-').map(|part| {
+        part.bytes().all(|b| b.is_ascii_hexdigit()).then_some(part.len()).unwrap_or_default()
+    });
+    parts.eq([8, 4, 4, 4, 12])
+}
+
+/// Where the first ISO 8601 timestamp with a time of day stands, and how long it is.
+fn iso_time(text: &str) -> Option<(usize, usize)> {
+    (0..text.len()).find_map(|at| {
+        let bytes = &text.as_bytes()[at..];
+        let after_digit = at > 0 && text.as_bytes()[at - 1].is_ascii_digit();
+        let minute = matches(bytes, b"dddd-dd-ddTdd:dd");
+        if after_digit || !minute {
+            return None;
+        }
+        let mut len = 16;
+        if matches(&bytes[len..], b":dd") {
+            len += 3;
+        }
+        if len == 19 && bytes.get(len).is_some_and(|b| *b == b'.' || *b == b',') {
+            let digits = bytes[len + 1..].iter().take_while(|b| b.is_ascii_digit()).count();
+            len += if digits > 0 { digits + 1 } else { 0 };
+        }
+        let zone = &bytes[len..];
+        len += match zone {
+            [b'Z', ..] => 1,
+            _ if matches(zone, b"+dd:dd") => 6,
+            _ if matches(zone, b"+dddd") => 5,
+            _ if zone.starts_with(b" UTC") || zone.starts_with(b" GMT") => 4,
+            _ => 0,
+        };
+        Some((at, len))
+    })
+}
+
+/// Whether bytes begin with a pattern: `d` is a digit, `T` a `T` or a space, `+` a sign.
+fn matches(bytes: &[u8], pattern: &[u8]) -> bool {
+    bytes.len() >= pattern.len()
+        && bytes.iter().zip(pattern).all(|(byte, pattern)| match pattern {
+            b'd' => byte.is_ascii_digit(),
+            b'T' => matches!(byte, b'T' | b't' | b' '),
+            b'+' => matches!(byte, b'+' | b'-'),
+            _ => byte == pattern,
+        })
+}
+
+/// Whether a text holds a time of day: `7:48`, `19:48:10`.
+fn has_time_of_day(lower: &str) -> bool {
+    lower.as_bytes().windows(4).any(|w| matches(w, b"d:dd"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is left of a text.
+    fn left(text: &str, strip: &str) -> String {
+        let prompt = Prompt { system: vec![text.into()], ..Prompt::default() };
+        let found = strip.parse::<Strip>().expect("a strip").replacements(&prompt);
+        found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
+    }
+
+    #[test]
+    fn what_changes_with_every_request_goes_and_all_else_stays() {
+        let cases = [
+            ("x-anthropic-billing-header: cc_version=1;\nYou are X.", "You are X."),
+            ("You are X.\nRequest ID: 4f1c-9\nBe brief.", "You are X.\nBe brief."),
+            ("request_id=req_011\nBe brief.", "Be brief."),
+            ("0b8b1c1e-7a52-4a6b-9d35-3a4a0c6b1f2e\nBe brief.", "Be brief."),
+            ("2026-11-21T19:48:10.123Z\nBe brief.", "Be brief."),
+            (
+                "Current date and time: 2026-11-21T19:48:10+01:00.",
+                "Current date and time: 2026-11-21.",
+            ),
+            (
+                "Current time: 2026-11-21 19:48 UTC\nBe brief.",
+                "Current time: 2026-11-21\nBe brief.",
+            ),
+            ("Current date and time: Saturday, 7:48 PM\nBe brief.", "Be brief."),
+            ("- **Now:** 19:48\nBe brief.", "Be brief."),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(left(text, "auto"), expected);
+            assert_eq!(left(text, "off"), text);
+        }
+        let kept = [
+            "Today's date: 2026-11-21",
+            "Current date: Saturday, November 21",
+            "The meeting is at 19:48.",
+            "The release of 2026-11-21T19:48:10Z broke the build.",
+            "Request ID: ask the user for it",
+            "Trace ID: none",
+            "0b8b1c1e-7a52-4a6b-9d35-3a4a0c6b1f2e is the project.",
+            "Time: be quick",
+            "",
+        ];
+        for text in kept {
+            assert_eq!(left(text, "auto"), text);
+        }
+    }
+
+    #[test]
+    fn the_operator_adds_prefixes_of_lines() {
+        let text = "cc-session: abc\nbuild 17\nYou are X.";
+        assert_eq!(left(text, "cc-session: | build "), "You are X.");
+        assert!("".parse::<Strip>().is_err() && "a||b".parse::<Strip>().is_err());
+    }
+
+    #[test]
+    fn only_the_front_of_a_text_is_looked_at() {
+        let text = format!("{}Now: 19:48\n", "A line.\n".repeat(LINES));
+        assert_eq!(left(&text, "auto"), text);
+        assert_eq!(left(&text["A line.\n".len()..], "auto"), "A line.\n".repeat(LINES - 1));
+    }
+}

@@ -1,0 +1,105 @@
+use super::*;
+
+fn params(params: &[(&str, &str)]) -> Vec<(String, String)> {
+    params.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect()
+}
+
+fn think(loop_found: Option<LoopReport>, budget_reached: bool) -> Step {
+    Step { phase: Phase::Think, loop_found, budget_reached, ..Step::default() }
+}
+
+#[test]
+fn thoughts_are_short_and_the_client_may_have_them_shorter() {
+    let plan = |think_budget, context_left| {
+        Agent::default().on_request(Request { think_budget, context_left, ..Request::default() })
+    };
+    assert_eq!(plan(None, 32_768).think_budget, Some(1024));
+    assert_eq!(plan(Some(100), 32_768).think_budget, Some(100));
+    assert_eq!(plan(Some(5000), 32_768).think_budget, Some(1024));
+    assert_eq!(plan(None, 1000).think_budget, Some(1000 - 500 - 32));
+    assert_eq!(plan(Some(0), 32_768).thinking, Some(false));
+}
+
+#[test]
+fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
+    let cases: [(&[(&str, &str)], &str, &str, bool, &str); 7] = [
+        (&[], "", "Find the bug.", true, "**Next Step:**\n\n"),
+        (&[], "Reply only in JSON.", "Who?", true, "**Next Step:**\n\n"),
+        (&[], "Reply only in JSON.", "Who?", false, "{"),
+        (&[], "", "Return the names as JSON.", false, "{"),
+        (&[("json_head", "fence")], "", "Return JSON.", false, "```json\n"),
+        (&[("answer", "json"), ("json_head", "list")], "", "Who?", true, "["),
+        (&[], "", "Who?", false, "**Final Answer:**\n\n"),
+    ];
+    for (given, system, user, tools, expected) in cases {
+        let mut policy = Agent::default();
+        policy.on_prompt(Prompt {
+            params: params(given),
+            system: vec![system.into()],
+            ..Prompt::default()
+        });
+        policy.on_request(Request {
+            params: params(given),
+            user: user.into(),
+            tools: if tools { vec!["search".into()] } else { vec![] },
+            ..Request::default()
+        });
+        assert_eq!(
+            policy.on_step(think(None, true)),
+            [Action::CloseThinking(expected.into())],
+            "{given:?} {system} {user} {tools}"
+        );
+    }
+}
+
+#[test]
+fn a_loop_in_a_thought_is_rewound_once_and_then_closes_it() {
+    let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
+    let mut policy = Agent::default();
+    assert_eq!(policy.on_request(Request::default()).checkpoint_every, 128);
+    assert_eq!(policy.on_step(think(found, false))[0], Action::Rewind(80));
+    assert_eq!(
+        policy.on_step(think(found, false)),
+        [Action::CloseThinking("**Final Answer:**\n\n".into())]
+    );
+    // A used-up budget leaves nothing to go on with.
+    let mut policy = Agent::default();
+    policy.on_request(Request::default());
+    assert!(matches!(policy.on_step(think(found, true))[0], Action::CloseThinking(_)));
+}
+
+#[test]
+fn without_escapes_no_checkpoint_is_kept_and_a_loop_closes_the_thought() {
+    let mut policy = Agent::default();
+    let plan =
+        policy.on_request(Request { params: params(&[("escapes", "0")]), ..Request::default() });
+    assert_eq!(plan.checkpoint_every, 0);
+    let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
+    assert!(matches!(policy.on_step(think(found, false))[0], Action::CloseThinking(_)));
+}
+
+#[test]
+fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
+    let stops = |period, repeats, exact| {
+        let loop_found = Some(LoopReport { period, repeats, exact });
+        let step = Step { phase: Phase::ToolCall, loop_found, ..Step::default() };
+        Agent::default().on_step(step) == [Action::Stop("the answer is a loop".into())]
+    };
+    assert!(!stops(11, 100, true) && !stops(23, 100, false) && stops(11, 187, true));
+}
+
+#[test]
+fn a_mistyped_parameter_is_noted_and_leaves_its_default() {
+    let plan = Agent::default().on_request(Request {
+        params: params(&[("strip", "a||b"), ("thinkbudget", "9"), ("tool_repeats", "two")]),
+        ..Request::default()
+    });
+    assert_eq!(
+        plan.note.as_deref(),
+        Some(
+            "parameter `strip` cannot be `a||b`; unknown parameter `thinkbudget`; \
+             parameter `tool_repeats` cannot be `two`"
+        )
+    );
+    assert_eq!(plan.think_budget, Some(1024));
+}

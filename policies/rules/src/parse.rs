@@ -1,0 +1,503 @@
+//! Reads rules. What `when` and `do` may hold is told in `policies/README.md`, and when it is known or
+//! can be done in [`WHEN`] and [`DO`].
+//!
+//! A rule acts at one moment, at which all that it names is known; the first that fits is taken.
+
+use steersman_policy::{
+    Action, Anchor, Ban, Bias, Keep, LoopRule, Phase, Plan, Resample, Sampling, TokenBias, Verdict,
+};
+use toml::de::{DeTable, DeValue};
+
+use super::LOOPS;
+use super::rule::{Act, Deed, Rule};
+use super::when::When;
+
+/// A set of moments, of [`PROMPT`] and the others: a bit each.
+pub type Moments = u8;
+
+const PROMPT: Moments = 1;
+const REQUEST: Moments = 2;
+const STEP: Moments = 4;
+const TOOL: Moments = 8;
+
+/// What `when` may hold, and at which moments it is known.
+pub const WHEN: &[(&str, Moments)] = &[
+    ("profile", PROMPT | REQUEST | STEP | TOOL),
+    ("system_contains", PROMPT | REQUEST | STEP | TOOL),
+    ("system_over", PROMPT | REQUEST | STEP | TOOL),
+    ("model", REQUEST | STEP | TOOL),
+    ("family", REQUEST | STEP | TOOL),
+    ("user_contains", REQUEST | STEP | TOOL),
+    ("user_words", REQUEST | STEP | TOOL),
+    ("user_under", REQUEST | STEP | TOOL),
+    ("user_over", REQUEST | STEP | TOOL),
+    ("prompt_over", REQUEST | STEP | TOOL),
+    ("messages_over", REQUEST | STEP | TOOL),
+    ("tools", REQUEST | STEP | TOOL),
+    ("thinking_asked", REQUEST | STEP | TOOL),
+    ("can_think", REQUEST | STEP | TOOL),
+    ("phase", STEP),
+    ("loop", STEP),
+    ("budget_reached", STEP),
+    ("think_tokens_over", STEP),
+    ("answer_tokens_over", STEP),
+    ("text_contains", STEP),
+    ("tool_called", TOOL),
+    ("arguments_contain", TOOL),
+    ("repeats_over", TOOL),
+    ("calls_over", TOOL),
+];
+
+/// What `do` may hold, and at which moments it can be done.
+pub const DO: &[(&str, Moments)] = &[
+    ("strip", PROMPT),
+    ("strip_lines", PROMPT),
+    ("think", REQUEST),
+    ("think_budget", REQUEST),
+    ("answer_reserve", REQUEST),
+    ("loops", REQUEST),
+    ("keep", REQUEST),
+    ("note", REQUEST),
+    ("temperature", REQUEST | STEP),
+    ("top_p", REQUEST | STEP),
+    ("top_k", REQUEST | STEP),
+    ("min_p", REQUEST | STEP),
+    ("for", STEP),
+    ("inject", STEP),
+    ("close_thinking", STEP),
+    ("rewind", STEP),
+    ("ban", STEP),
+    ("bias", STEP),
+    ("repair", TOOL),
+    ("stop", STEP | TOOL),
+];
+
+/// Most tokens of a ban or of a bias.
+const TOKENS: usize = 256;
+
+/// Most actions of a step.
+const ACTIONS: usize = 16;
+
+/// The rules of a text, in their order.
+///
+/// # Errors
+/// What is wrong, with the rule and its line.
+pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
+    let table = DeTable::parse(text).map_err(|error| {
+        let line = error.span().map_or(1, |span| line(text, span.start));
+        format!("line {line}: {}", error.message())
+    })?;
+    let mut rules = Vec::new();
+    for (key, value) in table.get_ref() {
+        let at = line(text, key.span().start);
+        let list = match (key.get_ref().as_ref(), value.get_ref()) {
+            ("rule", DeValue::Array(list)) => list,
+            (key, _) => {
+                return Err(format!(
+                    "line {at}: `{key}` is not known; rules begin with `[[rule]]`"
+                ));
+            }
+        };
+        for (number, value) in (1..).zip(list.iter()) {
+            let entry = Entry {
+                place: format!("rule {number}, line {}", line(text, value.span().start)),
+                key: "rule".into(),
+                value: value.get_ref(),
+                text,
+            };
+            rules.push(rule(&entry)?);
+        }
+    }
+    if rules.is_empty() {
+        return Err("there is no `[[rule]]`".into());
+    }
+    let deeds = rules.iter().map(|rule| match &rule.act {
+        Act::Step(deeds) => deeds.len(),
+        _ => 0,
+    });
+    if deeds.sum::<usize>() > ACTIONS {
+        return Err(format!("rules for steps do more than {ACTIONS} things: a host takes no more"));
+    }
+    Ok(rules)
+}
+
+fn line(text: &str, at: usize) -> usize {
+    text[..at.min(text.len())].bytes().filter(|byte| *byte == b'\n').count() + 1
+}
+
+/// A value and where it stands.
+struct Entry<'a> {
+    place: String,
+    key: String,
+    value: &'a DeValue<'a>,
+    text: &'a str,
+}
+
+impl<'a> Entry<'a> {
+    fn error<T>(&self, problem: &str) -> Result<T, String> {
+        Err(format!("{}: `{}` {problem}", self.place, self.key))
+    }
+
+    /// The entries of a table, by its keys.
+    fn entries(&self) -> Result<Vec<(&'a str, Entry<'a>)>, String> {
+        let DeValue::Table(table) = self.value else {
+            return self.error("must be a table: { key = value }");
+        };
+        let rule = self.place.split(',').next().unwrap_or_default();
+        Ok(table
+            .iter()
+            .map(|(key, value)| {
+                let name = key.get_ref().as_ref();
+                let place = format!("{rule}, line {}", line(self.text, key.span().start));
+                let full =
+                    if self.key == "rule" { name.into() } else { format!("{}.{name}", self.key) };
+                (name, Entry { place, key: full, value: value.get_ref(), text: self.text })
+            })
+            .collect())
+    }
+
+    fn unknown<T>(&self, allowed: &[&str]) -> Result<T, String> {
+        self.error(&format!("is not known; allowed are {}", allowed.join(", ")))
+    }
+
+    fn text(&self) -> Result<String, String> {
+        match self.value {
+            DeValue::String(text) if !text.is_empty() => Ok(text.to_string()),
+            _ => self.error("must be a text that is not empty"),
+        }
+    }
+
+    fn texts(&self) -> Result<Vec<String>, String> {
+        let list = match self.value {
+            DeValue::String(text) => vec![Some(text.to_string())],
+            DeValue::Array(list) => {
+                list.iter().map(|v| v.get_ref().as_str().map(str::to_owned)).collect()
+            }
+            _ => Vec::new(),
+        };
+        let texts: Option<Vec<_>> = list.into_iter().collect();
+        match texts {
+            Some(texts) if !texts.is_empty() && texts.iter().all(|text| !text.is_empty()) => {
+                Ok(texts)
+            }
+            _ => self.error("must be a text, or a list of texts, that is not empty"),
+        }
+    }
+
+    fn lower(&self) -> Result<Vec<String>, String> {
+        Ok(self.texts()?.iter().map(|text| text.to_lowercase()).collect())
+    }
+
+    fn bool(&self) -> Result<bool, String> {
+        match self.value {
+            DeValue::Boolean(value) => Ok(*value),
+            _ => self.error("must be true or false"),
+        }
+    }
+
+    fn number(&self) -> Result<u32, String> {
+        match whole(self.value) {
+            Some(number) => Ok(number),
+            None => self.error("must be a whole number from 0 to 4294967295"),
+        }
+    }
+
+    fn float(&self, least: f32, most: f32) -> Result<f32, String> {
+        let digits = match self.value {
+            DeValue::Integer(number) if number.radix() == 10 => number.as_str(),
+            DeValue::Float(number) => number.as_str(),
+            _ => "",
+        };
+        // TOML allows `1_000.5`, which the parser has read already.
+        match digits.parse::<f32>() {
+            Ok(number) if (least..=most).contains(&number) => Ok(number),
+            _ => self.error(&format!("must be a number from {least} to {most}")),
+        }
+    }
+}
+
+fn whole(value: &DeValue) -> Option<u32> {
+    let number = value.as_integer()?;
+    u32::from_str_radix(number.as_str(), number.radix()).ok()
+}
+
+fn rule(entry: &Entry) -> Result<Rule, String> {
+    let mut when = Vec::new();
+    let mut act = None;
+    let mut times = None;
+    for (key, entry) in entry.entries()? {
+        match key {
+            "when" => when = entry.entries()?,
+            "do" => act = Some(entry.entries()?),
+            "times" => times = Some(entry.number()?),
+            _ => return entry.unknown(&["when", "do", "times"]),
+        }
+    }
+    let Some(act) = act.filter(|act| !act.is_empty()) else {
+        return Err(format!("{}: `do` is missing, which says what the rule does", entry.place));
+    };
+    let moment = moment(&when, &act)?;
+    if times.is_some() && moment & (PROMPT | REQUEST) != 0 {
+        let place = &entry.place;
+        return Err(format!("{place}: `times` says nothing here: the rule acts once, {}", name(moment)));
+    }
+    let when = self::when(&when)?;
+    let act = match moment {
+        PROMPT => prompt_act(&act)?,
+        REQUEST => request_act(&act)?,
+        STEP => step_act(&act)?,
+        _ => tool_act(&act)?,
+    };
+    if let (Act::Step(deeds), None | Some(false)) = (&act, when.looping)
+        && deeds.contains(&Deed::RewindLoop)
+    {
+        return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place));
+    }
+    let waits = moment != STEP || when.every() == 0;
+    Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, act })
+}
+
+/// The moment at which a rule acts: the first at which all that it names is known and can be done.
+fn moment(when: &[(&str, Entry)], act: &[(&str, Entry)]) -> Result<Moments, String> {
+    let mut moments = PROMPT | REQUEST | STEP | TOOL;
+    // What it does comes first: then the message names the condition that does not fit it.
+    for (table, (key, entry)) in act.iter().map(|e| (DO, e)).chain(when.iter().map(|e| (WHEN, e))) {
+        let Some((_, known)) = table.iter().find(|(name, _)| name == key) else {
+            let allowed: Vec<_> = table.iter().map(|(name, _)| *name).collect();
+            return entry.unknown(&allowed);
+        };
+        if moments & known == 0 {
+            return entry.error(&format!(
+                "belongs {}, and what stands before it in the rule {}: make two rules of it, or \
+                 leave one out",
+                name(*known),
+                name(moments)
+            ));
+        }
+        moments &= known;
+    }
+    Ok(moments & moments.wrapping_neg()) // the lowest bit
+}
+
+/// The name of the first of some moments.
+fn name(moments: Moments) -> &'static str {
+    match moments & moments.wrapping_neg() {
+        PROMPT => "before the prompt is rendered",
+        REQUEST => "before anything runs",
+        STEP => "while tokens are drawn",
+        _ => "when a tool is called",
+    }
+}
+
+fn when(entries: &[(&str, Entry)]) -> Result<When, String> {
+    let mut when = When::default();
+    for (key, entry) in entries {
+        match *key {
+            "profile" => when.profile = entry.texts()?,
+            "model" => when.model = entry.texts()?,
+            "family" => when.family = entry.texts()?,
+            "user_contains" => when.user_contains = entry.lower()?,
+            "user_words" => when.user_words = entry.lower()?,
+            "user_under" => when.user_under = Some(entry.number()?),
+            "user_over" => when.user_over = Some(entry.number()?),
+            "system_contains" => when.system_contains = entry.texts()?,
+            "system_over" => when.system_over = Some(entry.number()?),
+            "prompt_over" => when.prompt_over = Some(entry.number()?),
+            "messages_over" => when.messages_over = Some(entry.number()?),
+            "tools" => match entry.value {
+                DeValue::Boolean(has) => when.has_tools = Some(*has),
+                _ => when.tools = entry.texts()?,
+            },
+            "thinking_asked" => when.thinking_asked = Some(entry.bool()?),
+            "can_think" => when.can_think = Some(entry.bool()?),
+            "phase" => {
+                when.phase = Some(match entry.value.as_str() {
+                    Some("think") => Phase::Think,
+                    Some("answer") => Phase::Answer,
+                    Some("tool-call") => Phase::ToolCall,
+                    _ => return entry.error("must be \"think\", \"answer\" or \"tool-call\""),
+                });
+            }
+            "loop" => when.looping = Some(entry.bool()?),
+            "budget_reached" => when.budget_reached = Some(entry.bool()?),
+            "think_tokens_over" => when.think_tokens_over = Some(entry.number()?),
+            "answer_tokens_over" => when.answer_tokens_over = Some(entry.number()?),
+            "text_contains" => when.text_contains = entry.texts()?,
+            "tool_called" => when.tool_called = entry.texts()?,
+            "arguments_contain" => when.arguments_contain = entry.texts()?,
+            "repeats_over" => when.repeats_over = Some(entry.number()?),
+            "calls_over" => when.calls_over = Some(entry.number()?),
+            other => unreachable!("`moment` refused {other}"),
+        }
+    }
+    Ok(when)
+}
+
+fn prompt_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+    let (mut spans, mut lines) = (Vec::new(), Vec::new());
+    for (key, entry) in entries {
+        match *key {
+            "strip" => spans = entry.texts()?,
+            _ => lines = entry.texts()?,
+        }
+    }
+    Ok(Act::Prompt { spans, lines })
+}
+
+fn request_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+    let mut plan = Plan { sampling: sampling(entries)?, ..Plan::default() };
+    for (key, entry) in entries {
+        match *key {
+            "think" => plan.thinking = Some(entry.bool()?),
+            "think_budget" => plan.think_budget = Some(entry.number()?),
+            "answer_reserve" => plan.answer_reserve = Some(entry.number()?),
+            "loops" => plan.loops = Some(loops(entry)?),
+            "keep" => plan.keep = Some(keep(entry)?),
+            "note" => plan.note = Some(entry.text()?),
+            _ => {}
+        }
+    }
+    Ok(Act::Request(Box::new(plan)))
+}
+
+fn sampling(entries: &[(&str, Entry)]) -> Result<Sampling, String> {
+    let mut sampling = Sampling::default();
+    for (key, entry) in entries {
+        match *key {
+            "temperature" => sampling.temperature = Some(entry.float(0.0, 10.0)?),
+            "top_p" => match entry.float(0.0, 1.0)? {
+                0.0 => return entry.error("must be more than 0"),
+                top_p => sampling.top_p = Some(top_p),
+            },
+            "top_k" => sampling.top_k = Some(entry.number()?),
+            "min_p" => sampling.min_p = Some(entry.float(0.0, 1.0)?),
+            _ => {}
+        }
+    }
+    Ok(sampling)
+}
+
+fn loops(entry: &Entry) -> Result<LoopRule, String> {
+    let mut loops = LOOPS;
+    for (key, entry) in entry.entries()? {
+        match key {
+            "max_period" => loops.max_period = entry.number()?,
+            "repeats" => loops.repeats = entry.number()?,
+            "min_tokens" => loops.min_tokens = entry.number()?,
+            "similarity" => loops.similarity = entry.float(0.5, 1.0)?,
+            _ => return entry.unknown(&["max_period", "repeats", "min_tokens", "similarity"]),
+        }
+    }
+    Ok(loops)
+}
+
+fn keep(entry: &Entry) -> Result<Vec<Keep>, String> {
+    let problem = "must be a list of { at = \"system\", \"turns\", \"prompt\" or \"reply\", \
+                   seconds = a whole number }";
+    let Some(list) = entry.value.as_array().filter(|list| list.len() <= ACTIONS) else {
+        return entry.error(problem);
+    };
+    let mut keeps = Vec::new();
+    for value in list.iter() {
+        let Some(table) = value.get_ref().as_table() else { return entry.error(problem) };
+        let (mut at, mut seconds) = (None, Some(0));
+        for (key, value) in table {
+            match (key.get_ref().as_ref(), value.get_ref().as_str()) {
+                ("at", Some("system")) => at = Some(Anchor::System),
+                ("at", Some("turns")) => at = Some(Anchor::Turns),
+                ("at", Some("prompt")) => at = Some(Anchor::Prompt),
+                ("at", Some("reply")) => at = Some(Anchor::Reply),
+                ("seconds", None) => seconds = whole(value.get_ref()),
+                _ => return entry.error(problem),
+            }
+        }
+        let (Some(at), Some(seconds)) = (at, seconds) else { return entry.error(problem) };
+        keeps.push(Keep { at, seconds });
+    }
+    Ok(keeps)
+}
+
+fn step_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+    let mut steps = 0;
+    let mut timed = false;
+    for (_, entry) in entries.iter().filter(|(key, _)| *key == "for") {
+        (steps, timed) = (entry.number()?, true);
+    }
+    let mut deeds = Vec::new();
+    let sampling = sampling(entries)?;
+    let mut lasting = sampling != Sampling::default();
+    if lasting {
+        deeds.push(Action::Sampling(Resample { sampling, steps }));
+    }
+    let mut rewinds_loop = false;
+    for (key, entry) in entries {
+        match *key {
+            "inject" => deeds.push(Action::Inject(entry.text()?)),
+            // Nothing behind the thought but its marker is a wish, too.
+            "close_thinking" => match entry.value.as_str() {
+                Some(text) => deeds.push(Action::CloseThinking(text.into())),
+                None => return entry.error("must be a text"),
+            },
+            "rewind" if entry.value.as_str() == Some("loop") => rewinds_loop = true,
+            "rewind" => match whole(entry.value) {
+                Some(tokens) if tokens > 0 => deeds.push(Action::Rewind(tokens)),
+                _ => return entry.error("must be a number of tokens, or \"loop\""),
+            },
+            "ban" => {
+                lasting = true;
+                deeds.push(Action::Ban(Ban { tokens: tokens(entry)?, steps }));
+            }
+            "bias" => {
+                lasting = true;
+                deeds.push(Action::Bias(Bias { tokens: biases(entry)?, steps }));
+            }
+            "stop" => deeds.push(Action::Stop(entry.text()?)),
+            _ => {}
+        }
+    }
+    if timed && !lasting {
+        let (_, entry) = &entries[0];
+        let place = &entry.place;
+        return Err(format!(
+            "{place}: `do.for` says how long a ban, a bias or sampling holds, and there is none"
+        ));
+    }
+    // Behind a stop nothing is done.
+    deeds.sort_by_key(|deed| matches!(deed, Action::Stop(_)));
+    let deeds = deeds.into_iter().map(Deed::Do);
+    let rewind = rewinds_loop.then_some(Deed::RewindLoop);
+    Ok(Act::Step(rewind.into_iter().chain(deeds).collect()))
+}
+
+fn tokens(entry: &Entry) -> Result<Vec<u32>, String> {
+    let list = entry.value.as_array();
+    let tokens: Option<Vec<_>> =
+        list.and_then(|list| list.iter().map(|value| whole(value.get_ref())).collect());
+    match tokens {
+        Some(tokens) if (1..=TOKENS).contains(&tokens.len()) => Ok(tokens),
+        _ => entry.error(&format!("must be a list of 1 to {TOKENS} numbers of tokens")),
+    }
+}
+
+fn biases(entry: &Entry) -> Result<Vec<TokenBias>, String> {
+    let entries = entry.entries()?;
+    if !(1..=TOKENS).contains(&entries.len()) {
+        return entry.error(&format!("must name 1 to {TOKENS} tokens"));
+    }
+    let bias = |(key, entry): &(&str, Entry)| match key.parse() {
+        Ok(token) => Ok(TokenBias { token, bias: entry.float(-100.0, 100.0)? }),
+        Err(_) => entry.error("must be the number of a token"),
+    };
+    entries.iter().map(bias).collect()
+}
+
+fn tool_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+    let [(key, entry)] = entries else {
+        let (_, entry) = &entries[0];
+        return entry.error("must stand alone: a call is either written again or ends the request");
+    };
+    Ok(Act::Tool(match *key {
+        "repair" => Verdict::Repair(entry.text()?),
+        _ => Verdict::Stop(entry.text()?),
+    }))
+}

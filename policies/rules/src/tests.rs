@@ -1,0 +1,345 @@
+use steersman_policy::{Anchor, Ban, EarlierCall, Keep, LoopReport, Phase, Resample, Sampling};
+
+use super::*;
+
+/// A policy with these rules, asked for a plan of `request`.
+fn with(rules: &str, request: Request) -> (Rules, Plan) {
+    let mut policy = Rules::default();
+    let params = vec![("rules".to_owned(), rules.to_owned())];
+    let plan = policy.on_request(Request { params, ..request });
+    (policy, plan)
+}
+
+fn user(text: &str) -> Request {
+    Request { user: text.into(), ..Request::default() }
+}
+
+fn answer(text: &str) -> Step {
+    Step { text: text.into(), ..Step::default() }
+}
+
+#[test]
+fn of_the_rules_that_apply_all_count_and_the_first_goes_before_the_others() {
+    let rules = r#"
+        rule = [
+            { when = { user_contains = ["haiku", "Sonnet"] }, do = { think_budget = 50, note = "verse" } },
+            { when = { user_under = 20 }, do = { think_budget = 100, temperature = 0.5 } },
+            { do = { think_budget = 2048, top_p = 0.9, loops = { repeats = 4 }, note = "all" } },
+        ]"#;
+    let plan = |text| with(rules, user(text)).1;
+    let short = plan("A SONNET, please.");
+    assert_eq!((short.think_budget, short.note.as_deref()), (Some(50), Some("verse; all")));
+    assert_eq!(
+        short.sampling,
+        Sampling { temperature: Some(0.5), top_p: Some(0.9), ..Sampling::default() }
+    );
+    assert_eq!(short.loops, Some(LoopRule { repeats: 4, ..LOOPS }));
+    assert_eq!(plan("Hello").think_budget, Some(100));
+    assert_eq!(plan("Tell me about the history of Rome.").think_budget, Some(2048));
+    assert_eq!(short.every, 0);
+}
+
+#[test]
+fn the_client_may_have_less_of_a_thought_but_not_more() {
+    let rules = "[[rule]]\ndo = { think = false, think_budget = 100 }";
+    let asked = |think_budget| Request { thinking: Some(true), think_budget, ..Request::default() };
+    assert_eq!(with(rules, asked(Some(50))).1.think_budget, Some(50));
+    assert_eq!(with(rules, asked(Some(500))).1.think_budget, Some(100));
+    assert_eq!(with(rules, asked(None)).1.thinking, Some(false));
+    let silent = "[[rule]]\ndo = { note = \"x\" }";
+    let plan = with(silent, asked(Some(50))).1;
+    assert_eq!((plan.thinking, plan.think_budget), (Some(true), Some(50)));
+}
+
+#[test]
+fn each_condition_of_a_request_holds_where_it_says() {
+    let request = Request {
+        profile: "p".into(),
+        model: "m".into(),
+        family: "f".into(),
+        user: "Straße nach Rom".into(),
+        system_chars: 100,
+        prompt_tokens: 50,
+        messages: 3,
+        tools: vec!["search".into()],
+        thinking: Some(false),
+        ..Request::default()
+    };
+    let cases = [
+        ("profile = 'p'", true),
+        ("profile = 'x'", false),
+        ("model = ['x', 'm']", true),
+        ("model = 'x'", false),
+        ("family = 'f'", true),
+        ("family = ['x']", false),
+        ("user_contains = 'STRASSE'", false),
+        ("user_contains = 'STRAßE'", true),
+        ("user_words = 'rom'", true),
+        ("user_words = 'ro'", false),
+        ("user_under = 15", false),
+        ("user_under = 16", true),
+        ("user_over = 14", true),
+        ("user_over = 15", false),
+        ("system_over = 99", true),
+        ("system_over = 100", false),
+        ("prompt_over = 49", true),
+        ("prompt_over = 50", false),
+        ("messages_over = 2", true),
+        ("messages_over = 3", false),
+        ("tools = true", true),
+        ("tools = false", false),
+        ("tools = 'search'", true),
+        ("tools = ['read']", false),
+        ("thinking_asked = false", true),
+        ("thinking_asked = true", false),
+        ("can_think = true", true),
+        ("can_think = false", false),
+        ("system_contains = 'x'", false),
+        ("tools = true, user_under = 1", false),
+    ];
+    for (condition, expected) in cases {
+        let rules = format!("[[rule]]\nwhen = {{ {condition} }}\ndo = {{ think_budget = 7 }}");
+        let plan = with(&rules, request.clone()).1;
+        assert_eq!(plan.note, None, "{condition}");
+        assert_eq!(plan.think_budget == Some(7), expected, "{condition}");
+    }
+}
+
+#[test]
+fn a_loop_is_waited_for_without_being_called_in_between() {
+    let rules = r#"
+        [[rule]]
+        when = { loop = true, phase = "think" }
+        times = 1
+        do = { rewind = "loop", temperature = 1.0, for = 16 }
+        [[rule]]
+        when = { loop = true, phase = "think" }
+        do = { close_thinking = "**Final Answer:**\n\n" }"#;
+    let (mut policy, plan) = with(rules, Request::default());
+    assert_eq!((plan.every, plan.checkpoint_every, plan.loops), (0, CHECKPOINT_EVERY, Some(LOOPS)));
+    let found = Some(LoopReport { period: 10, repeats: 4, exact: true });
+    let step = Step { phase: Phase::Think, loop_found: found, ..Step::default() };
+    let hot = Sampling { temperature: Some(1.0), ..Sampling::default() };
+    let close = Action::CloseThinking("**Final Answer:**\n\n".into());
+    let resample = Action::Sampling(Resample { sampling: hot, steps: 16 });
+    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), resample]);
+    assert_eq!(policy.on_step(step.clone()), [close.clone()]);
+    assert_eq!(policy.on_step(step), [close]);
+    assert_eq!(policy.on_step(Step { loop_found: found, ..Step::default() }), []);
+}
+
+#[test]
+fn text_is_found_across_calls_and_ends_the_answer() {
+    let rules = r#"
+        [[rule]]
+        when = { text_contains = "as an AI", phase = "answer" }
+        do = { stop = "a refusal" }"#;
+    let (mut policy, plan) = with(rules, Request::default());
+    assert_eq!(plan.every, 8);
+    assert_eq!(policy.on_step(answer("Sorry, as a")), []);
+    assert_eq!(policy.on_step(answer("n AI model")), [Action::Stop("a refusal".into())]);
+    assert_eq!(policy.on_step(answer("as an AI")), [], "once is enough");
+}
+
+#[test]
+fn tokens_are_banned_from_the_first_step_on() {
+    let rules = "[[rule]]\nwhen = { user_words = \"short\" }\ndo = { ban = [5, 0x10], bias = { 7 = -1.5 } }";
+    let (mut policy, plan) = with(rules, user("Be short."));
+    assert_eq!(plan.every, 1);
+    let actions = policy.on_step(answer("a"));
+    assert_eq!(actions[0], Action::Ban(Ban { tokens: vec![5, 16], steps: 0 }));
+    assert!(
+        matches!(&actions[1], Action::Bias(b) if b.tokens[0].bias == -1.5 && b.tokens[0].token == 7)
+    );
+    assert_eq!(policy.on_step(answer("b")), []);
+    let (mut policy, plan) = with(rules, user("Be long."));
+    assert_eq!((plan.every, policy.on_step(answer("a"))), (0, vec![]));
+}
+
+#[test]
+fn a_call_is_led_away_and_then_ended() {
+    let rules = r#"
+        [[rule]]
+        when = { repeats_over = 1 }
+        times = 1
+        do = { repair = "Another way: " }
+        [[rule]]
+        when = { repeats_over = 1 }
+        do = { stop = "tool loop" }
+        [[rule]]
+        when = { tool_called = "shell", arguments_contain = "rm -rf" }
+        do = { stop = "not here" }"#;
+    let (mut policy, _) = with(rules, Request::default());
+    let earlier =
+        EarlierCall { name: "a".into(), arguments: "d".into(), answered: Some("r".into()) };
+    let call = |times| ToolCall {
+        name: "a".into(),
+        digest: "d".into(),
+        earlier: vec![earlier.clone(); times],
+        ..ToolCall::default()
+    };
+    assert_eq!(policy.on_tool_call(call(1)), Verdict::Accept);
+    assert_eq!(policy.on_tool_call(call(2)), Verdict::Repair("Another way: ".into()));
+    assert_eq!(policy.on_tool_call(call(2)), Verdict::Stop("tool loop".into()));
+    let shell = |arguments: &str| ToolCall {
+        name: "shell".into(),
+        arguments: arguments.into(),
+        ..ToolCall::default()
+    };
+    assert_eq!(
+        policy.on_tool_call(shell("{\"c\": \"rm -rf /\"}")),
+        Verdict::Stop("not here".into())
+    );
+    assert_eq!(policy.on_tool_call(shell("{\"c\": \"ls\"}")), Verdict::Accept);
+}
+
+#[test]
+fn system_text_loses_what_rules_name() {
+    let rules = r#"
+        [[rule]]
+        do = { strip_lines = "build: ", strip = [" (beta)"] }
+        [[rule]]
+        when = { system_contains = "secret" }
+        do = { strip = "secret" }"#;
+    let prompt = Prompt {
+        params: vec![("rules".into(), rules.into())],
+        system: vec!["You are X (beta).\nbuild: 17\nBe brief.".into()],
+        ..Prompt::default()
+    };
+    let found = Rules::default().on_prompt(prompt);
+    let pairs: Vec<_> = found.iter().map(|r| (r.old.as_str(), r.new.as_str())).collect();
+    assert_eq!(pairs, [("\nbuild: 17\n", "\n"), (" (beta)", "")]);
+}
+
+#[test]
+fn what_is_kept_is_said_in_seconds() {
+    let rules = "[[rule]]\ndo = { keep = [{ at = 'system', seconds = 3600 }, { at = 'reply' }] }";
+    let keep = with(rules, Request::default()).1.keep;
+    let system = Keep { at: Anchor::System, seconds: 3600 };
+    assert_eq!(keep, Some(vec![system, Keep::at(Anchor::Reply)]));
+}
+
+#[test]
+fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
+    let cases = [
+        ("[[rule]]\ndo = { think = ", "line 2: "),
+        ("", "there is no `[[rule]]`"),
+        (
+            "[[rules]]\ndo = { think = true }",
+            "line 1: `rules` is not known; rules begin with `[[rule]]`",
+        ),
+        ("[[rule]]\nwhen = { tools = true }", "rule 1, line 1: `do` is missing"),
+        ("[[rule]]\ndo = {}", "rule 1, line 1: `do` is missing"),
+        (
+            "[[rule]]\ndo = { think = true }\n\n[[rule]]\nif = 1",
+            "rule 2, line 5: `if` is not known; allowed are when, do, times",
+        ),
+        (
+            "[[rule]]\nwhen = { user_contain = 'x' }\ndo = { think = true }",
+            "rule 1, line 2: `when.user_contain` is not known; allowed are profile, ",
+        ),
+        (
+            "[[rule]]\ndo = { thinks = true }",
+            "rule 1, line 2: `do.thinks` is not known; allowed are strip, ",
+        ),
+        (
+            "[[rule]]\ntimes = 2\ndo = { think = true }",
+            "rule 1, line 1: `times` says nothing here: the rule acts once, before anything runs",
+        ),
+        ("[[rule]]\ndo = { think = 'yes' }", "rule 1, line 2: `do.think` must be true or false"),
+        (
+            "[[rule]]\ndo = { think_budget = -1 }",
+            "`do.think_budget` must be a whole number from 0 to 4294967295",
+        ),
+        ("[[rule]]\ndo = { temperature = 11 }", "`do.temperature` must be a number from 0 to 10"),
+        ("[[rule]]\ndo = { min_p = nan }", "`do.min_p` must be a number from 0 to 1"),
+        ("[[rule]]\ndo = { ban = [] }", "`do.ban` must be a list of 1 to 256 numbers of tokens"),
+        ("[[rule]]\ndo = { ban = ['a'] }", "`do.ban` must be a list of 1 to 256 numbers of tokens"),
+        ("[[rule]]\ndo = { bias = { 7 = 101 } }", "`do.bias.7` must be a number from -100 to 100"),
+        ("[[rule]]\ndo = { bias = { x = 1 } }", "`do.bias.x` must be the number of a token"),
+        (
+            "[[rule]]\ndo = { loops = { period = 1 } }",
+            "`do.loops.period` is not known; allowed are max_period, ",
+        ),
+        ("[[rule]]\ndo = { keep = [{ at = 'all' }] }", "`do.keep` must be a list of { at = "),
+        (
+            "[[rule]]\nwhen = { phase = 'thinks' }\ndo = { stop = 'x' }",
+            "`when.phase` must be \"think\", ",
+        ),
+        (
+            "[[rule]]\nwhen = { text_contains = '' }\ndo = { stop = 'x' }",
+            "`when.text_contains` must be a text, or a list",
+        ),
+        (
+            "[[rule]]\nwhen = { loop = true }\ndo = { think = true }",
+            "`when.loop` belongs while tokens are drawn, and what stands before it in the rule before anything runs",
+        ),
+        (
+            "[[rule]]\nwhen = { user_under = 3 }\ndo = { strip = 'x' }",
+            "`when.user_under` belongs before anything runs",
+        ),
+        (
+            "[[rule]]\ndo = { inject = 'x', repair = 'y' }",
+            "`do.repair` belongs when a tool is called",
+        ),
+        (
+            "[[rule]]\nwhen = { tool_called = 'x' }\ndo = { repair = 'x', stop = 'y' }",
+            "must stand alone",
+        ),
+        ("[[rule]]\ndo = { rewind = 'loop' }", "`do.rewind` = \"loop\" needs `when.loop` = true"),
+        ("[[rule]]\ndo = { inject = 'x', for = 3 }", "`do.for` says how long"),
+        ("[[rule]]\ndo = { stop = '' }", "`do.stop` must be a text that is not empty"),
+    ];
+    for (text, expected) in cases {
+        let problem = check(text).expect_err(text);
+        assert!(problem.contains(expected), "{text}\n{problem}\n{expected}");
+        let note = with(text, Request::default()).1.note.expect("a note");
+        assert_eq!(note, format!("no rule is in force: {problem}"));
+    }
+    let many = "[[rule]]\ndo = { inject = 'x' }\n".repeat(17);
+    assert!(check(&many).unwrap_err().contains("more than 16 things"));
+    assert_eq!(check("[[rule]]\ndo = { close_thinking = '' }"), Ok(()));
+}
+
+#[test]
+fn a_text_that_is_wrong_anywhere_is_in_force_nowhere() {
+    let rules = "[[rule]]\ndo = { think_budget = 5, ban = [1] }";
+    assert!(check(rules).is_err());
+    let rules = "[[rule]]\ndo = { stop = 'x' }\n[[rule]]\ndo = { typo = 1 }";
+    let (mut policy, plan) = with(rules, Request::default());
+    assert_eq!((plan.every, policy.on_step(answer("a"))), (0, vec![]));
+    assert_eq!(policy.on_tool_call(ToolCall::default()), Verdict::Accept);
+}
+
+#[test]
+#[should_panic(expected = "`do` is missing")]
+fn where_the_operator_is_strict_a_wrong_rule_fails_the_request() {
+    let params = [("rules", "[[rule]]"), ("strict", "true")];
+    let params = params.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+    Rules::default().on_request(Request { params, ..Request::default() });
+}
+
+#[test]
+fn missing_rules_and_unknown_parameters_are_told() {
+    let params = vec![("rule".to_owned(), "x".to_owned())];
+    let plan = Rules::default().on_request(Request { params, ..Request::default() });
+    assert_eq!(
+        plan.note.as_deref(),
+        Some(
+            "unknown parameter `rule`; no rule is in force: the parameter `rules` is missing; it \
+             holds the rules, in TOML"
+        )
+    );
+}
+
+#[test]
+fn the_readme_tells_of_all_that_a_rule_may_hold_and_its_example_is_right() {
+    let readme = include_str!("../../README.md");
+    let (_, section) = readme.split_once("## Rules\n").expect("the section of rules");
+    for (key, _) in parse::WHEN.iter().chain(parse::DO) {
+        assert!(section.contains(&format!("`{key}`")), "{key}");
+    }
+    let mut blocks = section.split("```toml\n").skip(2);
+    let (example, _) = blocks.next().and_then(|block| block.split_once("```")).expect("an example");
+    assert_eq!(check(example), Ok(()));
+}
