@@ -15,7 +15,7 @@ const QUESTION: &str =
 
 fn shipped(name: &str) -> Arc<Component> {
     let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
-    Arc::new(Component::load(&host, name, registry::embedded(name).unwrap()).unwrap())
+    Arc::new(Component::load(&host, name, registry::embedded(name).unwrap().0).unwrap())
 }
 
 /// A request that thinks longer than it may, and has a system text.

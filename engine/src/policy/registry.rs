@@ -43,9 +43,10 @@ use crate::error::{Error, Result};
 pub use self::report::{Installed, ParamReport, PolicyReport, Problem, Report, Use};
 pub use self::versions::{Kept, Origin, VERSIONS, Withdrawn};
 
-/// The component of a policy that ships inside the binary.
-pub fn embedded(name: &str) -> Option<&'static [u8]> {
-    place::SHIPPED.iter().find(|shipped| shipped.name == name).map(|shipped| shipped.component)
+/// The component of a policy that ships inside the binary, and its golden traces (empty for none).
+pub fn embedded(name: &str) -> Option<(&'static [u8], &'static str)> {
+    let shipped = place::SHIPPED.iter().find(|shipped| shipped.name == name)?;
+    Some((shipped.component, shipped.golden))
 }
 
 /// The policies of all profiles.

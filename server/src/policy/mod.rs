@@ -43,7 +43,8 @@ pub enum Task {
         /// The policy
         #[command(flatten)]
         file: File,
-        /// Questions and answers, a JSON object a line [default: FILE with the ending .jsonl]
+        /// Questions and answers, a JSON object a line [default: FILE with the ending .jsonl,
+        /// or what ships with it]
         #[arg(value_name = "GOLDEN")]
         goldens: Vec<PathBuf>,
         /// Whose questions
@@ -145,7 +146,7 @@ pub fn run(task: Task, config: &PolicyConfig) -> Result<()> {
         Task::New(options) => new::run(options),
         Task::Build(options) => build::run(options),
         Task::Check { file, grants } => check(&load(&file.file, config)?, grants, &mut out),
-        Task::Test { file, goldens, which } => test(&file.file, goldens, &which, config, &mut out),
+        Task::Test { file, goldens, which } => test(&file.file, &goldens, &which, config, &mut out),
         Task::Replay { file, trace, which } => {
             let component = load(&file.file, config)?.component;
             replay(&component, &which.read(&trace)?, &mut out)
@@ -170,29 +171,32 @@ pub fn run(task: Task, config: &PolicyConfig) -> Result<()> {
 struct Loaded {
     component: Arc<Component>,
     bytes: usize,
+    /// `None` for one that ships.
+    path: Option<PathBuf>,
 }
 
 fn load(file: &Path, config: &PolicyConfig) -> Result<Loaded> {
     let name = file.to_string_lossy();
-    let in_folder = config.folder.join(format!("{name}.wasm"));
+    // As in profiles: a path has a `/` or ends in `.wasm`, all else is a name.
     let is_name = file.components().count() == 1 && file.extension().is_none();
-    let path = match registry::embedded(&name) {
-        _ if file.is_file() => Some(file),
-        _ if is_name && !config.folder.as_os_str().is_empty() && in_folder.is_file() => {
-            Some(&*in_folder)
-        }
-        Some(_) => None,
-        None => Some(file),
+    let in_folder = config.folder.join(format!("{name}.wasm"));
+    let shipped = registry::embedded(&name).filter(|_| is_name);
+    let path = if is_name && !config.folder.as_os_str().is_empty() && in_folder.is_file() {
+        Some(in_folder)
+    } else {
+        shipped.is_none().then(|| file.to_path_buf())
     };
-    let bytes = match path {
-        Some(path) => {
+    let bytes = match (&path, shipped) {
+        (None, Some((bytes, _))) => bytes.into(),
+        (path, _) => {
+            let path = path.as_deref().unwrap_or(file);
             std::fs::read(path).with_context(|| format!("reading {}", path.display()))?.into()
         }
-        None => std::borrow::Cow::Borrowed(registry::embedded(&name).unwrap_or_default()),
     };
+    let bytes: std::borrow::Cow<'_, [u8]> = bytes;
     let host = Host::new(config, &Arc::new(disk::in_memory()))?;
     let component = Arc::new(Component::load(&host, &name, &bytes)?);
-    Ok(Loaded { component, bytes: bytes.len() })
+    Ok(Loaded { component, bytes: bytes.len(), path })
 }
 
 impl Which {
@@ -200,8 +204,13 @@ impl Which {
     fn read(&self, path: &Path) -> Result<Golden> {
         let text =
             std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+        self.parse(&text, path)
+    }
+
+    /// Reads the text of a trace from `path`, and of it what this policy was asked.
+    fn parse(&self, text: &str, path: &Path) -> Result<Golden> {
         let refuse = |problem| anyhow::anyhow!("{}: {problem}", path.display());
-        let mut golden = Golden::parse(&text).map_err(refuse)?;
+        let mut golden = Golden::parse(text).map_err(refuse)?;
         let policies: Vec<_> = golden.policies().into_iter().map(str::to_owned).collect();
         match &self.policy {
             Some(policy) => golden.only(policy),
@@ -228,7 +237,7 @@ fn grant(text: &str) -> Result<Grant, String> {
 }
 
 fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> Result<()> {
-    let Loaded { component, bytes } = loaded;
+    let Loaded { component, bytes, .. } = loaded;
     let sha256: String = component.sha256().iter().map(|byte| format!("{byte:02x}")).collect();
     let imports = component.imports();
     let needs = |grant: &Grant| {
@@ -259,18 +268,31 @@ fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> R
 
 fn test(
     file: &Path,
-    mut goldens: Vec<PathBuf>,
+    goldens: &[PathBuf],
     which: &Which,
     config: &PolicyConfig,
     out: &mut impl Write,
 ) -> Result<()> {
-    if goldens.is_empty() {
-        goldens.push(file.with_extension("jsonl"));
-    }
-    let component = load(file, config)?.component;
+    let Loaded { component, path, .. } = load(file, config)?;
+    let asked: Vec<(PathBuf, Golden)> = match (goldens, path) {
+        ([], Some(path)) => {
+            let beside = path.with_extension("jsonl");
+            let golden = which.read(&beside)?;
+            vec![(beside, golden)]
+        }
+        ([], None) => {
+            let (_, golden) = registry::embedded(component.name()).unwrap_or_default();
+            let name = PathBuf::from(format!("{}.jsonl", component.name()));
+            let golden = which.parse(golden, &name)?;
+            vec![(name, golden)]
+        }
+        (goldens, _) => goldens
+            .iter()
+            .map(|path| Ok((path.clone(), which.read(path)?)))
+            .collect::<Result<_>>()?,
+    };
     let (mut cases, mut failed) = (0, 0);
-    for path in &goldens {
-        let golden = which.read(path)?;
+    for (path, golden) in &asked {
         let failures = golden.check(&component);
         for failure in &failures {
             let (line, case, hook) = (failure.line, &failure.case, failure.hook.name());
@@ -299,7 +321,7 @@ fn replay(component: &Arc<Component>, golden: &Golden, out: &mut impl Write) -> 
         Some(why) => eprintln!("not what happened, since {why}"),
         None => {
             let other = golden.check(component).len();
-            eprintln!("{} decisions, {other} other than recorded", decisions.len());
+            eprintln!("{} decisions, {other} other than the file says", decisions.len());
         }
     }
     Ok(())

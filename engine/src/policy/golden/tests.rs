@@ -7,7 +7,7 @@ use crate::policy::wasm::Host;
 
 fn shipped(name: &str) -> Arc<Component> {
     let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
-    Arc::new(Component::load(&host, name, registry::embedded(name).unwrap()).unwrap())
+    Arc::new(Component::load(&host, name, registry::embedded(name).unwrap().0).unwrap())
 }
 
 /// Of the default policy: it closes a thought over its budget.
@@ -70,7 +70,7 @@ fn a_failure_can_be_expected_and_is_told_where_it_is_not() {
         &PolicyConfig { fuel: 20_000, ..PolicyConfig::default() },
         &Arc::new(disk::in_memory()),
     );
-    let bytes = registry::embedded("default").unwrap();
+    let bytes = registry::embedded("default").unwrap().0;
     let starved = Component::load(&host.unwrap(), "default", bytes).unwrap();
     let starved = Arc::new(starved);
     let long = "x ".repeat(4000);
