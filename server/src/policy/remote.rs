@@ -27,7 +27,50 @@ impl Server {
     /// # Errors
     /// When it cannot be reached, or refuses.
     pub fn list(&self, out: &mut impl Write) -> Result<()> {
-        self.show(&self.ask("/v1/policies", None)?, out)
+        let answer = self.json(&self.ask("/v1/policies", None)?)?;
+        let known = |list: &Value| list.as_array().cloned().unwrap_or_default();
+        for policy in known(&answer["policies"]) {
+            let profiles: Vec<_> = known(&policy["profiles"])
+                .iter()
+                .map(|one| {
+                    let shadow = if one["shadow"] == true { " (shadow)" } else { "" };
+                    format!("{}{shadow}", text(&one["profile"]))
+                })
+                .collect();
+            let state = match text(&policy["breaker"]["state"]).as_str() {
+                "open" => format!(", rests for {} s", text(&policy["breaker"]["rests_s"])),
+                "probation" => ", on probation".into(),
+                _ => String::new(),
+            };
+            writeln!(
+                out,
+                "{}  {}  contract {}, {}, {} bytes, in {}{state}",
+                text(&policy["name"]),
+                short(&policy["sha256"]),
+                text(&policy["contract"]),
+                text(&policy["origin"]),
+                text(&policy["bytes"]),
+                profiles.join(", "),
+            )?;
+            if let Some(problem) = policy["problem"]["message"].as_str() {
+                writeln!(out, "  not replaced: {problem}")?;
+            }
+            for earlier in known(&policy["earlier"]) {
+                let withdrawn = match earlier["withdrawn"].as_str() {
+                    Some(why) => format!(", withdrawn: {why}"),
+                    None => String::new(),
+                };
+                let (sha256, origin) = (short(&earlier["sha256"]), text(&earlier["origin"]));
+                writeln!(out, "  before: {sha256}  {origin}{withdrawn}")?;
+            }
+        }
+        for param in known(&answer["params"]) {
+            if let Some(problem) = param["problem"]["message"].as_str() {
+                let (profile, name) = (text(&param["profile"]), text(&param["param"]));
+                writeln!(out, "profiles.{profile}.params.{name}: {problem}")?;
+            }
+        }
+        Ok(())
     }
 
     /// Gives it a component, under a name.
@@ -36,7 +79,7 @@ impl Server {
     /// When the file cannot be read, or the server cannot be reached or refuses it.
     pub fn push(&self, name: &str, file: &Path, out: &mut impl Write) -> Result<()> {
         let bytes = std::fs::read(file).with_context(|| format!("reading {}", file.display()))?;
-        self.show(&self.ask(&format!("/v1/policies/{}", in_path(name)), Some(&bytes))?, out)
+        self.change(&format!("/v1/policies/{}", in_path(name)), &bytes, out)
     }
 
     /// Goes back to the version before.
@@ -44,8 +87,7 @@ impl Server {
     /// # Errors
     /// When the server cannot be reached, or refuses.
     pub fn rollback(&self, name: &str, out: &mut impl Write) -> Result<()> {
-        let path = format!("/v1/policies/{}/rollback", in_path(name));
-        self.show(&self.ask(&path, Some(&[]))?, out)
+        self.change(&format!("/v1/policies/{}/rollback", in_path(name)), &[], out)
     }
 
     /// Prints what was decided in a request, a JSON object a line.
@@ -53,8 +95,27 @@ impl Server {
     /// # Errors
     /// When the server cannot be reached, or refuses.
     pub fn trace(&self, id: &str, out: &mut impl Write) -> Result<()> {
-        let text = self.ask(&format!("/v1/requests/{}/trace", in_path(id)), None)?;
-        Ok(out.write_all(text.as_bytes())?)
+        let path = format!("/v1/requests/{}/trace", in_path(id));
+        let answer = self.json(&self.ask(&path, None)?)?;
+        for record in answer["records"].as_array().into_iter().flatten() {
+            serde_json::to_writer(&mut *out, record)?;
+            writeln!(out)?;
+        }
+        Ok(())
+    }
+
+    /// Has another version take the place of one, and says which.
+    fn change(&self, path: &str, body: &[u8], out: &mut impl Write) -> Result<()> {
+        let answer = self.json(&self.ask(path, Some(body))?)?;
+        let (name, sha256) = (text(&answer["name"]), short(&answer["sha256"]));
+        match answer["replaced"].as_str() {
+            Some(_) => {
+                let before = short(&answer["replaced"]);
+                writeln!(out, "{name}: {sha256} runs, in place of {before}")?;
+            }
+            None => writeln!(out, "{name}: {sha256} runs, as before")?,
+        }
+        Ok(())
     }
 
     /// The answer to GET, or to POST where there is a body.
@@ -95,12 +156,20 @@ impl Server {
         Ok(text)
     }
 
-    fn show(&self, answer: &str, out: &mut impl Write) -> Result<()> {
-        let value: Value = serde_json::from_str(answer)
-            .map_err(|_| anyhow!("{} is no Steersman: it answered {answer:?}", self.url))?;
-        serde_json::to_writer_pretty(&mut *out, &value)?;
-        Ok(writeln!(out)?)
+    fn json(&self, answer: &str) -> Result<Value> {
+        serde_json::from_str(answer)
+            .map_err(|_| anyhow!("{} is no Steersman: it answered {answer:?}", self.url))
     }
+}
+
+/// A value as people read it.
+fn text(value: &Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// The beginning of a digest, which is enough to tell it from others.
+fn short(sha256: &Value) -> String {
+    text(sha256).chars().take(12).collect()
 }
 
 /// A name as part of a path.
