@@ -18,8 +18,8 @@ fn repository() -> PathBuf {
 }
 
 fn built(language: &str) -> Vec<u8> {
-    let target =
-        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| repository().join("target"), PathBuf::from);
+    let target = std::env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| repository().join("target"), PathBuf::from);
     let path = target.join(format!("policies/brief-{language}.wasm"));
     std::fs::read(&path).unwrap_or_else(|error| {
         panic!("{}: {error}; run `policies/build.sh examples` first", path.display())

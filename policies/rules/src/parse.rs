@@ -239,7 +239,10 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
     let moment = moment(&when, &act)?;
     if times.is_some() && moment & (PROMPT | REQUEST) != 0 {
         let place = &entry.place;
-        return Err(format!("{place}: `times` says nothing here: the rule acts once, {}", name(moment)));
+        return Err(format!(
+            "{place}: `times` says nothing here: the rule acts once, {}",
+            name(moment)
+        ));
     }
     let when = self::when(&when)?;
     let act = match moment {

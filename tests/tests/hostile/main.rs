@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use corpus::{FOREVER, hostile, stepper};
 use steersman_engine::Result;
 use steersman_engine::config::{Grant, OnFailure, PolicyConfig, Profile};
-use steersman_engine::policy::guarded::{Breaker, Guarded};
+use steersman_engine::policy::breaker::Breaker;
+use steersman_engine::policy::guarded::Guarded;
 use steersman_engine::policy::native::HINT;
 use steersman_engine::policy::wasm::{Component, Host, Instance, Scene};
 use steersman_engine::policy::{
