@@ -7,6 +7,10 @@ use super::verify::{Outcome, Way};
 use crate::config::{Config, Device, DraftKind};
 use crate::request::{Message, Request, SamplingWish};
 
+mod actions;
+mod scripted;
+mod tool_calls;
+
 const TOKENS: usize = 48;
 
 fn decoder() -> Decoder {
