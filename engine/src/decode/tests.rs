@@ -9,6 +9,10 @@ use crate::config::{Config, Device, DraftKind};
 use crate::policy::{Policies, disk};
 use crate::request::{Message, Request, SamplingWish};
 
+mod actions;
+mod scripted;
+mod tool_calls;
+
 const TOKENS: usize = 48;
 
 fn decoder() -> Decoder {
