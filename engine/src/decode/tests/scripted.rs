@@ -84,7 +84,7 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
     }
     (config.model.device, config.model.dtype) = (Device::Cpu, Dtype::F32);
     config.store.enabled = false;
-    Decoder::load(config.check().unwrap(), folder.path(), Path::new("/nowhere")).unwrap().0
+    super::load_from(folder.path(), config)
 }
 
 /// A greedy request, all of which can be taken back.
