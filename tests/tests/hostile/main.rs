@@ -244,19 +244,15 @@ fn a_policy_that_keeps_failing_is_not_called_any_more() {
 /// would not end comes to its answer all the same.
 #[test]
 fn a_request_under_a_hostile_policy_ends_well() {
-    const SOME: [&str; 12] = [
-        "loops in on-prompt",
+    const SOME: [&str; 8] = [
         "loops in on-request",
         "loops in on-step",
-        "loops in on-tool-call",
         "loops in on-finish",
         "grows memory",
-        "recurses",
         "returns 128 MiB",
         "plans at NaN",
         "biases by NaN",
         "floods kv.set",
-        "encodes a byte too many",
     ];
     let guests: Vec<_> = hostile().into_iter().filter(|(name, ..)| SOME.contains(name)).collect();
     assert_eq!(guests.len(), SOME.len());
