@@ -111,6 +111,7 @@ pub async fn get(State(app): State<Arc<App>>) -> impl IntoResponse {
     let waiting = app.engine.waiting() as u64;
     gauge(&mut registry, "queue_length", "Requests that wait for their turn", waiting);
     register_cache(&mut registry, &app.engine.info().prefixes.report());
+    register_policies(&mut registry, app.engine.policies().counters());
     let mut body = String::new();
     text::encode(&mut body, &registry).expect("a string takes any text");
     ([(header::CONTENT_TYPE, OPEN_METRICS)], body)
@@ -177,6 +178,15 @@ fn register_disk(registry: &mut Registry, disk: &store::Report) {
     ] {
         gauge(registry, name, help, value);
     }
+}
+
+/// What policies count for themselves (grant `counters`).
+fn register_policies(registry: &mut Registry, counters: Vec<(String, String, u64)>) {
+    let counted = Family::<[(&str, String); 2], Counter>::default();
+    for (policy, name, value) in counters {
+        counted.get_or_create(&[("policy", policy), ("name", name)]).inc_by(value);
+    }
+    registry.register("policy_counts", "What policies counted, by their own names", counted);
 }
 
 fn counter(registry: &mut Registry, name: &str, help: &str, value: u64) {
