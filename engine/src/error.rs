@@ -16,6 +16,19 @@ pub enum Error {
         /// Tokens that fit.
         limit: usize,
     },
+    /// The prompt is longer than its profile allows: shorten it.
+    #[error(
+        "the prompt is {tokens} tokens, the profile `{profile}` allows {limit} \
+         (limits.prompt_tokens)"
+    )]
+    PromptTooLong {
+        /// Tokens of the rendered prompt.
+        tokens: usize,
+        /// Tokens that are allowed.
+        limit: usize,
+        /// The profile.
+        profile: String,
+    },
     /// The queue is full: try again later.
     #[error("{limit} requests are waiting already; try again later")]
     QueueFull {

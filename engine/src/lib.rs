@@ -25,6 +25,6 @@ pub mod request;
 pub mod store;
 pub mod text;
 
-pub use decode::start;
+pub use decode::{policies, start};
 pub use engine::Engine;
 pub use error::{Error, Result};

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use steersman_engine::config::{
     Config, EngineConfig, ModelConfig, PolicyConfig, Profile, SpeculationConfig, StoreConfig,
@@ -42,12 +42,26 @@ pub struct ServerConfig {
     pub port: u16,
     /// Keys that clients may send as `Authorization: Bearer KEY`; none lets everyone in.
     pub api_keys: Vec<String>,
+    /// Keys of operators, who may also replace policies; none lets nobody do that.
+    pub admin_keys: Vec<String>,
     /// Most bytes of a request's body.
     pub body_limit_bytes: usize,
     /// Seconds within which a request's body must have arrived.
     pub body_timeout_s: u64,
     /// Seconds that running requests get to end after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
+    /// How profiles are entered, by name: taken from their own sections.
+    #[serde(skip)]
+    pub profiles: BTreeMap<String, ProfileAccess>,
+}
+
+/// What of a profile is the server's to see to.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ProfileAccess {
+    /// Keys that choose this profile, and allow no other.
+    pub api_keys: Vec<String>,
+    /// Most requests that wait or run; 0 for any number.
+    pub requests: usize,
 }
 
 impl Default for ServerConfig {
@@ -56,9 +70,11 @@ impl Default for ServerConfig {
             host: "127.0.0.1".into(),
             port: 11436,
             api_keys: Vec::new(),
+            admin_keys: Vec::new(),
             body_limit_bytes: 16 << 20,
             body_timeout_s: 30,
             shutdown_s: 10,
+            profiles: BTreeMap::new(),
         }
     }
 }
@@ -80,9 +96,14 @@ impl FileConfig {
     /// # Errors
     /// Names the first key that is out of range.
     pub fn check(self) -> Result<(ServerConfig, Config)> {
-        let Self { server, model, engine, speculation, store, policy, profiles } = self;
-        server.check()?;
+        let Self { mut server, model, engine, speculation, store, policy, profiles } = self;
         let engine = Config { model, engine, speculation, store, policy, profiles }.check()?;
+        let access = |profile: &Profile| ProfileAccess {
+            api_keys: profile.api_keys.clone(),
+            requests: profile.limits.requests,
+        };
+        server.profiles = engine.profiles.iter().map(|(n, p)| (n.clone(), access(p))).collect();
+        server.check()?;
         Ok((server, engine))
     }
 }
@@ -90,10 +111,26 @@ impl FileConfig {
 impl ServerConfig {
     fn check(&self) -> Result<()> {
         ensure!(!self.host.is_empty(), "server.host: is empty; 127.0.0.1 is this machine only");
-        ensure!(
-            self.api_keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
-            "server.api_keys: a key is empty, or begins or ends with a space"
-        );
+        for (name, keys) in [("api_keys", &self.api_keys), ("admin_keys", &self.admin_keys)] {
+            ensure!(
+                keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
+                "server.{name}: a key is empty, or begins or ends with a space"
+            );
+        }
+        let mut owners = BTreeMap::new();
+        let of_profiles = self.profiles.iter().flat_map(|(name, profile)| {
+            profile.api_keys.iter().map(move |key| (key, format!("profiles.{name}.api_keys")))
+        });
+        let of_server =
+            [("server.api_keys", &self.api_keys), ("server.admin_keys", &self.admin_keys)];
+        let of_server = of_server
+            .iter()
+            .flat_map(|(name, keys)| keys.iter().map(|key| (key, (*name).to_string())));
+        for (key, owner) in of_server.chain(of_profiles) {
+            if let Some(other) = owners.insert(key, owner.clone()) {
+                bail!("{owner}: has a key that {other} has as well; a key opens one of them");
+            }
+        }
         ensure!(self.body_limit_bytes >= 1024, "server.body_limit_bytes: must be at least 1024");
         ensure!(self.body_timeout_s >= 1, "server.body_timeout_s: must be at least 1");
         Ok(())
@@ -184,6 +221,7 @@ mod tests {
         for (text, key) in [
             ("[server]\nhost = \"\"", "server.host"),
             ("[server]\napi_keys = [\"a\", \"\"]", "server.api_keys"),
+            ("[server]\nadmin_keys = [\" a\"]", "server.admin_keys"),
             ("[server]\nbody_limit_bytes = 0", "server.body_limit_bytes"),
             ("[server]\nbody_timeout_s = 0", "server.body_timeout_s"),
             ("[engine]\nqueue = 0", "engine.queue"),
@@ -192,5 +230,17 @@ mod tests {
             let error = toml::from_str::<FileConfig>(text).unwrap().check().unwrap_err();
             assert!(error.to_string().contains(key), "`{key}` is not in {error}");
         }
+    }
+
+    #[test]
+    fn a_key_opens_one_thing_and_goes_to_the_server_with_its_profile() {
+        let check = |text: &str| toml::from_str::<FileConfig>(text).unwrap().check();
+        let twice = "[server]\napi_keys = [\"a\"]\n[profiles.x]\napi_keys = [\"a\"]";
+        let error = check(twice).unwrap_err().to_string();
+        assert!(error.contains("profiles.x.api_keys"), "{error}");
+        assert!(error.contains("server.api_keys"), "{error}");
+        let (server, _) = check("[profiles.x]\napi_keys = [\"a\"]\nlimits.requests = 3").unwrap();
+        let expected = ProfileAccess { api_keys: vec!["a".into()], requests: 3 };
+        assert_eq!(server.profiles["x"], expected);
     }
 }

@@ -8,11 +8,12 @@
 //! main.rs      the command line
 //! config.rs    the configuration file
 //! hub.rs       local folders and Hugging Face repos
+//! models.rs    the models that are served, and which profile asks which
 //! bundled.rs   the demonstration model inside the executable
 //! serve.rs     listening, and stopping in good order
 //! verify.rs    `steersman verify`: that replies are the same however they are computed
 //! cache.rs     `steersman cache`: the state that is saved on disk
-//! policy/      `steersman policy`: making, building and trying policies
+//! policy/      `steersman policy`: makes, builds, tries and measures policies, and swaps those of a server
 //! calibrate.rs `steersman calibrate`: what a model could do without
 //! api/         OpenAI's interface
 //! ```
@@ -26,6 +27,7 @@ pub mod cache;
 pub mod calibrate;
 pub mod config;
 pub mod hub;
+pub mod models;
 pub mod policy;
 pub mod serve;
 pub mod verify;

@@ -1,19 +1,21 @@
 //! The command `steersman`.
 
+use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::hub::{self, Found};
+use steersman::models::Models;
 use steersman::{cache, calibrate, policy, serve, verify};
-use steersman_engine::config::{Config, Device};
+use steersman_engine::config::{Config, Device, Profile};
 use steersman_engine::engine::Info;
 use tracing_subscriber::EnvFilter;
 
@@ -42,9 +44,8 @@ enum Command {
     /// Look after the state that is saved on disk, while no server has it open: a server tells of
     /// its own at GET /v1/cache.
     Cache(Cache),
-    /// Make, build and try policies.
-    #[command(subcommand)]
-    Policy(policy::Task),
+    /// Make, build, test, replay and measure policies, and look after those of a running server.
+    Policy(Policy),
 }
 
 /// Without options: the bundled demonstration model on http://127.0.0.1:11436. Options go before
@@ -113,6 +114,16 @@ struct Cache {
     task: cache::Task,
 }
 
+/// Policies are components: policies/README.md says how to make one.
+#[derive(Args)]
+struct Policy {
+    /// Configuration file, in TOML, for the limits in [policy] and for policy.folder
+    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
+    config: Option<PathBuf>,
+    #[command(subcommand)]
+    task: policy::Task,
+}
+
 /// What all commands that load a model can be told.
 #[derive(Args)]
 struct Common {
@@ -148,10 +159,7 @@ impl Common {
 impl Place {
     /// The configuration file, if one is named, and the data folder.
     fn read(self) -> Result<(FileConfig, PathBuf)> {
-        let file = match &self.config {
-            Some(path) => FileConfig::read(path)?,
-            None => FileConfig::default(),
-        };
+        let file = configured(self.config.as_deref())?;
         let data_dir = self
             .data_dir
             .or_else(|| Some(dirs::data_dir()?.join("steersman")))
@@ -160,6 +168,11 @@ impl Place {
             .with_context(|| format!("making the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
     }
+}
+
+/// The configuration file, if one is named.
+fn configured(path: Option<&Path>) -> Result<FileConfig> {
+    path.map_or_else(|| Ok(FileConfig::default()), |path| Ok(FileConfig::read(path)?))
 }
 
 /// Where the models' files are, downloading them where they have to be; names them in `config`.
@@ -193,7 +206,7 @@ fn main() -> ExitCode {
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
-        Command::Policy(task) => policy::run(task),
+        Command::Policy(options) => policy(options),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -218,32 +231,91 @@ fn serve(options: Serve) -> Result<()> {
     if !address.ip().is_loopback() && server.api_keys.is_empty() {
         tracing::warn!(%address, "open to the network without a key: set server.api_keys");
     }
-    let Found { folder, bundled, .. } = find(&mut config, &data_dir)?;
-    let (engine, thread) = steersman_engine::start(config, &folder, &data_dir)
-        .with_context(|| format!("loading the model in {}", folder.display()))?;
+    let policies = steersman_engine::policies(&config, &data_dir)?;
+    let further = further_models(&config);
+    // Each model's engine sees the profiles that ask it.
+    config.profiles.retain(|_, profile| profile.model.is_empty());
+    let start = |config: Config, found: &Found| {
+        steersman_engine::start(config, &found.folder, &data_dir, policies.clone())
+            .with_context(|| format!("loading the model in {}", found.folder.display()))
+    };
+    let found = find(&mut config, &data_dir)?;
+    let bundled = found.bundled;
+    let (engine, thread) = start(config, &found)?;
+    let (mut models, mut threads) = (Models::from(engine), vec![thread]);
+    for mut config in further {
+        let profiles: Vec<_> = config.profiles.keys().cloned().collect();
+        let found = find(&mut config, &data_dir).with_context(|| of_profiles(&profiles))?;
+        if models.named(&config.model.name).is_some() {
+            bail!(
+                "{}: there are two models of the name {}",
+                of_profiles(&profiles),
+                config.model.name
+            );
+        }
+        config.store.path = store_of(&config.store.file(&data_dir), &config.model.name);
+        let (engine, thread) = start(config, &found).with_context(|| of_profiles(&profiles))?;
+        models.add(engine, &profiles);
+        threads.push(thread);
+    }
 
-    let Info { model, numbers, .. } = engine.info();
+    let Info { model, numbers, .. } = models.first().info();
     let demonstration = if bundled {
         " (the bundled demonstration model, too small to be of use; choose yours with --model)"
     } else {
         ""
     };
-    let line =
-        format!("Steersman serves {model}{demonstration} at http://{address}/v1 on {numbers}");
+    let further: String = models.engines()[1..]
+        .iter()
+        .fold(String::new(), |line, engine| format!("{line} and {}", engine.info().model));
+    let line = format!(
+        "Steersman serves {model}{demonstration}{further} at http://{address}/v1 on {numbers}"
+    );
     // Who closed our output does not want to read it.
     let _ = writeln!(std::io::stdout(), "{line}");
 
-    let app = steersman::app(engine, &server);
+    let app = steersman::app(models, &server);
     let grace = Duration::from_secs(server.shutdown_s);
     runtime.block_on(serve::run(listener, app, serve::asked_to_stop(), grace))?;
     // A request that outlives its grace must not hold the process; dropping its task cancels it.
     runtime.shutdown_background();
-    // What the engine has saved is on disk then.
-    if thread.join().is_err() {
-        tracing::error!("the engine thread panicked");
+    // What the engines have saved is on disk then.
+    for thread in threads {
+        if thread.join().is_err() {
+            tracing::error!("an engine thread panicked");
+        }
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// A configuration for each model that profiles name beside that of `[model]`, with the profiles that
+/// ask it.
+fn further_models(config: &Config) -> Vec<Config> {
+    let mut models: BTreeMap<&str, BTreeMap<String, Profile>> = BTreeMap::new();
+    for (name, profile) in config.profiles.iter().filter(|(_, p)| !p.model.is_empty()) {
+        models.entry(&profile.model).or_default().insert(name.clone(), profile.clone());
+    }
+    let of = |(path, profiles): (&str, _)| {
+        let mut config = Config { profiles, ..config.clone() };
+        config.model.path = path.into();
+        config.model.name.clear();
+        // It guesses for another vocabulary.
+        config.speculation.draft_model.clear();
+        config
+    };
+    models.into_iter().map(of).collect()
+}
+
+fn of_profiles(profiles: &[String]) -> String {
+    format!("the model of profile {}", profiles.join(", "))
+}
+
+/// The file of saved state of a further model: one file is one engine's.
+fn store_of(first: &Path, model: &str) -> PathBuf {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let name: String = model.chars().map(|c| if is_plain(c) { c } else { '-' }).collect();
+    first.with_file_name(format!("{}-{name}.redb", first.file_stem().unwrap_or_default().display()))
 }
 
 fn verify(options: Verify) -> Result<()> {
@@ -269,4 +341,9 @@ fn cache(options: Cache) -> Result<()> {
     let (file, data_dir) = options.place.read()?;
     let (_, config) = file.check()?;
     cache::run(options.task, &config.store, &data_dir)
+}
+
+fn policy(options: Policy) -> Result<()> {
+    let (_, config) = configured(options.config.as_deref())?.check()?;
+    policy::run(options.task, &config.policy)
 }

@@ -96,7 +96,8 @@ fn user(text: &str) -> Message {
 /// What keeps it from being loaded.
 pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
     config.store.enabled = false;
-    let (decoder, info) = Decoder::load(config, &found.folder, data_dir)
+    let policies = steersman_engine::policies(&config, data_dir)?;
+    let (decoder, info) = Decoder::load(config, &found.folder, data_dir, policies)
         .with_context(|| format!("loading the model in {}", found.folder.display()))?;
     let mut out = std::io::stdout();
     writeln!(out, "{} ({}) on {}", info.model, info.family, info.numbers)?;

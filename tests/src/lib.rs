@@ -10,6 +10,8 @@ use std::thread::JoinHandle;
 
 use serde_json::Value;
 use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
+use steersman_engine::decode::Decoder;
+use steersman_engine::engine::Info;
 use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
 use steersman_engine::request::{Event, Finished, Message, Request, SamplingWish, ToolCall};
 use steersman_engine::{Engine, Error};
@@ -54,10 +56,29 @@ impl Running {
     /// # Panics
     /// When it cannot start.
     pub fn start(config: Config, data: &Path) -> Self {
-        let (engine, thread) =
-            steersman_engine::start(config, &bundled_model(), data).expect("the engine starts");
-        Self { engine: Some(engine), thread: Some(thread) }
+        Self::try_start(config, &bundled_model(), data).expect("the engine starts")
     }
+
+    /// Starts an engine over the model in `folder`.
+    ///
+    /// # Errors
+    /// Whatever keeps it from starting.
+    pub fn try_start(config: Config, folder: &Path, data: &Path) -> Result<Self, Error> {
+        let config = config.check()?;
+        let policies = steersman_engine::policies(&config, data)?;
+        let (engine, thread) = steersman_engine::start(config, folder, data, policies)?;
+        Ok(Self { engine: Some(engine), thread: Some(thread) })
+    }
+}
+
+/// A decoder over the bundled model, and what it says of itself.
+///
+/// # Errors
+/// Whatever keeps it from being loaded.
+pub fn load(config: Config, data: &Path) -> Result<(Decoder, Info), Error> {
+    let config = config.check()?;
+    let policies = steersman_engine::policies(&config, data)?;
+    Decoder::load(config, &bundled_model(), data, policies)
 }
 
 impl Deref for Running {

@@ -47,6 +47,13 @@ async fn cache(app: &Router) -> Value {
     serde_json::from_str(&get(app, "/v1/cache").await).unwrap()
 }
 
+/// What is told of the bundled model.
+fn of_model(metrics: &BTreeMap<String, f64>, name: &str) -> f64 {
+    let model = bundled_model();
+    let model = model.file_name().unwrap().display();
+    metrics[&format!("steersman_{name}{{model=\"{model}\"}}")]
+}
+
 /// Asks behind a system prompt that is worth saving; returns the reply.
 async fn chat(app: &Router, question: &str) -> Value {
     let system = "There are seven bells in the forest. The quiet owl walked near it. ".repeat(20);
@@ -174,12 +181,12 @@ async fn metrics_agree_with_the_cache() {
         ("/disk/counts/loaded_bytes", "cache_disk_loaded_bytes_total"),
     ] {
         let told = cache.pointer(path).and_then(Value::as_f64).expect(path);
-        assert_eq!(metrics[&format!("steersman_{name}")], told, "{name}");
+        assert_eq!(of_model(&metrics, name), told, "{name}");
     }
     let of = |kind: &str| cache["disk"][kind]["bytes"].as_f64().unwrap();
     let bytes = of("rows") + of("states") + of("other_models");
-    assert_eq!(metrics["steersman_cache_disk_bytes"], bytes);
-    assert_eq!(metrics["steersman_cache_disk_saving"], 1.0);
+    assert_eq!(of_model(&metrics, "cache_disk_bytes"), bytes);
+    assert_eq!(of_model(&metrics, "cache_disk_saving"), 1.0);
 
     // What the engine counts and what replies say are the same tokens.
     let counts = [&cache["counts"]["prompt_tokens"], &cache["counts"]["cached_tokens"]];
@@ -230,7 +237,8 @@ async fn a_second_server_on_one_folder_serves_without_the_disk_and_says_so_once(
     let told = cache(&without).await;
     assert_eq!(told["disk"], Value::Null);
     assert_eq!(told["counts"]["hits"], 1);
-    assert_eq!(samples(&get(&without, "/metrics").await)["steersman_cache_disk_saving"], 0.0);
+    let metrics = samples(&get(&without, "/metrics").await);
+    assert_eq!(of_model(&metrics, "cache_disk_saving"), 0.0);
 
     let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
     let file = data.path().join("state.redb");

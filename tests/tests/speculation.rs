@@ -4,7 +4,7 @@ use steersman_engine::config::{Config, DraftKind};
 use steersman_engine::decode::Decoder;
 use steersman_engine::decode::verify::{Outcome, Way};
 use steersman_engine::request::{Message, Request};
-use steersman_tests::{bundled_model, config, fixture};
+use steersman_tests::{bundled_model, config, fixture, load};
 
 /// The first `of_each` prompts of each of these kinds: see `tests/fixtures/speculation.py`.
 fn requests(kinds: &[&str], of_each: usize) -> Vec<Request> {
@@ -28,7 +28,7 @@ const KINDS: [&str; 4] = ["extraction", "story", "copying", "loop"];
 
 fn decoder(config: Config) -> Decoder {
     let data = tempfile::tempdir().unwrap();
-    Decoder::load(config.check().unwrap(), &bundled_model(), data.path()).unwrap().0
+    load(config, data.path()).unwrap().0
 }
 
 /// The bundled model drafts for itself where no smaller one is at hand: every draft is right then,
@@ -76,8 +76,7 @@ fn a_draft_model_must_have_the_same_vocabulary() {
     let mut config = config();
     config.speculation.draft_model = folder.path().to_str().unwrap().into();
     let data = tempfile::tempdir().unwrap();
-    let loaded = Decoder::load(config.check().unwrap(), &bundled_model(), data.path());
-    let Err(error) = loaded else { panic!("it was loaded") };
+    let Err(error) = load(config, data.path()) else { panic!("it was loaded") };
     let error = error.to_string();
     for word in ["tokenizer.json", "vocabulary", "<|im_begin|>"] {
         assert!(error.contains(word), "`{word}` is not in {error}");
@@ -91,7 +90,7 @@ fn what_calibration_finds_is_used() {
     let load = |skip_kl| {
         let mut config = config();
         config.engine.skip_kl = skip_kl;
-        Decoder::load(config.check().unwrap(), &bundled_model(), data.path())
+        steersman_tests::load(config, data.path())
     };
     let Err(error) = load(0.05) else { panic!("nothing is known yet") };
     assert!(error.to_string().contains("steersman calibrate"), "{error}");

@@ -137,7 +137,7 @@ fn what_is_warm_is_computed_at_the_start() {
     drop(engine);
 
     let missing = folder.path().join("none.json");
-    let started = steersman_engine::start(with(&missing), &bundled_model(), folder.path());
+    let started = Running::try_start(with(&missing), &bundled_model(), folder.path());
     let Err(error) = started else { panic!("it started") };
     for words in ["profiles.default.warm", "none.json"] {
         assert!(error.to_string().contains(words), "{error}");

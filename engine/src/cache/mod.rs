@@ -4,7 +4,8 @@
 //! tokens its rows came from is `decode`'s business.
 //!
 //! It can go back: after [`Cache::checkpoint`] every kind of layer can be rewound to any row since.
-//! That is how drafted rows that were rejected are forgotten.
+//! That is how drafted rows that were rejected are forgotten. A [`Snapshot`] leads further back, to
+//! one position: that is how a policy rewinds.
 
 mod full;
 mod quantized;
@@ -12,12 +13,14 @@ mod recurrent;
 mod rows;
 mod shared;
 mod sliding;
+mod snapshot;
 
 pub use full::Full;
 pub use quantized::{Quantized, QuantizedRows};
 pub use recurrent::{Recurrent, Writes, delta_write};
 pub use shared::{KeyValues, owned};
 pub use sliding::Sliding;
+pub use snapshot::Snapshot;
 
 use shared::Piece;
 
@@ -246,9 +249,7 @@ impl Cache {
                 }
                 continue;
             }
-            let (Some(a), Some(b)) = (fixed.next(), fixed.next()) else {
-                return Err(Error::Store("a saved state has too few tensors".into()));
-            };
+            let (a, b) = pair(&mut fixed)?;
             match layer {
                 LayerCache::Sliding(sliding) => sliding.restore(a, b, len)?,
                 LayerCache::Recurrent(recurrent) => recurrent.restore(a.clone(), b.clone())?,
@@ -261,6 +262,12 @@ impl Cache {
         *self = Self { layers, position, mark: None };
         Ok(())
     }
+}
+
+/// The two arrays of the next layer.
+fn pair<'a>(fixed: &mut impl Iterator<Item = &'a Array>) -> Result<(&'a Array, &'a Array)> {
+    let missing = || Error::Store("a saved state has too few tensors".into());
+    Ok((fixed.next().ok_or_else(missing)?, fixed.next().ok_or_else(missing)?))
 }
 
 /// The i-th array of each piece.

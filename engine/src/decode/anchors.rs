@@ -113,7 +113,7 @@ pub(super) fn kept(plan: &Plan, at: Anchor) -> Option<Keep> {
     seconds.map(|seconds| Keep { seconds })
 }
 
-fn is_system(message: &Message) -> bool {
+pub(super) fn is_system(message: &Message) -> bool {
     matches!(message.role.as_str(), "system" | "developer")
 }
 

@@ -16,6 +16,7 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 
+use super::adjust::Adjust;
 use super::draft::{At, Chance, Draft};
 use super::sample::sample;
 use crate::cache::{Cache, Span};
@@ -133,6 +134,7 @@ impl Costs {
         for draft in drafts {
             draft.observe(&hidden, 0)?;
             let row = hidden.try_index((.., ..1))?;
+            let mut adjust = Adjust::new(greedy);
             // One more token is known each time, as in decoding.
             let mut known = CONTEXT;
             let mut least = |depth| {
@@ -144,7 +146,7 @@ impl Costs {
                         part,
                         cache,
                         tokens,
-                        sampling: greedy,
+                        adjust: &mut adjust,
                         seed: 0,
                         vocabulary: i32::MAX,
                     };

@@ -6,18 +6,22 @@
 //! sequence that has caught up draws its next token. A turn builds its graph from tokens that are
 //! still being computed, and reads them while it runs, so that neither side waits for the other.
 
+mod adjust;
 mod admit;
 mod ahead;
 mod anchors;
+mod apply;
 pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
+mod rewind;
 mod sample;
 mod sequence;
 mod speculate;
 #[cfg(test)]
 mod tests;
+mod tool_calls;
 pub mod verify;
 
 use std::collections::BTreeMap;
@@ -39,7 +43,7 @@ use self::ahead::Ahead;
 use self::calibrate::Calibration;
 use self::draft::Chance;
 use self::governor::{Costs, Governor};
-use self::sample::{sample, within};
+use self::sample::within;
 use self::sequence::{Drawn, Rows, Sequence};
 use crate::cache::Span;
 use crate::config::{
@@ -58,23 +62,41 @@ use crate::text::Text;
 /// its own scheduling (fairness of prefill against decode, memory), so the queue holds the rest.
 const SEQUENCES: usize = 1;
 
-/// Loads the model in `folder` on a thread of its own and serves requests from there. State is
-/// kept in the folder `data`.
+/// The policies of all profiles of `config`, shared by all models, and loaded again when their files
+/// change. What they keep is in the folder `data`.
+///
+/// # Errors
+/// What keeps them from being loaded, with the profile and the policy at fault.
+pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
+    let kept = disk::open(data);
+    let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
+    policies.watch();
+    Ok(policies)
+}
+
+/// Loads the model in `folder` on a thread of its own and serves requests from there, steered by
+/// `policies`. State is kept in the folder `data`.
 ///
 /// Returns when the model is ready, with a handle and the thread. The thread ends when the last
 /// handle is dropped, what it was doing is done, and what it saved is on disk: join it to be sure.
 ///
 /// # Errors
 /// Whatever keeps the engine from starting, with the file or key at fault.
-pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, JoinHandle<()>)> {
+pub fn start(
+    config: Config,
+    folder: &Path,
+    data: &Path,
+    policies: Arc<Policies>,
+) -> Result<(Engine, JoinHandle<()>)> {
     let config = config.check()?;
     let (jobs, queue) = mpsc::channel(config.engine.queue);
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
     let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
-    let run = move || match Decoder::load(config, &folder, &data) {
+    let steering = policies.clone();
+    let run = move || match Decoder::load(config, &folder, &data, steering) {
         Ok((decoder, info)) => {
             // Nobody waits for the answer only if `start` was abandoned.
-            if ready.send(Ok((info, decoder.policies.clone()))).is_ok() {
+            if ready.send(Ok(info)).is_ok() {
                 decoder.run(queue);
             }
         }
@@ -82,7 +104,7 @@ pub fn start(config: Config, folder: &Path, data: &Path) -> Result<(Engine, Join
     };
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
-    let (info, policies) = loaded.recv().map_err(|_| Error::Stopped)??;
+    let info = loaded.recv().map_err(|_| Error::Stopped)??;
     Ok((Engine::new(jobs, info, policies), thread))
 }
 
@@ -131,15 +153,18 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Loads everything: model and text from `folder`, policies, and the store in `data`.
+    /// Loads everything: model and text from `folder`, and the store in `data`.
     ///
     /// # Errors
     /// What is missing or wrong, with its file or key. A store that cannot be opened is only a
     /// warning.
-    pub fn load(config: Config, folder: &Path, data: &Path) -> Result<(Self, Info)> {
+    pub fn load(
+        config: Config,
+        folder: &Path,
+        data: &Path,
+        policies: Arc<Policies>,
+    ) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let kept = disk::open(data);
-        let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
@@ -352,12 +377,15 @@ impl Decoder {
             if let Some(drafted) = sequence.drafted.take() {
                 self.accept_drafts(sequence, drafted)?;
             } else if let Some(drawn) = drawn {
-                sequence.commit_drawn(drawn.read()?, &self.text);
+                self.commit(sequence, drawn.read()?)?;
                 // The step that was waited for was a plain one behind another.
-                if let (Some(costs), true) = (&mut self.costs, alone && sequence.queued > 2) {
+                // What a rewind costs is no step's.
+                let plain = alone && sequence.queued > 2 && sequence.is_caught_up();
+                if let (Some(costs), true) = (&mut self.costs, plain) {
                     costs.learn_plain(start.elapsed().as_secs_f32());
                 }
             }
+            sequence.take_snapshot()?;
         }
         Ok(())
     }
@@ -368,6 +396,8 @@ impl Decoder {
         let mut ran = Vec::new();
         let mut spans = Vec::new();
         for (i, sequence) in running.iter_mut().enumerate() {
+            // Which draw the last row is for: the token drawn last is not committed yet.
+            let mut draw = sequence.adjust.draws();
             let rows = match sequence.next_rows(self.prefill_chunk)? {
                 Rows::Known(tokens) => {
                     sequence.queued = 0;
@@ -379,6 +409,7 @@ impl Decoder {
                 }
                 Rows::Drawn(rows) => {
                     sequence.queued += 1;
+                    draw += 1;
                     rows
                 }
                 Rows::None => {
@@ -388,7 +419,7 @@ impl Decoder {
             };
             spans.push(Span { rows: rows.dim(0), cache: &mut sequence.cache });
             ids.push(rows);
-            ran.push(i);
+            ran.push((i, draw));
         }
         if ids.is_empty() {
             return Ok(());
@@ -398,7 +429,7 @@ impl Decoder {
 
         let mut end = 0;
         let mut pending = Vec::new();
-        for (i, rows) in ran.into_iter().zip(&ids) {
+        for ((i, draw), rows) in ran.into_iter().zip(&ids) {
             let rows = rows.dim(0);
             end += rows;
             let sequence = &mut running[i];
@@ -416,8 +447,9 @@ impl Decoder {
             sequence.governor.iter_mut().for_each(Governor::stepped);
             let logits = self.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
             let index = sequence.cache.position as u64;
-            let token = sample(&logits, &sequence.sampling, sequence.seed, index)?;
+            let token = sequence.adjust.sample(&logits, draw, sequence.seed, index)?;
             sequence.drawn = Some(Drawn::Computing(token.clone()));
+            sequence.row = Some((sequence.cache.position, logits));
             // MLX is lazy: the next step is queued before this token is read, or the device idles
             // for one round trip a token.
             async_eval([&token])?;

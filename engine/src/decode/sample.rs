@@ -34,23 +34,27 @@ pub fn sample(logits: &Array, sampling: &Sampling, seed: u64, index: u64) -> Res
     named(&argmax_axis(&scores, -1, true)?, order.as_ref())
 }
 
-/// [`sample`], and by how much each token won over the next best, relative to its row's largest
-/// logit: f32 [R]. What is below rounding could have gone the other way.
+/// [`sample`] from `logits` with `offsets` [V] added, and by how much each token won over the next
+/// best, relative to its row's largest logit: f32 [R]. What is below rounding could have gone the
+/// other way.
 ///
 /// # Errors
 /// [`crate::Error::Array`] when MLX rejects the shapes.
 pub fn sample_with_margin(
     logits: &Array,
+    offsets: Option<&Array>,
     sampling: &Sampling,
     seed: u64,
     index: u64,
 ) -> Result<(Array, Array)> {
-    let (scores, order) = scores(logits, sampling, seed, index)?;
+    let moved = offsets.map(|offsets| logits.add(offsets)).transpose()?;
+    let (scores, order) = scores(moved.as_ref().unwrap_or(logits), sampling, seed, index)?;
     let best = argmax_axis(&scores, -1, true)?;
     let won = take_along_axis(&scores, &best, -1)?;
     let never = Array::from_f32(f32::NEG_INFINITY).as_dtype(scores.dtype())?;
     let others = put_along_axis(&scores, &best, broadcast_to(never, best.shape())?, -1)?;
     let margin = won.subtract(others.max_axis(-1, true)?)?.as_dtype(Dtype::Float32)?;
+    // Offsets are exact: what rounds is what the model computed.
     let largest = logits.abs()?.max_axis(-1, true)?.as_dtype(Dtype::Float32)?;
     // Dividing by the temperature widens rounding as well.
     let scale = if sampling.temperature > 0.0 { sampling.temperature } else { 1.0 };

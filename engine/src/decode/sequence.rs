@@ -1,8 +1,11 @@
 //! One request on its way: its tokens, its cache, its policy, and what it has said so far.
 //!
-//! Holds no arrays but its cache, the token that was drawn and not read yet, and what its drafts
-//! remember. It never runs the model: [`super::Decoder`] asks what rows it needs next, runs them,
-//! and commits what was drawn.
+//! Holds no arrays but its cache and snapshots of it, the token that was drawn and not read yet with
+//! what it was drawn from, and what its drafts remember. It never runs the model: [`super::Decoder`]
+//! asks what rows it needs next, runs them, and commits what was drawn.
+//!
+//! What the policy's actions do is in [`super::apply`] and [`super::rewind`], what becomes of calls
+//! of tools in [`super::tool_calls`].
 
 use std::collections::VecDeque;
 
@@ -10,20 +13,21 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::adjust::Adjust;
 use super::draft::Draft;
 use super::governor::{Choice, Costs, Governor};
 use super::loops::Detector;
+use super::rewind::{Floor, Said, Standing};
 use super::speculate::Drafted;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::policy::{self, Action, LoopReport, Policy, Step, Summary};
+use crate::policy::{LoopReport, Policy, Summary};
 use crate::prefix::Keep;
-use crate::request::{Event, FinishReason, Finished, Message, Request, Sampling, ToolCall, Usage};
-use crate::text::{Phase, Piece, Reply, Text};
+use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
+use crate::text::{Phase, Piece, Text};
 
-/// Most tokens that policies may inject into one request: a policy that injects at every step
-/// would otherwise never let it end.
-pub const INJECTED_TOKENS: usize = 4096;
+/// Most notes of one reply, and one that says that there were more.
+const NOTES: usize = 256;
 
 /// One request being decoded.
 pub struct Sequence {
@@ -46,8 +50,14 @@ pub struct Sequence {
     pub anchors: VecDeque<(usize, Keep)>,
     /// For how long the state at the reply's end is kept, where it is.
     pub reply_kept: Option<Keep>,
+    /// Snapshots of it, ascending.
+    pub standings: Vec<Standing>,
+    /// Tokens from here on are others than those that `cache` has seen: it is to go back.
+    pub stale: Option<usize>,
     /// The next token: drawn, not committed.
     pub drawn: Option<Drawn>,
+    /// Logits [1, V], and the position whose token is drawn from them.
+    pub row: Option<(usize, Array)>,
     /// Guess further tokens.
     pub drafts: Vec<Box<dyn Draft>>,
     /// Decides which of them does; none where speculation is off.
@@ -59,11 +69,15 @@ pub struct Sequence {
     /// Layers whose feed-forward block is left out, for the usage.
     pub skipped_layers: u32,
     /// How tokens are drawn.
-    pub sampling: Sampling,
+    pub adjust: Adjust,
     /// Seed of the draws.
     pub seed: u64,
-    /// Turns tokens into thoughts, answer and tool calls.
-    pub reply: Reply,
+    /// What the tokens of the reply say.
+    pub said: Said,
+    /// Where the current phase began: the reply is rewound no further.
+    pub floor: Floor,
+    /// Nor further than this, where a call that the client has stands behind the floor.
+    pub kept: usize,
     /// Steers this request.
     pub policy: Box<dyn Policy>,
     /// Finds loops in what is said.
@@ -85,24 +99,30 @@ pub struct Limits {
     pub context: usize,
     /// The policy is called every this many tokens, 0 on events alone.
     pub every: u32,
+    /// Tokens of the reply between two snapshots of the cache; 0 takes none.
+    pub checkpoint_every: usize,
 }
 
 /// What one request has said so far.
 #[derive(Debug, Default)]
 pub struct Progress {
-    think_tokens: u32,
-    answer_tokens: u32,
-    injected: usize,
-    loops: u32,
+    pub(super) injected: usize,
+    pub(super) rewound: usize,
+    pub(super) repairs: u32,
+    pub(super) loops: u32,
+    /// Bytes of the thought that the client has been told.
+    pub(super) reasoning: usize,
     /// What the client has been told: the message that it will send back.
-    answer: String,
-    tool_calls: Vec<ToolCall>,
+    pub(super) answer: String,
+    pub(super) tool_calls: Vec<ToolCall>,
+    /// What the last token said, where that is a call which is still to be judged.
+    pub(super) waiting: Vec<Piece>,
     drafted: u32,
     accepted: u32,
     /// Passes that verified drafts.
     verified: u32,
-    /// Tokens since the policy's last call.
-    unseen: Vec<u32>,
+    /// Tokens, the prompt included, that the policy has seen or put in itself.
+    pub(super) seen: usize,
     end: Option<FinishReason>,
     failure: Option<Error>,
     /// What the policy did, in words.
@@ -110,9 +130,10 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Nothing said yet; `notes` are what the policy did while it planned.
-    pub fn new(notes: Vec<String>) -> Self {
-        Self { notes, ..Self::default() }
+    /// Nothing said yet behind a prompt of `seen` tokens; `notes` are what the policy did while it
+    /// planned.
+    pub fn new(notes: Vec<String>, seen: usize) -> Self {
+        Self { notes, seen, ..Self::default() }
     }
 }
 
@@ -167,7 +188,9 @@ impl Sequence {
             return Ok(Rows::Drafted(concatenate(&[&last, &drafted.tokens], 0)?));
         }
         if at < self.tokens.len() {
-            let stop = self.anchors.front().map_or(usize::MAX, |&(at, _)| at);
+            let anchor = self.anchors.front().map_or(usize::MAX, |&(at, _)| at);
+            let floor = if at < self.floor.at { self.floor.at } else { usize::MAX };
+            let stop = if self.takes_snapshots() { anchor.min(floor) } else { anchor };
             let end = self.tokens.len().min(at + chunk).min(stop);
             return Ok(Rows::Known(self.tokens[at..end].to_vec()));
         }
@@ -181,9 +204,13 @@ impl Sequence {
 
     /// What drafts next, if anything should; `unread` as for [`Governor::choose`].
     pub fn choose(&self, costs: &Costs, unread: bool) -> Option<Choice> {
+        // Verified rows are drawn alike; what lasts for a few tokens is drawn one by one.
+        if self.adjust.is_passing() {
+            return None;
+        }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
-        let answer = self.limits.answer.saturating_sub(self.progress.answer_tokens + 1) as usize;
-        let thinking = self.reply.phase() == Phase::Think;
+        let answer = self.limits.answer.saturating_sub(self.said.answer_tokens + 1) as usize;
+        let thinking = self.said.reply.phase() == Phase::Think;
         let room = if thinking { context } else { context.min(answer) };
         self.governor.as_ref()?.choose(costs, &self.drafts, room, unread)
     }
@@ -222,8 +249,8 @@ impl Sequence {
     /// Whether the next token is the last one in any case, so that running it would be in vain.
     fn ends_with_next(&self) -> bool {
         let full = self.tokens.len() + 1 >= self.limits.context;
-        full || (self.reply.phase() != Phase::Think
-            && self.progress.answer_tokens + 1 >= self.limits.answer)
+        full || (self.said.reply.phase() != Phase::Think
+            && self.said.answer_tokens + 1 >= self.limits.answer)
     }
 
     /// Whether all committed tokens have run, so that the last row's logits draw the next one.
@@ -253,136 +280,72 @@ impl Sequence {
     /// drawn in the meantime is dropped, like a draft that was rejected. A policy that fails closed
     /// ends the request.
     pub fn commit_drawn(&mut self, token: u32, text: &Text) {
-        if text.eos().contains(&token) {
-            self.tokens.push(token);
-            self.end(FinishReason::Stop);
-            return;
-        }
-        let loop_found = self.commit(token);
-        if self.reply.stopped() {
-            self.end(FinishReason::Stop);
-            return;
-        }
-        self.check_limits();
-        if !self.has_ended() {
-            if let Err(error) = self.ask_policy(loop_found, text) {
-                self.progress.failure = Some(error);
-            }
-            self.check_limits();
+        if let Err(error) = self.take_drawn(token, text) {
+            self.progress.failure = Some(error);
         }
     }
 
-    /// Adds one token to what was said; returns a loop if it completes one.
-    fn commit(&mut self, token: u32) -> Option<LoopReport> {
-        let before = self.reply.phase();
+    fn take_drawn(&mut self, token: u32, text: &Text) -> Result<()> {
+        if !self.adjust.draw(token) {
+            // The cache may have seen it already.
+            self.stale = Some(self.tokens.len());
+            let reason = "every token there is is banned";
+            self.note(format!("stopped after {} tokens: {reason}", self.replied()));
+            self.end(FinishReason::Policy(reason.into()));
+            return Ok(());
+        }
+        if text.eos().contains(&token) {
+            return self.end_turn(token, text);
+        }
+        let mut loop_found = self.commit(token);
+        if self.judge(text)? {
+            loop_found = None;
+        }
+        if self.said.reply.stopped() && !self.has_ended() {
+            self.end(FinishReason::Stop);
+        }
+        self.check_limits();
+        if !self.has_ended() {
+            self.ask_policy(loop_found, text)?;
+            self.check_limits();
+        }
+        Ok(())
+    }
+
+    /// Adds one token to what was said; returns a loop if it completes one. Calls that it completes
+    /// wait to be judged.
+    pub(super) fn commit(&mut self, token: u32) -> Option<LoopReport> {
+        let before = self.said.reply.phase();
         self.tokens.push(token);
         self.drafts.iter_mut().for_each(|draft| draft.read(&self.tokens));
-        self.progress.unseen.push(token);
-        match before {
-            Phase::Think => self.progress.think_tokens += 1,
-            Phase::Answer | Phase::ToolCall => self.progress.answer_tokens += 1,
+        let pieces = self.said.push(token);
+        if pieces.iter().any(|piece| self.is_new_call(piece)) {
+            self.progress.waiting = pieces;
+        } else {
+            self.send(pieces);
         }
-        let pieces = self.reply.push(token);
-        self.send(pieces);
+        let now = self.said.reply.phase();
+        let parted = now != before && (before == Phase::Think || now == Phase::Think);
+        // A call that waits may yet be taken back.
+        if parted && self.progress.waiting.is_empty() {
+            self.set_floor();
+        }
         let detector = self.detector.as_mut()?;
-        if self.reply.phase() != before {
+        if now != before {
             detector.reset();
             return None;
         }
         detector.push(token)
     }
 
-    /// Calls the policy where there is reason to, and applies its actions.
-    fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
-        let progress = &mut self.progress;
-        let thinking = self.reply.phase() == Phase::Think;
-        let budget_reached = thinking && progress.think_tokens >= self.limits.think;
-        let due = self.limits.every > 0 && progress.unseen.len() >= self.limits.every as usize;
-        if loop_found.is_none() && !budget_reached && !due {
-            return Ok(());
-        }
-        progress.loops += u32::from(loop_found.is_some());
-        let unseen = std::mem::take(&mut progress.unseen);
-        let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
-        let step = Step {
-            index: (self.tokens.len() - self.prompt) as u32,
-            phase: match self.reply.phase() {
-                Phase::Think => policy::Phase::Think,
-                Phase::Answer => policy::Phase::Answer,
-                Phase::ToolCall => policy::Phase::ToolCall,
-            },
-            think_tokens: progress.think_tokens,
-            answer_tokens: progress.answer_tokens,
-            think_left: self.limits.think.saturating_sub(progress.think_tokens),
-            tokens: unseen[newest..].to_vec(),
-            text: self.reply.take_text(),
-            loop_found,
-            budget_reached,
-        };
-        let actions = self.policy.on_step(&step)?;
-        self.progress.notes.extend(self.policy.take_notes());
-        let why = match (loop_found, budget_reached) {
-            (Some(found), _) => format!("a loop of {} tokens", found.period),
-            (None, true) => "the budget".to_string(),
-            (None, false) => "no event".to_string(),
-        };
-        for action in actions {
-            if self.has_ended() {
-                break;
-            }
-            self.apply(action, &why, text)?;
-        }
-        // Budgets hold whatever the policy answers.
-        if budget_reached && self.reply.phase() == Phase::Think && !self.has_ended() {
-            self.apply(Action::CloseThinking(String::new()), "the budget", text)?;
-        }
-        Ok(())
-    }
-
-    fn apply(&mut self, action: Action, why: &str, text: &Text) -> Result<()> {
-        let at = self.tokens.len() - self.prompt;
-        let (tokens, what) = match action {
-            Action::Inject(words) => (text.encode_plain(&words)?, "injected text"),
-            Action::CloseThinking(words) if self.reply.phase() == Phase::Think => {
-                (self.reply.closing(text, &words)?, "closed the thought")
-            }
-            Action::CloseThinking(_) => return Ok(()),
-            Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {
-                todo!("helper A")
-            }
-            Action::Stop(reason) => {
-                self.note(format!("stopped after {at} tokens, on {why}: {reason}"));
-                self.end(FinishReason::Policy(reason));
-                return Ok(());
-            }
-        };
-        self.progress.injected += tokens.len();
-        if self.progress.injected > INJECTED_TOKENS {
-            let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
-            self.note(reason.clone());
-            self.end(FinishReason::Policy(reason));
-            return Ok(());
-        }
-        if self.tokens.len() + tokens.len() > self.limits.context {
-            self.note(format!("{what} after {at} tokens, on {why}: the context is full"));
-            self.end(FinishReason::Length);
-            return Ok(());
-        }
-        self.note(format!("{what} after {at} tokens, on {why}"));
-        if !tokens.is_empty() {
-            self.drawn = None;
-            for token in tokens {
-                self.commit(token);
-            }
-            self.progress.unseen.clear();
-            self.detector.iter_mut().for_each(Detector::reset);
-        }
-        Ok(())
+    /// Tokens of the reply so far.
+    pub(super) fn replied(&self) -> usize {
+        self.tokens.len() - self.prompt
     }
 
     fn check_limits(&mut self) {
-        let answered = self.progress.answer_tokens >= self.limits.answer;
-        let thinking = self.reply.phase() == Phase::Think;
+        let answered = self.said.answer_tokens >= self.limits.answer;
+        let thinking = self.said.reply.phase() == Phase::Think;
         if !self.has_ended()
             && ((answered && !thinking) || self.tokens.len() >= self.limits.context)
         {
@@ -390,22 +353,46 @@ impl Sequence {
         }
     }
 
-    fn end(&mut self, reason: FinishReason) {
+    pub(super) fn end(&mut self, reason: FinishReason) {
         self.progress.end = Some(reason);
     }
 
-    fn note(&mut self, note: String) {
-        self.progress.notes.push(note);
+    /// Remarks on what the policy did.
+    pub(super) fn note(&mut self, note: String) {
+        let notes = &mut self.progress.notes;
+        if notes.len() < NOTES {
+            notes.push(note);
+        } else if notes.len() == NOTES {
+            notes.push("and more".into());
+        }
     }
 
-    fn send(&mut self, pieces: Vec<Piece>) {
+    /// The policy's remarks about itself.
+    pub(super) fn note_policy(&mut self) {
+        self.policy.take_notes().into_iter().for_each(|note| self.note(note));
+    }
+
+    /// Whether this is a call that the client does not have.
+    pub(super) fn is_new_call(&self, piece: &Piece) -> bool {
+        let Piece::ToolCall(call) = piece else { return false };
+        // A call is read again where its closing tag was taken back.
+        !self.progress.tool_calls.iter().any(|sent| sent.id == call.id)
+    }
+
+    /// Tells the client.
+    pub(super) fn send(&mut self, pieces: Vec<Piece>) {
         for piece in pieces {
+            let is_new_call = self.is_new_call(&piece);
             let event = match piece {
-                Piece::Reasoning(text) => Event::Reasoning(text),
+                Piece::Reasoning(text) => {
+                    self.progress.reasoning += text.len();
+                    Event::Reasoning(text)
+                }
                 Piece::Answer(text) => {
                     self.progress.answer.push_str(&text);
                     Event::Answer(text)
                 }
+                Piece::ToolCall(_) if !is_new_call => continue,
                 Piece::ToolCall(call) => {
                     self.progress.tool_calls.push(call.clone());
                     Event::ToolCall(call)
@@ -418,8 +405,11 @@ impl Sequence {
 
     /// Says the last words and tells the policy; the cache stays as it is.
     pub fn finish(&mut self) {
-        let pieces = self.reply.finish();
-        self.send(pieces);
+        let pieces = self.said.reply.finish();
+        match self.judge_last(pieces) {
+            Ok(pieces) => self.send(pieces),
+            Err(error) => return self.fail(error),
+        }
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
         // Only now are all calls known: the end of the turn completes one, too.
         let reason = match reason {
@@ -467,20 +457,20 @@ impl Sequence {
         self.policy.on_finish(&Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
-            think_tokens: self.progress.think_tokens,
-            answer_tokens: self.progress.answer_tokens,
+            think_tokens: self.said.think_tokens,
+            answer_tokens: self.said.answer_tokens,
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,
         });
-        self.progress.notes.extend(self.policy.take_notes());
+        self.note_policy();
     }
 
     fn usage(&self) -> Usage {
         Usage {
             prompt_tokens: self.prompt as u32,
             cached_tokens: self.cached as u32,
-            reasoning_tokens: self.progress.think_tokens,
-            answer_tokens: self.progress.answer_tokens,
+            reasoning_tokens: self.said.think_tokens,
+            answer_tokens: self.said.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
             skipped_layers: self.skipped_layers,

@@ -23,7 +23,6 @@ use mlx_rs::{Array, Dtype};
 use super::Decoder;
 use super::draft::{At, Draft, DraftModel, EarlyExit, MtpDraft, Ngram, forget};
 use super::governor::{Governor, Mode};
-use super::sample::{sample, sample_with_margin};
 use super::sequence::{Drawn, Sequence};
 use crate::config::DraftKind;
 use crate::error::{Error, Result};
@@ -116,7 +115,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Array`]
-    pub(super) fn draft(&self, sequence: &mut Sequence) -> Result<()> {
+    pub(super) fn draft(&mut self, sequence: &mut Sequence) -> Result<()> {
         if !sequence.is_caught_up() || sequence.drawn.is_none() {
             return Ok(());
         }
@@ -128,7 +127,7 @@ impl Decoder {
             return Ok(());
         }
         let token = sequence.drawn.take().expect("looked at above").read()?;
-        sequence.commit_drawn(token, &self.text);
+        self.commit(sequence, token)?;
         let position = sequence.cache.position;
         if sequence.has_ended() || sequence.tokens.len() != position + 1 {
             return Ok(());
@@ -138,10 +137,10 @@ impl Decoder {
             forget(&mut *sequence.drafts[choice.draft]);
         }
         let start = Instant::now();
-        let Sequence { drafts, cache, tokens, sampling, seed, .. } = sequence;
+        let Sequence { drafts, cache, tokens, adjust, seed, .. } = sequence;
         let (model, part) = (&*self.model, self.pass());
-        let (sampling, seed, vocabulary) = (*sampling, *seed, self.vocabulary);
-        let mut at = At { model, part, cache, tokens, sampling, seed, vocabulary };
+        let (seed, vocabulary) = (*seed, self.vocabulary);
+        let mut at = At { model, part, cache, tokens, adjust, seed, vocabulary };
         if let Some(tokens) = drafts[choice.draft].propose(&mut at, choice.depth)? {
             cache.checkpoint();
             sequence.drafted =
@@ -157,12 +156,14 @@ impl Decoder {
     pub(super) fn draw_drafted(&self, sequence: &mut Sequence, hidden: Array) -> Result<()> {
         let drafted = sequence.drafted.as_mut().expect("these rows were drafted");
         let logits = self.logits(&hidden)?.squeeze_axes(&[0])?;
-        let (sampling, index) = (&sequence.sampling, drafted.position as u64 + 1);
+        // Nothing in force ends while drafts are verified: each row is drawn as the first one is.
+        let (draw, index) = (sequence.adjust.draws(), drafted.position as u64 + 1);
+        let (adjust, seed) = (&mut sequence.adjust, sequence.seed);
         let (drawn, margins) = if self.speculation.exact {
-            let (drawn, margins) = sample_with_margin(&logits, sampling, sequence.seed, index)?;
+            let (drawn, margins) = adjust.sample_with_margin(&logits, draw, seed, index)?;
             (drawn, Some(margins))
         } else {
-            (sample(&logits, sampling, sequence.seed, index)?, None)
+            (adjust.sample(&logits, draw, seed, index)?, None)
         };
         drafted.ran = Some(Ran { hidden, drawn, margins });
         Ok(())
@@ -190,24 +191,29 @@ impl Decoder {
         let sure = doubtful.map_or(right, |row| right.min(row));
 
         let mut accepted = 0;
-        let mut turned = false;
+        let (mut turned, mut changed) = (false, false);
+        let changes = sequence.adjust.changes();
         for &token in &tokens[..sure] {
             let length = sequence.tokens.len();
             sequence.commit_drawn(token, &self.text);
             accepted += 1;
-            turned = sequence.has_ended() || sequence.tokens.len() != length + 1;
-            if turned {
+            turned = sequence.has_ended()
+                || sequence.stale.is_some()
+                || sequence.tokens.len() != length + 1;
+            // What follows was drawn as the policy no longer wants it.
+            changed = sequence.adjust.changes() != changes;
+            if turned || changed {
                 break;
             }
         }
-        let alone = !turned && doubtful == Some(accepted);
+        let alone = !turned && (changed || doubtful == Some(accepted));
         // The row of the last token accepted stays, unless it is to be run again.
         let rows = accepted + usize::from(!alone);
         sequence.cache.rewind(position + rows)?;
         if !turned && !alone {
             sequence.drawn = Some(Drawn::Known(drawn[accepted]));
         }
-        if rows > 0 {
+        if rows > 0 && sequence.stale.is_none() {
             sequence.observe(&hidden.try_index((.., ..rows as i32, ..))?, position)?;
         }
         let rejected = !turned && !alone && accepted < tokens.len();
@@ -215,12 +221,13 @@ impl Decoder {
         let Sequence { drafts, governor, .. } = sequence;
         let draft = &mut drafts[draft];
         draft.learn(accepted + usize::from(rejected), accepted)?;
-        let (Some(governor), Some(costs)) = (governor, &mut self.costs) else { return Ok(()) };
-        // What had to catch up took longer than drafting does.
-        if governor.verified(costs, &**draft, accepted > 0, rows, alone) {
+        if let (Some(governor), Some(costs)) = (governor, &mut self.costs)
+            // What had to catch up took longer than drafting does.
+            && governor.verified(costs, &**draft, accepted > 0, rows, alone)
+        {
             costs.learn_verify(draft.kind(), tokens.len() + 1, took);
         }
-        Ok(())
+        self.settle(sequence)
     }
 
     /// Keeps what the drafts of `sequence` have learned for the next one.
@@ -247,6 +254,7 @@ fn read<T: mlx_rs::ArrayElement + Clone>(array: &Array) -> Result<Vec<T>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample::sample;
     use super::*;
     use crate::request::Sampling;
 

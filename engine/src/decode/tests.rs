@@ -1,11 +1,17 @@
 //! Laws of the decoder that need its insides.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use super::Decoder;
 use super::verify::{Outcome, Way};
 use crate::config::{Config, Device, DraftKind};
+use crate::policy::{Policies, disk};
 use crate::request::{Message, Request, SamplingWish};
+
+mod actions;
+mod scripted;
+mod tool_calls;
 
 const TOKENS: usize = 48;
 
@@ -17,7 +23,10 @@ fn load(mut config: Config) -> Decoder {
     config.model.device = Device::Cpu;
     config.store.enabled = false;
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
-    Decoder::load(config.check().unwrap(), &folder, Path::new("/nowhere")).unwrap().0
+    let config = config.check().unwrap();
+    let kept = Arc::new(disk::in_memory());
+    let policies = Policies::load(&config.policy, &config.profiles, &kept).unwrap();
+    Decoder::load(config, &folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }
 
 fn ask(question: &str) -> Request {

@@ -213,7 +213,7 @@ impl Decoder {
         let request = Request { sampling, ..request.clone() };
         let mut sequence = self.admit(&Job { request, events })?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);
-        self.prepare(&mut sequence, way, plain);
+        self.prepare(&mut sequence, way, plain.map(|plain| &plain.tokens[..]));
         let mut running = vec![sequence];
         let mut start = Instant::now();
         while !running[0].has_ended() {
@@ -253,8 +253,8 @@ impl Decoder {
         Ok(self.reply(request, way, tokens, None)?.tokens)
     }
 
-    /// Gives `sequence` what drafts in this way.
-    fn prepare(&self, sequence: &mut Sequence, way: Way, plain: Option<&Reply>) {
+    /// Gives `sequence` what drafts in this way; `plain` is what its tokens will be, where that is known.
+    pub(super) fn prepare(&self, sequence: &mut Sequence, way: Way, plain: Option<&[u32]>) {
         let always = |depth| Some(Governor::new(Mode::Always(depth), depth));
         match (way, plain) {
             (Way::Governed, _) => {}
@@ -263,7 +263,7 @@ impl Decoder {
                 sequence.governor = always(TRIED_DEPTH);
             }
             (Way::Rewound, Some(plain)) => {
-                let text = plain.tokens.clone();
+                let text = plain.to_vec();
                 sequence.drafts = vec![Box::new(Wrong { text, place: 0 })];
                 sequence.governor = always(DEPTH);
             }
@@ -283,7 +283,7 @@ impl Decoder {
         let hidden = self.model.forward(&ids, &mut [span], self.pass())?;
         let last = hidden.try_index((.., rows - 1..))?;
         let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
-        let (_, margin) = sample_with_margin(&logits, &Sampling::default(), 0, 0)?;
+        let (_, margin) = sample_with_margin(&logits, None, &Sampling::default(), 0, 0)?;
         margin.try_item_exact::<f32>().map_err(|e| Error::Array(e.to_string()))
     }
 }

@@ -4,29 +4,18 @@
 //! The native policy that takes over works under the plan already made: a guest that planned and
 //! then failed leaves its budgets and thresholds in force, so failing loosens nothing.
 //!
-//! A [`Breaker`] remembers failures across requests. A policy that failed in
-//! [`FAILURES`] requests in a row rests: it is not called for [`FIRST_REST`], then, if it fails
-//! again at once, for twice as long, up to [`LONGEST_REST`].
+//! A [`Breaker`] remembers failures across requests, and says when a policy is not to be called.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
+use super::breaker::Breaker;
 use super::native::Native;
 use super::{
-    Action, Cost, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary, ToolCallView,
-    Verdict,
+    Action, Cost, ImportCall, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary,
+    ToolCallView, Verdict,
 };
 use crate::config::OnFailure;
 use crate::error::{Error, Result};
-
-/// Failed requests in a row after which a policy rests.
-pub const FAILURES: u32 = 8;
-
-/// How long it rests at first.
-pub const FIRST_REST: Duration = Duration::from_secs(30);
-
-/// How long it rests at most.
-pub const LONGEST_REST: Duration = Duration::from_secs(600);
 
 /// A policy whose failures are handled.
 pub struct Guarded {
@@ -69,7 +58,7 @@ impl Guarded {
     /// Records a failure; what follows is answered by [`Native`], or is `error`.
     fn fail(&mut self, error: Error) -> Result<()> {
         self.guest = None;
-        self.breaker.failed();
+        self.breaker.failed(&problem(&error));
         self.give_up(error)
     }
 
@@ -121,14 +110,19 @@ impl Policy for Guarded {
         let failures = guest.take_notes();
         if !failures.is_empty() {
             self.guest = None;
-            self.breaker.failed();
-            tracing::warn!(policy = self.name, error = failures.join("; "), "on-finish failed");
+            let error = failures.join("; ");
+            self.breaker.failed(&error);
+            tracing::warn!(policy = self.name, error, "on-finish failed");
             self.notes.extend(failures);
         }
     }
 
     fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
+    }
+
+    fn take_imports(&mut self) -> Vec<ImportCall> {
+        self.guest.as_mut().map(|guest| guest.take_imports()).unwrap_or_default()
     }
 
     fn cost(&self) -> Cost {
@@ -145,65 +139,20 @@ impl Drop for Guarded {
     }
 }
 
-/// Where a breaker reads the time.
-pub type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
-
-/// Counts failed requests in a row and says when a policy rests.
-pub struct Breaker {
-    clock: Clock,
-    record: Mutex<Record>,
-}
-
-#[derive(Default)]
-struct Record {
-    failures: u32,
-    rests_until: Option<Instant>,
-}
-
-impl Default for Breaker {
-    fn default() -> Self {
-        Self::with_clock(Box::new(Instant::now))
-    }
-}
-
-impl Breaker {
-    /// A breaker that reads the time from `clock`.
-    pub fn with_clock(clock: Clock) -> Self {
-        Self { clock, record: Mutex::default() }
-    }
-
-    /// How much longer the policy rests; `None` when it may be called.
-    pub fn rest(&self) -> Option<Duration> {
-        let left = self.lock().rests_until?.saturating_duration_since((self.clock)());
-        (!left.is_zero()).then_some(left)
-    }
-
-    fn failed(&self) {
-        let now = (self.clock)();
-        let mut record = self.lock();
-        if record.rests_until.is_some_and(|until| until > now) {
-            // A request that began before the rest: it tells nothing new.
-            return;
-        }
-        record.failures = record.failures.saturating_add(1);
-        if let Some(doublings) = record.failures.checked_sub(FAILURES) {
-            let rest = FIRST_REST.saturating_mul(2u32.saturating_pow(doublings));
-            record.rests_until = Some(now + rest.min(LONGEST_REST));
-        }
-    }
-
-    fn succeeded(&self) {
-        *self.lock() = Record::default();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Record> {
-        // Nothing can panic between two changes of the record, so it is whole even when poisoned.
-        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+/// What happened, without the policy's name, where that is said anyway.
+fn problem(error: &Error) -> String {
+    match error {
+        Error::Policy { problem, .. } => problem.clone(),
+        other => other.to_string(),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+    use std::time::Instant;
+
+    use super::super::breaker::{FAILURES, FIRST_REST};
     use super::super::native::{HINT, LOOPS};
     use super::super::{LoopReport, Phase};
     use super::*;
@@ -263,7 +212,7 @@ mod tests {
             let notes = policy.take_notes();
             assert_eq!(notes, [format!("policy `fake`: {fails}; the native policy took over")]);
         }
-        assert_eq!(breaker.lock().failures, 3);
+        assert_eq!(breaker.health().failures, 3);
     }
 
     #[test]
@@ -284,11 +233,11 @@ mod tests {
         policy.on_finish(&Summary::default());
         assert_eq!(policy.take_notes(), ["on-finish"]);
         drop(policy);
-        assert_eq!(breaker.lock().failures, 1);
+        assert_eq!(breaker.health().failures, 1);
     }
 
     #[test]
-    fn a_policy_that_keeps_failing_rests_twice_as_long_each_time_until_it_succeeds() {
+    fn a_policy_that_rests_is_not_called_until_the_rest_is_over() {
         let now = Arc::new(Mutex::new(Instant::now()));
         let clock = now.clone();
         let breaker = Arc::new(Breaker::with_clock(Box::new(move || *clock.lock().unwrap())));
@@ -297,18 +246,11 @@ mod tests {
             policy.on_step(&looping()).unwrap() == [Action::Stop("fake".into())]
         };
         for _ in 0..FAILURES {
-            assert_eq!(breaker.rest(), None);
             assert!(!request("on-step"));
         }
-        for seconds in [30, 60, 120, 240, 480, 600, 600] {
-            assert_eq!(breaker.rest(), Some(Duration::from_secs(seconds)));
-            assert!(!request("none"), "a resting policy is not called");
-            *now.lock().unwrap() += Duration::from_secs(seconds);
-            assert_eq!(breaker.rest(), None);
-            assert!(!request("on-step"));
-        }
-        *now.lock().unwrap() += LONGEST_REST;
+        assert!(!request("none"), "a resting policy is not called");
+        *now.lock().unwrap() += FIRST_REST;
         assert!(request("none"));
-        assert_eq!(breaker.lock().failures, 0);
+        assert_eq!(breaker.health().failures, 0);
     }
 }

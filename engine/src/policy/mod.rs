@@ -6,16 +6,19 @@
 //! request still ends within its limits.
 //!
 //! [`registry`] gives each request its [`chain`] of instances; [`guarded`] stands between each and a
-//! failing guest; [`native`] is what then remains. [`trace`] records what they decide, and
-//! [`golden`] asks the same questions again.
+//! failing guest, which a [`breaker`] remembers; [`native`] is what then remains. [`trace`] records
+//! what they decide, and [`golden`] asks the same questions again.
 
+pub mod breaker;
 pub mod chain;
 pub mod disk;
 pub mod golden;
 pub mod guarded;
 pub mod native;
+pub mod prompt;
 pub mod registry;
 pub mod trace;
+pub mod validate;
 pub mod wasm;
 
 use std::collections::BTreeMap;
@@ -75,6 +78,27 @@ pub trait Policy {
     fn cost(&self) -> Cost {
         Cost::default()
     }
+
+    /// What the host answered to the calls that the last hook made of it, in order, for traces; those
+    /// of the start function come with the first hook.
+    fn take_imports(&mut self) -> Vec<ImportCall> {
+        Vec::new()
+    }
+}
+
+/// A call that a policy made of its host, and the answer: what a replay needs to be exact. Of
+/// `kv.get`, `kv.set`, `kv.delete`, `tokenizer.encode` and `tokenizer.decode`; the rest answers
+/// nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImportCall {
+    /// Interface and function, `kv.get`.
+    pub call: String,
+    /// Its arguments; lists of tokens as JSON.
+    pub arguments: Vec<String>,
+    /// `kv.get`: the value. `kv.set`: why it was refused (`bad-key`, `full`), `None` where it was
+    /// not. `kv.delete`: `true` or `false`. `tokenizer.encode`: the tokens as JSON.
+    /// `tokenizer.decode`: the text.
+    pub answer: Option<String>,
 }
 
 /// What a call of a hook took.

@@ -2,13 +2,17 @@
 //!
 //! A [`Component`] is compiled once, on any thread; an [`Instance`] of it (one wasmtime `Store`)
 //! lives as long as one request, on the engine thread, so guest globals are the request's state
-//! and a trap harms one request. The linker is empty: no WASI, clock, random or network, and a
-//! component that imports a function is refused at load.
+//! and a trap harms one request. It speaks one of the versions of the contract that `contract.rs`
+//! lists, side by side with components of another. The linker holds the imports of the contract and
+//! nothing else: no WASI, clock, random or network. A component that imports anything else is
+//! refused at load, and [`Component::granted`] says whether a profile allows what it imports.
 //!
-//! Every call, and instantiation too, has four bounds out of [`PolicyConfig`]: fuel, which is
+//! Every call, and instantiation too, has these bounds out of [`PolicyConfig`]: fuel, which is
 //! deterministic and so can be replayed; an epoch deadline, for what fuel does not count; the
-//! memory limit, with tables and instances bounded by constants here; and the bytes of its answer,
-//! checked while it is lifted, before the host allocates for it.
+//! memory limit, with tables, instances and handles bounded by constants here; the bytes of its answer,
+//! checked while it is lifted, before the host allocates for it; and the number and bytes of its
+//! calls of imports. What it answers is then checked against the contract (`validate.rs`), so that
+//! a lie is a failure of the guest like a trap.
 //!
 //! # Why
 //! `component-model-async` stays off (it adds 0.4 us a call), as do GC, threads and 64-bit
@@ -17,17 +21,30 @@
 //! for [`INSTANCES`] instances of `memory_bytes` each and no more than that: the default of 4 GiB
 //! a memory saves bounds checks, which cost nothing here, but fails under `ulimit -v`.
 //!
-//! Measured with the default policy on two x86-64 cores: a step call 0.8 us at the median and
-//! 1.6 us at the 99th percentile, starting and dropping an instance 6 us and 11 us
-//! (`cost_of_the_default_policy` in tests/tests/hostile.rs repeats it).
+//! A policy in JavaScript or Python is an interpreter of 10 to 20 MB with a memory of 9.5 or 12.9 MB
+//! from its first moment, the latter in 38 core instances. `memory_bytes` and [`CORES`] leave room
+//! for them and cost a small policy nothing: pages that no guest touched are address space alone.
+//! Neither imports WASI when it is built with it stubbed, so there is none here, not even an inert
+//! one.
+//!
+//! Measured on two x86-64 cores that other work kept busy (load 12): a step call of the default
+//! policy 0.8 us at the median and 4.9 us at the 99th percentile, with reading its fuel and its
+//! time; of a guest that decides nothing 0.6 us, and 0.2 us more with a `kv.get`; starting and
+//! dropping an instance 4 us and 14 us (`cost_of_the_default_policy` in tests/tests/hostile repeats
+//! it).
 
 mod contract;
+mod imports;
+mod kv;
 mod ticker;
 
 use std::fmt::Write as _;
 use std::sync::Arc;
+use std::time::Instant;
 
-use contract::exports::steersman::policy as hooks;
+use contract::{Found, Hooks, LIST_BYTES, PACKAGE, VERSIONS, Version, full_name};
+use imports::{Counters, Imports, Services};
+use kv::Kv;
 use redb::Database;
 use sha2::{Digest, Sha256};
 use ticker::{TICKS, Ticker};
@@ -38,12 +55,15 @@ use wasmtime::{
     Trap,
 };
 
-use super::{ACTIONS, Action, KEEPS, Plan, Policy, RequestView, Step, Summary};
-use crate::config::PolicyConfig;
+use super::{
+    Action, Cost, ImportCall, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary,
+    ToolCallView, Verdict, Vocabulary, no_vocabulary, validate,
+};
+use crate::config::{Grant, PolicyConfig};
 use crate::error::{Error, Result};
 
-/// Version of the contract in `wit/` that this server speaks.
-pub const CONTRACT: &str = "0.1.0";
+/// The newest version of the contract that this server speaks, that of `wit/`.
+pub const CONTRACT: &str = VERSIONS[0].number;
 
 /// Largest component that is loaded; those with a JavaScript or Python engine inside have up to
 /// 20 MB.
@@ -52,8 +72,15 @@ pub const COMPONENT_BYTES: usize = 64 << 20;
 /// Most instances at a time, that is, most requests that a policy steers at a time.
 pub const INSTANCES: u32 = 256;
 
-/// Most core instances, memories and tables of one component, each.
+/// Most core instances of one component: a Python interpreter comes in 38.
+const CORES: u32 = 64;
+
+/// Most memories and tables of one component, each.
 const PARTS: u32 = 8;
+
+/// Most handles of resources that an instance holds. The contract has none; a component may make
+/// some of its own, and the host keeps account of them.
+const HANDLES: usize = 1000;
 
 /// Most elements of one table.
 const TABLE_ELEMENTS: usize = 20_000;
@@ -64,13 +91,13 @@ const STACK_BYTES: usize = 256 << 10;
 /// Size of a Wasm page: memory limits are rounded up to it.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// Prefix of the names of all interfaces of the contract.
-const PACKAGE: &str = "steersman:policy/";
-
-/// wasmtime, set up with the limits of all guests, and the thread that advances its epoch.
+/// wasmtime, set up with the limits of all guests, the thread that advances its epoch, and what
+/// guests share: a map and counters.
 pub struct Host {
     engine: Engine,
+    linker: Linker<State>,
     ticker: Arc<Ticker>,
+    services: Arc<Services>,
     limits: PolicyConfig,
 }
 
@@ -79,14 +106,14 @@ impl Host {
     ///
     /// # Errors
     /// [`Error::Invalid`] when this machine cannot reserve the address space.
-    pub fn new(limits: &PolicyConfig, _database: &Arc<Database>) -> Result<Self> {
+    pub fn new(limits: &PolicyConfig, database: &Arc<Database>) -> Result<Self> {
         let memory_bytes = limits.memory_bytes.next_multiple_of(PAGE_BYTES);
         let mut pool = PoolingAllocationConfig::new();
         pool.total_component_instances(INSTANCES)
-            .total_core_instances(INSTANCES * PARTS)
+            .total_core_instances(INSTANCES * CORES)
             .total_memories(INSTANCES)
             .total_tables(INSTANCES * 2)
-            .max_core_instances_per_component(PARTS)
+            .max_core_instances_per_component(CORES)
             .max_memories_per_component(PARTS)
             .max_tables_per_component(PARTS)
             .table_elements(TABLE_ELEMENTS)
@@ -107,10 +134,55 @@ impl Host {
             field: "policy.memory_bytes",
             problem: format!("wasmtime cannot be set up with {memory_bytes} bytes: {e:#}"),
         })?;
-        let ticker = Ticker::start(engine.clone(), limits.deadline_ms).map_err(|e| {
-            Error::Invalid { field: "policy", problem: format!("no thread can be started: {e}") }
-        })?;
-        Ok(Self { engine, ticker: Arc::new(ticker), limits: limits.clone() })
+        let no_thread = |error: std::io::Error| Error::Invalid {
+            field: "policy",
+            problem: format!("no thread can be started: {error}"),
+        };
+        let ticker = Ticker::start(engine.clone(), limits.deadline_ms).map_err(no_thread)?;
+        let kv = Kv::open(database, limits.kv_bytes).map_err(no_thread)?;
+        let mut linker = Linker::new(&engine);
+        for version in VERSIONS {
+            (version.link)(&mut linker).expect("each version has names of its own");
+        }
+        Ok(Self {
+            engine,
+            linker,
+            ticker: Arc::new(ticker),
+            services: Arc::new(Services { kv, counters: Counters::default() }),
+            limits: limits.clone(),
+        })
+    }
+
+    /// What policies counted: policy, counter, value; sorted.
+    pub fn counters(&self) -> Vec<(String, String, u64)> {
+        self.services.counters.list()
+    }
+}
+
+/// What surrounds an instance.
+#[derive(Clone)]
+pub struct Scene {
+    /// The request's name in logs.
+    pub request: String,
+    /// The profile that chose the policy: with the policy's name, the namespace of its `kv`.
+    pub profile: String,
+    /// The served model's tokenizer.
+    pub vocabulary: Arc<dyn Vocabulary>,
+    /// `None` where the request is real. Else what imports answered when it was, all hooks' in order:
+    /// they answer so again, and where a call is not recorded, `kv` is a map in memory that begins
+    /// empty and the tokenizer is `vocabulary`. Nothing is kept or counted.
+    pub recorded: Option<Arc<[ImportCall]>>,
+}
+
+impl Scene {
+    /// Of a trial: no request, no model, and nothing is kept.
+    pub fn trial() -> Self {
+        Self {
+            request: String::new(),
+            profile: String::new(),
+            vocabulary: no_vocabulary(),
+            recorded: Some(Arc::default()),
+        }
     }
 }
 
@@ -118,22 +190,24 @@ impl Host {
 pub struct Component {
     name: String,
     sha256: [u8; 32],
-    version: String,
+    version: &'static Version,
+    hooks: Vec<&'static str>,
+    imports: Vec<Grant>,
     pre: InstancePre<State>,
-    on_request: Option<hooks::on_request::GuestIndices>,
-    on_step: Option<hooks::on_step::GuestIndices>,
-    on_finish: Option<hooks::on_finish::GuestIndices>,
+    found: Found,
     ticker: Arc<Ticker>,
+    services: Arc<Services>,
     limits: PolicyConfig,
 }
 
 impl Component {
-    /// Validates and compiles `bytes`, which takes tens of milliseconds for a small policy and
-    /// seconds for one with a JavaScript engine inside. Runs nothing of it.
+    /// Validates and compiles `bytes`, which takes tens of milliseconds for a small policy and half
+    /// a minute for one with a JavaScript or Python engine inside. Runs nothing of it.
     ///
     /// # Errors
-    /// [`Error::Policy`] when `bytes` is no component, imports anything, exports no hook, or one that
-    /// the contract lacks or that is of another version.
+    /// [`Error::Policy`] when `bytes` is no component, exports no hook of a version that is spoken,
+    /// hooks of two of them, one that its version lacks or that has another shape, or imports
+    /// anything that its version lacks.
     pub fn load(host: &Host, name: &str, bytes: &[u8]) -> Result<Self> {
         let refuse = |problem: String| Error::Policy { policy: name.into(), problem };
         if bytes.len() > COMPONENT_BYTES {
@@ -143,57 +217,33 @@ impl Component {
             )));
         }
         let component = wasm::Component::from_binary(&host.engine, bytes)
-            .map_err(|e| refuse(format!("is not a valid component: {}", one_line(&e))))?;
+            .map_err(|e| refuse(not_compiled(&e)))?;
         let ty = component.component_type();
+        let exports = ty.exports(&host.engine).map(|(export, _)| export);
+        let (version, hooks) = exported(exports).map_err(refuse)?;
+        let mut imports = Vec::new();
         for (import, item) in ty.imports(&host.engine) {
-            if !is_types_only(import, &item.ty, &host.engine) {
-                let why = "a policy may import nothing but the contract's types";
-                return Err(refuse(format!("imports `{import}`; {why}")));
+            if is_types_only(import, &item.ty, &host.engine) {
+                continue;
             }
+            let mut known = version.imports.iter();
+            let found = known.find(|known| import == full_name(known.name(), version.number));
+            imports.push(*found.ok_or_else(|| refuse(unknown_import(import, version)))?);
         }
-        let mut version = None;
-        for (export, _) in ty.exports(&host.engine) {
-            let Some(hook) = export.strip_prefix(PACKAGE) else { continue };
-            let (hook, speaks) = hook.split_once('@').unwrap_or((hook, "no version"));
-            if speaks != CONTRACT {
-                let ours = "this server speaks";
-                return Err(refuse(format!("speaks contract {speaks}, {ours} {CONTRACT}")));
-            }
-            if !["on-request", "on-step", "on-finish"].contains(&hook) {
-                return Err(refuse(format!("exports `{hook}`, which contract {CONTRACT} lacks")));
-            }
-            version = Some(speaks.to_owned());
-        }
-        let version = version.ok_or_else(|| {
-            refuse(format!(
-                "exports none of the hooks `{PACKAGE}on-{{request,step,finish}}@{CONTRACT}`"
-            ))
-        })?;
-        let pre = Linker::new(&host.engine)
+        let pre = host
+            .linker
             .instantiate_pre(&component)
             .map_err(|e| refuse(format!("cannot be linked: {}", one_line(&e))))?;
-        let has = |hook: &str| {
-            component.get_export_index(None, format!("{PACKAGE}{hook}@{CONTRACT}")).is_some()
-        };
-        let shape = |error| other_shape(name, &error);
         Ok(Self {
             name: name.into(),
             sha256: Sha256::digest(bytes).into(),
             version,
-            on_request: has("on-request")
-                .then(|| hooks::on_request::GuestIndices::new(&pre))
-                .transpose()
-                .map_err(shape)?,
-            on_step: has("on-step")
-                .then(|| hooks::on_step::GuestIndices::new(&pre))
-                .transpose()
-                .map_err(shape)?,
-            on_finish: has("on-finish")
-                .then(|| hooks::on_finish::GuestIndices::new(&pre))
-                .transpose()
-                .map_err(shape)?,
+            hooks,
+            imports,
+            found: (version.find)(&pre).map_err(|error| other_shape(name, &error))?,
             pre,
             ticker: host.ticker.clone(),
+            services: host.services.clone(),
             limits: host.limits.clone(),
         })
     }
@@ -210,44 +260,72 @@ impl Component {
 
     /// Version of the contract that the component speaks.
     pub fn version(&self) -> &str {
-        &self.version
+        self.version.number
+    }
+
+    /// The hooks that it exports, `on-step`.
+    pub fn hooks(&self) -> Vec<&'static str> {
+        self.hooks.clone()
+    }
+
+    /// The interfaces that it imports functions of, by full name:
+    /// `steersman:policy/kv@0.2.0`.
+    pub fn imports(&self) -> Vec<String> {
+        let name = |import: &Grant| full_name(import.name(), self.version.number);
+        self.imports.iter().map(name).collect()
+    }
+
+    /// Checks what it imports against the `grants` of a profile.
+    ///
+    /// # Errors
+    /// [`Error::Policy`] names the first import that is not granted.
+    pub fn granted(&self, grants: &[Grant]) -> Result<()> {
+        let Some(import) = self.imports.iter().find(|import| !grants.contains(import)) else {
+            return Ok(());
+        };
+        let problem = format!(
+            "imports `{}`, which the profile does not grant: add \"{}\" to its `grants`",
+            full_name(import.name(), self.version.number),
+            import.name()
+        );
+        Err(Error::Policy { policy: self.name.clone(), problem })
     }
 
     /// An instance for one request, on the calling thread. Runs the component's start function,
-    /// under the limits of a hook call.
+    /// under the limits of a hook call. What it imports is there, granted or not: [`Self::granted`]
+    /// is asked before.
     ///
     /// # Errors
-    /// [`Error::Policy`] when the start function fails, a hook has another shape, or [`INSTANCES`]
-    /// are alive already.
-    pub fn instantiate(self: &Arc<Self>) -> Result<Instance> {
-        let state = State { memory_bytes: self.limits.memory_bytes, refused: None };
+    /// [`Error::Policy`] when the start function fails or [`INSTANCES`] are alive already.
+    pub fn instantiate(self: &Arc<Self>, scene: &Scene) -> Result<Instance> {
+        let limits = &self.limits;
+        let imports = (!self.imports.is_empty())
+            .then(|| Box::new(Imports::new(&self.name, scene, &self.services, limits)));
+        let state = State { memory_bytes: limits.memory_bytes, refused: None, imports };
         let mut store = Store::new(self.pre.engine(), state);
         store.limiter(|state| state);
-        // Text, and the longest list that a hook may answer with: of actions, as a keep is smaller.
-        store.set_hostcall_fuel(
-            self.limits.output_bytes.saturating_add(ACTIONS * size_of::<contract::Action>()),
-        );
+        store.set_hostcall_fuel(self.passed_bytes());
+        store.set_max_component_handles(HANDLES);
         let alive = self.ticker.watch();
-        allow(&mut store, &self.limits);
+        allow(&mut store, limits);
         let instance = self.pre.instantiate(&mut store);
         let instance = instance.map_err(|e| self.failure(&mut store, "start", &e))?;
-        let hooks = (|| {
-            Ok((
-                self.on_request.as_ref().map(|i| i.load(&mut store, &instance)).transpose()?,
-                self.on_step.as_ref().map(|i| i.load(&mut store, &instance)).transpose()?,
-                self.on_finish.as_ref().map(|i| i.load(&mut store, &instance)).transpose()?,
-            ))
-        })();
-        let (on_request, on_step, on_finish) = hooks.map_err(|e| other_shape(&self.name, &e))?;
+        let hooks = (self.found)(&mut store, &instance);
         Ok(Instance {
+            hooks: hooks.map_err(|e| other_shape(&self.name, &e))?,
             component: self.clone(),
             store,
-            on_request,
-            on_step,
-            on_finish,
+            vocabulary: scene.vocabulary.clone(),
+            cost: Cost::default(),
             failure: None,
             _alive: alive,
         })
+    }
+
+    /// Most bytes that pass from the guest at once: in an answer, or in a call of an import.
+    fn passed_bytes(&self) -> usize {
+        let answer = self.limits.output_bytes.saturating_add(LIST_BYTES);
+        if self.imports.is_empty() { answer } else { answer.max(imports::host_bytes(&self.limits)) }
     }
 
     /// What went wrong in `hook`, in one line that names the limit, if it was one.
@@ -261,7 +339,12 @@ impl Component {
             }
             (_, Some(trap)) => format!("trapped: {trap}"),
             _ if format!("{error:?}").contains("hostcalls has been exhausted") => {
-                format!("answered with more than {} bytes", limits.output_bytes)
+                if self.imports.is_empty() {
+                    format!("answered with more than {} bytes", limits.output_bytes)
+                } else {
+                    let most = self.passed_bytes();
+                    format!("answered, or called an import, with more than {most} bytes")
+                }
             }
             _ => one_line(error),
         };
@@ -271,75 +354,155 @@ impl Component {
 
 /// A policy at work on one request.
 pub struct Instance {
+    hooks: Box<dyn Hooks>,
     component: Arc<Component>,
     store: Store<State>,
-    on_request: Option<hooks::on_request::Guest>,
-    on_step: Option<hooks::on_step::Guest>,
-    on_finish: Option<hooks::on_finish::Guest>,
+    vocabulary: Arc<dyn Vocabulary>,
+    cost: Cost,
     /// That `on-finish` failed; [`super::guarded`] takes it for a failure.
     failure: Option<String>,
     _alive: ticker::Alive,
 }
 
-/// How many there are of what an answer lists.
-struct Items {
-    count: usize,
-    most: usize,
-    name: &'static str,
-}
-
 impl Instance {
-    fn check_output(&self, hook: &str, bytes: usize, items: Items) -> Result<()> {
-        let limit = self.component.limits.output_bytes;
-        let Items { count, most, name } = items;
-        let problem = if bytes > limit {
-            format!("{hook}: answered with more than {limit} bytes")
-        } else if count > most {
-            format!("{hook}: answered with more than {most} {name}")
-        } else {
-            return Ok(());
+    /// Calls a hook within its limits, and checks its answer.
+    fn call<T>(
+        &mut self,
+        hook: &str,
+        call: impl FnOnce(&dyn Hooks, &mut Store<State>) -> wasmtime::Result<T>,
+        check: impl FnOnce(&T, &dyn Vocabulary, usize) -> Result<(), String>,
+    ) -> Result<T> {
+        let limits = &self.component.limits;
+        let started = Instant::now();
+        allow(&mut self.store, limits);
+        if let Some(imports) = &mut self.store.data_mut().imports {
+            imports.begin(started);
+        }
+        let answer = call(&*self.hooks, &mut self.store);
+        self.cost = Cost {
+            fuel: limits.fuel - self.store.get_fuel().unwrap_or(limits.fuel),
+            nanoseconds: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX),
         };
-        Err(Error::Policy { policy: self.component.name.clone(), problem })
+        let answer = answer.map_err(|e| self.component.failure(&mut self.store, hook, &e))?;
+        match check(&answer, &*self.vocabulary, limits.output_bytes) {
+            Ok(()) => Ok(answer),
+            Err(problem) => {
+                let policy = self.component.name.clone();
+                Err(Error::Policy { policy, problem: format!("{hook}: {problem}") })
+            }
+        }
     }
 }
 
 impl Policy for Instance {
+    fn on_prompt(&mut self, prompt: &PromptView) -> Result<Vec<Replacement>> {
+        self.call(
+            "on-prompt",
+            |hooks, store| hooks.on_prompt(store, prompt),
+            |answer, _, bytes| validate::replacements(&prompt.system, answer, bytes),
+        )
+    }
+
     fn on_request(&mut self, request: &RequestView) -> Result<Plan> {
-        let Some(guest) = &self.on_request else { return Ok(Plan::default()) };
-        allow(&mut self.store, &self.component.limits);
-        let answer = contract::with_request(request, |request| {
-            guest.call_on_request(&mut self.store, request)
-        });
-        let plan = answer.map_err(|e| self.component.failure(&mut self.store, "on-request", &e))?;
-        let count = plan.keep.as_ref().map_or(0, Vec::len);
-        let keeps = Items { count, most: KEEPS, name: "anchors to keep" };
-        self.check_output("on-request", plan.note.as_ref().map_or(0, String::len), keeps)?;
-        Ok(plan.into())
+        self.call(
+            "on-request",
+            |hooks, store| hooks.on_request(store, request),
+            |plan, _, bytes| validate::plan(plan, bytes),
+        )
     }
 
     fn on_step(&mut self, step: &Step) -> Result<Vec<Action>> {
-        let Some(guest) = &self.on_step else { return Ok(Vec::new()) };
-        allow(&mut self.store, &self.component.limits);
-        let answer = guest.call_on_step(&mut self.store, step.into());
-        let actions = answer.map_err(|e| self.component.failure(&mut self.store, "on-step", &e))?;
-        let bytes = actions.iter().map(contract::action_bytes).sum();
-        let items = Items { count: actions.len(), most: ACTIONS, name: "actions" };
-        self.check_output("on-step", bytes, items)?;
-        Ok(actions.into_iter().map(Action::from).collect())
+        self.call(
+            "on-step",
+            |hooks, store| hooks.on_step(store, step),
+            |actions, vocabulary, bytes| {
+                // Most steps answer with nothing, and sizes of vocabularies need not be at hand.
+                if actions.is_empty() {
+                    return Ok(());
+                }
+                validate::actions(actions, vocabulary.size(), bytes)
+            },
+        )
+    }
+
+    fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
+        self.call(
+            "on-tool-call",
+            |hooks, store| hooks.on_tool_call(store, call),
+            |verdict, _, bytes| validate::verdict(verdict, bytes),
+        )
     }
 
     fn on_finish(&mut self, summary: &Summary) {
-        let Some(guest) = &self.on_finish else { return };
-        allow(&mut self.store, &self.component.limits);
-        if let Err(error) = guest.call_on_finish(&mut self.store, summary.into()) {
-            let error = self.component.failure(&mut self.store, "on-finish", &error);
-            self.failure = Some(error.to_string());
-        }
+        let ended = self.call(
+            "on-finish",
+            |hooks, store| hooks.on_finish(store, summary),
+            |(), _, _| Ok(()),
+        );
+        self.failure = ended.err().map(|error| error.to_string());
     }
 
     fn take_notes(&mut self) -> Vec<String> {
         self.failure.take().into_iter().collect()
     }
+
+    fn take_imports(&mut self) -> Vec<ImportCall> {
+        let imports = self.store.data_mut().imports.as_mut();
+        imports.map(|imports| imports.take()).unwrap_or_default()
+    }
+
+    fn cost(&self) -> Cost {
+        self.cost
+    }
+}
+
+/// The version that a component speaks, and its hooks, from the names of its exports.
+fn exported<'a>(
+    exports: impl Iterator<Item = &'a str>,
+) -> Result<(&'static Version, Vec<&'static str>), String> {
+    let mut spoken: Option<&'static Version> = None;
+    let mut hooks = Vec::new();
+    for export in exports {
+        let Some(hook) = export.strip_prefix(PACKAGE) else { continue };
+        let (hook, speaks) = hook.split_once('@').unwrap_or((hook, "no version"));
+        let Some(version) = VERSIONS.into_iter().find(|version| version.number == speaks) else {
+            let ours = VERSIONS.map(|version| version.number).join(" and ");
+            return Err(format!("speaks contract {speaks}, this server speaks {ours}"));
+        };
+        if let Some(other) = spoken.filter(|other| other.number != version.number) {
+            let (a, b) = (other.number, version.number);
+            return Err(format!("exports hooks of contract {a} and of {b}; build it for one"));
+        }
+        let Some(hook) = version.hooks.iter().find(|known| **known == hook) else {
+            return Err(format!("exports `{hook}`, which contract {speaks} lacks"));
+        };
+        spoken = Some(version);
+        hooks.push(*hook);
+    }
+    let version = spoken.ok_or_else(|| {
+        let hooks = VERSIONS[0].hooks.join("`, `");
+        format!("exports none of the hooks `{hooks}` (as `{}`)", full_name("on-step", CONTRACT))
+    })?;
+    Ok((version, hooks))
+}
+
+/// Why bytes do not become a component.
+fn not_compiled(error: &wasmtime::Error) -> String {
+    let line = one_line(error);
+    if line.contains("memory has a minimum byte size") {
+        return format!("needs more than `policy.memory_bytes`: {line}");
+    }
+    format!("is not a valid component: {line}")
+}
+
+/// Why an import is refused.
+fn unknown_import(import: &str, version: &Version) -> String {
+    let number = version.number;
+    if version.imports.is_empty() {
+        return format!("imports `{import}`; contract {number} has no imports but its types");
+    }
+    let known: Vec<_> = version.imports.iter().map(|known| known.name()).collect();
+    format!("imports `{import}`; contract {number} has only {} and its types", known.join(", "))
 }
 
 fn other_shape(policy: &str, error: &wasmtime::Error) -> Error {
@@ -378,6 +541,8 @@ fn one_line(error: &wasmtime::Error) -> String {
 struct State {
     memory_bytes: usize,
     refused: Option<String>,
+    /// For a component that imports any.
+    imports: Option<Box<Imports>>,
 }
 
 impl ResourceLimiter for State {
@@ -411,7 +576,7 @@ impl ResourceLimiter for State {
     }
 
     fn instances(&self) -> usize {
-        PARTS as usize
+        CORES as usize
     }
 
     fn tables(&self) -> usize {

@@ -19,6 +19,7 @@
 //! Stop strings look at the answer alone, as clients see it, before white space in front of a call
 //! is cut.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -70,6 +71,13 @@ pub struct Reply {
     schemas: Schemas,
     /// `<tool_call>` is no token: it is looked for in the text, and this is held back for it.
     spelt: Option<String>,
+    /// Which tokens what is held back came with: how many came before, and bytes.
+    spans: VecDeque<(usize, usize)>,
+    /// Tokens that have come.
+    tokens: usize,
+    /// How many of them came before the tag that was met last, and before the calls given out last.
+    tag: usize,
+    called: usize,
     thinking: bool,
     thought: Thought,
     answer: Answer,
@@ -106,6 +114,8 @@ struct Answer {
 #[derive(Debug, Clone, Default)]
 struct Call {
     content: String,
+    /// Tokens of the reply before its tag.
+    from: usize,
 }
 
 impl Reply {
@@ -131,6 +141,10 @@ impl Reply {
         Self {
             detokenizer: Detokenizer::new(tokenizer.clone()),
             spelt: (!schemas.is_empty() && !has_token).then(String::new),
+            spans: VecDeque::new(),
+            tokens: 0,
+            tag: 0,
+            called: 0,
             tokenizer,
             schemas,
             thinking,
@@ -167,9 +181,12 @@ impl Reply {
         if self.stopped() {
             return Vec::new();
         }
+        let before = self.tokens;
+        self.tokens += 1;
         let marker = self.tokenizer.marker(token).filter(|marker| self.heeds(*marker));
         if let Some(marker) = marker {
             self.flush_text();
+            self.tag = before;
             self.keep_raw(marker.text());
             self.marker(marker);
         } else if !self.tokenizer.is_silent(token) {
@@ -189,7 +206,7 @@ impl Reply {
         }
         if let Some(call) = self.call.take() {
             match tool_call::parse(&call.content, &self.schemas) {
-                Ok(calls) => self.emit_calls(calls),
+                Ok(calls) => self.emit_calls(calls, call.from),
                 Err(_) => self.give_up(call, None),
             }
         }
@@ -209,6 +226,32 @@ impl Reply {
         let mut text = std::mem::take(&mut self.raw);
         cut_front(&mut text, RAW_BYTES);
         text
+    }
+
+    /// Whether a call is being written, in a thought or outside.
+    pub fn in_call(&self) -> bool {
+        self.call.is_some()
+    }
+
+    /// How many tokens came before the tag of the call that is being written.
+    pub fn call_from(&self) -> Option<usize> {
+        self.call.as_ref().map(|call| call.from)
+    }
+
+    /// How many tokens came before the tag of the calls that were given out last.
+    pub fn called_from(&self) -> usize {
+        self.called
+    }
+
+    /// The tokens that end a call.
+    ///
+    /// # Errors
+    /// As [`Text::encode`].
+    pub fn closing_call(&self, text: &Text) -> Result<Vec<u32>> {
+        match self.tokenizer.marker_id(Marker::CloseCall) {
+            Some(close) => Ok(vec![close]),
+            None => text.encode_plain(Marker::CloseCall.text()),
+        }
     }
 
     /// The tokens that end the thought and go on with `hint`: a line's end if the thought is
@@ -245,6 +288,7 @@ impl Reply {
         if let Some(held) = self.spelt.as_mut().map(std::mem::take) {
             self.part(&held);
         }
+        self.spans.clear();
     }
 
     /// Text of any part, in whole characters; finds the tags of calls where they are no tokens.
@@ -254,17 +298,34 @@ impl Reply {
         }
         self.keep_raw(text);
         let Some(held) = self.spelt.as_mut().map(std::mem::take) else { return self.part(text) };
+        self.spans.push_back((self.tokens.saturating_sub(1), text.len()));
         let mut rest = held + text;
         loop {
             let marker = if self.call.is_some() { Marker::CloseCall } else { Marker::OpenCall };
             let Some(at) = rest.find(marker.text()) else {
                 let held = rest.split_off(rest.len() - partial(&rest, marker.text()));
                 self.spelt = Some(held);
+                self.pass_over(rest.len());
                 return self.part(&rest);
             };
             self.part(&rest[..at]);
+            self.pass_over(at);
+            self.tag = self.spans.front().map_or(self.tokens, |&(before, _)| before);
             self.marker(marker);
+            self.pass_over(marker.text().len());
             rest.drain(..at + marker.text().len());
+        }
+    }
+
+    /// So many bytes are no longer held back.
+    fn pass_over(&mut self, mut bytes: usize) {
+        while let Some((_, left)) = self.spans.front_mut() {
+            if *left > bytes {
+                *left -= bytes;
+                return;
+            }
+            bytes -= *left;
+            self.spans.pop_front();
         }
     }
 
@@ -320,7 +381,7 @@ impl Reply {
         match self.call.take() {
             Some(call) => self.marker_in_call(marker, call),
             None => match marker {
-                Marker::OpenCall => self.call = Some(Call::default()),
+                Marker::OpenCall => self.open_call(),
                 Marker::CloseCall => self.part(marker.text()),
                 Marker::OpenThought => self.open_thought(),
                 Marker::CloseThought => self.close_thought(),
@@ -341,7 +402,7 @@ impl Reply {
         }
         let closed = call.content.trim_end().ends_with(Marker::CloseCall.text());
         match tool_call::parse(&call.content, &self.schemas) {
-            Ok(calls) => self.emit_calls(calls),
+            Ok(calls) => self.emit_calls(calls, call.from),
             // A file about calls may hold the tags: inside of a value they are text.
             Err(Malformed::InsideValue)
                 if marker != Marker::CloseThought && !(marker == Marker::OpenCall && closed) =>
@@ -356,10 +417,14 @@ impl Reply {
             }
         }
         match marker {
-            Marker::OpenCall => self.call = Some(Call::default()),
+            Marker::OpenCall => self.open_call(),
             Marker::CloseThought => self.close_thought(),
             Marker::CloseCall | Marker::OpenThought => {}
         }
+    }
+
+    fn open_call(&mut self) {
+        self.call = Some(Call { content: String::new(), from: self.tag });
     }
 
     fn open_thought(&mut self) {
@@ -399,7 +464,8 @@ impl Reply {
         self.part(&format!("{}{}{end}", Marker::OpenCall.text(), call.content));
     }
 
-    fn emit_calls(&mut self, calls: Vec<FunctionCall>) {
+    fn emit_calls(&mut self, calls: Vec<FunctionCall>, from: usize) {
+        self.called = from;
         if !self.thinking {
             let held = self.answer.stop.flush();
             let text = self.answer.tail.push(&held);

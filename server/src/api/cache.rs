@@ -6,11 +6,12 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::extract::State;
-use serde::Serialize;
+use axum::extract::{Query, State};
+use serde::{Deserialize, Serialize};
 use steersman_engine::{prefix, store};
 
 use super::App;
+use super::error::ApiError;
 
 /// Both tiers.
 #[derive(Serialize)]
@@ -79,9 +80,27 @@ struct DiskCounts {
     loaded_bytes: u64,
 }
 
-/// The report as things are now.
-pub async fn get(State(app): State<Arc<App>>) -> Json<Cache> {
-    Json(app.engine.info().prefixes.report().into())
+/// Whose cache.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Wanted {
+    model: Option<String>,
+}
+
+/// The report as things are now: of the first model, or of `?model=NAME`.
+pub async fn get(
+    State(app): State<Arc<App>>,
+    Query(wanted): Query<Wanted>,
+) -> Result<Json<Cache>, ApiError> {
+    let engine = match &wanted.model {
+        None => app.models.first(),
+        Some(name) => app.models.named(name).ok_or_else(|| {
+            ApiError::model_not_found(format!(
+                "there is no model `{name}` here; see GET /v1/models"
+            ))
+        })?,
+    };
+    Ok(Json(engine.info().prefixes.report().into()))
 }
 
 impl From<prefix::Report> for Cache {

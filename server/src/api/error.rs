@@ -80,11 +80,62 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
 
-    /// A body that is too large.
-    pub fn too_large(limit: usize) -> Self {
+    /// A key that does not open what is asked for.
+    pub fn forbidden(message: impl Into<String>) -> Self {
+        let kind = "permission_error";
+        Self::new(StatusCode::FORBIDDEN, kind, "profile_not_allowed", "", message)
+    }
+
+    /// Too many requests at a time.
+    pub fn busy(message: impl Into<String>) -> Self {
+        let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+        Self::new(status, kind, "too_many_requests", "", message)
+    }
+
+    /// Something that operators alone may do, without one of their keys.
+    pub fn not_an_operator() -> Self {
+        let message = "this wants an operator's key: send `Authorization: Bearer KEY`, with a KEY \
+                       out of admin_keys in the server's configuration";
+        let kind = "authentication_error";
+        Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_admin_key", "", message)
+    }
+
+    /// Something that operators alone may do, where there are none.
+    pub fn no_operators() -> Self {
+        let message = "this wants an operator's key, and this server has none: set \
+                       server.admin_keys in its configuration";
+        Self::new(StatusCode::FORBIDDEN, "permission_error", "admin_keys_not_set", "", message)
+    }
+
+    /// A policy that no profile names.
+    pub fn policy_not_found(policy: &str) -> Self {
+        let message = format!("no profile names a policy `{policy}`; see GET /v1/policies");
+        Self::new(StatusCode::NOT_FOUND, INVALID, "policy_not_found", "", message)
+    }
+
+    /// A component that is not put in force.
+    pub fn policy_refused(message: impl Into<String>) -> Self {
+        let status = StatusCode::UNPROCESSABLE_ENTITY;
+        Self::new(status, INVALID, "policy_refused", "", message)
+    }
+
+    /// Something that cannot be done as things are.
+    pub fn conflict(code: &'static str, message: impl Into<String>) -> Self {
+        Self::new(StatusCode::CONFLICT, INVALID, code, "", message)
+    }
+
+    /// A request of which nothing is recorded.
+    pub fn no_trace(request: &str) -> Self {
         let message = format!(
-            "the body is larger than {limit} bytes, the limit server.body_limit_bytes of this server"
+            "nothing is recorded of a request `{request}`: ask with the `id` of its reply, before \
+             policy.trace_requests others have followed"
         );
+        Self::new(StatusCode::NOT_FOUND, INVALID, "trace_not_found", "", message)
+    }
+
+    /// A body that is larger than `limit` bytes, which `what` sets.
+    pub fn too_large(limit: usize, what: &str) -> Self {
+        let message = format!("the body is larger than {limit} bytes, the limit {what}");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large", "", message)
     }
 
@@ -94,9 +145,9 @@ impl ApiError {
         Self::new(StatusCode::REQUEST_TIMEOUT, INVALID, "request_timeout", "", message)
     }
 
-    /// A body that is not declared as JSON.
-    pub fn not_json() -> Self {
-        let message = "send the body with the header `Content-Type: application/json`";
+    /// A body that is not declared as what it must be.
+    pub fn not_of_type(content_type: &str) -> Self {
+        let message = format!("send the body with the header `Content-Type: {content_type}`");
         let code = "unsupported_media_type";
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, code, "", message)
     }
@@ -131,7 +182,7 @@ impl From<Error> for ApiError {
             Self::new(status, "server_error", code, "", message)
         };
         match &error {
-            Error::ContextTooLong { .. } => {
+            Error::ContextTooLong { .. } | Error::PromptTooLong { .. } => {
                 Self::invalid("context_length_exceeded", "messages", message)
             }
             Error::QueueFull { .. } => {

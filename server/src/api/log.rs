@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use steersman_engine::request::Finished;
+use steersman_engine::request::{Event, Finished};
+use tokio::sync::OwnedSemaphorePermit;
 use tracing::{Span, field, info, info_span};
 
 use super::error::ApiError;
@@ -20,6 +21,8 @@ pub struct RequestLog {
     started: Instant,
     first_event_ms: Option<u64>,
     ended: bool,
+    /// Its place among the requests of its profile, free again when it has ended.
+    pub place: Option<OwnedSemaphorePermit>,
 }
 
 impl RequestLog {
@@ -28,7 +31,7 @@ impl RequestLog {
         let (profile, stream) = (field::Empty, field::Empty);
         let span = info_span!("chat", id, request_id, profile, stream);
         let started = Instant::now();
-        Self { id, span, metrics, started, first_event_ms: None, ended: false }
+        Self { id, span, metrics, started, first_event_ms: None, ended: false, place: None }
     }
 
     /// The request was understood.
@@ -37,8 +40,11 @@ impl RequestLog {
         self.span.record("stream", stream);
     }
 
-    /// An event came; notes when the first did.
-    pub fn event(&mut self) {
+    /// An event came; notes when the first did that is more than being admitted.
+    pub fn event(&mut self, event: &Event) {
+        if matches!(event, Event::Started { .. }) {
+            return;
+        }
         let elapsed = self.elapsed_ms();
         self.first_event_ms.get_or_insert(elapsed);
     }

@@ -5,15 +5,17 @@
 //! counted twice, and no thread has to keep two numbers equal.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use prometheus_client::encoding::text;
-use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use steersman_engine::Engine;
 use steersman_engine::prefix;
 use steersman_engine::request::Usage;
 use steersman_engine::store;
@@ -25,6 +27,9 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 
 /// How a chat request ended: `2xx`, `4xx`, `5xx`, or `cancelled`.
 type Ended = [(&'static str, &'static str); 1];
+
+/// Whose value: `model`.
+type Model = [(&'static str, String); 1];
 
 const CANCELLED: &str = "cancelled";
 
@@ -108,81 +113,129 @@ impl Metrics {
 pub async fn get(State(app): State<Arc<App>>) -> impl IntoResponse {
     let mut registry = Registry::with_prefix("steersman");
     app.metrics.register(&mut registry);
-    let waiting = app.engine.waiting() as u64;
-    gauge(&mut registry, "queue_length", "Requests that wait for their turn", waiting);
-    register_cache(&mut registry, &app.engine.info().prefixes.report());
+    let engines = app.models.engines().iter();
+    let reports: Vec<_> = engines.map(|engine| Told::by(engine)).collect();
+    let waiting = |told: &Told| Some(told.waiting);
+    gauge(&mut registry, "queue_length", "Requests that wait for their turn", &reports, waiting);
+    register_cache(&mut registry, &reports);
     let mut body = String::new();
     text::encode(&mut body, &registry).expect("a string takes any text");
     ([(header::CONTENT_TYPE, OPEN_METRICS)], body)
 }
 
-fn register_cache(registry: &mut Registry, report: &prefix::Report) {
-    let prefix::Report { counts, memory, memory_budget, disk } = report;
-    let registry = registry.sub_registry_with_prefix("cache");
-    for (name, help, value) in [
-        ("hits", "Requests that resumed from saved state", counts.hits),
-        ("misses", "Requests that began from nothing", counts.misses),
-        ("prompt_tokens", "Prompt tokens of all requests, hits and misses", counts.prompt_tokens),
-        (
-            "cached_tokens",
-            "Prompt tokens restored instead of computed, of all requests",
-            counts.cached_tokens,
-        ),
-        ("read_tokens", "Tokens of prefixes that were read from disk", counts.read_tokens),
-        ("saves", "Prefixes that were kept in memory", counts.saves),
-        ("evictions", "Pieces that left memory for the budget's sake", counts.evictions),
-        ("ahead_tokens", "Tokens computed ahead while idle", counts.ahead_tokens),
-    ] {
-        counter(registry, name, help, value);
+/// What one engine tells of a model.
+struct Told {
+    model: Model,
+    waiting: u64,
+    report: prefix::Report,
+}
+
+impl Told {
+    fn by(engine: &Engine) -> Self {
+        let info = engine.info();
+        let model = [("model", info.model.clone())];
+        Self { model, waiting: engine.waiting() as u64, report: info.prefixes.report() }
     }
-    for (name, help, value) in [
-        ("memory_prefixes", "Prefixes in memory", memory.nodes as u64),
-        ("memory_states", "Positions in memory with a state", memory.states as u64),
-        ("memory_bytes", "Bytes of state in memory", memory.bytes),
-        ("memory_budget_bytes", "Most bytes of state in memory", *memory_budget),
-    ] {
-        gauge(registry, name, help, value);
-    }
-    let saving = disk.as_ref().is_some_and(|disk| disk.off.is_none());
-    gauge(registry, "disk_saving", "1 while state is saved on disk, otherwise 0", saving.into());
-    if let Some(disk) = disk {
-        register_disk(registry.sub_registry_with_prefix("disk"), disk);
+
+    fn disk(&self) -> Option<&store::Report> {
+        self.report.disk.as_ref()
     }
 }
 
-fn register_disk(registry: &mut Registry, disk: &store::Report) {
-    let counts = disk.counts;
-    for (name, help, value) in [
-        ("saves", "Saves that are on disk", counts.saves),
-        ("saved_bytes", "Bytes of tensors saved on disk", counts.saved_bytes),
+fn register_cache(registry: &mut Registry, told: &[Told]) {
+    let registry = registry.sub_registry_with_prefix("cache");
+    let counts: [(_, _, fn(&prefix::Counts) -> u64); 8] = [
+        ("hits", "Requests that resumed from saved state", |c| c.hits),
+        ("misses", "Requests that began from nothing", |c| c.misses),
+        ("prompt_tokens", "Prompt tokens of all requests, hits and misses", |c| c.prompt_tokens),
+        ("cached_tokens", "Prompt tokens restored instead of computed, of all requests", |c| {
+            c.cached_tokens
+        }),
+        ("read_tokens", "Tokens of prefixes that were read from disk", |c| c.read_tokens),
+        ("saves", "Prefixes that were kept in memory", |c| c.saves),
+        ("evictions", "Pieces that left memory for the budget's sake", |c| c.evictions),
+        ("ahead_tokens", "Tokens computed ahead while idle", |c| c.ahead_tokens),
+    ];
+    for (name, help, count) in counts {
+        counter(registry, name, help, told, |told| Some(count(&told.report.counts)));
+    }
+    let sizes: [(_, _, fn(&prefix::Report) -> u64); 4] = [
+        ("memory_prefixes", "Prefixes in memory", |r| r.memory.nodes as u64),
+        ("memory_states", "Positions in memory with a state", |r| r.memory.states as u64),
+        ("memory_bytes", "Bytes of state in memory", |r| r.memory.bytes),
+        ("memory_budget_bytes", "Most bytes of state in memory", |r| r.memory_budget),
+    ];
+    for (name, help, size) in sizes {
+        gauge(registry, name, help, told, |told| Some(size(&told.report)));
+    }
+    let help = "1 while state is saved on disk, otherwise 0";
+    let saving = |told: &Told| Some(told.disk().is_some_and(|disk| disk.off.is_none()).into());
+    gauge(registry, "disk_saving", help, told, saving);
+    register_disk(registry.sub_registry_with_prefix("disk"), told);
+}
+
+/// Of the models that have a disk tier.
+fn register_disk(registry: &mut Registry, told: &[Told]) {
+    let counts: [(_, _, fn(&store::Counts) -> u64); 7] = [
+        ("saves", "Saves that are on disk", |c| c.saves),
+        ("saved_bytes", "Bytes of tensors saved on disk", |c| c.saved_bytes),
         (
             "dropped_saves",
             "Saves that kept nothing: queue or disk full, or beyond the budget",
-            counts.dropped_saves,
+            |c| c.dropped_saves,
         ),
-        ("evicted_parts", "Parts that left the disk for the budget's sake", counts.evicted_parts),
-        ("damaged_parts", "Parts found damaged, and dropped", counts.damaged_parts),
-        ("loads", "Reads that found what they asked for", counts.loads),
-        ("loaded_bytes", "Bytes of tensors read from disk", counts.loaded_bytes),
-    ] {
-        counter(registry, name, help, value);
+        ("evicted_parts", "Parts that left the disk for the budget's sake", |c| c.evicted_parts),
+        ("damaged_parts", "Parts found damaged, and dropped", |c| c.damaged_parts),
+        ("loads", "Reads that found what they asked for", |c| c.loads),
+        ("loaded_bytes", "Bytes of tensors read from disk", |c| c.loaded_bytes),
+    ];
+    for (name, help, count) in counts {
+        counter(registry, name, help, told, |told| told.disk().map(|disk| count(&disk.counts)));
     }
-    let bytes = disk.rows.bytes + disk.states.bytes + disk.others.bytes;
-    for (name, help, value) in [
-        ("bytes", "Bytes of the budget that are used, by all models", bytes),
-        ("budget_bytes", "Most bytes of state on disk", disk.budget_bytes),
-        ("pinned_bytes", "Bytes kept from eviction for now", disk.pinned.bytes),
-        ("file_bytes", "Bytes that the file takes", disk.file_bytes),
-        ("queued_bytes", "Bytes that wait to be written", disk.queued_bytes),
-    ] {
-        gauge(registry, name, help, value);
+    let sizes: [(_, _, fn(&store::Report) -> u64); 5] = [
+        ("bytes", "Bytes of the budget that are used, by all models", |d| {
+            d.rows.bytes + d.states.bytes + d.others.bytes
+        }),
+        ("budget_bytes", "Most bytes of state on disk", |d| d.budget_bytes),
+        ("pinned_bytes", "Bytes kept from eviction for now", |d| d.pinned.bytes),
+        ("file_bytes", "Bytes that the file takes", |d| d.file_bytes),
+        ("queued_bytes", "Bytes that wait to be written", |d| d.queued_bytes),
+    ];
+    for (name, help, size) in sizes {
+        gauge(registry, name, help, told, |told| told.disk().map(size));
     }
 }
 
-fn counter(registry: &mut Registry, name: &str, help: &str, value: u64) {
-    registry.register(name, help, ConstCounter::new(value));
+/// A counter for each model that has one.
+fn counter(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    told: &[Told],
+    value: impl Fn(&Told) -> Option<u64>,
+) {
+    let family = Family::<Model, Counter>::default();
+    for told in told {
+        if let Some(value) = value(told) {
+            family.get_or_create(&told.model).inc_by(value);
+        }
+    }
+    registry.register(name, help, family);
 }
 
-fn gauge(registry: &mut Registry, name: &str, help: &str, value: u64) {
-    registry.register(name, help, ConstGauge::new(value));
+/// A gauge for each model that has one.
+fn gauge(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    told: &[Told],
+    value: impl Fn(&Told) -> Option<u64>,
+) {
+    let family = Family::<Model, Gauge<u64, AtomicU64>>::default();
+    for told in told {
+        if let Some(value) = value(told) {
+            family.get_or_create(&told.model).set(value);
+        }
+    }
+    registry.register(name, help, family);
 }

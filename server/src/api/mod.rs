@@ -3,6 +3,7 @@
 //! This room speaks HTTP and JSON. It never sees an array, a token id or a policy: a
 //! [`Request`](steersman_engine::request::Request) goes into the engine, events come out.
 
+mod access;
 mod cache;
 pub mod error;
 pub mod fields;
@@ -10,6 +11,7 @@ mod log;
 mod message;
 mod metrics;
 mod models;
+mod policies;
 mod reply;
 pub mod request;
 
@@ -21,23 +23,23 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 use steersman_engine::Error;
 use steersman_engine::engine::Engine;
-use subtle::ConstantTimeEq;
 use tokio::sync::Semaphore;
 
+use self::access::{Access, Caller};
 use self::error::ApiError;
 use self::log::RequestLog;
 use self::metrics::Metrics;
 use self::reply::Head;
 use self::request::ChatRequest;
 use crate::config::ServerConfig;
+use crate::models::Models;
 
 /// Names a request in logs; echoed, or made up where the client sends none.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -54,23 +56,25 @@ const BODIES: usize = 64;
 
 /// What every handler may use.
 pub struct App {
-    engine: Engine,
-    /// SHA-256 of each key; empty lets everyone in.
-    keys: Vec<[u8; 32]>,
+    models: Models,
+    access: Access,
     /// Shared with the logs of running requests, which count their ends.
     metrics: Arc<Metrics>,
     bodies: Semaphore,
+    /// A component is large, and compiling it takes a core: one at a time.
+    uploads: Semaphore,
     body_limit_bytes: usize,
     body_timeout_s: u64,
 }
 
 /// The server as axum has it: serve it, or call it in a test.
-pub fn app(engine: Engine, config: &ServerConfig) -> Router {
+pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let app = Arc::new(App {
-        engine,
-        keys: config.api_keys.iter().map(|key| Sha256::digest(key).into()).collect(),
+        models: models.into(),
+        access: Access::new(config),
         metrics: Arc::default(),
         bodies: Semaphore::new(BODIES),
+        uploads: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,
         body_timeout_s: config.body_timeout_s,
     });
@@ -80,8 +84,12 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         // A name may have slashes: `owner/name`.
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/cache", get(cache::get))
+        .route("/v1/policies", get(policies::list))
+        .route("/v1/policies/{name}", post(policies::install))
+        .route("/v1/policies/{name}/rollback", post(policies::rollback))
+        .route("/v1/requests/{id}/trace", get(policies::trace))
         .route("/metrics", get(metrics::get))
-        .route_layer(middleware::from_fn_with_state(app.clone(), authorize))
+        .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
         .fallback(async |request: Request| ApiError::not_found(request.uri().path()))
         .method_not_allowed_fallback(async |request: Request| {
@@ -91,26 +99,31 @@ pub fn app(engine: Engine, config: &ServerConfig) -> Router {
         .with_state(app)
 }
 
-/// `GET /health`: quick whatever the engine does, and open to everyone. 503 once the engine is gone.
+/// `GET /health`: quick whatever the engine does, and open to everyone. 503 once an engine is
+/// gone.
 async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
-    if app.engine.has_stopped() {
+    let engines = app.models.engines();
+    if engines.iter().any(Engine::has_stopped) {
         return Err(Error::Stopped.into());
     }
-    let (model, waiting) = (&app.engine.info().model, app.engine.waiting());
+    let model = &app.models.first().info().model;
+    let waiting: usize = engines.iter().map(Engine::waiting).sum();
     Ok(Json(json!({"status": "ok", "model": model, "waiting": waiting})))
 }
 
 /// `POST /v1/chat/completions`
 async fn chat(
     State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
     let id = format!("chatcmpl-{}", random_hex());
     let mut log = RequestLog::new(id, request_id, app.metrics.clone());
-    let mut chat = read(&app, &headers, body).await.map_err(|error| log.failed(error))?;
+    let mut chat = read(&app, &caller, &headers, body).await.map_err(|error| log.failed(error))?;
     log.understood(&chat.request.profile, chat.stream);
+    log.place = app.access.enter(&chat.request.profile).map_err(|error| log.failed(error))?;
     chat.request.id = log.id.clone();
     let head = Head {
         id: log.id.clone(),
@@ -120,7 +133,8 @@ async fn chat(
         profile: chat.request.profile.clone(),
         include_usage: chat.include_usage,
     };
-    let events = app.engine.submit(chat.request).map_err(|error| log.failed(error))?;
+    let engine = app.models.of(&chat.request.profile).expect("its profile was found");
+    let events = engine.submit(chat.request).map_err(|error| log.failed(error))?;
     if chat.stream {
         reply::stream(head, events, log).await
     } else {
@@ -129,55 +143,54 @@ async fn chat(
 }
 
 /// Reads and checks a request; at most [`BODIES`] at a time.
-async fn read(app: &App, headers: &HeaderMap, body: Body) -> Result<ChatRequest, ApiError> {
+async fn read(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    body: Body,
+) -> Result<ChatRequest, ApiError> {
     let _turn = app.bodies.acquire().await.expect("the semaphore is never closed");
-    let body = read_body(app, headers, body).await?;
+    let limit = Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes" };
+    let body = read_body(app, headers, body, "application/json", limit).await?;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
-    request::parse(&body, profile, app.engine.info())
+    let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
+    let chat = request::parse(&body, profile, own, &app.models)?;
+    app.access.allow(caller, &chat.request.profile)?;
+    Ok(chat)
+}
+
+/// Most bytes of a body, and what says so.
+struct Limit {
+    bytes: usize,
+    set_by: &'static str,
 }
 
 /// The body, within its limits of type, size and time.
-async fn read_body(app: &App, headers: &HeaderMap, body: Body) -> Result<Vec<u8>, ApiError> {
+async fn read_body(
+    app: &App,
+    headers: &HeaderMap,
+    body: Body,
+    content_type: &str,
+    limit: Limit,
+) -> Result<Vec<u8>, ApiError> {
     // A page in a browser can send a local server anything but JSON without being asked: this
     // header is what makes the browser ask first, and we do not answer that question.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-    if !kind.eq_ignore_ascii_case("application/json") {
-        return Err(ApiError::not_json());
+    if !kind.eq_ignore_ascii_case(content_type) {
+        return Err(ApiError::not_of_type(content_type));
     }
-    let limit = app.body_limit_bytes;
     let time = Duration::from_secs(app.body_timeout_s);
-    match tokio::time::timeout(time, axum::body::to_bytes(body, limit)).await {
+    match tokio::time::timeout(time, axum::body::to_bytes(body, limit.bytes)).await {
         Ok(Ok(body)) => Ok(body.into()),
         Ok(Err(error)) if error.source().is_some_and(|e| e.is::<LengthLimitError>()) => {
-            Err(ApiError::too_large(limit))
+            Err(ApiError::too_large(limit.bytes, limit.set_by))
         }
         Ok(Err(error)) => {
             Err(ApiError::invalid("invalid_body", "", format!("the body broke off: {error}")))
         }
         Err(_elapsed) => Err(ApiError::too_slow(app.body_timeout_s)),
     }
-}
-
-/// Lets a request pass if no key is wanted, or if it brings one of them.
-async fn authorize(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    if app.keys.is_empty() {
-        return next.run(request).await;
-    }
-    let key = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let key = key.and_then(|value| value.split_once(' ')).map(|(scheme, key)| {
-        let bearer = scheme.eq_ignore_ascii_case("bearer");
-        Sha256::digest(if bearer { key.trim() } else { "" })
-    });
-    // Digests of equal length, all of them compared to the end: the time taken tells nothing.
-    let known = key.is_some_and(|key| {
-        app.keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
-    });
-    if !known {
-        app.metrics.unauthorized();
-        return ApiError::unauthorized().into_response();
-    }
-    next.run(request).await
 }
 
 /// Gives each request a name, which comes back in the reply.

@@ -57,9 +57,9 @@ pub async fn whole(
     let mut message = Map::from_iter([("role".to_string(), json!("assistant"))]);
     let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
     let finished = loop {
-        let event = events.recv().await;
-        log.event();
-        match event.unwrap_or(Event::Failed(Error::Stopped)) {
+        let event = events.recv().await.unwrap_or(Event::Failed(Error::Stopped));
+        log.event(&event);
+        match event {
             Event::Started { fingerprint } => head.fingerprint = fingerprint,
             Event::Reasoning(piece) => reasoning += &piece,
             Event::Answer(piece) => content += &piece,
@@ -125,7 +125,7 @@ pub async fn stream(
     }
     chunks.delta(json!({"role": "assistant", "content": ""}));
     if let Some(event) = first {
-        chunks.log.event();
+        chunks.log.event(&event);
         chunks.push(event);
     }
     let chunks = futures_util::stream::unfold(chunks, async |mut chunks| {
@@ -157,9 +157,9 @@ impl Chunks {
     /// The next piece of the stream; none at its end.
     async fn next(&mut self) -> Option<sse::Event> {
         while self.ready.is_empty() && !self.ended {
-            let event = self.events.recv().await;
-            self.log.event();
-            self.push(event.unwrap_or(Event::Failed(Error::Stopped)));
+            let event = self.events.recv().await.unwrap_or(Event::Failed(Error::Stopped));
+            self.log.event(&event);
+            self.push(event);
         }
         self.ready.pop_front()
     }

@@ -7,12 +7,12 @@ use axum::http::StatusCode;
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
-use steersman_engine::engine::Info;
 use steersman_engine::request::{Request, SamplingWish};
 
 use super::error::ApiError;
 use super::fields;
 use super::message::{self, MessageBody};
+use crate::models::Models;
 
 /// Most stop strings of a request; each is searched for at each step.
 const STOPS: usize = 16;
@@ -77,14 +77,16 @@ enum Effort {
     XHigh,
 }
 
-/// Reads a body; `header_profile` is the value of `X-Steersman-Profile`.
+/// Reads a body; `header_profile` is the value of `X-Steersman-Profile`, `own_profile` the one whose
+/// key the client has.
 ///
 /// # Errors
 /// 400 naming the field, 404 for a model that is not served.
 pub fn parse(
     body: &[u8],
     header_profile: Option<&str>,
-    info: &Info,
+    own_profile: Option<&str>,
+    models: &Models,
 ) -> Result<ChatRequest, ApiError> {
     let body: Value = serde_json::from_slice(body).map_err(|error| {
         ApiError::invalid("invalid_json", "", format!("the body is not valid JSON: {error}"))
@@ -95,7 +97,7 @@ pub fn parse(
     fields::check(fields)?;
     let body: Body = typed(body)?;
 
-    let (model, profile) = model_and_profile(body.model, header_profile, info)?;
+    let (model, profile) = model_and_profile(body.model, header_profile, own_profile, models)?;
     let stream = body.stream.unwrap_or(false);
     if !stream && body.stream_options.is_some() {
         let message = "stream_options has a meaning only with \"stream\": true";
@@ -146,25 +148,27 @@ fn typed<T: DeserializeOwned>(value: Value) -> Result<T, ApiError> {
     })
 }
 
-/// The model as the client named it, and the profile: `model`, `model@profile`, or the header.
+/// The model as the client named it, and the profile: `model@profile`, the header, that of the key,
+/// or the default.
 fn model_and_profile(
     name: Option<String>,
     header: Option<&str>,
-    info: &Info,
+    own: Option<&str>,
+    models: &Models,
 ) -> Result<(String, String), ApiError> {
+    let first = &models.first().info().model;
     let Some(name) = name else {
-        let message = format!("model: missing; this server serves `{}`", info.model);
+        let message = format!("model: missing; this server serves `{first}`");
         return Err(ApiError::missing("model", message));
     };
-    let Some(profile) = profile_of(&name, info) else {
+    let Some(named) = models.profile_in(&name) else {
         let message = format!(
-            "there is no model `{name}` here; this server serves `{}` (see GET /v1/models)",
-            info.model
+            "there is no model `{name}` here; this server serves `{first}` (see GET /v1/models)"
         );
         return Err(ApiError::model_not_found(message));
     };
-    let profile = match (profile, header) {
-        (None, None) => "default",
+    let profile = match (named, header) {
+        (None, None) => own.unwrap_or("default"),
         (Some(profile), None) => profile,
         (Some(profile), Some(header)) if profile != header => {
             let message = format!(
@@ -174,25 +178,21 @@ fn model_and_profile(
         }
         (_, Some(header)) => header,
     };
-    if !info.profiles.iter().any(|known| known == profile) {
+    let Some(engine) = models.of(profile) else {
         let message = format!("there is no profile `{profile}`; see GET /v1/models");
         let mut error = ApiError::invalid("profile_not_found", "X-Steersman-Profile", message);
         error.status = StatusCode::NOT_FOUND;
         return Err(error);
+    };
+    let served = &engine.info().model;
+    if named.is_none() && name != *served {
+        return Err(ApiError::model_not_found(format!(
+            "the profile `{profile}` asks the model `{served}`, not `{name}`: name that, or another \
+             profile as `{name}@PROFILE` (see GET /v1/models)"
+        )));
     }
     let profile = profile.to_string();
     Ok((name, profile))
-}
-
-/// What `name` says of the profile: `Some(None)` for the model alone, `Some(Some(profile))` for
-/// `model@profile`, and none where this is not the served model.
-pub fn profile_of<'a>(name: &'a str, info: &Info) -> Option<Option<&'a str>> {
-    let rest = name.strip_prefix(info.model.as_str())?;
-    if rest.is_empty() {
-        return Some(None);
-    }
-    let profile = rest.strip_prefix('@')?;
-    info.profiles.iter().any(|known| known == profile).then_some(Some(profile))
 }
 
 /// What a request says about thinking, in three ways that may not contradict each other.

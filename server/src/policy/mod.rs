@@ -1,10 +1,25 @@
-//! `steersman policy`: what an author does with a policy.
+//! `steersman policy`: what an author does with a policy before a server gets it, and what an operator
+//! does with those that a server has.
+//!
+//! Whatever runs a policy here runs it as a server does, within the limits of `[policy]`, with an
+//! inert host: nothing is kept, logged or counted.
 
+mod bench;
 pub mod build;
 pub mod new;
+mod remote;
 
-use anyhow::Result;
-use clap::Subcommand;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand};
+use steersman_engine::config::{Grant, PolicyConfig};
+use steersman_engine::policy::golden::{Decision, Golden};
+use steersman_engine::policy::wasm::{Component, Host, Scene};
+use steersman_engine::policy::{disk, registry};
 
 /// What to do.
 #[derive(Subcommand)]
@@ -13,15 +28,322 @@ pub enum Task {
     New(new::New),
     /// Build a policy to a component
     Build(build::Build),
+    /// Say what a policy is: size, SHA-256, version of the contract, hooks, imports. Ends with 0 if a
+    /// server would load it
+    Check {
+        /// The policy
+        #[command(flatten)]
+        file: File,
+        /// What its profile shall grant: log, kv, tokenizer, counters
+        #[arg(long, value_name = "GRANT", value_delimiter = ',', value_parser = grant)]
+        grants: Option<Vec<Grant>>,
+    },
+    /// Ask a policy what golden files ask. Ends with 0 if all answers are as expected
+    Test {
+        /// The policy
+        #[command(flatten)]
+        file: File,
+        /// Questions and answers, a JSON object a line [default: FILE with the ending .jsonl]
+        #[arg(value_name = "GOLDEN")]
+        goldens: Vec<PathBuf>,
+        /// Whose questions
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Ask a policy what was recorded or is in a golden file, and print what it decides, a JSON object
+    /// a line
+    Replay {
+        /// The policy
+        #[command(flatten)]
+        file: File,
+        /// The trace of a request, a trace file or a golden file
+        trace: PathBuf,
+        /// Whose questions
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Ask two policies the same, and print where they decide differently. Ends with 0 if they do not
+    Diff {
+        /// One policy: a component, or the name of one that ships
+        a: PathBuf,
+        /// The other
+        b: PathBuf,
+        /// The trace of a request, a trace file or a golden file
+        trace: PathBuf,
+        /// Whose questions
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Measure what its hooks cost
+    Bench {
+        /// The policy
+        #[command(flatten)]
+        file: File,
+        /// What to ask: a trace or a golden file [default: a request with a long thought and a call of
+        /// a tool]
+        trace: Option<PathBuf>,
+        /// Whose questions
+        #[command(flatten)]
+        which: Which,
+    },
+    /// The policies of a running server, their versions and their profiles
+    List {
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+    /// Give a policy to a running server, which tries it and swaps it in
+    Push {
+        /// Its name there
+        name: String,
+        /// The component
+        file: PathBuf,
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+    /// Have a running server go back to the version before
+    Rollback {
+        /// The policy
+        name: String,
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+    /// What was decided in a request that a running server remembers, as `replay` reads it
+    Trace {
+        /// The request: `id` of its reply
+        id: String,
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
 }
 
-/// Does it.
+/// A policy.
+#[derive(Args)]
+pub struct File {
+    /// A component, or the name of a policy that ships (`default`) or lies in `policy.folder`
+    file: PathBuf,
+}
+
+/// Of which policy, where a trace tells of several.
+#[derive(Args)]
+pub struct Which {
+    /// Take the questions that this policy was asked
+    #[arg(long, value_name = "NAME")]
+    policy: Option<String>,
+}
+
+/// Does it, and prints what was done.
 ///
 /// # Errors
-/// What cannot be written or built.
-pub fn run(task: Task) -> Result<()> {
+/// What cannot be read or loaded, or what was asked of a policy and did not hold.
+pub fn run(task: Task, config: &PolicyConfig) -> Result<()> {
+    let mut out = std::io::stdout().lock();
     match task {
         Task::New(options) => new::run(options),
         Task::Build(options) => build::run(options),
+        Task::Check { file, grants } => check(&load(&file.file, config)?, grants, &mut out),
+        Task::Test { file, goldens, which } => test(&file.file, goldens, &which, config, &mut out),
+        Task::Replay { file, trace, which } => {
+            let component = load(&file.file, config)?.component;
+            replay(&component, &which.read(&trace)?, &mut out)
+        }
+        Task::Diff { a, b, trace, which } => {
+            let both = [load(&a, config)?.component, load(&b, config)?.component];
+            diff(both, &which.read(&trace)?, &trace, &mut out)
+        }
+        Task::Bench { file, trace, which } => {
+            let component = load(&file.file, config)?.component;
+            let asked = trace.map_or_else(|| Ok(bench::builtin()), |trace| which.read(&trace))?;
+            bench::run(&component, &asked, &mut out)
+        }
+        Task::List { server } => server.list(&mut out),
+        Task::Push { name, file, server } => server.push(&name, &file, &mut out),
+        Task::Rollback { name, server } => server.rollback(&name, &mut out),
+        Task::Trace { id, server } => server.trace(&id, &mut out),
+    }
+}
+
+/// A policy that was read and compiled.
+struct Loaded {
+    component: Arc<Component>,
+    bytes: usize,
+}
+
+fn load(file: &Path, config: &PolicyConfig) -> Result<Loaded> {
+    let name = file.to_string_lossy();
+    let in_folder = config.folder.join(format!("{name}.wasm"));
+    let is_name = file.components().count() == 1 && file.extension().is_none();
+    let path = match registry::embedded(&name) {
+        _ if file.is_file() => Some(file),
+        _ if is_name && !config.folder.as_os_str().is_empty() && in_folder.is_file() => {
+            Some(&*in_folder)
+        }
+        Some(_) => None,
+        None => Some(file),
+    };
+    let bytes = match path {
+        Some(path) => {
+            std::fs::read(path).with_context(|| format!("reading {}", path.display()))?.into()
+        }
+        None => std::borrow::Cow::Borrowed(registry::embedded(&name).unwrap_or_default()),
+    };
+    let host = Host::new(config, &Arc::new(disk::in_memory()))?;
+    let component = Arc::new(Component::load(&host, &name, &bytes)?);
+    Ok(Loaded { component, bytes: bytes.len() })
+}
+
+impl Which {
+    /// Reads a trace, and of it what this policy was asked.
+    fn read(&self, path: &Path) -> Result<Golden> {
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+        let refuse = |problem| anyhow::anyhow!("{}: {problem}", path.display());
+        let mut golden = Golden::parse(&text).map_err(refuse)?;
+        let policies: Vec<_> = golden.policies().into_iter().map(str::to_owned).collect();
+        match &self.policy {
+            Some(policy) => golden.only(policy),
+            None if policies.len() > 1 => bail!(
+                "{} tells of {}: choose one with --policy",
+                path.display(),
+                policies.join(", ")
+            ),
+            None => {}
+        }
+        if golden.cases.is_empty() {
+            let known = policies.join(", ");
+            bail!("{} tells nothing of this policy, only of {known}", path.display());
+        }
+        Ok(golden)
+    }
+}
+
+fn grant(text: &str) -> Result<Grant, String> {
+    Grant::ALL.into_iter().find(|grant| grant.name() == text).ok_or_else(|| {
+        let names = Grant::ALL.map(Grant::name).join(", ");
+        format!("is none of {names}")
+    })
+}
+
+fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> Result<()> {
+    let Loaded { component, bytes } = loaded;
+    let sha256: String = component.sha256().iter().map(|byte| format!("{byte:02x}")).collect();
+    let imports = component.imports();
+    let needs = |grant: &Grant| {
+        let name = format!("steersman:policy/{}@", grant.name());
+        imports.iter().any(|import| import.starts_with(&name))
+    };
+    let needed: Vec<_> = Grant::ALL.into_iter().filter(needs).collect();
+    writeln!(out, "policy    {}", component.name())?;
+    writeln!(out, "size      {bytes} bytes")?;
+    writeln!(out, "sha256    {sha256}")?;
+    writeln!(out, "contract  {}", component.version())?;
+    writeln!(out, "hooks     {}", component.hooks().join(", "))?;
+    let imported = if imports.is_empty() { "none".into() } else { imports.join(", ") };
+    writeln!(out, "imports   {imported}")?;
+    let names: Vec<_> = needed.iter().map(|grant| format!("\"{}\"", grant.name())).collect();
+    if !names.is_empty() {
+        writeln!(out, "needs     grants = [{}] in its profile", names.join(", "))?;
+    }
+    if let Some(grants) = grants {
+        component.granted(&grants)?;
+        writeln!(out, "grants    suffice")?;
+    }
+    let start = Instant::now();
+    drop(component.instantiate(&Scene::trial())?);
+    writeln!(out, "starts    in {:.1} us", start.elapsed().as_secs_f64() * 1e6)?;
+    Ok(())
+}
+
+fn test(
+    file: &Path,
+    mut goldens: Vec<PathBuf>,
+    which: &Which,
+    config: &PolicyConfig,
+    out: &mut impl Write,
+) -> Result<()> {
+    if goldens.is_empty() {
+        goldens.push(file.with_extension("jsonl"));
+    }
+    let component = load(file, config)?.component;
+    let (mut cases, mut failed) = (0, 0);
+    for path in &goldens {
+        let golden = which.read(path)?;
+        let failures = golden.check(&component);
+        for failure in &failures {
+            let (line, case, hook) = (failure.line, &failure.case, failure.hook.name());
+            writeln!(out, "{}:{line}: {case}: {hook}: {}", path.display(), failure.problem)?;
+        }
+        if let Some(why) = golden.inexact().filter(|_| !failures.is_empty()) {
+            writeln!(out, "{}: is not all that happened: {why}", path.display())?;
+        }
+        cases += golden.cases.len();
+        failed += failures.len();
+    }
+    if failed > 0 {
+        bail!("answers other than expected: {failed}, in {cases} cases");
+    }
+    writeln!(out, "{cases} cases pass")?;
+    Ok(())
+}
+
+fn replay(component: &Arc<Component>, golden: &Golden, out: &mut impl Write) -> Result<()> {
+    let decisions = golden.replay(component);
+    for decision in &decisions {
+        serde_json::to_writer(&mut *out, decision)?;
+        writeln!(out)?;
+    }
+    match golden.inexact() {
+        Some(why) => eprintln!("not what happened, since {why}"),
+        None => {
+            let other = golden.check(component).len();
+            eprintln!("{} decisions, {other} other than recorded", decisions.len());
+        }
+    }
+    Ok(())
+}
+
+fn diff(
+    both: [Arc<Component>; 2],
+    golden: &Golden,
+    path: &Path,
+    out: &mut impl Write,
+) -> Result<()> {
+    let [a, b] = both.each_ref().map(|component| golden.replay(component));
+    let lines: std::collections::BTreeSet<_> =
+        a.iter().chain(&b).map(|decision| decision.line).collect();
+    let mut differing = 0;
+    for line in &lines {
+        let [a, b] = [&a, &b].map(|list| list.iter().find(|decision| decision.line == *line));
+        let [said_a, said_b] = [a, b].map(said);
+        if said_a == said_b {
+            continue;
+        }
+        differing += 1;
+        let Some(Decision { case, hook, step, .. }) = a.or(b) else { continue };
+        let step = step.map_or_else(String::new, |step| format!(" at token {step}"));
+        writeln!(out, "{}:{line}: {case}: {}{step}", path.display(), hook.name())?;
+        writeln!(out, "  {}: {said_a}", both[0].name())?;
+        writeln!(out, "  {}: {said_b}", both[1].name())?;
+    }
+    if let Some(why) = golden.inexact() {
+        eprintln!("not what happened, since {why}");
+    }
+    if differing > 0 {
+        bail!("they differ in {differing} of {} decisions", lines.len());
+    }
+    writeln!(out, "{} decisions, all alike", lines.len())?;
+    Ok(())
+}
+
+fn said(decision: Option<&Decision>) -> String {
+    match decision {
+        None => "is not asked, since it failed before".into(),
+        Some(Decision { error: Some(error), .. }) => format!("fails: {error}"),
+        Some(Decision { answer, .. }) => {
+            serde_json::to_string(answer).unwrap_or_else(|error| error.to_string())
+        }
     }
 }

@@ -4,7 +4,9 @@
 //! The engine is a task that plays a script of events for each request, so nothing here depends on
 //! a model. `openai_client.py` does the same rounds with OpenAI's own package and the real engine.
 
+mod access;
 mod connection;
+mod models;
 mod operations;
 mod refusal;
 mod reply;
@@ -63,6 +65,10 @@ impl Seen {
 
 /// An engine that plays `script` for each request, one at a time, with a queue of `queue`.
 fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
+    engine_of("owner/tiny", queue, script)
+}
+
+fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     let (jobs, mut waiting) = mpsc::channel::<Job>(queue);
     let seen = Arc::new(Seen::default());
     let notes = seen.clone();
@@ -86,7 +92,7 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     });
     let info = Info {
         prefixes: Default::default(),
-        model: "owner/tiny".into(),
+        model: model.into(),
         family: "qwen3_5".into(),
         context: 32768,
         numbers: "CPU, f32".into(),

@@ -33,12 +33,12 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::sample::{sample, within};
+use super::adjust::Adjust;
+use super::sample::within;
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::{Model, Pass};
-use crate::request::Sampling;
 
 /// Rows that a draft which fell behind reads again before it guesses. Reading all it missed would
 /// cost more than one try can win; a draft that is in use falls behind no further.
@@ -72,6 +72,14 @@ pub trait Draft {
     /// A token was committed: it is the last of `tokens`.
     fn read(&mut self, _tokens: &[u32]) {}
 
+    /// The text was cut: `tokens` is what remains. What was behind it is to be forgotten.
+    ///
+    /// # Errors
+    /// [`crate::Error::Array`] when MLX cannot make a cache.
+    fn rewind(&mut self, _tokens: &[u32]) -> Result<()> {
+        Ok(())
+    }
+
     /// The model ran rows from `position` on and said `hidden` [1, R, D] of them. Called for rows
     /// that stay alone.
     ///
@@ -100,7 +108,7 @@ pub struct At<'a> {
     /// Prompt and reply, committed.
     pub tokens: &'a [u32],
     /// How tokens are drawn.
-    pub sampling: Sampling,
+    pub adjust: &'a mut Adjust,
     /// Seed of the draws.
     pub seed: u64,
     /// Tokens there are.
@@ -124,7 +132,8 @@ impl At<'_> {
         loop {
             let index = (self.tokens.len() + drafts.len()) as u64;
             let known = within(logits, self.vocabulary)?;
-            drafts.push(sample(&known, &self.sampling, self.seed, index)?);
+            let draw = self.adjust.draws() + drafts.len() as u64;
+            drafts.push(self.adjust.sample(&known, draw, self.seed, index)?);
             if drafts.len() == depth {
                 return Ok(concatenate(&drafts, 0)?);
             }

@@ -72,6 +72,15 @@ impl Draft for DraftModel {
         Ok(Some(at.chain(&first, depth, |_, token| self.run(token))?))
     }
 
+    /// What was read cannot be cut in every model, so it begins anew.
+    fn rewind(&mut self, tokens: &[u32]) -> Result<()> {
+        if self.read > tokens.len() || self.mark.is_some() {
+            self.cache = self.model.new_cache()?;
+            (self.read, self.mark) = (0, None);
+        }
+        Ok(())
+    }
+
     fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {
         self.chances.learn(judged, accepted);
         if let Some(mark) = self.mark.take() {

@@ -96,6 +96,12 @@ impl Draft for MtpDraft {
         Ok(())
     }
 
+    fn rewind(&mut self, _tokens: &[u32]) -> Result<()> {
+        self.hidden.clear();
+        (self.end, self.gap) = (0, true);
+        Ok(())
+    }
+
     fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
         let rows = hidden.dim(1);
         if position != self.end {

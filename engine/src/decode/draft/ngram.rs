@@ -120,6 +120,12 @@ impl Draft for Ngram {
         self.index(tokens);
         self.find(tokens);
     }
+
+    /// Reads all of it again: an earlier place may have been overwritten by one that is gone.
+    fn rewind(&mut self, tokens: &[u32]) -> Result<()> {
+        *self = Self { trust: self.trust, ..Self::new(tokens) };
+        Ok(())
+    }
 }
 
 /// Which class of trust so much agreement is in.

@@ -1,127 +1,92 @@
-//! The typed bindings of `wit/`, and how its records become those of [`crate::policy`].
+//! The versions of the contract that this server speaks: a file and a row of [`VERSIONS`] each.
 //!
-//! Parameters are borrowed: a call copies text and tokens straight into the guest's memory.
+//! A version's file holds its typed bindings, how its records become those of [`crate::policy`], and
+//! its [`Hooks`]. Nothing else knows versions apart. A component is of one version.
 
-#![allow(unsafe_code, reason = "bindgen! implements wasmtime's unsafe traits for our records")]
+mod v0_1;
+mod v0_2;
 
-use crate::policy as plain;
+use wasmtime::Store;
+use wasmtime::component::{Instance, InstancePre, Linker};
 
-wasmtime::component::bindgen!({
-    path: "../wit/v0.1",
-    world: "policy",
-    ownership: Borrowing { duplicate_if_necessary: true },
-});
+use super::State;
+use crate::config::Grant;
+use crate::policy::{
+    Action, Plan, PromptView, Replacement, RequestView, Step, Summary, ToolCallView, Verdict,
+};
 
-pub use steersman::policy::types::Action;
-use steersman::policy::types::{self as wit};
+/// All versions, the newest first.
+pub const VERSIONS: [&Version; 2] = [&v0_2::VERSION, &v0_1::VERSION];
 
-/// Calls `f` with the request as the guest gets it. A closure, since the lists of pairs and names
-/// must outlive the record that borrows them.
-pub fn with_request<T>(request: &plain::RequestView, f: impl FnOnce(wit::Request<'_>) -> T) -> T {
-    let params: Vec<_> = request.params.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
-    let tools: Vec<_> = request.tools.iter().map(String::as_str).collect();
-    f(wit::Request {
-        id: &request.id,
-        profile: &request.profile,
-        model: &request.model,
-        family: &request.family,
-        params: &params,
-        prompt_tokens: request.prompt_tokens,
-        context_left: request.context_left,
-        messages: request.messages,
-        system_chars: request.system_chars,
-        user: &request.user,
-        tools: &tools,
-        can_think: request.can_think,
-        thinking: request.thinking,
-        think_budget: request.think_budget,
-        max_tokens: request.max_tokens,
-    })
+/// Most bytes that the lists of one answer take in the host, whatever its version: what is longer
+/// is refused before it is copied, what is shorter by its own bounds.
+pub const LIST_BYTES: usize = v0_2::LIST_BYTES;
+
+/// Prefix of the names of all interfaces of the contract.
+pub const PACKAGE: &str = "steersman:policy/";
+
+/// A version of the contract.
+pub struct Version {
+    /// As it stands in the names of its interfaces.
+    pub number: &'static str,
+    /// The hooks that it has.
+    pub hooks: &'static [&'static str],
+    /// The interfaces that a policy may import where they are granted.
+    pub imports: &'static [Grant],
+    /// Defines their functions.
+    pub link: fn(&mut Linker<State>) -> wasmtime::Result<()>,
+    /// Looks the hooks of a component up; an error where one has another shape.
+    pub find: fn(&InstancePre<State>) -> wasmtime::Result<Found>,
 }
 
-impl<'a> From<&'a plain::Step> for wit::Step<'a> {
-    fn from(step: &'a plain::Step) -> Self {
-        Self {
-            index: step.index,
-            phase: match step.phase {
-                plain::Phase::Think => wit::Phase::Think,
-                plain::Phase::Answer => wit::Phase::Answer,
-                plain::Phase::ToolCall => wit::Phase::ToolCall,
-            },
-            think_tokens: step.think_tokens,
-            answer_tokens: step.answer_tokens,
-            think_left: step.think_left,
-            tokens: &step.tokens,
-            text: &step.text,
-            loop_found: step.loop_found.map(|found| wit::LoopReport {
-                period: found.period,
-                repeats: found.repeats,
-                exact: found.exact,
-            }),
-            budget_reached: step.budget_reached,
-        }
+/// The hooks of a component, ready to be taken from each instance of it.
+pub type Found =
+    Box<dyn Fn(&mut Store<State>, &Instance) -> wasmtime::Result<Box<dyn Hooks>> + Send + Sync>;
+
+/// The hooks of an instance. One that it does not export answers as if there were no policy.
+pub trait Hooks {
+    /// Calls `on-prompt`.
+    fn on_prompt(
+        &self,
+        _store: &mut Store<State>,
+        _prompt: &PromptView,
+    ) -> wasmtime::Result<Vec<Replacement>> {
+        Ok(Vec::new())
     }
+
+    /// Calls `on-request`.
+    fn on_request(&self, store: &mut Store<State>, request: &RequestView)
+    -> wasmtime::Result<Plan>;
+
+    /// Calls `on-step`.
+    fn on_step(&self, store: &mut Store<State>, step: &Step) -> wasmtime::Result<Vec<Action>>;
+
+    /// Calls `on-tool-call`.
+    fn on_tool_call(
+        &self,
+        _store: &mut Store<State>,
+        _call: &ToolCallView,
+    ) -> wasmtime::Result<Verdict> {
+        Ok(Verdict::Accept)
+    }
+
+    /// Calls `on-finish`.
+    fn on_finish(&self, store: &mut Store<State>, summary: &Summary) -> wasmtime::Result<()>;
 }
 
-impl<'a> From<&'a plain::Summary> for wit::Summary<'a> {
-    fn from(summary: &'a plain::Summary) -> Self {
-        Self {
-            reason: &summary.reason,
-            prompt_tokens: summary.prompt_tokens,
-            think_tokens: summary.think_tokens,
-            answer_tokens: summary.answer_tokens,
-            loops: summary.loops,
-        }
-    }
+/// The full name of an interface.
+pub fn full_name(interface: &str, version: &str) -> String {
+    format!("{PACKAGE}{interface}@{version}")
 }
 
-impl From<wit::Plan> for plain::Plan {
-    fn from(plan: wit::Plan) -> Self {
-        Self {
-            thinking: plan.thinking,
-            think_budget: plan.think_budget,
-            answer_reserve: plan.answer_reserve,
-            loops: plan.loops.map(|rule| plain::LoopRule {
-                max_period: rule.max_period,
-                repeats: rule.repeats,
-                min_tokens: rule.min_tokens,
-                similarity: rule.similarity,
-            }),
-            every: plan.every,
-            note: plan.note,
-            keep: plan.keep.map(|list| list.into_iter().map(plain::Keep::from).collect()),
-            ..Self::default()
-        }
-    }
-}
-
-impl From<wit::Keep> for plain::Keep {
-    fn from(keep: wit::Keep) -> Self {
-        Self {
-            at: match keep.at {
-                wit::Anchor::System => plain::Anchor::System,
-                wit::Anchor::Turns => plain::Anchor::Turns,
-                wit::Anchor::Prompt => plain::Anchor::Prompt,
-                wit::Anchor::Reply => plain::Anchor::Reply,
-            },
-            seconds: keep.seconds.min(plain::KEEP_SECONDS),
-        }
-    }
-}
-
-impl From<Action> for plain::Action {
-    fn from(action: Action) -> Self {
-        match action {
-            Action::Inject(text) => Self::Inject(text),
-            Action::CloseThinking(text) => Self::CloseThinking(text),
-            Action::Stop(reason) => Self::Stop(reason),
-        }
-    }
-}
-
-/// Bytes of text in an action.
-pub fn action_bytes(action: &Action) -> usize {
-    match action {
-        Action::Inject(text) | Action::CloseThinking(text) | Action::Stop(text) => text.len(),
-    }
+/// What `indices` says of a hook, where the component exports it.
+fn optional<T>(
+    pre: &InstancePre<State>,
+    hook: &str,
+    version: &Version,
+    indices: impl FnOnce(&InstancePre<State>) -> wasmtime::Result<T>,
+) -> wasmtime::Result<Option<T>> {
+    let exported =
+        pre.component().get_export_index(None, full_name(hook, version.number)).is_some();
+    exported.then(|| indices(pre)).transpose()
 }

@@ -1,0 +1,147 @@
+use std::sync::Arc;
+
+use super::super::{disk, registry};
+use super::*;
+use crate::config::PolicyConfig;
+use crate::policy::wasm::Host;
+
+fn shipped(name: &str) -> Arc<Component> {
+    let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
+    Arc::new(Component::load(&host, name, registry::embedded(name).unwrap()).unwrap())
+}
+
+/// Of the default policy: it closes a thought over its budget.
+const CLOSES: &str = r#"{"case":"closes","hook":"on-request","input":{"user":"Answer as JSON","can_think":true,"context_left":8192},"answer":{"thinking":true}}
+{"hook":"on-step","input":{"phase":"think","budget_reached":true},"answer":[{"close-thinking":"**Final JSON:**\n\n```json\n"}]}
+
+{"hook":"on-finish","input":{"reason":"stop"}}
+{"case":"has nothing to do","hook":"on-step","answer":[]}"#;
+
+fn problem(golden: &str) -> String {
+    check(&shipped("default"), golden).unwrap_err().to_string()
+}
+
+#[test]
+fn a_file_passes_where_all_is_answered_as_it_says() {
+    assert_eq!(check(&shipped("default"), CLOSES).unwrap(), 2);
+    let error = check(&shipped("passthrough"), CLOSES).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "policy `passthrough`: golden line 1 (case `closes`): on-request: thinking: expected true, \
+         got null; golden line 2 (case `closes`): on-step: expected \
+         [{\"close-thinking\":\"**Final JSON:**\\n\\n```json\\n\"}], got []"
+    );
+}
+
+#[test]
+fn what_is_misspelt_is_an_error_with_its_line_and_never_a_test_that_passes() {
+    for (line, words) in [
+        (
+            r#"{"hook":"on-step","input":{"fase":"think"}}"#,
+            "input.fase is no field; there are index",
+        ),
+        (r#"{"hook":"on-step","input":{"phase":"thought"}}"#, "input: unknown variant `thought`"),
+        (r#"{"hook":"on-step","input":{"loop_found":{"period":1}}}"#, "missing field `repeats`"),
+        (r#"{"hook":"on-request","answer":{"budget":1}}"#, "answer.budget is no field"),
+        (
+            r#"{"hook":"on-request","answer":{"sampling":{"top-p":1}}}"#,
+            "answer.sampling.top-p is no field",
+        ),
+        (r#"{"hook":"on-step","answer":[{"shout":"x"}]}"#, "answer: unknown variant `shout`"),
+        (
+            r#"{"hook":"on-step","answer":[{"ban":{"tokens":[1],"step":2}}]}"#,
+            "answer[0].ban.step is no field",
+        ),
+        (r#"{"hook":"on-steps"}"#, "column 18: unknown variant `on-steps`"),
+        (r#"{"hook":"on-finish","answer":1}"#, "on-finish answers nothing"),
+        (r#"{"hock":"on-step"}"#, "unknown field `hock`"),
+        (r#"{"case":"x"}"#, "`hook` is missing"),
+        (r#"{"hook":"on-step""#, "EOF"),
+    ] {
+        let error = problem(&format!("\n{CLOSES}\n{line}"));
+        assert!(error.contains("golden line 7: ") && error.contains(words), "{line}: {error}");
+    }
+    assert!(problem("\n").ends_with("golden has no line with a hook"));
+}
+
+#[test]
+fn a_failure_can_be_expected_and_is_told_where_it_is_not() {
+    let host = Host::new(
+        &PolicyConfig { fuel: 20_000, ..PolicyConfig::default() },
+        &Arc::new(disk::in_memory()),
+    );
+    let bytes = registry::embedded("default").unwrap();
+    let starved = Component::load(&host.unwrap(), "default", bytes).unwrap();
+    let starved = Arc::new(starved);
+    let long = "x ".repeat(4000);
+    let line = format!(r#"{{"case":"long","hook":"on-request","input":{{"user":"{long}"}}}}"#);
+    let error = check(&starved, &line).unwrap_err().to_string();
+    assert!(
+        error.contains("(case `long`): on-request: failed: ") && error.contains("fuel"),
+        "{error}"
+    );
+    let expected = line.replace("}}", r#"},"error":"fuel"}"#);
+    assert_eq!(check(&starved, &expected).unwrap(), 1);
+    let error = problem(&expected);
+    assert!(error.contains("expected a failure, got {\"thinking\":"), "{error}");
+}
+
+#[test]
+fn recorded_lines_belong_together_by_request_policy_and_link() {
+    let line = |request: &str, policy: &str, hook: &str| {
+        format!(
+            r#"{{"request":"{request}","profile":"p","policy":"{policy}","link":0,"shadow":false,"sha256":"","hook":"{hook}","fuel":1,"nanoseconds":2}}"#
+        )
+    };
+    let text = [
+        line("r", "a", "on-prompt"),
+        line("r", "b", "on-prompt"),
+        line("r", "a", "on-request"),
+        line("s", "a", "on-request"),
+        line("r", "b", "on-request"),
+        line("r", "a", "on-step"),
+        line("s", "a", "on-step"),
+        line("s", "a", "on-request"),
+    ]
+    .join("\n");
+    let mut golden = Golden::parse(&text).unwrap();
+    let cases = |golden: &Golden| {
+        let of = |case: &Case| {
+            let lines: Vec<_> = case.lines.iter().map(|line| line.number).collect();
+            (case.name.clone(), case.policy.clone().unwrap(), lines)
+        };
+        golden.cases.iter().map(of).collect::<Vec<_>>()
+    };
+    let case = |name: &str, policy: &str, lines: &[usize]| {
+        (name.to_string(), policy.to_string(), lines.to_vec())
+    };
+    let expected = [
+        case("r", "a", &[1, 3, 6]),
+        case("r", "b", &[2, 5]),
+        case("s", "a", &[4, 7]),
+        case("s", "a", &[8]),
+    ];
+    assert_eq!(cases(&golden), expected);
+    assert_eq!(golden.policies().into_iter().collect::<Vec<_>>(), ["a", "b"]);
+    golden.only("b");
+    assert_eq!(cases(&golden), expected[1..2]);
+    assert_eq!(golden.imports.len(), 1);
+}
+
+#[test]
+fn a_file_that_lacks_something_says_so() {
+    assert_eq!(Golden::parse(CLOSES).unwrap().inexact(), None);
+    let masked = CLOSES.replace(r#""input":{"phase""#, r#""masked":{},"input":{"phase""#);
+    let masked = Golden::parse(&masked).unwrap();
+    assert_eq!(masked.inexact(), Some("line 2: texts and tokens are masked"));
+    let missing = Golden::parse(&format!("{CLOSES}\n{{\"dropped\":7}}")).unwrap();
+    assert_eq!(missing.inexact(), Some("line 6: 7 calls are missing"));
+}
+
+#[test]
+fn what_is_asked_twice_is_decided_alike_to_the_last_bit() {
+    let golden = Golden::parse(CLOSES).unwrap();
+    let replay = || serde_json::to_string(&golden.replay(&shipped("default"))).unwrap();
+    assert_eq!(replay(), replay());
+    assert!(replay().contains(r#""fuel":"#) && !replay().contains(r#""fuel":0"#), "{}", replay());
+}
