@@ -6,21 +6,28 @@
 set -eu
 
 cd "$(dirname "$0")"
-target=${CARGO_TARGET_DIR:-$PWD/../target}/policies
-mkdir -p "$target"
+target=${CARGO_TARGET_DIR:-$PWD/../target}
+mkdir -p "$target/policies"
+
+# Once, and before the first policy is written: the program embeds those that ship.
+program() {
+    cargo build --quiet --bin steersman
+}
 
 # Guests are compiled apart from the server, so that neither waits for the other's lock.
 build() {
-    cargo run --quiet --bin steersman -- policy build --target-dir "$target/cargo" "$@"
+    "$target/debug/steersman" policy build --target-dir "$target/policies" "$@"
 }
 
 case ${1-} in
 examples)
+    program
     for language in rust javascript python; do
-        build examples/$language --out "$target/brief-$language.wasm"
+        build examples/$language --out "$target/policies/brief-$language.wasm"
     done
     ;;
 '')
+    program
     for name in agent default passthrough rules; do
         build $name
     done
@@ -30,7 +37,7 @@ examples)
         LC_ALL=C sort | xargs $sum >SHA256SUMS
     ;;
 *)
-    sed -n 's/^# \{0,1\}//p' build.sh | sed 1d >&2
+    sed -n 's/^# \{0,1\}//p' build.sh | sed -n 1,5p >&2
     exit 1
     ;;
 esac

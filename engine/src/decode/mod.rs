@@ -379,7 +379,9 @@ impl Decoder {
             } else if let Some(drawn) = drawn {
                 self.commit(sequence, drawn.read()?)?;
                 // The step that was waited for was a plain one behind another.
-                if let (Some(costs), true) = (&mut self.costs, alone && sequence.queued > 2) {
+                // What a rewind costs is no step's.
+                let plain = alone && sequence.queued > 2 && sequence.is_caught_up();
+                if let (Some(costs), true) = (&mut self.costs, plain) {
                     costs.learn_plain(start.elapsed().as_secs_f32());
                 }
             }

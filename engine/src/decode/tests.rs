@@ -9,6 +9,10 @@ use crate::config::{Config, Device, DraftKind};
 use crate::policy::{Policies, disk};
 use crate::request::{Message, Request, SamplingWish};
 
+mod actions;
+mod scripted;
+mod tool_calls;
+
 const TOKENS: usize = 48;
 
 fn decoder() -> Decoder {
@@ -19,10 +23,15 @@ fn load(mut config: Config) -> Decoder {
     config.model.device = Device::Cpu;
     config.store.enabled = false;
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    load_from(&folder, config)
+}
+
+/// A decoder over the model in `folder`, with policies that keep nothing.
+fn load_from(folder: &Path, config: Config) -> Decoder {
     let config = config.check().unwrap();
     let kept = Arc::new(disk::in_memory());
     let policies = Policies::load(&config.policy, &config.profiles, &kept).unwrap();
-    Decoder::load(config, &folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
+    Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }
 
 fn ask(question: &str) -> Request {

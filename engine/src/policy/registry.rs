@@ -401,14 +401,15 @@ impl Policies {
 
     /// Writes a component to its policy's file.
     fn write(&self, policy: &str, place: &Place, bytes: &[u8], golden: &str) -> Result<()> {
-        let refuse = |problem| Error::Invalid { field: "policy.folder", problem };
         let file = place.file.as_ref().ok_or_else(|| {
-            refuse(format!(
-                "is not set, so policy `{policy}` has no file that a restart would read"
-            ))
+            let problem =
+                format!("is not set, so policy `{policy}` has no file that a restart would read");
+            Error::Invalid { field: "policy.folder", problem }
         })?;
-        place::write(file, bytes)
-            .map_err(|error| refuse(format!("{} cannot be written: {error}", file.display())))?;
+        place::write(file, bytes).map_err(|error| {
+            let problem = format!("{} cannot be written: {error}", file.display());
+            Error::Invalid { field: "policy", problem }
+        })?;
         self.settled().slot(policy).seen = Some(digest_of(bytes, golden));
         Ok(())
     }

@@ -99,13 +99,9 @@ pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
             }
         };
         for (number, value) in (1..).zip(list.iter()) {
-            let entry = Entry {
-                place: format!("rule {number}, line {}", line(text, value.span().start)),
-                key: "rule".into(),
-                value: value.get_ref(),
-                text,
-            };
-            rules.push(rule(&entry)?);
+            let at = value.span().start;
+            let value = value.get_ref();
+            rules.push(rule(&Entry { rule: number, at, above: "", name: "rule", value, text })?);
         }
     }
     if rules.is_empty() {
@@ -127,33 +123,37 @@ fn line(text: &str, at: usize) -> usize {
 
 /// A value and where it stands.
 struct Entry<'a> {
-    place: String,
-    key: String,
+    rule: u32,
+    /// Where in the text: its line is counted for a message alone, as a text has many entries.
+    at: usize,
+    /// The table that holds it: "", "when", "do", "do.bias", "do.loops".
+    above: &'static str,
+    name: &'a str,
     value: &'a DeValue<'a>,
     text: &'a str,
 }
 
 impl<'a> Entry<'a> {
-    fn error<T>(&self, problem: &str) -> Result<T, String> {
-        Err(format!("{}: `{}` {problem}", self.place, self.key))
+    fn place(&self) -> String {
+        format!("rule {}, line {}", self.rule, line(self.text, self.at))
     }
 
-    /// The entries of a table, by its keys.
-    fn entries(&self) -> Result<Vec<(&'a str, Entry<'a>)>, String> {
+    fn error<T>(&self, problem: &str) -> Result<T, String> {
+        let dot = if self.above.is_empty() { "" } else { "." };
+        Err(format!("{}: `{}{dot}{}` {problem}", self.place(), self.above, self.name))
+    }
+
+    /// The entries of this table, which messages call `above`, by their names.
+    fn entries(&self, above: &'static str) -> Result<Vec<(&'a str, Entry<'a>)>, String> {
         let DeValue::Table(table) = self.value else {
             return self.error("must be a table: { key = value }");
         };
-        let rule = self.place.split(',').next().unwrap_or_default();
-        Ok(table
-            .iter()
-            .map(|(key, value)| {
-                let name = key.get_ref().as_ref();
-                let place = format!("{rule}, line {}", line(self.text, key.span().start));
-                let full =
-                    if self.key == "rule" { name.into() } else { format!("{}.{name}", self.key) };
-                (name, Entry { place, key: full, value: value.get_ref(), text: self.text })
-            })
-            .collect())
+        let entries = table.iter().map(|(key, value)| {
+            let name = key.get_ref().as_ref();
+            let (at, value) = (key.span().start, value.get_ref());
+            (name, Entry { rule: self.rule, at, above, name, value, text: self.text })
+        });
+        Ok(entries.collect())
     }
 
     fn unknown<T>(&self, allowed: &[&str]) -> Result<T, String> {
@@ -225,20 +225,20 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
     let mut when = Vec::new();
     let mut act = None;
     let mut times = None;
-    for (key, entry) in entry.entries()? {
+    for (key, entry) in entry.entries("")? {
         match key {
-            "when" => when = entry.entries()?,
-            "do" => act = Some(entry.entries()?),
+            "when" => when = entry.entries("when")?,
+            "do" => act = Some(entry.entries("do")?),
             "times" => times = Some(entry.number()?),
             _ => return entry.unknown(&["when", "do", "times"]),
         }
     }
     let Some(act) = act.filter(|act| !act.is_empty()) else {
-        return Err(format!("{}: `do` is missing, which says what the rule does", entry.place));
+        return Err(format!("{}: `do` is missing, which says what the rule does", entry.place()));
     };
     let moment = moment(&when, &act)?;
     if times.is_some() && moment & (PROMPT | REQUEST) != 0 {
-        let place = &entry.place;
+        let place = entry.place();
         return Err(format!(
             "{place}: `times` says nothing here: the rule acts once, {}",
             name(moment)
@@ -254,7 +254,7 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
     if let (Act::Step(deeds), None | Some(false)) = (&act, when.looping)
         && deeds.contains(&Deed::RewindLoop)
     {
-        return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place));
+        return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place()));
     }
     let waits = moment != STEP || when.every() == 0;
     Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, act })
@@ -382,7 +382,7 @@ fn sampling(entries: &[(&str, Entry)]) -> Result<Sampling, String> {
 
 fn loops(entry: &Entry) -> Result<LoopRule, String> {
     let mut loops = LOOPS;
-    for (key, entry) in entry.entries()? {
+    for (key, entry) in entry.entries("do.loops")? {
         match key {
             "max_period" => loops.max_period = entry.number()?,
             "repeats" => loops.repeats = entry.number()?,
@@ -460,7 +460,7 @@ fn step_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
     }
     if timed && !lasting {
         let (_, entry) = &entries[0];
-        let place = &entry.place;
+        let place = entry.place();
         return Err(format!(
             "{place}: `do.for` says how long a ban, a bias or sampling holds, and there is none"
         ));
@@ -483,7 +483,7 @@ fn tokens(entry: &Entry) -> Result<Vec<u32>, String> {
 }
 
 fn biases(entry: &Entry) -> Result<Vec<TokenBias>, String> {
-    let entries = entry.entries()?;
+    let entries = entry.entries("do.bias")?;
     if !(1..=TOKENS).contains(&entries.len()) {
         return entry.error(&format!("must name 1 to {TOKENS} tokens"));
     }

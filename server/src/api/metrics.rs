@@ -118,6 +118,7 @@ pub async fn get(State(app): State<Arc<App>>) -> impl IntoResponse {
     let waiting = |told: &Told| Some(told.waiting);
     gauge(&mut registry, "queue_length", "Requests that wait for their turn", &reports, waiting);
     register_cache(&mut registry, &reports);
+    register_policies(&mut registry, app.models.policies().counters());
     let mut body = String::new();
     text::encode(&mut body, &registry).expect("a string takes any text");
     ([(header::CONTENT_TYPE, OPEN_METRICS)], body)
@@ -221,6 +222,15 @@ fn counter(
         }
     }
     registry.register(name, help, family);
+}
+
+/// What policies count for themselves (grant `counters`).
+fn register_policies(registry: &mut Registry, counters: Vec<(String, String, u64)>) {
+    let counted = Family::<[(&str, String); 2], Counter>::default();
+    for (policy, name, value) in counters {
+        counted.get_or_create(&[("policy", policy), ("name", name)]).inc_by(value);
+    }
+    registry.register("policy_counts", "What policies counted, by their own names", counted);
 }
 
 /// A gauge for each model that has one.

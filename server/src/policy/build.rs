@@ -157,8 +157,9 @@ fn compile(folder: &Path, name: &str, target: &Path) -> Result<Vec<u8>> {
     flags.push(" ");
     flags.push(remap(folder.parent().unwrap_or(folder), "/policies"));
     if let Toolchain::Debian { rustc, linker } = Toolchain::find()? {
-        flags.push(" -Clinker-flavor=wasm-ld -Clinker=");
+        flags.push(" -Clinker=");
         flags.push(linker);
+        flags.push(" -Clinker-flavor=wasm-ld");
         // This compiler comes with the source of its standard library alone.
         cargo.arg("-Zbuild-std=std,panic_abort").env("RUSTC_BOOTSTRAP", "1").env("RUSTC", rustc);
     }

@@ -23,23 +23,23 @@ pub const NAME_CHARS: usize = 64;
 pub struct Shipped {
     pub name: &'static str,
     pub component: &'static [u8],
-    /// Its golden traces; empty for none.
+    /// Its golden traces.
     pub golden: &'static str,
 }
 
+macro_rules! shipped {
+    ($name:literal) => {
+        Shipped {
+            name: $name,
+            component: include_bytes!(concat!("../../../../policies/", $name, "/", $name, ".wasm")),
+            golden: include_str!(concat!("../../../../policies/", $name, "/", $name, ".jsonl")),
+        }
+    };
+}
+
 /// All of them.
-pub const SHIPPED: &[Shipped] = &[
-    Shipped {
-        name: "default",
-        component: include_bytes!("../../../../policies/default/default.wasm"),
-        golden: "",
-    },
-    Shipped {
-        name: "passthrough",
-        component: include_bytes!("../../../../policies/passthrough/passthrough.wasm"),
-        golden: "",
-    },
-];
+pub const SHIPPED: &[Shipped] =
+    &[shipped!("agent"), shipped!("default"), shipped!("passthrough"), shipped!("rules")];
 
 /// Where a policy is looked for: in its file, else among those that ship.
 #[derive(Clone)]

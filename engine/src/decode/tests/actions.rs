@@ -1,0 +1,544 @@
+//! What policies do to a reply, on a hybrid, a sliding and a dense model: whatever they do, each token
+//! that the model drew is the one that plain decoding draws behind the tokens before it, the client
+//! has the text of the tokens that are left, and what is saved is their state.
+
+use super::scripted::*;
+use crate::config::{Config, DraftKind};
+use crate::decode::apply::INJECTED_TOKENS;
+use crate::decode::rewind::REWOUND_TOKENS;
+use crate::decode::verify::Way;
+use crate::policy::{Action, Ban, Bias, Replacement, Resample, SamplingChange, Step, TokenBias};
+use crate::request::{FinishReason, Request, Sampling, SamplingWish};
+
+/// A hybrid, a sliding and a dense family.
+const FAMILIES: [&str; 3] = ["qwen3_next", "gemma3_text", "llama"];
+
+/// Tokens that part a reply, which a model of random weights would write anywhere.
+const MARKERS: [u32; 3] = [CLOSE_THOUGHT, OPEN_THOUGHT, END];
+
+fn ban(tokens: &[u32], steps: u32) -> Action {
+    Action::Ban(Ban { tokens: tokens.to_vec(), steps })
+}
+
+fn bias(token: u32, bias: f32, steps: u32) -> Action {
+    Action::Bias(Bias { tokens: vec![TokenBias { token, bias }], steps })
+}
+
+fn resample(sampling: SamplingChange, steps: u32) -> Action {
+    Action::Sampling(Resample { sampling, steps })
+}
+
+fn inject(text: &str) -> Action {
+    Action::Inject(text.into())
+}
+
+/// Bans [`MARKERS`] at once, and does `more` from then on.
+fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + 'static) -> Script {
+    Script::new(move |step| {
+        let mut actions = more(step);
+        if step.index == 1 {
+            actions.push(ban(&MARKERS, 0));
+        }
+        actions
+    })
+}
+
+/// The ways to compute a reply, the plain one first.
+const WAYS: [Way; 3] = [Way::Plain, Way::Rewound, Way::Drafted(DraftKind::Ngram)];
+
+/// Runs the same script in all ways and checks that the tokens are the same; returns the plain reply.
+fn in_all_ways(
+    decoder: &mut crate::decode::Decoder,
+    request: &Request,
+    script: impl Fn() -> Script,
+) -> Ran {
+    let plain = run_plainly(decoder, request, script());
+    for way in WAYS {
+        let ran = run(decoder, request, script(), way, Some(&plain.tokens));
+        assert_eq!(ran.reply(), plain.reply(), "{way:?}");
+        assert_eq!((&ran.reasoning, &ran.answer), (&plain.reasoning, &plain.answer), "{way:?}");
+        assert_eq!(ran.notes, plain.notes, "{way:?}");
+        if way == Way::Rewound {
+            assert!(ran.usage.drafted_tokens > ran.usage.accepted_tokens, "{:?}", ran.usage);
+        }
+    }
+    plain
+}
+
+/// A thought that is rewound and goes on otherwise, then is closed; an answer that is rewound, too.
+fn rewinds(count: u32, checkpoint_every: u32) -> Script {
+    let (mut thought, mut closed, mut answer) = (false, false, false);
+    let mut script = markers_banned(move |step| {
+        if !thought && step.index == 45 {
+            thought = true;
+            return vec![inject("No: "), Action::Rewind(count)];
+        }
+        if thought && !closed && step.think_tokens >= 60 {
+            closed = true;
+            return vec![Action::CloseThinking("So ".into())];
+        }
+        if !answer && step.answer_tokens == 50 {
+            answer = true;
+            return vec![Action::Rewind(count), Action::Rewind(count / 2), inject("But ")];
+        }
+        Vec::new()
+    });
+    script.plan.checkpoint_every = checkpoint_every;
+    script
+}
+
+/// Which tokens of `reply` are among these texts or close the thought, line's end included.
+fn places(reply: &[u32], texts: &[&str]) -> Vec<bool> {
+    let mut found = vec![false; reply.len()];
+    for text in texts.iter().chain(&["\n\nSo "]) {
+        let run: Vec<u32> = text.bytes().map(u32::from).collect();
+        for at in (0..reply.len()).filter(|&at| reply[at..].starts_with(&run)) {
+            found[at..at + run.len()].fill(true);
+        }
+    }
+    for at in (0..reply.len()).filter(|&at| reply[at] == CLOSE_THOUGHT) {
+        found[at.saturating_sub(1)..=at].fill(true);
+    }
+    found
+}
+
+/// That each token of `ran` was put in or is what plain decoding draws there.
+fn check_draws(decoder: &crate::decode::Decoder, ran: &Ran, sampling: &Sampling, put_in: &[&str]) {
+    let put_in = places(ran.reply(), put_in);
+    let free = plain_draws(decoder, ran, sampling, &[]);
+    let banned = plain_draws(decoder, ran, sampling, &MARKERS);
+    for (i, &token) in ran.reply().iter().enumerate() {
+        // The ban came after the first token.
+        let expected = if i == 0 { free[i] } else { banned[i] };
+        assert!(put_in[i] || token == expected, "token {i} is {token}, not {expected}: {ran:?}");
+    }
+}
+
+#[test]
+fn a_rewound_reply_goes_on_as_one_that_never_said_what_was_taken_back() {
+    let quantized = |bits| {
+        let mut config = Config::default();
+        (config.engine.kv_bits, config.engine.kv_bits_from) = (bits, 30);
+        config
+    };
+    let greedy = Sampling::default();
+    for (name, bits) in FAMILIES.map(|name| (name, 0)).into_iter().chain([("qwen3_next", 8)]) {
+        let decoder = &mut family(name, quantized(bits), false);
+        let request = ask("Where does the fox live?", true, 80);
+        for count in [1, 7, 30, 1000] {
+            let plain = in_all_ways(decoder, &request, || rewinds(count, 0));
+            let checkpoints = in_all_ways(decoder, &request, || rewinds(count, 16));
+            assert_eq!(plain.tokens, checkpoints.tokens, "{name}, {bits} bits, {count}");
+            assert_eq!(plain.rewound.len(), 2, "{name}: {plain:?}");
+            let (thought, answer) = (count.min(45), count.min(50));
+            for what in [
+                format!("rewound {thought} tokens after 45 tokens"),
+                format!("rewound {answer} tokens after"),
+                "injected text after".into(),
+            ] {
+                assert!(plain.noted(&what), "{what}: {:?}", plain.notes);
+            }
+            if bits == 0 {
+                check_draws(decoder, &plain, &greedy, &["No: ", "But "]);
+            }
+            // Nothing of the prompt, nor of the thought from within the answer.
+            assert!(plain.reply().contains(&CLOSE_THOUGHT));
+            assert!(count < 1000 || plain.reasoning.starts_with("No: "), "{plain:?}");
+            assert!(count < 1000 || plain.answer.starts_with("But "), "{plain:?}");
+        }
+    }
+}
+
+/// Drawn, not greedy, and without text: after the rewind a ban makes the reply another one.
+#[test]
+fn a_drawn_reply_is_rewound_alike_in_all_ways() {
+    for name in FAMILIES {
+        let decoder = &mut family(name, Config::default(), false);
+        let mut request = ask("Where does the owl live?", false, 60);
+        request.sampling.temperature = Some(0.9);
+        let warm = Sampling { temperature: 0.9, ..Sampling::default() };
+        for (count, every) in [(5, 0), (5, 16), (33, 16), (1000, 16)] {
+            let script = move || {
+                let mut done = false;
+                let mut script = markers_banned(move |step| {
+                    let now = step.index == 40 && !std::mem::replace(&mut done, step.index == 40);
+                    if now { vec![Action::Rewind(count)] } else { Vec::new() }
+                });
+                script.plan.checkpoint_every = every;
+                script
+            };
+            let ran = in_all_ways(decoder, &request, script);
+            assert!(ran.noted("rewound"), "{:?}", ran.notes);
+            assert_eq!(ran.reply().len(), 60);
+            check_draws(decoder, &ran, &warm, &[]);
+        }
+    }
+}
+
+/// What follows the saved state is computed from it alone, and compared with a computation of all.
+#[test]
+fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
+    for name in FAMILIES {
+        for (way, every) in [(Way::Plain, 0), (Way::Plain, 16), (Way::Rewound, 16)] {
+            let decoder = &mut family(name, Config::default(), false);
+            decoder.store_min_tokens = 1;
+            let request = ask("Where does the hare live?", false, 60);
+            // Rewinds at the very end as well, and stops there.
+            let script = move || {
+                let mut times = 0;
+                let mut script = markers_banned(move |step| match (step.index, times) {
+                    (30, 0) | (44, 1) => {
+                        times += 1;
+                        vec![Action::Rewind(9), inject("Or ")]
+                    }
+                    (50, 2) => vec![Action::Stop("enough".into()), Action::Rewind(4)],
+                    (50, _) => unreachable!("the rewinds come first"),
+                    _ => Vec::new(),
+                });
+                script.plan.checkpoint_every = every;
+                script
+            };
+            let plain = run_plainly(decoder, &request, script());
+            decoder.prefixes =
+                crate::prefix::Prefixes::new(decoder.prefixes.empty(), 1 << 26, None, 0).unwrap();
+            let ran = run(decoder, &request, script(), way, Some(&plain.tokens));
+            assert_eq!(ran.tokens, plain.tokens);
+            assert_eq!(ran.reason, FinishReason::Policy("enough".into()));
+            // What stands behind the stop is dropped.
+            assert_eq!(ran.reply().len(), 50);
+            assert_eq!(ran.notes.iter().filter(|note| note.contains("rewound")).count(), 2);
+            assert!(ran.saved + 1 >= ran.tokens.len(), "{name}: {} of {ran:?}", ran.saved);
+            let next = [&ran.tokens[..], &[65, 66]].concat();
+            let (mut cache, length) = decoder.prefixes.resume(&next).unwrap();
+            assert_eq!(length, ran.saved);
+            let rest = &next[length..];
+            let rows = rest.len() as i32;
+            let ids = mlx_rs::Array::from_slice(rest, &[rows]);
+            let span = crate::cache::Span { rows, cache: &mut cache };
+            let hidden = decoder.model.forward(&ids, &mut [span], decoder.pass()).unwrap();
+            let resumed = decoder.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap();
+            let whole = logits(decoder, &next);
+            let last = |a: &mlx_rs::Array| {
+                let columns = a.dim(1) as usize;
+                a.as_slice::<f32>()[(a.dim(0) as usize - 1) * columns..].to_vec()
+            };
+            for (a, b) in last(&resumed).iter().zip(last(&whole)) {
+                assert!((a - b).abs() < 1e-3, "{name}: {a} is not {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn text_that_a_streaming_client_has_is_not_taken_back_but_its_thought_is() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    let request = Request { revisable: false, ..ask("Where?", true, 60) };
+    let ran = in_all_ways(decoder, &request, || rewinds(10, 16));
+    assert!(ran.noted("rewound 10 tokens after 45 tokens"), "{:?}", ran.notes);
+    assert!(ran.noted("the client has that text already"), "{:?}", ran.notes);
+    assert!(ran.rewound.iter().all(|(_, answer)| *answer == 0), "{:?}", ran.rewound);
+    check_draws(decoder, &ran, &Sampling::default(), &["No: ", "But "]);
+}
+
+/// What a stop string holds back was never sent, and is not taken back.
+#[test]
+fn a_rewind_tells_of_what_was_sent_alone() {
+    let decoder = &mut family("llama", Config::default(), false);
+    let mut request = ask("Where?", false, 40);
+    request.stop = vec!["Hello there".into()];
+    for (count, taken, left) in [(5, 0, "And so: Hell"), (12, 3, "And s")] {
+        let script = markers_banned(move |step| match step.index {
+            3 => vec![inject("And so: Hello th"), bias(u32::from(b'e'), 100.0, 1)],
+            20 => vec![Action::Rewind(count), Action::Stop("done".into())],
+            _ => Vec::new(),
+        });
+        let ran = run_plainly(decoder, &request, script);
+        assert_eq!(ran.rewound.iter().map(|(_, answer)| answer).sum::<usize>(), taken);
+        assert!(ran.answer.ends_with(left), "{ran:?}");
+    }
+}
+
+#[test]
+fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    let request = ask("Where?", false, 500);
+    let mut script = markers_banned(|step| match step.index {
+        60.. => vec![Action::Rewind(50)],
+        _ => Vec::new(),
+    });
+    script.rewound = REWOUND_TOKENS - 120;
+    let ran = run_plainly(decoder, &request, script);
+    let reason = format!("the policy rewound more than {REWOUND_TOKENS} tokens");
+    assert_eq!(ran.reason, FinishReason::Policy(reason));
+    assert_eq!((ran.rewound.len(), ran.reply().len()), (2, 60));
+
+    let script = markers_banned(|_| vec![inject(&"again and ".repeat(100))]);
+    let request = Request { max_tokens: Some(50_000), ..request };
+    decoder.context = 50_000;
+    let ran = run_plainly(decoder, &request, script);
+    let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
+    assert_eq!(ran.reason, FinishReason::Policy(reason));
+}
+
+#[test]
+fn a_reply_has_so_many_notes() {
+    let decoder = &mut family("llama", Config::default(), false);
+    let script = markers_banned(|_| vec![inject(""), ban(&[], 1)]);
+    let ran = run_plainly(decoder, &ask("Where?", false, 140), script);
+    assert_eq!((ran.notes.len(), ran.notes[256].as_str()), (257, "and more"));
+}
+
+#[test]
+fn a_banned_token_is_never_drawn_greedy_or_not_in_any_way() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    for temperature in [0.0, 1.0] {
+        let mut request = ask("Where does the bear live?", false, 64);
+        request.sampling.temperature = Some(temperature);
+        let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+        // Each token of the free reply behind the first ten, in two bans that unite.
+        let banned: Vec<u32> = free.reply()[10..40].to_vec();
+        let (first, second) = (banned[..15].to_vec(), banned[15..].to_vec());
+        let script = || {
+            let (first, second) = (first.clone(), second.clone());
+            markers_banned(move |step| match step.index {
+                10 => vec![ban(&first, 0), bias(first[0], 100.0, 0)],
+                12 => vec![ban(&second, 0)],
+                // A shorter ban of the same tokens loosens nothing.
+                14 => vec![ban(&first, 1), ban(&second, 2)],
+                _ => Vec::new(),
+            })
+        };
+        let ran = in_all_ways(decoder, &request, script);
+        assert_eq!(ran.reply()[..10], free.reply()[..10]);
+        assert!(!ran.reply()[10..].iter().any(|token| first.contains(token)), "{ran:?}");
+        assert!(!ran.reply()[12..].iter().any(|token| second.contains(token)), "{ran:?}");
+    }
+}
+
+/// The next token is drawn already when a policy sees the last one: it is drawn again.
+#[test]
+fn a_ban_for_one_token_changes_the_next_draw_to_the_second_likeliest_and_no_other() {
+    for name in FAMILIES {
+        let decoder = &mut family(name, Config::default(), false);
+        let request = ask("Where does the otter live?", false, 40);
+        let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+        let next = free.reply()[20];
+        let script = || {
+            markers_banned(
+                move |step| {
+                    if step.index == 20 { vec![ban(&[next], 1)] } else { Vec::new() }
+                },
+            )
+        };
+        let ran = in_all_ways(decoder, &request, script);
+        assert_eq!(ran.reply()[..20], free.reply()[..20]);
+        let greedy = Sampling::default();
+        let second = plain_draws(decoder, &ran, &greedy, &[&MARKERS[..], &[next]].concat())[20];
+        assert_eq!(ran.reply()[20], second, "{name}");
+        let after = plain_draws(decoder, &ran, &greedy, &MARKERS);
+        assert_eq!(ran.reply()[21..], after[21..], "{name}");
+    }
+}
+
+#[test]
+fn a_bias_forces_or_excludes_a_token_and_the_latest_counts() {
+    let decoder = &mut family("llama", Config::default(), false);
+    let request = ask("Where?", false, 30);
+    let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+    let (forced, excluded) = (u32::from(b'Q'), free.reply()[25]);
+    let script = || {
+        markers_banned(move |step| match step.index {
+            5 => vec![bias(forced, 100.0, 3)],
+            10 => vec![bias(forced, 100.0, 0)],
+            12 => vec![bias(forced, -100.0, 0), bias(excluded, -100.0, 0)],
+            // The ban goes before the bias, in whatever order.
+            20 => vec![ban(&[forced], 1), bias(forced, 100.0, 2)],
+            _ => Vec::new(),
+        })
+    };
+    let ran = in_all_ways(decoder, &request, script);
+    assert_eq!(ran.reply()[5..8], [forced; 3]);
+    assert_eq!(ran.reply()[10..12], [forced; 2]);
+    assert!(!ran.reply()[12..21].contains(&forced), "{ran:?}");
+    assert_eq!(ran.reply()[21], forced);
+    assert!(!ran.reply()[12..].contains(&excluded), "{ran:?}");
+}
+
+/// No NaN is drawn from, and no banned token: the request ends.
+#[test]
+fn a_ban_of_all_tokens_ends_the_request() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    let filtered = SamplingChange {
+        temperature: Some(1.0),
+        top_p: Some(0.9),
+        top_k: Some(5),
+        min_p: Some(0.1),
+    };
+    for sampling in [SamplingChange::default(), filtered] {
+        let script = |spare: Option<u32>| {
+            let mut script = markers_banned(move |step| {
+                let all: Vec<u32> = (0..256).filter(|token| Some(*token) != spare).collect();
+                if step.index == 8 { vec![ban(&all, 0), resample(sampling, 0)] } else { Vec::new() }
+            });
+            script.plan.checkpoint_every = 16;
+            script
+        };
+        let request = ask("Where?", false, 12);
+        let ran = in_all_ways_but_drafted(decoder, &request, || script(None));
+        assert_eq!(ran.reason, FinishReason::Policy("every token there is is banned".into()));
+        assert_eq!(ran.reply().len(), 8);
+        assert!(ran.noted("every token there is is banned"), "{:?}", ran.notes);
+        let ran = run_plainly(decoder, &request, script(Some(66)));
+        assert_eq!(ran.reply()[8..], [66; 4]);
+    }
+}
+
+/// As [`in_all_ways`], where too little is said for a draft to be wrong.
+fn in_all_ways_but_drafted(
+    decoder: &mut crate::decode::Decoder,
+    request: &Request,
+    script: impl Fn() -> Script,
+) -> Ran {
+    let plain = run_plainly(decoder, request, script());
+    let ran = run(decoder, request, script(), Way::Drafted(DraftKind::Ngram), None);
+    assert_eq!(ran.reply(), plain.reply());
+    plain
+}
+
+#[test]
+fn sampling_changes_for_some_tokens_and_back() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    let request = ask("Where does the hare live?", false, 50);
+    let hot = SamplingChange { temperature: Some(5.0), ..SamplingChange::default() };
+    let script = || {
+        markers_banned(move |step| match step.index {
+            10 => vec![resample(hot, 12)],
+            30 => vec![resample(SamplingChange { top_k: Some(3), ..hot }, 0)],
+            _ => Vec::new(),
+        })
+    };
+    let ran = in_all_ways(decoder, &request, script);
+    let greedy = plain_draws(decoder, &ran, &Sampling::default(), &MARKERS);
+    let hot = Sampling { temperature: 5.0, ..Sampling::default() };
+    let drawn = plain_draws(decoder, &ran, &hot, &MARKERS);
+    let few = plain_draws(decoder, &ran, &Sampling { top_k: 3, ..hot }, &MARKERS);
+    assert_eq!(ran.reply()[1..10], greedy[1..10]);
+    assert_eq!(ran.reply()[10..22], drawn[10..22]);
+    assert_eq!(ran.reply()[22..30], greedy[22..30]);
+    assert_eq!(ran.reply()[30..], few[30..]);
+    assert!(ran.reply()[10..22] != greedy[10..22], "it was hot enough to tell");
+}
+
+#[test]
+fn a_plan_decides_on_sampling_whatever_the_client_asked_for() {
+    let decoder = &mut family("llama", Config::default(), false);
+    let mut request = ask("Where?", false, 30);
+    request.sampling = SamplingWish { temperature: Some(2.0), seed: Some(7), ..Default::default() };
+    let mut script = markers_banned(|_| Vec::new());
+    script.plan.sampling.temperature = Some(0.0);
+    let ran = run_plainly(decoder, &request, script);
+    check_draws(decoder, &ran, &Sampling::default(), &[]);
+}
+
+/// Given the other way round, with a second rewind and something behind the stop.
+#[test]
+fn actions_apply_in_a_fixed_order() {
+    let decoder = &mut family("llama", Config::default(), false);
+    let request = ask("Where?", false, 40);
+    let script = || {
+        markers_banned(|step| {
+            if step.index != 20 {
+                return Vec::new();
+            }
+            let mut actions =
+                vec![inject("one "), Action::Rewind(3), ban(&[1, 2], 0), inject("two")];
+            actions.extend([Action::Rewind(8), Action::Stop("why".into())]);
+            actions.extend([inject("lost"), Action::Rewind(20)]);
+            actions
+        })
+    };
+    let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+    let ran = in_all_ways_but_drafted(decoder, &request, script);
+    let expected = [&free.reply()[..12], &b"one two".map(u32::from)].concat();
+    assert_eq!(ran.reply(), expected);
+    assert_eq!(ran.reason, FinishReason::Policy("why".into()));
+    let order = ["rewound 8", "banned 2", "injected", "injected", "stopped after 19 tokens"];
+    let notes = &ran.notes[ran.notes.len() - order.len()..];
+    for (note, words) in notes.iter().zip(order) {
+        assert!(note.starts_with(words), "{:?}", ran.notes);
+    }
+}
+
+/// What the policy is shown is what is left, each token once.
+#[test]
+fn steps_show_what_was_committed_and_not_taken_back() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    let (mut shown, mut done): (Vec<u32>, [bool; 2]) = Default::default();
+    let mut script = Script::new(move |step| {
+        assert_eq!(step.tokens.len(), 2);
+        shown.extend(&step.tokens);
+        assert_eq!(step.index as usize, shown.len(), "{step:?}");
+        let ascii = step.tokens.iter().all(|token| *token < 128);
+        let text: Vec<u32> = step.text.bytes().map(u32::from).collect();
+        assert!(!ascii || text.ends_with(&step.tokens), "{step:?}");
+        if step.index == 20 && !std::mem::replace(&mut done[0], true) {
+            shown.truncate(16);
+            return vec![Action::Rewind(4)];
+        }
+        if step.index == 30 && !std::mem::replace(&mut done[1], true) {
+            shown.truncate(26);
+            shown.extend(b"abcdef".map(u32::from));
+            return vec![Action::Rewind(4), inject("abcdef")];
+        }
+        if step.index == 2 { vec![ban(&MARKERS, 0)] } else { Vec::new() }
+    });
+    script.plan.every = 2;
+    let ran = run_plainly(decoder, &ask("Where?", false, 50), script);
+    assert_eq!(ran.notes.iter().filter(|note| note.contains("rewound 4")).count(), 2);
+}
+
+/// A header that changes with every request is stripped, so that the rest is the same.
+#[test]
+fn prompts_that_differ_in_what_a_policy_strips_share_their_state() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    decoder.store_min_tokens = 16;
+    let header = |hour: u32| format!("It is {hour} o'clock. ");
+    let mut ran = |hour: u32, strip: bool| {
+        let mut request = ask("Where does the fox live?", false, 8);
+        let rules = "Be brief and kind. ".repeat(8);
+        request.messages.insert(0, message("system", &(header(hour) + &rules)));
+        let mut script = Script::new(|_| Vec::new());
+        if strip {
+            let (old, new) = (header(hour), String::new());
+            script.replacements = vec![Replacement { message: 0, old, new }];
+        }
+        run_plainly(decoder, &request, script)
+    };
+    let (first, second) = (ran(7, true), ran(8, true));
+    assert_eq!(first.usage.cached_tokens, 0);
+    assert!(second.usage.cached_tokens > 100, "{:?}", second.usage);
+    assert_eq!(first.tokens, second.tokens);
+    assert_eq!(second.notes, ["replaced 17 bytes of system message 0 by 0"]);
+    let (third, fourth) = (ran(10, false), ran(11, false));
+    assert_eq!((third.usage.cached_tokens, fourth.usage.cached_tokens), (0, 0));
+}
+
+/// The next turn is edited alike, and begins with what was computed for it.
+#[test]
+fn the_next_turn_of_an_edited_prompt_reuses_the_one_before() {
+    let decoder = &mut family("llama", Config::default(), false);
+    decoder.store_min_tokens = 16;
+    let mut request = ask("Where does the fox live?", false, 8);
+    request.messages.insert(0, message("system", "At 7: be brief."));
+    let script = |old: &str| {
+        let mut script = markers_banned(|_| Vec::new());
+        let (old, new) = (old.into(), String::new());
+        script.replacements = vec![Replacement { message: 0, old, new }];
+        script
+    };
+    let first = run_plainly(decoder, &request, script("At 7: "));
+    request.messages[0].content = "At 8: be brief.".into();
+    request.messages.extend([message("it", &first.answer), message("user", "Why?")]);
+    let second = run_plainly(decoder, &request, script("At 8: "));
+    assert!(second.usage.cached_tokens as usize + 8 > first.prompt, "{:?}", second.usage);
+}

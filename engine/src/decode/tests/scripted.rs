@@ -1,0 +1,274 @@
+//! Small seeded models of several families behind a tokenizer of single bytes, and policies that do
+//! what a test says.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use mlx_rs::Array;
+use serde_json::{Map, Value, json};
+use tokio::sync::mpsc;
+
+use super::super::Decoder;
+use super::super::sample::sample;
+use super::super::verify::Way;
+use crate::cache::Span;
+use crate::config::{Config, Device, Dtype};
+use crate::engine::Job;
+use crate::error::Result;
+use crate::policy::{
+    Action, Plan, Policy, PromptView, Replacement, RequestView, Steering, Step, Summary,
+    ToolCallView, Verdict,
+};
+use crate::prefix::Keep;
+use crate::request::{
+    Event, FinishReason, Message, Request, Sampling, SamplingWish, ToolCall, Usage,
+};
+use crate::text::Piece;
+
+pub const CLOSE_CALL: u32 = 251;
+pub const OPEN_CALL: u32 = 252;
+pub const CLOSE_THOUGHT: u32 = 253;
+pub const OPEN_THOUGHT: u32 = 254;
+pub const END: u32 = 255;
+
+/// A family's model, and a vocabulary in which every byte is a token. Calls are spelt where
+/// `call_tokens` is false.
+pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
+    let folder = tempfile::tempdir().unwrap();
+    let family =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families").join(name);
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(family.join(file), folder.path().join(file)).unwrap();
+    }
+    // GPT-2's letters of bytes: those that cannot be printed are numbered from U+0100 on.
+    let hidden = |byte: &u32| matches!(byte, 0..=32 | 127..=160 | 173);
+    let letter = |byte: u32| {
+        let place = 256 + (0..byte).filter(hidden).count() as u32;
+        let code = if hidden(&byte) { place } else { byte };
+        char::from_u32(code).unwrap().to_string()
+    };
+    let vocab: Map<String, Value> = (0..247).map(|byte| (letter(byte), byte.into())).collect();
+    let [open_call, close_call] =
+        if call_tokens { ["<tool_call>", "</tool_call>"] } else { ["<unused4>", "<unused5>"] };
+    let added = [
+        "<unused0>",
+        "<unused1>",
+        "<unused2>",
+        "<unused3>",
+        close_call,
+        open_call,
+        "</think>",
+        "<think>",
+        "<|im_end|>",
+    ];
+    let added: Vec<Value> = (247..)
+        .zip(added)
+        .map(|(id, content)| {
+            let special = content != "<think>" && content != "</think>";
+            json!({"id": id, "content": content, "special": special, "single_word": false,
+                "lstrip": false, "rstrip": false, "normalized": false})
+        })
+        .collect();
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
+        "use_regex": false});
+    let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": bytes,
+        "decoder": bytes, "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}\
+        {% if add_generation_prompt %}it: {% if enable_thinking %}<think>{% endif %}{% endif %}";
+    for (file, text) in [
+        ("tokenizer.json", tokenizer.to_string()),
+        ("tokenizer_config.json", json!({"chat_template": template}).to_string()),
+        ("generation_config.json", json!({"eos_token_id": END}).to_string()),
+    ] {
+        std::fs::write(folder.path().join(file), text).unwrap();
+    }
+    (config.model.device, config.model.dtype) = (Device::Cpu, Dtype::F32);
+    config.store.enabled = false;
+    super::load_from(folder.path(), config)
+}
+
+/// A greedy request, all of which can be taken back.
+pub fn ask(question: &str, thinking: bool, max_tokens: u32) -> Request {
+    Request {
+        profile: "default".into(),
+        messages: vec![message("user", question)],
+        thinking: Some(thinking),
+        max_tokens: Some(max_tokens),
+        sampling: SamplingWish { temperature: Some(0.0), seed: Some(7), ..Default::default() },
+        revisable: true,
+        ..Request::default()
+    }
+}
+
+pub fn message(role: &str, content: &str) -> Message {
+    Message { role: role.into(), content: content.into(), ..Message::default() }
+}
+
+type Steps = Box<dyn FnMut(&Step) -> Vec<Action>>;
+type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict>;
+
+/// A policy that does what a test says.
+pub struct Script {
+    pub replacements: Vec<Replacement>,
+    pub plan: Plan,
+    pub steps: Steps,
+    pub calls: Calls,
+    /// Tokens that count as rewound before the first is drawn.
+    pub rewound: usize,
+}
+
+impl Script {
+    /// Asked after every token.
+    pub fn new(steps: impl FnMut(&Step) -> Vec<Action> + 'static) -> Self {
+        Self {
+            replacements: Vec::new(),
+            plan: Plan { every: 1, ..Plan::default() },
+            steps: Box::new(steps),
+            calls: Box::new(|_| Verdict::Accept),
+            rewound: 0,
+        }
+    }
+}
+
+impl Policy for Script {
+    fn on_prompt(&mut self, _: &PromptView) -> Result<Vec<Replacement>> {
+        Ok(self.replacements.clone())
+    }
+
+    fn on_request(&mut self, _: &RequestView) -> Result<Plan> {
+        Ok(self.plan.clone())
+    }
+
+    fn on_step(&mut self, step: &Step) -> Result<Vec<Action>> {
+        Ok((self.steps)(step))
+    }
+
+    fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
+        Ok((self.calls)(call))
+    }
+
+    fn on_finish(&mut self, _: &Summary) {}
+}
+
+/// A reply, and what the client was told.
+#[derive(Debug)]
+pub struct Ran {
+    pub tokens: Vec<u32>,
+    pub prompt: usize,
+    pub reasoning: String,
+    pub answer: String,
+    pub calls: Vec<ToolCall>,
+    /// How much of thought and answer was taken back, each time.
+    pub rewound: Vec<(usize, usize)>,
+    pub reason: FinishReason,
+    pub notes: Vec<String>,
+    pub usage: Usage,
+    /// Position of the state that was saved at the end.
+    pub saved: usize,
+}
+
+impl Ran {
+    pub fn reply(&self) -> &[u32] {
+        &self.tokens[self.prompt..]
+    }
+
+    pub fn noted(&self, words: &str) -> bool {
+        self.notes.iter().any(|note| note.contains(words))
+    }
+}
+
+/// Runs `request` under `script` in `way`; `plain` are its tokens where they are known.
+pub fn run(
+    decoder: &mut Decoder,
+    request: &Request,
+    script: Script,
+    way: Way,
+    plain: Option<&[u32]>,
+) -> Ran {
+    let (events, mut receiver) = mpsc::unbounded_channel();
+    let rewound = script.rewound;
+    let job = Job { request: request.clone(), events };
+    let steering = Steering { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
+    let mut sequence = decoder.admit_with(&job, steering).unwrap();
+    sequence.progress.rewound = rewound;
+    decoder.prepare(&mut sequence, way, plain);
+    let mut running = vec![sequence];
+    while !running[0].has_ended() {
+        decoder.step(&mut running).unwrap();
+    }
+    let mut sequence = running.pop().unwrap();
+    assert!(sequence.take_failure().is_none());
+    sequence.finish();
+    decoder.save(&sequence, Keep::default());
+
+    let (mut reasoning, mut answer) = (String::new(), String::new());
+    let (mut calls, mut rewound) = (Vec::new(), Vec::new());
+    let finished = loop {
+        match receiver.try_recv().unwrap() {
+            Event::Started { .. } => {}
+            Event::Reasoning(text) => reasoning.push_str(&text),
+            Event::Answer(text) => answer.push_str(&text),
+            Event::ToolCall(call) => calls.push(call),
+            Event::Rewound { reasoning: thought, answer: said } => {
+                rewound.push((thought, said));
+                reasoning.truncate(reasoning.len() - thought);
+                answer.truncate(answer.len() - said);
+            }
+            Event::Finished(finished) => break finished,
+            Event::Failed(error) => panic!("{error}"),
+        }
+    };
+    // Whatever was taken back, the client has what the tokens say that are left.
+    let (prompt, reply) = sequence.tokens.split_at(sequence.prompt);
+    let mut again = decoder.text.reply(prompt, &request.stop, &request.tools);
+    let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
+    pieces.extend(again.finish());
+    let (mut thought, mut said) = (String::new(), String::new());
+    for piece in pieces {
+        match piece {
+            Piece::Reasoning(text) => thought.push_str(&text),
+            Piece::Answer(text) => said.push_str(&text),
+            Piece::ToolCall(_) => {}
+        }
+    }
+    assert_eq!((&reasoning, &answer), (&thought, &said));
+    Ran {
+        reasoning,
+        answer,
+        calls,
+        rewound,
+        prompt: sequence.prompt,
+        saved: sequence.cache.position,
+        tokens: sequence.tokens,
+        reason: finished.reason,
+        notes: finished.notes,
+        usage: finished.usage,
+    }
+}
+
+/// [`run`], one token a pass.
+pub fn run_plainly(decoder: &mut Decoder, request: &Request, script: Script) -> Ran {
+    run(decoder, request, script, Way::Plain, None)
+}
+
+/// Logits [R, V] behind each of `tokens`, all computed at once from nothing.
+pub fn logits(decoder: &Decoder, tokens: &[u32]) -> Array {
+    let mut cache = decoder.prefixes.empty();
+    let rows = tokens.len() as i32;
+    let span = Span { rows, cache: &mut cache };
+    let ids = Array::from_slice(tokens, &[rows]);
+    let hidden = decoder.model.forward(&ids, &mut [span], decoder.pass()).unwrap();
+    decoder.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
+}
+
+/// What each token of `ran`'s reply would be, drawn plainly behind the tokens before it, without those
+/// in `banned`.
+pub fn plain_draws(decoder: &Decoder, ran: &Ran, sampling: &Sampling, banned: &[u32]) -> Vec<u32> {
+    let logits = logits(decoder, &ran.tokens);
+    let mut never = vec![0.0f32; logits.dim(1) as usize];
+    banned.iter().for_each(|token| never[*token as usize] = f32::NEG_INFINITY);
+    let logits = logits.add(Array::from_slice(&never, &[never.len() as i32])).unwrap();
+    // The row behind the first token stands for position 1.
+    let drawn = sample(&logits, sampling, 7, 1).unwrap();
+    drawn.as_slice::<u32>()[ran.prompt - 1..ran.tokens.len() - 1].to_vec()
+}

@@ -1,0 +1,268 @@
+//! Calls of tools between model and client: nothing reaches the client that the policy has not
+//! judged.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use super::scripted::*;
+use crate::config::{Config, DraftKind};
+use crate::decode::Decoder;
+use crate::decode::verify::Way;
+use crate::policy::{Action, Bias, REPAIRS, Step, TokenBias, ToolCallView, Verdict};
+use crate::request::{FinishReason, FunctionCall, Request, Sampling, ToolCall};
+
+const CALL: &str = r#"{"name": "look", "arguments": {"b": 2, "a": [1, {"d": 0, "c": "é"}]}}"#;
+
+fn with_tools(thinking: bool, max_tokens: u32) -> Request {
+    let tool = json!({"type": "function", "function": {"name": "look", "parameters": {}}});
+    Request { tools: vec![tool], revisable: false, ..ask("Where?", thinking, max_tokens) }
+}
+
+/// Writes these tokens, by biases, behind the first token; then does `then`.
+fn writes(
+    tokens: Vec<u32>,
+    then: impl Fn(&Step) -> Vec<Action>,
+) -> impl FnMut(&Step) -> Vec<Action> {
+    let mut written = 0;
+    move |step| match tokens.get(written) {
+        Some(&token) => {
+            written += 1;
+            let tokens = vec![TokenBias { token, bias: 100.0 }];
+            vec![Action::Bias(Bias { tokens, steps: 1 })]
+        }
+        None => then(step),
+    }
+}
+
+fn bytes(text: &str) -> Vec<u32> {
+    text.bytes().map(u32::from).collect()
+}
+
+/// A call in tags that are tokens.
+fn call(text: &str, close: u32) -> Vec<u32> {
+    [&[OPEN_CALL], &bytes(text)[..], &[close]].concat()
+}
+
+/// A script that asks a list of verdicts, and what it was shown.
+fn judged(
+    steps: impl FnMut(&Step) -> Vec<Action> + 'static,
+    verdicts: &[Verdict],
+) -> (Script, Rc<RefCell<Vec<ToolCallView>>>) {
+    let seen: Rc<RefCell<Vec<ToolCallView>>> = Rc::default();
+    let (shown, mut verdicts) = (seen.clone(), verdicts.to_vec().into_iter());
+    let mut script = Script::new(steps);
+    script.calls = Box::new(move |view| {
+        shown.borrow_mut().push(view.clone());
+        verdicts.next().unwrap_or(Verdict::Accept)
+    });
+    (script, seen)
+}
+
+fn tokens_model() -> Decoder {
+    family("llama", Config::default(), true)
+}
+
+#[test]
+fn a_call_is_judged_before_the_client_gets_it() {
+    let decoder = &mut tokens_model();
+    let request = with_tools(false, 200);
+    let end = |_: &Step| vec![Action::Stop("enough".into())];
+    let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[Verdict::Accept]);
+    let ran = run_plainly(decoder, &request, script);
+    assert_eq!(ran.calls.len(), 1);
+    let view = seen.borrow()[0].clone();
+    assert_eq!((view.name.as_str(), view.index), ("look", 0));
+    assert_eq!(view.arguments, r#"{"b":2,"a":[1,{"d":0,"c":"é"}]}"#);
+    assert_eq!(view.earlier, []);
+
+    let (script, _) = judged(
+        writes(call(CALL, CLOSE_CALL), |_| Vec::new()),
+        &[Verdict::Stop("no more calls".into())],
+    );
+    let ran = run_plainly(decoder, &request, script);
+    assert_eq!((ran.calls.len(), ran.reason), (0, FinishReason::Policy("no more calls".into())));
+}
+
+/// Taken back from its opening tag on, so that the reply goes on as if the text had stood there.
+#[test]
+fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
+    for name in ["qwen3_next", "llama"] {
+        for call_tokens in [true, false] {
+            let decoder = &mut family(name, Config::default(), call_tokens);
+            let request = with_tools(false, 250);
+            let text = if call_tokens {
+                call(CALL, CLOSE_CALL)
+            } else {
+                bytes(&format!("<tool_call>{CALL}</tool_call>"))
+            };
+            let script = || {
+                let verdicts = [Verdict::Repair("Look again: ".into())];
+                judged(writes(text.clone(), |_| Vec::new()), &verdicts).0
+            };
+            let ran = run_plainly(decoder, &request, script());
+            assert_eq!(ran.calls.len(), 0, "{ran:?}");
+            assert_eq!(ran.reply()[1..13], bytes("Look again: "), "{ran:?}");
+            assert_eq!(ran.rewound, []);
+            assert!(ran.noted("took back a call of `look`"), "{:?}", ran.notes);
+            let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
+            assert_eq!(ran.reply()[13..], plain[13..]);
+            let ran = run(decoder, &request, script(), Way::Drafted(DraftKind::Ngram), None);
+            assert_eq!(ran.reply()[13..], plain[13..]);
+        }
+    }
+}
+
+#[test]
+fn calls_are_repaired_so_often_and_then_accepted() {
+    let decoder = &mut tokens_model();
+    let request = with_tools(false, 900);
+    let nothing: fn(&Step) -> Vec<Action> = |_| Vec::new();
+    let mut again = writes(Vec::new(), nothing);
+    let steps = move |step: &Step| {
+        // Begins to write the call anew whenever the text of the repair was the last.
+        if step.phase == crate::policy::Phase::Answer {
+            again = writes(call(CALL, CLOSE_CALL), nothing);
+        }
+        again(step)
+    };
+    let verdicts = vec![Verdict::Repair("Again. ".into()); 10];
+    let (script, seen) = judged(steps, &verdicts);
+    let ran = run_plainly(decoder, &request, script);
+    assert!(seen.borrow().len() > REPAIRS as usize);
+    assert_eq!(ran.notes.iter().filter(|n| n.starts_with("took back")).count(), REPAIRS as usize);
+    assert!(ran.noted("accepted a call of `look`: 4 were repaired already"), "{:?}", ran.notes);
+    assert!(!ran.calls.is_empty());
+}
+
+/// The end of the turn completes a call that has no closing tag.
+#[test]
+fn a_call_that_the_end_of_the_turn_completes_is_judged_as_well() {
+    let decoder = &mut tokens_model();
+    let request = with_tools(false, 120);
+    let script = |verdict: Verdict| {
+        let end = |_: &Step| Vec::new();
+        judged(writes(call(CALL, END), end), &[verdict]).0
+    };
+    let ran = run_plainly(decoder, &request, script(Verdict::Accept));
+    assert_eq!((ran.calls.len(), ran.reason.clone()), (1, FinishReason::ToolCalls));
+    assert_eq!(ran.tokens.last(), Some(&END));
+    let ran = run_plainly(decoder, &request, script(Verdict::Stop("why".into())));
+    assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Policy("why".into())));
+    let ran = run_plainly(decoder, &request, script(Verdict::Repair("Well: ".into())));
+    assert_eq!(ran.calls.len(), 0);
+    assert_eq!(ran.reply()[1..7], bytes("Well: "));
+    let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
+    assert_eq!(ran.reply()[7..], plain[7..]);
+    // Where the limit completes it there is no room for a repair.
+    let length = 1 + 1 + CALL.len() as u32;
+    let short = Request { max_tokens: Some(length), ..request };
+    let ran = run_plainly(decoder, &short, script(Verdict::Repair("Well: ".into())));
+    assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Length));
+    assert!(ran.noted("no room is left to repair it"), "{:?}", ran.notes);
+}
+
+/// The tag of the second call ends the first one; the second is taken back and the first stays.
+#[test]
+fn of_several_calls_each_is_judged_and_repaired_alone() {
+    let decoder = &mut tokens_model();
+    let request = with_tools(false, 400);
+    let second = r#"{"name": "look", "arguments": {"c": 3}}"#;
+    let text = [&[OPEN_CALL][..], &bytes(CALL), &call(second, CLOSE_CALL)].concat();
+    let end = |_: &Step| vec![Action::Stop("enough".into())];
+    let (script, seen) = judged(writes(text.clone(), end), &[]);
+    let ran = run_plainly(decoder, &request, script);
+    assert_eq!(ran.calls.len(), 2);
+    let seen = seen.borrow();
+    assert_eq!((seen[1].index, seen[1].earlier.len()), (1, 1));
+    assert_eq!(seen[1].earlier[0].arguments, seen[0].digest);
+    assert_eq!(seen[1].earlier[0].answered, None);
+
+    let verdicts = [Verdict::Accept, Verdict::Repair("Enough.".into())];
+    let (script, _) = judged(writes(text, end), &verdicts);
+    let ran = run_plainly(decoder, &request, script);
+    assert_eq!(ran.calls.len(), 1, "{ran:?}");
+    let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Enough.")].concat();
+    assert!(ran.reply()[1..].starts_with(&expected), "{ran:?}");
+
+    // Two in one pair of tags are sent together or not at all.
+    let both = format!("[{CALL}, {second}]");
+    let (script, seen) = judged(writes(call(&both, CLOSE_CALL), end), &verdicts);
+    let ran = run_plainly(decoder, &request, script);
+    assert_eq!((seen.borrow().len(), ran.calls.len()), (2, 0));
+    let (script, _) = judged(writes(call(&both, CLOSE_CALL), end), &[]);
+    assert_eq!(run_plainly(decoder, &request, script).calls.len(), 2);
+}
+
+/// A rewind inside of a call forgets all of it, tag included, and no call that the client has.
+#[test]
+fn a_call_is_rewound_to_where_it_began_and_not_further() {
+    let decoder = &mut tokens_model();
+    let request = with_tools(false, 300);
+    let mut text = call(CALL, CLOSE_CALL);
+    text.extend([OPEN_CALL]);
+    text.extend(bytes(r#"{"name": "lo"#));
+    let length = 1 + text.len() as u32;
+    let steps = writes(text, move |step| {
+        if step.index != length {
+            return Vec::new();
+        }
+        vec![Action::Rewind(1000), Action::Inject("Done.".into()), Action::Stop("why".into())]
+    });
+    let ran = run_plainly(decoder, &request, judged(steps, &[]).0);
+    let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Done.")].concat();
+    assert_eq!(ran.reply()[1..], expected);
+    assert_eq!(ran.calls.len(), 1);
+}
+
+/// A call in a thought is a call, and the end of the thought may be what completes it.
+#[test]
+fn a_call_in_a_thought_is_repaired_within_it() {
+    let decoder = &mut tokens_model();
+    let request = with_tools(true, 40);
+    let text = [&call(CALL, CLOSE_THOUGHT)[..], &bytes("x")].concat();
+    let steps = writes(text, |_| vec![Action::Stop("enough".into())]);
+    let (script, _) = judged(steps, &[Verdict::Repair("Hm, ".into())]);
+    let ran = run_plainly(decoder, &request, script);
+    assert_eq!(ran.calls.len(), 0);
+    assert_eq!(ran.reply()[1..5], bytes("Hm, "));
+    assert!(ran.usage.reasoning_tokens > 0 && ran.usage.answer_tokens == 0, "{:?}", ran.usage);
+}
+
+/// Equal arguments have equal digests in whatever order; results belong to the calls they name, or
+/// to the oldest without one.
+#[test]
+fn a_policy_sees_the_calls_and_results_of_the_conversation() {
+    let decoder = &mut tokens_model();
+    let mut request = with_tools(false, 200);
+    let arguments = |value: Value| value.as_object().unwrap().clone();
+    let made = |id: &str, value: Value| ToolCall {
+        id: id.into(),
+        kind: "function".into(),
+        function: FunctionCall { name: "look".into(), arguments: arguments(value) },
+    };
+    let mut assistant = message("assistant", "");
+    assistant.tool_calls = vec![
+        made("one", json!({"a": [1, {"c": "é", "d": 0}], "b": 2})),
+        made("two", json!({"b": 3})),
+        made("three", json!({})),
+    ];
+    let result = |id: Option<&str>, text: &str| {
+        let mut result = message("tool", text);
+        result.tool_call_id = id.map(Into::into);
+        result
+    };
+    request.messages.extend([assistant, result(Some("two"), "same"), result(None, "same")]);
+    let end = |_: &Step| vec![Action::Stop("enough".into())];
+    let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[]);
+    run_plainly(decoder, &request, script);
+    let view = &seen.borrow()[0];
+    let [one, two, three] = &view.earlier[..] else { panic!("{view:?}") };
+    assert_eq!(one.arguments, view.digest);
+    // `printf '{"a":[1,{"c":"é","d":0}],"b":2}' | sha256sum`, and of `same`.
+    assert_eq!(view.digest, "13a39eff05876b93");
+    assert!(two.arguments != one.arguments && three.arguments != two.arguments);
+    assert_eq!(one.answered.as_deref(), Some("0967115f2813a354"));
+    assert_eq!((&two.answered, &three.answered), (&one.answered, &None));
+}
