@@ -108,7 +108,12 @@ fn a_shadow_changes_no_reply_and_its_decisions_are_recorded() {
     assert_eq!(alone.answer, shadowed.answer);
     assert_eq!(alone.reasoning, shadowed.reasoning);
     assert_eq!(alone.finished().notes, shadowed.finished().notes);
-    assert_eq!(alone.finished().usage, shadowed.finished().usage);
+    // What is cached and drafted depends on what ran before, and on time.
+    let tokens = |reply: &Reply| {
+        let usage = &reply.finished().usage;
+        (usage.prompt_tokens, usage.reasoning_tokens, usage.answer_tokens)
+    };
+    assert_eq!(tokens(alone), tokens(shadowed));
     assert!(without.iter().all(|record| !record.shadow));
     let of_shadow: Vec<_> = with.iter().filter(|record| record.shadow).collect();
     assert_eq!(of_shadow.len(), without.len());
