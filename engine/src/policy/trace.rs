@@ -11,8 +11,10 @@
 //!
 //! # Why
 //! A recorded line is a line of a golden file ([`super::golden`]): what happened once can be asked
-//! again, of the same policy or of another, without a model. A call that is recorded as JSON at once
-//! costs more than the call itself (0.8 us); the copy of its plain values costs a tenth of it.
+//! again, of the same policy or of another, without a model. Plain values, since JSON would cost more than
+//! the call: with them a step of the default policy takes 0.91 us instead of 0.78 us at the median, chain
+//! and guard included (two x86-64 cores; `cost_of_a_step_of_the_whole_path` in tests/tests/replay.rs
+//! repeats it).
 
 mod file;
 mod mask;
