@@ -146,7 +146,7 @@ fn nothing_that_was_said_is_in_a_masked_trace_but_how_long_it_was() {
     }
     // But for the texts they are alike: the same policy decided the same.
     let shape = |text: &str| text.matches("close-thinking\":\"").count();
-    assert_eq!(shape(&open), shape(&masked.replace("close-thinking\":2", "")));
+    assert_eq!((shape(&open), shape(&masked)), (2, 2));
 }
 
 #[test]
