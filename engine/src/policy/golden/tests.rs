@@ -67,7 +67,7 @@ fn what_is_misspelt_is_an_error_with_its_line_and_never_a_test_that_passes() {
 #[test]
 fn a_failure_can_be_expected_and_is_told_where_it_is_not() {
     let host = Host::new(
-        &PolicyConfig { fuel: 20_000, ..PolicyConfig::default() },
+        &PolicyConfig { fuel: 1_000, ..PolicyConfig::default() },
         &Arc::new(disk::in_memory()),
     );
     let bytes = registry::embedded("default").unwrap().0;
