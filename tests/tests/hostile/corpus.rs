@@ -241,7 +241,7 @@ fn lying() -> Vec<Hostile> {
             "replaces what is not there",
             replacing(1, 0, "Sunday"),
             "on-prompt",
-            "\"sunday\" is not in",
+            "message 0 does not have its span",
         ),
         (
             "replaces twice",
