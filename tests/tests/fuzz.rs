@@ -9,7 +9,7 @@ use steersman_engine::config::PolicyConfig;
 use steersman_engine::policy::wasm::{Component, Host, Scene};
 use steersman_engine::policy::{
     Action, Ban, Bias, Policy, PromptView, Replacement, Resample, SamplingChange, TokenBias, disk,
-    validate,
+    prompt, validate,
 };
 use steersman_tests::Random;
 
@@ -257,7 +257,7 @@ fn replacements_are_made_one_after_the_other_or_refused() {
         }
         let texts: Vec<_> = system.into_values().collect();
         let mut replaced = texts.clone();
-        let outcome = validate::replace(&mut replaced, &replacements).map(|()| replaced);
+        let outcome = prompt::replace(&mut replaced, &replacements).map(|()| replaced);
         assert_eq!(outcome.is_ok(), expected.is_some(), "input {number}: {replacements:?}");
         let checked = validate::replacements(&texts, &replacements, 1000);
         assert_eq!(checked.is_ok(), expected.is_some(), "input {number}: {replacements:?}");

@@ -361,7 +361,9 @@ impl Policies {
             granted.map_err(|error| in_profile(profile, error))?;
         }
         component.instantiate(&Scene::trial())?;
-        golden::check(&component, golden)?;
+        if !golden.is_empty() {
+            golden::check(&component, golden)?;
+        }
         Ok(component)
     }
 

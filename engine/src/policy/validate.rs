@@ -6,14 +6,14 @@
 
 use super::{
     ACTIONS, Action, BIAS, Ban, Bias, KEEPS, Plan, REPLACEMENTS, Replacement, SamplingChange,
-    TEMPERATURE, TOKENS, Verdict,
+    TEMPERATURE, TOKENS, Verdict, prompt,
 };
 
 /// Checks an answer of `on_prompt` to these texts, which stay as they are.
 ///
 /// # Errors
 /// What is wrong, in one line: more than [`REPLACEMENTS`], more than `output_bytes` of text, or as
-/// [`replace`] says.
+/// [`prompt::replace`] says.
 pub fn replacements(
     system: &[String],
     replacements: &[Replacement],
@@ -24,31 +24,7 @@ pub fn replacements(
     }
     at_most(REPLACEMENTS, replacements.len(), "replacements")?;
     text(replacements.iter().flat_map(|one| [one.old.len(), one.new.len()]), output_bytes)?;
-    replace(&mut system.to_vec(), replacements)
-}
-
-/// Replaces spans of `system`, in order, each at its first occurrence.
-///
-/// # Errors
-/// What is wrong with the first replacement that cannot be made: it names a text that is not there,
-/// or a span that is empty or does not occur in what earlier ones left. Those are then made already.
-pub fn replace(system: &mut [String], replacements: &[Replacement]) -> Result<(), String> {
-    let count = system.len();
-    for (index, Replacement { message, old, new }) in replacements.iter().enumerate() {
-        let refuse = |problem: String| format!("replacement {index}: {problem}");
-        let text = usize::try_from(*message).ok().and_then(|message| system.get_mut(message));
-        let Some(text) = text else {
-            return Err(refuse(format!("there is no system text {message}, only {count}")));
-        };
-        if old.is_empty() {
-            return Err(refuse("the span to replace is empty".into()));
-        }
-        let Some(at) = text.find(old.as_str()) else {
-            return Err(refuse(format!("{} is not in system text {message}", quoted(old))));
-        };
-        text.replace_range(at..at + old.len(), new);
-    }
-    Ok(())
+    prompt::replace(&mut system.to_vec(), replacements)
 }
 
 /// Checks an answer of `on_request`.
@@ -158,13 +134,6 @@ fn text_bytes(action: &Action) -> usize {
     }
 }
 
-/// The head of a text, on one line.
-fn quoted(text: &str) -> String {
-    let head: String = text.chars().take(40).collect();
-    let dots = if head.len() < text.len() { "..." } else { "" };
-    format!("{head:?}{dots}")
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{Anchor, Keep, Resample, TokenBias};
@@ -264,28 +233,23 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_sees_what_earlier_ones_left() {
-        let one = |message, old: &str, new: &str| Replacement {
-            message,
-            old: old.into(),
-            new: new.into(),
+    fn replacements_are_few_short_and_apply() {
+        let one = |message, old: &str, new: &str| {
+            let (old, new) = (old.into(), new.into());
+            Replacement { message, old, new }
         };
-        let mut system = ["cch=12; cch=34".to_owned(), "It is noon.".to_owned()];
-        let list = [one(0, "cch=", ""), one(0, "cch=34", "kept"), one(1, " noon", "")];
+        let system = ["12; kept".to_owned(), "It is noon.".to_owned()];
+        let list = [one(0, "12", "13"), one(0, "13; ", ""), one(1, " noon", "")];
         assert_eq!(replacements(&system, &list, BYTES), Ok(()));
-        assert_eq!(replace(&mut system, &list), Ok(()));
-        assert_eq!(system, ["12; kept", "It is."]);
         for (list, problem) in [
-            (vec![one(2, "a", "")], "replacement 0: there is no system text 2, only 2"),
-            (vec![one(u32::MAX, "a", "")], "there is no system text 4294967295"),
-            (vec![one(0, "", "a")], "the span to replace is empty"),
-            (vec![one(0, "kept", ""), one(0, "kept", "")], "replacement 1: \"kept\" is not in"),
+            (vec![one(u32::MAX, "a", "")], "message 4294967295 of 2"),
+            (vec![one(0, "kept", ""), one(0, "kept", "")], "replacement 1"),
             (vec![one(0, "12", "x".repeat(BYTES).as_str())], "more than 100 bytes"),
             (vec![one(0, "1", "1"); REPLACEMENTS + 1], "more than 16 replacements"),
         ] {
             let error = replacements(&system, &list, BYTES).unwrap_err();
             assert!(error.contains(problem), "{error}");
         }
-        assert_eq!(system, ["12; kept", "It is."], "a check changes nothing");
+        assert_eq!(system[0], "12; kept", "a check changes nothing");
     }
 }

@@ -27,7 +27,9 @@ fn the_committed_components_are_built_from_these_sources() {
         .map(|line| line.split_once("  ").expect("the form of sha256sum"))
         .map(|(sum, path)| (path, sum))
         .collect();
-    for needed in ["default/default.wasm", "passthrough/passthrough.wasm", "../wit/policy.wit"] {
+    let shipped = ["agent", "default", "passthrough", "rules"];
+    let shipped = shipped.map(|name| format!("{name}/{name}.wasm"));
+    for needed in shipped.iter().map(String::as_str).chain(["../wit/policy.wit"]) {
         assert!(sums.contains_key(needed), "{needed} is not listed: run policies/build.sh");
     }
     for (path, expected) in sums {

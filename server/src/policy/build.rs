@@ -155,7 +155,9 @@ fn compile(folder: &Path, name: &str, target: &Path) -> Result<Vec<u8>> {
     let home = home.or_else(|| Some(dirs::home_dir()?.join(".cargo"))).unwrap_or_default();
     let mut flags = remap(&home, "/cargo");
     flags.push(" ");
-    flags.push(remap(folder.parent().unwrap_or(folder), "/policies"));
+    // One root for all policies of a repository: cargo compiles all again where flags differ.
+    let root = folder.ancestors().find(|folder| folder.join(".git").exists());
+    flags.push(remap(root.unwrap_or(folder), "/source"));
     if let Toolchain::Debian { rustc, linker } = Toolchain::find()? {
         flags.push(" -Clinker=");
         flags.push(linker);

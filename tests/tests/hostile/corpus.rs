@@ -241,7 +241,7 @@ fn lying() -> Vec<Hostile> {
             "replaces what is not there",
             replacing(1, 0, "Sunday"),
             "on-prompt",
-            "\"sunday\" is not in",
+            "message 0 does not have its span",
         ),
         (
             "replaces twice",
@@ -249,8 +249,8 @@ fn lying() -> Vec<Hostile> {
             "on-prompt",
             "replacement 1: \"monday\" is not",
         ),
-        ("replaces nothing", replacing(1, 0, ""), "on-prompt", "the span to replace is empty"),
-        ("replaces elsewhere", replacing(1, 7, "B"), "on-prompt", "there is no system text 7"),
+        ("replaces nothing", replacing(1, 0, ""), "on-prompt", "empty span"),
+        ("replaces elsewhere", replacing(1, 7, "B"), "on-prompt", "in message 7"),
     ]
 }
 

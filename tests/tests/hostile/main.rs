@@ -222,7 +222,8 @@ fn load(bytes: &[u8], on_failure: OnFailure) -> Result<Policies> {
     let path = folder.path().join("guest.wasm");
     std::fs::write(&path, bytes).expect("a file in it");
     let policies_of_it = vec![path.display().to_string()];
-    let profile = Profile { policies: policies_of_it, on_failure, ..Profile::default() };
+    let grants = Grant::ALL.to_vec();
+    let profile = Profile { policies: policies_of_it, on_failure, grants, ..Profile::default() };
     policies(&limits(), [("default".into(), profile)])
 }
 

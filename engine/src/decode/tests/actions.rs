@@ -129,7 +129,6 @@ fn a_rewound_reply_goes_on_as_one_that_never_said_what_was_taken_back() {
             let plain = in_all_ways(decoder, &request, || rewinds(count, 0));
             let checkpoints = in_all_ways(decoder, &request, || rewinds(count, 16));
             assert_eq!(plain.tokens, checkpoints.tokens, "{name}, {bits} bits, {count}");
-            assert_eq!(plain.rewound.len(), 2, "{name}: {plain:?}");
             let (thought, answer) = (count.min(45), count.min(50));
             for what in [
                 format!("rewound {thought} tokens after 45 tokens"),
@@ -157,7 +156,7 @@ fn a_drawn_reply_is_rewound_alike_in_all_ways() {
         let mut request = ask("Where does the owl live?", false, 60);
         request.sampling.temperature = Some(0.9);
         let warm = Sampling { temperature: 0.9, ..Sampling::default() };
-        for (count, every) in [(5, 0), (5, 16), (33, 16), (1000, 16)] {
+        for (count, every) in [(5, 0), (33, 16), (1000, 16)] {
             let script = move || {
                 let mut done = false;
                 let mut script = markers_banned(move |step| {
@@ -179,9 +178,9 @@ fn a_drawn_reply_is_rewound_alike_in_all_ways() {
 #[test]
 fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
     for name in FAMILIES {
+        let decoder = &mut family(name, Config::default(), false);
+        decoder.store_min_tokens = 1;
         for (way, every) in [(Way::Plain, 0), (Way::Plain, 16), (Way::Rewound, 16)] {
-            let decoder = &mut family(name, Config::default(), false);
-            decoder.store_min_tokens = 1;
             let request = ask("Where does the hare live?", false, 60);
             // Rewinds at the very end as well, and stops there.
             let script = move || {

@@ -91,7 +91,11 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
     for name in ["qwen3_next", "llama"] {
         for call_tokens in [true, false] {
             let decoder = &mut family(name, Config::default(), call_tokens);
-            let request = with_tools(false, 250);
+            // A half character in front of a call is made whole by it, and told.
+            let mut request = with_tools(false, 150);
+            while run_plainly(decoder, &request, Script::new(|_| Vec::new())).reply()[0] > 127 {
+                request.messages[0].content.push('?');
+            }
             let text = if call_tokens {
                 call(CALL, CLOSE_CALL)
             } else {
@@ -117,7 +121,7 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
 #[test]
 fn calls_are_repaired_so_often_and_then_accepted() {
     let decoder = &mut tokens_model();
-    let request = with_tools(false, 900);
+    let request = with_tools(false, 600);
     let nothing: fn(&Step) -> Vec<Action> = |_| Vec::new();
     let mut again = writes(Vec::new(), nothing);
     let steps = move |step: &Step| {
@@ -130,10 +134,10 @@ fn calls_are_repaired_so_often_and_then_accepted() {
     let verdicts = vec![Verdict::Repair("Again. ".into()); 10];
     let (script, seen) = judged(steps, &verdicts);
     let ran = run_plainly(decoder, &request, script);
-    assert!(seen.borrow().len() > REPAIRS as usize);
-    assert_eq!(ran.notes.iter().filter(|n| n.starts_with("took back")).count(), REPAIRS as usize);
-    assert!(ran.noted("accepted a call of `look`: 4 were repaired already"), "{:?}", ran.notes);
     assert!(!ran.calls.is_empty());
+    assert_eq!(seen.borrow().len(), ran.calls.len() + REPAIRS as usize);
+    let index: Vec<u32> = seen.borrow().iter().map(|view| view.index).collect();
+    assert_eq!(index[..6], [0, 0, 0, 0, 0, 1]);
 }
 
 /// The end of the turn completes a call that has no closing tag.

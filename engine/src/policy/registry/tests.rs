@@ -90,7 +90,7 @@ fn the_shipped_policies_load_and_plan() {
 
 #[test]
 fn an_unknown_profile_is_refused_by_its_field() {
-    let policies = load(&[("default", "default")]).unwrap();
+    let policies = load(&[("default", "passthrough")]).unwrap();
     let error = start(&policies, "agent").err().unwrap().to_string();
     assert_eq!(error, "profile: there is no profile `agent`, only default");
 }
@@ -112,7 +112,7 @@ fn what_cannot_be_loaded_is_refused_by_its_name_profile_and_file() {
         (&["text"], &["policy `text`", "is not a valid component"]),
         (&["text", &deep], &["policy `text`", "is the name of both", &text, &deep]),
     ] {
-        let mut profiles = profiles(&[("agent", "default")]);
+        let mut profiles = profiles(&[("agent", "passthrough")]);
         let agent = profiles.get_mut("agent").unwrap();
         agent.policies = entries.iter().map(|entry| (*entry).to_owned()).collect();
         let error = load_with(&config, &profiles).err().expect(entries[0]).to_string();
@@ -122,15 +122,15 @@ fn what_cannot_be_loaded_is_refused_by_its_name_profile_and_file() {
         assert!(error.ends_with("(profile `agent`)"), "{error}");
     }
     let config = PolicyConfig { folder: path("none").into(), ..config };
-    let error = load_with(&config, &profiles(&[("default", "default")])).err().unwrap();
+    let error = load_with(&config, &profiles(&[("default", "passthrough")])).err().unwrap();
     assert!(error.to_string().starts_with("policy.folder: there is no folder"), "{error}");
 }
 
 #[test]
 fn a_policy_in_the_folder_goes_before_one_that_ships_and_one_file_may_be_named_twice() {
     let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("default.wasm");
-    let mut profiles = profiles(&[("default", "default"), ("other", "passthrough")]);
+    let file = folder.path().join("passthrough.wasm");
+    let mut profiles = profiles(&[("default", "passthrough"), ("other", "default")]);
     profiles.get_mut("other").unwrap().shadow.push(file.display().to_string());
     let config = PolicyConfig { folder: folder.path().into(), ..PolicyConfig::default() };
     let origins = |policies: &Policies| {
@@ -140,8 +140,8 @@ fn a_policy_in_the_folder_goes_before_one_that_ships_and_one_file_may_be_named_t
     assert_eq!(error, None, "the same file, by name and by path");
     fs::write(&file, version(b'a')).unwrap();
     let policies = load_with(&config, &profiles).unwrap();
-    assert_eq!(origins(&policies), [Origin::File, Origin::Shipped]);
-    let uses = policies.report().policies.remove(0).profiles;
+    assert_eq!(origins(&policies), [Origin::Shipped, Origin::File]);
+    let uses = policies.report().policies.remove(1).profiles;
     let uses: Vec<_> = uses.iter().map(|u| (u.profile.as_str(), u.position, u.shadow)).collect();
     assert_eq!(uses, [("default", 0, false), ("other", 1, true)]);
 }
@@ -149,14 +149,14 @@ fn a_policy_in_the_folder_goes_before_one_that_ships_and_one_file_may_be_named_t
 #[test]
 fn the_digest_changes_with_all_that_decides_and_with_nothing_else() {
     let digest = |config: &PolicyConfig, change: &dyn Fn(&mut Profile)| {
-        let mut profiles = profiles(&[("default", "default")]);
+        let mut profiles = profiles(&[("default", "passthrough")]);
         change(profiles.get_mut("default").unwrap());
         start(&load_with(config, &profiles).unwrap(), "default").unwrap().digest
     };
     let config = PolicyConfig::default();
     let base = digest(&config, &|_| ());
     let same: [&dyn Fn(&mut Profile); 3] = [
-        &|profile| profile.shadow = vec!["passthrough".into()],
+        &|profile| profile.shadow = vec!["default".into()],
         &|profile| profile.trace_text = true,
         &|profile| profile.limits.requests = 1,
     ];
@@ -165,7 +165,7 @@ fn the_digest_changes_with_all_that_decides_and_with_nothing_else() {
     }
     let (both, turned) = (["default", "passthrough"], ["passthrough", "default"]);
     let other: [&dyn Fn(&mut Profile); 6] = [
-        &|profile| profile.policies = vec!["passthrough".into()],
+        &|profile| profile.policies = vec!["default".into()],
         &|profile| profile.policies = both.map(String::from).into(),
         &|profile| profile.policies = turned.map(String::from).into(),
         &|profile| drop(profile.params.insert("thinking".into(), "off".into())),
@@ -231,8 +231,8 @@ fn an_upload_is_in_its_file_and_so_outlives_a_restart() {
     site.runs(&policies, &version(b'b'), Origin::Upload, "");
     site.runs(&site.load().unwrap(), &version(b'b'), Origin::File, "");
 
-    let policies = load(&[("default", "default")]).unwrap();
-    let error = policies.install("default", &version(b'b'), Origin::Upload).unwrap_err();
+    let policies = load(&[("default", "passthrough")]).unwrap();
+    let error = policies.install("passthrough", &version(b'b'), Origin::Upload).unwrap_err();
     assert!(error.to_string().starts_with("policy.folder: is not set"), "{error}");
     assert_eq!(policies.report().policies[0].origin, Origin::Shipped);
 }
@@ -268,12 +268,12 @@ fn a_rollback_goes_back_version_by_version_in_the_file_too() {
 fn what_ships_can_be_gone_back_to_where_there_is_a_folder() {
     let folder = tempfile::tempdir().unwrap();
     let config = PolicyConfig { folder: folder.path().into(), ..PolicyConfig::default() };
-    let policies = load_with(&config, &profiles(&[("default", "default")])).unwrap();
-    policies.install("default", &version(b'b'), Origin::Upload).unwrap();
-    policies.rollback("default").unwrap();
-    let shipped = SHIPPED.iter().find(|shipped| shipped.name == "default").unwrap();
+    let policies = load_with(&config, &profiles(&[("default", "passthrough")])).unwrap();
+    policies.install("passthrough", &version(b'b'), Origin::Upload).unwrap();
+    policies.rollback("passthrough").unwrap();
+    let shipped = SHIPPED.iter().find(|shipped| shipped.name == "passthrough").unwrap();
     assert_eq!(policies.report().policies[0].sha256, sha256(shipped.component));
-    assert_eq!(fs::read(folder.path().join("default.wasm")).unwrap(), shipped.component);
+    assert_eq!(fs::read(folder.path().join("passthrough.wasm")).unwrap(), shipped.component);
 }
 
 fn fail(policies: &Policies) {
