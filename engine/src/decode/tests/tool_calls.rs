@@ -2,6 +2,7 @@
 //! judged.
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::rc::Rc;
 
 use serde_json::{Value, json};
@@ -51,11 +52,11 @@ fn judged(
     verdicts: &[Verdict],
 ) -> (Script, Rc<RefCell<Vec<ToolCallView>>>) {
     let seen: Rc<RefCell<Vec<ToolCallView>>> = Rc::default();
-    let (shown, mut verdicts) = (seen.clone(), verdicts.to_vec().into_iter());
+    let (shown, mut verdicts) = (seen.clone(), VecDeque::from(verdicts.to_vec()));
     let mut script = Script::new(steps);
     script.calls = Box::new(move |view| {
         shown.borrow_mut().push(view.clone());
-        verdicts.next().unwrap_or(Verdict::Accept)
+        verdicts.pop_front().unwrap_or(Verdict::Accept)
     });
     (script, seen)
 }
