@@ -247,7 +247,7 @@ fn lying() -> Vec<Hostile> {
             "replaces twice",
             replacing(2, 0, "Monday"),
             "on-prompt",
-            "replacement 1: \"monday\" is not",
+            "replacement 1: message 0 does not have its span",
         ),
         ("replaces nothing", replacing(1, 0, ""), "on-prompt", "empty span"),
         ("replaces elsewhere", replacing(1, 7, "B"), "on-prompt", "in message 7"),
