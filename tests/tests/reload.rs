@@ -18,7 +18,7 @@ use steersman_engine::Engine;
 use steersman_engine::config::{Param, PolicyConfig, Profile};
 use steersman_engine::engine::Info;
 use steersman_engine::policy::{Policies, RequestView, Step, disk};
-use steersman_tests::{config, fixtures, guest, steer};
+use steersman_tests::{Running, config, fixtures, guest, steer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufStream};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -541,9 +541,9 @@ async fn under_load_no_request_fails_and_none_sees_two_versions() {
     }
     let model = tempfile::tempdir().unwrap();
     tiny_model(model.path());
-    let (engine, thread) = steersman_engine::start(config, model.path(), data.path()).unwrap();
+    let engine = Running::try_start(config, model.path(), data.path()).unwrap();
     let server = ServerConfig { admin_keys: vec![ADMIN.into()], ..ServerConfig::default() };
-    let app = steersman::app(engine, &server);
+    let app = steersman::app((*engine).clone(), &server);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let serving = tokio::spawn(async move { axum::serve(listener, app).await });
@@ -614,7 +614,7 @@ async fn under_load_no_request_fails_and_none_sees_two_versions() {
     let (uploads, files) = (uploads.await, files.await);
     serving.abort();
     drop(serving.await);
-    thread.join().unwrap();
+    drop(engine);
 
     let mut seen: BTreeMap<_, usize> = BTreeMap::new();
     for request in ended.into_iter().flat_map(Result::unwrap) {
