@@ -37,13 +37,13 @@ const DEADLINE_MS: u64 = 60_000;
 /// traps.
 fn guest(name: &str, traps: bool) -> Vec<u8> {
     let word = |n: usize| n.to_le_bytes()[..4].to_vec();
-    // In the record `plan` the period of steps is at byte 40 and the note at 44; the list of actions
-    // is at 512, and its one action, a stop, behind it.
-    let plan = [word(1), word(1), word(600), word(name.len())].concat();
-    let actions = [word(520), word(1), word(2), word(600), word(name.len())].concat();
+    // In the record `plan` the period of steps is at byte 72, that of checkpoints at 76 and the note at
+    // 80; the list of actions is at 512, and its one action, a stop, behind it.
+    let plan = [word(1), word(0), word(1), word(600), word(name.len())].concat();
+    let actions = [word(520), word(1), word(6), word(600), word(name.len())].concat();
     let text = |bytes: &[u8]| bytes.iter().map(|b| format!("\\{b:02x}")).collect::<String>();
     let data = format!(
-        r#"(data (i32.const 40) "{}") (data (i32.const 512) "{}") (data (i32.const 600) "{name}")"#,
+        r#"(data (i32.const 72) "{}") (data (i32.const 512) "{}") (data (i32.const 600) "{name}")"#,
         text(&plan),
         text(&actions),
     );
