@@ -215,7 +215,7 @@ async fn a_file_that_is_renamed_into_place_comes_to_run_in_every_profile_that_na
     }
     let told = server.told().await;
     assert_eq!(told["origin"], "file");
-    assert_eq!(told["contract"], "0.1.0");
+    assert_eq!(told["contract"], "0.2.0");
     assert_eq!(told["hooks"], json!(["on-request", "on-step"]));
     assert_eq!(told["imports"], json!([]));
     assert_eq!(told["bytes"], version("a").len());
