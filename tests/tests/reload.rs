@@ -246,7 +246,8 @@ async fn a_bad_file_leaves_the_old_version_and_says_why() {
     let site = Site::new();
     let server = site.serve();
     let importing = br#"(component (import "wasi:cli/environment@0.2.0" (instance
-        (export "get-arguments" (func (result (list string)))))))"#;
+        (export "get-arguments" (func (result (list string))))))
+        (instance $hook) (export "steersman:policy/on-step@0.2.0" (instance $hook)))"#;
     let importing = wat::parse_bytes(importing).unwrap().into_owned();
     for (bytes, words) in [
         (broken(), "is not a valid component"),
