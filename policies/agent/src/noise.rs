@@ -117,9 +117,9 @@ fn is_id(lower: &str) -> bool {
 
 /// Whether a text is a UUID: 8-4-4-4-12 hex digits.
 fn is_uuid(text: &str) -> bool {
-    let parts = text.split('-').map(|part| {
-        part.bytes().all(|b| b.is_ascii_hexdigit()).then_some(part.len()).unwrap_or_default()
-    });
+    let parts = text
+        .split('-')
+        .map(|part| if part.bytes().all(|b| b.is_ascii_hexdigit()) { part.len() } else { 0 });
     parts.eq([8, 4, 4, 4, 12])
 }
 

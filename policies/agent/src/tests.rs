@@ -22,7 +22,8 @@ fn thoughts_are_short_and_the_client_may_have_them_shorter() {
 
 #[test]
 fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
-    let cases: [(&[(&str, &str)], &str, &str, bool, &str); 7] = [
+    type Params = &'static [(&'static str, &'static str)];
+    let cases: [(Params, &str, &str, bool, &str); 7] = [
         (&[], "", "Find the bug.", true, "**Next Step:**\n\n"),
         (&[], "Reply only in JSON.", "Who?", true, "**Next Step:**\n\n"),
         (&[], "Reply only in JSON.", "Who?", false, "{"),

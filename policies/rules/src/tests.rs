@@ -123,7 +123,7 @@ fn a_loop_is_waited_for_without_being_called_in_between() {
     let close = Action::CloseThinking("**Final Answer:**\n\n".into());
     let resample = Action::Sampling(Resample { sampling: hot, steps: 16 });
     assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), resample]);
-    assert_eq!(policy.on_step(step.clone()), [close.clone()]);
+    assert_eq!(policy.on_step(step.clone()), std::slice::from_ref(&close));
     assert_eq!(policy.on_step(step), [close]);
     assert_eq!(policy.on_step(Step { loop_found: found, ..Step::default() }), []);
 }
