@@ -209,7 +209,7 @@ mod tests {
         }
         assert_eq!(tried("x..").health().probation, Some(PROBATION_SUCCESSES - 2));
         assert_eq!(tried(&late).health().probation, None);
-        assert_eq!(tried(&format!("xxx{late}")).condemned().is_some(), true, "it stays condemned");
+        assert!(tried(&format!("xxx{late}")).condemned().is_some(), "it stays condemned");
     }
 
     #[test]
