@@ -5,7 +5,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, mpsc};
@@ -107,7 +107,7 @@ impl Drop for Writer {
 /// The thread: writes what is queued, and flushes when nothing is.
 fn write(
     mut file: BufWriter<File>,
-    path: &PathBuf,
+    path: &Path,
     batches: &Receiver<(Batch, usize)>,
     waiting: &Waiting,
 ) {
