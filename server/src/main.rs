@@ -172,7 +172,7 @@ impl Place {
 
 /// The configuration file, if one is named.
 fn configured(path: Option<&Path>) -> Result<FileConfig> {
-    path.map_or_else(|| Ok(FileConfig::default()), |path| Ok(FileConfig::read(path)?))
+    path.map_or_else(|| Ok(FileConfig::default()), FileConfig::read)
 }
 
 /// Where the models' files are, downloading them where they have to be; names them in `config`.

@@ -114,7 +114,7 @@ pub async fn get(State(app): State<Arc<App>>) -> impl IntoResponse {
     let mut registry = Registry::with_prefix("steersman");
     app.metrics.register(&mut registry);
     let engines = app.models.engines().iter();
-    let reports: Vec<_> = engines.map(|engine| Told::by(engine)).collect();
+    let reports: Vec<_> = engines.map(Told::by).collect();
     let waiting = |told: &Told| Some(told.waiting);
     gauge(&mut registry, "queue_length", "Requests that wait for their turn", &reports, waiting);
     register_cache(&mut registry, &reports);
@@ -123,6 +123,9 @@ pub async fn get(State(app): State<Arc<App>>) -> impl IntoResponse {
     text::encode(&mut body, &registry).expect("a string takes any text");
     ([(header::CONTENT_TYPE, OPEN_METRICS)], body)
 }
+
+/// Names, what they mean, and where a `T` has the values.
+type Values<T> = [(&'static str, &'static str, fn(&T) -> u64)];
 
 /// What one engine tells of a model.
 struct Told {
@@ -145,7 +148,7 @@ impl Told {
 
 fn register_cache(registry: &mut Registry, told: &[Told]) {
     let registry = registry.sub_registry_with_prefix("cache");
-    let counts: [(_, _, fn(&prefix::Counts) -> u64); 8] = [
+    let counts: &Values<prefix::Counts> = &[
         ("hits", "Requests that resumed from saved state", |c| c.hits),
         ("misses", "Requests that began from nothing", |c| c.misses),
         ("prompt_tokens", "Prompt tokens of all requests, hits and misses", |c| c.prompt_tokens),
@@ -157,16 +160,16 @@ fn register_cache(registry: &mut Registry, told: &[Told]) {
         ("evictions", "Pieces that left memory for the budget's sake", |c| c.evictions),
         ("ahead_tokens", "Tokens computed ahead while idle", |c| c.ahead_tokens),
     ];
-    for (name, help, count) in counts {
+    for &(name, help, count) in counts {
         counter(registry, name, help, told, |told| Some(count(&told.report.counts)));
     }
-    let sizes: [(_, _, fn(&prefix::Report) -> u64); 4] = [
+    let sizes: &Values<prefix::Report> = &[
         ("memory_prefixes", "Prefixes in memory", |r| r.memory.nodes as u64),
         ("memory_states", "Positions in memory with a state", |r| r.memory.states as u64),
         ("memory_bytes", "Bytes of state in memory", |r| r.memory.bytes),
         ("memory_budget_bytes", "Most bytes of state in memory", |r| r.memory_budget),
     ];
-    for (name, help, size) in sizes {
+    for &(name, help, size) in sizes {
         gauge(registry, name, help, told, |told| Some(size(&told.report)));
     }
     let help = "1 while state is saved on disk, otherwise 0";
@@ -177,7 +180,7 @@ fn register_cache(registry: &mut Registry, told: &[Told]) {
 
 /// Of the models that have a disk tier.
 fn register_disk(registry: &mut Registry, told: &[Told]) {
-    let counts: [(_, _, fn(&store::Counts) -> u64); 7] = [
+    let counts: &Values<store::Counts> = &[
         ("saves", "Saves that are on disk", |c| c.saves),
         ("saved_bytes", "Bytes of tensors saved on disk", |c| c.saved_bytes),
         (
@@ -190,10 +193,10 @@ fn register_disk(registry: &mut Registry, told: &[Told]) {
         ("loads", "Reads that found what they asked for", |c| c.loads),
         ("loaded_bytes", "Bytes of tensors read from disk", |c| c.loaded_bytes),
     ];
-    for (name, help, count) in counts {
+    for &(name, help, count) in counts {
         counter(registry, name, help, told, |told| told.disk().map(|disk| count(&disk.counts)));
     }
-    let sizes: [(_, _, fn(&store::Report) -> u64); 5] = [
+    let sizes: &Values<store::Report> = &[
         ("bytes", "Bytes of the budget that are used, by all models", |d| {
             d.rows.bytes + d.states.bytes + d.others.bytes
         }),
@@ -202,7 +205,7 @@ fn register_disk(registry: &mut Registry, told: &[Told]) {
         ("file_bytes", "Bytes that the file takes", |d| d.file_bytes),
         ("queued_bytes", "Bytes that wait to be written", |d| d.queued_bytes),
     ];
-    for (name, help, size) in sizes {
+    for &(name, help, size) in sizes {
         gauge(registry, name, help, told, |told| told.disk().map(size));
     }
 }
