@@ -519,7 +519,7 @@ const SWAP: Duration = Duration::from_millis(50);
 
 /// What the swap of this number brings: `a` and `b` in turns, and every tenth is broken.
 fn swap(number: usize) -> Option<Vec<u8>> {
-    (number % 10 != 9).then(|| version(if number % 2 == 0 { "b" } else { "a" }))
+    (number % 10 != 9).then(|| version(if number.is_multiple_of(2) { "b" } else { "a" }))
 }
 
 /// Half of the requests go by a policy that is uploaded, half by one whose file is replaced. Each
