@@ -103,6 +103,9 @@ impl Policy for Rules {
                 led |= leads;
                 state.acted += 1;
                 actions.extend(deeds.iter().filter_map(|deed| deed.action(&step)));
+                if deeds.iter().any(rule::Deed::stops) {
+                    break;
+                }
             }
         }
         actions

@@ -107,14 +107,26 @@ pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
     if rules.is_empty() {
         return Err("there is no `[[rule]]`".into());
     }
-    let deeds = rules.iter().map(|rule| match &rule.act {
-        Act::Step(deeds) => deeds.len(),
-        _ => 0,
-    });
-    if deeds.sum::<usize>() > ACTIONS {
-        return Err(format!("rules for steps do more than {ACTIONS} things: a host takes no more"));
+    if most_actions(&rules) > ACTIONS {
+        return Err(format!(
+            "rules might do more than {ACTIONS} things in one step, and a host takes no more: name \
+             several tokens in one ban or bias"
+        ));
     }
     Ok(rules)
+}
+
+/// Most actions that rules may answer a step with: one rule leads, and behind a stop nothing is done.
+fn most_actions(rules: &[Rule]) -> usize {
+    let deeds = rules.iter().filter_map(|rule| match &rule.act {
+        Act::Step(deeds) => Some(deeds),
+        _ => None,
+    });
+    let (leading, others): (Vec<_>, Vec<_>) =
+        deeds.partition(|deeds| deeds.iter().any(Deed::leads));
+    let leading = leading.iter().map(|deeds| deeds.len()).max().unwrap_or_default();
+    let others = others.iter().map(|deeds| deeds.iter().filter(|deed| !deed.stops()).count());
+    leading + others.sum::<usize>() + 1
 }
 
 fn line(text: &str, at: usize) -> usize {

@@ -60,6 +60,11 @@ impl Deed {
         self.rewinds() || matches!(self, Self::Do(Action::Inject(_) | Action::CloseThinking(_)))
     }
 
+    /// Whether it ends the request.
+    pub fn stops(&self) -> bool {
+        matches!(self, Self::Do(Action::Stop(_)))
+    }
+
     /// What it is in a step; nothing where there is no loop to go back in.
     pub fn action(&self, step: &Step) -> Option<Action> {
         match self {

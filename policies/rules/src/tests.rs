@@ -296,7 +296,7 @@ fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
         let note = with(text, Request::default()).1.note.expect("a note");
         assert_eq!(note, format!("no rule is in force: {problem}"));
     }
-    let many = "[[rule]]\ndo = { inject = 'x' }\n".repeat(17);
+    let many = "[[rule]]\ndo = { ban = [1] }\n".repeat(16);
     assert!(check(&many).unwrap_err().contains("more than 16 things"));
     assert_eq!(check("[[rule]]\ndo = { close_thinking = '' }"), Ok(()));
 }
@@ -342,4 +342,16 @@ fn the_readme_tells_of_all_that_a_rule_may_hold_and_its_example_is_right() {
     let mut blocks = section.split("```toml\n").skip(2);
     let (example, _) = blocks.next().and_then(|block| block.split_once("```")).expect("an example");
     assert_eq!(check(example), Ok(()));
+}
+
+#[test]
+fn however_many_rules_apply_a_step_gets_no_more_than_a_host_takes() {
+    let rules = "[[rule]]\ndo = { inject = 'x', ban = [1] }\n".repeat(40)
+        + &"[[rule]]\ndo = { ban = [2] }\n".repeat(13)
+        + &"[[rule]]\ndo = { stop = 'y' }\n".repeat(40);
+    assert_eq!(check(&rules), Ok(()));
+    let (mut policy, _) = with(&rules, Request::default());
+    let actions = policy.on_step(answer("a"));
+    assert_eq!(actions.len(), 16);
+    assert_eq!(actions.last(), Some(&Action::Stop("y".into())));
 }
