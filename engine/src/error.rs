@@ -66,6 +66,17 @@ pub enum Error {
         /// What happened, in which hook.
         problem: String,
     },
+    /// A policy took longer in a hook than `policy.deadline_ms` allows, where its profile fails closed.
+    /// Fuel bounds what it computes, so that the machine had other work is as likely a cause.
+    #[error("policy `{policy}`: {hook}: exceeded its deadline of {deadline_ms} ms")]
+    PolicyLate {
+        /// Name of the policy.
+        policy: String,
+        /// The hook, `on-step`, or `start`.
+        hook: String,
+        /// The deadline.
+        deadline_ms: u64,
+    },
     /// A file that a profile's `warm` names cannot be used.
     #[error("profiles.{profile}.warm: {path}: {problem}")]
     Warm {

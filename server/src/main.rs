@@ -17,6 +17,7 @@ use steersman::models::Models;
 use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::config::{Config, Device, Profile};
 use steersman_engine::engine::Info;
+use steersman_engine::policy::disk::{self, Disk};
 use tracing_subscriber::EnvFilter;
 
 /// What is logged unless RUST_LOG says otherwise.
@@ -117,9 +118,8 @@ struct Cache {
 /// Policies are components: policies/README.md says how to make one.
 #[derive(Args)]
 struct Policy {
-    /// Configuration file, in TOML, for the limits in [policy] and for policy.folder
-    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    place: Place,
     #[command(subcommand)]
     task: policy::Task,
 }
@@ -140,7 +140,7 @@ struct Place {
     /// Configuration file, in TOML; configs/steersman.toml shows every key with its default
     #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
     config: Option<PathBuf>,
-    /// Folder for saved state and the unpacked model
+    /// Folder for saved state, the unpacked model and compiled policies
     /// [default: steersman in the user's data folder, as ~/.local/share/steersman]
     #[arg(long, value_name = "DIR", env = "STEERSMAN_DATA_DIR", global = true)]
     data_dir: Option<PathBuf>,
@@ -157,13 +157,16 @@ impl Common {
 }
 
 impl Place {
+    fn data_dir(self) -> Result<PathBuf> {
+        self.data_dir
+            .or_else(|| Some(dirs::data_dir()?.join("steersman")))
+            .context("this user has no data folder; name one with --data-dir")
+    }
+
     /// The configuration file, if one is named, and the data folder.
     fn read(self) -> Result<(FileConfig, PathBuf)> {
         let file = configured(self.config.as_deref())?;
-        let data_dir = self
-            .data_dir
-            .or_else(|| Some(dirs::data_dir()?.join("steersman")))
-            .context("this user has no data folder; name one with --data-dir")?;
+        let data_dir = self.data_dir()?;
         std::fs::create_dir_all(&data_dir)
             .with_context(|| format!("making the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
@@ -344,6 +347,7 @@ fn cache(options: Cache) -> Result<()> {
 }
 
 fn policy(options: Policy) -> Result<()> {
-    let (_, config) = configured(options.config.as_deref())?.check()?;
-    policy::run(options.task, &config.policy)
+    let (_, config) = configured(options.place.config.as_deref())?.check()?;
+    let compiled = options.place.data_dir().ok().map(|data_dir| data_dir.join(disk::COMPILED));
+    policy::run(options.task, &config.policy, &Disk { compiled, ..disk::in_memory() })
 }

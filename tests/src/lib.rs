@@ -5,7 +5,6 @@ pub mod guest;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use serde_json::Value;
@@ -105,7 +104,7 @@ pub fn policies(
     limits: &PolicyConfig,
     profiles: impl IntoIterator<Item = (String, Profile)>,
 ) -> Result<Policies, Error> {
-    let database = Arc::new(disk::in_memory());
+    let database = disk::in_memory();
     Policies::load(limits, &profiles.into_iter().collect(), &database)
 }
 

@@ -64,8 +64,9 @@ impl Policy for Scripted {
         Ok(self.verdict.clone())
     }
 
-    fn on_finish(&mut self, summary: &Summary) {
+    fn on_finish(&mut self, summary: &Summary) -> Result<()> {
         self.heard("finish", summary);
+        Ok(())
     }
 }
 
@@ -179,8 +180,8 @@ fn a_chain_of_one_is_its_policy() {
         }
         let call = ToolCallView { name: "search".into(), ..ToolCallView::default() };
         assert_eq!(chain.on_tool_call(&call).unwrap(), alone.on_tool_call(&call).unwrap());
-        alone.on_finish(&Summary::default());
-        chain.on_finish(&Summary::default());
+        alone.on_finish(&Summary::default()).unwrap();
+        chain.on_finish(&Summary::default()).unwrap();
         assert_eq!(asked_alone, asked_chained);
     }
 }
@@ -533,7 +534,7 @@ fn a_shadow_is_asked_and_recorded_and_changes_nothing() {
             let actions: Vec<_> =
                 steps.iter().map(|step| decided(&chain.on_step(step).unwrap())).collect();
             let verdict = chain.on_tool_call(&ToolCallView::default()).unwrap();
-            chain.on_finish(&Summary::default());
+            chain.on_finish(&Summary::default()).unwrap();
             (Plan { every: 0, ..plan }, actions, verdict, chain.take_notes())
         };
         assert_eq!(run(true), run(false));

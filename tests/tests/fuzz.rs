@@ -105,7 +105,7 @@ fn no_bytes_harm_the_loader_and_what_loads_runs_within_its_limits() {
         memory_bytes: 1 << 20,
         ..PolicyConfig::default()
     };
-    let host = Host::new(&limits, &Arc::new(disk::in_memory())).unwrap();
+    let host = Host::new(&limits, &disk::in_memory()).unwrap();
     let valid = wat::parse_str(COMPONENT).unwrap();
     let prompt = PromptView { system: vec!["A clock.".into()], ..PromptView::default() };
     let call = |bytes: &[u8]| {

@@ -41,7 +41,7 @@ fn a_policy_in_rust_javascript_and_python_decides_the_same() {
     assert!(golden.cases.len() > 3, "{golden:?}");
     // A busy machine is no reason for a difference; fuel and memory are bounded as by default.
     let limits = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
-    let host = Host::new(&limits, &Arc::new(disk::in_memory())).unwrap();
+    let host = Host::new(&limits, &disk::in_memory()).unwrap();
     let load = |language| Arc::new(Component::load(&host, language, &built(language)).unwrap());
     let components = LANGUAGES.map(load);
     for component in &components {

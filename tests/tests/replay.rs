@@ -14,7 +14,7 @@ const QUESTION: &str =
     "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is the tallest?";
 
 fn shipped(name: &str) -> Arc<Component> {
-    let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
+    let host = Host::new(&PolicyConfig::default(), &disk::in_memory()).unwrap();
     Arc::new(Component::load(&host, name, registry::embedded(name).unwrap().0).unwrap())
 }
 

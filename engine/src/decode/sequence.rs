@@ -454,7 +454,7 @@ impl Sequence {
     }
 
     fn tell_policy(&mut self, reason: &str) {
-        self.policy.on_finish(&Summary {
+        let ended = self.policy.on_finish(&Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
             think_tokens: self.said.think_tokens,
@@ -462,6 +462,9 @@ impl Sequence {
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,
         });
+        if let Err(error) = ended {
+            self.note(error.to_string());
+        }
         self.note_policy();
     }
 

@@ -29,7 +29,7 @@ fn load(mut config: Config) -> Decoder {
 /// A decoder over the model in `folder`, with policies that keep nothing.
 fn load_from(folder: &Path, config: Config) -> Decoder {
     let config = config.check().unwrap();
-    let kept = Arc::new(disk::in_memory());
+    let kept = disk::in_memory();
     let policies = Policies::load(&config.policy, &config.profiles, &kept).unwrap();
     Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }

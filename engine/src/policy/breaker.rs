@@ -4,7 +4,7 @@
 //! then, if it fails again at once, for twice as long, up to [`LONGEST_REST`].
 //!
 //! One that has just replaced another is on probation, which is judged by all its requests and not
-//! by those in a row: at [`PROBATION_FAILURES`] before [`PROBATION_SUCCESSES`] it is condemned, and
+//! by those in a row, and not by its deadline, which a busy machine may miss: at [`PROBATION_FAILURES`] before [`PROBATION_SUCCESSES`] it is condemned, and
 //! [`super::registry`] brings the one before it back.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -110,13 +110,24 @@ impl Breaker {
 
     /// A request failed, of this `problem`.
     pub(super) fn failed(&self, problem: &str) {
+        self.count(Some(problem));
+    }
+
+    /// A request failed of its deadline. That may be the machine's fault: it rests as after other
+    /// failures, but is not condemned for it.
+    pub(super) fn late(&self) {
+        self.count(None);
+    }
+
+    /// Counts a failure, and against a probation one of this `problem`.
+    fn count(&self, problem: Option<&str>) {
         let now = (self.clock)();
         let mut record = self.lock();
         if record.rests_until.is_some_and(|until| until > now) {
             // A request that began before the rest: it tells nothing new.
             return;
         }
-        if let Some(probation) = &mut record.probation {
+        if let (Some(probation), Some(problem)) = (&mut record.probation, problem) {
             probation.failures += 1;
             problem.clone_into(&mut probation.problem);
         }
@@ -187,6 +198,7 @@ mod tests {
         for request in requests.chars() {
             match request {
                 'x' => breaker.failed("trapped"),
+                'l' => breaker.late(),
                 _ => breaker.succeeded(),
             }
         }
@@ -200,6 +212,8 @@ mod tests {
             ("xxx", Some("failed in 3 of its first 3 requests: trapped")),
             ("x.x.x", Some("failed in 3 of its first 5 requests: trapped")),
             ("xx", None),
+            ("xxll", None),
+            ("xllx.x", Some("failed in 3 of its first 4 requests: trapped")),
             ("", None),
             (&format!("xx{early}x"), Some("failed in 3 of its first 34 requests: trapped")),
             (&format!("xx{late}x"), None),

@@ -226,16 +226,15 @@ impl Policy for Chain {
         Ok(merged)
     }
 
-    fn on_finish(&mut self, summary: &Summary) {
+    fn on_finish(&mut self, summary: &Summary) -> Result<()> {
+        let mut ended = Ok(());
         for at in self.indices() {
-            let hook = |policy: &mut dyn Policy| {
-                policy.on_finish(summary);
-                Ok(())
-            };
-            // `on_finish` itself cannot fail.
-            let _ = self.ask(at, hook, |_| Exchange::Finish(summary));
+            let hook = |policy: &mut dyn Policy| policy.on_finish(summary);
+            let answer = self.ask(at, hook, |_| Exchange::Finish(summary));
+            ended = ended.and(answer.map(drop));
         }
         self.recorder.finish();
+        ended
     }
 
     fn take_notes(&mut self) -> Vec<String> {

@@ -1,40 +1,59 @@
-//! The database of what policies keep (`kv`) and of what is kept of policies (their versions).
+//! What policies have on disk: a database, of what they keep (`kv`) and of what is kept of them (their
+//! versions), and a folder with what was compiled of them.
 //!
-//! Apart from saved state, which may be deleted at any time: this file holds what cannot be computed
-//! again.
+//! The database is apart from saved state, which may be deleted at any time: it holds what cannot be
+//! computed again. What was compiled is machine code that is run as it lies there, so the folder is
+//! for this user alone, as the data folder around it should be.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use redb::backends::InMemoryBackend;
 use redb::{Builder, Database, DatabaseError};
 
-/// Its name in the data folder.
+/// Name of the database in the data folder.
 pub const FILE: &str = "policies.redb";
 
-/// Opens the database in the folder `data`. Where that fails (another server has it open, or it is
-/// damaged), what policies keep lasts as long as this process, which the log says: no reason not to
-/// serve.
-pub fn open(data: &Path) -> Arc<Database> {
+/// Name of the folder with what was compiled, in the data folder.
+pub const COMPILED: &str = "compiled";
+
+/// Where policies are kept.
+#[derive(Clone)]
+pub struct Disk {
+    /// What they keep, and their versions.
+    pub database: Arc<Database>,
+    /// Where compiled ones go, so that nothing is compiled twice; `None` for nowhere.
+    pub compiled: Option<PathBuf>,
+}
+
+/// What is in the folder `data`. Where its database cannot be opened (another server has it open, or
+/// it is damaged), what policies keep lasts as long as this process, which the log says: no reason
+/// not to serve.
+pub fn open(data: &Path) -> Disk {
     let path = data.join(FILE);
     let opened = open_file(data, &path)
         .map_err(|error| DatabaseError::Storage(error.into()))
         .and_then(|file| Builder::new().create_file(file));
-    Arc::new(opened.unwrap_or_else(|error| {
-        tracing::warn!(path = %path.display(), %error, "what policies keep ends with this process");
-        in_memory()
-    }))
+    let compiled = Some(data.join(COMPILED));
+    match opened {
+        Ok(database) => Disk { database: Arc::new(database), compiled },
+        Err(error) => {
+            let path = path.display();
+            tracing::warn!(%path, %error, "what policies keep ends with this process");
+            Disk { compiled, ..in_memory() }
+        }
+    }
 }
 
-/// A database that ends with its last handle.
+/// Nothing on disk: all ends with its last handle.
 ///
 /// # Panics
 /// Never: memory takes what is written to it.
-pub fn in_memory() -> Database {
+pub fn in_memory() -> Disk {
     let created = Builder::new().create_with_backend(InMemoryBackend::new());
-    created.expect("memory is a sound backend")
+    Disk { database: Arc::new(created.expect("memory is a sound backend")), compiled: None }
 }
 
 /// The file, for this user alone: policies may keep what was said.
@@ -56,14 +75,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let first = open(folder.path());
         let table = redb::TableDefinition::<u8, u8>::new("test");
-        let write = |database: &Database| {
-            let transaction = database.begin_write().unwrap();
+        let write = |disk: &Disk| {
+            let transaction = disk.database.begin_write().unwrap();
             transaction.open_table(table).unwrap().insert(1, 2).unwrap();
             transaction.commit().unwrap();
         };
         write(&open(folder.path()));
-        let has = |database: &Database| {
-            redb::ReadableDatabase::begin_read(database).unwrap().open_table(table).is_ok()
+        let has = |disk: &Disk| {
+            let read = redb::ReadableDatabase::begin_read(&*disk.database).unwrap();
+            read.open_table(table).is_ok()
         };
         assert!(!has(&first));
         write(&first);

@@ -272,7 +272,7 @@ impl Question {
     /// Asks it.
     ///
     /// # Errors
-    /// [`Error::Policy`] when the hook fails; `on-finish` too, which tells so by its notes.
+    /// Those of the hook.
     pub fn ask(&self, policy: &mut dyn Policy) -> Result<Answer> {
         Ok(match self {
             Self::Prompt(prompt) => Answer::Prompt(policy.on_prompt(prompt)?),
@@ -280,12 +280,7 @@ impl Question {
             Self::Step(step) => Answer::Step(policy.on_step(step)?),
             Self::ToolCall(call) => Answer::ToolCall(policy.on_tool_call(call)?),
             Self::Finish(summary) => {
-                policy.on_finish(summary);
-                let notes = policy.take_notes();
-                if !notes.is_empty() {
-                    let (policy, problem) = ("on-finish".into(), notes.join("; "));
-                    return Err(Error::Policy { policy, problem });
-                }
+                policy.on_finish(summary)?;
                 Answer::Finish
             }
         })

@@ -57,9 +57,18 @@ impl Guarded {
 
     /// Records a failure; what follows is answered by [`Native`], or is `error`.
     fn fail(&mut self, error: Error) -> Result<()> {
-        self.guest = None;
-        self.breaker.failed(&problem(&error));
+        self.failed(&error);
         self.give_up(error)
+    }
+
+    fn failed(&mut self, error: &Error) {
+        self.guest = None;
+        match error {
+            Error::PolicyLate { .. } => self.breaker.late(),
+            // Without the policy's name, where that is said anyway.
+            Error::Policy { problem, .. } => self.breaker.failed(problem),
+            other => self.breaker.failed(&other.to_string()),
+        }
     }
 
     fn give_up(&mut self, error: Error) -> Result<()> {
@@ -103,18 +112,16 @@ impl Policy for Guarded {
         self.ask(|policy| policy.on_tool_call(call))
     }
 
-    fn on_finish(&mut self, summary: &Summary) {
-        let Some(guest) = &mut self.guest else { return };
+    /// Never fails: whatever the profile says, the reply has been made.
+    fn on_finish(&mut self, summary: &Summary) -> Result<()> {
+        let Some(guest) = &mut self.guest else { return Ok(()) };
         self.called = true;
-        guest.on_finish(summary);
-        let failures = guest.take_notes();
-        if !failures.is_empty() {
-            self.guest = None;
-            let error = failures.join("; ");
-            self.breaker.failed(&error);
-            tracing::warn!(policy = self.name, error, "on-finish failed");
-            self.notes.extend(failures);
+        if let Err(error) = guest.on_finish(summary) {
+            self.failed(&error);
+            tracing::warn!(policy = self.name, %error, "on-finish failed");
+            self.notes.push(error.to_string());
         }
+        Ok(())
     }
 
     fn take_notes(&mut self) -> Vec<String> {
@@ -136,14 +143,6 @@ impl Drop for Guarded {
         if self.guest.is_some() && self.called {
             self.breaker.succeeded();
         }
-    }
-}
-
-/// What happened, without the policy's name, where that is said anyway.
-fn problem(error: &Error) -> String {
-    match error {
-        Error::Policy { problem, .. } => problem.clone(),
-        other => other.to_string(),
     }
 }
 
@@ -178,10 +177,8 @@ mod tests {
             self.answer("on-step", vec![Action::Stop("fake".into())])
         }
 
-        fn on_finish(&mut self, _: &Summary) {}
-
-        fn take_notes(&mut self) -> Vec<String> {
-            if self.0 == "on-finish" { vec!["on-finish".into()] } else { Vec::new() }
+        fn on_finish(&mut self, _: &Summary) -> Result<()> {
+            self.answer("on-finish", ())
         }
     }
 
@@ -230,8 +227,8 @@ mod tests {
     fn a_failure_at_the_end_changes_nothing_but_is_noted_and_counted() {
         let breaker = Arc::new(Breaker::default());
         let mut policy = guarded("on-finish", OnFailure::Closed, &breaker);
-        policy.on_finish(&Summary::default());
-        assert_eq!(policy.take_notes(), ["on-finish"]);
+        policy.on_finish(&Summary::default()).unwrap();
+        assert_eq!(policy.take_notes(), ["policy `fake`: on-finish"]);
         drop(policy);
         assert_eq!(breaker.health().failures, 1);
     }

@@ -32,8 +32,8 @@ pub use registry::{Policies, Steering};
 
 /// One instance of a policy, living as long as one request.
 ///
-/// Every hook but `on_finish` fails with [`crate::Error::Policy`] when the policy failed and its
-/// profile fails closed.
+/// Every hook fails with [`crate::Error::Policy`], or [`crate::Error::PolicyLate`], when the policy
+/// failed and its profile fails closed.
 pub trait Policy {
     /// May replace spans of system text before the conversation is rendered. Called once, first.
     ///
@@ -65,8 +65,14 @@ pub trait Policy {
         Ok(Verdict::Accept)
     }
 
-    /// Sees how the request ended. Called once, last; failures are logged and change nothing.
-    fn on_finish(&mut self, summary: &Summary);
+    /// Sees how the request ended. Called once, last; a failure changes nothing any more.
+    ///
+    /// # Errors
+    /// As above.
+    fn on_finish(&mut self, summary: &Summary) -> Result<()> {
+        let _ = summary;
+        Ok(())
+    }
 
     /// Remarks about the policy itself since the last call (that it failed, and what replaced
     /// it), for the reply's notes. Best taken once, after [`Policy::on_finish`].

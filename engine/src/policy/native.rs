@@ -3,7 +3,7 @@
 //! It closes a thought that loops or has used its budget up, and ends an answer that is surely a
 //! loop. It knows no tasks and no hints but one: those are decisions, and stand in the guest.
 
-use super::{Action, LoopRule, Phase, Plan, Policy, RequestView, Step, Summary};
+use super::{Action, LoopRule, Phase, Plan, Policy, RequestView, Step};
 use crate::error::Result;
 
 /// Most tokens of a thought.
@@ -56,8 +56,6 @@ impl Policy for Native {
             _ => Vec::new(),
         })
     }
-
-    fn on_finish(&mut self, _summary: &Summary) {}
 }
 
 #[cfg(test)]

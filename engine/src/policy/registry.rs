@@ -24,7 +24,6 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use redb::Database;
 use sha2::{Digest, Sha256};
 
 use self::place::{Place, Rules, named, read_param};
@@ -33,6 +32,7 @@ use self::versions::Versions;
 use self::watch::Watch;
 use super::breaker::Breaker;
 use super::chain::{Chain, Link};
+use super::disk::Disk;
 use super::guarded::Guarded;
 use super::trace::Traces;
 use super::wasm::{Component, Host, Scene};
@@ -77,7 +77,7 @@ pub struct Steering {
 
 impl Policies {
     /// Loads the policies of every profile, compiling on the calling thread. What they keep, and
-    /// what is kept of them, is in `database`. Where a file is broken, the last good version runs and
+    /// what is kept of them, is on `disk`. Where a file is broken, the last good version runs and
     /// the log says so loudly.
     ///
     /// # Errors
@@ -86,7 +86,7 @@ impl Policies {
     pub fn load(
         config: &PolicyConfig,
         profiles: &BTreeMap<String, Profile>,
-        database: &Arc<Database>,
+        disk: &Disk,
     ) -> Result<Self> {
         if !config.folder.as_os_str().is_empty() && !config.folder.is_dir() {
             let problem = format!("there is no folder {}; make it", config.folder.display());
@@ -94,11 +94,11 @@ impl Policies {
         }
         let (rules, places) = named(config, profiles)?;
         let policies = Self {
-            host: Host::new(config, database)?,
+            host: Host::new(config, disk)?,
             limits: config.clone(),
             profiles: rules,
             places,
-            versions: Arc::new(Versions::new(database.clone())),
+            versions: Arc::new(Versions::new(disk.database.clone())),
             traces: Traces::new(config)?,
             state: Mutex::default(),
             turn: Mutex::default(),

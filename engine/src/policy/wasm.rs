@@ -34,26 +34,22 @@
 //! it).
 
 mod contract;
+mod host;
 mod imports;
 mod kv;
 mod ticker;
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use contract::{Found, Hooks, LIST_BYTES, PACKAGE, VERSIONS, Version, full_name};
-use imports::{Counters, Imports, Services};
-use kv::Kv;
-use redb::Database;
+use imports::{Imports, Services};
 use sha2::{Digest, Sha256};
-use ticker::{TICKS, Ticker};
+use ticker::Ticker;
 use wasmtime::component::types::ComponentItem;
-use wasmtime::component::{self as wasm, InstancePre, Linker};
-use wasmtime::{
-    Config, Engine, InstanceAllocationStrategy, PoolingAllocationConfig, ResourceLimiter, Store,
-    Trap,
-};
+use wasmtime::component::{self as wasm, InstancePre};
+use wasmtime::{Engine, ResourceLimiter, Store, Trap};
 
 use super::{
     Action, Cost, ImportCall, Plan, Policy, PromptView, Replacement, RequestView, Step, Summary,
@@ -62,12 +58,18 @@ use super::{
 use crate::config::{Grant, PolicyConfig};
 use crate::error::{Error, Result};
 
+pub use host::Host;
+
 /// The newest version of the contract that this server speaks, that of `wit/`.
 pub const CONTRACT: &str = VERSIONS[0].number;
 
 /// Largest component that is loaded; those with a JavaScript or Python engine inside have up to
 /// 20 MB.
 pub const COMPONENT_BYTES: usize = 64 << 20;
+
+/// Longest that a hook may take where nobody waits for it. Fuel bounds what it computes, the same
+/// everywhere; how long that takes on a busy machine says nothing of the policy.
+const TRIAL_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Most instances at a time, that is, most requests that a policy steers at a time.
 pub const INSTANCES: u32 = 256;
@@ -85,80 +87,6 @@ const HANDLES: usize = 1000;
 /// Most elements of one table.
 const TABLE_ELEMENTS: usize = 20_000;
 
-/// Most stack of a guest; the thread that calls it must have more.
-const STACK_BYTES: usize = 256 << 10;
-
-/// Size of a Wasm page: memory limits are rounded up to it.
-const PAGE_BYTES: usize = 64 << 10;
-
-/// wasmtime, set up with the limits of all guests, the thread that advances its epoch, and what
-/// guests share: a map and counters.
-pub struct Host {
-    engine: Engine,
-    linker: Linker<State>,
-    ticker: Arc<Ticker>,
-    services: Arc<Services>,
-    limits: PolicyConfig,
-}
-
-impl Host {
-    /// Sets wasmtime up. What policies keep is in `database`.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] when this machine cannot reserve the address space.
-    pub fn new(limits: &PolicyConfig, database: &Arc<Database>) -> Result<Self> {
-        let memory_bytes = limits.memory_bytes.next_multiple_of(PAGE_BYTES);
-        let mut pool = PoolingAllocationConfig::new();
-        pool.total_component_instances(INSTANCES)
-            .total_core_instances(INSTANCES * CORES)
-            .total_memories(INSTANCES)
-            .total_tables(INSTANCES * 2)
-            .max_core_instances_per_component(CORES)
-            .max_memories_per_component(PARTS)
-            .max_tables_per_component(PARTS)
-            .table_elements(TABLE_ELEMENTS)
-            .max_memory_size(memory_bytes);
-        let mut config = Config::new();
-        config
-            .allocation_strategy(InstanceAllocationStrategy::Pooling(pool))
-            .memory_reservation(memory_bytes as u64)
-            .memory_guard_size(PAGE_BYTES as u64)
-            .max_wasm_stack(STACK_BYTES)
-            .consume_fuel(true)
-            .epoch_interruption(true)
-            .concurrency_support(false)
-            .wasm_memory64(false)
-            .relaxed_simd_deterministic(true)
-            .cranelift_nan_canonicalization(true);
-        let engine = Engine::new(&config).map_err(|e| Error::Invalid {
-            field: "policy.memory_bytes",
-            problem: format!("wasmtime cannot be set up with {memory_bytes} bytes: {e:#}"),
-        })?;
-        let no_thread = |error: std::io::Error| Error::Invalid {
-            field: "policy",
-            problem: format!("no thread can be started: {error}"),
-        };
-        let ticker = Ticker::start(engine.clone(), limits.deadline_ms).map_err(no_thread)?;
-        let kv = Kv::open(database, limits.kv_bytes).map_err(no_thread)?;
-        let mut linker = Linker::new(&engine);
-        for version in VERSIONS {
-            (version.link)(&mut linker).expect("each version has names of its own");
-        }
-        Ok(Self {
-            engine,
-            linker,
-            ticker: Arc::new(ticker),
-            services: Arc::new(Services { kv, counters: Counters::default() }),
-            limits: limits.clone(),
-        })
-    }
-
-    /// What policies counted: policy, counter, value; sorted.
-    pub fn counters(&self) -> Vec<(String, String, u64)> {
-        self.services.counters.list()
-    }
-}
-
 /// What surrounds an instance.
 #[derive(Clone)]
 pub struct Scene {
@@ -175,7 +103,7 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Of a trial: no request, no model, and nothing is kept.
+    /// Of a trial: no request, no model, nothing is kept, and no haste.
     pub fn trial() -> Self {
         Self {
             request: String::new(),
@@ -183,6 +111,14 @@ impl Scene {
             vocabulary: no_vocabulary(),
             recorded: Some(Arc::default()),
         }
+    }
+}
+
+impl Scene {
+    /// Longest that a hook may take.
+    fn deadline(&self, limits: &PolicyConfig) -> Duration {
+        let deadline = Duration::from_millis(limits.deadline_ms);
+        if self.recorded.is_some() { deadline.max(TRIAL_DEADLINE) } else { deadline }
     }
 }
 
@@ -307,17 +243,18 @@ impl Component {
         store.set_hostcall_fuel(self.passed_bytes());
         store.set_max_component_handles(HANDLES);
         let alive = self.ticker.watch();
-        allow(&mut store, limits);
+        let deadline = scene.deadline(limits);
+        allow(&mut store, limits, deadline);
         let instance = self.pre.instantiate(&mut store);
-        let instance = instance.map_err(|e| self.failure(&mut store, "start", &e))?;
+        let instance = instance.map_err(|e| self.failure(&mut store, "start", deadline, &e))?;
         let hooks = (self.found)(&mut store, &instance);
         Ok(Instance {
             hooks: hooks.map_err(|e| other_shape(&self.name, &e))?,
             component: self.clone(),
             store,
             vocabulary: scene.vocabulary.clone(),
+            deadline,
             cost: Cost::default(),
-            failure: None,
             _alive: alive,
         })
     }
@@ -329,13 +266,21 @@ impl Component {
     }
 
     /// What went wrong in `hook`, in one line that names the limit, if it was one.
-    fn failure(&self, store: &mut Store<State>, hook: &str, error: &wasmtime::Error) -> Error {
+    fn failure(
+        &self,
+        store: &mut Store<State>,
+        hook: &str,
+        deadline: Duration,
+        error: &wasmtime::Error,
+    ) -> Error {
         let limits = &self.limits;
         let cause = match (store.data_mut().refused.take(), error.downcast_ref::<Trap>()) {
             (Some(refused), _) => refused,
             (_, Some(Trap::OutOfFuel)) => format!("used up its fuel of {}", limits.fuel),
             (_, Some(Trap::Interrupt)) => {
-                format!("exceeded its deadline of {} ms", limits.deadline_ms)
+                let (policy, hook) = (self.name.clone(), hook.into());
+                let deadline_ms = deadline.as_millis() as u64;
+                return Error::PolicyLate { policy, hook, deadline_ms };
             }
             (_, Some(trap)) => format!("trapped: {trap}"),
             _ if format!("{error:?}").contains("hostcalls has been exhausted") => {
@@ -358,9 +303,8 @@ pub struct Instance {
     component: Arc<Component>,
     store: Store<State>,
     vocabulary: Arc<dyn Vocabulary>,
+    deadline: Duration,
     cost: Cost,
-    /// That `on-finish` failed; [`super::guarded`] takes it for a failure.
-    failure: Option<String>,
     _alive: ticker::Alive,
 }
 
@@ -374,16 +318,17 @@ impl Instance {
     ) -> Result<T> {
         let limits = &self.component.limits;
         let started = Instant::now();
-        allow(&mut self.store, limits);
+        allow(&mut self.store, limits, self.deadline);
         if let Some(imports) = &mut self.store.data_mut().imports {
-            imports.begin(started);
+            imports.begin();
         }
         let answer = call(&*self.hooks, &mut self.store);
         self.cost = Cost {
             fuel: limits.fuel - self.store.get_fuel().unwrap_or(limits.fuel),
             nanoseconds: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX),
         };
-        let answer = answer.map_err(|e| self.component.failure(&mut self.store, hook, &e))?;
+        let answer =
+            answer.map_err(|e| self.component.failure(&mut self.store, hook, self.deadline, &e))?;
         match check(&answer, &*self.vocabulary, limits.output_bytes) {
             Ok(()) => Ok(answer),
             Err(problem) => {
@@ -433,17 +378,8 @@ impl Policy for Instance {
         )
     }
 
-    fn on_finish(&mut self, summary: &Summary) {
-        let ended = self.call(
-            "on-finish",
-            |hooks, store| hooks.on_finish(store, summary),
-            |(), _, _| Ok(()),
-        );
-        self.failure = ended.err().map(|error| error.to_string());
-    }
-
-    fn take_notes(&mut self) -> Vec<String> {
-        self.failure.take().into_iter().collect()
+    fn on_finish(&mut self, summary: &Summary) -> Result<()> {
+        self.call("on-finish", |hooks, store| hooks.on_finish(store, summary), |(), _, _| Ok(()))
     }
 
     fn take_imports(&mut self) -> Vec<ImportCall> {
@@ -511,10 +447,9 @@ fn other_shape(policy: &str, error: &wasmtime::Error) -> Error {
 }
 
 /// Gives the next call its fuel and its deadline.
-fn allow(store: &mut Store<State>, limits: &PolicyConfig) {
+fn allow(store: &mut Store<State>, limits: &PolicyConfig, deadline: Duration) {
     store.set_fuel(limits.fuel).expect("Host::new turns fuel on");
-    // The current tick has begun already: without one more the deadline could come early.
-    store.set_epoch_deadline(TICKS + 1);
+    store.set_epoch_deadline(ticker::ticks(deadline, limits.deadline_ms));
 }
 
 /// Whether an import brings types alone, which need nothing of the host. `wit-bindgen` makes one

@@ -192,7 +192,7 @@ impl From<Error> for ApiError {
             Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
             Error::Template(_) => Self::invalid("invalid_messages", "messages", message),
             Error::Invalid { field, .. } => Self::value(*field, message),
-            Error::Policy { policy, .. } => {
+            Error::Policy { policy, .. } | Error::PolicyLate { policy, .. } => {
                 tracing::error!(policy, details = %error, "request failed");
                 let message = format!("the policy `{policy}` failed; the server's log says how");
                 let status = StatusCode::INTERNAL_SERVER_ERROR;

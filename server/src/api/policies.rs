@@ -148,7 +148,9 @@ pub async fn install(
     let component = read_body(&app, &headers, body, WASM, limit).await?;
     let installed = blocking(move || policies.install(&name, &component, Origin::Upload)).await?;
     let installed = installed.map_err(|error| match error {
-        Error::Policy { .. } => ApiError::policy_refused(error.to_string()),
+        Error::Policy { .. } | Error::PolicyLate { .. } => {
+            ApiError::policy_refused(error.to_string())
+        }
         Error::Invalid { .. } => ApiError::conflict("policy_not_written", error.to_string()),
         other => other.into(),
     })?;
@@ -169,7 +171,7 @@ pub async fn rollback(
     let _turn = app.uploads.acquire().await.expect("the semaphore is never closed");
     let installed = blocking(move || policies.rollback(&name)).await?;
     let installed = installed.map_err(|error| match error {
-        Error::Policy { .. } | Error::Invalid { .. } => {
+        Error::Policy { .. } | Error::PolicyLate { .. } | Error::Invalid { .. } => {
             ApiError::conflict("cannot_roll_back", error.to_string())
         }
         other => other.into(),

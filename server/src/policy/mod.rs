@@ -17,12 +17,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use steersman_engine::config::{Grant, PolicyConfig};
+use steersman_engine::policy::disk::Disk;
 use steersman_engine::policy::golden::{Decision, Golden};
+use steersman_engine::policy::registry;
 use steersman_engine::policy::wasm::{Component, Host, Scene};
-use steersman_engine::policy::{disk, registry};
-
-/// Longest that a hook may take here, at least.
-const DEADLINE_MS: u64 = 10_000;
 
 /// What to do.
 #[derive(Subcommand)]
@@ -139,27 +137,28 @@ pub struct Which {
     policy: Option<String>,
 }
 
-/// Does it, and prints what was done.
+/// Does it, and prints what was done. What is compiled may be kept on `disk`.
 ///
 /// # Errors
 /// What cannot be read or loaded, or what was asked of a policy and did not hold.
-pub fn run(task: Task, config: &PolicyConfig) -> Result<()> {
+pub fn run(task: Task, config: &PolicyConfig, disk: &Disk) -> Result<()> {
     let mut out = std::io::stdout().lock();
+    let load = |file: &Path| load(file, config, disk);
     match task {
         Task::New(options) => new::run(options),
         Task::Build(options) => build::run(options),
-        Task::Check { file, grants } => check(&load(&file.file, config)?, grants, &mut out),
-        Task::Test { file, goldens, which } => test(&file.file, &goldens, &which, config, &mut out),
+        Task::Check { file, grants } => check(&load(&file.file)?, grants, &mut out),
+        Task::Test { file, goldens, which } => test(load(&file.file)?, &goldens, &which, &mut out),
         Task::Replay { file, trace, which } => {
-            let component = load(&file.file, config)?.component;
+            let component = load(&file.file)?.component;
             replay(&component, &which.read(&trace)?, &mut out)
         }
         Task::Diff { a, b, trace, which } => {
-            let both = [load(&a, config)?.component, load(&b, config)?.component];
+            let both = [load(&a)?.component, load(&b)?.component];
             diff(both, &which.read(&trace)?, &trace, &mut out)
         }
         Task::Bench { file, trace, which } => {
-            let component = load(&file.file, config)?.component;
+            let component = load(&file.file)?.component;
             let asked = trace.map_or_else(|| Ok(bench::builtin()), |trace| which.read(&trace))?;
             bench::run(&component, &asked, &mut out)
         }
@@ -178,7 +177,7 @@ struct Loaded {
     path: Option<PathBuf>,
 }
 
-fn load(file: &Path, config: &PolicyConfig) -> Result<Loaded> {
+fn load(file: &Path, config: &PolicyConfig, disk: &Disk) -> Result<Loaded> {
     let name = file.to_string_lossy();
     // As in profiles: a path has a `/` or ends in `.wasm`, all else is a name.
     let is_name = file.components().count() == 1 && file.extension().is_none();
@@ -197,10 +196,7 @@ fn load(file: &Path, config: &PolicyConfig) -> Result<Loaded> {
         }
     };
     let bytes: std::borrow::Cow<'_, [u8]> = bytes;
-    // Fuel is the same everywhere; how long a call takes on a busy machine says nothing of the policy.
-    let limits =
-        PolicyConfig { deadline_ms: config.deadline_ms.max(DEADLINE_MS), ..config.clone() };
-    let host = Host::new(&limits, &Arc::new(disk::in_memory()))?;
+    let host = Host::new(config, disk)?;
     let component = Arc::new(Component::load(&host, &name, &bytes)?);
     Ok(Loaded { component, bytes: bytes.len(), path })
 }
@@ -274,14 +270,8 @@ fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> R
     Ok(())
 }
 
-fn test(
-    file: &Path,
-    goldens: &[PathBuf],
-    which: &Which,
-    config: &PolicyConfig,
-    out: &mut impl Write,
-) -> Result<()> {
-    let Loaded { component, path, .. } = load(file, config)?;
+fn test(loaded: Loaded, goldens: &[PathBuf], which: &Which, out: &mut impl Write) -> Result<()> {
+    let Loaded { component, path, .. } = loaded;
     let asked: Vec<(PathBuf, Golden)> = match (goldens, path) {
         ([], Some(path)) => {
             let beside = path.with_extension("jsonl");

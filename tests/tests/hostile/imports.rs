@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use steersman_engine::config::PolicyConfig;
+use steersman_engine::policy::disk::{self, Disk};
 use steersman_engine::policy::wasm::{Host, Scene};
-use steersman_engine::policy::{Action, Ban, ImportCall, Policy, Vocabulary, disk, no_vocabulary};
+use steersman_engine::policy::{Action, Ban, ImportCall, Policy, Vocabulary, no_vocabulary};
 use steersman_tests::guest::{data, importing, words};
 use tracing_subscriber::util::SubscriberInitExt;
 
@@ -264,4 +265,33 @@ fn lines_of_the_log_are_named_escaped_cut_and_counted() {
     assert!(lines[1].contains("DEBUG policy:"), "{}", lines[1]);
     assert_eq!(lines[1].matches('ä').count(), 512);
     assert!(lines[64].contains("more than 64 lines; the rest is dropped"), "{}", lines[64]);
+}
+
+#[test]
+fn what_was_compiled_is_kept_for_its_owner_alone_and_compiled_again_where_it_is_damaged() {
+    fn files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let compiled = folder.path().join(disk::COMPILED);
+    let decides = || {
+        let disk = Disk { compiled: Some(compiled.clone()), ..disk::in_memory() };
+        let component = compile(&Host::new(&limits(), &disk).unwrap(), &remembering());
+        component.instantiate(&scene("agent")).unwrap().on_step(&looping()).unwrap()
+    };
+    assert_eq!(decides(), []);
+    let kept = files(&compiled);
+    assert_ne!(kept, [""; 0].map(std::path::PathBuf::from));
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::metadata(&compiled).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+    assert_eq!(decides(), []);
+    for bytes in [&b""[..], b"damaged"] {
+        kept.iter().for_each(|file| std::fs::write(file, bytes).unwrap());
+        assert_eq!(decides(), []);
+    }
 }

@@ -36,7 +36,7 @@ fn limits() -> PolicyConfig {
 }
 
 fn host(limits: &PolicyConfig) -> Host {
-    Host::new(limits, &Arc::new(disk::in_memory())).expect("a host")
+    Host::new(limits, &disk::in_memory()).expect("a host")
 }
 
 fn compile(host: &Host, bytes: &[u8]) -> Arc<Component> {
@@ -107,7 +107,7 @@ fn run(policy: &mut dyn Policy) -> Result<Decisions> {
         actions: policy.on_step(&looping())?,
         verdict: policy.on_tool_call(&tool_call())?,
     };
-    policy.on_finish(&Summary { reason: "stop".into(), ..Summary::default() });
+    policy.on_finish(&Summary { reason: "stop".into(), ..Summary::default() })?;
     assert!(started.elapsed() < PATIENCE, "took {:?}", started.elapsed());
     Ok(decisions)
 }
@@ -164,8 +164,7 @@ fn a_hostile_policy_harms_no_other_request_of_its_host() {
         let _ = run(&mut trial(&host, &bytes));
         assert_eq!(plan, undisturbed.plan, "{name}");
         assert_eq!(bystander.on_step(&looping()).unwrap(), undisturbed.actions, "{name}");
-        bystander.on_finish(&Summary::default());
-        assert_eq!(bystander.take_notes(), [""; 0], "{name}");
+        bystander.on_finish(&Summary::default()).unwrap_or_else(|e| panic!("{name}: {e}"));
     }
 }
 
@@ -174,7 +173,8 @@ fn a_policy_with_fuel_to_burn_is_stopped_by_its_deadline() {
     let host = host(&PolicyConfig { fuel: u64::MAX, deadline_ms: 20, ..PolicyConfig::default() });
     let forever = compile(&host, &stepper(FOREVER, ""));
     for _ in 0..3 {
-        let error = run(&mut guarded(&forever, OnFailure::Closed)).unwrap_err().to_string();
+        let real = Scene { recorded: None, ..Scene::trial() };
+        let error = run(&mut forever.instantiate(&real).unwrap()).unwrap_err().to_string();
         assert!(error.ends_with("on-step: exceeded its deadline of 20 ms"), "{error}");
     }
 }

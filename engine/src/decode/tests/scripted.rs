@@ -17,8 +17,8 @@ use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::engine::Job;
 use crate::error::Result;
 use crate::policy::{
-    Action, Plan, Policy, PromptView, Replacement, RequestView, Steering, Step, Summary,
-    ToolCallView, Verdict,
+    Action, Plan, Policy, PromptView, Replacement, RequestView, Steering, Step, ToolCallView,
+    Verdict,
 };
 use crate::prefix::Keep;
 use crate::request::{
@@ -153,8 +153,6 @@ impl Policy for Script {
     fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
         Ok((self.calls)(call))
     }
-
-    fn on_finish(&mut self, _: &Summary) {}
 }
 
 /// A reply, and what the client was told.

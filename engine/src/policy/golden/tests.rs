@@ -6,7 +6,7 @@ use crate::config::PolicyConfig;
 use crate::policy::wasm::Host;
 
 fn shipped(name: &str) -> Arc<Component> {
-    let host = Host::new(&PolicyConfig::default(), &Arc::new(disk::in_memory())).unwrap();
+    let host = Host::new(&PolicyConfig::default(), &disk::in_memory()).unwrap();
     Arc::new(Component::load(&host, name, registry::embedded(name).unwrap().0).unwrap())
 }
 
@@ -66,10 +66,8 @@ fn what_is_misspelt_is_an_error_with_its_line_and_never_a_test_that_passes() {
 
 #[test]
 fn a_failure_can_be_expected_and_is_told_where_it_is_not() {
-    let host = Host::new(
-        &PolicyConfig { fuel: 1_000, ..PolicyConfig::default() },
-        &Arc::new(disk::in_memory()),
-    );
+    let host =
+        Host::new(&PolicyConfig { fuel: 1_000, ..PolicyConfig::default() }, &disk::in_memory());
     let bytes = registry::embedded("default").unwrap().0;
     let starved = Component::load(&host.unwrap(), "default", bytes).unwrap();
     let starved = Arc::new(starved);

@@ -3,7 +3,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::super::breaker::PROBATION_FAILURES;
-use super::super::{Plan, RequestView, disk, no_vocabulary};
+use super::super::{
+    Plan, RequestView,
+    disk::{self, Disk},
+    no_vocabulary,
+};
 use super::place::{PARAM_BYTES, SHIPPED};
 use super::*;
 use crate::config::Grant;
@@ -18,7 +22,7 @@ fn load(list: &[(&str, &str)]) -> Result<Policies> {
 }
 
 fn load_with(config: &PolicyConfig, profiles: &BTreeMap<String, Profile>) -> Result<Policies> {
-    Policies::load(config, profiles, &Arc::new(disk::in_memory()))
+    Policies::load(config, profiles, &disk::in_memory())
 }
 
 fn start(policies: &Policies, profile: &str) -> Result<Steering> {
@@ -39,7 +43,7 @@ fn sha256(bytes: &[u8]) -> String {
 /// A folder of policies, what is kept of them, and a profile that names `mine`.
 struct Site {
     folder: tempfile::TempDir,
-    database: Arc<Database>,
+    disk: Disk,
     profiles: BTreeMap<String, Profile>,
 }
 
@@ -47,7 +51,7 @@ impl Site {
     fn new() -> Self {
         let site = Self {
             folder: tempfile::tempdir().unwrap(),
-            database: Arc::new(disk::in_memory()),
+            disk: disk::in_memory(),
             profiles: profiles(&[("default", "mine")]),
         };
         fs::write(site.file(), version(b'a')).unwrap();
@@ -61,7 +65,7 @@ impl Site {
     fn load(&self) -> Result<Policies> {
         let folder = self.folder.path().into();
         let config = PolicyConfig { folder, ..PolicyConfig::default() };
-        Policies::load(&config, &self.profiles, &self.database)
+        Policies::load(&config, &self.profiles, &self.disk)
     }
 
     /// Checks which version runs, how it came, and words of the last problem.

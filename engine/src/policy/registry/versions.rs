@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn the_last_good_versions_are_kept_and_no_component_without_its_version() {
-        let versions = Versions::new(Arc::new(disk::in_memory()));
+        let versions = Versions::new(disk::in_memory().database);
         assert_eq!(versions.list("a").unwrap(), []);
         assert_eq!(versions.component("a", "00").unwrap(), None);
         let bytes: Vec<[u8; 1]> = (0..12).map(|n| [n]).collect();

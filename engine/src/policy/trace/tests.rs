@@ -51,8 +51,6 @@ impl Policy for Parrot {
         Ok(Verdict::Repair(self.hears(&call.arguments)))
     }
 
-    fn on_finish(&mut self, _: &Summary) {}
-
     fn cost(&self) -> Cost {
         Cost { fuel: self.heard.len() as u64, nanoseconds: 5 }
     }
@@ -92,7 +90,7 @@ fn talk(traces: &Arc<Traces>, id: &str, text: bool, steps: u32) {
     }
     let call = ToolCallView { arguments: SECRET.into(), ..ToolCallView::default() };
     chain.on_tool_call(&call).unwrap();
-    chain.on_finish(&Summary { reason: "stop".into(), ..Summary::default() });
+    chain.on_finish(&Summary { reason: "stop".into(), ..Summary::default() }).unwrap();
 }
 
 fn lines(records: &[Record]) -> String {

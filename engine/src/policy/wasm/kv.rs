@@ -321,7 +321,7 @@ mod tests {
     #[test]
     fn what_is_kept_survives_a_restart_and_is_its_profiles_and_policys_own() {
         let folder = tempfile::tempdir().unwrap();
-        let open = || Kv::open(&disk::open(folder.path()), QUOTA).unwrap();
+        let open = || Kv::open(&disk::open(folder.path()).database, QUOTA).unwrap();
         let kv = open();
         let space = kv.space("agent", "guard");
         space.set("seen", "1".into()).unwrap().unwrap();
@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     fn a_change_is_on_disk_soon_without_a_restart() {
-        let database = Arc::new(disk::in_memory());
+        let database = disk::in_memory().database;
         let kv = Kv::open(&database, QUOTA).unwrap();
         kv.space("agent", "guard").set("seen", "1".into()).unwrap().unwrap();
         let found = || read(&database).unwrap().first().map(|one| one.map.get("seen") == Some("1"));

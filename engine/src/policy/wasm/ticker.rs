@@ -8,11 +8,23 @@ use std::time::Duration;
 
 use wasmtime::Engine;
 
-/// Ticks of the epoch in one deadline: a call is interrupted at most two `TICKS`-ths late.
-pub const TICKS: u64 = 5;
+/// Ticks of the epoch in `policy.deadline_ms`: a call is interrupted at most two `TICKS`-ths late.
+const TICKS: u64 = 5;
 
 /// Shortest tick, so that a tiny deadline does not keep a core busy.
 const TICK_LEAST: Duration = Duration::from_micros(200);
+
+/// Length of a tick where `policy.deadline_ms` is `deadline_ms`.
+fn tick(deadline_ms: u64) -> Duration {
+    Duration::from_micros(deadline_ms.saturating_mul(1000) / TICKS).max(TICK_LEAST)
+}
+
+/// How many ticks from now `deadline` has passed.
+pub fn ticks(deadline: Duration, deadline_ms: u64) -> u64 {
+    let ticks = deadline.as_micros().div_ceil(tick(deadline_ms).as_micros());
+    // The current tick has begun already: without one more the deadline could come early.
+    u64::try_from(ticks).unwrap_or(u64::MAX).saturating_add(1)
+}
 
 /// Owner of the thread, which ends when this is dropped.
 pub struct Ticker(Arc<Shared>);
@@ -32,7 +44,7 @@ impl Ticker {
     /// Starts the thread.
     pub fn start(engine: Engine, deadline_ms: u64) -> std::io::Result<Self> {
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() });
-        let tick = Duration::from_micros(deadline_ms.saturating_mul(1000) / TICKS).max(TICK_LEAST);
+        let tick = tick(deadline_ms);
         let ticker = Self(shared.clone());
         std::thread::Builder::new().name("policy-epoch".into()).spawn(move || {
             while shared.wait_until_needed() {
