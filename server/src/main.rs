@@ -1,21 +1,19 @@
 //! The command `steersman`.
 
-use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
-use steersman::hub::{self, Found};
-use steersman::models::Models;
+use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, policy, serve, verify};
-use steersman_engine::config::{Config, Device, Profile};
+use steersman_engine::config::Device;
 use steersman_engine::engine::Info;
 use steersman_engine::policy::disk::{self, Disk};
 use tracing_subscriber::EnvFilter;
@@ -178,20 +176,6 @@ fn configured(path: Option<&Path>) -> Result<FileConfig> {
     path.map_or_else(|| Ok(FileConfig::default()), FileConfig::read)
 }
 
-/// Where the models' files are, downloading them where they have to be; names them in `config`.
-fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
-    let found = hub::find(&config.model.path, data_dir)?;
-    if config.model.name.is_empty() {
-        config.model.name.clone_from(&found.name);
-    }
-    if !config.speculation.draft_model.is_empty() {
-        let draft = hub::find(&config.speculation.draft_model, data_dir)
-            .context("speculation.draft_model")?;
-        config.speculation.draft_model = draft.folder.to_string_lossy().into_owned();
-    }
-    Ok(found)
-}
-
 fn device(text: &str) -> Result<Device, ValueError> {
     Device::deserialize(text.into_deserializer())
 }
@@ -225,7 +209,7 @@ fn serve(options: Serve) -> Result<()> {
     let (mut file, data_dir) = options.common.read(options.model)?;
     file.server.host = options.host.unwrap_or(file.server.host);
     file.server.port = options.port.unwrap_or(file.server.port);
-    let (server, mut config) = file.check()?;
+    let (server, config) = file.check()?;
 
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
     // Before the model is loaded, since that takes long and a taken port is known at once.
@@ -235,32 +219,7 @@ fn serve(options: Serve) -> Result<()> {
         tracing::warn!(%address, "open to the network without a key: set server.api_keys");
     }
     let policies = steersman_engine::policies(&config, &data_dir)?;
-    let further = further_models(&config);
-    // Each model's engine sees the profiles that ask it.
-    config.profiles.retain(|_, profile| profile.model.is_empty());
-    let start = |config: Config, found: &Found| {
-        steersman_engine::start(config, &found.folder, &data_dir, policies.clone())
-            .with_context(|| format!("loading the model in {}", found.folder.display()))
-    };
-    let found = find(&mut config, &data_dir)?;
-    let bundled = found.bundled;
-    let (engine, thread) = start(config, &found)?;
-    let (mut models, mut threads) = (Models::from(engine), vec![thread]);
-    for mut config in further {
-        let profiles: Vec<_> = config.profiles.keys().cloned().collect();
-        let found = find(&mut config, &data_dir).with_context(|| of_profiles(&profiles))?;
-        if models.named(&config.model.name).is_some() {
-            bail!(
-                "{}: there are two models of the name {}",
-                of_profiles(&profiles),
-                config.model.name
-            );
-        }
-        config.store.path = store_of(&config.store.file(&data_dir), &config.model.name);
-        let (engine, thread) = start(config, &found).with_context(|| of_profiles(&profiles))?;
-        models.add(engine, &profiles);
-        threads.push(thread);
-    }
+    let Loaded { models, threads, bundled } = models::load(config, &data_dir, &policies)?;
 
     let Info { model, numbers, .. } = models.first().info();
     let demonstration = if bundled {
@@ -292,35 +251,6 @@ fn serve(options: Serve) -> Result<()> {
     Ok(())
 }
 
-/// A configuration for each model that profiles name beside that of `[model]`, with the profiles that
-/// ask it.
-fn further_models(config: &Config) -> Vec<Config> {
-    let mut models: BTreeMap<&str, BTreeMap<String, Profile>> = BTreeMap::new();
-    for (name, profile) in config.profiles.iter().filter(|(_, p)| !p.model.is_empty()) {
-        models.entry(&profile.model).or_default().insert(name.clone(), profile.clone());
-    }
-    let of = |(path, profiles): (&str, _)| {
-        let mut config = Config { profiles, ..config.clone() };
-        config.model.path = path.into();
-        config.model.name.clear();
-        // It guesses for another vocabulary.
-        config.speculation.draft_model.clear();
-        config
-    };
-    models.into_iter().map(of).collect()
-}
-
-fn of_profiles(profiles: &[String]) -> String {
-    format!("the model of profile {}", profiles.join(", "))
-}
-
-/// The file of saved state of a further model: one file is one engine's.
-fn store_of(first: &Path, model: &str) -> PathBuf {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-    let name: String = model.chars().map(|c| if is_plain(c) { c } else { '-' }).collect();
-    first.with_file_name(format!("{}-{name}.redb", first.file_stem().unwrap_or_default().display()))
-}
-
 fn verify(options: Verify) -> Result<()> {
     let (mut file, data_dir) = options.common.read(options.model)?;
     if let Some(model) = options.draft_model {
@@ -348,6 +278,7 @@ fn cache(options: Cache) -> Result<()> {
 
 fn policy(options: Policy) -> Result<()> {
     let (_, config) = configured(options.place.config.as_deref())?.check()?;
+    let mut out = std::io::stdout().lock();
     let compiled = options.place.data_dir().ok().map(|data_dir| data_dir.join(disk::COMPILED));
-    policy::run(options.task, &config.policy, &Disk { compiled, ..disk::in_memory() })
+    policy::run(options.task, &config.policy, &Disk { compiled, ..disk::in_memory() }, &mut out)
 }

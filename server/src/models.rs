@@ -1,10 +1,16 @@
 //! The models that are served, and which profile asks which of them.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 
+use anyhow::{Context, Result, bail};
 use steersman_engine::Engine;
+use steersman_engine::config::{Config, Profile};
 use steersman_engine::policy::Policies;
+
+use crate::hub::{self, Found};
 
 /// All engines of this server, each with a model of its own. The first is that of `[model]`, and of
 /// every profile that names none.
@@ -82,4 +88,96 @@ impl Models {
             (self.engines[index].info().model == model).then_some(Some(asked))
         })
     }
+}
+
+/// Models with their engines at work.
+pub struct Loaded {
+    /// The models.
+    pub models: Models,
+    /// The engines' threads, which end with the last handle of each engine: join them, and what was
+    /// saved is on disk.
+    pub threads: Vec<JoinHandle<()>>,
+    /// Whether the first is the bundled demonstration model.
+    pub bundled: bool,
+}
+
+/// Loads the model of `[model]` and those that profiles name beside it, downloading what has to be.
+/// State is kept in the folder `data_dir`, of each further model in a file of its own.
+///
+/// # Errors
+/// What keeps one from being loaded, with the profiles that name it.
+pub fn load(mut config: Config, data_dir: &Path, policies: &Arc<Policies>) -> Result<Loaded> {
+    let further = further_models(&config);
+    // Each model's engine sees the profiles that ask it.
+    config.profiles.retain(|_, profile| profile.model.is_empty());
+    let start = |config: Config, found: &Found| {
+        steersman_engine::start(config, &found.folder, data_dir, policies.clone())
+            .with_context(|| format!("loading the model in {}", found.folder.display()))
+    };
+    let found = find(&mut config, data_dir)?;
+    let bundled = found.bundled;
+    let (engine, thread) = start(config, &found)?;
+    let (mut models, mut threads) = (Models::from(engine), vec![thread]);
+    for mut config in further {
+        let profiles: Vec<_> = config.profiles.keys().cloned().collect();
+        let found = find(&mut config, data_dir).with_context(|| of_profiles(&profiles))?;
+        if models.named(&config.model.name).is_some() {
+            bail!(
+                "{}: there are two models of the name {}",
+                of_profiles(&profiles),
+                config.model.name
+            );
+        }
+        config.store.path = store_of(&config.store.file(data_dir), &config.model.name);
+        let (engine, thread) = start(config, &found).with_context(|| of_profiles(&profiles))?;
+        models.add(engine, &profiles);
+        threads.push(thread);
+    }
+    Ok(Loaded { models, threads, bundled })
+}
+
+/// Where the model's files are, downloading them where they have to be; names them in `config`.
+///
+/// # Errors
+/// When they cannot be found or downloaded.
+pub fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
+    let found = hub::find(&config.model.path, data_dir)?;
+    if config.model.name.is_empty() {
+        config.model.name.clone_from(&found.name);
+    }
+    if !config.speculation.draft_model.is_empty() {
+        let draft = hub::find(&config.speculation.draft_model, data_dir)
+            .context("speculation.draft_model")?;
+        config.speculation.draft_model = draft.folder.to_string_lossy().into_owned();
+    }
+    Ok(found)
+}
+
+/// A configuration for each model that profiles name beside that of `[model]`, with the profiles that
+/// ask it.
+fn further_models(config: &Config) -> Vec<Config> {
+    let mut models: BTreeMap<&str, BTreeMap<String, Profile>> = BTreeMap::new();
+    for (name, profile) in config.profiles.iter().filter(|(_, p)| !p.model.is_empty()) {
+        models.entry(&profile.model).or_default().insert(name.clone(), profile.clone());
+    }
+    let of = |(path, profiles): (&str, _)| {
+        let mut config = Config { profiles, ..config.clone() };
+        config.model.path = path.into();
+        config.model.name.clear();
+        // It guesses for another vocabulary.
+        config.speculation.draft_model.clear();
+        config
+    };
+    models.into_iter().map(of).collect()
+}
+
+fn of_profiles(profiles: &[String]) -> String {
+    format!("the model of profile {}", profiles.join(", "))
+}
+
+/// The file of saved state of a further model: one file is one engine's.
+fn store_of(first: &Path, model: &str) -> PathBuf {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let name: String = model.chars().map(|c| if is_plain(c) { c } else { '-' }).collect();
+    first.with_file_name(format!("{}-{name}.redb", first.file_stem().unwrap_or_default().display()))
 }

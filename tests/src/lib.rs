@@ -7,13 +7,14 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
 use steersman_engine::decode::Decoder;
 use steersman_engine::engine::Info;
 use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
 use steersman_engine::request::{Event, Finished, Message, Request, SamplingWish, ToolCall};
 use steersman_engine::{Engine, Error};
+use tempfile::TempDir;
 
 /// `tests/fixtures`.
 pub fn fixtures() -> PathBuf {
@@ -23,6 +24,33 @@ pub fn fixtures() -> PathBuf {
 /// The bundled demonstration model.
 pub fn bundled_model() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
+}
+
+/// A model folder of the fixtures' smallest weights, whose words are `w0` to `w255`: requests come and
+/// go in milliseconds.
+///
+/// # Panics
+/// When it cannot be written.
+pub fn tiny_model(folder: &Path) {
+    let weights = fixtures().join("families/qwen3");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(weights.join(file), folder.join(file)).unwrap();
+    }
+    let vocab: serde_json::Map<_, _> = (0..256).map(|id| (format!("w{id}"), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
+    });
+    let template = "{% for message in messages %}{{ message.content }} {% endfor %}";
+    for (file, json) in [
+        ("tokenizer.json", tokenizer),
+        ("tokenizer_config.json", json!({"chat_template": template})),
+        ("generation_config.json", json!({"eos_token_id": 255})),
+    ] {
+        std::fs::write(folder.join(file), json.to_string()).unwrap();
+    }
 }
 
 /// A JSON fixture.
@@ -47,6 +75,8 @@ pub fn config() -> Config {
 pub struct Running {
     engine: Option<Engine>,
     thread: Option<JoinHandle<()>>,
+    /// What goes with it.
+    data: Option<TempDir>,
 }
 
 impl Running {
@@ -58,6 +88,18 @@ impl Running {
         Self::try_start(config, &bundled_model(), data).expect("the engine starts")
     }
 
+    /// Starts an engine that saves no state, and whose policies keep what they do until it ends.
+    ///
+    /// # Panics
+    /// When it cannot start.
+    pub fn keeping_nothing(mut config: Config) -> Self {
+        config.store.enabled = false;
+        let data = tempfile::tempdir().expect("a folder");
+        let mut running = Self::start(config, data.path());
+        running.data = Some(data);
+        running
+    }
+
     /// Starts an engine over the model in `folder`.
     ///
     /// # Errors
@@ -66,7 +108,7 @@ impl Running {
         let config = config.check()?;
         let policies = steersman_engine::policies(&config, data)?;
         let (engine, thread) = steersman_engine::start(config, folder, data, policies)?;
-        Ok(Self { engine: Some(engine), thread: Some(thread) })
+        Ok(Self { engine: Some(engine), thread: Some(thread), data: None })
     }
 }
 
@@ -91,8 +133,11 @@ impl Deref for Running {
 impl Drop for Running {
     fn drop(&mut self) {
         drop(self.engine.take());
-        let ended = self.thread.take().map(JoinHandle::join);
-        assert!(std::thread::panicking() || matches!(ended, Some(Ok(()))), "the engine panicked");
+        // Of a test that has failed, others may hold the engine: it would not end.
+        if !std::thread::panicking() {
+            let ended = self.thread.take().map(JoinHandle::join);
+            assert!(matches!(ended, Some(Ok(()))), "the engine panicked");
+        }
     }
 }
 

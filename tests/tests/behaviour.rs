@@ -18,13 +18,12 @@ fn engine() -> Running {
 
 fn engine_with_context(context: usize) -> Running {
     let mut config = config();
-    config.store.enabled = false;
     config.engine.context = context;
     for policy in ["default", "passthrough"] {
         let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
         config.profiles.insert(policy.into(), profile);
     }
-    Running::start(config, &std::env::temp_dir())
+    Running::keeping_nothing(config)
 }
 
 fn cases(kind: &str) -> Vec<Value> {

@@ -1,16 +1,20 @@
-//! Bounds of profiles, on the bundled model.
+//! Bounds and models of profiles, on models that decode.
 
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use steersman::models::{self, Loaded};
 use steersman_engine::config::{Profile, ProfileLimits};
 use steersman_engine::error::Error;
 use steersman_engine::request::{FinishReason, Request};
-use steersman_tests::{Running, ask, config, run};
+use steersman_tests::{Running, ask, config, run, tiny_model};
 
-fn engine(limits: ProfileLimits, data: &std::path::Path) -> Running {
+fn engine(limits: ProfileLimits) -> Running {
     let mut config = config();
-    config.store.enabled = false;
     let profile = Profile { limits, ..Profile::default() };
     config.profiles.insert("bounded".into(), profile);
-    Running::start(config, data)
+    Running::keeping_nothing(config)
 }
 
 fn bounded(question: &str, max_tokens: Option<u32>, thinking: bool) -> Request {
@@ -19,10 +23,9 @@ fn bounded(question: &str, max_tokens: Option<u32>, thinking: bool) -> Request {
 
 #[test]
 fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
-    let data = tempfile::tempdir().unwrap();
     let limits =
         ProfileLimits { prompt_tokens: 60, think_budget: 7, max_tokens: 2, ..Default::default() };
-    let engine = engine(limits, data.path());
+    let engine = engine(limits);
 
     let reply = run(&engine, bounded(&"one more word ".repeat(40), None, false));
     let Err(Error::PromptTooLong { tokens, limit: 60, profile }) = &reply.end else {
@@ -46,4 +49,59 @@ fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
 
     let free = Request { profile: "default".into(), ..bounded("Write a story.", Some(9), false) };
     assert!(run(&engine, free).finished().usage.answer_tokens > 2, "the bounds are the profile's");
+}
+
+/// The bundled model for profile `default`, and the one in `folder` for `small`.
+fn two(folder: &Path, data: &Path) -> anyhow::Result<Loaded> {
+    let mut config = config();
+    config.store.min_tokens = 1;
+    config.speculation.drafts.clear();
+    let model = folder.to_str().unwrap().to_owned();
+    config.profiles.insert("small".into(), Profile { model, ..Profile::default() });
+    let config = config.check()?;
+    let policies = steersman_engine::policies(&config, data)?;
+    models::load(config, data, &policies)
+}
+
+#[test]
+fn a_profile_has_its_model_loaded_and_its_state_kept_apart() {
+    let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let folder = folder.path().join("tiny");
+    fs::create_dir(&folder).unwrap();
+    tiny_model(&folder);
+    let Loaded { models, threads, bundled } = two(&folder, data.path()).unwrap();
+    assert!(bundled);
+    let names: Vec<_> = models.names().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["tiny-hybrid-4bit", "tiny@small"]);
+    let (first, small) = (models.first(), models.of("small").unwrap());
+    assert!(Arc::ptr_eq(first.policies(), small.policies()), "policies are those of all models");
+    let question = "What is the capital of Peru?";
+    assert_eq!(run(first, ask(question)).answer, "The capital of Peru is Lima.");
+    let asked = steersman_engine::request::Request {
+        profile: "small".into(),
+        max_tokens: Some(5),
+        ..ask("w1 w2 w3")
+    };
+    let words = run(small, asked).answer;
+    assert!(words.split_whitespace().all(|word| word.starts_with('w')), "{words}");
+    drop(models);
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    for file in ["state.redb", "state-tiny.redb"] {
+        assert!(data.path().join(file).is_file(), "{file}");
+    }
+}
+
+#[test]
+fn a_model_of_a_profile_that_cannot_be_loaded_is_named_with_the_profile() {
+    let data = tempfile::tempdir().unwrap();
+    let absent = data.path().join("absent");
+    let error = format!("{:#}", two(&absent, data.path()).err().expect("there is no such model"));
+    assert!(error.contains("the model of profile small"), "{error}");
+    assert!(error.contains("absent"), "{error}");
+    let same = data.path().join("tiny-hybrid-4bit");
+    fs::create_dir(&same).unwrap();
+    tiny_model(&same);
+    let error = format!("{:#}", two(&same, data.path()).err().expect("the name is taken"));
+    let words = "the model of profile small: there are two models of the name tiny-hybrid-4bit";
+    assert_eq!(error, words);
 }
