@@ -5,7 +5,7 @@
 //! of WASI behind, so the tools are asked for a component without.
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -33,32 +33,36 @@ pub struct Build {
     target_dir: Option<PathBuf>,
 }
 
-/// Builds it, and prints what came out.
+/// Builds it, and says what came out.
 ///
 /// # Errors
 /// What cannot be read or written, what a compiler says, or which tool is missing and how it is
 /// installed.
-pub fn run(options: Build) -> Result<()> {
-    let Build { source, out, target_dir } = options;
+pub fn run(options: Build, out: &mut impl Write) -> Result<()> {
+    let Build { source, out: file, target_dir } = options;
     let path = &source;
     let source = source.canonicalize().with_context(|| path.display().to_string())?;
-    if source.is_file() {
-        let out = out.context("--out is missing: where the component of a module goes")?;
-        return write(&out, &componentize(&read(&source)?)?);
-    }
-    let main = Main::find(&source)?;
-    let out = out.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
-    match &main {
-        Main::Rust { name } => {
-            let target = target_dir.unwrap_or_else(|| source.join("target"));
-            let module = compile(&source, name, &std::path::absolute(target)?)?;
-            return write(&out, &componentize(&module)?);
+    let file = if source.is_file() {
+        let file = file.context("--out is missing: where the component of a module goes")?;
+        write(&file, &componentize(&read(&source)?)?)?;
+        file
+    } else {
+        let main = Main::find(&source)?;
+        let file = file.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
+        let whole = std::path::absolute(&file)?;
+        match &main {
+            Main::Rust { name } => {
+                let target = target_dir.unwrap_or_else(|| source.join("target"));
+                let module = compile(&source, name, &std::path::absolute(target)?)?;
+                write(&file, &componentize(&module)?)?;
+            }
+            Main::JavaScript(main) => javascript(&source, main, &whole)?,
+            Main::Python(main) => python(&source, main, &whole)?,
         }
-        Main::JavaScript(file) => javascript(&source, file, &std::path::absolute(&out)?)?,
-        Main::Python(file) => python(&source, file, &std::path::absolute(&out)?)?,
-    }
-    let bytes = std::fs::metadata(&out).with_context(|| out.display().to_string())?.len();
-    println!("{}: {bytes} bytes", out.display());
+        file
+    };
+    let bytes = std::fs::metadata(&file).with_context(|| file.display().to_string())?.len();
+    writeln!(out, "{}: {bytes} bytes", file.display())?;
     Ok(())
 }
 
@@ -78,10 +82,8 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).with_context(|| path.display().to_string())
 }
 
-fn write(out: &Path, bytes: &[u8]) -> Result<()> {
-    std::fs::write(out, bytes).with_context(|| out.display().to_string())?;
-    println!("{}: {} bytes", out.display(), bytes.len());
-    Ok(())
+fn write(file: &Path, bytes: &[u8]) -> Result<()> {
+    std::fs::write(file, bytes).with_context(|| file.display().to_string())
 }
 
 /// What a folder is built from.

@@ -3,6 +3,7 @@
 //! What it writes are the examples of this repository, built and tested there, with another name,
 //! and a copy of the contract: a policy stays as it is when the server is replaced by a newer one.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -51,7 +52,7 @@ const SDK_MANIFEST: &str = include_str!("../../../policies/sdk/Cargo.toml");
 ///
 /// # Errors
 /// When the name cannot be one, the folder is there already, or it cannot be written.
-pub fn run(options: New) -> Result<()> {
+pub fn run(options: New, out: &mut impl Write) -> Result<()> {
     let New { name, lang, into } = options;
     check_name(&name)?;
     let folder = into.join(&name);
@@ -60,9 +61,9 @@ pub fn run(options: New) -> Result<()> {
         write(&folder.join(path), &text)?;
     }
     let folder = folder.display();
-    println!("{folder}: a policy to begin with; its README.md says what comes next:");
-    println!("  steersman policy build {folder}");
-    println!("  steersman policy test {folder}/{name}.wasm {folder}/{name}.jsonl");
+    writeln!(out, "{folder}: a policy to begin with; its README.md says what comes next:")?;
+    writeln!(out, "  steersman policy build {folder}")?;
+    writeln!(out, "  steersman policy test {folder}/{name}.wasm {folder}/{name}.jsonl")?;
     Ok(())
 }
 
@@ -178,7 +179,7 @@ mod tests {
 
     fn make(name: &str, lang: Language) -> (tempfile::TempDir, Result<()>) {
         let into = tempfile::tempdir().expect("a folder");
-        let made = run(New { name: name.into(), lang, into: into.path().into() });
+        let made = run(New { name: name.into(), lang, into: into.path().into() }, &mut Vec::new());
         (into, made)
     }
 
@@ -225,7 +226,12 @@ mod tests {
         let (into, made) = make("brief", Language::Js);
         made.expect("a folder");
         let again = New { name: "brief".into(), lang: Language::Js, into: into.path().into() };
-        assert!(run(again).unwrap_err().to_string().ends_with("brief: is there already"));
+        assert!(
+            run(again, &mut Vec::new())
+                .unwrap_err()
+                .to_string()
+                .ends_with("brief: is there already")
+        );
     }
 
     #[test]

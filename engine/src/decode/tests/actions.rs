@@ -541,3 +541,44 @@ fn the_next_turn_of_an_edited_prompt_reuses_the_one_before() {
     let second = run_plainly(decoder, &request, script("At 8: "));
     assert!(second.usage.cached_tokens as usize + 8 > first.prompt, "{:?}", second.usage);
 }
+
+/// On the bundled model, whose drafts are also its MTP layer, its first layers, and itself: what they
+/// keep of the text is taken back with the text.
+#[test]
+fn drafts_of_all_kinds_go_on_behind_what_was_taken_back_and_put_in() {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model");
+    let mut config = Config::default();
+    let draft_model = folder.join("tiny-hybrid-4bit");
+    config.speculation.draft_model = draft_model.to_string_lossy().into_owned();
+    let mut decoder = super::load(config);
+    decoder.exit_layers = Some(5);
+    let mut request =
+        ask("Write a story about a fox named Nora who lives near the river.", false, 80);
+    request.sampling.seed = None;
+    let script = |count| {
+        move || {
+            let mut times = 0;
+            let mut script = Script::new(move |step| match (step.index, times) {
+                (20, 0) | (44, 1) => {
+                    times += 1;
+                    vec![Action::Rewind(count), inject(" In the end, ")]
+                }
+                (60, 2) => vec![ban(&step.tokens, 3)],
+                _ => Vec::new(),
+            });
+            script.plan.checkpoint_every = if count > 10 { 16 } else { 0 };
+            script
+        }
+    };
+    for count in [1, 6, 18] {
+        let script = script(count);
+        let plain = run_plainly(&mut decoder, &request, script());
+        assert!(plain.noted(&format!("rewound {count} tokens")), "{:?}", plain.notes);
+        for kind in DraftKind::ALL {
+            let ran = run(&mut decoder, &request, script(), Way::Drafted(kind), None);
+            assert_eq!(ran.tokens, plain.tokens, "{kind:?}, {count}");
+            assert_eq!(ran.notes, plain.notes, "{kind:?}, {count}");
+            assert!(ran.usage.accepted_tokens > 0, "{kind:?}: {:?}", ran.usage);
+        }
+    }
+}

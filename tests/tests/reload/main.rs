@@ -1,11 +1,13 @@
 //! Policies that are replaced while requests run: by files, by uploads, by hand and by themselves.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod load;
+mod operator;
+mod served;
+
+use std::collections::BTreeMap;
 use std::fs;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -18,9 +20,7 @@ use steersman_engine::Engine;
 use steersman_engine::config::{Param, PolicyConfig, Profile};
 use steersman_engine::engine::Info;
 use steersman_engine::policy::{Policies, RequestView, Step, disk};
-use steersman_tests::{Running, config, fixtures, guest, steer};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, BufStream};
-use tokio::net::{TcpListener, TcpStream};
+use steersman_tests::{guest, steer};
 use tokio::sync::mpsc;
 use tower::ServiceExt;
 
@@ -458,178 +458,4 @@ async fn without_a_watch_files_are_left_alone() {
     replace(&site.file(), &version("b"));
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(server.runs(), "a");
-}
-
-/// A connection that is kept open: one request after the other.
-struct Connection(BufStream<TcpStream>);
-
-impl Connection {
-    async fn open(address: SocketAddr) -> Self {
-        Self(BufStream::new(TcpStream::connect(address).await.unwrap()))
-    }
-
-    /// Posts a body; returns the status and the JSON.
-    async fn post(&mut self, path: &str, content_type: &str, body: &[u8]) -> (u16, Value) {
-        let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ADMIN}\r\n\
-             Content-Type: {content_type}\r\nContent-Length: {}\r\n\r\n",
-            body.len()
-        );
-        self.0.write_all(head.as_bytes()).await.unwrap();
-        self.0.write_all(body).await.unwrap();
-        self.0.flush().await.unwrap();
-        let mut head = Vec::new();
-        while !head.ends_with(b"\r\n\r\n") {
-            head.push(self.0.read_u8().await.unwrap());
-        }
-        let head = String::from_utf8(head).unwrap().to_lowercase();
-        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-        let (_, length) = head.split_once("content-length: ").expect("replies say their length");
-        let mut body = vec![0; length.lines().next().unwrap().parse().unwrap()];
-        self.0.read_exact(&mut body).await.unwrap();
-        (status, serde_json::from_slice(&body).unwrap())
-    }
-}
-
-/// A model folder of the fixtures' smallest weights, whose words are `w0` to `w255`: requests come and
-/// go in milliseconds, so that it is the policies that the load test waits for.
-fn tiny_model(folder: &Path) {
-    let weights = fixtures().join("families/qwen3");
-    for file in ["config.json", "model.safetensors"] {
-        fs::copy(weights.join(file), folder.join(file)).unwrap();
-    }
-    let vocab: serde_json::Map<_, _> = (0..256).map(|id| (format!("w{id}"), id.into())).collect();
-    let tokenizer = json!({
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
-    });
-    let template = "{% for message in messages %}{{ message.content }} {% endfor %}";
-    for (file, json) in [
-        ("tokenizer.json", tokenizer),
-        ("tokenizer_config.json", json!({"chat_template": template})),
-        ("generation_config.json", json!({"eos_token_id": 255})),
-    ] {
-        fs::write(folder.join(file), json.to_string()).unwrap();
-    }
-}
-
-const CONNECTIONS: usize = 8;
-const REQUESTS: usize = 2000;
-const SWAP: Duration = Duration::from_millis(50);
-
-/// What the swap of this number brings: `a` and `b` in turns, and every tenth is broken.
-fn swap(number: usize) -> Option<Vec<u8>> {
-    (number % 10 != 9).then(|| version(if number.is_multiple_of(2) { "b" } else { "a" }))
-}
-
-/// Half of the requests go by a policy that is uploaded, half by one whose file is replaced. Each
-/// version says its name when it plans and when it sees a step; the fingerprint says which it was.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn under_load_no_request_fails_and_none_sees_two_versions() {
-    let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let file = |name: &str| folder.path().join(format!("{name}.wasm"));
-    let mut config = config();
-    config.store.enabled = false;
-    config.store.ahead = false;
-    config.speculation.drafts.clear();
-    config.model.name = "tiny".into();
-    config.policy.deadline_ms = DEADLINE_MS;
-    config.policy.folder = folder.path().into();
-    for name in ["uploaded", "filed"] {
-        fs::write(file(name), version("a")).unwrap();
-        let profile = Profile { policies: vec![name.into()], ..Profile::default() };
-        config.profiles.insert(name.into(), profile);
-    }
-    let model = tempfile::tempdir().unwrap();
-    tiny_model(model.path());
-    let engine = Running::try_start(config, model.path(), data.path()).unwrap();
-    let server = ServerConfig { admin_keys: vec![ADMIN.into()], ..ServerConfig::default() };
-    let app = steersman::app((*engine).clone(), &server);
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    let serving = tokio::spawn(async move { axum::serve(listener, app).await });
-
-    let done = Arc::new(AtomicBool::new(false));
-    let stop = done.clone();
-    let uploads = tokio::spawn(async move {
-        let mut connection = Connection::open(address).await;
-        let mut ticks = tokio::time::interval(SWAP);
-        let mut swaps = 0;
-        while !stop.load(Ordering::Relaxed) {
-            ticks.tick().await;
-            let bytes = swap(swaps);
-            let whole = bytes.is_some();
-            let bytes = bytes.unwrap_or_else(broken);
-            let path = "/v1/policies/uploaded";
-            let (status, reply) = connection.post(path, "application/wasm", &bytes).await;
-            assert_eq!(status, if whole { 200 } else { 422 }, "{reply}");
-            swaps += 1;
-        }
-        swaps
-    });
-    let (stop, filed) = (done.clone(), file("filed"));
-    let files = tokio::spawn(async move {
-        let mut ticks = tokio::time::interval(SWAP);
-        let mut swaps = 0;
-        while !stop.load(Ordering::Relaxed) {
-            ticks.tick().await;
-            replace(&filed, &swap(swaps).unwrap_or_else(broken));
-            swaps += 1;
-        }
-        swaps
-    });
-
-    let clients = (0..CONNECTIONS).map(|client| {
-        let profile = ["uploaded", "filed"][client % 2];
-        let body = json!({
-            "model": format!("tiny@{profile}"),
-            "messages": [{"role": "user", "content": "w1 w2 w3"}],
-            "temperature": 0, "max_tokens": 4
-        });
-        tokio::spawn(async move {
-            let mut connection = Connection::open(address).await;
-            let mut seen = Vec::new();
-            for _ in 0..REQUESTS / CONNECTIONS {
-                let body = body.to_string();
-                let path = "/v1/chat/completions";
-                let (status, reply) =
-                    connection.post(path, "application/json", body.as_bytes()).await;
-                assert_eq!(status, 200, "{reply}");
-                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-                let steersman = &reply["steersman"];
-                let (planned, stopped) = (text(&steersman["notes"][0]), &steersman["stop_reason"]);
-                assert_eq!(text(stopped), planned, "saw two versions: {reply}");
-                assert!(!steersman["notes"].to_string().contains("took over"), "{reply}");
-                seen.push((profile, planned, text(&reply["system_fingerprint"])));
-            }
-            seen
-        })
-    });
-    let clients: Vec<_> = clients.collect();
-    let started = Instant::now();
-    let mut ended = Vec::new();
-    for client in clients {
-        ended.push(client.await);
-    }
-    done.store(true, Ordering::Relaxed);
-    let (uploads, files) = (uploads.await, files.await);
-    serving.abort();
-    drop(serving.await);
-    drop(engine);
-
-    let mut seen: BTreeMap<_, usize> = BTreeMap::new();
-    for request in ended.into_iter().flat_map(Result::unwrap) {
-        *seen.entry(request).or_default() += 1;
-    }
-    let (uploads, files) = (uploads.unwrap(), files.unwrap());
-    println!("{:?}: {uploads} uploads, {files} files, {seen:?}", started.elapsed());
-    assert_eq!(seen.values().sum::<usize>(), REQUESTS);
-    // One fingerprint for each version in each profile, and each version came to run.
-    let versions: BTreeSet<_> =
-        seen.keys().map(|(profile, version, _)| (profile, version)).collect();
-    assert_eq!(versions.len(), 4, "{seen:?}");
-    let fingerprints: BTreeSet<_> = seen.keys().map(|(.., fingerprint)| fingerprint).collect();
-    assert_eq!((seen.len(), fingerprints.len()), (4, 4), "{seen:?}");
 }

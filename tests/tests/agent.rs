@@ -1,0 +1,83 @@
+//! What the policies `agent` and `rules` are for, on the bundled model.
+
+use serde_json::json;
+use steersman_engine::config::{Param, Profile};
+use steersman_engine::request::{FinishReason, Request, Usage};
+use steersman_tests::{Reply, Running, ask, config, message, run};
+
+/// An engine with the profiles `agent` and `passthrough`, which remembers in memory alone.
+fn engine() -> Running {
+    let mut config = config();
+    config.store.ahead = false;
+    for policy in ["agent", "passthrough"] {
+        let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
+        config.profiles.insert(policy.into(), profile);
+    }
+    for (profile, act) in [("repairs", "repair = 'Not Oslo. '"), ("stops", "stop = 'not Oslo'")] {
+        let when = "tool_called = 'get_weather', arguments_contain = 'Oslo'";
+        let rule = format!("[[rule]]\nwhen = {{ {when} }}\ntimes = 1\ndo = {{ {act} }}\n");
+        let mut ruled = Profile { policies: vec!["rules".into()], ..Profile::default() };
+        ruled.params.insert("rules".into(), Param::Text(rule));
+        config.profiles.insert(profile.into(), ruled);
+    }
+    Running::keeping_nothing(config)
+}
+
+/// As clients of agents send it: what changes with every request stands in front.
+fn clocked(profile: &str, time: &str, id: u32) -> Request {
+    let rules = "There are seven bells in the forest. The quiet owl walked near it. ".repeat(20);
+    let system = format!(
+        "x-anthropic-billing-header: cc_version=2.1; cch={id}\nCurrent date and time: 2026-11-21 {time}\n{rules}"
+    );
+    let mut request = ask("What is the capital of Peru?");
+    request.messages.insert(0, message("system", &system));
+    Request { profile: profile.into(), thinking: Some(false), ..request }
+}
+
+#[test]
+fn a_clock_in_front_of_a_system_prompt_costs_no_reuse() {
+    let engine = engine();
+    let asked = |profile, time, id| -> (Reply, Usage) {
+        let reply = run(&engine, clocked(profile, time, id));
+        let usage = reply.finished().usage;
+        (reply, usage)
+    };
+    for (profile, reused) in [("passthrough", false), ("agent", true)] {
+        let (_, first) = asked(profile, "10:15:02", 1);
+        assert_eq!(first.cached_tokens, 0, "{profile}");
+        let (reply, second) = asked(profile, "10:16:40", 2);
+        let share = f64::from(second.cached_tokens) / f64::from(second.prompt_tokens);
+        assert_eq!(share > 0.9, reused, "{profile}: {second:?}");
+        let told = reply.finished().notes.iter().any(|note| note.contains("replaced"));
+        assert_eq!(told, reused, "{:?}", reply.finished().notes);
+    }
+}
+
+fn weather(profile: &str) -> Request {
+    let tool = json!({"type": "function", "function": {
+        "name": "get_weather", "description": "get weather", "parameters": {
+            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
+    Request {
+        tools: vec![tool],
+        profile: profile.into(),
+        thinking: Some(false),
+        max_tokens: Some(200),
+        ..ask("What is the weather in Oslo?")
+    }
+}
+
+#[test]
+fn a_rule_takes_a_call_back_before_the_client_has_it_or_ends_the_request() {
+    let engine = engine();
+    let free = run(&engine, weather("agent"));
+    assert_eq!(free.finished().reason, FinishReason::ToolCalls, "{free:?}");
+    assert_eq!(free.tool_calls.len(), 1);
+    let repaired = run(&engine, weather("repairs"));
+    assert!(repaired.tool_calls.is_empty(), "{repaired:?}");
+    assert!(repaired.answer.starts_with("Not Oslo. "), "{repaired:?}");
+    let notes = &repaired.finished().notes;
+    assert!(notes[0].starts_with("took back a call of `get_weather`"), "{notes:?}");
+    let stopped = run(&engine, weather("stops"));
+    assert!(stopped.tool_calls.is_empty() && stopped.answer.is_empty(), "{stopped:?}");
+    assert_eq!(stopped.finished().reason, FinishReason::Policy("not Oslo".into()));
+}

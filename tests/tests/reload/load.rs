@@ -1,0 +1,108 @@
+//! Swaps under load.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::served::{Connection, Served};
+use super::{broken, replace, version};
+
+const CONNECTIONS: usize = 8;
+const REQUESTS: usize = 2000;
+const SWAP: Duration = Duration::from_millis(50);
+
+/// What the swap of this number brings: `a` and `b` in turns, and every tenth is broken.
+fn swap(number: usize) -> Option<Vec<u8>> {
+    (number % 10 != 9).then(|| version(if number.is_multiple_of(2) { "b" } else { "a" }))
+}
+
+/// Half of the requests go by a policy that is uploaded, half by one whose file is replaced. Each
+/// version says its name when it plans and when it sees a step; the fingerprint says which it was.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn under_load_no_request_fails_and_none_sees_two_versions() {
+    let served = Served::start(&["uploaded", "filed"]).await;
+    let address = served.address;
+
+    let done = Arc::new(AtomicBool::new(false));
+    let stop = done.clone();
+    let uploads = tokio::spawn(async move {
+        let mut connection = Connection::open(address).await;
+        let mut ticks = tokio::time::interval(SWAP);
+        let mut swaps = 0;
+        while !stop.load(Ordering::Relaxed) {
+            ticks.tick().await;
+            let bytes = swap(swaps);
+            let whole = bytes.is_some();
+            let bytes = bytes.unwrap_or_else(broken);
+            let path = "/v1/policies/uploaded";
+            let (status, reply) = connection.post(path, "application/wasm", &bytes).await;
+            assert_eq!(status, if whole { 200 } else { 422 }, "{reply}");
+            swaps += 1;
+        }
+        swaps
+    });
+    let (stop, filed) = (done.clone(), served.file("filed"));
+    let files = tokio::spawn(async move {
+        let mut ticks = tokio::time::interval(SWAP);
+        let mut swaps = 0;
+        while !stop.load(Ordering::Relaxed) {
+            ticks.tick().await;
+            replace(&filed, &swap(swaps).unwrap_or_else(broken));
+            swaps += 1;
+        }
+        swaps
+    });
+
+    let clients = (0..CONNECTIONS).map(|client| {
+        let profile = ["uploaded", "filed"][client % 2];
+        let body = json!({
+            "model": format!("tiny@{profile}"),
+            "messages": [{"role": "user", "content": "w1 w2 w3"}],
+            "temperature": 0, "max_tokens": 4
+        });
+        tokio::spawn(async move {
+            let mut connection = Connection::open(address).await;
+            let mut seen = Vec::new();
+            for _ in 0..REQUESTS / CONNECTIONS {
+                let body = body.to_string();
+                let path = "/v1/chat/completions";
+                let (status, reply) =
+                    connection.post(path, "application/json", body.as_bytes()).await;
+                assert_eq!(status, 200, "{reply}");
+                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                let steersman = &reply["steersman"];
+                let (planned, stopped) = (text(&steersman["notes"][0]), &steersman["stop_reason"]);
+                assert_eq!(text(stopped), planned, "saw two versions: {reply}");
+                assert!(!steersman["notes"].to_string().contains("took over"), "{reply}");
+                seen.push((profile, planned, text(&reply["system_fingerprint"])));
+            }
+            seen
+        })
+    });
+    let clients: Vec<_> = clients.collect();
+    let started = Instant::now();
+    let mut ended = Vec::new();
+    for client in clients {
+        ended.push(client.await);
+    }
+    done.store(true, Ordering::Relaxed);
+    let (uploads, files) = (uploads.await, files.await);
+    served.end().await;
+
+    let mut seen: BTreeMap<_, usize> = BTreeMap::new();
+    for request in ended.into_iter().flat_map(Result::unwrap) {
+        *seen.entry(request).or_default() += 1;
+    }
+    let (uploads, files) = (uploads.unwrap(), files.unwrap());
+    println!("{:?}: {uploads} uploads, {files} files, {seen:?}", started.elapsed());
+    assert_eq!(seen.values().sum::<usize>(), REQUESTS);
+    // One fingerprint for each version in each profile, and each version came to run.
+    let versions: BTreeSet<_> =
+        seen.keys().map(|(profile, version, _)| (profile, version)).collect();
+    assert_eq!(versions.len(), 4, "{seen:?}");
+    let fingerprints: BTreeSet<_> = seen.keys().map(|(.., fingerprint)| fingerprint).collect();
+    assert_eq!((seen.len(), fingerprints.len()), (4, 4), "{seen:?}");
+}
