@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::{Error, Result};
 use crate::request::Sampling;
@@ -294,7 +294,9 @@ pub struct Profile {
     pub on_failure: OnFailure,
     /// What the policies may import.
     pub grants: Vec<Grant>,
-    /// Handed to the policies as text.
+    /// Handed to the policies as text: to all of the chain, and what is named `POLICY.NAME`, or stands
+    /// in a table `POLICY`, to that policy alone, as `NAME`.
+    #[serde(deserialize_with = "params")]
     pub params: BTreeMap<String, Param>,
     /// Whether traces hold text and tokens; else only their lengths, and no replay is exact.
     pub trace_text: bool,
@@ -371,6 +373,29 @@ pub enum Param {
         /// Relative to the working directory.
         file: PathBuf,
     },
+}
+
+/// Those of a table become `POLICY.NAME`.
+fn params<'de, D: Deserializer<'de>>(written: D) -> Result<BTreeMap<String, Param>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "text, { file = \"PATH\" } or a table of one policy's own parameters"
+    )]
+    enum Written {
+        One(Param),
+        Own(BTreeMap<String, Param>),
+    }
+    let mut params = BTreeMap::new();
+    for (name, written) in BTreeMap::<String, Written>::deserialize(written)? {
+        match written {
+            Written::One(param) => drop(params.insert(name, param)),
+            Written::Own(own) => {
+                params.extend(own.into_iter().map(|(own, param)| (format!("{name}.{own}"), param)));
+            }
+        }
+    }
+    Ok(params)
 }
 
 impl From<&str> for Param {

@@ -139,6 +139,8 @@ impl ServerConfig {
 
 #[cfg(test)]
 mod tests {
+    use steersman_engine::config::Param;
+
     use super::*;
 
     /// All files in `configs/`, by path.
@@ -146,6 +148,28 @@ mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
         let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
         files.filter(|path| path.extension().is_some_and(|end| end == "toml")).collect()
+    }
+
+    #[test]
+    fn parameters_are_text_or_files_of_all_policies_or_of_one() {
+        let read = |params: &str| {
+            let text = format!("[profiles.a.params]\n{params}");
+            let file = toml::from_str::<FileConfig>(&text);
+            file.map(|file| file.profiles["a"].params.clone()).map_err(|e| e.to_string())
+        };
+        let file = |path: &str| Param::File { file: path.into() };
+        let params = read(
+            "budget = '1'\nown = { file = 'x' }\nhouse.rules = { file = 'y' }\n[profiles.a.params.agent]\nbudget = '2'",
+        );
+        let expected: [(&str, Param); 4] = [
+            ("agent.budget", "2".into()),
+            ("budget", "1".into()),
+            ("house.rules", file("y")),
+            ("own", file("x")),
+        ];
+        assert_eq!(params.unwrap(), expected.map(|(key, param)| (key.to_owned(), param)).into());
+        let wrong = read("budget = 1").unwrap_err();
+        assert!(wrong.contains("budget") && wrong.contains("{ file = \"PATH\" }"), "{wrong}");
     }
 
     #[test]

@@ -97,7 +97,8 @@ pub const HOOKS: [(&str, &str, &str); 5] = [
 ];
 
 /// The interfaces that a guest may import: name, and its types and functions as it imports them.
-const INTERFACES: [(&str, &str); 4] = [
+const INTERFACES: [(&str, &str); 5] = [
+    ("failure", r#"(export "fail" (func (param "why" string)))"#),
     (
         "log",
         r#"(type $level' (enum "debug" "info" "warn")) (export "level" (type $level (eq $level')))
@@ -122,7 +123,8 @@ const INTERFACES: [(&str, &str); 4] = [
 
 /// Their functions, and what the core module imports them as: text and lists are a pointer and a
 /// length, and an answer of more than one word goes where the last parameter points.
-const FUNCTIONS: [(&str, &str, &str); 7] = [
+const FUNCTIONS: [(&str, &str, &str); 8] = [
+    ("failure", "fail", "(param i32 i32)"),
     ("log", "write", "(param i32 i32 i32)"),
     ("kv", "get", "(param i32 i32 i32)"),
     ("kv", "set", "(param i32 i32 i32 i32 i32)"),

@@ -507,6 +507,32 @@ fn each_policy_sees_the_system_text_as_the_earlier_ones_left_it() {
 }
 
 #[test]
+fn a_policy_is_shown_the_parameters_of_all_and_its_own_which_go_first() {
+    let params = |list: &[(&str, &str)]| {
+        list.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    };
+    let asked = params(&[("a", "all"), ("b", "all"), ("one.a", "own"), ("two.c", "other")]);
+    let policies = [Scripted::default(), Scripted::default()];
+    let links = policies
+        .iter()
+        .zip(["one", "other"])
+        .map(|(policy, name)| Link { name: name.into(), ..link(policy.clone(), false) });
+    let mut chain = Chain::new(links.collect(), Recorder::off());
+    let prompt = PromptView { params: asked, ..PromptView::default() };
+    chain.on_prompt(&prompt).unwrap();
+    let request = RequestView { params: prompt.params, ..RequestView::default() };
+    chain.on_request(&request).unwrap();
+    for (policy, seen) in
+        policies.iter().zip([&[("a", "own"), ("b", "all")], &[("a", "all"), ("b", "all")]])
+    {
+        let prompt = PromptView { params: params(seen), ..PromptView::default() };
+        let request = RequestView { params: params(seen), ..RequestView::default() };
+        let expected = [format!("prompt: {prompt:?}"), format!("request: {request:?}")];
+        assert_eq!(*policy.log.borrow(), expected);
+    }
+}
+
+#[test]
 fn a_shadow_is_asked_and_recorded_and_changes_nothing() {
     let mut random = Random(5);
     for round in 0..300 {

@@ -96,7 +96,9 @@ fn a_masked_trace_holds_nothing_of_the_conversation_and_says_that_no_replay_is_e
         assert!(!said.is_empty() && !text.contains(said), "{said} in {text}");
     }
     let golden = Golden::parse(&text).unwrap();
-    assert_eq!(golden.inexact(), Some("line 1: texts and tokens are masked"));
+    let told =
+        "line 1: texts and tokens are masked; `trace_text = true` in the profile records them";
+    assert_eq!(golden.inexact(), Some(told));
 }
 
 #[test]

@@ -12,6 +12,7 @@ mod merge;
 mod unseen;
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use super::prompt;
 use super::trace::{Exchange, Outcome, Recorder};
@@ -107,6 +108,27 @@ impl Chain {
         }
     }
 
+    /// The parameters that link `at` is shown: its own go before those of all. `None` where no policy
+    /// has its own.
+    fn own(
+        &self,
+        at: usize,
+        params: &BTreeMap<String, String>,
+    ) -> Option<BTreeMap<String, String>> {
+        if !params.keys().any(|key| key.contains('.')) {
+            return None;
+        }
+        let own = |key: &str| {
+            key.strip_prefix(self.links[at].link.name.as_str())?
+                .strip_prefix('.')
+                .map(str::to_owned)
+        };
+        let of_all = params.iter().filter(|(key, _)| !key.contains('.'));
+        let mut shown: BTreeMap<_, _> = of_all.map(|(k, v)| (k.clone(), v.clone())).collect();
+        shown.extend(params.iter().filter_map(|(key, value)| Some((own(key)?, value.clone()))));
+        Some(shown)
+    }
+
     /// Begins a hook.
     fn indices(&mut self) -> std::ops::Range<usize> {
         self.cost = Cost::default();
@@ -123,7 +145,9 @@ impl Policy for Chain {
         let mut view = Cow::Borrowed(asked);
         let mut all = Vec::new();
         for at in self.indices() {
-            let seen = &*view;
+            let own = self.own(at, &view.params);
+            let own = own.map(|params| PromptView { params, ..(*view).clone() });
+            let seen = own.as_ref().unwrap_or(&view);
             let answer = self.ask(
                 at,
                 |policy| policy.on_prompt(seen),
@@ -150,10 +174,13 @@ impl Policy for Chain {
         let mut merged: Option<Plan> = None;
         let mut every = 0;
         for at in self.indices() {
+            let own = self.own(at, &request.params);
+            let own = own.map(|params| RequestView { params, ..request.clone() });
+            let seen = own.as_ref().unwrap_or(request);
             let answer = self.ask(
                 at,
-                |policy| policy.on_request(request),
-                |answer| Exchange::Request(request, answer),
+                |policy| policy.on_request(seen),
+                |answer| Exchange::Request(seen, answer),
             )?;
             let Some(plan) = answer else { continue };
             self.links[at].every = plan.every;

@@ -185,7 +185,11 @@ impl Policies {
         let golden = place.golden().map_err(|problem| refused(policy, problem));
         golden
             .and_then(|golden| self.replace(policy, place, component, &golden, origin))
-            .inspect_err(|error| self.note(policy, error.to_string()))
+            .inspect_err(|error| match error {
+                // What keeps an upload from being written is nothing of the policy.
+                Error::Invalid { .. } => {}
+                problem => self.note(policy, problem.to_string()),
+            })
     }
 
     /// Goes back to the version before the one that runs, in its file as well. The one that runs now

@@ -240,6 +240,7 @@ impl Recorder {
             let mut lengths = Lengths::default();
             let call = exchange.mask(&mut lengths);
             mask::imports(&mut outcome.imports, &mut lengths);
+            mask::error(&mut outcome.error, &mut lengths);
             (call, Some(lengths))
         };
         let entry = Entry { link, call, outcome, masked };

@@ -59,6 +59,7 @@ use crate::config::{Grant, PolicyConfig};
 use crate::error::{Error, Result};
 
 pub use host::Host;
+pub use imports::OWN_WORDS;
 
 /// The newest version of the contract that this server speaks, that of `wit/`.
 pub const CONTRACT: &str = VERSIONS[0].number;
@@ -159,7 +160,8 @@ impl Component {
         let (version, hooks) = exported(exports).map_err(refuse)?;
         let mut imports = Vec::new();
         for (import, item) in ty.imports(&host.engine) {
-            if is_types_only(import, &item.ty, &host.engine) {
+            let is_free = |free: &&str| import == full_name(free, version.number);
+            if is_types_only(import, &item.ty, &host.engine) || version.free.iter().any(is_free) {
                 continue;
             }
             let mut known = version.imports.iter();
@@ -437,7 +439,8 @@ fn unknown_import(import: &str, version: &Version) -> String {
     if version.imports.is_empty() {
         return format!("imports `{import}`; contract {number} has no imports but its types");
     }
-    let known: Vec<_> = version.imports.iter().map(|known| known.name()).collect();
+    let granted = version.imports.iter().map(|known| known.name());
+    let known: Vec<_> = granted.chain(version.free.iter().copied()).collect();
     format!("imports `{import}`; contract {number} has only {} and its types", known.join(", "))
 }
 

@@ -3,6 +3,17 @@
 //
 // One instance lives as long as one request, so these variables are that request's state.
 
+import { fail } from "steersman:policy/failure@0.2.0";
+
+/** A hook whose exceptions are told in notes and log; without this a failure is a bare trap. */
+const told = (hook) => (asked) => {
+  try {
+    return hook(asked);
+  } catch (error) {
+    fail(`${error}\n${error.stack}`);
+  }
+};
+
 /** Most tokens of a thought: the parameter `budget`. */
 let budget = 100;
 /** The answer ends where it says this: the parameter `phrase`. */
@@ -22,7 +33,7 @@ function number(params, name, notes) {
 }
 
 export const onRequest = {
-  onRequest(request) {
+  onRequest: told((request) => {
     const params = new Map(request.params);
     const notes = [];
     budget = number(params, "budget", notes) ?? budget;
@@ -37,11 +48,11 @@ export const onRequest = {
       checkpointEvery: 0,
       note: notes.length > 0 ? notes.join("; ") : undefined,
     };
-  },
+  }),
 };
 
 export const onStep = {
-  onStep(step) {
+  onStep: told((step) => {
     const actions = [];
     if (ban !== undefined) {
       actions.push({ tag: "ban", val: { tokens: new Uint32Array([ban]), steps: 0 } });
@@ -56,11 +67,11 @@ export const onStep = {
       tail = text.slice(-phrase.length);
     }
     return actions;
-  },
+  }),
 };
 
 export const onToolCall = {
-  onToolCall(call) {
+  onToolCall: told((call) => {
     const again = call.earlier.some(
       (earlier) =>
         earlier.name === call.name && earlier.arguments === call.digest && earlier.answered !== undefined,
@@ -68,5 +79,5 @@ export const onToolCall = {
     return again
       ? { tag: "repair", val: "I have that result already: " }
       : { tag: "accept" };
-  },
+  }),
 };

@@ -5,12 +5,24 @@ One instance lives as long as one request, so these globals are that request's s
 """
 
 from wit_world import exports
-from wit_world.imports import types
+from wit_world.imports import failure, types
 
 budget = 100  # most tokens of a thought: the parameter `budget`
 phrase = ""  # the answer ends where it says this: the parameter `phrase`
 ban = None  # a token that is not drawn, from the first step on: the parameter `ban`
 tail = ""  # the end of the answer so far, in which a phrase may have begun
+
+
+def told(hook):
+    """A hook whose exceptions are told in notes and log; without this a failure is a bare trap."""
+
+    def wrapped(self, asked):
+        try:
+            return hook(self, asked)
+        except Exception as error:
+            failure.fail(f"line {error.__traceback__.tb_next.tb_lineno}: {error!r}")
+
+    return wrapped
 
 
 def number(params, name, notes):
@@ -25,6 +37,7 @@ def number(params, name, notes):
 
 
 class OnRequest(exports.OnRequest):
+    @told
     def on_request(self, request: types.Request) -> types.Plan:
         global budget, phrase, ban
         params = dict(request.params)
@@ -50,6 +63,7 @@ class OnRequest(exports.OnRequest):
 
 
 class OnStep(exports.OnStep):
+    @told
     def on_step(self, step: types.Step) -> list[types.Action]:
         global ban, tail
         actions = []
@@ -68,6 +82,7 @@ class OnStep(exports.OnStep):
 
 
 class OnToolCall(exports.OnToolCall):
+    @told
     def on_tool_call(self, call: types.ToolCall) -> types.Verdict:
         for earlier in call.earlier:
             same = earlier.name == call.name and earlier.arguments == call.digest

@@ -3,6 +3,36 @@
 //!
 //! Natively, in tests, a double stands in for each: it is described with the module.
 
+/// How a policy says why it fails. Needs no grant.
+pub mod failure {
+    /// Most bytes of words that the host takes.
+    #[cfg(target_family = "wasm")]
+    const BYTES: usize = 1024;
+
+    /// Ends the call as a failure of the policy, in these words: notes and log have them.
+    ///
+    /// # Panics
+    /// Natively, in these words.
+    pub fn fail(why: &str) -> ! {
+        #[cfg(target_family = "wasm")]
+        tell(why);
+        panic!("{why}")
+    }
+
+    /// Has each panic tell its words and its place.
+    #[doc(hidden)]
+    pub fn tell_panics() {
+        #[cfg(target_family = "wasm")]
+        std::panic::set_hook(Box::new(|panic| tell(&panic.to_string())));
+    }
+
+    #[cfg(target_family = "wasm")]
+    fn tell(why: &str) {
+        let why = &why[..why.floor_char_boundary(BYTES)];
+        crate::bindings::steersman::policy::failure::fail(why);
+    }
+}
+
 /// Lines in the server's log. Needs the grant `log`.
 ///
 /// Natively they go to stderr.

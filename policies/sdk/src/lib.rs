@@ -40,13 +40,14 @@ pub use bindings::steersman::policy::types::{
     Action, Anchor, Ban, Bias, EarlierCall, Keep, LoopReport, LoopRule, Phase, Plan, Prompt,
     Replacement, Request, Resample, Sampling, Step, Summary, TokenBias, ToolCall, Verdict,
 };
-pub use host::{counters, kv, log, tokenizer};
+pub use host::{counters, failure, kv, log, tokenizer};
 pub use prompt::REPLACEMENTS;
 
 /// A policy: one value of it lives as long as one request, made by `Default` before the first
 /// hook.
 ///
-/// A panic is a trap: the policy has failed in this request, and the profile says what follows.
+/// A panic is a failure of the policy in this request, and the profile says what follows. Notes and log
+/// have its words ([`failure::fail`]).
 pub trait Policy: Default {
     /// Replaces spans of system text before the prompt is rendered. Called once, first of all, where
     /// there is system text. The replacements apply in order.
@@ -91,7 +92,10 @@ macro_rules! export {
             use $crate::bindings::exports::steersman::policy as hooks;
 
             ::std::thread_local! {
-                static POLICY: RefCell<$policy> = RefCell::default();
+                static POLICY: RefCell<$policy> = {
+                    $crate::failure::tell_panics();
+                    RefCell::default()
+                };
             }
 
             struct Shim;

@@ -8,7 +8,7 @@ use steersman_engine::policy::{
     TokenBias, ToolCallView, Verdict,
 };
 use steersman_tests::fixtures;
-use steersman_tests::guest::{HOOKS, component, data, words};
+use steersman_tests::guest::{HOOKS, component, data, importing, words};
 
 use super::corpus::{acting, stepper};
 use super::{compile, host, limits, looping, prompt, run, tool_call, trial, view};
@@ -40,6 +40,26 @@ fn a_guest_of_contract_0_1_plans_and_acts_beside_one_of_0_2() {
     let sure = Some(LoopReport { period: 100, repeats: 40, exact: true });
     let actions = old.on_step(&Step { loop_found: sure, ..Step::default() }).unwrap();
     assert_eq!(actions, [Action::Stop("the answer is a loop".into())]);
+}
+
+#[test]
+fn a_policy_says_in_its_own_words_why_it_fails_and_needs_no_grant_for_it() {
+    let host = host(&limits());
+    let fails = |length: usize, words: &[u8]| {
+        let body = format!("(call $failure.fail (i32.const 512) (i32.const {length})) i32.const 0");
+        let bytes = importing(&["failure"], &[("on-step", &body)], &data(512, words));
+        let component = compile(&host, &bytes);
+        component.granted(&[]).unwrap();
+        assert_eq!(component.imports(), [""; 0]);
+        let mut policy = component.instantiate(&super::Scene::trial()).unwrap();
+        policy.on_step(&looping()).unwrap_err().to_string()
+    };
+    let words = b"rule 2:\nno `when`";
+    let told = r"policy `guest`: on-step: failed: rule 2:\nno `when`";
+    assert_eq!(fails(words.len(), words), told);
+    let long = fails(3000, &[b'x'; 3000]);
+    assert_eq!(long, format!("policy `guest`: on-step: failed: {}", "x".repeat(1024)));
+    assert!(fails(60_000, b"").contains("with more than"), "{}", fails(60_000, b""));
 }
 
 #[test]

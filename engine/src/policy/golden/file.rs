@@ -75,7 +75,10 @@ impl Golden {
                 golden.inexact.get_or_insert(wrong(format!("{dropped} calls are missing")));
             }
             if written.masked.is_some() {
-                golden.inexact.get_or_insert(wrong("texts and tokens are masked".into()));
+                golden.inexact.get_or_insert(wrong(
+                    "texts and tokens are masked; `trace_text = true` in the profile records them"
+                        .into(),
+                ));
             }
             let Some(hook) = written.hook else {
                 if written.dropped.is_some() {
@@ -125,6 +128,28 @@ impl Golden {
     /// The policies of which the file tells.
     pub fn policies(&self) -> BTreeSet<&str> {
         self.cases.iter().filter_map(|case| case.policy.as_deref()).collect()
+    }
+
+    /// With these parameters, where a question does not have them.
+    pub fn add_params(&mut self, params: &BTreeMap<String, String>) {
+        let questions = self.cases.iter_mut().flat_map(|case| &mut case.lines);
+        for Line { question, .. } in questions {
+            let given = match question {
+                Question::Prompt(prompt) => &mut prompt.params,
+                Question::Request(request) => &mut request.params,
+                _ => continue,
+            };
+            for (name, value) in params {
+                given.entry(name.clone()).or_insert_with(|| value.clone());
+            }
+        }
+    }
+
+    /// How many lines say nothing of the answer.
+    pub fn unjudged(&self) -> usize {
+        let lines = self.cases.iter().flat_map(|case| &case.lines);
+        let answers = |line: &&Line| !matches!(line.question, Question::Finish(_));
+        lines.filter(answers).filter(|line| line.expected.is_none()).count()
     }
 
     /// Without what other policies than `policy` were asked.
@@ -178,7 +203,14 @@ fn expected(hook: Hook, answer: Value) -> Result<Expected, String> {
 
 /// Reads a value all of which has a name in `T`.
 fn strict<T: Serialize + DeserializeOwned>(path: &str, value: Value) -> Result<T, String> {
-    let read = T::deserialize(&value).map_err(|error| format!("{path}: {error}"))?;
+    let read: T = serde_path_to_error::deserialize(&value).map_err(|error| {
+        let place = match error.path().to_string() {
+            all if all == "." => String::new(),
+            item if item.starts_with('[') => item,
+            field => format!(".{field}"),
+        };
+        format!("{path}{place}: {}", error.inner())
+    })?;
     // All fields are written, so what is not written again has been ignored.
     let known = serde_json::to_value(&read).map_err(|error| format!("{path}: {error}"))?;
     match ignored(path, &value, &known) {

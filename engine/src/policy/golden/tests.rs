@@ -40,14 +40,21 @@ fn what_is_misspelt_is_an_error_with_its_line_and_never_a_test_that_passes() {
             r#"{"hook":"on-step","input":{"fase":"think"}}"#,
             "input.fase is no field; there are index",
         ),
-        (r#"{"hook":"on-step","input":{"phase":"thought"}}"#, "input: unknown variant `thought`"),
+        (
+            r#"{"hook":"on-step","input":{"phase":"thought"}}"#,
+            "input.phase: unknown variant `thought`",
+        ),
         (r#"{"hook":"on-step","input":{"loop_found":{"period":1}}}"#, "missing field `repeats`"),
+        (
+            r#"{"hook":"on-request","input":{"params":{"a":1}}}"#,
+            "input.params.a: invalid type: integer `1`, expected a string",
+        ),
         (r#"{"hook":"on-request","answer":{"budget":1}}"#, "answer.budget is no field"),
         (
             r#"{"hook":"on-request","answer":{"sampling":{"top-p":1}}}"#,
             "answer.sampling.top-p is no field",
         ),
-        (r#"{"hook":"on-step","answer":[{"shout":"x"}]}"#, "answer: unknown variant `shout`"),
+        (r#"{"hook":"on-step","answer":[{"shout":"x"}]}"#, "answer[0]: unknown variant `shout`"),
         (
             r#"{"hook":"on-step","answer":[{"ban":{"tokens":[1],"step":2}}]}"#,
             "answer[0].ban.step is no field",
@@ -131,7 +138,12 @@ fn a_file_that_lacks_something_says_so() {
     assert_eq!(Golden::parse(CLOSES).unwrap().inexact(), None);
     let masked = CLOSES.replace(r#""input":{"phase""#, r#""masked":{},"input":{"phase""#);
     let masked = Golden::parse(&masked).unwrap();
-    assert_eq!(masked.inexact(), Some("line 2: texts and tokens are masked"));
+    let told = masked.inexact().unwrap();
+    assert!(told.starts_with("line 2: texts and tokens are masked; `trace_text"), "{told}");
+    assert_eq!(
+        (masked.unjudged(), Golden::parse(r#"{"hook":"on-step"}"#).unwrap().unjudged()),
+        (0, 1)
+    );
     let missing = Golden::parse(&format!("{CLOSES}\n{{\"dropped\":7}}")).unwrap();
     assert_eq!(missing.inexact(), Some("line 6: 7 calls are missing"));
 }

@@ -177,6 +177,18 @@ pub fn named(
             places.entry(policy.clone()).or_insert(place);
             chain.push((policy, shadow));
         }
+        for key in profile.params.keys().filter(|key| key.contains('.')) {
+            let is_of =
+                |policy: &str| key.strip_prefix(policy).is_some_and(|own| own.starts_with('.'));
+            if !chain.iter().any(|(policy, _)| is_of(policy)) {
+                let known: Vec<_> = chain.iter().map(|(policy, _)| policy.as_str()).collect();
+                let known = known.join(", ");
+                let problem = format!(
+                    "params `{key}` of profile `{name}`: it has no such policy, only {known}"
+                );
+                return Err(Error::Invalid { field: "profiles", problem });
+            }
+        }
         rules.insert(name.clone(), Rules { chain, profile: profile.clone() });
     }
     Ok((rules, places))

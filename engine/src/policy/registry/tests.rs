@@ -427,3 +427,15 @@ fn a_watched_file_is_loaded_when_it_changes_and_the_watch_ends_with_the_policies
         std::thread::sleep(Duration::from_millis(10));
     }
 }
+
+#[test]
+fn parameters_of_a_policy_that_the_profile_lacks_are_refused_by_name() {
+    let mut profiles = profiles(&[("default", "default")]);
+    let params = &mut profiles.get_mut("default").unwrap().params;
+    params.insert("default.think_budget".into(), "7".into());
+    params.insert("agent.think_budget".into(), "9".into());
+    let error = load_with(&PolicyConfig::default(), &profiles).err().expect("a wrong name");
+    let words =
+        "params `agent.think_budget` of profile `default`: it has no such policy, only default";
+    assert!(error.to_string().contains(words), "{error}");
+}

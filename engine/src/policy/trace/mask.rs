@@ -3,8 +3,8 @@
 //! would stand: `input.text`, `input.params.hint_sql`, `answer[0].inject`.
 //!
 //! Hidden are all words of the user, of the system text, of the model and its tool calls, and all that
-//! a policy says itself, since it may repeat them: injected text, replacements, notes, reasons, tokens
-//! that it bans or biases, and what it asked of its imports. To be seen are names (of the request, its
+//! a policy says itself, since it may repeat them: injected text, replacements, notes, reasons, why it
+//! failed, tokens that it bans or biases, and what it asked of its imports. To be seen are names (of the request, its
 //! profile, model, tools and parameters), numbers, digests, and what a policy decided.
 
 use std::borrow::Cow;
@@ -14,6 +14,7 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use super::record::{Call, Exchange};
+use crate::policy::wasm::OWN_WORDS;
 use crate::policy::{
     Action, Ban, Bias, ImportCall, Plan, PromptView, Replacement, RequestView, Step, ToolCallView,
     Verdict,
@@ -150,6 +151,15 @@ fn action(i: usize, action: &Action, lengths: &mut Lengths) -> Action {
         }
         Action::Sampling(other) => Action::Sampling(*other),
         Action::Stop(reason) => Action::Stop(lengths.text(path("stop"), reason)),
+    }
+}
+
+/// Hides what a policy said of its failure.
+pub(super) fn error(error: &mut Option<String>, lengths: &mut Lengths) {
+    let Some(text) = error else { return };
+    if let Some(at) = text.find(OWN_WORDS) {
+        lengths.length("error", text.len() - at - OWN_WORDS.len());
+        text.truncate(at + OWN_WORDS.trim_end_matches(": ").len());
     }
 }
 

@@ -210,3 +210,24 @@ fn the_trace_file_gets_what_memory_got_and_is_appended_to() {
     assert!(error.starts_with("policy.trace_file: "), "{error}");
     assert!(error.contains("cannot be opened for appending"), "{error}");
 }
+
+#[test]
+fn why_a_policy_says_it_failed_is_hidden_and_what_the_host_found_is_not() {
+    for (error, masked, length) in [
+        (
+            "policy `a`: on-step: failed: no swordfish; the native policy took over",
+            "policy `a`: on-step: failed",
+            41,
+        ),
+        (
+            "policy `a`: on-step: used up its fuel of 7",
+            "policy `a`: on-step: used up its fuel of 7",
+            0,
+        ),
+    ] {
+        let (mut told, mut lengths) = (Some(error.to_owned()), Lengths::default());
+        mask::error(&mut told, &mut lengths);
+        assert_eq!(told.as_deref(), Some(masked));
+        assert_eq!(lengths.iter().map(|(_, length)| length).sum::<usize>(), length);
+    }
+}

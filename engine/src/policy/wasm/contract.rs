@@ -33,6 +33,8 @@ pub struct Version {
     pub hooks: &'static [&'static str],
     /// The interfaces that a policy may import where they are granted.
     pub imports: &'static [Grant],
+    /// Those that need no grant.
+    pub free: &'static [&'static str],
     /// Defines their functions.
     pub link: fn(&mut Linker<State>) -> wasmtime::Result<()>,
     /// Looks the hooks of a component up; an error where one has another shape.

@@ -1,4 +1,5 @@
-//! What a policy may ask of its host: lines in the log, a small map, the tokenizer, counters.
+//! What a policy may ask of its host: lines in the log, a small map, the tokenizer, counters, and an end
+//! in its own words.
 //!
 //! Each function as `wit/policy.wit` states it, for all versions of the contract. A hook may make
 //! [`HOST_CALLS`] calls, through which [`HOST_BYTES`] may pass: fuel does not count what the host does
@@ -25,6 +26,9 @@ pub const LINES: u32 = 64;
 
 /// Most bytes of one of them, before control characters are escaped.
 pub const LINE_BYTES: usize = 1024;
+
+/// What stands before a guest's own words in a failure.
+pub const OWN_WORDS: &str = "failed: ";
 
 /// Most bytes of a text to encode.
 pub const ENCODE_BYTES: usize = 64 << 10;
@@ -281,6 +285,14 @@ impl Imports {
 }
 
 impl State {
+    /// Ends the guest in its own words.
+    pub fn fail(&mut self, why: &str) -> wasmtime::Error {
+        let why = escaped(why[..why.floor_char_boundary(LINE_BYTES)].trim_end());
+        let problem = format!("{OWN_WORDS}{why}");
+        self.refused = Some(problem.clone());
+        wasmtime::Error::msg(problem)
+    }
+
     /// Serves a call of an import. What goes wrong ends the guest.
     pub fn call<T>(
         &mut self,

@@ -24,6 +24,7 @@ pub const VERSION: Version = Version {
     number: "0.1.0",
     hooks: &["on-request", "on-step", "on-finish"],
     imports: &[],
+    free: &[],
     link: |_| Ok(()),
     find,
 };

@@ -22,13 +22,14 @@ wasmtime::component::bindgen!({
 
 use exports::steersman::policy::{on_finish, on_prompt, on_request, on_step, on_tool_call};
 use steersman::policy::types as wit;
-use steersman::policy::{counters, kv, log, tokenizer};
+use steersman::policy::{counters, failure, kv, log, tokenizer};
 
 /// This version.
 pub const VERSION: Version = Version {
     number: "0.2.0",
     hooks: &["on-prompt", "on-request", "on-step", "on-tool-call", "on-finish"],
     imports: &Grant::ALL,
+    free: &["failure"],
     link,
     find,
 };
@@ -39,6 +40,7 @@ pub const LIST_BYTES: usize =
     plain::ACTIONS * (size_of::<wit::Action>() + plain::TOKENS * size_of::<wit::TokenBias>());
 
 fn link(linker: &mut Linker<State>) -> wasmtime::Result<()> {
+    failure::add_to_linker::<_, HasSelf<State>>(linker, |state| state)?;
     log::add_to_linker::<_, HasSelf<State>>(linker, |state| state)?;
     kv::add_to_linker::<_, HasSelf<State>>(linker, |state| state)?;
     tokenizer::add_to_linker::<_, HasSelf<State>>(linker, |state| state)?;
@@ -282,6 +284,12 @@ impl From<plain::SamplingChange> for wit::Sampling {
 impl<'a> From<&'a plain::EarlierCall> for wit::EarlierCall<'a> {
     fn from(call: &'a plain::EarlierCall) -> Self {
         Self { name: &call.name, arguments: &call.arguments, answered: call.answered.as_deref() }
+    }
+}
+
+impl failure::Host for State {
+    fn fail(&mut self, why: String) -> wasmtime::Result<()> {
+        Err(self.fail(&why))
     }
 }
 
