@@ -26,7 +26,7 @@ use crate::model::{Model, Pass};
 use crate::request::Sampling;
 
 /// Speculation must promise this much more than plain decoding: what it promises is an estimate.
-const GAIN: f32 = 1.05;
+const GAIN: f32 = 1.1;
 
 /// Turns until a kind that is not in use is tried again, at least and at most. One try costs about a
 /// token (it may have to catch up first), so that the longest wait costs a few thousandths.
