@@ -117,9 +117,17 @@ impl Running {
 /// # Errors
 /// Whatever keeps it from being loaded.
 pub fn load(config: Config, data: &Path) -> Result<(Decoder, Info), Error> {
+    load_from(config, &bundled_model(), data)
+}
+
+/// A decoder over the model in `folder`, and what it says of itself.
+///
+/// # Errors
+/// Whatever keeps it from being loaded.
+pub fn load_from(config: Config, folder: &Path, data: &Path) -> Result<(Decoder, Info), Error> {
     let config = config.check()?;
     let policies = steersman_engine::policies(&config, data)?;
-    Decoder::load(config, &bundled_model(), data, policies)
+    Decoder::load(config, folder, data, policies)
 }
 
 impl Deref for Running {

@@ -4,7 +4,7 @@ use steersman_engine::config::{Config, DraftKind};
 use steersman_engine::decode::Decoder;
 use steersman_engine::decode::verify::{Outcome, Way};
 use steersman_engine::request::{Message, Request};
-use steersman_tests::{bundled_model, config, fixture, load};
+use steersman_tests::{bundled_model, config, fixture, load, load_from};
 
 /// The first `of_each` prompts of each of these kinds: see `tests/fixtures/speculation.py`.
 fn requests(kinds: &[&str], of_each: usize) -> Vec<Request> {
@@ -114,38 +114,52 @@ fn what_calibration_finds_is_used() {
 }
 
 /// Prints what speculation wins where the text suits it (long copies, long lists of people as JSON),
-/// and loses where it does not (stories drawn at temperature 1, and at 2 where words follow no rule): plain and governed in turn, the
-/// median of five rounds.
+/// and loses where it does not (stories drawn at temperature 1, and at 2 where words follow no rule):
+/// plain and governed in turn, the median of five rounds.
+///
+/// The bundled model copies none of these texts to its end. `COPYING_MODEL` names the folder of one
+/// that does, as `tests/fixtures/real.py` makes.
 #[test]
 #[ignore = "prints a measurement"]
 fn speed_of_drafts() {
     let mut config = config();
     config.speculation.draft_model = std::env::var("DRAFT_MODEL").unwrap_or_default();
-    let mut decoder = decoder(config);
+    let mut bundled = decoder(config);
     for (kind, temperature) in
-        [("copying", 0.0), ("extraction", 0.0), ("story", 1.0), ("story", 2.0)]
+        [("extraction", 0.0), ("copying", 0.0), ("story", 1.0), ("story", 2.0)]
     {
-        let mut requests = requests(&[kind], 50);
-        requests.sort_by_key(|request| std::cmp::Reverse(request.messages[0].content.len()));
-        requests.truncate(5);
-        for request in &mut requests {
-            request.sampling.temperature = Some(temperature);
-        }
-        let rounds: Vec<Vec<Outcome>> = (0..5)
-            .map(|_| decoder.verify(&requests, &[Way::Plain, Way::Governed], 256, |_| ()).unwrap())
-            .collect();
-        let seconds = |outcome: &Outcome| outcome.times.iter().sum::<std::time::Duration>();
-        let ratio = |round: &Vec<Outcome>| seconds(&round[0]).div_duration_f64(seconds(&round[1]));
-        let mut ratios: Vec<f64> = rounds.iter().map(ratio).collect();
-        ratios.sort_by(f64::total_cmp);
-        let [plain, governed] = &rounds[4][..] else { unreachable!("two ways") };
-        let [drafted, accepted, passes] = governed.drafted;
-        let tokens: usize = plain.tokens.iter().sum();
-        println!(
-            "{kind} at {temperature}: {:.2}x (of {ratios:.2?}), {tokens} tokens, {:.1} tok/s plain, {passes} passes \
-             with drafts, {accepted} of {drafted} accepted",
-            ratios[2],
-            tokens as f64 / seconds(plain).as_secs_f64(),
-        );
+        print_speed(&mut bundled, kind, temperature);
     }
+    if let Ok(folder) = std::env::var("COPYING_MODEL") {
+        drop(bundled);
+        let data = tempfile::tempdir().unwrap();
+        let (mut real, _) = load_from(self::config(), folder.as_ref(), data.path()).unwrap();
+        print!("{folder}: ");
+        print_speed(&mut real, "copying", 0.0);
+    }
+}
+
+fn print_speed(decoder: &mut Decoder, kind: &str, temperature: f32) {
+    let mut requests = requests(&[kind], 50);
+    requests.sort_by_key(|request| std::cmp::Reverse(request.messages[0].content.len()));
+    requests.truncate(5);
+    for request in &mut requests {
+        request.sampling.temperature = Some(temperature);
+    }
+    let rounds: Vec<Vec<Outcome>> = (0..5)
+        .map(|_| decoder.verify(&requests, &[Way::Plain, Way::Governed], 256, |_| ()).unwrap())
+        .collect();
+    let seconds = |outcome: &Outcome| outcome.times.iter().sum::<std::time::Duration>();
+    let ratio = |round: &Vec<Outcome>| seconds(&round[0]).div_duration_f64(seconds(&round[1]));
+    let mut ratios: Vec<f64> = rounds.iter().map(ratio).collect();
+    ratios.sort_by(f64::total_cmp);
+    let [plain, governed] = &rounds[4][..] else { unreachable!("two ways") };
+    let [drafted, accepted, passes] = governed.drafted;
+    let tokens: usize = plain.tokens.iter().sum();
+    println!(
+        "{kind} at {temperature}: {:.2}x (of {ratios:.2?}), {tokens} tokens, {:.1} tok/s plain, {passes} passes \
+         with drafts, {accepted} of {drafted} accepted",
+        ratios[2],
+        tokens as f64 / seconds(plain).as_secs_f64(),
+    );
 }
