@@ -157,8 +157,7 @@ pub fn policies(
     limits: &PolicyConfig,
     profiles: impl IntoIterator<Item = (String, Profile)>,
 ) -> Result<Policies, Error> {
-    let database = disk::in_memory();
-    Policies::load(limits, &profiles.into_iter().collect(), &database)
+    Policies::load(limits, &profiles.into_iter().collect(), &disk::in_memory())
 }
 
 /// Those of `profile`, at work on a request.
@@ -178,6 +177,15 @@ pub fn ask(question: &str) -> Request {
         sampling: SamplingWish { temperature: Some(0.0), ..SamplingWish::default() },
         ..Request::default()
     }
+}
+
+/// The same, about the weather in Oslo, with a tool that tells it: the bundled model calls it.
+pub fn ask_weather() -> Request {
+    let tool = json!({"type": "function", "function": {
+        "name": "get_weather", "description": "get weather", "parameters": {
+            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
+    let question = "What is the weather in Oslo?";
+    Request { tools: vec![tool], thinking: Some(false), ..ask(question) }
 }
 
 /// A message.

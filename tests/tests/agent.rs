@@ -1,9 +1,8 @@
 //! What the policies `agent` and `rules` are for, on the bundled model.
 
-use serde_json::json;
 use steersman_engine::config::{Param, Profile};
 use steersman_engine::request::{FinishReason, Request, Usage};
-use steersman_tests::{Reply, Running, ask, config, message, run};
+use steersman_tests::{Reply, Running, ask, ask_weather, config, message, run};
 
 /// An engine with the profiles `agent` and `passthrough`, which remembers in memory alone.
 fn engine() -> Running {
@@ -54,16 +53,7 @@ fn a_clock_in_front_of_a_system_prompt_costs_no_reuse() {
 }
 
 fn weather(profile: &str) -> Request {
-    let tool = json!({"type": "function", "function": {
-        "name": "get_weather", "description": "get weather", "parameters": {
-            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
-    Request {
-        tools: vec![tool],
-        profile: profile.into(),
-        thinking: Some(false),
-        max_tokens: Some(200),
-        ..ask("What is the weather in Oslo?")
-    }
+    Request { profile: profile.into(), max_tokens: Some(200), ..ask_weather() }
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use serde_json::Value;
 use steersman_engine::config::Profile;
 use steersman_engine::request::{FinishReason, Message, Request, SamplingWish};
-use steersman_tests::{Running, ask, config, fixture, message, run};
+use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
 
 /// Holds the longest planted code.
 const CONTEXT: usize = 2560;
@@ -145,12 +145,7 @@ fn a_seed_repeats_a_sampled_reply() {
 #[test]
 fn a_tool_call_arrives_whole_and_typed() {
     let engine = engine();
-    let tool = serde_json::json!({"type": "function", "function": {
-        "name": "get_weather", "description": "get weather", "parameters": {
-            "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
-    let request =
-        Request { tools: vec![tool], thinking: Some(false), ..ask("What is the weather in Oslo?") };
-    let reply = run(&engine, request);
+    let reply = run(&engine, ask_weather());
     assert_eq!(reply.finished().reason, FinishReason::ToolCalls, "{reply:?}");
     assert_eq!(reply.answer, "");
     let [call] = &reply.tool_calls[..] else { panic!("one call, not {:?}", reply.tool_calls) };

@@ -77,11 +77,7 @@ fn a_profile_has_its_model_loaded_and_its_state_kept_apart() {
     assert!(Arc::ptr_eq(first.policies(), small.policies()), "policies are those of all models");
     let question = "What is the capital of Peru?";
     assert_eq!(run(first, ask(question)).answer, "The capital of Peru is Lima.");
-    let asked = steersman_engine::request::Request {
-        profile: "small".into(),
-        max_tokens: Some(5),
-        ..ask("w1 w2 w3")
-    };
+    let asked = Request { profile: "small".into(), max_tokens: Some(5), ..ask("w1 w2 w3") };
     let words = run(small, asked).answer;
     assert!(words.split_whitespace().all(|word| word.starts_with('w')), "{words}");
     drop(models);

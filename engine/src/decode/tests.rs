@@ -1,6 +1,6 @@
 //! Laws of the decoder that need its insides.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Decoder;
@@ -22,8 +22,11 @@ fn decoder() -> Decoder {
 fn load(mut config: Config) -> Decoder {
     config.model.device = Device::Cpu;
     config.store.enabled = false;
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
-    load_from(&folder, config)
+    load_from(&bundled_model(), config)
+}
+
+fn bundled_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
 }
 
 /// A decoder over the model in `folder`, with policies that keep nothing.

@@ -4,8 +4,9 @@
 //! then, if it fails again at once, for twice as long, up to [`LONGEST_REST`].
 //!
 //! One that has just replaced another is on probation, which is judged by all its requests and not
-//! by those in a row, and not by its deadline, which a busy machine may miss: at [`PROBATION_FAILURES`] before [`PROBATION_SUCCESSES`] it is condemned, and
-//! [`super::registry`] brings the one before it back.
+//! by those in a row, and not by its deadline, which a busy machine may miss: at
+//! [`PROBATION_FAILURES`] before [`PROBATION_SUCCESSES`] it is condemned, and [`super::registry`]
+//! brings the one before it back.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -41,12 +41,12 @@ mod ticker;
 
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use contract::{Found, Hooks, LIST_BYTES, PACKAGE, VERSIONS, Version, full_name};
 use imports::{Imports, Services};
 use sha2::{Digest, Sha256};
-use ticker::Ticker;
+use ticker::{Deadline, Ticker};
 use wasmtime::component::types::ComponentItem;
 use wasmtime::component::{self as wasm, InstancePre};
 use wasmtime::{Engine, ResourceLimiter, Store, Trap};
@@ -68,9 +68,9 @@ pub const CONTRACT: &str = VERSIONS[0].number;
 /// 20 MB.
 pub const COMPONENT_BYTES: usize = 64 << 20;
 
-/// Longest that a hook may take where nobody waits for it. Fuel bounds what it computes, the same
+/// Milliseconds that a hook may take, at least, where nobody waits for it. Fuel bounds what it computes, the same
 /// everywhere; how long that takes on a busy machine says nothing of the policy.
-const TRIAL_DEADLINE: Duration = Duration::from_secs(10);
+const TRIAL_DEADLINE_MS: u64 = 10_000;
 
 /// Most instances at a time, that is, most requests that a policy steers at a time.
 pub const INSTANCES: u32 = 256;
@@ -113,13 +113,11 @@ impl Scene {
             recorded: Some(Arc::default()),
         }
     }
-}
 
-impl Scene {
     /// Longest that a hook may take.
-    fn deadline(&self, limits: &PolicyConfig) -> Duration {
-        let deadline = Duration::from_millis(limits.deadline_ms);
-        if self.recorded.is_some() { deadline.max(TRIAL_DEADLINE) } else { deadline }
+    fn deadline(&self, limits: &PolicyConfig) -> Deadline {
+        let least = if self.recorded.is_some() { TRIAL_DEADLINE_MS } else { 0 };
+        Deadline::new(limits.deadline_ms.max(least), limits.deadline_ms)
     }
 }
 
@@ -272,7 +270,7 @@ impl Component {
         &self,
         store: &mut Store<State>,
         hook: &str,
-        deadline: Duration,
+        deadline: Deadline,
         error: &wasmtime::Error,
     ) -> Error {
         let limits = &self.limits;
@@ -281,8 +279,7 @@ impl Component {
             (_, Some(Trap::OutOfFuel)) => format!("used up its fuel of {}", limits.fuel),
             (_, Some(Trap::Interrupt)) => {
                 let (policy, hook) = (self.name.clone(), hook.into());
-                let deadline_ms = deadline.as_millis() as u64;
-                return Error::PolicyLate { policy, hook, deadline_ms };
+                return Error::PolicyLate { policy, hook, deadline_ms: deadline.ms };
             }
             (_, Some(trap)) => format!("trapped: {trap}"),
             _ if format!("{error:?}").contains("hostcalls has been exhausted") => {
@@ -305,7 +302,7 @@ pub struct Instance {
     component: Arc<Component>,
     store: Store<State>,
     vocabulary: Arc<dyn Vocabulary>,
-    deadline: Duration,
+    deadline: Deadline,
     cost: Cost,
     _alive: ticker::Alive,
 }
@@ -450,9 +447,9 @@ fn other_shape(policy: &str, error: &wasmtime::Error) -> Error {
 }
 
 /// Gives the next call its fuel and its deadline.
-fn allow(store: &mut Store<State>, limits: &PolicyConfig, deadline: Duration) {
+fn allow(store: &mut Store<State>, limits: &PolicyConfig, deadline: Deadline) {
     store.set_fuel(limits.fuel).expect("Host::new turns fuel on");
-    store.set_epoch_deadline(ticker::ticks(deadline, limits.deadline_ms));
+    store.set_epoch_deadline(deadline.ticks);
 }
 
 /// Whether an import brings types alone, which need nothing of the host. `wit-bindgen` makes one

@@ -105,8 +105,8 @@ impl Site {
     }
 
     fn serve_with(&self, policy: &PolicyConfig) -> Server {
-        let database = disk::open(self.data.path());
-        let policies = Policies::load(policy, &self.profiles, &database);
+        let disk = disk::open(self.data.path());
+        let policies = Policies::load(policy, &self.profiles, &disk);
         let policies = Arc::new(policies.unwrap_or_else(|error| panic!("{error}")));
         policies.watch();
         let info = Info {

@@ -546,10 +546,8 @@ fn the_next_turn_of_an_edited_prompt_reuses_the_one_before() {
 /// keep of the text is taken back with the text.
 #[test]
 fn drafts_of_all_kinds_go_on_behind_what_was_taken_back_and_put_in() {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model");
     let mut config = Config::default();
-    let draft_model = folder.join("tiny-hybrid-4bit");
-    config.speculation.draft_model = draft_model.to_string_lossy().into_owned();
+    config.speculation.draft_model = super::bundled_model().to_string_lossy().into_owned();
     let mut decoder = super::load(config);
     decoder.exit_layers = Some(5);
     let mut request =

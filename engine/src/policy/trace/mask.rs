@@ -4,8 +4,8 @@
 //!
 //! Hidden are all words of the user, of the system text, of the model and its tool calls, and all that
 //! a policy says itself, since it may repeat them: injected text, replacements, notes, reasons, why it
-//! failed, tokens that it bans or biases, and what it asked of its imports. To be seen are names (of the request, its
-//! profile, model, tools and parameters), numbers, digests, and what a policy decided.
+//! failed, tokens that it bans or biases, and what it asked of its imports. To be seen are names (of the
+//! request, its profile, model, tools and parameters), numbers, digests, and what a policy decided.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -1,10 +1,10 @@
-//! What a policy may ask of its host: lines in the log, a small map, the tokenizer, counters, and an end
-//! in its own words.
+//! What a policy may ask of its host: lines in the log, a small map, the tokenizer, counters, and an
+//! end in its own words.
 //!
 //! Each function as `wit/policy.wit` states it, for all versions of the contract. A hook may make
-//! [`HOST_CALLS`] calls, through which [`HOST_BYTES`] may pass: fuel does not count what the host does
-//! for a guest. What the map and the tokenizer answered is
-//! recorded, and a replay answers the same.
+//! [`HOST_CALLS`] calls, through which [`HOST_BYTES`] may pass: fuel does not count what the host
+//! does for a guest. What the map and the tokenizer answered is recorded, and a replay answers the
+//! same.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};

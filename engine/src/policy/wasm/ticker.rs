@@ -19,11 +19,22 @@ fn tick(deadline_ms: u64) -> Duration {
     Duration::from_micros(deadline_ms.saturating_mul(1000) / TICKS).max(TICK_LEAST)
 }
 
-/// How many ticks from now `deadline` has passed.
-pub fn ticks(deadline: Duration, deadline_ms: u64) -> u64 {
-    let ticks = deadline.as_micros().div_ceil(tick(deadline_ms).as_micros());
-    // The current tick has begun already: without one more the deadline could come early.
-    u64::try_from(ticks).unwrap_or(u64::MAX).saturating_add(1)
+/// Longest that a call may take.
+#[derive(Clone, Copy)]
+pub struct Deadline {
+    /// In milliseconds.
+    pub ms: u64,
+    /// In ticks of the epoch, from the moment on at which it is set.
+    pub ticks: u64,
+}
+
+impl Deadline {
+    /// `ms`, where `policy.deadline_ms` is `deadline_ms`.
+    pub fn new(ms: u64, deadline_ms: u64) -> Self {
+        let ticks = Duration::from_millis(ms).as_micros().div_ceil(tick(deadline_ms).as_micros());
+        // The current tick has begun already: without one more the deadline could come early.
+        Self { ms, ticks: u64::try_from(ticks).unwrap_or(u64::MAX).saturating_add(1) }
+    }
 }
 
 /// Owner of the thread, which ends when this is dropped.
