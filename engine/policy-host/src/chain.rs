@@ -1,0 +1,224 @@
+//! Calls the policies of one request in order and merges their answers.
+//!
+//! Each policy is called exactly as if it were alone: at its own period, with all tokens since its own
+//! last call. [`merge`] combines the answers so that a later policy cannot loosen what an earlier one
+//! decided. A shadow is called with the same records; its answers and failures are traced and have no
+//! effect.
+//!
+//! A chain of one passes calls and answers on unchanged and without a copy.
+
+mod merge;
+mod unseen;
+
+use std::borrow::Cow;
+
+use crate::check::apply_replacements;
+use crate::contract::{
+    Action, Answer, Call, CallReport, HookInput, Params, Plan, Policy, PromptView, Replacement,
+    RequestView, SYSTEM_BYTES, Step, Verdict,
+};
+use crate::error::{Cause, Failure};
+use crate::trace::{Outcome, Recorder};
+use merge::Owners;
+use unseen::Unseen;
+
+/// One policy of a chain.
+pub struct Link {
+    /// Name of the policy.
+    pub name: String,
+    /// SHA-256 of its component.
+    pub sha256: [u8; 32],
+    /// Whether its answers are traced and not applied.
+    pub shadow: bool,
+    /// The policy, in its guard.
+    pub policy: Box<dyn Policy>,
+}
+
+/// All policies of one request.
+pub struct Chain {
+    links: Vec<ActiveLink>,
+    owners: Owners,
+    recorder: Recorder,
+    report: CallReport,
+}
+
+struct ActiveLink {
+    link: Link,
+    /// `every` of its plan.
+    every: u32,
+    unseen: Unseen,
+    /// A shadow that has failed is not called again.
+    ended: bool,
+}
+
+impl Chain {
+    /// A chain of `links`, first to last, traced by `recorder`.
+    pub fn new(links: Vec<Link>, mut recorder: Recorder) -> Self {
+        recorder.begin(&links);
+        let active = |link| ActiveLink { link, every: 0, unseen: Unseen::default(), ended: false };
+        Self {
+            links: links.into_iter().map(active).collect(),
+            owners: Owners::default(),
+            recorder,
+            report: CallReport::default(),
+        }
+    }
+
+    /// Calls link `index` and records the call; `None` for a shadow that has failed.
+    fn ask<T: HookInput>(&mut self, index: usize, input: &T) -> Result<Option<T::Answer>, Failure> {
+        let active = &mut self.links[index];
+        if active.ended {
+            return Ok(None);
+        }
+        let call = input.call();
+        let answer = active.link.policy.call(&call);
+        let CallReport { cost, imports, failure, replaced, notes } =
+            active.link.policy.take_report();
+        self.report.cost.fuel += cost.fuel;
+        self.report.cost.nanoseconds += cost.nanoseconds;
+        let failure = failure.or_else(|| answer.as_ref().err().cloned());
+        let replaced = replaced || failure.is_some();
+        let outcome = Outcome { failure, replaced, cost, imports };
+        self.recorder.record(index, &call, answer.as_ref().ok(), outcome);
+        if active.link.shadow {
+            active.ended |= answer.is_err();
+            return Ok(answer.ok().and_then(T::answer));
+        }
+        self.report.notes.extend(notes);
+        answer.map(T::answer)
+    }
+
+    /// Parameters for link `index`: its own take precedence over shared ones. `None` if no policy has
+    /// parameters of its own.
+    fn own_params(&self, index: usize, params: &Params) -> Option<Params> {
+        if !params.iter().any(|(name, _)| name.contains('.')) {
+            return None;
+        }
+        let policy = &self.links[index].link.name;
+        let own = |name: &str| Some(name.strip_prefix(policy)?.strip_prefix('.')?.to_owned());
+        let shared = params.iter().filter(|(name, _)| !name.contains('.'));
+        let mut merged: std::collections::BTreeMap<_, _> = shared.cloned().collect();
+        merged.extend(params.iter().filter_map(|(name, value)| Some((own(name)?, value.clone()))));
+        Some(merged.into_iter().collect())
+    }
+
+    fn is_shadow(&self, index: usize) -> bool {
+        self.links[index].link.shadow
+    }
+
+    fn prompt(&mut self, asked: &PromptView) -> Result<Vec<Replacement>, Failure> {
+        let mut view = Cow::Borrowed(asked);
+        let mut all = Vec::new();
+        for index in 0..self.links.len() {
+            let own = self.own_params(index, &view.params);
+            let own = own.map(|params| PromptView { params, ..(*view).clone() });
+            let Some(replacements) = self.ask(index, own.as_ref().unwrap_or(&view))? else {
+                continue;
+            };
+            if replacements.is_empty() || self.is_shadow(index) {
+                continue;
+            }
+            let system = &mut view.to_mut().system;
+            apply_replacements(system, &replacements).map_err(|problem| Failure {
+                policy: self.links[index].link.name.clone(),
+                hook: "on-prompt",
+                cause: Cause::Answer(problem),
+            })?;
+            for text in system {
+                text.truncate(text.floor_char_boundary(SYSTEM_BYTES));
+            }
+            all.extend(replacements);
+        }
+        Ok(all)
+    }
+
+    fn request(&mut self, request: &RequestView) -> Result<Plan, Failure> {
+        let mut merged: Option<Plan> = None;
+        let mut every = 0;
+        for index in 0..self.links.len() {
+            let own = self.own_params(index, &request.params);
+            let own = own.map(|params| RequestView { params, ..request.clone() });
+            let Some(plan) = self.ask(index, own.as_ref().unwrap_or(request))? else { continue };
+            self.links[index].every = plan.every;
+            every = merge::gcd(every, plan.every);
+            if self.is_shadow(index) {
+                continue;
+            }
+            self.owners.planned(index, &plan.sampling);
+            merged = Some(match merged {
+                None => plan,
+                Some(earlier) => merge::plans(earlier, plan),
+            });
+        }
+        Ok(Plan { every, ..merged.unwrap_or_default() })
+    }
+
+    fn step(&mut self, step: &Step) -> Result<Vec<Action>, Failure> {
+        if let [only] = &self.links[..] {
+            let shadow = only.link.shadow;
+            let actions = self.ask(0, step)?.unwrap_or_default();
+            return Ok(if shadow { Vec::new() } else { actions });
+        }
+        let event = step.loop_found.is_some() || step.budget_reached;
+        let mut answers: Vec<(usize, Vec<Action>)> = Vec::new();
+        self.owners.sampled(step.tokens.len());
+        for index in 0..self.links.len() {
+            let ActiveLink { every, unseen, .. } = &mut self.links[index];
+            let Some(seen) = unseen.due(step, *every, event) else { continue };
+            if let Some(actions) = self.ask(index, &*seen)?
+                && !actions.is_empty()
+                && !self.is_shadow(index)
+            {
+                answers.push((index, actions));
+            }
+        }
+        let merged = merge::actions(answers, &mut self.owners);
+        let rewound = merge::rewound(&merged);
+        self.links.iter_mut().for_each(|active| active.unseen.answered(rewound));
+        Ok(merged)
+    }
+
+    /// Calls a hook whose record is the same for all, and merges the answers.
+    fn each<T: HookInput>(
+        &mut self,
+        input: &T,
+        mut merge: impl FnMut(T::Answer),
+    ) -> Result<(), Failure> {
+        let mut failed = Ok(());
+        for index in 0..self.links.len() {
+            match self.ask(index, input) {
+                Ok(Some(answer)) if !self.is_shadow(index) => merge(answer),
+                Ok(_) => {}
+                Err(failure) => failed = failed.and(Err(failure)),
+            }
+        }
+        failed
+    }
+}
+
+impl Policy for Chain {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        match call {
+            Call::Prompt(view) => self.prompt(view).map(Answer::Prompt),
+            Call::Request(view) => self.request(view).map(Answer::Request),
+            Call::Step(step) => self.step(step).map(Answer::Step),
+            Call::ToolCall(view) => {
+                let mut merged = Verdict::Accept;
+                self.each(&**view, |verdict| {
+                    merged =
+                        merge::verdicts(std::mem::replace(&mut merged, Verdict::Accept), verdict);
+                })?;
+                Ok(Answer::ToolCall(merged))
+            }
+            Call::Finish(summary) => {
+                let finished = self.each(&**summary, |()| {});
+                self.recorder.finish();
+                finished.map(|()| Answer::Finish)
+            }
+        }
+    }
+
+    fn take_report(&mut self) -> CallReport {
+        std::mem::take(&mut self.report)
+    }
+}

@@ -1,0 +1,184 @@
+//! Merges the answers of several policies so that a later policy cannot loosen what an earlier one
+//! decided.
+//!
+//! If one answer is tighter it applies: the smaller budget, the larger reserve, the longer rewind,
+//! every ban, a stop. If neither is (a temperature, a token's bias, a text), that of the earlier
+//! policy applies for as long as that policy asked: [`Owners`].
+
+use std::collections::BTreeMap;
+
+use crate::contract::{Action, Bias, Plan, Retention, SamplingChange, SamplingPatch, Verdict};
+
+/// Greatest common divisor; 0 is neutral.
+pub fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Merges the plan of an earlier policy and that of a later one. The caller sets `every`.
+pub fn plans(earlier: Plan, later: Plan) -> Plan {
+    let notes: Vec<_> = earlier.note.into_iter().chain(later.note).collect();
+    Plan {
+        reasoning: earlier.reasoning.or(later.reasoning),
+        reasoning_budget: both(earlier.reasoning_budget, later.reasoning_budget, u32::min),
+        answer_reserve: both(earlier.answer_reserve, later.answer_reserve, u32::max),
+        sampling: sampling(earlier.sampling, later.sampling),
+        loops: earlier.loops.or(later.loops),
+        every: earlier.every,
+        checkpoint_every: match (earlier.checkpoint_every, later.checkpoint_every) {
+            (0, some) | (some, 0) => some,
+            (a, b) => a.min(b),
+        },
+        note: (!notes.is_empty()).then(|| notes.join("; ")),
+        retain: both(earlier.retain, later.retain, retentions),
+    }
+}
+
+fn both<T>(a: Option<T>, b: Option<T>, choose: impl FnOnce(T, T) -> T) -> Option<T> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(choose(a, b)),
+        (a, b) => a.or(b),
+    }
+}
+
+fn sampling(earlier: SamplingPatch, later: SamplingPatch) -> SamplingPatch {
+    SamplingPatch {
+        temperature: earlier.temperature.or(later.temperature),
+        top_p: earlier.top_p.or(later.top_p),
+        top_k: earlier.top_k.or(later.top_k),
+        min_p: earlier.min_p.or(later.min_p),
+    }
+}
+
+/// The save points that both lists name, for the shorter time. Of several entries for one save point
+/// the longest time counts.
+fn retentions(earlier: Vec<Retention>, later: Vec<Retention>) -> Vec<Retention> {
+    let longest = |list: &[Retention], at| {
+        list.iter().filter(|other| other.at == at).map(|other| other.seconds).max()
+    };
+    let mut merged: Vec<Retention> = Vec::new();
+    for &Retention { at, .. } in &earlier {
+        if merged.iter().any(|other| other.at == at) {
+            continue;
+        }
+        if let (Some(a), Some(b)) = (longest(&earlier, at), longest(&later, at)) {
+            merged.push(Retention { at, seconds: a.min(b) });
+        }
+    }
+    merged
+}
+
+/// A stop takes precedence over a repair, a repair over an acceptance, an earlier verdict over an equal
+/// later one.
+pub fn verdicts(earlier: Verdict, later: Verdict) -> Verdict {
+    let weight = |verdict: &Verdict| match verdict {
+        Verdict::Accept => 0,
+        Verdict::Repair(_) => 1,
+        Verdict::Stop(_) => 2,
+    };
+    if weight(&later) > weight(&earlier) { later } else { earlier }
+}
+
+/// Merges the actions of several links, first to last. Actions after a stop, in the same list or a
+/// later one, are dropped.
+pub fn actions(answers: Vec<(usize, Vec<Action>)>, owners: &mut Owners) -> Vec<Action> {
+    let mut rewind = None;
+    let (mut changes, mut texts) = (Vec::new(), Vec::new());
+    'all: for (link, actions) in answers {
+        for action in actions {
+            match action {
+                Action::Rewind(tokens) => rewind = rewind.max(Some(tokens)),
+                Action::Ban(_) => changes.push(action),
+                Action::Bias(bias) => changes.extend(owners.bias(link, bias).map(Action::Bias)),
+                Action::Sampling(change) => {
+                    changes.extend(owners.sampling(link, change).map(Action::Sampling));
+                }
+                Action::Inject(_) | Action::CloseReasoning(_) => texts.push(action),
+                Action::Stop(_) => {
+                    texts.push(action);
+                    break 'all;
+                }
+            }
+        }
+    }
+    rewind.map(Action::Rewind).into_iter().chain(changes).chain(texts).collect()
+}
+
+/// Tokens that a rewind removes if injected text follows it. Without text the next step shows them.
+pub fn rewound(actions: &[Action]) -> usize {
+    let text = |action: &Action| matches!(action, Action::Inject(_) | Action::CloseReasoning(_));
+    match actions.first() {
+        Some(Action::Rewind(tokens)) if actions.iter().any(text) => *tokens as usize,
+        _ => 0,
+    }
+}
+
+/// Which link owns a sampling value or a token's bias, and for how long.
+#[derive(Default)]
+pub struct Owners {
+    /// Temperature, top-p, top-k, min-p.
+    values: [Option<Owner>; 4],
+    /// By token.
+    tokens: BTreeMap<u32, Owner>,
+    /// Tokens sampled so far.
+    sampled: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Owner {
+    link: usize,
+    /// Count of sampled tokens at which ownership ends.
+    until: u64,
+}
+
+impl Owners {
+    /// Advances by `tokens` sampled tokens.
+    pub fn sampled(&mut self, tokens: usize) {
+        self.sampled += tokens as u64;
+    }
+
+    /// Gives `link` the values of its plan that no earlier link owns, until the end of the reply.
+    pub fn planned(&mut self, link: usize, sampling: &SamplingPatch) {
+        let _ = self.sampling(link, SamplingChange { sampling: *sampling, steps: 0 });
+    }
+
+    /// The values that no earlier link owns.
+    fn sampling(&mut self, link: usize, change: SamplingChange) -> Option<SamplingChange> {
+        let SamplingChange { sampling, steps } = change;
+        let (now, owner) = (self.sampled, self.owner(link, steps));
+        let [temperature, top_p, top_k, min_p] = &mut self.values;
+        let free = SamplingPatch {
+            temperature: sampling.temperature.filter(|_| take(temperature, owner, now)),
+            top_p: sampling.top_p.filter(|_| take(top_p, owner, now)),
+            top_k: sampling.top_k.filter(|_| take(top_k, owner, now)),
+            min_p: sampling.min_p.filter(|_| take(min_p, owner, now)),
+        };
+        (free != SamplingPatch::default()).then_some(SamplingChange { sampling: free, steps })
+    }
+
+    /// The tokens that no earlier link owns.
+    fn bias(&mut self, link: usize, Bias { mut tokens, steps }: Bias) -> Option<Bias> {
+        let (now, owner) = (self.sampled, self.owner(link, steps));
+        self.tokens.retain(|_, owner| owner.until > now);
+        tokens.retain(|biased| {
+            let mut slot = self.tokens.get(&biased.token).copied();
+            let free = take(&mut slot, owner, now);
+            self.tokens.extend(slot.map(|owner| (biased.token, owner)));
+            free
+        });
+        (!tokens.is_empty()).then_some(Bias { tokens, steps })
+    }
+
+    fn owner(&self, link: usize, steps: u32) -> Owner {
+        let until = if steps == 0 { u64::MAX } else { self.sampled + u64::from(steps) };
+        Owner { link, until }
+    }
+}
+
+/// Gives `slot` to `owner`, unless an earlier link still owns it.
+fn take(slot: &mut Option<Owner>, owner: Owner, now: u64) -> bool {
+    let free = slot.is_none_or(|other| other.link >= owner.link || other.until <= now);
+    if free {
+        *slot = Some(owner);
+    }
+    free
+}

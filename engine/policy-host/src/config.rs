@@ -1,0 +1,211 @@
+//! Configuration of policies: `[policy]`, and the policy part of `[profiles.NAME]`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::error::Error;
+
+/// `[policy]`: limits of every guest, and the paths of policies and traces.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PolicyConfig {
+    /// Fuel of one call, about one unit a Wasm instruction. Deterministic.
+    pub fuel: u64,
+    /// Wall-clock limit of one call, for work that fuel does not count.
+    pub deadline_ms: u64,
+    /// Linear memory of one instance. 256 times as much address space is reserved; untouched pages
+    /// take no memory. JavaScript needs 9.5 MB at least, Python 12.9 MB.
+    pub memory_bytes: usize,
+    /// Bytes of text in one answer; more is a failure of the policy.
+    pub output_bytes: usize,
+    /// Bytes that one policy may store with `kv`, in one profile.
+    pub kv_bytes: usize,
+    /// Folder with `NAME.wasm` for the policy `NAME`; they take precedence over shipped policies.
+    /// Empty for none.
+    pub folder: PathBuf,
+    /// Whether files of policies are reloaded when they change.
+    pub watch: bool,
+    /// Number of requests whose traces are held in memory.
+    pub trace_requests: usize,
+    /// File to which traces are appended, one JSON object a line; empty for none.
+    pub trace_file: PathBuf,
+}
+
+impl Default for PolicyConfig {
+    fn default() -> Self {
+        Self {
+            fuel: 10_000_000,
+            deadline_ms: 50,
+            memory_bytes: 32 << 20,
+            output_bytes: 16 << 10,
+            kv_bytes: 1 << 20,
+            folder: PathBuf::new(),
+            watch: true,
+            trace_requests: 256,
+            trace_file: PathBuf::new(),
+        }
+    }
+}
+
+impl PolicyConfig {
+    /// Checks the bounds of all keys.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the first key that is out of range.
+    pub fn check(&self) -> Result<(), Error> {
+        let bounds = [
+            ("policy.fuel", self.fuel, 1),
+            ("policy.deadline_ms", self.deadline_ms, 1),
+            ("policy.memory_bytes", self.memory_bytes as u64, 1 << 16),
+            ("policy.output_bytes", self.output_bytes as u64, 1),
+            ("policy.trace_requests", self.trace_requests as u64, 1),
+        ];
+        match bounds.into_iter().find(|(_, value, least)| value < least) {
+            None => Ok(()),
+            Some((field, value, least)) => {
+                let problem = format!("is {value}, must be at least {least}");
+                Err(Error::Config { field, problem })
+            }
+        }
+    }
+}
+
+/// The policies of a profile, and how they run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ProfilePolicies {
+    /// The chain: names of policies (`default`, `NAME` in `policy.folder`) or paths of components. A
+    /// later policy cannot loosen what an earlier one decides.
+    pub policies: Vec<String>,
+    /// Policies that see the same calls and whose answers are traced but not applied.
+    pub shadow: Vec<String>,
+    /// What happens when a policy fails.
+    pub on_failure: OnFailure,
+    /// Interfaces that the policies may import.
+    pub grants: Vec<Grant>,
+    /// Parameters of the policies. `POLICY.NAME` is the parameter `NAME` of that policy only.
+    pub params: BTreeMap<String, Param>,
+    /// Whether traces contain texts and tokens. Otherwise they contain lengths, and a replay is not
+    /// exact.
+    pub trace_text: bool,
+}
+
+impl Default for ProfilePolicies {
+    fn default() -> Self {
+        Self {
+            policies: vec!["default".into()],
+            shadow: Vec::new(),
+            on_failure: OnFailure::Open,
+            grants: Vec::new(),
+            params: BTreeMap::new(),
+            trace_text: false,
+        }
+    }
+}
+
+/// Most policies of one profile, including shadows.
+pub const CHAIN_LENGTH: usize = 8;
+
+impl ProfilePolicies {
+    /// Checks the number of policies.
+    ///
+    /// # Errors
+    /// The problem, to be read after the name of the profile.
+    pub fn check(&self) -> Result<(), String> {
+        if self.policies.is_empty() {
+            return Err("names no policy; `policies = [\"passthrough\"]` decides nothing".into());
+        }
+        if self.policies.len() + self.shadow.len() > CHAIN_LENGTH {
+            return Err(format!("names more than {CHAIN_LENGTH} policies, including shadows"));
+        }
+        Ok(())
+    }
+}
+
+/// An interface that a policy may import if its profile grants it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Grant {
+    /// Lines in the log.
+    Log,
+    /// A small map that outlives requests.
+    Kv,
+    /// The model's tokenizer.
+    Tokenizer,
+    /// Counters at `GET /metrics`.
+    Counters,
+}
+
+impl Grant {
+    /// All grants.
+    pub const ALL: [Self; 4] = [Self::Log, Self::Kv, Self::Tokenizer, Self::Counters];
+
+    /// Name in configurations and of the interface.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Log => "log",
+            Self::Kv => "kv",
+            Self::Tokenizer => "tokenizer",
+            Self::Counters => "counters",
+        }
+    }
+}
+
+/// Value of a parameter: a text, or `{ file = "rules.toml" }` for the text of a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Param {
+    /// The text.
+    Text(String),
+    /// The text of a file.
+    File {
+        /// Relative to the working directory.
+        file: PathBuf,
+    },
+}
+
+impl From<&str> for Param {
+    fn from(text: &str) -> Self {
+        Self::Text(text.into())
+    }
+}
+
+/// Reads `params` of a profile: a table `POLICY` with parameters becomes `POLICY.NAME`.
+///
+/// # Errors
+/// Those of the deserializer.
+pub fn deserialize_params<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, Param>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "text, { file = \"PATH\" } or a table with the parameters of one policy"
+    )]
+    enum Entry {
+        Shared(Param),
+        Own(BTreeMap<String, Param>),
+    }
+    let mut params = BTreeMap::new();
+    for (name, entry) in BTreeMap::<String, Entry>::deserialize(deserializer)? {
+        match entry {
+            Entry::Shared(param) => drop(params.insert(name, param)),
+            Entry::Own(own) => {
+                params.extend(own.into_iter().map(|(own, param)| (format!("{name}.{own}"), param)));
+            }
+        }
+    }
+    Ok(params)
+}
+
+/// What happens to a request whose policy fails.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFailure {
+    /// The native policy takes over, with a static budget and a loop guard.
+    #[default]
+    Open,
+    /// The request ends with `policy_error`.
+    Closed,
+}

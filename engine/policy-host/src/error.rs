@@ -1,0 +1,139 @@
+//! Errors, by who can act on them: the guest's author ([`Failure`]), the operator ([`Error`]).
+
+use std::path::PathBuf;
+
+/// A policy failed in a request.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("policy `{policy}`: {hook}: {cause}")]
+pub struct Failure {
+    /// Name of the policy.
+    pub policy: String,
+    /// The hook, `on-step`, or `start`.
+    pub hook: &'static str,
+    /// What happened.
+    pub cause: Cause,
+}
+
+/// Why a call failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Cause {
+    /// The call used all its fuel.
+    #[error("used up its fuel of {0}")]
+    Fuel(u64),
+    /// The call exceeded its deadline. Fuel limits what a guest computes, so a busy machine is as
+    /// likely a cause as the guest.
+    #[error("exceeded its deadline of {0} ms")]
+    Deadline(u64),
+    /// WebAssembly trapped.
+    #[error("trapped: {0}")]
+    Trap(String),
+    /// The guest exceeded another limit, or used an import in a way that is documented as a failure.
+    #[error("{0}")]
+    Limit(String),
+    /// The guest reported the failure itself. Traces mask the message.
+    #[error("failed: {0}")]
+    Message(String),
+    /// The answer violates the contract.
+    #[error("{0}")]
+    Answer(String),
+    /// The policy failed in too many requests in a row and is not called.
+    #[error("failed too often and is paused for {0} s")]
+    Paused(u64),
+}
+
+/// A policy cannot be loaded, activated or rolled back.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A key of the configuration: change it.
+    #[error("{field}: {problem}")]
+    Config {
+        /// The key.
+        field: &'static str,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+    /// The component cannot be used: change it, or the profile that names it.
+    #[error("policy `{policy}`: {problem}{}", profile.as_ref().map(|name| format!(" (profile `{name}`)")).unwrap_or_default())]
+    Refused {
+        /// Name of the policy.
+        policy: String,
+        /// The profile that names the policy, if the problem concerns one.
+        profile: Option<String>,
+        /// What is wrong and what to do.
+        problem: String,
+    },
+    /// The policy failed when it was started, and its profile fails closed.
+    #[error(transparent)]
+    Failed(#[from] Failure),
+    /// No profile names the policy.
+    #[error("policy `{policy}`: no profile names it, only {known}")]
+    UnknownPolicy {
+        /// The name.
+        policy: String,
+        /// Names of all policies.
+        known: String,
+    },
+    /// There is no such profile.
+    #[error("profile: `{profile}` does not exist, only {known}")]
+    UnknownProfile {
+        /// The name.
+        profile: String,
+        /// Names of all profiles.
+        known: String,
+    },
+    /// An upload has no file from which a restart would load it: set `policy.folder`.
+    #[error(
+        "policy.folder: is not set, so policy `{policy}` has no file that a restart would read"
+    )]
+    NoFile {
+        /// Name of the policy.
+        policy: String,
+    },
+    /// An upload cannot be written to its file.
+    #[error("policy `{policy}`: {path} cannot be written: {source}")]
+    NotWritten {
+        /// Name of the policy.
+        policy: String,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// There is no version to go back to.
+    #[error("policy `{policy}`: {problem}")]
+    CannotRollBack {
+        /// Name of the policy.
+        policy: String,
+        /// Why.
+        problem: String,
+    },
+    /// The database with the versions cannot be used.
+    #[error("policy `{policy}`: its versions cannot be read: {source}")]
+    Database {
+        /// Name of the policy.
+        policy: String,
+        /// Why.
+        source: redb::Error,
+    },
+}
+
+impl Error {
+    pub(crate) fn refused(policy: &str, problem: impl Into<String>) -> Self {
+        Self::Refused { policy: policy.into(), profile: None, problem: problem.into() }
+    }
+
+    /// Adds the profile in which a policy is refused.
+    pub(crate) fn in_profile(self, name: &str) -> Self {
+        match self {
+            Self::Refused { policy, profile: None, problem } => {
+                Self::Refused { policy, profile: Some(name.into()), problem }
+            }
+            Self::Failed(failure) => Self::Refused {
+                profile: Some(name.into()),
+                problem: format!("{}: {}", failure.hook, failure.cause),
+                policy: failure.policy,
+            },
+            other => other,
+        }
+    }
+}

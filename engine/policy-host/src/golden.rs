@@ -1,0 +1,254 @@
+//! Calls policies with the calls of a file and compares the answers, without a model.
+//!
+//! The file is JSON, one object a line. `input` is the record that the hook is called with; top-level
+//! fields that are missing have their default (zero, empty, `false`, `null`). `answer` is the expected
+//! answer:
+//!
+//! ```json
+//! {"case":"closes reasoning over its budget","hook":"on-request","input":{"params":[["budget","100"]]},"answer":{"reasoning_budget":100}}
+//! {"hook":"on-step","input":{"phase":"Reasoning","budget_reached":true},"answer":[{"CloseReasoning":"In short: "}]}
+//! {"hook":"on-tool-call","input":{"name":"search","arguments":"{}"},"answer":"Accept"}
+//! {"hook":"on-finish","input":{"reason":"stop"}}
+//! ```
+//!
+//! - `case` names a case and begins a new instance of the policy. So does `on-prompt`, and `on-request`
+//!   unless it follows `on-prompt`.
+//! - Of an answer of `on-request` only the given fields are compared; other answers are compared whole.
+//!   A line without `answer` only calls. With `error` (a text, or `true`) the hook must fail, and the
+//!   rest of its case is skipped.
+//! - A trace ([`crate::trace`]) is such a file. Its lines are grouped by `request`, `policy` and `link`,
+//!   and `imports` has the results of imports, which are returned again. Lines that the native policy
+//!   answered (`replaced`) are skipped.
+//! - A trace may be masked, and calls may be missing: then a replay differs from what happened
+//!   ([`Golden::inexact`]).
+
+mod file;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::contract::{Answer, Call, Hook, ImportCall, Plan, Policy, no_vocabulary};
+use crate::error::{Error, Failure};
+use crate::sandbox::{Component, Context, Instance};
+
+pub use file::Golden;
+
+/// Mismatches that [`check_golden`] reports.
+const REPORTED: usize = 8;
+
+/// Checks `component` against the text of a golden file; returns the number of cases. Calls that were
+/// recorded of other policies are included.
+///
+/// # Errors
+/// [`Error::Refused`] with the lines, the expected answers and the actual ones.
+pub fn check_golden(component: &Arc<Component>, golden: &str) -> Result<usize, Error> {
+    let refuse = |problem| Error::refused(component.name(), problem);
+    let golden = Golden::parse(golden).map_err(|problem| refuse(format!("golden {problem}")))?;
+    let mismatches = golden.check(component);
+    if mismatches.is_empty() {
+        return Ok(golden.cases.len());
+    }
+    let lines: Vec<_> =
+        mismatches.iter().take(REPORTED).map(|one| format!("golden {one}")).collect();
+    let more = match mismatches.len().saturating_sub(REPORTED) {
+        0 => String::new(),
+        more => format!("; and {more} more"),
+    };
+    Err(refuse(lines.join("; ") + &more))
+}
+
+/// The calls of one instance, in order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    /// Its name; for a trace the request id.
+    pub name: String,
+    /// Profile of the request.
+    pub profile: String,
+    /// Name of the policy, if the file has it.
+    pub policy: Option<String>,
+    /// The calls; at least one.
+    pub lines: Vec<Line>,
+    /// Results of imports, in order.
+    pub imports: Arc<[ImportCall]>,
+}
+
+/// A call and its expected answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// Number of the line, from 1.
+    pub number: usize,
+    /// The call.
+    pub call: Call<'static>,
+    /// The expectation; `None` if the file has none.
+    pub expected: Option<Expected>,
+    /// The native policy answered this call when it was recorded: it is skipped.
+    pub replaced: bool,
+}
+
+/// What is expected of a call.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Expected {
+    /// This answer.
+    Answer(Answer),
+    /// A plan with these values in these fields.
+    Plan(Box<Plan>, Vec<String>),
+    /// A failure.
+    Failure,
+}
+
+/// The answer to one call of a replay. As JSON it is the same for the same call and policy.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Decision {
+    /// Number of the line, from 1.
+    pub line: usize,
+    /// Name of the case.
+    pub case: String,
+    /// The hook.
+    pub hook: Hook,
+    /// `index` of a step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<u32>,
+    /// The answer; `None` if the hook failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub answer: Option<Answer>,
+    /// The failure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Fuel of the call.
+    pub fuel: u64,
+}
+
+/// An answer that differs from the expected one. Displays as one line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mismatch {
+    /// Number of the line, from 1.
+    pub line: usize,
+    /// Name of the case.
+    pub case: String,
+    /// The hook.
+    pub hook: Hook,
+    /// Expected and actual answer.
+    pub problem: String,
+}
+
+impl std::fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { line, case, hook, problem } = self;
+        write!(f, "line {line} (case `{case}`): {}: {problem}", hook.name())
+    }
+}
+
+impl Golden {
+    /// Answers of `component` that differ from the expected ones. A case ends with its first failure.
+    pub fn check(&self, component: &Arc<Component>) -> Vec<Mismatch> {
+        let mut mismatches = Vec::new();
+        self.run(component, |case, line, answer, _| {
+            if let Some(problem) = line.mismatch(answer) {
+                mismatches.push(Mismatch {
+                    line: line.number,
+                    case: case.name.clone(),
+                    hook: line.call.hook(),
+                    problem,
+                });
+            }
+        });
+        mismatches.sort_by_key(|mismatch| mismatch.line);
+        mismatches
+    }
+
+    /// Answers of `component`, by line.
+    pub fn replay(&self, component: &Arc<Component>) -> Vec<Decision> {
+        let mut decisions = Vec::new();
+        self.run(component, |case, line, answer, fuel| {
+            decisions.push(Decision {
+                line: line.number,
+                case: case.name.clone(),
+                hook: line.call.hook(),
+                step: if let Call::Step(step) = &line.call { Some(step.index) } else { None },
+                answer: answer.as_ref().ok().cloned(),
+                error: answer.as_ref().err().map(ToString::to_string),
+                fuel,
+            });
+        });
+        decisions.sort_by_key(|decision| decision.line);
+        decisions
+    }
+
+    /// Makes all calls, case by case, and passes each answer and its fuel to `answered`.
+    fn run(
+        &self,
+        component: &Arc<Component>,
+        mut answered: impl FnMut(&Case, &Line, &Result<Answer, Failure>, u64),
+    ) {
+        for case in &self.cases {
+            let mut instance = match case.start(component) {
+                Ok(instance) => instance,
+                Err(failure) => {
+                    answered(case, &case.lines[0], &Err(failure), 0);
+                    continue;
+                }
+            };
+            for line in case.lines.iter().filter(|line| !line.replaced) {
+                let answer = instance.call(&line.call);
+                answered(case, line, &answer, instance.take_report().cost.fuel);
+                if answer.is_err() {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+impl Case {
+    /// An instance for this case, whose imports return the recorded results.
+    ///
+    /// # Errors
+    /// As [`Component::instantiate`].
+    pub fn start(&self, component: &Arc<Component>) -> Result<Instance, Failure> {
+        component.instantiate(&Context {
+            request: self.name.clone(),
+            profile: self.profile.clone(),
+            vocabulary: no_vocabulary(),
+            recorded: Some(self.imports.clone()),
+        })
+    }
+}
+
+impl Line {
+    /// How an answer differs from the expected one, if it does.
+    fn mismatch(&self, answer: &Result<Answer, Failure>) -> Option<String> {
+        match (&self.expected, answer) {
+            (Some(Expected::Failure), Err(_)) | (None, Ok(_)) => None,
+            (_, Err(failure)) => Some(format!("failed: {failure}")),
+            (Some(Expected::Failure), Ok(got)) => {
+                Some(format!("expected a failure, got {}", json(got)))
+            }
+            (Some(Expected::Plan(plan, fields)), Ok(got)) => {
+                let (expected, got) = (value(plan), value(got));
+                let differs = |field: &&String| expected[*field] != got[*field];
+                let one = |field: &String| {
+                    let (expected, got) = (&expected[field], &got[field]);
+                    format!("{field}: expected {expected}, got {got}")
+                };
+                let differing: Vec<_> = fields.iter().filter(differs).map(one).collect();
+                (!differing.is_empty()).then(|| differing.join("; "))
+            }
+            (Some(Expected::Answer(expected)), Ok(got)) => {
+                let differ = || format!("expected {}, got {}", json(expected), json(got));
+                (expected != got).then(differ)
+            }
+        }
+    }
+}
+
+fn json(answer: &Answer) -> String {
+    serde_json::to_string(answer).expect("records have string keys only")
+}
+
+fn value(of: &impl Serialize) -> Value {
+    serde_json::to_value(of).expect("records have string keys only")
+}

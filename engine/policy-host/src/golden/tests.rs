@@ -1,0 +1,154 @@
+use super::*;
+use crate::config::PolicyConfig;
+use crate::database::Storage;
+use crate::sandbox::Host;
+
+fn shipped(name: &str) -> Arc<Component> {
+    let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
+    Arc::new(Component::load(&host, name, crate::registry::shipped(name).unwrap().0).unwrap())
+}
+
+/// The default policy closes reasoning over its budget.
+const CLOSES: &str = r#"{"case":"closes","hook":"on-request","input":{"user":"Answer as JSON","can_reason":true,"context_left":8192},"answer":{"reasoning":true}}
+{"hook":"on-step","input":{"phase":"Reasoning","budget_reached":true},"answer":[{"CloseReasoning":"**Final JSON:**\n\n```json\n"}]}
+
+{"hook":"on-finish","input":{"reason":"stop"}}
+{"case":"has nothing to do","hook":"on-step","answer":[]}"#;
+
+fn problem(golden: &str) -> String {
+    check_golden(&shipped("default"), golden).unwrap_err().to_string()
+}
+
+#[test]
+fn a_file_passes_if_all_answers_match() {
+    assert_eq!(check_golden(&shipped("default"), CLOSES).unwrap(), 2);
+    let error = check_golden(&shipped("passthrough"), CLOSES).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "policy `passthrough`: golden line 1 (case `closes`): on-request: reasoning: expected true, \
+         got null; golden line 2 (case `closes`): on-step: expected \
+         [{\"CloseReasoning\":\"**Final JSON:**\\n\\n```json\\n\"}], got []"
+    );
+}
+
+#[test]
+fn a_misspelled_key_is_an_error_with_its_line() {
+    for (line, words) in [
+        (r#"{"hook":"on-step","input":{"fase":"think"}}"#, "input.fase is not a field"),
+        (
+            r#"{"hook":"on-step","input":{"phase":"thought"}}"#,
+            "input.phase: unknown variant `thought`",
+        ),
+        (r#"{"hook":"on-step","input":{"loop_found":{"period":1}}}"#, "missing field `repeats`"),
+        (
+            r#"{"hook":"on-request","input":{"params":[["a",1]]}}"#,
+            "input.params[0][1]: invalid type: integer `1`, expected a string",
+        ),
+        (r#"{"hook":"on-request","answer":{"budget":1}}"#, "answer.budget is not a field"),
+        (
+            r#"{"hook":"on-request","answer":{"sampling":{"top-p":1}}}"#,
+            "answer.sampling.top-p is not a field",
+        ),
+        (r#"{"hook":"on-step","answer":[{"shout":"x"}]}"#, "answer[0]: unknown variant `shout`"),
+        (
+            r#"{"hook":"on-step","answer":[{"Ban":{"tokens":[1],"steps":2,"step":2}}]}"#,
+            "step is not a field",
+        ),
+        (r#"{"hook":"on-steps"}"#, "unknown variant `on-steps`"),
+        (r#"{"hook":"on-finish","answer":1}"#, "on-finish returns nothing"),
+        (r#"{"hock":"on-step"}"#, "unknown field `hock`"),
+        (r#"{"case":"x"}"#, "`hook` is missing"),
+        (r#"{"hook":"on-step""#, "EOF"),
+    ] {
+        let error = problem(&format!("\n{CLOSES}\n{line}"));
+        assert!(error.contains("golden line 7: ") && error.contains(words), "{line}: {error}");
+    }
+    assert!(problem("\n").ends_with("golden has no line with a hook"));
+}
+
+#[test]
+fn a_failure_can_be_expected_and_is_reported_otherwise() {
+    let host =
+        Host::new(&PolicyConfig { fuel: 1_000, ..PolicyConfig::default() }, &Storage::in_memory());
+    let bytes = crate::registry::shipped("default").unwrap().0;
+    let starved = Component::load(&host.unwrap(), "default", bytes).unwrap();
+    let starved = Arc::new(starved);
+    let long = "x ".repeat(4000);
+    let line = format!(r#"{{"case":"long","hook":"on-request","input":{{"user":"{long}"}}}}"#);
+    let error = check_golden(&starved, &line).unwrap_err().to_string();
+    assert!(
+        error.contains("(case `long`): on-request: failed: ") && error.contains("fuel"),
+        "{error}"
+    );
+    let expected = line.replace("}}", r#"},"error":"fuel"}"#);
+    assert_eq!(check_golden(&starved, &expected).unwrap(), 1);
+    let error = problem(&expected);
+    assert!(error.contains("expected a failure, got {\"reasoning\":"), "{error}");
+}
+
+#[test]
+fn recorded_lines_are_grouped_by_request_policy_and_link() {
+    let line = |request: &str, policy: &str, hook: &str| {
+        format!(
+            r#"{{"request":"{request}","profile":"p","policy":"{policy}","link":0,"shadow":false,"sha256":"","hook":"{hook}","fuel":1,"nanoseconds":2}}"#
+        )
+    };
+    let text = [
+        line("r", "a", "on-prompt"),
+        line("r", "b", "on-prompt"),
+        line("r", "a", "on-request"),
+        line("s", "a", "on-request"),
+        line("r", "b", "on-request"),
+        line("r", "a", "on-step"),
+        line("s", "a", "on-step"),
+        line("s", "a", "on-request"),
+    ]
+    .join("\n");
+    let mut golden = Golden::parse(&text).unwrap();
+    let cases = |golden: &Golden| {
+        let of = |case: &Case| {
+            let lines: Vec<_> = case.lines.iter().map(|line| line.number).collect();
+            (case.name.clone(), case.policy.clone().unwrap(), lines)
+        };
+        golden.cases.iter().map(of).collect::<Vec<_>>()
+    };
+    let case = |name: &str, policy: &str, lines: &[usize]| {
+        (name.to_string(), policy.to_string(), lines.to_vec())
+    };
+    let expected = [
+        case("r", "a", &[1, 3, 6]),
+        case("r", "b", &[2, 5]),
+        case("s", "a", &[4, 7]),
+        case("s", "a", &[8]),
+    ];
+    assert_eq!(cases(&golden), expected);
+    assert_eq!(golden.policies().into_iter().collect::<Vec<_>>(), ["a", "b"]);
+    golden.retain_policy("b");
+    assert_eq!(cases(&golden), expected[1..2]);
+}
+
+#[test]
+fn an_incomplete_file_is_inexact() {
+    assert_eq!(Golden::parse(CLOSES).unwrap().inexact(), None);
+    let masked = CLOSES.replace(r#""input":{"phase""#, r#""masked":{},"input":{"phase""#);
+    let masked = Golden::parse(&masked).unwrap();
+    let told = masked.inexact().unwrap();
+    assert!(told.starts_with("line 2: texts and tokens are masked; `trace_text"), "{told}");
+    assert_eq!(
+        (
+            masked.without_expectation(),
+            Golden::parse(r#"{"hook":"on-step"}"#).unwrap().without_expectation()
+        ),
+        (0, 1)
+    );
+    let missing = Golden::parse(&format!("{CLOSES}\n{{\"dropped\":7}}")).unwrap();
+    assert_eq!(missing.inexact(), Some("line 6: 7 calls are missing"));
+}
+
+#[test]
+fn a_replay_is_deterministic() {
+    let golden = Golden::parse(CLOSES).unwrap();
+    let replay = || serde_json::to_string(&golden.replay(&shipped("default"))).unwrap();
+    assert_eq!(replay(), replay());
+    assert!(replay().contains(r#""fuel":"#) && !replay().contains(r#""fuel":0"#), "{}", replay());
+}

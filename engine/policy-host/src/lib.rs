@@ -1,0 +1,53 @@
+//! Runs Steersman's policies: WebAssembly components that steer requests.
+//!
+//! ```text
+//! contract.rs   the types of wit/policy.wit, calls and answers, the trait Policy
+//! sandbox.rs    compiles components and calls their hooks within limits; the only user of wasmtime
+//! check.rs      checks answers against the contract
+//! guard.rs      replaces a policy that failed (native.rs), counts failures (breaker.rs)
+//! chain.rs      calls the policies of one request in order and merges their answers
+//! registry.rs   Policy, Version, Session: which version of which policy steers which profile
+//! trace.rs      records calls and answers
+//! golden.rs     calls a policy with recorded or written calls and compares the answers
+//! kv.rs         what policies store, in the database that database.rs opens
+//! ```
+//!
+//! The crate knows no model, no tokenizer and no HTTP: the engine passes plain records and gets plain
+//! records back. A policy cannot call the engine. It can trap, loop or return wrong answers; the
+//! request still ends within its limits.
+//!
+//! Every wrapper (guard, chain, recorder, golden, replay, bench) implements or calls one method,
+//! [`Policy::call`].
+
+mod breaker;
+mod chain;
+mod check;
+mod config;
+mod contract;
+mod database;
+mod error;
+mod golden;
+mod guard;
+mod kv;
+mod native;
+mod registry;
+mod sandbox;
+mod trace;
+
+pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
+pub use chain::{Chain, Link};
+pub use config::{
+    CHAIN_LENGTH, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
+};
+pub use contract::*;
+pub use database::Storage;
+pub use error::{Cause, Error, Failure};
+pub use golden::{Decision, Golden, Mismatch, check_golden};
+pub use guard::Guard;
+pub use native::{ANSWER_LOOP_TOKENS, HINT};
+pub use registry::{
+    Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
+    Session, Use, Withdrawn, shipped,
+};
+pub use sandbox::{COMPONENT_BYTES, Component, Context, Host, Instance};
+pub use trace::{Record, Recorder, Traces};

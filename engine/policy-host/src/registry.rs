@@ -1,0 +1,515 @@
+//! Which version of which policy steers which profile, and how a new version becomes active.
+//!
+//! Three nouns: a *policy* is a name, shared by all profiles that use it. A [`Version`] is one
+//! component of it; one version is active. A [`Session`] is the policies of one request.
+//!
+//! A new version is compiled on the thread that brings it (never the decode thread), its imports are
+//! compared with the grants of every profile that names it, it is instantiated in a dry run, and its
+//! golden file is checked. Then it replaces the active version for all profiles at once. Running
+//! requests keep their versions, and a request gets all its policies at one moment. A rejected version
+//! changes nothing and is reported.
+//!
+//! Versions come from files, which `watch.rs` watches, from uploads, and from the history. A new
+//! version is on probation ([`crate::breaker`]): if it fails, the version before it becomes active
+//! again.
+
+mod active;
+mod history;
+mod reload;
+mod report;
+mod source;
+mod watch;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::{Mutex, MutexGuard};
+use sha2::{Digest, Sha256};
+
+use self::active::{Active, PolicyEntry, ProfileParams, Version, digest_of};
+use self::history::History;
+use self::source::{Bundle, ProfileChain, Source, read_param, resolve_profiles};
+use self::watch::Watch;
+use crate::breaker::Breaker;
+use crate::chain::{Chain, Link};
+use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
+use crate::contract::{HookInput, Params, Policy, Vocabulary};
+use crate::database::Storage;
+use crate::error::{Error, Failure};
+use crate::golden::check_golden;
+use crate::guard::Guard;
+use crate::sandbox::{Component, Context, Host};
+use crate::trace::Traces;
+
+pub use self::history::{HistoryEntry, Origin, Withdrawn};
+pub use self::report::{Activation, ParamReport, PolicyReport, Problem, Report, Use};
+
+/// Component and golden file of a policy inside the binary.
+pub fn shipped(name: &str) -> Option<(&'static [u8], &'static str)> {
+    let shipped = source::SHIPPED.iter().find(|shipped| shipped.name == name)?;
+    Some((shipped.component, shipped.golden))
+}
+
+/// The policies of all profiles.
+pub struct Policies {
+    host: Host,
+    limits: PolicyConfig,
+    chains: BTreeMap<String, ProfileChain>,
+    sources: BTreeMap<String, Source>,
+    history: Arc<History>,
+    traces: Arc<Traces>,
+    active: Mutex<Active>,
+    /// Held while a version is validated, activated and written to its file, so that of two uploads
+    /// the later one wins in memory and on disk.
+    change: Mutex<()>,
+    watch: OnceLock<Watch>,
+}
+
+/// The policies of one request.
+pub struct Session {
+    /// The chain.
+    pub policy: Box<dyn Policy>,
+    /// Parameters of the profile.
+    pub params: Arc<Params>,
+    /// SHA-256 over everything that determines their decisions: names and SHA-256 of the policies in
+    /// order, parameters, failure mode, grants and limits. Shadows are not included.
+    pub digest: [u8; 32],
+}
+
+impl Session {
+    /// Calls the hook of `input`.
+    ///
+    /// # Errors
+    /// [`Failure`] if a policy failed and the profile fails closed.
+    pub fn ask<T: HookInput>(&mut self, input: &T) -> Result<T::Answer, Failure> {
+        self.policy.ask(input)
+    }
+
+    /// Notes since the last call of this function.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        self.policy.take_report().notes
+    }
+}
+
+impl Policies {
+    /// Loads the policies of every profile, compiling on the calling thread. If a file is broken, the
+    /// newest valid version of the history is loaded instead, and an error is logged.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] names the profile, its policy, the problem and what to do;
+    /// [`Error::Config`] names the key.
+    pub fn load(
+        config: &PolicyConfig,
+        profiles: &BTreeMap<String, ProfilePolicies>,
+        storage: &Storage,
+    ) -> Result<Self, Error> {
+        if !config.folder.as_os_str().is_empty() && !config.folder.is_dir() {
+            let problem = format!("{} is not a folder; create it", config.folder.display());
+            return Err(Error::Config { field: "policy.folder", problem });
+        }
+        let (chains, sources) = resolve_profiles(config, profiles)?;
+        let policies = Self {
+            host: Host::new(config, storage)?,
+            limits: config.clone(),
+            chains,
+            sources,
+            history: Arc::new(History::new(storage.database.clone())),
+            traces: Traces::new(config)?,
+            active: Mutex::default(),
+            change: Mutex::default(),
+            watch: OnceLock::new(),
+        };
+        let mut active = Active::default();
+        for (policy, source) in &policies.sources {
+            active.policies.insert(policy.clone(), policies.load_first(policy, source)?);
+        }
+        for (name, chain) in &policies.chains {
+            let mut texts = BTreeMap::new();
+            for (param, value) in &chain.settings.params {
+                let text = read_param(value).map_err(|problem| {
+                    let problem = format!("param `{param}` of profile `{name}`: {problem}");
+                    Error::Config { field: "profiles", problem }
+                })?;
+                texts.insert(param.clone(), text);
+            }
+            active.params.insert(name.clone(), ProfileParams { texts, ..Default::default() });
+        }
+        active.resolve(&policies.chains, &policies.limits);
+        *policies.active.lock() = active;
+        Ok(policies)
+    }
+
+    /// Starts the policies of `profile` for a request, on the calling thread.
+    ///
+    /// # Errors
+    /// [`Error::UnknownProfile`]; [`Error::Failed`] if a policy cannot start and the profile fails
+    /// closed.
+    pub fn start(
+        &self,
+        profile: &str,
+        request: &str,
+        vocabulary: &Arc<dyn Vocabulary>,
+    ) -> Result<Session, Error> {
+        let Some(chain) = self.chains.get(profile) else {
+            let known: Vec<_> = self.chains.keys().map(String::as_str).collect();
+            return Err(Error::UnknownProfile { profile: profile.into(), known: known.join(", ") });
+        };
+        let resolved = self.active().profiles[profile].clone();
+        let context = Context {
+            request: request.into(),
+            profile: profile.into(),
+            vocabulary: vocabulary.clone(),
+            recorded: None,
+        };
+        let link = |(version, shadow): &(Arc<Version>, bool)| {
+            let Version { component, breaker, .. } = &**version;
+            // A shadow must not end the request.
+            let on_failure = if *shadow { OnFailure::Open } else { chain.settings.on_failure };
+            let start = || Ok(Box::new(component.instantiate(&context)?) as Box<dyn Policy>);
+            let guard = Guard::start(component.name(), on_failure, breaker.clone(), start)?;
+            Ok(Link {
+                name: component.name().into(),
+                sha256: component.sha256(),
+                shadow: *shadow,
+                policy: Box::new(guard),
+            })
+        };
+        let links = resolved.links.iter().map(link).collect::<Result<_, Failure>>()?;
+        let recorder = self.traces.recorder(request, profile, chain.settings.trace_text);
+        Ok(Session {
+            policy: Box::new(Chain::new(links, recorder)),
+            params: resolved.params.clone(),
+            digest: resolved.digest,
+        })
+    }
+
+    /// Validates an uploaded component, writes it to the policy's file, so that it survives a restart,
+    /// and activates it. Compiles on the calling thread: tens of milliseconds for a small component,
+    /// seconds for one with an interpreter.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if the component is invalid, [`Error::UnknownPolicy`],
+    /// [`Error::NoFile`] or [`Error::NotWritten`]. The active version is then unchanged.
+    pub fn upload(&self, policy: &str, component: &[u8]) -> Result<Activation, Error> {
+        let _change = self.change.lock();
+        let source = self.source(policy)?;
+        let golden = source.golden().map_err(|problem| Error::refused(policy, problem));
+        let activated = golden.and_then(|golden| {
+            let bundle = Bundle { component: component.to_vec(), golden };
+            self.replace(policy, source, &bundle, Origin::Upload)
+        });
+        if let Err(error @ Error::Refused { .. }) = &activated {
+            self.reject(policy, error.to_string());
+        }
+        activated
+    }
+
+    /// Activates the version before the active one and writes it to the policy's file. Later rollbacks
+    /// skip the version that was active.
+    ///
+    /// # Errors
+    /// [`Error::CannotRollBack`] if there is no earlier version or it is damaged; otherwise as
+    /// [`Self::upload`].
+    pub fn roll_back(&self, policy: &str) -> Result<Activation, Error> {
+        let _change = self.change.lock();
+        let source = self.source(policy)?;
+        let failed = |problem: String| Error::CannotRollBack { policy: policy.into(), problem };
+        let database = |source| Error::Database { policy: policy.into(), source };
+        let current = self.current(policy).sha256();
+        let history = self.history.list(policy).map_err(database)?;
+        let usable = |entry: &&HistoryEntry| entry.withdrawn.is_none() && entry.sha256 != current;
+        let Some(before) = history.iter().rev().find(usable) else {
+            return Err(failed("there is no earlier version".into()));
+        };
+        let component = self.history.component(policy, &before.sha256).map_err(database)?;
+        let component = component
+            .ok_or_else(|| failed(format!("the earlier version {} is damaged", before.sha256)))?;
+        // The golden file is not checked: it may describe the later version.
+        let valid = self.validate(policy, &component, "")?;
+        let golden = source.golden().unwrap_or_default();
+        let bundle = Bundle { component, golden };
+        self.write(policy, source, &bundle)?;
+        if let Err(error) = self.history.withdraw(policy, &current, Withdrawn::RolledBack) {
+            tracing::warn!(policy, %error, "rolled back version remains in the history");
+        }
+        let version = Version::new(valid, &bundle.component, Origin::History, Breaker::default());
+        Ok(self.activate(policy, version, &bundle.component))
+    }
+
+    /// The history of a policy, newest first. It includes the active version, unless that is the
+    /// shipped one and was never replaced.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPolicy`], or [`Error::Database`].
+    pub fn history(&self, policy: &str) -> Result<Vec<HistoryEntry>, Error> {
+        self.source(policy)?;
+        let list = self.history.list(policy);
+        let mut list = list.map_err(|source| Error::Database { policy: policy.into(), source })?;
+        list.reverse();
+        Ok(list)
+    }
+
+    /// The active versions, and rejected updates.
+    pub fn report(&self) -> Report {
+        let active = self.active();
+        let policies = active.policies.iter().map(|(name, entry)| {
+            let Version { component, bytes, origin, since, breaker } = &*entry.current;
+            let uses = self.chains.iter().flat_map(|(profile, chain)| {
+                let links = chain.links.iter().enumerate().filter(|(_, (link, _))| link == name);
+                links.map(|(position, &(_, shadow))| Use {
+                    profile: profile.clone(),
+                    position,
+                    shadow,
+                })
+            });
+            PolicyReport {
+                name: name.clone(),
+                sha256: entry.current.sha256(),
+                origin: *origin,
+                file: self.sources[name].file.clone(),
+                since: *since,
+                bytes: *bytes,
+                hooks: component.hooks().to_vec(),
+                imports: component.import_names(),
+                profiles: uses.collect(),
+                health: breaker.health(),
+                problem: entry.problem.clone(),
+                earlier: Vec::new(),
+            }
+        });
+        let mut policies: Vec<_> = policies.collect();
+        let params = self.chains.iter().flat_map(|(profile, chain)| {
+            chain.settings.params.iter().filter_map(|(param, value)| {
+                let Param::File { file } = value else { return None };
+                let problem = active.params[profile].problems.get(param).cloned();
+                let (profile, param) = (profile.clone(), param.clone());
+                Some(ParamReport { profile, param, file: file.clone(), problem })
+            })
+        });
+        let params = params.collect();
+        // The disk is read without the lock, so that starting requests do not wait for it.
+        drop(active);
+        for policy in &mut policies {
+            policy.earlier = self.history(&policy.name).unwrap_or_default();
+            policy.earlier.retain(|entry| entry.sha256 != policy.sha256);
+        }
+        Report { policies, params }
+    }
+
+    /// Counters of policies: policy, counter, value; sorted.
+    pub fn counters(&self) -> Vec<(String, String, u64)> {
+        self.host.counters()
+    }
+
+    /// Traces of requests.
+    pub fn traces(&self) -> &Arc<Traces> {
+        &self.traces
+    }
+
+    /// Whether a profile names this policy.
+    pub fn has(&self, policy: &str) -> bool {
+        self.sources.contains_key(policy)
+    }
+
+    /// The version that is active after the start.
+    fn load_first(&self, policy: &str, source: &Source) -> Result<PolicyEntry, Error> {
+        let user = self.users(policy).next().map_or("", |(name, _)| name);
+        let (bundle, origin) = match source.read() {
+            Ok(Some(bundle)) => (Ok(bundle), Origin::File),
+            Ok(None) => match source.shipped() {
+                Some(bundle) => (Ok(bundle), Origin::Shipped),
+                None => return Err(Error::refused(policy, source.missing()).in_profile(user)),
+            },
+            Err(problem) => (Err(Error::refused(policy, problem)), Origin::File),
+        };
+        let seen = bundle.as_ref().ok().map(digest_of);
+        let validated = bundle.and_then(|bundle| {
+            let component = self.validate(policy, &bundle.component, &bundle.golden)?;
+            Ok((component, bundle.component))
+        });
+        let problem = match &validated {
+            Err(error) => Some(error.to_string()),
+            Ok((component, _)) => self.failed_before(policy, &component.sha256()),
+        };
+        if let Some(problem) = problem
+            && let Some(version) = self.last_valid(policy)
+        {
+            let sha256 = version.sha256();
+            tracing::error!(policy, problem, sha256, "policy broken; loaded an earlier version");
+            let problem = Some(Problem::now(problem));
+            return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(version) });
+        }
+        let (component, bytes) = validated.map_err(|error| error.in_profile(user))?;
+        let version = Version::new(component, &bytes, origin, Breaker::default());
+        let sha256 = version.sha256();
+        tracing::info!(policy, sha256, origin = origin.name(), "policy loaded");
+        if origin == Origin::File {
+            self.add_to_history(policy, &version, &bytes);
+        }
+        Ok(PolicyEntry { seen, ..PolicyEntry::new(version) })
+    }
+
+    /// Why the version with this digest failed its probation, if it did.
+    fn failed_before(&self, policy: &str, sha256: &[u8; 32]) -> Option<String> {
+        let sha256 = hex::encode(sha256);
+        let history = self.history.list(policy).ok()?;
+        match history.into_iter().find(|entry| entry.sha256 == sha256)?.withdrawn? {
+            Withdrawn::Failed(reason) => Some(format!("policy `{policy}`: {reason}")),
+            Withdrawn::RolledBack => None,
+        }
+    }
+
+    /// The newest valid version of the history.
+    fn last_valid(&self, policy: &str) -> Option<Version> {
+        let history = self.history.list(policy).unwrap_or_default();
+        history.iter().rev().filter(|entry| entry.withdrawn.is_none()).find_map(|entry| {
+            let bytes = self.history.component(policy, &entry.sha256).ok()??;
+            let component = self.validate(policy, &bytes, "").ok()?;
+            Some(Version::new(component, &bytes, Origin::History, Breaker::default()))
+        })
+    }
+
+    /// Compiles a component and checks that it works in every profile that names it.
+    fn validate(&self, policy: &str, bytes: &[u8], golden: &str) -> Result<Arc<Component>, Error> {
+        let component = Arc::new(Component::load(&self.host, policy, bytes)?);
+        for (profile, chain) in self.users(policy) {
+            let granted = component.check_grants(&chain.settings.grants);
+            granted.map_err(|error| error.in_profile(profile))?;
+        }
+        component.instantiate(&Context::dry_run()).map_err(|failure| {
+            Error::refused(policy, format!("{}: {}", failure.hook, failure.cause))
+        })?;
+        if !golden.is_empty() {
+            check_golden(&component, golden)?;
+        }
+        Ok(component)
+    }
+
+    /// Activates a component, unless it is active already.
+    fn replace(
+        &self,
+        policy: &str,
+        source: &Source,
+        bundle: &Bundle,
+        origin: Origin,
+    ) -> Result<Activation, Error> {
+        let current = self.current(policy);
+        let upload = origin == Origin::Upload;
+        let sha256: [u8; 32] = Sha256::digest(&bundle.component).into();
+        if current.component.sha256() == sha256 {
+            if upload {
+                self.write(policy, source, bundle)?;
+            }
+            self.active().policy(policy).problem = None;
+            let sha256 = hex::encode(sha256);
+            return Ok(Activation { policy: policy.into(), sha256, replaced: None });
+        }
+        let component = self.validate(policy, &bundle.component, &bundle.golden)?;
+        if upload {
+            self.write(policy, source, bundle)?;
+        }
+        if current.origin == Origin::Shipped
+            && let Some(shipped) = source.shipped()
+        {
+            // So that a rollback can return to it.
+            self.add_to_history(policy, &current, &shipped.component);
+        }
+        let version = Version::new(component, &bundle.component, origin, Breaker::on_probation());
+        Ok(self.activate(policy, version, &bundle.component))
+    }
+
+    /// Writes a component to the file of its policy.
+    fn write(&self, policy: &str, source: &Source, bundle: &Bundle) -> Result<(), Error> {
+        let Some(path) = &source.file else {
+            return Err(Error::NoFile { policy: policy.into() });
+        };
+        source::write(path, &bundle.component).map_err(|source| Error::NotWritten {
+            policy: policy.into(),
+            path: path.clone(),
+            source,
+        })?;
+        self.active().policy(policy).seen = Some(digest_of(bundle));
+        Ok(())
+    }
+
+    fn activate(&self, policy: &str, version: Version, bytes: &[u8]) -> Activation {
+        self.add_to_history(policy, &version, bytes);
+        let (sha256, origin) = (version.sha256(), version.origin.name());
+        let replaced = {
+            let mut active = self.active();
+            let replaced = active.policy(policy).activate(version);
+            active.resolve(&self.chains, &self.limits);
+            replaced.sha256()
+        };
+        tracing::info!(policy, sha256, replaced, origin, "policy activated");
+        Activation { policy: policy.into(), sha256, replaced: Some(replaced) }
+    }
+
+    fn add_to_history(&self, policy: &str, version: &Version, bytes: &[u8]) {
+        let entry = HistoryEntry {
+            sha256: version.sha256(),
+            bytes: version.bytes,
+            origin: version.origin,
+            since: version.since,
+            withdrawn: None,
+        };
+        if let Err(error) = self.history.record(policy, entry, bytes) {
+            tracing::warn!(policy, %error, "policy version not added to the history");
+        }
+    }
+
+    /// Logs and reports a rejected update.
+    fn reject(&self, policy: &str, message: String) {
+        let mut active = self.active();
+        let entry = active.policy(policy);
+        if entry.problem.as_ref().is_none_or(|problem| problem.message != message) {
+            tracing::warn!(policy, problem = message, "policy update rejected");
+            entry.problem = Some(Problem::now(message));
+        }
+    }
+
+    /// The active versions. Versions that failed their probation are rolled back first.
+    fn active(&self) -> MutexGuard<'_, Active> {
+        let mut active = self.active.lock();
+        let condemned = active.roll_back_condemned();
+        if !condemned.is_empty() {
+            active.resolve(&self.chains, &self.limits);
+        }
+        for (policy, version, reason) in condemned {
+            let sha256 = version.sha256();
+            tracing::error!(policy, sha256, reason, "policy rolled back");
+            let history = self.history.clone();
+            let withdraw = move || {
+                if let Err(error) = history.withdraw(&policy, &sha256, Withdrawn::Failed(reason)) {
+                    tracing::warn!(policy, %error, "a restart would load the failed version");
+                }
+            };
+            // On a thread of its own: requests start here and must not wait for the disk.
+            if let Err(error) = std::thread::Builder::new().spawn(withdraw) {
+                tracing::warn!(%error, "a restart would load the failed version");
+            }
+        }
+        active
+    }
+
+    fn current(&self, policy: &str) -> Arc<Version> {
+        self.active().policy(policy).current.clone()
+    }
+
+    fn source(&self, policy: &str) -> Result<&Source, Error> {
+        self.sources.get(policy).ok_or_else(|| {
+            let known: Vec<_> = self.sources.keys().map(String::as_str).collect();
+            Error::UnknownPolicy { policy: policy.into(), known: known.join(", ") }
+        })
+    }
+
+    /// The profiles that name a policy.
+    fn users(&self, policy: &str) -> impl Iterator<Item = (&str, &ProfileChain)> {
+        let names = move |chain: &ProfileChain| chain.links.iter().any(|(link, _)| link == policy);
+        let users = self.chains.iter().filter(move |(_, chain)| names(chain));
+        users.map(|(name, chain)| (name.as_str(), chain))
+    }
+}

@@ -1,0 +1,92 @@
+//! Reloads components, golden files and parameters when their files change.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::active::digest_of;
+use super::source::{Source, read_param};
+use super::watch::Watch;
+use super::{Origin, Policies, Problem};
+use crate::config::Param;
+use crate::error::Error;
+
+impl Policies {
+    /// Watches all files, if `policy.watch` is set, on a thread that ends with the last handle.
+    pub fn watch(self: &Arc<Self>) {
+        let components = self.sources.values().filter_map(|source| source.file.clone());
+        let mut files: Vec<PathBuf> =
+            components.flat_map(|file| [file.with_extension("jsonl"), file]).collect();
+        let params = self.chains.values().flat_map(|chain| chain.settings.params.values());
+        files.extend(params.filter_map(|param| match param {
+            Param::File { file } => Some(file.clone()),
+            Param::Text(_) => None,
+        }));
+        if !self.limits.watch || files.is_empty() {
+            return;
+        }
+        let policies = Arc::downgrade(self);
+        let changed = move || policies.upgrade().map(|policies| policies.reload()).is_some();
+        match Watch::start(&files, changed) {
+            Ok(watch) => drop(self.watch.set(watch)),
+            Err(error) => tracing::warn!(%error, "policy files cannot be watched"),
+        }
+    }
+
+    /// Reads all files again and activates what has changed. Problems are logged and reported.
+    pub(super) fn reload(&self) {
+        for (policy, source) in &self.sources {
+            if let Err(problem) = self.reload_policy(policy, source) {
+                self.reject(policy, problem);
+            }
+        }
+        for (profile, chain) in &self.chains {
+            for (param, value) in &chain.settings.params {
+                self.reload_param(profile, param, value);
+            }
+        }
+    }
+
+    fn reload_policy(&self, policy: &str, source: &Source) -> Result<(), String> {
+        let _change = self.change.lock();
+        let read = source.read();
+        let Some(bundle) = read.map_err(|e| Error::refused(policy, e).to_string())? else {
+            let mut active = self.active();
+            let entry = active.policy(policy);
+            entry.seen = None;
+            return match (&source.file, entry.current.origin) {
+                (None, _) | (_, Origin::Shipped) => Ok(()),
+                (Some(file), _) => Err(format!(
+                    "policy `{policy}`: {} no longer exists; the active version ends with the server",
+                    file.display()
+                )),
+            };
+        };
+        let seen = Some(digest_of(&bundle));
+        if std::mem::replace(&mut self.active().policy(policy).seen, seen) == seen {
+            return Ok(());
+        }
+        let replaced = self.replace(policy, source, &bundle, Origin::File);
+        replaced.map(drop).map_err(|error| error.to_string())
+    }
+
+    fn reload_param(&self, profile: &str, param: &str, value: &Param) {
+        let read = read_param(value);
+        let mut active = self.active();
+        let params = active.params.get_mut(profile).expect("every profile has parameters");
+        match read {
+            Ok(text) => {
+                params.problems.remove(param);
+                if params.texts.get(param) != Some(&text) {
+                    params.texts.insert(param.into(), text);
+                    active.resolve(&self.chains, &self.limits);
+                    tracing::info!(profile, param, "parameter updated");
+                }
+            }
+            Err(problem) if params.problems.get(param).is_some_and(|p| p.message == problem) => {}
+            Err(problem) => {
+                tracing::warn!(profile, param, problem, "parameter update rejected");
+                params.problems.insert(param.into(), Problem::now(problem));
+            }
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Reports for operators: plain data, without components.
+
+use std::path::PathBuf;
+
+use super::history::{HistoryEntry, Origin};
+use crate::breaker::Health;
+
+/// All policies and parameters from files.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Sorted by name.
+    pub policies: Vec<PolicyReport>,
+    /// Parameters from files.
+    pub params: Vec<ParamReport>,
+}
+
+/// One policy.
+#[derive(Debug, Clone)]
+pub struct PolicyReport {
+    /// Its name.
+    pub name: String,
+    /// SHA-256 of the active version, in hex.
+    pub sha256: String,
+    /// Origin of the active version.
+    pub origin: Origin,
+    /// File from which it is loaded; `None` if it has none.
+    pub file: Option<PathBuf>,
+    /// Time of activation, in seconds since 1970.
+    pub since: u64,
+    /// Size of the component.
+    pub bytes: usize,
+    /// Exported hooks.
+    pub hooks: Vec<&'static str>,
+    /// Imported interfaces, by full name.
+    pub imports: Vec<String>,
+    /// Profiles that name it.
+    pub profiles: Vec<Use>,
+    /// Health of the active version.
+    pub health: Health,
+    /// Why the last update was rejected.
+    pub problem: Option<Problem>,
+    /// Other versions in the history, newest first.
+    pub earlier: Vec<HistoryEntry>,
+}
+
+/// The use of a policy in a profile.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Use {
+    /// The profile.
+    pub profile: String,
+    /// Index in its chain; shadows come last.
+    pub position: usize,
+    /// Whether it is a shadow.
+    pub shadow: bool,
+}
+
+/// A rejected update.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// Time, in seconds since 1970.
+    pub at: u64,
+    /// What went wrong.
+    pub message: String,
+}
+
+/// A parameter from a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamReport {
+    /// The profile.
+    pub profile: String,
+    /// The parameter.
+    pub param: String,
+    /// The file.
+    pub file: PathBuf,
+    /// Why the current contents of the file are not used.
+    pub problem: Option<Problem>,
+}
+
+/// Result of an upload or rollback.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Activation {
+    /// The policy.
+    pub policy: String,
+    /// SHA-256 of the active version, in hex.
+    pub sha256: String,
+    /// SHA-256 of the version that it replaced; `None` if it was active already.
+    pub replaced: Option<String>,
+}

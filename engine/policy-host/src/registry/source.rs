@@ -1,0 +1,299 @@
+//! Sources of policies and parameters: names, files, and policies inside the binary.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::{MAIN_SEPARATOR, Path, PathBuf};
+
+use crate::config::{Param, PolicyConfig, ProfilePolicies};
+use crate::error::Error;
+use crate::sandbox::COMPONENT_BYTES;
+
+/// Bytes of the file of a parameter.
+pub const PARAM_BYTES: usize = 256 << 10;
+
+/// Bytes of a golden file.
+const GOLDEN_BYTES: usize = 16 << 20;
+
+/// Characters in the name of a policy.
+const NAME_CHARS: usize = 64;
+
+/// A policy inside the binary.
+pub struct Shipped {
+    pub name: &'static str,
+    pub component: &'static [u8],
+    pub golden: &'static str,
+}
+
+macro_rules! shipped {
+    ($name:literal) => {
+        Shipped {
+            name: $name,
+            component: include_bytes!(concat!("../../../../policies/", $name, "/", $name, ".wasm")),
+            golden: include_str!(concat!("../../../../policies/", $name, "/", $name, ".jsonl")),
+        }
+    };
+}
+
+/// All policies inside the binary.
+pub const SHIPPED: &[Shipped] =
+    &[shipped!("agent"), shipped!("default"), shipped!("passthrough"), shipped!("rules")];
+
+/// Where a policy is loaded from: its file, or else the binary.
+#[derive(Clone)]
+pub struct Source {
+    /// `NAME.wasm` in `policy.folder`, or the path that a profile names. It need not exist.
+    pub file: Option<PathBuf>,
+    pub shipped: Option<&'static Shipped>,
+}
+
+/// The chain of a profile.
+pub struct ProfileChain {
+    /// Names of policies, and whether they are shadows.
+    pub links: Vec<(String, bool)>,
+    pub settings: ProfilePolicies,
+}
+
+/// A component and its golden file (empty for none).
+pub struct Bundle {
+    pub component: Vec<u8>,
+    pub golden: String,
+}
+
+impl Source {
+    /// Name and source of the policy that a profile names as `entry`; `folder` is `policy.folder`,
+    /// empty for none.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if `entry` is neither a name nor a path.
+    pub fn of(entry: &str, folder: &Path) -> Result<(String, Self), Error> {
+        if is_path(entry) {
+            let path = PathBuf::from(entry);
+            let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or(entry).to_owned();
+            return Ok((stem, Self { file: Some(path), shipped: None }));
+        }
+        let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if entry.is_empty() || entry.len() > NAME_CHARS || !entry.chars().all(allowed) {
+            let problem = format!(
+                "is not the name of a policy: use at most {NAME_CHARS} letters, digits, `-` and `_`; \
+                 a path contains a `/` or ends in `.wasm`"
+            );
+            return Err(Error::refused(entry, problem));
+        }
+        let file = folder.join(format!("{entry}.wasm"));
+        let file = (!folder.as_os_str().is_empty()).then_some(file);
+        let shipped = SHIPPED.iter().find(|shipped| shipped.name == entry);
+        Ok((entry.into(), Self { file, shipped }))
+    }
+
+    /// Whether both are the same file, however their paths are written.
+    fn is_same(&self, other: &Self) -> bool {
+        let path = |source: &Self| {
+            source.file.as_ref().map(|file| {
+                file.canonicalize().or_else(|_| std::path::absolute(file)).unwrap_or(file.clone())
+            })
+        };
+        path(self) == path(other)
+    }
+
+    /// Reads the file, if it exists, and its golden file.
+    ///
+    /// # Errors
+    /// The file and the problem.
+    pub fn read(&self) -> Result<Option<Bundle>, String> {
+        let Some(file) = &self.file else { return Ok(None) };
+        let Some(component) = read(file, COMPONENT_BYTES)? else { return Ok(None) };
+        Ok(Some(Bundle { component, golden: self.golden()? }))
+    }
+
+    /// The policy inside the binary.
+    pub fn shipped(&self) -> Option<Bundle> {
+        let Shipped { component, golden, .. } = self.shipped?;
+        Some(Bundle { component: component.to_vec(), golden: (*golden).into() })
+    }
+
+    /// The golden file beside the file; empty for none.
+    ///
+    /// # Errors
+    /// The file and the problem.
+    pub fn golden(&self) -> Result<String, String> {
+        let Some(file) = &self.file else { return Ok(String::new()) };
+        let file = file.with_extension("jsonl");
+        let Some(golden) = read(&file, GOLDEN_BYTES)? else { return Ok(String::new()) };
+        String::from_utf8(golden).map_err(|error| format!("{}: {error}", file.display()))
+    }
+
+    /// The problem to report if the policy does not exist.
+    pub fn missing(&self) -> String {
+        let names: Vec<_> = SHIPPED.iter().map(|shipped| format!("`{}`", shipped.name)).collect();
+        let looked = match &self.file {
+            Some(file) => format!("{} does not exist", file.display()),
+            None => "is not a shipped policy, and policy.folder is not set".into(),
+        };
+        format!(
+            "{looked}; name {}, NAME for NAME.wasm in policy.folder, or the path of a component \
+             (policies/README.md explains how to build one)",
+            names.join(", ")
+        )
+    }
+}
+
+fn is_path(entry: &str) -> bool {
+    entry.contains('/') || entry.contains(MAIN_SEPARATOR) || entry.ends_with(".wasm")
+}
+
+/// The chains of all profiles, and the source of each policy that they name.
+///
+/// # Errors
+/// [`Error::Refused`] if an entry is neither a name nor a path, or two files have one name;
+/// [`Error::Config`] if a parameter belongs to a policy that its profile does not name.
+pub fn resolve_profiles(
+    config: &PolicyConfig,
+    profiles: &BTreeMap<String, ProfilePolicies>,
+) -> Result<(BTreeMap<String, ProfileChain>, BTreeMap<String, Source>), Error> {
+    let (mut chains, mut sources) = (BTreeMap::new(), BTreeMap::<String, Source>::new());
+    for (name, settings) in profiles {
+        let applied = settings.policies.iter().map(|entry| (entry, false));
+        let mut links = Vec::new();
+        for (entry, shadow) in applied.chain(settings.shadow.iter().map(|entry| (entry, true))) {
+            let (policy, source) =
+                Source::of(entry, &config.folder).map_err(|error| error.in_profile(name))?;
+            if let Some(other) = sources.get(&policy)
+                && !other.is_same(&source)
+            {
+                let path = |source: &Source| match &source.file {
+                    Some(file) => file.display().to_string(),
+                    None => "the shipped policy".into(),
+                };
+                let problem = format!(
+                    "is the name of both {} and {}; rename one of the files",
+                    path(other),
+                    path(&source)
+                );
+                return Err(Error::refused(&policy, problem).in_profile(name));
+            }
+            sources.entry(policy.clone()).or_insert(source);
+            links.push((policy, shadow));
+        }
+        for param in settings.params.keys().filter(|param| param.contains('.')) {
+            let is_of =
+                |policy: &str| param.strip_prefix(policy).is_some_and(|own| own.starts_with('.'));
+            if !links.iter().any(|(policy, _)| is_of(policy)) {
+                let known: Vec<_> = links.iter().map(|(policy, _)| policy.as_str()).collect();
+                let known = known.join(", ");
+                let problem = format!(
+                    "params `{param}` of profile `{name}`: the profile does not name that policy, \
+                     only {known}"
+                );
+                return Err(Error::Config { field: "profiles", problem });
+            }
+        }
+        chains.insert(name.clone(), ProfileChain { links, settings: settings.clone() });
+    }
+    Ok((chains, sources))
+}
+
+/// The text of a parameter.
+///
+/// # Errors
+/// Why its file cannot be read.
+pub fn read_param(param: &Param) -> Result<String, String> {
+    match param {
+        Param::Text(text) => Ok(text.clone()),
+        Param::File { file } => read_text(file),
+    }
+}
+
+fn read_text(file: &Path) -> Result<String, String> {
+    let bytes = read(file, PARAM_BYTES)?;
+    let bytes = bytes.ok_or_else(|| format!("{} does not exist", file.display()))?;
+    String::from_utf8(bytes).map_err(|error| format!("{}: {error}", file.display()))
+}
+
+/// A file of at most `limit` bytes; `None` if it does not exist.
+fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file,
+    };
+    let mut bytes = Vec::new();
+    // One byte more than the limit shows that the file is longer, even if it grows meanwhile.
+    file.and_then(|file| file.take(limit as u64 + 1).read_to_end(&mut bytes))
+        .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+    if bytes.len() > limit {
+        return Err(format!("{} is larger than the limit of {limit} bytes", path.display()));
+    }
+    Ok(Some(bytes))
+}
+
+/// Replaces the file at `path` atomically.
+///
+/// # Errors
+/// When it cannot be written; the old file remains.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    // A link remains: its target is replaced.
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let mut file = tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
+    file.write_all(bytes)?;
+    // Without it a crash could leave an empty file under the new name.
+    file.as_file().sync_all()?;
+    file.persist(&path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn an_entry_is_a_name_or_a_path() {
+        let folder = Path::new("/policies");
+        for (entry, name, file, shipped) in [
+            ("default", "default", "/policies/default.wasm", true),
+            ("mine", "mine", "/policies/mine.wasm", false),
+            ("mine.wasm", "mine", "mine.wasm", false),
+            ("./mine", "mine", "./mine", false),
+            ("/etc/default.wasm", "default", "/etc/default.wasm", false),
+        ] {
+            let (named, source) = Source::of(entry, folder).unwrap();
+            assert_eq!(named, name);
+            assert_eq!(source.file.as_deref(), Some(Path::new(file)), "{entry}");
+            assert_eq!(source.shipped.is_some(), shipped, "{entry}");
+        }
+        assert!(Source::of("default", Path::new("")).unwrap().1.file.is_none());
+        for entry in ["", "a b", "..", "ä", &"x".repeat(65)] {
+            let error = Source::of(entry, folder).err().expect(entry).to_string();
+            assert!(error.contains("is not the name of a policy"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_replaced_atomically_and_leaves_no_temporary_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.wasm");
+        for text in ["one", "two"] {
+            write(&path, text.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        // A file cannot replace a folder.
+        fs::create_dir(folder.path().join("b")).unwrap();
+        write(&folder.path().join("b"), b"three").unwrap_err();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_file_beyond_its_limit_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("param");
+        assert_eq!(read(&path, 3), Ok(None));
+        fs::write(&path, "four").unwrap();
+        assert!(read(&path, 3).unwrap_err().contains("larger than the limit of 3 bytes"));
+        assert_eq!(read(&path, 4), Ok(Some(b"four".to_vec())));
+        fs::write(&path, [0xff]).unwrap();
+        assert!(read_text(&path).unwrap_err().contains("utf-8"));
+    }
+}

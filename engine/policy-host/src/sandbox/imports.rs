@@ -1,0 +1,403 @@
+//! The imports of the contract: log, kv, tokenizer, counters and failure.
+//!
+//! `wit/policy.wit` documents each function. Fuel does not count the work of the host, so a call of a
+//! hook may use imports [`MAX_IMPORT_CALLS`] times and pass [`PASSED_BYTES`] through them. Results of
+//! kv and tokenizer are recorded, and a replay returns the same.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{Context, State};
+use crate::config::PolicyConfig;
+use crate::contract::bindings::steersman::policy::kv::Refusal;
+use crate::contract::bindings::steersman::policy::log::Level;
+use crate::contract::bindings::steersman::policy::{counters, failure, kv, log, tokenizer};
+use crate::contract::{ImportCall, Vocabulary};
+use crate::error::Cause;
+use crate::kv::{KEY_BYTES, Kv, Map, Space};
+
+/// Uses of imports in one call of a hook; one more is a failure.
+const MAX_IMPORT_CALLS: u32 = 1024;
+
+/// Bytes of arguments and results of imports in one call of a hook; more is a failure. The limit is
+/// higher if `policy.kv_bytes` is so large that reading and writing all of it would exceed it.
+const PASSED_BYTES: usize = 4 << 20;
+
+/// Lines of one request in the log.
+const MAX_LINES: u32 = 64;
+
+/// Bytes of a line or message, before control characters are escaped.
+const LINE_BYTES: usize = 1024;
+
+/// Bytes of a text to encode.
+const ENCODE_BYTES: usize = 64 << 10;
+
+/// Tokens to decode.
+const DECODE_TOKENS: usize = 16 << 10;
+
+/// Counters of one policy.
+const MAX_COUNTERS: usize = 32;
+
+/// Bytes of the name of a counter.
+const COUNTER_BYTES: usize = 64;
+
+/// Bytes that may pass through imports in one call of a hook.
+pub fn passed_bytes(limits: &PolicyConfig) -> usize {
+    PASSED_BYTES.max(limits.kv_bytes.saturating_add(KEY_BYTES).saturating_mul(2))
+}
+
+/// Shared by the instances of all policies.
+pub struct Services {
+    /// `kv` values.
+    pub kv: Kv,
+    /// Counters.
+    pub counters: Counters,
+}
+
+/// The imports of one instance.
+pub struct Imports {
+    policy: String,
+    request: String,
+    services: Arc<Services>,
+    vocabulary: Arc<dyn Vocabulary>,
+    map: KvMap,
+    max_bytes: usize,
+    lines: u32,
+    /// Used by the current call of a hook.
+    budget: Budget,
+    hook_seen: bool,
+    calls: Vec<ImportCall>,
+}
+
+/// The map behind `kv`.
+enum KvMap {
+    /// In the database.
+    Stored(Space),
+    /// A recording; calls that it lacks use a map in memory.
+    Recorded { answers: Answers, map: Map, quota: usize },
+}
+
+/// Recorded results by call and arguments, in order.
+type Answers = HashMap<(String, Vec<String>), VecDeque<Option<String>>>;
+
+struct Budget {
+    calls: u32,
+    bytes: usize,
+}
+
+impl Imports {
+    /// Imports of a new instance of `policy`.
+    pub fn new(
+        policy: &str,
+        context: &Context,
+        services: &Arc<Services>,
+        limits: &PolicyConfig,
+    ) -> Self {
+        let map = match &context.recorded {
+            None => KvMap::Stored(services.kv.space(&context.profile, policy)),
+            Some(calls) => {
+                let mut answers = Answers::new();
+                for ImportCall { call, arguments, answer } in calls.iter().cloned() {
+                    answers.entry((call, arguments)).or_default().push_back(answer);
+                }
+                KvMap::Recorded { answers, map: Map::default(), quota: limits.kv_bytes }
+            }
+        };
+        Self {
+            policy: policy.into(),
+            request: context.request.clone(),
+            services: services.clone(),
+            vocabulary: context.vocabulary.clone(),
+            map,
+            max_bytes: passed_bytes(limits),
+            lines: 0,
+            budget: Budget { calls: 0, bytes: 0 },
+            hook_seen: false,
+            calls: Vec::new(),
+        }
+    }
+
+    /// Resets the limits at the beginning of a call.
+    pub fn begin(&mut self) {
+        self.budget = Budget { calls: 0, bytes: 0 };
+        // Calls of the start function are reported with the first call: nobody can take them before.
+        if self.hook_seen {
+            self.calls.clear();
+        }
+        self.hook_seen = true;
+    }
+
+    /// Import calls since the last [`Self::begin`].
+    pub fn take(&mut self) -> Vec<ImportCall> {
+        std::mem::take(&mut self.calls)
+    }
+
+    fn charge(&mut self, bytes: usize) -> Result<(), String> {
+        self.budget.bytes = self.budget.bytes.saturating_add(bytes);
+        if self.budget.bytes > self.max_bytes {
+            return Err(format!(
+                "passed more than {} bytes through imports in one call",
+                self.max_bytes
+            ));
+        }
+        Ok(())
+    }
+
+    fn begin_call(&mut self) -> Result<(), String> {
+        self.budget.calls += 1;
+        if self.budget.calls > MAX_IMPORT_CALLS {
+            return Err(format!("used imports more than {MAX_IMPORT_CALLS} times in one call"));
+        }
+        Ok(())
+    }
+
+    /// Writes a line.
+    pub fn log(&mut self, level: Level, line: &str) -> Result<(), String> {
+        self.charge(line.len())?;
+        self.lines = self.lines.saturating_add(1);
+        let (policy, request) = (self.policy.as_str(), self.request.as_str());
+        if self.lines > MAX_LINES {
+            if self.lines == MAX_LINES + 1 {
+                tracing::warn!(target: "policy", policy, request, "more than {MAX_LINES} lines; further lines are dropped");
+            }
+            return Ok(());
+        }
+        let line = escaped(&line[..line.floor_char_boundary(LINE_BYTES)]);
+        match level {
+            Level::Debug => tracing::debug!(target: "policy", policy, request, "{line}"),
+            Level::Info => tracing::info!(target: "policy", policy, request, "{line}"),
+            Level::Warn => tracing::warn!(target: "policy", policy, request, "{line}"),
+        }
+        Ok(())
+    }
+
+    /// The value of a key.
+    pub fn get(&mut self, key: String) -> Result<Option<String>, String> {
+        self.charge(key.len())?;
+        let arguments = vec![key];
+        let answer = match (self.recorded("kv.get", &arguments), &self.map) {
+            (Some(answer), _) => answer,
+            (None, KvMap::Stored(space)) => space.get(&arguments[0]),
+            (None, KvMap::Recorded { map, .. }) => map.get(&arguments[0]).map(str::to_owned),
+        };
+        self.charge(answer.as_ref().map_or(0, String::len))?;
+        self.record("kv.get", arguments, answer.clone());
+        Ok(answer)
+    }
+
+    /// Sets it.
+    pub fn set(&mut self, key: String, value: String) -> Result<Result<(), Refusal>, String> {
+        self.charge(key.len().saturating_add(value.len()))?;
+        let arguments = vec![key, value];
+        let recorded = self.recorded("kv.set", &arguments);
+        let [key, value] = &arguments[..] else { unreachable!("a key and a value") };
+        let mut answer = match &mut self.map {
+            KvMap::Stored(space) => space.set(key, value.clone())?,
+            KvMap::Recorded { map, quota, .. } => map.set(key, value.clone(), *quota),
+        };
+        if let Some(recorded) = recorded {
+            answer = match recorded.as_deref() {
+                None => Ok(()),
+                Some("bad-key") => Err(Refusal::BadKey),
+                Some(_) => Err(Refusal::Full),
+            };
+        }
+        let refusal = answer.err().map(|refusal| match refusal {
+            Refusal::BadKey => "bad-key".to_owned(),
+            Refusal::Full => "full".to_owned(),
+        });
+        self.record("kv.set", arguments, refusal);
+        Ok(answer)
+    }
+
+    /// Removes it.
+    pub fn delete(&mut self, key: String) -> Result<bool, String> {
+        self.charge(key.len())?;
+        let arguments = vec![key];
+        let recorded = self.recorded("kv.delete", &arguments).flatten();
+        let deleted = match &mut self.map {
+            KvMap::Stored(space) => space.delete(&arguments[0])?,
+            KvMap::Recorded { map, .. } => map.delete(&arguments[0]),
+        };
+        let deleted = recorded.map_or(deleted, |answer| answer == "true");
+        self.record("kv.delete", arguments, Some(deleted.to_string()));
+        Ok(deleted)
+    }
+
+    /// Tokens of a text.
+    pub fn encode(&mut self, text: String) -> Result<Vec<u32>, String> {
+        if text.len() > ENCODE_BYTES {
+            return Err(format!("text of more than {ENCODE_BYTES} bytes"));
+        }
+        self.charge(text.len())?;
+        let arguments = vec![text];
+        let recorded = self.recorded("tokenizer.encode", &arguments).flatten();
+        let tokens = recorded.and_then(|tokens| serde_json::from_str(&tokens).ok());
+        let tokens: Vec<u32> = tokens
+            .or_else(|| self.vocabulary.encode(&arguments[0]))
+            .ok_or("the tokenizer failed")?;
+        self.charge(size_of_val(&*tokens))?;
+        self.record("tokenizer.encode", arguments, Some(json(&tokens)));
+        Ok(tokens)
+    }
+
+    /// Text of tokens.
+    pub fn decode(&mut self, tokens: &[u32]) -> Result<String, String> {
+        if tokens.len() > DECODE_TOKENS {
+            return Err(format!("more than {DECODE_TOKENS} tokens"));
+        }
+        self.charge(size_of_val(tokens))?;
+        let arguments = vec![json(tokens)];
+        let recorded = self.recorded("tokenizer.decode", &arguments).flatten();
+        let text = recorded.unwrap_or_else(|| self.vocabulary.decode(tokens));
+        self.charge(text.len())?;
+        self.record("tokenizer.decode", arguments, Some(text.clone()));
+        Ok(text)
+    }
+
+    /// Adds to a counter.
+    pub fn count(&mut self, name: &str, by: u64) -> Result<(), String> {
+        self.charge(name.len())?;
+        if matches!(self.map, KvMap::Stored(_)) {
+            self.services.counters.add(&self.policy, name, by);
+        }
+        Ok(())
+    }
+
+    /// The next recorded answer to this call, if there is one.
+    fn recorded(&mut self, call: &str, arguments: &[String]) -> Option<Option<String>> {
+        let KvMap::Recorded { answers, .. } = &mut self.map else { return None };
+        answers.get_mut(&(call.to_owned(), arguments.to_vec()))?.pop_front()
+    }
+
+    fn record(&mut self, call: &str, arguments: Vec<String>, answer: Option<String>) {
+        self.calls.push(ImportCall { call: call.into(), arguments, answer });
+    }
+}
+
+impl State {
+    /// Serves the use of an import. An error ends the guest.
+    fn serve<T>(
+        &mut self,
+        call: &str,
+        serve: impl FnOnce(&mut Imports) -> Result<T, String>,
+    ) -> wasmtime::Result<T> {
+        let imports = self.imports.as_mut().expect("components with imports have them");
+        imports
+            .begin_call()
+            .and_then(|()| serve(imports))
+            .map_err(|problem| self.fail(Cause::Limit(format!("{call}: {problem}"))))
+    }
+}
+
+impl failure::Host for State {
+    fn fail(&mut self, message: String) -> wasmtime::Result<()> {
+        let message = message[..message.floor_char_boundary(LINE_BYTES)].trim_end();
+        Err(self.fail(Cause::Message(escaped(message))))
+    }
+}
+
+impl log::Host for State {
+    fn write(&mut self, level: Level, line: String) -> wasmtime::Result<()> {
+        self.serve("log.write", |imports| imports.log(level, &line))
+    }
+}
+
+impl kv::Host for State {
+    fn get(&mut self, key: String) -> wasmtime::Result<Option<String>> {
+        self.serve("kv.get", |imports| imports.get(key))
+    }
+
+    fn set(&mut self, key: String, value: String) -> wasmtime::Result<Result<(), Refusal>> {
+        self.serve("kv.set", |imports| imports.set(key, value))
+    }
+
+    fn delete(&mut self, key: String) -> wasmtime::Result<bool> {
+        self.serve("kv.delete", |imports| imports.delete(key))
+    }
+}
+
+impl tokenizer::Host for State {
+    fn encode(&mut self, text: String) -> wasmtime::Result<Vec<u32>> {
+        self.serve("tokenizer.encode", |imports| imports.encode(text))
+    }
+
+    fn decode(&mut self, tokens: Vec<u32>) -> wasmtime::Result<String> {
+        self.serve("tokenizer.decode", |imports| imports.decode(&tokens))
+    }
+}
+
+impl counters::Host for State {
+    fn add(&mut self, name: String, by: u64) -> wasmtime::Result<()> {
+        self.serve("counters.add", |imports| imports.count(&name, by))
+    }
+}
+
+/// Counters by policy and name.
+#[derive(Default)]
+pub struct Counters(Mutex<Counted>);
+
+#[derive(Default)]
+struct Counted {
+    values: BTreeMap<String, BTreeMap<String, u64>>,
+    /// Policies with dropped calls, each reported once.
+    dropped: BTreeSet<String>,
+}
+
+impl Counters {
+    /// Adds to a counter of `policy`.
+    pub fn add(&self, policy: &str, name: &str, by: u64) {
+        let mut counted = self.0.lock();
+        if !counted.values.contains_key(policy) {
+            counted.values.insert(policy.into(), BTreeMap::new());
+        }
+        let counters = counted.values.get_mut(policy).expect("inserted above");
+        if let Some(value) = counters.get_mut(name) {
+            *value = value.saturating_add(by);
+            return;
+        }
+        let is_valid = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let valid = (1..=COUNTER_BYTES).contains(&name.len()) && name.chars().all(is_valid);
+        if valid && counters.len() < MAX_COUNTERS {
+            counters.insert(name.into(), by);
+        } else if counted.dropped.insert(policy.into()) {
+            let head = escaped(&name[..name.floor_char_boundary(COUNTER_BYTES)]);
+            tracing::warn!(
+                target: "policy",
+                policy,
+                counter = head,
+                "counter dropped: a name has 1 to {COUNTER_BYTES} letters, digits or `_`, a policy \
+                 at most {MAX_COUNTERS} counters"
+            );
+        }
+    }
+
+    /// Policy, counter and value; sorted.
+    pub fn list(&self) -> Vec<(String, String, u64)> {
+        let counted = self.0.lock();
+        let of = |(policy, counters): (&String, &BTreeMap<String, u64>)| {
+            let list = counters.iter().map(|(name, &value)| (policy.clone(), name.clone(), value));
+            list.collect::<Vec<_>>()
+        };
+        counted.values.iter().flat_map(of).collect()
+    }
+}
+
+/// Escapes control characters.
+fn escaped(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() {
+            line.extend(c.escape_default());
+        } else {
+            line.push(c);
+        }
+    }
+    line
+}
+
+fn json(tokens: &[u32]) -> String {
+    serde_json::to_string(tokens).expect("numbers become JSON")
+}

@@ -1,0 +1,223 @@
+use super::*;
+use crate::chain::Chain;
+use crate::contract::{
+    Action, Ban, CallReport, Hook, Plan, Policy, PromptView, Replacement, RequestView, Step,
+    Summary, ToolCallView, Verdict,
+};
+use crate::error::Cause;
+
+const SECRET: &str = "the password is swordfish";
+
+/// Repeats the texts that it is called with in every field of its answers.
+#[derive(Default)]
+struct Parrot {
+    heard: String,
+}
+
+impl Parrot {
+    fn hear(&mut self, text: &str) -> String {
+        self.heard = text.into();
+        text.into()
+    }
+}
+
+impl Policy for Parrot {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        Ok(match call {
+            Call::Prompt(prompt) => {
+                let old = self.hear(&prompt.system[0]);
+                vec![Replacement { message: 0, new: format!("{old}!"), old }].into()
+            }
+            Call::Request(request) => {
+                Plan { note: Some(self.hear(&request.user)), every: 1, ..Plan::default() }.into()
+            }
+            Call::Step(step) => {
+                let text = self.hear(&step.text);
+                let ban = Ban { tokens: step.tokens.clone(), steps: 1 };
+                vec![
+                    Action::Inject(text.clone()),
+                    Action::CloseReasoning(text.clone()),
+                    Action::Ban(ban),
+                    Action::Stop(text),
+                ]
+                .into()
+            }
+            Call::ToolCall(view) => Verdict::Repair(self.hear(&view.arguments)).into(),
+            Call::Finish(_) => Answer::Finish,
+        })
+    }
+
+    fn take_report(&mut self) -> CallReport {
+        let heard = std::mem::take(&mut self.heard);
+        let import = ImportCall {
+            call: "kv.get".into(),
+            arguments: vec![heard.clone()],
+            answer: Some(heard.clone()),
+        };
+        CallReport {
+            cost: Cost { fuel: heard.len() as u64, nanoseconds: 5 },
+            imports: if heard.is_empty() { Vec::new() } else { vec![import] },
+            ..CallReport::default()
+        }
+    }
+}
+
+fn traces(config: PolicyConfig) -> Arc<Traces> {
+    Traces::new(&config).unwrap()
+}
+
+fn parrot(recorder: Recorder) -> Box<dyn Policy> {
+    let policy = Box::new(Parrot::default());
+    let link = Link { name: "parrot".into(), sha256: [171; 32], shadow: false, policy };
+    Box::new(Chain::new(vec![link], recorder))
+}
+
+/// A request in which every text is the secret.
+fn talk(traces: &Arc<Traces>, id: &str, text: bool, steps: u32) {
+    let mut chain = parrot(traces.recorder(id, "agent", text));
+    let params = vec![("hint".to_string(), SECRET.to_string())];
+    let system = vec![SECRET.to_string()];
+    let prompt = PromptView { system, params: params.clone(), ..PromptView::default() };
+    chain.ask(&prompt).unwrap();
+    let request = RequestView { user: SECRET.into(), params, ..RequestView::default() };
+    chain.ask(&request).unwrap();
+    for index in 1..=steps {
+        let tokens = vec![987_654_321, 987_654_322];
+        let step = Step { index, tokens, text: SECRET.into(), ..Step::default() };
+        chain.ask(&step).unwrap();
+    }
+    let call = ToolCallView { arguments: SECRET.into(), ..ToolCallView::default() };
+    chain.ask(&call).unwrap();
+    chain.ask(&Summary { reason: "stop".into(), ..Summary::default() }).unwrap();
+}
+
+fn lines(records: &[Record]) -> String {
+    records.iter().map(|record| serde_json::to_string(record).unwrap() + "\n").collect()
+}
+
+#[test]
+fn a_trace_contains_every_call_with_its_policy_and_cost() {
+    let traces = traces(PolicyConfig::default());
+    talk(&traces, "a", true, 2);
+    let records = traces.get("a").unwrap();
+    let hooks: Vec<_> = records.iter().map(|record| record.call.hook().name()).collect();
+    let expected = ["on-prompt", "on-request", "on-step", "on-step", "on-tool-call", "on-finish"];
+    assert_eq!(hooks, expected);
+    assert!(records.iter().all(|record| record.sha256 == "ab".repeat(32)));
+    let step = serde_json::to_string(&records[3]).unwrap();
+    assert_eq!(
+        step,
+        format!(
+            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
+            "ab".repeat(32)
+        )
+    );
+}
+
+#[test]
+fn a_masked_trace_has_lengths_in_place_of_texts_and_tokens() {
+    let traces = traces(PolicyConfig::default());
+    talk(&traces, "open", true, 2);
+    talk(&traces, "masked", false, 2);
+    let open = lines(&traces.get("open").unwrap());
+    let masked = lines(&traces.get("masked").unwrap());
+    for secret in ["password", "swordfish", "98765432"] {
+        assert!(open.contains(secret) && !masked.contains(secret), "{secret} in {masked}");
+    }
+    assert!(masked.lines().all(|line| line.contains(r#""masked":{"#)), "{masked}");
+    assert!(!open.contains("masked"), "{open}");
+    for length in [
+        r#""input.system[0]":25"#,
+        r#""answer[0].new":26"#,
+        r#""input.params.hint":25"#,
+        r#""input.user":25"#,
+        r#""answer.note":25"#,
+        r#""input.tokens":2"#,
+        r#""answer[2].Ban.tokens":2"#,
+        r#""input.arguments":25"#,
+        r#""answer.Repair":25"#,
+        r#""imports[0].answer":25"#,
+    ] {
+        assert!(masked.contains(length), "{length} in {masked}");
+    }
+    // The decisions themselves are visible.
+    let shape = |text: &str| text.matches("CloseReasoning\":\"").count();
+    assert_eq!((shape(&open), shape(&masked)), (2, 2));
+}
+
+#[test]
+fn traces_of_the_newest_requests_are_held() {
+    let traces = traces(PolicyConfig { trace_requests: 3, ..PolicyConfig::default() });
+    for id in ["a", "b", "c", "d"] {
+        talk(&traces, id, true, 1);
+    }
+    assert!(traces.get("a").is_none());
+    for id in ["b", "c", "d"] {
+        assert_eq!(traces.get(id).unwrap().len(), 5, "{id}");
+    }
+    let off = self::traces(PolicyConfig { trace_requests: 0, ..PolicyConfig::default() });
+    talk(&off, "a", true, 1);
+    assert!(off.get("a").is_none());
+}
+
+#[test]
+fn a_long_request_has_its_first_and_last_calls_and_a_count_of_the_others() {
+    let traces = traces(PolicyConfig::default());
+    talk(&traces, "long", false, MAX_RECORDS as u32 + 10);
+    let records = traces.get("long").unwrap();
+    assert_eq!(records.len(), MAX_RECORDS + 1);
+    let last = records.last().unwrap();
+    assert_eq!(last.call.hook(), Hook::OnFinish);
+    // Prompt, request, steps and tool call are more than MAX_RECORDS by 13.
+    assert_eq!(last.dropped, 13);
+    assert!(serde_json::to_string(last).unwrap().ends_with(r#""dropped":13}"#));
+}
+
+#[test]
+fn memory_is_bounded_in_bytes_and_the_oldest_requests_are_evicted() {
+    let traces = traces(PolicyConfig { trace_requests: 1000, ..PolicyConfig::default() });
+    for id in 0..40 {
+        let mut chain = parrot(traces.recorder(&id.to_string(), "agent", true));
+        let step = Step { text: "x".repeat(500_000), ..Step::default() };
+        chain.ask(&step).unwrap();
+        assert!(traces.bytes.load(Ordering::Relaxed) <= MEMORY_BYTES);
+    }
+    // Half a megabyte for the step, three texts of the answer, and two of the import.
+    assert!(traces.get("39").is_some() && traces.get("20").is_some());
+    assert!(traces.get("0").is_none() && traces.get("15").is_none());
+    let held = traces.newest.lock().iter().map(|one| one.calls.lock().bytes).sum::<usize>();
+    assert_eq!(held, traces.bytes.load(Ordering::Relaxed));
+}
+
+#[test]
+fn the_trace_file_has_the_same_records_and_is_appended_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.jsonl");
+    let config = || PolicyConfig { trace_file: file.clone(), ..PolicyConfig::default() };
+    let mut expected = String::new();
+    for (id, steps) in [("a", 3), ("b", 200)] {
+        let traces = traces(config());
+        talk(&traces, id, true, steps);
+        expected += &lines(&traces.get(id).unwrap());
+        // Dropping the last handle writes the queue.
+        drop(traces);
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), expected);
+    }
+    let nowhere = PolicyConfig { trace_file: folder.path().into(), ..PolicyConfig::default() };
+    let error = Traces::new(&nowhere).err().unwrap().to_string();
+    assert!(error.starts_with("policy.trace_file: "), "{error}");
+    assert!(error.contains("cannot be opened for appending"), "{error}");
+}
+
+#[test]
+fn the_message_of_a_failure_is_masked_and_the_host_s_own_text_is_not() {
+    for (cause, masked, length) in [
+        (Cause::Message("no swordfish".into()), "policy `a`: on-step: failed", Some(12)),
+        (Cause::Fuel(7), "policy `a`: on-step: used up its fuel of 7", None),
+    ] {
+        let failure = Failure { policy: "a".into(), hook: "on-step", cause };
+        let mut lengths = serde_json::Map::new();
+        assert_eq!(mask::failure(&failure, &mut lengths), masked);
+        assert_eq!(lengths.get("error").and_then(|length| length.as_u64()), length);
+    }
+}
