@@ -1,6 +1,6 @@
 //! Judges calls of tools.
 
-use steersman_policy::{ToolCall, Verdict};
+use steersman_policy::{ToolCallView, Verdict};
 
 use super::json;
 use super::settings::Settings;
@@ -16,7 +16,7 @@ pub struct Guard {
 
 impl Guard {
     /// What becomes of a call.
-    pub fn judge(&mut self, call: &ToolCall, settings: &Settings) -> Verdict {
+    pub fn judge(&mut self, call: &ToolCallView, settings: &Settings) -> Verdict {
         if call.name.trim().is_empty() {
             return repair("That call named no tool. I name the tool and its arguments: ");
         }
@@ -66,15 +66,15 @@ mod tests {
             arguments: "a".into(),
             answered: Some("1".into()),
         };
-        let again = ToolCall {
+        let again = ToolCallView {
             name: "search".into(),
             digest: "a".into(),
             earlier: vec![earlier; 2],
-            ..ToolCall::default()
+            ..ToolCallView::default()
         };
         let mut guard = Guard::default();
         assert!(matches!(guard.judge(&again, &settings), Verdict::Repair(_)));
-        let other = ToolCall { digest: "b".into(), ..again.clone() };
+        let other = ToolCallView { digest: "b".into(), ..again.clone() };
         assert_eq!(guard.judge(&other, &settings), Verdict::Accept);
         let stop = "tool loop: `search` got the same result 2 times for the same arguments";
         assert_eq!(guard.judge(&again, &settings), Verdict::Stop(stop.into()));
@@ -86,8 +86,11 @@ mod tests {
     fn a_call_that_nobody_could_run_is_written_again() {
         let mut guard = Guard::default();
         let mut judge = |name: &str, arguments: &str| {
-            let call =
-                ToolCall { name: name.into(), arguments: arguments.into(), ..ToolCall::default() };
+            let call = ToolCallView {
+                name: name.into(),
+                arguments: arguments.into(),
+                ..ToolCallView::default()
+            };
             guard.judge(&call, &Settings::default())
         };
         assert!(matches!(judge("", "{}"), Verdict::Repair(_)));

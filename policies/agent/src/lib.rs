@@ -1,6 +1,6 @@
 //! The policy for agents that want strict JSON or call tools.
 //!
-//! - **Prompt**: what changes with every request at the front of system text (a billing header, a
+//! - **PromptView**: what changes with every request at the front of system text (a billing header, a
 //!   clock, a request's id) is taken out, so that all behind it can be reused ([`noise`]).
 //! - **Thought**: short. A used-up budget closes it with the head of what the contract says comes
 //!   next: a step where tools are offered, else JSON where it is asked for ([`head`]).
@@ -21,9 +21,10 @@ mod noise;
 mod settings;
 
 use head::Form;
-use settings::{Settings, Thinking};
+use settings::{Reasoning, Settings};
 use steersman_policy::{
-    Action, LoopReport, Phase, Plan, Policy, Prompt, Replacement, Request, Step, ToolCall, Verdict,
+    Action, LoopReport, Phase, Plan, Policy, PromptView, Replacement, RequestView, Step,
+    ToolCallView, Verdict,
 };
 
 /// Tokens that the marker and the head after a closed thought may need.
@@ -41,13 +42,13 @@ pub struct Agent {
 }
 
 impl Policy for Agent {
-    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
         let (settings, _) = Settings::read(&prompt.params);
         self.system_wants_json = prompt.system.iter().any(|text| head::wants_json(text));
         settings.strip.replacements(&prompt)
     }
 
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         let (settings, complaints) = Settings::read(&request.params);
         let plan = plan(&request, &settings, complaints);
         let wants_json = self.system_wants_json || head::wants_json(&request.user);
@@ -58,14 +59,14 @@ impl Policy for Agent {
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         match (step.phase, step.loop_found) {
-            (Phase::Think, Some(found))
+            (Phase::Reasoning, Some(found))
                 if !step.budget_reached && self.escapes < self.settings.escapes =>
             {
                 self.escapes += 1;
                 escape::actions(found, &step.tokens, &self.settings.escape_text)
             }
-            (Phase::Think, found) if step.budget_reached || found.is_some() => {
-                vec![Action::CloseThinking(head::text(self.form, &self.settings).into())]
+            (Phase::Reasoning, found) if step.budget_reached || found.is_some() => {
+                vec![Action::CloseReasoning(head::text(self.form, &self.settings).into())]
             }
             (Phase::Answer | Phase::ToolCall, Some(found))
                 if is_sure(found, self.settings.answer_loop_tokens) =>
@@ -76,7 +77,7 @@ impl Policy for Agent {
         }
     }
 
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         self.guard.judge(&call, &self.settings)
     }
 }
@@ -84,21 +85,22 @@ impl Policy for Agent {
 steersman_policy::export!(Agent);
 
 /// The plan of a request.
-fn plan(request: &Request, settings: &Settings, notes: Vec<String>) -> Plan {
+fn plan(request: &RequestView, settings: &Settings, notes: Vec<String>) -> Plan {
     let reserve = request.max_tokens.unwrap_or(settings.answer_reserve);
     let reserve = reserve.min(request.context_left / 2);
     let room = request.context_left.saturating_sub(reserve).saturating_sub(HEAD_TOKENS);
-    let budget = request.think_budget.unwrap_or(u32::MAX).min(settings.think_budget).min(room);
-    let thinking = match (request.thinking, request.think_budget) {
-        _ if !request.can_think => false,
+    let budget =
+        request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
+    let reasoning = match (request.reasoning, request.reasoning_budget) {
+        _ if !request.can_reason => false,
         (_, Some(0)) => false,
         (Some(wish), _) => wish,
         (None, Some(_)) => true,
-        (None, None) => settings.thinking == Thinking::On,
+        (None, None) => settings.reasoning == Reasoning::On,
     };
     Plan {
-        thinking: Some(thinking),
-        think_budget: Some(budget),
+        reasoning: Some(reasoning),
+        reasoning_budget: Some(budget),
         answer_reserve: Some(reserve),
         loops: Some(settings.loops),
         checkpoint_every: if settings.escapes > 0 { settings.checkpoint_every } else { 0 },

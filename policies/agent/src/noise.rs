@@ -4,7 +4,7 @@
 //! taken out, in the first [`LINES`] lines of each system text and nothing else:
 //!
 //! 1. Lines that begin with `x-anthropic-billing-header:`, or with a prefix that the operator names.
-//! 2. Lines `Request ID: ...`, likewise of a trace, a message or a span, whose value is one word
+//! 2. Lines `RequestView ID: ...`, likewise of a trace, a message or a span, whose value is one word
 //!    with a digit in it; and lines that are a UUID and nothing else.
 //! 3. In lines about the present (`Current date and time:`, `Current time:`, `Now:` ...) the time of
 //!    day behind an ISO date; the date stays, as a model needs it and it changes once a day. Such a
@@ -15,7 +15,7 @@
 
 use std::str::FromStr;
 
-use steersman_policy::{Prompt, Replacement};
+use steersman_policy::{PromptView, Replacement};
 
 /// Lines of a text that are looked at.
 pub const LINES: usize = 16;
@@ -55,7 +55,7 @@ impl FromStr for Strip {
 
 impl Strip {
     /// What is taken out of a prompt.
-    pub fn replacements(&self, prompt: &Prompt) -> Vec<Replacement> {
+    pub fn replacements(&self, prompt: &PromptView) -> Vec<Replacement> {
         if !self.on {
             return Vec::new();
         }
@@ -174,7 +174,7 @@ mod tests {
 
     /// What is left of a text.
     fn left(text: &str, strip: &str) -> String {
-        let prompt = Prompt { system: vec![text.into()], ..Prompt::default() };
+        let prompt = PromptView { system: vec![text.into()], ..PromptView::default() };
         let found = strip.parse::<Strip>().expect("a strip").replacements(&prompt);
         found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
     }
@@ -207,7 +207,7 @@ mod tests {
             "Current date: Saturday, November 21",
             "The meeting is at 19:48.",
             "The release of 2026-11-21T19:48:10Z broke the build.",
-            "Request ID: ask the user for it",
+            "RequestView ID: ask the user for it",
             "Trace ID: none",
             "0b8b1c1e-7a52-4a6b-9d35-3a4a0c6b1f2e is the project.",
             "Time: be quick",

@@ -9,14 +9,14 @@ use super::noise::Strip;
 
 /// Whether to think where the client does not say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Thinking {
+pub enum Reasoning {
     /// Think if the model can.
     On,
     /// Do not think.
     Off,
 }
 
-impl FromStr for Thinking {
+impl FromStr for Reasoning {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -31,10 +31,10 @@ impl FromStr for Thinking {
 /// The parameters with their defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// `thinking`: `on` or `off`.
-    pub thinking: Thinking,
-    /// `think_budget`: most tokens of a thought; a client may ask for less.
-    pub think_budget: u32,
+    /// `reasoning`: `on` or `off`.
+    pub reasoning: Reasoning,
+    /// `reasoning_budget`: most tokens of a thought; a client may ask for less.
+    pub reasoning_budget: u32,
     /// `answer_reserve`: tokens of the context kept for the answer of a request that says no
     /// `max_tokens`.
     pub answer_reserve: u32,
@@ -64,8 +64,8 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            thinking: Thinking::On,
-            think_budget: 1024,
+            reasoning: Reasoning::On,
+            reasoning_budget: 1024,
             answer_reserve: 1024,
             answer: Answer::Auto,
             json_head: JsonHead::Bare,
@@ -89,8 +89,8 @@ impl Settings {
         for (name, value) in params {
             let s = &mut settings;
             let done = match name.as_str() {
-                "thinking" => set(&mut s.thinking, value),
-                "think_budget" => set(&mut s.think_budget, value),
+                "reasoning" => set(&mut s.reasoning, value),
+                "reasoning_budget" => set(&mut s.reasoning_budget, value),
                 "answer_reserve" => set(&mut s.answer_reserve, value),
                 "answer" => set(&mut s.answer, value),
                 "json_head" => set(&mut s.json_head, value),

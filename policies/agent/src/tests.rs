@@ -5,19 +5,23 @@ fn params(params: &[(&str, &str)]) -> Vec<(String, String)> {
 }
 
 fn think(loop_found: Option<LoopReport>, budget_reached: bool) -> Step {
-    Step { phase: Phase::Think, loop_found, budget_reached, ..Step::default() }
+    Step { phase: Phase::Reasoning, loop_found, budget_reached, ..Step::default() }
 }
 
 #[test]
 fn thoughts_are_short_and_the_client_may_have_them_shorter() {
-    let plan = |think_budget, context_left| {
-        Agent::default().on_request(Request { think_budget, context_left, ..Request::default() })
+    let plan = |reasoning_budget, context_left| {
+        Agent::default().on_request(RequestView {
+            reasoning_budget,
+            context_left,
+            ..RequestView::default()
+        })
     };
-    assert_eq!(plan(None, 32_768).think_budget, Some(1024));
-    assert_eq!(plan(Some(100), 32_768).think_budget, Some(100));
-    assert_eq!(plan(Some(5000), 32_768).think_budget, Some(1024));
-    assert_eq!(plan(None, 1000).think_budget, Some(1000 - 500 - 32));
-    assert_eq!(plan(Some(0), 32_768).thinking, Some(false));
+    assert_eq!(plan(None, 32_768).reasoning_budget, Some(1024));
+    assert_eq!(plan(Some(100), 32_768).reasoning_budget, Some(100));
+    assert_eq!(plan(Some(5000), 32_768).reasoning_budget, Some(1024));
+    assert_eq!(plan(None, 1000).reasoning_budget, Some(1000 - 500 - 32));
+    assert_eq!(plan(Some(0), 32_768).reasoning, Some(false));
 }
 
 #[test]
@@ -34,20 +38,20 @@ fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
     ];
     for (given, system, user, tools, expected) in cases {
         let mut policy = Agent::default();
-        policy.on_prompt(Prompt {
+        policy.on_prompt(PromptView {
             params: params(given),
             system: vec![system.into()],
-            ..Prompt::default()
+            ..PromptView::default()
         });
-        policy.on_request(Request {
+        policy.on_request(RequestView {
             params: params(given),
             user: user.into(),
             tools: if tools { vec!["search".into()] } else { vec![] },
-            ..Request::default()
+            ..RequestView::default()
         });
         assert_eq!(
             policy.on_step(think(None, true)),
-            [Action::CloseThinking(expected.into())],
+            [Action::CloseReasoning(expected.into())],
             "{given:?} {system} {user} {tools}"
         );
     }
@@ -57,26 +61,26 @@ fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
 fn a_loop_in_a_thought_is_rewound_once_and_then_closes_it() {
     let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
     let mut policy = Agent::default();
-    assert_eq!(policy.on_request(Request::default()).checkpoint_every, 128);
+    assert_eq!(policy.on_request(RequestView::default()).checkpoint_every, 128);
     assert_eq!(policy.on_step(think(found, false))[0], Action::Rewind(80));
     assert_eq!(
         policy.on_step(think(found, false)),
-        [Action::CloseThinking("**Final Answer:**\n\n".into())]
+        [Action::CloseReasoning("**Final Answer:**\n\n".into())]
     );
     // A used-up budget leaves nothing to go on with.
     let mut policy = Agent::default();
-    policy.on_request(Request::default());
-    assert!(matches!(policy.on_step(think(found, true))[0], Action::CloseThinking(_)));
+    policy.on_request(RequestView::default());
+    assert!(matches!(policy.on_step(think(found, true))[0], Action::CloseReasoning(_)));
 }
 
 #[test]
 fn without_escapes_no_checkpoint_is_kept_and_a_loop_closes_the_thought() {
     let mut policy = Agent::default();
-    let plan =
-        policy.on_request(Request { params: params(&[("escapes", "0")]), ..Request::default() });
+    let plan = policy
+        .on_request(RequestView { params: params(&[("escapes", "0")]), ..RequestView::default() });
     assert_eq!(plan.checkpoint_every, 0);
     let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
-    assert!(matches!(policy.on_step(think(found, false))[0], Action::CloseThinking(_)));
+    assert!(matches!(policy.on_step(think(found, false))[0], Action::CloseReasoning(_)));
 }
 
 #[test]
@@ -91,9 +95,9 @@ fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
 
 #[test]
 fn a_mistyped_parameter_is_noted_and_leaves_its_default() {
-    let plan = Agent::default().on_request(Request {
+    let plan = Agent::default().on_request(RequestView {
         params: params(&[("strip", "a||b"), ("thinkbudget", "9"), ("tool_repeats", "two")]),
-        ..Request::default()
+        ..RequestView::default()
     });
     assert_eq!(
         plan.note.as_deref(),
@@ -102,5 +106,5 @@ fn a_mistyped_parameter_is_noted_and_leaves_its_default() {
              parameter `tool_repeats` cannot be `two`"
         )
     );
-    assert_eq!(plan.think_budget, Some(1024));
+    assert_eq!(plan.reasoning_budget, Some(1024));
 }

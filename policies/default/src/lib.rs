@@ -1,9 +1,9 @@
 //! The policy that ships as `default`: decides whether a request thinks and how long, and leads a
 //! thought that is a loop, or too long, to the answer.
 //!
-//! - **Thinking**: an explicit wish of the client counts. Else a short question to a long system
+//! - **Reasoning**: an explicit wish of the client counts. Else a short question to a long system
 //!   text thinks (needle routing: models that answer at once tend to refuse or miss what they
-//!   would find by thinking). Else the parameter `thinking` decides.
+//!   would find by reasoning). Else the parameter `reasoning` decides.
 //! - **Budget**: the smallest of the client's, the configured one, and what the context leaves
 //!   beside the answer's reserve, so that an answer always fits.
 //! - **Loops and used-up budgets** in a thought close it with a hint typed by task; a sure loop in
@@ -16,8 +16,8 @@ mod hint;
 mod settings;
 mod task;
 
-use settings::{Settings, Thinking};
-use steersman_policy::{Action, LoopReport, Phase, Plan, Policy, Request, Step};
+use settings::{Reasoning, Settings};
+use steersman_policy::{Action, LoopReport, Phase, Plan, Policy, RequestView, Step};
 
 /// Tokens that the marker and the hint after a closed thought may need.
 const HINT_TOKENS: u32 = 32;
@@ -34,7 +34,7 @@ pub struct DefaultPolicy {
 }
 
 impl Policy for DefaultPolicy {
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         let (settings, complaints) = Settings::read(&request);
         let plan = plan(&request, &settings, complaints);
         *self = Self { settings, has_tools: !request.tools.is_empty(), user: request.user };
@@ -43,11 +43,11 @@ impl Policy for DefaultPolicy {
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         match step.phase {
-            Phase::Think if step.budget_reached || step.loop_found.is_some() => {
+            Phase::Reasoning if step.budget_reached || step.loop_found.is_some() => {
                 let hint = hint::hint(&self.settings, self.has_tools, &self.user);
-                vec![Action::CloseThinking(hint)]
+                vec![Action::CloseReasoning(hint)]
             }
-            Phase::Think => Vec::new(),
+            Phase::Reasoning => Vec::new(),
             Phase::Answer | Phase::ToolCall => match step.loop_found {
                 Some(found) if is_sure(found, self.settings.answer_loop_tokens) => {
                     vec![Action::Stop("the answer is a loop".into())]
@@ -61,28 +61,29 @@ impl Policy for DefaultPolicy {
 steersman_policy::export!(DefaultPolicy);
 
 /// The plan of a request.
-fn plan(request: &Request, settings: &Settings, mut notes: Vec<String>) -> Plan {
+fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> Plan {
     let reserve = request.max_tokens.unwrap_or(settings.answer_reserve);
     let reserve = reserve.min(request.context_left / 2);
     let room = request.context_left.saturating_sub(reserve).saturating_sub(HINT_TOKENS);
-    let mut budget = request.think_budget.unwrap_or(u32::MAX).min(settings.think_budget).min(room);
-    let thinking = match wish(request) {
-        _ if !request.can_think => false,
+    let mut budget =
+        request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
+    let reasoning = match wish(request) {
+        _ if !request.can_reason => false,
         Some(wish) => wish,
         None if room < LEAST_THOUGHT => {
             notes.push("no thought: the context is almost full".into());
             false
         }
         None if is_needle(request, settings) => {
-            budget = budget.min(settings.needle_think_budget);
+            budget = budget.min(settings.needle_reasoning_budget);
             notes.push("thinks: a short question to a long system text".into());
             true
         }
-        None => settings.thinking != Thinking::Off,
+        None => settings.reasoning != Reasoning::Off,
     };
     Plan {
-        thinking: Some(thinking),
-        think_budget: Some(budget),
+        reasoning: Some(reasoning),
+        reasoning_budget: Some(budget),
         answer_reserve: Some(reserve),
         loops: Some(settings.loops),
         note: (!notes.is_empty()).then(|| notes.join("; ")),
@@ -90,18 +91,18 @@ fn plan(request: &Request, settings: &Settings, mut notes: Vec<String>) -> Plan 
     }
 }
 
-/// What the client says about thinking: a budget of 0 is a wish for no thought, any other budget
+/// What the client says about reasoning: a budget of 0 is a wish for no thought, any other budget
 /// one for a thought.
-fn wish(request: &Request) -> Option<bool> {
-    match (request.thinking, request.think_budget) {
+fn wish(request: &RequestView) -> Option<bool> {
+    match (request.reasoning, request.reasoning_budget) {
         (_, Some(0)) => Some(false),
         (None, Some(_)) => Some(true),
-        (thinking, _) => thinking,
+        (reasoning, _) => reasoning,
     }
 }
 
 /// Whether a short question asks for something in a long system text.
-fn is_needle(request: &Request, settings: &Settings) -> bool {
+fn is_needle(request: &RequestView, settings: &Settings) -> bool {
     settings.needle_system_chars > 0
         && request.system_chars > settings.needle_system_chars
         && request.user.chars().count() < settings.needle_user_chars as usize

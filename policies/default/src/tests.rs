@@ -1,7 +1,7 @@
 use super::*;
 
-fn request(change: impl FnOnce(&mut Request)) -> Plan {
-    let mut request = Request { user: "Write a story.".into(), ..Request::default() };
+fn request(change: impl FnOnce(&mut RequestView)) -> Plan {
+    let mut request = RequestView { user: "Write a story.".into(), ..RequestView::default() };
     change(&mut request);
     DefaultPolicy::default().on_request(request)
 }
@@ -17,14 +17,14 @@ fn an_explicit_wish_counts_before_needles_and_parameters() {
         (None, Some(100), true),
         (Some(false), Some(100), false),
     ];
-    for (thinking, think_budget, expected) in cases {
+    for (reasoning, reasoning_budget, expected) in cases {
         let plan = request(|r| {
-            r.thinking = thinking;
-            r.think_budget = think_budget;
+            r.reasoning = reasoning;
+            r.reasoning_budget = reasoning_budget;
             r.system_chars = 5000;
             r.user = "Where is it?".into();
         });
-        assert_eq!(plan.thinking, Some(expected), "{thinking:?} {think_budget:?}");
+        assert_eq!(plan.reasoning, Some(expected), "{reasoning:?} {reasoning_budget:?}");
     }
 }
 
@@ -32,28 +32,28 @@ fn an_explicit_wish_counts_before_needles_and_parameters() {
 fn a_short_question_to_a_long_system_text_thinks_even_where_thinking_is_off() {
     let plan = |system_chars, user: &str| {
         request(|r| {
-            r.params = vec![("thinking".into(), "off".into())];
+            r.params = vec![("reasoning".into(), "off".into())];
             r.system_chars = system_chars;
             r.user = user.into();
         })
     };
     let needle = plan(3001, "What is the secret code of project Onyx?");
-    assert_eq!((needle.thinking, needle.think_budget), (Some(true), Some(2048)));
+    assert_eq!((needle.reasoning, needle.reasoning_budget), (Some(true), Some(2048)));
     assert_eq!(needle.note.as_deref(), Some("thinks: a short question to a long system text"));
-    assert_eq!(plan(3001, "tell me the code of project Onyx").thinking, Some(true));
-    assert_eq!(plan(3001, "Welchen Code hat das Projekt Onyx?").thinking, Some(true));
-    assert_eq!(plan(3000, "What is the secret code?").thinking, Some(false));
-    assert_eq!(plan(3001, "Write a story.").thinking, Some(false));
-    assert_eq!(plan(3001, &format!("What is {}?", "x".repeat(200))).thinking, Some(false));
+    assert_eq!(plan(3001, "tell me the code of project Onyx").reasoning, Some(true));
+    assert_eq!(plan(3001, "Welchen Code hat das Projekt Onyx?").reasoning, Some(true));
+    assert_eq!(plan(3000, "What is the secret code?").reasoning, Some(false));
+    assert_eq!(plan(3001, "Write a story.").reasoning, Some(false));
+    assert_eq!(plan(3001, &format!("What is {}?", "x".repeat(200))).reasoning, Some(false));
 }
 
 #[test]
 fn a_model_that_cannot_think_is_not_asked_to() {
     let plan = request(|r| {
-        r.can_think = false;
-        r.thinking = Some(true);
+        r.can_reason = false;
+        r.reasoning = Some(true);
     });
-    assert_eq!(plan.thinking, Some(false));
+    assert_eq!(plan.reasoning, Some(false));
 }
 
 #[test]
@@ -69,27 +69,30 @@ fn the_smallest_budget_wins_and_an_answer_always_fits() {
         ((None, None, 40), (0, 20)),
         ((None, None, 0), (0, 0)),
     ];
-    for ((think_budget, max_tokens, context_left), expected) in cases {
+    for ((reasoning_budget, max_tokens, context_left), expected) in cases {
         let plan = request(|r| {
-            r.think_budget = think_budget;
+            r.reasoning_budget = reasoning_budget;
             r.max_tokens = max_tokens;
             r.context_left = context_left;
         });
-        let got = (plan.think_budget.unwrap(), plan.answer_reserve.unwrap());
-        assert_eq!(got, expected, "{think_budget:?} {max_tokens:?} {context_left}");
+        let got = (plan.reasoning_budget.unwrap(), plan.answer_reserve.unwrap());
+        assert_eq!(got, expected, "{reasoning_budget:?} {max_tokens:?} {context_left}");
         assert!(got.0 + got.1 <= context_left);
     }
-    assert_eq!(request(|r| r.context_left = 100).thinking, Some(false));
+    assert_eq!(request(|r| r.context_left = 100).reasoning, Some(false));
 }
 
 #[test]
 fn a_loop_or_a_used_up_budget_closes_the_thought_with_the_typed_hint() {
     let mut policy = DefaultPolicy::default();
-    policy.on_request(Request { user: "Extract the names as JSON.".into(), ..Request::default() });
+    policy.on_request(RequestView {
+        user: "Extract the names as JSON.".into(),
+        ..RequestView::default()
+    });
     let near = Some(LoopReport { period: 23, repeats: 9, exact: false });
-    let close = [Action::CloseThinking("**Final JSON:**\n\n```json\n".into())];
+    let close = [Action::CloseReasoning("**Final JSON:**\n\n```json\n".into())];
     let think = |loop_found, budget_reached| Step {
-        phase: Phase::Think,
+        phase: Phase::Reasoning,
         loop_found,
         budget_reached,
         ..Step::default()
@@ -102,7 +105,7 @@ fn a_loop_or_a_used_up_budget_closes_the_thought_with_the_typed_hint() {
 #[test]
 fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
     let mut policy = DefaultPolicy::default();
-    policy.on_request(Request::default());
+    policy.on_request(RequestView::default());
     let mut answer = |period, repeats, exact| {
         let loop_found = Some(LoopReport { period, repeats, exact });
         let actions = policy.on_step(Step { loop_found, ..Step::default() });
@@ -121,7 +124,7 @@ fn parameters_that_cannot_be_used_are_noted() {
 
 #[test]
 fn a_policy_that_was_never_asked_for_a_plan_still_closes_a_loop() {
-    let step = Step { phase: Phase::Think, budget_reached: true, ..Step::default() };
-    let close = [Action::CloseThinking("**Final Answer:**\n\n".into())];
+    let step = Step { phase: Phase::Reasoning, budget_reached: true, ..Step::default() };
+    let close = [Action::CloseReasoning("**Final Answer:**\n\n".into())];
     assert_eq!(DefaultPolicy::default().on_step(step), close);
 }

@@ -3,11 +3,11 @@
 //! ```toml
 //! [[rule]]
 //! when = { user_under = 200, system_over = 3000 }
-//! do = { think = true, think_budget = 2048 }
+//! do = { think = true, reasoning_budget = 2048 }
 //!
 //! [[rule]]
 //! when = { loop = true, phase = "think" }
-//! do = { close_thinking = "**Final Answer:**\n\n" }
+//! do = { close_reasoning = "**Final Answer:**\n\n" }
 //! ```
 //!
 //! All that `when` names must hold; without it a rule always applies. Of the rules that apply all
@@ -25,8 +25,8 @@ mod when;
 
 use rule::{Act, Rule};
 use steersman_policy::{
-    Action, LoopRule, Plan, Policy, Prompt, REPLACEMENTS, Replacement, Request, Step, ToolCall,
-    Verdict,
+    Action, LoopRule, Plan, Policy, PromptView, REPLACEMENTS, Replacement, RequestView, Step,
+    ToolCallView, Verdict,
 };
 use when::Tail;
 
@@ -60,14 +60,14 @@ struct State {
 }
 
 impl Policy for Rules {
-    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
         self.rules = Some(rules(prompt.param("rules")));
         let replacements = stripped(self.rules(), &prompt);
         self.system = prompt.system;
         replacements
     }
 
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         if self.rules.is_none() {
             self.rules = Some(rules(request.param("rules")));
         }
@@ -113,7 +113,7 @@ impl Policy for Rules {
         actions
     }
 
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         let Some(Ok(rules)) = &self.rules else { return Verdict::Accept };
         for (rule, state) in rules.iter().zip(&mut self.states) {
             let Act::Tool(verdict) = &rule.act else { continue };
@@ -150,14 +150,14 @@ fn rules(param: Option<&str>) -> Result<Vec<Rule>, String> {
 }
 
 /// Parameters that this policy does not know.
-fn complaints(request: &Request) -> Vec<String> {
+fn complaints(request: &RequestView) -> Vec<String> {
     let names = request.params.iter().map(|(name, _)| name.as_str());
     let unknown = names.filter(|name| !["rules", "strict"].contains(name));
     unknown.map(|name| format!("unknown parameter `{name}`")).collect()
 }
 
 /// What rules take out of system text.
-fn stripped(rules: &[Rule], prompt: &Prompt) -> Vec<Replacement> {
+fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
     let rules = rules.iter().filter(|rule| rule.when.holds_of_prompt(prompt));
     let acts: Vec<_> = rules.map(|rule| &rule.act).collect();
     let is_stripped = |line: &str| {
@@ -185,7 +185,7 @@ fn stripped(rules: &[Rule], prompt: &Prompt) -> Vec<Replacement> {
 
 /// The plan of a request by the rules that apply: what the client asked for, where they say nothing.
 fn plan<'a>(
-    request: &Request,
+    request: &RequestView,
     rules: impl Iterator<Item = &'a Rule>,
     mut notes: Vec<String>,
 ) -> Plan {
@@ -195,15 +195,15 @@ fn plan<'a>(
         waits_for_loop |= rule.when.waits_for_loop();
         match &rule.act {
             Act::Request(wish) => {
-                plan.thinking = plan.thinking.or(wish.thinking);
-                plan.think_budget = plan.think_budget.or(wish.think_budget);
+                plan.reasoning = plan.reasoning.or(wish.reasoning);
+                plan.reasoning_budget = plan.reasoning_budget.or(wish.reasoning_budget);
                 plan.answer_reserve = plan.answer_reserve.or(wish.answer_reserve);
                 plan.sampling.temperature = plan.sampling.temperature.or(wish.sampling.temperature);
                 plan.sampling.top_p = plan.sampling.top_p.or(wish.sampling.top_p);
                 plan.sampling.top_k = plan.sampling.top_k.or(wish.sampling.top_k);
                 plan.sampling.min_p = plan.sampling.min_p.or(wish.sampling.min_p);
                 plan.loops = plan.loops.or(wish.loops);
-                plan.keep = plan.keep.take().or(wish.keep.clone());
+                plan.retain = plan.retain.take().or(wish.retain.clone());
                 notes.extend(wish.note.clone());
             }
             Act::Step(deeds) => {
@@ -220,8 +220,9 @@ fn plan<'a>(
         plan.loops = plan.loops.or(Some(LOOPS));
     }
     // A client may have less of a thought, not more.
-    plan.think_budget = [plan.think_budget, request.think_budget].into_iter().flatten().min();
-    plan.thinking = plan.thinking.or(request.thinking);
+    plan.reasoning_budget =
+        [plan.reasoning_budget, request.reasoning_budget].into_iter().flatten().min();
+    plan.reasoning = plan.reasoning.or(request.reasoning);
     plan.note = (!notes.is_empty()).then(|| notes.join("; "));
     plan
 }

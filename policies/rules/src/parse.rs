@@ -4,7 +4,8 @@
 //! A rule acts at one moment, at which all that it names is known; the first that fits is taken.
 
 use steersman_policy::{
-    Action, Anchor, Ban, Bias, Keep, LoopRule, Phase, Plan, Resample, Sampling, TokenBias, Verdict,
+    Action, Ban, Bias, LoopRule, Phase, Plan, Retention, SamplingChange, SamplingPatch, SavePoint,
+    TokenBias, Verdict,
 };
 use toml::de::{DeTable, DeValue};
 
@@ -34,12 +35,12 @@ pub const WHEN: &[(&str, Moments)] = &[
     ("prompt_over", REQUEST | STEP | TOOL),
     ("messages_over", REQUEST | STEP | TOOL),
     ("tools", REQUEST | STEP | TOOL),
-    ("thinking_asked", REQUEST | STEP | TOOL),
-    ("can_think", REQUEST | STEP | TOOL),
+    ("reasoning_requested", REQUEST | STEP | TOOL),
+    ("can_reason", REQUEST | STEP | TOOL),
     ("phase", STEP),
     ("loop", STEP),
     ("budget_reached", STEP),
-    ("think_tokens_over", STEP),
+    ("reasoning_tokens_over", STEP),
     ("answer_tokens_over", STEP),
     ("text_contains", STEP),
     ("tool_called", TOOL),
@@ -52,11 +53,11 @@ pub const WHEN: &[(&str, Moments)] = &[
 pub const DO: &[(&str, Moments)] = &[
     ("strip", PROMPT),
     ("strip_lines", PROMPT),
-    ("think", REQUEST),
-    ("think_budget", REQUEST),
+    ("reasoning", REQUEST),
+    ("reasoning_budget", REQUEST),
     ("answer_reserve", REQUEST),
     ("loops", REQUEST),
-    ("keep", REQUEST),
+    ("retain", REQUEST),
     ("note", REQUEST),
     ("temperature", REQUEST | STEP),
     ("top_p", REQUEST | STEP),
@@ -64,7 +65,7 @@ pub const DO: &[(&str, Moments)] = &[
     ("min_p", REQUEST | STEP),
     ("for", STEP),
     ("inject", STEP),
-    ("close_thinking", STEP),
+    ("close_reasoning", STEP),
     ("rewind", STEP),
     ("ban", STEP),
     ("bias", STEP),
@@ -323,19 +324,19 @@ fn when(entries: &[(&str, Entry)]) -> Result<When, String> {
                 DeValue::Boolean(has) => when.has_tools = Some(*has),
                 _ => when.tools = entry.texts()?,
             },
-            "thinking_asked" => when.thinking_asked = Some(entry.bool()?),
-            "can_think" => when.can_think = Some(entry.bool()?),
+            "reasoning_requested" => when.reasoning_requested = Some(entry.bool()?),
+            "can_reason" => when.can_reason = Some(entry.bool()?),
             "phase" => {
                 when.phase = Some(match entry.value.as_str() {
-                    Some("think") => Phase::Think,
+                    Some("reasoning") => Phase::Reasoning,
                     Some("answer") => Phase::Answer,
                     Some("tool-call") => Phase::ToolCall,
-                    _ => return entry.error("must be \"think\", \"answer\" or \"tool-call\""),
+                    _ => return entry.error("must be \"reasoning\", \"answer\" or \"tool-call\""),
                 });
             }
             "loop" => when.looping = Some(entry.bool()?),
             "budget_reached" => when.budget_reached = Some(entry.bool()?),
-            "think_tokens_over" => when.think_tokens_over = Some(entry.number()?),
+            "reasoning_tokens_over" => when.reasoning_tokens_over = Some(entry.number()?),
             "answer_tokens_over" => when.answer_tokens_over = Some(entry.number()?),
             "text_contains" => when.text_contains = entry.texts()?,
             "tool_called" => when.tool_called = entry.texts()?,
@@ -363,11 +364,11 @@ fn request_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
     let mut plan = Plan { sampling: sampling(entries)?, ..Plan::default() };
     for (key, entry) in entries {
         match *key {
-            "think" => plan.thinking = Some(entry.bool()?),
-            "think_budget" => plan.think_budget = Some(entry.number()?),
+            "reasoning" => plan.reasoning = Some(entry.bool()?),
+            "reasoning_budget" => plan.reasoning_budget = Some(entry.number()?),
             "answer_reserve" => plan.answer_reserve = Some(entry.number()?),
             "loops" => plan.loops = Some(loops(entry)?),
-            "keep" => plan.keep = Some(keep(entry)?),
+            "retain" => plan.retain = Some(retain(entry)?),
             "note" => plan.note = Some(entry.text()?),
             _ => {}
         }
@@ -375,8 +376,8 @@ fn request_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
     Ok(Act::Request(Box::new(plan)))
 }
 
-fn sampling(entries: &[(&str, Entry)]) -> Result<Sampling, String> {
-    let mut sampling = Sampling::default();
+fn sampling(entries: &[(&str, Entry)]) -> Result<SamplingPatch, String> {
+    let mut sampling = SamplingPatch::default();
     for (key, entry) in entries {
         match *key {
             "temperature" => sampling.temperature = Some(entry.float(0.0, 10.0)?),
@@ -406,30 +407,30 @@ fn loops(entry: &Entry) -> Result<LoopRule, String> {
     Ok(loops)
 }
 
-fn keep(entry: &Entry) -> Result<Vec<Keep>, String> {
+fn retain(entry: &Entry) -> Result<Vec<Retention>, String> {
     let problem = "must be a list of { at = \"system\", \"turns\", \"prompt\" or \"reply\", \
                    seconds = a whole number }";
     let Some(list) = entry.value.as_array().filter(|list| list.len() <= ACTIONS) else {
         return entry.error(problem);
     };
-    let mut keeps = Vec::new();
+    let mut retained = Vec::new();
     for value in list.iter() {
         let Some(table) = value.get_ref().as_table() else { return entry.error(problem) };
         let (mut at, mut seconds) = (None, Some(0));
         for (key, value) in table {
             match (key.get_ref().as_ref(), value.get_ref().as_str()) {
-                ("at", Some("system")) => at = Some(Anchor::System),
-                ("at", Some("turns")) => at = Some(Anchor::Turns),
-                ("at", Some("prompt")) => at = Some(Anchor::Prompt),
-                ("at", Some("reply")) => at = Some(Anchor::Reply),
+                ("at", Some("system")) => at = Some(SavePoint::System),
+                ("at", Some("turns")) => at = Some(SavePoint::Turns),
+                ("at", Some("prompt")) => at = Some(SavePoint::Prompt),
+                ("at", Some("reply")) => at = Some(SavePoint::Reply),
                 ("seconds", None) => seconds = whole(value.get_ref()),
                 _ => return entry.error(problem),
             }
         }
         let (Some(at), Some(seconds)) = (at, seconds) else { return entry.error(problem) };
-        keeps.push(Keep { at, seconds });
+        retained.push(Retention { at, seconds });
     }
-    Ok(keeps)
+    Ok(retained)
 }
 
 fn step_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
@@ -440,17 +441,17 @@ fn step_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
     }
     let mut deeds = Vec::new();
     let sampling = sampling(entries)?;
-    let mut lasting = sampling != Sampling::default();
+    let mut lasting = sampling != SamplingPatch::default();
     if lasting {
-        deeds.push(Action::Sampling(Resample { sampling, steps }));
+        deeds.push(Action::Sampling(SamplingChange { sampling, steps }));
     }
     let mut rewinds_loop = false;
     for (key, entry) in entries {
         match *key {
             "inject" => deeds.push(Action::Inject(entry.text()?)),
             // Nothing behind the thought but its marker is a wish, too.
-            "close_thinking" => match entry.value.as_str() {
-                Some(text) => deeds.push(Action::CloseThinking(text.into())),
+            "close_reasoning" => match entry.value.as_str() {
+                Some(text) => deeds.push(Action::CloseReasoning(text.into())),
                 None => return entry.error("must be a text"),
             },
             "rewind" if entry.value.as_str() == Some("loop") => rewinds_loop = true,

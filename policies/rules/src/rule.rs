@@ -57,7 +57,7 @@ impl Deed {
 
     /// Whether it says how the reply goes on.
     pub fn leads(&self) -> bool {
-        self.rewinds() || matches!(self, Self::Do(Action::Inject(_) | Action::CloseThinking(_)))
+        self.rewinds() || matches!(self, Self::Do(Action::Inject(_) | Action::CloseReasoning(_)))
     }
 
     /// Whether it ends the request.

@@ -1,6 +1,6 @@
 //! What a rule asks for, and whether it holds.
 
-use steersman_policy::{Phase, Prompt, Request, Step, ToolCall};
+use steersman_policy::{Phase, PromptView, RequestView, Step, ToolCallView};
 
 /// What must hold: all of it. An empty list and `None` ask for nothing; of a list one must hold.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -32,9 +32,9 @@ pub struct When {
     /// This tool is offered.
     pub tools: Vec<String>,
     /// The client asked for a thought, or for none.
-    pub thinking_asked: Option<bool>,
+    pub reasoning_requested: Option<bool>,
     /// The model can think.
-    pub can_think: Option<bool>,
+    pub can_reason: Option<bool>,
     /// Where the reply stands.
     pub phase: Option<Phase>,
     /// A loop is reported, or none is.
@@ -42,7 +42,7 @@ pub struct When {
     /// The thought has used its budget up, or has not.
     pub budget_reached: Option<bool>,
     /// The thought has more tokens.
-    pub think_tokens_over: Option<u32>,
+    pub reasoning_tokens_over: Option<u32>,
     /// The answer has more tokens.
     pub answer_tokens_over: Option<u32>,
     /// This has just been written.
@@ -96,7 +96,7 @@ fn chars(text: &str) -> u32 {
 
 impl When {
     /// Whether what is known before the prompt is rendered holds.
-    pub fn holds_of_prompt(&self, prompt: &Prompt) -> bool {
+    pub fn holds_of_prompt(&self, prompt: &PromptView) -> bool {
         let system_chars = prompt.system.iter().map(|text| chars(text)).sum();
         any(&self.profile, |name| name == prompt.profile)
             && self.holds_of_system(&prompt.system)
@@ -108,7 +108,7 @@ impl When {
     }
 
     /// Whether what is known before anything runs holds.
-    pub fn holds_of_request(&self, request: &Request, system: &[String]) -> bool {
+    pub fn holds_of_request(&self, request: &RequestView, system: &[String]) -> bool {
         let user = &request.user;
         // Only what a rule asks for is computed: a message has up to 16 KiB.
         let contains = || {
@@ -133,8 +133,8 @@ impl When {
             && over(self.messages_over, request.messages)
             && equals(self.has_tools, !request.tools.is_empty())
             && any(&self.tools, |name| request.tools.iter().any(|tool| tool == name))
-            && self.thinking_asked.is_none_or(|asked| request.thinking == Some(asked))
-            && equals(self.can_think, request.can_think)
+            && self.reasoning_requested.is_none_or(|asked| request.reasoning == Some(asked))
+            && equals(self.can_reason, request.can_reason)
     }
 
     /// Whether what a step shows holds. Sees every step, so that text which is written in parts is
@@ -145,12 +145,12 @@ impl When {
             && equals(self.phase, step.phase)
             && equals(self.looping, step.loop_found.is_some())
             && equals(self.budget_reached, step.budget_reached)
-            && over(self.think_tokens_over, step.think_tokens)
+            && over(self.reasoning_tokens_over, step.reasoning_tokens)
             && over(self.answer_tokens_over, step.answer_tokens)
     }
 
     /// Whether what a call of a tool shows holds.
-    pub fn holds_of_call(&self, call: &ToolCall) -> bool {
+    pub fn holds_of_call(&self, call: &ToolCallView) -> bool {
         any(&self.tool_called, |name| name == call.name)
             && any(&self.arguments_contain, |part| call.arguments.contains(part))
             && over(self.calls_over, call.index)
@@ -159,7 +159,7 @@ impl When {
 
     /// Tokens between the steps that this must see; 0 is events alone.
     pub fn every(&self) -> u32 {
-        let counts = self.think_tokens_over.is_some() || self.answer_tokens_over.is_some();
+        let counts = self.reasoning_tokens_over.is_some() || self.answer_tokens_over.is_some();
         match self {
             _ if self.looping == Some(true) || self.budget_reached == Some(true) => 0,
             _ if counts || !self.text_contains.is_empty() => 8,

@@ -1,8 +1,8 @@
 //! The generated records derive no `Default`, but tests and plans want `..Default::default()`.
 
-use crate::{Phase, Plan, Prompt, Request, Sampling, Step, Summary, ToolCall};
+use crate::{Phase, Plan, PromptView, RequestView, SamplingPatch, Step, Summary, ToolCallView};
 
-impl Default for Prompt {
+impl Default for PromptView {
     /// One without system text.
     fn default() -> Self {
         Self { profile: "default".into(), params: Vec::new(), system: Vec::new() }
@@ -10,14 +10,14 @@ impl Default for Prompt {
 }
 
 #[allow(clippy::derivable_impls, reason = "the record is generated")]
-impl Default for Sampling {
+impl Default for SamplingPatch {
     /// Leaves every value as it is.
     fn default() -> Self {
         Self { temperature: None, top_p: None, top_k: None, min_p: None }
     }
 }
 
-impl Default for Request {
+impl Default for RequestView {
     /// A request of a model that can think, with nothing asked.
     fn default() -> Self {
         Self {
@@ -32,11 +32,11 @@ impl Default for Request {
             system_chars: 0,
             user: String::new(),
             tools: Vec::new(),
-            can_think: true,
-            thinking: None,
-            think_budget: None,
+            can_reason: true,
+            reasoning: None,
+            reasoning_budget: None,
             max_tokens: None,
-            sampling: Sampling::default(),
+            sampling: SamplingPatch::default(),
             seed: 0,
         }
     }
@@ -46,15 +46,15 @@ impl Default for Plan {
     /// Leaves all to the engine.
     fn default() -> Self {
         Self {
-            thinking: None,
-            think_budget: None,
+            reasoning: None,
+            reasoning_budget: None,
             answer_reserve: None,
-            sampling: Sampling::default(),
+            sampling: SamplingPatch::default(),
             loops: None,
             every: 0,
             checkpoint_every: 0,
             note: None,
-            keep: None,
+            retain: None,
         }
     }
 }
@@ -65,9 +65,9 @@ impl Default for Step {
         Self {
             index: 0,
             phase: Phase::Answer,
-            think_tokens: 0,
+            reasoning_tokens: 0,
             answer_tokens: 0,
-            think_left: 0,
+            reasoning_left: 0,
             tokens: Vec::new(),
             text: String::new(),
             loop_found: None,
@@ -76,7 +76,7 @@ impl Default for Step {
     }
 }
 
-impl Default for ToolCall {
+impl Default for ToolCallView {
     /// A first call, with no arguments.
     fn default() -> Self {
         Self {
@@ -95,7 +95,7 @@ impl Default for Summary {
         Self {
             reason: "stop".into(),
             prompt_tokens: 0,
-            think_tokens: 0,
+            reasoning_tokens: 0,
             answer_tokens: 0,
             loops: 0,
             tool_calls: 0,

@@ -12,19 +12,19 @@
 //! struct Brief;
 //!
 //! impl Policy for Brief {
-//!     fn on_request(&mut self, request: steersman_policy::Request) -> steersman_policy::Plan {
-//!         steersman_policy::Plan { thinking: request.thinking, every: 10, ..Default::default() }
+//!     fn on_request(&mut self, request: steersman_policy::RequestView) -> steersman_policy::Plan {
+//!         steersman_policy::Plan { reasoning: request.reasoning, every: 10, ..Default::default() }
 //!     }
 //!
 //!     fn on_step(&mut self, step: Step) -> Vec<Action> {
-//!         let long = step.phase == Phase::Think && step.think_tokens >= 100;
-//!         if long { vec![Action::CloseThinking("In short: ".into())] } else { vec![] }
+//!         let long = step.phase == Phase::Reasoning && step.reasoning_tokens >= 100;
+//!         if long { vec![Action::CloseReasoning("In short: ".into())] } else { vec![] }
 //!     }
 //! }
 //!
 //! steersman_policy::export!(Brief);
 //! # fn main() {
-//! let step = Step { phase: Phase::Think, think_tokens: 100, ..Step::default() };
+//! let step = Step { phase: Phase::Reasoning, reasoning_tokens: 100, ..Step::default() };
 //! assert_eq!(Brief.on_step(step).len(), 1);
 //! # }
 //! ```
@@ -37,8 +37,9 @@ mod prompt;
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, Anchor, Ban, Bias, EarlierCall, Keep, LoopReport, LoopRule, Phase, Plan, Prompt,
-    Replacement, Request, Resample, Sampling, Step, Summary, TokenBias, ToolCall, Verdict,
+    Action, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView, Replacement,
+    RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias,
+    ToolCallView, Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
 pub use prompt::REPLACEMENTS;
@@ -51,13 +52,13 @@ pub use prompt::REPLACEMENTS;
 pub trait Policy: Default {
     /// Replaces spans of system text before the prompt is rendered. Called once, first of all, where
     /// there is system text. The replacements apply in order.
-    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
         let _ = prompt;
         Vec::new()
     }
 
     /// Plans a request. Called once, before anything runs. Without it, the engine decides.
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         let _ = request;
         Plan::default()
     }
@@ -70,7 +71,7 @@ pub trait Policy: Default {
     }
 
     /// Judges a call of a tool that the model has just written, before the client gets it.
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         let _ = call;
         Verdict::Accept
     }
@@ -101,13 +102,13 @@ macro_rules! export {
             struct Shim;
 
             impl hooks::on_prompt::Guest for Shim {
-                fn on_prompt(prompt: $crate::Prompt) -> ::std::vec::Vec<$crate::Replacement> {
+                fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
                 }
             }
 
             impl hooks::on_request::Guest for Shim {
-                fn on_request(request: $crate::Request) -> $crate::Plan {
+                fn on_request(request: $crate::RequestView) -> $crate::Plan {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
                 }
             }
@@ -119,7 +120,7 @@ macro_rules! export {
             }
 
             impl hooks::on_tool_call::Guest for Shim {
-                fn on_tool_call(call: $crate::ToolCall) -> $crate::Verdict {
+                fn on_tool_call(call: $crate::ToolCallView) -> $crate::Verdict {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
                 }
             }
@@ -135,7 +136,7 @@ macro_rules! export {
     };
 }
 
-impl Request {
+impl RequestView {
     /// A parameter out of `[profiles.NAME.params]`.
     pub fn param(&self, name: &str) -> Option<&str> {
         let found = self.params.iter().find(|(key, _)| key == name);
@@ -143,7 +144,7 @@ impl Request {
     }
 }
 
-impl Prompt {
+impl PromptView {
     /// A parameter out of `[profiles.NAME.params]`.
     pub fn param(&self, name: &str) -> Option<&str> {
         let found = self.params.iter().find(|(key, _)| key == name);
@@ -151,7 +152,7 @@ impl Prompt {
     }
 }
 
-impl ToolCall {
+impl ToolCallView {
     /// How many calls of this tool with these arguments got the same result, counted back from the
     /// newest that is answered. Calls of other tools, or with other arguments, do not count.
     pub fn same_results(&self) -> u32 {
@@ -167,9 +168,9 @@ impl ToolCall {
     }
 }
 
-impl Keep {
+impl Retention {
     /// What is at an anchor, as long as it is used.
-    pub fn at(at: Anchor) -> Self {
+    pub fn at(at: SavePoint) -> Self {
         Self { at, seconds: 0 }
     }
 
@@ -179,11 +180,11 @@ impl Keep {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use steersman_policy::{Anchor, Keep, Plan};
+    /// use steersman_policy::{SavePoint, Retention, Plan};
     ///
     /// let hour = Duration::from_secs(3600);
-    /// let plan = Plan { keep: Some(vec![Keep::at(Anchor::System).lasting(hour)]), ..Plan::default() };
-    /// assert_eq!(plan.keep.unwrap()[0].seconds, 3600);
+    /// let plan = Plan { retain: Some(vec![Retention::at(SavePoint::System).lasting(hour)]), ..Plan::default() };
+    /// assert_eq!(plan.retain.unwrap()[0].seconds, 3600);
     /// ```
     pub fn lasting(self, time: Duration) -> Self {
         Self { seconds: u32::try_from(time.as_secs()).unwrap_or(u32::MAX), ..self }
@@ -201,24 +202,24 @@ mod tests {
 
     #[test]
     fn a_policy_without_hooks_leaves_all_to_the_engine() {
-        assert_eq!(Silent.on_request(Request::default()), Plan::default());
-        assert_eq!(Silent.on_prompt(Prompt::default()), []);
+        assert_eq!(Silent.on_request(RequestView::default()), Plan::default());
+        assert_eq!(Silent.on_prompt(PromptView::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
-        assert_eq!(Silent.on_tool_call(ToolCall::default()), Verdict::Accept);
+        assert_eq!(Silent.on_tool_call(ToolCallView::default()), Verdict::Accept);
     }
 
     /// A call of `search` with the digest `a`, after calls of (tool, arguments, result).
-    fn call(earlier: &[(&str, &str, Option<&str>)]) -> ToolCall {
+    fn call(earlier: &[(&str, &str, Option<&str>)]) -> ToolCallView {
         let earlier = earlier.iter().map(|(name, arguments, answered)| EarlierCall {
             name: (*name).into(),
             arguments: (*arguments).into(),
             answered: answered.map(Into::into),
         });
-        ToolCall {
+        ToolCallView {
             name: "search".into(),
             digest: "a".into(),
             earlier: earlier.collect(),
-            ..ToolCall::default()
+            ..ToolCallView::default()
         }
     }
 
@@ -242,7 +243,7 @@ mod tests {
     #[test]
     fn a_parameter_is_found_by_its_name() {
         let params = vec![("a".into(), "1".into()), ("b".into(), "2".into())];
-        let request = Request { params, ..Request::default() };
+        let request = RequestView { params, ..RequestView::default() };
         assert_eq!((request.param("b"), request.param("c")), (Some("2"), None));
     }
 }

@@ -1,19 +1,19 @@
 //! Replacing lines of system text.
 
-use crate::{Prompt, Replacement};
+use crate::{PromptView, Replacement};
 
 /// Most replacements that a host takes of one `on_prompt`.
 pub const REPLACEMENTS: usize = 16;
 
-impl Prompt {
+impl PromptView {
     /// Replaces lines among the first `lines` of each system text, as far as a host takes
     /// replacements. `edit` gets a line without its newline, and answers what stands there instead;
     /// an empty text removes the line and its newline. `None` leaves it.
     ///
     /// ```
-    /// use steersman_policy::{Prompt, Replacement};
+    /// use steersman_policy::{PromptView, Replacement};
     ///
-    /// let prompt = Prompt { system: vec!["You are X.\nNow: 19:48\nBe brief.".into()], ..Prompt::default() };
+    /// let prompt = PromptView { system: vec!["You are X.\nNow: 19:48\nBe brief.".into()], ..PromptView::default() };
     /// let found = prompt.edit_lines(8, |line| line.starts_with("Now:").then(String::new));
     /// assert_eq!(found, [Replacement { message: 0, old: "\nNow: 19:48\n".into(), new: "\n".into() }]);
     /// ```
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     fn removed(text: &str, is: impl Fn(&str) -> bool) -> String {
-        let prompt = Prompt { system: vec![text.into()], ..Prompt::default() };
+        let prompt = PromptView { system: vec![text.into()], ..PromptView::default() };
         let found = prompt.edit_lines(4, |line| is(line).then(String::new));
         found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
     }
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn replacements_end_where_the_host_takes_no_more() {
-        let prompt = Prompt { system: vec!["x\nx\n".into(); 10], ..Prompt::default() };
+        let prompt = PromptView { system: vec!["x\nx\n".into(); 10], ..PromptView::default() };
         let found = prompt.edit_lines(4, |_| Some(String::new()));
         assert_eq!((found.len(), found[15].message), (REPLACEMENTS, 7));
     }

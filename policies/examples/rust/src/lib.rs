@@ -3,7 +3,9 @@
 //!
 //! One value of [`Brief`] lives as long as one request, so its fields are that request's state.
 
-use steersman_policy::{Action, Ban, Phase, Plan, Policy, Request, Step, ToolCall, Verdict};
+use steersman_policy::{
+    Action, Ban, Phase, Plan, Policy, RequestView, Step, ToolCallView, Verdict,
+};
 
 /// The policy, as the parameters make it.
 pub struct Brief {
@@ -24,17 +26,17 @@ impl Default for Brief {
 }
 
 impl Policy for Brief {
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         let mut notes = Vec::new();
         if let Some(budget) = number(&request, "budget", &mut notes) {
             self.budget = budget;
         }
-        self.budget = self.budget.min(request.think_budget.unwrap_or(u32::MAX));
+        self.budget = self.budget.min(request.reasoning_budget.unwrap_or(u32::MAX));
         self.ban = number(&request, "ban", &mut notes);
         self.phrase = request.param("phrase").unwrap_or_default().into();
         Plan {
-            thinking: request.thinking,
-            think_budget: Some(self.budget),
+            reasoning: request.reasoning,
+            reasoning_budget: Some(self.budget),
             every: 8,
             note: (!notes.is_empty()).then(|| notes.join("; ")),
             ..Plan::default()
@@ -47,9 +49,9 @@ impl Policy for Brief {
         if let Some(token) = self.ban.take() {
             actions.push(Action::Ban(Ban { tokens: vec![token], steps: 0 }));
         }
-        let is_long = step.budget_reached || step.think_tokens >= self.budget;
-        if step.phase == Phase::Think && is_long {
-            actions.push(Action::CloseThinking("In short: ".into()));
+        let is_long = step.budget_reached || step.reasoning_tokens >= self.budget;
+        if step.phase == Phase::Reasoning && is_long {
+            actions.push(Action::CloseReasoning("In short: ".into()));
         }
         if step.phase == Phase::Answer && !self.phrase.is_empty() {
             self.tail.push_str(&step.text);
@@ -62,7 +64,7 @@ impl Policy for Brief {
         actions
     }
 
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         let is_answered = |earlier: &steersman_policy::EarlierCall| {
             earlier.name == call.name
                 && earlier.arguments == call.digest
@@ -78,7 +80,7 @@ impl Policy for Brief {
 steersman_policy::export!(Brief);
 
 /// Whole numbers of up to nine digits; what else a parameter says is told in the reply's notes.
-fn number(request: &Request, name: &str, notes: &mut Vec<String>) -> Option<u32> {
+fn number(request: &RequestView, name: &str, notes: &mut Vec<String>) -> Option<u32> {
     let text = request.param(name)?;
     let is_number = text.len() <= 9 && text.bytes().all(|digit| digit.is_ascii_digit());
     let number = is_number.then(|| text.parse().ok()).flatten();
@@ -94,8 +96,8 @@ mod tests {
 
     #[test]
     fn a_thought_over_its_budget_is_closed() {
-        let step = Step { phase: Phase::Think, think_tokens: 100, ..Step::default() };
-        let close = [Action::CloseThinking("In short: ".into())];
+        let step = Step { phase: Phase::Reasoning, reasoning_tokens: 100, ..Step::default() };
+        let close = [Action::CloseReasoning("In short: ".into())];
         assert_eq!(Brief::default().on_step(step), close);
     }
 
