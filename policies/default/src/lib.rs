@@ -76,7 +76,7 @@ fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> P
         }
         None if is_needle(request, settings) => {
             budget = budget.min(settings.needle_reasoning_budget);
-            notes.push("thinks: a short question to a long system text".into());
+            notes.push("reasoning: short question about a long system text".into());
             true
         }
         None => settings.reasoning != Reasoning::Off,

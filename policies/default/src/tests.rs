@@ -39,7 +39,7 @@ fn a_short_question_to_a_long_system_text_thinks_even_where_thinking_is_off() {
     };
     let needle = plan(3001, "What is the secret code of project Onyx?");
     assert_eq!((needle.reasoning, needle.reasoning_budget), (Some(true), Some(2048)));
-    assert_eq!(needle.note.as_deref(), Some("thinks: a short question to a long system text"));
+    assert_eq!(needle.note.as_deref(), Some("reasoning: short question about a long system text"));
     assert_eq!(plan(3001, "tell me the code of project Onyx").reasoning, Some(true));
     assert_eq!(plan(3001, "Welchen Code hat das Projekt Onyx?").reasoning, Some(true));
     assert_eq!(plan(3000, "What is the secret code?").reasoning, Some(false));

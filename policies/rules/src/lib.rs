@@ -76,7 +76,7 @@ impl Policy for Rules {
             if request.param("strict") == Some("true") {
                 steersman_policy::failure::fail(problem);
             }
-            notes.push(format!("no rule is in force: {problem}"));
+            notes.push(format!("rules ignored: {problem}"));
         }
         let holds = |rule: &Rule| rule.when.holds_of_request(&request, &self.system);
         let applies: Vec<_> = self.rules().iter().map(holds).collect();

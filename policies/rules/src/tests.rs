@@ -303,7 +303,7 @@ fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
         let problem = check(text).expect_err(text);
         assert!(problem.contains(expected), "{text}\n{problem}\n{expected}");
         let note = with(text, RequestView::default()).1.note.expect("a note");
-        assert_eq!(note, format!("no rule is in force: {problem}"));
+        assert_eq!(note, format!("rules ignored: {problem}"));
     }
     let many = "[[rule]]\ndo = { ban = [1] }\n".repeat(16);
     assert!(check(&many).unwrap_err().contains("more than 16 things"));
@@ -335,7 +335,7 @@ fn missing_rules_and_unknown_parameters_are_told() {
     assert_eq!(
         plan.note.as_deref(),
         Some(
-            "unknown parameter `rule`; no rule is in force: the parameter `rules` is missing; it \
+            "unknown parameter `rule`; rules ignored: the parameter `rules` is missing; it \
              holds the rules, in TOML"
         )
     );
