@@ -4,12 +4,12 @@ fn params(params: &[(&str, &str)]) -> Vec<(String, String)> {
     params.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect()
 }
 
-fn think(loop_found: Option<LoopReport>, budget_reached: bool) -> Step {
+fn reasoning(loop_found: Option<LoopReport>, budget_reached: bool) -> Step {
     Step { phase: Phase::Reasoning, loop_found, budget_reached, ..Step::default() }
 }
 
 #[test]
-fn thoughts_are_short_and_the_client_may_have_them_shorter() {
+fn reasoning_is_short_and_the_client_can_shorten_it() {
     let plan = |reasoning_budget, context_left| {
         Agent::default().on_request(RequestView {
             reasoning_budget,
@@ -25,7 +25,7 @@ fn thoughts_are_short_and_the_client_may_have_them_shorter() {
 }
 
 #[test]
-fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
+fn reasoning_over_its_budget_is_closed_with_the_head_of_the_answer() {
     type Params = &'static [(&'static str, &'static str)];
     let cases: [(Params, &str, &str, bool, &str); 7] = [
         (&[], "", "Find the bug.", true, "**Next Step:**\n\n"),
@@ -50,7 +50,7 @@ fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
             ..RequestView::default()
         });
         assert_eq!(
-            policy.on_step(think(None, true)),
+            policy.on_step(reasoning(None, true)),
             [Action::CloseReasoning(expected.into())],
             "{given:?} {system} {user} {tools}"
         );
@@ -58,33 +58,33 @@ fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
 }
 
 #[test]
-fn a_loop_in_a_thought_is_rewound_once_and_then_closes_it() {
+fn the_first_loop_is_rewound_and_the_second_closes_the_reasoning() {
     let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
     let mut policy = Agent::default();
     assert_eq!(policy.on_request(RequestView::default()).checkpoint_every, 128);
-    assert_eq!(policy.on_step(think(found, false))[0], Action::Rewind(80));
+    assert_eq!(policy.on_step(reasoning(found, false))[0], Action::Rewind(80));
     assert_eq!(
-        policy.on_step(think(found, false)),
+        policy.on_step(reasoning(found, false)),
         [Action::CloseReasoning("**Final Answer:**\n\n".into())]
     );
-    // A used-up budget leaves nothing to go on with.
+    // With the budget used up, a rewind is useless.
     let mut policy = Agent::default();
     policy.on_request(RequestView::default());
-    assert!(matches!(policy.on_step(think(found, true))[0], Action::CloseReasoning(_)));
+    assert!(matches!(policy.on_step(reasoning(found, true))[0], Action::CloseReasoning(_)));
 }
 
 #[test]
-fn without_escapes_no_checkpoint_is_kept_and_a_loop_closes_the_thought() {
+fn without_escapes_a_loop_closes_the_reasoning_and_no_checkpoints_are_taken() {
     let mut policy = Agent::default();
     let plan = policy
         .on_request(RequestView { params: params(&[("escapes", "0")]), ..RequestView::default() });
     assert_eq!(plan.checkpoint_every, 0);
     let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
-    assert!(matches!(policy.on_step(think(found, false))[0], Action::CloseReasoning(_)));
+    assert!(matches!(policy.on_step(reasoning(found, false))[0], Action::CloseReasoning(_)));
 }
 
 #[test]
-fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
+fn an_answer_is_stopped_only_for_a_long_exact_loop() {
     let stops = |period, repeats, exact| {
         let loop_found = Some(LoopReport { period, repeats, exact });
         let step = Step { phase: Phase::ToolCall, loop_found, ..Step::default() };
@@ -94,7 +94,7 @@ fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
 }
 
 #[test]
-fn a_mistyped_parameter_is_noted_and_leaves_its_default() {
+fn an_unusable_parameter_is_noted_and_keeps_its_default() {
     let plan = Agent::default().on_request(RequestView {
         params: params(&[("strip", "a||b"), ("thinkbudget", "9"), ("tool_repeats", "two")]),
         ..RequestView::default()

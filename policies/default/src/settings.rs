@@ -1,17 +1,17 @@
-//! The parameters of the policy: `[profiles.NAME.params]`, read once a request.
+//! The parameters of the policy (`[profiles.NAME.params]`), read once per request.
 
 use std::str::FromStr;
 
 use steersman_policy::{LoopRule, RequestView};
 
-/// Whether to think where neither the client nor the needle routing says.
+/// Whether the model reasons if neither the client nor needle routing decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reasoning {
-    /// Think if the model can: today the same as `On`, but free to become cleverer.
+    /// Reason if the model supports it; at present the same as `On`.
     Auto,
-    /// Think if the model can.
+    /// Reason if the model supports it.
     On,
-    /// Do not think.
+    /// Do not reason.
     Off,
 }
 
@@ -33,25 +33,24 @@ impl FromStr for Reasoning {
 pub struct Settings {
     /// `reasoning`: `auto`, `on` or `off`.
     pub reasoning: Reasoning,
-    /// `reasoning_budget`: most tokens of a thought; a client may ask for less.
+    /// `reasoning_budget`: limit on reasoning tokens; the client can lower it.
     pub reasoning_budget: u32,
-    /// `answer_reserve`: tokens of the context kept for the answer of a request that says no
+    /// `answer_reserve`: tokens of the context reserved for the answer if the client sets no
     /// `max_tokens`.
     pub answer_reserve: u32,
-    /// `needle_system_chars`: from more characters of system text on, a short question is a search
-    /// in it; 0 turns this routing off.
+    /// `needle_system_chars`: needle routing applies to system text of more characters; 0 disables it.
     pub needle_system_chars: u32,
-    /// `needle_user_chars`: a question of fewer characters is short.
+    /// `needle_user_chars`: and to questions of fewer characters.
     pub needle_user_chars: u32,
-    /// `needle_reasoning_budget`: most tokens of the thought that such a search gets.
+    /// `needle_reasoning_budget`: limit on reasoning tokens of such a question.
     pub needle_reasoning_budget: u32,
-    /// `loop_max_period`, `loop_repeats`, `loop_min_tokens`, `loop_similarity`: when a thought is
-    /// a loop.
+    /// `loop_max_period`, `loop_repeats`, `loop_min_tokens`, `loop_similarity`: thresholds of the loop
+    /// detectors.
     pub loops: LoopRule,
-    /// `answer_loop_tokens`: tokens that exact repeats must cover in an answer before it is
-    /// stopped, since long tables of equal rows are legitimate; 0 never stops.
+    /// `answer_loop_tokens`: tokens that an exact loop in an answer must cover before it is stopped,
+    /// since a table may have many equal rows; 0 never stops.
     pub answer_loop_tokens: u32,
-    /// `hint_json`, `hint_code` ...: see [`super::hint`].
+    /// `hint_json`, `hint_code`, ...: see [`super::hint`].
     pub hints: Vec<(String, String)>,
 }
 
@@ -72,11 +71,11 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The parameters of a request, and complaints about those that cannot be used. A mistyped
-    /// parameter leaves its default in force: it must not end every request of the profile.
+    /// The parameters of a request, and problems with unusable ones. An unusable parameter keeps its
+    /// default: a typo must not end every request of the profile.
     pub fn read(request: &RequestView) -> (Self, Vec<String>) {
         let mut settings = Self::default();
-        let mut complaints = Vec::new();
+        let mut problems = Vec::new();
         for (name, value) in &request.params {
             let s = &mut settings;
             let done = match name.as_str() {
@@ -96,15 +95,15 @@ impl Settings {
                     true
                 }
                 _ => {
-                    complaints.push(format!("unknown parameter `{name}`"));
+                    problems.push(format!("unknown parameter `{name}`"));
                     continue;
                 }
             };
             if !done {
-                complaints.push(format!("parameter `{name}` cannot be `{value}`"));
+                problems.push(format!("parameter `{name}` cannot be `{value}`"));
             }
         }
-        (settings, complaints)
+        (settings, problems)
     }
 }
 
@@ -129,20 +128,20 @@ mod tests {
 
     #[test]
     fn parameters_replace_defaults() {
-        let (settings, complaints) =
+        let (settings, problems) =
             read(&[("reasoning", "off"), ("reasoning_budget", " 100 "), ("hint_json", "J")]);
         assert_eq!(settings.reasoning, Reasoning::Off);
         assert_eq!(settings.reasoning_budget, 100);
         assert_eq!(settings.hints, [("hint_json".into(), "J".into())]);
-        assert_eq!(complaints, [""; 0]);
+        assert_eq!(problems, [""; 0]);
     }
 
     #[test]
-    fn a_mistyped_parameter_is_reported_and_leaves_the_default() {
-        let (settings, complaints) = read(&[("reasoning_budget", "many"), ("thinkbudget", "9")]);
+    fn an_unusable_parameter_is_reported_and_keeps_its_default() {
+        let (settings, problems) = read(&[("reasoning_budget", "many"), ("thinkbudget", "9")]);
         assert_eq!(settings, Settings::default());
         assert_eq!(
-            complaints,
+            problems,
             ["parameter `reasoning_budget` cannot be `many`", "unknown parameter `thinkbudget`"]
         );
     }

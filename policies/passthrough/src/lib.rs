@@ -1,11 +1,11 @@
-//! The policy that decides nothing: what the client asked for goes to the engine as it is.
+//! The baseline for measurements: the plan is what the client asked for.
 //!
-//! No loop rule and no budget of its own: a thought that loops runs to the limit of the request.
-//! It is the baseline that other policies are measured against.
+//! It has no budget of its own and no loop detection: reasoning that loops runs to the limit of the
+//! request.
 
 use steersman_policy::{Plan, Policy, RequestView};
 
-/// The policy that decides nothing.
+/// The policy `passthrough`.
 #[derive(Default)]
 pub struct Passthrough;
 
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_clients_wishes_are_the_plan() {
+    fn the_plan_is_what_the_client_asked_for() {
         let request = RequestView {
             reasoning: Some(true),
             reasoning_budget: Some(9),

@@ -4,7 +4,7 @@ use steersman_policy::{
 
 use super::*;
 
-/// A policy with these rules, asked for a plan of `request`.
+/// A policy with these rules, and its plan for `request`.
 fn with(rules: &str, request: RequestView) -> (Rules, Plan) {
     let mut policy = Rules::default();
     let params = vec![("rules".to_owned(), rules.to_owned())];
@@ -21,7 +21,7 @@ fn answer(text: &str) -> Step {
 }
 
 #[test]
-fn of_the_rules_that_apply_all_count_and_the_first_goes_before_the_others() {
+fn all_matching_rules_apply_and_the_first_takes_precedence() {
     let rules = r#"
         rule = [
             { when = { user_contains = ["haiku", "Sonnet"] }, do = { reasoning_budget = 50, note = "verse" } },
@@ -42,7 +42,7 @@ fn of_the_rules_that_apply_all_count_and_the_first_goes_before_the_others() {
 }
 
 #[test]
-fn the_client_may_have_less_of_a_thought_but_not_more() {
+fn the_client_can_lower_the_budget_but_not_raise_it() {
     let rules = "[[rule]]\ndo = { reasoning = false, reasoning_budget = 100 }";
     let asked = |reasoning_budget| RequestView {
         reasoning: Some(true),
@@ -58,7 +58,7 @@ fn the_client_may_have_less_of_a_thought_but_not_more() {
 }
 
 #[test]
-fn each_condition_of_a_request_holds_where_it_says() {
+fn each_condition_on_a_request_is_checked() {
     let request = RequestView {
         profile: "p".into(),
         model: "m".into(),
@@ -112,7 +112,7 @@ fn each_condition_of_a_request_holds_where_it_says() {
 }
 
 #[test]
-fn a_loop_is_waited_for_without_being_called_in_between() {
+fn waiting_for_a_loop_needs_no_calls_between_events() {
     let rules = r#"
         [[rule]]
         when = { loop = true, phase = "reasoning" }
@@ -127,8 +127,8 @@ fn a_loop_is_waited_for_without_being_called_in_between() {
     let step = Step { phase: Phase::Reasoning, loop_found: found, ..Step::default() };
     let hot = SamplingPatch { temperature: Some(1.0), ..SamplingPatch::default() };
     let close = Action::CloseReasoning("**Final Answer:**\n\n".into());
-    let resample = Action::Sampling(SamplingChange { sampling: hot, steps: 16 });
-    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), resample]);
+    let change = Action::Sampling(SamplingChange { sampling: hot, steps: 16 });
+    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), change]);
     assert_eq!(policy.on_step(step.clone()), std::slice::from_ref(&close));
     assert_eq!(policy.on_step(step), [close]);
     assert_eq!(policy.on_step(Step { loop_found: found, ..Step::default() }), []);
@@ -163,7 +163,7 @@ fn tokens_are_banned_from_the_first_step_on() {
 }
 
 #[test]
-fn a_call_is_led_away_and_then_ended() {
+fn a_tool_loop_is_repaired_and_then_ends_the_request() {
     let rules = r#"
         [[rule]]
         when = { repeats_over = 1 }
@@ -200,7 +200,7 @@ fn a_call_is_led_away_and_then_ended() {
 }
 
 #[test]
-fn system_text_loses_what_rules_name() {
+fn rules_remove_spans_and_lines_of_system_text() {
     let rules = r#"
         [[rule]]
         do = { strip_lines = "build: ", strip = [" (beta)"] }
@@ -218,7 +218,7 @@ fn system_text_loses_what_rules_name() {
 }
 
 #[test]
-fn what_is_kept_is_said_in_seconds() {
+fn retention_is_given_in_seconds() {
     let rules = "[[rule]]\ndo = { retain = [{ at = 'system', seconds = 3600 }, { at = 'reply' }] }";
     let retain = with(rules, RequestView::default()).1.retain;
     let system = Retention { at: SavePoint::System, seconds: 3600 };
@@ -226,31 +226,31 @@ fn what_is_kept_is_said_in_seconds() {
 }
 
 #[test]
-fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
+fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
     let cases = [
         ("[[rule]]\ndo = { reasoning = ", "line 2: "),
-        ("", "there is no `[[rule]]`"),
+        ("", "no `[[rule]]` found"),
         (
             "[[rules]]\ndo = { reasoning = true }",
-            "line 1: `rules` is not known; rules begin with `[[rule]]`",
+            "line 1: unknown key `rules`; rules begin with `[[rule]]`",
         ),
         ("[[rule]]\nwhen = { tools = true }", "rule 1, line 1: `do` is missing"),
         ("[[rule]]\ndo = {}", "rule 1, line 1: `do` is missing"),
         (
             "[[rule]]\ndo = { reasoning = true }\n\n[[rule]]\nif = 1",
-            "rule 2, line 5: `if` is not known; allowed are when, do, times",
+            "rule 2, line 5: unknown key `if`; expected one of when, do, times",
         ),
         (
             "[[rule]]\nwhen = { user_contain = 'x' }\ndo = { reasoning = true }",
-            "rule 1, line 2: `when.user_contain` is not known; allowed are profile, ",
+            "rule 1, line 2: unknown key `when.user_contain`; expected one of profile, ",
         ),
         (
-            "[[rule]]\ndo = { reasoning = true }",
-            "rule 1, line 2: `do.thinks` is not known; allowed are strip, ",
+            "[[rule]]\ndo = { reason = true }",
+            "rule 1, line 2: unknown key `do.reason`; expected one of strip, ",
         ),
         (
             "[[rule]]\ntimes = 2\ndo = { reasoning = true }",
-            "rule 1, line 1: `times` says nothing here: the rule acts once, before anything runs",
+            "rule 1, line 1: `times` has no effect: the rule applies once, before prefill",
         ),
         (
             "[[rule]]\ndo = { reasoning = 'yes' }",
@@ -262,41 +262,41 @@ fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
         ),
         ("[[rule]]\ndo = { temperature = 11 }", "`do.temperature` must be a number from 0 to 10"),
         ("[[rule]]\ndo = { min_p = nan }", "`do.min_p` must be a number from 0 to 1"),
-        ("[[rule]]\ndo = { ban = [] }", "`do.ban` must be a list of 1 to 256 numbers of tokens"),
-        ("[[rule]]\ndo = { ban = ['a'] }", "`do.ban` must be a list of 1 to 256 numbers of tokens"),
+        ("[[rule]]\ndo = { ban = [] }", "`do.ban` must be a list of 1 to 256 token ids"),
+        ("[[rule]]\ndo = { ban = ['a'] }", "`do.ban` must be a list of 1 to 256 token ids"),
         ("[[rule]]\ndo = { bias = { 7 = 101 } }", "`do.bias.7` must be a number from -100 to 100"),
-        ("[[rule]]\ndo = { bias = { x = 1 } }", "`do.bias.x` must be the number of a token"),
+        ("[[rule]]\ndo = { bias = { x = 1 } }", "`do.bias.x` must be a token id"),
         (
             "[[rule]]\ndo = { loops = { period = 1 } }",
-            "`do.loops.period` is not known; allowed are max_period, ",
+            "unknown key `do.loops.period`; expected one of max_period, ",
         ),
         ("[[rule]]\ndo = { retain = [{ at = 'all' }] }", "`do.retain` must be a list of { at = "),
         (
-            "[[rule]]\nwhen = { phase = 'thinks' }\ndo = { stop = 'x' }",
-            "`when.phase` must be \"think\", ",
+            "[[rule]]\nwhen = { phase = 'think' }\ndo = { stop = 'x' }",
+            "`when.phase` must be \"reasoning\", ",
         ),
         (
             "[[rule]]\nwhen = { text_contains = '' }\ndo = { stop = 'x' }",
-            "`when.text_contains` must be a text, or a list",
+            "`when.text_contains` must be a text or a list",
         ),
         (
             "[[rule]]\nwhen = { loop = true }\ndo = { reasoning = true }",
-            "`when.loop` belongs while tokens are drawn, and what stands before it in the rule before anything runs",
+            "`when.loop` is available during decoding, but the rule applies before prefill: split it",
         ),
         (
             "[[rule]]\nwhen = { user_under = 3 }\ndo = { strip = 'x' }",
-            "`when.user_under` belongs before anything runs",
+            "`when.user_under` is available before prefill, but the rule applies before the prompt",
         ),
         (
             "[[rule]]\ndo = { inject = 'x', repair = 'y' }",
-            "`do.repair` belongs when a tool is called",
+            "`do.repair` is available at a tool call, but the rule applies during decoding",
         ),
         (
             "[[rule]]\nwhen = { tool_called = 'x' }\ndo = { repair = 'x', stop = 'y' }",
-            "must stand alone",
+            "must be the only key of `do`",
         ),
         ("[[rule]]\ndo = { rewind = 'loop' }", "`do.rewind` = \"loop\" needs `when.loop` = true"),
-        ("[[rule]]\ndo = { inject = 'x', for = 3 }", "`do.for` says how long"),
+        ("[[rule]]\ndo = { inject = 'x', for = 3 }", "`do.for` limits a ban"),
         ("[[rule]]\ndo = { stop = '' }", "`do.stop` must be a text that is not empty"),
     ];
     for (text, expected) in cases {
@@ -306,12 +306,12 @@ fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
         assert_eq!(note, format!("rules ignored: {problem}"));
     }
     let many = "[[rule]]\ndo = { ban = [1] }\n".repeat(16);
-    assert!(check(&many).unwrap_err().contains("more than 16 things"));
+    assert!(check(&many).unwrap_err().contains("more than 16 actions"));
     assert_eq!(check("[[rule]]\ndo = { close_reasoning = '' }"), Ok(()));
 }
 
 #[test]
-fn a_text_that_is_wrong_anywhere_is_in_force_nowhere() {
+fn a_mistake_in_one_rule_disables_all_rules() {
     let rules = "[[rule]]\ndo = { reasoning_budget = 5, ban = [1] }";
     assert!(check(rules).is_err());
     let rules = "[[rule]]\ndo = { stop = 'x' }\n[[rule]]\ndo = { typo = 1 }";
@@ -322,29 +322,26 @@ fn a_text_that_is_wrong_anywhere_is_in_force_nowhere() {
 
 #[test]
 #[should_panic(expected = "`do` is missing")]
-fn where_the_operator_is_strict_a_wrong_rule_fails_the_request() {
+fn with_strict_a_mistake_fails_the_request() {
     let params = [("rules", "[[rule]]"), ("strict", "true")];
     let params = params.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
     Rules::default().on_request(RequestView { params, ..RequestView::default() });
 }
 
 #[test]
-fn missing_rules_and_unknown_parameters_are_told() {
+fn missing_rules_and_unknown_parameters_are_noted() {
     let params = vec![("rule".to_owned(), "x".to_owned())];
     let plan = Rules::default().on_request(RequestView { params, ..RequestView::default() });
     assert_eq!(
         plan.note.as_deref(),
-        Some(
-            "unknown parameter `rule`; rules ignored: the parameter `rules` is missing; it \
-             holds the rules, in TOML"
-        )
+        Some("unknown parameter `rule`; rules ignored: the parameter `rules` is missing")
     );
 }
 
 #[test]
-fn the_readme_tells_of_all_that_a_rule_may_hold_and_its_example_is_right() {
-    let readme = include_str!("../../README.md");
-    let (_, section) = readme.split_once("## Rules\n").expect("the section of rules");
+fn the_reference_documents_all_keys_and_its_example_is_valid() {
+    let reference = include_str!("../../REFERENCE.md");
+    let (_, section) = reference.split_once("## Rules\n").expect("the section on rules");
     for (key, _) in parse::WHEN.iter().chain(parse::DO) {
         assert!(section.contains(&format!("`{key}`")), "{key}");
     }
@@ -354,7 +351,7 @@ fn the_readme_tells_of_all_that_a_rule_may_hold_and_its_example_is_right() {
 }
 
 #[test]
-fn however_many_rules_apply_a_step_gets_no_more_than_a_host_takes() {
+fn any_number_of_rules_returns_at_most_16_actions() {
     let rules = "[[rule]]\ndo = { inject = 'x', ban = [1] }\n".repeat(40)
         + &"[[rule]]\ndo = { ban = [2] }\n".repeat(13)
         + &"[[rule]]\ndo = { stop = 'y' }\n".repeat(40);

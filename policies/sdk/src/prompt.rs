@@ -2,13 +2,13 @@
 
 use crate::{PromptView, Replacement};
 
-/// Most replacements that a host takes of one `on_prompt`.
+/// Most replacements that the host accepts from one call of `on_prompt`.
 pub const REPLACEMENTS: usize = 16;
 
 impl PromptView {
-    /// Replaces lines among the first `lines` of each system text, as far as a host takes
-    /// replacements. `edit` gets a line without its newline, and answers what stands there instead;
-    /// an empty text removes the line and its newline. `None` leaves it.
+    /// Replaces lines among the first `lines` of each system text, at most [`REPLACEMENTS`] in all.
+    /// `edit` gets a line without its newline and returns the new line, an empty text to remove the
+    /// line with its newline, or `None` to leave it unchanged.
     ///
     /// ```
     /// use steersman_policy::{PromptView, Replacement};
@@ -24,7 +24,7 @@ impl PromptView {
     ) -> Vec<Replacement> {
         let mut found = Vec::new();
         for (message, text) in (0..).zip(&self.system) {
-            // What earlier replacements leave, in which the host looks for the next one.
+            // The host searches for each span in the text that earlier replacements leave.
             let mut text = text.clone();
             let mut at = 0;
             for _ in 0..lines {
@@ -35,8 +35,8 @@ impl PromptView {
                     at = next;
                     continue;
                 };
-                // The host replaces the first occurrence. The newline before it makes that the line,
-                // and not the end of an earlier one.
+                // The host replaces the first occurrence. The newline in front excludes a match at
+                // the end of an earlier line.
                 let before = if at > 0 { "\n" } else { "" };
                 let after = if edited.is_empty() { "" } else { &line[words.len()..] };
                 let old = format!("{before}{line}");
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_lines_leave_all_others_as_they_are() {
+    fn removing_lines_leaves_the_others_unchanged() {
         let is_x = |line: &str| line == "x";
         let cases = [
             ("x\na\nb", "a\nb"),
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn replacements_end_where_the_host_takes_no_more() {
+    fn replacements_stop_at_the_limit_of_the_host() {
         let prompt = PromptView { system: vec!["x\nx\n".into(); 10], ..PromptView::default() };
         let found = prompt.edit_lines(4, |_| Some(String::new()));
         assert_eq!((found.len(), found[15].message), (REPLACEMENTS, 7));
