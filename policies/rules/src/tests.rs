@@ -339,15 +339,18 @@ fn missing_rules_and_unknown_parameters_are_noted() {
 }
 
 #[test]
-fn the_reference_documents_all_keys_and_its_example_is_valid() {
+fn the_reference_documents_all_keys_and_the_examples_are_valid() {
     let reference = include_str!("../../REFERENCE.md");
     let (_, section) = reference.split_once("## Rules\n").expect("the section on rules");
     for (key, _) in parse::WHEN.iter().chain(parse::DO) {
         assert!(section.contains(&format!("`{key}`")), "{key}");
     }
-    let mut blocks = section.split("```toml\n").skip(2);
-    let (example, _) = blocks.next().and_then(|block| block.split_once("```")).expect("an example");
-    assert_eq!(check(example), Ok(()));
+    let (_, guide) = include_str!("../../README.md").split_once("## Rules\n").expect("the guide");
+    // The first block of the reference configures a profile.
+    for (section, block) in [(section, 2), (guide, 1)] {
+        let example = section.split("```toml\n").nth(block).and_then(|b| b.split("```").next());
+        assert_eq!(check(example.expect("an example")), Ok(()));
+    }
 }
 
 #[test]
