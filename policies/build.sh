@@ -37,7 +37,7 @@ examples)
         LC_ALL=C sort | xargs $sum >SHA256SUMS
     ;;
 *)
-    sed -n 's/^# \{0,1\}//p' build.sh | sed -n 1,4p >&2
+    sed -n '2,5s/^# \{0,1\}//p' build.sh >&2
     exit 1
     ;;
 esac

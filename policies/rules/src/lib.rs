@@ -78,8 +78,8 @@ impl Policy for Rules {
             }
             notes.push(format!("rules ignored: {problem}"));
         }
-        let holds = |rule: &Rule| rule.when.holds_of_request(&request, &self.system);
-        let matches: Vec<_> = self.rules().iter().map(holds).collect();
+        let matches = |rule: &Rule| rule.when.matches_request(&request, &self.system);
+        let matches: Vec<_> = self.rules().iter().map(matches).collect();
         let rules = self.rules().iter().zip(&matches).filter(|(_, matches)| **matches);
         let plan = plan(&request, rules.map(|(rule, _)| rule), notes);
         let state = |matches| State { matches, ..State::default() };
@@ -96,7 +96,7 @@ impl Policy for Rules {
             if !state.matches || rule.is_exhausted(state.applied) {
                 continue;
             }
-            if rule.when.holds_of_step(&step, &mut state.tail) {
+            if rule.when.matches_step(&step, &mut state.tail) {
                 // "Rewind the first loop" precedes "close the reasoning": only one applies in a step.
                 let redirects = effects.iter().any(rule::StepEffect::redirects);
                 if redirects && redirected {
@@ -118,7 +118,7 @@ impl Policy for Rules {
         for (rule, state) in rules.iter().zip(&mut self.states) {
             let Effect::ToolCall(verdict) = &rule.effect else { continue };
             let is_open = state.matches && !rule.is_exhausted(state.applied);
-            if is_open && rule.when.holds_of_call(&call) {
+            if is_open && rule.when.matches_call(&call) {
                 state.applied += 1;
                 return verdict.clone();
             }
@@ -158,7 +158,7 @@ fn unknown_params(request: &RequestView) -> Vec<String> {
 
 /// The replacements that the rules make in system text.
 fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
-    let rules = rules.iter().filter(|rule| rule.when.holds_of_prompt(prompt));
+    let rules = rules.iter().filter(|rule| rule.when.matches_prompt(prompt));
     let effects: Vec<_> = rules.map(|rule| &rule.effect).collect();
     let is_stripped = |line: &str| {
         effects.iter().any(|effect| match effect {

@@ -121,12 +121,12 @@ fn most_actions(rules: &[Rule]) -> usize {
         Effect::Step(effects) => Some(effects),
         _ => None,
     });
-    let (leading, others): (Vec<_>, Vec<_>) =
+    let (redirecting, others): (Vec<_>, Vec<_>) =
         effects.partition(|effects| effects.iter().any(StepEffect::redirects));
-    let leading = leading.iter().map(|effects| effects.len()).max().unwrap_or_default();
+    let redirecting = redirecting.iter().map(|effects| effects.len()).max().unwrap_or_default();
     let others =
         others.iter().map(|effects| effects.iter().filter(|effect| !effect.stops()).count());
-    leading + others.sum::<usize>() + 1
+    redirecting + others.sum::<usize>() + 1
 }
 
 fn line(text: &str, at: usize) -> usize {

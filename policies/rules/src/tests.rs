@@ -44,16 +44,16 @@ fn all_matching_rules_apply_and_the_first_takes_precedence() {
 #[test]
 fn the_client_can_lower_the_budget_but_not_raise_it() {
     let rules = "[[rule]]\ndo = { reasoning = false, reasoning_budget = 100 }";
-    let asked = |reasoning_budget| RequestView {
+    let with_budget = |reasoning_budget| RequestView {
         reasoning: Some(true),
         reasoning_budget,
         ..RequestView::default()
     };
-    assert_eq!(with(rules, asked(Some(50))).1.reasoning_budget, Some(50));
-    assert_eq!(with(rules, asked(Some(500))).1.reasoning_budget, Some(100));
-    assert_eq!(with(rules, asked(None)).1.reasoning, Some(false));
+    assert_eq!(with(rules, with_budget(Some(50))).1.reasoning_budget, Some(50));
+    assert_eq!(with(rules, with_budget(Some(500))).1.reasoning_budget, Some(100));
+    assert_eq!(with(rules, with_budget(None)).1.reasoning, Some(false));
     let silent = "[[rule]]\ndo = { note = \"x\" }";
-    let plan = with(silent, asked(Some(50))).1;
+    let plan = with(silent, with_budget(Some(50))).1;
     assert_eq!((plan.reasoning, plan.reasoning_budget), (Some(true), Some(50)));
 }
 

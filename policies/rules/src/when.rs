@@ -75,19 +75,19 @@ fn chars(text: &str) -> u32 {
 
 impl When {
     /// Whether the conditions known in `on-prompt` hold.
-    pub fn holds_of_prompt(&self, prompt: &PromptView) -> bool {
+    pub fn matches_prompt(&self, prompt: &PromptView) -> bool {
         let system_chars = prompt.system.iter().map(|text| chars(text)).sum();
         any(&self.profile, |name| name == prompt.profile)
-            && self.holds_of_system(&prompt.system)
+            && self.matches_system(&prompt.system)
             && over(self.system_over, system_chars)
     }
 
-    fn holds_of_system(&self, system: &[String]) -> bool {
+    fn matches_system(&self, system: &[String]) -> bool {
         any(&self.system_contains, |part| system.iter().any(|text| text.contains(part)))
     }
 
     /// Whether the conditions known in `on-request` hold.
-    pub fn holds_of_request(&self, request: &RequestView, system: &[String]) -> bool {
+    pub fn matches_request(&self, request: &RequestView, system: &[String]) -> bool {
         let user = &request.user;
         // Lazy, since a message has up to 16 KiB.
         let contains = || {
@@ -106,18 +106,18 @@ impl When {
             && (self.user_words.is_empty() || has_word())
             && self.user_under.is_none_or(|limit| chars(user) < limit)
             && over(self.user_over, chars(user))
-            && self.holds_of_system(system)
+            && self.matches_system(system)
             && over(self.system_over, request.system_chars)
             && over(self.prompt_over, request.prompt_tokens)
             && over(self.messages_over, request.messages)
             && equals(self.has_tools, !request.tools.is_empty())
             && any(&self.tools, |name| request.tools.iter().any(|tool| tool == name))
-            && self.reasoning_requested.is_none_or(|asked| request.reasoning == Some(asked))
+            && self.reasoning_requested.is_none_or(|it| request.reasoning == Some(it))
             && equals(self.can_reason, request.can_reason)
     }
 
     /// Whether the conditions on a step hold. Must see every step, to find text that arrives in parts.
-    pub fn holds_of_step(&self, step: &Step, tail: &mut Tail) -> bool {
+    pub fn matches_step(&self, step: &Step, tail: &mut Tail) -> bool {
         let has_text = self.text_contains.is_empty() || tail.has(&self.text_contains, &step.text);
         has_text
             && equals(self.phase, step.phase)
@@ -128,7 +128,7 @@ impl When {
     }
 
     /// Whether the conditions on a tool call hold.
-    pub fn holds_of_call(&self, call: &ToolCallView) -> bool {
+    pub fn matches_call(&self, call: &ToolCallView) -> bool {
         any(&self.tool_called, |name| name == call.name)
             && any(&self.arguments_contain, |part| call.arguments.contains(part))
             && over(self.calls_over, call.index)
