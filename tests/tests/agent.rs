@@ -1,10 +1,10 @@
-//! What the policies `agent` and `rules` are for, on the bundled model.
+//! The policies `agent` and `rules` on the bundled model.
 
 use steersman_engine::config::{Param, Profile};
 use steersman_engine::request::{FinishReason, Request, Usage};
 use steersman_tests::{Reply, Running, ask, ask_weather, config, message, run};
 
-/// An engine with the profiles `agent` and `passthrough`, which remembers in memory alone.
+/// An engine without prefix store, with profiles for `agent`, `passthrough` and two rules.
 fn engine() -> Running {
     let mut config = config();
     config.store.ahead = false;
@@ -22,7 +22,7 @@ fn engine() -> Running {
     Running::keeping_nothing(config)
 }
 
-/// As clients of agents send it: what changes with every request stands in front.
+/// A request as agents send it: text that changes with every request precedes the system text.
 fn clocked(profile: &str, time: &str, id: u32) -> Request {
     let rules = "There are seven bells in the forest. The quiet owl walked near it. ".repeat(20);
     let system = format!(
@@ -34,21 +34,21 @@ fn clocked(profile: &str, time: &str, id: u32) -> Request {
 }
 
 #[test]
-fn a_clock_in_front_of_a_system_prompt_costs_no_reuse() {
+fn agent_reuses_the_prefix_after_a_clock() {
     let engine = engine();
-    let asked = |profile, time, id| -> (Reply, Usage) {
+    let send = |profile, time, id| -> (Reply, Usage) {
         let reply = run(&engine, clocked(profile, time, id));
         let usage = reply.finished().usage;
         (reply, usage)
     };
     for (profile, reused) in [("passthrough", false), ("agent", true)] {
-        let (_, first) = asked(profile, "10:15:02", 1);
+        let (_, first) = send(profile, "10:15:02", 1);
         assert_eq!(first.cached_tokens, 0, "{profile}");
-        let (reply, second) = asked(profile, "10:16:40", 2);
+        let (reply, second) = send(profile, "10:16:40", 2);
         let share = f64::from(second.cached_tokens) / f64::from(second.prompt_tokens);
         assert_eq!(share > 0.9, reused, "{profile}: {second:?}");
-        let told = reply.finished().notes.iter().any(|note| note.contains("replaced"));
-        assert_eq!(told, reused, "{:?}", reply.finished().notes);
+        let noted = reply.finished().notes.iter().any(|note| note.contains("replaced"));
+        assert_eq!(noted, reused, "{:?}", reply.finished().notes);
     }
 }
 
@@ -57,11 +57,11 @@ fn weather(profile: &str) -> Request {
 }
 
 #[test]
-fn a_rule_takes_a_call_back_before_the_client_has_it_or_ends_the_request() {
+fn a_rule_repairs_a_call_or_ends_the_request_before_the_client_receives_it() {
     let engine = engine();
-    let free = run(&engine, weather("agent"));
-    assert_eq!(free.finished().reason, FinishReason::ToolCalls, "{free:?}");
-    assert_eq!(free.tool_calls.len(), 1);
+    let accepted = run(&engine, weather("agent"));
+    assert_eq!(accepted.finished().reason, FinishReason::ToolCalls, "{accepted:?}");
+    assert_eq!(accepted.tool_calls.len(), 1);
     let repaired = run(&engine, weather("repairs"));
     assert!(repaired.tool_calls.is_empty(), "{repaired:?}");
     assert!(repaired.answer.starts_with("Not Oslo. "), "{repaired:?}");

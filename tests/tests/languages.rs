@@ -1,8 +1,9 @@
-//! One small policy, written in Rust, JavaScript and Python, decides the same.
+//! The same policy, written in Rust, JavaScript and Python, makes the same decisions.
 //!
-//! The components are built from `policies/examples` and not committed: `policies/build.sh examples`
-//! makes them, for which each language needs its tools (`policies/README.md`).
+//! `policies/build.sh examples` builds the components from `policies/examples`; they are not committed.
+//! Without them the test is left out, except in CI, which builds them first.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,41 +18,55 @@ fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-fn built(language: &str) -> Vec<u8> {
+fn component_path(language: &str) -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| repository().join("target"), PathBuf::from);
-    let path = target.join(format!("policies/brief-{language}.wasm"));
-    std::fs::read(&path).unwrap_or_else(|error| {
-        panic!("{}: {error}; run `policies/build.sh examples` first", path.display())
-    })
+    target.join(format!("policies/brief-{language}.wasm"))
 }
 
-/// Decisions without what they cost, which is another matter in each language.
-fn decided(component: &Arc<Component>, golden: &Golden) -> Vec<Decision> {
+/// Whether all components are built. Absence is an error in CI.
+fn examples_are_built() -> bool {
+    let missing: Vec<_> =
+        LANGUAGES.iter().map(|l| component_path(l)).filter(|path| !path.is_file()).collect();
+    if missing.is_empty() {
+        return true;
+    }
+    let message = format!("{missing:?} not found; run `policies/build.sh examples` to build them");
+    assert!(std::env::var_os("CI").is_none(), "{message}");
+    // Written directly: the output of a passing test is captured.
+    writeln!(std::io::stderr(), "languages: test left out: {message}").expect("stderr is open");
+    false
+}
+
+/// Decisions without their fuel, which differs between languages.
+fn decisions(component: &Arc<Component>, golden: &Golden) -> Vec<Decision> {
     let mut decisions = golden.replay(component);
     decisions.iter_mut().for_each(|decision| decision.fuel = 0);
     decisions
 }
 
 #[test]
-fn a_policy_in_rust_javascript_and_python_decides_the_same() {
-    let path = repository().join("policies/examples/rust/brief.jsonl");
-    let text = std::fs::read_to_string(&path).unwrap();
-    let golden = Golden::parse(&text).unwrap();
+fn policies_in_rust_javascript_and_python_make_the_same_decisions() {
+    if !examples_are_built() {
+        return;
+    }
+    let text = std::fs::read_to_string(repository().join("policies/examples/rust/brief.jsonl"));
+    let golden = Golden::parse(&text.unwrap()).unwrap();
     assert!(golden.cases.len() > 3, "{golden:?}");
-    // A busy machine is no reason for a difference; fuel and memory are bounded as by default.
+    // The default limits on fuel and memory apply, but a busy machine must not cause a difference.
     let limits = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
     let host = Host::new(&limits, &disk::in_memory()).unwrap();
-    let load = |language| Arc::new(Component::load(&host, language, &built(language)).unwrap());
-    let components = LANGUAGES.map(load);
+    let components = LANGUAGES.map(|language| {
+        let bytes = std::fs::read(component_path(language)).unwrap();
+        Arc::new(Component::load(&host, language, &bytes).unwrap())
+    });
     for component in &components {
         assert_eq!(golden.check(component), [], "{}", component.name());
         component.granted(&[]).unwrap();
-        // Twice, bit for bit: what an interpreter remembers of one request must not be seen in the
-        // next.
+        // Twice with equal fuel: an interpreter must not carry state from one request to the next.
         assert_eq!(golden.replay(component), golden.replay(component), "{}", component.name());
     }
-    let [rust, javascript, python] = components.each_ref().map(|one| decided(one, &golden));
+    let [rust, javascript, python] = components.each_ref().map(|one| decisions(one, &golden));
     assert_eq!(rust, javascript);
     assert_eq!(rust, python);
 }

@@ -1,13 +1,13 @@
-//! The way out of a loop in a thought: back to where its block stood once, then words that lead on.
+//! The escape from a loop in reasoning: a rewind to the first block, then text that leads on.
 //!
-//! Greedy decoding would write the block again from there, so the text goes in, and the token that
-//! began the repeat is not drawn next. The thought keeps what it had found out, which a thought that
-//! is closed at once, with two thirds of it repeats, does not put to use.
+//! Greedy decoding would generate the block again from there, so the escape injects text and bans the
+//! token that began the repeat for one step. The reasoning keeps its findings, which would be lost
+//! among the repeats if it were closed at once.
 
 use steersman_policy::{Action, Ban, LoopReport};
 
-/// What ends a loop. `tokens`: the newest of the thought, at least the repeats where they are to be
-/// banned from; `text`: what stands in place of the repeats, may be empty.
+/// Actions that end a loop. `tokens` are the newest tokens of the reasoning; the ban needs them to
+/// include all repeats. `text` replaces the repeats and may be empty.
 pub fn actions(found: LoopReport, tokens: &[u32], text: &str) -> Vec<Action> {
     let repeats = found.period.saturating_mul(found.repeats.saturating_sub(1));
     let mut actions = vec![Action::Rewind(repeats)];
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_block_is_left_of_a_loop_and_its_first_token_is_not_drawn_again() {
+    fn the_first_block_stays_and_its_first_token_is_banned_once() {
         let found = LoopReport { period: 2, repeats: 3, exact: true };
         let tokens = [1, 8, 9, 8, 9, 8, 9];
         let ban = Action::Ban(Ban { tokens: vec![8], steps: 1 });
@@ -36,7 +36,7 @@ mod tests {
     }
 
     #[test]
-    fn what_began_a_repeat_is_banned_only_where_it_is_known() {
+    fn the_first_token_of_a_repeat_is_banned_only_if_known() {
         let near = LoopReport { period: 2, repeats: 3, exact: false };
         assert_eq!(actions(near, &[8, 9, 8, 9, 8, 9], ""), [Action::Rewind(4)]);
         let long = LoopReport { period: 1000, repeats: 3, exact: true };

@@ -1,28 +1,27 @@
-//! Judges calls of tools.
+//! Verdicts on tool calls.
 
-use steersman_policy::{ToolCall, Verdict};
+use steersman_policy::{ToolCallView, Verdict};
 
 use super::json;
 use super::settings::Settings;
 
-/// Bytes of arguments that the host shows: longer ones are cut, and no JSON any more.
-const SHOWN: usize = 16_384;
+/// The host truncates arguments to this many bytes; truncated arguments are not valid JSON.
+const MAX_BYTES: usize = 16_384;
 
-/// The calls that were taken back in this request: tool and digest of the arguments.
+/// Calls repaired in this request as tool loops: tool and digest of the arguments.
 #[derive(Default)]
 pub struct Guard {
-    taken_back: Vec<(String, String)>,
+    repaired: Vec<(String, String)>,
 }
 
 impl Guard {
-    /// What becomes of a call.
-    pub fn judge(&mut self, call: &ToolCall, settings: &Settings) -> Verdict {
+    pub fn judge(&mut self, call: &ToolCallView, settings: &Settings) -> Verdict {
         if call.name.trim().is_empty() {
             return repair("That call named no tool. I name the tool and its arguments: ");
         }
-        // At most three bytes short: a character that does not fit is left out whole.
-        let is_cut = call.arguments.len() > SHOWN - 4;
-        if !is_cut && !json::is_object(&call.arguments) {
+        // The host truncates at a character boundary, up to three bytes below the limit.
+        let is_truncated = call.arguments.len() > MAX_BYTES - 4;
+        if !is_truncated && !json::is_object(&call.arguments) {
             let name = &call.name;
             return repair(&format!(
                 "The arguments of `{name}` must be one JSON object. The call again: "
@@ -33,13 +32,13 @@ impl Guard {
             return Verdict::Accept;
         }
         let key = (call.name.clone(), call.digest.clone());
-        if self.taken_back.contains(&key) {
+        if self.repaired.contains(&key) {
             return Verdict::Stop(format!(
                 "tool loop: `{}` got the same result {same} times for the same arguments",
                 call.name
             ));
         }
-        self.taken_back.push(key);
+        self.repaired.push(key);
         repair(&format!(
             "I have called `{}` with these arguments {same} times, and the result stays the same. \
              Another way: ",
@@ -59,22 +58,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tool_loop_is_led_away_once_and_then_ends_the_request() {
+    fn a_tool_loop_is_repaired_once_and_then_ends_the_request() {
         let settings = Settings::default();
         let earlier = EarlierCall {
             name: "search".into(),
             arguments: "a".into(),
             answered: Some("1".into()),
         };
-        let again = ToolCall {
+        let again = ToolCallView {
             name: "search".into(),
             digest: "a".into(),
             earlier: vec![earlier; 2],
-            ..ToolCall::default()
+            ..ToolCallView::default()
         };
         let mut guard = Guard::default();
         assert!(matches!(guard.judge(&again, &settings), Verdict::Repair(_)));
-        let other = ToolCall { digest: "b".into(), ..again.clone() };
+        let other = ToolCallView { digest: "b".into(), ..again.clone() };
         assert_eq!(guard.judge(&other, &settings), Verdict::Accept);
         let stop = "tool loop: `search` got the same result 2 times for the same arguments";
         assert_eq!(guard.judge(&again, &settings), Verdict::Stop(stop.into()));
@@ -83,18 +82,21 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_nobody_could_run_is_written_again() {
+    fn a_malformed_call_is_repaired() {
         let mut guard = Guard::default();
         let mut judge = |name: &str, arguments: &str| {
-            let call =
-                ToolCall { name: name.into(), arguments: arguments.into(), ..ToolCall::default() };
+            let call = ToolCallView {
+                name: name.into(),
+                arguments: arguments.into(),
+                ..ToolCallView::default()
+            };
             guard.judge(&call, &Settings::default())
         };
         assert!(matches!(judge("", "{}"), Verdict::Repair(_)));
         assert!(matches!(judge("search", "[1]"), Verdict::Repair(_)));
         assert!(matches!(judge("search", "{\"q\": "), Verdict::Repair(_)));
         assert_eq!(judge("search", " {\"q\": \"x\"} "), Verdict::Accept);
-        // What the host cut cannot be judged.
+        // Truncated arguments cannot be checked.
         assert_eq!(judge("search", &format!("{{\"q\": \"{}", "x".repeat(16_377))), Verdict::Accept);
     }
 }

@@ -1,18 +1,18 @@
-//! What comes after a thought that was cut: the contract first, the words second.
+//! The head: text that follows reasoning that was closed early, and begins the answer.
 //!
-//! A bare `</think>` does not end a loop, which goes on in the answer; the head of the right answer
-//! does. Where tools are offered it must leave open whether a call or an answer comes next.
+//! A bare `</think>` does not end a loop, which continues in the answer; the beginning of a fitting
+//! answer does. If the request has tools the head must fit both a call and an answer.
 
 use std::str::FromStr;
 
 use super::settings::Settings;
 
-/// What the operator says that answers shall be: the parameter `answer`.
+/// The form of answers that the operator sets: the parameter `answer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// As tools and the words of the request say.
+    /// Chosen by the tools and words of the request.
     Auto,
-    /// JSON, even where tools are offered.
+    /// JSON, even if the request has tools.
     Json,
     /// Text.
     Text,
@@ -34,11 +34,11 @@ impl FromStr for Answer {
 /// How a JSON answer begins: the parameter `json_head`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JsonHead {
-    /// `{`: the whole answer is what a strict reader takes.
+    /// `{`: the answer as a whole is JSON, for strict parsers.
     Bare,
-    /// `[`, likewise, for clients that want lists.
+    /// `[`: likewise, for clients that expect a list.
     List,
-    /// The head of a fenced block, for clients that look for one.
+    /// A fenced block, for clients that search for one.
     Fence,
 }
 
@@ -55,10 +55,10 @@ impl FromStr for JsonHead {
     }
 }
 
-/// What comes after the thought of a request.
+/// What follows the reasoning of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Form {
-    /// A call of a tool or an answer.
+    /// A tool call or an answer.
     Step,
     /// JSON.
     Json,
@@ -67,7 +67,7 @@ pub enum Form {
     Text,
 }
 
-/// What comes after the thought.
+/// The form of what follows the reasoning.
 pub fn form(answer: Answer, has_tools: bool, wants_json: bool) -> Form {
     match answer {
         Answer::Json => Form::Json,
@@ -78,7 +78,7 @@ pub fn form(answer: Answer, has_tools: bool, wants_json: bool) -> Form {
     }
 }
 
-/// Its head.
+/// The head for a form.
 pub fn text(form: Form, settings: &Settings) -> &'static str {
     match (form, settings.json_head) {
         (Form::Step, _) => "**Next Step:**\n\n",
@@ -89,11 +89,10 @@ pub fn text(form: Form, settings: &Settings) -> &'static str {
     }
 }
 
-/// Bytes of a text that are looked at, from its start and from its end: what the answer shall be
-/// stands there.
-const LOOKED_AT: usize = 8192;
+/// Bytes examined at the start and at the end of a text, which usually state the form of the answer.
+const EXAMINED_BYTES: usize = 8192;
 
-/// Whether a text asks for JSON: in one sentence the word and one for replying, or for no more.
+/// Whether a text asks for JSON: a sentence has the word JSON and a word for replying or "only".
 pub fn wants_json(text: &str) -> bool {
     #[rustfmt::skip]
     const ASKING: &[&str] = &[
@@ -102,13 +101,13 @@ pub fn wants_json(text: &str) -> bool {
         "antworte", "antwort", "gib", "ausschließlich", "nur", "réponds", "répondez", "réponse",
         "uniquement", "responde", "respuesta", "solo", "rispondi", "risposta",
     ];
-    let start = &text[..text.floor_char_boundary(LOOKED_AT)];
-    let end_at = text.len().saturating_sub(LOOKED_AT).max(start.len());
+    let start = &text[..text.floor_char_boundary(EXAMINED_BYTES)];
+    let end_at = text.len().saturating_sub(EXAMINED_BYTES).max(start.len());
     let end = &text[text.ceil_char_boundary(end_at)..];
     [start, end].iter().any(|part| {
         part.split(['.', '!', '?', '\n', ';']).filter(|s| mentions_json(s)).any(|sentence| {
             let mut words = sentence.split(|c: char| !c.is_alphanumeric());
-            // "this JSON" is a source, as in "Return the names that this JSON holds".
+            // "this JSON" is a source: "Return the names that this JSON holds".
             !sentence.to_lowercase().contains("this json")
                 && words.any(|word| ASKING.contains(&word.to_lowercase().as_str()))
         })
@@ -124,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_is_asked_for_by_the_word_and_one_for_replying() {
+    fn json_is_recognized_by_the_word_and_a_verb_of_replying() {
         let cases = [
             ("You are a router. Respond only with JSON.", true),
             ("Output must be a JSON object with the keys a and b", true),
@@ -145,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn the_operator_goes_before_tools_and_tools_go_before_words() {
+    fn the_operator_takes_precedence_over_tools_and_tools_over_words() {
         let cases = [
             ((Answer::Auto, true, true), Form::Step),
             ((Answer::Auto, false, true), Form::Json),

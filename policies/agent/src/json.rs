@@ -1,6 +1,6 @@
-//! Whether a text is a JSON object (RFC 8259), without building it.
+//! Validates JSON objects (RFC 8259) without building them.
 
-/// Objects and lists within each other that are followed; deeper is taken for no JSON.
+/// Deepest nesting of objects and lists; deeper texts are rejected.
 const DEPTH: u32 = 64;
 
 /// Whether a text is one JSON object and nothing else.
@@ -22,7 +22,7 @@ impl Reader<'_> {
         self.skip(|byte| matches!(byte, b' ' | b'\t' | b'\n' | b'\r'));
     }
 
-    /// Skips bytes; how many.
+    /// Skips bytes and returns their number.
     fn skip(&mut self, is: impl Fn(u8) -> bool) -> usize {
         let count = self.rest.iter().take_while(|byte| is(**byte)).count();
         self.rest = &self.rest[count..];
@@ -54,7 +54,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What stands between brackets: `item`s with commas between them, or nothing.
+    /// The contents of brackets: nothing, or `item`s separated by commas.
     fn items(&mut self, end: char, item: impl Fn(&mut Self) -> Option<()>) -> Option<()> {
         self.rest = &self.rest[1..];
         self.space();
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_object_and_nothing_else_is_a_json_object() {
+    fn only_a_single_object_is_accepted() {
         let objects = [
             "{}",
             " { } ",
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bomb_of_brackets_is_no_json_and_no_overflow() {
+    fn deep_nesting_is_rejected_without_stack_overflow() {
         assert!(!is_object(&format!("{{\"a\": {}", "[".repeat(100_000))));
     }
 }

@@ -1,17 +1,16 @@
-//! The policy for agents that want strict JSON or call tools.
+//! The policy `agent`, for agents that parse strict JSON or call tools.
 //!
-//! - **Prompt**: what changes with every request at the front of system text (a billing header, a
-//!   clock, a request's id) is taken out, so that all behind it can be reused ([`noise`]).
-//! - **Thought**: short. A used-up budget closes it with the head of what the contract says comes
-//!   next: a step where tools are offered, else JSON where it is asked for ([`head`]).
-//! - **Loop in a thought**: rewound to where its block stood once, and a few words instead of the
-//!   repeats; a further loop closes the thought ([`escape`]).
-//! - **Call of a tool**: arguments that are no JSON object are written again; so is a call that was
-//!   made before and got the same result each time, and one that insists ends the request
-//!   ([`guard`]).
+//! - **Prompt**: text at the front of system text that changes with every request (a billing header, a
+//!   clock, a request id) is removed, so that the prefix after it can be reused ([`noise`]).
+//! - **Reasoning**: short. A used-up budget closes it with the beginning of what follows: a call or an
+//!   answer if the request has tools, otherwise JSON if it was asked for ([`head`]).
+//! - **Loop in reasoning**: rewound to its first block, with a few words in place of the repeats; the
+//!   next loop closes the reasoning ([`escape`]).
+//! - **Tool call**: a call with malformed arguments is repaired; so is a call that was made before and
+//!   got the same result each time, and if the model insists, the request ends ([`guard`]).
 //!
-//! Called for events alone (`every` = 0). All decisions are pure functions, tested natively; the
-//! parameters stand in `settings.rs`.
+//! `every` is 0, so the policy costs nothing between events. Decisions are pure functions, tested
+//! natively; `settings.rs` has the parameters.
 
 mod escape;
 mod guard;
@@ -21,19 +20,20 @@ mod noise;
 mod settings;
 
 use head::Form;
-use settings::{Settings, Thinking};
+use settings::{Reasoning, Settings};
 use steersman_policy::{
-    Action, LoopReport, Phase, Plan, Policy, Prompt, Replacement, Request, Step, ToolCall, Verdict,
+    Action, LoopReport, Phase, Plan, Policy, PromptView, Replacement, RequestView, Step,
+    ToolCallView, Verdict,
 };
 
-/// Tokens that the marker and the head after a closed thought may need.
+/// Tokens reserved for the marker and the head that close the reasoning.
 const HEAD_TOKENS: u32 = 32;
 
-/// The policy: what it must remember of the request.
+/// The policy `agent`, with the state of one request.
 #[derive(Default)]
 pub struct Agent {
     settings: Settings,
-    /// Whether system text asks for JSON: seen before the prompt is rendered.
+    /// Whether system text asks for JSON; set by `on_prompt`.
     system_wants_json: bool,
     form: Form,
     escapes: u32,
@@ -41,15 +41,15 @@ pub struct Agent {
 }
 
 impl Policy for Agent {
-    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
         let (settings, _) = Settings::read(&prompt.params);
         self.system_wants_json = prompt.system.iter().any(|text| head::wants_json(text));
         settings.strip.replacements(&prompt)
     }
 
-    fn on_request(&mut self, request: Request) -> Plan {
-        let (settings, complaints) = Settings::read(&request.params);
-        let plan = plan(&request, &settings, complaints);
+    fn on_request(&mut self, request: RequestView) -> Plan {
+        let (settings, problems) = Settings::read(&request.params);
+        let plan = plan(&request, &settings, problems);
         let wants_json = self.system_wants_json || head::wants_json(&request.user);
         self.form = head::form(settings.answer, !request.tools.is_empty(), wants_json);
         self.settings = settings;
@@ -58,17 +58,17 @@ impl Policy for Agent {
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         match (step.phase, step.loop_found) {
-            (Phase::Think, Some(found))
+            (Phase::Reasoning, Some(found))
                 if !step.budget_reached && self.escapes < self.settings.escapes =>
             {
                 self.escapes += 1;
                 escape::actions(found, &step.tokens, &self.settings.escape_text)
             }
-            (Phase::Think, found) if step.budget_reached || found.is_some() => {
-                vec![Action::CloseThinking(head::text(self.form, &self.settings).into())]
+            (Phase::Reasoning, found) if step.budget_reached || found.is_some() => {
+                vec![Action::CloseReasoning(head::text(self.form, &self.settings).into())]
             }
             (Phase::Answer | Phase::ToolCall, Some(found))
-                if is_sure(found, self.settings.answer_loop_tokens) =>
+                if is_certain(found, self.settings.answer_loop_tokens) =>
             {
                 vec![Action::Stop("the answer is a loop".into())]
             }
@@ -76,29 +76,30 @@ impl Policy for Agent {
         }
     }
 
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         self.guard.judge(&call, &self.settings)
     }
 }
 
 steersman_policy::export!(Agent);
 
-/// The plan of a request.
-fn plan(request: &Request, settings: &Settings, notes: Vec<String>) -> Plan {
+/// The plan for a request.
+fn plan(request: &RequestView, settings: &Settings, notes: Vec<String>) -> Plan {
     let reserve = request.max_tokens.unwrap_or(settings.answer_reserve);
     let reserve = reserve.min(request.context_left / 2);
     let room = request.context_left.saturating_sub(reserve).saturating_sub(HEAD_TOKENS);
-    let budget = request.think_budget.unwrap_or(u32::MAX).min(settings.think_budget).min(room);
-    let thinking = match (request.thinking, request.think_budget) {
-        _ if !request.can_think => false,
+    let budget =
+        request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
+    let reasoning = match (request.reasoning, request.reasoning_budget) {
+        _ if !request.can_reason => false,
         (_, Some(0)) => false,
-        (Some(wish), _) => wish,
+        (Some(choice), _) => choice,
         (None, Some(_)) => true,
-        (None, None) => settings.thinking == Thinking::On,
+        (None, None) => settings.reasoning == Reasoning::On,
     };
     Plan {
-        thinking: Some(thinking),
-        think_budget: Some(budget),
+        reasoning: Some(reasoning),
+        reasoning_budget: Some(budget),
         answer_reserve: Some(reserve),
         loops: Some(settings.loops),
         checkpoint_every: if settings.escapes > 0 { settings.checkpoint_every } else { 0 },
@@ -107,10 +108,10 @@ fn plan(request: &Request, settings: &Settings, notes: Vec<String>) -> Plan {
     }
 }
 
-/// Whether a loop in an answer is beyond doubt: exact, and as long as the parameter says.
-fn is_sure(found: LoopReport, least_tokens: u32) -> bool {
+/// Whether a loop is exact and covers at least `min_tokens` tokens; never if that is 0.
+fn is_certain(found: LoopReport, min_tokens: u32) -> bool {
     let tokens = found.period.saturating_mul(found.repeats);
-    found.exact && least_tokens > 0 && tokens >= least_tokens
+    found.exact && min_tokens > 0 && tokens >= min_tokens
 }
 
 #[cfg(test)]

@@ -1,29 +1,28 @@
-//! What changes with every request at the front of system text, and is taken out of it.
+//! Noise: text at the front of system text that changes with every request.
 //!
-//! One such line makes all text behind it another prefix, so that nothing of it is reused. What is
-//! taken out, in the first [`LINES`] lines of each system text and nothing else:
+//! One such line changes the prefix, so that no text after it can be reused. Removed from the first
+//! [`LINES`] lines of each system text:
 //!
-//! 1. Lines that begin with `x-anthropic-billing-header:`, or with a prefix that the operator names.
-//! 2. Lines `Request ID: ...`, likewise of a trace, a message or a span, whose value is one word
-//!    with a digit in it; and lines that are a UUID and nothing else.
-//! 3. In lines about the present (`Current date and time:`, `Current time:`, `Now:` ...) the time of
-//!    day behind an ISO date; the date stays, as a model needs it and it changes once a day. Such a
-//!    line with a time of day and no ISO date goes as a whole. So does a line that is an ISO
-//!    timestamp with a time of day and nothing else.
+//! 1. Lines that begin with `x-anthropic-billing-header:` or with a prefix that the operator names.
+//! 2. Lines like `Request ID: ...`, also for a trace, message or span, with a value of one word that
+//!    contains a digit; lines that consist of a UUID.
+//! 3. In lines about the present (`Current date and time:`, `Now:`, ...) the time of day after an ISO
+//!    date. The date stays: models need it, and it changes once a day. Such a line with a time of day
+//!    and no ISO date is removed, as is a line that consists of an ISO timestamp with a time of day.
 //!
-//! Dates without a time of day stay, and so does everything else.
+//! Everything else stays, including dates without a time of day.
 
 use std::str::FromStr;
 
-use steersman_policy::{Prompt, Replacement};
+use steersman_policy::{PromptView, Replacement};
 
-/// Lines of a text that are looked at.
+/// Number of lines examined in each text.
 pub const LINES: usize = 16;
 
 /// Longest line that can be noise, in bytes.
 const LINE_BYTES: usize = 512;
 
-/// The parameter `strip`: `auto`, `off`, or further prefixes of lines, separated by `|`.
+/// The parameter `strip`: `auto`, `off`, or further prefixes of lines to remove, separated by `|`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Strip {
     on: bool,
@@ -45,7 +44,7 @@ impl FromStr for Strip {
             "off" => Ok(Self { on: false, prefixes: Vec::new() }),
             _ => {
                 let prefixes: Vec<_> = text.split('|').map(|p| p.trim().to_owned()).collect();
-                // An empty prefix would take every line out.
+                // An empty prefix would match every line.
                 let usable = prefixes.iter().all(|prefix| !prefix.is_empty());
                 usable.then_some(Self { on: true, prefixes }).ok_or(())
             }
@@ -54,8 +53,7 @@ impl FromStr for Strip {
 }
 
 impl Strip {
-    /// What is taken out of a prompt.
-    pub fn replacements(&self, prompt: &Prompt) -> Vec<Replacement> {
+    pub fn replacements(&self, prompt: &PromptView) -> Vec<Replacement> {
         if !self.on {
             return Vec::new();
         }
@@ -63,7 +61,7 @@ impl Strip {
     }
 }
 
-/// A line without its noise; `None` when it has none.
+/// A line without its noise; `None` if it has none.
 fn denoised(line: &str, prefixes: &[String]) -> Option<String> {
     let words = line.trim();
     if words.is_empty() || line.len() > LINE_BYTES {
@@ -82,13 +80,13 @@ fn denoised(line: &str, prefixes: &[String]) -> Option<String> {
         return None;
     }
     match iso_time(line) {
-        // The date, ten bytes long, stays.
+        // The date has ten bytes.
         Some((at, len)) => Some([&line[..at + 10], &line[at + len..]].concat()),
         None => has_time_of_day(&lower).then(String::new),
     }
 }
 
-/// Labels of lines about the present, in lower case, without what separates their words.
+/// Labels of lines about the present, in lower case, without decoration.
 #[rustfmt::skip]
 const PRESENT: &[&str] = &[
     "current date and time", "current date/time", "current datetime", "current date", "current time",
@@ -97,14 +95,14 @@ const PRESENT: &[&str] = &[
     "the current date and time is", "the current time is", "the current date is",
 ];
 
-/// What a line is about: all before its first colon, or before the first digit.
+/// The label of a line: the text before its first colon or digit.
 fn label(lower: &str) -> Option<&str> {
     let end = lower.find(|c: char| c == ':' || c.is_ascii_digit())?;
     let decoration = |c: char| !c.is_ascii_alphanumeric();
     Some(lower[..end].trim_matches(decoration))
 }
 
-/// Whether a line names a request and nothing else: `request-id: 4f1c...`.
+/// Whether a line is only the id of a request: `request-id: 4f1c...`.
 fn is_id(lower: &str) -> bool {
     let Some((label, value)) = lower.split_once([':', '=']) else { return false };
     let label: String = label.chars().filter(char::is_ascii_alphanumeric).collect();
@@ -123,7 +121,7 @@ fn is_uuid(text: &str) -> bool {
     parts.eq([8, 4, 4, 4, 12])
 }
 
-/// Where the first ISO 8601 timestamp with a time of day stands, and how long it is.
+/// Offset and length of the first ISO 8601 timestamp with a time of day.
 fn iso_time(text: &str) -> Option<(usize, usize)> {
     (0..text.len()).find_map(|at| {
         let bytes = &text.as_bytes()[at..];
@@ -163,7 +161,7 @@ fn matches(bytes: &[u8], pattern: &[u8]) -> bool {
         })
 }
 
-/// Whether a text holds a time of day: `7:48`, `19:48:10`.
+/// Whether a text contains a time of day: `7:48`, `19:48:10`.
 fn has_time_of_day(lower: &str) -> bool {
     lower.as_bytes().windows(4).any(|w| matches(w, b"d:dd"))
 }
@@ -172,15 +170,15 @@ fn has_time_of_day(lower: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// What is left of a text.
+    /// The text that remains.
     fn left(text: &str, strip: &str) -> String {
-        let prompt = Prompt { system: vec![text.into()], ..Prompt::default() };
+        let prompt = PromptView { system: vec![text.into()], ..PromptView::default() };
         let found = strip.parse::<Strip>().expect("a strip").replacements(&prompt);
         found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
     }
 
     #[test]
-    fn what_changes_with_every_request_goes_and_all_else_stays() {
+    fn only_text_that_changes_with_every_request_is_removed() {
         let cases = [
             ("x-anthropic-billing-header: cc_version=1;\nYou are X.", "You are X."),
             ("You are X.\nRequest ID: 4f1c-9\nBe brief.", "You are X.\nBe brief."),
@@ -219,14 +217,14 @@ mod tests {
     }
 
     #[test]
-    fn the_operator_adds_prefixes_of_lines() {
+    fn the_operator_can_add_prefixes() {
         let text = "cc-session: abc\nbuild 17\nYou are X.";
         assert_eq!(left(text, "cc-session: | build "), "You are X.");
         assert!("".parse::<Strip>().is_err() && "a||b".parse::<Strip>().is_err());
     }
 
     #[test]
-    fn only_the_front_of_a_text_is_looked_at() {
+    fn only_the_first_lines_are_examined() {
         let text = format!("{}Now: 19:48\n", "A line.\n".repeat(LINES));
         assert_eq!(left(&text, "auto"), text);
         assert_eq!(left(&text["A line.\n".len()..], "auto"), "A line.\n".repeat(LINES - 1));

@@ -1,4 +1,4 @@
-//! The parameters of the policy: `[profiles.NAME.params]`, read once a hook that needs them.
+//! The parameters of the policy (`[profiles.NAME.params]`).
 
 use std::str::FromStr;
 
@@ -7,16 +7,16 @@ use steersman_policy::LoopRule;
 use super::head::{Answer, JsonHead};
 use super::noise::Strip;
 
-/// Whether to think where the client does not say.
+/// Whether the model reasons if the client does not choose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Thinking {
-    /// Think if the model can.
+pub enum Reasoning {
+    /// Reason if the model supports it.
     On,
-    /// Do not think.
+    /// Do not reason.
     Off,
 }
 
-impl FromStr for Thinking {
+impl FromStr for Reasoning {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -31,41 +31,41 @@ impl FromStr for Thinking {
 /// The parameters with their defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// `thinking`: `on` or `off`.
-    pub thinking: Thinking,
-    /// `think_budget`: most tokens of a thought; a client may ask for less.
-    pub think_budget: u32,
-    /// `answer_reserve`: tokens of the context kept for the answer of a request that says no
+    /// `reasoning`: `on` or `off`.
+    pub reasoning: Reasoning,
+    /// `reasoning_budget`: limit on reasoning tokens; the client can lower it.
+    pub reasoning_budget: u32,
+    /// `answer_reserve`: tokens of the context reserved for the answer if the client sets no
     /// `max_tokens`.
     pub answer_reserve: u32,
-    /// `answer`: what the answer shall be.
+    /// `answer`: form of the answer.
     pub answer: Answer,
-    /// `json_head`: what a JSON answer begins with after a thought that was cut.
+    /// `json_head`: beginning of a JSON answer after closed reasoning.
     pub json_head: JsonHead,
-    /// `strip`: what is taken out of the front of system text.
+    /// `strip`: lines to remove from the front of system text.
     pub strip: Strip,
-    /// `loop_max_period`, `loop_repeats`, `loop_min_tokens`, `loop_similarity`: when a thought is
-    /// a loop.
+    /// `loop_max_period`, `loop_repeats`, `loop_min_tokens`, `loop_similarity`: thresholds of the loop
+    /// detectors.
     pub loops: LoopRule,
-    /// `escapes`: loops in a thought that are rewound before one closes it; 0 rewinds none.
+    /// `escapes`: loops in reasoning that are rewound; the next one closes it. 0 rewinds none.
     pub escapes: u32,
-    /// `escape_text`: what stands in place of the repeats.
+    /// `escape_text`: text injected in place of the repeats.
     pub escape_text: String,
-    /// `checkpoint_every`: tokens between two places that a rewind starts from.
+    /// `checkpoint_every`: tokens between two checkpoints.
     pub checkpoint_every: u32,
-    /// `answer_loop_tokens`: tokens that exact repeats must cover in an answer before it is
-    /// stopped; 0 never stops.
+    /// `answer_loop_tokens`: tokens that an exact loop in an answer must cover before it is stopped;
+    /// 0 never stops.
     pub answer_loop_tokens: u32,
-    /// `tool_repeats`: equal results of a call, in a row, after which it is not made again; 0 lets
-    /// it be made as often as the model likes.
+    /// `tool_repeats`: consecutive equal results of the same call that make a tool loop; 0 disables
+    /// the check.
     pub tool_repeats: u32,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            thinking: Thinking::On,
-            think_budget: 1024,
+            reasoning: Reasoning::On,
+            reasoning_budget: 1024,
             answer_reserve: 1024,
             answer: Answer::Auto,
             json_head: JsonHead::Bare,
@@ -81,16 +81,16 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The parameters, and complaints about those that cannot be used. A mistyped parameter leaves
-    /// its default in force: it must not end every request of the profile.
+    /// The parameters, and problems with unusable ones. An unusable parameter keeps its default: a
+    /// typo must not end every request of the profile.
     pub fn read(params: &[(String, String)]) -> (Self, Vec<String>) {
         let mut settings = Self::default();
-        let mut complaints = Vec::new();
+        let mut problems = Vec::new();
         for (name, value) in params {
             let s = &mut settings;
             let done = match name.as_str() {
-                "thinking" => set(&mut s.thinking, value),
-                "think_budget" => set(&mut s.think_budget, value),
+                "reasoning" => set(&mut s.reasoning, value),
+                "reasoning_budget" => set(&mut s.reasoning_budget, value),
                 "answer_reserve" => set(&mut s.answer_reserve, value),
                 "answer" => set(&mut s.answer, value),
                 "json_head" => set(&mut s.json_head, value),
@@ -108,15 +108,15 @@ impl Settings {
                 "answer_loop_tokens" => set(&mut s.answer_loop_tokens, value),
                 "tool_repeats" => set(&mut s.tool_repeats, value),
                 _ => {
-                    complaints.push(format!("unknown parameter `{name}`"));
+                    problems.push(format!("unknown parameter `{name}`"));
                     continue;
                 }
             };
             if !done {
-                complaints.push(format!("parameter `{name}` cannot be `{value}`"));
+                problems.push(format!("parameter `{name}` cannot be `{value}`"));
             }
         }
-        (settings, complaints)
+        (settings, problems)
     }
 }
 

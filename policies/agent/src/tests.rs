@@ -4,24 +4,28 @@ fn params(params: &[(&str, &str)]) -> Vec<(String, String)> {
     params.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect()
 }
 
-fn think(loop_found: Option<LoopReport>, budget_reached: bool) -> Step {
-    Step { phase: Phase::Think, loop_found, budget_reached, ..Step::default() }
+fn reasoning(loop_found: Option<LoopReport>, budget_reached: bool) -> Step {
+    Step { phase: Phase::Reasoning, loop_found, budget_reached, ..Step::default() }
 }
 
 #[test]
-fn thoughts_are_short_and_the_client_may_have_them_shorter() {
-    let plan = |think_budget, context_left| {
-        Agent::default().on_request(Request { think_budget, context_left, ..Request::default() })
+fn reasoning_is_short_and_the_client_can_shorten_it() {
+    let plan = |reasoning_budget, context_left| {
+        Agent::default().on_request(RequestView {
+            reasoning_budget,
+            context_left,
+            ..RequestView::default()
+        })
     };
-    assert_eq!(plan(None, 32_768).think_budget, Some(1024));
-    assert_eq!(plan(Some(100), 32_768).think_budget, Some(100));
-    assert_eq!(plan(Some(5000), 32_768).think_budget, Some(1024));
-    assert_eq!(plan(None, 1000).think_budget, Some(1000 - 500 - 32));
-    assert_eq!(plan(Some(0), 32_768).thinking, Some(false));
+    assert_eq!(plan(None, 32_768).reasoning_budget, Some(1024));
+    assert_eq!(plan(Some(100), 32_768).reasoning_budget, Some(100));
+    assert_eq!(plan(Some(5000), 32_768).reasoning_budget, Some(1024));
+    assert_eq!(plan(None, 1000).reasoning_budget, Some(1000 - 500 - 32));
+    assert_eq!(plan(Some(0), 32_768).reasoning, Some(false));
 }
 
 #[test]
-fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
+fn reasoning_over_its_budget_is_closed_with_the_head_of_the_answer() {
     type Params = &'static [(&'static str, &'static str)];
     let cases: [(Params, &str, &str, bool, &str); 7] = [
         (&[], "", "Find the bug.", true, "**Next Step:**\n\n"),
@@ -34,53 +38,53 @@ fn a_thought_over_its_budget_ends_at_the_head_of_what_the_contract_says() {
     ];
     for (given, system, user, tools, expected) in cases {
         let mut policy = Agent::default();
-        policy.on_prompt(Prompt {
+        policy.on_prompt(PromptView {
             params: params(given),
             system: vec![system.into()],
-            ..Prompt::default()
+            ..PromptView::default()
         });
-        policy.on_request(Request {
+        policy.on_request(RequestView {
             params: params(given),
             user: user.into(),
             tools: if tools { vec!["search".into()] } else { vec![] },
-            ..Request::default()
+            ..RequestView::default()
         });
         assert_eq!(
-            policy.on_step(think(None, true)),
-            [Action::CloseThinking(expected.into())],
+            policy.on_step(reasoning(None, true)),
+            [Action::CloseReasoning(expected.into())],
             "{given:?} {system} {user} {tools}"
         );
     }
 }
 
 #[test]
-fn a_loop_in_a_thought_is_rewound_once_and_then_closes_it() {
+fn the_first_loop_is_rewound_and_the_second_closes_the_reasoning() {
     let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
     let mut policy = Agent::default();
-    assert_eq!(policy.on_request(Request::default()).checkpoint_every, 128);
-    assert_eq!(policy.on_step(think(found, false))[0], Action::Rewind(80));
+    assert_eq!(policy.on_request(RequestView::default()).checkpoint_every, 128);
+    assert_eq!(policy.on_step(reasoning(found, false))[0], Action::Rewind(80));
     assert_eq!(
-        policy.on_step(think(found, false)),
-        [Action::CloseThinking("**Final Answer:**\n\n".into())]
+        policy.on_step(reasoning(found, false)),
+        [Action::CloseReasoning("**Final Answer:**\n\n".into())]
     );
-    // A used-up budget leaves nothing to go on with.
+    // With the budget used up, a rewind is useless.
     let mut policy = Agent::default();
-    policy.on_request(Request::default());
-    assert!(matches!(policy.on_step(think(found, true))[0], Action::CloseThinking(_)));
+    policy.on_request(RequestView::default());
+    assert!(matches!(policy.on_step(reasoning(found, true))[0], Action::CloseReasoning(_)));
 }
 
 #[test]
-fn without_escapes_no_checkpoint_is_kept_and_a_loop_closes_the_thought() {
+fn without_escapes_a_loop_closes_the_reasoning_and_no_checkpoints_are_taken() {
     let mut policy = Agent::default();
-    let plan =
-        policy.on_request(Request { params: params(&[("escapes", "0")]), ..Request::default() });
+    let plan = policy
+        .on_request(RequestView { params: params(&[("escapes", "0")]), ..RequestView::default() });
     assert_eq!(plan.checkpoint_every, 0);
     let found = Some(LoopReport { period: 40, repeats: 3, exact: true });
-    assert!(matches!(policy.on_step(think(found, false))[0], Action::CloseThinking(_)));
+    assert!(matches!(policy.on_step(reasoning(found, false))[0], Action::CloseReasoning(_)));
 }
 
 #[test]
-fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
+fn an_answer_is_stopped_only_for_a_long_exact_loop() {
     let stops = |period, repeats, exact| {
         let loop_found = Some(LoopReport { period, repeats, exact });
         let step = Step { phase: Phase::ToolCall, loop_found, ..Step::default() };
@@ -90,10 +94,10 @@ fn an_answer_is_stopped_only_in_a_loop_beyond_doubt() {
 }
 
 #[test]
-fn a_mistyped_parameter_is_noted_and_leaves_its_default() {
-    let plan = Agent::default().on_request(Request {
+fn an_unusable_parameter_is_noted_and_keeps_its_default() {
+    let plan = Agent::default().on_request(RequestView {
         params: params(&[("strip", "a||b"), ("thinkbudget", "9"), ("tool_repeats", "two")]),
-        ..Request::default()
+        ..RequestView::default()
     });
     assert_eq!(
         plan.note.as_deref(),
@@ -102,5 +106,5 @@ fn a_mistyped_parameter_is_noted_and_leaves_its_default() {
              parameter `tool_repeats` cannot be `two`"
         )
     );
-    assert_eq!(plan.think_budget, Some(1024));
+    assert_eq!(plan.reasoning_budget, Some(1024));
 }

@@ -1,13 +1,13 @@
-//! The text after a thought that was cut: it says what comes now, typed by task.
+//! The hint: text that follows reasoning that was closed early, chosen by the kind of answer.
 //!
-//! A bare `</think>` does not end a loop, which goes on in the answer; the head of the right answer
-//! does. Each text can be replaced by a parameter; `{language}` in `hint_code` is the language's
-//! name, which may be empty.
+//! A bare `</think>` does not end a loop, which continues in the answer; the beginning of a fitting
+//! answer does. A parameter replaces each hint; `{language}` in `hint_code` stands for the name of the
+//! language, which may be empty.
 
 use super::settings::Settings;
 use super::task::{Task, task};
 
-/// Parameters that replace a text.
+/// Parameters that replace a hint.
 pub const NAMES: &[&str] = &[
     "hint_json",
     "hint_code",
@@ -18,11 +18,11 @@ pub const NAMES: &[&str] = &[
     "hint_tools",
 ];
 
-/// The text for a request: the contract first (tools), the user's words second.
+/// The hint for a request. Tools take precedence over the words of the user.
 pub fn hint(settings: &Settings, has_tools: bool, user: &str) -> String {
     if has_tools {
-        // What comes next may be a call. A typed head would have the model write the code or the
-        // JSON that a tool should get; this leaves both ways open.
+        // A tool call may follow. With a typed hint the model would write the code or JSON itself
+        // instead of passing it to a tool; this one allows both.
         return text(settings, "hint_tools", "**Next Step:**\n\n");
     }
     match task(user) {
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hint_is_typed_by_tools_first_and_words_second() {
+    fn tools_take_precedence_over_the_kind_of_answer() {
         let settings = Settings::default();
         let cases = [
             ("Extract the names as JSON.", "**Final JSON:**\n\n```json\n"),
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_replaces_the_text() {
+    fn a_parameter_replaces_the_hint() {
         let hints = vec![("hint_code".into(), "```{language} now\n".into())];
         let settings = Settings { hints, ..Settings::default() };
         assert_eq!(hint(&settings, false, "Write a Rust function."), "```rust now\n");

@@ -1,31 +1,31 @@
-//! The policy that ships as `default`: decides whether a request thinks and how long, and leads a
-//! thought that is a loop, or too long, to the answer.
+//! The policy `default`: enables or disables reasoning, limits it, and closes it if it loops or uses up
+//! its budget.
 //!
-//! - **Thinking**: an explicit wish of the client counts. Else a short question to a long system
-//!   text thinks (needle routing: models that answer at once tend to refuse or miss what they
-//!   would find by thinking). Else the parameter `thinking` decides.
-//! - **Budget**: the smallest of the client's, the configured one, and what the context leaves
-//!   beside the answer's reserve, so that an answer always fits.
-//! - **Loops and used-up budgets** in a thought close it with a hint typed by task; a sure loop in
-//!   an answer ends the request.
+//! - **Reasoning**: an explicit choice of the client takes precedence. Otherwise a short question about
+//!   a long system text enables reasoning (needle routing: models that answer such questions at once
+//!   tend to refuse, or to miss the passage). Otherwise the parameter `reasoning` decides.
+//! - **Budget**: the smallest of the client's, the configured one, and the room that the context leaves
+//!   beside the answer's reserve.
+//! - **Loops**: a loop or a used-up budget closes the reasoning, with a hint for the kind of answer that
+//!   the user asked for. A long exact loop in an answer ends the request.
 //!
-//! Called for events alone (`every` = 0), so it costs nothing in the steps between. All decisions
-//! are pure functions, tested natively; the parameters stand in `settings.rs`.
+//! `every` is 0, so the policy costs nothing between events. Decisions are pure functions, tested
+//! natively; `settings.rs` has the parameters.
 
 mod hint;
 mod settings;
 mod task;
 
-use settings::{Settings, Thinking};
-use steersman_policy::{Action, LoopReport, Phase, Plan, Policy, Request, Step};
+use settings::{Reasoning, Settings};
+use steersman_policy::{Action, LoopReport, Phase, Plan, Policy, RequestView, Step};
 
-/// Tokens that the marker and the hint after a closed thought may need.
+/// Tokens reserved for the marker and the hint that close the reasoning.
 const HINT_TOKENS: u32 = 32;
 
-/// A thought with room for fewer tokens is not begun, unless the client asked for it.
-const LEAST_THOUGHT: u32 = 64;
+/// Reasoning with room for fewer tokens is disabled, unless the client asked for it.
+const MIN_REASONING: u32 = 64;
 
-/// The default policy: what it must remember of the request.
+/// The policy `default`, with the state of one request.
 #[derive(Default)]
 pub struct DefaultPolicy {
     settings: Settings,
@@ -34,22 +34,22 @@ pub struct DefaultPolicy {
 }
 
 impl Policy for DefaultPolicy {
-    fn on_request(&mut self, request: Request) -> Plan {
-        let (settings, complaints) = Settings::read(&request);
-        let plan = plan(&request, &settings, complaints);
+    fn on_request(&mut self, request: RequestView) -> Plan {
+        let (settings, problems) = Settings::read(&request);
+        let plan = plan(&request, &settings, problems);
         *self = Self { settings, has_tools: !request.tools.is_empty(), user: request.user };
         plan
     }
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         match step.phase {
-            Phase::Think if step.budget_reached || step.loop_found.is_some() => {
+            Phase::Reasoning if step.budget_reached || step.loop_found.is_some() => {
                 let hint = hint::hint(&self.settings, self.has_tools, &self.user);
-                vec![Action::CloseThinking(hint)]
+                vec![Action::CloseReasoning(hint)]
             }
-            Phase::Think => Vec::new(),
+            Phase::Reasoning => Vec::new(),
             Phase::Answer | Phase::ToolCall => match step.loop_found {
-                Some(found) if is_sure(found, self.settings.answer_loop_tokens) => {
+                Some(found) if is_certain(found, self.settings.answer_loop_tokens) => {
                     vec![Action::Stop("the answer is a loop".into())]
                 }
                 _ => Vec::new(),
@@ -60,29 +60,30 @@ impl Policy for DefaultPolicy {
 
 steersman_policy::export!(DefaultPolicy);
 
-/// The plan of a request.
-fn plan(request: &Request, settings: &Settings, mut notes: Vec<String>) -> Plan {
+/// The plan for a request.
+fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> Plan {
     let reserve = request.max_tokens.unwrap_or(settings.answer_reserve);
     let reserve = reserve.min(request.context_left / 2);
     let room = request.context_left.saturating_sub(reserve).saturating_sub(HINT_TOKENS);
-    let mut budget = request.think_budget.unwrap_or(u32::MAX).min(settings.think_budget).min(room);
-    let thinking = match wish(request) {
-        _ if !request.can_think => false,
-        Some(wish) => wish,
-        None if room < LEAST_THOUGHT => {
-            notes.push("no thought: the context is almost full".into());
+    let mut budget =
+        request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
+    let reasoning = match client_choice(request) {
+        _ if !request.can_reason => false,
+        Some(choice) => choice,
+        None if room < MIN_REASONING => {
+            notes.push("reasoning disabled: the context is almost full".into());
             false
         }
         None if is_needle(request, settings) => {
-            budget = budget.min(settings.needle_think_budget);
-            notes.push("thinks: a short question to a long system text".into());
+            budget = budget.min(settings.needle_reasoning_budget);
+            notes.push("reasoning enabled: short question about a long system text".into());
             true
         }
-        None => settings.thinking != Thinking::Off,
+        None => settings.reasoning != Reasoning::Off,
     };
     Plan {
-        thinking: Some(thinking),
-        think_budget: Some(budget),
+        reasoning: Some(reasoning),
+        reasoning_budget: Some(budget),
         answer_reserve: Some(reserve),
         loops: Some(settings.loops),
         note: (!notes.is_empty()).then(|| notes.join("; ")),
@@ -90,25 +91,25 @@ fn plan(request: &Request, settings: &Settings, mut notes: Vec<String>) -> Plan 
     }
 }
 
-/// What the client says about thinking: a budget of 0 is a wish for no thought, any other budget
-/// one for a thought.
-fn wish(request: &Request) -> Option<bool> {
-    match (request.thinking, request.think_budget) {
+/// Whether the client asked for reasoning. A budget of 0 disables reasoning, and any other budget alone
+/// enables it.
+fn client_choice(request: &RequestView) -> Option<bool> {
+    match (request.reasoning, request.reasoning_budget) {
         (_, Some(0)) => Some(false),
         (None, Some(_)) => Some(true),
-        (thinking, _) => thinking,
+        (reasoning, _) => reasoning,
     }
 }
 
-/// Whether a short question asks for something in a long system text.
-fn is_needle(request: &Request, settings: &Settings) -> bool {
+/// Whether this is a short question about a long system text.
+fn is_needle(request: &RequestView, settings: &Settings) -> bool {
     settings.needle_system_chars > 0
         && request.system_chars > settings.needle_system_chars
         && request.user.chars().count() < settings.needle_user_chars as usize
         && is_question(&request.user)
 }
 
-/// Whether a text asks something: by its mark, or by its first word.
+/// Whether a text contains a question mark or begins with a word that asks.
 fn is_question(text: &str) -> bool {
     #[rustfmt::skip]
     const ASKING: &[&str] = &[
@@ -125,10 +126,10 @@ fn is_question(text: &str) -> bool {
     first.is_some_and(|word| ASKING.contains(&word.to_lowercase().as_str()))
 }
 
-/// Whether a loop in an answer is beyond doubt: exact, and as long as the parameter says.
-fn is_sure(found: LoopReport, least_tokens: u32) -> bool {
+/// Whether a loop is exact and covers at least `min_tokens` tokens; never if that is 0.
+fn is_certain(found: LoopReport, min_tokens: u32) -> bool {
     let tokens = found.period.saturating_mul(found.repeats);
-    found.exact && least_tokens > 0 && tokens >= least_tokens
+    found.exact && min_tokens > 0 && tokens >= min_tokens
 }
 
 #[cfg(test)]

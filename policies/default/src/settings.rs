@@ -1,21 +1,21 @@
-//! The parameters of the policy: `[profiles.NAME.params]`, read once a request.
+//! The parameters of the policy (`[profiles.NAME.params]`), read once per request.
 
 use std::str::FromStr;
 
-use steersman_policy::{LoopRule, Request};
+use steersman_policy::{LoopRule, RequestView};
 
-/// Whether to think where neither the client nor the needle routing says.
+/// Whether the model reasons if neither the client nor needle routing decides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Thinking {
-    /// Think if the model can: today the same as `On`, but free to become cleverer.
+pub enum Reasoning {
+    /// Reason if the model supports it; at present the same as `On`.
     Auto,
-    /// Think if the model can.
+    /// Reason if the model supports it.
     On,
-    /// Do not think.
+    /// Do not reason.
     Off,
 }
 
-impl FromStr for Thinking {
+impl FromStr for Reasoning {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {
@@ -31,39 +31,38 @@ impl FromStr for Thinking {
 /// The parameters with their defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// `thinking`: `auto`, `on` or `off`.
-    pub thinking: Thinking,
-    /// `think_budget`: most tokens of a thought; a client may ask for less.
-    pub think_budget: u32,
-    /// `answer_reserve`: tokens of the context kept for the answer of a request that says no
+    /// `reasoning`: `auto`, `on` or `off`.
+    pub reasoning: Reasoning,
+    /// `reasoning_budget`: limit on reasoning tokens; the client can lower it.
+    pub reasoning_budget: u32,
+    /// `answer_reserve`: tokens of the context reserved for the answer if the client sets no
     /// `max_tokens`.
     pub answer_reserve: u32,
-    /// `needle_system_chars`: from more characters of system text on, a short question is a search
-    /// in it; 0 turns this routing off.
+    /// `needle_system_chars`: needle routing applies to system text of more characters; 0 disables it.
     pub needle_system_chars: u32,
-    /// `needle_user_chars`: a question of fewer characters is short.
+    /// `needle_user_chars`: and to questions of fewer characters.
     pub needle_user_chars: u32,
-    /// `needle_think_budget`: most tokens of the thought that such a search gets.
-    pub needle_think_budget: u32,
-    /// `loop_max_period`, `loop_repeats`, `loop_min_tokens`, `loop_similarity`: when a thought is
-    /// a loop.
+    /// `needle_reasoning_budget`: limit on reasoning tokens of such a question.
+    pub needle_reasoning_budget: u32,
+    /// `loop_max_period`, `loop_repeats`, `loop_min_tokens`, `loop_similarity`: thresholds of the loop
+    /// detectors.
     pub loops: LoopRule,
-    /// `answer_loop_tokens`: tokens that exact repeats must cover in an answer before it is
-    /// stopped, since long tables of equal rows are legitimate; 0 never stops.
+    /// `answer_loop_tokens`: tokens that an exact loop in an answer must cover before it is stopped,
+    /// since a table may have many equal rows; 0 never stops.
     pub answer_loop_tokens: u32,
-    /// `hint_json`, `hint_code` ...: see [`super::hint`].
+    /// `hint_json`, `hint_code`, ...: see [`super::hint`].
     pub hints: Vec<(String, String)>,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            thinking: Thinking::Auto,
-            think_budget: 32_768,
+            reasoning: Reasoning::Auto,
+            reasoning_budget: 32_768,
             answer_reserve: 1024,
             needle_system_chars: 3000,
             needle_user_chars: 200,
-            needle_think_budget: 2048,
+            needle_reasoning_budget: 2048,
             loops: LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 },
             answer_loop_tokens: 2048,
             hints: Vec::new(),
@@ -72,20 +71,20 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// The parameters of a request, and complaints about those that cannot be used. A mistyped
-    /// parameter leaves its default in force: it must not end every request of the profile.
-    pub fn read(request: &Request) -> (Self, Vec<String>) {
+    /// The parameters of a request, and problems with unusable ones. An unusable parameter keeps its
+    /// default: a typo must not end every request of the profile.
+    pub fn read(request: &RequestView) -> (Self, Vec<String>) {
         let mut settings = Self::default();
-        let mut complaints = Vec::new();
+        let mut problems = Vec::new();
         for (name, value) in &request.params {
             let s = &mut settings;
             let done = match name.as_str() {
-                "thinking" => set(&mut s.thinking, value),
-                "think_budget" => set(&mut s.think_budget, value),
+                "reasoning" => set(&mut s.reasoning, value),
+                "reasoning_budget" => set(&mut s.reasoning_budget, value),
                 "answer_reserve" => set(&mut s.answer_reserve, value),
                 "needle_system_chars" => set(&mut s.needle_system_chars, value),
                 "needle_user_chars" => set(&mut s.needle_user_chars, value),
-                "needle_think_budget" => set(&mut s.needle_think_budget, value),
+                "needle_reasoning_budget" => set(&mut s.needle_reasoning_budget, value),
                 "loop_max_period" => set(&mut s.loops.max_period, value),
                 "loop_repeats" => set(&mut s.loops.repeats, value),
                 "loop_min_tokens" => set(&mut s.loops.min_tokens, value),
@@ -96,15 +95,15 @@ impl Settings {
                     true
                 }
                 _ => {
-                    complaints.push(format!("unknown parameter `{name}`"));
+                    problems.push(format!("unknown parameter `{name}`"));
                     continue;
                 }
             };
             if !done {
-                complaints.push(format!("parameter `{name}` cannot be `{value}`"));
+                problems.push(format!("parameter `{name}` cannot be `{value}`"));
             }
         }
-        (settings, complaints)
+        (settings, problems)
     }
 }
 
@@ -124,26 +123,26 @@ mod tests {
 
     fn read(params: &[(&str, &str)]) -> (Settings, Vec<String>) {
         let params = params.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect();
-        Settings::read(&Request { params, ..Request::default() })
+        Settings::read(&RequestView { params, ..RequestView::default() })
     }
 
     #[test]
     fn parameters_replace_defaults() {
-        let (settings, complaints) =
-            read(&[("thinking", "off"), ("think_budget", " 100 "), ("hint_json", "J")]);
-        assert_eq!(settings.thinking, Thinking::Off);
-        assert_eq!(settings.think_budget, 100);
+        let (settings, problems) =
+            read(&[("reasoning", "off"), ("reasoning_budget", " 100 "), ("hint_json", "J")]);
+        assert_eq!(settings.reasoning, Reasoning::Off);
+        assert_eq!(settings.reasoning_budget, 100);
         assert_eq!(settings.hints, [("hint_json".into(), "J".into())]);
-        assert_eq!(complaints, [""; 0]);
+        assert_eq!(problems, [""; 0]);
     }
 
     #[test]
-    fn a_mistyped_parameter_is_reported_and_leaves_the_default() {
-        let (settings, complaints) = read(&[("think_budget", "many"), ("thinkbudget", "9")]);
+    fn an_unusable_parameter_is_reported_and_keeps_its_default() {
+        let (settings, problems) = read(&[("reasoning_budget", "many"), ("thinkbudget", "9")]);
         assert_eq!(settings, Settings::default());
         assert_eq!(
-            complaints,
-            ["parameter `think_budget` cannot be `many`", "unknown parameter `thinkbudget`"]
+            problems,
+            ["parameter `reasoning_budget` cannot be `many`", "unknown parameter `thinkbudget`"]
         );
     }
 }

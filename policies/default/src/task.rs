@@ -1,17 +1,17 @@
-//! What kind of answer a user's words ask for, so that the hint after a cut thought fits it.
+//! The kind of answer that a user message asks for, so that the hint after closed reasoning fits.
 //!
-//! A wrong kind is worse than none: "**Final Code:**" before a question about code misleads, while
-//! "**Final Answer:**" fits everything. So a kind needs an instruction: a sentence that begins with
-//! a verb of making, changing, taking or replying, and a noun that is its object. The first such
-//! sentence decides, since pasted text follows its instruction; but "Answer in JSON." wins wherever
-//! it stands. Questions, and text inside ``` fences, ask for nothing typed.
+//! A wrong kind is worse than none: "**Final Code:**" misleads after a question about code, while
+//! "**Final Answer:**" always fits. So a kind needs an instruction: a sentence that begins with a verb
+//! of making, changing, extracting or replying, with a noun as its object. The first such sentence
+//! decides, since pasted text follows its instruction; but "Answer in JSON." wins at any position.
+//! Questions and text inside ``` fences have no kind.
 
-/// What the answer shall be.
+/// The kind of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Task {
     /// JSON.
     Json,
-    /// Code, with the name of its language after ```, which is empty when it is not known.
+    /// Code, with the language name that follows ```; empty if unknown.
     Code(&'static str),
     /// An SQL statement.
     Sql,
@@ -23,10 +23,10 @@ pub enum Task {
     Answer,
 }
 
-/// Sentences that are looked at, from the start and from the end.
+/// Number of sentences examined at the start and at the end.
 const SENTENCES: (usize, usize) = (16, 4);
 
-/// Words of a sentence that are looked at.
+/// Number of words examined in a sentence.
 const WORDS: usize = 40;
 
 /// The kind of answer that `user` asks for.
@@ -48,22 +48,22 @@ pub fn task(user: &str) -> Task {
     first.unwrap_or(Task::Answer)
 }
 
-/// What a sentence begins with.
+/// The verb that a sentence begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verb {
-    /// "Write a function": the object does not exist yet.
+    /// "Write a function": the answer is a new object.
     Make,
-    /// "Optimize this query": the object is there, and comes back changed.
+    /// "Optimize this query": the answer is the changed object.
     Fix,
-    /// "Convert this to YAML": what stands after "to" comes back.
+    /// "Convert this to YAML": the noun after "to" is the answer.
     Convert,
-    /// "Extract the names as JSON": the form counts, not the source.
+    /// "Extract the names as JSON": the form decides, not the source.
     Take,
-    /// "Answer in JSON": about the form alone.
+    /// "Answer in JSON": only about the form.
     Reply,
     /// "Translate to French".
     Translate,
-    /// "Explain this", "What is": prose, whatever it is about.
+    /// "Explain this", "What is": prose about any subject.
     Tell,
 }
 
@@ -95,7 +95,7 @@ const VERBS: &[(Verb, &[&str])] = &[
         "comment", "quel", "quelle", "qui", "explica", "qué", "cómo", "quién", "spiega", "cosa"]),
 ];
 
-/// Words before the verb that say nothing.
+/// Words before the verb that carry no meaning here.
 #[rustfmt::skip]
 const FILLERS: &[&str] = &[
     "please", "kindly", "can", "could", "would", "will", "you", "i", "d", "we", "to", "like",
@@ -105,7 +105,7 @@ const FILLERS: &[&str] = &[
     "пожалуйста",
 ];
 
-/// Languages by the words that mean them, with the name that follows ```.
+/// Words for programming languages, with the name that follows ```.
 #[rustfmt::skip]
 const LANGUAGES: &[(&str, &str)] = &[
     ("python", "python"), ("python3", "python"), ("py", "python"), ("pandas", "python"),
@@ -120,7 +120,7 @@ const LANGUAGES: &[(&str, &str)] = &[
     ("dockerfile", "dockerfile"), ("makefile", "makefile"), ("latex", "latex"),
 ];
 
-/// Objects that are code, whatever the language.
+/// Objects that are code in any language.
 const CODE: &[&str] = &[
     "function",
     "functions",
@@ -136,7 +136,7 @@ const CODE: &[&str] = &[
     "функцию",
 ];
 
-/// Objects that are code where a language stands before them, or "that" and the like after them.
+/// Objects that are code if a language precedes them, or "that" and the like follows.
 #[rustfmt::skip]
 const PERHAPS_CODE: &[&str] = &[
     "code", "script", "program", "class", "method", "test", "tests", "component", "module",
@@ -146,7 +146,7 @@ const PERHAPS_CODE: &[&str] = &[
     "programm", "programme", "programa", "programma", "codice", "código", "клас", "скрипт",
 ];
 
-/// Objects that are prose, whatever they are about.
+/// Objects that are prose about any subject.
 #[rustfmt::skip]
 const PROSE: &[&str] = &[
     "story", "poem", "haiku", "essay", "article", "email", "mail", "letter", "summary",
@@ -155,14 +155,14 @@ const PROSE: &[&str] = &[
     "plan", "outline",
 ];
 
-/// Words that make a form out of the word after them: "as JSON", "a table".
+/// Words that mark the next word as a form: "as JSON", "a table".
 #[rustfmt::skip]
 const AS: &[&str] = &[
     "as", "in", "into", "to", "valid", "only", "using", "a", "an", "of", "als", "ins", "nach",
     "en", "au", "como", "come", "em", "um", "eine", "una", "un", "une", "в", "как",
 ];
 
-/// Words that make a source out of the word after them: "from this JSON".
+/// Words that mark the next word as a source: "from this JSON".
 #[rustfmt::skip]
 const SOURCE: &[&str] = &[
     "this", "that", "these", "following", "from", "below", "above", "given", "my", "our",
@@ -170,8 +170,8 @@ const SOURCE: &[&str] = &[
     "questa", "questo",
 ];
 
-/// The kind of answer that one sentence asks for; `None` when it is no instruction, or one for
-/// the form ([`Verb::Reply`]) that names no form.
+/// The kind of answer that one sentence asks for; `None` if it is not an instruction, or one about the
+/// form ([`Verb::Reply`]) that names no form.
 fn asks_for(sentence: &str) -> Option<(Verb, Task)> {
     if let Some(task) = asks_for_in_east_asian(sentence) {
         return Some((Verb::Make, task));
@@ -204,14 +204,14 @@ fn verb(word: &str) -> Option<Verb> {
     VERBS.iter().find(|(_, words)| words.contains(&word)).map(|(verb, _)| *verb)
 }
 
-/// What stands after "to" or "into", if it is a form.
+/// The form named after "to" or "into".
 fn target(words: &[String]) -> Option<Task> {
     let is_to = |word: &String| ["to", "into", "nach", "in", "en", "as", "a"].contains(&&**word);
     let after = words.iter().enumerate().filter(|(_, word)| is_to(word)).map(|(i, _)| i + 1);
     after.filter_map(|i| words.get(i)).find_map(|word| named_form(word))
 }
 
-/// The form that a word names by itself.
+/// The form that a single word names.
 fn named_form(word: &str) -> Option<Task> {
     match word {
         "json" => Some(Task::Json),
@@ -228,14 +228,14 @@ fn is_sql(word: &str) -> bool {
     ["sql", "mysql", "postgres", "postgresql", "sqlite", "tsql", "plsql"].contains(&word)
 }
 
-/// The first word after the verb that names what shall come back. `all` is the sentence with what
-/// stands before the verb, where "Using Python, write ..." has its language.
+/// The kind named by the first object after the verb. `all` is the whole sentence: in "Using Python,
+/// write ..." the language precedes the verb.
 fn object(verb: Verb, words: &[String], all: &[String]) -> Option<Task> {
     let word = |i: usize| words.get(i).map_or("", String::as_str);
     for (i, name) in words.iter().map(String::as_str).enumerate() {
         let before = if i == 0 { "" } else { word(i - 1) };
         let after = word(i + 1);
-        // What is changed may be "this query"; what is made, taken or replied may not.
+        // Only the object of a change can be "this query".
         let is_source = verb != Verb::Fix && SOURCE.contains(&before);
         let is_form = AS.contains(&before) || i == 0 || verb == Verb::Fix && !is_source;
         let is_tool = ["parser", "library", "api", "injection", "validator", "schema", "server"]
@@ -281,7 +281,8 @@ fn object(verb: Verb, words: &[String], all: &[String]) -> Option<Task> {
                 let of_code = PERHAPS_CODE.contains(&after) || CODE.contains(&after);
                 let used = ["in", "using", "as", "into", "auf", "en"].contains(&before);
                 let named = used || verb == Verb::Fix && before == "this" || i == 0;
-                // One letter and "go" are words too: they need their noun, or "in" and no more.
+                // "c", "r" and "go" are also ordinary words: they need a noun, or "in" before and
+                // nothing after them.
                 let short = name.len() < 3 && !(of_code || used && i + 1 >= words.len());
                 if (of_code || named) && !short {
                     return Some(Task::Code(fence));
@@ -305,7 +306,7 @@ fn language_in(words: &[String]) -> &'static str {
     ""
 }
 
-/// Chinese, Japanese and Korean have no spaces to find words by: whole phrases decide.
+/// Whole phrases decide in Chinese, Japanese and Korean, which separate words without spaces.
 fn asks_for_in_east_asian(sentence: &str) -> Option<Task> {
     let has = |any: &[&str]| any.iter().any(|phrase| sentence.contains(phrase));
     if !sentence.chars().any(|c| ('\u{2e80}'..='\u{d7a3}').contains(&c)) {
@@ -327,7 +328,7 @@ fn asks_for_in_east_asian(sentence: &str) -> Option<Task> {
     has(&["函数", "函數", "関数", "함수"]).then(|| Task::Code(language_in(&words)))
 }
 
-/// The sentences of a text outside ``` fences, without their ends.
+/// The sentences of a text outside ``` fences, without punctuation.
 fn sentences(text: &str) -> Vec<&str> {
     let mut sentences = Vec::new();
     let mut fenced = false;
@@ -343,7 +344,7 @@ fn sentences(text: &str) -> Vec<&str> {
         for (at, mark) in line.match_indices(['.', '?', '!', ':', ';', '。', '？', '！', '：'])
         {
             let end = at + mark.len();
-            // "foo.py" and "12:30" go on.
+            // "foo.py" and "12:30" do not end a sentence.
             if mark.len() > 1 || line[end..].starts_with(' ') || end == line.len() {
                 sentences.push(line[start..at].trim());
                 start = end;

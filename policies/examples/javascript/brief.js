@@ -1,29 +1,29 @@
-// Keeps replies brief: short thoughts, an answer that ends at a phrase, a token that is never drawn, no tool called
-// twice for the same.
+// Keeps replies brief: limits reasoning, ends the answer at a phrase, bans a token, and repairs tool calls that
+// already have a result.
 //
-// One instance lives as long as one request, so these variables are that request's state.
+// One instance serves one request, so these variables are the state of that request.
 
-import { fail } from "steersman:policy/failure@0.2.0";
+import { fail } from "steersman:policy/failure@0.3.0";
 
-/** A hook whose exceptions are told in notes and log; without this a failure is a bare trap. */
-const told = (hook) => (asked) => {
+/** Wraps a hook so that its exceptions appear in notes and log; otherwise they are reported as a trap. */
+const reporting = (hook) => (call) => {
   try {
-    return hook(asked);
+    return hook(call);
   } catch (error) {
     fail(`${error}\n${error.stack}`);
   }
 };
 
-/** Most tokens of a thought: the parameter `budget`. */
+/** Limit on reasoning tokens: the parameter `budget`. */
 let budget = 100;
-/** The answer ends where it says this: the parameter `phrase`. */
+/** Text that ends the answer: the parameter `phrase`. */
 let phrase = "";
-/** A token that is not drawn, from the first step on: the parameter `ban`. */
+/** A token to ban from the first step on: the parameter `ban`. */
 let ban;
-/** The end of the answer so far, in which a phrase may have begun. */
+/** The end of the answer so far, in which the phrase may begin. */
 let tail = "";
 
-/** Whole numbers of up to nine digits; what else a parameter says is told in the reply's notes. */
+/** Parses a number of up to nine digits; anything else becomes a note. */
 function number(params, name, notes) {
   const text = params.get(name);
   if (text === undefined) return undefined;
@@ -33,16 +33,16 @@ function number(params, name, notes) {
 }
 
 export const onRequest = {
-  onRequest: told((request) => {
+  onRequest: reporting((request) => {
     const params = new Map(request.params);
     const notes = [];
     budget = number(params, "budget", notes) ?? budget;
-    if (request.thinkBudget !== undefined) budget = Math.min(budget, request.thinkBudget);
+    if (request.reasoningBudget !== undefined) budget = Math.min(budget, request.reasoningBudget);
     ban = number(params, "ban", notes);
     phrase = params.get("phrase") ?? "";
     return {
-      thinking: request.thinking,
-      thinkBudget: budget,
+      reasoning: request.reasoning,
+      reasoningBudget: budget,
       sampling: {},
       every: 8,
       checkpointEvery: 0,
@@ -52,18 +52,18 @@ export const onRequest = {
 };
 
 export const onStep = {
-  onStep: told((step) => {
+  onStep: reporting((step) => {
     const actions = [];
     if (ban !== undefined) {
       actions.push({ tag: "ban", val: { tokens: new Uint32Array([ban]), steps: 0 } });
-      ban = undefined; // once is enough: it holds for the rest of the reply
+      ban = undefined; // once is enough: the ban holds for the rest of the reply
     }
-    if (step.phase === "think" && (step.budgetReached || step.thinkTokens >= budget)) {
-      actions.push({ tag: "close-thinking", val: "In short: " });
+    if (step.phase === "reasoning" && (step.budgetReached || step.reasoningTokens >= budget)) {
+      actions.push({ tag: "close-reasoning", val: "In short: " });
     }
     if (step.phase === "answer" && phrase !== "") {
       const text = tail + step.text;
-      if (text.includes(phrase)) actions.push({ tag: "stop", val: `the answer says \`${phrase}\`` });
+      if (text.includes(phrase)) actions.push({ tag: "stop", val: `the answer contains \`${phrase}\`` });
       tail = text.slice(-phrase.length);
     }
     return actions;
@@ -71,7 +71,7 @@ export const onStep = {
 };
 
 export const onToolCall = {
-  onToolCall: told((call) => {
+  onToolCall: reporting((call) => {
     const again = call.earlier.some(
       (earlier) =>
         earlier.name === call.name && earlier.arguments === call.digest && earlier.answered !== undefined,

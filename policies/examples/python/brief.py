@@ -1,24 +1,24 @@
-"""Keeps replies brief: short thoughts, an answer that ends at a phrase, a token that is never drawn, no tool called
-twice for the same.
+"""Keeps replies brief: limits reasoning, ends the answer at a phrase, bans a token, and repairs tool calls that
+already have a result.
 
-One instance lives as long as one request, so these globals are that request's state.
+One instance serves one request, so these globals are the state of that request.
 """
 
 from wit_world import exports
 from wit_world.imports import failure, types
 
-budget = 100  # most tokens of a thought: the parameter `budget`
-phrase = ""  # the answer ends where it says this: the parameter `phrase`
-ban = None  # a token that is not drawn, from the first step on: the parameter `ban`
-tail = ""  # the end of the answer so far, in which a phrase may have begun
+budget = 100  # limit on reasoning tokens: the parameter `budget`
+phrase = ""  # text that ends the answer: the parameter `phrase`
+ban = None  # a token to ban from the first step on: the parameter `ban`
+tail = ""  # the end of the answer so far, in which the phrase may begin
 
 
-def told(hook):
-    """A hook whose exceptions are told in notes and log; without this a failure is a bare trap."""
+def reporting(hook):
+    """Wraps a hook so that its exceptions appear in notes and log; otherwise they are reported as a trap."""
 
-    def wrapped(self, asked):
+    def wrapped(self, call):
         try:
-            return hook(self, asked)
+            return hook(self, call)
         except Exception as error:
             failure.fail(f"line {error.__traceback__.tb_next.tb_lineno}: {error!r}")
 
@@ -26,7 +26,7 @@ def told(hook):
 
 
 def number(params, name, notes):
-    """Whole numbers of up to nine digits; what else a parameter says is told in the reply's notes."""
+    """Parses a number of up to nine digits; anything else becomes a note."""
     text = params.get(name)
     if text is None:
         return None
@@ -37,53 +37,53 @@ def number(params, name, notes):
 
 
 class OnRequest(exports.OnRequest):
-    @told
-    def on_request(self, request: types.Request) -> types.Plan:
+    @reporting
+    def on_request(self, request: types.RequestView) -> types.Plan:
         global budget, phrase, ban
         params = dict(request.params)
         notes = []
-        wish = number(params, "budget", notes)
-        if wish is not None:
-            budget = wish
-        if request.think_budget is not None:
-            budget = min(budget, request.think_budget)
+        limit = number(params, "budget", notes)
+        if limit is not None:
+            budget = limit
+        if request.reasoning_budget is not None:
+            budget = min(budget, request.reasoning_budget)
         ban = number(params, "ban", notes)
         phrase = params.get("phrase", "")
         return types.Plan(
-            thinking=request.thinking,
-            think_budget=budget,
+            reasoning=request.reasoning,
+            reasoning_budget=budget,
             answer_reserve=None,
-            sampling=types.Sampling(None, None, None, None),
+            sampling=types.SamplingPatch(None, None, None, None),
             loops=None,
             every=8,
             checkpoint_every=0,
             note="; ".join(notes) or None,
-            keep=None,
+            retain=None,
         )
 
 
 class OnStep(exports.OnStep):
-    @told
+    @reporting
     def on_step(self, step: types.Step) -> list[types.Action]:
         global ban, tail
         actions = []
         if ban is not None:
             actions.append(types.Action_Ban(types.Ban(tokens=[ban], steps=0)))
-            ban = None  # once is enough: it holds for the rest of the reply
-        thinks = step.phase == types.Phase.THINK
-        if thinks and (step.budget_reached or step.think_tokens >= budget):
-            actions.append(types.Action_CloseThinking("In short: "))
+            ban = None  # once is enough: the ban holds for the rest of the reply
+        reasons = step.phase == types.Phase.REASONING
+        if reasons and (step.budget_reached or step.reasoning_tokens >= budget):
+            actions.append(types.Action_CloseReasoning("In short: "))
         if step.phase == types.Phase.ANSWER and phrase:
             text = tail + step.text
             if phrase in text:
-                actions.append(types.Action_Stop(f"the answer says `{phrase}`"))
+                actions.append(types.Action_Stop(f"the answer contains `{phrase}`"))
             tail = text[-len(phrase) :]
         return actions
 
 
 class OnToolCall(exports.OnToolCall):
-    @told
-    def on_tool_call(self, call: types.ToolCall) -> types.Verdict:
+    @reporting
+    def on_tool_call(self, call: types.ToolCallView) -> types.Verdict:
         for earlier in call.earlier:
             same = earlier.name == call.name and earlier.arguments == call.digest
             if same and earlier.answered is not None:

@@ -1,17 +1,21 @@
-//! The policy that decides nothing: what the client asked for goes to the engine as it is.
+//! The baseline for measurements: the plan is what the client asked for.
 //!
-//! No loop rule and no budget of its own: a thought that loops runs to the limit of the request.
-//! It is the baseline that other policies are measured against.
+//! It has no budget of its own and no loop detection: reasoning that loops runs to the limit of the
+//! request.
 
-use steersman_policy::{Plan, Policy, Request};
+use steersman_policy::{Plan, Policy, RequestView};
 
-/// The policy that decides nothing.
+/// The policy `passthrough`.
 #[derive(Default)]
 pub struct Passthrough;
 
 impl Policy for Passthrough {
-    fn on_request(&mut self, request: Request) -> Plan {
-        Plan { thinking: request.thinking, think_budget: request.think_budget, ..Plan::default() }
+    fn on_request(&mut self, request: RequestView) -> Plan {
+        Plan {
+            reasoning: request.reasoning,
+            reasoning_budget: request.reasoning_budget,
+            ..Plan::default()
+        }
     }
 }
 
@@ -22,10 +26,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_clients_wishes_are_the_plan() {
-        let request = Request { thinking: Some(true), think_budget: Some(9), ..Request::default() };
+    fn the_plan_is_what_the_client_asked_for() {
+        let request = RequestView {
+            reasoning: Some(true),
+            reasoning_budget: Some(9),
+            ..RequestView::default()
+        };
         let plan = Passthrough.on_request(request);
-        assert_eq!((plan.thinking, plan.think_budget), (Some(true), Some(9)));
-        assert_eq!(Passthrough.on_request(Request::default()), Plan::default());
+        assert_eq!((plan.reasoning, plan.reasoning_budget), (Some(true), Some(9)));
+        assert_eq!(Passthrough.on_request(RequestView::default()), Plan::default());
     }
 }

@@ -1,111 +1,111 @@
-//! The policy for those who write no code: the parameter `rules` holds rules in TOML.
+//! The policy `rules`: the parameter `rules` holds rules in TOML, for operators who write no code.
 //!
 //! ```toml
 //! [[rule]]
 //! when = { user_under = 200, system_over = 3000 }
-//! do = { think = true, think_budget = 2048 }
+//! do = { reasoning = true, reasoning_budget = 2048 }
 //!
 //! [[rule]]
-//! when = { loop = true, phase = "think" }
-//! do = { close_thinking = "**Final Answer:**\n\n" }
+//! when = { loop = true, phase = "reasoning" }
+//! do = { close_reasoning = "**Final Answer:**\n\n" }
 //! ```
 //!
-//! All that `when` names must hold; without it a rule always applies. Of the rules that apply all
-//! count, in their order, and where two decide the same the first does: special rules stand before
-//! general ones. Of rules that in one step would write text, close the thought or rewind only the
-//! first acts. What `when` and `do` may hold is told in `policies/README.md`.
+//! A rule matches if all conditions in `when` hold, and always without `when`. All rules that match
+//! apply, in order; if several set the same value, the first wins, so special rules precede general
+//! ones. Of the rules that inject text, close the reasoning or rewind in one step, only the first
+//! applies. `policies/REFERENCE.md` lists the keys of `when` and `do`.
 //!
-//! A text that is wrong anywhere is in force nowhere: requests go on as with no rules, and the notes
-//! of each reply, and the log, say what is wrong and in which line. With the parameter
-//! `strict = "true"` such a request fails instead, and the profile's `on_failure` says what follows.
+//! A mistake in one rule disables all rules: requests run as without rules, and a note in each reply,
+//! and the log, report the mistake with its line. With the parameter `strict = "true"` such a request
+//! fails instead, and `on_failure` of the profile decides how it continues.
 
 mod parse;
 mod rule;
 mod when;
 
-use rule::{Act, Rule};
+use rule::{Effect, Rule};
 use steersman_policy::{
-    Action, LoopRule, Plan, Policy, Prompt, REPLACEMENTS, Replacement, Request, Step, ToolCall,
-    Verdict,
+    Action, LoopRule, Plan, Policy, PromptView, REPLACEMENTS, Replacement, RequestView, Step,
+    ToolCallView, Verdict,
 };
 use when::Tail;
 
-/// Tokens between two checkpoints of a request in which a rule may rewind.
+/// Tokens between two checkpoints if a rule may rewind.
 const CHECKPOINT_EVERY: u32 = 128;
 
-/// Lines of a system text that `strip_lines` looks at.
-const STRIPPED_LINES: usize = 64;
+/// Number of lines of each system text that `strip_lines` examines.
+const STRIP_LINES: usize = 64;
 
-/// What is a loop, where a rule waits for one and none says what it is.
+/// Thresholds of the loop detectors if a rule waits for a loop and none sets them.
 const LOOPS: LoopRule = LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 };
 
-/// The policy: its rules, and what they must remember of the request.
+/// The policy `rules`, with the state of one request.
 #[derive(Default)]
 pub struct Rules {
-    /// Read by the first hook that is called.
+    /// Parsed by the first hook that is called.
     rules: Option<Result<Vec<Rule>, String>>,
     system: Vec<String>,
-    /// Of each rule.
+    /// One for each rule.
     states: Vec<State>,
 }
 
-/// What is remembered of a rule.
+/// State of a rule.
 #[derive(Default)]
 struct State {
-    /// Whether what it asks of the request holds.
-    applies: bool,
-    /// How often it has acted.
-    acted: u32,
+    /// Whether its conditions on the request hold.
+    matches: bool,
+    /// How often it has applied.
+    applied: u32,
     tail: Tail,
 }
 
 impl Policy for Rules {
-    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
         self.rules = Some(rules(prompt.param("rules")));
         let replacements = stripped(self.rules(), &prompt);
         self.system = prompt.system;
         replacements
     }
 
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         if self.rules.is_none() {
             self.rules = Some(rules(request.param("rules")));
         }
-        let mut notes = complaints(&request);
+        let mut notes = unknown_params(&request);
         if let Some(Err(problem)) = &self.rules {
             if request.param("strict") == Some("true") {
                 steersman_policy::failure::fail(problem);
             }
-            notes.push(format!("no rule is in force: {problem}"));
+            notes.push(format!("rules ignored: {problem}"));
         }
-        let holds = |rule: &Rule| rule.when.holds_of_request(&request, &self.system);
-        let applies: Vec<_> = self.rules().iter().map(holds).collect();
-        let rules = self.rules().iter().zip(&applies).filter(|(_, applies)| **applies);
+        let matches = |rule: &Rule| rule.when.matches_request(&request, &self.system);
+        let matches: Vec<_> = self.rules().iter().map(matches).collect();
+        let rules = self.rules().iter().zip(&matches).filter(|(_, matches)| **matches);
         let plan = plan(&request, rules.map(|(rule, _)| rule), notes);
-        let state = |applies| State { applies, ..State::default() };
-        self.states = applies.into_iter().map(state).collect();
+        let state = |matches| State { matches, ..State::default() };
+        self.states = matches.into_iter().map(state).collect();
         plan
     }
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let Some(Ok(rules)) = &self.rules else { return Vec::new() };
         let mut actions = Vec::new();
-        let mut led = false;
+        let mut redirected = false;
         for (rule, state) in rules.iter().zip(&mut self.states) {
-            let Act::Step(deeds) = &rule.act else { continue };
-            if !state.applies || rule.is_used_up(state.acted) {
+            let Effect::Step(effects) = &rule.effect else { continue };
+            if !state.matches || rule.is_exhausted(state.applied) {
                 continue;
             }
-            if rule.when.holds_of_step(&step, &mut state.tail) {
-                // "Rewind the first loop" stands before "close the thought": one at a time.
-                let leads = deeds.iter().any(rule::Deed::leads);
-                if leads && led {
+            if rule.when.matches_step(&step, &mut state.tail) {
+                // "Rewind the first loop" precedes "close the reasoning": only one applies in a step.
+                let redirects = effects.iter().any(rule::StepEffect::redirects);
+                if redirects && redirected {
                     continue;
                 }
-                led |= leads;
-                state.acted += 1;
-                actions.extend(deeds.iter().filter_map(|deed| deed.action(&step)));
-                if deeds.iter().any(rule::Deed::stops) {
+                redirected |= redirects;
+                state.applied += 1;
+                actions.extend(effects.iter().filter_map(|effect| effect.action(&step)));
+                if effects.iter().any(rule::StepEffect::stops) {
                     break;
                 }
             }
@@ -113,13 +113,13 @@ impl Policy for Rules {
         actions
     }
 
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         let Some(Ok(rules)) = &self.rules else { return Verdict::Accept };
         for (rule, state) in rules.iter().zip(&mut self.states) {
-            let Act::Tool(verdict) = &rule.act else { continue };
-            let is_open = state.applies && !rule.is_used_up(state.acted);
-            if is_open && rule.when.holds_of_call(&call) {
-                state.acted += 1;
+            let Effect::ToolCall(verdict) = &rule.effect else { continue };
+            let is_open = state.matches && !rule.is_exhausted(state.applied);
+            if is_open && rule.when.matches_call(&call) {
+                state.applied += 1;
                 return verdict.clone();
             }
         }
@@ -130,48 +130,48 @@ impl Policy for Rules {
 steersman_policy::export!(Rules);
 
 impl Rules {
-    /// The rules in force.
+    /// The rules; none if the text has a mistake.
     fn rules(&self) -> &[Rule] {
         self.rules.as_ref().and_then(|rules| rules.as_ref().ok()).map_or(&[], Vec::as_slice)
     }
 }
 
-/// Whether a text of rules can be used.
+/// Checks a text of rules.
 ///
 /// # Errors
-/// What is wrong, with the rule and its line.
+/// The mistake, with the rule and its line.
 pub fn check(text: &str) -> Result<(), String> {
     parse::rules(text).map(|_| ())
 }
 
 fn rules(param: Option<&str>) -> Result<Vec<Rule>, String> {
-    let text = param.ok_or("the parameter `rules` is missing; it holds the rules, in TOML")?;
+    let text = param.ok_or("the parameter `rules` is missing")?;
     parse::rules(text)
 }
 
-/// Parameters that this policy does not know.
-fn complaints(request: &Request) -> Vec<String> {
+/// Notes on unknown parameters.
+fn unknown_params(request: &RequestView) -> Vec<String> {
     let names = request.params.iter().map(|(name, _)| name.as_str());
     let unknown = names.filter(|name| !["rules", "strict"].contains(name));
     unknown.map(|name| format!("unknown parameter `{name}`")).collect()
 }
 
-/// What rules take out of system text.
-fn stripped(rules: &[Rule], prompt: &Prompt) -> Vec<Replacement> {
-    let rules = rules.iter().filter(|rule| rule.when.holds_of_prompt(prompt));
-    let acts: Vec<_> = rules.map(|rule| &rule.act).collect();
+/// The replacements that the rules make in system text.
+fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
+    let rules = rules.iter().filter(|rule| rule.when.matches_prompt(prompt));
+    let effects: Vec<_> = rules.map(|rule| &rule.effect).collect();
     let is_stripped = |line: &str| {
-        acts.iter().any(|act| match act {
-            Act::Prompt { lines, .. } => lines.iter().any(|prefix| line.starts_with(prefix)),
+        effects.iter().any(|effect| match effect {
+            Effect::Prompt { lines, .. } => lines.iter().any(|prefix| line.starts_with(prefix)),
             _ => false,
         })
     };
-    let mut found = prompt.edit_lines(STRIPPED_LINES, |line| is_stripped(line).then(String::new));
+    let mut found = prompt.edit_lines(STRIP_LINES, |line| is_stripped(line).then(String::new));
     for (message, text) in (0..).zip(&prompt.system) {
         let earlier = found.iter().filter(|r| r.message == message);
         let mut text = earlier.fold(text.clone(), |text, r| text.replacen(&r.old, &r.new, 1));
-        for act in &acts {
-            let Act::Prompt { spans, .. } = act else { continue };
+        for effect in &effects {
+            let Effect::Prompt { spans, .. } = effect else { continue };
             for span in spans {
                 if found.len() < REPLACEMENTS && text.contains(span) {
                     text = text.replacen(span, "", 1);
@@ -183,9 +183,9 @@ fn stripped(rules: &[Rule], prompt: &Prompt) -> Vec<Replacement> {
     found
 }
 
-/// The plan of a request by the rules that apply: what the client asked for, where they say nothing.
+/// The plan by the rules that match; values that they do not set are those of the client.
 fn plan<'a>(
-    request: &Request,
+    request: &RequestView,
     rules: impl Iterator<Item = &'a Rule>,
     mut notes: Vec<String>,
 ) -> Plan {
@@ -193,35 +193,36 @@ fn plan<'a>(
     let mut waits_for_loop = false;
     for rule in rules {
         waits_for_loop |= rule.when.waits_for_loop();
-        match &rule.act {
-            Act::Request(wish) => {
-                plan.thinking = plan.thinking.or(wish.thinking);
-                plan.think_budget = plan.think_budget.or(wish.think_budget);
-                plan.answer_reserve = plan.answer_reserve.or(wish.answer_reserve);
-                plan.sampling.temperature = plan.sampling.temperature.or(wish.sampling.temperature);
-                plan.sampling.top_p = plan.sampling.top_p.or(wish.sampling.top_p);
-                plan.sampling.top_k = plan.sampling.top_k.or(wish.sampling.top_k);
-                plan.sampling.min_p = plan.sampling.min_p.or(wish.sampling.min_p);
-                plan.loops = plan.loops.or(wish.loops);
-                plan.keep = plan.keep.take().or(wish.keep.clone());
-                notes.extend(wish.note.clone());
+        match &rule.effect {
+            Effect::Request(set) => {
+                plan.reasoning = plan.reasoning.or(set.reasoning);
+                plan.reasoning_budget = plan.reasoning_budget.or(set.reasoning_budget);
+                plan.answer_reserve = plan.answer_reserve.or(set.answer_reserve);
+                plan.sampling.temperature = plan.sampling.temperature.or(set.sampling.temperature);
+                plan.sampling.top_p = plan.sampling.top_p.or(set.sampling.top_p);
+                plan.sampling.top_k = plan.sampling.top_k.or(set.sampling.top_k);
+                plan.sampling.min_p = plan.sampling.min_p.or(set.sampling.min_p);
+                plan.loops = plan.loops.or(set.loops);
+                plan.retain = plan.retain.take().or(set.retain.clone());
+                notes.extend(set.note.clone());
             }
-            Act::Step(deeds) => {
+            Effect::Step(effects) => {
                 let every = [plan.every, rule.when.every()].into_iter().filter(|every| *every > 0);
                 plan.every = every.min().unwrap_or_default();
-                if deeds.iter().any(rule::Deed::rewinds) {
+                if effects.iter().any(rule::StepEffect::rewinds) {
                     plan.checkpoint_every = CHECKPOINT_EVERY;
                 }
             }
-            Act::Prompt { .. } | Act::Tool(_) => {}
+            Effect::Prompt { .. } | Effect::ToolCall(_) => {}
         }
     }
     if waits_for_loop {
         plan.loops = plan.loops.or(Some(LOOPS));
     }
-    // A client may have less of a thought, not more.
-    plan.think_budget = [plan.think_budget, request.think_budget].into_iter().flatten().min();
-    plan.thinking = plan.thinking.or(request.thinking);
+    // The client can lower the budget, not raise it.
+    plan.reasoning_budget =
+        [plan.reasoning_budget, request.reasoning_budget].into_iter().flatten().min();
+    plan.reasoning = plan.reasoning.or(request.reasoning);
     plan.note = (!notes.is_empty()).then(|| notes.join("; "));
     plan
 }

@@ -1,62 +1,63 @@
-//! Reads rules. What `when` and `do` may hold is told in `policies/README.md`, and when it is known or
-//! can be done in [`WHEN`] and [`DO`].
+//! Parses rules. `policies/REFERENCE.md` documents the keys; [`WHEN`] and [`DO`] state the hooks in which
+//! each is available.
 //!
-//! A rule acts at one moment, at which all that it names is known; the first that fits is taken.
+//! A rule applies in one hook: the first in which all its keys are available.
 
 use steersman_policy::{
-    Action, Anchor, Ban, Bias, Keep, LoopRule, Phase, Plan, Resample, Sampling, TokenBias, Verdict,
+    Action, Ban, Bias, LoopRule, Phase, Plan, Retention, SamplingChange, SamplingPatch, SavePoint,
+    TokenBias, Verdict,
 };
 use toml::de::{DeTable, DeValue};
 
 use super::LOOPS;
-use super::rule::{Act, Deed, Rule};
+use super::rule::{Effect, Rule, StepEffect};
 use super::when::When;
 
-/// A set of moments, of [`PROMPT`] and the others: a bit each.
-pub type Moments = u8;
+/// A set of hooks, one bit each.
+pub type Hooks = u8;
 
-const PROMPT: Moments = 1;
-const REQUEST: Moments = 2;
-const STEP: Moments = 4;
-const TOOL: Moments = 8;
+const PROMPT: Hooks = 1;
+const REQUEST: Hooks = 2;
+const STEP: Hooks = 4;
+const TOOL_CALL: Hooks = 8;
 
-/// What `when` may hold, and at which moments it is known.
-pub const WHEN: &[(&str, Moments)] = &[
-    ("profile", PROMPT | REQUEST | STEP | TOOL),
-    ("system_contains", PROMPT | REQUEST | STEP | TOOL),
-    ("system_over", PROMPT | REQUEST | STEP | TOOL),
-    ("model", REQUEST | STEP | TOOL),
-    ("family", REQUEST | STEP | TOOL),
-    ("user_contains", REQUEST | STEP | TOOL),
-    ("user_words", REQUEST | STEP | TOOL),
-    ("user_under", REQUEST | STEP | TOOL),
-    ("user_over", REQUEST | STEP | TOOL),
-    ("prompt_over", REQUEST | STEP | TOOL),
-    ("messages_over", REQUEST | STEP | TOOL),
-    ("tools", REQUEST | STEP | TOOL),
-    ("thinking_asked", REQUEST | STEP | TOOL),
-    ("can_think", REQUEST | STEP | TOOL),
+/// The keys of `when`, with the hooks in which they are known.
+pub const WHEN: &[(&str, Hooks)] = &[
+    ("profile", PROMPT | REQUEST | STEP | TOOL_CALL),
+    ("system_contains", PROMPT | REQUEST | STEP | TOOL_CALL),
+    ("system_over", PROMPT | REQUEST | STEP | TOOL_CALL),
+    ("model", REQUEST | STEP | TOOL_CALL),
+    ("family", REQUEST | STEP | TOOL_CALL),
+    ("user_contains", REQUEST | STEP | TOOL_CALL),
+    ("user_words", REQUEST | STEP | TOOL_CALL),
+    ("user_under", REQUEST | STEP | TOOL_CALL),
+    ("user_over", REQUEST | STEP | TOOL_CALL),
+    ("prompt_over", REQUEST | STEP | TOOL_CALL),
+    ("messages_over", REQUEST | STEP | TOOL_CALL),
+    ("tools", REQUEST | STEP | TOOL_CALL),
+    ("reasoning_requested", REQUEST | STEP | TOOL_CALL),
+    ("can_reason", REQUEST | STEP | TOOL_CALL),
     ("phase", STEP),
     ("loop", STEP),
     ("budget_reached", STEP),
-    ("think_tokens_over", STEP),
+    ("reasoning_tokens_over", STEP),
     ("answer_tokens_over", STEP),
     ("text_contains", STEP),
-    ("tool_called", TOOL),
-    ("arguments_contain", TOOL),
-    ("repeats_over", TOOL),
-    ("calls_over", TOOL),
+    ("tool_called", TOOL_CALL),
+    ("arguments_contain", TOOL_CALL),
+    ("repeats_over", TOOL_CALL),
+    ("calls_over", TOOL_CALL),
 ];
 
-/// What `do` may hold, and at which moments it can be done.
-pub const DO: &[(&str, Moments)] = &[
+/// The keys of `do`, with the hooks in which they can be applied.
+pub const DO: &[(&str, Hooks)] = &[
     ("strip", PROMPT),
     ("strip_lines", PROMPT),
-    ("think", REQUEST),
-    ("think_budget", REQUEST),
+    ("reasoning", REQUEST),
+    ("reasoning_budget", REQUEST),
     ("answer_reserve", REQUEST),
     ("loops", REQUEST),
-    ("keep", REQUEST),
+    ("retain", REQUEST),
     ("note", REQUEST),
     ("temperature", REQUEST | STEP),
     ("top_p", REQUEST | STEP),
@@ -64,24 +65,24 @@ pub const DO: &[(&str, Moments)] = &[
     ("min_p", REQUEST | STEP),
     ("for", STEP),
     ("inject", STEP),
-    ("close_thinking", STEP),
+    ("close_reasoning", STEP),
     ("rewind", STEP),
     ("ban", STEP),
     ("bias", STEP),
-    ("repair", TOOL),
-    ("stop", STEP | TOOL),
+    ("repair", TOOL_CALL),
+    ("stop", STEP | TOOL_CALL),
 ];
 
-/// Most tokens of a ban or of a bias.
-const TOKENS: usize = 256;
+/// Most tokens of a ban or a bias.
+const MAX_TOKENS: usize = 256;
 
-/// Most actions of a step.
-const ACTIONS: usize = 16;
+/// Most actions of a step, and most entries of `retain`.
+const MAX_ACTIONS: usize = 16;
 
-/// The rules of a text, in their order.
+/// Parses a text of rules.
 ///
 /// # Errors
-/// What is wrong, with the rule and its line.
+/// The mistake, with the rule and its line.
 pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
     let table = DeTable::parse(text).map_err(|error| {
         let line = error.span().map_or(1, |span| line(text, span.start));
@@ -93,9 +94,7 @@ pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
         let list = match (key.get_ref().as_ref(), value.get_ref()) {
             ("rule", DeValue::Array(list)) => list,
             (key, _) => {
-                return Err(format!(
-                    "line {at}: `{key}` is not known; rules begin with `[[rule]]`"
-                ));
+                return Err(format!("line {at}: unknown key `{key}`; rules begin with `[[rule]]`"));
             }
         };
         for (number, value) in (1..).zip(list.iter()) {
@@ -105,40 +104,41 @@ pub fn rules(text: &str) -> Result<Vec<Rule>, String> {
         }
     }
     if rules.is_empty() {
-        return Err("there is no `[[rule]]`".into());
+        return Err("no `[[rule]]` found".into());
     }
-    if most_actions(&rules) > ACTIONS {
+    if most_actions(&rules) > MAX_ACTIONS {
         return Err(format!(
-            "rules might do more than {ACTIONS} things in one step, and a host takes no more: name \
-             several tokens in one ban or bias"
+            "the rules can return more than {MAX_ACTIONS} actions in one step, the limit of the host: \
+             combine tokens in one ban or bias"
         ));
     }
     Ok(rules)
 }
 
-/// Most actions that rules may answer a step with: one rule leads, and behind a stop nothing is done.
+/// Most actions that the rules can return for one step: only one rule redirects, and a stop is last.
 fn most_actions(rules: &[Rule]) -> usize {
-    let deeds = rules.iter().filter_map(|rule| match &rule.act {
-        Act::Step(deeds) => Some(deeds),
+    let effects = rules.iter().filter_map(|rule| match &rule.effect {
+        Effect::Step(effects) => Some(effects),
         _ => None,
     });
-    let (leading, others): (Vec<_>, Vec<_>) =
-        deeds.partition(|deeds| deeds.iter().any(Deed::leads));
-    let leading = leading.iter().map(|deeds| deeds.len()).max().unwrap_or_default();
-    let others = others.iter().map(|deeds| deeds.iter().filter(|deed| !deed.stops()).count());
-    leading + others.sum::<usize>() + 1
+    let (redirecting, others): (Vec<_>, Vec<_>) =
+        effects.partition(|effects| effects.iter().any(StepEffect::redirects));
+    let redirecting = redirecting.iter().map(|effects| effects.len()).max().unwrap_or_default();
+    let others =
+        others.iter().map(|effects| effects.iter().filter(|effect| !effect.stops()).count());
+    redirecting + others.sum::<usize>() + 1
 }
 
 fn line(text: &str, at: usize) -> usize {
     text[..at.min(text.len())].bytes().filter(|byte| *byte == b'\n').count() + 1
 }
 
-/// A value and where it stands.
+/// A value with its position.
 struct Entry<'a> {
     rule: u32,
-    /// Where in the text: its line is counted for a message alone, as a text has many entries.
+    /// Byte offset in `text`. Lines are counted only for messages, since a text has many entries.
     at: usize,
-    /// The table that holds it: "", "when", "do", "do.bias", "do.loops".
+    /// Path of its table: "", "when", "do", "do.bias" or "do.loops".
     above: &'static str,
     name: &'a str,
     value: &'a DeValue<'a>,
@@ -155,7 +155,7 @@ impl<'a> Entry<'a> {
         Err(format!("{}: `{}{dot}{}` {problem}", self.place(), self.above, self.name))
     }
 
-    /// The entries of this table, which messages call `above`, by their names.
+    /// The entries of this table by name; `above` is its path in messages.
     fn entries(&self, above: &'static str) -> Result<Vec<(&'a str, Entry<'a>)>, String> {
         let DeValue::Table(table) = self.value else {
             return self.error("must be a table: { key = value }");
@@ -169,7 +169,10 @@ impl<'a> Entry<'a> {
     }
 
     fn unknown<T>(&self, allowed: &[&str]) -> Result<T, String> {
-        self.error(&format!("is not known; allowed are {}", allowed.join(", ")))
+        let dot = if self.above.is_empty() { "" } else { "." };
+        let key = format!("{}{dot}{}", self.above, self.name);
+        let place = self.place();
+        Err(format!("{place}: unknown key `{key}`; expected one of {}", allowed.join(", ")))
     }
 
     fn text(&self) -> Result<String, String> {
@@ -192,7 +195,7 @@ impl<'a> Entry<'a> {
             Some(texts) if !texts.is_empty() && texts.iter().all(|text| !text.is_empty()) => {
                 Ok(texts)
             }
-            _ => self.error("must be a text, or a list of texts, that is not empty"),
+            _ => self.error("must be a text or a list of texts, not empty"),
         }
     }
 
@@ -220,7 +223,7 @@ impl<'a> Entry<'a> {
             DeValue::Float(number) => number.as_str(),
             _ => "",
         };
-        // TOML allows `1_000.5`, which the parser has read already.
+        // The parser has already removed the underscores of `1_000.5`.
         match digits.parse::<f32>() {
             Ok(number) if (least..=most).contains(&number) => Ok(number),
             _ => self.error(&format!("must be a number from {least} to {most}")),
@@ -235,72 +238,73 @@ fn whole(value: &DeValue) -> Option<u32> {
 
 fn rule(entry: &Entry) -> Result<Rule, String> {
     let mut when = Vec::new();
-    let mut act = None;
+    let mut effect = None;
     let mut times = None;
     for (key, entry) in entry.entries("")? {
         match key {
             "when" => when = entry.entries("when")?,
-            "do" => act = Some(entry.entries("do")?),
+            "do" => effect = Some(entry.entries("do")?),
             "times" => times = Some(entry.number()?),
             _ => return entry.unknown(&["when", "do", "times"]),
         }
     }
-    let Some(act) = act.filter(|act| !act.is_empty()) else {
-        return Err(format!("{}: `do` is missing, which says what the rule does", entry.place()));
+    let Some(effect) = effect.filter(|effect| !effect.is_empty()) else {
+        return Err(format!("{}: `do` is missing", entry.place()));
     };
-    let moment = moment(&when, &act)?;
-    if times.is_some() && moment & (PROMPT | REQUEST) != 0 {
+    let hook = hook(&when, &effect)?;
+    if times.is_some() && hook & (PROMPT | REQUEST) != 0 {
         let place = entry.place();
         return Err(format!(
-            "{place}: `times` says nothing here: the rule acts once, {}",
-            name(moment)
+            "{place}: `times` has no effect: the rule applies once, {}",
+            name(hook)
         ));
     }
     let when = self::when(&when)?;
-    let act = match moment {
-        PROMPT => prompt_act(&act)?,
-        REQUEST => request_act(&act)?,
-        STEP => step_act(&act)?,
-        _ => tool_act(&act)?,
+    let effect = match hook {
+        PROMPT => prompt_effect(&effect)?,
+        REQUEST => request_effect(&effect)?,
+        STEP => step_effect(&effect)?,
+        _ => tool_call_effect(&effect)?,
     };
-    if let (Act::Step(deeds), None | Some(false)) = (&act, when.looping)
-        && deeds.contains(&Deed::RewindLoop)
+    if let (Effect::Step(effects), None | Some(false)) = (&effect, when.looping)
+        && effects.contains(&StepEffect::RewindLoop)
     {
         return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place()));
     }
-    let waits = moment != STEP || when.every() == 0;
-    Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, act })
+    let waits = hook != STEP || when.every() == 0;
+    Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, effect })
 }
 
-/// The moment at which a rule acts: the first at which all that it names is known and can be done.
-fn moment(when: &[(&str, Entry)], act: &[(&str, Entry)]) -> Result<Moments, String> {
-    let mut moments = PROMPT | REQUEST | STEP | TOOL;
-    // What it does comes first: then the message names the condition that does not fit it.
-    for (table, (key, entry)) in act.iter().map(|e| (DO, e)).chain(when.iter().map(|e| (WHEN, e))) {
+/// The hook in which a rule applies: the first in which all its keys are available.
+fn hook(when: &[(&str, Entry)], effect: &[(&str, Entry)]) -> Result<Hooks, String> {
+    let mut hooks = PROMPT | REQUEST | STEP | TOOL_CALL;
+    // `do` comes first, so that a message names the condition that does not fit.
+    for (table, (key, entry)) in
+        effect.iter().map(|e| (DO, e)).chain(when.iter().map(|e| (WHEN, e)))
+    {
         let Some((_, known)) = table.iter().find(|(name, _)| name == key) else {
             let allowed: Vec<_> = table.iter().map(|(name, _)| *name).collect();
             return entry.unknown(&allowed);
         };
-        if moments & known == 0 {
+        if hooks & known == 0 {
             return entry.error(&format!(
-                "belongs {}, and what stands before it in the rule {}: make two rules of it, or \
-                 leave one out",
+                "is available {}, but the rule applies {}: split it into two rules, or remove a key",
                 name(*known),
-                name(moments)
+                name(hooks)
             ));
         }
-        moments &= known;
+        hooks &= known;
     }
-    Ok(moments & moments.wrapping_neg()) // the lowest bit
+    Ok(hooks & hooks.wrapping_neg()) // the lowest bit
 }
 
-/// The name of the first of some moments.
-fn name(moments: Moments) -> &'static str {
-    match moments & moments.wrapping_neg() {
+/// When the first of these hooks is called, for messages.
+fn name(hooks: Hooks) -> &'static str {
+    match hooks & hooks.wrapping_neg() {
         PROMPT => "before the prompt is rendered",
-        REQUEST => "before anything runs",
-        STEP => "while tokens are drawn",
-        _ => "when a tool is called",
+        REQUEST => "before prefill",
+        STEP => "during decoding",
+        _ => "at a tool call",
     }
 }
 
@@ -323,32 +327,32 @@ fn when(entries: &[(&str, Entry)]) -> Result<When, String> {
                 DeValue::Boolean(has) => when.has_tools = Some(*has),
                 _ => when.tools = entry.texts()?,
             },
-            "thinking_asked" => when.thinking_asked = Some(entry.bool()?),
-            "can_think" => when.can_think = Some(entry.bool()?),
+            "reasoning_requested" => when.reasoning_requested = Some(entry.bool()?),
+            "can_reason" => when.can_reason = Some(entry.bool()?),
             "phase" => {
                 when.phase = Some(match entry.value.as_str() {
-                    Some("think") => Phase::Think,
+                    Some("reasoning") => Phase::Reasoning,
                     Some("answer") => Phase::Answer,
                     Some("tool-call") => Phase::ToolCall,
-                    _ => return entry.error("must be \"think\", \"answer\" or \"tool-call\""),
+                    _ => return entry.error("must be \"reasoning\", \"answer\" or \"tool-call\""),
                 });
             }
             "loop" => when.looping = Some(entry.bool()?),
             "budget_reached" => when.budget_reached = Some(entry.bool()?),
-            "think_tokens_over" => when.think_tokens_over = Some(entry.number()?),
+            "reasoning_tokens_over" => when.reasoning_tokens_over = Some(entry.number()?),
             "answer_tokens_over" => when.answer_tokens_over = Some(entry.number()?),
             "text_contains" => when.text_contains = entry.texts()?,
             "tool_called" => when.tool_called = entry.texts()?,
             "arguments_contain" => when.arguments_contain = entry.texts()?,
             "repeats_over" => when.repeats_over = Some(entry.number()?),
             "calls_over" => when.calls_over = Some(entry.number()?),
-            other => unreachable!("`moment` refused {other}"),
+            other => unreachable!("`hook` refused {other}"),
         }
     }
     Ok(when)
 }
 
-fn prompt_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+fn prompt_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     let (mut spans, mut lines) = (Vec::new(), Vec::new());
     for (key, entry) in entries {
         match *key {
@@ -356,27 +360,27 @@ fn prompt_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
             _ => lines = entry.texts()?,
         }
     }
-    Ok(Act::Prompt { spans, lines })
+    Ok(Effect::Prompt { spans, lines })
 }
 
-fn request_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+fn request_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     let mut plan = Plan { sampling: sampling(entries)?, ..Plan::default() };
     for (key, entry) in entries {
         match *key {
-            "think" => plan.thinking = Some(entry.bool()?),
-            "think_budget" => plan.think_budget = Some(entry.number()?),
+            "reasoning" => plan.reasoning = Some(entry.bool()?),
+            "reasoning_budget" => plan.reasoning_budget = Some(entry.number()?),
             "answer_reserve" => plan.answer_reserve = Some(entry.number()?),
             "loops" => plan.loops = Some(loops(entry)?),
-            "keep" => plan.keep = Some(keep(entry)?),
+            "retain" => plan.retain = Some(retain(entry)?),
             "note" => plan.note = Some(entry.text()?),
             _ => {}
         }
     }
-    Ok(Act::Request(Box::new(plan)))
+    Ok(Effect::Request(Box::new(plan)))
 }
 
-fn sampling(entries: &[(&str, Entry)]) -> Result<Sampling, String> {
-    let mut sampling = Sampling::default();
+fn sampling(entries: &[(&str, Entry)]) -> Result<SamplingPatch, String> {
+    let mut sampling = SamplingPatch::default();
     for (key, entry) in entries {
         match *key {
             "temperature" => sampling.temperature = Some(entry.float(0.0, 10.0)?),
@@ -406,67 +410,67 @@ fn loops(entry: &Entry) -> Result<LoopRule, String> {
     Ok(loops)
 }
 
-fn keep(entry: &Entry) -> Result<Vec<Keep>, String> {
+fn retain(entry: &Entry) -> Result<Vec<Retention>, String> {
     let problem = "must be a list of { at = \"system\", \"turns\", \"prompt\" or \"reply\", \
                    seconds = a whole number }";
-    let Some(list) = entry.value.as_array().filter(|list| list.len() <= ACTIONS) else {
+    let Some(list) = entry.value.as_array().filter(|list| list.len() <= MAX_ACTIONS) else {
         return entry.error(problem);
     };
-    let mut keeps = Vec::new();
+    let mut retained = Vec::new();
     for value in list.iter() {
         let Some(table) = value.get_ref().as_table() else { return entry.error(problem) };
         let (mut at, mut seconds) = (None, Some(0));
         for (key, value) in table {
             match (key.get_ref().as_ref(), value.get_ref().as_str()) {
-                ("at", Some("system")) => at = Some(Anchor::System),
-                ("at", Some("turns")) => at = Some(Anchor::Turns),
-                ("at", Some("prompt")) => at = Some(Anchor::Prompt),
-                ("at", Some("reply")) => at = Some(Anchor::Reply),
+                ("at", Some("system")) => at = Some(SavePoint::System),
+                ("at", Some("turns")) => at = Some(SavePoint::Turns),
+                ("at", Some("prompt")) => at = Some(SavePoint::Prompt),
+                ("at", Some("reply")) => at = Some(SavePoint::Reply),
                 ("seconds", None) => seconds = whole(value.get_ref()),
                 _ => return entry.error(problem),
             }
         }
         let (Some(at), Some(seconds)) = (at, seconds) else { return entry.error(problem) };
-        keeps.push(Keep { at, seconds });
+        retained.push(Retention { at, seconds });
     }
-    Ok(keeps)
+    Ok(retained)
 }
 
-fn step_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+fn step_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     let mut steps = 0;
     let mut timed = false;
     for (_, entry) in entries.iter().filter(|(key, _)| *key == "for") {
         (steps, timed) = (entry.number()?, true);
     }
-    let mut deeds = Vec::new();
+    let mut effects = Vec::new();
     let sampling = sampling(entries)?;
-    let mut lasting = sampling != Sampling::default();
+    let mut lasting = sampling != SamplingPatch::default();
     if lasting {
-        deeds.push(Action::Sampling(Resample { sampling, steps }));
+        effects.push(Action::Sampling(SamplingChange { sampling, steps }));
     }
     let mut rewinds_loop = false;
     for (key, entry) in entries {
         match *key {
-            "inject" => deeds.push(Action::Inject(entry.text()?)),
-            // Nothing behind the thought but its marker is a wish, too.
-            "close_thinking" => match entry.value.as_str() {
-                Some(text) => deeds.push(Action::CloseThinking(text.into())),
+            "inject" => effects.push(Action::Inject(entry.text()?)),
+            // May be empty: then only the marker follows the reasoning.
+            "close_reasoning" => match entry.value.as_str() {
+                Some(text) => effects.push(Action::CloseReasoning(text.into())),
                 None => return entry.error("must be a text"),
             },
             "rewind" if entry.value.as_str() == Some("loop") => rewinds_loop = true,
             "rewind" => match whole(entry.value) {
-                Some(tokens) if tokens > 0 => deeds.push(Action::Rewind(tokens)),
+                Some(tokens) if tokens > 0 => effects.push(Action::Rewind(tokens)),
                 _ => return entry.error("must be a number of tokens, or \"loop\""),
             },
             "ban" => {
                 lasting = true;
-                deeds.push(Action::Ban(Ban { tokens: tokens(entry)?, steps }));
+                effects.push(Action::Ban(Ban { tokens: tokens(entry)?, steps }));
             }
             "bias" => {
                 lasting = true;
-                deeds.push(Action::Bias(Bias { tokens: biases(entry)?, steps }));
+                effects.push(Action::Bias(Bias { tokens: biases(entry)?, steps }));
             }
-            "stop" => deeds.push(Action::Stop(entry.text()?)),
+            "stop" => effects.push(Action::Stop(entry.text()?)),
             _ => {}
         }
     }
@@ -474,14 +478,14 @@ fn step_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
         let (_, entry) = &entries[0];
         let place = entry.place();
         return Err(format!(
-            "{place}: `do.for` says how long a ban, a bias or sampling holds, and there is none"
+            "{place}: `do.for` limits a ban, a bias or sampling, and the rule has none"
         ));
     }
-    // Behind a stop nothing is done.
-    deeds.sort_by_key(|deed| matches!(deed, Action::Stop(_)));
-    let deeds = deeds.into_iter().map(Deed::Do);
-    let rewind = rewinds_loop.then_some(Deed::RewindLoop);
-    Ok(Act::Step(rewind.into_iter().chain(deeds).collect()))
+    // Actions after a stop are dropped.
+    effects.sort_by_key(|effect| matches!(effect, Action::Stop(_)));
+    let effects = effects.into_iter().map(StepEffect::Do);
+    let rewind = rewinds_loop.then_some(StepEffect::RewindLoop);
+    Ok(Effect::Step(rewind.into_iter().chain(effects).collect()))
 }
 
 fn tokens(entry: &Entry) -> Result<Vec<u32>, String> {
@@ -489,29 +493,30 @@ fn tokens(entry: &Entry) -> Result<Vec<u32>, String> {
     let tokens: Option<Vec<_>> =
         list.and_then(|list| list.iter().map(|value| whole(value.get_ref())).collect());
     match tokens {
-        Some(tokens) if (1..=TOKENS).contains(&tokens.len()) => Ok(tokens),
-        _ => entry.error(&format!("must be a list of 1 to {TOKENS} numbers of tokens")),
+        Some(tokens) if (1..=MAX_TOKENS).contains(&tokens.len()) => Ok(tokens),
+        _ => entry.error(&format!("must be a list of 1 to {MAX_TOKENS} token ids")),
     }
 }
 
 fn biases(entry: &Entry) -> Result<Vec<TokenBias>, String> {
     let entries = entry.entries("do.bias")?;
-    if !(1..=TOKENS).contains(&entries.len()) {
-        return entry.error(&format!("must name 1 to {TOKENS} tokens"));
+    if !(1..=MAX_TOKENS).contains(&entries.len()) {
+        return entry.error(&format!("must name 1 to {MAX_TOKENS} tokens"));
     }
     let bias = |(key, entry): &(&str, Entry)| match key.parse() {
         Ok(token) => Ok(TokenBias { token, bias: entry.float(-100.0, 100.0)? }),
-        Err(_) => entry.error("must be the number of a token"),
+        Err(_) => entry.error("must be a token id"),
     };
     entries.iter().map(bias).collect()
 }
 
-fn tool_act(entries: &[(&str, Entry)]) -> Result<Act, String> {
+fn tool_call_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     let [(key, entry)] = entries else {
         let (_, entry) = &entries[0];
-        return entry.error("must stand alone: a call is either written again or ends the request");
+        return entry
+            .error("must be the only key of `do`: a call is either repaired or ends the request");
     };
-    Ok(Act::Tool(match *key {
+    Ok(Effect::ToolCall(match *key {
         "repair" => Verdict::Repair(entry.text()?),
         _ => Verdict::Stop(entry.text()?),
     }))

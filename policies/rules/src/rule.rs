@@ -1,4 +1,4 @@
-//! One rule, read and checked.
+//! A rule, parsed and checked.
 
 use steersman_policy::{Action, Plan, Step, Verdict};
 
@@ -7,65 +7,61 @@ use super::when::When;
 /// A rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
-    /// What must hold.
     pub when: When,
-    /// What happens then.
-    pub act: Act,
-    /// How often in a request; 0 is every time.
+    pub effect: Effect,
+    /// How often it applies in a request; 0 is every time.
     pub times: u32,
 }
 
-/// What a rule does: at one of the moments that a policy is asked.
+/// What a rule does, in one of the hooks.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Act {
-    /// Before the prompt is rendered: takes these out of system text.
+pub enum Effect {
+    /// In `on-prompt`: removes text from system text.
     Prompt {
-        /// Where they stand first.
+        /// Spans, of which the first occurrence is removed.
         spans: Vec<String>,
-        /// Lines that begin so.
+        /// Prefixes of lines.
         lines: Vec<String>,
     },
-    /// Before anything runs: what is set here is planned so.
+    /// In `on-request`: the values set here go into the plan.
     Request(Box<Plan>),
-    /// While tokens are drawn.
-    Step(Vec<Deed>),
-    /// When a tool is called.
-    Tool(Verdict),
+    /// In `on-step`.
+    Step(Vec<StepEffect>),
+    /// In `on-tool-call`.
+    ToolCall(Verdict),
 }
 
 /// An action, or one that depends on the step.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Deed {
-    /// This action.
+pub enum StepEffect {
+    /// A fixed action.
     Do(Action),
-    /// Back to where the loop's block stood once.
+    /// A rewind to the first block of the loop.
     RewindLoop,
 }
 
 impl Rule {
-    /// Whether it has acted as often as it may.
-    pub fn is_used_up(&self, acted: u32) -> bool {
-        self.times > 0 && acted >= self.times
+    /// Whether it has applied as often as it may.
+    pub fn is_exhausted(&self, applied: u32) -> bool {
+        self.times > 0 && applied >= self.times
     }
 }
 
-impl Deed {
-    /// Whether it goes back.
+impl StepEffect {
     pub fn rewinds(&self) -> bool {
         matches!(self, Self::RewindLoop | Self::Do(Action::Rewind(_)))
     }
 
-    /// Whether it says how the reply goes on.
-    pub fn leads(&self) -> bool {
-        self.rewinds() || matches!(self, Self::Do(Action::Inject(_) | Action::CloseThinking(_)))
+    /// Whether it changes the text from which the reply continues.
+    pub fn redirects(&self) -> bool {
+        self.rewinds() || matches!(self, Self::Do(Action::Inject(_) | Action::CloseReasoning(_)))
     }
 
-    /// Whether it ends the request.
     pub fn stops(&self) -> bool {
         matches!(self, Self::Do(Action::Stop(_)))
     }
 
-    /// What it is in a step; nothing where there is no loop to go back in.
+    /// Its action for a step; `None` for a rewind of a loop without a loop.
     pub fn action(&self, step: &Step) -> Option<Action> {
         match self {
             Self::Do(action) => Some(action.clone()),

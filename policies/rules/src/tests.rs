@@ -1,17 +1,19 @@
-use steersman_policy::{Anchor, Ban, EarlierCall, Keep, LoopReport, Phase, Resample, Sampling};
+use steersman_policy::{
+    Ban, EarlierCall, LoopReport, Phase, Retention, SamplingChange, SamplingPatch, SavePoint,
+};
 
 use super::*;
 
-/// A policy with these rules, asked for a plan of `request`.
-fn with(rules: &str, request: Request) -> (Rules, Plan) {
+/// A policy with these rules, and its plan for `request`.
+fn with(rules: &str, request: RequestView) -> (Rules, Plan) {
     let mut policy = Rules::default();
     let params = vec![("rules".to_owned(), rules.to_owned())];
-    let plan = policy.on_request(Request { params, ..request });
+    let plan = policy.on_request(RequestView { params, ..request });
     (policy, plan)
 }
 
-fn user(text: &str) -> Request {
-    Request { user: text.into(), ..Request::default() }
+fn user(text: &str) -> RequestView {
+    RequestView { user: text.into(), ..RequestView::default() }
 }
 
 fn answer(text: &str) -> Step {
@@ -19,41 +21,45 @@ fn answer(text: &str) -> Step {
 }
 
 #[test]
-fn of_the_rules_that_apply_all_count_and_the_first_goes_before_the_others() {
+fn all_matching_rules_apply_and_the_first_takes_precedence() {
     let rules = r#"
         rule = [
-            { when = { user_contains = ["haiku", "Sonnet"] }, do = { think_budget = 50, note = "verse" } },
-            { when = { user_under = 20 }, do = { think_budget = 100, temperature = 0.5 } },
-            { do = { think_budget = 2048, top_p = 0.9, loops = { repeats = 4 }, note = "all" } },
+            { when = { user_contains = ["haiku", "Sonnet"] }, do = { reasoning_budget = 50, note = "verse" } },
+            { when = { user_under = 20 }, do = { reasoning_budget = 100, temperature = 0.5 } },
+            { do = { reasoning_budget = 2048, top_p = 0.9, loops = { repeats = 4 }, note = "all" } },
         ]"#;
     let plan = |text| with(rules, user(text)).1;
     let short = plan("A SONNET, please.");
-    assert_eq!((short.think_budget, short.note.as_deref()), (Some(50), Some("verse; all")));
+    assert_eq!((short.reasoning_budget, short.note.as_deref()), (Some(50), Some("verse; all")));
     assert_eq!(
         short.sampling,
-        Sampling { temperature: Some(0.5), top_p: Some(0.9), ..Sampling::default() }
+        SamplingPatch { temperature: Some(0.5), top_p: Some(0.9), ..SamplingPatch::default() }
     );
     assert_eq!(short.loops, Some(LoopRule { repeats: 4, ..LOOPS }));
-    assert_eq!(plan("Hello").think_budget, Some(100));
-    assert_eq!(plan("Tell me about the history of Rome.").think_budget, Some(2048));
+    assert_eq!(plan("Hello").reasoning_budget, Some(100));
+    assert_eq!(plan("Tell me about the history of Rome.").reasoning_budget, Some(2048));
     assert_eq!(short.every, 0);
 }
 
 #[test]
-fn the_client_may_have_less_of_a_thought_but_not_more() {
-    let rules = "[[rule]]\ndo = { think = false, think_budget = 100 }";
-    let asked = |think_budget| Request { thinking: Some(true), think_budget, ..Request::default() };
-    assert_eq!(with(rules, asked(Some(50))).1.think_budget, Some(50));
-    assert_eq!(with(rules, asked(Some(500))).1.think_budget, Some(100));
-    assert_eq!(with(rules, asked(None)).1.thinking, Some(false));
+fn the_client_can_lower_the_budget_but_not_raise_it() {
+    let rules = "[[rule]]\ndo = { reasoning = false, reasoning_budget = 100 }";
+    let with_budget = |reasoning_budget| RequestView {
+        reasoning: Some(true),
+        reasoning_budget,
+        ..RequestView::default()
+    };
+    assert_eq!(with(rules, with_budget(Some(50))).1.reasoning_budget, Some(50));
+    assert_eq!(with(rules, with_budget(Some(500))).1.reasoning_budget, Some(100));
+    assert_eq!(with(rules, with_budget(None)).1.reasoning, Some(false));
     let silent = "[[rule]]\ndo = { note = \"x\" }";
-    let plan = with(silent, asked(Some(50))).1;
-    assert_eq!((plan.thinking, plan.think_budget), (Some(true), Some(50)));
+    let plan = with(silent, with_budget(Some(50))).1;
+    assert_eq!((plan.reasoning, plan.reasoning_budget), (Some(true), Some(50)));
 }
 
 #[test]
-fn each_condition_of_a_request_holds_where_it_says() {
-    let request = Request {
+fn each_condition_on_a_request_is_checked() {
+    let request = RequestView {
         profile: "p".into(),
         model: "m".into(),
         family: "f".into(),
@@ -62,8 +68,8 @@ fn each_condition_of_a_request_holds_where_it_says() {
         prompt_tokens: 50,
         messages: 3,
         tools: vec!["search".into()],
-        thinking: Some(false),
-        ..Request::default()
+        reasoning: Some(false),
+        ..RequestView::default()
     };
     let cases = [
         ("profile = 'p'", true),
@@ -90,39 +96,39 @@ fn each_condition_of_a_request_holds_where_it_says() {
         ("tools = false", false),
         ("tools = 'search'", true),
         ("tools = ['read']", false),
-        ("thinking_asked = false", true),
-        ("thinking_asked = true", false),
-        ("can_think = true", true),
-        ("can_think = false", false),
+        ("reasoning_requested = false", true),
+        ("reasoning_requested = true", false),
+        ("can_reason = true", true),
+        ("can_reason = false", false),
         ("system_contains = 'x'", false),
         ("tools = true, user_under = 1", false),
     ];
     for (condition, expected) in cases {
-        let rules = format!("[[rule]]\nwhen = {{ {condition} }}\ndo = {{ think_budget = 7 }}");
+        let rules = format!("[[rule]]\nwhen = {{ {condition} }}\ndo = {{ reasoning_budget = 7 }}");
         let plan = with(&rules, request.clone()).1;
         assert_eq!(plan.note, None, "{condition}");
-        assert_eq!(plan.think_budget == Some(7), expected, "{condition}");
+        assert_eq!(plan.reasoning_budget == Some(7), expected, "{condition}");
     }
 }
 
 #[test]
-fn a_loop_is_waited_for_without_being_called_in_between() {
+fn waiting_for_a_loop_needs_no_calls_between_events() {
     let rules = r#"
         [[rule]]
-        when = { loop = true, phase = "think" }
+        when = { loop = true, phase = "reasoning" }
         times = 1
         do = { rewind = "loop", temperature = 1.0, for = 16 }
         [[rule]]
-        when = { loop = true, phase = "think" }
-        do = { close_thinking = "**Final Answer:**\n\n" }"#;
-    let (mut policy, plan) = with(rules, Request::default());
+        when = { loop = true, phase = "reasoning" }
+        do = { close_reasoning = "**Final Answer:**\n\n" }"#;
+    let (mut policy, plan) = with(rules, RequestView::default());
     assert_eq!((plan.every, plan.checkpoint_every, plan.loops), (0, CHECKPOINT_EVERY, Some(LOOPS)));
     let found = Some(LoopReport { period: 10, repeats: 4, exact: true });
-    let step = Step { phase: Phase::Think, loop_found: found, ..Step::default() };
-    let hot = Sampling { temperature: Some(1.0), ..Sampling::default() };
-    let close = Action::CloseThinking("**Final Answer:**\n\n".into());
-    let resample = Action::Sampling(Resample { sampling: hot, steps: 16 });
-    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), resample]);
+    let step = Step { phase: Phase::Reasoning, loop_found: found, ..Step::default() };
+    let hot = SamplingPatch { temperature: Some(1.0), ..SamplingPatch::default() };
+    let close = Action::CloseReasoning("**Final Answer:**\n\n".into());
+    let change = Action::Sampling(SamplingChange { sampling: hot, steps: 16 });
+    assert_eq!(policy.on_step(step.clone()), [Action::Rewind(30), change]);
     assert_eq!(policy.on_step(step.clone()), std::slice::from_ref(&close));
     assert_eq!(policy.on_step(step), [close]);
     assert_eq!(policy.on_step(Step { loop_found: found, ..Step::default() }), []);
@@ -134,7 +140,7 @@ fn text_is_found_across_calls_and_ends_the_answer() {
         [[rule]]
         when = { text_contains = "as an AI", phase = "answer" }
         do = { stop = "a refusal" }"#;
-    let (mut policy, plan) = with(rules, Request::default());
+    let (mut policy, plan) = with(rules, RequestView::default());
     assert_eq!(plan.every, 8);
     assert_eq!(policy.on_step(answer("Sorry, as a")), []);
     assert_eq!(policy.on_step(answer("n AI model")), [Action::Stop("a refusal".into())]);
@@ -157,7 +163,7 @@ fn tokens_are_banned_from_the_first_step_on() {
 }
 
 #[test]
-fn a_call_is_led_away_and_then_ended() {
+fn a_tool_loop_is_repaired_and_then_ends_the_request() {
     let rules = r#"
         [[rule]]
         when = { repeats_over = 1 }
@@ -169,22 +175,22 @@ fn a_call_is_led_away_and_then_ended() {
         [[rule]]
         when = { tool_called = "shell", arguments_contain = "rm -rf" }
         do = { stop = "not here" }"#;
-    let (mut policy, _) = with(rules, Request::default());
+    let (mut policy, _) = with(rules, RequestView::default());
     let earlier =
         EarlierCall { name: "a".into(), arguments: "d".into(), answered: Some("r".into()) };
-    let call = |times| ToolCall {
+    let call = |times| ToolCallView {
         name: "a".into(),
         digest: "d".into(),
         earlier: vec![earlier.clone(); times],
-        ..ToolCall::default()
+        ..ToolCallView::default()
     };
     assert_eq!(policy.on_tool_call(call(1)), Verdict::Accept);
     assert_eq!(policy.on_tool_call(call(2)), Verdict::Repair("Another way: ".into()));
     assert_eq!(policy.on_tool_call(call(2)), Verdict::Stop("tool loop".into()));
-    let shell = |arguments: &str| ToolCall {
+    let shell = |arguments: &str| ToolCallView {
         name: "shell".into(),
         arguments: arguments.into(),
-        ..ToolCall::default()
+        ..ToolCallView::default()
     };
     assert_eq!(
         policy.on_tool_call(shell("{\"c\": \"rm -rf /\"}")),
@@ -194,17 +200,17 @@ fn a_call_is_led_away_and_then_ended() {
 }
 
 #[test]
-fn system_text_loses_what_rules_name() {
+fn rules_remove_spans_and_lines_of_system_text() {
     let rules = r#"
         [[rule]]
         do = { strip_lines = "build: ", strip = [" (beta)"] }
         [[rule]]
         when = { system_contains = "secret" }
         do = { strip = "secret" }"#;
-    let prompt = Prompt {
+    let prompt = PromptView {
         params: vec![("rules".into(), rules.into())],
         system: vec!["You are X (beta).\nbuild: 17\nBe brief.".into()],
-        ..Prompt::default()
+        ..PromptView::default()
     };
     let found = Rules::default().on_prompt(prompt);
     let pairs: Vec<_> = found.iter().map(|r| (r.old.as_str(), r.new.as_str())).collect();
@@ -212,145 +218,148 @@ fn system_text_loses_what_rules_name() {
 }
 
 #[test]
-fn what_is_kept_is_said_in_seconds() {
-    let rules = "[[rule]]\ndo = { keep = [{ at = 'system', seconds = 3600 }, { at = 'reply' }] }";
-    let keep = with(rules, Request::default()).1.keep;
-    let system = Keep { at: Anchor::System, seconds: 3600 };
-    assert_eq!(keep, Some(vec![system, Keep::at(Anchor::Reply)]));
+fn retention_is_given_in_seconds() {
+    let rules = "[[rule]]\ndo = { retain = [{ at = 'system', seconds = 3600 }, { at = 'reply' }] }";
+    let retain = with(rules, RequestView::default()).1.retain;
+    let system = Retention { at: SavePoint::System, seconds: 3600 };
+    assert_eq!(retain, Some(vec![system, Retention::at(SavePoint::Reply)]));
 }
 
 #[test]
-fn a_wrong_rule_is_named_with_its_line_and_what_is_allowed() {
+fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
     let cases = [
-        ("[[rule]]\ndo = { think = ", "line 2: "),
-        ("", "there is no `[[rule]]`"),
+        ("[[rule]]\ndo = { reasoning = ", "line 2: "),
+        ("", "no `[[rule]]` found"),
         (
-            "[[rules]]\ndo = { think = true }",
-            "line 1: `rules` is not known; rules begin with `[[rule]]`",
+            "[[rules]]\ndo = { reasoning = true }",
+            "line 1: unknown key `rules`; rules begin with `[[rule]]`",
         ),
         ("[[rule]]\nwhen = { tools = true }", "rule 1, line 1: `do` is missing"),
         ("[[rule]]\ndo = {}", "rule 1, line 1: `do` is missing"),
         (
-            "[[rule]]\ndo = { think = true }\n\n[[rule]]\nif = 1",
-            "rule 2, line 5: `if` is not known; allowed are when, do, times",
+            "[[rule]]\ndo = { reasoning = true }\n\n[[rule]]\nif = 1",
+            "rule 2, line 5: unknown key `if`; expected one of when, do, times",
         ),
         (
-            "[[rule]]\nwhen = { user_contain = 'x' }\ndo = { think = true }",
-            "rule 1, line 2: `when.user_contain` is not known; allowed are profile, ",
+            "[[rule]]\nwhen = { user_contain = 'x' }\ndo = { reasoning = true }",
+            "rule 1, line 2: unknown key `when.user_contain`; expected one of profile, ",
         ),
         (
-            "[[rule]]\ndo = { thinks = true }",
-            "rule 1, line 2: `do.thinks` is not known; allowed are strip, ",
+            "[[rule]]\ndo = { reason = true }",
+            "rule 1, line 2: unknown key `do.reason`; expected one of strip, ",
         ),
         (
-            "[[rule]]\ntimes = 2\ndo = { think = true }",
-            "rule 1, line 1: `times` says nothing here: the rule acts once, before anything runs",
+            "[[rule]]\ntimes = 2\ndo = { reasoning = true }",
+            "rule 1, line 1: `times` has no effect: the rule applies once, before prefill",
         ),
-        ("[[rule]]\ndo = { think = 'yes' }", "rule 1, line 2: `do.think` must be true or false"),
         (
-            "[[rule]]\ndo = { think_budget = -1 }",
-            "`do.think_budget` must be a whole number from 0 to 4294967295",
+            "[[rule]]\ndo = { reasoning = 'yes' }",
+            "rule 1, line 2: `do.reasoning` must be true or false",
+        ),
+        (
+            "[[rule]]\ndo = { reasoning_budget = -1 }",
+            "`do.reasoning_budget` must be a whole number from 0 to 4294967295",
         ),
         ("[[rule]]\ndo = { temperature = 11 }", "`do.temperature` must be a number from 0 to 10"),
         ("[[rule]]\ndo = { min_p = nan }", "`do.min_p` must be a number from 0 to 1"),
-        ("[[rule]]\ndo = { ban = [] }", "`do.ban` must be a list of 1 to 256 numbers of tokens"),
-        ("[[rule]]\ndo = { ban = ['a'] }", "`do.ban` must be a list of 1 to 256 numbers of tokens"),
+        ("[[rule]]\ndo = { ban = [] }", "`do.ban` must be a list of 1 to 256 token ids"),
+        ("[[rule]]\ndo = { ban = ['a'] }", "`do.ban` must be a list of 1 to 256 token ids"),
         ("[[rule]]\ndo = { bias = { 7 = 101 } }", "`do.bias.7` must be a number from -100 to 100"),
-        ("[[rule]]\ndo = { bias = { x = 1 } }", "`do.bias.x` must be the number of a token"),
+        ("[[rule]]\ndo = { bias = { x = 1 } }", "`do.bias.x` must be a token id"),
         (
             "[[rule]]\ndo = { loops = { period = 1 } }",
-            "`do.loops.period` is not known; allowed are max_period, ",
+            "unknown key `do.loops.period`; expected one of max_period, ",
         ),
-        ("[[rule]]\ndo = { keep = [{ at = 'all' }] }", "`do.keep` must be a list of { at = "),
+        ("[[rule]]\ndo = { retain = [{ at = 'all' }] }", "`do.retain` must be a list of { at = "),
         (
-            "[[rule]]\nwhen = { phase = 'thinks' }\ndo = { stop = 'x' }",
-            "`when.phase` must be \"think\", ",
+            "[[rule]]\nwhen = { phase = 'think' }\ndo = { stop = 'x' }",
+            "`when.phase` must be \"reasoning\", ",
         ),
         (
             "[[rule]]\nwhen = { text_contains = '' }\ndo = { stop = 'x' }",
-            "`when.text_contains` must be a text, or a list",
+            "`when.text_contains` must be a text or a list",
         ),
         (
-            "[[rule]]\nwhen = { loop = true }\ndo = { think = true }",
-            "`when.loop` belongs while tokens are drawn, and what stands before it in the rule before anything runs",
+            "[[rule]]\nwhen = { loop = true }\ndo = { reasoning = true }",
+            "`when.loop` is available during decoding, but the rule applies before prefill: split it",
         ),
         (
             "[[rule]]\nwhen = { user_under = 3 }\ndo = { strip = 'x' }",
-            "`when.user_under` belongs before anything runs",
+            "`when.user_under` is available before prefill, but the rule applies before the prompt",
         ),
         (
             "[[rule]]\ndo = { inject = 'x', repair = 'y' }",
-            "`do.repair` belongs when a tool is called",
+            "`do.repair` is available at a tool call, but the rule applies during decoding",
         ),
         (
             "[[rule]]\nwhen = { tool_called = 'x' }\ndo = { repair = 'x', stop = 'y' }",
-            "must stand alone",
+            "must be the only key of `do`",
         ),
         ("[[rule]]\ndo = { rewind = 'loop' }", "`do.rewind` = \"loop\" needs `when.loop` = true"),
-        ("[[rule]]\ndo = { inject = 'x', for = 3 }", "`do.for` says how long"),
+        ("[[rule]]\ndo = { inject = 'x', for = 3 }", "`do.for` limits a ban"),
         ("[[rule]]\ndo = { stop = '' }", "`do.stop` must be a text that is not empty"),
     ];
     for (text, expected) in cases {
         let problem = check(text).expect_err(text);
         assert!(problem.contains(expected), "{text}\n{problem}\n{expected}");
-        let note = with(text, Request::default()).1.note.expect("a note");
-        assert_eq!(note, format!("no rule is in force: {problem}"));
+        let note = with(text, RequestView::default()).1.note.expect("a note");
+        assert_eq!(note, format!("rules ignored: {problem}"));
     }
     let many = "[[rule]]\ndo = { ban = [1] }\n".repeat(16);
-    assert!(check(&many).unwrap_err().contains("more than 16 things"));
-    assert_eq!(check("[[rule]]\ndo = { close_thinking = '' }"), Ok(()));
+    assert!(check(&many).unwrap_err().contains("more than 16 actions"));
+    assert_eq!(check("[[rule]]\ndo = { close_reasoning = '' }"), Ok(()));
 }
 
 #[test]
-fn a_text_that_is_wrong_anywhere_is_in_force_nowhere() {
-    let rules = "[[rule]]\ndo = { think_budget = 5, ban = [1] }";
+fn a_mistake_in_one_rule_disables_all_rules() {
+    let rules = "[[rule]]\ndo = { reasoning_budget = 5, ban = [1] }";
     assert!(check(rules).is_err());
     let rules = "[[rule]]\ndo = { stop = 'x' }\n[[rule]]\ndo = { typo = 1 }";
-    let (mut policy, plan) = with(rules, Request::default());
+    let (mut policy, plan) = with(rules, RequestView::default());
     assert_eq!((plan.every, policy.on_step(answer("a"))), (0, vec![]));
-    assert_eq!(policy.on_tool_call(ToolCall::default()), Verdict::Accept);
+    assert_eq!(policy.on_tool_call(ToolCallView::default()), Verdict::Accept);
 }
 
 #[test]
 #[should_panic(expected = "`do` is missing")]
-fn where_the_operator_is_strict_a_wrong_rule_fails_the_request() {
+fn with_strict_a_mistake_fails_the_request() {
     let params = [("rules", "[[rule]]"), ("strict", "true")];
     let params = params.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
-    Rules::default().on_request(Request { params, ..Request::default() });
+    Rules::default().on_request(RequestView { params, ..RequestView::default() });
 }
 
 #[test]
-fn missing_rules_and_unknown_parameters_are_told() {
+fn missing_rules_and_unknown_parameters_are_noted() {
     let params = vec![("rule".to_owned(), "x".to_owned())];
-    let plan = Rules::default().on_request(Request { params, ..Request::default() });
+    let plan = Rules::default().on_request(RequestView { params, ..RequestView::default() });
     assert_eq!(
         plan.note.as_deref(),
-        Some(
-            "unknown parameter `rule`; no rule is in force: the parameter `rules` is missing; it \
-             holds the rules, in TOML"
-        )
+        Some("unknown parameter `rule`; rules ignored: the parameter `rules` is missing")
     );
 }
 
 #[test]
-fn the_readme_tells_of_all_that_a_rule_may_hold_and_its_example_is_right() {
-    let readme = include_str!("../../README.md");
-    let (_, section) = readme.split_once("## Rules\n").expect("the section of rules");
+fn the_reference_documents_all_keys_and_the_examples_are_valid() {
+    let reference = include_str!("../../REFERENCE.md");
+    let (_, section) = reference.split_once("## Rules\n").expect("the section on rules");
     for (key, _) in parse::WHEN.iter().chain(parse::DO) {
         assert!(section.contains(&format!("`{key}`")), "{key}");
     }
-    let mut blocks = section.split("```toml\n").skip(2);
-    let (example, _) = blocks.next().and_then(|block| block.split_once("```")).expect("an example");
-    assert_eq!(check(example), Ok(()));
+    let (_, guide) = include_str!("../../README.md").split_once("## Rules\n").expect("the guide");
+    // The first block of the reference configures a profile.
+    for (section, block) in [(section, 2), (guide, 1)] {
+        let example = section.split("```toml\n").nth(block).and_then(|b| b.split("```").next());
+        assert_eq!(check(example.expect("an example")), Ok(()));
+    }
 }
 
 #[test]
-fn however_many_rules_apply_a_step_gets_no_more_than_a_host_takes() {
+fn any_number_of_rules_returns_at_most_16_actions() {
     let rules = "[[rule]]\ndo = { inject = 'x', ban = [1] }\n".repeat(40)
         + &"[[rule]]\ndo = { ban = [2] }\n".repeat(13)
         + &"[[rule]]\ndo = { stop = 'y' }\n".repeat(40);
     assert_eq!(check(&rules), Ok(()));
-    let (mut policy, _) = with(&rules, Request::default());
+    let (mut policy, _) = with(&rules, RequestView::default());
     let actions = policy.on_step(answer("a"));
     assert_eq!(actions.len(), 16);
     assert_eq!(actions.last(), Some(&Action::Stop("y".into())));

@@ -1,9 +1,10 @@
-//! What `wit-bindgen` makes of `wit/`. Authors use [`crate::Policy`] and [`crate::export!`].
+//! The bindings that `wit-bindgen` generates from `wit/`. Authors use [`crate::Policy`] and
+//! [`crate::export!`].
 
 #![allow(unsafe_code, reason = "the canonical ABI passes pointers")]
 #![allow(missing_docs, reason = "generated; the records are documented in wit/")]
 
-// All hooks and all imports: a guest imports only what it calls, the linker drops the rest.
+// All hooks and all imports: the linker drops the imports that a guest does not call.
 wit_bindgen::generate!({
     path: "wit",
     world: "policy-with-host",

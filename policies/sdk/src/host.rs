@@ -1,53 +1,54 @@
-//! What the host does for a policy, where the profile grants it (`grants = ["log"]`). A component
-//! imports what its code calls and no more, and a host that does not grant it refuses it at load.
+//! The imports: what a policy can ask the host for. All but `failure` need a grant of the profile
+//! (`grants = ["log"]`), or the component is refused at load. A component imports only the interfaces
+//! that its code calls.
 //!
-//! Natively, in tests, a double stands in for each: it is described with the module.
+//! Native tests use a double of each interface, described in its module.
 
-/// How a policy says why it fails. Needs no grant.
+/// Reports why a policy fails. Needs no grant.
 pub mod failure {
-    /// Most bytes of words that the host takes.
+    /// Longest message that the host accepts; longer ones are truncated here.
     #[cfg(target_family = "wasm")]
     const BYTES: usize = 1024;
 
-    /// Ends the call as a failure of the policy, in these words: notes and log have them.
+    /// Ends the call as a failure of the policy. The message appears in notes and log.
     ///
     /// # Panics
-    /// Natively, in these words.
-    pub fn fail(why: &str) -> ! {
+    /// Natively, with this message.
+    pub fn fail(message: &str) -> ! {
         #[cfg(target_family = "wasm")]
-        tell(why);
-        panic!("{why}")
+        report(message);
+        panic!("{message}")
     }
 
-    /// Has each panic tell its words and its place.
+    /// Reports the message and location of each panic as the failure.
     #[doc(hidden)]
-    pub fn tell_panics() {
+    pub fn report_panics() {
         #[cfg(target_family = "wasm")]
-        std::panic::set_hook(Box::new(|panic| tell(&panic.to_string())));
+        std::panic::set_hook(Box::new(|panic| report(&panic.to_string())));
     }
 
     #[cfg(target_family = "wasm")]
-    fn tell(why: &str) {
-        let why = &why[..why.floor_char_boundary(BYTES)];
-        crate::bindings::steersman::policy::failure::fail(why);
+    fn report(message: &str) {
+        let message = &message[..message.floor_char_boundary(BYTES)];
+        crate::bindings::steersman::policy::failure::fail(message);
     }
 }
 
 /// Lines in the server's log. Needs the grant `log`.
 ///
-/// Natively they go to stderr.
+/// Natively, lines go to stderr.
 pub mod log {
-    /// For the policy's author.
+    /// Writes a line for the author of the policy.
     pub fn debug(line: &str) {
         write(Level::Debug, line);
     }
 
-    /// For the operator.
+    /// Writes a line for the operator.
     pub fn info(line: &str) {
         write(Level::Info, line);
     }
 
-    /// Something that should not be.
+    /// Writes a line about something unexpected.
     pub fn warn(line: &str) {
         write(Level::Warn, line);
     }
@@ -66,11 +67,9 @@ pub mod log {
     }
 }
 
-/// What outlives a request: a small map on disk, one for each policy and profile. Needs the grant
-/// `kv`.
+/// A small map on disk that outlives requests, one for each policy and profile. Needs the grant `kv`.
 ///
-/// Natively it is a map of the thread, empty when a test begins, of 1 MiB as on a server that is
-/// not configured otherwise.
+/// Natively it is a thread-local map, empty when a test begins, with the default quota of 1 MiB.
 pub mod kv {
     pub use crate::bindings::steersman::policy::kv::Refusal;
 
@@ -87,13 +86,13 @@ pub mod kv {
     /// Sets the value of a key.
     ///
     /// # Errors
-    /// [`Refusal::BadKey`] unless the key has 1 to 256 bytes, [`Refusal::Full`] when the quota is
-    /// used up. Nothing has changed then.
+    /// [`Refusal::BadKey`] unless the key has 1 to 256 bytes; [`Refusal::Full`] if the value would
+    /// exceed the quota. The map is then unchanged.
     pub fn set(key: &str, value: &str) -> Result<(), Refusal> {
         host::set(key, value)
     }
 
-    /// Removes a key; whether there was one.
+    /// Removes a key; returns whether it existed.
     pub fn delete(key: &str) -> bool {
         host::delete(key)
     }
@@ -136,14 +135,14 @@ pub mod kv {
     }
 }
 
-/// The served model's tokenizer. Needs the grant `tokenizer`.
+/// The tokenizer of the served model. Needs the grant `tokenizer`.
 ///
-/// Natively there is no model, and each byte of a text is a token.
+/// Natively each byte of a text is a token.
 pub mod tokenizer {
     #[cfg(target_family = "wasm")]
     use crate::bindings::steersman::policy::tokenizer as host;
 
-    /// Tokens of a text of at most 65,536 bytes, special tokens off. A longer text is a failure of
+    /// Tokens of a text of at most 65,536 bytes, without special tokens. A longer text is a failure of
     /// the policy.
     pub fn encode(text: &str) -> Vec<u32> {
         #[cfg(target_family = "wasm")]
@@ -152,8 +151,8 @@ pub mod tokenizer {
         text.bytes().map(u32::from).collect()
     }
 
-    /// Text of at most 16,384 tokens; more is a failure of the policy. Tokens that the vocabulary
-    /// lacks are left out.
+    /// Text of at most 16,384 tokens; more are a failure of the policy. Tokens outside the vocabulary
+    /// are skipped.
     pub fn decode(tokens: &[u32]) -> String {
         #[cfg(target_family = "wasm")]
         return host::decode(tokens);
@@ -165,12 +164,12 @@ pub mod tokenizer {
     }
 }
 
-/// Counters that the operator sees at `GET /metrics`. Needs the grant `counters`.
+/// Counters at `GET /metrics`. Needs the grant `counters`.
 ///
-/// Natively they are counters of the thread, which [`counters::value`] reads.
+/// Natively they are thread-local, and [`counters::value`] reads them.
 pub mod counters {
-    /// Adds to a counter, made when it is first named: 1 to 64 letters, digits or `_`, at most 32
-    /// for each policy.
+    /// Adds to a counter, which exists from its first use on. A name has 1 to 64 letters, digits or
+    /// `_`; a policy has at most 32 counters.
     #[cfg(target_family = "wasm")]
     pub fn add(name: &str, by: u64) {
         crate::bindings::steersman::policy::counters::add(name, by);
@@ -188,21 +187,21 @@ pub mod counters {
             static COUNTERS: RefCell<BTreeMap<String, u64>> = const { RefCell::new(BTreeMap::new()) };
         }
 
-        /// Adds to a counter, made when it is first named: 1 to 64 letters, digits or `_`, at most
-        /// 32 for each policy.
+        /// Adds to a counter, which exists from its first use on. A name has 1 to 64 letters, digits
+        /// or `_`; a policy has at most 32 counters.
         ///
         /// # Panics
-        /// Natively, when the host would drop it.
+        /// Natively, if the host would drop the call.
         pub fn add(name: &str, by: u64) {
             let fits = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-            assert!(fits && (1..=64).contains(&name.len()), "`{name}` is no name of a counter");
+            assert!(fits && (1..=64).contains(&name.len()), "invalid name of a counter: `{name}`");
             COUNTERS.with_borrow_mut(|counters| {
                 *counters.entry(name.into()).or_default() += by;
-                assert!(counters.len() <= 32, "`{name}` is one counter too many");
+                assert!(counters.len() <= 32, "more than 32 counters: `{name}`");
             });
         }
 
-        /// What a counter stands at: in native tests alone.
+        /// The value of a counter, for native tests.
         pub fn value(name: &str) -> u64 {
             COUNTERS.with_borrow(|counters| counters.get(name).copied().unwrap_or_default())
         }
@@ -214,27 +213,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_double_of_kv_refuses_what_the_host_does() {
+    fn the_double_of_kv_refuses_what_the_host_refuses() {
         assert_eq!(kv::get("a"), None);
         assert!(kv::set("a", "1").is_ok());
         assert_eq!(kv::get("a").as_deref(), Some("1"));
         assert!(matches!(kv::set("", "1"), Err(kv::Refusal::BadKey)));
         assert!(matches!(kv::set(&"k".repeat(257), "1"), Err(kv::Refusal::BadKey)));
         assert!(matches!(kv::set("b", &"v".repeat(1 << 20)), Err(kv::Refusal::Full)));
-        // The value that is replaced makes room for the new one.
+        // Replacing a value frees its bytes first.
         let most = "v".repeat((1 << 20) - 1);
         assert!(kv::set("a", &most).is_ok() && kv::set("a", &most).is_ok());
         assert!(kv::delete("a") && !kv::delete("a"));
     }
 
     #[test]
-    fn natively_a_token_is_a_byte() {
+    fn the_double_of_the_tokenizer_maps_bytes_to_tokens() {
         assert_eq!(tokenizer::encode("é!"), [0xc3, 0xa9, 33]);
         assert_eq!(tokenizer::decode(&[0xc3, 0xa9, 256, 33]), "é!");
     }
 
     #[test]
-    fn counters_add_up() {
+    fn the_double_of_counters_adds_up() {
         counters::add("closed", 1);
         counters::add("closed", 2);
         assert_eq!((counters::value("closed"), counters::value("other")), (3, 0));

@@ -1,88 +1,87 @@
-//! Write a Steersman policy in Rust: a plain struct that implements [`Policy`], and one line that
-//! exports it.
+//! The crate for policies written in Rust: implement [`Policy`] for a struct and export it.
 //!
-//! The types are those of `wit/`, generated from it. They work natively too, so that decisions are
-//! tested with `cargo test` like any other code; only [`export!`] needs a Wasm target.
+//! The types are generated from `wit/policy.wit`. They also exist natively, so `cargo test` tests the
+//! decisions like any other code; only [`export!`] needs a Wasm target.
 //!
 //! ```
-//! use steersman_policy::{Action, Phase, Policy, Step};
+//! use steersman_policy::{Action, Phase, Plan, Policy, RequestView, Step};
 //!
-//! /// Ends every thought after 100 tokens.
+//! /// Limits reasoning to 100 tokens.
 //! #[derive(Default)]
 //! struct Brief;
 //!
 //! impl Policy for Brief {
-//!     fn on_request(&mut self, request: steersman_policy::Request) -> steersman_policy::Plan {
-//!         steersman_policy::Plan { thinking: request.thinking, every: 10, ..Default::default() }
+//!     fn on_request(&mut self, request: RequestView) -> Plan {
+//!         Plan { reasoning: request.reasoning, every: 10, ..Plan::default() }
 //!     }
 //!
 //!     fn on_step(&mut self, step: Step) -> Vec<Action> {
-//!         let long = step.phase == Phase::Think && step.think_tokens >= 100;
-//!         if long { vec![Action::CloseThinking("In short: ".into())] } else { vec![] }
+//!         let long = step.phase == Phase::Reasoning && step.reasoning_tokens >= 100;
+//!         if long { vec![Action::CloseReasoning("In short: ".into())] } else { vec![] }
 //!     }
 //! }
 //!
 //! steersman_policy::export!(Brief);
 //! # fn main() {
-//! let step = Step { phase: Phase::Think, think_tokens: 100, ..Step::default() };
+//! let step = Step { phase: Phase::Reasoning, reasoning_tokens: 100, ..Step::default() };
 //! assert_eq!(Brief.on_step(step).len(), 1);
 //! # }
 //! ```
 
 pub mod bindings;
-mod defaults;
 mod host;
 mod prompt;
 
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, Anchor, Ban, Bias, EarlierCall, Keep, LoopReport, LoopRule, Phase, Plan, Prompt,
-    Replacement, Request, Resample, Sampling, Step, Summary, TokenBias, ToolCall, Verdict,
+    Action, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView, Replacement,
+    RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias,
+    ToolCallView, Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
 pub use prompt::REPLACEMENTS;
 
-/// A policy: one value of it lives as long as one request, made by `Default` before the first
-/// hook.
+/// A policy. One value serves one request; `Default` creates it before the first hook.
 ///
-/// A panic is a failure of the policy in this request, and the profile says what follows. Notes and log
-/// have its words ([`failure::fail`]).
+/// A panic is a failure of the policy in this request; its message appears in notes and log
+/// ([`failure::fail`]), and `on_failure` of the profile decides how the request continues.
 pub trait Policy: Default {
-    /// Replaces spans of system text before the prompt is rendered. Called once, first of all, where
-    /// there is system text. The replacements apply in order.
-    fn on_prompt(&mut self, prompt: Prompt) -> Vec<Replacement> {
+    /// Replaces spans of system text before the prompt is rendered. Called first, once, if the
+    /// conversation has system text. The replacements apply in order.
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
         let _ = prompt;
         Vec::new()
     }
 
-    /// Plans a request. Called once, before anything runs. Without it, the engine decides.
-    fn on_request(&mut self, request: Request) -> Plan {
+    /// Plans a request. Called once, before prefill. The default leaves all choices to the engine.
+    fn on_request(&mut self, request: RequestView) -> Plan {
         let _ = request;
         Plan::default()
     }
 
-    /// Sees the tokens committed since the last call; the actions apply before the next token.
-    /// Called every [`Plan::every`] tokens, for a loop, and when the thought has used its budget up.
+    /// Answers the tokens committed since the last call with actions that apply before the next token.
+    /// Called after each [`Plan::every`] tokens, when a loop is reported, and when the reasoning budget
+    /// is used up.
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let _ = step;
         Vec::new()
     }
 
-    /// Judges a call of a tool that the model has just written, before the client gets it.
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    /// Decides about a tool call that the model has generated, before the client receives it.
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         let _ = call;
         Verdict::Accept
     }
 
-    /// Sees how the request ended. Called once, last.
+    /// Receives the summary of the request. Called last, once.
     fn on_finish(&mut self, summary: Summary) {
         let _ = summary;
     }
 }
 
-/// Exports a [`Policy`] as the component's hooks. Does nothing on targets other than Wasm, so that
-/// the same crate is tested natively.
+/// Exports a [`Policy`] as the hooks of the component. Expands to nothing on targets other than Wasm,
+/// so that the same crate can be tested natively.
 #[macro_export]
 macro_rules! export {
     ($policy:ty) => {
@@ -93,7 +92,7 @@ macro_rules! export {
 
             ::std::thread_local! {
                 static POLICY: RefCell<$policy> = {
-                    $crate::failure::tell_panics();
+                    $crate::failure::report_panics();
                     RefCell::default()
                 };
             }
@@ -101,13 +100,13 @@ macro_rules! export {
             struct Shim;
 
             impl hooks::on_prompt::Guest for Shim {
-                fn on_prompt(prompt: $crate::Prompt) -> ::std::vec::Vec<$crate::Replacement> {
+                fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
                 }
             }
 
             impl hooks::on_request::Guest for Shim {
-                fn on_request(request: $crate::Request) -> $crate::Plan {
+                fn on_request(request: $crate::RequestView) -> $crate::Plan {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
                 }
             }
@@ -119,7 +118,7 @@ macro_rules! export {
             }
 
             impl hooks::on_tool_call::Guest for Shim {
-                fn on_tool_call(call: $crate::ToolCall) -> $crate::Verdict {
+                fn on_tool_call(call: $crate::ToolCallView) -> $crate::Verdict {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
                 }
             }
@@ -135,25 +134,27 @@ macro_rules! export {
     };
 }
 
-impl Request {
-    /// A parameter out of `[profiles.NAME.params]`.
+impl PromptView {
+    /// The value of a parameter (`[profiles.NAME.params]`).
     pub fn param(&self, name: &str) -> Option<&str> {
-        let found = self.params.iter().find(|(key, _)| key == name);
-        found.map(|(_, value)| value.as_str())
+        param(&self.params, name)
     }
 }
 
-impl Prompt {
-    /// A parameter out of `[profiles.NAME.params]`.
+impl RequestView {
+    /// The value of a parameter (`[profiles.NAME.params]`).
     pub fn param(&self, name: &str) -> Option<&str> {
-        let found = self.params.iter().find(|(key, _)| key == name);
-        found.map(|(_, value)| value.as_str())
+        param(&self.params, name)
     }
 }
 
-impl ToolCall {
-    /// How many calls of this tool with these arguments got the same result, counted back from the
-    /// newest that is answered. Calls of other tools, or with other arguments, do not count.
+fn param<'a>(params: &'a [(String, String)], name: &str) -> Option<&'a str> {
+    params.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+}
+
+impl ToolCallView {
+    /// Number of the newest answered calls of this tool with these arguments that have the same
+    /// result. Calls of other tools or with other arguments in between are ignored.
     pub fn same_results(&self) -> u32 {
         let mut results = self
             .earlier
@@ -163,30 +164,134 @@ impl ToolCall {
             .filter_map(|earlier| earlier.answered.as_ref());
         let Some(newest) = results.next() else { return 0 };
         let before = results.take_while(|result| *result == newest).count();
-        u32::try_from(before + 1).expect("the host shows at most 64 calls")
+        u32::try_from(before + 1).expect("the host passes at most 64 earlier calls")
     }
 }
 
-impl Keep {
-    /// What is at an anchor, as long as it is used.
-    pub fn at(at: Anchor) -> Self {
+impl Retention {
+    /// Saves the state at a save point until it is evicted.
+    pub fn at(at: SavePoint) -> Self {
         Self { at, seconds: 0 }
     }
 
-    /// The same, not given up for so long: whole seconds, at most a day.
+    /// Protects the state from eviction for this time: whole seconds, at most a day.
     ///
-    /// A policy for one-off questions about one large system text keeps that alone:
+    /// A policy for one-off questions about one large system text retains only that text:
     ///
     /// ```
     /// use std::time::Duration;
-    /// use steersman_policy::{Anchor, Keep, Plan};
+    /// use steersman_policy::{Plan, Retention, SavePoint};
     ///
     /// let hour = Duration::from_secs(3600);
-    /// let plan = Plan { keep: Some(vec![Keep::at(Anchor::System).lasting(hour)]), ..Plan::default() };
-    /// assert_eq!(plan.keep.unwrap()[0].seconds, 3600);
+    /// let system = Retention::at(SavePoint::System).lasting(hour);
+    /// let plan = Plan { retain: Some(vec![system]), ..Plan::default() };
+    /// assert_eq!(plan.retain.unwrap()[0].seconds, 3600);
     /// ```
     pub fn lasting(self, time: Duration) -> Self {
         Self { seconds: u32::try_from(time.as_secs()).unwrap_or(u32::MAX), ..self }
+    }
+}
+
+// The generated records do not derive `Default`, but plans and tests want `..Default::default()`.
+
+impl Default for PromptView {
+    /// No system text.
+    fn default() -> Self {
+        Self { profile: "default".into(), params: Vec::new(), system: Vec::new() }
+    }
+}
+
+#[allow(clippy::derivable_impls, reason = "the record is generated")]
+impl Default for SamplingPatch {
+    /// Changes nothing.
+    fn default() -> Self {
+        Self { temperature: None, top_p: None, top_k: None, min_p: None }
+    }
+}
+
+impl Default for RequestView {
+    /// A request without wishes to a model that can reason.
+    fn default() -> Self {
+        Self {
+            id: String::new(),
+            profile: "default".into(),
+            model: String::new(),
+            family: String::new(),
+            params: Vec::new(),
+            prompt_tokens: 0,
+            context_left: 32_768,
+            messages: 1,
+            system_chars: 0,
+            user: String::new(),
+            tools: Vec::new(),
+            can_reason: true,
+            reasoning: None,
+            reasoning_budget: None,
+            max_tokens: None,
+            sampling: SamplingPatch::default(),
+            seed: 0,
+        }
+    }
+}
+
+impl Default for Plan {
+    /// Leaves all choices to the engine.
+    fn default() -> Self {
+        Self {
+            reasoning: None,
+            reasoning_budget: None,
+            answer_reserve: None,
+            sampling: SamplingPatch::default(),
+            loops: None,
+            every: 0,
+            checkpoint_every: 0,
+            note: None,
+            retain: None,
+        }
+    }
+}
+
+impl Default for Step {
+    /// An answer before its first token.
+    fn default() -> Self {
+        Self {
+            index: 0,
+            phase: Phase::Answer,
+            reasoning_tokens: 0,
+            answer_tokens: 0,
+            reasoning_left: 0,
+            tokens: Vec::new(),
+            text: String::new(),
+            loop_found: None,
+            budget_reached: false,
+        }
+    }
+}
+
+impl Default for ToolCallView {
+    /// A first call, without arguments.
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            arguments: "{}".into(),
+            digest: String::new(),
+            index: 0,
+            earlier: Vec::new(),
+        }
+    }
+}
+
+impl Default for Summary {
+    /// An empty answer that the model ended.
+    fn default() -> Self {
+        Self {
+            reason: "stop".into(),
+            prompt_tokens: 0,
+            reasoning_tokens: 0,
+            answer_tokens: 0,
+            loops: 0,
+            tool_calls: 0,
+        }
     }
 }
 
@@ -200,30 +305,30 @@ mod tests {
     impl Policy for Silent {}
 
     #[test]
-    fn a_policy_without_hooks_leaves_all_to_the_engine() {
-        assert_eq!(Silent.on_request(Request::default()), Plan::default());
-        assert_eq!(Silent.on_prompt(Prompt::default()), []);
+    fn a_policy_without_hooks_leaves_all_choices_to_the_engine() {
+        assert_eq!(Silent.on_request(RequestView::default()), Plan::default());
+        assert_eq!(Silent.on_prompt(PromptView::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
-        assert_eq!(Silent.on_tool_call(ToolCall::default()), Verdict::Accept);
+        assert_eq!(Silent.on_tool_call(ToolCallView::default()), Verdict::Accept);
     }
 
-    /// A call of `search` with the digest `a`, after calls of (tool, arguments, result).
-    fn call(earlier: &[(&str, &str, Option<&str>)]) -> ToolCall {
+    /// A call of `search` with digest `a` after earlier calls (tool, arguments, result).
+    fn call(earlier: &[(&str, &str, Option<&str>)]) -> ToolCallView {
         let earlier = earlier.iter().map(|(name, arguments, answered)| EarlierCall {
             name: (*name).into(),
             arguments: (*arguments).into(),
             answered: answered.map(Into::into),
         });
-        ToolCall {
+        ToolCallView {
             name: "search".into(),
             digest: "a".into(),
             earlier: earlier.collect(),
-            ..ToolCall::default()
+            ..ToolCallView::default()
         }
     }
 
     #[test]
-    fn only_the_same_result_again_and_again_is_a_tool_loop() {
+    fn only_consecutive_equal_results_count_as_a_tool_loop() {
         let same = ("search", "a", Some("1"));
         let cases: [(&[_], u32); 7] = [
             (&[], 0),
@@ -240,9 +345,9 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_is_found_by_its_name() {
+    fn parameters_are_found_by_name() {
         let params = vec![("a".into(), "1".into()), ("b".into(), "2".into())];
-        let request = Request { params, ..Request::default() };
+        let request = RequestView { params, ..RequestView::default() };
         assert_eq!((request.param("b"), request.param("c")), (Some("2"), None));
     }
 }

@@ -1,19 +1,19 @@
 //! Replacing lines of system text.
 
-use crate::{Prompt, Replacement};
+use crate::{PromptView, Replacement};
 
-/// Most replacements that a host takes of one `on_prompt`.
+/// Most replacements that the host accepts from one call of `on_prompt`.
 pub const REPLACEMENTS: usize = 16;
 
-impl Prompt {
-    /// Replaces lines among the first `lines` of each system text, as far as a host takes
-    /// replacements. `edit` gets a line without its newline, and answers what stands there instead;
-    /// an empty text removes the line and its newline. `None` leaves it.
+impl PromptView {
+    /// Replaces lines among the first `lines` of each system text, at most [`REPLACEMENTS`] in all.
+    /// `edit` gets a line without its newline and returns the new line, an empty text to remove the
+    /// line with its newline, or `None` to leave it unchanged.
     ///
     /// ```
-    /// use steersman_policy::{Prompt, Replacement};
+    /// use steersman_policy::{PromptView, Replacement};
     ///
-    /// let prompt = Prompt { system: vec!["You are X.\nNow: 19:48\nBe brief.".into()], ..Prompt::default() };
+    /// let prompt = PromptView { system: vec!["You are X.\nNow: 19:48\nBe brief.".into()], ..PromptView::default() };
     /// let found = prompt.edit_lines(8, |line| line.starts_with("Now:").then(String::new));
     /// assert_eq!(found, [Replacement { message: 0, old: "\nNow: 19:48\n".into(), new: "\n".into() }]);
     /// ```
@@ -24,7 +24,7 @@ impl Prompt {
     ) -> Vec<Replacement> {
         let mut found = Vec::new();
         for (message, text) in (0..).zip(&self.system) {
-            // What earlier replacements leave, in which the host looks for the next one.
+            // The host searches for each span in the text that earlier replacements leave.
             let mut text = text.clone();
             let mut at = 0;
             for _ in 0..lines {
@@ -35,8 +35,8 @@ impl Prompt {
                     at = next;
                     continue;
                 };
-                // The host replaces the first occurrence. The newline before it makes that the line,
-                // and not the end of an earlier one.
+                // The host replaces the first occurrence. The newline in front excludes a match at
+                // the end of an earlier line.
                 let before = if at > 0 { "\n" } else { "" };
                 let after = if edited.is_empty() { "" } else { &line[words.len()..] };
                 let old = format!("{before}{line}");
@@ -62,13 +62,13 @@ mod tests {
     use super::*;
 
     fn removed(text: &str, is: impl Fn(&str) -> bool) -> String {
-        let prompt = Prompt { system: vec![text.into()], ..Prompt::default() };
+        let prompt = PromptView { system: vec![text.into()], ..PromptView::default() };
         let found = prompt.edit_lines(4, |line| is(line).then(String::new));
         found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
     }
 
     #[test]
-    fn removed_lines_leave_all_others_as_they_are() {
+    fn removing_lines_leaves_the_others_unchanged() {
         let is_x = |line: &str| line == "x";
         let cases = [
             ("x\na\nb", "a\nb"),
@@ -86,8 +86,8 @@ mod tests {
     }
 
     #[test]
-    fn replacements_end_where_the_host_takes_no_more() {
-        let prompt = Prompt { system: vec!["x\nx\n".into(); 10], ..Prompt::default() };
+    fn replacements_stop_at_the_limit_of_the_host() {
+        let prompt = PromptView { system: vec!["x\nx\n".into(); 10], ..PromptView::default() };
         let found = prompt.edit_lines(4, |_| Some(String::new()));
         assert_eq!((found.len(), found[15].message), (REPLACEMENTS, 7));
     }

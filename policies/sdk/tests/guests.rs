@@ -1,6 +1,6 @@
-//! The shipped policies, natively: their own tests run here, where `cargo test --workspace` finds
-//! them (the crates are apart from the workspace, since they are built for Wasm), and the committed
-//! components are those of these sources.
+//! The tests of the shipped policies, run natively. Their crates are built for Wasm and are not members
+//! of the workspace, so `cargo test --workspace` finds their tests here. Also checks that the committed
+//! components are built from the committed sources.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,18 +19,18 @@ mod passthrough;
 mod rules;
 
 #[test]
-fn the_committed_components_are_built_from_these_sources() {
+fn committed_components_match_the_sources() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let list = std::fs::read_to_string(folder.join("SHA256SUMS")).expect("policies/SHA256SUMS");
     let sums: BTreeMap<_, _> = list
         .lines()
-        .map(|line| line.split_once("  ").expect("the form of sha256sum"))
+        .map(|line| line.split_once("  ").expect("a line of sha256sum"))
         .map(|(sum, path)| (path, sum))
         .collect();
     let shipped = ["agent", "default", "passthrough", "rules"];
     let shipped = shipped.map(|name| format!("{name}/{name}.wasm"));
     for needed in shipped.iter().map(String::as_str).chain(["../wit/policy.wit"]) {
-        assert!(sums.contains_key(needed), "{needed} is not listed: run policies/build.sh");
+        assert!(sums.contains_key(needed), "{needed} is not in SHA256SUMS: run policies/build.sh");
     }
     for (path, expected) in sums {
         let bytes = std::fs::read(folder.join(path))

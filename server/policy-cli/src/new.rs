@@ -41,7 +41,6 @@ const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\n*.wasm\n";
 /// The sources of the SDK, which a policy in Rust has a copy of.
 const SDK: &[(&str, &str)] = &[
     ("bindings.rs", include_str!("../../../policies/sdk/src/bindings.rs")),
-    ("defaults.rs", include_str!("../../../policies/sdk/src/defaults.rs")),
     ("host.rs", include_str!("../../../policies/sdk/src/host.rs")),
     ("lib.rs", include_str!("../../../policies/sdk/src/lib.rs")),
     ("prompt.rs", include_str!("../../../policies/sdk/src/prompt.rs")),

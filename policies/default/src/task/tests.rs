@@ -1,6 +1,6 @@
 use super::Task::{self, Answer, Code, Json, Sql, Table, Translation};
 
-/// Words of users and the kind of answer they ask for.
+/// User messages and the kind of answer that they ask for.
 #[rustfmt::skip]
 const CASES: &[(&str, Task)] = &[
     // The corpus of the demonstration model.
@@ -16,7 +16,7 @@ const CASES: &[(&str, Task)] = &[
     ("Sort these words alphabetically: fox, Rome, Anna", Answer),
     ("Copy this text exactly:\nThe quiet fox slept near the river.", Answer),
     ("Write a story about a fox named Anna who lives near the river.", Answer),
-    // Priorities.
+    // Precedence.
     ("Translate to French: the SQL query returns JSON", Translation),
     ("Translate this Python function to Rust", Code("rust")),
     ("Translate the following paragraph into German:\nWrite a Python function.", Translation),
@@ -80,7 +80,7 @@ const CASES: &[(&str, Task)] = &[
 ];
 
 #[test]
-fn the_words_of_the_user_say_what_kind_of_answer_they_ask_for() {
+fn user_messages_map_to_the_expected_kind_of_answer() {
     let wrong: Vec<_> = CASES
         .iter()
         .filter(|(user, kind)| super::task(user) != *kind)
@@ -90,7 +90,7 @@ fn the_words_of_the_user_say_what_kind_of_answer_they_ask_for() {
 }
 
 #[test]
-fn politeness_and_case_change_nothing() {
+fn politeness_and_case_do_not_matter() {
     for (user, kind) in CASES {
         if !user.is_ascii() || matches!(kind, Answer) {
             continue;
@@ -101,7 +101,7 @@ fn politeness_and_case_change_nothing() {
 }
 
 #[test]
-fn a_long_text_is_read_at_both_ends() {
+fn a_long_text_is_examined_at_both_ends() {
     let filler = "The quiet fox slept near the river. ".repeat(400);
     assert_eq!(super::task(&format!("Extract the animals as JSON.\n{filler}")), Json);
     assert_eq!(super::task(&format!("{filler}\nAnswer in JSON.")), Json);

@@ -1,19 +1,21 @@
-//! Keeps replies brief: short thoughts, an answer that ends at a phrase, a token that is never
-//! drawn, no tool called twice for the same.
+//! Keeps replies brief: limits reasoning, ends the answer at a phrase, bans a token, and repairs tool
+//! calls that already have a result.
 //!
-//! One value of [`Brief`] lives as long as one request, so its fields are that request's state.
+//! One value of [`Brief`] serves one request, so its fields are the state of that request.
 
-use steersman_policy::{Action, Ban, Phase, Plan, Policy, Request, Step, ToolCall, Verdict};
+use steersman_policy::{
+    Action, Ban, Phase, Plan, Policy, RequestView, Step, ToolCallView, Verdict,
+};
 
-/// The policy, as the parameters make it.
+/// The policy, configured by its parameters.
 pub struct Brief {
-    /// Most tokens of a thought: the parameter `budget`.
+    /// Limit on reasoning tokens: the parameter `budget`.
     budget: u32,
-    /// The answer ends where it says this: the parameter `phrase`.
+    /// Text that ends the answer: the parameter `phrase`.
     phrase: String,
-    /// A token that is not drawn, from the first step on: the parameter `ban`.
+    /// A token to ban from the first step on: the parameter `ban`.
     ban: Option<u32>,
-    /// The end of the answer so far, in which a phrase may have begun.
+    /// The end of the answer so far, in which the phrase may begin.
     tail: String,
 }
 
@@ -24,17 +26,17 @@ impl Default for Brief {
 }
 
 impl Policy for Brief {
-    fn on_request(&mut self, request: Request) -> Plan {
+    fn on_request(&mut self, request: RequestView) -> Plan {
         let mut notes = Vec::new();
         if let Some(budget) = number(&request, "budget", &mut notes) {
             self.budget = budget;
         }
-        self.budget = self.budget.min(request.think_budget.unwrap_or(u32::MAX));
+        self.budget = self.budget.min(request.reasoning_budget.unwrap_or(u32::MAX));
         self.ban = number(&request, "ban", &mut notes);
         self.phrase = request.param("phrase").unwrap_or_default().into();
         Plan {
-            thinking: request.thinking,
-            think_budget: Some(self.budget),
+            reasoning: request.reasoning,
+            reasoning_budget: Some(self.budget),
             every: 8,
             note: (!notes.is_empty()).then(|| notes.join("; ")),
             ..Plan::default()
@@ -43,18 +45,18 @@ impl Policy for Brief {
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let mut actions = Vec::new();
-        // Once is enough: it holds for the rest of the reply.
+        // Once is enough: the ban holds for the rest of the reply.
         if let Some(token) = self.ban.take() {
             actions.push(Action::Ban(Ban { tokens: vec![token], steps: 0 }));
         }
-        let is_long = step.budget_reached || step.think_tokens >= self.budget;
-        if step.phase == Phase::Think && is_long {
-            actions.push(Action::CloseThinking("In short: ".into()));
+        let is_long = step.budget_reached || step.reasoning_tokens >= self.budget;
+        if step.phase == Phase::Reasoning && is_long {
+            actions.push(Action::CloseReasoning("In short: ".into()));
         }
         if step.phase == Phase::Answer && !self.phrase.is_empty() {
             self.tail.push_str(&step.text);
             if self.tail.contains(&self.phrase) {
-                actions.push(Action::Stop(format!("the answer says `{}`", self.phrase)));
+                actions.push(Action::Stop(format!("the answer contains `{}`", self.phrase)));
             }
             let end = self.tail.len().saturating_sub(self.phrase.len());
             self.tail.drain(..self.tail.floor_char_boundary(end));
@@ -62,7 +64,7 @@ impl Policy for Brief {
         actions
     }
 
-    fn on_tool_call(&mut self, call: ToolCall) -> Verdict {
+    fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
         let is_answered = |earlier: &steersman_policy::EarlierCall| {
             earlier.name == call.name
                 && earlier.arguments == call.digest
@@ -77,8 +79,8 @@ impl Policy for Brief {
 
 steersman_policy::export!(Brief);
 
-/// Whole numbers of up to nine digits; what else a parameter says is told in the reply's notes.
-fn number(request: &Request, name: &str, notes: &mut Vec<String>) -> Option<u32> {
+/// Parses a number of up to nine digits; anything else becomes a note.
+fn number(request: &RequestView, name: &str, notes: &mut Vec<String>) -> Option<u32> {
     let text = request.param(name)?;
     let is_number = text.len() <= 9 && text.bytes().all(|digit| digit.is_ascii_digit());
     let number = is_number.then(|| text.parse().ok()).flatten();
@@ -93,18 +95,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thought_over_its_budget_is_closed() {
-        let step = Step { phase: Phase::Think, think_tokens: 100, ..Step::default() };
-        let close = [Action::CloseThinking("In short: ".into())];
+    fn reasoning_over_its_budget_is_closed() {
+        let step = Step { phase: Phase::Reasoning, reasoning_tokens: 100, ..Step::default() };
+        let close = [Action::CloseReasoning("In short: ".into())];
         assert_eq!(Brief::default().on_step(step), close);
     }
 
     #[test]
-    fn an_answer_ends_at_the_phrase_even_where_it_comes_in_parts() {
+    fn an_answer_ends_at_the_phrase_even_if_it_arrives_in_parts() {
         let mut brief = Brief { phrase: "über Bord".into(), ..Brief::default() };
-        let mut says = |text: &str| brief.on_step(Step { text: text.into(), ..Step::default() });
-        assert_eq!(says("Er ging üb"), []);
-        assert_eq!(says("er Bo"), []);
-        assert_eq!(says("rd."), [Action::Stop("the answer says `über Bord`".into())]);
+        let mut answer = |text: &str| brief.on_step(Step { text: text.into(), ..Step::default() });
+        assert_eq!(answer("Er ging üb"), []);
+        assert_eq!(answer("er Bo"), []);
+        assert_eq!(answer("rd."), [Action::Stop("the answer contains `über Bord`".into())]);
     }
 }
