@@ -42,6 +42,14 @@ pub enum LayerCache {
 }
 
 impl LayerCache {
+    /// An empty cache for `heads` key-value heads of `head_dim`; full attention without `window`.
+    pub fn attention(heads: i32, head_dim: i32, window: Option<i32>) -> Self {
+        match window {
+            Some(window) => Self::Sliding(Sliding::new(heads, head_dim, window)),
+            None => Self::Full(Full::new(heads, head_dim)),
+        }
+    }
+
     /// Restores a window or a recurrent state from the next two of `arrays`.
     fn restore_recurrent<'a>(
         &mut self,
@@ -81,6 +89,11 @@ impl Span<'_> {
     /// Position of the first row.
     pub fn offset(&self) -> i32 {
         row(self.cache.position)
+    }
+
+    /// Counts the rows as run, after all layers have appended them.
+    pub fn advance(&mut self) {
+        self.cache.position += usize::try_from(self.rows).expect("a span has rows");
     }
 }
 
