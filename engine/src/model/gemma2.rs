@@ -1,5 +1,5 @@
 //! Gemma 2: every other layer has a sliding window, norms surround attention and feed-forward
-//! block, and the scores of attention and head are capped.
+//! block, and the scores of attention and head are capped. [`Gemma`] also runs Gemma 3.
 //!
 //! Reads checkpoints of Hugging Face and of MLX's converter: names and (1 + w) norms are equal in
 //! both.
@@ -11,7 +11,8 @@
 //! Source: arXiv:2408.00118; `transformers` `models/gemma2`; mlx-lm `models/gemma2.py`, checked by
 //! the reference logits in `tests/fixtures`, which are made with corrected masks.
 
-use mlx_rs::Array;
+use mlx_rs::ops::clip;
+use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -84,49 +85,20 @@ impl Config {
     }
 }
 
-struct Gemma2 {
-    embed_tokens: Embedding,
-    layers: Vec<Layer>,
-    norm: RmsNorm,
-    lm_head: Linear,
-    /// Factor of the embeddings: the square root of their dimension.
-    embed_scale: f32,
-    final_logit_softcapping: Option<f32>,
-}
-
-struct Layer {
-    input_layernorm: RmsNorm,
-    self_attn: SelfAttn,
-    post_attention_layernorm: RmsNorm,
-    pre_feedforward_layernorm: RmsNorm,
-    mlp: GatedMlp,
-    post_feedforward_layernorm: RmsNorm,
-}
-
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
     plain_norms(weights)?;
     let eps = config.rms_norm_eps;
-    let mut layers = Vec::with_capacity(config.num_hidden_layers);
-    for i in 0..config.num_hidden_layers {
-        let at = |name: &str| format!("model.layers.{i}.{name}");
-        layers.push(Layer {
-            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
-            self_attn: SelfAttn::load(weights, &at("self_attn"), config.attention(i))?,
-            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
-            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
-            mlp: weights.gated_mlp(&at("mlp"), geglu)?,
-            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
-        });
-    }
+    let attention = |layer| config.attention(layer);
     let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
-    Ok(Box::new(Gemma2 {
-        layers,
+    Ok(Box::new(Gemma {
+        layers: Layer::load_all(weights, config.num_hidden_layers, eps, attention)?,
         norm: weights.norm("model.norm", eps)?,
         lm_head: weights.lm_head(&embed_tokens, true)?,
         embed_tokens,
         embed_scale: (config.hidden_size as f32).sqrt(),
         final_logit_softcapping: config.final_logit_softcapping,
+        context: None,
     }))
 }
 
@@ -142,9 +114,58 @@ pub(super) fn plain_norms(weights: &mut Weights) -> Result<()> {
     })
 }
 
-impl Model for Gemma2 {
+/// A decoder of blocks with norms on both sides, of Gemma 2 and 3.
+pub(super) struct Gemma {
+    pub embed_tokens: Embedding,
+    pub layers: Vec<Layer>,
+    pub norm: RmsNorm,
+    pub lm_head: Linear,
+    /// Factor of the embeddings: the square root of their dimension.
+    pub embed_scale: f32,
+    pub final_logit_softcapping: Option<f32>,
+    /// Trained context, in families that may omit it in `config.json`.
+    pub context: Option<u64>,
+}
+
+/// `x + norm(self_attn(norm x))`, then `x + norm(mlp(norm x))`.
+pub(super) struct Layer {
+    input_layernorm: RmsNorm,
+    self_attn: SelfAttn,
+    post_attention_layernorm: RmsNorm,
+    pre_feedforward_layernorm: RmsNorm,
+    mlp: GatedMlp,
+    post_feedforward_layernorm: RmsNorm,
+}
+
+impl Layer {
+    pub fn load_all(
+        weights: &mut Weights,
+        layers: usize,
+        eps: f32,
+        attention: impl Fn(usize) -> AttentionConfig,
+    ) -> Result<Vec<Self>> {
+        let layer = |i| {
+            let at = |name: &str| format!("model.layers.{i}.{name}");
+            Ok(Self {
+                input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
+                self_attn: SelfAttn::load(weights, &at("self_attn"), attention(i))?,
+                post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+                pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
+                mlp: weights.gated_mlp(&at("mlp"), geglu)?,
+                post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
+            })
+        };
+        (0..layers).map(layer).collect()
+    }
+}
+
+impl Model for Gemma {
     fn depth(&self) -> usize {
         self.layers.len()
+    }
+
+    fn context(&self) -> Option<u64> {
+        self.context
     }
 
     fn new_cache(&self) -> Result<Cache> {
@@ -159,14 +180,14 @@ impl Model for Gemma2 {
         let Layer { input_layernorm, self_attn, post_attention_layernorm, .. } =
             &self.layers[layer];
         let y = self_attn.forward(&input_layernorm.forward(x)?, spans, layer)?;
-        Ok(x.add(post_attention_layernorm.forward(&y)?)?)
+        add(x, &post_attention_layernorm.forward(&y)?)
     }
 
     fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
         let Layer { pre_feedforward_layernorm, mlp, post_feedforward_layernorm, .. } =
             &self.layers[layer];
         let y = mlp.forward(&pre_feedforward_layernorm.forward(x)?)?;
-        Ok(x.add(post_feedforward_layernorm.forward(&y)?)?)
+        add(x, &post_feedforward_layernorm.forward(&y)?)
     }
 
     fn final_norm(&self, x: &Array) -> Result<Array> {
@@ -180,4 +201,14 @@ impl Model for Gemma2 {
             None => Ok(logits),
         }
     }
+}
+
+/// `x + y`, clipped in f16, which Gemma 3's hidden states overflow.
+fn add(x: &Array, y: &Array) -> Result<Array> {
+    const LARGEST_F16: f32 = 65_504.0;
+    if x.dtype() != Dtype::Float16 {
+        return Ok(x.add(y)?);
+    }
+    let sum = x.as_dtype(Dtype::Float32)?.add(y.as_dtype(Dtype::Float32)?)?;
+    Ok(clip(&sum, (-LARGEST_F16, LARGEST_F16))?.as_dtype(Dtype::Float16)?)
 }

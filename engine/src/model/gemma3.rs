@@ -10,19 +10,15 @@
 
 use std::collections::HashMap;
 
-use mlx_rs::ops::clip;
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::gemma2::plain_norms;
-use super::llama::{AttentionConfig, SelfAttn};
+use super::gemma2::{Gemma, Layer, plain_norms};
+use super::llama::AttentionConfig;
 use super::{Model, Weights};
-use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{
-    Embedding, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scores, geglu, scaled,
-};
+use crate::nn::{Embedding, Rope, RopeConfig, RopeParameters, Scores};
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints. Multimodal checkpoints
 /// state little beyond sizes; the defaults are those of `transformers`.
@@ -109,49 +105,22 @@ impl Config {
 /// omit it.
 const CONTEXT: u64 = 131_072;
 
-struct Gemma3 {
-    embed_tokens: Embedding,
-    layers: Vec<Layer>,
-    norm: RmsNorm,
-    lm_head: Linear,
-    /// Factor of the embeddings: the square root of their dimension.
-    embed_scale: f32,
-}
-
-struct Layer {
-    input_layernorm: RmsNorm,
-    self_attn: SelfAttn,
-    post_attention_layernorm: RmsNorm,
-    pre_feedforward_layernorm: RmsNorm,
-    mlp: GatedMlp,
-    post_feedforward_layernorm: RmsNorm,
-}
-
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
     weights.keep_language_model();
     plain_norms(weights)?;
     let eps = config.rms_norm_eps;
-    let mut layers = Vec::with_capacity(config.num_hidden_layers);
-    for i in 0..config.num_hidden_layers {
-        let at = |name: &str| format!("model.layers.{i}.{name}");
-        layers.push(Layer {
-            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
-            self_attn: SelfAttn::load(weights, &at("self_attn"), config.attention(i))?,
-            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
-            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
-            mlp: weights.gated_mlp(&at("mlp"), geglu)?,
-            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
-        });
-    }
+    let attention = |layer| config.attention(layer);
     let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
-    Ok(Box::new(Gemma3 {
-        layers,
+    Ok(Box::new(Gemma {
+        layers: Layer::load_all(weights, config.num_hidden_layers, eps, attention)?,
         norm: weights.norm("model.norm", eps)?,
         lm_head: weights.lm_head(&embed_tokens, false)?,
         embed_tokens,
         embed_scale: bf16((config.hidden_size as f32).sqrt())?,
+        final_logit_softcapping: None,
+        context: Some(CONTEXT),
     }))
 }
 
@@ -159,54 +128,4 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
 fn bf16(x: f32) -> Result<f32> {
     let rounded = Array::from_f32(x).as_dtype(Dtype::Bfloat16)?;
     Ok(rounded.as_dtype(Dtype::Float32)?.item_exact::<f32>())
-}
-
-impl Model for Gemma3 {
-    fn depth(&self) -> usize {
-        self.layers.len()
-    }
-
-    fn context(&self) -> Option<u64> {
-        Some(CONTEXT)
-    }
-
-    fn new_cache(&self) -> Result<Cache> {
-        Ok(Cache::new(self.layers.iter().map(|layer| layer.self_attn.new_cache()).collect()))
-    }
-
-    fn embed(&self, tokens: &Array) -> Result<Array> {
-        scaled(&self.embed_tokens.forward(tokens)?, self.embed_scale)
-    }
-
-    fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
-        let Layer { input_layernorm, self_attn, post_attention_layernorm, .. } =
-            &self.layers[layer];
-        let y = self_attn.forward(&input_layernorm.forward(x)?, spans, layer)?;
-        add(x, &post_attention_layernorm.forward(&y)?)
-    }
-
-    fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
-        let Layer { pre_feedforward_layernorm, mlp, post_feedforward_layernorm, .. } =
-            &self.layers[layer];
-        let y = mlp.forward(&pre_feedforward_layernorm.forward(x)?)?;
-        add(x, &post_feedforward_layernorm.forward(&y)?)
-    }
-
-    fn final_norm(&self, x: &Array) -> Result<Array> {
-        self.norm.forward(x)
-    }
-
-    fn logits(&self, hidden: &Array) -> Result<Array> {
-        self.lm_head.forward(hidden)
-    }
-}
-
-/// `x + y`, clipped in f16, which Gemma 3's hidden states overflow.
-fn add(x: &Array, y: &Array) -> Result<Array> {
-    const LARGEST_F16: f32 = 65_504.0;
-    if x.dtype() != Dtype::Float16 {
-        return Ok(x.add(y)?);
-    }
-    let sum = x.as_dtype(Dtype::Float32)?.add(y.as_dtype(Dtype::Float32)?)?;
-    Ok(clip(&sum, (-LARGEST_F16, LARGEST_F16))?.as_dtype(Dtype::Float16)?)
 }

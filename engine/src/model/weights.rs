@@ -126,6 +126,7 @@ impl Weights {
         self.dtype
     }
 
+    /// Whether there is a tensor `name`.
     pub fn has(&self, name: &str) -> bool {
         self.arrays.contains_key(name)
     }
