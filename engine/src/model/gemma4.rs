@@ -118,7 +118,7 @@ impl Config {
             ..RopeParameters::default()
         };
         let rope_parameters = match &self.rope_parameters {
-            Some(stated) => stated.get(kind).cloned(),
+            Some(parameters) => parameters.get(kind).cloned(),
             None => (!sliding).then(proportional),
         };
         RopeConfig { rope_parameters, ..RopeConfig::default() }.rope(head_dim, theta)

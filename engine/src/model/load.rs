@@ -82,8 +82,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         "model loaded"
     );
 
-    let stated = text.get("max_position_embeddings").and_then(Value::as_u64);
-    let context = stated.or(model.context()).unwrap_or(CONTEXT);
+    let from_config = text.get("max_position_embeddings").and_then(Value::as_u64);
+    let context = from_config.or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
     let quantized = if dequantize { "dequantized" } else { "as stored" };
@@ -98,10 +98,10 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
 }
 
 /// Makes the configured device the default; true for the CPU.
-fn choose_device(wish: config::Device) -> Result<bool> {
+fn choose_device(configured: config::Device) -> Result<bool> {
     // Until it is set, MLX's default is the GPU if there is one.
     let has_gpu = matches!(Device::try_default()?.get_type()?, DeviceType::Gpu);
-    let on_cpu = match wish {
+    let on_cpu = match configured {
         config::Device::Auto => !has_gpu,
         config::Device::Cpu => true,
         config::Device::Gpu if has_gpu => false,
@@ -118,15 +118,15 @@ fn choose_device(wish: config::Device) -> Result<bool> {
     Ok(on_cpu)
 }
 
-fn choose_dtype(wish: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {
-    match wish {
+fn choose_dtype(configured: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {
+    match configured {
         config::Dtype::F32 => Dtype::Float32,
         config::Dtype::Bf16 => Dtype::Bfloat16,
         config::Dtype::F16 => Dtype::Float16,
         config::Dtype::Auto if on_cpu => Dtype::Float32,
         config::Dtype::Auto => {
-            let stated = text.get("dtype").or_else(|| text.get("torch_dtype"));
-            match stated.and_then(Value::as_str) {
+            let from_config = text.get("dtype").or_else(|| text.get("torch_dtype"));
+            match from_config.and_then(Value::as_str) {
                 Some("float32") => Dtype::Float32,
                 Some("float16") => Dtype::Float16,
                 _ => Dtype::Bfloat16,

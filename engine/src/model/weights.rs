@@ -73,30 +73,30 @@ impl Weights {
             quantization: None,
             mixed: HashMap::new(),
         };
-        let stated = config.get("quantization").or_else(|| config.get("quantization_config"));
-        if let Some(Value::Object(stated)) = stated {
-            weights.read_quantization(stated)?;
+        let keys = config.get("quantization").or_else(|| config.get("quantization_config"));
+        if let Some(Value::Object(keys)) = keys {
+            weights.read_quantization(keys)?;
         }
         Ok(weights)
     }
 
     /// `quantization` of `config.json`: the rule for all layers, then exceptions by layer name.
     /// `false` marks dense layers; their lack of scales shows that as well.
-    fn read_quantization(&mut self, stated: &Map<String, Value>) -> Result<()> {
+    fn read_quantization(&mut self, keys: &Map<String, Value>) -> Result<()> {
         let read = |name: &str, value: &Value| -> Result<Quantization> {
             QuantizationKeys::deserialize(value)
                 .map(Quantization::from)
                 .map_err(|e| self.problem("config.json", format!("quantization{name}: {e}")))
         };
-        let all = match stated.get("quant_method").and_then(Value::as_str) {
+        let all = match keys.get("quant_method").and_then(Value::as_str) {
             // Unpacked here, so `linear` finds no scales.
             Some("fp8") => {
                 let block: Option<[i32; 2]> =
-                    stated.get("weight_block_size").and_then(|b| Deserialize::deserialize(b).ok());
+                    keys.get("weight_block_size").and_then(|b| Deserialize::deserialize(b).ok());
                 return fp8::unpack(&mut self.arrays, block.unwrap_or(FP8_BLOCK));
             }
             // Written by MLX's converter.
-            None => read("", &Value::Object(stated.clone()))?,
+            None => read("", &Value::Object(keys.clone()))?,
             Some(mode @ ("mxfp4" | "mxfp8")) => read("", &json!({"mode": mode}))?,
             Some(other) => {
                 let problem = format!(
@@ -107,7 +107,7 @@ impl Weights {
             }
         };
         let mut mixed = HashMap::new();
-        for (layer, value) in stated {
+        for (layer, value) in keys {
             if value.is_object() {
                 mixed.insert(layer.clone(), read(&format!(".{layer}"), value)?);
             }

@@ -178,7 +178,7 @@ mod tests {
         let q = normal(3, &[1, 6, 40, 64]);
         let scores = Scores { scale: 0.125, softcap: None };
         for (bits, from) in [(8, 0), (4, 0), (8, 13), (4, 39), (4, 40)] {
-            let kept = |a: &Array| {
+            let stored = |a: &Array| {
                 let (w, s, b) = quantize(a, 64, bits).unwrap();
                 let coarse = dequantize(w, s, &b, 64, bits).unwrap();
                 let [head, _] = &a.split_at_indices(&[from], 2).unwrap()[..] else { panic!() };
@@ -186,7 +186,7 @@ mod tests {
                 concatenate(&[head, tail], 2).unwrap()
             };
             let mut full = LayerCache::Full(Full::new(2, 64));
-            let expected = attention(&q, &kept(&k), &kept(&v), scores, &mut full).unwrap();
+            let expected = attention(&q, &stored(&k), &stored(&v), scores, &mut full).unwrap();
             for pieces in [vec![], vec![1, 2, 17], vec![13], vec![39]] {
                 let quantized = Quantized::new(&Full::new(2, 64), bits, from).unwrap();
                 let mut cache = LayerCache::Quantized(quantized);

@@ -88,14 +88,14 @@ impl GatedDelta {
         let dtype = x.qkv.dtype();
         let joined = cache.convolution_input(&x.qkv)?;
         let state = cache.matrix().clone();
-        let mut given = vec![x.b.clone(), x.a.clone(), joined, state];
-        given.extend([&self.a_log, &self.dt_bias].map(Array::clone));
-        given.extend_from_slice(&self.conv1d);
+        let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state];
+        inputs.extend([&self.a_log, &self.dt_bias].map(Array::clone));
+        inputs.extend_from_slice(&self.conv1d);
         let (y, state, writes) = if rows <= SHORT_ROWS {
-            let [y, state, k, correction, log_decay] = fused(&given, step)?;
+            let [y, state, k, correction, log_decay] = fused(&inputs, step)?;
             (y, state, Writes { k, correction, log_decay })
         } else {
-            delta_rule_chunked(&delta_inputs(&given)?, cache.matrix())?
+            delta_rule_chunked(&delta_inputs(&inputs)?, cache.matrix())?
         };
         cache.advance(state, writes);
 
@@ -109,20 +109,20 @@ impl GatedDelta {
     }
 }
 
-/// A step of a few rows, from the projections to the norm: `given` as in [`delta_inputs`]; returns
+/// A step of a few rows, from the projections to the norm: `inputs` as in [`delta_inputs`]; returns
 /// y [1, H, T, D_v], the next state, and the fields of [`Writes`].
-fn step(given: &[Array]) -> Result<[Array; 5]> {
-    let (y, state, writes) = delta_rule_short(&delta_inputs(given)?, &given[3])?;
+fn step(inputs: &[Array]) -> Result<[Array; 5]> {
+    let (y, state, writes) = delta_rule_short(&delta_inputs(inputs)?, &inputs[3])?;
     let Writes { k, correction, log_decay } = writes;
     Ok([y, state, k, correction, log_decay])
 }
 
 /// Runs the convolution of a span and computes unit vectors and gates.
 ///
-/// `given`: `b` and `a` as in [`Projected`], the convolution's input, the state, and `a_log`,
+/// `inputs`: `b` and `a` as in [`Projected`], the convolution's input, the state, and `a_log`,
 /// `dt_bias` and the taps as in [`GatedDelta`].
-fn delta_inputs(given: &[Array]) -> Result<DeltaInputs> {
-    let [b, a, joined, state, a_log, dt_bias, taps @ ..] = given else {
+fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
+    let [b, a, joined, state, a_log, dt_bias, taps @ ..] = inputs else {
         unreachable!("GatedDelta::forward passes all of these")
     };
     let [rows, value_heads, value_dim, key_dim] =

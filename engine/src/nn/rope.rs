@@ -63,7 +63,7 @@ pub struct RopeConfig {
 
 /// `rope_parameters`, or `rope_scaling`.
 #[derive(Debug, Clone, Default, Deserialize)]
-#[serde(try_from = "Stated")]
+#[serde(try_from = "RopeTable")]
 pub struct RopeParameters {
     /// Base of the frequencies.
     pub rope_theta: Option<f32>,
@@ -123,7 +123,7 @@ pub enum Scaling {
 
 /// The table as stored. Some checkpoints have both `type` and `rope_type`.
 #[derive(Deserialize)]
-struct Stated {
+struct RopeTable {
     rope_type: Option<String>,
     #[serde(rename = "type")]
     older_type: Option<String>,
@@ -142,36 +142,36 @@ struct Stated {
     mscale_all_dim: Option<f64>,
 }
 
-impl TryFrom<Stated> for RopeParameters {
+impl TryFrom<RopeTable> for RopeParameters {
     type Error = String;
 
-    fn try_from(stated: Stated) -> std::result::Result<Self, String> {
-        let kind = stated.rope_type.or(stated.older_type);
+    fn try_from(table: RopeTable) -> std::result::Result<Self, String> {
+        let kind = table.rope_type.or(table.older_type);
         let kind = kind.as_deref().unwrap_or("default");
-        let factor = stated.factor.ok_or_else(|| {
+        let factor = table.factor.ok_or_else(|| {
             format!("rope_scaling (or rope_parameters): rope_type `{kind}` needs `factor`")
         });
         let scaling = match kind {
             // The three multimodal positions of text are equal.
             "default" | "mrope" => Scaling::Default,
             "linear" => Scaling::Linear { factor: factor? },
-            "proportional" => Scaling::Proportional { factor: stated.factor.unwrap_or(1.0) },
+            "proportional" => Scaling::Proportional { factor: table.factor.unwrap_or(1.0) },
             "llama3" => Scaling::Llama3 {
                 factor: factor?,
-                low_freq_factor: stated.low_freq_factor.unwrap_or(1.0),
-                high_freq_factor: stated.high_freq_factor.unwrap_or(4.0),
+                low_freq_factor: table.low_freq_factor.unwrap_or(1.0),
+                high_freq_factor: table.high_freq_factor.unwrap_or(4.0),
             },
             "yarn" => {
                 let factor = factor?;
                 let grown = |mscale: f64| 0.1 * mscale * factor.max(1.0).ln() + 1.0;
                 let [over, under] =
-                    [stated.mscale.unwrap_or(1.0), stated.mscale_all_dim.unwrap_or(0.0)];
+                    [table.mscale.unwrap_or(1.0), table.mscale_all_dim.unwrap_or(0.0)];
                 Scaling::Yarn {
                     factor,
-                    beta_fast: stated.beta_fast.unwrap_or(32.0),
-                    beta_slow: stated.beta_slow.unwrap_or(1.0),
-                    truncate: stated.truncate.unwrap_or(true),
-                    magnitude: stated.attention_factor.unwrap_or(grown(over) / grown(under)),
+                    beta_fast: table.beta_fast.unwrap_or(32.0),
+                    beta_slow: table.beta_slow.unwrap_or(1.0),
+                    truncate: table.truncate.unwrap_or(true),
+                    magnitude: table.attention_factor.unwrap_or(grown(over) / grown(under)),
                 }
             }
             other => {
@@ -182,10 +182,10 @@ impl TryFrom<Stated> for RopeParameters {
             }
         };
         Ok(Self {
-            rope_theta: stated.rope_theta,
-            partial_rotary_factor: stated.partial_rotary_factor,
-            llama_4_scaling_beta: stated.llama_4_scaling_beta,
-            original_max_position_embeddings: stated.original_max_position_embeddings,
+            rope_theta: table.rope_theta,
+            partial_rotary_factor: table.partial_rotary_factor,
+            llama_4_scaling_beta: table.llama_4_scaling_beta,
+            original_max_position_embeddings: table.original_max_position_embeddings,
             scaling,
         })
     }
@@ -194,14 +194,14 @@ impl TryFrom<Stated> for RopeParameters {
 impl RopeConfig {
     /// The rotation of heads of `head_dim`. `theta` is the default base.
     pub fn rope(&self, head_dim: i32, theta: f32) -> Rope {
-        let stated = self.parameters();
-        let theta = stated.and_then(|p| p.rope_theta).or(self.rope_theta).unwrap_or(theta);
-        let part = stated.and_then(|p| p.partial_rotary_factor).or(self.partial_rotary_factor);
+        let table = self.parameters();
+        let theta = table.and_then(|p| p.rope_theta).or(self.rope_theta).unwrap_or(theta);
+        let part = table.and_then(|p| p.partial_rotary_factor).or(self.partial_rotary_factor);
         let dims = part.map_or(head_dim, |part| (head_dim as f32 * part) as i32);
         let rope = Rope::new(dims, theta);
-        let Some(stated) = stated else { return rope };
+        let Some(table) = table else { return rope };
         let trained = self.trained();
-        match stated.scaling {
+        match table.scaling {
             Scaling::Default => rope,
             Scaling::Linear { factor } => Rope { scale: factor.recip() as f32, ..rope },
             Scaling::Proportional { factor } => {
@@ -252,9 +252,9 @@ impl RopeConfig {
 
     /// Trained context, before it was extended.
     pub fn trained(&self) -> f64 {
-        let stated = self.parameters().and_then(|p| p.original_max_position_embeddings);
+        let original = self.parameters().and_then(|p| p.original_max_position_embeddings);
         // 4096: Llama 2's context, which mlx-lm assumes.
-        stated.or(self.max_position_embeddings).unwrap_or(4096.0)
+        original.or(self.max_position_embeddings).unwrap_or(4096.0)
     }
 }
 
