@@ -146,7 +146,7 @@ impl Decoder {
         let rows = (end - from) as i32;
         let ids = Array::from_slice(&tokens[from..end], &[rows]);
         self.model.forward(&ids, &mut [Span { rows, cache }], self.pass())?;
-        eval(&cache.state()?)?;
+        eval(&cache.arrays()?)?;
         self.prefixes.reporter().count(|counts| counts.ahead_tokens += (end - from) as u64);
         if end == tokens.len() {
             self.prefixes.save(cache, tokens, expected.keep)?;

@@ -106,17 +106,17 @@ impl Costs {
         let mut verify = [0.0; DEPTH + 1];
         for rows in MEASURED {
             verify[rows - 1] = clock.least_of(|| {
-                cache.checkpoint();
+                cache.mark_draft();
                 let begin = Instant::now();
                 eval([&pass(&mut cache, &tokens[..rows])?.1])?;
                 let took = begin.elapsed();
-                cache.rewind(CONTEXT)?;
+                cache.rewind_draft(CONTEXT)?;
                 Ok(Some(took))
             })?;
         }
         fill(&mut verify);
 
-        cache.checkpoint();
+        cache.mark_draft();
         let mut before = picks.clone();
         let plain = clock.least_of(|| {
             let begin = Instant::now();
@@ -127,7 +127,7 @@ impl Costs {
             Ok(Some(begin.elapsed()))
         })?;
         eval([&before])?;
-        cache.rewind(CONTEXT)?;
+        cache.rewind_draft(CONTEXT)?;
 
         let plain = if plain > 0.0 { plain.min(verify[0]) } else { verify[0] };
         let mut costs = Self { plain, verify, ..Self::default() };

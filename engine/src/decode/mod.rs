@@ -440,7 +440,7 @@ impl Decoder {
             }
             if !sequence.is_caught_up() {
                 // Otherwise the graphs of all chunks would pile up, and nobody could cancel.
-                pending.extend(sequence.cache.state()?);
+                pending.extend(sequence.cache.arrays()?);
                 continue;
             }
             sequence.observe(&own, sequence.cache.position - rows as usize)?;

@@ -11,7 +11,7 @@ use mlx_rs::transforms::async_eval;
 use super::Decoder;
 use super::loops::Detector;
 use super::sequence::{Drawn, Sequence};
-use crate::cache::Snapshot;
+use crate::cache::Checkpoint;
 use crate::error::Result;
 use crate::request::{Event, FinishReason};
 use crate::text::{Phase, Piece, Reply};
@@ -73,7 +73,7 @@ pub struct Floor {
 
 /// A cache's snapshot, and the logits [1, V] that draw the next token where they are known.
 pub struct Standing {
-    snapshot: Snapshot,
+    snapshot: Checkpoint,
     row: Option<Array>,
 }
 
@@ -156,7 +156,7 @@ impl Sequence {
 
     /// Whether the way back needs snapshots, and the policy wants them.
     pub(super) fn takes_snapshots(&self) -> bool {
-        self.limits.checkpoint_every > 0 && self.cache.has_fixed()
+        self.limits.checkpoint_every > 0 && !self.cache.is_truncatable()
     }
 
     /// Takes a snapshot of the cache where the phase begins, and every so many tokens.
@@ -173,7 +173,7 @@ impl Sequence {
         if !(due && here && self.takes_snapshots()) || self.has_ended() {
             return Ok(());
         }
-        let snapshot = self.cache.snapshot()?;
+        let snapshot = self.cache.checkpoint()?;
         // Otherwise it would hold on to all that it is to be computed from.
         async_eval(snapshot.arrays())?;
         let row = self.row.as_ref().filter(|(position, _)| *position == at);
@@ -243,9 +243,9 @@ impl Decoder {
     /// Puts the cache of `sequence` where the next token can be drawn from, at `to` tokens or before.
     fn go_back(&mut self, sequence: &mut Sequence, to: usize) -> Result<()> {
         let length = sequence.tokens.len();
-        if !sequence.cache.has_fixed() {
+        if sequence.cache.is_truncatable() {
             // The last row runs again for its logits.
-            sequence.cache.cut(to.min(length - 1));
+            sequence.cache.truncate(to.min(length - 1));
             return Ok(());
         }
         let of_use = |standing: &&Standing| {
@@ -253,7 +253,7 @@ impl Decoder {
             at <= to && at <= sequence.cache.position && (at < length || standing.row.is_some())
         };
         if let Some(standing) = sequence.standings.iter().rev().find(of_use) {
-            sequence.cache.back_to(&standing.snapshot)?;
+            sequence.cache.rewind_to(&standing.snapshot)?;
             sequence.row = standing.row.clone().map(|row| (standing.at(), row));
             return Ok(());
         }

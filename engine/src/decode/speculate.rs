@@ -142,7 +142,7 @@ impl Decoder {
         let (seed, vocabulary) = (*seed, self.vocabulary);
         let mut at = At { model, part, cache, tokens, adjust, seed, vocabulary };
         if let Some(tokens) = drafts[choice.draft].propose(&mut at, choice.depth)? {
-            cache.checkpoint();
+            cache.mark_draft();
             sequence.drafted =
                 Some(Drafted { draft: choice.draft, tokens, position, start, ran: None });
         }
@@ -209,7 +209,7 @@ impl Decoder {
         let alone = !turned && (changed || doubtful == Some(accepted));
         // The row of the last token accepted stays, unless it is to be run again.
         let rows = accepted + usize::from(!alone);
-        sequence.cache.rewind(position + rows)?;
+        sequence.cache.rewind_draft(position + rows)?;
         if !turned && !alone {
             sequence.drawn = Some(Drawn::Known(drawn[accepted]));
         }

@@ -48,12 +48,12 @@ impl Draft for EarlyExit {
 
     fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
         let position = at.cache.position;
-        at.cache.checkpoint();
+        at.cache.mark_draft();
         let last = Array::from_slice(&at.tokens[at.tokens.len() - 1..], &[1]);
         let first = self.run(at, &last)?;
         let drafts = at.chain(&first, depth, |at, token| self.run(at, token))?;
         // The pass that verifies runs the first layers again, together with the others.
-        at.cache.rewind(position)?;
+        at.cache.rewind_draft(position)?;
         Ok(Some(drafts))
     }
 

@@ -67,7 +67,7 @@ impl Draft for DraftModel {
         let missed = &at.tokens[self.read..];
         let first = self.run(&Array::from_slice(missed, &[missed.len() as i32]))?;
         self.read = all;
-        self.cache.checkpoint();
+        self.cache.mark_draft();
         self.mark = Some(self.cache.position);
         Ok(Some(at.chain(&first, depth, |_, token| self.run(token))?))
     }
@@ -86,7 +86,7 @@ impl Draft for DraftModel {
         if let Some(mark) = self.mark.take() {
             // The last draft was drawn but not run.
             let right = accepted.min(self.cache.position - mark);
-            self.cache.rewind(mark + right)?;
+            self.cache.rewind_draft(mark + right)?;
             self.read += right;
         }
         Ok(())

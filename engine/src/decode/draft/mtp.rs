@@ -80,14 +80,14 @@ impl Draft for MtpDraft {
         self.hidden.clear();
 
         let (position, cache) = (self.cache.position, &mut self.cache);
-        cache.checkpoint();
+        cache.mark_draft();
         let first = at.model.logits(&last)?;
         let drafts = at.chain(&first, depth, |at, token| {
             last = run(&last, token, cache)?;
             at.model.logits(&last)
         })?;
         // The model's own hidden states will say it better.
-        cache.rewind(position)?;
+        cache.rewind_draft(position)?;
         Ok(Some(drafts))
     }
 
