@@ -17,8 +17,8 @@ impl Sequence {
     /// # Errors
     /// [`crate::Error::Policy`] when it failed and fails closed.
     pub(super) fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
-        let thinking = self.said.reply.phase() == Phase::Think;
-        let budget_reached = thinking && self.said.think_tokens >= self.limits.think;
+        let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
+        let budget_reached = thinking && self.reply_state.reasoning_tokens >= self.limits.think;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
         if loop_found.is_none() && !budget_reached && !due {
@@ -27,16 +27,16 @@ impl Sequence {
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let step = Step {
             index: self.replied() as u32,
-            phase: match self.said.reply.phase() {
-                Phase::Think => policy::Phase::Think,
+            phase: match self.reply_state.reply.phase() {
+                Phase::Reasoning => policy::Phase::Think,
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
             },
-            think_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
-            think_left: self.limits.think.saturating_sub(self.said.think_tokens),
+            think_tokens: self.reply_state.reasoning_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
+            think_left: self.limits.think.saturating_sub(self.reply_state.reasoning_tokens),
             tokens: unseen[newest..].to_vec(),
-            text: self.said.reply.take_text(),
+            text: self.reply_state.reply.take_text(),
             loop_found,
             budget_reached,
         };
@@ -51,7 +51,8 @@ impl Sequence {
         };
         self.apply(actions, &why, text)?;
         // Budgets hold whatever the policy answers.
-        if budget_reached && self.said.reply.phase() == Phase::Think && !self.has_ended() {
+        if budget_reached && self.reply_state.reply.phase() == Phase::Reasoning && !self.has_ended()
+        {
             self.close_thinking("", "the budget", text)?;
         }
         Ok(())
@@ -118,10 +119,10 @@ impl Sequence {
     }
 
     fn close_thinking(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
-        if self.said.reply.phase() != Phase::Think {
+        if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
-        let tokens = self.said.reply.closing(text, hint)?;
+        let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
         self.inject(tokens, "closed the thought", why, text)
     }
 
@@ -167,7 +168,7 @@ impl Sequence {
         // Its own text is nothing new to a policy.
         if all_seen {
             self.progress.seen = self.tokens.len();
-            self.said.reply.take_text();
+            self.reply_state.reply.take_text();
         }
         self.detector.iter_mut().for_each(Detector::reset);
         Ok(())

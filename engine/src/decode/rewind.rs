@@ -25,11 +25,11 @@ const SNAPSHOTS: usize = 4;
 
 /// What the tokens of a reply say.
 #[derive(Debug, Clone)]
-pub struct Said {
+pub struct ReplyState {
     /// Turns tokens into thoughts, answer and tool calls.
     pub reply: Reply,
     /// Thought tokens.
-    pub think_tokens: u32,
+    pub reasoning_tokens: u32,
     /// Answer tokens.
     pub answer_tokens: u32,
     /// Bytes of the thought, as clients see it.
@@ -38,16 +38,16 @@ pub struct Said {
     answer_bytes: usize,
 }
 
-impl Said {
+impl ReplyState {
     /// Nothing yet.
     pub fn new(reply: Reply) -> Self {
-        Self { reply, think_tokens: 0, answer_tokens: 0, reasoning_bytes: 0, answer_bytes: 0 }
+        Self { reply, reasoning_tokens: 0, answer_tokens: 0, reasoning_bytes: 0, answer_bytes: 0 }
     }
 
     /// Adds a token; returns what can now be shown.
     pub fn push(&mut self, token: u32) -> Vec<Piece> {
         match self.reply.phase() {
-            Phase::Think => self.think_tokens += 1,
+            Phase::Reasoning => self.reasoning_tokens += 1,
             Phase::Answer | Phase::ToolCall => self.answer_tokens += 1,
         }
         let pieces = self.reply.push(token);
@@ -68,7 +68,7 @@ pub struct Floor {
     /// Tokens before, prompt included.
     pub at: usize,
     /// What they say.
-    pub said: Said,
+    pub reply_state: ReplyState,
 }
 
 /// A cache's snapshot, and the logits [1, V] that draw the next token where they are known.
@@ -86,14 +86,14 @@ impl Standing {
 impl Sequence {
     /// From here on the reply is rewound no further than to here.
     pub(super) fn set_floor(&mut self) {
-        self.floor = Floor { at: self.tokens.len(), said: self.said.clone() };
+        self.floor = Floor { at: self.tokens.len(), reply_state: self.reply_state.clone() };
         self.kept = self.tokens.len();
     }
 
     /// Forgets the last `count` tokens, or those of the phase if they are fewer.
     pub(super) fn rewind_by(&mut self, count: usize, why: &str) -> Result<()> {
         // A call is forgotten with its tag, which is all that the client has not got.
-        let began = match (self.said.reply.phase(), self.said.reply.call_from()) {
+        let began = match (self.reply_state.reply.phase(), self.reply_state.reply.call_start()) {
             (Phase::ToolCall, Some(from)) => self.prompt + from,
             _ => self.floor.at,
         };
@@ -115,7 +115,7 @@ impl Sequence {
     /// Forgets the tokens from `to` on, which is not before the floor; false, and nothing is
     /// changed, where the client has text of the answer that cannot be taken back.
     pub(super) fn rewind(&mut self, to: usize) -> Result<bool> {
-        let mut said = self.floor.said.clone();
+        let mut said = self.floor.reply_state.clone();
         for at in self.floor.at..to {
             if at == self.progress.seen {
                 said.reply.take_text();
@@ -139,7 +139,7 @@ impl Sequence {
             self.stale = Some(self.tokens.len());
             return Ok(true);
         }
-        self.said = said;
+        self.reply_state = said;
         self.tokens.truncate(to);
         self.progress.seen = self.progress.seen.min(to);
         self.progress.reasoning -= reasoning;

@@ -17,7 +17,7 @@ use super::adjust::Adjust;
 use super::draft::Draft;
 use super::governor::{Choice, Costs, Governor};
 use super::loops::Detector;
-use super::rewind::{Floor, Said, Standing};
+use super::rewind::{Floor, ReplyState, Standing};
 use super::speculate::Drafted;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
@@ -73,7 +73,7 @@ pub struct Sequence {
     /// Seed of the draws.
     pub seed: u64,
     /// What the tokens of the reply say.
-    pub said: Said,
+    pub reply_state: ReplyState,
     /// Where the current phase began: the reply is rewound no further.
     pub floor: Floor,
     /// Nor further than this, where a call that the client has stands behind the floor.
@@ -209,8 +209,8 @@ impl Sequence {
             return None;
         }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
-        let answer = self.limits.answer.saturating_sub(self.said.answer_tokens + 1) as usize;
-        let thinking = self.said.reply.phase() == Phase::Think;
+        let answer = self.limits.answer.saturating_sub(self.reply_state.answer_tokens + 1) as usize;
+        let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
         let room = if thinking { context } else { context.min(answer) };
         self.governor.as_ref()?.choose(costs, &self.drafts, room, unread)
     }
@@ -249,8 +249,8 @@ impl Sequence {
     /// Whether the next token is the last one in any case, so that running it would be in vain.
     fn ends_with_next(&self) -> bool {
         let full = self.tokens.len() + 1 >= self.limits.context;
-        full || (self.said.reply.phase() != Phase::Think
-            && self.said.answer_tokens + 1 >= self.limits.answer)
+        full || (self.reply_state.reply.phase() != Phase::Reasoning
+            && self.reply_state.answer_tokens + 1 >= self.limits.answer)
     }
 
     /// Whether all committed tokens have run, so that the last row's logits draw the next one.
@@ -301,7 +301,7 @@ impl Sequence {
         if self.judge(text)? {
             loop_found = None;
         }
-        if self.said.reply.stopped() && !self.has_ended() {
+        if self.reply_state.reply.stopped() && !self.has_ended() {
             self.end(FinishReason::Stop);
         }
         self.check_limits();
@@ -315,17 +315,17 @@ impl Sequence {
     /// Adds one token to what was said; returns a loop if it completes one. Calls that it completes
     /// wait to be judged.
     pub(super) fn commit(&mut self, token: u32) -> Option<LoopReport> {
-        let before = self.said.reply.phase();
+        let before = self.reply_state.reply.phase();
         self.tokens.push(token);
         self.drafts.iter_mut().for_each(|draft| draft.read(&self.tokens));
-        let pieces = self.said.push(token);
+        let pieces = self.reply_state.push(token);
         if pieces.iter().any(|piece| self.is_new_call(piece)) {
             self.progress.waiting = pieces;
         } else {
             self.send(pieces);
         }
-        let now = self.said.reply.phase();
-        let parted = now != before && (before == Phase::Think || now == Phase::Think);
+        let now = self.reply_state.reply.phase();
+        let parted = now != before && (before == Phase::Reasoning || now == Phase::Reasoning);
         // A call that waits may yet be taken back.
         if parted && self.progress.waiting.is_empty() {
             self.set_floor();
@@ -344,8 +344,8 @@ impl Sequence {
     }
 
     fn check_limits(&mut self) {
-        let answered = self.said.answer_tokens >= self.limits.answer;
-        let thinking = self.said.reply.phase() == Phase::Think;
+        let answered = self.reply_state.answer_tokens >= self.limits.answer;
+        let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
         if !self.has_ended()
             && ((answered && !thinking) || self.tokens.len() >= self.limits.context)
         {
@@ -405,7 +405,7 @@ impl Sequence {
 
     /// Says the last words and tells the policy; the cache stays as it is.
     pub fn finish(&mut self) {
-        let pieces = self.said.reply.finish();
+        let pieces = self.reply_state.reply.finish();
         match self.judge_last(pieces) {
             Ok(pieces) => self.send(pieces),
             Err(error) => return self.fail(error),
@@ -457,8 +457,8 @@ impl Sequence {
         let ended = self.policy.on_finish(&Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
-            think_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
+            think_tokens: self.reply_state.reasoning_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,
         });
@@ -472,8 +472,8 @@ impl Sequence {
         Usage {
             prompt_tokens: self.prompt as u32,
             cached_tokens: self.cached as u32,
-            reasoning_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
+            reasoning_tokens: self.reply_state.reasoning_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
             skipped_layers: self.skipped_layers,

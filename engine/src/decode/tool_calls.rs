@@ -19,14 +19,14 @@ use crate::text::{Piece, Text};
 impl Sequence {
     /// The model ends its turn with `token`; a call that this completes is judged first.
     pub(super) fn end_turn(&mut self, token: u32, text: &Text) -> Result<()> {
-        if self.said.reply.in_call() {
-            let mut ended = self.said.reply.clone();
+        if self.reply_state.reply.in_call() {
+            let mut ended = self.reply_state.reply.clone();
             self.progress.waiting = ended.finish();
-            let from = self.prompt + ended.called_from();
+            let from = self.prompt + ended.last_call_start();
             if self.judge_from(from, text)? {
                 return Ok(());
             }
-            self.said.reply = ended;
+            self.reply_state.reply = ended;
         }
         self.tokens.push(token);
         if !self.has_ended() {
@@ -44,13 +44,13 @@ impl Sequence {
         if self.progress.waiting.is_empty() {
             return Ok(false);
         }
-        let from = self.prompt + self.said.reply.called_from();
+        let from = self.prompt + self.reply_state.reply.last_call_start();
         let repaired = self.judge_from(from, text)?;
         if repaired || self.has_ended() {
             return Ok(repaired);
         }
         // What the client has is not rewound, but for the tag of the next call.
-        match self.said.reply.call_from() {
+        match self.reply_state.reply.call_start() {
             Some(next) => self.kept = self.prompt + next,
             None => self.set_floor(),
         }
@@ -142,8 +142,8 @@ impl Sequence {
         self.note(format!("took back a call of `{name}` after {at} tokens"));
         let mut tokens = Vec::new();
         // The tag that began this call ended the one before it.
-        if self.said.reply.in_call() {
-            tokens.extend(self.said.reply.closing_call(text)?);
+        if self.reply_state.reply.in_call() {
+            tokens.extend(self.reply_state.reply.close_call_tokens(text)?);
         }
         tokens.extend(text.encode_plain(words)?);
         self.inject(tokens, "injected text", "a call to repair", text)?;

@@ -25,7 +25,7 @@ use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
 use crate::prefix::{Keep, Prefixes};
-use crate::request::{Request, Sampling, SamplingWish};
+use crate::request::{Request, Sampling, SamplingOverrides};
 
 /// Depth at which each kind of draft is tried.
 const TRIED_DEPTH: usize = 4;
@@ -207,9 +207,9 @@ impl Decoder {
         // Dropping the receiver would cancel the request.
         let (events, _receiver) = mpsc::unbounded_channel();
         // Greedy where the prompt does not say otherwise; drawn with one seed where it does.
-        let SamplingWish { temperature, seed, .. } = request.sampling;
+        let SamplingOverrides { temperature, seed, .. } = request.sampling;
         let (temperature, seed) = (temperature.or(Some(0.0)), seed.or(Some(0)));
-        let sampling = SamplingWish { temperature, seed, ..request.sampling };
+        let sampling = SamplingOverrides { temperature, seed, ..request.sampling };
         let request = Request { sampling, ..request.clone() };
         let mut sequence = self.admit(&Job { request, events })?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);
