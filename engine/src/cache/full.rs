@@ -90,7 +90,7 @@ impl Full {
     /// kernels on the same layout as it would have without the interruption.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] when a shape is not this layer's.
+    /// [`crate::Error::SavedState`] when a shape is not this layer's.
     pub(super) fn restore(&mut self, pieces: &[&Piece], len: i32) -> Result<()> {
         let of = |i: usize| -> Result<Rows> {
             let parts = column(pieces, i)?;

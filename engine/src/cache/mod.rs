@@ -198,13 +198,13 @@ impl Cache {
     /// The keys and values of positions from `from` to `to` whose arrays are these, in order.
     ///
     /// # Errors
-    /// [`Error::Store`] when there are too few or too many of them for this model.
+    /// [`Error::SavedState`] when there are too few or too many of them for this model.
     pub fn key_values_of(&self, arrays: Vec<Array>, from: usize, to: usize) -> Result<KeyValues> {
         let mut arrays = arrays.into_iter();
         let mut piece = |count: usize| -> Result<Piece> {
             let piece: Piece = arrays.by_ref().take(count).collect();
             if piece.len() < count || piece.iter().any(|array| array.ndim() != 4) {
-                return Err(Error::Store("saved rows have too few tensors".into()));
+                return Err(Error::SavedState("saved rows have too few tensors".into()));
             }
             Ok(piece)
         };
@@ -222,7 +222,7 @@ impl Cache {
             }
         }
         if arrays.next().is_some() {
-            return Err(Error::Store("saved rows have too many tensors".into()));
+            return Err(Error::SavedState("saved rows have too many tensors".into()));
         }
         Ok(KeyValues { count: to - from, layers })
     }
@@ -231,7 +231,7 @@ impl Cache {
     /// [`Cache::fixed`] returned there.
     ///
     /// # Errors
-    /// [`Error::Store`] when number or shapes of the arrays are not those of this model; the cache
+    /// [`Error::SavedState`] when number or shapes of the arrays are not those of this model; the cache
     /// is then unchanged.
     pub fn restore(&mut self, rows: &[KeyValues], fixed: &[Array], position: usize) -> Result<()> {
         let mut layers = self.layers.clone();
@@ -257,7 +257,7 @@ impl Cache {
             }
         }
         if fixed.next().is_some() {
-            return Err(Error::Store("a saved state has too many tensors".into()));
+            return Err(Error::SavedState("a saved state has too many tensors".into()));
         }
         *self = Self { layers, position, mark: None };
         Ok(())
@@ -266,7 +266,7 @@ impl Cache {
 
 /// The two arrays of the next layer.
 fn pair<'a>(fixed: &mut impl Iterator<Item = &'a Array>) -> Result<(&'a Array, &'a Array)> {
-    let missing = || Error::Store("a saved state has too few tensors".into());
+    let missing = || Error::SavedState("a saved state has too few tensors".into());
     Ok((fixed.next().ok_or_else(missing)?, fixed.next().ok_or_else(missing)?))
 }
 
@@ -274,7 +274,7 @@ fn pair<'a>(fixed: &mut impl Iterator<Item = &'a Array>) -> Result<(&'a Array, &
 fn column<'a>(pieces: &[&'a Piece], i: usize) -> Result<Vec<&'a Array>> {
     let array = |piece: &&'a Piece| piece.get(i);
     let arrays: Option<Vec<&Array>> = pieces.iter().map(array).collect();
-    arrays.ok_or_else(|| Error::Store("saved rows are of another kind".into()))
+    arrays.ok_or_else(|| Error::SavedState("saved rows are of another kind".into()))
 }
 
 /// Refuses rows that are not `len` of the layer's [heads, width].
@@ -287,7 +287,7 @@ fn expect_rows(parts: &[&Array], [heads, width]: [i32; 2], len: i32) -> Result<(
     if rows == len {
         return Ok(());
     }
-    Err(Error::Store(format!("there are {rows} saved rows, not {len}")))
+    Err(Error::SavedState(format!("there are {rows} saved rows, not {len}")))
 }
 
 /// Refuses a tensor whose shape is not what the layer has.
@@ -295,7 +295,7 @@ fn expect_shape(array: &Array, shape: &[i32]) -> Result<()> {
     if array.shape() == shape {
         return Ok(());
     }
-    Err(Error::Store(format!(
+    Err(Error::SavedState(format!(
         "a snapshot has a tensor of shape {:?}, not {shape:?}",
         array.shape()
     )))

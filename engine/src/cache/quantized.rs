@@ -178,7 +178,7 @@ impl Quantized {
     /// Takes over the rows of `len` positions.
     ///
     /// # Errors
-    /// [`Error::Store`] when arrays are missing or have other shapes.
+    /// [`Error::SavedState`] when arrays are missing or have other shapes.
     pub(super) fn restore(&mut self, pieces: &[&Piece], len: i32) -> Result<()> {
         let mut fresh = Self::new(&self.dense, self.bits, self.from)?;
         let (dense, packed): (Vec<&Piece>, Vec<&Piece>) =

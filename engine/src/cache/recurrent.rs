@@ -155,7 +155,7 @@ impl Recurrent {
     /// Takes over state and tail.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] when a shape is not this layer's.
+    /// [`crate::Error::SavedState`] when a shape is not this layer's.
     pub fn restore(&mut self, state: Array, tail: Array) -> Result<()> {
         expect_shape(&state, self.state.shape())?;
         expect_shape(&tail, self.tail.shape())?;

@@ -114,7 +114,7 @@ impl Sliding {
     /// Takes over what [`Sliding::state`] gave at position `len`.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] when a shape is not this layer's.
+    /// [`crate::Error::SavedState`] when a shape is not this layer's.
     pub fn restore(&mut self, keys: &Array, values: &Array, len: i32) -> Result<()> {
         let rows = len.min(self.window - 1);
         for array in [keys, values] {

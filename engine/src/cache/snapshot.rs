@@ -42,7 +42,7 @@ impl Cache {
     /// same rows up to there. Ends a checkpoint.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] when it is another model's; [`crate::Error::Array`] when MLX rejects
+    /// [`crate::Error::SavedState`] when it is another model's; [`crate::Error::Array`] when MLX rejects
     /// the shapes. The cache is then of no further use.
     ///
     /// # Panics
