@@ -6,10 +6,10 @@ use std::hash::BuildHasher;
 
 use sha2::Digest;
 
-use super::adjust::Adjust;
-use super::anchors::{is_system, kept};
+use super::sampler::Sampler;
+use super::save_points::{is_system, retention};
 use super::loops::Detector;
-use super::rewind::{Floor, Said};
+use super::rewind::{PhaseStart, ReplyState};
 use super::sequence::{Limits, Progress, Sequence};
 use super::{Decoder, hex};
 use crate::config::ProfileLimits;
@@ -28,7 +28,7 @@ impl Decoder {
     /// What is wrong with the request, its policy or its length.
     pub(super) fn admit(&mut self, job: &Job) -> Result<Sequence> {
         let Request { profile, id, .. } = &job.request;
-        let steering = self.policies.start(profile, id, &self.vocabulary_of_policies)?;
+        let steering = self.policies.start(profile, id, &self.policy_vocabulary)?;
         self.admit_with(job, steering)
     }
 
@@ -66,20 +66,20 @@ impl Decoder {
             return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
         }
         let reply = self.text.reply(&prompt, &request.stop, &request.tools);
-        let mut anchors = self.anchors(request, thinking, &prompt, &plan)?;
+        let mut save_points = self.save_points(request, thinking, &prompt, &plan)?;
         let (cache, cached) = self.prefixes.restore(&prompt)?;
-        anchors.retain(|&(at, _)| at >= self.store_min_tokens);
-        for &(at, keep) in anchors.iter().take_while(|&&(at, _)| at <= cached) {
+        save_points.retain(|&(at, _)| at >= self.store_min_tokens);
+        for &(at, keep) in save_points.iter().take_while(|&&(at, _)| at <= cached) {
             if let Err(error) = self.prefixes.keep(&prompt[..at], keep) {
                 tracing::warn!(request_id = request.id, %error, "state not kept");
             }
         }
-        anchors.retain(|&(at, _)| at > cached);
+        save_points.retain(|&(at, _)| at > cached);
         let mut notes = cut;
         notes.extend(policy.take_notes());
         notes.extend(replaced);
         notes.extend(plan.note.clone());
-        let (prompt_tokens, said) = (prompt.len(), Said::new(reply));
+        let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
         let sequence = Sequence {
             request: request.clone(),
             thinking,
@@ -87,22 +87,22 @@ impl Decoder {
             prompt: prompt_tokens,
             cached,
             cache,
-            standings: Vec::new(),
-            stale: None,
-            row: None,
-            anchors: anchors.into(),
-            reply_kept: kept(&plan, Anchor::Reply),
-            drawn: None,
-            drafts: if self.costs.is_some() { self.drafts(&prompt)? } else { Vec::new() },
-            governor: self.governor(),
-            drafted: None,
-            queued: 0,
+            checkpoints: Vec::new(),
+            stale_from: None,
+            next_logits: None,
+            save_points: save_points.into(),
+            reply_retention: retention(&plan, Anchor::Reply),
+            sampled: None,
+            drafters: if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() },
+            governor: self.new_governor(),
+            draft: None,
+            queued_steps: 0,
             skipped_layers: self.skip.len() as u32,
-            adjust: Adjust::new(self.sampling(request, &plan)),
+            sampler: Sampler::new(self.sampling(request, &plan)),
             seed,
-            floor: Floor { at: prompt_tokens, said: said.clone() },
-            said,
-            kept: prompt_tokens,
+            phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
+            reply_state,
+            rewind_limit: prompt_tokens,
             policy,
             detector: plan.loops.map(Detector::new),
             limits: self.limits(request, &plan, limits, prompt_tokens),

@@ -17,8 +17,8 @@ impl Sequence {
     /// # Errors
     /// [`crate::Error::Policy`] when it failed and fails closed.
     pub(super) fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
-        let thinking = self.said.reply.phase() == Phase::Think;
-        let budget_reached = thinking && self.said.think_tokens >= self.limits.think;
+        let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
+        let budget_reached = thinking && self.reply_state.think_tokens >= self.limits.think;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
         if loop_found.is_none() && !budget_reached && !due {
@@ -26,17 +26,17 @@ impl Sequence {
         }
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let step = Step {
-            index: self.replied() as u32,
-            phase: match self.said.reply.phase() {
-                Phase::Think => policy::Phase::Think,
+            index: self.reply_len() as u32,
+            phase: match self.reply_state.reply.phase() {
+                Phase::Reasoning => policy::Phase::Think,
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
             },
-            think_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
-            think_left: self.limits.think.saturating_sub(self.said.think_tokens),
+            think_tokens: self.reply_state.think_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
+            think_left: self.limits.think.saturating_sub(self.reply_state.think_tokens),
             tokens: unseen[newest..].to_vec(),
-            text: self.said.reply.take_text(),
+            text: self.reply_state.reply.take_text(),
             loop_found,
             budget_reached,
         };
@@ -51,7 +51,7 @@ impl Sequence {
         };
         self.apply(actions, &why, text)?;
         // Budgets hold whatever the policy answers.
-        if budget_reached && self.said.reply.phase() == Phase::Think && !self.has_ended() {
+        if budget_reached && self.reply_state.reply.phase() == Phase::Reasoning && !self.has_ended() {
             self.close_thinking("", "the budget", text)?;
         }
         Ok(())
@@ -96,15 +96,15 @@ impl Sequence {
         }
         let (what, steps) = match action {
             Action::Ban(ban) => {
-                self.adjust.ban(&ban.tokens, ban.steps);
+                self.sampler.ban(&ban.tokens, ban.steps);
                 (format!("banned {} tokens", ban.tokens.len()), ban.steps)
             }
             Action::Bias(bias) => {
-                self.adjust.bias(&bias.tokens, bias.steps);
+                self.sampler.bias(&bias.tokens, bias.steps);
                 (format!("biased {} tokens", bias.tokens.len()), bias.steps)
             }
             Action::Sampling(resample) => {
-                self.adjust.resample(resample.sampling, resample.steps);
+                self.sampler.change(resample.sampling, resample.steps);
                 (format!("changed sampling ({})", words(&resample.sampling)), resample.steps)
             }
             _ => return,
@@ -113,20 +113,20 @@ impl Sequence {
             0 => "for the rest of the reply".to_string(),
             steps => format!("for the next {steps} tokens"),
         };
-        self.note(format!("{what} {span} after {} tokens, on {why}", self.replied()));
-        self.drawn = None;
+        self.note(format!("{what} {span} after {} tokens, on {why}", self.reply_len()));
+        self.sampled = None;
     }
 
     fn close_thinking(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
-        if self.said.reply.phase() != Phase::Think {
+        if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
-        let tokens = self.said.reply.closing(text, hint)?;
+        let tokens = self.reply_state.reply.closing(text, hint)?;
         self.inject(tokens, "closed the thought", why, text)
     }
 
     fn stop(&mut self, reason: String, why: &str) {
-        self.note(format!("stopped after {} tokens, on {why}: {reason}", self.replied()));
+        self.note(format!("stopped after {} tokens, on {why}: {reason}", self.reply_len()));
         self.end(FinishReason::Policy(reason));
     }
 
@@ -138,7 +138,7 @@ impl Sequence {
         why: &str,
         text: &Text,
     ) -> Result<()> {
-        let at = self.replied();
+        let at = self.reply_len();
         self.progress.injected += tokens.len();
         if self.progress.injected > INJECTED_TOKENS {
             let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
@@ -155,10 +155,10 @@ impl Sequence {
         if tokens.is_empty() {
             return Ok(());
         }
-        self.drawn = None;
+        self.sampled = None;
         let all_seen = self.progress.seen == self.tokens.len();
         for token in tokens {
-            self.commit(token);
+            self.append(token);
             // A call that is taken back takes the rest of the text with it.
             if self.judge(text)? || self.has_ended() {
                 break;
@@ -167,7 +167,7 @@ impl Sequence {
         // Its own text is nothing new to a policy.
         if all_seen {
             self.progress.seen = self.tokens.len();
-            self.said.reply.take_text();
+            self.reply_state.reply.take_text();
         }
         self.detector.iter_mut().for_each(Detector::reset);
         Ok(())

@@ -1,4 +1,4 @@
-//! One request on its way: its tokens, its cache, its policy, and what it has said so far.
+//! One request on its path: its tokens, its cache, its policy, and what it has said so far.
 //!
 //! Holds no arrays but its cache and snapshots of it, the token that was drawn and not read yet with
 //! what it was drawn from, and what its drafts remember. It never runs the model: [`super::Decoder`]
@@ -13,12 +13,12 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::adjust::Adjust;
-use super::draft::Draft;
+use super::sampler::Sampler;
+use super::draft::Drafter;
 use super::governor::{Choice, Costs, Governor};
 use super::loops::Detector;
-use super::rewind::{Floor, Said, Standing};
-use super::speculate::Drafted;
+use super::rewind::{PhaseStart, ReplyState, ReplyCheckpoint};
+use super::speculate::Draft;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::policy::{LoopReport, Policy, Summary};
@@ -47,37 +47,37 @@ pub struct Sequence {
     /// What the model remembers of the tokens that have run.
     pub cache: Cache,
     /// Positions of the prompt at which state is saved, those ahead.
-    pub anchors: VecDeque<(usize, Keep)>,
+    pub save_points: VecDeque<(usize, Keep)>,
     /// For how long the state at the reply's end is kept, where it is.
-    pub reply_kept: Option<Keep>,
+    pub reply_retention: Option<Keep>,
     /// Snapshots of it, ascending.
-    pub standings: Vec<Standing>,
+    pub checkpoints: Vec<ReplyCheckpoint>,
     /// Tokens from here on are others than those that `cache` has seen: it is to go back.
-    pub stale: Option<usize>,
+    pub stale_from: Option<usize>,
     /// The next token: drawn, not committed.
-    pub drawn: Option<Drawn>,
+    pub sampled: Option<Sampled>,
     /// Logits [1, V], and the position whose token is drawn from them.
-    pub row: Option<(usize, Array)>,
+    pub next_logits: Option<(usize, Array)>,
     /// Guess further tokens.
-    pub drafts: Vec<Box<dyn Draft>>,
+    pub drafters: Vec<Box<dyn Drafter>>,
     /// Decides which of them does; none where speculation is off.
     pub governor: Option<Governor>,
     /// What this turn's pass verifies.
-    pub drafted: Option<Drafted>,
+    pub draft: Option<Draft>,
     /// Plain steps in a row, each queued behind the one before.
-    pub queued: u32,
+    pub queued_steps: u32,
     /// Layers whose feed-forward block is left out, for the usage.
     pub skipped_layers: u32,
     /// How tokens are drawn.
-    pub adjust: Adjust,
+    pub sampler: Sampler,
     /// Seed of the draws.
     pub seed: u64,
     /// What the tokens of the reply say.
-    pub said: Said,
+    pub reply_state: ReplyState,
     /// Where the current phase began: the reply is rewound no further.
-    pub floor: Floor,
+    pub phase_start: PhaseStart,
     /// Nor further than this, where a call that the client has stands behind the floor.
-    pub kept: usize,
+    pub rewind_limit: usize,
     /// Steers this request.
     pub policy: Box<dyn Policy>,
     /// Finds loops in what is said.
@@ -139,14 +139,14 @@ impl Progress {
 
 /// A token that was drawn.
 #[derive(Debug, Clone)]
-pub enum Drawn {
+pub enum Sampled {
     /// u32 [1], perhaps still being computed, not read.
     Computing(Array),
     /// Read already, as verifying drafts has to.
-    Known(u32),
+    Read(u32),
 }
 
-impl Drawn {
+impl Sampled {
     /// Waits for the token.
     ///
     /// # Errors
@@ -156,17 +156,17 @@ impl Drawn {
             Self::Computing(token) => {
                 token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
             }
-            Self::Known(token) => Ok(token),
+            Self::Read(token) => Ok(token),
         }
     }
 }
 
 /// Rows that a sequence needs to run next.
-pub enum Rows {
+pub enum StepInput {
     /// Tokens that are known: a chunk of the prompt, or text that a policy injected.
     Known(Vec<u32>),
     /// The token that was drawn last, u32 [1].
-    Drawn(Array),
+    Sampled(Array),
     /// The last committed token and drafts behind it, u32 [m + 1].
     Drafted(Array),
     /// None: the drawn token is the last, whatever it is.
@@ -178,41 +178,41 @@ impl Sequence {
     ///
     /// # Errors
     /// [`Error::Array`] when drafts cannot be joined.
-    pub fn next_rows(&self, chunk: usize) -> Result<Rows> {
+    pub fn next_input(&self, chunk: usize) -> Result<StepInput> {
         let at = self.cache.position;
         if self.has_ended() {
-            return Ok(Rows::None);
+            return Ok(StepInput::Nothing);
         }
-        if let Some(drafted) = &self.drafted {
+        if let Some(draft) = &self.draft {
             let last = Array::from_slice(&self.tokens[at..], &[1]);
-            return Ok(Rows::Drafted(concatenate(&[&last, &drafted.tokens], 0)?));
+            return Ok(StepInput::Draft(concatenate(&[&last, &draft.tokens], 0)?));
         }
         if at < self.tokens.len() {
-            let anchor = self.anchors.front().map_or(usize::MAX, |&(at, _)| at);
-            let floor = if at < self.floor.at { self.floor.at } else { usize::MAX };
-            let stop = if self.takes_snapshots() { anchor.min(floor) } else { anchor };
+            let anchor = self.save_points.front().map_or(usize::MAX, |&(at, _)| at);
+            let floor = if at < self.phase_start.position { self.phase_start.position } else { usize::MAX };
+            let stop = if self.takes_checkpoints() { anchor.min(floor) } else { anchor };
             let end = self.tokens.len().min(at + chunk).min(stop);
-            return Ok(Rows::Known(self.tokens[at..end].to_vec()));
+            return Ok(StepInput::Tokens(self.tokens[at..end].to_vec()));
         }
-        match &self.drawn {
-            Some(Drawn::Computing(token)) if !self.ends_with_next() => {
-                Ok(Rows::Drawn(token.clone()))
+        match &self.sampled {
+            Some(Sampled::Computing(token)) if !self.ends_with_next() => {
+                Ok(StepInput::Sampled(token.clone()))
             }
-            _ => Ok(Rows::None),
+            _ => Ok(StepInput::Nothing),
         }
     }
 
     /// What drafts next, if anything should; `unread` as for [`Governor::choose`].
-    pub fn choose(&self, costs: &Costs, unread: bool) -> Option<Choice> {
+    pub fn choose_draft(&self, costs: &Costs, unread: bool) -> Option<Choice> {
         // Verified rows are drawn alike; what lasts for a few tokens is drawn one by one.
-        if self.adjust.is_passing() {
+        if self.sampler.has_temporary_override() {
             return None;
         }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
-        let answer = self.limits.answer.saturating_sub(self.said.answer_tokens + 1) as usize;
-        let thinking = self.said.reply.phase() == Phase::Think;
+        let answer = self.limits.answer.saturating_sub(self.reply_state.answer_tokens + 1) as usize;
+        let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
         let room = if thinking { context } else { context.min(answer) };
-        self.governor.as_ref()?.choose(costs, &self.drafts, room, unread)
+        self.governor.as_ref()?.choose(costs, &self.drafters, room, unread)
     }
 
     /// Shows the drafts what the model said of rows from `position` on.
@@ -220,7 +220,7 @@ impl Sequence {
     /// # Errors
     /// [`Error::Array`] when MLX rejects a slice.
     pub fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
-        self.drafts.iter_mut().try_for_each(|draft| draft.observe(hidden, position))
+        self.drafters.iter_mut().try_for_each(|draft| draft.observe(hidden, position))
     }
 
     /// What the client has been told, as it will send it back: without the thought.
@@ -234,13 +234,13 @@ impl Sequence {
     }
 
     /// Tokens drafted, tokens accepted, and passes that verified them.
-    pub fn drafted_so_far(&self) -> [usize; 3] {
+    pub fn draft_counts(&self) -> [usize; 3] {
         let Progress { drafted, accepted, verified, .. } = self.progress;
         [drafted, accepted, verified].map(|count| count as usize)
     }
 
     /// `accepted` of `drafted` tokens were right.
-    pub fn verified(&mut self, drafted: usize, accepted: usize) {
+    pub fn count_draft(&mut self, drafted: usize, accepted: usize) {
         self.progress.drafted += drafted as u32;
         self.progress.accepted += accepted as u32;
         self.progress.verified += 1;
@@ -249,8 +249,8 @@ impl Sequence {
     /// Whether the next token is the last one in any case, so that running it would be in vain.
     fn ends_with_next(&self) -> bool {
         let full = self.tokens.len() + 1 >= self.limits.context;
-        full || (self.said.reply.phase() != Phase::Think
-            && self.said.answer_tokens + 1 >= self.limits.answer)
+        full || (self.reply_state.reply.phase() != Phase::Reasoning
+            && self.reply_state.answer_tokens + 1 >= self.limits.answer)
     }
 
     /// Whether all committed tokens have run, so that the last row's logits draw the next one.
@@ -279,29 +279,29 @@ impl Sequence {
     /// Text that goes in instead of the model's own next token is committed here too; the token
     /// drawn in the meantime is dropped, like a draft that was rejected. A policy that fails closed
     /// ends the request.
-    pub fn commit_drawn(&mut self, token: u32, text: &Text) {
-        if let Err(error) = self.take_drawn(token, text) {
+    pub fn commit_sampled(&mut self, token: u32, text: &Text) {
+        if let Err(error) = self.commit_and_steer(token, text) {
             self.progress.failure = Some(error);
         }
     }
 
-    fn take_drawn(&mut self, token: u32, text: &Text) -> Result<()> {
-        if !self.adjust.draw(token) {
+    fn commit_and_steer(&mut self, token: u32, text: &Text) -> Result<()> {
+        if !self.sampler.count_step(token) {
             // The cache may have seen it already.
-            self.stale = Some(self.tokens.len());
+            self.stale_from = Some(self.tokens.len());
             let reason = "every token there is is banned";
-            self.note(format!("stopped after {} tokens: {reason}", self.replied()));
+            self.note(format!("stopped after {} tokens: {reason}", self.reply_len()));
             self.end(FinishReason::Policy(reason.into()));
             return Ok(());
         }
         if text.eos().contains(&token) {
             return self.end_turn(token, text);
         }
-        let mut loop_found = self.commit(token);
+        let mut loop_found = self.append(token);
         if self.judge(text)? {
             loop_found = None;
         }
-        if self.said.reply.stopped() && !self.has_ended() {
+        if self.reply_state.reply.stopped() && !self.has_ended() {
             self.end(FinishReason::Stop);
         }
         self.check_limits();
@@ -314,21 +314,21 @@ impl Sequence {
 
     /// Adds one token to what was said; returns a loop if it completes one. Calls that it completes
     /// wait to be judged.
-    pub(super) fn commit(&mut self, token: u32) -> Option<LoopReport> {
-        let before = self.said.reply.phase();
+    pub(super) fn append(&mut self, token: u32) -> Option<LoopReport> {
+        let before = self.reply_state.reply.phase();
         self.tokens.push(token);
-        self.drafts.iter_mut().for_each(|draft| draft.read(&self.tokens));
-        let pieces = self.said.push(token);
+        self.drafters.iter_mut().for_each(|draft| draft.read(&self.tokens));
+        let pieces = self.reply_state.push(token);
         if pieces.iter().any(|piece| self.is_new_call(piece)) {
             self.progress.waiting = pieces;
         } else {
             self.send(pieces);
         }
-        let now = self.said.reply.phase();
-        let parted = now != before && (before == Phase::Think || now == Phase::Think);
+        let now = self.reply_state.reply.phase();
+        let parted = now != before && (before == Phase::Reasoning || now == Phase::Reasoning);
         // A call that waits may yet be taken back.
         if parted && self.progress.waiting.is_empty() {
-            self.set_floor();
+            self.start_phase();
         }
         let detector = self.detector.as_mut()?;
         if now != before {
@@ -339,13 +339,13 @@ impl Sequence {
     }
 
     /// Tokens of the reply so far.
-    pub(super) fn replied(&self) -> usize {
+    pub(super) fn reply_len(&self) -> usize {
         self.tokens.len() - self.prompt
     }
 
     fn check_limits(&mut self) {
-        let answered = self.said.answer_tokens >= self.limits.answer;
-        let thinking = self.said.reply.phase() == Phase::Think;
+        let answered = self.reply_state.answer_tokens >= self.limits.answer;
+        let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
         if !self.has_ended()
             && ((answered && !thinking) || self.tokens.len() >= self.limits.context)
         {
@@ -405,7 +405,7 @@ impl Sequence {
 
     /// Says the last words and tells the policy; the cache stays as it is.
     pub fn finish(&mut self) {
-        let pieces = self.said.reply.finish();
+        let pieces = self.reply_state.reply.finish();
         match self.judge_last(pieces) {
             Ok(pieces) => self.send(pieces),
             Err(error) => return self.fail(error),
@@ -457,8 +457,8 @@ impl Sequence {
         let ended = self.policy.on_finish(&Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
-            think_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
+            think_tokens: self.reply_state.think_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,
         });
@@ -472,8 +472,8 @@ impl Sequence {
         Usage {
             prompt_tokens: self.prompt as u32,
             cached_tokens: self.cached as u32,
-            reasoning_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
+            reasoning_tokens: self.reply_state.think_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
             skipped_layers: self.skipped_layers,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Decoder;
-use super::verify::{Outcome, Way};
+use super::verify::{Outcome, DecodePath};
 use crate::config::{Config, Device, DraftKind};
 use crate::policy::{Policies, disk};
 use crate::request::{Message, Request, SamplingWish};
@@ -48,13 +48,13 @@ fn ask(question: &str) -> Request {
 }
 
 fn run(decoder: &mut Decoder, requests: &[Request]) -> Vec<Outcome> {
-    let ways = [
-        Way::Plain,
-        Way::Rewound,
-        Way::Drafted(DraftKind::Mtp),
-        Way::Drafted(DraftKind::EarlyExit),
+    let paths = [
+        DecodePath::Plain,
+        DecodePath::Rewound,
+        DecodePath::Drafted(DraftKind::Mtp),
+        DecodePath::Drafted(DraftKind::EarlyExit),
     ];
-    decoder.verify(requests, &ways, TOKENS, |_| ()).unwrap()
+    decoder.verify(requests, &paths, TOKENS, |_| ()).unwrap()
 }
 
 /// A bound that calls a third of all tokens near-ties: they are run again alone, cost passes, and
@@ -65,7 +65,7 @@ fn near_ties_are_run_again_alone() {
     decoder.exit_layers = Some(5);
     let requests = [ask("Write a story about a fox named Nora who lives near the river.")];
     let sure = run(&mut decoder, &requests);
-    decoder.tie = 0.1;
+    decoder.near_tie_margin = 0.1;
     let doubting = run(&mut decoder, &requests);
     for (sure, doubting) in sure.iter().zip(&doubting) {
         assert!(sure.holds() && doubting.holds(), "{sure:?} {doubting:?}");
@@ -75,7 +75,7 @@ fn near_ties_are_run_again_alone() {
     assert!(0 < fewer && fewer * passes < accepted * more, "{sure:?} {doubting:?}");
 }
 
-/// Drawn, not greedy: with the same seed the reply is the same whatever drafts.
+/// Sampled, not greedy: with the same seed the reply is the same whatever drafts.
 #[test]
 fn drafted_draws_equal_plain_draws_of_the_same_seed() {
     let mut decoder = decoder();
@@ -86,7 +86,7 @@ fn drafted_draws_equal_plain_draws_of_the_same_seed() {
     let requests = [filtered, warm].map(|sampling| Request { sampling, ..story.clone() });
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");
-        assert!(outcome.way == Way::Plain || outcome.drafted[1] > 5, "{outcome:?}");
+        assert!(outcome.path == DecodePath::Plain || outcome.drafted[1] > 5, "{outcome:?}");
     }
 }
 
@@ -98,8 +98,8 @@ fn quantized_keys_and_values_are_the_same_however_they_came_about() {
     (config.engine.kv_bits, config.engine.kv_bits_from) = (8, 20);
     let mut decoder = load(config);
     let requests = [ask("Copy this text exactly:\nThe quiet fox walked near the river at night.")];
-    let ways = decoder.ways().unwrap();
-    for outcome in decoder.verify(&requests, &ways, TOKENS, |_| ()).unwrap() {
+    let paths = decoder.paths().unwrap();
+    for outcome in decoder.verify(&requests, &paths, TOKENS, |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
     }
 }

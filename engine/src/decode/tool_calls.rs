@@ -19,14 +19,14 @@ use crate::text::{Piece, Text};
 impl Sequence {
     /// The model ends its turn with `token`; a call that this completes is judged first.
     pub(super) fn end_turn(&mut self, token: u32, text: &Text) -> Result<()> {
-        if self.said.reply.in_call() {
-            let mut ended = self.said.reply.clone();
+        if self.reply_state.reply.in_call() {
+            let mut ended = self.reply_state.reply.clone();
             self.progress.waiting = ended.finish();
             let from = self.prompt + ended.called_from();
             if self.judge_from(from, text)? {
                 return Ok(());
             }
-            self.said.reply = ended;
+            self.reply_state.reply = ended;
         }
         self.tokens.push(token);
         if !self.has_ended() {
@@ -44,15 +44,15 @@ impl Sequence {
         if self.progress.waiting.is_empty() {
             return Ok(false);
         }
-        let from = self.prompt + self.said.reply.called_from();
+        let from = self.prompt + self.reply_state.reply.called_from();
         let repaired = self.judge_from(from, text)?;
         if repaired || self.has_ended() {
             return Ok(repaired);
         }
         // What the client has is not rewound, but for the tag of the next call.
-        match self.said.reply.call_from() {
-            Some(next) => self.kept = self.prompt + next,
-            None => self.set_floor(),
+        match self.reply_state.reply.call_from() {
+            Some(next) => self.rewind_limit = self.prompt + next,
+            None => self.start_phase(),
         }
         Ok(false)
     }
@@ -125,7 +125,7 @@ impl Sequence {
     /// Puts `words` in the place of what stands behind `from` tokens; false where the call is
     /// accepted instead.
     fn repair(&mut self, from: usize, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
-        let (name, at) = (&call.function.name, self.replied());
+        let (name, at) = (&call.function.name, self.reply_len());
         if self.progress.repairs == REPAIRS {
             self.note(format!("accepted a call of `{name}`: {REPAIRS} were repaired already"));
             return Ok(false);
@@ -142,8 +142,8 @@ impl Sequence {
         self.note(format!("took back a call of `{name}` after {at} tokens"));
         let mut tokens = Vec::new();
         // The tag that began this call ended the one before it.
-        if self.said.reply.in_call() {
-            tokens.extend(self.said.reply.closing_call(text)?);
+        if self.reply_state.reply.in_call() {
+            tokens.extend(self.reply_state.reply.closing_call(text)?);
         }
         tokens.extend(text.encode_plain(words)?);
         self.inject(tokens, "injected text", "a call to repair", text)?;
@@ -151,7 +151,7 @@ impl Sequence {
     }
 
     fn refuse(&mut self, call: &ToolCall, reason: String) {
-        let (name, at) = (&call.function.name, self.replied());
+        let (name, at) = (&call.function.name, self.reply_len());
         self.note(format!("stopped after {at} tokens, on a call of `{name}`: {reason}"));
         self.end(FinishReason::Policy(reason));
     }

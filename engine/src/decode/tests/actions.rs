@@ -6,7 +6,7 @@ use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::apply::INJECTED_TOKENS;
 use crate::decode::rewind::REWOUND_TOKENS;
-use crate::decode::verify::Way;
+use crate::decode::verify::DecodePath;
 use crate::policy::{Action, Ban, Bias, Replacement, Resample, SamplingChange, Step, TokenBias};
 use crate::request::{FinishReason, Request, Sampling, SamplingWish};
 
@@ -43,22 +43,22 @@ fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + 'static) -> Scrip
     })
 }
 
-/// The ways to compute a reply, the plain one first.
-const WAYS: [Way; 3] = [Way::Plain, Way::Rewound, Way::Drafted(DraftKind::Ngram)];
+/// The paths to compute a reply, the plain one first.
+const PATHS: [DecodePath; 3] = [DecodePath::Plain, DecodePath::Rewound, DecodePath::Drafted(DraftKind::Ngram)];
 
-/// Runs the same script in all ways and checks that the tokens are the same; returns the plain reply.
-fn in_all_ways(
+/// Runs the same script in all paths and checks that the tokens are the same; returns the plain reply.
+fn on_all_paths(
     decoder: &mut crate::decode::Decoder,
     request: &Request,
     script: impl Fn() -> Script,
 ) -> Ran {
-    let plain = run_plainly(decoder, request, script());
-    for way in WAYS {
-        let ran = run(decoder, request, script(), way, Some(&plain.tokens));
-        assert_eq!(ran.reply(), plain.reply(), "{way:?}");
-        assert_eq!((&ran.reasoning, &ran.answer), (&plain.reasoning, &plain.answer), "{way:?}");
-        assert_eq!(ran.notes, plain.notes, "{way:?}");
-        if way == Way::Rewound {
+    let plain = run_plain(decoder, request, script());
+    for path in PATHS {
+        let ran = run(decoder, request, script(), path, Some(&plain.tokens));
+        assert_eq!(ran.reply(), plain.reply(), "{path:?}");
+        assert_eq!((&ran.reasoning, &ran.answer), (&plain.reasoning, &plain.answer), "{path:?}");
+        assert_eq!(ran.notes, plain.notes, "{path:?}");
+        if path == DecodePath::Rewound {
             assert!(ran.usage.drafted_tokens > ran.usage.accepted_tokens, "{:?}", ran.usage);
         }
     }
@@ -126,8 +126,8 @@ fn a_rewound_reply_goes_on_as_one_that_never_said_what_was_taken_back() {
         let decoder = &mut family(name, quantized(bits), false);
         let request = ask("Where does the fox live?", true, 80);
         for count in [1, 7, 30, 1000] {
-            let plain = in_all_ways(decoder, &request, || rewinds(count, 0));
-            let checkpoints = in_all_ways(decoder, &request, || rewinds(count, 16));
+            let plain = on_all_paths(decoder, &request, || rewinds(count, 0));
+            let checkpoints = on_all_paths(decoder, &request, || rewinds(count, 16));
             assert_eq!(plain.tokens, checkpoints.tokens, "{name}, {bits} bits, {count}");
             let (thought, answer) = (count.min(45), count.min(50));
             for what in [
@@ -148,7 +148,7 @@ fn a_rewound_reply_goes_on_as_one_that_never_said_what_was_taken_back() {
     }
 }
 
-/// Drawn, not greedy, and without text: after the rewind a ban makes the reply another one.
+/// Sampled, not greedy, and without text: after the rewind a ban makes the reply another one.
 #[test]
 fn a_drawn_reply_is_rewound_alike_in_all_ways() {
     for name in FAMILIES {
@@ -166,7 +166,7 @@ fn a_drawn_reply_is_rewound_alike_in_all_ways() {
                 script.plan.checkpoint_every = every;
                 script
             };
-            let ran = in_all_ways(decoder, &request, script);
+            let ran = on_all_paths(decoder, &request, script);
             assert!(ran.noted("rewound"), "{:?}", ran.notes);
             assert_eq!(ran.reply().len(), 60);
             check_draws(decoder, &ran, &warm, &[]);
@@ -180,7 +180,7 @@ fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
         decoder.store_min_tokens = 1;
-        for (way, every) in [(Way::Plain, 0), (Way::Plain, 16), (Way::Rewound, 16)] {
+        for (path, every) in [(DecodePath::Plain, 0), (DecodePath::Plain, 16), (DecodePath::Rewound, 16)] {
             let request = ask("Where does the hare live?", false, 60);
             // Rewinds at the very end as well, and stops there.
             let script = move || {
@@ -197,10 +197,10 @@ fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
                 script.plan.checkpoint_every = every;
                 script
             };
-            let plain = run_plainly(decoder, &request, script());
+            let plain = run_plain(decoder, &request, script());
             decoder.prefixes =
                 crate::prefix::Prefixes::new(decoder.prefixes.empty(), 1 << 26, None, 0).unwrap();
-            let ran = run(decoder, &request, script(), way, Some(&plain.tokens));
+            let ran = run(decoder, &request, script(), path, Some(&plain.tokens));
             assert_eq!(ran.tokens, plain.tokens);
             assert_eq!(ran.reason, FinishReason::Policy("enough".into()));
             // What stands behind the stop is dropped.
@@ -232,7 +232,7 @@ fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
 fn text_that_a_streaming_client_has_is_not_taken_back_but_its_thought_is() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let request = Request { revisable: false, ..ask("Where?", true, 60) };
-    let ran = in_all_ways(decoder, &request, || rewinds(10, 16));
+    let ran = on_all_paths(decoder, &request, || rewinds(10, 16));
     assert!(ran.noted("rewound 10 tokens after 45 tokens"), "{:?}", ran.notes);
     assert!(ran.noted("the client has that text already"), "{:?}", ran.notes);
     assert!(ran.rewound.iter().all(|(_, answer)| *answer == 0), "{:?}", ran.rewound);
@@ -251,7 +251,7 @@ fn a_rewind_tells_of_what_was_sent_alone() {
             20 => vec![Action::Rewind(count), Action::Stop("done".into())],
             _ => Vec::new(),
         });
-        let ran = run_plainly(decoder, &request, script);
+        let ran = run_plain(decoder, &request, script);
         assert_eq!(ran.rewound.iter().map(|(_, answer)| answer).sum::<usize>(), taken);
         assert!(ran.answer.ends_with(left), "{ran:?}");
     }
@@ -266,7 +266,7 @@ fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
         _ => Vec::new(),
     });
     script.rewound = REWOUND_TOKENS - 120;
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy rewound more than {REWOUND_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));
     assert_eq!((ran.rewound.len(), ran.reply().len()), (2, 60));
@@ -274,7 +274,7 @@ fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
     let script = markers_banned(|_| vec![inject(&"again and ".repeat(100))]);
     let request = Request { max_tokens: Some(50_000), ..request };
     decoder.context = 50_000;
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));
 }
@@ -283,7 +283,7 @@ fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
 fn a_reply_has_so_many_notes() {
     let decoder = &mut family("llama", Config::default(), false);
     let script = markers_banned(|_| vec![inject(""), ban(&[], 1)]);
-    let ran = run_plainly(decoder, &ask("Where?", false, 140), script);
+    let ran = run_plain(decoder, &ask("Where?", false, 140), script);
     assert_eq!((ran.notes.len(), ran.notes[256].as_str()), (257, "and more"));
 }
 
@@ -293,7 +293,7 @@ fn a_banned_token_is_never_drawn_greedy_or_not_in_any_way() {
     for temperature in [0.0, 1.0] {
         let mut request = ask("Where does the bear live?", false, 64);
         request.sampling.temperature = Some(temperature);
-        let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+        let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
         // Each token of the free reply behind the first ten, in two bans that unite.
         let banned: Vec<u32> = free.reply()[10..40].to_vec();
         let (first, second) = (banned[..15].to_vec(), banned[15..].to_vec());
@@ -307,7 +307,7 @@ fn a_banned_token_is_never_drawn_greedy_or_not_in_any_way() {
                 _ => Vec::new(),
             })
         };
-        let ran = in_all_ways(decoder, &request, script);
+        let ran = on_all_paths(decoder, &request, script);
         assert_eq!(ran.reply()[..10], free.reply()[..10]);
         assert!(!ran.reply()[10..].iter().any(|token| first.contains(token)), "{ran:?}");
         assert!(!ran.reply()[12..].iter().any(|token| second.contains(token)), "{ran:?}");
@@ -320,7 +320,7 @@ fn a_ban_for_one_token_changes_the_next_draw_to_the_second_likeliest_and_no_othe
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
         let request = ask("Where does the otter live?", false, 40);
-        let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+        let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
         let next = free.reply()[20];
         let script = || {
             markers_banned(
@@ -329,7 +329,7 @@ fn a_ban_for_one_token_changes_the_next_draw_to_the_second_likeliest_and_no_othe
                 },
             )
         };
-        let ran = in_all_ways(decoder, &request, script);
+        let ran = on_all_paths(decoder, &request, script);
         assert_eq!(ran.reply()[..20], free.reply()[..20]);
         let greedy = Sampling::default();
         let second = plain_draws(decoder, &ran, &greedy, &[&MARKERS[..], &[next]].concat())[20];
@@ -343,7 +343,7 @@ fn a_ban_for_one_token_changes_the_next_draw_to_the_second_likeliest_and_no_othe
 fn a_bias_forces_or_excludes_a_token_and_the_latest_counts() {
     let decoder = &mut family("llama", Config::default(), false);
     let request = ask("Where?", false, 30);
-    let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+    let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
     let (forced, excluded) = (u32::from(b'Q'), free.reply()[25]);
     let script = || {
         markers_banned(move |step| match step.index {
@@ -355,7 +355,7 @@ fn a_bias_forces_or_excludes_a_token_and_the_latest_counts() {
             _ => Vec::new(),
         })
     };
-    let ran = in_all_ways(decoder, &request, script);
+    let ran = on_all_paths(decoder, &request, script);
     assert_eq!(ran.reply()[5..8], [forced; 3]);
     assert_eq!(ran.reply()[10..12], [forced; 2]);
     assert!(!ran.reply()[12..21].contains(&forced), "{ran:?}");
@@ -383,23 +383,23 @@ fn a_ban_of_all_tokens_ends_the_request() {
             script
         };
         let request = ask("Where?", false, 12);
-        let ran = in_all_ways_but_drafted(decoder, &request, || script(None));
+        let ran = on_all_paths_but_drafted(decoder, &request, || script(None));
         assert_eq!(ran.reason, FinishReason::Policy("every token there is is banned".into()));
         assert_eq!(ran.reply().len(), 8);
         assert!(ran.noted("every token there is is banned"), "{:?}", ran.notes);
-        let ran = run_plainly(decoder, &request, script(Some(66)));
+        let ran = run_plain(decoder, &request, script(Some(66)));
         assert_eq!(ran.reply()[8..], [66; 4]);
     }
 }
 
-/// As [`in_all_ways`], where too little is said for a draft to be wrong.
-fn in_all_ways_but_drafted(
+/// As [`on_all_paths`], where too little is said for a draft to be wrong.
+fn on_all_paths_but_drafted(
     decoder: &mut crate::decode::Decoder,
     request: &Request,
     script: impl Fn() -> Script,
 ) -> Ran {
-    let plain = run_plainly(decoder, request, script());
-    let ran = run(decoder, request, script(), Way::Drafted(DraftKind::Ngram), None);
+    let plain = run_plain(decoder, request, script());
+    let ran = run(decoder, request, script(), DecodePath::Drafted(DraftKind::Ngram), None);
     assert_eq!(ran.reply(), plain.reply());
     plain
 }
@@ -416,7 +416,7 @@ fn sampling_changes_for_some_tokens_and_back() {
             _ => Vec::new(),
         })
     };
-    let ran = in_all_ways(decoder, &request, script);
+    let ran = on_all_paths(decoder, &request, script);
     let greedy = plain_draws(decoder, &ran, &Sampling::default(), &MARKERS);
     let hot = Sampling { temperature: 5.0, ..Sampling::default() };
     let drawn = plain_draws(decoder, &ran, &hot, &MARKERS);
@@ -435,11 +435,11 @@ fn a_plan_decides_on_sampling_whatever_the_client_asked_for() {
     request.sampling = SamplingWish { temperature: Some(2.0), seed: Some(7), ..Default::default() };
     let mut script = markers_banned(|_| Vec::new());
     script.plan.sampling.temperature = Some(0.0);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     check_draws(decoder, &ran, &Sampling::default(), &[]);
 }
 
-/// Given the other way round, with a second rewind and something behind the stop.
+/// Given the other path round, with a second rewind and something behind the stop.
 #[test]
 fn actions_apply_in_a_fixed_order() {
     let decoder = &mut family("llama", Config::default(), false);
@@ -456,8 +456,8 @@ fn actions_apply_in_a_fixed_order() {
             actions
         })
     };
-    let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
-    let ran = in_all_ways_but_drafted(decoder, &request, script);
+    let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
+    let ran = on_all_paths_but_drafted(decoder, &request, script);
     let expected = [&free.reply()[..12], &b"one two".map(u32::from)].concat();
     assert_eq!(ran.reply(), expected);
     assert_eq!(ran.reason, FinishReason::Policy("why".into()));
@@ -492,7 +492,7 @@ fn steps_show_what_was_committed_and_not_taken_back() {
         if step.index == 2 { vec![ban(&MARKERS, 0)] } else { Vec::new() }
     });
     script.plan.every = 2;
-    let ran = run_plainly(decoder, &ask("Where?", false, 50), script);
+    let ran = run_plain(decoder, &ask("Where?", false, 50), script);
     assert_eq!(ran.notes.iter().filter(|note| note.contains("rewound 4")).count(), 2);
 }
 
@@ -511,7 +511,7 @@ fn prompts_that_differ_in_what_a_policy_strips_share_their_state() {
             let (old, new) = (header(hour), String::new());
             script.replacements = vec![Replacement { message: 0, old, new }];
         }
-        run_plainly(decoder, &request, script)
+        run_plain(decoder, &request, script)
     };
     let (first, second) = (ran(7, true), ran(8, true));
     assert_eq!(first.usage.cached_tokens, 0);
@@ -535,10 +535,10 @@ fn the_next_turn_of_an_edited_prompt_reuses_the_one_before() {
         script.replacements = vec![Replacement { message: 0, old, new }];
         script
     };
-    let first = run_plainly(decoder, &request, script("At 7: "));
+    let first = run_plain(decoder, &request, script("At 7: "));
     request.messages[0].content = "At 8: be brief.".into();
     request.messages.extend([message("it", &first.answer), message("user", "Why?")]);
-    let second = run_plainly(decoder, &request, script("At 8: "));
+    let second = run_plain(decoder, &request, script("At 8: "));
     assert!(second.usage.cached_tokens as usize + 8 > first.prompt, "{:?}", second.usage);
 }
 
@@ -570,10 +570,10 @@ fn drafts_of_all_kinds_go_on_behind_what_was_taken_back_and_put_in() {
     };
     for count in [1, 6, 18] {
         let script = script(count);
-        let plain = run_plainly(&mut decoder, &request, script());
+        let plain = run_plain(&mut decoder, &request, script());
         assert!(plain.noted(&format!("rewound {count} tokens")), "{:?}", plain.notes);
         for kind in DraftKind::ALL {
-            let ran = run(&mut decoder, &request, script(), Way::Drafted(kind), None);
+            let ran = run(&mut decoder, &request, script(), DecodePath::Drafted(kind), None);
             assert_eq!(ran.tokens, plain.tokens, "{kind:?}, {count}");
             assert_eq!(ran.notes, plain.notes, "{kind:?}, {count}");
             assert!(ran.usage.accepted_tokens > 0, "{kind:?}: {:?}", ran.usage);

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use super::super::Decoder;
 use super::super::governor::Costs;
 use super::super::sample::sample;
-use super::super::verify::Way;
+use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::engine::Job;
@@ -187,7 +187,7 @@ pub fn run(
     decoder: &mut Decoder,
     request: &Request,
     script: Script,
-    way: Way,
+    path: DecodePath,
     plain: Option<&[u32]>,
 ) -> Ran {
     let (events, mut receiver) = mpsc::unbounded_channel();
@@ -196,10 +196,10 @@ pub fn run(
     let steering = Steering { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
     let mut sequence = decoder.admit_with(&job, steering).unwrap();
     sequence.progress.rewound = rewound;
-    decoder.prepare(&mut sequence, way, plain);
+    decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
     while !running[0].has_ended() {
-        decoder.step(&mut running).unwrap();
+        decoder.advance(&mut running).unwrap();
     }
     let mut sequence = running.pop().unwrap();
     assert!(sequence.take_failure().is_none());
@@ -252,8 +252,8 @@ pub fn run(
 }
 
 /// [`run`], one token a pass.
-pub fn run_plainly(decoder: &mut Decoder, request: &Request, script: Script) -> Ran {
-    run(decoder, request, script, Way::Plain, None)
+pub fn run_plain(decoder: &mut Decoder, request: &Request, script: Script) -> Ran {
+    run(decoder, request, script, DecodePath::Plain, None)
 }
 
 /// Logits [R, V] behind each of `tokens`, all computed at once from nothing.

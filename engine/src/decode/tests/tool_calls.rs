@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::verify::Way;
+use crate::decode::verify::DecodePath;
 use crate::policy::{Action, Bias, REPAIRS, Step, TokenBias, ToolCallView, Verdict};
 use crate::request::{FinishReason, FunctionCall, Request, Sampling, ToolCall};
 
@@ -71,7 +71,7 @@ fn a_call_is_judged_before_the_client_gets_it() {
     let request = with_tools(false, 200);
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[Verdict::Accept]);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 1);
     let view = seen.borrow()[0].clone();
     assert_eq!((view.name.as_str(), view.index), ("look", 0));
@@ -82,7 +82,7 @@ fn a_call_is_judged_before_the_client_gets_it() {
         writes(call(CALL, CLOSE_CALL), |_| Vec::new()),
         &[Verdict::Stop("no more calls".into())],
     );
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!((ran.calls.len(), ran.reason), (0, FinishReason::Policy("no more calls".into())));
 }
 
@@ -94,7 +94,7 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
             let decoder = &mut family(name, Config::default(), call_tokens);
             // A half character in front of a call is made whole by it, and told.
             let mut request = with_tools(false, 150);
-            while run_plainly(decoder, &request, Script::new(|_| Vec::new())).reply()[0] > 127 {
+            while run_plain(decoder, &request, Script::new(|_| Vec::new())).reply()[0] > 127 {
                 request.messages[0].content.push('?');
             }
             let text = if call_tokens {
@@ -106,14 +106,14 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
                 let verdicts = [Verdict::Repair("Look again: ".into())];
                 judged(writes(text.clone(), |_| Vec::new()), &verdicts).0
             };
-            let ran = run_plainly(decoder, &request, script());
+            let ran = run_plain(decoder, &request, script());
             assert_eq!(ran.calls.len(), 0, "{ran:?}");
             assert_eq!(ran.reply()[1..13], bytes("Look again: "), "{ran:?}");
             assert_eq!(ran.rewound, []);
             assert!(ran.noted("took back a call of `look`"), "{:?}", ran.notes);
             let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
             assert_eq!(ran.reply()[13..], plain[13..]);
-            let ran = run(decoder, &request, script(), Way::Drafted(DraftKind::Ngram), None);
+            let ran = run(decoder, &request, script(), DecodePath::Drafted(DraftKind::Ngram), None);
             assert_eq!(ran.reply()[13..], plain[13..]);
         }
     }
@@ -134,7 +134,7 @@ fn calls_are_repaired_so_often_and_then_accepted() {
     };
     let verdicts = vec![Verdict::Repair("Again. ".into()); 10];
     let (script, seen) = judged(steps, &verdicts);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert!(!ran.calls.is_empty());
     assert_eq!(seen.borrow().len(), ran.calls.len() + REPAIRS as usize);
     let index: Vec<u32> = seen.borrow().iter().map(|view| view.index).collect();
@@ -150,12 +150,12 @@ fn a_call_that_the_end_of_the_turn_completes_is_judged_as_well() {
         let end = |_: &Step| Vec::new();
         judged(writes(call(CALL, END), end), &[verdict]).0
     };
-    let ran = run_plainly(decoder, &request, script(Verdict::Accept));
+    let ran = run_plain(decoder, &request, script(Verdict::Accept));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (1, FinishReason::ToolCalls));
     assert_eq!(ran.tokens.last(), Some(&END));
-    let ran = run_plainly(decoder, &request, script(Verdict::Stop("why".into())));
+    let ran = run_plain(decoder, &request, script(Verdict::Stop("why".into())));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Policy("why".into())));
-    let ran = run_plainly(decoder, &request, script(Verdict::Repair("Well: ".into())));
+    let ran = run_plain(decoder, &request, script(Verdict::Repair("Well: ".into())));
     assert_eq!(ran.calls.len(), 0);
     assert_eq!(ran.reply()[1..7], bytes("Well: "));
     let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
@@ -163,7 +163,7 @@ fn a_call_that_the_end_of_the_turn_completes_is_judged_as_well() {
     // Where the limit completes it there is no room for a repair.
     let length = 1 + 1 + CALL.len() as u32;
     let short = Request { max_tokens: Some(length), ..request };
-    let ran = run_plainly(decoder, &short, script(Verdict::Repair("Well: ".into())));
+    let ran = run_plain(decoder, &short, script(Verdict::Repair("Well: ".into())));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Length));
     assert!(ran.noted("no room is left to repair it"), "{:?}", ran.notes);
 }
@@ -177,7 +177,7 @@ fn of_several_calls_each_is_judged_and_repaired_alone() {
     let text = [&[OPEN_CALL][..], &bytes(CALL), &call(second, CLOSE_CALL)].concat();
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(text.clone(), end), &[]);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 2);
     let seen = seen.borrow();
     assert_eq!((seen[1].index, seen[1].earlier.len()), (1, 1));
@@ -186,7 +186,7 @@ fn of_several_calls_each_is_judged_and_repaired_alone() {
 
     let verdicts = [Verdict::Accept, Verdict::Repair("Enough.".into())];
     let (script, _) = judged(writes(text, end), &verdicts);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 1, "{ran:?}");
     let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Enough.")].concat();
     assert!(ran.reply()[1..].starts_with(&expected), "{ran:?}");
@@ -194,10 +194,10 @@ fn of_several_calls_each_is_judged_and_repaired_alone() {
     // Two in one pair of tags are sent together or not at all.
     let both = format!("[{CALL}, {second}]");
     let (script, seen) = judged(writes(call(&both, CLOSE_CALL), end), &verdicts);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!((seen.borrow().len(), ran.calls.len()), (2, 0));
     let (script, _) = judged(writes(call(&both, CLOSE_CALL), end), &[]);
-    assert_eq!(run_plainly(decoder, &request, script).calls.len(), 2);
+    assert_eq!(run_plain(decoder, &request, script).calls.len(), 2);
 }
 
 /// A rewind inside of a call forgets all of it, tag included, and no call that the client has.
@@ -215,7 +215,7 @@ fn a_call_is_rewound_to_where_it_began_and_not_further() {
         }
         vec![Action::Rewind(1000), Action::Inject("Done.".into()), Action::Stop("why".into())]
     });
-    let ran = run_plainly(decoder, &request, judged(steps, &[]).0);
+    let ran = run_plain(decoder, &request, judged(steps, &[]).0);
     let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Done.")].concat();
     assert_eq!(ran.reply()[1..], expected);
     assert_eq!(ran.calls.len(), 1);
@@ -229,7 +229,7 @@ fn a_call_in_a_thought_is_repaired_within_it() {
     let text = [&call(CALL, CLOSE_THOUGHT)[..], &bytes("x")].concat();
     let steps = writes(text, |_| vec![Action::Stop("enough".into())]);
     let (script, _) = judged(steps, &[Verdict::Repair("Hm, ".into())]);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 0);
     assert_eq!(ran.reply()[1..5], bytes("Hm, "));
     assert!(ran.usage.reasoning_tokens > 0 && ran.usage.answer_tokens == 0, "{:?}", ran.usage);
@@ -261,7 +261,7 @@ fn a_policy_sees_the_calls_and_results_of_the_conversation() {
     request.messages.extend([assistant, result(Some("two"), "same"), result(None, "same")]);
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[]);
-    run_plainly(decoder, &request, script);
+    run_plain(decoder, &request, script);
     let view = &seen.borrow()[0];
     let [one, two, three] = &view.earlier[..] else { panic!("{view:?}") };
     assert_eq!(one.arguments, view.digest);

@@ -23,7 +23,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`crate::Error::Template`] as rendering the request itself.
-    pub(super) fn anchors(
+    pub(super) fn save_points(
         &self,
         request: &Request,
         thinking: Option<bool>,
@@ -34,18 +34,18 @@ impl Decoder {
         if every.is_none() && plan.keep.is_none() {
             return Ok(vec![(prompt.len(), Keep::default())]);
         }
-        let mut anchors = Vec::new();
-        if let Some(keep) = kept(plan, Anchor::System) {
+        let mut save_points = Vec::new();
+        if let Some(keep) = retention(plan, Anchor::System) {
             let system = request.messages.iter().take_while(|m| is_system(m)).count();
             // Templates may refuse so short a conversation; then there is no such anchor.
             let head = self.beginning(request, system, thinking, "user").unwrap_or_default();
-            anchors.push((shared(&head, prompt), keep));
+            save_points.push((shared(&head, prompt), keep));
         }
         let is_end = |token: &u32| self.text.eos().contains(token);
         let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
         let mut turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
         let end = turns.pop_if(|last| *last + GENERATION_PROMPT >= prompt.len());
-        if let Some(keep) = kept(plan, Anchor::Prompt) {
+        if let Some(keep) = retention(plan, Anchor::Prompt) {
             let at = match (every, end) {
                 (None, _) => prompt.len(),
                 (_, Some(end)) => end,
@@ -57,9 +57,9 @@ impl Decoder {
                     shared(&self.text.encode(&body)?, prompt)
                 }
             };
-            anchors.push((at, keep));
+            save_points.push((at, keep));
         }
-        if let Some(keep) = kept(plan, Anchor::Turns) {
+        if let Some(keep) = retention(plan, Anchor::Turns) {
             if every.is_none() {
                 // The last of them has all others in it.
                 turns.drain(..turns.len().saturating_sub(1));
@@ -67,16 +67,16 @@ impl Decoder {
             // Of short messages not every one is worth a state.
             let (apart, regular) = every.map_or((1, usize::MAX), |every| (every / 8, every));
             for at in turns.into_iter().rev().chain((regular..prompt.len()).step_by(regular)) {
-                if !anchors.iter().any(|(anchor, _)| anchor.abs_diff(at) < apart) {
-                    anchors.push((at, keep));
+                if !save_points.iter().any(|(anchor, _)| anchor.abs_diff(at) < apart) {
+                    save_points.push((at, keep));
                 }
             }
         }
-        anchors.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
+        save_points.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
         // Of two in one place the longer.
-        anchors.sort_unstable_by_key(|&(at, keep)| (at, Reverse(keep.seconds)));
-        anchors.dedup_by_key(|&mut (at, _)| at);
-        Ok(anchors)
+        save_points.sort_unstable_by_key(|&(at, keep)| (at, Reverse(keep.seconds)));
+        save_points.dedup_by_key(|&mut (at, _)| at);
+        Ok(save_points)
     }
 
     /// What every prompt begins with whose conversation goes on from the first `count` messages of
@@ -106,8 +106,8 @@ impl Decoder {
     }
 }
 
-/// For how long `plan` keeps the state at these anchors; none where it does not.
-pub(super) fn kept(plan: &Plan, at: Anchor) -> Option<Keep> {
+/// For how long `plan` keeps the state at these save_points; none where it does not.
+pub(super) fn retention(plan: &Plan, at: Anchor) -> Option<Keep> {
     let Some(keeps) = &plan.keep else { return Some(Keep::default()) };
     let seconds = keeps.iter().filter(|keep| keep.at == at).map(|keep| keep.seconds).max();
     seconds.map(|seconds| Keep { seconds })

@@ -27,7 +27,7 @@ const WAITING: usize = 64;
 
 /// What is still to be computed.
 #[derive(Default)]
-pub struct Ahead {
+pub struct Prefetch {
     waiting: VecDeque<Expected>,
     running: Option<Running>,
 }
@@ -55,7 +55,7 @@ struct Beginning {
     tools: Vec<Value>,
 }
 
-impl Ahead {
+impl Prefetch {
     /// Lets go of what is being computed, so that a request can run; it is begun again later.
     pub fn interrupt(&mut self) {
         if let Some(running) = self.running.take() {
@@ -97,22 +97,22 @@ impl Ahead {
 
 impl Decoder {
     /// Computes a little of what waits; false where nothing does.
-    pub(super) fn work_ahead(&mut self) -> bool {
-        let begun = match self.ahead.running.take() {
+    pub(super) fn prefetch_chunk(&mut self) -> bool {
+        let begun = match self.prefetch.running.take() {
             Some(running) => Ok(running),
             // The newest is the one that is likeliest to be asked for next.
-            None => match self.ahead.waiting.pop_back() {
+            None => match self.prefetch.waiting.pop_back() {
                 Some(expected) => self.begin(expected),
                 None => return false,
             },
         };
         let went_on = begun.and_then(|mut running| {
-            self.run_ahead(&mut running)?;
+            self.run_prefetch(&mut running)?;
             Ok(running)
         });
         match went_on {
             Ok(running) if running.cache.position < running.tokens.len() => {
-                self.ahead.running = Some(running);
+                self.prefetch.running = Some(running);
             }
             Ok(_) => {}
             // A template that refuses such a conversation, most likely: then it is not foreseen.
@@ -134,7 +134,7 @@ impl Decoder {
     }
 
     /// One chunk, and the state at its end where it is worth saving.
-    fn run_ahead(&mut self, running: &mut Running) -> Result<()> {
+    fn run_prefetch(&mut self, running: &mut Running) -> Result<()> {
         let Running { expected, tokens, cache } = running;
         let from = cache.position;
         if from >= tokens.len() {
@@ -146,7 +146,7 @@ impl Decoder {
         let rows = (end - from) as i32;
         let ids = Array::from_slice(&tokens[from..end], &[rows]);
         self.model.forward(&ids, &mut [Span { rows, cache }], self.pass())?;
-        eval(&cache.state()?)?;
+        eval(&cache.arrays()?)?;
         self.prefixes.reporter().count(|counts| counts.ahead_tokens += (end - from) as u64);
         if end == tokens.len() {
             self.prefixes.save(cache, tokens, expected.keep)?;
