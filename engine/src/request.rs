@@ -22,13 +22,13 @@ pub struct Request {
     /// Further variables for the chat template (`chat_template_kwargs` without `enable_thinking`).
     pub template_variables: Map<String, Value>,
     /// Whether the client wants a thought; `None` leaves it to the policy.
-    pub thinking: Option<bool>,
+    pub reasoning: Option<bool>,
     /// Most tokens a thought may have, if the client says so.
-    pub think_budget: Option<u32>,
+    pub reasoning_budget: Option<u32>,
     /// Most tokens the answer may have (thoughts not counted); `None` is the configured default.
     pub max_tokens: Option<u32>,
     /// What the client said about sampling.
-    pub sampling: SamplingWish,
+    pub sampling: SamplingOverrides,
     /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
     /// Whether parts of the answer can be taken back: not where they are on their way to the client
@@ -83,7 +83,7 @@ pub struct FunctionCall {
 
 /// Sampling parameters as far as the client gave them.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct SamplingWish {
+pub struct SamplingOverrides {
     /// 0 is greedy.
     pub temperature: Option<f32>,
     /// Smallest set of tokens with at least this probability mass, in (0, 1].

@@ -78,7 +78,13 @@ pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
             Prompt::Conversation { messages, thinking } => (messages, thinking),
         };
         let id = format!("prompt {i}");
-        Request { id, profile: "default".into(), messages, thinking, ..Request::default() }
+        Request {
+            id,
+            profile: "default".into(),
+            messages,
+            reasoning: thinking,
+            ..Request::default()
+        }
     };
     Ok((1..).zip(prompts).map(request).collect())
 }

@@ -30,7 +30,7 @@ fn clocked(profile: &str, time: &str, id: u32) -> Request {
     );
     let mut request = ask("What is the capital of Peru?");
     request.messages.insert(0, message("system", &system));
-    Request { profile: profile.into(), thinking: Some(false), ..request }
+    Request { profile: profile.into(), reasoning: Some(false), ..request }
 }
 
 #[test]

@@ -45,7 +45,7 @@ fn question(profile: &str, who: &str, about: &str) -> Request {
     Request {
         profile: profile.into(),
         messages: vec![message("system", &system.join(" ")), message("user", about)],
-        thinking: Some(false),
+        reasoning: Some(false),
         max_tokens: Some(8),
         ..ask(about)
     }

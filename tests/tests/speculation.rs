@@ -14,7 +14,7 @@ fn requests(kinds: &[&str], of_each: usize) -> Vec<Request> {
         id: prompt["kind"].as_str().unwrap().into(),
         profile: "default".into(),
         messages: serde_json::from_value::<Vec<Message>>(prompt["messages"].clone()).unwrap(),
-        thinking: prompt["thinking"].as_bool(),
+        reasoning: prompt["thinking"].as_bool(),
         ..Request::default()
     };
     let of_kind = |kind: &&str| {

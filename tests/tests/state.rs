@@ -29,7 +29,7 @@ fn question(about: &str) -> Request {
     let system: Vec<String> = (0..30).map(line).collect();
     Request {
         messages: vec![message("system", &system.join(" ")), message("user", about)],
-        thinking: Some(true),
+        reasoning: Some(true),
         ..ask(about)
     }
 }

@@ -19,7 +19,7 @@ use crate::policy::{
     Anchor, CHECKPOINT_EVERY, Plan, Policy, PromptView, Replacement, RequestView, SamplingChange,
     Steering, USER_BYTES, prompt,
 };
-use crate::request::{Event, Message, Request, Sampling, SamplingWish};
+use crate::request::{Event, Message, Request, Sampling, SamplingOverrides};
 
 impl Decoder {
     /// Prepares a request; nothing has run when this returns.
@@ -43,9 +43,10 @@ impl Decoder {
         let (mut request, cut) = bounded(&job.request, limits, self.max_tokens);
         let replaced = ask_about_prompt(&mut request, &params, policy.as_mut())?;
         let request = &request;
-        let can_think = self.text.thinks();
+        let can_think = self.text.supports_reasoning();
         // A bound of zero tokens is a wish not to think.
-        let wish = if request.think_budget == Some(0) { Some(false) } else { request.thinking };
+        let wish =
+            if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
         let mut thinking = can_think.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(request, thinking)?;
         let seed = request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
@@ -142,7 +143,7 @@ impl Decoder {
             let name = tool.get("function").unwrap_or(tool).get("name");
             name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
         };
-        let SamplingWish { temperature, top_p, top_k, min_p, .. } = request.sampling;
+        let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
         RequestView {
             id: request.id.clone(),
             profile: request.profile.clone(),
@@ -155,9 +156,9 @@ impl Decoder {
             system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
             user: user[..user.floor_char_boundary(USER_BYTES)].to_string(),
             tools: request.tools.iter().map(name).collect(),
-            can_think: self.text.thinks(),
-            thinking: request.thinking,
-            think_budget: request.think_budget,
+            can_think: self.text.supports_reasoning(),
+            thinking: request.reasoning,
+            think_budget: request.reasoning_budget,
             max_tokens: request.max_tokens,
             sampling: SamplingChange { temperature, top_p, top_k, min_p },
             seed,
@@ -175,7 +176,7 @@ impl Decoder {
         let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
         let think = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
         let of_profile = (profile.think_budget > 0).then_some(profile.think_budget);
-        let bounds = [plan.think_budget, request.think_budget, of_profile];
+        let bounds = [plan.think_budget, request.reasoning_budget, of_profile];
         Limits {
             think: bounds.into_iter().flatten().fold(think, u32::min),
             answer: request.max_tokens.unwrap_or(self.max_tokens),
@@ -190,7 +191,7 @@ impl Decoder {
 
     /// The policy's plan, else the client's wish, else the profile's, else the model's own default.
     fn sampling(&self, request: &Request, plan: &Plan) -> Sampling {
-        let SamplingWish { temperature, top_p, top_k, min_p, .. } = request.sampling;
+        let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
         let profile = self.profiles.get(&request.profile).and_then(|p| p.sampling);
         let default = profile.unwrap_or_else(|| self.text.sampling());
         let planned = plan.sampling;
@@ -253,7 +254,7 @@ fn bounded(request: &Request, limits: ProfileLimits, max_tokens: u32) -> (Reques
     };
     bound("max_tokens", &mut request.max_tokens, limits.max_tokens);
     // Where the client names none, the limit counts beside the policy's: see `Decoder::limits`.
-    bound("the thought's budget of", &mut request.think_budget, limits.think_budget);
+    bound("the thought's budget of", &mut request.reasoning_budget, limits.think_budget);
     if limits.max_tokens > 0 {
         request.max_tokens.get_or_insert(limits.max_tokens.min(max_tokens));
     }
@@ -267,10 +268,10 @@ mod tests {
     #[test]
     fn a_profile_bounds_thought_and_answer_and_says_where_it_cut_what_was_asked() {
         let limits = ProfileLimits { max_tokens: 100, think_budget: 50, ..Default::default() };
-        let ask = |max_tokens, think_budget, limits| {
-            let request = Request { max_tokens, think_budget, ..Request::default() };
+        let ask = |max_tokens, reasoning_budget, limits| {
+            let request = Request { max_tokens, reasoning_budget, ..Request::default() };
             let (request, cut) = bounded(&request, limits, 4096);
-            ((request.max_tokens, request.think_budget), cut)
+            ((request.max_tokens, request.reasoning_budget), cut)
         };
         assert_eq!(ask(None, None, limits), ((Some(100), None), vec![]));
         assert_eq!(ask(Some(9), Some(0), limits), ((Some(9), Some(0)), vec![]));

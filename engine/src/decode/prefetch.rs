@@ -123,7 +123,7 @@ impl Decoder {
 
     fn begin(&mut self, expected: Expected) -> Result<Running> {
         let Expected { request, thinking, role, .. } = &expected;
-        let thinking = thinking.or(self.text.thinks().then_some(true));
+        let thinking = thinking.or(self.text.supports_reasoning().then_some(true));
         let mut tokens = self.beginning(request, request.messages.len(), thinking, role)?;
         if tokens.len() < self.store_min_tokens || tokens.len() >= self.context {
             tokens.clear();

@@ -7,7 +7,7 @@ use super::Decoder;
 use super::verify::{Outcome, DecodePath};
 use crate::config::{Config, Device, DraftKind};
 use crate::policy::{Policies, disk};
-use crate::request::{Message, Request, SamplingWish};
+use crate::request::{Message, Request, SamplingOverrides};
 
 mod actions;
 mod scripted;
@@ -42,7 +42,7 @@ fn ask(question: &str) -> Request {
     Request {
         profile: "default".into(),
         messages: vec![Message { role: "user".into(), content, ..Message::default() }],
-        thinking: Some(false),
+        reasoning: Some(false),
         ..Request::default()
     }
 }
@@ -81,8 +81,9 @@ fn drafted_draws_equal_plain_draws_of_the_same_seed() {
     let mut decoder = decoder();
     decoder.exit_layers = Some(5);
     let story = ask("Write a story about an owl named Hugo who lives near the castle.");
-    let filtered = SamplingWish { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
-    let warm = SamplingWish { temperature: Some(1.0), seed: Some(5), ..Default::default() };
+    let filtered =
+        SamplingOverrides { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
+    let warm = SamplingOverrides { temperature: Some(1.0), seed: Some(5), ..Default::default() };
     let requests = [filtered, warm].map(|sampling| Request { sampling, ..story.clone() });
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");

@@ -22,7 +22,7 @@ impl Sequence {
         if self.reply_state.reply.in_call() {
             let mut ended = self.reply_state.reply.clone();
             self.progress.waiting = ended.finish();
-            let from = self.prompt + ended.called_from();
+            let from = self.prompt + ended.last_call_start();
             if self.judge_from(from, text)? {
                 return Ok(());
             }

@@ -24,7 +24,7 @@ use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
 use crate::prefix::{Keep, Prefixes};
-use crate::request::{Request, Sampling, SamplingWish};
+use crate::request::{Request, Sampling, SamplingOverrides};
 
 /// Depth of drafts on [`DecodePath::Drafted`].
 const DRAFT_DEPTH: usize = 4;
@@ -207,7 +207,7 @@ impl Decoder {
         // Greedy and with a fixed seed, unless the prompt's file sets them.
         let SamplingWish { temperature, seed, .. } = request.sampling;
         let (temperature, seed) = (temperature.or(Some(0.0)), seed.or(Some(0)));
-        let sampling = SamplingWish { temperature, seed, ..request.sampling };
+        let sampling = SamplingOverrides { temperature, seed, ..request.sampling };
         let request = Request { sampling, ..request.clone() };
         let mut sequence = self.admit(Job { request, events })?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);

@@ -92,7 +92,7 @@ impl Text {
 
     /// The conversation as the model's prompt, as transformers' `apply_chat_template` renders it.
     ///
-    /// `variables` are the client's `chat_template_kwargs`. `thinking` sets `enable_thinking`;
+    /// `variables` are the client's `chat_template_kwargs`. `reasoning` sets `enable_thinking`;
     /// `None` leaves it undefined, and templates differ in what they do then.
     ///
     /// # Errors
@@ -103,7 +103,7 @@ impl Text {
         messages: &[Message],
         tools: &[Value],
         variables: &Map<String, Value>,
-        thinking: Option<bool>,
+        reasoning: Option<bool>,
         add_generation_prompt: bool,
     ) -> Result<String> {
         let mut context = self.special_tokens.clone();
@@ -115,8 +115,8 @@ impl Text {
             }
             context.insert(name.clone(), value.clone());
         }
-        if let Some(thinking) = thinking {
-            context.insert("enable_thinking".into(), thinking.into());
+        if let Some(reasoning) = reasoning {
+            context.insert("enable_thinking".into(), reasoning.into());
         }
         let template = self.templates.choose(!tools.is_empty());
         let developer = template.source().contains("developer");
@@ -183,11 +183,11 @@ impl Text {
 
     /// Whether the model has thoughts: `<think>` and `</think>` are single tokens, and the chat
     /// template knows of them.
-    pub fn thinks(&self) -> bool {
+    pub fn supports_reasoning(&self) -> bool {
         let source = self.templates.choose(false).source();
         let marked = |marker: Marker| source.contains(marker.text());
-        self.tokenizer.marker_id(Marker::OpenThought).is_some()
-            && (marked(Marker::OpenThought) || marked(Marker::CloseThought))
+        self.tokenizer.marker_id(Marker::OpenReasoning).is_some()
+            && (marked(Marker::OpenReasoning) || marked(Marker::CloseReasoning))
     }
 
     /// SHA-256 of tokenizer.json, for the fingerprint of saved state.

@@ -45,7 +45,7 @@ const RAW_BYTES: usize = 64 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Between `<think>` and `</think>`.
-    Think,
+    Reasoning,
     /// What the client asked for.
     Answer,
     /// Between `<tool_call>` and `</tool_call>`, outside of a thought.
@@ -132,8 +132,8 @@ impl Reply {
             .take_while(|id| tokenizer.marker(**id).is_some() || !tokenizer.is_silent(**id));
         let last = turn
             .filter_map(|id| tokenizer.marker(*id))
-            .find(|marker| matches!(marker, Marker::OpenThought | Marker::CloseThought));
-        let thinking = last == Some(Marker::OpenThought);
+            .find(|marker| matches!(marker, Marker::OpenReasoning | Marker::CloseReasoning));
+        let thinking = last == Some(Marker::OpenReasoning);
         let schemas = Schemas::new(tools);
         let has_token = tokenizer.marker_id(Marker::OpenCall).is_some();
         let mut digest = Sha256::new();
@@ -165,7 +165,7 @@ impl Reply {
     /// Which part of the reply the next token belongs to.
     pub fn phase(&self) -> Phase {
         match &self.call {
-            _ if self.thinking => Phase::Think,
+            _ if self.thinking => Phase::Reasoning,
             Some(_) => Phase::ToolCall,
             None => Phase::Answer,
         }
@@ -234,12 +234,12 @@ impl Reply {
     }
 
     /// How many tokens came before the tag of the call that is being written.
-    pub fn call_from(&self) -> Option<usize> {
+    pub fn call_start(&self) -> Option<usize> {
         self.call.as_ref().map(|call| call.from)
     }
 
     /// How many tokens came before the tag of the calls that were given out last.
-    pub fn called_from(&self) -> usize {
+    pub fn last_call_start(&self) -> usize {
         self.called
     }
 
@@ -247,7 +247,7 @@ impl Reply {
     ///
     /// # Errors
     /// As [`Text::encode`].
-    pub fn closing_call(&self, text: &Text) -> Result<Vec<u32>> {
+    pub fn close_call_tokens(&self, text: &Text) -> Result<Vec<u32>> {
         match self.tokenizer.marker_id(Marker::CloseCall) {
             Some(close) => Ok(vec![close]),
             None => text.encode_plain(Marker::CloseCall.text()),
@@ -259,8 +259,8 @@ impl Reply {
     ///
     /// # Errors
     /// [`Error::Invalid`] where the model has no `</think>`.
-    pub fn closing(&self, text: &Text, hint: &str) -> Result<Vec<u32>> {
-        let Some(close) = self.tokenizer.marker_id(Marker::CloseThought) else {
+    pub fn close_reasoning_tokens(&self, text: &Text, hint: &str) -> Result<Vec<u32>> {
+        let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
             let problem = "the model's vocabulary has no </think> to end a thought with".into();
             return Err(Error::Invalid { field: "close-thinking", problem });
         };
@@ -275,7 +275,7 @@ impl Reply {
 
     fn heeds(&self, marker: Marker) -> bool {
         match marker {
-            Marker::OpenThought | Marker::CloseThought => true,
+            Marker::OpenReasoning | Marker::CloseReasoning => true,
             Marker::OpenCall | Marker::CloseCall => !self.schemas.is_empty(),
         }
     }
@@ -383,8 +383,8 @@ impl Reply {
             None => match marker {
                 Marker::OpenCall => self.open_call(),
                 Marker::CloseCall => self.part(marker.text()),
-                Marker::OpenThought => self.open_thought(),
-                Marker::CloseThought => self.close_thought(),
+                Marker::OpenReasoning => self.open_thought(),
+                Marker::CloseReasoning => self.close_thought(),
             },
         }
     }
@@ -392,8 +392,8 @@ impl Reply {
     fn marker_in_call(&mut self, marker: Marker, mut call: Call) {
         let ends = match marker {
             Marker::CloseCall | Marker::OpenCall => true,
-            Marker::CloseThought => self.thinking,
-            Marker::OpenThought => false,
+            Marker::CloseReasoning => self.thinking,
+            Marker::OpenReasoning => false,
         };
         if !ends {
             call.content.push_str(marker.text());
@@ -405,7 +405,7 @@ impl Reply {
             Ok(calls) => self.emit_calls(calls, call.from),
             // A file about calls may hold the tags: inside of a value they are text.
             Err(Malformed::InsideValue)
-                if marker != Marker::CloseThought && !(marker == Marker::OpenCall && closed) =>
+                if marker != Marker::CloseReasoning && !(marker == Marker::OpenCall && closed) =>
             {
                 call.content.push_str(marker.text());
                 self.call = Some(call);
@@ -418,8 +418,8 @@ impl Reply {
         }
         match marker {
             Marker::OpenCall => self.open_call(),
-            Marker::CloseThought => self.close_thought(),
-            Marker::CloseCall | Marker::OpenThought => {}
+            Marker::CloseReasoning => self.close_thought(),
+            Marker::CloseCall | Marker::OpenReasoning => {}
         }
     }
 
@@ -430,7 +430,7 @@ impl Reply {
     fn open_thought(&mut self) {
         if self.thinking {
             if self.thought.visible {
-                self.part(Marker::OpenThought.text());
+                self.part(Marker::OpenReasoning.text());
             }
         } else if self.answer.is_blank() {
             self.answer.forget_blank();
@@ -439,7 +439,7 @@ impl Reply {
                 Thought { lead: Lead::new(true), on_new_line: true, ..Thought::default() };
         } else {
             self.answer.quoted += 1;
-            self.part(Marker::OpenThought.text());
+            self.part(Marker::OpenReasoning.text());
         }
     }
 
@@ -450,7 +450,7 @@ impl Reply {
             self.answer.lead = Lead::new(true);
         } else if self.answer.quoted > 0 {
             self.answer.quoted -= 1;
-            self.part(Marker::CloseThought.text());
+            self.part(Marker::CloseReasoning.text());
         } else if self.answer.is_blank() {
             self.answer.forget_blank();
         }

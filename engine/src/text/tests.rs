@@ -131,7 +131,10 @@ fn check(prompt: &str, reply: &str, expected: &str) {
 #[test]
 fn a_model_folder_says_what_there_is_to_say() {
     let text = tiny();
-    assert_eq!((text.vocab_size(), text.eos(), text.thinks()), (4096, &[4089, 4087][..], true));
+    assert_eq!(
+        (text.vocab_size(), text.eos(), text.supports_reasoning()),
+        (4096, &[4089, 4087][..], true)
+    );
     let sampling = Sampling { temperature: 0.6, top_p: 0.95, top_k: 20, min_p: 0.0 };
     assert_eq!(text.sampling(), sampling);
     let digest: String = text.digest().iter().map(|byte| format!("{byte:02x}")).collect();
@@ -265,7 +268,7 @@ fn a_call_inside_a_thought_is_a_call_and_its_tokens_count_as_thought() {
     let mut reply = text.reply(&prompt, &[], &tools());
     for token in text.encode("Hm. <tool_call>\n<function=f>").expect("it encodes") {
         reply.push(token);
-        assert_eq!(reply.phase(), Phase::Think);
+        assert_eq!(reply.phase(), Phase::Reasoning);
     }
 }
 
@@ -289,7 +292,7 @@ fn phases_follow_the_markers() {
             seen.push(reply.phase());
         }
     }
-    assert_eq!(seen, [Phase::Think, Phase::Answer, Phase::ToolCall, Phase::Answer]);
+    assert_eq!(seen, [Phase::Reasoning, Phase::Answer, Phase::ToolCall, Phase::Answer]);
 }
 
 #[test]
@@ -332,7 +335,9 @@ fn closing_a_thought_ends_its_line_and_goes_on_with_the_hint() {
         let mut reply = text.reply(&prompt, &[], &[]);
         let tokens = text.encode(thought).expect("it encodes");
         let mut pieces: Vec<Piece> = tokens.iter().flat_map(|token| reply.push(*token)).collect();
-        let forced = reply.closing(&text, "**Final JSON:**\n").expect("the model has thoughts");
+        let forced = reply
+            .close_reasoning_tokens(&text, "**Final JSON:**\n")
+            .expect("the model has thoughts");
         pieces.extend(forced.iter().flat_map(|token| reply.push(*token)));
         assert_eq!(reply.take_text(), closed);
         assert_eq!(text.decode(&[tokens, forced].concat()), closed);

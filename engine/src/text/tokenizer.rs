@@ -25,9 +25,9 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Marker {
     /// `<think>`
-    OpenThought,
+    OpenReasoning,
     /// `</think>`
-    CloseThought,
+    CloseReasoning,
     /// `<tool_call>`
     OpenCall,
     /// `</tool_call>`
@@ -36,13 +36,13 @@ pub(super) enum Marker {
 
 impl Marker {
     pub const ALL: [Self; 4] =
-        [Self::OpenThought, Self::CloseThought, Self::OpenCall, Self::CloseCall];
+        [Self::OpenReasoning, Self::CloseReasoning, Self::OpenCall, Self::CloseCall];
 
     /// The marker as text.
     pub const fn text(self) -> &'static str {
         match self {
-            Self::OpenThought => "<think>",
-            Self::CloseThought => "</think>",
+            Self::OpenReasoning => "<think>",
+            Self::CloseReasoning => "</think>",
             Self::OpenCall => "<tool_call>",
             Self::CloseCall => "</tool_call>",
         }

@@ -8,7 +8,7 @@ use crate::decode::apply::INJECTED_TOKENS;
 use crate::decode::rewind::REWOUND_TOKENS;
 use crate::decode::verify::DecodePath;
 use crate::policy::{Action, Ban, Bias, Replacement, Resample, SamplingChange, Step, TokenBias};
-use crate::request::{FinishReason, Request, Sampling, SamplingWish};
+use crate::request::{FinishReason, Request, Sampling, SamplingOverrides};
 
 /// A hybrid, a sliding and a dense family.
 const FAMILIES: [&str; 3] = ["qwen3_next", "gemma3_text", "llama"];
@@ -432,7 +432,8 @@ fn sampling_changes_for_some_tokens_and_back() {
 fn a_plan_decides_on_sampling_whatever_the_client_asked_for() {
     let decoder = &mut family("llama", Config::default(), false);
     let mut request = ask("Where?", false, 30);
-    request.sampling = SamplingWish { temperature: Some(2.0), seed: Some(7), ..Default::default() };
+    request.sampling =
+        SamplingOverrides { temperature: Some(2.0), seed: Some(7), ..Default::default() };
     let mut script = markers_banned(|_| Vec::new());
     script.plan.sampling.temperature = Some(0.0);
     let ran = run_plain(decoder, &request, script);

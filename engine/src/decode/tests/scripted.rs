@@ -22,7 +22,7 @@ use crate::policy::{
 };
 use crate::prefix::Keep;
 use crate::request::{
-    Event, FinishReason, Message, Request, Sampling, SamplingWish, ToolCall, Usage,
+    Event, FinishReason, Message, Request, Sampling, SamplingOverrides, ToolCall, Usage,
 };
 use crate::text::Piece;
 
@@ -99,9 +99,9 @@ pub fn ask(question: &str, thinking: bool, max_tokens: u32) -> Request {
     Request {
         profile: "default".into(),
         messages: vec![message("user", question)],
-        thinking: Some(thinking),
+        reasoning: Some(thinking),
         max_tokens: Some(max_tokens),
-        sampling: SamplingWish { temperature: Some(0.0), seed: Some(7), ..Default::default() },
+        sampling: SamplingOverrides { temperature: Some(0.0), seed: Some(7), ..Default::default() },
         revisable: true,
         ..Request::default()
     }
