@@ -228,7 +228,7 @@ fn rows_in_eight_bits_take_less_space_and_nearly_say_the_same() {
 
     for name in FAMILIES {
         let family = Family::load(name);
-        let divides = family.model.new_cache().unwrap().rows_divide_by(32);
+        let divides = family.model.new_cache().unwrap().head_dim_is_multiple_of(32);
         match family.on_disk_in_bits(&folder.path().join(name), MB, 8) {
             Err(Error::Invalid { field, .. }) => assert!(field == "store.kv_bits" && !divides),
             Err(error) => panic!("{error}"),

@@ -171,7 +171,7 @@ fn activations_keep_the_chosen_dtype() {
         let recurrent = |layer: &&LayerCache| matches!(layer, LayerCache::Recurrent(_));
         // The delta rule's matrix is the exception: it sums over the whole context.
         let exceptions = cache.layers.iter().filter(recurrent).count();
-        let state = cache.state().unwrap();
+        let state = cache.arrays().unwrap();
         let wide = state.iter().filter(|array| array.dtype() == Dtype::Float32).count();
         assert_eq!(wide, exceptions, "{name}");
     }
@@ -195,11 +195,11 @@ fn rewound_rows_equal_rows_never_run() {
             let expected = case.run(&next, &mut straight);
             for width in [ROWS, 1] {
                 let mut cache = prompt.clone();
-                cache.checkpoint();
+                cache.mark_draft();
                 for rows in tokens.chunks(width) {
                     case.run(rows, &mut cache);
                 }
-                cache.rewind(case.prompt.len() + keep).unwrap();
+                cache.rewind_draft(case.prompt.len() + keep).unwrap();
                 let how = format!("{name}: {keep} of {ROWS} rows kept, {width} at a time");
                 assert_close(&case.run(&next, &mut cache), &expected, 1e-4, &how);
             }
@@ -269,11 +269,11 @@ fn drafting_passes_leave_no_trace() {
         let whole = case.run_in(next, &mut cache.clone(), Pass { exit: Some(depth), skip: &[] });
         assert_close(&whole, &expected, 1e-6, &format!("{name}: all layers"));
         for pass in [Pass { exit: Some(1), skip: &[] }, Pass { exit: None, skip: &[0, 1] }] {
-            cache.checkpoint();
+            cache.mark_draft();
             let drafted = case.run_in(next, &mut cache, pass);
             let change = drafted.subtract(&expected).unwrap().abs().unwrap().max(None).unwrap();
             assert!(change.item_exact::<f32>() > 1e-2, "{name}: {pass:?} runs all layers");
-            cache.rewind(case.prompt.len()).unwrap();
+            cache.rewind_draft(case.prompt.len()).unwrap();
             let again = case.run(next, &mut cache.clone());
             assert_close(&again, &expected, 1e-4, &format!("{name}: after {pass:?}"));
         }
@@ -347,7 +347,7 @@ fn restored_rows_equal_rows_just_run() {
             case.run(&case.prompt[..rows], &mut cache);
             let mut restored = case.model.new_cache().unwrap();
             let parts = [(0, 5), (5, rows)].map(|(from, to)| cache.key_values(from, to).unwrap());
-            restored.restore(&parts, &cache.fixed().unwrap(), rows).unwrap();
+            restored.restore(&parts, &cache.recurrent_state().unwrap(), rows).unwrap();
             for next in case.greedy[..40].chunks(5) {
                 let [expected, ours] = [&mut cache, &mut restored].map(|c| case.run(next, c));
                 assert_close(&ours, &expected, 1e-4, &format!("{name} after {rows} rows"));

@@ -6,7 +6,7 @@ use mlx_rs::ops::{arange, concatenate, matmul, quantized_matmul, select, softmax
 use mlx_rs::{Array, Dtype};
 
 use super::{scaled, softcap};
-use crate::cache::{LayerCache, QuantizedRows};
+use crate::cache::{LayerCache, QuantizedKv};
 use crate::error::Result;
 
 /// What happens to the products of queries and keys before the softmax.
@@ -91,14 +91,14 @@ enum Part {
     /// [1, H_kv, K, D] each.
     Dense { k: Array, v: Array },
     /// The same, quantized.
-    Packed { k: QuantizedRows, v: QuantizedRows },
+    Packed { k: QuantizedKv, v: QuantizedKv },
 }
 
 impl Part {
     fn keys(&self) -> i32 {
         match self {
             Self::Dense { k, .. } => k.dim(2),
-            Self::Packed { k, .. } => k.rows.dim(2),
+            Self::Packed { k, .. } => k.elements.dim(2),
         }
     }
 
@@ -119,10 +119,11 @@ impl Part {
     }
 }
 
-impl QuantizedRows {
+impl QuantizedKv {
     fn product(&self, x: &Array, transpose: bool) -> Result<Array> {
         let each = |a: &Array| a.expand_dims(2);
-        let (rows, scales, biases) = (each(&self.rows)?, each(&self.scales)?, each(&self.biases)?);
+        let (rows, scales, biases) =
+            (each(&self.elements)?, each(&self.scales)?, each(&self.biases)?);
         Ok(quantized_matmul(x, rows, scales, &biases, transpose, self.group, self.bits)?)
     }
 }
@@ -134,7 +135,7 @@ fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Resul
     let dtype = q.dtype();
     let kv_heads = match &parts[0] {
         Part::Dense { k, .. } => k.dim(1),
-        Part::Packed { k, .. } => k.rows.dim(1),
+        Part::Packed { k, .. } => k.elements.dim(1),
     };
     let q = scaled(q, scores.scale)?.reshape(&[1, kv_heads, heads / kv_heads, rows, dim])?;
     let products = parts.iter().map(|part| part.scores(&q)).collect::<Result<Vec<_>>>()?;

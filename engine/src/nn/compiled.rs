@@ -104,7 +104,7 @@ mod tests {
         };
         forward(20, 3);
         let y = forward(30, rows);
-        [vec![y], cache.state()].concat()
+        [vec![y], cache.arrays()].concat()
     }
 
     /// `formula` returns the same plain and compiled, up to `bound` of the largest value. Twice,

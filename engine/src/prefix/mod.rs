@@ -79,13 +79,13 @@ impl Prefixes {
         disk: Option<RedbStore>,
         kv_bits: u32,
     ) -> Result<Self> {
-        if kv_bits > 0 && !empty.rows_divide_by(bytes::GROUP) {
+        if kv_bits > 0 && !empty.head_dim_is_multiple_of(bytes::GROUP) {
             let problem = "cannot be used with this model: its attention heads have a number of \
                            dimensions that is no multiple of 32"
                 .into();
             return Err(Error::Invalid { field: "store.kv_bits", problem });
         }
-        let needs_state = empty.has_fixed();
+        let needs_state = !empty.is_truncatable();
         let reporter = Reporter::new(memory_bytes, disk.as_ref().map(RedbStore::reporter));
         let rows_on_disk = if kv_bits == 8 { bytes::Rows::Bits8 } else { bytes::Rows::Exact };
         let tree = Tree::new(needs_state);
@@ -108,7 +108,8 @@ impl Prefixes {
         if !self.needs_state {
             return None;
         }
-        let bytes: u64 = self.empty.fixed().ok()?.iter().map(|array| array.nbytes() as u64).sum();
+        let bytes: u64 =
+            self.empty.recurrent_state().ok()?.iter().map(|array| array.nbytes() as u64).sum();
         let mut every = 512;
         while 8192 / every * bytes > self.memory_bytes / 8 && every < 8192 {
             every *= 2;
@@ -179,7 +180,7 @@ impl Prefixes {
             let from = (first + i) * BLOCK_TOKENS;
             let to = (from + BLOCK_TOKENS).min(prefix.len());
             let arrays = self.rows_on_disk.to_arrays(tensors)?;
-            let block = self.empty.key_values_of(arrays, from, to)?;
+            let block = self.empty.key_values_from(arrays, from, to)?;
             rows.push(if from < known { block.part(known - from, to - from)? } else { block });
         }
         let rows = if rows.is_empty() { None } else { Some(KeyValues::join(&rows)?) };
@@ -205,7 +206,7 @@ impl Prefixes {
         if known.resume < length || known.rows < length {
             let rows = (known.rows < length)
                 .then(|| cache.key_values(known.rows, length).and_then(KeyValues::owned));
-            let fixed = self.needs_state.then(|| owned(&cache.fixed()?).map(Fixed));
+            let fixed = self.needs_state.then(|| owned(&cache.recurrent_state()?).map(Fixed));
             self.tree.put(tokens, rows.transpose()?, fixed.transpose()?)?;
             self.reporter.count(|counts| counts.saves += 1);
         }
@@ -256,7 +257,7 @@ impl Prefixes {
             && let Some(&key) = keys.last()
             && !disk.contains(&key)
         {
-            let tensors = bytes::to_tensors(&cache.fixed()?)?;
+            let tensors = bytes::to_tensors(&cache.recurrent_state()?)?;
             parts.push(Part { key, kind: Kind::State, end: tokens.len(), tensors });
         }
         if !parts.is_empty() {
