@@ -33,6 +33,7 @@ pub struct Info {
 
 /// A request and the channel for its events.
 pub struct Job {
+    /// The request.
     pub request: Request,
     /// Dropping its receiver cancels the request. Unbounded, so that a slow reader cannot block the
     /// engine: it holds at most one reply, which `max_tokens` limits.

@@ -41,7 +41,9 @@ pub fn run(
     }
     match calibration.exit_layers {
         Some(layers) => writeln!(out, "early-exit drafts use the first {layers} layers")?,
-        None if !speculates => writeln!(out, "the cost of early exits was not measured: speculation is off")?,
+        None if !speculates => {
+            writeln!(out, "the cost of early exits was not measured: speculation is off")?
+        }
         None => writeln!(out, "no early exit pays on this machine; early-exit drafts stay off")?,
     }
     writeln!(out, "\nskipped feed-forward blocks  nats a token")?;

@@ -118,7 +118,8 @@ pub fn run(
     let mut decoder = load(config, found, data_dir)?;
     let paths = decoder.paths()?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
-    let outcomes = decoder.verify(requests, &paths, tokens, |done| bar.set_position(done as u64))?;
+    let outcomes =
+        decoder.verify(requests, &paths, tokens, |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
     let different: Vec<String> =

@@ -2,7 +2,7 @@
 
 use steersman_engine::config::{Config, DraftKind};
 use steersman_engine::decode::Decoder;
-use steersman_engine::decode::verify::{Outcome, DecodePath};
+use steersman_engine::decode::verify::{DecodePath, Outcome};
 use steersman_engine::request::{Message, Request};
 use steersman_tests::{bundled_model, config, fixture, load, load_from};
 
@@ -59,7 +59,9 @@ fn drafted_replies_equal_plain_ones() {
             DecodePath::Drafted(DraftKind::Model) => {
                 assert!(accepted > drafted / 2, "{outcome:?}");
             }
-            DecodePath::Drafted(_) | DecodePath::Rewound => assert!(accepted > 0 && drafted > accepted),
+            DecodePath::Drafted(_) | DecodePath::Rewound => {
+                assert!(accepted > 0 && drafted > accepted)
+            }
             DecodePath::Resumed => assert!(outcome.cached > 0, "{outcome:?}"),
             _ => {}
         }
@@ -147,7 +149,11 @@ fn print_speed(decoder: &mut Decoder, kind: &str, temperature: f32) {
         request.sampling.temperature = Some(temperature);
     }
     let rounds: Vec<Vec<Outcome>> = (0..5)
-        .map(|_| decoder.verify(&requests, &[DecodePath::Plain, DecodePath::Governed], 256, |_| ()).unwrap())
+        .map(|_| {
+            decoder
+                .verify(&requests, &[DecodePath::Plain, DecodePath::Governed], 256, |_| ())
+                .unwrap()
+        })
         .collect();
     let seconds = |outcome: &Outcome| outcome.times.iter().sum::<std::time::Duration>();
     let ratio = |round: &Vec<Outcome>| seconds(&round[0]).div_duration_f64(seconds(&round[1]));

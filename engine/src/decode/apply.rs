@@ -18,7 +18,7 @@ impl Sequence {
     /// [`crate::Error::Policy`] when it failed and fails closed.
     pub(super) fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
         let thinking = self.reply_state.reply.phase() == Phase::Reasoning;
-        let budget_reached = thinking && self.reply_state.think_tokens >= self.limits.think;
+        let budget_reached = thinking && self.reply_state.reasoning_tokens >= self.limits.reasoning;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
         if loop_found.is_none() && !budget_reached && !due {
@@ -32,9 +32,9 @@ impl Sequence {
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
             },
-            think_tokens: self.reply_state.think_tokens,
+            think_tokens: self.reply_state.reasoning_tokens,
             answer_tokens: self.reply_state.answer_tokens,
-            think_left: self.limits.think.saturating_sub(self.reply_state.think_tokens),
+            think_left: self.limits.reasoning.saturating_sub(self.reply_state.reasoning_tokens),
             tokens: unseen[newest..].to_vec(),
             text: self.reply_state.reply.take_text(),
             loop_found,
@@ -51,7 +51,8 @@ impl Sequence {
         };
         self.apply(actions, &why, text)?;
         // Budgets hold whatever the policy answers.
-        if budget_reached && self.reply_state.reply.phase() == Phase::Reasoning && !self.has_ended() {
+        if budget_reached && self.reply_state.reply.phase() == Phase::Reasoning && !self.has_ended()
+        {
             self.close_thinking("", "the budget", text)?;
         }
         Ok(())
@@ -121,7 +122,7 @@ impl Sequence {
         if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
-        let tokens = self.reply_state.reply.closing(text, hint)?;
+        let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
         self.inject(tokens, "closed the thought", why, text)
     }
 

@@ -357,8 +357,7 @@ impl Governor {
             if rates[0] == 0.0 {
                 continue;
             }
-            let (mut speed, depth) =
-                costs.best_depth(kind, &rates[..room], self.confident.value());
+            let (mut speed, depth) = costs.best_depth(kind, &rates[..room], self.confident.value());
             let choice = Choice { drafter, depth, is_trial: false };
             if unread && kind == DraftKind::Ngram {
                 // If the token is not the predicted one, the wait bought nothing but that token.

@@ -77,7 +77,10 @@ impl Detector {
             min_tokens,
             tokens: vec![0; PERIODS],
             cooldown: 0,
-            exact: Exact { need: required_lengths(rule.max_period, repeats, min_tokens), run: zeros() },
+            exact: Exact {
+                need: required_lengths(rule.max_period, repeats, min_tokens),
+                run: zeros(),
+            },
             near,
         }
     }

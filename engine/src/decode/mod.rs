@@ -44,7 +44,7 @@ use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
 use self::prefetch::Prefetch;
 use self::sample::within;
-use self::sequence::{Sampled, StepInput, Sequence};
+use self::sequence::{Sampled, Sequence, StepInput};
 use crate::cache::Span;
 use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,

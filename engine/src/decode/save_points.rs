@@ -1,4 +1,4 @@
-//! Where in a conversation its state is worth saving, and what its next request will begin with.
+//! The save points of a prompt, and the prefix that the next request will share.
 
 use std::cmp::Reverse;
 
@@ -8,25 +8,22 @@ use crate::policy::{Anchor, Plan};
 use crate::prefix::Keep;
 use crate::request::{Message, Request};
 
-/// Tokens of the longest generation prompt: what templates put behind the last message.
+/// Most tokens of a generation prompt, which templates put after the last message.
 const GENERATION_PROMPT: usize = 16;
 
 impl Decoder {
-    /// Positions of `prompt`, which is `request` rendered with `thinking`, at which others may join
-    /// it, ascending, and how long each is kept: those that `plan` names, else all.
+    /// The save points of `prompt`, which is `request` rendered with `reasoning`, ascending, each with
+    /// its retention: those that `plan` names, else all.
     ///
-    /// The end of tools and system text, which other conversations share; the end of each message,
-    /// where an edit or a branch leaves the conversation, and the last of which the next turn shares
-    /// (the generation prompt behind it differs from what the client will send back); and, in long
-    /// messages, every so many tokens. Where a model can resume anywhere, the end of the prompt has
-    /// all of these in it, and a plan alone has reason to keep another.
-    ///
-    /// # Errors
-    /// [`crate::Error::Template`] as rendering the request itself.
+    /// They are the end of tools and system text, which other conversations share; the end of each
+    /// message, where an edit or a branch continues (the next turn continues from the last one: it
+    /// does not contain the generation prompt); and positions at regular distances in long messages.
+    /// A model that can resume anywhere needs the end of the prompt only, unless the plan retains
+    /// others.
     pub(super) fn save_points(
         &self,
         request: &Request,
-        thinking: Option<bool>,
+        reasoning: Option<bool>,
         prompt: &[u32],
         plan: &Plan,
     ) -> Result<Vec<(usize, Keep)>> {
@@ -37,9 +34,9 @@ impl Decoder {
         let mut save_points = Vec::new();
         if let Some(keep) = retention(plan, Anchor::System) {
             let system = request.messages.iter().take_while(|m| is_system(m)).count();
-            // Templates may refuse so short a conversation; then there is no such anchor.
-            let head = self.beginning(request, system, thinking, "user").unwrap_or_default();
-            save_points.push((shared(&head, prompt), keep));
+            // A template may refuse such a short conversation; then there is no such save point.
+            let head = self.shared_prefix(request, system, reasoning, "user").unwrap_or_default();
+            save_points.push((common_prefix(&head, prompt), keep));
         }
         let is_end = |token: &u32| self.text.eos().contains(token);
         let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
@@ -49,47 +46,44 @@ impl Decoder {
             let at = match (every, end) {
                 (None, _) => prompt.len(),
                 (_, Some(end)) => end,
-                // A template whose messages do not end with the token that ends replies.
+                // The template does not end messages with the end-of-reply token.
                 (_, None) => {
                     let (tools, variables) = (&request.tools, &request.template_variables);
                     let body =
-                        self.text.render(&request.messages, tools, variables, thinking, false)?;
-                    shared(&self.text.encode(&body)?, prompt)
+                        self.text.render(&request.messages, tools, variables, reasoning, false)?;
+                    common_prefix(&self.text.encode(&body)?, prompt)
                 }
             };
             save_points.push((at, keep));
         }
         if let Some(keep) = retention(plan, Anchor::Turns) {
             if every.is_none() {
-                // The last of them has all others in it.
+                // The last of them includes all others.
                 turns.drain(..turns.len().saturating_sub(1));
             }
-            // Of short messages not every one is worth a state.
-            let (apart, regular) = every.map_or((1, usize::MAX), |every| (every / 8, every));
+            // Short messages are skipped.
+            let (distance, regular) = every.map_or((1, usize::MAX), |every| (every / 8, every));
             for at in turns.into_iter().rev().chain((regular..prompt.len()).step_by(regular)) {
-                if !save_points.iter().any(|(anchor, _)| anchor.abs_diff(at) < apart) {
+                if !save_points.iter().any(|(point, _)| point.abs_diff(at) < distance) {
                     save_points.push((at, keep));
                 }
             }
         }
         save_points.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
-        // Of two in one place the longer.
+        // Of two at one position, the longer retention stays.
         save_points.sort_unstable_by_key(|&(at, keep)| (at, Reverse(keep.seconds)));
         save_points.dedup_by_key(|&mut (at, _)| at);
         Ok(save_points)
     }
 
-    /// What every prompt begins with whose conversation goes on from the first `count` messages of
-    /// `request` with one of `role`: what those that differ only in their next word have in common, whatever the template
-    /// makes of all before.
-    ///
-    /// # Errors
-    /// [`crate::Error::Template`] when the template refuses such a conversation.
-    pub(super) fn beginning(
+    /// The prefix of every prompt that continues the first `count` messages of `request` with a message
+    /// of `role`: the common prefix of two prompts that differ in the first word of that message. This
+    /// holds for any template.
+    pub(super) fn shared_prefix(
         &self,
         request: &Request,
         count: usize,
-        thinking: Option<bool>,
+        reasoning: Option<bool>,
         role: &str,
     ) -> Result<Vec<u32>> {
         let mut messages = request.messages[..count].to_vec();
@@ -97,16 +91,16 @@ impl Decoder {
         let mut render = |word: &str| -> Result<Vec<u32>> {
             messages[count].content = word.into();
             let variables = &request.template_variables;
-            let text = self.text.render(&messages, &request.tools, variables, thinking, true)?;
+            let text = self.text.render(&messages, &request.tools, variables, reasoning, true)?;
             self.text.encode(&text)
         };
         let (mut a, b) = (render("a")?, render("b")?);
-        a.truncate(shared(&a, &b));
+        a.truncate(common_prefix(&a, &b));
         Ok(a)
     }
 }
 
-/// For how long `plan` keeps the state at these save_points; none where it does not.
+/// Retention of these save points under `plan`; `None` if they are not saved.
 pub(super) fn retention(plan: &Plan, at: Anchor) -> Option<Keep> {
     let Some(keeps) = &plan.keep else { return Some(Keep::default()) };
     let seconds = keeps.iter().filter(|keep| keep.at == at).map(|keep| keep.seconds).max();
@@ -118,6 +112,6 @@ pub(super) fn is_system(message: &Message) -> bool {
 }
 
 /// Length of the common prefix.
-fn shared(a: &[u32], b: &[u32]) -> usize {
+fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }

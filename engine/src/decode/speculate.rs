@@ -171,7 +171,8 @@ impl Decoder {
     /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
     pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
         let Draft { drafter, tokens, position, start, pass } = draft;
-        let VerifyPass { hidden, sampled, margins } = pass.expect("the pass over the draft has run");
+        let VerifyPass { hidden, sampled, margins } =
+            pass.expect("the pass over the draft has run");
         eval([&tokens, &sampled].into_iter().chain(&margins))?;
         let seconds = start.elapsed().as_secs_f32();
         let (tokens, sampled) = (read::<u32>(&tokens)?, read::<u32>(&sampled)?);

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Decoder;
-use super::verify::{Outcome, DecodePath};
+use super::verify::{DecodePath, Outcome};
 use crate::config::{Config, Device, DraftKind};
 use crate::policy::{Policies, disk};
 use crate::request::{Message, Request, SamplingOverrides};

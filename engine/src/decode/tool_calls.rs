@@ -44,13 +44,13 @@ impl Sequence {
         if self.progress.waiting.is_empty() {
             return Ok(false);
         }
-        let from = self.prompt + self.reply_state.reply.called_from();
+        let from = self.prompt + self.reply_state.reply.last_call_start();
         let repaired = self.judge_from(from, text)?;
         if repaired || self.has_ended() {
             return Ok(repaired);
         }
         // What the client has is not rewound, but for the tag of the next call.
-        match self.reply_state.reply.call_from() {
+        match self.reply_state.reply.call_start() {
             Some(next) => self.rewind_limit = self.prompt + next,
             None => self.start_phase(),
         }
@@ -143,7 +143,7 @@ impl Sequence {
         let mut tokens = Vec::new();
         // The tag that began this call ended the one before it.
         if self.reply_state.reply.in_call() {
-            tokens.extend(self.reply_state.reply.closing_call(text)?);
+            tokens.extend(self.reply_state.reply.close_call_tokens(text)?);
         }
         tokens.extend(text.encode_plain(words)?);
         self.inject(tokens, "injected text", "a call to repair", text)?;

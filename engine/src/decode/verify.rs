@@ -66,6 +66,7 @@ impl DecodePath {
 /// Result of a path over all prompts.
 #[derive(Debug, Clone)]
 pub struct Outcome {
+    /// The path.
     pub path: DecodePath,
     /// Replies equal to the plain one.
     pub equal: usize,
@@ -205,7 +206,7 @@ impl Decoder {
         // Dropping the receiver would cancel the request.
         let (events, _receiver) = mpsc::unbounded_channel();
         // Greedy and with a fixed seed, unless the prompt's file sets them.
-        let SamplingWish { temperature, seed, .. } = request.sampling;
+        let SamplingOverrides { temperature, seed, .. } = request.sampling;
         let (temperature, seed) = (temperature.or(Some(0.0)), seed.or(Some(0)));
         let sampling = SamplingOverrides { temperature, seed, ..request.sampling };
         let request = Request { sampling, ..request.clone() };

@@ -44,7 +44,8 @@ fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + 'static) -> Scrip
 }
 
 /// The paths to compute a reply, the plain one first.
-const PATHS: [DecodePath; 3] = [DecodePath::Plain, DecodePath::Rewound, DecodePath::Drafted(DraftKind::Ngram)];
+const PATHS: [DecodePath; 3] =
+    [DecodePath::Plain, DecodePath::Rewound, DecodePath::Drafted(DraftKind::Ngram)];
 
 /// Runs the same script in all paths and checks that the tokens are the same; returns the plain reply.
 fn on_all_paths(
@@ -180,7 +181,9 @@ fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
         decoder.store_min_tokens = 1;
-        for (path, every) in [(DecodePath::Plain, 0), (DecodePath::Plain, 16), (DecodePath::Rewound, 16)] {
+        for (path, every) in
+            [(DecodePath::Plain, 0), (DecodePath::Plain, 16), (DecodePath::Rewound, 16)]
+        {
             let request = ask("Where does the hare live?", false, 60);
             // Rewinds at the very end as well, and stops there.
             let script = move || {

@@ -194,7 +194,7 @@ pub fn run(
     let rewound = script.rewound;
     let job = Job { request: request.clone(), events };
     let steering = Steering { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
-    let mut sequence = decoder.admit_with(&job, steering).unwrap();
+    let mut sequence = decoder.admit_with(job, steering).unwrap();
     sequence.progress.rewound = rewound;
     decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
