@@ -51,7 +51,7 @@ impl Decoder {
             prompt = self.tokenize(&request, reasoning)?;
         }
         if prompt.is_empty() {
-            return Err(Error::Template("they render to nothing".into()));
+            return Err(Error::Template("the rendered prompt is empty".into()));
         }
         if limits.prompt_tokens > 0 && prompt.len() > limits.prompt_tokens {
             let (tokens, limit) = (prompt.len(), limits.prompt_tokens);
@@ -226,7 +226,7 @@ fn replace_system_text(
     }
     let note = |Replacement { message, old, new }: &Replacement| {
         let (old, new) = (old.len(), new.len());
-        format!("replaced {old} bytes of system message {message} by {new}")
+        format!("replaced {old} bytes of system message {message} with {new} bytes")
     };
     Ok(replacements.iter().map(note).collect())
 }

@@ -105,15 +105,15 @@ impl Sequence {
         }
         if !self.rewind(to)? {
             let reason = "the client already has the text";
-            self.note(format!("did not rewind after {length} tokens, on {why}: {reason}"));
+            self.note(format!("did not rewind after {length} tokens ({why}): {reason}"));
         } else if !self.has_ended() {
-            self.note(format!("rewound {count} tokens after {length} tokens, on {why}"));
+            self.note(format!("rewound {count} tokens after {length} tokens ({why})"));
         }
         Ok(())
     }
 
     /// Rewinds to `to` tokens, which must not be before the start of the phase. Returns false and
-    /// changes nothing if the client has text of the answer that cannot be taken back.
+    /// changes nothing if the client has text of the answer that it cannot drop.
     pub(super) fn rewind(&mut self, to: usize) -> Result<bool> {
         let mut reply_state = self.phase_start.reply_state.clone();
         for position in self.phase_start.position..to {

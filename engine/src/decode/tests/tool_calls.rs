@@ -1,5 +1,4 @@
-//! Calls of tools between model and client: nothing reaches the client that the policy has not
-//! judged.
+//! Tool calls: none reaches the client without a verdict of the policy.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -21,7 +20,7 @@ fn with_tools(thinking: bool, max_tokens: u32) -> Request {
     Request { tools: vec![tool], revisable: false, ..ask("Where?", thinking, max_tokens) }
 }
 
-/// Writes these tokens, by biases, behind the first token; then does `then`.
+/// Forces these tokens after the first one, by biases; then runs `then`.
 fn writes(
     tokens: Vec<u32>,
     then: impl Fn(&Step) -> Vec<Action>,
@@ -46,7 +45,7 @@ fn call(text: &str, close: u32) -> Vec<u32> {
     [&[OPEN_CALL], &bytes(text)[..], &[close]].concat()
 }
 
-/// A script that asks a list of verdicts, and what it was shown.
+/// A script with a list of verdicts, and the views it was called with.
 fn judged(
     steps: impl FnMut(&Step) -> Vec<Action> + 'static,
     verdicts: &[Verdict],
@@ -66,7 +65,7 @@ fn tokens_model() -> Decoder {
 }
 
 #[test]
-fn a_call_is_judged_before_the_client_gets_it() {
+fn call_gets_its_verdict_before_the_client_receives_it() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 200);
     let end = |_: &Step| vec![Action::Stop("enough".into())];
@@ -86,13 +85,13 @@ fn a_call_is_judged_before_the_client_gets_it() {
     assert_eq!((ran.calls.len(), ran.reason), (0, FinishReason::Policy("no more calls".into())));
 }
 
-/// Taken back from its opening tag on, so that the reply goes on as if the text had stood there.
+/// The reply is rewound to the opening tag and continues as if the text had been there.
 #[test]
-fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
+fn repaired_call_is_replaced_by_the_text() {
     for name in ["qwen3_next", "llama"] {
         for call_tokens in [true, false] {
             let decoder = &mut family(name, Config::default(), call_tokens);
-            // A half character in front of a call is made whole by it, and told.
+            // An incomplete character before the call would be completed by it, and sent.
             let mut request = with_tools(false, 150);
             while run_plain(decoder, &request, Script::new(|_| Vec::new())).reply()[0] > 127 {
                 request.messages[0].content.push('?');
@@ -110,8 +109,8 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
             assert_eq!(ran.calls.len(), 0, "{ran:?}");
             assert_eq!(ran.reply()[1..13], bytes("Look again: "), "{ran:?}");
             assert_eq!(ran.rewound, []);
-            assert!(ran.noted("took back a call of `look`"), "{:?}", ran.notes);
-            let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
+            assert!(ran.noted("removed a call of `look`"), "{:?}", ran.notes);
+            let plain = plain_samples(decoder, &ran, &Sampling::default(), &[]);
             assert_eq!(ran.reply()[13..], plain[13..]);
             let ran = run(decoder, &request, script(), DecodePath::Drafted(DraftKind::Ngram), None);
             assert_eq!(ran.reply()[13..], plain[13..]);
@@ -120,13 +119,13 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
 }
 
 #[test]
-fn calls_are_repaired_so_often_and_then_accepted() {
+fn calls_are_accepted_after_the_limit_of_repairs() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 600);
     let nothing: fn(&Step) -> Vec<Action> = |_| Vec::new();
     let mut again = writes(Vec::new(), nothing);
     let steps = move |step: &Step| {
-        // Begins to write the call anew whenever the text of the repair was the last.
+        // Starts to write the call again after the text of each repair.
         if step.phase == crate::policy::Phase::Answer {
             again = writes(call(CALL, CLOSE_CALL), nothing);
         }
@@ -141,9 +140,9 @@ fn calls_are_repaired_so_often_and_then_accepted() {
     assert_eq!(index[..6], [0, 0, 0, 0, 0, 1]);
 }
 
-/// The end of the turn completes a call that has no closing tag.
+/// The end of the reply completes a call without a closing tag.
 #[test]
-fn a_call_that_the_end_of_the_turn_completes_is_judged_as_well() {
+fn call_completed_by_the_end_of_the_reply_gets_a_verdict() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 120);
     let script = |verdict: Verdict| {
@@ -158,19 +157,19 @@ fn a_call_that_the_end_of_the_turn_completes_is_judged_as_well() {
     let ran = run_plain(decoder, &request, script(Verdict::Repair("Well: ".into())));
     assert_eq!(ran.calls.len(), 0);
     assert_eq!(ran.reply()[1..7], bytes("Well: "));
-    let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
+    let plain = plain_samples(decoder, &ran, &Sampling::default(), &[]);
     assert_eq!(ran.reply()[7..], plain[7..]);
-    // Where the limit completes it there is no room for a repair.
+    // If the limit completes the call, no tokens are left for a repair.
     let length = 1 + 1 + CALL.len() as u32;
     let short = Request { max_tokens: Some(length), ..request };
     let ran = run_plain(decoder, &short, script(Verdict::Repair("Well: ".into())));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Length));
-    assert!(ran.noted("no room is left to repair it"), "{:?}", ran.notes);
+    assert!(ran.noted("no tokens left to repair it"), "{:?}", ran.notes);
 }
 
-/// The tag of the second call ends the first one; the second is taken back and the first stays.
+/// The opening tag of the second call closes the first; the second is repaired and the first stays.
 #[test]
-fn of_several_calls_each_is_judged_and_repaired_alone() {
+fn each_of_several_calls_gets_its_own_verdict() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 400);
     let second = r#"{"name": "look", "arguments": {"c": 3}}"#;
@@ -191,7 +190,7 @@ fn of_several_calls_each_is_judged_and_repaired_alone() {
     let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Enough.")].concat();
     assert!(ran.reply()[1..].starts_with(&expected), "{ran:?}");
 
-    // Two in one pair of tags are sent together or not at all.
+    // Two calls in one pair of tags are sent together or not at all.
     let both = format!("[{CALL}, {second}]");
     let (script, seen) = judged(writes(call(&both, CLOSE_CALL), end), &verdicts);
     let ran = run_plain(decoder, &request, script);
@@ -200,9 +199,9 @@ fn of_several_calls_each_is_judged_and_repaired_alone() {
     assert_eq!(run_plain(decoder, &request, script).calls.len(), 2);
 }
 
-/// A rewind inside of a call forgets all of it, tag included, and no call that the client has.
+/// A rewind inside a call removes it with its tag, and no call that the client has.
 #[test]
-fn a_call_is_rewound_to_where_it_began_and_not_further() {
+fn rewind_inside_a_call_stops_at_its_opening_tag() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 300);
     let mut text = call(CALL, CLOSE_CALL);
@@ -221,12 +220,12 @@ fn a_call_is_rewound_to_where_it_began_and_not_further() {
     assert_eq!(ran.calls.len(), 1);
 }
 
-/// A call in a thought is a call, and the end of the thought may be what completes it.
+/// The end of the reasoning may complete a call in it.
 #[test]
-fn a_call_in_a_thought_is_repaired_within_it() {
+fn call_in_reasoning_is_repaired_in_reasoning() {
     let decoder = &mut tokens_model();
     let request = with_tools(true, 40);
-    let text = [&call(CALL, CLOSE_THOUGHT)[..], &bytes("x")].concat();
+    let text = [&call(CALL, CLOSE_REASONING)[..], &bytes("x")].concat();
     let steps = writes(text, |_| vec![Action::Stop("enough".into())]);
     let (script, _) = judged(steps, &[Verdict::Repair("Hm, ".into())]);
     let ran = run_plain(decoder, &request, script);
@@ -235,10 +234,10 @@ fn a_call_in_a_thought_is_repaired_within_it() {
     assert!(ran.usage.reasoning_tokens > 0 && ran.usage.answer_tokens == 0, "{:?}", ran.usage);
 }
 
-/// Equal arguments have equal digests in whatever order; results belong to the calls they name, or
-/// to the oldest without one.
+/// Digests of arguments do not depend on key order. Results belong to the call they name, else to the
+/// oldest call without one.
 #[test]
-fn a_policy_sees_the_calls_and_results_of_the_conversation() {
+fn policy_sees_calls_and_results_of_the_conversation() {
     let decoder = &mut tokens_model();
     let mut request = with_tools(false, 200);
     let arguments = |value: Value| value.as_object().unwrap().clone();
