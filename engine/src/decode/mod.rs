@@ -50,9 +50,9 @@ use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
 };
 use crate::engine::{Engine, Info, Job};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::model::{Loaded, Model, Pass};
-use crate::policy::{Policies, Vocabulary, disk};
+use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
 use crate::request::Event;
 use crate::store::{Fingerprint, RedbStore, StoreError};
@@ -68,8 +68,10 @@ const SEQUENCES: usize = 1;
 /// # Errors
 /// When a policy cannot be loaded; names the profile and the policy.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
-    let kept = disk::open(data);
-    let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
+    let profiles = &config.profiles;
+    let settings = profiles.iter().map(|(name, p)| (name.clone(), p.policy_settings())).collect();
+    let policies = Policies::load(&config.policy, &settings, &Storage::open(data))?;
+    let policies = Arc::new(policies);
     policies.watch();
     Ok(policies)
 }
@@ -523,7 +525,7 @@ fn layers_to_skip(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<V
              `steersman calibrate` on this model first",
             path.display()
         );
-        return Err(Error::Invalid { field: "engine.skip_kl", problem });
+        return Err(Error::Config(ConfigError::Key { field: "engine.skip_kl", problem }));
     };
     let Some(skip) = found.skip_within(kl) else {
         tracing::warn!(kl, "no feed-forward block can be skipped within engine.skip_kl");
@@ -548,7 +550,10 @@ fn load_draft_model(
     let folder = Path::new(&config.draft_model);
     if let Some(problem) = text.vocabulary_difference(folder)? {
         let problem = format!("the draft model's vocabulary differs: {problem}");
-        return Err(Error::Model { path: folder.join("tokenizer.json"), problem });
+        return Err(Error::Config(ConfigError::Model {
+            path: folder.join("tokenizer.json"),
+            problem,
+        }));
     }
     Ok(Some(crate::model::load(folder, model)?.model.into()))
 }

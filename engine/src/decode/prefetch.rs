@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::{Cache, Span};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::prefix::Retention;
 use crate::request::{Message, Request};
 
@@ -68,8 +68,9 @@ impl Prefetch {
     /// # Errors
     /// [`Error::Warm`] when the file cannot be read or parsed.
     pub fn add_file(&mut self, profile: &str, path: &Path) -> Result<()> {
-        let failed =
-            |problem: String| Error::Warm { profile: profile.into(), path: path.into(), problem };
+        let failed = |problem: String| {
+            Error::Config(ConfigError::Warm { profile: profile.into(), path: path.into(), problem })
+        };
         let text = std::fs::read(path).map_err(|e| failed(e.to_string()))?;
         let Beginning { messages, tools } =
             serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
