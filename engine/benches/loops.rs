@@ -21,6 +21,9 @@ fn main() {
             detector.push(noise >> 22).is_some()
         });
         let reports = reports.count();
-        println!("similarity {similarity}: {:?} a token, {reports} reports", start.elapsed() / TOKENS);
+        println!(
+            "similarity {similarity}: {:?} a token, {reports} reports",
+            start.elapsed() / TOKENS
+        );
     }
 }

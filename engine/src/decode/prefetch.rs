@@ -74,7 +74,12 @@ impl Prefetch {
         let Beginning { messages, tools } =
             serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
         let request = Request { profile: profile.into(), messages, tools, ..Request::default() };
-        self.add(Expected { request, reasoning: None, role: "user", retention: Retention::default() });
+        self.add(Expected {
+            request,
+            reasoning: None,
+            role: "user",
+            retention: Retention::default(),
+        });
         Ok(())
     }
 
