@@ -295,18 +295,18 @@ impl Decoder {
         loop {
             if self.sequences.is_empty() {
                 match jobs.try_recv() {
-                    Ok(job) => self.start(job),
+                    Ok(job) => self.start_request(job),
                     Err(TryRecvError::Disconnected) => break,
                     Err(TryRecvError::Empty) if self.prefetch_chunk() => continue,
                     Err(TryRecvError::Empty) => match jobs.blocking_recv() {
-                        Some(job) => self.start(job),
+                        Some(job) => self.start_request(job),
                         None => break,
                     },
                 }
             }
             while self.sequences.len() < SEQUENCES {
                 let Ok(job) = jobs.try_recv() else { break };
-                self.start(job);
+                self.start_request(job);
             }
             self.step();
         }
@@ -315,7 +315,7 @@ impl Decoder {
         }
     }
 
-    fn start(&mut self, job: Job) {
+    fn start_request(&mut self, job: Job) {
         if job.events.is_closed() {
             return;
         }
