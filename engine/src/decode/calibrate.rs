@@ -27,7 +27,7 @@ use crate::request::Request;
 /// Depth of the drafts by which early exits are compared.
 const DRAFTED: usize = 4;
 
-/// Rows whose logits are compared at once: a row of a large vocabulary has a quarter of a million.
+/// Rows whose logits are compared at once: a row can have 250,000 columns.
 const BLOCK: i32 = 64;
 
 /// A text and the whole model's hidden states, [1, T, D].
