@@ -302,6 +302,13 @@ pub struct ProfileLimits {
 }
 
 impl Config {
+    /// The part of each profile for the policy host.
+    pub fn profile_policies(&self) -> BTreeMap<String, ProfilePolicies> {
+        let settings =
+            |(name, profile): (&String, &Profile)| (name.clone(), profile.policy_settings());
+        self.profiles.iter().map(settings).collect()
+    }
+
     /// Checks all values, and adds the profile `default` if it is missing.
     ///
     /// # Errors

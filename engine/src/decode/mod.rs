@@ -68,10 +68,8 @@ const SEQUENCES: usize = 1;
 /// # Errors
 /// When a policy cannot be loaded; names the profile and the policy.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
-    let profiles = &config.profiles;
-    let settings = profiles.iter().map(|(name, p)| (name.clone(), p.policy_settings())).collect();
-    let policies = Policies::load(&config.policy, &settings, &Storage::open(data))?;
-    let policies = Arc::new(policies);
+    let storage = Storage::open(data);
+    let policies = Arc::new(Policies::load(&config.policy, &config.profile_policies(), &storage)?);
     policies.watch();
     Ok(policies)
 }
