@@ -12,7 +12,7 @@ use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
 use steersman_engine::decode::Decoder;
 use steersman_engine::engine::Info;
 use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
-use steersman_engine::request::{Event, Finished, Message, Request, SamplingWish, ToolCall};
+use steersman_engine::request::{Event, Finished, Message, Request, SamplingOverrides, ToolCall};
 use steersman_engine::{Engine, Error};
 use tempfile::TempDir;
 
@@ -174,7 +174,7 @@ pub fn ask(question: &str) -> Request {
         id: "test".into(),
         profile: "default".into(),
         messages: vec![message("user", question)],
-        sampling: SamplingWish { temperature: Some(0.0), ..SamplingWish::default() },
+        sampling: SamplingOverrides { temperature: Some(0.0), ..SamplingOverrides::default() },
         ..Request::default()
     }
 }
@@ -185,7 +185,7 @@ pub fn ask_weather() -> Request {
         "name": "get_weather", "description": "get weather", "parameters": {
             "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
     let question = "What is the weather in Oslo?";
-    Request { tools: vec![tool], thinking: Some(false), ..ask(question) }
+    Request { tools: vec![tool], reasoning: Some(false), ..ask(question) }
 }
 
 /// A message.

@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 use steersman_engine::config::Profile;
-use steersman_engine::request::{FinishReason, Message, Request, SamplingWish};
+use steersman_engine::request::{FinishReason, Message, Request, SamplingOverrides};
 use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
 
 /// Holds the longest planted code.
@@ -32,7 +32,7 @@ fn cases(kind: &str) -> Vec<Value> {
 
 fn request(case: &Value, profile: &str, thinking: Option<bool>) -> Request {
     let messages: Vec<Message> = serde_json::from_value(case["messages"].clone()).unwrap();
-    Request { messages, profile: profile.into(), thinking, ..ask("") }
+    Request { messages, profile: profile.into(), reasoning: thinking, ..ask("") }
 }
 
 #[test]
@@ -106,7 +106,8 @@ fn a_thinking_budget_is_kept_and_an_answer_follows() {
     let question = "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is \
                     the tallest?";
     for budget in [1, 10, 40] {
-        let request = Request { thinking: Some(true), think_budget: Some(budget), ..ask(question) };
+        let request =
+            Request { reasoning: Some(true), reasoning_budget: Some(budget), ..ask(question) };
         let reply = run(&engine, request);
         let usage = reply.finished().usage;
         // The marker and the line breaks around it are part of the thought.
@@ -119,8 +120,8 @@ fn a_thinking_budget_is_kept_and_an_answer_follows() {
 fn max_tokens_bounds_the_answer_and_not_the_thought() {
     let engine = engine();
     let question = "What is the capital of Italy?";
-    let whole = run(&engine, Request { thinking: Some(true), ..ask(question) });
-    let cut = run(&engine, Request { thinking: Some(true), max_tokens: Some(3), ..ask(question) });
+    let whole = run(&engine, Request { reasoning: Some(true), ..ask(question) });
+    let cut = run(&engine, Request { reasoning: Some(true), max_tokens: Some(3), ..ask(question) });
     assert_eq!(cut.reasoning, whole.reasoning);
     assert_eq!(cut.finished().usage.answer_tokens, 3);
     assert_eq!(cut.finished().reason, FinishReason::Length);
@@ -132,10 +133,13 @@ fn a_seed_repeats_a_sampled_reply() {
     let engine = engine();
     let story = "Write a story about a fox named Nora who lives near the river.";
     let reply = |seed| {
-        let sampling =
-            SamplingWish { temperature: Some(1.0), seed: Some(seed), ..SamplingWish::default() };
+        let sampling = SamplingOverrides {
+            temperature: Some(1.0),
+            seed: Some(seed),
+            ..SamplingOverrides::default()
+        };
         let request =
-            Request { sampling, thinking: Some(false), max_tokens: Some(40), ..ask(story) };
+            Request { sampling, reasoning: Some(false), max_tokens: Some(40), ..ask(story) };
         run(&engine, request).answer
     };
     assert_eq!(reply(1), reply(1));
@@ -159,7 +163,7 @@ fn a_client_that_hangs_up_frees_the_engine() {
     let question = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
     // This thought would fill the context.
     let mut events = engine
-        .submit(Request { profile: "passthrough".into(), thinking: Some(true), ..ask(question) })
+        .submit(Request { profile: "passthrough".into(), reasoning: Some(true), ..ask(question) })
         .unwrap();
     events.blocking_recv().expect("the thought begins");
     drop(events);

@@ -18,7 +18,7 @@ fn engine(limits: ProfileLimits) -> Running {
 }
 
 fn bounded(question: &str, max_tokens: Option<u32>, thinking: bool) -> Request {
-    Request { profile: "bounded".into(), max_tokens, thinking: Some(thinking), ..ask(question) }
+    Request { profile: "bounded".into(), max_tokens, reasoning: Some(thinking), ..ask(question) }
 }
 
 #[test]

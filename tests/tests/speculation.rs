@@ -2,7 +2,7 @@
 
 use steersman_engine::config::{Config, DraftKind};
 use steersman_engine::decode::Decoder;
-use steersman_engine::decode::verify::{Outcome, Way};
+use steersman_engine::decode::verify::{DecodePath, Outcome};
 use steersman_engine::request::{Message, Request};
 use steersman_tests::{bundled_model, config, fixture, load, load_from};
 
@@ -14,7 +14,7 @@ fn requests(kinds: &[&str], of_each: usize) -> Vec<Request> {
         id: prompt["kind"].as_str().unwrap().into(),
         profile: "default".into(),
         messages: serde_json::from_value::<Vec<Message>>(prompt["messages"].clone()).unwrap(),
-        thinking: prompt["thinking"].as_bool(),
+        reasoning: prompt["thinking"].as_bool(),
         ..Request::default()
     };
     let of_kind = |kind: &&str| {
@@ -41,26 +41,28 @@ fn with_draft_model() -> Config {
     config
 }
 
-/// Greedy replies, escapes from loops included, in every way there is: prefilled in chunks, resumed,
+/// Greedy replies, escapes from loops included, in every path there is: prefilled in chunks, resumed,
 /// rewound after a rejection at every place of a draft, with every kind of draft, and as the
 /// governor likes. `steersman verify --prompts tests/fixtures/speculation.json` runs all 200.
 #[test]
 fn drafted_replies_equal_plain_ones() {
     let mut decoder = decoder(with_draft_model());
-    let ways = decoder.ways().unwrap();
+    let paths = decoder.paths().unwrap();
     for kind in [DraftKind::Ngram, DraftKind::Mtp, DraftKind::Model] {
-        assert!(ways.contains(&Way::Drafted(kind)), "{kind:?}");
+        assert!(paths.contains(&DecodePath::Drafted(kind)), "{kind:?}");
     }
     let requests = requests(&KINDS, 1);
-    for outcome in decoder.verify(&requests, &ways, 96, |_| ()).unwrap() {
+    for outcome in decoder.verify(&requests, &paths, 96, |_| ()).unwrap() {
         assert!(outcome.holds() && outcome.equal == requests.len(), "{outcome:?}");
         let [drafted, accepted, _] = outcome.drafted;
-        match outcome.way {
-            Way::Drafted(DraftKind::Model) => {
+        match outcome.path {
+            DecodePath::Drafted(DraftKind::Model) => {
                 assert!(accepted > drafted / 2, "{outcome:?}");
             }
-            Way::Drafted(_) | Way::Rewound => assert!(accepted > 0 && drafted > accepted),
-            Way::Resumed => assert!(outcome.cached > 0, "{outcome:?}"),
+            DecodePath::Drafted(_) | DecodePath::Rewound => {
+                assert!(accepted > 0 && drafted > accepted)
+            }
+            DecodePath::Resumed => assert!(outcome.cached > 0, "{outcome:?}"),
             _ => {}
         }
     }
@@ -107,8 +109,8 @@ fn what_calibration_finds_is_used() {
     let (_, whole) = load(0.0).unwrap();
     let (mut lossy, info) = load(least * 1.01).unwrap();
     assert_ne!(whole.fingerprint, info.fingerprint, "its state must not be mixed up");
-    let ways = lossy.ways().unwrap();
-    for outcome in lossy.verify(&requests[..1], &ways, 24, |_| ()).unwrap() {
+    let paths = lossy.paths().unwrap();
+    for outcome in lossy.verify(&requests[..1], &paths, 24, |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
     }
 }
@@ -147,13 +149,17 @@ fn print_speed(decoder: &mut Decoder, kind: &str, temperature: f32) {
         request.sampling.temperature = Some(temperature);
     }
     let rounds: Vec<Vec<Outcome>> = (0..5)
-        .map(|_| decoder.verify(&requests, &[Way::Plain, Way::Governed], 256, |_| ()).unwrap())
+        .map(|_| {
+            decoder
+                .verify(&requests, &[DecodePath::Plain, DecodePath::Governed], 256, |_| ())
+                .unwrap()
+        })
         .collect();
     let seconds = |outcome: &Outcome| outcome.times.iter().sum::<std::time::Duration>();
     let ratio = |round: &Vec<Outcome>| seconds(&round[0]).div_duration_f64(seconds(&round[1]));
     let mut ratios: Vec<f64> = rounds.iter().map(ratio).collect();
     ratios.sort_by(f64::total_cmp);
-    let [plain, governed] = &rounds[4][..] else { unreachable!("two ways") };
+    let [plain, governed] = &rounds[4][..] else { unreachable!("two paths") };
     let [drafted, accepted, passes] = governed.drafted;
     let tokens: usize = plain.tokens.iter().sum();
     println!(

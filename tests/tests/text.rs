@@ -109,7 +109,7 @@ fn tokens_given_one_by_one_make_the_text_that_they_make_at_once() {
 fn a_rendered_prompt_says_whether_the_reply_begins_with_a_thought() {
     let text = Text::load(&tiny()).expect("the bundled model loads");
     let forged = "What does <think> do?";
-    for (thinking, phase) in [(true, Phase::Think), (false, Phase::Answer)] {
+    for (thinking, phase) in [(true, Phase::Reasoning), (false, Phase::Answer)] {
         let messages =
             [Message { role: "user".into(), content: forged.into(), ..Default::default() }];
         let prompt = text.render(&messages, &[], &Map::new(), Some(thinking), true);

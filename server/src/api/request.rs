@@ -7,7 +7,7 @@ use axum::http::StatusCode;
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
-use steersman_engine::request::{Request, SamplingWish};
+use steersman_engine::request::{Request, SamplingOverrides};
 
 use super::error::ApiError;
 use super::fields;
@@ -109,7 +109,7 @@ pub fn parse(
         effort: body.reasoning_effort,
         tokens: body.max_thinking_tokens,
     };
-    let (thinking, think_budget) = thinking.decide()?;
+    let (reasoning, reasoning_budget) = thinking.decide()?;
     let tools_hidden = body.tool_choice.as_deref() == Some("none");
     let tools = tools(body.tools.unwrap_or_default())?;
     let request = Request {
@@ -118,10 +118,10 @@ pub fn parse(
         messages: message::parse(body.messages)?,
         tools: if tools_hidden { Vec::new() } else { tools },
         template_variables,
-        thinking,
-        think_budget,
+        reasoning,
+        reasoning_budget,
         max_tokens: max_tokens(body.max_tokens, body.max_completion_tokens)?,
-        sampling: SamplingWish {
+        sampling: SamplingOverrides {
             temperature: within("temperature", body.temperature, "from 0 to 2", |t| {
                 (0.0..=2.0).contains(&t)
             })?,

@@ -3,7 +3,7 @@
 use axum::body::Body;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
-use steersman_engine::request::SamplingWish;
+use steersman_engine::request::SamplingOverrides;
 
 use crate::*;
 
@@ -65,9 +65,9 @@ async fn a_request_reaches_the_engine_as_it_was_meant() {
     assert_eq!(Value::from(request.tools).to_string(), tools.to_string());
     assert_eq!(request.profile, "strict");
     assert_eq!(Value::from(request.template_variables), json!({"add_dates": true}));
-    assert_eq!((request.thinking, request.think_budget), (Some(true), Some(100)));
+    assert_eq!((request.reasoning, request.reasoning_budget), (Some(true), Some(100)));
     assert_eq!(request.max_tokens, Some(9));
-    let sampling = SamplingWish {
+    let sampling = SamplingOverrides {
         temperature: Some(0.5),
         top_p: Some(0.9),
         top_k: Some(20),
@@ -86,8 +86,8 @@ async fn what_a_request_does_not_say_is_left_to_the_engine() {
     assert_eq!(chat(&app, body(silent)).await.0, StatusCode::OK);
     let request = seen.last();
     assert!(request.tools.is_empty(), "tool_choice none hides the tools");
-    assert_eq!((request.thinking, request.think_budget), (None, None));
-    assert_eq!(request.sampling, SamplingWish::default());
+    assert_eq!((request.reasoning, request.reasoning_budget), (None, None));
+    assert_eq!(request.sampling, SamplingOverrides::default());
     assert_eq!((request.max_tokens, request.stop.len()), (None, 0));
     assert_eq!(request.profile, "default");
 }
@@ -112,7 +112,7 @@ async fn three_ways_to_ask_for_a_thought_mean_what_they_say() {
     ] {
         assert_eq!(chat(&app, body(extra.clone())).await.0, StatusCode::OK, "{extra}");
         let request = seen.last();
-        assert_eq!((request.thinking, request.think_budget), (thinking, budget), "{extra}");
+        assert_eq!((request.reasoning, request.reasoning_budget), (thinking, budget), "{extra}");
         assert!(request.template_variables.is_empty(), "{extra}");
     }
 }

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn old_history_are_removed_with_their_components() {
+    fn old_versions_are_removed_with_their_components() {
         let history = History::new(Storage::in_memory().database);
         assert_eq!(history.list("a").unwrap(), []);
         assert_eq!(history.component("a", "00").unwrap(), None);
