@@ -175,7 +175,9 @@ fn a_client_that_hangs_up_frees_the_engine() {
 fn a_prompt_that_does_not_fit_is_refused_with_its_length() {
     let engine = engine();
     let reply = run(&engine, ask(&"What is the capital of Italy? ".repeat(1000)));
-    let Err(steersman_engine::Error::ContextTooLong { tokens, limit }) = reply.end else {
+    let Err(steersman_engine::Error::Request(RequestError::ContextTooLong { tokens, limit })) =
+        reply.end
+    else {
         panic!("not refused: {reply:?}")
     };
     assert!(tokens > limit && limit < CONTEXT);

@@ -229,7 +229,9 @@ fn kv_in_eight_bits_takes_less_space_for_the_same_next_token() {
         let family = Family::load(name);
         let divides = family.model.new_cache().unwrap().head_dim_is_multiple_of(32);
         match family.on_disk_in_bits(&folder.path().join(name), MB, 8) {
-            Err(Error::Invalid { field, .. }) => assert!(field == "store.kv_bits" && !divides),
+            Err(Error::Config(ConfigError::Key { field, .. })) => {
+                assert!(field == "store.kv_bits" && !divides)
+            }
             Err(error) => panic!("{error}"),
             Ok(_) => assert!(divides, "KV of {name} does not divide into groups"),
         }

@@ -49,7 +49,7 @@ fn every_template_renders_as_python_renders_it() {
         variables.insert("documents".into(), Value::Null);
         let (ours, theirs) = match template.render(&variables) {
             Ok(text) => (text, &case["rendered"]),
-            Err(Error::Template(message)) => (message, &case["error"]),
+            Err(Error::Request(RequestError::Template(message))) => (message, &case["error"]),
             Err(other) => panic!("{other}"),
         };
         if theirs != &ours {

@@ -315,5 +315,8 @@ fn expect_shape(array: &Array, shape: &[i32]) -> Result<()> {
     if array.shape() == shape {
         return Ok(());
     }
-    Err(Error::SavedState(format!("a saved tensor has shape {:?}, expected {shape:?}", array.shape())))
+    Err(Error::SavedState(format!(
+        "a saved tensor has shape {:?}, expected {shape:?}",
+        array.shape()
+    )))
 }

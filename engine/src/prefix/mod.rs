@@ -20,7 +20,7 @@ pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
 pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, owned};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::store::{BLOCK_TOKENS, Key, KeyChain, Part, PartKind, RedbStore, WallClock, state_key};
 
 /// Recurrent state, two arrays a layer.
@@ -85,7 +85,7 @@ impl Prefixes {
             let problem = "cannot be used with this model: the size of its attention heads is not \
                            a multiple of 32"
                 .into();
-            return Err(Error::Invalid { field: "store.kv_bits", problem });
+            return Err(Error::Config(ConfigError::Key { field: "store.kv_bits", problem }));
         }
         let needs_state = !empty.is_truncatable();
         Ok(Self {

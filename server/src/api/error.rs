@@ -182,24 +182,24 @@ impl From<Error> for ApiError {
             Self::new(status, "server_error", code, "", message)
         };
         match &error {
-            Error::ContextTooLong { .. } | Error::PromptTooLong { .. } => {
+            Error::Request(RequestError::ContextTooLong { .. }) | Error::Request(RequestError::PromptTooLong { .. }) => {
                 Self::invalid("context_length_exceeded", "messages", message)
             }
-            Error::QueueFull { .. } => {
+            Error::Request(RequestError::QueueFull { .. }) => {
                 let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
                 Self::new(status, kind, "queue_full", "", message)
             }
             Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
-            Error::Template(_) => Self::invalid("invalid_messages", "messages", message),
-            Error::Invalid { field, .. } => Self::value(*field, message),
+            Error::Request(RequestError::Template(_)) => Self::invalid("invalid_messages", "messages", message),
+            Error::Request(RequestError::Field { field, .. }) => Self::value(*field, message),
             Error::Policy { policy, .. } | Error::PolicyLate { policy, .. } => {
                 tracing::error!(policy, details = %error, "request failed");
                 let message = format!("the policy `{policy}` failed; the server's log says how");
                 let status = StatusCode::INTERNAL_SERVER_ERROR;
                 Self::new(status, "policy_error", "policy_error", "", message)
             }
-            Error::Model { .. }
-            | Error::Warm { .. }
+            Error::Config(ConfigError::Model { .. })
+            | Error::Config(ConfigError::Warm { .. })
             | Error::Store(_)
             | Error::SavedState(_)
             | Error::Array(_) => {

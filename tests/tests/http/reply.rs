@@ -155,14 +155,23 @@ async fn errors_of_the_engine_have_their_status_streamed_or_not() {
     type Case = (fn() -> Vec<Act>, u16, &'static str, &'static str, &'static str);
     let cases: [Case; 6] = [
         (
-            || vec![Say(Event::Failed(Error::ContextTooLong { tokens: 99, limit: 10 }))],
+            || {
+                vec![Say(Event::Failed(Error::Request(RequestError::ContextTooLong {
+                    tokens: 99,
+                    limit: 10,
+                })))]
+            },
             400,
             "invalid_request_error",
             "context_length_exceeded",
             "99 tokens",
         ),
         (
-            || vec![Say(Event::Failed(Error::Template("no system twice".into())))],
+            || {
+                vec![Say(Event::Failed(Error::Request(RequestError::Template(
+                    "no system twice".into(),
+                ))))]
+            },
             400,
             "invalid_request_error",
             "invalid_messages",
@@ -171,7 +180,10 @@ async fn errors_of_the_engine_have_their_status_streamed_or_not() {
         (
             || {
                 let problem = "must be less".into();
-                vec![Say(Event::Failed(Error::Invalid { field: "max_tokens", problem }))]
+                vec![Say(Event::Failed(Error::Request(RequestError::Field {
+                    field: "max_tokens",
+                    problem,
+                })))]
             },
             400,
             "invalid_request_error",
@@ -297,7 +309,7 @@ async fn a_long_prefill_is_bridged_by_comments() {
 #[tokio::test(start_paused = true)]
 async fn an_error_after_a_long_prefill_is_in_the_stream() {
     fn slow() -> Vec<Act> {
-        let error = Error::ContextTooLong { tokens: 9, limit: 1 };
+        let error = Error::Request(RequestError::ContextTooLong { tokens: 9, limit: 1 });
         vec![Wait(Duration::from_secs(11)), Say(Event::Failed(error))]
     }
     let (app, _) = app(slow);

@@ -10,7 +10,7 @@ use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
 use crate::decode::verify::DecodePath;
-use crate::policy::{Action, Bias, REPAIRS, Step, TokenBias, ToolCallView, Verdict};
+use crate::policy::{Action, Bias, MAX_REPAIRS, Step, TokenBias, ToolCallView, Verdict};
 use crate::request::{FinishReason, FunctionCall, Request, Sampling, ToolCall};
 
 const CALL: &str = r#"{"name": "look", "arguments": {"b": 2, "a": [1, {"d": 0, "c": "é"}]}}"#;
@@ -135,7 +135,7 @@ fn calls_are_accepted_after_the_limit_of_repairs() {
     let (script, seen) = judged(steps, &verdicts);
     let ran = run_plain(decoder, &request, script);
     assert!(!ran.calls.is_empty());
-    assert_eq!(seen.borrow().len(), ran.calls.len() + REPAIRS as usize);
+    assert_eq!(seen.borrow().len(), ran.calls.len() + MAX_REPAIRS as usize);
     let index: Vec<u32> = seen.borrow().iter().map(|view| view.index).collect();
     assert_eq!(index[..6], [0, 0, 0, 0, 0, 1]);
 }
