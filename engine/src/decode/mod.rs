@@ -553,7 +553,7 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     let path = config.file(data);
     match RedbStore::open(&path, fingerprint, config) {
         Ok(store) => Some(store),
-        Err(StoreError::InUse { path }) => {
+        Err(StoreError::InUse(path)) => {
             tracing::warn!(
                 path = %path.display(),
                 "another process, most likely a server, keeps its state in this file: this one runs \

@@ -291,10 +291,7 @@ impl Prefixes {
         self.reporter.resize(self.tree.size());
     }
 
-    /// Waits until everything that was saved is on disk.
-    ///
-    /// # Errors
-    /// [`Error::Store`] if saving was turned off after a failure.
+    /// Waits until everything that was saved is on disk; an error if saving was turned off.
     pub fn flush(&self) -> Result<()> {
         Ok(self.disk.as_ref().map_or(Ok(()), RedbStore::flush)?)
     }

@@ -134,9 +134,6 @@ impl RedbStore {
     }
 
     /// [`RedbStore::open`] with another clock or storage.
-    ///
-    /// # Errors
-    /// The same.
     pub fn open_in(
         env: StoreEnv,
         path: &Path,
@@ -324,9 +321,7 @@ impl RedbStore {
     }
 
     /// Waits until everything that was saved, used or retained is on disk.
-    ///
-    /// # Errors
-    /// The error after which saving was turned off.
+    /// Returns the error after which saving was turned off.
     pub fn flush(&self) -> Result<(), StoreError> {
         let mut state = self.shared.state.lock();
         state.flushing += 1;
