@@ -52,7 +52,7 @@ pub fn run(task: CacheTask, config: &StoreConfig, data_dir: &Path) -> Result<()>
         _ => StoreFile::open(&path),
     };
     let mut store = opened.map_err(|error| match error {
-        StoreError::InUse { path } => anyhow!(
+        StoreError::InUse(path) => anyhow!(
             "{} is in use by another process, most likely a server: use its GET /v1/cache, or stop \
              it first",
             path.display()

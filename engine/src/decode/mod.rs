@@ -566,7 +566,7 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     let path = config.file(data);
     match RedbStore::open(&path, fingerprint, config) {
         Ok(store) => Some(store),
-        Err(StoreError::InUse { path }) => {
+        Err(StoreError::InUse(path)) => {
             tracing::warn!(
                 path = %path.display(),
                 "prefix store is in use by another process; running without the disk tier"
