@@ -25,7 +25,7 @@ pub struct Info {
     /// Names of the profiles.
     pub profiles: Vec<String>,
     /// Tells what is saved of earlier requests, and of what use it was.
-    pub prefixes: prefix::Reporter,
+    pub prefixes: prefix::PrefixReporter,
     /// When the model was loaded, in seconds since 1970.
     pub loaded: u64,
 }

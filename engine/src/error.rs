@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::store::StoreError;
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -87,18 +89,12 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// The state store cannot be opened or used. Never ends a request: losing it costs time only.
-    #[error("state store: {0}")]
-    Store(String),
-    /// Another process has the state store open: ask that one, or wait for its end.
-    #[error(
-        "state store: {path} is in use by another process; only one at a time can keep its state \
-         there"
-    )]
-    StoreInUse {
-        /// The file.
-        path: PathBuf,
-    },
+    /// The prefix store cannot be used. Never ends a request: losing it costs time only.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Saved state has other tensors than this model's caches. Never ends a request.
+    #[error("saved state does not fit this model: {0}")]
+    SavedState(String),
     /// MLX rejected an operation: a bug, or memory ran out.
     #[error("MLX: {0}")]
     Array(String),

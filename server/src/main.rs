@@ -110,7 +110,7 @@ struct Cache {
     #[command(flatten)]
     place: Place,
     #[command(subcommand)]
-    task: cache::Task,
+    task: cache::CacheTask,
 }
 
 /// Policies are components: policies/README.md says how to make one.

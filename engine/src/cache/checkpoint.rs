@@ -38,7 +38,7 @@ impl Cache {
     /// the same rows up to there. Clears the draft mark.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] if it belongs to another model. The cache is unusable after an error.
+    /// [`crate::Error::SavedState`] if it belongs to another model. The cache is unusable after an error.
     ///
     /// # Panics
     /// If the checkpoint lies ahead.

@@ -78,7 +78,7 @@ impl Full {
     /// run the same kernels on the same layout.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] if a shape does not fit this layer.
+    /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub(super) fn restore(&mut self, parts: &[&LayerKv], len: i32) -> Result<()> {
         let buffer = |i: usize| -> Result<KvBuffer> {
             let parts = column(parts, i)?;

@@ -164,7 +164,7 @@ impl Quantized {
     /// Replaces the content with `parts`, which hold `len` positions together.
     ///
     /// # Errors
-    /// [`Error::Store`] if arrays are missing or a shape does not fit this layer.
+    /// [`Error::SavedState`] if arrays are missing or a shape does not fit this layer.
     pub(super) fn restore(&mut self, parts: &[&LayerKv], len: i32) -> Result<()> {
         let mut fresh = Self::new(&self.dense, self.bits, self.from)?;
         let (dense, packed): (Vec<&LayerKv>, Vec<&LayerKv>) =

@@ -146,7 +146,7 @@ impl Recurrent {
     /// Replaces state and tail.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] if a shape does not fit this layer.
+    /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub fn restore(&mut self, state: Array, tail: Array) -> Result<()> {
         expect_shape(&state, self.state.shape())?;
         expect_shape(&tail, self.tail.shape())?;

@@ -105,7 +105,7 @@ impl Sliding {
     /// Replaces the content with what [`Sliding::arrays`] returned at length `len`.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] if a shape does not fit this layer.
+    /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub fn restore(&mut self, keys: &Array, values: &Array, len: i32) -> Result<()> {
         let rows = len.min(self.window - 1);
         for array in [keys, values] {

@@ -70,7 +70,7 @@ impl Decoder {
         let (cache, cached) = self.prefixes.restore(&prompt)?;
         anchors.retain(|&(at, _)| at >= self.store_min_tokens);
         for &(at, keep) in anchors.iter().take_while(|&&(at, _)| at <= cached) {
-            if let Err(error) = self.prefixes.keep(&prompt[..at], keep) {
+            if let Err(error) = self.prefixes.retain(&prompt[..at], keep) {
                 tracing::warn!(request_id = request.id, %error, "state not kept");
             }
         }

@@ -16,7 +16,7 @@ use super::Decoder;
 use super::sequence::Sequence;
 use crate::cache::{Cache, Span};
 use crate::error::{Error, Result};
-use crate::prefix::Keep;
+use crate::prefix::Retention;
 use crate::request::{Message, Request};
 
 /// Tokens computed in one go: a request waits for at most so many.
@@ -37,7 +37,7 @@ struct Expected {
     request: Request,
     thinking: Option<bool>,
     role: &'static str,
-    keep: Keep,
+    keep: Retention,
 }
 
 struct Running {
@@ -74,12 +74,12 @@ impl Ahead {
         let Beginning { messages, tools } =
             serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
         let request = Request { profile: profile.into(), messages, tools, ..Request::default() };
-        self.add(Expected { request, thinking: None, role: "user", keep: Keep::default() });
+        self.add(Expected { request, thinking: None, role: "user", keep: Retention::default() });
         Ok(())
     }
 
     /// Adds the conversation that a finished turn has come to; its state is kept as `keep` says.
-    pub fn add_turn(&mut self, sequence: &Sequence, keep: Keep) {
+    pub fn add_turn(&mut self, sequence: &Sequence, keep: Retention) {
         let mut request = sequence.request.clone();
         let reply = sequence.reply_message();
         let role = if reply.tool_calls.is_empty() { "user" } else { "tool" };
@@ -138,7 +138,7 @@ impl Decoder {
         let Running { expected, tokens, cache } = running;
         let from = cache.position;
         if from >= tokens.len() {
-            return self.prefixes.keep(tokens, expected.keep);
+            return self.prefixes.retain(tokens, expected.keep);
         }
         let every = self.prefixes.every().unwrap_or(usize::MAX);
         let stop = (from / every + 1).saturating_mul(every);
@@ -152,7 +152,7 @@ impl Decoder {
             self.prefixes.save(cache, tokens, expected.keep)?;
         } else if end == stop {
             // So that little is lost where a request interrupts.
-            self.prefixes.save(cache, &tokens[..end], Keep::default())?;
+            self.prefixes.save(cache, &tokens[..end], Retention::default())?;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use super::Decoder;
 use crate::error::Result;
 use crate::policy::{Anchor, Plan};
-use crate::prefix::Keep;
+use crate::prefix::Retention;
 use crate::request::{Message, Request};
 
 /// Tokens of the longest generation prompt: what templates put behind the last message.
@@ -29,10 +29,10 @@ impl Decoder {
         thinking: Option<bool>,
         prompt: &[u32],
         plan: &Plan,
-    ) -> Result<Vec<(usize, Keep)>> {
+    ) -> Result<Vec<(usize, Retention)>> {
         let every = self.prefixes.every();
         if every.is_none() && plan.keep.is_none() {
-            return Ok(vec![(prompt.len(), Keep::default())]);
+            return Ok(vec![(prompt.len(), Retention::default())]);
         }
         let mut anchors = Vec::new();
         if let Some(keep) = kept(plan, Anchor::System) {
@@ -107,10 +107,10 @@ impl Decoder {
 }
 
 /// For how long `plan` keeps the state at these anchors; none where it does not.
-pub(super) fn kept(plan: &Plan, at: Anchor) -> Option<Keep> {
-    let Some(keeps) = &plan.keep else { return Some(Keep::default()) };
+pub(super) fn kept(plan: &Plan, at: Anchor) -> Option<Retention> {
+    let Some(keeps) = &plan.keep else { return Some(Retention::default()) };
     let seconds = keeps.iter().filter(|keep| keep.at == at).map(|keep| keep.seconds).max();
-    seconds.map(|seconds| Keep { seconds })
+    seconds.map(|seconds| Retention { seconds })
 }
 
 pub(super) fn is_system(message: &Message) -> bool {

@@ -53,9 +53,9 @@ use crate::engine::{Engine, Info, Job};
 use crate::error::{Error, Result};
 use crate::model::{Loaded, Model, Pass};
 use crate::policy::{Policies, Vocabulary, disk};
-use crate::prefix::{Keep, Prefixes};
+use crate::prefix::{Prefixes, Retention};
 use crate::request::Event;
-use crate::store::{Fingerprint, RedbStore};
+use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
 
 /// Sequences that decode at the same time. The loop takes any number; more than one waits for
@@ -471,7 +471,7 @@ impl Decoder {
     }
 
     /// Saves the state as it stands. Failing costs time later, nothing else.
-    fn save(&mut self, sequence: &Sequence, keep: Keep) {
+    fn save(&mut self, sequence: &Sequence, keep: Retention) {
         let tokens = &sequence.tokens[..sequence.cache.position];
         if tokens.len() < self.store_min_tokens {
             return;
@@ -553,7 +553,7 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     let path = config.file(data);
     match RedbStore::open(&path, fingerprint, config) {
         Ok(store) => Some(store),
-        Err(Error::StoreInUse { path }) => {
+        Err(StoreError::InUse { path }) => {
             tracing::warn!(
                 path = %path.display(),
                 "another process, most likely a server, keeps its state in this file: this one runs \

@@ -22,7 +22,7 @@ use super::speculate::Drafted;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::policy::{LoopReport, Policy, Summary};
-use crate::prefix::Keep;
+use crate::prefix::Retention;
 use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
 use crate::text::{Phase, Piece, Text};
 
@@ -47,9 +47,9 @@ pub struct Sequence {
     /// What the model remembers of the tokens that have run.
     pub cache: Cache,
     /// Positions of the prompt at which state is saved, those ahead.
-    pub anchors: VecDeque<(usize, Keep)>,
+    pub anchors: VecDeque<(usize, Retention)>,
     /// For how long the state at the reply's end is kept, where it is.
-    pub reply_kept: Option<Keep>,
+    pub reply_kept: Option<Retention>,
     /// Snapshots of it, ascending.
     pub standings: Vec<Standing>,
     /// Tokens from here on are others than those that `cache` has seen: it is to go back.

@@ -24,7 +24,7 @@ use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::prefix::{Keep, Prefixes};
+use crate::prefix::{Prefixes, Retention};
 use crate::request::{Request, Sampling, SamplingWish};
 
 /// Depth at which each kind of draft is tried.
@@ -230,7 +230,7 @@ impl Decoder {
         if way == Way::Governed {
             self.remember(&mut sequence);
         }
-        self.save(&sequence, Keep::default());
+        self.save(&sequence, Retention::default());
         Ok(Reply {
             prompt: sequence.prompt,
             cached: sequence.cached,

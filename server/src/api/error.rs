@@ -201,7 +201,7 @@ impl From<Error> for ApiError {
             Error::Model { .. }
             | Error::Warm { .. }
             | Error::Store(_)
-            | Error::StoreInUse { .. }
+            | Error::SavedState(_)
             | Error::Array(_) => {
                 let message = "the engine failed; the server's log says how";
                 server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)

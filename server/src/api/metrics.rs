@@ -131,7 +131,7 @@ type Values<T> = [(&'static str, &'static str, fn(&T) -> u64)];
 struct Told {
     model: Model,
     waiting: u64,
-    report: prefix::Report,
+    report: prefix::PrefixReport,
 }
 
 impl Told {
@@ -141,14 +141,14 @@ impl Told {
         Self { model, waiting: engine.waiting() as u64, report: info.prefixes.report() }
     }
 
-    fn disk(&self) -> Option<&store::Report> {
+    fn disk(&self) -> Option<&store::StoreReport> {
         self.report.disk.as_ref()
     }
 }
 
 fn register_cache(registry: &mut Registry, told: &[Told]) {
     let registry = registry.sub_registry_with_prefix("cache");
-    let counts: &Values<prefix::Counts> = &[
+    let counts: &Values<prefix::PrefixCounts> = &[
         ("hits", "Requests that resumed from saved state", |c| c.hits),
         ("misses", "Requests that began from nothing", |c| c.misses),
         ("prompt_tokens", "Prompt tokens of all requests, hits and misses", |c| c.prompt_tokens),
@@ -163,7 +163,7 @@ fn register_cache(registry: &mut Registry, told: &[Told]) {
     for &(name, help, count) in counts {
         counter(registry, name, help, told, |told| Some(count(&told.report.counts)));
     }
-    let sizes: &Values<prefix::Report> = &[
+    let sizes: &Values<prefix::PrefixReport> = &[
         ("memory_prefixes", "Prefixes in memory", |r| r.memory.nodes as u64),
         ("memory_states", "Positions in memory with a state", |r| r.memory.states as u64),
         ("memory_bytes", "Bytes of state in memory", |r| r.memory.bytes),
@@ -180,7 +180,7 @@ fn register_cache(registry: &mut Registry, told: &[Told]) {
 
 /// Of the models that have a disk tier.
 fn register_disk(registry: &mut Registry, told: &[Told]) {
-    let counts: &Values<store::Counts> = &[
+    let counts: &Values<store::StoreCounts> = &[
         ("saves", "Saves that are on disk", |c| c.saves),
         ("saved_bytes", "Bytes of tensors saved on disk", |c| c.saved_bytes),
         (
@@ -196,12 +196,12 @@ fn register_disk(registry: &mut Registry, told: &[Told]) {
     for &(name, help, count) in counts {
         counter(registry, name, help, told, |told| told.disk().map(|disk| count(&disk.counts)));
     }
-    let sizes: &Values<store::Report> = &[
+    let sizes: &Values<store::StoreReport> = &[
         ("bytes", "Bytes of the budget that are used, by all models", |d| {
             d.rows.bytes + d.states.bytes + d.others.bytes
         }),
         ("budget_bytes", "Most bytes of state on disk", |d| d.budget_bytes),
-        ("pinned_bytes", "Bytes kept from eviction for now", |d| d.pinned.bytes),
+        ("pinned_bytes", "Bytes kept from eviction for now", |d| d.retained.bytes),
         ("file_bytes", "Bytes that the file takes", |d| d.file_bytes),
         ("queued_bytes", "Bytes that wait to be written", |d| d.queued_bytes),
     ];

@@ -20,7 +20,7 @@ use crate::policy::{
     Action, Plan, Policy, PromptView, Replacement, RequestView, Steering, Step, ToolCallView,
     Verdict,
 };
-use crate::prefix::Keep;
+use crate::prefix::Retention;
 use crate::request::{
     Event, FinishReason, Message, Request, Sampling, SamplingWish, ToolCall, Usage,
 };
@@ -204,7 +204,7 @@ pub fn run(
     let mut sequence = running.pop().unwrap();
     assert!(sequence.take_failure().is_none());
     sequence.finish();
-    decoder.save(&sequence, Keep::default());
+    decoder.save(&sequence, Retention::default());
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let (mut calls, mut rewound) = (Vec::new(), Vec::new());
