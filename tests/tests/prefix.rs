@@ -4,7 +4,9 @@
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, UNIX_EPOCH};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
@@ -14,7 +16,7 @@ use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::StoreConfig;
 use steersman_engine::model::{Model, Pass, load};
 use steersman_engine::prefix::{Prefixes, Retention};
-use steersman_engine::store::{Fingerprint, RedbStore};
+use steersman_engine::store::{Fingerprint, RedbStore, WallClock};
 use steersman_tests::{Random, bundled_model, config, fixtures};
 
 const MB: u64 = 1 << 20;
@@ -198,6 +200,32 @@ fn eviction_changes_no_reply() {
         assert!(within && report.counts.evictions > 0, "{report:?}");
         family.check(&mut small, &prompts[3], 1, "the newest in little memory");
         family.check(&mut small, &prompts[0], 0, "the oldest in little memory");
+    }
+}
+
+#[test]
+fn retained_prefix_outlives_others_until_its_time() {
+    let family = Family::load("llama");
+    let first = prompt(1, 230);
+    let mut alone = family.in_memory();
+    family.reply(&mut alone, &first, 1);
+    let one = alone.reporter().report().memory.bytes;
+
+    let seconds = Arc::new(AtomicU64::new(1_800_000_000));
+    let time = seconds.clone();
+    let now = move || UNIX_EPOCH + Duration::from_secs(time.load(Ordering::Relaxed));
+    let mut prefixes = Prefixes::new(family.model.new_cache().unwrap(), 2 * one, None, 0)
+        .unwrap()
+        .with_clock(WallClock::new(now));
+    family.reply(&mut prefixes, &first, 1);
+    prefixes.retain(&first[..100], Retention { seconds: 60 }).unwrap();
+    for (passed, least, most) in [(0, 100, 229), (59, 100, 229), (1, 0, 99)] {
+        seconds.fetch_add(passed, Ordering::Relaxed);
+        for seed in 2..6 {
+            family.reply(&mut prefixes, &prompt(seed, 230), 1);
+        }
+        let cached = prefixes.resume(&first).unwrap().1;
+        assert!((least..=most).contains(&cached), "{cached} tokens after {passed} more seconds");
     }
 }
 

@@ -216,7 +216,9 @@ impl Prefixes {
         }
         let keys = self.keys(tokens);
         self.write(cache, tokens, &keys)?;
-        self.retain_in_both(tokens, &keys, retention)?;
+        if retention.seconds > 0 && length > 0 {
+            self.retain_keys(tokens, &keys, retention)?;
+        }
         self.shrink();
         Ok(())
     }
@@ -227,13 +229,10 @@ impl Prefixes {
         if retention.seconds == 0 || tokens.is_empty() {
             return Ok(());
         }
-        self.retain_in_both(tokens, &self.keys(tokens), retention)
+        self.retain_keys(tokens, &self.keys(tokens), retention)
     }
 
-    fn retain_in_both(&mut self, tokens: &[u32], keys: &[Key], retention: Retention) -> Result<()> {
-        if retention.seconds == 0 || tokens.is_empty() {
-            return Ok(());
-        }
+    fn retain_keys(&mut self, tokens: &[u32], keys: &[Key], retention: Retention) -> Result<()> {
         let now = self.clock.seconds();
         let until = now + u64::from(retention.seconds);
         let most = self.memory_bytes / 2;

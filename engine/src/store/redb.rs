@@ -99,6 +99,7 @@ struct StoreState {
     touched: HashSet<Key>,
     /// Met by a load, left to the writer.
     fault: Option<StoreFault>,
+    /// Whether the writer is in a transaction or recovering.
     writing: bool,
     flushing: usize,
     closing: bool,
@@ -516,9 +517,12 @@ impl StoreShared {
         let mut state = self.state.lock();
         loop {
             if let Some(fault) = state.fault.take() {
+                // Or a flush could return before `off` says that the save failed.
+                state.writing = true;
                 drop(state);
                 self.recover(fault);
                 state = self.state.lock();
+                state.writing = false;
             } else if state.has_work() {
                 let (transaction, save) = state.next_transaction();
                 state.writing = true;
