@@ -1,4 +1,4 @@
-//! `steersman calibrate`: what a model could do without, measured and kept for `serve`.
+//! `steersman calibrate`: measures early exits and skipped blocks, and saves the result for `serve`.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,10 +11,10 @@ use steersman_engine::request::Request;
 use crate::hub::Found;
 use crate::verify;
 
-/// Measures on the replies to `requests`, prints what was found, and keeps it in the data folder.
+/// Measures on the replies to `requests`, prints the result, and saves it in the data folder.
 ///
 /// # Errors
-/// When the model cannot be run or the result not be kept.
+/// If the model cannot be run or the result cannot be saved.
 pub fn run(
     mut config: Config,
     found: &Found,
@@ -22,7 +22,7 @@ pub fn run(
     requests: &[Request],
     tokens: usize,
 ) -> Result<()> {
-    // What blocks cost is what this is to find out.
+    // The cost of each block is measured with all blocks in place.
     config.engine.skip_kl = 0.0;
     let speculates = !config.speculation.drafts.is_empty();
     let mut decoder = verify::load(config, found, data_dir)?;
@@ -44,17 +44,17 @@ pub fn run(
     }
     match calibration.exit_layers {
         Some(layers) => writeln!(out, "early-exit drafts leave after {layers} layers")?,
-        None if !speculates => writeln!(out, "what exits cost was not measured: drafts are off")?,
-        None => writeln!(out, "no early exit pays on this machine; none will be used")?,
+        None if !speculates => writeln!(out, "the cost of exits was not measured: drafts are off")?,
+        None => writeln!(out, "no early exit pays on this machine; none is used")?,
     }
-    writeln!(out, "\nfeed-forward blocks left out  nats a token")?;
+    writeln!(out, "\nskipped feed-forward blocks  nats per token")?;
     for skip in &calibration.skips {
         let layers: Vec<String> = skip.layers.iter().map(ToString::to_string).collect();
-        writeln!(out, "{:>28}  {:.4}", layers.join(" "), skip.kl)?;
+        writeln!(out, "{:>27}  {:.4}", layers.join(" "), skip.kl)?;
     }
     writeln!(
         out,
-        "none are left out unless engine.skip_kl allows it\n\nkept in {}",
+        "blocks are skipped only as engine.skip_kl allows\n\nsaved in {}",
         decoder.calibration_path().display()
     )?;
     Ok(())

@@ -1,4 +1,4 @@
-//! `steersman verify`: a table of what was equal, and of what drafts won.
+//! `steersman verify`: checks that all decoding paths give equal replies, and measures drafts.
 
 use std::io::Write;
 use std::path::Path;
@@ -13,8 +13,8 @@ use steersman_engine::request::{Message, Request};
 
 use crate::hub::Found;
 
-/// What is tried where nothing else is said: text that repeats its prompt, text that repeats
-/// itself, and text that does neither, with a thought and without.
+/// Built-in prompts: replies that repeat the prompt, that repeat themselves, and that do neither,
+/// with and without reasoning.
 const PROMPTS: &[(&str, bool)] = &[
     ("What is the capital of Italy?", false),
     (
@@ -47,10 +47,10 @@ enum Prompt {
     },
 }
 
-/// The requests to try: those in `file`, or the built-in ones.
+/// The requests in `file`, or the built-in ones.
 ///
 /// # Errors
-/// When the file cannot be read or is something else.
+/// If the file cannot be read or has another format.
 pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
     let prompts: Vec<Prompt> = match file {
         Some(path) => {
@@ -59,7 +59,7 @@ pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
             serde_json::from_slice(&text).with_context(|| {
                 format!(
                     "{} must be a JSON list of strings, or of objects with `messages` (a list of \
-                     objects with `role` and `content`) and perhaps `thinking`",
+                     objects with `role` and `content`) and optionally `thinking`",
                     path.display()
                 )
             })?
@@ -73,7 +73,7 @@ pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
         }
     };
     if prompts.is_empty() {
-        bail!("there are no prompts to try");
+        bail!("the list of prompts is empty");
     }
     let request = |(i, prompt)| {
         let (messages, thinking) = match prompt {
@@ -96,10 +96,10 @@ fn user(text: &str) -> Message {
     Message { role: "user".into(), content: text.into(), ..Message::default() }
 }
 
-/// Loads the model to try things with. Nothing is saved to disk.
+/// Loads the model without saving state to disk.
 ///
 /// # Errors
-/// What keeps it from being loaded.
+/// If the model cannot be loaded.
 pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
     config.store.enabled = false;
     let policies = steersman_engine::policies(&config, data_dir)?;
@@ -110,10 +110,10 @@ pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result
     Ok(decoder)
 }
 
-/// Computes the replies to `requests` in every way, and prints what was equal.
+/// Computes the replies to `requests` on every decoding path, and prints a comparison.
 ///
 /// # Errors
-/// When something that is promised does not hold, or the model cannot be run.
+/// If a path differs by more than near-ties, or the model cannot be run.
 pub fn run(
     config: Config,
     found: &Found,
@@ -131,21 +131,22 @@ pub fn run(
         outcomes.iter().filter(|o| !o.holds()).map(|o| o.way.name()).collect();
     if !broken.is_empty() {
         bail!(
-            "not as promised: {}; please report it with the model's name and this output",
+            "these paths gave different replies: {}; please report the model's name and this \
+             output",
             broken.join(", ")
         );
     }
     Ok(())
 }
 
-/// The table, and where replies differ.
+/// Prints the table and the positions at which replies differ.
 fn print(outcomes: &[Outcome], prompts: usize) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let plain = &outcomes[0];
     writeln!(
         out,
         "\n{:<31} {:>9} {:>9} {:>11} {:>11} {:>8}",
-        "way", "equal", "near-tie", "acceptance", "tok/pass", "speed"
+        "path", "equal", "near-tie", "acceptance", "tok/pass", "speed"
     )?;
     for outcome in outcomes {
         let [drafted, accepted, passes] = outcome.drafted.map(|count| count as f64);
@@ -172,8 +173,9 @@ fn print(outcomes: &[Outcome], prompts: usize) -> Result<()> {
     let total: usize = plain.tokens.iter().sum();
     writeln!(
         out,
-        "\n{total} tokens of plain decoding. Speed: plain time over this way's, median of the \
-         prompts. A near-tie is a token whose two best candidates are closer than rounding."
+        "\n{total} tokens of plain decoding. Speed is plain time divided by the path's time, median \
+         of the prompts. A near-tie is a token whose two best candidates are closer than rounding \
+         error."
     )?;
     for outcome in outcomes {
         for (prompt, token, margin) in &outcome.different {

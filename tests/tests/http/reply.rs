@@ -290,7 +290,7 @@ async fn a_long_prefill_is_bridged_by_comments() {
     assert_eq!(started.elapsed().as_secs(), 10, "headers come after ten seconds at the latest");
     let stream = bytes(response).await;
     let text = std::str::from_utf8(&stream).unwrap();
-    assert_eq!(text.matches(": still at work\n\n").count(), 2, "at 25 s and 40 s: {text}");
+    assert_eq!(text.matches(": still working\n\n").count(), 2, "at 25 s and 40 s: {text}");
     assert_eq!(data(&stream)[1]["choices"][0]["delta"]["content"], "at last");
 }
 
