@@ -53,6 +53,7 @@ impl Models {
         self.engines.iter().find(|engine| engine.info().model == model)
     }
 
+    /// All engines, that of `[model]` first.
     pub fn engines(&self) -> &[Engine] {
         &self.engines
     }
@@ -91,6 +92,7 @@ impl Models {
 
 /// Models with running engines.
 pub struct Loaded {
+    /// The models and their engines.
     pub models: Models,
     /// The engines' threads. Each ends after the last handle to its engine; once joined, its state is
     /// on disk.

@@ -36,7 +36,7 @@ pub struct ChatRequest {
 /// The fields of the body that have an effect.
 #[derive(Deserialize)]
 pub struct Body {
-    pub model: Option<String>,
+    pub(super) model: Option<String>,
     messages: Option<Vec<MessageBody>>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
