@@ -14,7 +14,7 @@ use steersman::config::FileConfig;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::config::Device;
-use steersman_engine::engine::Info;
+use steersman_engine::Info;
 use steersman_engine::policy::disk::{self, Disk};
 use tracing_subscriber::EnvFilter;
 

@@ -7,7 +7,7 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use steersman_engine::error::Error;
+use steersman_engine::{Error, RequestError, policy};
 
 /// `Retry-After` of a 429, in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
@@ -189,27 +189,30 @@ impl From<Error> for ApiError {
             Self::new(status, "server_error", code, "", message)
         };
         match &error {
-            Error::Request(RequestError::ContextTooLong { .. }) | Error::Request(RequestError::PromptTooLong { .. }) => {
-                Self::invalid("context_length_exceeded", "messages", message)
-            }
-            Error::Request(RequestError::QueueFull { .. }) => {
-                let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
-                Self::new(status, kind, "queue_full", "", message)
-            }
-            Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
-            Error::Request(RequestError::Template(_)) => Self::invalid("invalid_messages", "messages", message),
-            Error::Request(RequestError::Field { field, .. }) => Self::value(*field, message),
-            Error::Policy { policy, .. } | Error::PolicyLate { policy, .. } => {
-                tracing::error!(policy, details = %error, "policy failed");
-                let message = format!("the policy `{policy}` failed; see the server's log");
+            Error::Request(problem) => match problem {
+                RequestError::ContextTooLong { .. } | RequestError::PromptTooLong { .. } => {
+                    Self::invalid("context_length_exceeded", "messages", message)
+                }
+                RequestError::QueueFull { .. } => {
+                    let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+                    Self::new(status, kind, "queue_full", "", message)
+                }
+                RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
+                RequestError::Tokenizer(_) => Self::value("messages", message),
+                RequestError::Field { field, .. } => Self::value(*field, message),
+            },
+            Error::Policy(problem) => {
+                tracing::error!(details = %problem, "policy failed");
+                let policy = match problem {
+                    policy::Error::Failed(failure) => format!("the policy `{}`", failure.policy),
+                    _ => "a policy".into(),
+                };
+                let message = format!("{policy} failed; see the server's log");
                 let status = StatusCode::INTERNAL_SERVER_ERROR;
                 Self::new(status, "policy_error", "policy_error", "", message)
             }
-            Error::Config(ConfigError::Model { .. })
-            | Error::Config(ConfigError::Warm { .. })
-            | Error::Store(_)
-            | Error::SavedState(_)
-            | Error::Array(_) => {
+            Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
+            Error::Config(_) | Error::Store(_) | Error::SavedState(_) | Error::Array(_) => {
                 let message = "the engine failed; see the server's log";
                 server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
             }

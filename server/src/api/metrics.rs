@@ -15,9 +15,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use steersman_engine::Engine;
-use steersman_engine::prefix;
+use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreReport};
 use steersman_engine::request::Usage;
-use steersman_engine::store;
 
 use super::App;
 
@@ -130,7 +129,7 @@ type Values<T> = [(&'static str, &'static str, fn(&T) -> u64)];
 struct EngineSnapshot {
     model: Model,
     waiting: u64,
-    report: prefix::PrefixReport,
+    report: PrefixReport,
 }
 
 impl EngineSnapshot {
@@ -140,14 +139,14 @@ impl EngineSnapshot {
         Self { model, waiting: engine.waiting() as u64, report: info.prefixes.report() }
     }
 
-    fn disk(&self) -> Option<&store::StoreReport> {
+    fn disk(&self) -> Option<&StoreReport> {
         self.report.disk.as_ref()
     }
 }
 
 fn register_cache(registry: &mut Registry, engines: &[EngineSnapshot]) {
     let registry = registry.sub_registry_with_prefix("cache");
-    let counts: &Values<prefix::PrefixCounts> = &[
+    let counts: &Values<PrefixCounts> = &[
         ("hits", "Requests that resumed from saved state", |c| c.hits),
         ("misses", "Requests that found no saved state", |c| c.misses),
         ("prompt_tokens", "Prompt tokens of hits and misses", |c| c.prompt_tokens),
@@ -160,7 +159,7 @@ fn register_cache(registry: &mut Registry, engines: &[EngineSnapshot]) {
     for &(name, help, count) in counts {
         counter(registry, name, help, engines, |engine| Some(count(&engine.report.counts)));
     }
-    let sizes: &Values<prefix::PrefixReport> = &[
+    let sizes: &Values<PrefixReport> = &[
         ("memory_prefixes", "Prefixes in memory", |r| r.memory.nodes as u64),
         ("memory_states", "Positions in memory with a recurrent state", |r| r.memory.states as u64),
         ("memory_bytes", "Bytes of state in memory", |r| r.memory.bytes),
@@ -178,7 +177,7 @@ fn register_cache(registry: &mut Registry, engines: &[EngineSnapshot]) {
 
 /// Metrics of engines that save state on disk.
 fn register_disk(registry: &mut Registry, engines: &[EngineSnapshot]) {
-    let counts: &Values<store::StoreCounts> = &[
+    let counts: &Values<StoreCounts> = &[
         ("saves", "Saves written to disk", |c| c.saves),
         ("saved_bytes", "Bytes of tensors saved on disk", |c| c.saved_bytes),
         ("dropped_saves", "Saves dropped: queue or disk full, or over the budget", |c| {
@@ -194,7 +193,7 @@ fn register_disk(registry: &mut Registry, engines: &[EngineSnapshot]) {
             engine.disk().map(|disk| count(&disk.counts))
         });
     }
-    let sizes: &Values<store::StoreReport> = &[
+    let sizes: &Values<StoreReport> = &[
         ("bytes", "Bytes of the budget in use, by all models", |d| {
             d.rows.bytes + d.states.bytes + d.others.bytes
         }),

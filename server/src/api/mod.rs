@@ -29,7 +29,7 @@ use axum::{Extension, Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
 use steersman_engine::Error;
-use steersman_engine::engine::Engine;
+use steersman_engine::Engine;
 use tokio::sync::Semaphore;
 
 use self::access::{Access, Admission, Caller};

@@ -12,7 +12,7 @@ use axum::http::{HeaderName, HeaderValue};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
-use steersman_engine::error::Error;
+use steersman_engine::Error;
 use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::timeout;
