@@ -58,11 +58,11 @@ fn two(folder: &Path, data: &Path) -> anyhow::Result<Loaded> {
     let mut config = config();
     config.store.min_tokens = 1;
     config.speculation.drafts.clear();
-    let model = folder.to_str().unwrap().to_owned();
-    config.profiles.insert("small".into(), Profile { model, ..Profile::default() });
+    config.profiles.insert("small".into(), Profile::default());
+    let profile_models = [("small".into(), folder.to_str().unwrap().into())].into();
     let config = config.check()?;
     let policies = steersman_engine::policies(&config, data)?;
-    models::load(config, data, &policies)
+    models::load(config, &profile_models, data, &policies)
 }
 
 #[test]
@@ -100,6 +100,6 @@ fn a_model_of_a_profile_that_cannot_be_loaded_is_named_with_the_profile() {
     fs::create_dir(&same).unwrap();
     tiny_model(&same);
     let error = format!("{:#}", two(&same, data.path()).err().expect("the name is taken"));
-    let words = "the model of profile small: there are two models of the name tiny-hybrid-4bit";
+    let words = "the model of profile small: another model has the name tiny-hybrid-4bit already";
     assert_eq!(error, words);
 }
