@@ -13,7 +13,7 @@
 //! serve.rs     listening, and stopping in good order
 //! verify.rs    `steersman verify`: that replies are the same however they are computed
 //! cache.rs     `steersman cache`: the state that is saved on disk
-//! policy/      `steersman policy`: makes, builds, tries and measures policies, and swaps those of a server
+//! ../policy-cli `steersman policy`, a crate without MLX
 //! calibrate.rs `steersman calibrate`: what a model could do without
 //! api/         OpenAI's interface
 //! ```
@@ -28,8 +28,8 @@ pub mod calibrate;
 pub mod config;
 pub mod hub;
 pub mod models;
-pub mod policy;
 pub mod serve;
 pub mod verify;
 
 pub use api::app;
+pub use steersman_policy_cli as policy;
