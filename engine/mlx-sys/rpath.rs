@@ -1,13 +1,13 @@
-//! Tells a program where MLX's libraries lie, relative to itself: in `lib`, or in `../lib` for
-//! tests, examples and `bin/`.
+//! Sets the run path of MLX's libraries, relative to the program: `lib`, or `../lib` for tests,
+//! examples and `bin/`.
 //!
-//! It is the build script of each of our packages that links programs: `build =
-//! "../engine/mlx-sys/rpath.rs"` in the Cargo.toml. Cargo passes a link argument only to the
-//! package whose build script asks for it, so `mlx-sys` cannot ask for its users; and what stands
-//! in `.cargo/config.toml` is lost when a user sets RUSTFLAGS.
+//! This is the build script of each of our packages that links programs: `build =
+//! "../engine/mlx-sys/rpath.rs"` in its Cargo.toml. Cargo applies link arguments only to the package
+//! of the build script, so `mlx-sys` cannot set them for its users; and `.cargo/config.toml` is
+//! ignored if a user sets RUSTFLAGS.
 //!
-//! The tag is DT_RUNPATH, which comes after LD_LIBRARY_PATH: the same program runs with another
-//! build of the same MLX.
+//! The tag is DT_RUNPATH. LD_LIBRARY_PATH takes precedence over it, so a program can run with
+//! another build of the same MLX.
 
 fn main() {
     println!("cargo::rerun-if-changed=Cargo.toml");

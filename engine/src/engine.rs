@@ -1,42 +1,42 @@
-//! The handle to the engine thread: requests in, events out. Cheap to clone, free of arrays.
+//! The handle to the engine thread: requests in, events out. Cheap to clone; holds no arrays.
 
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
 use crate::request::{Event, Request};
 
-/// What the server may know of the loaded model.
+/// Facts about the loaded model, for the server.
 #[derive(Debug, Clone)]
 pub struct Info {
-    /// Name under which clients ask for it.
+    /// Name by which clients select it.
     pub model: String,
     /// `model_type` of its `config.json`.
     pub family: String,
-    /// Tokens of prompt, thought and answer together.
+    /// Limit on the tokens of prompt and reply together.
     pub context: usize,
-    /// Device and type of the numbers, for people: `CPU, f32`.
+    /// Device and number format, for display: `CPU, f32`.
     pub numbers: String,
-    /// Hex digest over weights, numeric format and text: that of replies has their policies as well.
+    /// Hex digest over weights, number format, tokenizer and template. The fingerprint in a reply also
+    /// covers its policies.
     pub fingerprint: String,
     /// Names of the profiles.
     pub profiles: Vec<String>,
-    /// Tells what is saved of earlier requests, and of what use it was.
-    pub prefixes: prefix::Reporter,
-    /// When the model was loaded, in seconds since 1970.
+    /// Reports the contents and the use of the prefix cache.
+    pub prefixes: prefix::PrefixReporter,
+    /// Load time of the model, in seconds since 1970.
     pub loaded: u64,
 }
 
-/// A request with the channel that its events go to.
+/// A request and the channel for its events.
 pub struct Job {
-    /// What is asked.
+    /// The request.
     pub request: Request,
-    /// Where the answer goes; when its receiver is dropped, the request is cancelled.
-    /// Unbounded, so that a slow reader cannot hold up the engine: it fills with one answer, which
-    /// `max_tokens` bounds.
+    /// Dropping its receiver cancels the request. Unbounded, so that a slow reader cannot block the
+    /// engine: it holds at most one reply, which `max_tokens` limits.
     pub events: mpsc::UnboundedSender<Event>,
 }
 
@@ -49,27 +49,27 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// A handle over `jobs`, whose receiver is the engine thread (or a test's stand-in).
+    /// A handle that sends to `jobs`; the receiver is the engine thread, or its substitute in a test.
     pub fn new(jobs: mpsc::Sender<Job>, info: Info, policies: Arc<Policies>) -> Self {
         Self { jobs, info: Arc::new(info), policies }
     }
 
-    /// The policies in force, and what they decided.
+    /// The policies of all profiles.
     pub fn policies(&self) -> &Arc<Policies> {
         &self.policies
     }
 
-    /// What is served.
+    /// Facts about the loaded model.
     pub fn info(&self) -> &Info {
         &self.info
     }
 
-    /// Requests that wait in the queue now.
+    /// Number of requests in the queue.
     pub fn waiting(&self) -> usize {
         self.jobs.max_capacity() - self.jobs.capacity()
     }
 
-    /// Whether the engine thread has ended, so that nothing is served any more.
+    /// Whether the engine thread has ended.
     pub fn has_stopped(&self) -> bool {
         self.jobs.is_closed()
     }
@@ -77,14 +77,14 @@ impl Engine {
     /// Queues a request. Dropping the receiver cancels it.
     ///
     /// # Errors
-    /// [`Error::QueueFull`] at once when the bounded queue is full; [`Error::Stopped`] when the
+    /// [`Error::QueueFull`], at once, when the queue is full; [`Error::Stopped`] when the engine
     /// thread has ended.
     pub fn submit(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
         let (events, receiver) = mpsc::unbounded_channel();
         match self.jobs.try_send(Job { request, events }) {
             Ok(()) => Ok(receiver),
             Err(mpsc::error::TrySendError::Full(_)) => {
-                Err(Error::QueueFull { limit: self.jobs.max_capacity() })
+                Err(Error::Request(RequestError::QueueFull { limit: self.jobs.max_capacity() }))
             }
             Err(mpsc::error::TrySendError::Closed(_)) => Err(Error::Stopped),
         }

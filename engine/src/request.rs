@@ -1,89 +1,89 @@
-//! What goes into the engine and what comes out: plain data, no arrays, no HTTP, no Wasm.
+//! Input and output of the engine: plain data without arrays, HTTP or Wasm.
 //!
-//! The server builds a [`Request`], the engine answers with [`Event`]s. Everything here can be
-//! written by hand in a test.
+//! The server builds a [`Request`]; the engine answers with [`Event`]s. A test can write all of
+//! these by hand.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
 
-/// One chat request, checked by the server, not yet rendered or tokenised.
+/// One chat request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
-    /// Name of the request in logs and replies, unique in this process.
+    /// Id in logs and replies, unique in this process.
     pub id: String,
-    /// Name of the profile whose policy steers this request: a key of `[profiles]`.
+    /// The profile that steers this request: a key of `[profiles]`.
     pub profile: String,
     /// The conversation, oldest first; never empty.
     pub messages: Vec<Message>,
-    /// Tools the model may call, as the client sent them (`{"type": "function", "function": ..}`).
+    /// Tools that the model may call, as sent by the client: `{"type": "function", "function": ..}`.
     pub tools: Vec<Value>,
-    /// Further variables for the chat template (`chat_template_kwargs` without `enable_thinking`).
+    /// Extra variables for the chat template: `chat_template_kwargs` without `enable_thinking`.
     pub template_variables: Map<String, Value>,
-    /// Whether the client wants a thought; `None` leaves it to the policy.
-    pub thinking: Option<bool>,
-    /// Most tokens a thought may have, if the client says so.
-    pub think_budget: Option<u32>,
-    /// Most tokens the answer may have (thoughts not counted); `None` is the configured default.
+    /// Whether the client asks for reasoning; `None` leaves the choice to the policy.
+    pub reasoning: Option<bool>,
+    /// Maximum number of reasoning tokens, if the client sets one.
+    pub reasoning_budget: Option<u32>,
+    /// Maximum number of answer tokens, without reasoning; `None` takes the configured default.
     pub max_tokens: Option<u32>,
-    /// What the client said about sampling.
-    pub sampling: SamplingWish,
-    /// Texts that end the answer; they are not part of it.
+    /// Sampling parameters set by the client.
+    pub sampling: SamplingOverrides,
+    /// Stop strings: each ends the answer and is not part of it.
     pub stop: Vec<String>,
-    /// Whether parts of the answer can be taken back: not where they are on their way to the client
-    /// already.
+    /// Whether a policy may rewind answer text: false for a stream, whose client has already
+    /// received it.
     pub revisable: bool,
 }
 
-/// One message of the conversation, in the form chat templates read.
+/// One message of the conversation, in the form that chat templates read.
 ///
-/// Content is always text here: the server joins text parts and refuses other kinds.
+/// Content is always text: the server joins text parts and rejects other kinds.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Message {
     /// `system`, `developer`, `user`, `assistant` or `tool`.
     pub role: String,
-    /// The text; empty where the client sent null.
+    /// The text; empty if the client sent null.
     pub content: String,
-    /// The thought of an earlier assistant turn, where the client sends it back.
+    /// Reasoning of an earlier assistant turn, if the client sends it back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
-    /// Calls that an assistant turn made.
+    /// Tool calls of an assistant turn.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// On `tool` messages: the call that this is the result of.
+    /// The call that a `tool` message answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
-    /// The speaker's or the tool's name.
+    /// Name of the speaker or the tool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
-/// A call of a tool: `{"id", "type": "function", "function": {"name", "arguments"}}`.
+/// A tool call: `{"id", "type": "function", "function": {"name", "arguments"}}`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ToolCall {
-    /// Identifies the call among those of the conversation.
+    /// Unique in the conversation.
     pub id: String,
     /// Always `function`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// What is called, and with what.
+    /// The function and its arguments.
     pub function: FunctionCall,
 }
 
-/// Name and arguments of a called function.
+/// A function with its arguments.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FunctionCall {
-    /// A name out of the request's tools.
+    /// Name of one of the request's tools.
     pub name: String,
-    /// The arguments as JSON values (the API's JSON-in-a-string is parsed by the server, and
-    /// written again by it: templates want the values).
+    /// The arguments as JSON values, since templates read values. The server converts from and to
+    /// the API's JSON in a string.
     pub arguments: Map<String, Value>,
 }
 
-/// Sampling parameters as far as the client gave them.
+/// Sampling parameters set by the client; `None` keeps the profile's or the model's.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct SamplingWish {
+pub struct SamplingOverrides {
     /// 0 is greedy.
     pub temperature: Option<f32>,
     /// Smallest set of tokens with at least this probability mass, in (0, 1].
@@ -92,11 +92,11 @@ pub struct SamplingWish {
     pub top_k: Option<u32>,
     /// Only tokens at least this fraction as likely as the likeliest, in [0, 1].
     pub min_p: Option<f32>,
-    /// Seed of the random stream; without it each request draws its own.
+    /// Seed of the noise; `None` chooses a random one.
     pub seed: Option<u64>,
 }
 
-/// Sampling parameters in force for a request.
+/// Sampling parameters of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Sampling {
@@ -111,49 +111,49 @@ pub struct Sampling {
 }
 
 impl Default for Sampling {
-    /// Greedy, with no filter.
+    /// Greedy, without filters.
     fn default() -> Self {
         Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0 }
     }
 }
 
-/// What the engine says of a request, in this order: `Started`, pieces, then one `Finished` or
+/// Progress of a request, in this order: `Started`, pieces of the reply, then one `Finished` or
 /// `Failed`; or `Failed` alone.
 #[derive(Debug)]
 pub enum Event {
     /// The request was admitted.
     Started {
-        /// Hex digest over weights, numeric format and this request's policies: equal digests,
-        /// equal answers.
+        /// Hex digest over weights, numeric format and policies: equal fingerprints mean equal
+        /// replies to equal requests.
         fingerprint: String,
     },
-    /// The next piece of the thought.
+    /// The next piece of the reasoning.
     Reasoning(String),
     /// The next piece of the answer.
     Answer(String),
-    /// The policy took back what was said last: so many bytes of the thought and of the answer.
+    /// A policy rewound the reply: the client must drop this much of the text sent so far.
     Rewound {
-        /// Bytes at the end of all `Reasoning`.
+        /// Bytes to drop from the end of the reasoning.
         reasoning: usize,
-        /// Bytes at the end of all `Answer`; 0 where [`Request::revisable`] is false.
+        /// Bytes to drop from the end of the answer; 0 unless [`Request::revisable`].
         answer: usize,
     },
     /// A complete tool call.
     ToolCall(ToolCall),
-    /// The request ended well; nothing follows.
+    /// The request succeeded; nothing follows.
     Finished(Finished),
-    /// The request ended with an error; nothing follows.
+    /// The request failed; nothing follows.
     Failed(Error),
 }
 
 /// How a request ended.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finished {
-    /// Why it ended.
+    /// Why the reply ended.
     pub reason: FinishReason,
-    /// What it used.
+    /// Token counts.
     pub usage: Usage,
-    /// What the policy did to it, in words, oldest first (also in the log).
+    /// What policies did, in words, oldest first; also in the log.
     pub notes: Vec<String>,
 }
 
@@ -164,27 +164,27 @@ pub enum FinishReason {
     Stop,
     /// The answer reached `max_tokens`, or the context is full.
     Length,
-    /// The turn ended with calls of tools.
+    /// The turn ended with tool calls.
     ToolCalls,
-    /// The policy ended the request, and this is why.
+    /// A policy ended the request, for this reason.
     Policy(String),
 }
 
-/// Tokens of a request.
+/// Token counts of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the rendered prompt.
     pub prompt_tokens: u32,
-    /// How many of these were restored from saved state instead of computed.
+    /// Prompt tokens restored from saved state instead of computed.
     pub cached_tokens: u32,
-    /// Tokens of thoughts, markers and injected text included.
+    /// Reasoning tokens, including markers and injected text.
     pub reasoning_tokens: u32,
-    /// Tokens of the answer and its tool calls, injected text included.
+    /// Tokens of the answer and of tool calls, including injected text.
     pub answer_tokens: u32,
-    /// Tokens that were guessed ahead.
+    /// Drafted tokens.
     pub drafted_tokens: u32,
-    /// How many of these were right, and so are among the tokens of thoughts and answer.
+    /// Drafted tokens that were accepted; they also count as reasoning or answer tokens.
     pub accepted_tokens: u32,
-    /// Layers whose feed-forward block was left out, in every pass: `engine.skip_kl` allows a loss.
+    /// Layers whose feed-forward block every pass skipped, as `engine.skip_kl` allows.
     pub skipped_layers: u32,
 }

@@ -1,102 +1,103 @@
-//! `steersman cache`: what the state saved on disk is, and what can be done with it while no server
-//! has it open.
+//! `steersman cache`: inspect and maintain the prefix store while no server has it open.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Subcommand;
-use steersman_engine::Error;
+use indicatif::{HumanBytes, HumanDuration};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Fingerprint, Size, StoreFile};
+use steersman_engine::StoreError;
+use steersman_engine::report::StoredSize;
+use steersman_engine::tools::{Fingerprint, StoreFile};
 
-/// What to do.
+/// A subcommand of `steersman cache`.
 #[derive(Subcommand)]
-pub enum Task {
-    /// What is saved, by model and kind: `rows` are keys and values of attention, in blocks of
-    /// tokens that prompts share; `state` is what recurrent and sliding layers remember at some
+pub enum CacheTask {
+    /// Show what is saved, by model and kind: `rows` are keys and values of attention, in blocks of
+    /// tokens that prompts share; `state` is the state of recurrent and sliding-window layers at one
     /// position
     Stats,
-    /// The prefixes that are saved, the last used first
+    /// List the saved prefixes, the last used first
     List,
-    /// Read everything, and drop what is damaged
+    /// Read everything and drop damaged parts
     Verify,
-    /// Drop everything, or what is saved of one model
+    /// Drop everything, or all parts of one model
     Clear {
-        /// The model: its fingerprint as `stats` shows it, or the beginning of it
+        /// Fingerprint of the model as `stats` shows it, or the beginning of it
         #[arg(long, value_name = "F")]
         fingerprint: Option<String>,
     },
     /// Make the file as small as its content allows
     Compact,
-    /// Write everything to one file that can be carried to another machine
+    /// Write everything to one file that can be copied to another machine
     Export {
-        /// The file to make; it holds what users said to the models
+        /// The file to create; it contains what users wrote to the models
         file: PathBuf,
     },
-    /// Add what `export` wrote, as far as it fits the budget
+    /// Add the content of an exported file, as far as it fits the budget
     Import {
         /// The file to read
         file: PathBuf,
     },
 }
 
-/// Does it, and prints what was done.
+/// Runs a task and prints its result.
 ///
 /// # Errors
-/// When a server has the state open, it cannot be read or written, or there is none.
-pub fn run(task: Task, config: &StoreConfig, data_dir: &Path) -> Result<()> {
+/// If a server has the file open, there is no file, or it cannot be read or written.
+pub fn run(task: CacheTask, config: &StoreConfig, data_dir: &Path) -> Result<()> {
     let path = config.file(data_dir);
     let opened = match &task {
-        Task::Import { .. } => StoreFile::open_or_begin(&path),
+        CacheTask::Import { .. } => StoreFile::open_or_create(&path),
         _ => StoreFile::open(&path),
     };
     let mut store = opened.map_err(|error| match error {
-        Error::StoreInUse { path } => anyhow!(
-            "{} is in use by another process, most likely a server: ask it with GET /v1/cache, or \
-             stop it first",
+        StoreError::InUse(path) => anyhow!(
+            "{} is in use by another process, most likely a server: use its GET /v1/cache, or stop \
+             it first",
             path.display()
         ),
         error => error.into(),
     })?;
     let mut out = std::io::stdout().lock();
     match task {
-        Task::Stats => stats(&store, config, &path, &mut out)?,
-        Task::List => list(&store, &mut out)?,
-        Task::Verify => {
+        CacheTask::Stats => stats(&store, config, &path, &mut out)?,
+        CacheTask::List => list(&store, &mut out)?,
+        CacheTask::Verify => {
             let found = store.verify()?;
             writeln!(out, "whole: {}", sized(found.whole))?;
             for (kind, end) in &found.damaged {
-                writeln!(out, "dropped, as damaged: {} at token {end}", kind.name())?;
+                writeln!(out, "damaged, dropped: {} at token {end}", kind.name())?;
             }
-            if found.stray_rows > 0 {
-                writeln!(out, "dropped: {} pieces that belong to nothing", found.stray_rows)?;
+            if found.stray_chunks > 0 {
+                writeln!(out, "dropped: {} chunks without a part", found.stray_chunks)?;
             }
             if !found.damaged.is_empty() {
-                bail!("damaged parts: {}; the rest is in order", found.damaged.len());
+                bail!("damaged parts: {}; they were dropped", found.damaged.len());
             }
         }
-        Task::Clear { fingerprint } => {
-            let named = fingerprint.map(|named| resolve(&store, &named)).transpose()?;
-            let cleared = store.clear(named.as_ref())?;
+        CacheTask::Clear { fingerprint } => {
+            let fingerprint = fingerprint.map(|prefix| resolve(&store, &prefix)).transpose()?;
+            let cleared = store.clear(fingerprint.as_ref())?;
             writeln!(out, "dropped: {}", sized(cleared))?;
             compact(&mut store, &mut out)?;
         }
-        Task::Compact => compact(&mut store, &mut out)?,
-        Task::Export { file } => {
+        CacheTask::Compact => compact(&mut store, &mut out)?,
+        CacheTask::Export { file } => {
             let written = store.export(&file)?;
             writeln!(out, "written to {}: {}", file.display(), sized(written))?;
         }
-        Task::Import { file } => {
+        CacheTask::Import { file } => {
             let imported = store.import(&file, config.budget_bytes)?;
             writeln!(out, "added: {}", sized(imported.added))?;
-            writeln!(out, "here before: {}", sized(imported.present))?;
+            writeln!(out, "present before: {}", sized(imported.present))?;
             if imported.beyond_budget.parts > 0 {
                 writeln!(
                     out,
-                    "left out, as store.budget_bytes is {}: {}",
-                    bytes(config.budget_bytes),
+                    "skipped, as store.budget_bytes is {}: {}",
+                    HumanBytes(config.budget_bytes),
                     sized(imported.beyond_budget)
                 )?;
             }
@@ -107,11 +108,11 @@ pub fn run(task: Task, config: &StoreConfig, data_dir: &Path) -> Result<()> {
 
 fn stats(store: &StoreFile, config: &StoreConfig, path: &Path, out: &mut impl Write) -> Result<()> {
     let sizes = store.sizes();
-    writeln!(out, "{:<12}  {:<5}  {:>7}  {:>10}  last use", "model", "kind", "parts", "bytes")?;
+    writeln!(out, "{:<12}  {:<5}  {:>7}  {:>11}  last use", "model", "kind", "parts", "bytes")?;
     for of_kind in &sizes {
         writeln!(
             out,
-            "{:<12}  {:<5}  {:>7}  {:>10}  {}",
+            "{:<12}  {:<5}  {:>7}  {:>11}  {}",
             short(&of_kind.fingerprint),
             of_kind.kind.name(),
             of_kind.size.parts,
@@ -123,10 +124,10 @@ fn stats(store: &StoreFile, config: &StoreConfig, path: &Path, out: &mut impl Wr
     writeln!(
         out,
         "\n{} of {} used; {} takes {}",
-        bytes(used),
-        bytes(config.budget_bytes),
+        HumanBytes(used),
+        HumanBytes(config.budget_bytes),
         path.display(),
-        bytes(store.bytes_on_disk())
+        HumanBytes(store.bytes_on_disk())
     )?;
     Ok(())
 }
@@ -134,114 +135,71 @@ fn stats(store: &StoreFile, config: &StoreConfig, path: &Path, out: &mut impl Wr
 fn list(store: &StoreFile, out: &mut impl Write) -> Result<()> {
     writeln!(
         out,
-        "{:<12}  {:>8}  {:>7}  {:>10}  {:<16}  states at",
+        "{:<12}  {:>8}  {:>7}  {:>11}  {:<16}  states at",
         "model", "tokens", "parts", "bytes", "last use"
     )?;
     for prefix in store.prefixes() {
         let states: Vec<String> = prefix.states.iter().map(ToString::to_string).collect();
-        let pinned = prefix.pinned.map(|until| format!("  (kept for {})", within(until)));
+        let retained = prefix.retained.map(|until| {
+            let left = until.duration_since(SystemTime::now()).unwrap_or_default();
+            format!("  (retained for {})", HumanDuration(left))
+        });
         writeln!(
             out,
-            "{:<12}  {:>8}  {:>7}  {:>10}  {:<16}  {}{}",
+            "{:<12}  {:>8}  {:>7}  {:>11}  {:<16}  {}{}",
             short(&prefix.fingerprint),
             prefix.end,
             prefix.size.parts,
             bytes(prefix.size.bytes),
             ago(prefix.used),
             if states.is_empty() { "-".into() } else { states.join(" ") },
-            pinned.unwrap_or_default()
+            retained.unwrap_or_default()
         )?;
     }
-    writeln!(out, "\nWhat two prefixes share counts for the one that was used later.")?;
+    writeln!(out, "\nParts that two prefixes share count for the one that was used later.")?;
     Ok(())
 }
 
 fn compact(store: &mut StoreFile, out: &mut impl Write) -> Result<()> {
     let before = store.bytes_on_disk();
     store.compact()?;
-    writeln!(out, "the file took {}, now {}", bytes(before), bytes(store.bytes_on_disk()))?;
+    let after = store.bytes_on_disk();
+    writeln!(out, "size of the file: {}, before: {}", HumanBytes(after), HumanBytes(before))?;
     Ok(())
 }
 
-/// The fingerprint that begins so.
-fn resolve(store: &StoreFile, named: &str) -> Result<Fingerprint> {
-    let named = named.to_ascii_lowercase();
+/// The one saved fingerprint that begins with `prefix`.
+fn resolve(store: &StoreFile, prefix: &str) -> Result<Fingerprint> {
+    let prefix = prefix.to_ascii_lowercase();
     let mut found: Vec<_> = store.sizes().into_iter().map(|sizes| sizes.fingerprint).collect();
-    found.retain(|fingerprint| !named.is_empty() && hex(fingerprint).starts_with(&named));
+    found.retain(|fingerprint| !prefix.is_empty() && hex::encode(fingerprint).starts_with(&prefix));
     found.dedup();
     match found[..] {
         [fingerprint] => Ok(fingerprint),
-        [] => bail!("nothing is saved under the fingerprint {named}; see `steersman cache stats`"),
-        _ => bail!("{} fingerprints begin with {named}; write more of it", found.len()),
+        [] => bail!("nothing is saved under the fingerprint {prefix}; see `steersman cache stats`"),
+        _ => bail!("{} fingerprints begin with {prefix}; give more digits", found.len()),
     }
 }
 
-fn hex(fingerprint: &Fingerprint) -> String {
-    fingerprint.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// As much of it as tells models apart.
+/// Enough digits to tell models apart.
 fn short(fingerprint: &Fingerprint) -> String {
-    hex(fingerprint)[..12].into()
+    hex::encode(&fingerprint[..6])
 }
 
-fn sized(size: Size) -> String {
+fn sized(size: StoredSize) -> String {
     let parts = if size.parts == 1 { "part" } else { "parts" };
-    format!("{} {parts}, {}", size.parts, bytes(size.bytes))
+    format!("{} {parts}, {}", size.parts, HumanBytes(size.bytes))
 }
 
+/// A string, because `HumanBytes` ignores a width.
 fn bytes(count: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let unit = (count.max(1).ilog2() / 10).min(4);
-    match unit {
-        0 => format!("{count} B"),
-        _ => {
-            format!("{:.1} {}", count as f64 / (1_u64 << (10 * unit)) as f64, units[unit as usize])
-        }
-    }
+    HumanBytes(count).to_string()
 }
 
 fn ago(time: SystemTime) -> String {
     match time.elapsed() {
-        Ok(elapsed) => format!("{} ago", rough(elapsed)),
+        Ok(elapsed) => format!("{} ago", HumanDuration(elapsed)),
         // The clock was set back since.
         Err(_) => "in the future".into(),
-    }
-}
-
-fn within(until: SystemTime) -> String {
-    rough(until.duration_since(SystemTime::now()).unwrap_or_default())
-}
-
-/// A time in one number.
-fn rough(time: Duration) -> String {
-    let seconds = time.as_secs();
-    let (count, unit) = match seconds {
-        0..120 => (seconds, "s"),
-        120..7200 => (seconds / 60, "min"),
-        7200..172_800 => (seconds / 3600, "h"),
-        _ => (seconds / 86_400, "days"),
-    };
-    format!("{count} {unit}")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_and_times_are_said_in_one_number() {
-        for (count, said) in [
-            (0, "0 B"),
-            (1023, "1023 B"),
-            (1536, "1.5 KiB"),
-            (4 << 30, "4.0 GiB"),
-            (1 << 50, "1024.0 TiB"),
-        ] {
-            assert_eq!(bytes(count), said);
-        }
-        for (seconds, said) in [(0, "0 s"), (119, "119 s"), (120, "2 min"), (90_000, "25 h")] {
-            assert_eq!(rough(Duration::from_secs(seconds)), said);
-        }
     }
 }

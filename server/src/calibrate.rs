@@ -1,4 +1,4 @@
-//! `steersman calibrate`: what a model could do without, measured and kept for `serve`.
+//! `steersman calibrate`: measures early exits and skipped blocks of a model, for `serve` to use.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,10 +11,7 @@ use steersman_engine::request::Request;
 use crate::hub::Found;
 use crate::verify;
 
-/// Measures on the replies to `requests`, prints what was found, and keeps it in the data folder.
-///
-/// # Errors
-/// When the model cannot be run or the result not be kept.
+/// Measures on the replies to `requests`, prints the results, and writes them to the data folder.
 pub fn run(
     mut config: Config,
     found: &Found,
@@ -22,7 +19,7 @@ pub fn run(
     requests: &[Request],
     tokens: usize,
 ) -> Result<()> {
-    // What blocks cost is what this is to find out.
+    // `skip_kl` needs the calibration that this run produces.
     config.engine.skip_kl = 0.0;
     let speculates = !config.speculation.drafts.is_empty();
     let mut decoder = verify::load(config, found, data_dir)?;
@@ -36,25 +33,27 @@ pub fn run(
     let mut out = std::io::stdout().lock();
     writeln!(
         out,
-        "\nmeasured on {} tokens\n\nfirst layers  agree with the model",
+        "\nmeasured on {} tokens\n\nfirst layers  same token as the model",
         calibration.tokens
     )?;
     for (layers, agreement) in (1..).zip(&calibration.exits) {
         writeln!(out, "{layers:>12}  {:>6.1} %", 100.0 * agreement)?;
     }
     match calibration.exit_layers {
-        Some(layers) => writeln!(out, "early-exit drafts leave after {layers} layers")?,
-        None if !speculates => writeln!(out, "what exits cost was not measured: drafts are off")?,
-        None => writeln!(out, "no early exit pays on this machine; none will be used")?,
+        Some(layers) => writeln!(out, "early-exit drafts use the first {layers} layers")?,
+        None if !speculates => {
+            writeln!(out, "the cost of early exits was not measured: speculation is off")?
+        }
+        None => writeln!(out, "no early exit pays on this machine; early-exit drafts stay off")?,
     }
-    writeln!(out, "\nfeed-forward blocks left out  nats a token")?;
+    writeln!(out, "\nskipped feed-forward blocks  nats a token")?;
     for skip in &calibration.skips {
         let layers: Vec<String> = skip.layers.iter().map(ToString::to_string).collect();
-        writeln!(out, "{:>28}  {:.4}", layers.join(" "), skip.kl)?;
+        writeln!(out, "{:>27}  {:.4}", layers.join(" "), skip.kl)?;
     }
     writeln!(
         out,
-        "none are left out unless engine.skip_kl allows it\n\nkept in {}",
+        "no block is skipped unless engine.skip_kl allows it\n\nwritten to {}",
         decoder.calibration_path().display()
     )?;
     Ok(())

@@ -1,4 +1,4 @@
-//! `steersman verify`: a table of what was equal, and of what drafts won.
+//! `steersman verify`: compares the decode paths and prints a table of equality and speed.
 
 use std::io::Write;
 use std::path::Path;
@@ -7,14 +7,14 @@ use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use serde::Deserialize;
 use steersman_engine::config::Config;
-use steersman_engine::decode::Decoder;
-use steersman_engine::decode::verify::Outcome;
+use steersman_engine::tools::Decoder;
+use steersman_engine::tools::verify::Outcome;
 use steersman_engine::request::{Message, Request};
 
 use crate::hub::Found;
 
-/// What is tried where nothing else is said: text that repeats its prompt, text that repeats
-/// itself, and text that does neither, with a thought and without.
+/// Built-in prompts, each with whether reasoning is enabled: replies that repeat the prompt, that
+/// repeat themselves, and that do neither.
 const PROMPTS: &[(&str, bool)] = &[
     ("What is the capital of Italy?", false),
     (
@@ -35,7 +35,7 @@ const PROMPTS: &[(&str, bool)] = &[
     ("Repeat these words: owl, Rome, Anna, fox, Lima", true),
 ];
 
-/// A prompt in a file.
+/// A prompt in a file given with `--prompts`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Prompt {
@@ -47,10 +47,7 @@ enum Prompt {
     },
 }
 
-/// The requests to try: those in `file`, or the built-in ones.
-///
-/// # Errors
-/// When the file cannot be read or is something else.
+/// The requests of `file`, or the built-in ones.
 pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
     let prompts: Vec<Prompt> = match file {
         Some(path) => {
@@ -59,7 +56,7 @@ pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
             serde_json::from_slice(&text).with_context(|| {
                 format!(
                     "{} must be a JSON list of strings, or of objects with `messages` (a list of \
-                     objects with `role` and `content`) and perhaps `thinking`",
+                     objects with `role` and `content`) and optionally `thinking`",
                     path.display()
                 )
             })?
@@ -73,7 +70,7 @@ pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
         }
     };
     if prompts.is_empty() {
-        bail!("there are no prompts to try");
+        bail!("the list of prompts is empty");
     }
     let request = |(i, prompt)| {
         let (messages, thinking) = match prompt {
@@ -81,7 +78,13 @@ pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
             Prompt::Conversation { messages, thinking } => (messages, thinking),
         };
         let id = format!("prompt {i}");
-        Request { id, profile: "default".into(), messages, thinking, ..Request::default() }
+        Request {
+            id,
+            profile: "default".into(),
+            messages,
+            reasoning: thinking,
+            ..Request::default()
+        }
     };
     Ok((1..).zip(prompts).map(request).collect())
 }
@@ -90,10 +93,7 @@ fn user(text: &str) -> Message {
     Message { role: "user".into(), content: text.into(), ..Message::default() }
 }
 
-/// Loads the model to try things with. Nothing is saved to disk.
-///
-/// # Errors
-/// What keeps it from being loaded.
+/// Loads a model without the prefix store, and prints its name, family, device and number format.
 pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result<Decoder> {
     config.store.enabled = false;
     let policies = steersman_engine::policies(&config, data_dir)?;
@@ -104,10 +104,10 @@ pub(crate) fn load(mut config: Config, found: &Found, data_dir: &Path) -> Result
     Ok(decoder)
 }
 
-/// Computes the replies to `requests` in every way, and prints what was equal.
+/// Computes the replies to `requests` on every decode path and prints the comparison.
 ///
 /// # Errors
-/// When something that is promised does not hold, or the model cannot be run.
+/// When replies differ, or the model cannot be loaded or run.
 pub fn run(
     config: Config,
     found: &Found,
@@ -116,30 +116,32 @@ pub fn run(
     tokens: usize,
 ) -> Result<()> {
     let mut decoder = load(config, found, data_dir)?;
-    let ways = decoder.ways()?;
+    let paths = decoder.paths()?;
     let bar = ProgressBar::new(requests.len() as u64).with_message("prompts");
-    let outcomes = decoder.verify(requests, &ways, tokens, |done| bar.set_position(done as u64))?;
+    let outcomes =
+        decoder.verify(requests, &paths, tokens, |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
     print(&outcomes, requests.len())?;
-    let broken: Vec<String> =
-        outcomes.iter().filter(|o| !o.holds()).map(|o| o.way.name()).collect();
-    if !broken.is_empty() {
+    let different: Vec<String> =
+        outcomes.iter().filter(|o| !o.holds()).map(|o| o.path.name()).collect();
+    if !different.is_empty() {
         bail!(
-            "not as promised: {}; please report it with the model's name and this output",
-            broken.join(", ")
+            "replies differ from plain decoding ({}); please report this with the model's name and \
+             this output",
+            different.join(", ")
         );
     }
     Ok(())
 }
 
-/// The table, and where replies differ.
+/// Prints the table, and the first differing token of each reply that differs.
 fn print(outcomes: &[Outcome], prompts: usize) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let plain = &outcomes[0];
     writeln!(
         out,
         "\n{:<31} {:>9} {:>9} {:>11} {:>11} {:>8}",
-        "way", "equal", "near-tie", "acceptance", "tok/pass", "speed"
+        "path", "equal", "near-tie", "acceptance", "tok/pass", "speed"
     )?;
     for outcome in outcomes {
         let [drafted, accepted, passes] = outcome.drafted.map(|count| count as f64);
@@ -155,26 +157,26 @@ fn print(outcomes: &[Outcome], prompts: usize) -> Result<()> {
         writeln!(
             out,
             "{:<31} {:>9} {:>9} {:>11} {:>11} {:>7.2}x",
-            outcome.way.name(),
+            outcome.path.name(),
             format!("{}/{prompts}", outcome.equal),
             outcome.near_ties,
             acceptance,
             per_pass,
-            outcome.gain(plain),
+            outcome.speedup(plain),
         )?;
     }
     let total: usize = plain.tokens.iter().sum();
     writeln!(
         out,
-        "\n{total} tokens of plain decoding. Speed: plain time over this way's, median of the \
-         prompts. A near-tie is a token whose two best candidates are closer than rounding."
+        "\n{total} tokens decoded on each path. Speed is relative to plain decoding, median of the \
+         prompts. At a near-tie, the two best tokens are closer than rounding error."
     )?;
     for outcome in outcomes {
         for (prompt, token, margin) in &outcome.different {
             writeln!(
                 out,
                 "{}: prompt {} differs at token {}, margin {margin:.1e}",
-                outcome.way.name(),
+                outcome.path.name(),
                 prompt + 1,
                 token + 1
             )?;

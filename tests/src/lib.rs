@@ -12,7 +12,7 @@ use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
 use steersman_engine::decode::Decoder;
 use steersman_engine::engine::Info;
 use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
-use steersman_engine::request::{Event, Finished, Message, Request, SamplingWish, ToolCall};
+use steersman_engine::request::{Event, Finished, Message, Request, SamplingOverrides, ToolCall};
 use steersman_engine::{Engine, Error};
 use tempfile::TempDir;
 
@@ -60,6 +60,28 @@ pub fn tiny_model(folder: &Path) {
 pub fn fixture(name: &str) -> Value {
     let bytes = std::fs::read(fixtures().join(name)).expect(name);
     serde_json::from_slice(&bytes).expect(name)
+}
+
+/// The first `count` prompts of each of these kinds in `fixtures/speculation.json`, as requests; see
+/// `speculation.py` there.
+///
+/// # Panics
+/// When the fixture cannot be read.
+pub fn speculation_prompts(kinds: &[&str], count: usize) -> Vec<Request> {
+    let prompts = fixture("speculation.json");
+    let prompts = prompts.as_array().unwrap();
+    let request = |prompt: &Value| Request {
+        id: prompt["kind"].as_str().unwrap().into(),
+        profile: "default".into(),
+        messages: serde_json::from_value(prompt["messages"].clone()).unwrap(),
+        reasoning: prompt["thinking"].as_bool(),
+        ..Request::default()
+    };
+    let of_kind = |kind: &&str| {
+        let prompts = prompts.iter().filter(|prompt| prompt["kind"] == **kind);
+        prompts.take(count).map(request).collect::<Vec<_>>()
+    };
+    kinds.iter().flat_map(of_kind).collect()
 }
 
 /// A configuration for tests: the CPU in f32, and whatever else is the default.
@@ -174,7 +196,7 @@ pub fn ask(question: &str) -> Request {
         id: "test".into(),
         profile: "default".into(),
         messages: vec![message("user", question)],
-        sampling: SamplingWish { temperature: Some(0.0), ..SamplingWish::default() },
+        sampling: SamplingOverrides { temperature: Some(0.0), ..SamplingOverrides::default() },
         ..Request::default()
     }
 }
@@ -185,7 +207,7 @@ pub fn ask_weather() -> Request {
         "name": "get_weather", "description": "get weather", "parameters": {
             "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}});
     let question = "What is the weather in Oslo?";
-    Request { tools: vec![tool], thinking: Some(false), ..ask(question) }
+    Request { tools: vec![tool], reasoning: Some(false), ..ask(question) }
 }
 
 /// A message.

@@ -30,7 +30,7 @@ fn clocked(profile: &str, time: &str, id: u32) -> Request {
     );
     let mut request = ask("What is the capital of Peru?");
     request.messages.insert(0, message("system", &system));
-    Request { profile: profile.into(), thinking: Some(false), ..request }
+    Request { profile: profile.into(), reasoning: Some(false), ..request }
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn a_rule_repairs_a_call_or_ends_the_request_before_the_client_receives_it() {
     assert!(repaired.tool_calls.is_empty(), "{repaired:?}");
     assert!(repaired.answer.starts_with("Not Oslo. "), "{repaired:?}");
     let notes = &repaired.finished().notes;
-    assert!(notes[0].starts_with("took back a call of `get_weather`"), "{notes:?}");
+    assert!(notes[0].starts_with("removed a call of `get_weather`"), "{notes:?}");
     let stopped = run(&engine, weather("stops"));
     assert!(stopped.tool_calls.is_empty() && stopped.answer.is_empty(), "{stopped:?}");
     assert_eq!(stopped.finished().reason, FinishReason::Policy("not Oslo".into()));

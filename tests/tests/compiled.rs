@@ -1,11 +1,11 @@
-//! What compiling a step's formulas wins: medians of plain and compiled steps, in turns.
+//! Speed of compiled formulas: medians of plain and compiled steps, alternating.
 //!
 //! ```text
 //! STEPS_MODEL=/models/x STEPS_DEVICE=gpu cargo test --release --workspace --test compiled -- --ignored --nocapture
 //! ```
 //!
-//! Both are optional: the bundled model on the CPU otherwise. Numbers are laws of
-//! `tests/reference.rs`.
+//! Both variables are optional; the default is the bundled model on the CPU. `tests/reference.rs`
+//! tests the numbers.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ use steersman_engine::model::{Loaded, Pass, load};
 use steersman_engine::nn::compile_steps;
 use steersman_tests::{bundled_model, config};
 
-/// Turns of each kind, and steps of a turn.
-const TURNS: usize = 15;
+/// Measurements of each kind, and steps of a measurement.
+const RUNS: usize = 15;
 const STEPS: usize = 20;
 
 #[test]
-#[ignore = "measures"]
-fn compiled_steps_against_plain_ones() {
+#[ignore = "prints measurements"]
+fn speed_of_compiled_and_plain_steps() {
     let folder = std::env::var_os("STEPS_MODEL").map_or_else(bundled_model, PathBuf::from);
     let wish = std::env::var("STEPS_DEVICE").unwrap_or_else(|_| "cpu".into());
     let model = match wish.as_str() {
@@ -36,25 +36,25 @@ fn compiled_steps_against_plain_ones() {
     println!("{}, {}", folder.display(), loaded.numbers);
     for rows in [1, 4, 8] {
         let mut cache = loaded.model.new_cache().unwrap();
-        turn(&loaded, &mut cache, 256, 1);
+        run(&loaded, &mut cache, 256, 1);
         let mut times: [Vec<Duration>; 2] = Default::default();
         let mut host_times: [Vec<Duration>; 2] = Default::default();
-        // The first turn of each kind builds kernels.
-        for turns in 0..=TURNS {
+        // The first run of each kind builds kernels.
+        for runs in 0..=RUNS {
             for compiled in [0, 1] {
                 compile_steps(compiled == 1);
                 let start = Instant::now();
-                let host = turn(&loaded, &mut cache.clone(), rows, STEPS);
-                if turns > 0 {
+                let host = run(&loaded, &mut cache.clone(), rows, STEPS);
+                if runs > 0 {
                     times[compiled].push(start.elapsed() / STEPS as u32);
                     host_times[compiled].push(host / STEPS as u32);
                 } else if compiled == 1 {
-                    println!("{rows} rows: first compiled turn {:.1?}", start.elapsed());
+                    println!("{rows} rows: first compiled run {:.1?}", start.elapsed());
                 }
             }
         }
         compile_steps(false);
-        for (what, times) in [("a step", times), ("of it before evaluation", host_times)] {
+        for (what, times) in [("per step", times), ("before evaluation", host_times)] {
             let [plain, compiled] = times.map(median);
             let ratio = plain.as_secs_f64() / compiled.as_secs_f64();
             println!(
@@ -64,9 +64,9 @@ fn compiled_steps_against_plain_ones() {
     }
 }
 
-/// Runs `steps` steps of `rows` rows; each waits for the one before, as sampling does. Returns the
-/// time that went into graphs, before MLX evaluated them.
-fn turn(loaded: &Loaded, cache: &mut Cache, rows: i32, steps: usize) -> Duration {
+/// Runs `steps` steps of `rows` rows; each waits for the previous one, as sampling does. Returns the
+/// time spent on building graphs, before MLX evaluates them.
+fn run(loaded: &Loaded, cache: &mut Cache, rows: i32, steps: usize) -> Duration {
     let mut token = 1;
     let mut host = Duration::ZERO;
     for _ in 0..steps {

@@ -1,4 +1,4 @@
-//! What policies decide to keep of a request: nothing, the system text for a while, or some of it.
+//! Laws of the save points and retention in a policy's plan.
 
 use std::path::Path;
 use std::thread::sleep;
@@ -6,46 +6,51 @@ use std::time::{Duration, Instant};
 
 use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
 use steersman_engine::policy::{Anchor, KEEP_SECONDS, Keep, RequestView};
-use steersman_engine::prefix::Report;
+use steersman_engine::prefix::PrefixReport;
 use steersman_engine::request::Request;
 use steersman_tests::guest::keeper;
 use steersman_tests::{Reply, Running, ask, config, message, policies, run, steer};
 
-/// Numbers of the anchors in the contract.
+/// Numbers of the save points in the contract.
 const SYSTEM: u8 = 0;
 const TURNS: u8 = 1;
 const PROMPT: u8 = 2;
 const REPLY: u8 = 3;
 const MB: u64 = 1 << 20;
 
-/// A profile under a policy that keeps these and decides nothing else.
-fn profile(folder: &Path, name: &str, keeps: &[(u8, u32)]) -> Profile {
+/// A profile with a policy that plans only these save points.
+fn profile(folder: &Path, name: &str, save_points: &[(u8, u32)]) -> Profile {
     let path = folder.join(format!("{name}.wasm"));
-    std::fs::write(&path, keeper(keeps)).expect("a file in the folder");
+    std::fs::write(&path, keeper(save_points)).expect("a file in the folder");
     let policy = path.display().to_string();
     Profile { policies: vec![policy], on_failure: OnFailure::Closed, ..Profile::default() }
 }
 
-/// An engine that keeps state in memory alone, under such profiles by name.
-fn start(folder: &Path, memory_bytes: u64, ahead: bool, keeps: &[(&str, &[(u8, u32)])]) -> Running {
+/// An engine without a store, with such profiles by name.
+fn start(
+    folder: &Path,
+    memory_bytes: u64,
+    ahead: bool,
+    save_points: &[(&str, &[(u8, u32)])],
+) -> Running {
     let mut config = config();
     (config.store.enabled, config.store.ahead) = (false, ahead);
     config.store.memory_bytes = memory_bytes;
     config.speculation.drafts.clear();
-    for (name, keeps) in keeps {
-        config.profiles.insert((*name).into(), profile(folder, name, keeps));
+    for (name, save_points) in save_points {
+        config.profiles.insert((*name).into(), profile(folder, name, save_points));
     }
     Running::start(config, folder)
 }
 
-/// A question behind a system text of some 300 tokens that is told by `who`.
+/// A question after a system text of some 300 tokens about `who`.
 fn question(profile: &str, who: &str, about: &str) -> Request {
     let line = |i: usize| format!("{who} has counted {} bells in the village by the river.", i + 2);
     let system: Vec<String> = (0..16).map(line).collect();
     Request {
         profile: profile.into(),
         messages: vec![message("system", &system.join(" ")), message("user", about)],
-        thinking: Some(false),
+        reasoning: Some(false),
         max_tokens: Some(8),
         ..ask(about)
     }
@@ -55,12 +60,12 @@ fn cached(reply: &Reply) -> u32 {
     reply.finished().usage.cached_tokens
 }
 
-fn report(engine: &Running) -> Report {
+fn report(engine: &Running) -> PrefixReport {
     engine.info().prefixes.report()
 }
 
 #[test]
-fn a_request_of_which_nothing_is_kept_leaves_nothing_to_resume_from() {
+fn plan_without_save_points_saves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let engine = start(folder.path(), 256 * MB, true, &[("none", &[])]);
     let asked = question("none", "Nora", "What is the capital of Italy?");
@@ -69,23 +74,23 @@ fn a_request_of_which_nothing_is_kept_leaves_nothing_to_resume_from() {
         let report = report(&engine);
         assert_eq!((report.counts.saves, report.memory.bytes), (0, 0));
     }
-    // Without that policy the same text leaves its state, which then serves all.
+    // Without the policy the same prompt is saved, for requests of all profiles.
     run(&engine, Request { profile: "default".into(), ..asked.clone() });
     assert!(cached(&run(&engine, asked)) > 200);
 }
 
-/// Each anchor alone: what follows a request resumes from there and from nowhere else, and the next
-/// turn is computed ahead only where the reply is kept.
+/// Each save point alone: the next request resumes from there and from nowhere else, and the next
+/// turn is prefetched only if the reply is saved.
 #[test]
-fn what_is_kept_is_what_the_plan_names() {
+fn only_planned_save_points_are_saved() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 4] = [
+    let save_points: [(&str, &[(u8, u32)]); 4] = [
         ("system", &[(SYSTEM, 0)]),
         ("turns", &[(TURNS, 0)]),
         ("prompt", &[(PROMPT, 0), (PROMPT, 9)]),
         ("reply", &[(REPLY, 0)]),
     ];
-    let engine = start(folder.path(), 256 * MB, true, &keeps);
+    let engine = start(folder.path(), 256 * MB, true, &save_points);
     let mut seen = Vec::new();
     for (name, who) in
         [("system", "Nora"), ("turns", "Hugo"), ("prompt", "Mira"), ("reply", "Otto")]
@@ -101,10 +106,10 @@ fn what_is_kept_is_what_the_plan_names() {
         let length = first.finished().usage.prompt_tokens;
 
         if name == "reply" {
-            // The end of the reply, and what comes next.
+            // The end of the reply, and the prefetched prefix.
             let started = Instant::now();
             while counts().saves < before + 2 {
-                assert!(started.elapsed() < Duration::from_secs(60), "nothing is computed ahead");
+                assert!(started.elapsed() < Duration::from_secs(60), "nothing is prefetched");
                 sleep(Duration::from_millis(50));
             }
         } else {
@@ -113,16 +118,16 @@ fn what_is_kept_is_what_the_plan_names() {
         let mut next = asked.clone();
         next.messages.push(message("assistant", &first.answer));
         next.messages.push(message("user", "What is the capital of Peru?"));
-        let quiet = |request: &Request| cached(&run(&engine, request.clone()));
+        let resumed_at = |request: &Request| cached(&run(&engine, request.clone()));
         let another = question(name, who, "What is the capital of Kenya?");
-        let at = [quiet(&asked), quiet(&next), quiet(&another)];
+        let at = [resumed_at(&asked), resumed_at(&next), resumed_at(&another)];
         println!("{name}: {at:?} of {length}");
         seen.push((name, at, length));
     }
     let [system, turns, prompt, reply] = &seen[..] else { unreachable!() };
     assert!(system.1.iter().all(|&at| at == system.1[2] && at > 200), "{system:?}");
     assert!(system.1[0] < system.2 - 100, "{system:?}");
-    // Behind the first answer, not behind the last question.
+    // After the first answer, not after the last question.
     assert!(turns.1[0] > system.1[0] + 50 && turns.1[0] < turns.2 - 10, "{turns:?}");
     assert!(prompt.1[0] >= prompt.2 - 10 && prompt.1[0] < prompt.2, "{prompt:?}");
     assert_eq!(prompt.1[2], 0, "{prompt:?}");
@@ -130,25 +135,25 @@ fn what_is_kept_is_what_the_plan_names() {
     assert!(reply.1[1] >= reply.2, "{reply:?}");
 }
 
-/// Bytes that one question whose system text is kept for a minute takes, where there is room.
-fn memory_of_one(folder: &Path, keeps: &[(&str, &[(u8, u32)])]) -> u64 {
-    let alone = start(folder, 256 * MB, false, keeps);
+/// Memory of one question with its system text retained for a minute, if there is room.
+fn memory_of_one(folder: &Path, save_points: &[(&str, &[(u8, u32)])]) -> u64 {
+    let alone = start(folder, 256 * MB, false, save_points);
     run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
     report(&alone).memory.bytes
 }
 
-/// The other conversations need more than the memory that there is.
+/// The other conversations exceed the memory.
 #[test]
-fn a_system_text_kept_for_a_minute_outlives_others_and_without_seconds_it_does_not() {
+fn retained_system_text_outlives_other_conversations() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 2] =
+    let save_points: [(&str, &[(u8, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
-    let one = memory_of_one(folder.path(), &keeps);
+    let one = memory_of_one(folder.path(), &save_points);
 
     // The system text takes half of it.
     let memory_bytes = 2 * one;
     for (name, survives) in [("minute", true), ("used", false)] {
-        let engine = start(folder.path(), memory_bytes, false, &keeps);
+        let engine = start(folder.path(), memory_bytes, false, &save_points);
         run(&engine, question(name, "Nora", "What is the capital of Italy?"));
         for who in ["Hugo", "Mira", "Otto"] {
             run(&engine, question("used", who, "What is the capital of Kenya?"));
@@ -161,14 +166,14 @@ fn a_system_text_kept_for_a_minute_outlives_others_and_without_seconds_it_does_n
     }
 }
 
-/// The same with a byte less: it would take more than half, and so it is not held.
+/// The same with a byte less: the system text takes more than half, and is not retained.
 #[test]
-fn no_policy_holds_more_than_half_of_the_budget() {
+fn retention_takes_at_most_half_of_the_budget() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
-    let one = memory_of_one(folder.path(), &keeps);
+    let save_points: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
+    let one = memory_of_one(folder.path(), &save_points);
 
-    let engine = start(folder.path(), 2 * one - 2, false, &keeps);
+    let engine = start(folder.path(), 2 * one - 2, false, &save_points);
     for who in ["Nora", "Hugo", "Mira", "Otto"] {
         run(&engine, question("minute", who, "What is the capital of Italy?"));
     }
@@ -178,15 +183,15 @@ fn no_policy_holds_more_than_half_of_the_budget() {
     assert_eq!(cached(&reply), 0);
 }
 
-/// A pin counts from the last request that resumes there, not from the one that computed it.
+/// Retention counts from the last request that resumes there.
 #[test]
-fn a_request_that_resumes_from_what_it_keeps_keeps_it_anew() {
+fn resuming_renews_retention() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 2] =
+    let save_points: [(&str, &[(u8, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
-    let memory_bytes = 3 * memory_of_one(folder.path(), &keeps);
+    let memory_bytes = 3 * memory_of_one(folder.path(), &save_points);
 
-    let engine = start(folder.path(), memory_bytes, false, &keeps);
+    let engine = start(folder.path(), memory_bytes, false, &save_points);
     run(&engine, question("used", "Nora", "What is the capital of Italy?"));
     let resumed = run(&engine, question("minute", "Nora", "What is the capital of Kenya?"));
     assert!(cached(&resumed) > 200);
@@ -198,21 +203,21 @@ fn a_request_that_resumes_from_what_it_keeps_keeps_it_anew() {
 }
 
 #[test]
-fn sixteen_entries_are_a_plan_and_more_than_a_day_is_a_day() {
+fn sixteen_save_points_are_allowed_and_retention_is_capped_at_a_day() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
-    let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &keeps))];
+    let save_points = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
+    let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &save_points))];
     let policies = policies(&PolicyConfig::default(), profiles).unwrap();
     let plan = steer(&policies, "default").unwrap().on_request(&RequestView::default()).unwrap();
-    let kept = plan.keep.expect("a list");
-    assert_eq!(kept.len(), 16);
+    let planned = plan.keep.expect("a list");
+    assert_eq!(planned.len(), 16);
     let expected = [(Anchor::Reply, KEEP_SECONDS), (Anchor::Turns, 7), (Anchor::System, 0)];
-    assert_eq!(kept[..3], expected.map(|(at, seconds)| Keep { at, seconds }));
+    assert_eq!(planned[..3], expected.map(|(at, seconds)| Keep { at, seconds }));
 }
 
-/// What it planned is not looked at: the request ends.
+/// The request ends with the policy's error.
 #[test]
-fn a_plan_with_more_entries_is_a_failure_of_the_policy() {
+fn plan_with_too_many_save_points_is_a_policy_failure() {
     let folder = tempfile::tempdir().unwrap();
     let engine = start(folder.path(), 256 * MB, false, &[("many", &[(SYSTEM, 60); 17])]);
     let reply = run(&engine, question("many", "Nora", "What is the capital of Italy?"));

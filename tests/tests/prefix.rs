@@ -1,11 +1,12 @@
-//! Prefixes: a request that resumes says what an uninterrupted one says, token for token, wherever
-//! its state comes from and whatever became of the rest: on a hybrid, a dense and a sliding-window
-//! family.
+//! Laws of saved state: a resumed request equals an uninterrupted one, token for token, wherever its
+//! state comes from and whatever else was lost: on a hybrid, a dense and a sliding-window family.
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, UNIX_EPOCH};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
@@ -14,14 +15,14 @@ use steersman_engine::Error;
 use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::StoreConfig;
 use steersman_engine::model::{Model, Pass, load};
-use steersman_engine::prefix::{Keep, Prefixes};
-use steersman_engine::store::{Fingerprint, RedbStore};
+use steersman_engine::prefix::{Prefixes, Retention};
+use steersman_engine::store::{Fingerprint, RedbStore, WallClock};
 use steersman_tests::{Random, bundled_model, config, fixtures};
 
 const MB: u64 = 1 << 20;
 /// Tokens of each reply.
 const REPLY: usize = 200;
-/// Tokens computed in one go.
+/// Tokens of one pass.
 const CHUNK: usize = 64;
 const FAMILIES: [&str; 3] = ["tiny-hybrid-4bit", "llama", "gemma3_text"];
 
@@ -31,9 +32,9 @@ struct Family {
     fingerprint: Fingerprint,
 }
 
-/// What was said, and how many tokens of the prompt were there already.
+/// Prompt and reply, and the number of prompt tokens that were restored.
 #[derive(Debug)]
-struct Reply {
+struct CountedReply {
     tokens: Vec<u32>,
     cached: usize,
 }
@@ -48,12 +49,12 @@ impl Family {
         Self { name, model: loaded.model, fingerprint: loaded.digest }
     }
 
-    /// Prefixes in memory alone.
+    /// Without a store.
     fn in_memory(&self) -> Prefixes {
         Prefixes::new(self.model.new_cache().unwrap(), 256 * MB, None, 0).unwrap()
     }
 
-    /// Prefixes on disk, at most so many bytes of them, and in memory.
+    /// With a store of at most `budget_bytes`.
     fn on_disk(&self, path: &Path, budget_bytes: u64) -> Prefixes {
         self.on_disk_in_bits(path, budget_bytes, 0).unwrap()
     }
@@ -79,19 +80,19 @@ impl Family {
         token.item_exact::<u32>()
     }
 
-    /// The reply to `prompt`, saving on the way as the engine does: at a third and two thirds of the
-    /// prompt, just before its end, and behind the reply.
-    fn reply(&self, prefixes: &mut Prefixes, prompt: &[u32], length: usize) -> Reply {
+    /// The reply to `prompt`. Saves as the engine does: at a third and two thirds of the prompt, just
+    /// before its end, and at the end of the reply.
+    fn reply(&self, prefixes: &mut Prefixes, prompt: &[u32], length: usize) -> CountedReply {
         let (mut cache, cached) = prefixes.restore(prompt).unwrap();
-        let anchors = [prompt.len() / 3, prompt.len() * 2 / 3, prompt.len() - 3];
+        let save_points = [prompt.len() / 3, prompt.len() * 2 / 3, prompt.len() - 3];
         let mut next = 0;
         while cache.position < prompt.len() {
             let at = cache.position;
-            let stop = anchors.into_iter().find(|anchor| *anchor > at).unwrap_or(prompt.len());
+            let stop = save_points.into_iter().find(|point| *point > at).unwrap_or(prompt.len());
             let end = stop.min(at + CHUNK);
             next = self.run(&prompt[at..end], &mut cache);
-            if anchors.contains(&end) {
-                prefixes.save(&cache, &prompt[..end], Keep::default()).unwrap();
+            if save_points.contains(&end) {
+                prefixes.save(&cache, &prompt[..end], Retention::default()).unwrap();
             }
         }
         let mut tokens = prompt.to_vec();
@@ -99,37 +100,36 @@ impl Family {
             tokens.push(next);
             next = self.run(&[next], &mut cache);
         }
-        prefixes.save(&cache, &tokens, Keep::default()).unwrap();
-        Reply { tokens, cached }
+        prefixes.save(&cache, &tokens, Retention::default()).unwrap();
+        CountedReply { tokens, cached }
     }
 
-    /// Prefixes whose file holds a conversation; its prompt, and the reply.
-    fn saved(&self, path: &Path) -> (Prefixes, Vec<u32>, Reply) {
+    /// A store with one conversation; its prompt and reply.
+    fn saved(&self, path: &Path) -> (Prefixes, Vec<u32>, CountedReply) {
         let first = prompt(1, 230);
         let mut prefixes = self.on_disk(path, 64 * MB);
-        let said = self.reply(&mut prefixes, &first, REPLY);
+        let reply = self.reply(&mut prefixes, &first, REPLY);
         prefixes.flush().unwrap();
-        (prefixes, first, said)
+        (prefixes, first, reply)
     }
 
-    /// The law: `prefixes` may help with at least `least` tokens, and change nothing.
-    fn check(&self, prefixes: &mut Prefixes, prompt: &[u32], least: usize, what: &str) {
+    /// The law: `prefixes` restores at least `least` tokens, and the reply is the same.
+    fn check(&self, prefixes: &mut Prefixes, prompt: &[u32], least: usize, case: &str) {
         let whole = self.reply(&mut self.in_memory(), prompt, REPLY);
         assert_eq!(whole.cached, 0);
         let resumed = self.reply(prefixes, prompt, REPLY);
-        assert!(resumed.cached >= least, "{}, {what}: {} cached", self.name, resumed.cached);
-        assert!(resumed.tokens == whole.tokens, "{}, {what}: another reply", self.name);
+        assert!(resumed.cached >= least, "{}, {case}: {} cached", self.name, resumed.cached);
+        assert!(resumed.tokens == whole.tokens, "{}, {case}: another reply", self.name);
     }
 }
 
-/// A conversation's tokens: nothing in particular, but always the same.
+/// The same arbitrary tokens for each seed.
 fn prompt(seed: u64, length: usize) -> Vec<u32> {
     let mut random = Random(seed);
     (0..length).map(|_| 3 + random.below(90) as u32).collect()
 }
 
-/// What becomes of a conversation: its name, the next prompt, and how many of its tokens at least are
-/// known.
+/// Prompts that may follow a conversation: name, tokens, and how many of them are saved at least.
 fn next_prompts(first: &[u32], reply: &[u32]) -> Vec<(&'static str, Vec<u32>, usize)> {
     let third = first.len() / 3;
     let mut edited = reply.to_vec();
@@ -146,26 +146,26 @@ fn next_prompts(first: &[u32], reply: &[u32]) -> Vec<(&'static str, Vec<u32>, us
 }
 
 #[test]
-fn what_follows_a_conversation_resumes_from_it_in_memory_and_after_a_restart() {
+fn next_prompt_resumes_from_its_conversation_in_memory_and_after_a_restart() {
     for name in FAMILIES {
         let family = Family::load(name);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state.redb");
-        let (mut prefixes, first, said) = family.saved(&path);
-        for (what, next, least) in next_prompts(&first, &said.tokens) {
+        let (mut prefixes, first, reply) = family.saved(&path);
+        for (case, next, least) in next_prompts(&first, &reply.tokens) {
             let copy = std::fs::read(&path).unwrap();
-            family.check(&mut prefixes, &next, least, what);
-            // What was on disk before is what a restart finds, in blocks of 64 tokens.
-            let restarted = folder.path().join(what);
+            family.check(&mut prefixes, &next, least, case);
+            // A restart finds the file as it was before, in blocks of 64 tokens.
+            let restarted = folder.path().join(case);
             std::fs::write(&restarted, copy).unwrap();
             let mut prefixes = family.on_disk(&restarted, 64 * MB);
-            family.check(&mut prefixes, &next, least.saturating_sub(63), what);
+            family.check(&mut prefixes, &next, least.saturating_sub(63), case);
         }
     }
 }
 
 #[test]
-fn half_of_what_was_kept_is_as_good_as_it_is_and_changes_nothing() {
+fn eviction_changes_no_reply() {
     for name in FAMILIES {
         let family = Family::load(name);
         let folder = tempfile::tempdir().unwrap();
@@ -185,7 +185,7 @@ fn half_of_what_was_kept_is_as_good_as_it_is_and_changes_nothing() {
         let mut prefixes = family.on_disk(&path, bytes / 2);
         let left = prefixes.reporter().report().disk.unwrap();
         assert!((left.rows.parts + left.states.parts) * 10 < parts * 7, "{name}: {left:?}");
-        // The last one used is there, the first one is not, and both are answered alike.
+        // The newest is saved, the oldest is not, and both get the same reply.
         family.check(&mut prefixes, &prompts[3], 1, "the newest of them");
         family.check(&mut prefixes, &prompts[0], 0, "the oldest of them");
 
@@ -195,17 +195,44 @@ fn half_of_what_was_kept_is_as_good_as_it_is_and_changes_nothing() {
         for prompt in &prompts {
             family.reply(&mut small, prompt, 20);
         }
-        let kept = small.reporter().report();
-        assert!(kept.memory.bytes <= kept.memory_budget && kept.counts.evictions > 0, "{kept:?}");
+        let report = small.reporter().report();
+        let within = report.memory.bytes <= report.memory_budget;
+        assert!(within && report.counts.evictions > 0, "{report:?}");
         family.check(&mut small, &prompts[3], 1, "the newest in little memory");
         family.check(&mut small, &prompts[0], 0, "the oldest in little memory");
     }
 }
 
-/// Rounded to 8 bits, rows take less than half of the space in f32, and the next token is the same.
-/// Where heads cannot be cut into groups, the error names the key.
 #[test]
-fn rows_in_eight_bits_take_less_space_and_nearly_say_the_same() {
+fn retained_prefix_outlives_others_until_its_time() {
+    let family = Family::load("llama");
+    let first = prompt(1, 230);
+    let mut alone = family.in_memory();
+    family.reply(&mut alone, &first, 1);
+    let one = alone.reporter().report().memory.bytes;
+
+    let seconds = Arc::new(AtomicU64::new(1_800_000_000));
+    let time = seconds.clone();
+    let now = move || UNIX_EPOCH + Duration::from_secs(time.load(Ordering::Relaxed));
+    let mut prefixes = Prefixes::new(family.model.new_cache().unwrap(), 2 * one, None, 0)
+        .unwrap()
+        .with_clock(WallClock::new(now));
+    family.reply(&mut prefixes, &first, 1);
+    prefixes.retain(&first[..100], Retention { seconds: 60 }).unwrap();
+    for (passed, least, most) in [(0, 100, 229), (59, 100, 229), (1, 0, 99)] {
+        seconds.fetch_add(passed, Ordering::Relaxed);
+        for seed in 2..6 {
+            family.reply(&mut prefixes, &prompt(seed, 230), 1);
+        }
+        let cached = prefixes.resume(&first).unwrap().1;
+        assert!((least..=most).contains(&cached), "{cached} tokens after {passed} more seconds");
+    }
+}
+
+/// Rounded to 8 bits, KV takes less than half of the space in f32, and the next token is the same.
+/// If heads do not divide into groups, the error names the key.
+#[test]
+fn kv_in_eight_bits_takes_less_space_for_the_same_next_token() {
     let family = Family::load("tiny-hybrid-4bit");
     let folder = tempfile::tempdir().unwrap();
     let first = prompt(1, 230);
@@ -222,24 +249,26 @@ fn rows_in_eight_bits_take_less_space_and_nearly_say_the_same() {
         assert_eq!((resumed.cached, &resumed.tokens), (first.len() - 3, &whole.tokens));
         saved
     });
-    // Two layers of two heads of 64, keys and values; states are the same in both.
-    let rows = 2 * 2 * 2 * 64 * 4 * first.len() as u64;
-    assert!(sizes[1] + rows / 2 < sizes[0], "{sizes:?}, rows of {rows}");
+    // Two layers of two heads of 64, keys and values; states take the same in both.
+    let kv = 2 * 2 * 2 * 64 * 4 * first.len() as u64;
+    assert!(sizes[1] + kv / 2 < sizes[0], "{sizes:?}, KV of {kv}");
 
     for name in FAMILIES {
         let family = Family::load(name);
-        let divides = family.model.new_cache().unwrap().rows_divide_by(32);
+        let divides = family.model.new_cache().unwrap().head_dim_is_multiple_of(32);
         match family.on_disk_in_bits(&folder.path().join(name), MB, 8) {
-            Err(Error::Invalid { field, .. }) => assert!(field == "store.kv_bits" && !divides),
+            Err(Error::Config(ConfigError::Key { field, .. })) => {
+                assert!(field == "store.kv_bits" && !divides)
+            }
             Err(error) => panic!("{error}"),
-            Ok(_) => assert!(divides, "rows of {name} cannot be grouped"),
+            Ok(_) => assert!(divides, "KV of {name} does not divide into groups"),
         }
     }
 }
 
-/// One bit anywhere in the file: in rows, states, records, pages of the database.
+/// One bit anywhere in the file: in KV, states, records, pages of the database.
 #[test]
-fn a_flipped_bit_costs_time_and_changes_nothing() {
+fn flipped_bit_changes_no_reply() {
     for name in FAMILIES {
         let family = Family::load(name);
         let folder = tempfile::tempdir().unwrap();
@@ -271,17 +300,17 @@ fn a_flipped_bit_costs_time_and_changes_nothing() {
             missed += usize::from(resumed.cached < first.len() - 3);
             used += usize::from(resumed.cached > 0);
         }
-        println!("{name}: {missed} of {rounds} found less, {used} something");
-        assert!(missed > 0 && used > 0, "{name}: {missed} found less, {used} something");
+        println!("{name}: {missed} of {rounds} rounds restored less, {used} something");
+        assert!(missed > 0 && used > 0, "{name}: {missed} restored less, {used} something");
     }
 }
 
-/// Set in the child that is killed: the file it saves to, and the family.
+/// Environment of the child that is killed: the file it saves to, and the family.
 const FILE: &str = "STEERSMAN_TEST_PREFIX_FILE";
 const FAMILY: &str = "STEERSMAN_TEST_PREFIX_FAMILY";
 
 #[test]
-#[ignore = "a child of the next test"]
+#[ignore = "a child process of the next test"]
 fn child_that_saves_prefixes_until_it_is_killed() {
     let (Ok(path), Ok(name)) = (std::env::var(FILE), std::env::var(FAMILY)) else { return };
     let name = FAMILIES.into_iter().find(|family| *family == name).unwrap();
@@ -293,14 +322,14 @@ fn child_that_saves_prefixes_until_it_is_killed() {
     }
 }
 
-/// Fifty moments, each on the file that the one before left.
+/// Fifty kills, each on the file that the one before left.
 #[test]
-fn a_process_killed_while_saving_leaves_what_can_be_resumed_from() {
+fn killed_process_leaves_state_that_can_be_resumed_from() {
     let folder = tempfile::tempdir().unwrap();
     let first = prompt(1, 230);
     let mut random = Random(5);
     let families = FAMILIES.map(Family::load);
-    let whole: Vec<Reply> =
+    let whole: Vec<CountedReply> =
         families.iter().map(|f| f.reply(&mut f.in_memory(), &first, REPLY)).collect();
     let mut reused = [0; 3];
     for round in 0..50 {
@@ -331,5 +360,5 @@ fn a_process_killed_while_saving_leaves_what_can_be_resumed_from() {
     println!("resumed: {reused:?} times");
     assert!(reused.iter().all(|&count| count > 5), "{reused:?}");
     let files = std::fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(files, 3, "nothing had to be moved aside");
+    assert_eq!(files, 3, "no file was moved aside");
 }

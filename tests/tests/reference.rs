@@ -1,8 +1,8 @@
-//! Numbers: the model computes what mlx-lm computes, however its work is cut up.
+//! Numbers: models compute what mlx-lm computes, however the rows are divided into passes.
 //!
-//! mlx-lm 0.32.2 wrote the expected values: `tests/fixtures/families.py` for small seeded
-//! checkpoints of each family, `tests/fixtures/reference.py` for the demonstration model. A new
-//! family's cases are its folders in `tests/fixtures/families`; nothing here names one.
+//! The expected values are mlx-lm 0.32.2's: `tests/fixtures/families.py` writes those of small
+//! seeded checkpoints of each family, `tests/fixtures/reference.py` those of the bundled model. The
+//! cases of a family are its folders in `tests/fixtures/families`.
 
 use std::collections::HashMap;
 use std::fs::DirEntry;
@@ -18,10 +18,10 @@ use steersman_engine::config::{Compile, Dtype::Bf16, ModelConfig};
 use steersman_engine::model::{FAMILIES, Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
-/// The bound that the mission sets: largest difference of a row over the row's largest logit.
+/// Bound of the largest difference in a row over the row's largest logit.
 const RELATIVE: f32 = 1e-3;
 
-/// A checkpoint, and what mlx-lm says of it.
+/// A checkpoint and its reference values.
 struct Case {
     model: Box<dyn Model>,
     prompt: Vec<u32>,
@@ -29,7 +29,7 @@ struct Case {
     expected: HashMap<String, Array>,
 }
 
-/// Every seeded checkpoint, by name, in order.
+/// Names of all seeded checkpoints, sorted.
 fn families() -> Vec<String> {
     let folder = fixtures().join("families");
     let name = |entry: std::io::Result<DirEntry>| entry.unwrap().file_name().into_string().unwrap();
@@ -38,7 +38,6 @@ fn families() -> Vec<String> {
     names
 }
 
-/// A seeded checkpoint.
 fn family(name: &str, config: &ModelConfig) -> Case {
     let folder = fixtures().join("families").join(name);
     let facts = fixture(&format!("families/{name}/reference.json"));
@@ -46,7 +45,7 @@ fn family(name: &str, config: &ModelConfig) -> Case {
     Case::new(&folder, &facts, expected, config)
 }
 
-/// The demonstration model in one of its forms.
+/// The bundled model in one of its forms.
 fn tiny_hybrid(name: &str, folder: &Path, config: &ModelConfig) -> Case {
     let facts = &fixture("reference.json")["models"][name];
     let prefix = format!("{name}.");
@@ -79,7 +78,7 @@ impl Case {
         self.model.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
     }
 
-    /// Logits of the prompt, prefilled in chunks of `chunk`, and the cache behind it.
+    /// Logits of the prompt, prefilled in chunks of `chunk` tokens, and the cache after it.
     fn prefill(&self, chunk: usize) -> (Array, Cache) {
         let mut cache = self.model.new_cache().unwrap();
         let parts: Vec<Array> =
@@ -87,7 +86,7 @@ impl Case {
         (concatenate(&parts, 0).unwrap(), cache)
     }
 
-    /// Compares with whatever the reference has of the logits.
+    /// Compares with all logits, or with the samples of them that the reference has.
     fn assert_logits(&self, logits: &Array, how: &str) {
         let close = |ours: &Array, reference: &Array, what: &str| {
             assert_close(ours, reference, RELATIVE, &format!("{how}: {what}"));
@@ -127,8 +126,8 @@ fn assert_close(ours: &Array, expected: &Array, bound: f32, what: &str) {
 }
 
 fn check(case: &Case) {
-    // 300 is the whole prompt; 64 are whole chunks of the delta rule, 23 cut them, 7 take the
-    // recurrent form.
+    // 300 is the whole prompt; 64 is a chunk of the delta rule, 23 a part of one, 7 uses the short
+    // form.
     for chunk in [300, 64, 23, 7] {
         let (logits, cache) = case.prefill(chunk);
         case.assert_logits(&logits, &format!("chunks of {chunk}"));
@@ -136,7 +135,7 @@ fn check(case: &Case) {
             case.assert_greedy(&logits, cache);
         }
     }
-    // Decode alone: the prompt goes in a token at a time, too.
+    // Decode steps only: one token of the prompt at a time.
     let (logits, cache) = case.prefill(1);
     case.assert_logits(&logits, "token by token");
     case.assert_greedy(&logits, cache);
@@ -159,7 +158,7 @@ fn every_family_has_a_checkpoint() {
     }
 }
 
-/// A constant in f32 is enough to make all that follows f32: right numbers, at half the speed and
+/// A single f32 constant promotes everything after it to f32: correct numbers at half the speed and
 /// twice the memory.
 #[test]
 fn activations_keep_the_chosen_dtype() {
@@ -171,20 +170,20 @@ fn activations_keep_the_chosen_dtype() {
         let recurrent = |layer: &&LayerCache| matches!(layer, LayerCache::Recurrent(_));
         // The delta rule's matrix is the exception: it sums over the whole context.
         let exceptions = cache.layers.iter().filter(recurrent).count();
-        let state = cache.state().unwrap();
+        let state = cache.arrays().unwrap();
         let wide = state.iter().filter(|array| array.dtype() == Dtype::Float32).count();
         assert_eq!(wide, exceptions, "{name}");
     }
 }
 
-/// What speculation stands on, whatever a family's layers remember.
+/// Speculation depends on this, for every kind of layer cache.
 #[test]
-fn rewound_rows_equal_rows_never_run() {
+fn rewound_cache_equals_cache_without_the_rows() {
     const ROWS: usize = 5;
     for name in families() {
         let case = family(&name, &config().model);
         let (_, prompt) = case.prefill(300);
-        // Tokens that the model would say itself are as good as any for the rows that are dropped.
+        // Any tokens would do for the dropped rows.
         let tokens = &case.greedy[..ROWS];
         for keep in 0..=ROWS {
             let next = [case.greedy[ROWS]];
@@ -195,11 +194,11 @@ fn rewound_rows_equal_rows_never_run() {
             let expected = case.run(&next, &mut straight);
             for width in [ROWS, 1] {
                 let mut cache = prompt.clone();
-                cache.checkpoint();
+                cache.mark_draft();
                 for rows in tokens.chunks(width) {
                     case.run(rows, &mut cache);
                 }
-                cache.rewind(case.prompt.len() + keep).unwrap();
+                cache.rewind_draft(case.prompt.len() + keep).unwrap();
                 let how = format!("{name}: {keep} of {ROWS} rows kept, {width} at a time");
                 assert_close(&case.run(&next, &mut cache), &expected, 1e-4, &how);
             }
@@ -212,7 +211,7 @@ fn the_bundled_model_computes_what_mlx_lm_computes() {
     check(&tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config().model));
 }
 
-/// As it runs on a GPU, or on a CPU that shall save memory.
+/// The default on a GPU, and an option on a CPU to save memory.
 #[test]
 fn quantized_weights_compute_what_mlx_lm_computes() {
     let config = ModelConfig { cpu_dequantize: false, ..config().model };
@@ -228,7 +227,7 @@ fn quantized_weights_compute_what_mlx_lm_computes() {
     }
 }
 
-/// The bundled model before it was quantized, as its trainer saved it. Too large for this repo.
+/// The bundled model before quantization. Too large for this repository.
 #[test]
 #[ignore = "needs the folder tiny-hybrid-bf16 in MODEL_DIR"]
 fn the_published_model_computes_what_mlx_lm_computes() {
@@ -236,14 +235,14 @@ fn the_published_model_computes_what_mlx_lm_computes() {
     check(&tiny_hybrid("tiny-hybrid-bf16", &folder.join("tiny-hybrid-bf16"), &config().model));
 }
 
-/// Models as people run them, with windows longer than any seeded checkpoint's.
+/// Real models, with longer windows than the seeded checkpoints.
 #[test]
 #[ignore = "needs the folders of tests/fixtures/real.py in MODEL_DIR"]
 fn real_models_compute_what_mlx_lm_computes() {
     let models = PathBuf::from(std::env::var_os("MODEL_DIR").expect("MODEL_DIR is set"));
     let mut found = false;
     for folder in models.read_dir().unwrap().map(|entry| entry.unwrap().path()) {
-        // Other models may lie there: these have their reference with them.
+        // Folders without a reference are other models.
         let Ok(facts) = std::fs::read(folder.join("reference.json")) else { continue };
         found = true;
         println!("{}", folder.display());
@@ -257,9 +256,9 @@ fn real_models_compute_what_mlx_lm_computes() {
     assert!(found, "{} has no folder of tests/fixtures/real.py", models.display());
 }
 
-/// A pass that leaves early or leaves blocks out gives other logits, but not after a rewind.
+/// A pass with an early exit or skipped layers changes the logits, but not after a rewind.
 #[test]
-fn drafting_passes_leave_no_trace() {
+fn rewind_undoes_partial_passes() {
     for name in families() {
         let case = family(&name, &config().model);
         let (_, mut cache) = case.prefill(300);
@@ -269,18 +268,18 @@ fn drafting_passes_leave_no_trace() {
         let whole = case.run_in(next, &mut cache.clone(), Pass { exit: Some(depth), skip: &[] });
         assert_close(&whole, &expected, 1e-6, &format!("{name}: all layers"));
         for pass in [Pass { exit: Some(1), skip: &[] }, Pass { exit: None, skip: &[0, 1] }] {
-            cache.checkpoint();
+            cache.mark_draft();
             let drafted = case.run_in(next, &mut cache, pass);
             let change = drafted.subtract(&expected).unwrap().abs().unwrap().max(None).unwrap();
             assert!(change.item_exact::<f32>() > 1e-2, "{name}: {pass:?} runs all layers");
-            cache.rewind(case.prompt.len()).unwrap();
+            cache.rewind_draft(case.prompt.len()).unwrap();
             let again = case.run(next, &mut cache.clone());
             assert_close(&again, &expected, 1e-4, &format!("{name}: after {pass:?}"));
         }
     }
 }
 
-/// Steps of one row, of a draft's and of several sequences, in fused kernels.
+/// Steps of one row and of a draft's rows.
 #[test]
 fn compiled_steps_equal_plain_ones() {
     let gcc = Command::new("g++").arg("--version").output();
@@ -302,14 +301,14 @@ fn compiled_steps_equal_plain_ones() {
         };
         let expected = run(&plain);
         expected.eval().unwrap();
-        // Loading is what turns compiling on.
+        // Loading enables compiling.
         let compiled = family(&name, &ModelConfig { compile: Compile::On, ..config().model });
         assert_close(&run(&compiled), &expected, 1e-5, &name);
     }
 }
 
-/// The shape that several requests in one step need: rows of two sequences, of different lengths,
-/// joined in one `forward`, give what each gives alone.
+/// Several requests in one step depend on this: rows of two sequences of different lengths, joined
+/// in one pass, give the same as separate passes.
 #[test]
 fn joined_ragged_rows_equal_separate_rows() {
     for name in families() {
@@ -336,18 +335,18 @@ fn joined_ragged_rows_equal_separate_rows() {
     }
 }
 
-/// What the state store stands on: arrays that went to disk and back go on where they were.
+/// The prefix store depends on this.
 #[test]
-fn restored_rows_equal_rows_just_run() {
+fn restored_cache_equals_original_cache() {
     for name in families() {
         let case = family(&name, &config().model);
-        // Less than any window, and more.
+        // Shorter and longer than the windows.
         for rows in [9, 70] {
             let mut cache = case.model.new_cache().unwrap();
             case.run(&case.prompt[..rows], &mut cache);
             let mut restored = case.model.new_cache().unwrap();
             let parts = [(0, 5), (5, rows)].map(|(from, to)| cache.key_values(from, to).unwrap());
-            restored.restore(&parts, &cache.fixed().unwrap(), rows).unwrap();
+            restored.restore(&parts, &cache.recurrent_state().unwrap(), rows).unwrap();
             for next in case.greedy[..40].chunks(5) {
                 let [expected, ours] = [&mut cache, &mut restored].map(|c| case.run(next, c));
                 assert_close(&ours, &expected, 1e-4, &format!("{name} after {rows} rows"));

@@ -24,8 +24,8 @@ fn thinker(profile: &str) -> Request {
         id: format!("of {profile}"),
         profile: profile.into(),
         messages: vec![message("system", "You solve puzzles."), message("user", QUESTION)],
-        thinking: Some(true),
-        think_budget: Some(30),
+        reasoning: Some(true),
+        reasoning_budget: Some(30),
         max_tokens: Some(60),
         ..ask(QUESTION)
     }

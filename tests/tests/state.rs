@@ -1,5 +1,5 @@
-//! State: a resumed request equals an uninterrupted one, in the same process, after a restart, and
-//! after a `kill -9`.
+//! State: a resumed request equals an uninterrupted one, in the same process, after a restart and
+//! after `kill -9`.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -15,7 +15,7 @@ fn start(data: &Path) -> Running {
     Running::start(config(), data)
 }
 
-/// A question behind a long system prompt, which is worth saving.
+/// A question after a long system prompt, which is worth saving.
 fn question(about: &str) -> Request {
     let animals = ["fox", "owl", "bear", "hare", "otter"];
     let places = ["forest", "river", "harbour", "village", "castle", "bridge", "garden"];
@@ -29,7 +29,7 @@ fn question(about: &str) -> Request {
     let system: Vec<String> = (0..30).map(line).collect();
     Request {
         messages: vec![message("system", &system.join(" ")), message("user", about)],
-        thinking: Some(true),
+        reasoning: Some(true),
         ..ask(about)
     }
 }
@@ -44,10 +44,10 @@ fn assert_same(resumed: &Reply, whole: &Reply) {
     assert_eq!(resumed.finished().usage.answer_tokens, whole.finished().usage.answer_tokens);
 }
 
-/// Exact repeat, another question behind the same system prompt, and the next turn: each equals
-/// what an engine says that has saved nothing.
+/// An exact repeat, another question after the same system prompt, and the next turn: each equals
+/// the reply of an engine without saved state.
 #[test]
-fn a_resumed_request_equals_an_uninterrupted_one() {
+fn resumed_request_equals_uninterrupted_request() {
     let story = "Write a story about a fox named Nora who lives near the river.";
     let first = question(story);
     let other = question("What is the capital of Kenya?");
@@ -78,7 +78,7 @@ fn a_resumed_request_equals_an_uninterrupted_one() {
     drop(warm);
 }
 
-/// Waits until the engine has nothing left to compute ahead.
+/// Waits until the engine has no prefix left to prefetch.
 fn wait_until_idle(engine: &Running) {
     let done = || engine.info().prefixes.report().counts.ahead_tokens;
     let mut before = u64::MAX;
@@ -88,10 +88,10 @@ fn wait_until_idle(engine: &Running) {
     }
 }
 
-/// Thoughts are not sent back, so what the client sends is not what was decoded: the engine computes
-/// it while nobody asks, and each turn is left with its own words.
+/// Clients do not send reasoning back, so the next prompt differs from what was decoded. The engine
+/// prefetches that prefix while it is idle, and each turn computes only its own tokens.
 #[test]
-fn the_fifth_turn_of_a_thinking_conversation_prefills_its_own_tokens_alone() {
+fn turn_after_reasoning_prefills_only_its_own_tokens() {
     let data = tempfile::tempdir().unwrap();
     let engine = start(data.path());
     let text = Text::load(&bundled_model()).unwrap();
@@ -103,11 +103,11 @@ fn the_fifth_turn_of_a_thinking_conversation_prefills_its_own_tokens_alone() {
         request.messages.push(message("user", &words));
         let reply = run(&engine, request.clone());
         let usage = reply.finished().usage;
-        assert!(usage.reasoning_tokens > 0, "turn {turn} thinks: {usage:?}");
+        assert!(usage.reasoning_tokens > 0, "turn {turn} has no reasoning: {usage:?}");
         let computed = usage.prompt_tokens - usage.cached_tokens;
         println!("turn {turn}: {} tokens, {computed} of them computed", usage.prompt_tokens);
         if turn > 0 {
-            // `<|im_end|>`, a new line, `<|im_start|>assistant`, a new line, `<think>`, a new line.
+            // `<|im_end|>`, newline, `<|im_start|>assistant`, newline, `<think>`, newline.
             let own = text.encode(&words).unwrap().len() + 7;
             assert!(computed as usize <= own, "turn {turn} computes {computed} tokens, not {own}");
         }
@@ -116,9 +116,8 @@ fn the_fifth_turn_of_a_thinking_conversation_prefills_its_own_tokens_alone() {
     }
 }
 
-/// What a profile begins with is there before anyone asks.
 #[test]
-fn what_is_warm_is_computed_at_the_start() {
+fn warm_prefixes_are_computed_at_the_start() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("agent.json");
     let asked = question("What is the capital of Italy?");
@@ -138,7 +137,7 @@ fn what_is_warm_is_computed_at_the_start() {
 
     let missing = folder.path().join("none.json");
     let started = Running::try_start(with(&missing), &bundled_model(), folder.path());
-    let Err(error) = started else { panic!("it started") };
+    let Err(error) = started else { panic!("the engine started without the warm file") };
     for words in ["profiles.default.warm", "none.json"] {
         assert!(error.to_string().contains(words), "{error}");
     }
@@ -158,13 +157,13 @@ fn state_survives_a_restart() {
     drop(after);
 }
 
-/// Set in the child that [`a_server_killed_while_saving_goes_on_after_a_restart`] kills: the data
-/// folder it serves from.
+/// Variable with the data folder of the child process that
+/// [`server_killed_while_saving_recovers_after_restart`] kills.
 const CHILD: &str = "STEERSMAN_TEST_CHILD";
 
-/// The child: answers one request after another, each with something new to save, until killed.
+/// The child: answers requests, each with something new to save, until it is killed.
 #[test]
-#[ignore = "a child of the next test"]
+#[ignore = "child process of the next test"]
 fn child_that_saves_until_killed() {
     let Some(data) = std::env::var_os(CHILD) else { return };
     let engine = start(Path::new(&data));
@@ -183,10 +182,10 @@ fn spawn_child(data: &Path) -> Child {
         .unwrap()
 }
 
-/// Kills a server at moments spread over its saving. After each kill a new one on the same folder
-/// answers the same, with reuse or a clean miss, and never with an error.
+/// Kills a server at different moments while it saves. After each kill a new server on the same
+/// folder gives the same reply, from saved state or after a miss, and never an error.
 #[test]
-fn a_server_killed_while_saving_goes_on_after_a_restart() {
+fn server_killed_while_saving_recovers_after_restart() {
     let cold_data = tempfile::tempdir().unwrap();
     let cold = start(cold_data.path());
     let whole = run(&cold, question("What is the capital of Italy?"));
@@ -196,7 +195,7 @@ fn a_server_killed_while_saving_goes_on_after_a_restart() {
     let mut reused = 0;
     for round in 0..8 {
         let mut child = spawn_child(data.path());
-        // Wait until it has begun to write, then let it run into its saving for a while.
+        // Wait until it writes, then let it save for a while.
         let file = data.path().join("state.redb");
         let begun = Instant::now();
         let size = || file.metadata().map_or(0, |m| m.len());
@@ -215,5 +214,5 @@ fn a_server_killed_while_saving_goes_on_after_a_restart() {
         println!("round {round}: {:?}", reply.finished().usage);
         drop(after);
     }
-    assert!(reused > 0, "nothing was ever reused");
+    assert!(reused > 0, "no round reused saved state");
 }

@@ -11,12 +11,12 @@ pub fn write(target: &Target, mlx_c: &Path) -> Result<()> {
         .clang_args(["-include", "shim/half.h", "-I"])
         .clang_arg(mlx_c.to_string_lossy())
         .allowlist_item("_?mlx_.*|MLX_.*|b?float16_t")
-        // mlx-rs reads `float16_t` as a tuple struct, `bfloat16_t` as a number, and wants defaults.
+        // mlx-rs expects `float16_t` as a tuple struct, `bfloat16_t` as a number, and defaults.
         .new_type_alias("float16_t")
         .derive_default(true)
         .layout_tests(false)
         .formatter(bindgen::Formatter::None);
-    // The wheel's libclang has no headers of its own (stddef.h, stdbool.h): the compiler lends its.
+    // The wheel's libclang lacks headers (stddef.h, stdbool.h): use the compiler's.
     if let Some(folder) = compiler_headers() {
         builder = builder.clang_args(["-idirafter", &folder]);
     }
@@ -28,7 +28,8 @@ pub fn write(target: &Target, mlx_c: &Path) -> Result<()> {
 
 fn compiler_headers() -> Option<String> {
     let mut compiler = cc::Build::new().try_get_compiler().ok()?.to_command();
-    let folder = run(compiler.arg("-print-file-name=include"), "asking for headers").ok()?;
-    // A compiler that has no such folder answers with the bare name.
+    let folder =
+        run(compiler.arg("-print-file-name=include"), "finding the compiler's headers").ok()?;
+    // A compiler without such a folder prints the bare name.
     Path::new(folder.trim()).is_absolute().then(|| folder.trim().to_owned())
 }

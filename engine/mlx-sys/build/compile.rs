@@ -1,9 +1,9 @@
 //! Compiles mlx-c and our shims, as one file, into a static library.
 //!
 //! # Why one file
-//! Each of mlx-c's 28 files spends most of its time on the same MLX headers: one core takes 55 s
-//! for them apart, 10 s together (gcc 12, -O2). And a linker takes an object whole or not at all,
-//! so the shims are never left out.
+//! Each of mlx-c's 28 files spends most of its compile time on the same MLX headers: one core takes
+//! 55 s for separate files, 10 s for one (gcc 12, -O2). And a linker includes a whole object or
+//! nothing, so it cannot drop the shims.
 
 use std::env;
 use std::fmt::Write;
@@ -12,14 +12,14 @@ use std::path::{Path, PathBuf};
 
 use crate::{Backend, Result, Target, run};
 
-/// What a compiler must accept: C++20, as MLX's headers use it.
+/// A compiler must accept this: C++20, as MLX's headers use it.
 const CPP20: &str = "
 #include <concepts>
 #include <span>
 #include <version>
 template <typename T> requires std::integral<T> auto size(std::span<T> s) { return s.size(); }
 ";
-/// gcc has it from version 13 on, clang's own library from 17 on.
+/// In gcc since version 13, in clang's own library since 17.
 const FORMAT: &str = "
 #include <format>
 #include <string>
@@ -39,25 +39,24 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// # Errors
-    /// When there is no C++20 compiler; with `wheel`, when MLX's wheel needs a newer C library.
+    /// Fails without a C++20 compiler, and with `wheel` if MLX's wheel needs a newer C library.
     pub fn probe(target: &Target, wheel: bool) -> Result<Self> {
         let no_compiler = |error| {
             format!(
                 "a C++20 compiler is needed (gcc 12, clang 15 or newer). Debian and Ubuntu: `apt \
                  install g++`; Fedora: `dnf install gcc-c++`; macOS: `xcode-select --install`. Or \
-                 name one in the environment variable CXX.\n{error}"
+                 set the environment variable CXX.\n{error}"
             )
         };
         let old_glibc = |error| {
             format!(
                 "MLX's wheels need glibc 2.35 (Debian 12, Ubuntu 22.04, Fedora 36 or newer). On an \
-                 older system, build MLX from source and point MLX_ROOT to it.\n{error}"
+                 older system, build MLX from source and set MLX_ROOT to its folder.\n{error}"
             )
         };
         if target.backend == Backend::Metal && env::var_os("MACOSX_DEPLOYMENT_TARGET").is_none() {
-            #[allow(unsafe_code, reason = "cc takes the deployment target from the environment")]
-            // SAFETY: this script has started no thread yet, so none reads the environment now.
+            #[allow(unsafe_code, reason = "cc reads the deployment target from the environment")]
+            // SAFETY: this script has not started a thread yet, so nothing reads the environment.
             unsafe {
                 // Rust's default is macOS 11, whose C++ library has no std::format. MLX needs 14.
                 env::set_var("MACOSX_DEPLOYMENT_TARGET", "14.0");
@@ -79,7 +78,7 @@ impl Compiler {
         Ok(Self { build, has_format })
     }
 
-    /// Compiles mlx-c, at `mlx_c`, against the MLX headers in `include`; this crate links it.
+    /// Compiles mlx-c, at `mlx_c`, against the MLX headers in `include`.
     pub fn compile(
         mut self,
         target: &Target,
@@ -95,14 +94,14 @@ impl Compiler {
         if openblas {
             self.build.define("STEERSMAN_OPENBLAS", None);
         }
-        // mlx-c says std::format and includes nothing for it.
+        // mlx-c uses std::format without including its header.
         for header in ["shim/half.h", if self.has_format { "format" } else { "shim/format.h" }] {
             self.build.flag("-include").flag(header);
         }
         self.build
             .file(target.write("mlxc.cpp", &unit)?)
             .includes([Path::new("."), mlx_c, include])
-            // MLX's errors say `at mlx/c/ops.cpp:2291`, without the folder of this build before it.
+            // MLX's errors contain `at mlx/c/ops.cpp:2291`, without this build's folder.
             .flag_if_supported(format!("-ffile-prefix-map={}/=", mlx_c.display()))
             .try_compile("mlxc")
             .map_err(|error| format!("compiling mlx-c failed: {error}"))

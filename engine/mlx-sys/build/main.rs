@@ -1,14 +1,14 @@
 //! Builds `mlx-sys`: finds or fetches MLX, writes the Rust bindings of mlx-c, compiles mlx-c, and
 //! places the libraries beside the binaries.
 //!
-//! Needs cargo, `python3 -m pip` and a C++20 compiler, and nothing else: MLX, OpenBLAS and libclang
-//! come as PyPI wheels (`wheel`), mlx-c's source lies in the published `mlx-sys` crate (`source`).
-//! What was fetched stays in `<target>/mlx`, for all profiles.
+//! Needs only cargo, `python3 -m pip` and a C++20 compiler: MLX, OpenBLAS and libclang come as PyPI
+//! wheels (`wheel`), mlx-c's source is in the published `mlx-sys` crate (`source`). Fetched files
+//! stay in `<target>/mlx`, for all profiles.
 //!
 //! # Why
-//! The published crate builds on macOS alone: it compiles MLX itself, with CMake, from a git clone.
-//! A wheel holds the same library, built by MLX's authors, for every platform that we serve, and
-//! what remains to compile takes ten seconds.
+//! The published crate builds on macOS only: it compiles MLX with CMake from a git clone. The wheels
+//! contain the same library, built by MLX's authors, for every platform that Steersman supports;
+//! the rest compiles in ten seconds.
 
 mod bindings;
 mod compile;
@@ -22,7 +22,7 @@ use std::process::{Command, ExitCode};
 use compile::Compiler;
 use target::{Backend, Target};
 
-/// An error says what is missing and how to get it, to the person who runs cargo.
+/// An error tells the person who runs cargo what is missing and how to get it.
 type Result<T> = std::result::Result<T, String>;
 
 fn main() -> ExitCode {
@@ -50,7 +50,7 @@ fn build() -> Result<()> {
     let (mlx, openblas) = match own {
         Some(root) => {
             let root_name = root.display();
-            println!("cargo::warning=MLX_ROOT: MLX is {root_name}, with the BLAS that it has");
+            println!("cargo::warning=MLX_ROOT: using MLX in {root_name} with its own BLAS");
             place::in_place(&target, &root)?;
             (root, false)
         }
@@ -76,8 +76,8 @@ fn build() -> Result<()> {
     Ok(())
 }
 
-/// Runs `command` and returns what it printed. When it fails, the message opens with `purpose`
-/// ("fetching MLX") and ends with the last lines that it wrote to stderr.
+/// Runs `command` and returns its output. An error begins with `purpose` ("fetching MLX") and ends
+/// with the last lines of stderr.
 fn run(command: &mut Command, purpose: &str) -> Result<String> {
     let program = command.get_program().to_string_lossy().into_owned();
     let output = command

@@ -1,10 +1,9 @@
-//! Puts the shared libraries beside the binaries, in `<target>/<profile>/lib`, so that the two can
-//! be moved together.
+//! Places the shared libraries beside the binaries, in `<target>/<profile>/lib`, so that both can be
+//! moved together.
 //!
-//! A wheel keeps its layout there: `lib/mlx/lib/libmlx.so` looks for `lib/mlx_cpu.libs`,
-//! libmlx.dylib for the Metal kernels in its own folder, and the CUDA build for headers in
-//! `lib/mlx/include` and for NVIDIA's libraries in `lib/nvidia`. The user's own MLX (MLX_ROOT)
-//! stays where it is, and a symbolic link leads to it.
+//! The wheel's layout is kept: `lib/mlx/lib/libmlx.so` loads `lib/mlx_cpu.libs`, libmlx.dylib the
+//! Metal kernels in its own folder, and the CUDA build headers in `lib/mlx/include` and NVIDIA's
+//! libraries in `lib/nvidia`. The user's own MLX (MLX_ROOT) is linked by a symbolic link.
 
 use std::fs::{self, File};
 use std::io;
@@ -23,7 +22,7 @@ pub fn beside_binaries(target: &Target, mlx: &Path, openblas: Option<&Path>) -> 
         for folder in folders(wheel)?.iter().filter(|folder| folder.ends_with(".libs")) {
             link_files(&wheel.join(folder), &root.join(folder))?;
         }
-        // MLX's own headers are for C++ programs; others are there to compile kernels at run time.
+        // MLX's own headers are for C++ programs; the others are for compiling kernels at run time.
         let include = mlx.join("include");
         for folder in folders(&include)?.iter().filter(|folder| *folder != "mlx") {
             link_tree(&include.join(folder), &root.join("mlx/include").join(folder))?;
@@ -31,17 +30,17 @@ pub fn beside_binaries(target: &Target, mlx: &Path, openblas: Option<&Path>) -> 
         if let Some(folder) = openblas {
             link_files(folder, &target.lib())?;
         }
-        // Named for the wheel, and cargo runs us again when it is gone: another backend's build has
-        // replaced what lies here, or a CI cache has kept our output and dropped this.
+        // Named after the wheel. Cargo reruns this script if it is missing: another backend's build
+        // has replaced the libraries, or a CI cache has kept the output but not this folder.
         let stamp = root.join(wheel.file_name().unwrap_or_default());
         println!("cargo::rerun-if-changed={}", stamp.display());
-        // A file newer than the start of this run would count as changed.
+        // Cargo considers a file newer than the start of this run as changed.
         File::create(stamp)?.set_modified(SystemTime::UNIX_EPOCH)
     };
     place().map_err(|error| format!("cannot place libraries in {}: {error}", root.display()))
 }
 
-/// Leads to the user's own MLX.
+/// Links to the user's own MLX.
 pub fn in_place(target: &Target, mlx: &Path) -> Result<()> {
     let root = target.beside_binaries();
     let place = || -> io::Result<()> {
@@ -64,7 +63,7 @@ fn folders(parent: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Removes what an earlier build placed, of another backend perhaps.
+/// Removes the libraries of an earlier build, perhaps of another backend.
 fn remove(root: &Path) -> io::Result<()> {
     match fs::remove_dir_all(root) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -72,8 +71,8 @@ fn remove(root: &Path) -> io::Result<()> {
     }
 }
 
-/// The files in `from`, not its folders (CMake's). Hard links, or copies where the file system has
-/// none: MLX for CUDA is 140 MB.
+/// Hard-links the files in `from`, not its folders (CMake's). Copies them if the file system has no
+/// hard links: MLX for CUDA is 140 MB.
 fn link_files(from: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in fs::read_dir(from)? {

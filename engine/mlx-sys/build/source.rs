@@ -1,7 +1,7 @@
-//! mlx-c's source: it lies in the published `mlx-sys` crate, which cargo fetches without building.
+//! mlx-c's source, from the published `mlx-sys` crate, which cargo fetches without building.
 //!
-//! `cargo metadata` runs in an empty package that depends on that crate. Cargo downloads, checks
-//! and unpacks it, through whatever mirror or proxy the user has configured, and says where it is.
+//! `cargo metadata` runs in an empty package that depends on that crate. Cargo downloads, checks and
+//! unpacks it, through the user's mirror or proxy, and reports its folder.
 
 use std::env;
 use std::fs;
@@ -12,9 +12,9 @@ use std::process::Command;
 use crate::{Result, Target, run};
 
 const VERSION: &str = "0.7.0";
-/// sha256 of the published crate, as a Cargo.lock has it.
+/// sha256 of the published crate, as in a Cargo.lock.
 const CHECKSUM: &str = "da965f83ce211b80f9b681d9bbd6fa625fe6bb2e659ba7bc55dd95eea8d3b028";
-/// What cargo tells build scripts, and a nested cargo would take for the user's wish.
+/// Variables that cargo sets for build scripts. A nested cargo would read them as user settings.
 const SET_BY_CARGO: [&str; 8] = [
     "CARGO_CFG_",
     "CARGO_ENCODED_RUSTFLAGS",
@@ -39,8 +39,8 @@ pub fn mlx_c(target: &Target) -> Result<PathBuf> {
     })
 }
 
-/// An empty [workspace] keeps cargo from our own workspace above, whose [patch] would lead it back
-/// to this crate.
+/// Writes a package with an empty [workspace], so that cargo ignores our own workspace above: its
+/// [patch] would replace the published crate with this one.
 fn write_package(folder: &Path) -> io::Result<()> {
     let manifest = format!(
         "[package]\nname = \"fetch\"\nversion = \"0.0.0\"\nedition = \"2024\"\n\n\
@@ -52,27 +52,27 @@ fn write_package(folder: &Path) -> io::Result<()> {
     fs::write(folder.join("Cargo.toml"), manifest)
 }
 
-/// The folder of the published crate, wherever cargo keeps it.
+/// The folder of the published crate in cargo's registry.
 fn fetch(package: &Path) -> Result<PathBuf> {
-    // A registry that cargo has on disk already may be all there is: no network is asked for first.
+    // Offline first: the crate may be on disk already, and there may be no network.
     let metadata =
         cargo_metadata(package, &["--offline"]).or_else(|_| cargo_metadata(package, &[]))?;
 
     let lock = fs::read_to_string(package.join("Cargo.lock")).unwrap_or_default();
     if !lock.contains(&format!("checksum = \"{CHECKSUM}\"")) {
         return Err(format!(
-            "the crate mlx-sys {VERSION} that cargo fetched is another than the published one \
+            "the crate mlx-sys {VERSION} that cargo fetched differs from the published one \
              (sha256 {CHECKSUM})"
         ));
     }
-    // One long line of JSON. Of all the packages that it names, one has mlx-c in it.
+    // One long line of JSON. One of its packages contains mlx-c.
     metadata
         .split("\"manifest_path\":\"")
         .skip(1)
         .filter_map(|rest| Path::new(rest.split('"').next()?).parent())
         .find(|folder| folder.join("src/mlx-c/mlx/c/mlx.h").is_file())
         .map(Path::to_path_buf)
-        .ok_or_else(|| "the crate mlx-sys that cargo fetched has no mlx-c in it".to_owned())
+        .ok_or_else(|| "the crate mlx-sys that cargo fetched does not contain mlx-c".to_owned())
 }
 
 fn cargo_metadata(package: &Path, arguments: &[&str]) -> Result<String> {
@@ -89,7 +89,7 @@ fn cargo_metadata(package: &Path, arguments: &[&str]) -> Result<String> {
         .args(arguments)
         .arg("--filter-platform")
         .arg(env::var_os("HOST").unwrap_or_default());
-    run(&mut cargo, "fetching mlx-c, in the published crate mlx-sys")
+    run(&mut cargo, "fetching mlx-c from the published crate mlx-sys")
 }
 
 fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {

@@ -1,4 +1,4 @@
-//! The platform that is built for, and the folders that the build writes to.
+//! The target platform, and the folders that the build writes to.
 
 use std::env;
 use std::fs::{self, File};
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use crate::Result;
 
-/// Which MLX: the table in `wheel` has a row for each backend and platform.
+/// The build of MLX. The table in `wheel` has a row for each backend and platform.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     Cpu,
@@ -17,20 +17,19 @@ pub enum Backend {
 
 pub struct Target {
     pub backend: Backend,
-    /// As cargo names it: `x86_64` or `aarch64`.
+    /// Cargo's name: `x86_64` or `aarch64`.
     pub arch: String,
-    /// Lowest macOS that the program must run on, as (major, minor); None for Linux.
+    /// Lowest macOS that the program must run on, as (major, minor); `None` for Linux.
     pub macos: Option<(u32, u32)>,
-    /// `<target>/<profile>`, where cargo puts binaries.
+    /// `<target>/<profile>`, cargo's folder of binaries.
     profile: PathBuf,
-    /// `<target>/mlx`, what was fetched, for all profiles.
+    /// `<target>/mlx`, fetched files for all profiles.
     cache: PathBuf,
     out: PathBuf,
 }
 
 impl Target {
-    /// # Errors
-    /// When there is no MLX for the platform.
+    /// Fails if there is no MLX for the platform.
     pub fn from_env() -> Result<Self> {
         println!("cargo::rerun-if-env-changed=MACOSX_DEPLOYMENT_TARGET");
         let (os, arch, triple) =
@@ -43,7 +42,7 @@ impl Target {
             },
             _ => {
                 return Err(format!(
-                    "there is no ready-made MLX for {triple}: Steersman builds for Linux with \
+                    "there is no prebuilt MLX for {triple}: Steersman builds for Linux with \
                      glibc (x86-64 and aarch64) and for macOS on Apple Silicon"
                 ));
             }
@@ -57,13 +56,15 @@ impl Target {
             .ancestors()
             .find(|folder| folder.ends_with("build"))
             .and_then(Path::parent)
-            .ok_or_else(|| format!("OUT_DIR is {}, with no folder `build` in it", out.display()))?
+            .ok_or_else(|| {
+                format!("OUT_DIR is {}, which has no parent folder `build`", out.display())
+            })?
             .to_path_buf();
         let above = profile.parent().unwrap_or(&profile);
         let cache = above.ancestors().find(|folder| !folder.ends_with(&triple)).unwrap_or(above);
         let cache = cache.join("mlx");
         fs::create_dir_all(&cache)
-            .map_err(|error| format!("cannot make the folder {}: {error}", cache.display()))?;
+            .map_err(|error| format!("cannot create the folder {}: {error}", cache.display()))?;
         Ok(Self { backend, arch, macos, profile, cache, out })
     }
 
@@ -72,13 +73,13 @@ impl Target {
         if self.backend == Backend::Metal { "libmlx.dylib" } else { "libmlx.so" }
     }
 
-    /// Everything that travels with the binaries.
+    /// The folder of all libraries beside the binaries.
     pub fn beside_binaries(&self) -> PathBuf {
         self.profile.join("lib")
     }
 
-    /// The shared libraries among it. A wheel's layout (`mlx/lib`, `mlx_cpu.libs`) is kept, because
-    /// libmlx finds its companions by paths relative to itself. `rpath.rs` names the same folder.
+    /// The folder of MLX's shared libraries. The wheel's layout (`mlx/lib`, `mlx_cpu.libs`) is kept,
+    /// because libmlx loads other libraries by relative paths. `rpath.rs` names the same folder.
     pub fn lib(&self) -> PathBuf {
         self.beside_binaries().join("mlx/lib")
     }
@@ -91,10 +92,10 @@ impl Target {
         Ok(file)
     }
 
-    /// The folder `name` of the cache, filled by `fill` when it is not there yet.
+    /// The folder `name` of the cache, filled by `fill` if it does not exist.
     ///
-    /// `fill` writes to a folder of another name, renamed when it is complete: an interrupted
-    /// download is never taken for a whole one. The lock is for builds of two profiles at once.
+    /// `fill` writes to a temporary folder, which is renamed when it is complete, so an interrupted
+    /// download is never used. The lock serializes concurrent builds of two profiles.
     pub fn cached(&self, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         let folder = self.cache.join(name);
         let part = self.cache.join(format!("{name}.part"));
@@ -119,13 +120,13 @@ fn var(name: &str) -> String {
     env::var(name).unwrap_or_default()
 }
 
-/// MACOSX_DEPLOYMENT_TARGET, else the version of this Mac, else the lowest there is an MLX for.
+/// MACOSX_DEPLOYMENT_TARGET, else the version of this Mac, else the lowest that MLX supports.
 fn macos_version() -> (u32, u32) {
-    let of_this_mac = || {
+    let host_version = || {
         let output = Command::new("sw_vers").arg("-productVersion").output().ok()?;
         String::from_utf8(output.stdout).ok()
     };
-    let version = env::var("MACOSX_DEPLOYMENT_TARGET").ok().or_else(of_this_mac);
+    let version = env::var("MACOSX_DEPLOYMENT_TARGET").ok().or_else(host_version);
     let version = version.unwrap_or_else(|| "14.0".to_owned());
     let mut parts = version.trim().split('.').map(|part| part.parse().unwrap_or(0));
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0))

@@ -1,14 +1,14 @@
-//! What comes from PyPI: MLX, OpenBLAS and libclang, each pinned by version and sha256.
+//! Wheels from PyPI: MLX, OpenBLAS and libclang, each pinned by version and sha256.
 //!
 //! `python3 -m pip download --require-hashes` fetches and checks, `python3 -m zipfile` unpacks. pip
-//! is told the platform by name, so it does not matter which Python is there.
+//! gets the platform as an argument, so any Python 3 works.
 //!
 //! # Why OpenBLAS, and why from a wheel
-//! MLX's Linux wheels bring the reference BLAS. With OpenBLAS in its place (`shim/blas.h`), 128
-//! rows times a 2048 x 2048 matrix in f32 take 23 ms, not 738, and one row takes 1.5 ms, not
-//! 3.5 (best of 20 on two busy x86-64 cores). A distribution's OpenBLAS would be one more thing to
-//! install, here and wherever the program is moved to; this one lies beside the program and needs
-//! nothing but libc.
+//! MLX's Linux wheels contain the reference BLAS. With OpenBLAS instead (`shim/blas.h`), 128 rows
+//! times a 2048 x 2048 matrix in f32 take 23 ms instead of 738, and one row takes 1.5 ms instead of
+//! 3.5 (best of 20 on two busy x86-64 cores). A distribution's OpenBLAS would have to be installed
+//! on every machine that the program is copied to; the wheel's is placed beside the program and
+//! needs only libc.
 
 use std::env;
 use std::fs;
@@ -25,7 +25,7 @@ struct Wheel {
     project: &'static str,
     version: &'static str,
     arch: &'static str,
-    /// Lowest macOS that loads it; None for Linux.
+    /// Lowest macOS that can load it; `None` for Linux.
     macos: Option<(u32, u32)>,
     /// pip's name for the platform.
     platform: &'static str,
@@ -35,8 +35,8 @@ struct Wheel {
 /// To change a version: `python3 -m pip download --no-deps --only-binary=:all: --platform PLATFORM
 /// PROJECT==VERSION`, then `python3 -m pip hash FILE`.
 ///
-/// Of several rows that fit, the first is taken, so a project's highest macOS comes first: the
-/// wheel for macOS 26.2 has kernels for the M5's matrix units, and older systems cannot load it.
+/// The first matching row is used, so a project's highest macOS comes first: the wheel for macOS
+/// 26.2 has kernels for the M5's matrix units, and older systems cannot load it.
 #[rustfmt::skip]
 const WHEELS: &[Wheel] = &[
     linux("mlx-cpu", MLX_VERSION, "x86_64", "manylinux_2_35_x86_64",
@@ -85,10 +85,8 @@ const fn macos(
     Wheel { project, version, arch: "aarch64", macos: Some(lowest), platform, sha256 }
 }
 
-/// The user's own MLX, which MLX_ROOT names: a folder with `lib` and `include`.
-///
-/// # Errors
-/// When it is no MLX, or not of the version that mlx-c is for.
+/// The user's own MLX in MLX_ROOT, a folder with `lib` and `include`. Fails if it is not MLX or not
+/// the version that mlx-c needs.
 pub fn own_mlx(target: &Target) -> Result<Option<PathBuf>> {
     const VERSION_HEADER: &str = "include/mlx/version.h";
     println!("cargo::rerun-if-env-changed=MLX_ROOT");
@@ -98,9 +96,8 @@ pub fn own_mlx(target: &Target) -> Result<Option<PathBuf>> {
     let root = PathBuf::from(root);
     let wrong = |what: &str| {
         format!(
-            "MLX_ROOT is {}, {what}. It must be the folder of MLX {MLX_VERSION} with include/ and \
-             lib/{}, such as site-packages/mlx of a Python that has it. Unset, MLX is fetched \
-             with pip.",
+            "MLX_ROOT is {}, {what}. It must be a folder of MLX {MLX_VERSION} with include/ and \
+             lib/{}, such as Python's site-packages/mlx. Unset it to fetch MLX with pip.",
             root.display(),
             target.libmlx()
         )
@@ -133,7 +130,7 @@ pub fn mlx(target: &Target) -> Result<PathBuf> {
     Ok(unpacked(target, project, &target.arch, target.macos)?.join("mlx"))
 }
 
-/// The folder of OpenBLAS's shared library; None on macOS, where MLX uses Accelerate.
+/// The folder of OpenBLAS's shared library; `None` on macOS, where MLX uses Accelerate.
 pub fn openblas(target: &Target) -> Result<Option<PathBuf>> {
     if target.backend == Backend::Metal {
         return Ok(None);
@@ -148,12 +145,12 @@ pub fn libclang(target: &Target) -> Result<()> {
     if clang_sys::load().is_ok() {
         return Ok(());
     }
-    // It runs here, whatever the target is.
+    // libclang runs on the host, whatever the target is.
     let macos = (env::consts::OS == "macos").then_some((11, 0));
     let folder = unpacked(target, "libclang", env::consts::ARCH, macos)?
         .join(format!("libclang-{LIBCLANG_VERSION}.data/platlib/clang/native"));
-    #[allow(unsafe_code, reason = "libclang's folder is taken from the environment alone")]
-    // SAFETY: this script has started no thread yet, so none reads the environment meanwhile.
+    #[allow(unsafe_code, reason = "clang-sys reads libclang's folder from the environment")]
+    // SAFETY: this script has not started a thread yet, so nothing reads the environment.
     unsafe {
         env::set_var("LIBCLANG_PATH", &folder);
     }
@@ -161,7 +158,7 @@ pub fn libclang(target: &Target) -> Result<()> {
         .map_err(|error| format!("cannot load libclang from {}: {error}", folder.display()))
 }
 
-/// The folder with what is in `project`'s wheel, fetched on first use.
+/// The folder of `project`'s unpacked wheel, fetched on first use.
 fn unpacked(
     target: &Target,
     project: &str,
@@ -176,7 +173,9 @@ fn unpacked(
         wheel.project == project && wheel.arch == arch && os
     };
     let wheel = WHEELS.iter().find(fits).ok_or_else(|| match macos {
-        Some((major, minor)) => format!("{project} needs macOS 14 or newer, not {major}.{minor}"),
+        Some((major, minor)) => {
+            format!("{project} needs macOS 14 or newer; the target is {major}.{minor}")
+        }
         None => format!("there is no {project} for {arch}"),
     })?;
     let name = format!("{project}-{}-{}", wheel.version, wheel.platform);
@@ -214,9 +213,9 @@ fn check_pip(project: &str) -> Result<()> {
         Err(_) => "there is no `python3` on PATH",
     };
     Err(format!(
-        "python3 with pip is needed, to fetch {project} from PyPI, and {missing}. Debian and \
+        "python3 with pip is needed to fetch {project} from PyPI, but {missing}. Debian and \
          Ubuntu: `apt install python3-pip`; Fedora: `dnf install python3-pip`; macOS: \
-         `xcode-select --install`. To build without them, point MLX_ROOT to MLX {MLX_VERSION} and \
-         LIBCLANG_PATH to the folder of libclang."
+         `xcode-select --install`. To build without pip, set MLX_ROOT to the folder of MLX \
+         {MLX_VERSION} and LIBCLANG_PATH to the folder of libclang."
     ))
 }

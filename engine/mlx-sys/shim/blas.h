@@ -1,12 +1,12 @@
-// OpenBLAS in place of the reference BLAS that MLX's Linux wheels bring.
+// OpenBLAS instead of the reference BLAS in MLX's Linux wheels.
 //
-// The wheel of OpenBLAS (scipy-openblas32) puts `scipy_` before every name. Each function below has
-// the plain name, which is what libmlx calls, and jumps to OpenBLAS's. The dynamic linker asks the
-// program before any library, so libmlx finds these instead of the reference: no file is changed,
-// and whichever libmlx the program is run with (CPU, CUDA) is served.
+// The wheel of OpenBLAS (scipy-openblas32) prefixes every name with `scipy_`. Each function below
+// has the plain name, which libmlx calls, and jumps to OpenBLAS's. The dynamic linker searches the
+// program before the libraries, so libmlx binds to these instead of the reference. No file is
+// changed, and it works with every libmlx (CPU, CUDA).
 //
-// The list is what `nm -D --undefined-only libmlx.so` shows of BLAS and LAPACK in MLX 0.32.2, the
-// same in all four wheels. A name that is missing here still works: the reference has it.
+// The list has all BLAS and LAPACK names of `nm -D --undefined-only libmlx.so` in MLX 0.32.2, which
+// are equal in all four wheels. A name that is missing here resolves to the reference.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// std::format for compilers whose library has none (gcc 12); used only where the build finds it so.
-// Knows what mlx-c asks of it: `{}`, for anything that a stream takes.
+// std::format for standard libraries without it (gcc 12); the build includes it only if needed.
+// Supports what mlx-c uses: `{}` for anything that can be written to a stream.
 
 #pragma once
 

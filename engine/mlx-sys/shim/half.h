@@ -1,8 +1,8 @@
-// In place of mlx-c's half.h, which knows 16-bit floats on ARM alone: with this one, every platform
-// has mlx_array_{item,data}_{float16,bfloat16}.
+// Replaces mlx-c's half.h, which has 16-bit floats on ARM only, so that every platform has
+// mlx_array_{item,data}_{float16,bfloat16}.
 //
-// Included ahead of everything (`-include`), it sets the guard of that header. bindgen reads it as
-// C and sees two bytes, which is what Rust gets; C++ sees the types that MLX computes with.
+// Included first (`-include`), it sets the include guard of that header. bindgen reads it as C and
+// generates two bytes for Rust; C++ gets the types that MLX computes with.
 
 #pragma once
 

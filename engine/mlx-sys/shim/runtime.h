@@ -1,4 +1,4 @@
-// What mlx-rs and Steersman need beside mlx-c. Compiled behind it, in the same file.
+// What mlx-rs and Steersman need besides mlx-c. Compiled in the same file, after it.
 
 #pragma once
 
@@ -8,14 +8,14 @@
 #include <cstdlib>
 #include <ctime>
 
-// MLX's CUDA backend keeps 400 captured graphs and fails when more than that take turns, as they do
-// in passes over one to eight rows. It reads this once; what the user has set stays. Before main,
-// since no thread reads the environment then.
+// MLX's CUDA backend caches 400 captured graphs and fails if more are in use, as in passes over one
+// to eight rows. It reads this variable once; a value set by the user is kept. Set before main,
+// when no thread reads the environment yet.
 [[gnu::constructor]] static void keep_more_graphs() {
   setenv("MLX_CUDA_GRAPH_CACHE_SIZE", "4096", 0);
 }
 
-// mlx-rs seeds its random state with Apple's clock. Any clock in nanoseconds does.
+// mlx-rs seeds its random state with Apple's clock. Any clock in nanoseconds works.
 extern "C" uint64_t mach_approximate_time() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);

@@ -1,30 +1,30 @@
-//! MLX's C interface in Rust: what mlx-rs calls, on every platform that Steersman serves.
+//! MLX's C interface in Rust, for mlx-rs, on every platform that Steersman supports.
 //!
-//! Stands in for the published `mlx-sys` through `[patch.crates-io]`. The build script takes MLX
-//! 0.32.2 from its PyPI wheel, compiles mlx-c 0.7.0 against it, and puts the shared libraries in
+//! Replaces the published `mlx-sys` through `[patch.crates-io]`. The build script takes MLX 0.32.2
+//! from its PyPI wheel, compiles mlx-c 0.7.0 against it, and places the shared libraries in
 //! `<target>/<profile>/lib`, beside the binaries. It needs cargo, `python3 -m pip` and a C++20
-//! compiler. What it fetched lies in `<target>/mlx`; with that in place it needs no network.
+//! compiler. Fetched files stay in `<target>/mlx`, so later builds need no network.
 //!
-//! A package that links a program says `build = "../engine/mlx-sys/rpath.rs"` in its Cargo.toml,
-//! and the program finds its libraries wherever the two are moved: `cp -r target/debug/steersman
+//! A package that links a program sets `build = "../engine/mlx-sys/rpath.rs"` in its Cargo.toml. The
+//! program then finds its libraries wherever both are moved: `cp -r target/debug/steersman
 //! target/debug/lib /elsewhere/`, or `bin/steersman` beside `lib/`.
 //!
 //! Environment variables:
 //!
 //! | Variable | Effect |
 //! |---|---|
-//! | `MLX_ROOT` | use this MLX 0.32.2 (a folder with `include/` and `lib/`) and fetch none |
-//! | `LIBCLANG_PATH` | folder of libclang, to read headers; else the system's, else a wheel's |
-//! | `CXX`, `CXXFLAGS` | the C++ compiler and flags for it, as for every user of the `cc` crate |
-//! | `MACOSX_DEPLOYMENT_TARGET` | lowest macOS to run on; else that of the building Mac |
+//! | `MLX_ROOT` | use this MLX 0.32.2 (a folder with `include/` and `lib/`) instead of a wheel |
+//! | `LIBCLANG_PATH` | folder of libclang, which reads headers; default: the system's or a wheel's |
+//! | `CXX`, `CXXFLAGS` | the C++ compiler and its flags, as for every user of the `cc` crate |
+//! | `MACOSX_DEPLOYMENT_TARGET` | lowest macOS to run on; default: that of the building Mac |
 //!
-//! Feature `cuda` takes MLX's CUDA 13 build for Linux. NVIDIA's libraries (cuDNN 9, cuBLAS, cuFFT,
-//! NVRTC, NCCL) are not part of it; they are found where the system has them, on `LD_LIBRARY_PATH`,
-//! or in `lib/nvidia` after `python3 -m pip install --target lib` of what `pip install mlx-cuda-13`
-//! would bring. A program that was linked with the CPU build runs with the CUDA build too, when
-//! `LD_LIBRARY_PATH` names the folder of that libmlx.so.
+//! Feature `cuda` uses MLX's CUDA 13 build for Linux. NVIDIA's libraries (cuDNN 9, cuBLAS, cuFFT,
+//! NVRTC, NCCL) are not part of it. They are found in the system's folders, on `LD_LIBRARY_PATH`, or
+//! in `lib/nvidia` after `python3 -m pip install --target lib` of the dependencies of `mlx-cuda-13`.
+//! A program linked with the CPU build also runs with the CUDA build, if `LD_LIBRARY_PATH` contains
+//! the folder of that libmlx.so.
 
-#![allow(unsafe_code, reason = "this crate is the border to C")]
+#![allow(unsafe_code, reason = "this crate is the interface to C")]
 
 use std::ffi::{CStr, c_char};
 
@@ -48,11 +48,10 @@ unsafe extern "C" {
     fn steersman_blas() -> *const c_char;
 }
 
-/// The OpenBLAS that MLX's CPU operations run on, in its own words ("OpenBLAS 0.3.34 ... Haswell
-/// MAX_THREADS=64"). None where MLX uses what it was built with: Accelerate on macOS, the user's
-/// choice with `MLX_ROOT`.
+/// Build configuration of the OpenBLAS that MLX's CPU operations use ("OpenBLAS 0.3.34 ... Haswell
+/// MAX_THREADS=64"). `None` if MLX uses its own BLAS: Accelerate on macOS, or that of `MLX_ROOT`.
 pub fn blas() -> Option<String> {
-    // SAFETY: takes nothing, and returns null or a string that lives as long as the program
+    // SAFETY: has no arguments, and returns null or a string that lives as long as the program
     // (shim/runtime.h, shim/blas.h).
     let config = unsafe { steersman_blas() };
     if config.is_null() {
@@ -69,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// mlx-c has no 16-bit floats on x86-64; ours must mean the same bits everywhere.
+    /// mlx-c has no 16-bit floats on x86-64; ours must have the same bits on every platform.
     #[test]
     fn sixteen_bit_floats_read_back_as_their_bits() {
         // 1.5 in each format.
@@ -86,8 +85,8 @@ mod tests {
 
         fn check(dtype: mlx_dtype, bits: u16, read: impl Fn(mlx_array) -> [u16; 2]) {
             let shape = [1];
-            // SAFETY: MLX copies one element of two bytes out of `bits`; `read` is handed a live
-            // array of `dtype`, and nothing refers to it after it is freed.
+            // SAFETY: MLX copies one element of two bytes from `bits`; `read` gets a live array of
+            // `dtype`, and nothing refers to it after it is freed.
             unsafe {
                 let data = (&raw const bits).cast::<c_void>();
                 let array = mlx_array_new_data(data, shape.as_ptr(), 1, dtype);
@@ -99,8 +98,8 @@ mod tests {
     }
 
     #[test]
-    fn the_library_is_the_version_that_mlx_c_is_for() {
-        // SAFETY: the string is filled by mlx_version, read, then freed.
+    fn library_version_matches_mlx_c() {
+        // SAFETY: mlx_version fills the string, which is read and then freed.
         unsafe {
             let mut version = mlx_string_new();
             assert_eq!(mlx_version(&mut version), 0);
@@ -111,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn matrix_products_on_linux_run_on_openblas() {
+    fn matrix_products_on_linux_use_openblas() {
         let expected = cfg!(target_os = "linux") && option_env!("MLX_ROOT").is_none();
         assert_eq!(blas().is_some_and(|config| config.starts_with("OpenBLAS")), expected);
     }

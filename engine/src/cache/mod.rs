@@ -1,81 +1,117 @@
-//! What a request remembers, a layer at a time.
+//! What one request holds while it runs, layer by layer.
 //!
-//! A cache holds no weights; `Model::forward` alone advances it. It knows nothing of tokens: which
-//! tokens its rows came from is `decode`'s business.
+//! A cache holds no weights, and [`crate::model::Model`] alone advances it. It knows positions, not
+//! tokens.
 //!
-//! It can go back: after [`Cache::checkpoint`] every kind of layer can be rewound to any row since.
-//! That is how drafted rows that were rejected are forgotten. A [`Snapshot`] leads further back, to
-//! one position: that is how a policy rewinds.
+//! There are two ways back. After [`Cache::mark_draft`] every layer can drop the rows since, which
+//! is how rejected drafts are forgotten. A [`Checkpoint`] leads further back, to one position,
+//! which is how a policy rewinds.
 
+mod checkpoint;
 mod full;
+mod kv_buffer;
 mod quantized;
 mod recurrent;
-mod rows;
 mod shared;
 mod sliding;
-mod snapshot;
 
+pub use checkpoint::Checkpoint;
 pub use full::Full;
-pub use quantized::{Quantized, QuantizedRows};
+pub use quantized::{Quantized, QuantizedKv};
 pub use recurrent::{Recurrent, Writes, delta_write};
 pub use shared::{KeyValues, owned};
 pub use sliding::Sliding;
-pub use snapshot::Snapshot;
 
-use shared::Piece;
+use shared::LayerKv;
 
 use mlx_rs::Array;
 
 use crate::error::{Error, Result};
 
-/// The memory of one layer.
+/// The cache of one layer.
 #[derive(Debug, Clone)]
 pub enum LayerCache {
     /// Keys and values of every position.
     Full(Full),
-    /// Keys and values of every position, in fewer bits from some position on.
+    /// Keys and values of every position, quantized from some position on.
     Quantized(Quantized),
-    /// Keys and values of the last positions.
+    /// Keys and values of a sliding window.
     Sliding(Sliding),
-    /// A fixed-size state that every position changes.
+    /// Recurrent state of a GatedDeltaNet layer.
     Recurrent(Recurrent),
 }
 
-/// Everything that a request remembers.
+impl LayerCache {
+    /// An empty cache for `heads` key-value heads of `head_dim`; full attention without `window`.
+    pub fn attention(heads: i32, head_dim: i32, window: Option<i32>) -> Self {
+        match window {
+            Some(window) => Self::Sliding(Sliding::new(heads, head_dim, window)),
+            None => Self::Full(Full::new(heads, head_dim)),
+        }
+    }
+
+    /// Restores a window or a recurrent state from the next two of `arrays`.
+    fn restore_recurrent<'a>(
+        &mut self,
+        arrays: &mut impl Iterator<Item = &'a Array>,
+        len: i32,
+    ) -> Result<()> {
+        let (Some(first), Some(second)) = (arrays.next(), arrays.next()) else {
+            return Err(Error::SavedState("too few recurrent tensors".into()));
+        };
+        match self {
+            Self::Sliding(sliding) => sliding.restore(first, second, len),
+            Self::Recurrent(recurrent) => recurrent.restore(first.clone(), second.clone()),
+            Self::Full(_) | Self::Quantized(_) => unreachable!("has no recurrent state"),
+        }
+    }
+}
+
+/// Everything that one sequence holds in the model.
 #[derive(Debug, Clone)]
 pub struct Cache {
-    /// One entry for each layer that remembers something, in the model's order.
+    /// One entry for each layer that keeps state, in the model's order.
     pub layers: Vec<LayerCache>,
     /// Rows that went through the model so far: the position of the next one.
     pub position: usize,
-    mark: Option<usize>,
+    draft_mark: Option<usize>,
 }
 
-/// Neighbouring rows of one sequence.
+/// Neighbouring rows of one sequence in a pass.
 pub struct Span<'a> {
-    /// How many rows.
+    /// Number of rows.
     pub rows: i32,
-    /// What the sequence remembers of the rows before.
+    /// The sequence's cache, which holds the rows before.
     pub cache: &'a mut Cache,
 }
 
 impl Span<'_> {
     /// Position of the first row.
     pub fn offset(&self) -> i32 {
-        i32::try_from(self.cache.position).expect("contexts are far shorter: checked at admission")
+        row(self.cache.position)
+    }
+
+    /// Counts the rows as run, after all layers have appended them.
+    pub fn advance(&mut self) {
+        self.cache.position += usize::try_from(self.rows).expect("a span has rows");
     }
 }
 
+/// A position as MLX indexes it.
+fn row(position: usize) -> i32 {
+    i32::try_from(position).expect("contexts are far shorter: checked at admission")
+}
+
 impl Cache {
-    /// An empty cache of these empty layers.
+    /// A cache at position 0 of these empty layers.
     pub fn new(layers: Vec<LayerCache>) -> Self {
-        Self { layers, position: 0, mark: None }
+        Self { layers, position: 0, draft_mark: None }
     }
 
-    /// Keeps keys and values of full attention in `bits` bits from position `from` on. Lossy.
+    /// Stores KV of full attention in `bits` bits from position `from` on. Lossy.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when heads of this size cannot be quantized.
+    /// [`Error::Invalid`] if heads of this dimension cannot be quantized.
     pub fn quantize(&mut self, bits: i32, from: i32) -> Result<()> {
         for layer in &mut self.layers {
             if let LayerCache::Full(full) = layer {
@@ -85,199 +121,184 @@ impl Cache {
         Ok(())
     }
 
-    /// From here on [`Cache::rewind`] can come back. Replaces an earlier checkpoint.
+    /// Sets the draft mark to the present position. Replaces an earlier mark.
     ///
-    /// Recurrent layers keep what each row writes until then, so a checkpoint wants an end.
-    pub fn checkpoint(&mut self) {
+    /// Recurrent layers record every row until [`Cache::rewind_draft`] clears the mark, so it must
+    /// not stay.
+    pub fn mark_draft(&mut self) {
         for layer in &mut self.layers {
             match layer {
                 LayerCache::Full(_) | LayerCache::Quantized(_) => {}
-                LayerCache::Sliding(sliding) => sliding.checkpoint(),
-                LayerCache::Recurrent(recurrent) => recurrent.checkpoint(),
+                LayerCache::Sliding(sliding) => sliding.mark_draft(),
+                LayerCache::Recurrent(recurrent) => recurrent.mark_draft(),
             }
         }
-        self.mark = Some(self.position);
+        self.draft_mark = Some(self.position);
     }
 
-    /// Forgets all rows from `position` on, and ends the checkpoint.
+    /// Drops rows `position..`, and clears the draft mark.
     ///
-    /// Layers that an early exit left behind the others stay where they are, so that a rewind to
-    /// the checkpoint itself brings all of them together again.
+    /// Layers that an early exit did not run have fewer rows than the others. A rewind to the draft
+    /// mark itself makes all layers equal again.
     ///
     /// # Errors
-    /// [`Error::Array`] when MLX rejects it; the cache is then of no further use.
+    /// [`Error::Array`] if MLX fails; the cache is then unusable.
     ///
     /// # Panics
-    /// When `position` does not lie between the checkpoint and now.
-    pub fn rewind(&mut self, position: usize) -> Result<()> {
-        let mark = self.mark.take().expect("a rewind follows a checkpoint");
-        assert!((mark..=self.position).contains(&position), "rewound to where it never was");
+    /// If `position` does not lie between the draft mark and the present position.
+    pub fn rewind_draft(&mut self, position: usize) -> Result<()> {
+        let mark = self.draft_mark.take().expect("a draft mark was set");
+        assert!((mark..=self.position).contains(&position), "rewind to before the draft mark");
+        let (len, keep) = (row(position), row(position - mark));
         for layer in &mut self.layers {
             match layer {
-                LayerCache::Full(full) => full.rewind(position as i32),
-                LayerCache::Quantized(quantized) => quantized.rewind(position as i32),
-                LayerCache::Sliding(sliding) => sliding.rewind(position as i32),
-                LayerCache::Recurrent(recurrent) => recurrent.rewind((position - mark) as i32)?,
+                LayerCache::Full(full) => full.truncate(len),
+                LayerCache::Quantized(quantized) => quantized.truncate(len),
+                LayerCache::Sliding(sliding) => sliding.rewind_draft(len),
+                LayerCache::Recurrent(recurrent) => recurrent.rewind_draft(keep)?,
             }
         }
         self.position = position;
         Ok(())
     }
 
-    /// All that is remembered, as plain arrays: to have it computed, or to compare it.
-    ///
-    /// Cheap: arrays are shared, not copied.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
-    pub fn state(&self) -> Result<Vec<Array>> {
+    /// All arrays, to evaluate or compare them. Shares the memory.
+    pub fn arrays(&self) -> Result<Vec<Array>> {
         let mut arrays = Vec::with_capacity(2 * self.layers.len());
         for layer in &self.layers {
             arrays.extend(match layer {
-                LayerCache::Full(full) => full.state()?,
-                LayerCache::Quantized(quantized) => quantized.state()?,
-                LayerCache::Sliding(sliding) => sliding.state()?,
-                LayerCache::Recurrent(recurrent) => recurrent.state(),
+                LayerCache::Full(full) => full.arrays()?,
+                LayerCache::Quantized(quantized) => quantized.arrays()?,
+                LayerCache::Sliding(sliding) => sliding.arrays()?,
+                LayerCache::Recurrent(recurrent) => recurrent.arrays(),
             });
         }
         Ok(arrays)
     }
 
-    /// Whether some of it exists at the present position alone, so that it can be resumed from only
-    /// where [`Cache::fixed`] was taken.
-    pub fn has_fixed(&self) -> bool {
-        let fixed =
-            |layer: &LayerCache| matches!(layer, LayerCache::Sliding(_) | LayerCache::Recurrent(_));
-        self.layers.iter().any(fixed)
+    /// Whether the cache can resume at any position. If not, it holds recurrent state and can
+    /// resume only where [`Cache::recurrent_state`] was taken.
+    pub fn is_truncatable(&self) -> bool {
+        let all_positions =
+            |layer: &LayerCache| matches!(layer, LayerCache::Full(_) | LayerCache::Quantized(_));
+        self.layers.iter().all(all_positions)
     }
 
-    /// Whether rows of all layers that keep them can be cut into groups of so many elements.
-    pub fn rows_divide_by(&self, group: i32) -> bool {
-        let divides = |layer: &LayerCache| match layer {
+    /// Whether the head dimension of all full-attention layers is a multiple of `group`.
+    pub fn head_dim_is_multiple_of(&self, group: i32) -> bool {
+        let is_multiple = |layer: &LayerCache| match layer {
             LayerCache::Full(full) => full.shape()[1] % group == 0,
             _ => true,
         };
-        self.layers.iter().all(divides)
+        self.layers.iter().all(is_multiple)
     }
 
-    /// What exists at the present position alone: recurrent states and sliding windows, two arrays a
-    /// layer.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
-    pub fn fixed(&self) -> Result<Vec<Array>> {
+    /// Recurrent states and sliding windows of the present position, two arrays a layer.
+    pub fn recurrent_state(&self) -> Result<Vec<Array>> {
         let mut arrays = Vec::new();
         for layer in &self.layers {
             match layer {
                 LayerCache::Full(_) | LayerCache::Quantized(_) => {}
-                LayerCache::Sliding(sliding) => arrays.extend(sliding.state()?),
-                LayerCache::Recurrent(recurrent) => arrays.extend(recurrent.state()),
+                LayerCache::Sliding(sliding) => arrays.extend(sliding.arrays()?),
+                LayerCache::Recurrent(recurrent) => arrays.extend(recurrent.arrays()),
             }
         }
         Ok(arrays)
     }
 
-    /// Keys and values of the positions from `from` to `to`, in layers that keep those of all.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
+    /// KV of positions `from..to`, of the layers that keep all positions.
     ///
     /// # Panics
-    /// When `from` is not before `to`, or `to` behind the present position.
+    /// If the range is empty or ends after the present position.
     pub fn key_values(&self, from: usize, to: usize) -> Result<KeyValues> {
-        assert!(from < to && to <= self.position, "asked for rows that are not there");
+        assert!(from < to && to <= self.position, "KV of rows that the cache does not hold");
+        let (first, end) = (row(from), row(to));
         let layer = |layer: &LayerCache| match layer {
-            LayerCache::Full(full) => Some(full.piece(from as i32, to as i32).map(|p| vec![p])),
-            LayerCache::Quantized(quantized) => Some(quantized.pieces(from as i32, to as i32)),
+            LayerCache::Full(full) => Some(full.key_values(first, end).map(|kv| vec![kv])),
+            LayerCache::Quantized(quantized) => Some(quantized.key_values(first, end)),
             LayerCache::Sliding(_) | LayerCache::Recurrent(_) => None,
         };
         let layers = self.layers.iter().filter_map(layer).collect::<Result<_>>()?;
         Ok(KeyValues { count: to - from, layers })
     }
 
-    /// The keys and values of positions from `from` to `to` whose arrays are these, in order.
+    /// KV of positions `from..to` from the arrays that [`KeyValues::arrays`] returned for them.
     ///
     /// # Errors
-    /// [`Error::Store`] when there are too few or too many of them for this model.
-    pub fn key_values_of(&self, arrays: Vec<Array>, from: usize, to: usize) -> Result<KeyValues> {
+    /// [`Error::SavedState`] if their number does not fit this model.
+    pub fn key_values_from(&self, arrays: Vec<Array>, from: usize, to: usize) -> Result<KeyValues> {
         let mut arrays = arrays.into_iter();
-        let mut piece = |count: usize| -> Result<Piece> {
-            let piece: Piece = arrays.by_ref().take(count).collect();
-            if piece.len() < count || piece.iter().any(|array| array.ndim() != 4) {
-                return Err(Error::Store("saved rows have too few tensors".into()));
+        let mut take = |count: usize| -> Result<LayerKv> {
+            let kv: LayerKv = arrays.by_ref().take(count).collect();
+            if kv.len() < count || kv.iter().any(|array| array.ndim() != 4) {
+                return Err(Error::SavedState("too few KV tensors".into()));
             }
-            Ok(piece)
+            Ok(kv)
         };
         let mut layers = Vec::new();
         for layer in &self.layers {
             match layer {
-                LayerCache::Full(_) => layers.push(vec![piece(2)?]),
+                LayerCache::Full(_) => layers.push(vec![take(2)?]),
                 LayerCache::Quantized(quantized) => {
-                    let (dense, packed) = quantized.split(from as i32, to as i32);
-                    let sizes = [(dense, 2), (packed, 6)];
-                    let present = sizes.into_iter().filter(|(rows, _)| !rows.is_empty());
-                    layers.push(present.map(|(_, count)| piece(count)).collect::<Result<_>>()?);
+                    let (dense, packed) = quantized.split(row(from), row(to));
+                    let counts = [(dense, 2), (packed, 6)];
+                    let present = counts.into_iter().filter(|(rows, _)| !rows.is_empty());
+                    layers.push(present.map(|(_, count)| take(count)).collect::<Result<_>>()?);
                 }
                 LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {}
             }
         }
         if arrays.next().is_some() {
-            return Err(Error::Store("saved rows have too many tensors".into()));
+            return Err(Error::SavedState("too many KV tensors".into()));
         }
         Ok(KeyValues { count: to - from, layers })
     }
 
-    /// Puts the state of `position` rows in place: `rows` of all of them, in order, and what
-    /// [`Cache::fixed`] returned there.
+    /// Replaces the content with that of the first `position` rows: `kv` of all of them, in order,
+    /// and the `recurrent` state that [`Cache::recurrent_state`] returned at `position`.
     ///
     /// # Errors
-    /// [`Error::Store`] when number or shapes of the arrays are not those of this model; the cache
-    /// is then unchanged.
-    pub fn restore(&mut self, rows: &[KeyValues], fixed: &[Array], position: usize) -> Result<()> {
+    /// [`Error::SavedState`] if number or shapes of the arrays do not fit this model; the cache is then
+    /// unchanged.
+    pub fn restore(
+        &mut self,
+        kv: &[KeyValues],
+        recurrent: &[Array],
+        position: usize,
+    ) -> Result<()> {
         let mut layers = self.layers.clone();
-        let (mut index, mut fixed) = (0, fixed.iter());
-        let len = i32::try_from(position).unwrap_or(i32::MAX);
+        let (mut index, mut recurrent) = (0, recurrent.iter());
+        let mut next_kv = || {
+            let parts: Vec<&LayerKv> =
+                kv.iter().filter_map(|kv| kv.layers.get(index)).flatten().collect();
+            index += 1;
+            parts
+        };
+        let len = row(position);
         for layer in &mut layers {
-            if let LayerCache::Full(_) | LayerCache::Quantized(_) = layer {
-                let pieces: Vec<&Piece> =
-                    rows.iter().filter_map(|rows| rows.layers.get(index)).flatten().collect();
-                index += 1;
-                match layer {
-                    LayerCache::Full(full) => full.restore(&pieces, len)?,
-                    LayerCache::Quantized(quantized) => quantized.restore(&pieces, len)?,
-                    _ => unreachable!("looked at above"),
-                }
-                continue;
-            }
-            let (a, b) = pair(&mut fixed)?;
             match layer {
-                LayerCache::Sliding(sliding) => sliding.restore(a, b, len)?,
-                LayerCache::Recurrent(recurrent) => recurrent.restore(a.clone(), b.clone())?,
-                _ => unreachable!("looked at above"),
+                LayerCache::Full(full) => full.restore(&next_kv(), len)?,
+                LayerCache::Quantized(quantized) => quantized.restore(&next_kv(), len)?,
+                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {
+                    layer.restore_recurrent(&mut recurrent, len)?;
+                }
             }
         }
-        if fixed.next().is_some() {
-            return Err(Error::Store("a saved state has too many tensors".into()));
+        if recurrent.next().is_some() {
+            return Err(Error::SavedState("too many recurrent tensors".into()));
         }
-        *self = Self { layers, position, mark: None };
+        *self = Self { layers, position, draft_mark: None };
         Ok(())
     }
 }
 
-/// The two arrays of the next layer.
-fn pair<'a>(fixed: &mut impl Iterator<Item = &'a Array>) -> Result<(&'a Array, &'a Array)> {
-    let missing = || Error::Store("a saved state has too few tensors".into());
-    Ok((fixed.next().ok_or_else(missing)?, fixed.next().ok_or_else(missing)?))
+/// The i-th array of each part.
+fn column<'a>(parts: &[&'a LayerKv], i: usize) -> Result<Vec<&'a Array>> {
+    let arrays: Option<Vec<&Array>> = parts.iter().map(|part| part.get(i)).collect();
+    arrays.ok_or_else(|| Error::SavedState("its KV is in another format".into()))
 }
 
-/// The i-th array of each piece.
-fn column<'a>(pieces: &[&'a Piece], i: usize) -> Result<Vec<&'a Array>> {
-    let array = |piece: &&'a Piece| piece.get(i);
-    let arrays: Option<Vec<&Array>> = pieces.iter().map(array).collect();
-    arrays.ok_or_else(|| Error::Store("saved rows are of another kind".into()))
-}
-
-/// Refuses rows that are not `len` of the layer's [heads, width].
+/// Checks that `parts` hold `len` rows of the layer's [heads, width] together.
 fn expect_rows(parts: &[&Array], [heads, width]: [i32; 2], len: i32) -> Result<()> {
     for part in parts {
         let rows = if part.ndim() == 4 { part.dim(2) } else { 0 };
@@ -287,16 +308,12 @@ fn expect_rows(parts: &[&Array], [heads, width]: [i32; 2], len: i32) -> Result<(
     if rows == len {
         return Ok(());
     }
-    Err(Error::Store(format!("there are {rows} saved rows, not {len}")))
+    Err(Error::SavedState(format!("its KV has {rows} rows, expected {len}")))
 }
 
-/// Refuses a tensor whose shape is not what the layer has.
 fn expect_shape(array: &Array, shape: &[i32]) -> Result<()> {
     if array.shape() == shape {
         return Ok(());
     }
-    Err(Error::Store(format!(
-        "a snapshot has a tensor of shape {:?}, not {shape:?}",
-        array.shape()
-    )))
+    Err(Error::SavedState(format!("a tensor has shape {:?}, expected {shape:?}", array.shape())))
 }

@@ -1,11 +1,11 @@
 //! Keys and values of one attention layer, quantized from a position on.
 //!
-//! The first positions stay as they are: attention returns to them all the time. Which ones is a
-//! matter of their position alone, so that it makes no difference in how many pieces a prompt is
-//! read. Each row is quantized for itself and never again.
+//! The first positions stay dense because attention returns to them all the time. The boundary
+//! depends on the position alone, so the chunks of a prefill make no difference. Each row is
+//! quantized by itself, once.
 //!
-//! Source: mlx-lm `models/cache.py`, `QuantizedKVCache`, which converts whole caches instead once
-//! they are long enough.
+//! Source: mlx-lm `models/cache.py`, `QuantizedKVCache`. Unlike this, mlx-lm converts a whole cache
+//! once it is long enough.
 
 use std::ops::Range;
 
@@ -13,12 +13,12 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::quantize;
 
-use super::rows::Rows;
-use super::shared::Piece;
+use super::kv_buffer::KvBuffer;
+use super::shared::LayerKv;
 use super::{Full, column, expect_rows};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
-/// Elements that share a scale: the first of these that divides a head.
+/// Elements that share a scale: the first entry that divides the head's dimension.
 const GROUPS: [i32; 2] = [64, 32];
 
 /// Dense keys and values up to a position, quantized ones from there on.
@@ -30,18 +30,19 @@ pub struct Quantized {
     group: i32,
     /// Quantized positions.
     len: i32,
-    keys: [Rows; 3],
-    values: [Rows; 3],
+    /// Elements, scales and biases.
+    keys: [KvBuffer; 3],
+    values: [KvBuffer; 3],
 }
 
-/// Quantized rows: u32 [1, H, T, D * bits / 32], scales and biases [1, H, T, D / group].
+/// Quantized keys or values: x = scale * element + bias.
 #[derive(Debug, Clone)]
-pub struct QuantizedRows {
-    /// The elements.
-    pub rows: Array,
-    /// What they are multiplied by.
+pub struct QuantizedKv {
+    /// u32 [1, H, T, D * bits / 32]
+    pub elements: Array,
+    /// [1, H, T, D / group]
     pub scales: Array,
-    /// What is added then.
+    /// [1, H, T, D / group]
     pub biases: Array,
     /// Elements that share a scale.
     pub group: i32,
@@ -50,38 +51,35 @@ pub struct QuantizedRows {
 }
 
 impl Quantized {
-    /// An empty cache like `full`, whose positions from `from` on are kept in `bits` bits.
+    /// An empty cache of `full`'s shape that stores positions from `from` on in `bits` bits.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when heads of this size cannot be quantized.
+    /// [`Error::Invalid`] if heads of this dimension cannot be quantized.
     pub fn new(full: &Full, bits: i32, from: i32) -> Result<Self> {
         let [heads, head_dim] = full.shape();
         let Some(group) = GROUPS.into_iter().find(|group| head_dim % group == 0) else {
             let problem = format!(
-                "cannot be used with this model: its attention heads have {head_dim} dimensions, \
-                 which is no multiple of 32"
+                "cannot be used with this model: the dimension of its attention heads, \
+                 {head_dim}, is not a multiple of 32"
             );
-            return Err(Error::Invalid { field: "engine.kv_bits", problem });
+            return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits", problem }));
         };
-        let rows = || std::array::from_fn(|_| Rows::default());
+        let buffers = || std::array::from_fn(|_| KvBuffer::default());
         let dense = Full::new(heads, head_dim);
-        Ok(Self { dense, from, bits, group, len: 0, keys: rows(), values: rows() })
+        Ok(Self { dense, from, bits, group, len: 0, keys: buffers(), values: buffers() })
     }
 
-    /// Positions held.
+    /// Number of cached positions.
     pub fn len(&self) -> i32 {
         self.dense.len() + self.len
     }
 
-    /// Whether nothing is held.
+    /// Whether no position is cached.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Appends `k`, `v` [1, H_kv, T, D].
-    ///
-    /// # Errors
-    /// [`Error::Array`] when the shapes do not fit.
     pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
         let rows = k.dim(2);
         let dense = (self.from - self.dense.len()).clamp(0, rows);
@@ -90,11 +88,11 @@ impl Quantized {
             self.dense.append(&part(k, 0, dense)?, &part(v, 0, dense)?)?;
         }
         if dense < rows {
-            for (new, kept) in [(k, &mut self.keys), (v, &mut self.values)] {
+            for (new, buffers) in [(k, &mut self.keys), (v, &mut self.values)] {
                 let new = part(new, dense, rows)?;
-                let (packed, scales, biases) = quantize(&new, self.group, self.bits)?;
-                for (rows, new) in kept.iter_mut().zip([packed, scales, biases]) {
-                    rows.append(&new, self.len)?;
+                let (elements, scales, biases) = quantize(&new, self.group, self.bits)?;
+                for (buffer, new) in buffers.iter_mut().zip([elements, scales, biases]) {
+                    buffer.append(&new, self.len)?;
                 }
             }
             self.len += rows - dense;
@@ -102,28 +100,22 @@ impl Quantized {
         Ok(())
     }
 
-    /// The dense positions, if there are any.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
+    /// Keys and values of the dense positions, if there are any.
     pub fn dense(&self) -> Result<Option<(Array, Array)>> {
         (!self.dense.is_empty()).then(|| self.dense.view()).transpose()
     }
 
-    /// The quantized positions, if there are any: keys and values.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
-    pub fn packed(&self) -> Result<Option<(QuantizedRows, QuantizedRows)>> {
+    /// Keys and values of the quantized positions, if there are any.
+    pub fn packed(&self) -> Result<Option<(QuantizedKv, QuantizedKv)>> {
         if self.len == 0 {
             return Ok(None);
         }
-        let packed = |kept: &[Rows; 3]| -> Result<QuantizedRows> {
-            let view = |rows: &Rows| rows.view(0, self.len);
-            Ok(QuantizedRows {
-                rows: view(&kept[0])?,
-                scales: view(&kept[1])?,
-                biases: view(&kept[2])?,
+        let packed = |buffers: &[KvBuffer; 3]| -> Result<QuantizedKv> {
+            let view = |buffer: &KvBuffer| buffer.view(0, self.len);
+            Ok(QuantizedKv {
+                elements: view(&buffers[0])?,
+                scales: view(&buffers[1])?,
+                biases: view(&buffers[2])?,
                 group: self.group,
                 bits: self.bits,
             })
@@ -131,68 +123,62 @@ impl Quantized {
         Ok(Some((packed(&self.keys)?, packed(&self.values)?)))
     }
 
-    /// Forgets all positions from `len` on.
-    pub fn rewind(&mut self, len: i32) {
-        self.dense.rewind(len);
+    /// Drops positions `len..`.
+    pub fn truncate(&mut self, len: i32) {
+        self.dense.truncate(len);
         self.len = self.len.min((len - self.from).max(0));
     }
 
-    /// Dense keys and values, then quantized ones, as far as there are any.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
-    pub fn state(&self) -> Result<Vec<Array>> {
-        let mut arrays = self.dense.state()?;
+    /// The filled dense keys and values, then the quantized ones.
+    pub fn arrays(&self) -> Result<Vec<Array>> {
+        let mut arrays = self.dense.arrays()?;
         if let Some((keys, values)) = self.packed()? {
             for packed in [keys, values] {
-                arrays.extend([packed.rows, packed.scales, packed.biases]);
+                arrays.extend([packed.elements, packed.scales, packed.biases]);
             }
         }
         Ok(arrays)
     }
 
-    /// Rows from `from` to `to`: the dense ones, then the quantized ones.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
-    pub(super) fn pieces(&self, from: i32, to: i32) -> Result<Vec<Piece>> {
+    /// KV of positions `from..to`: the dense part, then the quantized part.
+    pub(super) fn key_values(&self, from: i32, to: i32) -> Result<Vec<LayerKv>> {
         let (dense, packed) = self.split(from, to);
-        let mut pieces = Vec::new();
+        let mut parts = Vec::new();
         if !dense.is_empty() {
-            pieces.push(self.dense.piece(dense.start, dense.end)?);
+            parts.push(self.dense.key_values(dense.start, dense.end)?);
         }
         if !packed.is_empty() {
-            let rows = self.keys.iter().chain(&self.values);
-            pieces
-                .push(rows.map(|rows| rows.view(packed.start, packed.end)).collect::<Result<_>>()?);
+            let buffers = self.keys.iter().chain(&self.values);
+            let views = buffers.map(|buffer| buffer.view(packed.start, packed.end));
+            parts.push(views.collect::<Result<_>>()?);
         }
-        Ok(pieces)
+        Ok(parts)
     }
 
-    /// Which dense and which quantized rows stand for the positions from `from` to `to`.
+    /// The dense and the quantized rows of positions `from..to`.
     pub(super) fn split(&self, from: i32, to: i32) -> (Range<i32>, Range<i32>) {
-        let packed = |at: i32| (at - self.from).max(0);
+        let packed = |position: i32| (position - self.from).max(0);
         (from.min(self.from)..to.min(self.from), packed(from)..packed(to))
     }
 
-    /// Takes over the rows of `len` positions.
+    /// Replaces the content with `parts`, which hold `len` positions together.
     ///
     /// # Errors
-    /// [`Error::Store`] when arrays are missing or have other shapes.
-    pub(super) fn restore(&mut self, pieces: &[&Piece], len: i32) -> Result<()> {
+    /// [`Error::SavedState`] if arrays are missing or a shape does not fit this layer.
+    pub(super) fn restore(&mut self, parts: &[&LayerKv], len: i32) -> Result<()> {
         let mut fresh = Self::new(&self.dense, self.bits, self.from)?;
-        let (dense, packed): (Vec<&Piece>, Vec<&Piece>) =
-            pieces.iter().partition(|piece| piece.len() == 2);
+        let (dense, packed): (Vec<&LayerKv>, Vec<&LayerKv>) =
+            parts.iter().partition(|part| part.len() == 2);
         let quantized = (len - self.from).max(0);
         fresh.dense.restore(&dense, len - quantized)?;
         if quantized > 0 {
             let [heads, head_dim] = self.dense.shape();
             let widths = [head_dim * self.bits / 32, head_dim / self.group, head_dim / self.group];
-            let kept = fresh.keys.iter_mut().chain(&mut fresh.values);
-            for (i, (rows, width)) in kept.zip(widths.into_iter().cycle()).enumerate() {
+            let buffers = fresh.keys.iter_mut().chain(&mut fresh.values);
+            for (i, (buffer, width)) in buffers.zip(widths.into_iter().cycle()).enumerate() {
                 let parts = column(&packed, i)?;
                 expect_rows(&parts, [heads, width], quantized)?;
-                *rows = Rows::fill(&parts)?;
+                *buffer = KvBuffer::fill(&parts)?;
             }
             fresh.len = quantized;
         }

@@ -1,10 +1,10 @@
-//! State of one GatedDeltaNet layer: the delta rule's matrix and the convolution's tail.
+//! Recurrent state of one GatedDeltaNet layer: the delta rule's matrix and the convolution's tail.
 //!
-//! Fixed in size however long the prompt is, and changed by every row: it cannot be cut back to an
-//! earlier position. After a checkpoint it therefore keeps what the rows wrote (two vectors and a
-//! number a row, where the state is a matrix), and a rewind writes the rows that stay once more, by
-//! [`delta_write`]. Nothing is copied: MLX's arrays are never changed, so the checkpoint is a handle
-//! to the old one.
+//! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
+//! truncated. After a draft mark the layer also records what each row writes (two vectors and a
+//! number a row; the state is a matrix), and a rewind replays the accepted rows with
+//! [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
+//! state.
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, exp, matmul};
@@ -16,18 +16,18 @@ use crate::error::Result;
 /// `state` f32 [1, H_v, D_v, D_k] and `tail` [1, K - 1, C], zeros at the start.
 #[derive(Debug, Clone)]
 pub struct Recurrent {
-    /// The delta rule's matrix, always f32: errors add up over the whole context.
+    /// The delta rule's matrix, always f32 because errors add up over the whole context.
     state: Array,
     /// The convolution's last inputs, before the convolution and its activation.
     tail: Array,
-    mark: Option<Mark>,
+    draft_mark: Option<DraftMark>,
 }
 
-/// A checkpoint, and what was written since.
+/// The state at the draft mark, and the rows since.
 #[derive(Debug, Clone)]
-struct Mark {
+struct DraftMark {
     state: Array,
-    /// The convolution's inputs: the tail at the checkpoint, then all rows since.
+    /// The convolution's inputs: the tail at the mark, then all rows since.
     inputs: Vec<Array>,
     writes: Vec<Writes>,
 }
@@ -37,19 +37,18 @@ struct Mark {
 pub struct Writes {
     /// [1, H_v, T, D_k], unit vectors.
     pub k: Array,
-    /// [1, H_v, T, D_v]: what is added along `k`.
+    /// [1, H_v, T, D_v], added along `k`.
     pub correction: Array,
-    /// [1, H_v, T], log of what is left of the state before a row is written to it.
+    /// [1, H_v, T], log of the factor by which the state decays before the row is written.
     pub log_decay: Array,
 }
 
 impl Writes {
-    /// How many rows.
+    /// T, the number of rows.
     pub fn rows(&self) -> i32 {
         self.k.dim(2)
     }
 
-    /// The first `rows` of them.
     fn first(&self, rows: i32) -> Result<Self> {
         let first = |a: &Array| a.try_index((.., .., ..rows));
         Ok(Self {
@@ -61,16 +60,13 @@ impl Writes {
 }
 
 /// The state after `writes`: `S <- g S; S <- S + d k^T` for each row, in one product.
-///
-/// # Errors
-/// [`crate::Error::Array`] when the shapes do not fit.
 pub fn delta_write(state: &Array, writes: &Writes) -> Result<Array> {
     let Writes { k, correction, log_decay } = writes;
     let (mut correction, mut total) = (correction.clone(), log_decay.clone());
     if writes.rows() > 1 {
         let running = log_decay.cumsum(2, None, None)?;
         total = running.try_index((.., .., writes.rows() - 1..))?;
-        // What the rows behind a row leave of it.
+        // The later rows decay what a row wrote.
         let left = exp(total.subtract(&running)?)?.expand_dims(3)?;
         correction = correction.multiply(left)?;
     }
@@ -79,15 +75,12 @@ pub fn delta_write(state: &Array, writes: &Writes) -> Result<Array> {
 }
 
 impl Recurrent {
-    /// State before the first row: `state` and `tail` of these shapes, the tail in `dtype`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot make them.
+    /// Zeros of the shapes `state` and `tail`, the tail in `dtype`.
     pub fn new(state: &[i32], tail: &[i32], dtype: Dtype) -> Result<Self> {
         Ok(Self {
             state: mlx_rs::ops::zeros_dtype(state, Dtype::Float32)?,
             tail: mlx_rs::ops::zeros_dtype(tail, dtype)?,
-            mark: None,
+            draft_mark: None,
         })
     }
 
@@ -96,12 +89,10 @@ impl Recurrent {
         &self.state
     }
 
-    /// Puts `x` [1, T, C] behind the convolution's tail, [1, K - 1 + T, C], and keeps the new tail.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
+    /// Prepends the convolution's tail to `x` [1, T, C], giving [1, K - 1 + T, C], and stores the
+    /// new tail.
     pub fn convolution_input(&mut self, x: &Array) -> Result<Array> {
-        if let Some(mark) = &mut self.mark {
+        if let Some(mark) = &mut self.draft_mark {
             mark.inputs.push(x.clone());
         }
         let joined = concatenate(&[&self.tail, x], 1)?;
@@ -109,26 +100,26 @@ impl Recurrent {
         Ok(joined)
     }
 
-    /// Takes over the matrix after further rows, which wrote `writes`.
+    /// Replaces the matrix after further rows, which wrote `writes`.
     pub fn advance(&mut self, matrix: Array, writes: Writes) {
         self.state = matrix;
-        if let Some(mark) = &mut self.mark {
+        if let Some(mark) = &mut self.draft_mark {
             mark.writes.push(writes);
         }
     }
 
-    /// From here on [`Recurrent::rewind`] can come back.
-    pub fn checkpoint(&mut self) {
+    /// Sets the draft mark to the present state.
+    pub fn mark_draft(&mut self) {
         let (state, inputs) = (self.state.clone(), vec![self.tail.clone()]);
-        self.mark = Some(Mark { state, inputs, writes: Vec::new() });
+        self.draft_mark = Some(DraftMark { state, inputs, writes: Vec::new() });
     }
 
-    /// Goes back to `keep` rows after the checkpoint, and ends it.
+    /// Keeps the first `keep` rows after the draft mark, drops the others, and clears the mark.
     ///
     /// # Errors
-    /// [`crate::Error::Array`] when fewer rows were written.
-    pub fn rewind(&mut self, keep: i32) -> Result<()> {
-        let Some(mark) = self.mark.take() else { return Ok(()) };
+    /// [`crate::Error::Array`] if fewer rows were written.
+    pub fn rewind_draft(&mut self, keep: i32) -> Result<()> {
+        let Some(mark) = self.draft_mark.take() else { return Ok(()) };
         let written: i32 = mark.writes.iter().map(Writes::rows).sum();
         if keep == written {
             return Ok(());
@@ -148,18 +139,18 @@ impl Recurrent {
     }
 
     /// State and tail.
-    pub fn state(&self) -> Vec<Array> {
+    pub fn arrays(&self) -> Vec<Array> {
         vec![self.state.clone(), self.tail.clone()]
     }
 
-    /// Takes over state and tail.
+    /// Replaces state and tail.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] when a shape is not this layer's.
+    /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub fn restore(&mut self, state: Array, tail: Array) -> Result<()> {
         expect_shape(&state, self.state.shape())?;
         expect_shape(&tail, self.tail.shape())?;
-        (self.state, self.tail, self.mark) = (state, tail, None);
+        (self.state, self.tail, self.draft_mark) = (state, tail, None);
         Ok(())
     }
 }

@@ -1,46 +1,42 @@
-//! What prefixes share: keys and values of neighbouring positions, cut out of a cache and joined
-//! to one again.
+//! KV that prefixes share: cut out of a cache, joined, and restored into another one.
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexMutOp, TryIndexOp};
 use mlx_rs::ops::{concatenate, zeros_dtype};
 use mlx_rs::transforms::eval;
 
+use super::row;
 use crate::error::Result;
 
-/// Rows of one layer that are kept alike: keys and values [1, H, T, D], or for quantized ones their
-/// elements, scales and biases each.
-pub(super) type Piece = Vec<Array>;
+/// KV of one layer in one format: keys and values [1, H, T, D], or, if quantized, elements, scales
+/// and biases of keys, then of values.
+pub(super) type LayerKv = Vec<Array>;
 
-/// Keys and values of neighbouring positions, of every layer that keeps those of all positions.
+/// Keys and values of neighbouring positions, of every layer that keeps all positions.
 #[derive(Debug, Clone)]
 pub struct KeyValues {
-    /// Positions.
     pub(super) count: usize,
-    /// A layer's rows are in more than one piece where they begin to be quantized.
-    pub(super) layers: Vec<Vec<Piece>>,
+    /// A layer has two entries if it is dense up to a position and quantized after it.
+    pub(super) layers: Vec<Vec<LayerKv>>,
 }
 
 impl KeyValues {
-    /// How many positions.
+    /// Number of positions.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Positions from `from` to `to` of these; the memory is shared.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects a slice.
+    /// Positions `from..to` of these. Shares the memory.
     pub fn part(&self, from: usize, to: usize) -> Result<Self> {
-        let layer = |pieces: &Vec<Piece>| -> Result<Vec<Piece>> {
+        let layer = |formats: &Vec<LayerKv>| -> Result<Vec<LayerKv>> {
             let mut parts = Vec::new();
             let mut start = 0;
-            for piece in pieces {
-                let end = start + piece[0].dim(2);
-                let (from, to) = ((from as i32).max(start), (to as i32).min(end));
+            for kv in formats {
+                let end = start + kv[0].dim(2);
+                let (from, to) = (row(from).max(start), row(to).min(end));
                 if from < to {
                     let cut = |a: &Array| a.try_index((.., .., from - start..to - start, ..));
-                    parts.push(piece.iter().map(cut).collect::<std::result::Result<_, _>>()?);
+                    parts.push(kv.iter().map(cut).collect::<std::result::Result<_, _>>()?);
                 }
                 start = end;
             }
@@ -50,53 +46,44 @@ impl KeyValues {
         Ok(Self { count: to - from, layers })
     }
 
-    /// All arrays, layer by layer; [`super::Cache::key_values_of`] reads them back.
+    /// All arrays, layer by layer; [`super::Cache::key_values_from`] reads them back.
     pub fn arrays(&self) -> impl Iterator<Item = &Array> {
         self.layers.iter().flatten().flatten()
     }
 
-    /// One of several that follow each other.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects the shapes.
+    /// Joins parts that follow each other.
     pub fn join(parts: &[Self]) -> Result<Self> {
         let count = parts.iter().map(Self::count).sum();
         let layers = parts.first().map_or(0, |part| part.layers.len());
-        let layer = |i: usize| -> Result<Vec<Piece>> {
-            let pieces: Vec<&Piece> = parts.iter().flat_map(|part| &part.layers[i]).collect();
-            let alike = pieces.chunk_by(|a, b| a.len() == b.len());
-            alike.map(|pieces| (0..pieces[0].len()).map(|n| joined(pieces, n)).collect()).collect()
+        let layer = |i: usize| -> Result<Vec<LayerKv>> {
+            let kvs: Vec<&LayerKv> = parts.iter().flat_map(|part| &part.layers[i]).collect();
+            let formats = kvs.chunk_by(|a, b| a.len() == b.len());
+            formats.map(|kvs| (0..kvs[0].len()).map(|n| joined(kvs, n)).collect()).collect()
         };
         Ok(Self { count, layers: (0..layers).map(layer).collect::<Result<_>>()? })
     }
 
-    /// The same in memory of its own.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot compute or copy it.
+    /// Copies everything to memory of its own.
     pub fn owned(mut self) -> Result<Self> {
         let arrays: Vec<Array> = self.arrays().cloned().collect();
         let mut copies = owned(&arrays)?.into_iter();
         for array in self.layers.iter_mut().flatten().flatten() {
-            *array = copies.next().expect("one for each");
+            *array = copies.next().expect("as many copies as arrays");
         }
         Ok(self)
     }
 }
 
-/// The n-th arrays of `pieces`, one behind the other.
-fn joined(pieces: &[&Piece], n: usize) -> Result<Array> {
-    let arrays: Vec<&Array> = pieces.iter().map(|piece| &piece[n]).collect();
+/// The n-th arrays of `kvs`, concatenated.
+fn joined(kvs: &[&LayerKv], n: usize) -> Result<Array> {
+    let arrays: Vec<&Array> = kvs.iter().map(|kv| &kv[n]).collect();
     Ok(concatenate(&arrays, 2)?)
 }
 
-/// Copies, so that what they were part of can go, or be written to in place.
-///
-/// # Errors
-/// [`crate::Error::Array`] when MLX cannot compute or copy them.
+/// Evaluated copies: the buffers that `arrays` are views of can be freed or written in place.
 pub fn owned(arrays: &[Array]) -> Result<Vec<Array>> {
     let copy = |array: &Array| -> Result<Array> {
-        // `contiguous` shares memory where it can.
+        // `contiguous` shares memory if it can.
         let mut copy = zeros_dtype(array.shape(), array.dtype())?;
         copy.try_index_mut(.., array)?;
         Ok(copy)

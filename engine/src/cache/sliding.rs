@@ -1,17 +1,17 @@
-//! Keys and values of the last positions of one attention layer that looks no further back.
+//! Keys and values of one sliding-window attention layer.
 //!
-//! Rows lie in order in two buffers. When they are full, what the window
-//! still needs moves to the front of new ones, once in [`STEP`] rows or more: no ring, whose
-//! oldest row would be gone as soon as a draft writes over it, so that it could not rewind.
+//! Rows lie in order in two buffers. When they are full, the rows that the window still needs move
+//! to the front of new buffers, at most once in [`STEP`] rows. A ring would overwrite its oldest
+//! row with the first drafted one and could not rewind.
 //! Never masks and never rotates: `nn::attention` does both.
 //!
-//! Source: Mistral 7B (arXiv:2310.06825, section 2); mlx-lm `models/cache.py`, `RotatingKVCache`,
-//! for what a window holds.
+//! Source: Mistral 7B (arXiv:2310.06825, section 2); for the content of a window, mlx-lm
+//! `models/cache.py`, `RotatingKVCache`.
 
 use mlx_rs::Array;
 
 use super::expect_shape;
-use super::rows::{Rows, STEP};
+use super::kv_buffer::{KvBuffer, STEP};
 use crate::error::Result;
 
 /// Keys and values, each [1, H_kv, rows, D].
@@ -20,48 +20,45 @@ pub struct Sliding {
     heads: i32,
     head_dim: i32,
     window: i32,
-    /// Positions seen.
+    /// Positions appended so far.
     len: i32,
-    /// The last of them, those that the buffers hold.
+    /// The newest of them, which the buffers hold.
     rows: i32,
-    /// `len` at the checkpoint, if there is one: what its position sees is kept, too.
-    mark: Option<i32>,
-    keys: Rows,
-    values: Rows,
+    /// `len` at the draft mark. Rows in the window of that position are kept, too.
+    draft_mark: Option<i32>,
+    keys: KvBuffer,
+    values: KvBuffer,
 }
 
 impl Sliding {
-    /// An empty cache for `heads` key-value heads of `head_dim`, in which a position sees itself
-    /// and the `window - 1` positions before it.
+    /// An empty cache for `heads` key-value heads of `head_dim`. A position attends to itself and
+    /// to the `window - 1` positions before it.
     pub fn new(heads: i32, head_dim: i32, window: i32) -> Self {
-        let (keys, values) = (Rows::default(), Rows::default());
-        Self { heads, head_dim, window, len: 0, rows: 0, mark: None, keys, values }
+        let (keys, values) = (KvBuffer::default(), KvBuffer::default());
+        Self { heads, head_dim, window, len: 0, rows: 0, draft_mark: None, keys, values }
     }
 
-    /// Positions seen.
+    /// Number of positions appended so far.
     pub fn len(&self) -> i32 {
         self.len
     }
 
-    /// Whether nothing was seen.
+    /// Whether no position was appended.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Positions that one position sees, itself included.
+    /// Positions that a position attends to, itself included.
     pub fn window(&self) -> i32 {
         self.window
     }
 
     /// Appends `k`, `v` [1, H_kv, T, D].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
         let new = k.dim(2);
         if self.rows + new > self.keys.capacity() {
-            let since = self.mark.map_or(0, |mark| self.len - mark);
-            let keep = self.rows.min(self.window - 1 + since);
+            let drafted = self.draft_mark.map_or(0, |mark| self.len - mark);
+            let keep = self.rows.min(self.window - 1 + drafted);
             let more = (new + STEP).max(self.window);
             self.keys.grow(k, self.rows - keep, self.rows, more)?;
             self.values.grow(v, self.rows - keep, self.rows, more)?;
@@ -73,10 +70,7 @@ impl Sliding {
         Ok(())
     }
 
-    /// Keys and values that the last `queries` positions see between them.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects the slice.
+    /// Keys and values in the windows of the last `queries` positions.
     pub fn view(&self, queries: i32) -> Result<(Array, Array)> {
         self.last(self.window - 1 + queries)
     }
@@ -86,24 +80,21 @@ impl Sliding {
         Ok((self.keys.view(from, self.rows)?, self.values.view(from, self.rows)?))
     }
 
-    /// From here on rows are kept so that [`Sliding::rewind`] can come back.
-    pub fn checkpoint(&mut self) {
-        self.mark = Some(self.len);
+    /// Sets the draft mark to the present length.
+    pub fn mark_draft(&mut self) {
+        self.draft_mark = Some(self.len);
     }
 
-    /// Forgets rows since the checkpoint, down to `len` positions, and ends the checkpoint.
-    pub fn rewind(&mut self, len: i32) {
-        debug_assert!(self.mark.is_some_and(|mark| mark <= len));
-        let forget = (self.len - len).max(0);
-        (self.len, self.rows) = (self.len - forget, self.rows - forget);
-        self.mark = None;
+    /// Drops positions `len..`, which lie after the draft mark, and clears the mark.
+    pub fn rewind_draft(&mut self, len: i32) {
+        debug_assert!(self.draft_mark.is_some_and(|mark| mark <= len));
+        let dropped = (self.len - len).max(0);
+        (self.len, self.rows) = (self.len - dropped, self.rows - dropped);
+        self.draft_mark = None;
     }
 
-    /// What the next position sees of the past.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects the slice.
-    pub fn state(&self) -> Result<Vec<Array>> {
+    /// Keys and values in the window of the next position, which is not appended yet.
+    pub fn arrays(&self) -> Result<Vec<Array>> {
         if self.is_empty() {
             return Ok(Vec::new());
         }
@@ -111,10 +102,10 @@ impl Sliding {
         Ok(vec![keys, values])
     }
 
-    /// Takes over what [`Sliding::state`] gave at position `len`.
+    /// Replaces the content with what [`Sliding::arrays`] returned at length `len`.
     ///
     /// # Errors
-    /// [`crate::Error::Store`] when a shape is not this layer's.
+    /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub fn restore(&mut self, keys: &Array, values: &Array, len: i32) -> Result<()> {
         let rows = len.min(self.window - 1);
         for array in [keys, values] {

@@ -1,117 +1,119 @@
-//! From a request to a sequence: the policy's plan, the prompt, and what the store remembers.
+//! Admission: turns a request into a sequence, with the policy's plan, the prompt, and saved state.
 
-use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
 use sha2::Digest;
 
-use super::adjust::Adjust;
-use super::anchors::{is_system, kept};
 use super::loops::Detector;
-use super::rewind::{Floor, Said};
+use super::rewind::{PhaseStart, ReplyState};
+use super::sampler::Sampler;
+use super::save_points::{is_system, retention};
 use super::sequence::{Limits, Progress, Sequence};
 use super::{Decoder, hex};
 use crate::config::ProfileLimits;
 use crate::engine::Job;
-use crate::error::{Error, Result};
+use crate::error::{Error, RequestError, Result};
 use crate::policy::{
-    Anchor, CHECKPOINT_EVERY, Plan, Policy, PromptView, Replacement, RequestView, SamplingChange,
-    Steering, USER_BYTES, prompt,
+    Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, PromptView, Replacement, RequestView,
+    SYSTEM_BYTES, SamplingPatch, SavePoint, Session, USER_BYTES, apply_replacements,
 };
-use crate::request::{Event, Message, Request, Sampling, SamplingWish};
+use crate::request::{Event, Message, Request, Sampling, SamplingOverrides};
 
 impl Decoder {
-    /// Prepares a request; nothing has run when this returns.
-    ///
-    /// # Errors
-    /// What is wrong with the request, its policy or its length.
-    pub(super) fn admit(&mut self, job: &Job) -> Result<Sequence> {
+    /// Prepares the sequence of a request. Runs policies, but not the model.
+    pub(super) fn admit(&mut self, job: Job) -> Result<Sequence> {
         let Request { profile, id, .. } = &job.request;
-        let steering = self.policies.start(profile, id, &self.vocabulary_of_policies)?;
-        self.admit_with(job, steering)
+        let session = self.policies.start(profile, id, &self.policy_vocabulary)?;
+        self.admit_with(job, session)
     }
 
-    /// [`Decoder::admit`], steered by these policies.
-    ///
-    /// # Errors
-    /// As there.
-    pub(super) fn admit_with(&mut self, job: &Job, steering: Steering) -> Result<Sequence> {
-        let Steering { mut policy, params, digest } = steering;
+    /// [`Decoder::admit`], with the policies given.
+    pub(super) fn admit_with(&mut self, job: Job, mut policy: Session) -> Result<Sequence> {
+        let params = policy.params.clone();
+        let Job { mut request, events } = job;
         let limits =
-            self.profiles.get(&job.request.profile).map_or_else(Default::default, |p| p.limits);
-        let (mut request, cut) = bounded(&job.request, limits, self.max_tokens);
-        let replaced = ask_about_prompt(&mut request, &params, policy.as_mut())?;
-        let request = &request;
-        let can_think = self.text.thinks();
-        // A bound of zero tokens is a wish not to think.
-        let wish = if request.think_budget == Some(0) { Some(false) } else { request.thinking };
-        let mut thinking = can_think.then_some(wish.unwrap_or(true));
-        let mut prompt = self.tokenize(request, thinking)?;
+            self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
+        let mut notes = apply_limits(&mut request, limits, self.max_tokens);
+        let replaced = replace_system_text(&mut request, &params, &mut policy)?;
+        let can_reason = self.text.supports_reasoning();
+        // A budget of zero tokens disables reasoning.
+        let wish =
+            if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
+        let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
+        let mut prompt = self.tokenize(&request, reasoning)?;
         let seed = request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-        let plan = policy.on_request(&self.view(request, &params, prompt.len(), seed))?;
-        let planned = can_think.then_some(plan.thinking.or(wish).unwrap_or(true));
-        if planned != thinking {
-            thinking = planned;
-            prompt = self.tokenize(request, thinking)?;
+        let plan = policy.ask(&self.view(&request, &params, prompt.len(), seed))?;
+        let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
+        if planned != reasoning {
+            reasoning = planned;
+            prompt = self.tokenize(&request, reasoning)?;
         }
         if prompt.is_empty() {
-            return Err(Error::Template("they render to nothing".into()));
+            return Err(Error::Request(RequestError::Template(
+                "the rendered prompt is empty".into(),
+            )));
         }
         if limits.prompt_tokens > 0 && prompt.len() > limits.prompt_tokens {
             let (tokens, limit) = (prompt.len(), limits.prompt_tokens);
-            return Err(Error::PromptTooLong { tokens, limit, profile: request.profile.clone() });
+            return Err(Error::Request(RequestError::PromptTooLong {
+                tokens,
+                limit,
+                profile: request.profile.clone(),
+            }));
         }
         if prompt.len() >= self.context {
-            return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
+            return Err(Error::Request(RequestError::ContextTooLong {
+                tokens: prompt.len(),
+                limit: self.context - 1,
+            }));
         }
         let reply = self.text.reply(&prompt, &request.stop, &request.tools);
-        let mut anchors = self.anchors(request, thinking, &prompt, &plan)?;
+        let mut save_points = self.save_points(&request, reasoning, &prompt, &plan)?;
         let (cache, cached) = self.prefixes.restore(&prompt)?;
-        anchors.retain(|&(at, _)| at >= self.store_min_tokens);
-        for &(at, keep) in anchors.iter().take_while(|&&(at, _)| at <= cached) {
-            if let Err(error) = self.prefixes.keep(&prompt[..at], keep) {
-                tracing::warn!(request_id = request.id, %error, "state not kept");
+        save_points.retain(|&(at, _)| at >= self.store_min_tokens);
+        for &(at, keep) in save_points.iter().take_while(|&&(at, _)| at <= cached) {
+            if let Err(error) = self.prefixes.retain(&prompt[..at], keep) {
+                tracing::warn!(request_id = request.id, %error, "retaining saved state failed");
             }
         }
-        anchors.retain(|&(at, _)| at > cached);
-        let mut notes = cut;
+        save_points.retain(|&(at, _)| at > cached);
         notes.extend(policy.take_notes());
         notes.extend(replaced);
         notes.extend(plan.note.clone());
-        let (prompt_tokens, said) = (prompt.len(), Said::new(reply));
-        let sequence = Sequence {
-            request: request.clone(),
-            thinking,
-            events: job.events.clone(),
+        let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
+        // Fails if the client has disconnected; the first step checks that.
+        let _ = events.send(Event::Started { fingerprint: self.fingerprint(&policy.digest) });
+        let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
+        Ok(Sequence {
+            reasoning,
+            events,
             prompt: prompt_tokens,
             cached,
             cache,
-            standings: Vec::new(),
-            stale: None,
-            row: None,
-            anchors: anchors.into(),
-            reply_kept: kept(&plan, Anchor::Reply),
-            drawn: None,
-            drafts: if self.costs.is_some() { self.drafts(&prompt)? } else { Vec::new() },
-            governor: self.governor(),
-            drafted: None,
-            queued: 0,
+            checkpoints: Vec::new(),
+            stale_from: None,
+            next_logits: None,
+            save_points: save_points.into(),
+            reply_retention: retention(&plan, SavePoint::Reply),
+            sampled: None,
+            drafters,
+            governor: self.new_governor(),
+            draft: None,
+            queued_steps: 0,
             skipped_layers: self.skip.len() as u32,
-            adjust: Adjust::new(self.sampling(request, &plan)),
+            sampler: Sampler::new(self.sampling(&request, &plan)),
             seed,
-            floor: Floor { at: prompt_tokens, said: said.clone() },
-            said,
-            kept: prompt_tokens,
+            phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
+            reply_state,
+            rewind_limit: prompt_tokens,
             policy,
             detector: plan.loops.map(Detector::new),
-            limits: self.limits(request, &plan, limits, prompt_tokens),
+            limits: self.limits(&request, &plan, limits, prompt_tokens),
             progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,
-        };
-        // A closed channel is a client that hung up; the first turn sees to that.
-        let _ = job.events.send(Event::Started { fingerprint: self.fingerprint(&digest) });
-        Ok(sequence)
+            request,
+        })
     }
 
     /// `system_fingerprint` of a request whose policies have this digest.
@@ -121,17 +123,17 @@ impl Decoder {
         hex(&sha.finalize()[..6])
     }
 
-    fn tokenize(&self, request: &Request, thinking: Option<bool>) -> Result<Vec<u32>> {
+    fn tokenize(&self, request: &Request, reasoning: Option<bool>) -> Result<Vec<u32>> {
         let variables = &request.template_variables;
         let text = &self.text;
-        text.encode(&text.render(&request.messages, &request.tools, variables, thinking, true)?)
+        text.encode(&text.render(&request.messages, &request.tools, variables, reasoning, true)?)
     }
 
-    /// What the policy may see.
+    /// The policy's view of the request.
     fn view(
         &self,
         request: &Request,
-        params: &BTreeMap<String, String>,
+        params: &Params,
         prompt_tokens: usize,
         seed: u64,
     ) -> RequestView {
@@ -142,7 +144,7 @@ impl Decoder {
             let name = tool.get("function").unwrap_or(tool).get("name");
             name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
         };
-        let SamplingWish { temperature, top_p, top_k, min_p, .. } = request.sampling;
+        let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
         RequestView {
             id: request.id.clone(),
             profile: request.profile.clone(),
@@ -155,16 +157,16 @@ impl Decoder {
             system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
             user: user[..user.floor_char_boundary(USER_BYTES)].to_string(),
             tools: request.tools.iter().map(name).collect(),
-            can_think: self.text.thinks(),
-            thinking: request.thinking,
-            think_budget: request.think_budget,
+            can_reason: self.text.supports_reasoning(),
+            reasoning: request.reasoning,
+            reasoning_budget: request.reasoning_budget,
             max_tokens: request.max_tokens,
-            sampling: SamplingChange { temperature, top_p, top_k, min_p },
+            sampling: SamplingPatch { temperature, top_p, top_k, min_p },
             seed,
         }
     }
 
-    /// Bounds: the tightest of client, policy, profile and context.
+    /// The tightest limits of client, policy, profile and context.
     fn limits(
         &self,
         request: &Request,
@@ -173,24 +175,24 @@ impl Decoder {
         prompt: usize,
     ) -> Limits {
         let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
-        let think = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
-        let of_profile = (profile.think_budget > 0).then_some(profile.think_budget);
-        let bounds = [plan.think_budget, request.think_budget, of_profile];
+        let reasoning = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
+        let of_profile = (profile.reasoning_budget > 0).then_some(profile.reasoning_budget);
+        let budgets = [plan.reasoning_budget, request.reasoning_budget, of_profile];
         Limits {
-            think: bounds.into_iter().flatten().fold(think, u32::min),
+            reasoning: budgets.into_iter().flatten().fold(reasoning, u32::min),
             answer: request.max_tokens.unwrap_or(self.max_tokens),
             context: self.context,
             every: plan.every,
             checkpoint_every: match plan.checkpoint_every {
                 0 => 0,
-                every => every.max(CHECKPOINT_EVERY) as usize,
+                every => every.max(MIN_CHECKPOINT_EVERY) as usize,
             },
         }
     }
 
-    /// The policy's plan, else the client's wish, else the profile's, else the model's own default.
+    /// Sampling parameters, in order of precedence: plan, client, profile, the model's defaults.
     fn sampling(&self, request: &Request, plan: &Plan) -> Sampling {
-        let SamplingWish { temperature, top_p, top_k, min_p, .. } = request.sampling;
+        let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
         let profile = self.profiles.get(&request.profile).and_then(|p| p.sampling);
         let default = profile.unwrap_or_else(|| self.text.sampling());
         let planned = plan.sampling;
@@ -203,61 +205,63 @@ impl Decoder {
     }
 }
 
-/// Lets the policy replace spans of `request`'s system text; returns a note for each.
-///
-/// # Errors
-/// [`Error::Policy`] when the policy failed and fails closed.
-fn ask_about_prompt(
+/// Lets the policy replace parts of the system text of `request`; returns a note for each.
+fn replace_system_text(
     request: &mut Request,
-    params: &BTreeMap<String, String>,
-    policy: &mut dyn Policy,
+    params: &Params,
+    policy: &mut Session,
 ) -> Result<Vec<String>> {
     let mut messages: Vec<&mut Message> =
         request.messages.iter_mut().filter(|message| is_system(message)).collect();
-    let system = messages.iter().map(|message| prompt::seen(&message.content).0.to_string());
+    let system = messages.iter().map(|message| split_seen(&message.content).0.to_string());
     let view = PromptView {
         profile: request.profile.clone(),
         params: params.clone(),
         system: system.collect(),
     };
-    if !prompt::has_text(&view) {
+    if view.system.iter().all(String::is_empty) {
         return Ok(Vec::new());
     }
-    let replacements = policy.on_prompt(&view)?;
+    let replacements = policy.ask(&view)?;
     let mut system = view.system;
-    prompt::replace(&mut system, &replacements).map_err(|problem| Error::Policy {
+    apply_replacements(&mut system, &replacements).map_err(|problem| Failure {
         policy: request.profile.clone(),
-        problem: format!("on-prompt: {problem}"),
+        hook: "on-prompt",
+        cause: Cause::Answer(problem),
     })?;
     for (message, seen) in messages.iter_mut().zip(system) {
-        let (_, rest) = prompt::seen(&message.content);
+        let (_, rest) = split_seen(&message.content);
         message.content = seen + rest;
     }
     let note = |Replacement { message, old, new }: &Replacement| {
         let (old, new) = (old.len(), new.len());
-        format!("replaced {old} bytes of system message {message} by {new}")
+        format!("replaced {old} bytes of system message {message} with {new} bytes")
     };
     Ok(replacements.iter().map(note).collect())
 }
 
-/// The request within the bounds of its profile, and what was cut, in words. `max_tokens` is the bound
-/// of an answer where the client names none.
-fn bounded(request: &Request, limits: ProfileLimits, max_tokens: u32) -> (Request, Vec<String>) {
-    let mut request = request.clone();
-    let mut cut = Vec::new();
-    let mut bound = |what: &str, asked: &mut Option<u32>, limit: u32| {
-        if let Some(asked) = asked.as_mut().filter(|asked| limit > 0 && **asked > limit) {
-            cut.push(format!("{what} {asked} is over the profile's limit of {limit}"));
-            *asked = limit;
+/// The part of a system text that policies see, and the rest.
+fn split_seen(text: &str) -> (&str, &str) {
+    text.split_at(text.floor_char_boundary(SYSTEM_BYTES))
+}
+
+/// Applies the limits of the profile to `request`; returns a note for each value reduced. `max_tokens`
+/// is the engine's limit on an answer, for requests without their own.
+fn apply_limits(request: &mut Request, limits: ProfileLimits, max_tokens: u32) -> Vec<String> {
+    let mut notes = Vec::new();
+    let mut apply = |name: &str, value: &mut Option<u32>, limit: u32| {
+        if let Some(value) = value.as_mut().filter(|value| limit > 0 && **value > limit) {
+            notes.push(format!("{name} {value} exceeds the profile's limit of {limit}"));
+            *value = limit;
         }
     };
-    bound("max_tokens", &mut request.max_tokens, limits.max_tokens);
-    // Where the client names none, the limit counts beside the policy's: see `Decoder::limits`.
-    bound("the thought's budget of", &mut request.think_budget, limits.think_budget);
+    apply("max_tokens", &mut request.max_tokens, limits.max_tokens);
+    // Without a value from the client, `Decoder::limits` applies the profile's.
+    apply("reasoning budget", &mut request.reasoning_budget, limits.reasoning_budget);
     if limits.max_tokens > 0 {
         request.max_tokens.get_or_insert(limits.max_tokens.min(max_tokens));
     }
-    (request, cut)
+    notes
 }
 
 #[cfg(test)]
@@ -265,18 +269,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_profile_bounds_thought_and_answer_and_says_where_it_cut_what_was_asked() {
-        let limits = ProfileLimits { max_tokens: 100, think_budget: 50, ..Default::default() };
-        let ask = |max_tokens, think_budget, limits| {
-            let request = Request { max_tokens, think_budget, ..Request::default() };
-            let (request, cut) = bounded(&request, limits, 4096);
-            ((request.max_tokens, request.think_budget), cut)
+    fn profile_limits_apply_and_reductions_are_noted() {
+        let limits = ProfileLimits { max_tokens: 100, reasoning_budget: 50, ..Default::default() };
+        let ask = |max_tokens, reasoning_budget, limits| {
+            let mut request = Request { max_tokens, reasoning_budget, ..Request::default() };
+            let notes = apply_limits(&mut request, limits, 4096);
+            ((request.max_tokens, request.reasoning_budget), notes)
         };
         assert_eq!(ask(None, None, limits), ((Some(100), None), vec![]));
         assert_eq!(ask(Some(9), Some(0), limits), ((Some(9), Some(0)), vec![]));
-        let (bounds, cut) = ask(Some(101), Some(51), limits);
-        assert_eq!((bounds, cut.len()), ((Some(100), Some(50)), 2));
-        assert_eq!(cut[0], "max_tokens 101 is over the profile's limit of 100");
+        let (applied, notes) = ask(Some(101), Some(51), limits);
+        assert_eq!((applied, notes.len()), ((Some(100), Some(50)), 2));
+        assert_eq!(notes[0], "max_tokens 101 exceeds the profile's limit of 100");
         let none = ProfileLimits::default();
         assert_eq!(ask(Some(9999), None, none), ((Some(9999), None), vec![]));
         let wide = ProfileLimits { max_tokens: 9999, ..none };

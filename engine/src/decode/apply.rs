@@ -1,9 +1,9 @@
-//! Asks the policy about steps and applies what it answers, in the order that the contract fixes.
+//! Calls `on-step` and applies the actions of its answer, in the order that the contract defines.
 
 use super::loops::Detector;
 use super::sequence::Sequence;
 use crate::error::Result;
-use crate::policy::{self, Action, LoopReport, SamplingChange, Step};
+use crate::policy::{self, Action, LoopReport, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
 
@@ -11,14 +11,17 @@ use crate::text::{Phase, Text};
 /// would otherwise never let it end.
 pub const INJECTED_TOKENS: usize = 4096;
 
+const BUDGET_REACHED: &str = "budget reached";
+
 impl Sequence {
-    /// Calls the policy where there is reason to, and applies its actions.
+    /// Calls the policy if a call is due, and applies its actions.
     ///
     /// # Errors
-    /// [`crate::Error::Policy`] when it failed and fails closed.
+    /// [`crate::Error::Policy`] when the policy failed and the profile fails closed.
     pub(super) fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
-        let thinking = self.said.reply.phase() == Phase::Think;
-        let budget_reached = thinking && self.said.think_tokens >= self.limits.think;
+        let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
+        let budget_reached =
+            is_reasoning && self.reply_state.reasoning_tokens >= self.limits.reasoning;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
         if loop_found.is_none() && !budget_reached && !due {
@@ -26,39 +29,40 @@ impl Sequence {
         }
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let step = Step {
-            index: self.replied() as u32,
-            phase: match self.said.reply.phase() {
-                Phase::Think => policy::Phase::Think,
+            index: self.reply_len() as u32,
+            phase: match self.reply_state.reply.phase() {
+                Phase::Reasoning => policy::Phase::Reasoning,
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
             },
-            think_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
-            think_left: self.limits.think.saturating_sub(self.said.think_tokens),
+            reasoning_tokens: self.reply_state.reasoning_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
+            reasoning_left: self.limits.reasoning.saturating_sub(self.reply_state.reasoning_tokens),
             tokens: unseen[newest..].to_vec(),
-            text: self.said.reply.take_text(),
+            text: self.reply_state.reply.take_text(),
             loop_found,
             budget_reached,
         };
         self.progress.loops += u32::from(loop_found.is_some());
         self.progress.seen = self.tokens.len();
-        let actions = self.policy.on_step(&step)?;
+        let actions = self.policy.ask(&step)?;
         self.note_policy();
         let why = match (loop_found, budget_reached) {
-            (Some(found), _) => format!("a loop of {} tokens", found.period),
-            (None, true) => "the budget".to_string(),
-            (None, false) => "no event".to_string(),
+            (Some(found), _) => format!("loop of {} tokens", found.period),
+            (None, true) => BUDGET_REACHED.to_string(),
+            (None, false) => "periodic call".to_string(),
         };
         self.apply(actions, &why, text)?;
-        // Budgets hold whatever the policy answers.
-        if budget_reached && self.said.reply.phase() == Phase::Think && !self.has_ended() {
-            self.close_thinking("", "the budget", text)?;
+        // The budget is enforced for any answer.
+        if budget_reached && self.reply_state.reply.phase() == Phase::Reasoning && !self.has_ended()
+        {
+            self.close_reasoning("", BUDGET_REACHED, text)?;
         }
         Ok(())
     }
 
-    /// Applies `actions`: the longest rewind; sampling, biases and bans; texts in order; stop, behind
-    /// which everything is dropped.
+    /// Applies `actions`: first the longest rewind; then sampling, biases and bans; then texts in
+    /// order; then stop. Actions after a stop are dropped.
     fn apply(&mut self, mut actions: Vec<Action>, why: &str, text: &Text) -> Result<()> {
         let stop = actions.iter().position(|action| matches!(action, Action::Stop(_)));
         actions.truncate(stop.map_or(actions.len(), |at| at + 1));
@@ -70,7 +74,7 @@ impl Sequence {
             self.rewind_by(tokens as usize, why)?;
         }
         for action in &actions {
-            self.adjust_by(action, why);
+            self.change_sampling(action, why);
         }
         for action in actions {
             if self.has_ended() {
@@ -80,7 +84,7 @@ impl Sequence {
                 Action::Inject(words) => {
                     self.inject(text.encode_plain(&words)?, "injected text", why, text)?;
                 }
-                Action::CloseThinking(hint) => self.close_thinking(&hint, why, text)?,
+                Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
                 Action::Stop(reason) => self.stop(reason, why),
                 Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {}
             }
@@ -88,24 +92,24 @@ impl Sequence {
         Ok(())
     }
 
-    /// Changes how tokens are drawn. A token that is drawn already was drawn otherwise, and is
-    /// dropped: the next draw from the same logits has the same seed.
-    fn adjust_by(&mut self, action: &Action, why: &str) {
+    /// Changes sampling. A token that is already sampled is dropped: it is sampled again from the same
+    /// logits with the same noise.
+    fn change_sampling(&mut self, action: &Action, why: &str) {
         if self.has_ended() {
             return;
         }
         let (what, steps) = match action {
             Action::Ban(ban) => {
-                self.adjust.ban(&ban.tokens, ban.steps);
+                self.sampler.ban(&ban.tokens, ban.steps);
                 (format!("banned {} tokens", ban.tokens.len()), ban.steps)
             }
             Action::Bias(bias) => {
-                self.adjust.bias(&bias.tokens, bias.steps);
+                self.sampler.bias(&bias.tokens, bias.steps);
                 (format!("biased {} tokens", bias.tokens.len()), bias.steps)
             }
-            Action::Sampling(resample) => {
-                self.adjust.resample(resample.sampling, resample.steps);
-                (format!("changed sampling ({})", words(&resample.sampling)), resample.steps)
+            Action::Sampling(change) => {
+                self.sampler.change(change.sampling, change.steps);
+                (format!("changed sampling to {}", describe(&change.sampling)), change.steps)
             }
             _ => return,
         };
@@ -113,24 +117,24 @@ impl Sequence {
             0 => "for the rest of the reply".to_string(),
             steps => format!("for the next {steps} tokens"),
         };
-        self.note(format!("{what} {span} after {} tokens, on {why}", self.replied()));
-        self.drawn = None;
+        self.note(format!("{what} {span} after {} tokens ({why})", self.reply_len()));
+        self.sampled = None;
     }
 
-    fn close_thinking(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
-        if self.said.reply.phase() != Phase::Think {
+    fn close_reasoning(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
+        if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
-        let tokens = self.said.reply.closing(text, hint)?;
-        self.inject(tokens, "closed the thought", why, text)
+        let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
+        self.inject(tokens, "closed the reasoning", why, text)
     }
 
     fn stop(&mut self, reason: String, why: &str) {
-        self.note(format!("stopped after {} tokens, on {why}: {reason}", self.replied()));
+        self.note(format!("stopped after {} tokens ({why}): {reason}", self.reply_len()));
         self.end(FinishReason::Policy(reason));
     }
 
-    /// Commits `tokens` as if the model had drawn them; `what` is done with them for the notes.
+    /// Commits `tokens` as if the model had sampled them; `what` describes this in the note.
     pub(super) fn inject(
         &mut self,
         tokens: Vec<u32>,
@@ -138,7 +142,7 @@ impl Sequence {
         why: &str,
         text: &Text,
     ) -> Result<()> {
-        let at = self.replied();
+        let length = self.reply_len();
         self.progress.injected += tokens.len();
         if self.progress.injected > INJECTED_TOKENS {
             let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
@@ -147,36 +151,36 @@ impl Sequence {
             return Ok(());
         }
         if self.tokens.len() + tokens.len() > self.limits.context {
-            self.note(format!("{what} after {at} tokens, on {why}: the context is full"));
+            self.note(format!("{what} after {length} tokens ({why}): the context is full"));
             self.end(FinishReason::Length);
             return Ok(());
         }
-        self.note(format!("{what} after {at} tokens, on {why}"));
+        self.note(format!("{what} after {length} tokens ({why})"));
         if tokens.is_empty() {
             return Ok(());
         }
-        self.drawn = None;
+        self.sampled = None;
         let all_seen = self.progress.seen == self.tokens.len();
         for token in tokens {
-            self.commit(token);
-            // A call that is taken back takes the rest of the text with it.
+            self.append(token);
+            // A repaired call replaces the rest of the text.
             if self.judge(text)? || self.has_ended() {
                 break;
             }
         }
-        // Its own text is nothing new to a policy.
+        // A policy does not see its own text as new tokens.
         if all_seen {
             self.progress.seen = self.tokens.len();
-            self.said.reply.take_text();
+            self.reply_state.reply.take_text();
         }
         self.detector.iter_mut().for_each(Detector::reset);
         Ok(())
     }
 }
 
-/// A change of sampling for people.
-fn words(change: &SamplingChange) -> String {
-    let SamplingChange { temperature, top_p, top_k, min_p } = change;
+/// A change of sampling, for a note.
+fn describe(change: &SamplingPatch) -> String {
+    let SamplingPatch { temperature, top_p, top_k, min_p } = change;
     let value = |name: &str, value: Option<f32>| value.map(|value| format!("{name} {value}"));
     let top_k = top_k.map(|k| format!("top_k {k}"));
     let values =

@@ -1,14 +1,13 @@
-//! What `steersman calibrate` finds out about a model, once, on text of its own: how early it could
-//! leave its layers, and which feed-forward blocks it could do without.
+//! Measures, for `steersman calibrate`, which early exits and which skipped feed-forward blocks a
+//! model tolerates, on text of its own.
 //!
-//! Both are read off one pass over the text for each case, with the whole model's predictions as
-//! the measure: how often the first N layers already name the token that the whole model names,
-//! and by how many nats a token the predictions drift (Kullback-Leibler divergence) without a
-//! block. Blocks are left out in the order of what each costs alone; what a set of them costs
-//! together is measured, not added up.
+//! Each case is one pass over the text, compared with the whole model: how often the first N layers
+//! predict the same token, and by how many nats a token the predictions diverge (Kullback-Leibler)
+//! without a block. Blocks are skipped in the order of their cost alone; the cost of a set of blocks
+//! is measured, not added up.
 //!
-//! Source: early exit as draft, LayerSkip (arXiv:2404.16710); importance of a layer by what its
-//! absence changes, ShortGPT (arXiv:2403.03853).
+//! Source: early exit as drafter, LayerSkip (arXiv:2404.16710); importance of a layer by the effect of
+//! leaving it out, ShortGPT (arXiv:2403.03853).
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -19,63 +18,62 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use serde::{Deserialize, Serialize};
 
-use super::Decoder;
-use super::verify::Way;
+use super::{Decoder, hex, token_ids};
 use crate::cache::Span;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::model::Pass;
 use crate::request::Request;
 
-/// Tokens of the drafts whose gain decides about an early exit.
+/// Depth of the drafts by which early exits are compared.
 const DRAFTED: usize = 4;
 
-/// Rows whose logits are looked at together.
+/// Rows whose logits are compared at once: a row can have 250,000 columns.
 const BLOCK: i32 = 64;
 
-/// A text and what the whole model says of it, [1, T, D].
+/// A text and the whole model's hidden states, [1, T, D].
 struct Text {
     tokens: Vec<u32>,
     hidden: Array,
 }
 
-/// What an early exit must promise over plain decoding to be used.
+/// Least expected speed of an early exit over plain decoding.
 const GAIN: f32 = 1.05;
 
-/// What was found out about one model in one numeric format.
+/// Measurements of one model in one numeric format.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Calibration {
-    /// Tokens of the text.
+    /// Tokens measured on.
     pub tokens: usize,
-    /// How often the first 1, 2, ... layers name the token that the whole model names.
+    /// How often the first 1, 2, ... layers predict the same token as the whole model.
     pub exits: Vec<f32>,
-    /// How many first layers draft best, where that pays at all.
+    /// The best number of layers for early-exit drafts, if any pays.
     pub exit_layers: Option<usize>,
-    /// Sets of feed-forward blocks to leave out, each one larger than the one before.
+    /// Sets of feed-forward blocks to skip, each larger by one than the previous set.
     pub skips: Vec<Skip>,
 }
 
-/// Feed-forward blocks that are left out together.
+/// Feed-forward blocks that are skipped together.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Skip {
-    /// Their layers.
+    /// Layers of the blocks, ascending.
     pub layers: Vec<usize>,
-    /// What their absence costs, in nats a token.
+    /// Divergence from the whole model, in nats a token.
     pub kl: f32,
 }
 
 impl Calibration {
-    /// The file for the model of this digest.
+    /// Path of the calibration file of the model with this digest.
     pub fn path(data: &Path, digest: &[u8; 32]) -> PathBuf {
-        let name: String = digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-        data.join("calibration").join(format!("{name}.json"))
+        data.join("calibration").join(format!("{}.json", hex(&digest[..8])))
     }
 
-    /// Reads what an earlier run found out; `None` where there was none.
+    /// Reads the file of an earlier run; `None` if there is none.
     ///
     /// # Errors
-    /// [`Error::Model`] when the file is there but cannot be read.
+    /// [`Error::Model`] when the file exists but cannot be read.
     pub fn read(path: &Path) -> Result<Option<Self>> {
-        let problem = |problem: String| Error::Model { path: path.into(), problem };
+        let problem =
+            |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -85,34 +83,31 @@ impl Calibration {
         Ok(Some(parsed.map_err(|e| problem(format!("{e}; run `steersman calibrate` again")))?))
     }
 
-    /// Writes it for later starts.
-    ///
-    /// # Errors
-    /// [`Error::Model`] when it cannot be written.
+    /// Writes the file, for later starts.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let problem =
-            |e: std::io::Error| Error::Model { path: path.into(), problem: e.to_string() };
-        let text = serde_json::to_string_pretty(self).expect("plain data");
+        let problem = |e: std::io::Error| {
+            Error::Config(ConfigError::Model { path: path.into(), problem: e.to_string() })
+        };
+        let text = serde_json::to_string_pretty(self).expect("plain data serializes");
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new("."))).map_err(problem)?;
-        let half = path.with_extension("part");
-        std::fs::write(&half, text + "\n").map_err(problem)?;
-        std::fs::rename(&half, path).map_err(problem)
+        let partial = path.with_extension("part");
+        std::fs::write(&partial, text + "\n").map_err(problem)?;
+        std::fs::rename(&partial, path).map_err(problem)
     }
 
-    /// The most blocks whose absence costs at most `kl` nats a token.
+    /// The largest set of blocks that costs at most `kl` nats a token.
     pub fn skip_within(&self, kl: f32) -> Option<&Skip> {
         self.skips.iter().rev().find(|skip| skip.kl <= kl)
     }
 }
 
 impl Decoder {
-    /// Finds out about the loaded model on `requests` and its own replies to them, of at most
-    /// `tokens` tokens. `progress` hears of every measurement that is done, and of how many there
-    /// are.
+    /// Measures on `requests` and the model's own replies to them, of at most `tokens` tokens, and
+    /// writes the calibration file. Calls `progress` with the number of finished measurements and of
+    /// all measurements.
     ///
     /// # Errors
-    /// What keeps a request from being run, or MLX's error; [`Error::Model`] when the result cannot
-    /// be kept.
+    /// When a request cannot be admitted or run; [`Error::Model`] when the file cannot be written.
     pub fn calibrate(
         &mut self,
         requests: &[Request],
@@ -120,7 +115,7 @@ impl Decoder {
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Calibration> {
         let depth = self.model.depth();
-        // With half of the blocks gone nothing is left of a model.
+        // No model is useful without half of its blocks.
         let most_skipped = depth / 2;
         let all = requests.len() + depth - 1 + depth + most_skipped;
         let mut done = 0;
@@ -128,11 +123,11 @@ impl Decoder {
             done += 1;
             progress(done, all);
         };
-        // Predictions drift from the whole model, whatever the configuration leaves out.
+        // The reference is the whole model, even if the configuration skips blocks.
         self.skip.clear();
         let mut texts = Vec::new();
         for request in requests {
-            let tokens = self.text_of(request, Way::Plain, tokens)?;
+            let tokens = self.plain_text(request, tokens)?;
             let hidden = self.hidden(&tokens, Pass::WHOLE)?;
             texts.push(Text { tokens, hidden });
             step();
@@ -157,45 +152,45 @@ impl Decoder {
             let mut layers: Vec<usize> = alone[..count].iter().map(|&(_, layer)| layer).collect();
             layers.sort_unstable();
             let kl = self.mean(&texts, Pass { skip: &layers, ..Pass::WHOLE }, divergence)?;
-            // Numbers that overflow without a block are no number of nats.
+            // Activations may overflow without a block.
             if kl.is_finite() {
                 found.skips.push(Skip { layers, kl });
             }
             step();
         }
-        found.write(&self.calibration)?;
+        found.write(&self.calibration_path)?;
         Ok(found)
     }
 
-    /// Where the result is kept.
+    /// Path of the calibration file of the loaded model.
     pub fn calibration_path(&self) -> &Path {
-        &self.calibration
+        &self.calibration_path
     }
 
-    /// The number of first layers that commit the most tokens a second as drafts, where that is
-    /// more than plain decoding does.
+    /// The number of layers whose early-exit drafts commit the most tokens a second; `None` if plain
+    /// decoding is as fast.
     fn best_exit(&self, exits: &[f32]) -> Result<Option<usize>> {
         let Some(costs) = self.costs else { return Ok(None) };
         let depth = exits.len() + 1;
         let mut best = (GAIN / costs.plain, None);
-        for (layers, chance) in (1..depth).zip(exits) {
+        for (layers, acceptance) in (1..depth).zip(exits) {
             let drafting = DRAFTED as f32 * self.time_exit(layers)?;
-            let tokens: f32 = (0..=DRAFTED as i32).map(|i| chance.powi(i)).sum();
-            let rate = tokens / (drafting + costs.verify[DRAFTED]);
-            if rate > best.0 {
-                best = (rate, Some(layers));
+            let tokens: f32 = (0..=DRAFTED as i32).map(|i| acceptance.powi(i)).sum();
+            let speed = tokens / (drafting + costs.verify[DRAFTED]);
+            if speed > best.0 {
+                best = (speed, Some(layers));
             }
         }
         Ok(best.1)
     }
 
-    /// Seconds that a token takes through the first `layers` layers and the head: the least of
-    /// three times.
+    /// Seconds that a token takes through the first `layers` layers and the head, the least of four
+    /// runs.
     fn time_exit(&self, layers: usize) -> Result<f32> {
         let mut cache = self.prefixes.empty();
         let token = Array::from_slice(&[0u32], &[1]);
         let mut least = f32::INFINITY;
-        for _ in 0..=3 {
+        for _ in 0..4 {
             let start = Instant::now();
             let pass = Pass { exit: Some(layers), ..Pass::WHOLE };
             let span = Span { rows: 1, cache: &mut cache };
@@ -206,14 +201,13 @@ impl Decoder {
         Ok(least)
     }
 
-    /// [1, T, D]: hidden states of all tokens of `text`, read in chunks as prompts are.
+    /// Hidden states of all tokens of `text`, [1, T, D], computed in chunks like a prompt.
     fn hidden(&self, text: &[u32], pass: Pass<'_>) -> Result<Array> {
         let mut cache = self.prefixes.empty();
         let mut parts = Vec::new();
         for chunk in text.chunks(self.prefill_chunk) {
-            let rows = chunk.len() as i32;
-            let ids = Array::from_slice(chunk, &[rows]);
-            let span = Span { rows, cache: &mut cache };
+            let ids = token_ids(chunk);
+            let span = Span { rows: ids.dim(0), cache: &mut cache };
             let hidden = self.model.forward(&ids, &mut [span], pass)?;
             eval([&hidden])?;
             parts.push(hidden);
@@ -221,8 +215,8 @@ impl Decoder {
         Ok(concatenate(&parts, 1)?)
     }
 
-    /// Mean over all tokens of what `measure` says of the whole model's logits and those of `pass`,
-    /// both [R, V].
+    /// Mean over all tokens of `measure`, which gets the whole model's logits and those of `pass`,
+    /// both [R, V], and returns a sum over rows.
     fn mean(
         &self,
         texts: &[Text],
@@ -233,7 +227,6 @@ impl Decoder {
         for text in texts {
             let found = self.hidden(&text.tokens, pass)?;
             let rows = found.dim(1);
-            // Logits are large: a vocabulary has up to a quarter of a million entries.
             for start in (0..rows).step_by(BLOCK as usize) {
                 let block = |hidden: &Array| -> Result<Array> {
                     let part = hidden.try_index((.., start..rows.min(start + BLOCK), ..))?;
@@ -249,13 +242,13 @@ impl Decoder {
     }
 }
 
-/// How many rows name the same token.
+/// Number of rows that predict the same token.
 fn agreement(whole: &Array, part: &Array) -> Result<Array> {
     let same = argmax_axis(whole, -1, None)?.eq(argmax_axis(part, -1, None)?)?;
     Ok(same.as_dtype(Dtype::Float32)?.sum(None)?)
 }
 
-/// Sum of the rows' divergences of `part` from `whole`, in nats.
+/// Sum over rows of the divergence of `part` from `whole`, in nats.
 fn divergence(whole: &Array, part: &Array) -> Result<Array> {
     let nats = |logits: &Array| logits.subtract(logsumexp_axis(logits, -1, true)?);
     let whole = nats(whole)?;

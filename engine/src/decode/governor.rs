@@ -1,12 +1,12 @@
-//! Decides what drafts and how deep, so that the most tokens are committed a second. Often none.
+//! Chooses the drafter and the depth that commit the most tokens a second. Often that is none.
 //!
-//! It knows what passes cost on this machine ([`Costs`], measured at the start) and how likely
-//! drafts are accepted in this text ([`Draft::chances`]). A draft of depth m, each of whose tokens
-//! is accepted with chance a, commits 1 + a_1 + a_1 a_2 + ... tokens in the time of m drafts and a
-//! pass of m + 1 rows; the best rate wins, plain decoding included.
+//! It knows the cost of passes on this machine ([`Costs`], measured at the start) and the acceptance
+//! rates in this text ([`Drafter::acceptance_rates`]). A draft of depth m with acceptance rates a_i
+//! commits 1 + a_1 + a_1 a_2 + ... tokens in the time of m drafted tokens and a pass over m + 1 rows;
+//! the fastest choice wins, plain decoding included.
 //!
-//! What is not used is not learned about, so while nothing pays each kind is tried again after a
-//! while, ever more rarely if it does not pay then either.
+//! A drafter that is not used learns nothing, so each one is tried again from time to time, less and
+//! less often if it still does not pay.
 //!
 //! Source: the expected gain is that of arXiv:2211.17192, section 3.3.
 
@@ -16,39 +16,41 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 
-use super::adjust::Adjust;
-use super::draft::{At, Chance, Draft};
+use super::draft::{DraftContext, Drafter, MovingRate};
 use super::sample::sample;
+use super::sampler::Sampler;
+use super::token_ids;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::{Model, Pass};
 use crate::request::Sampling;
 
-/// Speculation must promise this much more than plain decoding: what it promises is an estimate.
+/// Least expected speed over plain decoding: the expectation is an estimate.
 const GAIN: f32 = 1.1;
 
-/// Turns until a kind that is not in use is tried again, at least and at most. One try costs about a
-/// token (it may have to catch up first), so that the longest wait costs a few thousandths.
-const TRY_AGAIN: [u32; 2] = [8, 512];
+/// Fewest and most steps between trials of a drafter that is not in use. A trial costs about one
+/// token (the drafter may have to catch up first), so the longest wait costs a few thousandths.
+const TRIAL_INTERVAL: [u32; 2] = [8, 512];
 
-/// Right tries in a row that are followed by another soon.
-const RIGHT: u32 = 4;
+/// After this many accepted trials in a row, trials that still do not pay become rarer again.
+const ACCEPTED_TRIALS: u32 = 4;
 
 /// Time for measuring passes at the start, a tenth of it for each number of rows; a slow machine gets
-/// one pass of each, or what there is time for.
+/// one pass of each, or as many as fit.
 const MEASURING: Duration = Duration::from_secs(4);
 
-/// After this no further kernels are compiled only to measure them: on CUDA those of one number of
-/// rows can take a quarter of a minute, once for each machine.
+/// After this time no further kernels are compiled only to be measured: on CUDA those for one number
+/// of rows can take 15 seconds, once a machine.
 const COMPILING: Duration = Duration::from_secs(40);
 
-/// Numbers of rows in the order in which they are measured, so that the others lie between.
+/// Numbers of rows in the order of measuring, so that those left out can be interpolated.
 const MEASURED: [usize; DEPTH + 1] = [1, 8, 4, 2, 6, 3, 5, 7];
 
-/// Rows in the cache while costs are measured, and how often each is: the least counts, as other
-/// work on the machine only ever adds.
+/// Rows in the cache while costs are measured.
 const CONTEXT: usize = 64;
+
+/// Measurements of each cost. The least counts, as other work on the machine only adds to it.
 const REPEATS: usize = 5;
 
 /// Seconds that passes take on this machine.
@@ -56,7 +58,7 @@ const REPEATS: usize = 5;
 pub struct Costs {
     /// A plain step, with the next one queued meanwhile.
     pub plain: f32,
-    /// A pass over 1 to DEPTH + 1 rows whose result is waited for, by rows - 1.
+    /// A pass over 1 to DEPTH + 1 rows, including the wait for its result; index is rows - 1.
     pub verify: [f32; DEPTH + 1],
     /// Drafting, by kind.
     pub draft: [Drafting; DraftKind::ALL.len()],
@@ -65,9 +67,9 @@ pub struct Costs {
 /// Seconds that drafting takes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Drafting {
-    /// The first token, with what the draft has to read before it.
+    /// The first token, with the rows that the drafter reads before it.
     pub first: f32,
-    /// Each further one.
+    /// Each further token.
     pub more: f32,
 }
 
@@ -78,149 +80,146 @@ impl Drafting {
 }
 
 impl Costs {
-    /// Measures `part` of `model` on an empty `cache`, and `drafts`, which are new.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects an operation.
+    /// Measures `part` of `model` on an empty `cache`, and new `drafters`.
     pub fn measure(
         model: &dyn Model,
         part: Pass<'_>,
         mut cache: Cache,
-        drafts: &mut [Box<dyn Draft>],
+        drafters: &mut [Box<dyn Drafter>],
     ) -> Result<Self> {
-        // Which tokens they are makes no difference, but in a mixture of experts, where some
-        // variety is more like text than one token repeated.
+        // The values matter in a mixture of experts alone, where varied tokens are more like text
+        // than one token repeated.
         let tokens: Vec<u32> = (0..2 * CONTEXT as u32).map(|i| 3 + i % 61).collect();
         let greedy = Sampling::default();
         let pass = |cache: &mut _, tokens: &[u32]| -> Result<(Array, Array)> {
-            let rows = tokens.len() as i32;
-            let ids = Array::from_slice(tokens, &[rows]);
-            let hidden = model.forward(&ids, &mut [Span { rows, cache }], part)?;
-            let picks = sample(&model.logits(&hidden)?.squeeze_axes(&[0])?, &greedy, 0, 0)?;
-            Ok((hidden, picks))
+            let ids = token_ids(tokens);
+            let hidden = model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], part)?;
+            let sampled = sample(&model.logits(&hidden)?.squeeze_axes(&[0])?, &greedy, 0, 0)?;
+            Ok((hidden, sampled))
         };
-        let (hidden, picks) = pass(&mut cache, &tokens[..CONTEXT])?;
-        eval([&picks])?;
+        let (hidden, sampled) = pass(&mut cache, &tokens[..CONTEXT])?;
+        eval([&sampled])?;
 
-        let mut clock = Clock { spent: Duration::ZERO, start: Instant::now() };
+        let mut stopwatch = Stopwatch { spent: Duration::ZERO, start: Instant::now() };
         let mut verify = [0.0; DEPTH + 1];
         for rows in MEASURED {
-            verify[rows - 1] = clock.least_of(|| {
-                cache.checkpoint();
-                let begin = Instant::now();
+            verify[rows - 1] = stopwatch.least_of(|| {
+                cache.mark_draft();
+                let start = Instant::now();
                 eval([&pass(&mut cache, &tokens[..rows])?.1])?;
-                let took = begin.elapsed();
-                cache.rewind(CONTEXT)?;
-                Ok(Some(took))
+                let elapsed = start.elapsed();
+                cache.rewind_draft(CONTEXT)?;
+                Ok(Some(elapsed))
             })?;
         }
-        fill(&mut verify);
+        interpolate(&mut verify);
 
-        cache.checkpoint();
-        let mut before = picks.clone();
-        let plain = clock.least_of(|| {
-            let begin = Instant::now();
-            let drawn = pass(&mut cache, &tokens[..1])?.1;
-            async_eval([&drawn])?;
-            eval([&before])?;
-            before = drawn;
-            Ok(Some(begin.elapsed()))
+        cache.mark_draft();
+        let mut previous = sampled.clone();
+        let plain = stopwatch.least_of(|| {
+            let start = Instant::now();
+            let next = pass(&mut cache, &tokens[..1])?.1;
+            async_eval([&next])?;
+            eval([&previous])?;
+            previous = next;
+            Ok(Some(start.elapsed()))
         })?;
-        eval([&before])?;
-        cache.rewind(CONTEXT)?;
+        eval([&previous])?;
+        cache.rewind_draft(CONTEXT)?;
 
         let plain = if plain > 0.0 { plain.min(verify[0]) } else { verify[0] };
         let mut costs = Self { plain, verify, ..Self::default() };
-        for draft in drafts {
-            draft.observe(&hidden, 0)?;
+        for drafter in drafters {
+            drafter.observe(&hidden, 0)?;
             let row = hidden.try_index((.., ..1))?;
-            let mut adjust = Adjust::new(greedy);
-            // One more token is known each time, as in decoding.
-            let mut known = CONTEXT;
+            let mut sampler = Sampler::new(greedy);
+            // One more token is committed before each draft, as in decoding.
+            let mut length = CONTEXT;
             let mut least = |depth| {
-                clock.least_of(|| {
-                    known += 1;
-                    let (cache, tokens) = (&mut cache, &tokens[..known]);
-                    let mut at = At {
+                stopwatch.least_of(|| {
+                    length += 1;
+                    let mut context = DraftContext {
                         model,
                         part,
-                        cache,
-                        tokens,
-                        adjust: &mut adjust,
+                        cache: &mut cache,
+                        tokens: &tokens[..length],
+                        sampler: &mut sampler,
                         seed: 0,
                         vocabulary: i32::MAX,
                     };
-                    let begin = Instant::now();
-                    let Some(proposed) = draft.propose(&mut at, depth)? else { return Ok(None) };
-                    eval([&proposed])?;
-                    let took = begin.elapsed();
-                    draft.learn(0, 0)?;
-                    draft.observe(&row, known - 1)?;
-                    Ok(Some(took))
+                    let start = Instant::now();
+                    let Some(draft) = drafter.propose(&mut context, depth)? else {
+                        return Ok(None);
+                    };
+                    eval([&draft])?;
+                    let elapsed = start.elapsed();
+                    drafter.learn(0, 0)?;
+                    drafter.observe(&row, length - 1)?;
+                    Ok(Some(elapsed))
                 })
             };
             let (first, all) = (least(1)?, least(DEPTH)?);
             let more = (all - first).max(0.0) / (DEPTH - 1) as f32;
-            costs.draft[draft.kind() as usize] = Drafting { first, more };
+            costs.draft[drafter.kind() as usize] = Drafting { first, more };
         }
         Ok(costs)
     }
 
-    /// The depth at which drafts of these chances commit the most tokens a second, and how many.
+    /// Tokens a second of the best depth at these acceptance rates, and that depth.
     ///
-    /// A row that is `sure` is taken as it is; at one that is not the pass ends, and a plain pass
-    /// draws its token.
-    fn best_depth(&self, kind: DraftKind, chances: &[f32], sure: f32) -> (f32, usize) {
-        // `reached`: the chance that the row is looked at.
-        let (mut tokens, mut doubts, mut reached) = (sure, 1.0 - sure, sure);
+    /// `confident` is the share of rows without a near-tie. The pass ends at a near-tie, and a plain
+    /// pass samples the token there.
+    fn best_depth(&self, kind: DraftKind, rates: &[f32], confident: f32) -> (f32, usize) {
+        // `reached`: the probability that all rows before are accepted.
+        let (mut tokens, mut near_ties, mut reached) = (confident, 1.0 - confident, confident);
         let mut best = (0.0, 1);
-        for (i, chance) in chances.iter().enumerate() {
-            reached *= chance;
-            tokens += reached * sure;
-            doubts += reached * (1.0 - sure);
-            reached *= sure;
+        for (i, rate) in rates.iter().enumerate() {
+            reached *= rate;
+            tokens += reached * confident;
+            near_ties += reached * (1.0 - confident);
+            reached *= confident;
             let depth = i + 1;
             let drafting = self.draft[kind as usize].tokens(depth);
-            let time = drafting + self.verify[depth] + doubts * self.plain;
-            let rate = (tokens + doubts) / time;
-            if rate > best.0 {
-                best = (rate, depth);
+            let time = drafting + self.verify[depth] + near_ties * self.plain;
+            let speed = (tokens + near_ties) / time;
+            if speed > best.0 {
+                best = (speed, depth);
             }
         }
         best
     }
 
-    /// A plain step took so long. What makes it longer (more context to look back at, a hotter chip)
-    /// makes every pass longer.
-    pub fn learn_plain(&mut self, took: f32) {
+    /// Learns from a plain step. Whatever slows it down (a longer context, a hotter chip) slows down
+    /// every pass.
+    pub fn learn_plain(&mut self, seconds: f32) {
         let before = self.plain;
-        learn(&mut self.plain, took);
+        learn(&mut self.plain, seconds);
         let longer = self.plain - before;
         for cost in &mut self.verify {
             *cost = (*cost + longer).max(self.plain);
         }
     }
 
-    /// Drafting `rows - 1` tokens and verifying them took so long.
+    /// Learns from the time of drafting `rows - 1` tokens and verifying them.
     ///
-    /// Where drafting costs nothing, that is the cost of a pass. What a further row costs is
+    /// N-gram drafts are free, so theirs is the cost of the pass. The cost of a further row is then
     /// learned for all numbers of rows together: those that are not in use would never be corrected
-    /// if they were measured at a bad moment. Elsewhere it is a draft that costs more or less than
-    /// it did: it has more to read where the last one was right, and leaves more to rewind where it
-    /// was not.
-    pub fn learn_verify(&mut self, kind: DraftKind, rows: usize, took: f32) {
+    /// if they were measured at a bad moment. With other drafters the difference is attributed to
+    /// drafting: after an accepted draft the drafter has more to read, after a rejected one more to
+    /// rewind.
+    pub fn learn_verify(&mut self, kind: DraftKind, rows: usize, seconds: f32) {
         let mut cost = self.verify[rows - 1];
         if kind != DraftKind::Ngram {
             let drafting = &mut self.draft[kind as usize];
-            let mut turn = drafting.tokens(rows - 1) + cost;
-            let before = turn;
-            learn(&mut turn, took);
-            drafting.first = (drafting.first + turn - before).max(0.0);
+            let mut step = drafting.tokens(rows - 1) + cost;
+            let before = step;
+            learn(&mut step, seconds);
+            drafting.first = (drafting.first + step - before).max(0.0);
             return;
         }
         let further = |cost: f32| (cost - self.plain).max(0.01 * self.plain);
         let before = further(cost);
-        learn(&mut cost, took);
+        learn(&mut cost, seconds);
         let ratio = further(cost) / before;
         for (i, cost) in self.verify.iter_mut().enumerate().skip(1) {
             let share = if i == rows - 1 { ratio } else { ratio.sqrt() };
@@ -229,34 +228,33 @@ impl Costs {
     }
 }
 
-/// Moves a cost a little towards what was seen. One stall is no news.
-fn learn(cost: &mut f32, took: f32) {
-    *cost += 0.05 * (took.clamp(0.0, 2.0 * *cost) - *cost);
+/// Moves a cost a little towards a measurement. Outliers are clamped: a stall changes little.
+fn learn(cost: &mut f32, seconds: f32) {
+    *cost += 0.05 * (seconds.clamp(0.0, 2.0 * *cost) - *cost);
 }
 
-/// What measuring has taken so far.
-struct Clock {
+/// Measures within the time limits [`MEASURING`] and [`COMPILING`].
+struct Stopwatch {
     spent: Duration,
     start: Instant,
 }
 
-impl Clock {
-    /// The least of several runs in seconds; 0 where there is no time left, or where the run says
-    /// that there is nothing to measure.
+impl Stopwatch {
+    /// The least of several runs, in seconds; 0 if there is no time left or the run returns `None`.
     ///
     /// The first run is not counted: it may compile kernels, for half a minute on CUDA.
     fn least_of(&mut self, mut run: impl FnMut() -> Result<Option<Duration>>) -> Result<f32> {
         let mut least = Duration::MAX;
-        let own = self.spent + MEASURING / 10;
+        let share = self.spent + MEASURING / 10;
         let late = self.spent > MEASURING || self.start.elapsed() > COMPILING;
         if late || run()?.is_none() {
             return Ok(0.0);
         }
         for _ in 0..REPEATS {
-            let Some(took) = run()? else { return Ok(0.0) };
-            least = least.min(took);
-            self.spent += took;
-            if self.spent > own {
+            let Some(elapsed) = run()? else { return Ok(0.0) };
+            least = least.min(elapsed);
+            self.spent += elapsed;
+            if self.spent > share {
                 break;
             }
         }
@@ -264,13 +262,13 @@ impl Clock {
     }
 }
 
-/// Fills in the row counts that were not measured: on a line between those that were, and a whole
-/// pass more for each row beyond them, which promises nothing.
-fn fill(verify: &mut [f32; DEPTH + 1]) {
+/// Fills in the numbers of rows that were not measured: linearly between measured ones, and a whole
+/// pass more for each row beyond them, so that nothing is expected of them.
+fn interpolate(verify: &mut [f32; DEPTH + 1]) {
     let measured: Vec<usize> = (0..=DEPTH).filter(|&i| verify[i] > 0.0).collect();
     for i in 0..=DEPTH {
-        let below = measured.iter().rev().find(|&&at| at <= i).copied().unwrap_or(0);
-        verify[i] = match measured.iter().find(|&&at| at >= i) {
+        let below = measured.iter().rev().find(|&&m| m <= i).copied().unwrap_or(0);
+        verify[i] = match measured.iter().find(|&&m| m >= i) {
             Some(&above) if above > below => {
                 let share = (i - below) as f32 / (above - below) as f32;
                 verify[below] + share * (verify[above] - verify[below])
@@ -279,68 +277,68 @@ fn fill(verify: &mut [f32; DEPTH + 1]) {
             None => verify[below] + (i - below) as f32 * verify[0],
         };
     }
-    // Other work on the machine only ever adds, and more rows never cost less than fewer.
+    // Other work on the machine only adds time, and more rows never cost less than fewer.
     for i in (0..DEPTH).rev() {
         verify[i] = verify[i].min(verify[i + 1]);
     }
 }
 
-/// What drafts in a turn: index into the sequence's drafts, and how many tokens.
+/// The drafter of a step, by its index in the sequence's drafters, and the depth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    /// Which of the drafts.
-    pub draft: usize,
-    /// At most so many tokens.
+    pub drafter: usize,
+    /// Most tokens to draft.
     pub depth: usize,
-    /// Whether it is only tried, as what is known of it is old.
-    pub is_try: bool,
+    /// Whether this is a trial of a drafter whose rates are old.
+    pub is_trial: bool,
 }
 
-/// How the governor decides.
+/// How the governor chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// By cost and chance.
+    /// By costs and acceptance rates.
     Auto,
-    /// The first draft that has a guess, always so deep: for tests and measurements.
+    /// The first drafter that can draft, always at this depth: for tests and measurements.
     Always(usize),
 }
 
-/// Decides for one sequence.
+/// Chooses for one sequence.
 #[derive(Debug, Clone)]
 pub struct Governor {
     mode: Mode,
     depth: usize,
-    /// How often a row is no near-tie.
-    sure: Chance,
-    waits: [Wait; DraftKind::ALL.len()],
+    /// Share of verified rows without a near-tie.
+    confident: MovingRate,
+    trials: [Trial; DraftKind::ALL.len()],
 }
 
-/// When a kind is tried again.
+/// When a drafter is tried again.
 #[derive(Debug, Clone, Copy)]
-struct Wait {
-    turns: u32,
+struct Trial {
+    /// Steps between trials.
+    interval: u32,
+    /// Steps since it drafted last.
     since: u32,
-    /// Tries in a row that were right, so that the next one came soon.
-    right: u32,
+    /// Accepted trials in a row, each of which brings the next one early.
+    accepted: u32,
 }
 
 impl Governor {
-    /// Knows nothing of the text. Drafts are at most `depth` deep.
+    /// A governor that has learned nothing. Drafts are at most `depth` deep.
     pub fn new(mode: Mode, depth: usize) -> Self {
-        let wait = Wait { turns: TRY_AGAIN[0], since: 0, right: 0 };
-        let waits = [wait; DraftKind::ALL.len()];
-        Self { mode, depth, sure: Chance::prior(1.0), waits }
+        let trial = Trial { interval: TRIAL_INTERVAL[0], since: 0, accepted: 0 };
+        let trials = [trial; DraftKind::ALL.len()];
+        Self { mode, depth, confident: MovingRate::prior(1.0), trials }
     }
 
-    /// What drafts next; `None` for a plain step. At most `room` tokens may be drafted.
+    /// Chooses the drafter of the next step, to draft at most `room` tokens; `None` for a plain step.
     ///
-    /// `unread` says that the token drafts would go on from is still being computed: waiting for it
-    /// costs what a plain step saves by not waiting, so an n-gram must expect to be right about
-    /// that token, too.
+    /// `unread`: the sampled token is still being computed. Drafting waits for it and loses what a
+    /// plain step gains by not waiting, so an n-gram must predict that token too.
     pub fn choose(
         &self,
         costs: &Costs,
-        drafts: &[Box<dyn Draft>],
+        drafters: &[Box<dyn Drafter>],
         room: usize,
         unread: bool,
     ) -> Option<Choice> {
@@ -349,83 +347,82 @@ impl Governor {
             return None;
         }
         if let Mode::Always(depth) = self.mode {
-            let draft = drafts.iter().position(|draft| draft.chances()[0] > 0.0)?;
-            return Some(Choice { draft, depth: depth.min(room), is_try: false });
+            let drafter = drafters.iter().position(|d| d.acceptance_rates()[0] > 0.0)?;
+            return Some(Choice { drafter, depth: depth.min(room), is_trial: false });
         }
         let mut best: Option<(f32, Choice)> = None;
         let mut overdue: Option<(u32, Choice)> = None;
-        for (draft, source) in drafts.iter().enumerate() {
-            let (kind, chances) = (source.kind(), source.chances());
-            if chances[0] == 0.0 {
+        for (drafter, source) in drafters.iter().enumerate() {
+            let (kind, rates) = (source.kind(), source.acceptance_rates());
+            if rates[0] == 0.0 {
                 continue;
             }
-            let (mut rate, depth) = costs.best_depth(kind, &chances[..room], self.sure.value());
-            let choice = Choice { draft, depth, is_try: false };
+            let (mut speed, depth) = costs.best_depth(kind, &rates[..room], self.confident.value());
+            let choice = Choice { drafter, depth, is_trial: false };
             if unread && kind == DraftKind::Ngram {
-                // Right: that rate. Wrong: a step that was waited for.
-                let right = chances[0];
-                rate = right * rate + (1.0 - right) / costs.verify[0];
+                // If the token is not the predicted one, the wait bought nothing but that token.
+                speed = rates[0] * speed + (1.0 - rates[0]) / costs.verify[0];
             }
-            if best.is_none_or(|(most, _)| rate > most) {
-                best = Some((rate, choice));
+            if best.is_none_or(|(most, _)| speed > most) {
+                best = Some((speed, choice));
             }
-            let wait = self.waits[kind as usize];
-            let turns = if wait.right > 0 { TRY_AGAIN[0] } else { wait.turns };
-            let late = wait.since.saturating_sub(turns);
+            let trial = self.trials[kind as usize];
+            let interval = if trial.accepted > 0 { TRIAL_INTERVAL[0] } else { trial.interval };
+            let late = trial.since.saturating_sub(interval);
             if late > 0 {
-                let choice = Choice { draft, depth: depth.min(2), is_try: true };
+                let choice = Choice { drafter, depth: depth.min(2), is_trial: true };
                 if overdue.is_none_or(|(most, _)| late > most) {
                     overdue = Some((late, choice));
                 }
             }
         }
         match best {
-            Some((rate, choice)) if rate * costs.plain > GAIN => Some(choice),
-            // While nothing pays, what has not been tried for long is.
+            Some((speed, choice)) if speed * costs.plain > GAIN => Some(choice),
             _ => overdue.map(|(_, choice)| choice),
         }
     }
 
-    /// A plain step was taken.
-    pub fn stepped(&mut self) {
-        for wait in &mut self.waits {
-            wait.since += 1;
+    /// Counts a plain step.
+    pub fn count_step(&mut self) {
+        for trial in &mut self.trials {
+            trial.since += 1;
         }
     }
 
-    /// `draft` was verified, and its first token `right`, in a pass of which `sure` rows were no
-    /// near-ties and, with `doubt`, one more was. Returns whether it had nothing to catch up with, as it was in use
-    /// before.
-    pub fn verified(
+    /// Learns from a draft of `drafter`. `any_accepted`: its first token was accepted; `confident`:
+    /// rows without a near-tie; `near_tie`: whether a near-tie ended the pass.
+    ///
+    /// Returns whether the time of this step is typical: the drafter had nothing to catch up on.
+    pub fn learn(
         &mut self,
         costs: &Costs,
-        draft: &dyn Draft,
-        right: bool,
-        sure: usize,
-        doubt: bool,
+        drafter: &dyn Drafter,
+        any_accepted: bool,
+        confident: usize,
+        near_tie: bool,
     ) -> bool {
-        for _ in 0..sure {
-            self.sure.learn(true);
+        for _ in 0..confident {
+            self.confident.learn(true);
         }
-        if doubt {
-            self.sure.learn(false);
+        if near_tie {
+            self.confident.learn(false);
         }
-        self.stepped();
-        let (kind, chances) = (draft.kind(), draft.chances());
-        let (rate, _) = costs.best_depth(kind, &chances[..self.depth], self.sure.value());
-        let [least, most] = TRY_AGAIN;
-        let wait = &mut self.waits[kind as usize];
-        let in_use = wait.since == 1;
-        wait.since = 0;
-        let pays = rate * costs.plain > GAIN;
-        // A few right tries in a row show that the text has changed; more of them that still do not
-        // pay, that being right is not enough here.
+        self.count_step();
+        let (kind, rates) = (drafter.kind(), drafter.acceptance_rates());
+        let (speed, _) = costs.best_depth(kind, &rates[..self.depth], self.confident.value());
+        let [shortest, longest] = TRIAL_INTERVAL;
+        let trial = &mut self.trials[kind as usize];
+        let in_use = trial.since == 1;
+        trial.since = 0;
+        let pays = speed * costs.plain > GAIN;
+        // A few accepted trials in a row mean that the text has changed. If drafts still do not pay
+        // after them, acceptance is not enough on this machine.
         if pays {
-            (wait.turns, wait.right) = (least, 0);
-        } else if right && wait.right < RIGHT {
-            wait.right += 1;
+            (trial.interval, trial.accepted) = (shortest, 0);
+        } else if any_accepted && trial.accepted < ACCEPTED_TRIALS {
+            trial.accepted += 1;
         } else {
-            (wait.turns, wait.right) = ((wait.turns * 2).min(most), 0);
+            (trial.interval, trial.accepted) = ((trial.interval * 2).min(longest), 0);
         }
         in_use || kind == DraftKind::Ngram
     }
@@ -434,41 +431,41 @@ impl Governor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decode::draft::forget;
+    use crate::decode::draft::discount_rates;
 
-    /// Says what it is told to; its chances are learned as those of real drafts are.
+    /// Drafts nothing, but learns acceptance rates as real drafters do.
     struct Fake {
         kind: DraftKind,
-        chances: [Chance; DEPTH],
+        rates: [MovingRate; DEPTH],
     }
 
-    impl Draft for Fake {
+    impl Drafter for Fake {
         fn kind(&self) -> DraftKind {
             self.kind
         }
 
-        fn chances(&self) -> [f32; DEPTH] {
-            self.chances.map(Chance::value)
+        fn acceptance_rates(&self) -> [f32; DEPTH] {
+            self.rates.map(MovingRate::value)
         }
 
-        fn learned(&mut self) -> &mut [Chance] {
-            &mut self.chances
+        fn learned_rates(&mut self) -> &mut [MovingRate] {
+            &mut self.rates
         }
 
-        fn propose(&mut self, _: &mut At<'_>, _: usize) -> Result<Option<Array>> {
-            unreachable!("the governor only asks for chances")
+        fn propose(&mut self, _: &mut DraftContext<'_>, _: usize) -> Result<Option<Array>> {
+            unreachable!("the governor asks for rates only")
         }
 
         fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {
-            for (i, chance) in self.chances.iter_mut().enumerate().take(judged) {
-                chance.learn(i < accepted);
+            for (i, rate) in self.rates.iter_mut().enumerate().take(judged) {
+                rate.learn(i < accepted);
             }
             Ok(())
         }
     }
 
-    fn fake(kind: DraftKind, chance: f32) -> Box<dyn Draft> {
-        Box::new(Fake { kind, chances: [Chance::prior(chance); DEPTH] })
+    fn fake(kind: DraftKind, rate: f32) -> Box<dyn Drafter> {
+        Box::new(Fake { kind, rates: [MovingRate::prior(rate); DEPTH] })
     }
 
     const fn cost(token: f32) -> Drafting {
@@ -487,8 +484,8 @@ mod tests {
     }
 
     #[test]
-    fn drafts_are_used_where_they_pay_and_as_deep_as_they_pay() {
-        let choose = |kind, chance| governor().choose(&COSTS, &[fake(kind, chance)], 100, false);
+    fn drafts_run_only_where_and_as_deep_as_they_pay() {
+        let choose = |kind, rate| governor().choose(&COSTS, &[fake(kind, rate)], 100, false);
         assert_eq!(choose(DraftKind::Ngram, 0.0), None);
         assert_eq!(choose(DraftKind::Ngram, 0.1), None);
         assert_eq!(choose(DraftKind::Model, 0.3), None);
@@ -498,36 +495,35 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_lies_between_or_promises_nothing() {
+    fn unmeasured_costs_are_interpolated_or_too_high_to_pay() {
         let mut verify = [1.0, 0.0, 0.0, 1.6, 0.0, 0.0, 0.0, 2.0];
-        fill(&mut verify);
+        interpolate(&mut verify);
         let expected = [1.0, 1.2, 1.4, 1.6, 1.7, 1.8, 1.9, 2.0];
         assert!(verify.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5), "{verify:?}");
         let mut verify = [2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
-        fill(&mut verify);
+        interpolate(&mut verify);
         assert_eq!(verify, [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0]);
-        // Noise: four rows are not dearer than eight.
+        // Noise: four rows do not cost more than eight.
         let mut verify = [1.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 2.0];
-        fill(&mut verify);
+        interpolate(&mut verify);
         assert!(verify.is_sorted() && verify[3] == 2.0, "{verify:?}");
     }
 
     #[test]
-    fn the_better_draft_wins_and_room_is_kept() {
-        let drafts = [fake(DraftKind::Model, 0.9), fake(DraftKind::Mtp, 0.9)];
-        assert_eq!(governor().choose(&COSTS, &drafts, 100, false).unwrap().draft, 1);
-        assert_eq!(governor().choose(&COSTS, &drafts, 1, false).unwrap().depth, 1);
-        assert_eq!(governor().choose(&COSTS, &drafts, 0, false), None);
+    fn cheaper_drafter_wins_and_depth_fits_the_room() {
+        let drafters = [fake(DraftKind::Model, 0.9), fake(DraftKind::Mtp, 0.9)];
+        assert_eq!(governor().choose(&COSTS, &drafters, 100, false).unwrap().drafter, 1);
+        assert_eq!(governor().choose(&COSTS, &drafters, 1, false).unwrap().depth, 1);
+        assert_eq!(governor().choose(&COSTS, &drafters, 0, false), None);
     }
 
-    /// Runs 2,000 turns in which a drafted token is right `percent` of the time, and a row a
-    /// near-tie `doubtful` percent of it. Returns plain steps that the time would have held, and
-    /// tokens committed.
+    /// Runs 2,000 steps in which a drafted token is right with `acceptance` percent and a row is a
+    /// near-tie with `near_ties` percent. Returns the time, in plain steps, and the tokens committed.
     fn simulate(
         governor: &mut Governor,
-        drafts: &mut [Box<dyn Draft>],
-        percent: u32,
-        doubtful: u32,
+        drafters: &mut [Box<dyn Drafter>],
+        acceptance: u32,
+        near_ties: u32,
     ) -> [f32; 2] {
         let (mut time, mut tokens) = (0.0, 0.0);
         let mut noise = 1u32;
@@ -536,59 +532,59 @@ mod tests {
             (noise >> 8) % 100 < percent
         };
         for _ in 0..2000 {
-            let choice = governor.choose(&COSTS, drafts, 100, false);
-            let Some(Choice { draft, depth, is_try }) = choice else {
+            let choice = governor.choose(&COSTS, drafters, 100, false);
+            let Some(Choice { drafter, depth, is_trial }) = choice else {
                 time += 1.0;
                 tokens += 1.0;
-                governor.stepped();
+                governor.count_step();
                 continue;
             };
-            if is_try {
-                forget(&mut *drafts[draft]);
+            let drafter = &mut *drafters[drafter];
+            if is_trial {
+                discount_rates(drafter);
             }
-            let kind = drafts[draft].kind();
-            time += COSTS.verify[depth] + COSTS.draft[kind as usize].tokens(depth);
+            time += COSTS.verify[depth] + COSTS.draft[drafter.kind() as usize].tokens(depth);
             let mut accepted = 0;
-            let mut doubt = happens(doubtful);
-            while !doubt && accepted < depth && happens(percent) {
+            let mut near_tie = happens(near_ties);
+            while !near_tie && accepted < depth && happens(acceptance) {
                 accepted += 1;
-                doubt = happens(doubtful);
+                near_tie = happens(near_ties);
             }
             tokens += accepted as f32 + 1.0;
-            time += f32::from(u8::from(doubt));
-            let rejected = !doubt && accepted < depth;
-            drafts[draft].learn(accepted + usize::from(rejected), accepted).unwrap();
-            let sure = accepted + usize::from(!doubt);
-            governor.verified(&COSTS, &*drafts[draft], accepted > 0, sure, doubt);
+            time += f32::from(u8::from(near_tie));
+            let rejected = !near_tie && accepted < depth;
+            drafter.learn(accepted + usize::from(rejected), accepted).unwrap();
+            let confident = accepted + usize::from(!near_tie);
+            governor.learn(&COSTS, drafter, accepted > 0, confident, near_tie);
         }
         [time, tokens]
     }
 
     #[test]
-    fn useless_drafts_cost_next_to_nothing_and_come_back_when_the_text_changes() {
+    fn useless_drafters_cost_little_and_return_when_the_text_changes() {
         let mut governor = governor();
-        let mut drafts = [fake(DraftKind::Mtp, 0.7), fake(DraftKind::Model, 0.6)];
-        for percent in [0, 5, 15] {
-            let [time, tokens] = simulate(&mut governor, &mut drafts, percent, 0);
-            assert!(time / tokens < 1.02, "{percent} %: {time} steps for {tokens} tokens");
+        let mut drafters = [fake(DraftKind::Mtp, 0.7), fake(DraftKind::Model, 0.6)];
+        for acceptance in [0, 5, 15] {
+            let [time, tokens] = simulate(&mut governor, &mut drafters, acceptance, 0);
+            assert!(time / tokens < 1.02, "{acceptance} %: {time} steps for {tokens} tokens");
         }
-        let [time, tokens] = simulate(&mut governor, &mut drafts, 100, 0);
+        let [time, tokens] = simulate(&mut governor, &mut drafters, 100, 0);
         assert!(tokens / time > 1.8, "{time} steps for {tokens} tokens");
-        let [time, tokens] = simulate(&mut governor, &mut drafts, 0, 0);
+        let [time, tokens] = simulate(&mut governor, &mut drafters, 0, 0);
         assert!(time / tokens < 1.03, "{time} steps for {tokens} tokens");
     }
 
-    /// Between useless and useful, and with rows that have to be run again: never much slower.
+    /// Between useless and useful, and with rows that run again: never much slower.
     #[test]
-    fn drafts_that_hardly_pay_cost_next_to_nothing() {
-        for percent in [20, 30, 40, 50, 60, 70] {
-            for doubtful in [0, 10, 30, 60] {
+    fn drafters_near_break_even_cost_little() {
+        for acceptance in [20, 30, 40, 50, 60, 70] {
+            for near_ties in [0, 10, 30, 60] {
                 let mut governor = governor();
-                let mut drafts = [fake(DraftKind::Mtp, 0.7), fake(DraftKind::Model, 0.6)];
-                let [time, tokens] = simulate(&mut governor, &mut drafts, percent, doubtful);
+                let mut drafters = [fake(DraftKind::Mtp, 0.7), fake(DraftKind::Model, 0.6)];
+                let [time, tokens] = simulate(&mut governor, &mut drafters, acceptance, near_ties);
                 assert!(
                     time / tokens < 1.03,
-                    "{percent} %, {doubtful} % doubtful: {time} steps for {tokens} tokens"
+                    "{acceptance} %, {near_ties} % near-ties: {time} steps for {tokens} tokens"
                 );
             }
         }

@@ -1,22 +1,22 @@
-//! The loop that decides: it holds the running sequences and gives each turn's work to the model.
+//! The decode loop: it holds the running sequences and gives each step's rows to the model.
 //!
-//! The one room that knows model, policy, store and text. There is one decode path: each turn,
-//! every sequence names the rows it needs (a chunk of its prompt, text that a policy injected, or
-//! the token drawn last), all rows are joined and run by one `forward`, and the last row of each
-//! sequence that has caught up draws its next token. A turn builds its graph from tokens that are
-//! still being computed, and reads them while it runs, so that neither side waits for the other.
+//! The one room that knows model, policy, store and text. In each step every sequence names the rows
+//! it needs (a chunk of its prompt, injected text, the token sampled last, or that token and a
+//! draft). All rows are joined and run by one `forward`, and each sequence that has caught up samples
+//! its next token from its last row. A step builds its graph from tokens that are still being
+//! computed and reads them while it runs, so that neither host nor device waits for the other.
 
-mod adjust;
 mod admit;
-mod ahead;
-mod anchors;
 mod apply;
 pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
+mod prefetch;
 mod rewind;
 mod sample;
+mod sampler;
+mod save_points;
 mod sequence;
 mod speculate;
 #[cfg(test)]
@@ -39,49 +39,49 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TryRecvError;
 
-use self::ahead::Ahead;
 use self::calibrate::Calibration;
-use self::draft::Chance;
+use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
+use self::prefetch::Prefetch;
 use self::sample::within;
-use self::sequence::{Drawn, Rows, Sequence};
+use self::sequence::{Sampled, Sequence, StepInput};
 use crate::cache::Span;
 use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
 };
 use crate::engine::{Engine, Info, Job};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::model::{Loaded, Model, Pass};
-use crate::policy::{Policies, Vocabulary, disk};
-use crate::prefix::{Keep, Prefixes};
+use crate::policy::{Policies, Storage, Vocabulary};
+use crate::prefix::{Prefixes, Retention};
 use crate::request::Event;
-use crate::store::{Fingerprint, RedbStore};
+use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
 
-/// Sequences that decode at the same time. The loop takes any number; more than one waits for
-/// its own scheduling (fairness of prefill against decode, memory), so the queue holds the rest.
+/// Sequences that are decoded at the same time; further requests wait in the queue. The loop handles
+/// any number, but more than one needs scheduling first (prefill against decode, memory).
 const SEQUENCES: usize = 1;
 
-/// The policies of all profiles of `config`, shared by all models, and loaded again when their files
-/// change. What they keep is in the folder `data`.
+/// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
+/// files change; their state is stored in the folder `data`.
 ///
 /// # Errors
-/// What keeps them from being loaded, with the profile and the policy at fault.
+/// When a policy cannot be loaded; names the profile and the policy.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
-    let kept = disk::open(data);
-    let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
+    let storage = Storage::open(data);
+    let policies = Arc::new(Policies::load(&config.policy, &config.profile_policies(), &storage)?);
     policies.watch();
     Ok(policies)
 }
 
-/// Loads the model in `folder` on a thread of its own and serves requests from there, steered by
-/// `policies`. State is kept in the folder `data`.
+/// Loads the model in `folder` on a new thread and serves requests there, steered by `policies`.
+/// State is saved in the folder `data`.
 ///
-/// Returns when the model is ready, with a handle and the thread. The thread ends when the last
-/// handle is dropped, what it was doing is done, and what it saved is on disk: join it to be sure.
+/// Returns a handle and the thread when the model is ready. After the last handle is dropped, the
+/// thread finishes its requests, flushes saved state to disk, and ends: join it to wait for that.
 ///
 /// # Errors
-/// Whatever keeps the engine from starting, with the file or key at fault.
+/// When the engine cannot start; names the file or the key.
 pub fn start(
     config: Config,
     folder: &Path,
@@ -92,10 +92,10 @@ pub fn start(
     let (jobs, queue) = mpsc::channel(config.engine.queue);
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
     let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
-    let steering = policies.clone();
-    let run = move || match Decoder::load(config, &folder, &data, steering) {
+    let own_policies = policies.clone();
+    let run = move || match Decoder::load(config, &folder, &data, own_policies) {
         Ok((decoder, info)) => {
-            // Nobody waits for the answer only if `start` was abandoned.
+            // Fails only if `start` was abandoned.
             if ready.send(Ok(info)).is_ok() {
                 decoder.run(queue);
             }
@@ -108,56 +108,59 @@ pub fn start(
     Ok((Engine::new(jobs, info, policies), thread))
 }
 
-/// Changes when the meaning of saved tensors does; part of the fingerprint.
+/// Part of the fingerprint; changes when the meaning of saved tensors changes.
 const FORMAT: &str = "steersman state 2";
 
-/// Everything that the engine thread owns.
+/// The state of the engine thread.
 pub struct Decoder {
     model: Box<dyn Model>,
     family: &'static str,
     name: String,
     text: Text,
     policies: Arc<Policies>,
-    vocabulary_of_policies: Arc<dyn Vocabulary>,
-    /// SHA-256 over weights, numbers and text, begun: a request's policies complete it.
+    policy_vocabulary: Arc<dyn Vocabulary>,
+    /// Unfinished SHA-256 over weights, number format and text; a request's policies complete it.
     model_digest: Sha256,
     profiles: BTreeMap<String, Profile>,
     prefixes: Prefixes,
-    ahead: Ahead,
-    look_ahead: bool,
+    prefetch: Prefetch,
+    /// Whether to prefetch the next turn of a conversation.
+    prefetch_turns: bool,
     store_min_tokens: usize,
     vocabulary: i32,
     context: usize,
     max_tokens: u32,
     prefill_chunk: usize,
     speculation: SpeculationConfig,
-    /// Guesses for `model`, where there is one.
+    /// The smaller model that drafts for `model`, if configured.
     draft_model: Option<Rc<dyn Model>>,
-    /// Layers of an early exit, where one is known to be worth it.
+    /// Layers of early-exit drafts, if calibration found that they pay.
     exit_layers: Option<usize>,
-    /// Where what is known of the model is kept.
-    calibration: PathBuf,
-    /// Bits of keys and values; 0 for as they are.
+    /// Path of the calibration file.
+    calibration_path: PathBuf,
+    /// Bits of KV in the cache; 0 if not quantized.
     kv_bits: u32,
-    /// Layers whose feed-forward block is left out, which `engine.skip_kl` allows.
+    /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
     skip: Vec<usize>,
-    /// What passes cost here; `None` where nothing drafts.
+    /// Costs of passes on this machine; `None` without drafters.
     costs: Option<Costs>,
-    /// What drafts have learned in earlier requests, by kind, and what the governor has.
-    known: [Vec<Chance>; DraftKind::ALL.len()],
-    habits: Option<Governor>,
-    /// Type of the activations, and margins below which it leaves two tokens near-ties.
+    /// Acceptance rates learned in earlier requests, by kind of drafter.
+    learned_rates: [Vec<MovingRate>; DraftKind::ALL.len()],
+    /// Governor of the previous request.
+    learned_governor: Option<Governor>,
+    /// Type of the activations.
     dtype: Dtype,
-    tie: f32,
+    /// See [`speculate::near_tie_margin`].
+    near_tie_margin: f32,
     sequences: Vec<Sequence>,
 }
 
 impl Decoder {
-    /// Loads everything: model and text from `folder`, and the store in `data`.
+    /// Loads model, tokenizer and template from `folder`, and opens the prefix store in `data`.
     ///
     /// # Errors
-    /// What is missing or wrong, with its file or key. A store that cannot be opened is only a
-    /// warning.
+    /// When something is missing or wrong; names the file or the key. A store that cannot be opened
+    /// is only a warning.
     pub fn load(
         config: Config,
         folder: &Path,
@@ -168,25 +171,27 @@ impl Decoder {
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
-        let mut ahead = Ahead::default();
+        let mut prefetch = Prefetch::default();
         for (name, profile) in &config.profiles {
-            profile.warm.iter().try_for_each(|path| ahead.add_file(name, path))?;
+            profile.warm.iter().try_for_each(|path| prefetch.add_file(name, path))?;
         }
         let path = Calibration::path(data, &digest);
         let calibration = match Calibration::read(&path) {
             Err(error) if config.engine.skip_kl == 0.0 => {
-                tracing::warn!(%error, "early-exit drafts are not used");
+                tracing::warn!(%error, "calibration file unreadable; early-exit drafts are off");
                 None
             }
             read => read?,
         };
-        let skip = skipped(config.engine.skip_kl, calibration.as_ref(), &path)?;
+        let skip = layers_to_skip(config.engine.skip_kl, calibration.as_ref(), &path)?;
         let calibration = calibration.unwrap_or_default();
         let draft_model = load_draft_model(&config.speculation, &config.model, &text)?;
         let context = match config.engine.context {
             0 => context,
             limit => limit.min(context),
         };
+        // Positions are i32 in MLX and u32 in the contract: casts of them rely on this limit.
+        let context = context.min(i32::MAX as usize);
         let name = if config.model.name.is_empty() {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
             name.to_string_lossy().into_owned()
@@ -197,8 +202,8 @@ impl Decoder {
         sha.update(FORMAT);
         sha.update(digest);
         sha.update(text.digest());
-        // What is computed without some of the blocks is another model's state.
-        skip.iter().for_each(|layer| sha.update([*layer as u8]));
+        // Skipped blocks change the state of the layers after them.
+        skip.iter().for_each(|&layer| sha.update((layer as u64).to_le_bytes()));
         let EngineConfig { kv_bits, kv_bits_from, .. } = config.engine;
         if kv_bits > 0 {
             sha.update(format!("{kv_bits} bits from {kv_bits_from}"));
@@ -207,7 +212,7 @@ impl Decoder {
             sha.update("rows in 8 bits on disk");
         }
         let fingerprint: Fingerprint = sha.clone().finalize().into();
-        // Whether keys and values can be kept as configured is known now, not with the first request.
+        // Fails here, not with the first request, if this model's KV cannot be quantized as configured.
         let mut empty = model.new_cache()?;
         if kv_bits > 0 {
             empty.quantize(kv_bits as i32, i32::try_from(kv_bits_from).unwrap_or(i32::MAX))?;
@@ -229,13 +234,13 @@ impl Decoder {
             model,
             family,
             name,
-            vocabulary_of_policies: Arc::new(text.clone()),
+            policy_vocabulary: Arc::new(text.clone()),
             text,
             policies,
             model_digest: sha,
             prefixes,
-            ahead,
-            look_ahead: config.store.ahead,
+            prefetch,
+            prefetch_turns: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
             profiles: config.profiles,
             vocabulary,
@@ -247,84 +252,86 @@ impl Decoder {
             exit_layers: calibration.exit_layers,
             kv_bits,
             skip,
-            calibration: path,
+            calibration_path: path,
             costs: None,
-            known: Default::default(),
-            habits: None,
+            learned_rates: Default::default(),
+            learned_governor: None,
             dtype,
-            tie: speculate::tie(dtype, kv_bits),
+            near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),
         };
-        decoder.measure()?;
+        decoder.measure_costs()?;
         Ok((decoder, info))
     }
 
-    /// Which part of the model runs: all of it, but for what the configuration leaves out. The same
-    /// for prompts and replies, so that saved state is the state that decoding would have.
+    /// The part of the model that runs: all but the skipped blocks. It is the same for prompts and
+    /// replies, so that saved state equals the state of decoding.
     fn pass(&self) -> Pass<'_> {
         Pass { exit: None, skip: &self.skip }
     }
 
-    /// Logits of hidden states [1, R, D] over the tokens there are: [1, R, V].
+    /// Logits [1, R, V] of hidden states [1, R, D], without padding columns.
     fn logits(&self, hidden: &Array) -> Result<Array> {
         within(self.model.logits(hidden)?, self.vocabulary)
     }
 
-    /// Finds out what passes and drafts cost on this machine.
-    fn measure(&mut self) -> Result<()> {
-        let mut drafts = self.drafts(&[])?;
-        if drafts.is_empty() {
+    /// Measures the costs of passes and drafts on this machine.
+    fn measure_costs(&mut self) -> Result<()> {
+        let mut drafters = self.new_drafters(&[])?;
+        if drafters.is_empty() {
             return Ok(());
         }
         let start = Instant::now();
-        let costs = Costs::measure(&*self.model, self.pass(), self.prefixes.empty(), &mut drafts)?;
-        let kinds: Vec<_> = drafts.iter().map(|draft| draft.kind().name()).collect();
-        tracing::info!(?kinds, ?costs, took = ?start.elapsed(), "speculation");
+        let empty = self.prefixes.empty();
+        let costs = Costs::measure(&*self.model, self.pass(), empty, &mut drafters)?;
+        let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
+        tracing::info!(?drafters, ?costs, elapsed = ?start.elapsed(), "speculation costs measured");
         self.costs = Some(costs);
         Ok(())
     }
 
-    /// Serves jobs until every handle is gone, then waits for the store.
+    /// Serves jobs until every handle is dropped, then flushes the store.
     pub fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
         loop {
             if self.sequences.is_empty() {
                 match jobs.try_recv() {
-                    Ok(job) => self.accept(job),
+                    Ok(job) => self.start_request(job),
                     Err(TryRecvError::Disconnected) => break,
-                    Err(TryRecvError::Empty) if self.work_ahead() => continue,
+                    Err(TryRecvError::Empty) if self.prefetch_chunk() => continue,
                     Err(TryRecvError::Empty) => match jobs.blocking_recv() {
-                        Some(job) => self.accept(job),
+                        Some(job) => self.start_request(job),
                         None => break,
                     },
                 }
             }
             while self.sequences.len() < SEQUENCES {
                 let Ok(job) = jobs.try_recv() else { break };
-                self.accept(job);
+                self.start_request(job);
             }
-            self.turn();
+            self.step();
         }
         if let Err(error) = self.prefixes.flush() {
-            tracing::warn!(%error, "saving at the end");
+            tracing::warn!(%error, "flushing the prefix store failed");
         }
     }
 
-    fn accept(&mut self, job: Job) {
+    fn start_request(&mut self, job: Job) {
         if job.events.is_closed() {
             return;
         }
-        self.ahead.interrupt();
-        match self.admit(&job) {
+        self.prefetch.interrupt();
+        let (id, events) = (job.request.id.clone(), job.events.clone());
+        match self.admit(job) {
             Ok(sequence) => self.sequences.push(sequence),
             Err(error) => {
-                tracing::debug!(request_id = job.request.id, %error, "refused");
-                let _ = job.events.send(Event::Failed(error));
+                tracing::debug!(request_id = id, %error, "request refused");
+                let _ = events.send(Event::Failed(error));
             }
         }
     }
 
-    /// One turn: every sequence gets one step or one chunk of its prompt further.
-    fn turn(&mut self) {
+    /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
+    fn step(&mut self) {
         let mut running = Vec::with_capacity(self.sequences.len());
         for mut sequence in std::mem::take(&mut self.sequences) {
             if sequence.is_cancelled() {
@@ -333,8 +340,8 @@ impl Decoder {
                 running.push(sequence);
             }
         }
-        if let Err(error) = self.step(&mut running) {
-            // The caches of all joined rows are suspect now.
+        if let Err(error) = self.advance(&mut running) {
+            // The pass was shared: every cache may be damaged.
             let problem = error.to_string();
             for sequence in &mut running {
                 sequence.fail(Error::Array(problem.clone()));
@@ -346,11 +353,11 @@ impl Decoder {
                 sequence.fail(error);
             } else if sequence.has_ended() {
                 sequence.finish();
-                self.remember(&mut sequence);
-                if let Some(keep) = sequence.reply_kept {
-                    self.save(&sequence, keep);
-                    if self.look_ahead {
-                        self.ahead.add_turn(&sequence, keep);
+                self.keep_learned_stats(&mut sequence);
+                if let Some(retention) = sequence.reply_retention {
+                    self.save(&sequence, retention);
+                    if self.prefetch_turns {
+                        self.prefetch.add_turn(&sequence, retention);
                     }
                 }
             } else {
@@ -359,67 +366,67 @@ impl Decoder {
         }
     }
 
-    /// Runs the rows of all sequences, and commits the tokens drawn a turn ago or accepted in this
-    /// one.
+    /// Runs the rows of all sequences, and commits the tokens sampled in the previous step or accepted
+    /// in this one.
     ///
     /// # Errors
-    /// [`Error::Array`]; what goes wrong in one sequence alone ends that one, without an error.
-    fn step(&mut self, running: &mut [Sequence]) -> Result<()> {
+    /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
+    fn advance(&mut self, running: &mut [Sequence]) -> Result<()> {
         let start = Instant::now();
         for sequence in &mut *running {
-            self.draft(sequence)?;
+            self.propose_draft(sequence)?;
         }
-        let before: Vec<Option<Drawn>> = running.iter_mut().map(|s| s.drawn.clone()).collect();
+        let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         self.forward(running)?;
         let alone = running.len() == 1;
-        for (sequence, drawn) in running.iter_mut().zip(before) {
-            self.save_at_anchor(sequence);
-            if let Some(drafted) = sequence.drafted.take() {
-                self.accept_drafts(sequence, drafted)?;
-            } else if let Some(drawn) = drawn {
-                self.commit(sequence, drawn.read()?)?;
-                // The step that was waited for was a plain one behind another.
-                // What a rewind costs is no step's.
-                let plain = alone && sequence.queued > 2 && sequence.is_caught_up();
+        for (sequence, sampled) in running.iter_mut().zip(pending) {
+            self.save_at_save_point(sequence);
+            if let Some(draft) = sequence.draft.take() {
+                self.accept_draft(sequence, draft)?;
+            } else if let Some(sampled) = sampled {
+                self.commit_and_settle(sequence, sampled.read()?)?;
+                // The token just read is from a plain step queued after another one. A step that
+                // rewound is not typical.
+                let plain = alone && sequence.queued_steps > 2 && sequence.is_caught_up();
                 if let (Some(costs), true) = (&mut self.costs, plain) {
                     costs.learn_plain(start.elapsed().as_secs_f32());
                 }
             }
-            sequence.take_snapshot()?;
+            sequence.take_checkpoint()?;
         }
         Ok(())
     }
 
-    /// Joins the rows of all sequences, runs them, and draws a token for each that caught up.
+    /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
     fn forward(&self, running: &mut [Sequence]) -> Result<()> {
         let mut ids = Vec::new();
         let mut ran = Vec::new();
         let mut spans = Vec::new();
         for (i, sequence) in running.iter_mut().enumerate() {
-            // Which draw the last row is for: the token drawn last is not committed yet.
-            let mut draw = sequence.adjust.draws();
-            let rows = match sequence.next_rows(self.prefill_chunk)? {
-                Rows::Known(tokens) => {
-                    sequence.queued = 0;
-                    Array::from_slice(&tokens, &[tokens.len() as i32])
+            let mut step = sequence.sampler.steps();
+            let rows = match sequence.next_input(self.prefill_chunk)? {
+                StepInput::Tokens(tokens) => {
+                    sequence.queued_steps = 0;
+                    token_ids(&tokens)
                 }
-                Rows::Drafted(rows) => {
-                    sequence.queued = 0;
+                StepInput::Draft(rows) => {
+                    sequence.queued_steps = 0;
                     rows
                 }
-                Rows::Drawn(rows) => {
-                    sequence.queued += 1;
-                    draw += 1;
+                StepInput::Sampled(rows) => {
+                    sequence.queued_steps += 1;
+                    // The input is sampled but not committed yet.
+                    step += 1;
                     rows
                 }
-                Rows::None => {
-                    sequence.drawn = None;
+                StepInput::Nothing => {
+                    sequence.sampled = None;
                     continue;
                 }
             };
             spans.push(Span { rows: rows.dim(0), cache: &mut sequence.cache });
             ids.push(rows);
-            ran.push((i, draw));
+            ran.push((i, step));
         }
         if ids.is_empty() {
             return Ok(());
@@ -428,56 +435,54 @@ impl Decoder {
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
         let mut end = 0;
-        let mut pending = Vec::new();
-        for ((i, draw), rows) in ran.into_iter().zip(&ids) {
+        let mut prefilled = Vec::new();
+        for ((i, step), rows) in ran.into_iter().zip(&ids) {
             let rows = rows.dim(0);
             end += rows;
             let sequence = &mut running[i];
             let own = hidden.try_index((.., end - rows..end))?;
-            if sequence.drafted.is_some() {
-                self.draw_drafted(sequence, own)?;
+            if sequence.draft.is_some() {
+                self.sample_draft_rows(sequence, own)?;
                 continue;
             }
             if !sequence.is_caught_up() {
-                // Otherwise the graphs of all chunks would pile up, and nobody could cancel.
-                pending.extend(sequence.cache.state()?);
+                // Evaluated below: the graphs of all chunks would pile up, and the client could not cancel.
+                prefilled.extend(sequence.cache.arrays()?);
                 continue;
             }
             sequence.observe(&own, sequence.cache.position - rows as usize)?;
-            sequence.governor.iter_mut().for_each(Governor::stepped);
+            sequence.governor.iter_mut().for_each(Governor::count_step);
             let logits = self.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
             let index = sequence.cache.position as u64;
-            let token = sequence.adjust.sample(&logits, draw, sequence.seed, index)?;
-            sequence.drawn = Some(Drawn::Computing(token.clone()));
-            sequence.row = Some((sequence.cache.position, logits));
-            // MLX is lazy: the next step is queued before this token is read, or the device idles
+            let token = sequence.sampler.sample(&logits, step, sequence.seed, index)?;
+            sequence.sampled = Some(Sampled::Computing(token.clone()));
+            sequence.next_logits = Some((sequence.cache.position, logits));
+            // MLX is lazy: the next step must be queued before this token is read, or the device idles
             // for one round trip a token.
             async_eval([&token])?;
         }
-        if !pending.is_empty() {
-            eval(&pending)?;
+        if !prefilled.is_empty() {
+            eval(&prefilled)?;
         }
         Ok(())
     }
 
-    /// Saves the state of a prompt where others will share it.
-    fn save_at_anchor(&mut self, sequence: &mut Sequence) {
-        if let Some(&(at, keep)) = sequence.anchors.front()
-            && at == sequence.cache.position
-        {
-            sequence.anchors.pop_front();
-            self.save(sequence, keep);
+    /// Saves the state of the prompt if the cache is at its next save point.
+    fn save_at_save_point(&mut self, sequence: &mut Sequence) {
+        let is_here = |&mut (position, _): &mut (usize, _)| position == sequence.cache.position;
+        if let Some((_, retention)) = sequence.save_points.pop_front_if(is_here) {
+            self.save(sequence, retention);
         }
     }
 
-    /// Saves the state as it stands. Failing costs time later, nothing else.
-    fn save(&mut self, sequence: &Sequence, keep: Keep) {
+    /// Saves the state of the tokens that have run. A failure costs time later, nothing else.
+    fn save(&mut self, sequence: &Sequence, retention: Retention) {
         let tokens = &sequence.tokens[..sequence.cache.position];
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, keep) {
-            tracing::warn!(request_id = sequence.request.id, %error, "state not saved");
+        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, retention) {
+            tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }
     }
 }
@@ -496,38 +501,44 @@ impl Vocabulary for Text {
     }
 }
 
+/// Token ids as an array, u32 [R].
+fn token_ids(tokens: &[u32]) -> Array {
+    let rows = i32::try_from(tokens.len()).expect("a context has fewer than 2^31 tokens");
+    Array::from_slice(tokens, &[rows])
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The layers whose feed-forward blocks may be left out at a cost of `kl` nats a token.
+/// The layers whose feed-forward blocks can be skipped at a cost of at most `kl` nats a token.
 ///
 /// # Errors
-/// [`Error::Invalid`] where that is wanted, but nobody knows what it would cost.
-fn skipped(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<Vec<usize>> {
+/// [`Error::Invalid`] if `kl` is positive and the model has not been calibrated.
+fn layers_to_skip(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<Vec<usize>> {
     if kl == 0.0 {
         return Ok(Vec::new());
     }
     let Some(found) = found else {
         let problem = format!(
-            "is {kl}, but what layers cost is not known yet ({} is missing); run `steersman \
-             calibrate` on this model first",
+            "is {kl}, but the cost of skipping layers has not been measured ({} is missing); run \
+             `steersman calibrate` on this model first",
             path.display()
         );
-        return Err(Error::Invalid { field: "engine.skip_kl", problem });
+        return Err(Error::Config(ConfigError::Key { field: "engine.skip_kl", problem }));
     };
     let Some(skip) = found.skip_within(kl) else {
-        tracing::warn!(kl, "no layer can be skipped at so little loss");
+        tracing::warn!(kl, "no feed-forward block can be skipped within engine.skip_kl");
         return Ok(Vec::new());
     };
-    tracing::info!(layers = ?skip.layers, kl = skip.kl, "skipping feed-forward blocks: lossy");
+    tracing::info!(layers = ?skip.layers, kl = skip.kl, "skipping feed-forward blocks, replies change");
     Ok(skip.layers.clone())
 }
 
-/// The model that drafts for `model` drafts, where the configuration names one.
+/// Loads the smaller model that drafts, if the configuration names one.
 ///
 /// # Errors
-/// What is wrong with it, or that its vocabulary is another than `text`'s.
+/// When it cannot be loaded, or its vocabulary differs from that of `text`.
 fn load_draft_model(
     config: &SpeculationConfig,
     model: &ModelConfig,
@@ -538,14 +549,16 @@ fn load_draft_model(
     }
     let folder = Path::new(&config.draft_model);
     if let Some(problem) = text.vocabulary_difference(folder)? {
-        let problem = format!("cannot draft, as its vocabulary is another one: {problem}");
-        return Err(Error::Model { path: folder.join("tokenizer.json"), problem });
+        let problem = format!("the draft model's vocabulary differs: {problem}");
+        return Err(Error::Config(ConfigError::Model {
+            path: folder.join("tokenizer.json"),
+            problem,
+        }));
     }
     Ok(Some(crate::model::load(folder, model)?.model.into()))
 }
 
-/// The store on disk, where the configuration asks for one. One that cannot be opened is not worth
-/// refusing to serve for: state is then kept in memory alone.
+/// Opens the prefix store, if enabled. If it cannot be opened, state is saved in memory only.
 fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Option<RedbStore> {
     if !config.enabled {
         return None;
@@ -553,16 +566,15 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     let path = config.file(data);
     match RedbStore::open(&path, fingerprint, config) {
         Ok(store) => Some(store),
-        Err(Error::StoreInUse { path }) => {
+        Err(StoreError::InUse(path)) => {
             tracing::warn!(
                 path = %path.display(),
-                "another process, most likely a server, keeps its state in this file: this one runs \
-                 without the disk tier; its state is kept in memory only and ends with it"
+                "prefix store is in use by another process; running without the disk tier"
             );
             None
         }
         Err(error) => {
-            tracing::warn!(path = %path.display(), %error, "state is kept in memory only");
+            tracing::warn!(path = %path.display(), %error, "prefix store cannot be opened; saving state in memory only");
             None
         }
     }

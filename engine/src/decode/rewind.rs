@@ -1,17 +1,17 @@
-//! Takes tokens of a reply back, as a policy asks: the text first, then what the model remembers.
+//! Rewinds the reply when a policy asks for it: first its tokens and text, then the cache.
 //!
-//! What was said up to a token is what all tokens up to there say, so it is said again in silence
-//! from where the phase began; what the client has beyond it is taken back. The cache goes back to
-//! the newest snapshot that is early enough, or to what is saved of the tokens that are left, and the
-//! rest runs again: a rewind costs time and changes no number.
+//! The state of the reply at an earlier token is computed by pushing the tokens of the phase again,
+//! without sending them; the client gets an event to drop the text after it. The cache resumes from the
+//! newest checkpoint that is early enough, or from saved state, and the remaining tokens run again: a
+//! rewind costs time and changes no number.
 
 use mlx_rs::Array;
 use mlx_rs::transforms::async_eval;
 
 use super::Decoder;
 use super::loops::Detector;
-use super::sequence::{Drawn, Sequence};
-use crate::cache::Snapshot;
+use super::sequence::{Sampled, Sequence};
+use crate::cache::Checkpoint;
 use crate::error::Result;
 use crate::request::{Event, FinishReason};
 use crate::text::{Phase, Piece, Reply};
@@ -20,34 +20,33 @@ use crate::text::{Phase, Piece, Reply};
 /// otherwise never let it end.
 pub const REWOUND_TOKENS: usize = 16 * 1024;
 
-/// Snapshots of a sequence's cache that are kept.
-const SNAPSHOTS: usize = 4;
+/// Most checkpoints of a sequence.
+const CHECKPOINTS: usize = 4;
 
-/// What the tokens of a reply say.
+/// The parsed reply up to a token.
 #[derive(Debug, Clone)]
-pub struct Said {
-    /// Turns tokens into thoughts, answer and tool calls.
+pub struct ReplyState {
+    /// Parses tokens into reasoning, answer and tool calls.
     pub reply: Reply,
-    /// Thought tokens.
-    pub think_tokens: u32,
-    /// Answer tokens.
+    pub reasoning_tokens: u32,
+    /// Tokens of answer and tool calls.
     pub answer_tokens: u32,
-    /// Bytes of the thought, as clients see it.
+    /// Bytes of the reasoning, as clients see it.
     reasoning_bytes: usize,
     /// Bytes of the answer, as clients see it.
     answer_bytes: usize,
 }
 
-impl Said {
-    /// Nothing yet.
+impl ReplyState {
+    /// The state before the first token.
     pub fn new(reply: Reply) -> Self {
-        Self { reply, think_tokens: 0, answer_tokens: 0, reasoning_bytes: 0, answer_bytes: 0 }
+        Self { reply, reasoning_tokens: 0, answer_tokens: 0, reasoning_bytes: 0, answer_bytes: 0 }
     }
 
-    /// Adds a token; returns what can now be shown.
+    /// Adds a token; returns the pieces that it completes.
     pub fn push(&mut self, token: u32) -> Vec<Piece> {
         match self.reply.phase() {
-            Phase::Think => self.think_tokens += 1,
+            Phase::Reasoning => self.reasoning_tokens += 1,
             Phase::Answer | Phase::ToolCall => self.answer_tokens += 1,
         }
         let pieces = self.reply.push(token);
@@ -62,71 +61,72 @@ impl Said {
     }
 }
 
-/// Where the phase of a reply began.
+/// The state of a reply at the start of its current phase.
 #[derive(Debug, Clone)]
-pub struct Floor {
-    /// Tokens before, prompt included.
-    pub at: usize,
-    /// What they say.
-    pub said: Said,
+pub struct PhaseStart {
+    /// Tokens before it, prompt included.
+    pub position: usize,
+    pub reply_state: ReplyState,
 }
 
-/// A cache's snapshot, and the logits [1, V] that draw the next token where they are known.
-pub struct Standing {
-    snapshot: Snapshot,
-    row: Option<Array>,
+/// A checkpoint of the cache, with the logits [1, V] of the next token if they are known.
+pub struct ReplyCheckpoint {
+    cache: Checkpoint,
+    logits: Option<Array>,
 }
 
-impl Standing {
-    fn at(&self) -> usize {
-        self.snapshot.position()
+impl ReplyCheckpoint {
+    fn position(&self) -> usize {
+        self.cache.position()
     }
 }
 
 impl Sequence {
-    /// From here on the reply is rewound no further than to here.
-    pub(super) fn set_floor(&mut self) {
-        self.floor = Floor { at: self.tokens.len(), said: self.said.clone() };
-        self.kept = self.tokens.len();
+    /// Starts a phase here; later rewinds stop here.
+    pub(super) fn start_phase(&mut self) {
+        let position = self.tokens.len();
+        self.phase_start = PhaseStart { position, reply_state: self.reply_state.clone() };
+        self.rewind_limit = position;
     }
 
-    /// Forgets the last `count` tokens, or those of the phase if they are fewer.
+    /// Rewinds by `count` tokens, or to the start of the phase if that is nearer.
     pub(super) fn rewind_by(&mut self, count: usize, why: &str) -> Result<()> {
-        // A call is forgotten with its tag, which is all that the client has not got.
-        let began = match (self.said.reply.phase(), self.said.reply.call_from()) {
-            (Phase::ToolCall, Some(from)) => self.prompt + from,
-            _ => self.floor.at,
+        // A call is rewound together with its opening tag: the client has neither.
+        let reply = &self.reply_state.reply;
+        let start = match (reply.phase(), reply.call_start()) {
+            (Phase::ToolCall, Some(start)) => self.prompt + start,
+            _ => self.phase_start.position,
         };
-        let least = began.max(self.kept);
-        let to = self.tokens.len().saturating_sub(count).max(least);
-        let (count, at) = (self.tokens.len() - to, self.replied());
+        let limit = start.max(self.rewind_limit);
+        let to = self.tokens.len().saturating_sub(count).max(limit);
+        let (count, length) = (self.tokens.len() - to, self.reply_len());
         if count == 0 {
             return Ok(());
         }
         if !self.rewind(to)? {
-            let has = "the client has that text already";
-            self.note(format!("not rewound after {at} tokens, on {why}: {has}"));
+            let reason = "the client already has the text";
+            self.note(format!("did not rewind after {length} tokens ({why}): {reason}"));
         } else if !self.has_ended() {
-            self.note(format!("rewound {count} tokens after {at} tokens, on {why}"));
+            self.note(format!("rewound {count} tokens after {length} tokens ({why})"));
         }
         Ok(())
     }
 
-    /// Forgets the tokens from `to` on, which is not before the floor; false, and nothing is
-    /// changed, where the client has text of the answer that cannot be taken back.
+    /// Rewinds to `to` tokens, which must not be before the start of the phase. Returns false and
+    /// changes nothing if the client has text of the answer that it cannot drop.
     pub(super) fn rewind(&mut self, to: usize) -> Result<bool> {
-        let mut said = self.floor.said.clone();
-        for at in self.floor.at..to {
-            if at == self.progress.seen {
-                said.reply.take_text();
+        let mut reply_state = self.phase_start.reply_state.clone();
+        for position in self.phase_start.position..to {
+            if position == self.progress.seen {
+                reply_state.reply.take_text();
             }
-            said.push(self.tokens[at]);
+            reply_state.push(self.tokens[position]);
         }
         if to <= self.progress.seen {
-            said.reply.take_text();
+            reply_state.reply.take_text();
         }
-        let reasoning = self.progress.reasoning.saturating_sub(said.reasoning_bytes);
-        let answer = self.progress.answer.len().saturating_sub(said.answer_bytes);
+        let reasoning = self.progress.reasoning.saturating_sub(reply_state.reasoning_bytes);
+        let answer = self.progress.answer.len().saturating_sub(reply_state.answer_bytes);
         if answer > 0 && !self.request.revisable {
             return Ok(false);
         }
@@ -135,11 +135,11 @@ impl Sequence {
             let reason = format!("the policy rewound more than {REWOUND_TOKENS} tokens");
             self.note(reason.clone());
             self.end(FinishReason::Policy(reason));
-            // The cache may have seen a token that is not committed.
-            self.stale = Some(self.tokens.len());
+            // The cache may have run a token that is not committed.
+            self.stale_from = Some(self.tokens.len());
             return Ok(true);
         }
-        self.said = said;
+        self.reply_state = reply_state;
         self.tokens.truncate(to);
         self.progress.seen = self.progress.seen.min(to);
         self.progress.reasoning -= reasoning;
@@ -148,113 +148,110 @@ impl Sequence {
             let _ = self.events.send(Event::Rewound { reasoning, answer });
         }
         self.detector.iter_mut().for_each(Detector::reset);
-        self.drafts.iter_mut().try_for_each(|draft| draft.rewind(&self.tokens))?;
-        self.stale = Some(self.stale.map_or(to, |stale| stale.min(to)));
-        self.drawn = None;
+        self.drafters.iter_mut().try_for_each(|drafter| drafter.rewind(&self.tokens))?;
+        self.stale_from = Some(self.stale_from.map_or(to, |stale| stale.min(to)));
+        self.sampled = None;
         Ok(true)
     }
 
-    /// Whether the way back needs snapshots, and the policy wants them.
-    pub(super) fn takes_snapshots(&self) -> bool {
-        self.limits.checkpoint_every > 0 && self.cache.has_fixed()
+    /// Whether rewinding the cache needs checkpoints, and the plan asks for them.
+    pub(super) fn takes_checkpoints(&self) -> bool {
+        self.limits.checkpoint_every > 0 && !self.cache.is_truncatable()
     }
 
-    /// Takes a snapshot of the cache where the phase begins, and every so many tokens.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects a slice.
-    pub(super) fn take_snapshot(&mut self) -> Result<()> {
-        let (at, floor) = (self.cache.position, self.floor.at);
-        let newest = self.standings.last().map(Standing::at);
+    /// Takes a checkpoint if one is due: at the start of a phase, and every `checkpoint_every` tokens.
+    pub(super) fn take_checkpoint(&mut self) -> Result<()> {
+        let (position, phase_start) = (self.cache.position, self.phase_start.position);
+        let newest = self.checkpoints.last().map(ReplyCheckpoint::position);
         let due = newest.is_none_or(|newest| {
-            newest < floor || at.saturating_sub(newest) >= self.limits.checkpoint_every
+            newest < phase_start || position.saturating_sub(newest) >= self.limits.checkpoint_every
         });
-        let here = (floor..=self.tokens.len()).contains(&at) && newest.is_none_or(|n| n < at);
-        if !(due && here && self.takes_snapshots()) || self.has_ended() {
+        let valid = (phase_start..=self.tokens.len()).contains(&position)
+            && newest.is_none_or(|newest| newest < position);
+        if !(due && valid && self.takes_checkpoints()) || self.has_ended() {
             return Ok(());
         }
-        let snapshot = self.cache.snapshot()?;
-        // Otherwise it would hold on to all that it is to be computed from.
-        async_eval(snapshot.arrays())?;
-        let row = self.row.as_ref().filter(|(position, _)| *position == at);
-        let row = row.map(|(_, row)| row.clone());
-        self.standings.push(Standing { snapshot, row });
-        // Of those before the phase the newest alone is of use, and only if none stands at its
-        // beginning.
-        let of_use = self.standings.iter().rposition(|standing| standing.at() <= floor);
-        self.standings.drain(..of_use.unwrap_or(0));
-        if self.standings.len() > SNAPSHOTS {
-            self.standings.remove(superfluous(&self.standings));
+        let cache = self.cache.checkpoint()?;
+        // An unevaluated checkpoint would keep the inputs of its graph alive.
+        async_eval(cache.arrays())?;
+        let logits = self.next_logits.as_ref().filter(|(at, _)| *at == position);
+        let logits = logits.map(|(_, logits)| logits.clone());
+        self.checkpoints.push(ReplyCheckpoint { cache, logits });
+        // No rewind goes before the start of the phase, so one checkpoint at or before it is enough.
+        let first = self.checkpoints.iter().rposition(|c| c.position() <= phase_start);
+        self.checkpoints.drain(..first.unwrap_or(0));
+        if self.checkpoints.len() > CHECKPOINTS {
+            self.checkpoints.remove(checkpoint_to_evict(&self.checkpoints));
         }
         Ok(())
     }
 }
 
-/// The one to do without: neither the first nor the last, and of the others the one whose absence
-/// makes the way back longest the least, as a share of the way. So they lie the denser the newer.
-fn superfluous(standings: &[Standing]) -> usize {
-    let newest = standings.last().map_or(0, Standing::at);
-    let cost = |i: usize| {
-        let (before, after) = (standings[i - 1].at(), standings[i + 1].at());
+/// Index of the checkpoint to evict: the inner one that leaves the smallest gap, relative to the age
+/// of the checkpoint before it. Spacing thus grows with age.
+fn checkpoint_to_evict(checkpoints: &[ReplyCheckpoint]) -> usize {
+    let newest = checkpoints.last().map_or(0, ReplyCheckpoint::position);
+    let relative_gap = |i: usize| {
+        let (before, after) = (checkpoints[i - 1].position(), checkpoints[i + 1].position());
         (after - before) as f64 / (newest - before) as f64
     };
-    (1..standings.len() - 1).min_by(|&a, &b| cost(a).total_cmp(&cost(b))).unwrap_or(0)
+    (1..checkpoints.len() - 1)
+        .min_by(|&a, &b| relative_gap(a).total_cmp(&relative_gap(b)))
+        .unwrap_or(0)
 }
 
 impl Decoder {
-    /// Commits a token that was drawn, and settles what follows of it.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`]
-    pub(super) fn commit(&mut self, sequence: &mut Sequence, token: u32) -> Result<()> {
-        sequence.commit_drawn(token, &self.text);
+    /// Commits a sampled token and settles the consequences.
+    pub(super) fn commit_and_settle(&mut self, sequence: &mut Sequence, token: u32) -> Result<()> {
+        sequence.commit_sampled(token, &self.text);
         self.settle(sequence)
     }
 
-    /// Brings the cache of `sequence` back to its tokens, where these were rewound, and draws the
-    /// next one again where it was dropped.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`]
+    /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
+    /// if it was dropped.
     pub(super) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
-        if let Some(to) = sequence.stale.take() {
-            sequence.standings.retain(|standing| standing.at() <= to);
-            if sequence.row.as_ref().is_some_and(|(position, _)| *position > to) {
-                sequence.row = None;
+        if let Some(to) = sequence.stale_from.take() {
+            sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
+            if sequence.next_logits.as_ref().is_some_and(|(position, _)| *position > to) {
+                sequence.next_logits = None;
             }
-            if !stands(sequence, to) {
-                self.go_back(sequence, to)?;
+            if !cache_is_usable(sequence, to) {
+                self.rewind_cache(sequence, to)?;
             }
         }
-        if sequence.drawn.is_some() || !sequence.is_caught_up() || sequence.has_ended() {
+        if sequence.sampled.is_some() || !sequence.is_caught_up() || sequence.has_ended() {
             return Ok(());
         }
-        if !stands(sequence, sequence.tokens.len()) {
-            return self.go_back(sequence, sequence.tokens.len());
+        if !cache_is_usable(sequence, sequence.tokens.len()) {
+            return self.rewind_cache(sequence, sequence.tokens.len());
         }
-        let Some((position, row)) = &sequence.row else { return Ok(()) };
-        let draw = sequence.adjust.draws();
-        let token = sequence.adjust.sample(row, draw, sequence.seed, *position as u64)?;
+        let Some((position, logits)) = &sequence.next_logits else { return Ok(()) };
+        let step = sequence.sampler.steps();
+        let token = sequence.sampler.sample(logits, step, sequence.seed, *position as u64)?;
         async_eval([&token])?;
-        sequence.drawn = Some(Drawn::Computing(token));
+        sequence.sampled = Some(Sampled::Computing(token));
         Ok(())
     }
 
-    /// Puts the cache of `sequence` where the next token can be drawn from, at `to` tokens or before.
-    fn go_back(&mut self, sequence: &mut Sequence, to: usize) -> Result<()> {
+    /// Rewinds the cache of `sequence` to at most `to` tokens, so that the next token can be sampled
+    /// from there.
+    fn rewind_cache(&mut self, sequence: &mut Sequence, to: usize) -> Result<()> {
         let length = sequence.tokens.len();
-        if !sequence.cache.has_fixed() {
-            // The last row runs again for its logits.
-            sequence.cache.cut(to.min(length - 1));
+        if sequence.cache.is_truncatable() {
+            // The last token runs again for its logits.
+            sequence.cache.truncate(to.min(length - 1));
             return Ok(());
         }
-        let of_use = |standing: &&Standing| {
-            let at = standing.at();
-            at <= to && at <= sequence.cache.position && (at < length || standing.row.is_some())
+        let is_usable = |checkpoint: &&ReplyCheckpoint| {
+            let position = checkpoint.position();
+            position <= to
+                && position <= sequence.cache.position
+                && (position < length || checkpoint.logits.is_some())
         };
-        if let Some(standing) = sequence.standings.iter().rev().find(of_use) {
-            sequence.cache.back_to(&standing.snapshot)?;
-            sequence.row = standing.row.clone().map(|row| (standing.at(), row));
+        if let Some(checkpoint) = sequence.checkpoints.iter().rev().find(is_usable) {
+            sequence.cache.rewind_to(&checkpoint.cache)?;
+            let position = checkpoint.position();
+            sequence.next_logits = checkpoint.logits.clone().map(|logits| (position, logits));
             return Ok(());
         }
         (sequence.cache, _) = self.prefixes.resume(&sequence.tokens)?;
@@ -262,9 +259,9 @@ impl Decoder {
     }
 }
 
-/// Whether the cache has seen no more than `to` tokens, and the next one can be drawn.
-fn stands(sequence: &Sequence, to: usize) -> bool {
-    let at = sequence.cache.position;
-    let known = sequence.row.as_ref().is_some_and(|(position, _)| *position == at);
-    at <= to && (at < sequence.tokens.len() || known || sequence.has_ended())
+/// Whether the cache holds at most `to` tokens and the next token can be sampled from it.
+fn cache_is_usable(sequence: &Sequence, to: usize) -> bool {
+    let position = sequence.cache.position;
+    let has_logits = sequence.next_logits.as_ref().is_some_and(|(at, _)| *at == position);
+    position <= to && (position < sequence.tokens.len() || has_logits || sequence.has_ended())
 }

@@ -1,8 +1,8 @@
-//! Draws the next token from logits, inside MLX's graph, so that nothing waits for it.
+//! Samples the next token from logits, inside MLX's graph, so that nothing waits for it.
 //!
-//! Order of the filters: temperature, top-k, top-p over what is left, min-p; then one draw. Every
-//! step has its own random key, made of the request's seed and the step's index: what was drawn
-//! before, or drawn and thrown away, changes nothing.
+//! Order of the filters: temperature, top-k, top-p over the remaining tokens, min-p. Every position
+//! has its own random key, made of the request's seed and the index of the position, so earlier and
+//! discarded samples do not change later ones.
 
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, put_along_axis, take_along_axis};
 use mlx_rs::ops::{argsort_axis, broadcast_to, concatenate, select, softmax_axis};
@@ -11,11 +11,8 @@ use mlx_rs::{Array, Dtype, random};
 use crate::error::Result;
 use crate::request::Sampling;
 
-/// The first `vocabulary` columns of `logits` [.., V]: some models pad their head to a round number.
-/// Two models draw the same noise only over the same number of columns.
-///
-/// # Errors
-/// [`crate::Error::Array`] when MLX rejects the slice.
+/// The first `vocabulary` columns of `logits` [.., V]: some models pad their head to a round number,
+/// and two models sample with the same noise only over the same number of columns.
 pub fn within(logits: Array, vocabulary: i32) -> Result<Array> {
     if logits.dim(-1) <= vocabulary {
         return Ok(logits);
@@ -24,22 +21,16 @@ pub fn within(logits: Array, vocabulary: i32) -> Result<Array> {
     Ok(parts[0].clone())
 }
 
-/// Draws a token behind each row of `logits` [R, V], the first of which stands for position `index`;
-/// returns u32 [R].
-///
-/// # Errors
-/// [`crate::Error::Array`] when MLX rejects the shapes.
+/// Samples a token after each row of `logits` [R, V]; returns u32 [R]. The first row's token gets
+/// position `index`.
 pub fn sample(logits: &Array, sampling: &Sampling, seed: u64, index: u64) -> Result<Array> {
     let (scores, order) = scores(logits, sampling, seed, index)?;
-    named(&argmax_axis(&scores, -1, true)?, order.as_ref())
+    tokens_at(&argmax_axis(&scores, -1, true)?, order.as_ref())
 }
 
-/// [`sample`] from `logits` with `offsets` [V] added, and by how much each token won over the next
-/// best, relative to its row's largest logit: f32 [R]. What is below rounding could have gone the
-/// other way.
-///
-/// # Errors
-/// [`crate::Error::Array`] when MLX rejects the shapes.
+/// [`sample`] from `logits` with `offsets` [V] added. Also returns the margin of each token over the
+/// second best, relative to the largest logit of its row: f32 [R]. A margin below rounding error is
+/// a near-tie.
 pub fn sample_with_margin(
     logits: &Array,
     offsets: Option<&Array>,
@@ -47,26 +38,26 @@ pub fn sample_with_margin(
     seed: u64,
     index: u64,
 ) -> Result<(Array, Array)> {
-    let moved = offsets.map(|offsets| logits.add(offsets)).transpose()?;
-    let (scores, order) = scores(moved.as_ref().unwrap_or(logits), sampling, seed, index)?;
+    let shifted = offsets.map(|offsets| logits.add(offsets)).transpose()?;
+    let (scores, order) = scores(shifted.as_ref().unwrap_or(logits), sampling, seed, index)?;
     let best = argmax_axis(&scores, -1, true)?;
-    let won = take_along_axis(&scores, &best, -1)?;
+    let best_score = take_along_axis(&scores, &best, -1)?;
     let never = Array::from_f32(f32::NEG_INFINITY).as_dtype(scores.dtype())?;
     let others = put_along_axis(&scores, &best, broadcast_to(never, best.shape())?, -1)?;
-    let margin = won.subtract(others.max_axis(-1, true)?)?.as_dtype(Dtype::Float32)?;
-    // Offsets are exact: what rounds is what the model computed.
+    let margin = best_score.subtract(others.max_axis(-1, true)?)?.as_dtype(Dtype::Float32)?;
+    // The error comes from the model's logits: offsets are exact.
     let largest = logits.abs()?.max_axis(-1, true)?.as_dtype(Dtype::Float32)?;
-    // Dividing by the temperature widens rounding as well.
+    // Division by the temperature scales the rounding error as well.
     let scale = if sampling.temperature > 0.0 { sampling.temperature } else { 1.0 };
     let margin = margin.multiply(Array::from_f32(scale))?.divide(largest)?;
-    Ok((named(&best, order.as_ref())?, margin.squeeze_axes(&[1])?))
+    Ok((tokens_at(&best, order.as_ref())?, margin.squeeze_axes(&[1])?))
 }
 
-/// [R, V]: the largest of a row is what is drawn. Where filters sort the row, the second array says
-/// which token each place stands for.
+/// Scores [R, V], of which the largest in each row is sampled. Filters sort the row; the second array
+/// [R, V] then holds the token of each column.
 ///
-/// Adding Gumbel noise and taking the largest is a draw from the softmax, and draws of two models
-/// with the same noise tend to agree, which is what drafts want.
+/// The largest of logits plus Gumbel noise is a sample of their softmax. Two models that use the same
+/// noise tend to sample the same token, which raises the acceptance rate of drafts.
 fn scores(
     logits: &Array,
     sampling: &Sampling,
@@ -89,11 +80,11 @@ fn scores(
     Ok((sorted.add(noise)?, Some(order)))
 }
 
-/// Tokens u32 [R] at the places [R, 1].
-fn named(places: &Array, order: Option<&Array>) -> Result<Array> {
+/// Tokens u32 [R] of the columns [R, 1].
+fn tokens_at(columns: &Array, order: Option<&Array>) -> Result<Array> {
     let tokens = match order {
-        Some(order) => take_along_axis(order, places, -1)?,
-        None => places.clone(),
+        Some(order) => take_along_axis(order, columns, -1)?,
+        None => columns.clone(),
     };
     Ok(tokens.squeeze_axes(&[1])?.as_dtype(Dtype::Uint32)?)
 }
@@ -102,8 +93,8 @@ fn filters(sampling: &Sampling) -> bool {
     sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0
 }
 
-/// `sorted` [R, V], likeliest first, with minus infinity for what the filters drop. The likeliest
-/// token always stays.
+/// `sorted` [R, V], most likely token first, with minus infinity for tokens that the filters drop.
+/// The first token always stays.
 fn filtered(sorted: &Array, sampling: &Sampling) -> Result<Array> {
     let never = Array::from_f32(f32::NEG_INFINITY);
     let vocabulary = sorted.dim(1);
@@ -115,7 +106,7 @@ fn filtered(sorted: &Array, sampling: &Sampling) -> Result<Array> {
     }
     if sampling.top_p < 1.0 {
         let probabilities = softmax_axis(&sorted, -1, true)?;
-        // A token stays while the mass before it is short of p, so the first always does.
+        // A token stays while the mass before it is below p, so the first always does.
         let before = probabilities.cumsum(-1, None, false)?;
         let keep = before.lt(Array::from_f32(sampling.top_p))?;
         sorted = select(keep, &sorted, &never)?;
@@ -127,7 +118,7 @@ fn filtered(sorted: &Array, sampling: &Sampling) -> Result<Array> {
     Ok(sorted)
 }
 
-/// SplitMix64's finaliser over seed and index: neighbouring steps get unrelated keys.
+/// SplitMix64's finalizer over seed and index: neighbouring positions get unrelated keys.
 fn mix(seed: u64, index: u64) -> u64 {
     let mut z = seed.wrapping_add((index + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -139,7 +130,7 @@ fn mix(seed: u64, index: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Frequencies of 4,000 draws from these probabilities.
+    /// Frequencies of 4,000 samples from these probabilities.
     fn frequencies(probabilities: &[f32], sampling: &Sampling) -> Vec<f32> {
         let logits: Vec<f32> = probabilities.iter().map(|p| p.ln()).collect();
         let size = i32::try_from(logits.len()).unwrap();
@@ -155,14 +146,14 @@ mod tests {
     fn check(sampling: Sampling, expected: &[f32]) {
         let found = frequencies(&[0.1, 0.5, 0.05, 0.35], &sampling);
         for (found, expected) in found.iter().zip(expected) {
-            // Five standard deviations of a frequency over 4,000 draws.
+            // Five standard deviations of a frequency over 4,000 samples.
             assert!((found - expected).abs() < 0.04, "{sampling:?}: {found} is not {expected}");
-            assert!(*expected > 0.0 || *found == 0.0, "{sampling:?} drew a token it drops");
+            assert!(*expected > 0.0 || *found == 0.0, "{sampling:?} sampled a dropped token");
         }
     }
 
     #[test]
-    fn draws_follow_the_filtered_distribution() {
+    fn samples_follow_the_filtered_distribution() {
         let plain = Sampling { temperature: 1.0, ..Sampling::default() };
         check(plain, &[0.1, 0.5, 0.05, 0.35]);
         check(Sampling { top_k: 2, ..plain }, &[0.0, 0.588, 0.0, 0.412]);
@@ -174,20 +165,20 @@ mod tests {
     }
 
     #[test]
-    fn greedy_takes_the_likeliest_token() {
+    fn greedy_samples_the_most_likely_token() {
         check(Sampling::default(), &[0.0, 1.0, 0.0, 0.0]);
     }
 
     #[test]
-    fn same_seed_draws_the_same_and_another_seed_does_not() {
+    fn seed_determines_the_samples() {
         let logits = Array::from_slice(&[0.0f32; 1000], &[1, 1000]);
         let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
-        let draws = |seed| -> Vec<u32> {
+        let samples = |seed| -> Vec<u32> {
             (0..20)
                 .map(|i| sample(&logits, &sampling, seed, i).unwrap().item_exact::<u32>())
                 .collect()
         };
-        assert_eq!(draws(1), draws(1));
-        assert_ne!(draws(1), draws(2));
+        assert_eq!(samples(1), samples(1));
+        assert_ne!(samples(1), samples(2));
     }
 }

@@ -1,11 +1,11 @@
-//! One request on its way: its tokens, its cache, its policy, and what it has said so far.
+//! One request while it is decoded: its tokens, cache, policy and reply.
 //!
-//! Holds no arrays but its cache and snapshots of it, the token that was drawn and not read yet with
-//! what it was drawn from, and what its drafts remember. It never runs the model: [`super::Decoder`]
-//! asks what rows it needs next, runs them, and commits what was drawn.
+//! Never runs the model: [`super::Decoder`] asks for the next input, runs it, and commits the sampled
+//! token. Its arrays are the cache and its checkpoints, the sampled token with its logits, and the
+//! state of the drafters.
 //!
-//! What the policy's actions do is in [`super::apply`] and [`super::rewind`], what becomes of calls
-//! of tools in [`super::tool_calls`].
+//! [`super::apply`] and [`super::rewind`] carry out the policy's actions, [`super::tool_calls`] its
+//! verdicts.
 
 use std::collections::VecDeque;
 
@@ -13,217 +13,200 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::adjust::Adjust;
-use super::draft::Draft;
+use super::draft::Drafter;
 use super::governor::{Choice, Costs, Governor};
 use super::loops::Detector;
-use super::rewind::{Floor, Said, Standing};
-use super::speculate::Drafted;
+use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
+use super::sampler::Sampler;
+use super::speculate::Draft;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::policy::{LoopReport, Policy, Summary};
-use crate::prefix::Keep;
+use crate::policy::{LoopReport, Session, Summary};
+use crate::prefix::Retention;
 use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
 use crate::text::{Phase, Piece, Text};
 
-/// Most notes of one reply, and one that says that there were more.
+/// Most notes of one reply; one more says that further notes were dropped.
 const NOTES: usize = 256;
 
 /// One request being decoded.
 pub struct Sequence {
-    /// What was asked.
     pub request: Request,
-    /// Whether the prompt was rendered for a thought, where the model can think.
-    pub thinking: Option<bool>,
-    /// Where its events go; closed when the client hangs up. Unbounded, so that a slow reader
-    /// cannot hold up others: it fills at most with one answer, which `limits` bounds.
+    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason.
+    pub reasoning: Option<bool>,
+    /// Closed when the client disconnects. Unbounded, so that a slow reader cannot block others: it
+    /// holds at most one reply, which `limits` bounds.
     pub events: UnboundedSender<Event>,
-    /// Prompt and output, committed. Those from `cache.position` on have not run yet.
+    /// Prompt and reply. Tokens from `cache.position` on have not run yet.
     pub tokens: Vec<u32>,
-    /// How many of `tokens` are the prompt.
+    /// Number of prompt tokens.
     pub prompt: usize,
-    /// How many of these came out of the store.
+    /// Prompt tokens restored from the prefix cache.
     pub cached: usize,
-    /// What the model remembers of the tokens that have run.
     pub cache: Cache,
-    /// Positions of the prompt at which state is saved, those ahead.
-    pub anchors: VecDeque<(usize, Keep)>,
-    /// For how long the state at the reply's end is kept, where it is.
-    pub reply_kept: Option<Keep>,
-    /// Snapshots of it, ascending.
-    pub standings: Vec<Standing>,
-    /// Tokens from here on are others than those that `cache` has seen: it is to go back.
-    pub stale: Option<usize>,
-    /// The next token: drawn, not committed.
-    pub drawn: Option<Drawn>,
-    /// Logits [1, V], and the position whose token is drawn from them.
-    pub row: Option<(usize, Array)>,
-    /// Guess further tokens.
-    pub drafts: Vec<Box<dyn Draft>>,
-    /// Decides which of them does; none where speculation is off.
+    /// Save points of the prompt that are still to come, ascending.
+    pub save_points: VecDeque<(usize, Retention)>,
+    /// Retention of the state at the end of the reply; `None` if it is not saved.
+    pub reply_retention: Option<Retention>,
+    /// Ascending by position.
+    pub checkpoints: Vec<ReplyCheckpoint>,
+    /// Set when tokens were rewound: the rows of `cache` from this position on may be of other tokens.
+    pub stale_from: Option<usize>,
+    /// The next token, sampled and not committed.
+    pub sampled: Option<Sampled>,
+    /// Position of the next token, and its logits [1, V].
+    pub next_logits: Option<(usize, Array)>,
+    pub drafters: Vec<Box<dyn Drafter>>,
+    /// `None` without speculation.
     pub governor: Option<Governor>,
-    /// What this turn's pass verifies.
-    pub drafted: Option<Drafted>,
-    /// Plain steps in a row, each queued behind the one before.
-    pub queued: u32,
-    /// Layers whose feed-forward block is left out, for the usage.
+    /// The draft that this step verifies.
+    pub draft: Option<Draft>,
+    /// Plain steps in a row, each queued while the previous one was computed.
+    pub queued_steps: u32,
+    /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
-    /// How tokens are drawn.
-    pub adjust: Adjust,
-    /// Seed of the draws.
+    pub sampler: Sampler,
     pub seed: u64,
-    /// What the tokens of the reply say.
-    pub said: Said,
-    /// Where the current phase began: the reply is rewound no further.
-    pub floor: Floor,
-    /// Nor further than this, where a call that the client has stands behind the floor.
-    pub kept: usize,
-    /// Steers this request.
-    pub policy: Box<dyn Policy>,
-    /// Finds loops in what is said.
+    pub reply_state: ReplyState,
+    /// The reply is not rewound past this.
+    pub phase_start: PhaseStart,
+    /// Nor past this position: the client has a tool call from before it.
+    pub rewind_limit: usize,
+    pub policy: Session,
     pub detector: Option<Detector>,
-    /// Bounds of what may be said.
     pub limits: Limits,
-    /// What was said and done so far.
     pub progress: Progress,
 }
 
-/// Bounds of one request.
+/// Limits of one request.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Tokens of the thought.
-    pub think: u32,
-    /// Tokens of the answer.
+    /// Reasoning tokens.
+    pub reasoning: u32,
+    /// Answer tokens.
     pub answer: u32,
-    /// Tokens of prompt, thought and answer together.
+    /// Tokens of prompt and reply together.
     pub context: usize,
-    /// The policy is called every this many tokens, 0 on events alone.
+    /// Tokens between two calls of `on-step`; 0 calls it on events only.
     pub every: u32,
-    /// Tokens of the reply between two snapshots of the cache; 0 takes none.
+    /// Tokens between two checkpoints of the cache; 0 takes none.
     pub checkpoint_every: usize,
 }
 
-/// What one request has said so far.
+/// What one request has done so far.
 #[derive(Debug, Default)]
 pub struct Progress {
     pub(super) injected: usize,
     pub(super) rewound: usize,
     pub(super) repairs: u32,
     pub(super) loops: u32,
-    /// Bytes of the thought that the client has been told.
+    /// Bytes of reasoning sent to the client.
     pub(super) reasoning: usize,
-    /// What the client has been told: the message that it will send back.
+    /// The answer as sent to the client, which will send it back in the next turn.
     pub(super) answer: String,
     pub(super) tool_calls: Vec<ToolCall>,
-    /// What the last token said, where that is a call which is still to be judged.
+    /// Pieces of the last token, if they contain a tool call that has no verdict yet.
     pub(super) waiting: Vec<Piece>,
     drafted: u32,
     accepted: u32,
-    /// Passes that verified drafts.
+    /// Passes that verified a draft.
     verified: u32,
-    /// Tokens, the prompt included, that the policy has seen or put in itself.
+    /// Tokens, prompt included, that the policy has seen or injected.
     pub(super) seen: usize,
     end: Option<FinishReason>,
     failure: Option<Error>,
-    /// What the policy did, in words.
+    /// Actions of the policy, for display.
     notes: Vec<String>,
 }
 
 impl Progress {
-    /// Nothing said yet behind a prompt of `seen` tokens; `notes` are what the policy did while it
-    /// planned.
+    /// The start of a reply to a prompt of `seen` tokens, with the notes of admission.
     pub fn new(notes: Vec<String>, seen: usize) -> Self {
         Self { notes, seen, ..Self::default() }
     }
 }
 
-/// A token that was drawn.
+/// A sampled token.
 #[derive(Debug, Clone)]
-pub enum Drawn {
-    /// u32 [1], perhaps still being computed, not read.
+pub enum Sampled {
+    /// u32 [1], possibly still being computed.
     Computing(Array),
-    /// Read already, as verifying drafts has to.
-    Known(u32),
+    /// On the host already, as after the verification of a draft.
+    Read(u32),
 }
 
-impl Drawn {
+impl Sampled {
     /// Waits for the token.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when computing it fails.
     pub fn read(self) -> Result<u32> {
         match self {
             Self::Computing(token) => {
                 token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
             }
-            Self::Known(token) => Ok(token),
+            Self::Read(token) => Ok(token),
         }
     }
 }
 
-/// Rows that a sequence needs to run next.
-pub enum Rows {
-    /// Tokens that are known: a chunk of the prompt, or text that a policy injected.
-    Known(Vec<u32>),
-    /// The token that was drawn last, u32 [1].
-    Drawn(Array),
-    /// The last committed token and drafts behind it, u32 [m + 1].
-    Drafted(Array),
-    /// None: the drawn token is the last, whatever it is.
-    None,
+/// The rows of a sequence in the next step.
+pub enum StepInput {
+    /// A chunk of the prompt, or injected text.
+    Tokens(Vec<u32>),
+    /// The token sampled last, u32 [1].
+    Sampled(Array),
+    /// The last committed token and a draft, u32 [m + 1].
+    Draft(Array),
+    /// Nothing: the sampled token ends the reply in any case.
+    Nothing,
 }
 
 impl Sequence {
-    /// What to run next, at most `chunk` rows of it.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when drafts cannot be joined.
-    pub fn next_rows(&self, chunk: usize) -> Result<Rows> {
-        let at = self.cache.position;
+    /// The input of the next step, at most `chunk` rows.
+    pub fn next_input(&self, chunk: usize) -> Result<StepInput> {
+        let position = self.cache.position;
         if self.has_ended() {
-            return Ok(Rows::None);
+            return Ok(StepInput::Nothing);
         }
-        if let Some(drafted) = &self.drafted {
-            let last = Array::from_slice(&self.tokens[at..], &[1]);
-            return Ok(Rows::Drafted(concatenate(&[&last, &drafted.tokens], 0)?));
+        if let Some(draft) = &self.draft {
+            let last = Array::from_slice(&self.tokens[position..], &[1]);
+            return Ok(StepInput::Draft(concatenate(&[&last, &draft.tokens], 0)?));
         }
-        if at < self.tokens.len() {
-            let anchor = self.anchors.front().map_or(usize::MAX, |&(at, _)| at);
-            let floor = if at < self.floor.at { self.floor.at } else { usize::MAX };
-            let stop = if self.takes_snapshots() { anchor.min(floor) } else { anchor };
-            let end = self.tokens.len().min(at + chunk).min(stop);
-            return Ok(Rows::Known(self.tokens[at..end].to_vec()));
-        }
-        match &self.drawn {
-            Some(Drawn::Computing(token)) if !self.ends_with_next() => {
-                Ok(Rows::Drawn(token.clone()))
+        if position < self.tokens.len() {
+            let mut end = self.tokens.len().min(position + chunk);
+            if let Some(&(save_point, _)) = self.save_points.front() {
+                end = end.min(save_point);
             }
-            _ => Ok(Rows::None),
+            if self.takes_checkpoints() && position < self.phase_start.position {
+                end = end.min(self.phase_start.position);
+            }
+            return Ok(StepInput::Tokens(self.tokens[position..end].to_vec()));
+        }
+        match &self.sampled {
+            Some(Sampled::Computing(token)) if !self.next_token_is_last() => {
+                Ok(StepInput::Sampled(token.clone()))
+            }
+            _ => Ok(StepInput::Nothing),
         }
     }
 
-    /// What drafts next, if anything should; `unread` as for [`Governor::choose`].
-    pub fn choose(&self, costs: &Costs, unread: bool) -> Option<Choice> {
-        // Verified rows are drawn alike; what lasts for a few tokens is drawn one by one.
-        if self.adjust.is_passing() {
+    /// The governor's choice for the next step; `unread` as in [`Governor::choose`].
+    pub fn choose_draft(&self, costs: &Costs, unread: bool) -> Option<Choice> {
+        // The rows of a pass are sampled with the same parameters.
+        if self.sampler.has_temporary_override() {
             return None;
         }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
-        let answer = self.limits.answer.saturating_sub(self.said.answer_tokens + 1) as usize;
-        let thinking = self.said.reply.phase() == Phase::Think;
-        let room = if thinking { context } else { context.min(answer) };
-        self.governor.as_ref()?.choose(costs, &self.drafts, room, unread)
+        let answer = self.limits.answer.saturating_sub(self.reply_state.answer_tokens + 1) as usize;
+        let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
+        let room = if is_reasoning { context } else { context.min(answer) };
+        self.governor.as_ref()?.choose(costs, &self.drafters, room, unread)
     }
 
-    /// Shows the drafts what the model said of rows from `position` on.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects a slice.
+    /// Passes the hidden states of rows from `position` on to the drafters.
     pub fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
-        self.drafts.iter_mut().try_for_each(|draft| draft.observe(hidden, position))
+        self.drafters.iter_mut().try_for_each(|drafter| drafter.observe(hidden, position))
     }
 
-    /// What the client has been told, as it will send it back: without the thought.
+    /// The reply as the client will send it back in the next turn: without the reasoning.
     pub fn reply_message(&self) -> Message {
         Message {
             role: "assistant".into(),
@@ -234,74 +217,73 @@ impl Sequence {
     }
 
     /// Tokens drafted, tokens accepted, and passes that verified them.
-    pub fn drafted_so_far(&self) -> [usize; 3] {
+    pub fn draft_counts(&self) -> [usize; 3] {
         let Progress { drafted, accepted, verified, .. } = self.progress;
         [drafted, accepted, verified].map(|count| count as usize)
     }
 
-    /// `accepted` of `drafted` tokens were right.
-    pub fn verified(&mut self, drafted: usize, accepted: usize) {
+    /// Counts a verified draft.
+    pub fn count_draft(&mut self, drafted: usize, accepted: usize) {
+        // At most DEPTH tokens a draft.
         self.progress.drafted += drafted as u32;
         self.progress.accepted += accepted as u32;
         self.progress.verified += 1;
     }
 
-    /// Whether the next token is the last one in any case, so that running it would be in vain.
-    fn ends_with_next(&self) -> bool {
+    /// Whether the next token ends the reply in any case, so that it need not run.
+    fn next_token_is_last(&self) -> bool {
         let full = self.tokens.len() + 1 >= self.limits.context;
-        full || (self.said.reply.phase() != Phase::Think
-            && self.said.answer_tokens + 1 >= self.limits.answer)
+        full || (self.reply_state.reply.phase() != Phase::Reasoning
+            && self.reply_state.answer_tokens + 1 >= self.limits.answer)
     }
 
-    /// Whether all committed tokens have run, so that the last row's logits draw the next one.
+    /// Whether all committed tokens have run, so that the next one can be sampled.
     pub fn is_caught_up(&self) -> bool {
         self.cache.position >= self.tokens.len()
     }
 
-    /// Whether the client has hung up.
+    /// Whether the client has disconnected.
     pub fn is_cancelled(&self) -> bool {
         self.events.is_closed()
     }
 
-    /// Whether the request has come to its end.
     pub fn has_ended(&self) -> bool {
         self.progress.end.is_some() || self.progress.failure.is_some()
     }
 
-    /// What ended the request, where that was an error.
+    /// The error that ended the request, if any.
     pub fn take_failure(&mut self) -> Option<Error> {
         self.progress.failure.take()
     }
 
-    /// Commits a token that the model drew: passes it on, asks the policy where there is reason
-    /// to, and applies what it answers.
+    /// Commits a sampled token: sends its text, calls the policy if it is due, and applies the
+    /// answer.
     ///
-    /// Text that goes in instead of the model's own next token is committed here too; the token
-    /// drawn in the meantime is dropped, like a draft that was rejected. A policy that fails closed
-    /// ends the request.
-    pub fn commit_drawn(&mut self, token: u32, text: &Text) {
-        if let Err(error) = self.take_drawn(token, text) {
+    /// Injected text is committed here as well; the token sampled in the meantime is dropped, like a
+    /// rejected draft. A policy that fails closed ends the request.
+    pub fn commit_sampled(&mut self, token: u32, text: &Text) {
+        if let Err(error) = self.commit_and_steer(token, text) {
             self.progress.failure = Some(error);
         }
     }
 
-    fn take_drawn(&mut self, token: u32, text: &Text) -> Result<()> {
-        if !self.adjust.draw(token) {
-            // The cache may have seen it already.
-            self.stale = Some(self.tokens.len());
-            let reason = "every token there is is banned";
-            self.note(format!("stopped after {} tokens: {reason}", self.replied()));
+    fn commit_and_steer(&mut self, token: u32, text: &Text) -> Result<()> {
+        if !self.sampler.count_step(token) {
+            // The cache may have run the token already.
+            self.stale_from = Some(self.tokens.len());
+            let reason = "all tokens are banned";
+            self.note(format!("stopped after {} tokens: {reason}", self.reply_len()));
             self.end(FinishReason::Policy(reason.into()));
             return Ok(());
         }
         if text.eos().contains(&token) {
             return self.end_turn(token, text);
         }
-        let mut loop_found = self.commit(token);
+        let mut loop_found = self.append(token);
         if self.judge(text)? {
             loop_found = None;
         }
-        if self.said.reply.stopped() && !self.has_ended() {
+        if self.reply_state.reply.stopped() && !self.has_ended() {
             self.end(FinishReason::Stop);
         }
         self.check_limits();
@@ -312,23 +294,23 @@ impl Sequence {
         Ok(())
     }
 
-    /// Adds one token to what was said; returns a loop if it completes one. Calls that it completes
-    /// wait to be judged.
-    pub(super) fn commit(&mut self, token: u32) -> Option<LoopReport> {
-        let before = self.said.reply.phase();
+    /// Appends one token to the reply and sends the text that it completes; returns a loop if it
+    /// completes one. Completed tool calls wait for a verdict.
+    pub(super) fn append(&mut self, token: u32) -> Option<LoopReport> {
+        let before = self.reply_state.reply.phase();
         self.tokens.push(token);
-        self.drafts.iter_mut().for_each(|draft| draft.read(&self.tokens));
-        let pieces = self.said.push(token);
+        self.drafters.iter_mut().for_each(|drafter| drafter.read(&self.tokens));
+        let pieces = self.reply_state.push(token);
         if pieces.iter().any(|piece| self.is_new_call(piece)) {
             self.progress.waiting = pieces;
         } else {
             self.send(pieces);
         }
-        let now = self.said.reply.phase();
-        let parted = now != before && (before == Phase::Think || now == Phase::Think);
-        // A call that waits may yet be taken back.
-        if parted && self.progress.waiting.is_empty() {
-            self.set_floor();
+        let now = self.reply_state.reply.phase();
+        let reasoning_changed = (before == Phase::Reasoning) != (now == Phase::Reasoning);
+        // A call without a verdict may still be rewound.
+        if reasoning_changed && self.progress.waiting.is_empty() {
+            self.start_phase();
         }
         let detector = self.detector.as_mut()?;
         if now != before {
@@ -338,16 +320,16 @@ impl Sequence {
         detector.push(token)
     }
 
-    /// Tokens of the reply so far.
-    pub(super) fn replied(&self) -> usize {
+    /// Number of tokens of the reply.
+    pub(super) fn reply_len(&self) -> usize {
         self.tokens.len() - self.prompt
     }
 
     fn check_limits(&mut self) {
-        let answered = self.said.answer_tokens >= self.limits.answer;
-        let thinking = self.said.reply.phase() == Phase::Think;
+        let answered = self.reply_state.answer_tokens >= self.limits.answer;
+        let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
         if !self.has_ended()
-            && ((answered && !thinking) || self.tokens.len() >= self.limits.context)
+            && ((answered && !is_reasoning) || self.tokens.len() >= self.limits.context)
         {
             self.end(FinishReason::Length);
         }
@@ -357,29 +339,29 @@ impl Sequence {
         self.progress.end = Some(reason);
     }
 
-    /// Remarks on what the policy did.
+    /// Adds a note on an action of the policy.
     pub(super) fn note(&mut self, note: String) {
         let notes = &mut self.progress.notes;
         if notes.len() < NOTES {
             notes.push(note);
         } else if notes.len() == NOTES {
-            notes.push("and more".into());
+            notes.push("further notes dropped".into());
         }
     }
 
-    /// The policy's remarks about itself.
+    /// Adds the policy's own notes.
     pub(super) fn note_policy(&mut self) {
         self.policy.take_notes().into_iter().for_each(|note| self.note(note));
     }
 
-    /// Whether this is a call that the client does not have.
+    /// Whether this is a tool call that the client does not have.
     pub(super) fn is_new_call(&self, piece: &Piece) -> bool {
         let Piece::ToolCall(call) = piece else { return false };
-        // A call is read again where its closing tag was taken back.
+        // A call is parsed again after a rewind of its closing tag.
         !self.progress.tool_calls.iter().any(|sent| sent.id == call.id)
     }
 
-    /// Tells the client.
+    /// Sends pieces to the client.
     pub(super) fn send(&mut self, pieces: Vec<Piece>) {
         for piece in pieces {
             let is_new_call = self.is_new_call(&piece);
@@ -398,20 +380,20 @@ impl Sequence {
                     Event::ToolCall(call)
                 }
             };
-            // A closed channel is a client that hung up; the next turn sees to that.
+            // Fails if the client has disconnected; the next step checks that.
             let _ = self.events.send(event);
         }
     }
 
-    /// Says the last words and tells the policy; the cache stays as it is.
+    /// Ends the request: sends the rest of the reply and calls `on-finish`. Leaves the cache as it is.
     pub fn finish(&mut self) {
-        let pieces = self.said.reply.finish();
+        let pieces = self.reply_state.reply.finish();
         match self.judge_last(pieces) {
             Ok(pieces) => self.send(pieces),
             Err(error) => return self.fail(error),
         }
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
-        // Only now are all calls known: the end of the turn completes one, too.
+        // The end of the reply may have completed a call.
         let reason = match reason {
             FinishReason::Stop if !self.progress.tool_calls.is_empty() => FinishReason::ToolCalls,
             reason => reason,
@@ -434,7 +416,7 @@ impl Sequence {
             verified = self.progress.verified,
             reason = ?reason,
             notes = ?self.progress.notes,
-            "finished"
+            "request finished"
         );
         let notes = std::mem::take(&mut self.progress.notes);
         let _ = self.events.send(Event::Finished(Finished { reason, usage, notes }));
@@ -442,23 +424,27 @@ impl Sequence {
 
     /// Ends the request with an error.
     pub fn fail(&mut self, error: Error) {
-        tracing::debug!(request_id = self.request.id, %error, "failed");
+        tracing::debug!(request_id = self.request.id, %error, "request failed");
         self.tell_policy("error");
         let _ = self.events.send(Event::Failed(error));
     }
 
-    /// Ends a request whose client hung up.
+    /// Ends the request after its client has disconnected.
     pub fn cancel(&mut self) {
-        tracing::debug!(request_id = self.request.id, tokens = self.tokens.len(), "cancelled");
+        tracing::debug!(
+            request_id = self.request.id,
+            tokens = self.tokens.len(),
+            "request cancelled"
+        );
         self.tell_policy("cancelled");
     }
 
     fn tell_policy(&mut self, reason: &str) {
-        let ended = self.policy.on_finish(&Summary {
+        let ended = self.policy.ask(&Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
-            think_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
+            reasoning_tokens: self.reply_state.reasoning_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,
         });
@@ -472,8 +458,8 @@ impl Sequence {
         Usage {
             prompt_tokens: self.prompt as u32,
             cached_tokens: self.cached as u32,
-            reasoning_tokens: self.said.think_tokens,
-            answer_tokens: self.said.answer_tokens,
+            reasoning_tokens: self.reply_state.reasoning_tokens,
+            answer_tokens: self.reply_state.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
             skipped_layers: self.skipped_layers,

@@ -1,252 +1,248 @@
-//! A turn in which a sequence drafts: propose, run, verify, go back.
+//! A step in which a sequence drafts: propose, run, verify, rewind.
 //!
-//! A drafting sequence commits its drawn token first, so that drafts go on from what is known, and
-//! runs it together with the drafts. What the model draws behind each row decides how many drafts
-//! are committed, one after the other as if each had been drawn alone: the policy, stop strings and
-//! limits see no difference. Rows behind the last one committed are rewound, wherever the reply
-//! turned: at a rejected draft, at an end of turn, at text that the policy put in.
+//! The sequence first commits its sampled token, so that the draft continues from a known token, and
+//! runs that token together with the draft. The tokens sampled after each row decide how many drafted
+//! tokens are committed, one after the other as if each had been sampled alone: policy, stop strings
+//! and limits see no difference. Rows after the last committed one are rewound, whether a drafted
+//! token was rejected, the reply ended or the policy injected text.
 //!
-//! # What is promised
-//! Verified tokens are those of plain decoding up to rounding: a pass over several rows may sum in
-//! another order than a pass over one. With `exact`, a token whose margin is within that rounding
-//! ([`tie`]) is not taken from such a pass: its row is run again alone. What then can still differ
-//! is what rounding left in the cache, which is of the same size as the bound's reason and far
-//! smaller than the bound in f32; in 16-bit types it is not, and near-ties may flip. So may, in any
-//! type, whether a token at the very edge of top-p, top-k or min-p is kept.
+//! # Guarantee
+//! Verified tokens equal those of plain decoding up to rounding: a pass over several rows may sum in
+//! another order than a pass over one. With `exact`, a near-tie ([`near_tie_margin`]) is not accepted
+//! from such a pass; its row runs again alone. The rounding error of the rows already in the cache
+//! remains. In f32 it is far smaller than the margin; in 16-bit types it is of the same size, and
+//! near-ties may flip. In any type rounding may also decide whether a token at the very edge of
+//! top-p, top-k or min-p is kept.
 
-use mlx_rs::ops::indexing::TryIndexOp;
 use std::time::Instant;
 
+use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
-use super::draft::{At, Draft, DraftModel, EarlyExit, MtpDraft, Ngram, forget};
+use super::draft::{
+    DraftContext, Drafter, EarlyExitDrafter, ModelDrafter, MtpDrafter, NgramDrafter, discount_rates,
+};
 use super::governor::{Governor, Mode};
-use super::sequence::{Drawn, Sequence};
+use super::sequence::{Sampled, Sequence};
 use crate::config::DraftKind;
 use crate::error::{Error, Result};
 
-/// Drafted tokens on their way through a pass.
-pub struct Drafted {
-    /// Index of the draft that proposed them.
-    draft: usize,
+/// Drafted tokens, from proposal to verification.
+pub struct Draft {
+    /// Index of the drafter that proposed them.
+    drafter: usize,
     /// u32 [m]
     pub tokens: Array,
     /// Position of the row before them, that of the last committed token.
     position: usize,
-    /// When they began to be drafted.
+    /// When drafting began.
     start: Instant,
-    ran: Option<Ran>,
+    pass: Option<VerifyPass>,
 }
 
-/// What a pass said of the last committed token and the drafts behind it.
-struct Ran {
+/// Result of the pass over the last committed token and the drafted tokens.
+struct VerifyPass {
     /// [1, m + 1, D]
     hidden: Array,
-    /// u32 [m + 1], what the model draws behind each row.
-    drawn: Array,
-    /// f32 [m + 1], where near-ties are to be told.
+    /// The token sampled after each row, u32 [m + 1].
+    sampled: Array,
+    /// Margins of the sampled tokens, f32 [m + 1], if near-ties are to be detected.
     margins: Option<Array>,
 }
 
-/// Margins, relative to the largest logit, below which the rounding of passes of different shapes
-/// may swap the two best tokens. In f32 that is some forty times the largest difference seen on the
+/// Margin, relative to the largest logit, below which the rounding of passes of different shapes may
+/// swap the two best tokens. In f32 it is about forty times the largest difference seen on the
 /// demonstration model (2.5e-6).
-pub fn tie(dtype: Dtype, kv_bits: u32) -> f32 {
-    let numbers: f32 = match dtype {
+pub fn near_tie_margin(dtype: Dtype, kv_bits: u32) -> f32 {
+    let activations: f32 = match dtype {
         Dtype::Float32 => 1e-4,
         Dtype::Float16 => 4e-3,
         _ => 2e-2,
     };
-    // A rounding in the last digit can move a key or value by one of the few steps it has.
-    let cache: f32 = match kv_bits {
+    // A rounding error in the last digit can move a quantized key or value by a whole step.
+    let kv: f32 = match kv_bits {
         0 => 0.0,
         8 => 4e-3,
         _ => 4e-2,
     };
-    numbers.max(cache)
+    activations.max(kv)
 }
 
 impl Decoder {
-    /// The drafts that the configuration wants and the weights allow, for a request whose prompt
-    /// is `tokens`.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX cannot make a cache.
-    pub(super) fn drafts(&self, tokens: &[u32]) -> Result<Vec<Box<dyn Draft>>> {
-        let mut drafts: Vec<Box<dyn Draft>> = Vec::new();
+    /// The drafters that the configuration names and the weights allow, for a request with the prompt
+    /// `tokens`.
+    pub(super) fn new_drafters(&self, tokens: &[u32]) -> Result<Vec<Box<dyn Drafter>>> {
+        let mut drafters: Vec<Box<dyn Drafter>> = Vec::new();
         for kind in &self.speculation.drafts {
             match kind {
-                DraftKind::Ngram => drafts.push(Box::new(Ngram::new(tokens))),
+                DraftKind::Ngram => drafters.push(Box::new(NgramDrafter::new(tokens))),
                 DraftKind::Mtp => {
                     if let Some(mtp) = self.model.mtp() {
-                        drafts.push(Box::new(MtpDraft::new(mtp)?));
+                        drafters.push(Box::new(MtpDrafter::new(mtp)?));
                     }
                 }
                 DraftKind::Model => {
                     if let Some(model) = &self.draft_model {
-                        drafts.push(Box::new(DraftModel::new(model.clone())?));
+                        drafters.push(Box::new(ModelDrafter::new(model.clone())?));
                     }
                 }
                 DraftKind::EarlyExit => {
                     if let Some(layers) = self.exit_layers {
-                        drafts.push(Box::new(EarlyExit::new(layers)));
+                        drafters.push(Box::new(EarlyExitDrafter::new(layers)));
                     }
                 }
             }
         }
-        for draft in &mut drafts {
-            let known = &self.known[draft.kind() as usize];
-            if !known.is_empty() {
-                draft.learned().copy_from_slice(known);
+        for drafter in &mut drafters {
+            let learned = &self.learned_rates[drafter.kind() as usize];
+            if !learned.is_empty() {
+                drafter.learned_rates().copy_from_slice(learned);
             }
         }
-        Ok(drafts)
+        Ok(drafters)
     }
 
-    /// Decides for a request what drafts, with the habits of the one before.
-    pub(super) fn governor(&self) -> Option<Governor> {
+    /// The governor of a new request: a copy of the previous request's.
+    pub(super) fn new_governor(&self) -> Option<Governor> {
         let new = || Governor::new(Mode::Auto, self.speculation.depth);
-        self.costs.map(|_| self.habits.clone().unwrap_or_else(new))
+        self.costs.map(|_| self.learned_governor.clone().unwrap_or_else(new))
     }
 
-    /// Lets `sequence` draft where that pays. Its drawn token is then read and committed already.
-    ///
-    /// # Errors
-    /// [`Error::Array`]
-    pub(super) fn draft(&mut self, sequence: &mut Sequence) -> Result<()> {
-        if !sequence.is_caught_up() || sequence.drawn.is_none() {
+    /// Drafts for `sequence` if that pays. Its sampled token is then read and committed first.
+    pub(super) fn propose_draft(&mut self, sequence: &mut Sequence) -> Result<()> {
+        if !sequence.is_caught_up() || sequence.sampled.is_none() {
             return Ok(());
         }
-        // Whoever does not draft leaves the token unread, so that the next step is queued behind
-        // it. What is known already is in nobody's way.
+        // A plain step leaves the token unread and queues the next pass after it; a token that has
+        // been read costs no wait.
         let costs = self.costs.unwrap_or_default();
-        let unread = matches!(sequence.drawn, Some(Drawn::Computing(_)));
-        if unread && sequence.choose(&costs, true).is_none() {
+        let unread = matches!(sequence.sampled, Some(Sampled::Computing(_)));
+        if unread && sequence.choose_draft(&costs, true).is_none() {
             return Ok(());
         }
-        let token = sequence.drawn.take().expect("looked at above").read()?;
-        self.commit(sequence, token)?;
+        let token = sequence.sampled.take().expect("checked above").read()?;
+        self.commit_and_settle(sequence, token)?;
         let position = sequence.cache.position;
         if sequence.has_ended() || sequence.tokens.len() != position + 1 {
             return Ok(());
         }
-        let Some(choice) = sequence.choose(&costs, false) else { return Ok(()) };
-        if choice.is_try {
-            forget(&mut *sequence.drafts[choice.draft]);
+        let Some(choice) = sequence.choose_draft(&costs, false) else { return Ok(()) };
+        if choice.is_trial {
+            discount_rates(&mut *sequence.drafters[choice.drafter]);
         }
         let start = Instant::now();
-        let Sequence { drafts, cache, tokens, adjust, seed, .. } = sequence;
-        let (model, part) = (&*self.model, self.pass());
-        let (seed, vocabulary) = (*seed, self.vocabulary);
-        let mut at = At { model, part, cache, tokens, adjust, seed, vocabulary };
-        if let Some(tokens) = drafts[choice.draft].propose(&mut at, choice.depth)? {
-            cache.checkpoint();
-            sequence.drafted =
-                Some(Drafted { draft: choice.draft, tokens, position, start, ran: None });
+        let Sequence { drafters, cache, tokens, sampler, seed, .. } = sequence;
+        let mut context = DraftContext {
+            model: &*self.model,
+            part: self.pass(),
+            cache,
+            tokens,
+            sampler,
+            seed: *seed,
+            vocabulary: self.vocabulary,
+        };
+        if let Some(tokens) = drafters[choice.drafter].propose(&mut context, choice.depth)? {
+            cache.mark_draft();
+            sequence.draft =
+                Some(Draft { drafter: choice.drafter, tokens, position, start, pass: None });
         }
         Ok(())
     }
 
-    /// Draws behind each drafted row; `hidden` [1, m + 1, D] is what the pass said of them.
-    ///
-    /// # Errors
-    /// [`Error::Array`]
-    pub(super) fn draw_drafted(&self, sequence: &mut Sequence, hidden: Array) -> Result<()> {
-        let drafted = sequence.drafted.as_mut().expect("these rows were drafted");
+    /// Samples a token after each row of a pass over a draft; `hidden` is [1, m + 1, D].
+    pub(super) fn sample_draft_rows(&self, sequence: &mut Sequence, hidden: Array) -> Result<()> {
+        let draft = sequence.draft.as_mut().expect("these rows belong to a draft");
         let logits = self.logits(&hidden)?.squeeze_axes(&[0])?;
-        // Nothing in force ends while drafts are verified: each row is drawn as the first one is.
-        let (draw, index) = (sequence.adjust.draws(), drafted.position as u64 + 1);
-        let (adjust, seed) = (&mut sequence.adjust, sequence.seed);
-        let (drawn, margins) = if self.speculation.exact {
-            let (drawn, margins) = adjust.sample_with_margin(&logits, draw, seed, index)?;
-            (drawn, Some(margins))
+        // No drafts run under a temporary override, so the parameters of the first row hold for all.
+        let (step, index) = (sequence.sampler.steps(), draft.position as u64 + 1);
+        let (sampler, seed) = (&mut sequence.sampler, sequence.seed);
+        let (sampled, margins) = if self.speculation.exact {
+            let (sampled, margins) = sampler.sample_with_margin(&logits, step, seed, index)?;
+            (sampled, Some(margins))
         } else {
-            (adjust.sample(&logits, draw, seed, index)?, None)
+            (sampler.sample(&logits, step, seed, index)?, None)
         };
-        drafted.ran = Some(Ran { hidden, drawn, margins });
+        draft.pass = Some(VerifyPass { hidden, sampled, margins });
         Ok(())
     }
 
-    /// Commits the drafts that are what the model drew, and rewinds the others.
-    ///
-    /// # Errors
-    /// [`Error::Array`]
-    pub(super) fn accept_drafts(
-        &mut self,
-        sequence: &mut Sequence,
-        drafted: Drafted,
-    ) -> Result<()> {
-        let Drafted { draft, tokens, position, start, ran } = drafted;
-        let Ran { hidden, drawn, margins } = ran.expect("the pass drew behind these rows");
-        eval([&tokens, &drawn].into_iter().chain(&margins))?;
-        let took = start.elapsed().as_secs_f32();
-        let (tokens, drawn) = (read::<u32>(&tokens)?, read::<u32>(&drawn)?);
-        let right = right(&tokens, &drawn);
-        let doubtful = match &margins {
-            Some(margins) => read::<f32>(margins)?.iter().position(|&margin| margin < self.tie),
+    /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
+    pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
+        let Draft { drafter, tokens, position, start, pass } = draft;
+        let VerifyPass { hidden, sampled, margins } =
+            pass.expect("the pass over the draft has run");
+        eval([&tokens, &sampled].into_iter().chain(&margins))?;
+        let seconds = start.elapsed().as_secs_f32();
+        let (tokens, sampled) = (read::<u32>(&tokens)?, read::<u32>(&sampled)?);
+        let equal = equal_tokens(&tokens, &sampled);
+        let near_tie = match &margins {
+            Some(margins) => {
+                let margins = read::<f32>(margins)?;
+                margins.iter().position(|&margin| margin < self.near_tie_margin)
+            }
             None => None,
         };
-        let sure = doubtful.map_or(right, |row| right.min(row));
+        let confident = near_tie.map_or(equal, |row| equal.min(row));
 
         let mut accepted = 0;
-        let (mut turned, mut changed) = (false, false);
-        let changes = sequence.adjust.changes();
-        for &token in &tokens[..sure] {
+        // `diverted`: the tokens after this one are no longer those of the draft.
+        let (mut diverted, mut sampling_changed) = (false, false);
+        let changes = sequence.sampler.changes();
+        for &token in &tokens[..confident] {
             let length = sequence.tokens.len();
-            sequence.commit_drawn(token, &self.text);
+            sequence.commit_sampled(token, &self.text);
             accepted += 1;
-            turned = sequence.has_ended()
-                || sequence.stale.is_some()
+            diverted = sequence.has_ended()
+                || sequence.stale_from.is_some()
                 || sequence.tokens.len() != length + 1;
-            // What follows was drawn as the policy no longer wants it.
-            changed = sequence.adjust.changes() != changes;
-            if turned || changed {
+            sampling_changed = sequence.sampler.changes() != changes;
+            if diverted || sampling_changed {
                 break;
             }
         }
-        let alone = !turned && (changed || doubtful == Some(accepted));
-        // The row of the last token accepted stays, unless it is to be run again.
-        let rows = accepted + usize::from(!alone);
-        sequence.cache.rewind(position + rows)?;
-        if !turned && !alone {
-            sequence.drawn = Some(Drawn::Known(drawn[accepted]));
+        let run_again = !diverted && (sampling_changed || near_tie == Some(accepted));
+        // The row of the last accepted token stays, unless it runs again.
+        let rows = accepted + usize::from(!run_again);
+        sequence.cache.rewind_draft(position + rows)?;
+        if !diverted && !run_again {
+            sequence.sampled = Some(Sampled::Read(sampled[accepted]));
         }
-        if rows > 0 && sequence.stale.is_none() {
+        if rows > 0 && sequence.stale_from.is_none() {
+            // At most DEPTH + 1 rows.
             sequence.observe(&hidden.try_index((.., ..rows as i32, ..))?, position)?;
         }
-        let rejected = !turned && !alone && accepted < tokens.len();
-        sequence.verified(tokens.len(), accepted);
-        let Sequence { drafts, governor, .. } = sequence;
-        let draft = &mut drafts[draft];
-        draft.learn(accepted + usize::from(rejected), accepted)?;
+        let rejected = !diverted && !run_again && accepted < tokens.len();
+        sequence.count_draft(tokens.len(), accepted);
+        let Sequence { drafters, governor, .. } = sequence;
+        let drafter = &mut drafters[drafter];
+        drafter.learn(accepted + usize::from(rejected), accepted)?;
         if let (Some(governor), Some(costs)) = (governor, &mut self.costs)
-            // What had to catch up took longer than drafting does.
-            && governor.verified(costs, &**draft, accepted > 0, rows, alone)
+            && governor.learn(costs, &**drafter, accepted > 0, rows, run_again)
         {
-            costs.learn_verify(draft.kind(), tokens.len() + 1, took);
+            costs.learn_verify(drafter.kind(), tokens.len() + 1, seconds);
         }
         self.settle(sequence)
     }
 
-    /// Keeps what the drafts of `sequence` have learned for the next one.
-    pub(super) fn remember(&mut self, sequence: &mut Sequence) {
-        for draft in &mut sequence.drafts {
-            self.known[draft.kind() as usize] = draft.learned().to_vec();
+    /// Keeps the acceptance rates and the governor of `sequence` for the next request.
+    pub(super) fn keep_learned_stats(&mut self, sequence: &mut Sequence) {
+        for drafter in &mut sequence.drafters {
+            self.learned_rates[drafter.kind() as usize] = drafter.learned_rates().to_vec();
         }
         if let Some(governor) = &sequence.governor {
-            self.habits = Some(governor.clone());
+            self.learned_governor = Some(governor.clone());
         }
     }
 }
 
-/// How many drafts are what the model drew in their place.
-fn right(drafts: &[u32], drawn: &[u32]) -> usize {
-    drafts.iter().zip(drawn).take_while(|(draft, drawn)| draft == drawn).count()
+/// Number of leading drafted tokens that equal the sampled ones.
+fn equal_tokens(draft: &[u32], sampled: &[u32]) -> usize {
+    draft.iter().zip(sampled).take_while(|(draft, sampled)| draft == sampled).count()
 }
 
-/// An array's values on the host.
+/// Copies an array's values to the host.
 fn read<T: mlx_rs::ArrayElement + Clone>(array: &Array) -> Result<Vec<T>> {
     let values = array.try_as_slice::<T>().map_err(|e| Error::Array(e.to_string()))?;
     Ok(values.to_vec())
@@ -258,8 +254,8 @@ mod tests {
     use super::*;
     use crate::request::Sampling;
 
-    /// What follows each of five tokens, as the model and as a draft that is only roughly right
-    /// would have it.
+    /// Probabilities of the next token after each of five tokens, for a model and for a drafter that
+    /// is roughly right.
     const MODEL: [[f32; 5]; 5] = [
         [0.10, 0.40, 0.20, 0.25, 0.05],
         [0.30, 0.05, 0.05, 0.10, 0.50],
@@ -267,7 +263,7 @@ mod tests {
         [0.01, 0.02, 0.90, 0.03, 0.04],
         [0.45, 0.05, 0.15, 0.30, 0.05],
     ];
-    const DRAFT: [[f32; 5]; 5] = [
+    const DRAFTER: [[f32; 5]; 5] = [
         [0.05, 0.60, 0.10, 0.15, 0.10],
         [0.25, 0.25, 0.05, 0.05, 0.40],
         [0.50, 0.10, 0.10, 0.10, 0.20],
@@ -281,23 +277,23 @@ mod tests {
         Array::from_slice(&logits, &[tokens.len() as i32, 5])
     }
 
-    /// `count` tokens by drafts of three, as sequences do it; and how many drafts were right.
+    /// `count` tokens decoded with drafts of three, and the number of accepted ones.
     fn speculative(count: usize, sampling: &Sampling, seed: u64) -> (Vec<u32>, usize) {
         let (mut text, mut accepted) = (vec![0], 0);
         while text.len() < count {
-            let mut drafts = vec![text[text.len() - 1]];
+            let mut draft = vec![text[text.len() - 1]];
             for i in 0..3 {
-                let logits = rows(&DRAFT, &drafts[i..]);
+                let logits = rows(&DRAFTER, &draft[i..]);
                 let index = (text.len() + i) as u64;
-                drafts
+                draft
                     .extend(read::<u32>(&sample(&logits, sampling, seed, index).unwrap()).unwrap());
             }
-            let logits = rows(&MODEL, &drafts);
-            let drawn = sample(&logits, sampling, seed, text.len() as u64).unwrap();
-            let drawn = read::<u32>(&drawn).unwrap();
-            let right = right(&drafts[1..], &drawn);
-            text.extend(&drawn[..=right]);
-            accepted += right;
+            let logits = rows(&MODEL, &draft);
+            let sampled = sample(&logits, sampling, seed, text.len() as u64).unwrap();
+            let sampled = read::<u32>(&sampled).unwrap();
+            let equal = equal_tokens(&draft[1..], &sampled);
+            text.extend(&sampled[..=equal]);
+            accepted += equal;
         }
         (text, accepted)
     }
@@ -306,14 +302,13 @@ mod tests {
         let mut text = vec![0];
         while text.len() < count {
             let logits = rows(&MODEL, &text[text.len() - 1..]);
-            let drawn = sample(&logits, sampling, seed, text.len() as u64).unwrap();
-            text.extend(read::<u32>(&drawn).unwrap());
+            let sampled = sample(&logits, sampling, seed, text.len() as u64).unwrap();
+            text.extend(read::<u32>(&sampled).unwrap());
         }
         text
     }
 
-    /// Chi-square statistic of two samples of pairs of neighbouring tokens, and the cells it is
-    /// over.
+    /// Chi-square statistic of two texts' pairs of neighbouring tokens, and its number of cells.
     fn chi_square(a: &[u32], b: &[u32]) -> (f64, usize) {
         let count = |text: &[u32]| {
             let mut cells = [0f64; 25];
@@ -328,10 +323,10 @@ mod tests {
         (terms.iter().sum(), terms.len())
     }
 
-    /// 20,000 tokens with drafts against 20,000 without, by another seed: pairs of neighbours, so
-    /// that a bias behind a rejected draft would show. 52.6 is the 99.9 % quantile for 25 cells.
+    /// 20,000 tokens with drafts against 20,000 without, by another seed. Pairs of neighbours would
+    /// show a bias after rejected tokens. 52.6 is the 99.9 % quantile for 25 cells.
     #[test]
-    fn drafts_leave_the_distribution_of_draws_as_it_is() {
+    fn speculation_leaves_the_sampled_distribution_unchanged() {
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
         for sampling in
             [warm, Sampling { top_p: 0.8, ..warm }, Sampling { temperature: 0.7, top_k: 3, ..warm }]
@@ -340,22 +335,21 @@ mod tests {
             let (statistic, cells) = chi_square(&drafted[..20_000], &plain(20_000, &sampling, 2));
             println!("{sampling:?}: {statistic:.1} over {cells} cells, {accepted} accepted");
             assert!(statistic < 52.6, "{sampling:?}: {statistic} over {cells} cells");
-            assert!(accepted > 5_000, "{sampling:?}: only {accepted} drafts were right");
+            assert!(accepted > 5_000, "{sampling:?}: only {accepted} tokens accepted");
         }
     }
 
-    /// The statistic would notice: the draft's own distribution fails by far.
+    /// The statistic is sensitive: a slightly colder distribution fails by far.
     #[test]
-    fn the_statistic_tells_distributions_apart() {
+    fn chi_square_detects_another_distribution() {
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
         let cold = Sampling { temperature: 0.9, ..warm };
         let (statistic, _) = chi_square(&plain(20_000, &warm, 1), &plain(20_000, &cold, 2));
         assert!(statistic > 52.6, "{statistic}");
     }
 
-    /// With the same seed the tokens themselves are the same.
     #[test]
-    fn drafts_leave_draws_of_the_same_seed_as_they_are() {
+    fn speculation_equals_plain_sampling_with_the_same_seed() {
         let sampling = Sampling { temperature: 1.0, top_p: 0.9, ..Sampling::default() };
         assert_eq!(speculative(500, &sampling, 3).0[..500], plain(500, &sampling, 3));
     }

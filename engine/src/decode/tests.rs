@@ -1,13 +1,13 @@
-//! Laws of the decoder that need its insides.
+//! Laws of the decoder that need access to its internals.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::Decoder;
-use super::verify::{Outcome, Way};
+use super::verify::{DecodePath, Outcome};
 use crate::config::{Config, Device, DraftKind};
-use crate::policy::{Policies, disk};
-use crate::request::{Message, Request, SamplingWish};
+use crate::policy::{Policies, Storage};
+use crate::request::{Message, Request, SamplingOverrides};
 
 mod actions;
 mod scripted;
@@ -29,11 +29,11 @@ fn bundled_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
 }
 
-/// A decoder over the model in `folder`, with policies that keep nothing.
+/// A decoder for the model in `folder`, with policy state in memory.
 fn load_from(folder: &Path, config: Config) -> Decoder {
     let config = config.check().unwrap();
-    let kept = disk::in_memory();
-    let policies = Policies::load(&config.policy, &config.profiles, &kept).unwrap();
+    let storage = Storage::in_memory();
+    let policies = Policies::load(&config.policy, &config.profile_policies(), &storage).unwrap();
     Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }
 
@@ -42,64 +42,65 @@ fn ask(question: &str) -> Request {
     Request {
         profile: "default".into(),
         messages: vec![Message { role: "user".into(), content, ..Message::default() }],
-        thinking: Some(false),
+        reasoning: Some(false),
         ..Request::default()
     }
 }
 
 fn run(decoder: &mut Decoder, requests: &[Request]) -> Vec<Outcome> {
-    let ways = [
-        Way::Plain,
-        Way::Rewound,
-        Way::Drafted(DraftKind::Mtp),
-        Way::Drafted(DraftKind::EarlyExit),
+    let paths = [
+        DecodePath::Plain,
+        DecodePath::Rewound,
+        DecodePath::Drafted(DraftKind::Mtp),
+        DecodePath::Drafted(DraftKind::EarlyExit),
     ];
-    decoder.verify(requests, &ways, TOKENS, |_| ()).unwrap()
+    decoder.verify(requests, &paths, TOKENS, |_| ()).unwrap()
 }
 
-/// A bound that calls a third of all tokens near-ties: they are run again alone, cost passes, and
-/// change nothing.
+/// With a margin that makes a third of all tokens near-ties, these run again alone: that costs passes
+/// and changes no token.
 #[test]
-fn near_ties_are_run_again_alone() {
+fn near_ties_run_again_alone() {
     let mut decoder = decoder();
     decoder.exit_layers = Some(5);
     let requests = [ask("Write a story about a fox named Nora who lives near the river.")];
-    let sure = run(&mut decoder, &requests);
-    decoder.tie = 0.1;
-    let doubting = run(&mut decoder, &requests);
-    for (sure, doubting) in sure.iter().zip(&doubting) {
-        assert!(sure.holds() && doubting.holds(), "{sure:?} {doubting:?}");
+    let narrow = run(&mut decoder, &requests);
+    decoder.near_tie_margin = 0.1;
+    let wide = run(&mut decoder, &requests);
+    for (narrow, wide) in narrow.iter().zip(&wide) {
+        assert!(narrow.holds() && wide.holds(), "{narrow:?} {wide:?}");
     }
-    // Drafts that are right but for one token; other kinds are wrong just where the model doubts.
-    let ([_, accepted, passes], [_, fewer, more]) = (sure[1].drafted, doubting[1].drafted);
-    assert!(0 < fewer && fewer * passes < accepted * more, "{sure:?} {doubting:?}");
+    // Drafts with one wrong token. Those of other kinds tend to be wrong at near-ties anyway.
+    let ([_, accepted, passes], [_, fewer, more]) = (narrow[1].drafted, wide[1].drafted);
+    assert!(0 < fewer && fewer * passes < accepted * more, "{narrow:?} {wide:?}");
 }
 
-/// Drawn, not greedy: with the same seed the reply is the same whatever drafts.
+/// At a temperature, the same seed gives the same reply on every path.
 #[test]
-fn drafted_draws_equal_plain_draws_of_the_same_seed() {
+fn speculative_sampling_equals_plain_sampling_with_the_same_seed() {
     let mut decoder = decoder();
     decoder.exit_layers = Some(5);
     let story = ask("Write a story about an owl named Hugo who lives near the castle.");
-    let filtered = SamplingWish { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
-    let warm = SamplingWish { temperature: Some(1.0), seed: Some(5), ..Default::default() };
+    let filtered =
+        SamplingOverrides { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
+    let warm = SamplingOverrides { temperature: Some(1.0), seed: Some(5), ..Default::default() };
     let requests = [filtered, warm].map(|sampling| Request { sampling, ..story.clone() });
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");
-        assert!(outcome.way == Way::Plain || outcome.drafted[1] > 5, "{outcome:?}");
+        assert!(outcome.path == DecodePath::Plain || outcome.drafted[1] > 5, "{outcome:?}");
     }
 }
 
-/// Keys and values in 8 bits from the middle of the prompt on: chunks, saved state, rewinds and
-/// drafts change nothing.
+/// KV in 8 bits from the middle of the prompt on: chunks, saved state, rewinds and drafts change no
+/// token.
 #[test]
-fn quantized_keys_and_values_are_the_same_however_they_came_about() {
+fn quantized_kv_is_the_same_on_all_paths() {
     let mut config = Config::default();
     (config.engine.kv_bits, config.engine.kv_bits_from) = (8, 20);
     let mut decoder = load(config);
     let requests = [ask("Copy this text exactly:\nThe quiet fox walked near the river at night.")];
-    let ways = decoder.ways().unwrap();
-    for outcome in decoder.verify(&requests, &ways, TOKENS, |_| ()).unwrap() {
+    let paths = decoder.paths().unwrap();
+    for outcome in decoder.verify(&requests, &paths, TOKENS, |_| ()).unwrap() {
         assert!(outcome.holds(), "{outcome:?}");
     }
 }

@@ -1,10 +1,9 @@
-//! Calls of tools, between the model that wrote them and the client: the policy judges each.
+//! Tool calls: the policy gives a verdict on each before the client receives it.
 //!
-//! A call that is repaired is taken back from its opening tag on, which no client has seen, and the
-//! policy's text stands in its place. Of several calls between one pair of tags, one that is repaired
-//! takes the others with it. A call that only the end of the turn completes is judged before the turn
-//! ends; one that the reply's limits complete is judged as well, but there is no room to repair it:
-//! it is dropped, with a note.
+//! A repair rewinds the reply to the call's opening tag, which no client has seen, and injects the
+//! policy's text there. Several calls between one pair of tags are removed together. A call completed
+//! by the end of the reply gets its verdict before the reply ends. One completed by the limits of the
+//! reply gets a verdict too, but no tokens are left for a repair: it is dropped, with a note.
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -12,21 +11,23 @@ use sha2::{Digest, Sha256};
 use super::hex;
 use super::sequence::Sequence;
 use crate::error::Result;
-use crate::policy::{ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, REPAIRS, ToolCallView, Verdict};
+use crate::policy::{
+    ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, MAX_REPAIRS, ToolCallView, Verdict,
+};
 use crate::request::{FinishReason, Message, ToolCall};
 use crate::text::{Piece, Text};
 
 impl Sequence {
-    /// The model ends its turn with `token`; a call that this completes is judged first.
+    /// The model ends the reply with `token`; a call that this completes gets its verdict first.
     pub(super) fn end_turn(&mut self, token: u32, text: &Text) -> Result<()> {
-        if self.said.reply.in_call() {
-            let mut ended = self.said.reply.clone();
+        if self.reply_state.reply.in_call() {
+            let mut ended = self.reply_state.reply.clone();
             self.progress.waiting = ended.finish();
-            let from = self.prompt + ended.called_from();
-            if self.judge_from(from, text)? {
+            let start = self.prompt + ended.last_call_start();
+            if self.judge_from(start, text)? {
                 return Ok(());
             }
-            self.said.reply = ended;
+            self.reply_state.reply = ended;
         }
         self.tokens.push(token);
         if !self.has_ended() {
@@ -35,30 +36,30 @@ impl Sequence {
         Ok(())
     }
 
-    /// Asks the policy about the calls that wait, if there are any, and does what it says; true where
-    /// they were taken back.
+    /// Gets verdicts on the waiting calls, if any, and carries them out; returns whether the calls were
+    /// rewound.
     ///
     /// # Errors
-    /// [`crate::Error::Policy`] when it failed and fails closed.
+    /// [`crate::Error::Policy`] when the policy failed and the profile fails closed.
     pub(super) fn judge(&mut self, text: &Text) -> Result<bool> {
         if self.progress.waiting.is_empty() {
             return Ok(false);
         }
-        let from = self.prompt + self.said.reply.called_from();
-        let repaired = self.judge_from(from, text)?;
+        let start = self.prompt + self.reply_state.reply.last_call_start();
+        let repaired = self.judge_from(start, text)?;
         if repaired || self.has_ended() {
             return Ok(repaired);
         }
-        // What the client has is not rewound, but for the tag of the next call.
-        match self.said.reply.call_from() {
-            Some(next) => self.kept = self.prompt + next,
-            None => self.set_floor(),
+        // The client has the calls now. The tag of a next call can still be rewound.
+        match self.reply_state.reply.call_start() {
+            Some(next) => self.rewind_limit = self.prompt + next,
+            None => self.start_phase(),
         }
         Ok(false)
     }
 
-    /// Judges the calls that wait, the first of which begins behind `from` tokens.
-    fn judge_from(&mut self, from: usize, text: &Text) -> Result<bool> {
+    /// Gets verdicts on the waiting calls, the first of which starts at token `start`.
+    fn judge_from(&mut self, start: usize, text: &Text) -> Result<bool> {
         let mut pieces = std::mem::take(&mut self.progress.waiting);
         let mut accepted: Vec<ToolCall> = Vec::new();
         for i in 0..pieces.len() {
@@ -66,7 +67,7 @@ impl Sequence {
             match self.verdict(&call, &accepted)? {
                 Verdict::Accept => accepted.push(call),
                 Verdict::Repair(words) => {
-                    if self.repair(from, &call, &words, text)? {
+                    if self.repair(start, &call, &words, text)? {
                         return Ok(true);
                     }
                     accepted.push(call);
@@ -82,10 +83,8 @@ impl Sequence {
         Ok(false)
     }
 
-    /// Judges the calls among the last `pieces`, which nothing can follow; returns what is sent.
-    ///
-    /// # Errors
-    /// As [`Sequence::judge`].
+    /// Gets verdicts on the calls among the last `pieces` of the reply; returns the pieces to send.
+    /// Errors are those of [`Sequence::judge`].
     pub(super) fn judge_last(&mut self, pieces: Vec<Piece>) -> Result<Vec<Piece>> {
         let (mut sent, mut accepted): (Vec<Piece>, Vec<ToolCall>) = (Vec::new(), Vec::new());
         for piece in pieces {
@@ -100,7 +99,7 @@ impl Sequence {
                 }
                 Verdict::Repair(_) => {
                     let name = &call.function.name;
-                    self.note(format!("dropped a call of `{name}`: no room is left to repair it"));
+                    self.note(format!("dropped a call of `{name}`: no tokens left to repair it"));
                 }
                 Verdict::Stop(reason) => self.refuse(&call, reason),
             }
@@ -117,48 +116,49 @@ impl Sequence {
 
     fn verdict(&mut self, call: &ToolCall, accepted: &[ToolCall]) -> Result<Verdict> {
         let view = view(call, &self.request.messages, &self.progress.tool_calls, accepted);
-        let verdict = self.policy.on_tool_call(&view)?;
+        let verdict = self.policy.ask(&view)?;
         self.note_policy();
         Ok(verdict)
     }
 
-    /// Puts `words` in the place of what stands behind `from` tokens; false where the call is
-    /// accepted instead.
-    fn repair(&mut self, from: usize, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
-        let (name, at) = (&call.function.name, self.replied());
-        if self.progress.repairs == REPAIRS {
-            self.note(format!("accepted a call of `{name}`: {REPAIRS} were repaired already"));
+    /// Replaces the tokens from `start` on with `words`; returns false if the call is accepted instead.
+    fn repair(&mut self, start: usize, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
+        let (name, length) = (&call.function.name, self.reply_len());
+        if self.progress.repairs == MAX_REPAIRS {
+            self.note(format!(
+                "accepted a call of `{name}`: limit of {MAX_REPAIRS} repairs reached"
+            ));
             return Ok(false);
         }
-        if !self.rewind(from)? {
-            let has = "the client has text that would go with it";
-            self.note(format!("accepted a call of `{name}`, not repaired: {has}"));
+        if !self.rewind(start)? {
+            let reason = "the client already has the text";
+            self.note(format!("accepted a call of `{name}` without repair: {reason}"));
             return Ok(false);
         }
         if self.has_ended() {
             return Ok(true);
         }
         self.progress.repairs += 1;
-        self.note(format!("took back a call of `{name}` after {at} tokens"));
+        self.note(format!("removed a call of `{name}` after {length} tokens"));
         let mut tokens = Vec::new();
-        // The tag that began this call ended the one before it.
-        if self.said.reply.in_call() {
-            tokens.extend(self.said.reply.closing_call(text)?);
+        // The opening tag of this call closed the previous one.
+        if self.reply_state.reply.in_call() {
+            tokens.extend(self.reply_state.reply.close_call_tokens(text)?);
         }
         tokens.extend(text.encode_plain(words)?);
-        self.inject(tokens, "injected text", "a call to repair", text)?;
+        self.inject(tokens, "injected text", "tool call repair", text)?;
         Ok(true)
     }
 
     fn refuse(&mut self, call: &ToolCall, reason: String) {
-        let (name, at) = (&call.function.name, self.replied());
-        self.note(format!("stopped after {at} tokens, on a call of `{name}`: {reason}"));
+        let (name, length) = (&call.function.name, self.reply_len());
+        self.note(format!("stopped after {length} tokens (call of `{name}`): {reason}"));
         self.end(FinishReason::Policy(reason));
     }
 }
 
-/// What a policy sees of `call`, behind the calls of `messages`, those `sent` in this reply, and those
-/// `accepted` together with it.
+/// The policy's view of `call`, with the earlier calls in `messages`, those `sent` in this reply, and
+/// those `accepted` together with it.
 fn view(
     call: &ToolCall,
     messages: &[Message],
@@ -183,8 +183,8 @@ fn view(
     }
 }
 
-/// The calls of a conversation, oldest first, with their results where they have one: the result that
-/// names a call is its own, one that names none is that of the oldest without.
+/// The calls of a conversation, oldest first, with their results. A result without a call id belongs
+/// to the oldest call that has none yet.
 fn conversation(messages: &[Message]) -> Vec<(&ToolCall, Option<&str>)> {
     let mut calls: Vec<(&ToolCall, Option<&str>)> = Vec::new();
     for message in messages {
@@ -194,13 +194,13 @@ fn conversation(messages: &[Message]) -> Vec<(&ToolCall, Option<&str>)> {
         }
         let open = |(_, result): &(&ToolCall, Option<&str>)| result.is_none();
         let id = message.tool_call_id.as_deref().filter(|id| !id.is_empty());
-        let found = match id {
-            // Ids may come again in a long conversation: the newest of that name is meant.
+        let index = match id {
+            // Ids may repeat in a long conversation; the newest call matches.
             Some(id) => calls.iter().rposition(|one| one.0.id == id && open(one)),
             None => calls.iter().position(open),
         };
-        if let Some(at) = found {
-            calls[at].1 = Some(&message.content);
+        if let Some(index) = index {
+            calls[index].1 = Some(&message.content);
         }
     }
     calls
@@ -212,10 +212,10 @@ fn digest(text: &str) -> String {
 }
 
 fn compact(arguments: &Map<String, Value>) -> String {
-    serde_json::to_string(arguments).expect("JSON values can be written")
+    serde_json::to_string(arguments).expect("JSON values serialize")
 }
 
-/// The arguments as compact JSON with sorted keys: the same for equal ones.
+/// Compact JSON with sorted keys, equal for equal arguments.
 fn canonical(arguments: &Map<String, Value>) -> String {
     fn sorted(value: &Value) -> Value {
         match value {

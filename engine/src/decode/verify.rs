@@ -1,13 +1,12 @@
-//! Tries on the user's machine and weights what is promised: however a reply is computed, it is the
-//! one that plain greedy decoding gives.
+//! Checks on the user's machine and weights that every decode path gives the reply of plain decoding.
 //!
-//! Every prompt is decoded plainly, then in each other way, in turn, so that noise on the machine
-//! meets all of them alike. Replies are compared token by token, forced tokens included.
+//! Each prompt is decoded plainly, then on every other path, so that noise on the machine affects all
+//! paths alike. Replies are compared token by token, injected tokens included.
 //!
-//! A reply that differs is looked at where it first does: where the two best tokens are closer than
-//! rounding ([`super::speculate::tie`]), it is a near-tie. In f32 near-ties count as different; in
-//! 16-bit types, and with quantized keys and values, they are what rounding may do, and are counted
-//! apart.
+//! If a reply differs, the first differing token is examined: a margin of the two best tokens below
+//! rounding error ([`super::speculate::near_tie_margin`]) makes it a near-tie. In f32 a near-tie
+//! counts as a difference; in 16-bit types, and with quantized KV, rounding may flip it, and it is
+//! counted apart.
 
 use std::time::{Duration, Instant};
 
@@ -15,43 +14,43 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::{Array, Dtype};
 use tokio::sync::mpsc;
 
-use super::Decoder;
-use super::draft::{At, Chance, Draft};
+use super::draft::{DraftContext, Drafter, MovingRate};
 use super::governor::{Governor, Mode};
 use super::sample::sample_with_margin;
 use super::sequence::Sequence;
+use super::{Decoder, token_ids};
 use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::prefix::{Keep, Prefixes};
-use crate::request::{Request, Sampling, SamplingWish};
+use crate::prefix::{Prefixes, Retention};
+use crate::request::{Request, Sampling, SamplingOverrides};
 
-/// Depth at which each kind of draft is tried.
-const TRIED_DEPTH: usize = 4;
+/// Depth of drafts on [`DecodePath::Drafted`].
+const DRAFT_DEPTH: usize = 4;
 
-/// Bytes for what requests save while they are tried.
-const STORE_BYTES: u64 = 256 << 20;
+/// Byte limit of the prefix cache while requests are verified.
+const CACHE_BYTES: u64 = 256 << 20;
 
 /// A way to compute a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// One token a pass, nothing saved, the prompt in chunks as configured.
+pub enum DecodePath {
+    /// One token a pass, nothing restored, the prompt in chunks as configured.
     Plain,
-    /// The prompt in chunks of so many tokens.
+    /// The prompt in chunks of this many tokens.
     Chunked(usize),
-    /// The prompt's state taken from the store.
+    /// The prompt's state restored from the prefix cache.
     Resumed,
-    /// Drafts of which one, at a place that moves on, is wrong: what is behind it is rewound.
+    /// Drafts with one wrong token, each time at the next place, so that the rows after it are rewound.
     Rewound,
-    /// Drafts of this kind alone, always.
+    /// Drafts of this kind alone, in every step.
     Drafted(DraftKind),
     /// As requests are served: the governor decides.
     Governed,
 }
 
-impl Way {
-    /// What it is called in reports.
+impl DecodePath {
+    /// Name in reports.
     pub fn name(self) -> String {
         match self {
             Self::Plain => "plain".into(),
@@ -64,36 +63,36 @@ impl Way {
     }
 }
 
-/// What a way did over all prompts.
+/// Result of a path over all prompts.
 #[derive(Debug, Clone)]
 pub struct Outcome {
-    /// The way.
-    pub way: Way,
-    /// Replies that are the plain one.
+    /// The path.
+    pub path: DecodePath,
+    /// Replies equal to the plain one.
     pub equal: usize,
-    /// Replies that leave the plain one at a near-tie, where the numbers promise no more.
+    /// Replies that differ from the plain one first at a near-tie, in a format that permits that.
     pub near_ties: usize,
-    /// Replies that differ otherwise: prompt, token at which they do, and the relative margin of
-    /// the two best tokens there.
+    /// Other replies that differ: prompt, first differing token, and the relative margin of the two
+    /// best tokens there.
     pub different: Vec<(usize, usize, f32)>,
-    /// Tokens of each reply, and the time from its first to its last.
+    /// Tokens of each reply.
     pub tokens: Vec<usize>,
-    /// See `tokens`.
+    /// Time of each reply from its first token to its last.
     pub times: Vec<Duration>,
     /// Tokens drafted, tokens accepted, and passes that verified them.
     pub drafted: [usize; 3],
-    /// Prompt tokens that were restored instead of computed.
+    /// Prompt tokens restored instead of computed.
     pub cached: usize,
 }
 
 impl Outcome {
-    /// Whether all that is promised held.
+    /// Whether no reply differs.
     pub fn holds(&self) -> bool {
         self.different.is_empty()
     }
 
-    /// Time of plain decoding over this way's, the median over the prompts.
-    pub fn gain(&self, plain: &Self) -> f64 {
+    /// Time of plain decoding over the time of this path, the median of the prompts.
+    pub fn speedup(&self, plain: &Self) -> f64 {
         let ratio = |(a, b): (&Duration, &Duration)| a.as_secs_f64() / b.as_secs_f64().max(1e-9);
         let mut ratios: Vec<f64> = plain.times.iter().zip(&self.times).map(ratio).collect();
         ratios.sort_by(f64::total_cmp);
@@ -101,7 +100,7 @@ impl Outcome {
     }
 }
 
-/// A reply, and what it took.
+/// A computed reply. `tokens` includes the prompt.
 #[derive(Clone)]
 struct Reply {
     tokens: Vec<u32>,
@@ -112,31 +111,31 @@ struct Reply {
 }
 
 impl Decoder {
-    /// The ways that this model and configuration have.
-    pub fn ways(&self) -> Result<Vec<Way>> {
-        let mut ways = vec![Way::Plain, Way::Chunked(64), Way::Chunked(7), Way::Resumed];
-        ways.push(Way::Rewound);
-        ways.extend(self.drafts(&[])?.iter().map(|draft| Way::Drafted(draft.kind())));
+    /// The paths that this model and configuration have.
+    pub fn paths(&self) -> Result<Vec<DecodePath>> {
+        use DecodePath::{Chunked, Drafted, Governed, Plain, Resumed, Rewound};
+        let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound];
+        paths.extend(self.new_drafters(&[])?.iter().map(|drafter| Drafted(drafter.kind())));
         if self.costs.is_some() {
-            ways.push(Way::Governed);
+            paths.push(Governed);
         }
-        Ok(ways)
+        Ok(paths)
     }
 
-    /// Computes the replies to `requests`, at most `tokens` tokens each, in each of `ways`, the
-    /// first of which is [`Way::Plain`]. `progress` hears of each prompt that is done.
+    /// Computes the replies to `requests`, at most `tokens` tokens each, on each of `paths`, the first
+    /// of which is [`DecodePath::Plain`]. Calls `progress` with the number of finished prompts.
     ///
     /// # Errors
-    /// What keeps a request from being run, or MLX's error.
+    /// When a request cannot be admitted or run.
     pub fn verify(
         &mut self,
         requests: &[Request],
-        ways: &[Way],
+        paths: &[DecodePath],
         tokens: usize,
         mut progress: impl FnMut(usize),
     ) -> Result<Vec<Outcome>> {
-        let empty = |&way| Outcome {
-            way,
+        let empty = |&path| Outcome {
+            path,
             equal: 0,
             near_ties: 0,
             different: Vec::new(),
@@ -145,11 +144,11 @@ impl Decoder {
             drafted: [0; 3],
             cached: 0,
         };
-        let mut outcomes: Vec<Outcome> = ways.iter().map(empty).collect();
+        let mut outcomes: Vec<Outcome> = paths.iter().map(empty).collect();
         for (i, request) in requests.iter().enumerate() {
             let mut plain: Option<Reply> = None;
             for outcome in &mut outcomes {
-                let reply = self.reply(request, outcome.way, tokens, plain.as_ref())?;
+                let reply = self.reply(request, outcome.path, tokens, plain.as_ref())?;
                 outcome.tokens.push(reply.tokens.len() - reply.prompt);
                 outcome.times.push(reply.time);
                 outcome.cached += reply.cached;
@@ -165,7 +164,7 @@ impl Decoder {
                 }
                 let margin = self.margin(&expected.tokens[..same])?;
                 let coarse = self.dtype != Dtype::Float32 || self.kv_bits > 0;
-                if coarse && margin < self.tie {
+                if coarse && margin < self.near_tie_margin {
                     outcome.near_ties += 1;
                 } else {
                     outcome.different.push((i, same - expected.prompt.min(same), margin));
@@ -176,23 +175,23 @@ impl Decoder {
         Ok(outcomes)
     }
 
-    /// Computes one reply. `plain` is what it should be, where that is known.
+    /// Computes one reply from an empty prefix cache. `plain` is the expected reply, if known.
     fn reply(
         &mut self,
         request: &Request,
-        way: Way,
+        path: DecodePath,
         tokens: usize,
         plain: Option<&Reply>,
     ) -> Result<Reply> {
         let chunk = self.prefill_chunk;
-        if let Way::Chunked(tokens) = way {
+        if let DecodePath::Chunked(tokens) = path {
             self.prefill_chunk = tokens;
         }
-        self.prefixes = Prefixes::new(self.prefixes.empty(), STORE_BYTES, None, 0)?;
-        if way == Way::Resumed {
-            self.complete(request, way, 1, plain)?;
+        self.prefixes = Prefixes::new(self.prefixes.empty(), CACHE_BYTES, None, 0)?;
+        if path == DecodePath::Resumed {
+            self.complete(request, path, 1, plain)?;
         }
-        let reply = self.complete(request, way, tokens, plain);
+        let reply = self.complete(request, path, tokens, plain);
         self.prefill_chunk = chunk;
         reply
     }
@@ -200,85 +199,83 @@ impl Decoder {
     fn complete(
         &mut self,
         request: &Request,
-        way: Way,
+        path: DecodePath,
         tokens: usize,
         plain: Option<&Reply>,
     ) -> Result<Reply> {
         // Dropping the receiver would cancel the request.
         let (events, _receiver) = mpsc::unbounded_channel();
-        // Greedy where the prompt does not say otherwise; drawn with one seed where it does.
-        let SamplingWish { temperature, seed, .. } = request.sampling;
+        // Greedy and with a fixed seed, unless the prompt's file sets them.
+        let SamplingOverrides { temperature, seed, .. } = request.sampling;
         let (temperature, seed) = (temperature.or(Some(0.0)), seed.or(Some(0)));
-        let sampling = SamplingWish { temperature, seed, ..request.sampling };
+        let sampling = SamplingOverrides { temperature, seed, ..request.sampling };
         let request = Request { sampling, ..request.clone() };
-        let mut sequence = self.admit(&Job { request, events })?;
+        let mut sequence = self.admit(Job { request, events })?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);
-        self.prepare(&mut sequence, way, plain.map(|plain| &plain.tokens[..]));
+        self.restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
         let mut running = vec![sequence];
         let mut start = Instant::now();
         while !running[0].has_ended() {
-            self.step(&mut running)?;
+            self.advance(&mut running)?;
             if running[0].tokens.len() == running[0].prompt {
                 start = Instant::now();
             }
         }
         let time = start.elapsed();
-        let mut sequence = running.pop().expect("there is one");
+        let mut sequence = running.pop().expect("one sequence is running");
         if let Some(error) = sequence.take_failure() {
             return Err(error);
         }
-        if way == Way::Governed {
-            self.remember(&mut sequence);
+        if path == DecodePath::Governed {
+            self.keep_learned_stats(&mut sequence);
         }
-        self.save(&sequence, Keep::default());
+        self.save(&sequence, Retention::default());
         Ok(Reply {
             prompt: sequence.prompt,
             cached: sequence.cached,
             time,
-            drafted: sequence.drafted_so_far(),
+            drafted: sequence.draft_counts(),
             tokens: sequence.tokens,
         })
     }
 
-    /// Prompt and reply, computed in `way`.
-    ///
-    /// # Errors
-    /// As [`Decoder::verify`].
-    pub(super) fn text_of(
-        &mut self,
-        request: &Request,
-        way: Way,
-        tokens: usize,
-    ) -> Result<Vec<u32>> {
-        Ok(self.reply(request, way, tokens, None)?.tokens)
+    /// Tokens of prompt and reply, computed plainly; errors as those of [`Decoder::verify`].
+    pub(super) fn plain_text(&mut self, request: &Request, tokens: usize) -> Result<Vec<u32>> {
+        Ok(self.reply(request, DecodePath::Plain, tokens, None)?.tokens)
     }
 
-    /// Gives `sequence` what drafts in this way; `plain` is what its tokens will be, where that is known.
-    pub(super) fn prepare(&self, sequence: &mut Sequence, way: Way, plain: Option<&[u32]>) {
+    /// Leaves `sequence` the drafters and the governor of `path`. `plain` holds the tokens that it
+    /// will have, if known.
+    pub(super) fn restrict_drafting(
+        &self,
+        sequence: &mut Sequence,
+        path: DecodePath,
+        plain: Option<&[u32]>,
+    ) {
         let always = |depth| Some(Governor::new(Mode::Always(depth), depth));
-        match (way, plain) {
-            (Way::Governed, _) => {}
-            (Way::Drafted(kind), _) => {
-                sequence.drafts.retain(|draft| draft.kind() == kind);
-                sequence.governor = always(TRIED_DEPTH);
+        match (path, plain) {
+            (DecodePath::Governed, _) => {}
+            (DecodePath::Drafted(kind), _) => {
+                sequence.drafters.retain(|drafter| drafter.kind() == kind);
+                sequence.governor = always(DRAFT_DEPTH);
             }
-            (Way::Rewound, Some(plain)) => {
+            (DecodePath::Rewound, Some(plain)) => {
                 let text = plain.to_vec();
-                sequence.drafts = vec![Box::new(Wrong { text, place: 0 })];
+                sequence.drafters = vec![Box::new(OneWrongToken { text, place: 0 })];
                 sequence.governor = always(DEPTH);
             }
             _ => {
-                sequence.drafts.clear();
+                sequence.drafters.clear();
                 sequence.governor = None;
             }
         }
     }
 
-    /// Relative margin of the two best tokens behind `tokens`.
+    /// Relative margin of the two best tokens to follow `tokens`.
     fn margin(&self, tokens: &[u32]) -> Result<f32> {
         let mut cache = self.prefixes.empty();
-        let rows = tokens.len() as i32;
-        let ids = Array::from_slice(tokens, &[rows]);
+        let ids = token_ids(tokens);
+        let rows = ids.dim(0);
         let span = Span { rows, cache: &mut cache };
         let hidden = self.model.forward(&ids, &mut [span], self.pass())?;
         let last = hidden.try_index((.., rows - 1..))?;
@@ -288,38 +285,39 @@ impl Decoder {
     }
 }
 
-/// Knows the reply and drafts it, but for one token: the first of a draft, then the second, and so
-/// on, so that every place is rejected and every number of rows is rewound.
-struct Wrong {
+/// Drafts the known reply with one token changed: the first of a draft, then the second, and so on,
+/// so that every place is rejected and every number of rows is rewound.
+struct OneWrongToken {
     text: Vec<u32>,
     place: usize,
 }
 
-impl Draft for Wrong {
-    /// None of them; the closest is the one that reads ahead in a text.
+impl Drafter for OneWrongToken {
+    /// The kind whose drafts cost nothing.
     fn kind(&self) -> DraftKind {
         DraftKind::Ngram
     }
 
-    fn chances(&self) -> [f32; DEPTH] {
+    fn acceptance_rates(&self) -> [f32; DEPTH] {
         [1.0; DEPTH]
     }
 
-    fn learned(&mut self) -> &mut [Chance] {
+    fn learned_rates(&mut self) -> &mut [MovingRate] {
         &mut []
     }
 
-    fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
-        let end = self.text.len().min(at.tokens.len() + depth);
-        let Some(rest) = self.text.get(at.tokens.len()..end) else { return Ok(None) };
-        let mut guess = rest.to_vec();
-        if guess.is_empty() {
+    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
+        let start = context.tokens.len();
+        let end = self.text.len().min(start + depth);
+        let Some(rest) = self.text.get(start..end) else { return Ok(None) };
+        let mut draft = rest.to_vec();
+        if draft.is_empty() {
             return Ok(None);
         }
-        let place = self.place % guess.len();
-        guess[place] = if guess[place] == 0 { 1 } else { guess[place] - 1 };
+        let place = self.place % draft.len();
+        draft[place] = if draft[place] == 0 { 1 } else { draft[place] - 1 };
         self.place += 1;
-        Ok(Some(Array::from_slice(&guess, &[guess.len() as i32])))
+        Ok(Some(token_ids(&draft)))
     }
 
     fn learn(&mut self, _judged: usize, _accepted: usize) -> Result<()> {

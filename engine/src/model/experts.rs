@@ -1,7 +1,7 @@
-//! Experts on their way into a model: the layouts they come in.
+//! Loading of feed-forward blocks with experts, and the layouts of their weights.
 //!
-//! Stacked as MLX's converter leaves them (`switch_mlp.gate_proj.weight` [E, F, D]), one by one as
-//! Qwen publishes them (`experts.0.gate_proj.weight` [F, D]), or stacked with gate and up in one
+//! Stacked as MLX's converter writes them (`switch_mlp.gate_proj.weight` [E, F, D]), one by one as
+//! Qwen publishes them (`experts.0.gate_proj.weight` [F, D]), or stacked with gate and up fused
 //! (`experts.gate_up_proj` [E, 2 F, D]), as Qwen has done since Qwen3.5.
 //!
 //! Source: mlx-lm `sanitize` of `models/qwen3_moe.py` and `models/qwen3_5_moe.py`.
@@ -10,10 +10,10 @@ use serde::Deserialize;
 
 use super::Weights;
 use crate::error::Result;
-use crate::nn::{Experts, Mlp, Moe, Shared, SwiGlu, swiglu};
+use crate::nn::{Experts, Mlp, Moe, Shared, swiglu};
 
-/// The keys of `config.json` that say how a row chooses. Which layers have experts is not read
-/// (`decoder_sparse_step`, `mlp_only_layers`): the checkpoint has a router there or has it not.
+/// The keys of `config.json` that state how a row chooses experts. `decoder_sparse_step` and
+/// `mlp_only_layers` are not read: layers with experts have a router in the checkpoint.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Config {
@@ -23,24 +23,23 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Takes the feed-forward block at `at`, of whichever kind it is. `norm_topk_prob` where the
-    /// config does not say.
-    ///
-    /// # Errors
-    /// [`crate::Error::Model`] when a tensor is missing, or a key that layers of experts need.
+    /// Takes the feed-forward block at `at`, dense or with experts. The parameter `norm_topk_prob`
+    /// is the family's default.
     pub fn load(&self, weights: &mut Weights, at: &str, norm_topk_prob: bool) -> Result<Mlp> {
         if !weights.has(&format!("{at}.gate.weight")) {
-            return Ok(Mlp::Dense(dense(weights, at)?));
+            return Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?));
         }
         if self.num_experts == 0 || self.num_experts_per_tok == 0 {
             let problem = "`num_experts` or `num_experts_per_tok` is missing; the weights have \
                            experts";
             return Err(weights.problem("config.json", problem.into()));
         }
-        self.stack(weights, at)?;
+        let stacked = format!("{at}.switch_mlp");
+        divide_fused(weights, &format!("{at}.experts"), &stacked)?;
+        self.stack(weights, &format!("{at}.experts"), &stacked)?;
         let shared = if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {
             Some(Shared {
-                expert: dense(weights, &format!("{at}.shared_expert"))?,
+                expert: weights.gated_mlp(&format!("{at}.shared_expert"), swiglu)?,
                 gate: weights.linear(&format!("{at}.shared_expert_gate"))?,
             })
         } else {
@@ -48,48 +47,39 @@ impl Config {
         };
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear(&format!("{at}.gate"))?,
-            experts: Experts {
-                gated: swiglu,
-                gate_proj: weights.linear(&format!("{at}.switch_mlp.gate_proj"))?,
-                up_proj: weights.linear(&format!("{at}.switch_mlp.up_proj"))?,
-                down_proj: weights.linear(&format!("{at}.switch_mlp.down_proj"))?,
-            },
+            experts: Experts(weights.gated_mlp(&stacked, swiglu)?),
             top_k: self.num_experts_per_tok,
             norm_topk_prob: self.norm_topk_prob.unwrap_or(norm_topk_prob),
             shared,
         })))
     }
 
-    /// Brings the experts at `at` to `switch_mlp.*`.
-    fn stack(&self, weights: &mut Weights, at: &str) -> Result<()> {
-        let fused = format!("{at}.experts.gate_up_proj");
-        if weights.has(&fused) {
-            let halves = weights.remove(&fused)?.split_equal(2, 1)?;
-            for (name, half) in ["gate_proj", "up_proj"].into_iter().zip(halves) {
-                // Not a view into both halves, which kernels would copy at each step.
-                weights.insert(format!("{at}.switch_mlp.{name}.weight"), half.contiguous()?);
-            }
-            let down = weights.remove(&format!("{at}.experts.down_proj"))?;
-            weights.insert(format!("{at}.switch_mlp.down_proj.weight"), down);
-        } else if weights.has(&format!("{at}.experts.0.up_proj.weight")) {
-            for name in ["gate_proj", "up_proj", "down_proj"] {
-                let one_by_one: Vec<String> =
-                    (0..self.num_experts).map(|e| format!("{at}.experts.{e}.{name}")).collect();
-                weights.stack(&one_by_one, &format!("{at}.switch_mlp.{name}"))?;
-            }
+    /// Stacks experts that are stored one by one.
+    fn stack(&self, weights: &mut Weights, at: &str, stacked: &str) -> Result<()> {
+        if !weights.has(&format!("{at}.0.up_proj.weight")) {
+            return Ok(());
+        }
+        for name in ["gate_proj", "up_proj", "down_proj"] {
+            let one_by_one: Vec<String> =
+                (0..self.num_experts).map(|e| format!("{at}.{e}.{name}")).collect();
+            weights.stack(&one_by_one, &format!("{stacked}.{name}"))?;
         }
         Ok(())
     }
 }
 
-/// Takes a dense feed-forward block.
-///
-/// # Errors
-/// [`crate::Error::Model`] when a tensor is missing.
-pub(super) fn dense(weights: &mut Weights, at: &str) -> Result<SwiGlu> {
-    Ok(SwiGlu {
-        gate_proj: weights.linear(&format!("{at}.gate_proj"))?,
-        up_proj: weights.linear(&format!("{at}.up_proj"))?,
-        down_proj: weights.linear(&format!("{at}.down_proj"))?,
-    })
+/// Moves experts with fused gate and up from `at` to the three layers of `stacked`.
+pub(super) fn divide_fused(weights: &mut Weights, at: &str, stacked: &str) -> Result<()> {
+    let fused = format!("{at}.gate_up_proj");
+    if !weights.has(&fused) {
+        return Ok(());
+    }
+    let halves = weights.remove(&fused)?.split_equal(2, 1)?;
+    for (name, half) in ["gate_proj", "up_proj"].into_iter().zip(halves) {
+        // A view into both halves would be copied by the kernels at each step.
+        weights.insert(format!("{stacked}.{name}.weight"), half.contiguous()?);
+    }
+    let down = weights.remove(&format!("{at}.down_proj"))?;
+    weights.insert(format!("{stacked}.down_proj.weight"), down);
+    Ok(())
 }

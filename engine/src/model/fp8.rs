@@ -1,8 +1,8 @@
-//! 8-bit floats as makers publish them (Ministral 3, Qwen3 FP8): E4M3, with a factor for the whole
-//! matrix or for each block of it.
+//! Published fp8 checkpoints (Ministral 3, Qwen3 FP8): E4M3 with a factor for the whole matrix or
+//! for each block of it.
 //!
-//! MLX multiplies no such matrices, so they are multiplied out at load, to bfloat16: that doubles
-//! their size. `mlx_lm.convert --q-mode mxfp8` makes a checkpoint that stays small.
+//! MLX cannot multiply such matrices, so loading converts them to bfloat16, which doubles their
+//! size. `mlx_lm.convert --q-mode mxfp8` makes a checkpoint that stays small.
 //!
 //! Source: DeepSeek-V3 (arXiv:2412.19437, section 3.3); `transformers`
 //! `integrations/finegrained_fp8.py`.
@@ -16,13 +16,10 @@ use mlx_rs::{Array, Dtype};
 use crate::error::{Error, Result};
 use crate::nn::from_fp8;
 
-/// Behind the name of a matrix: the factor that its numbers are to be multiplied with.
+/// Suffix of the dequantization factor's name.
 const FACTOR: &str = "_scale_inv";
 
-/// Multiplies out every matrix that has a factor. `block` is `weight_block_size` of the config.
-///
-/// # Errors
-/// [`Error::Array`] when a factor does not fit its matrix.
+/// Dequantizes every matrix that has a factor. `block` is `weight_block_size` of the config.
 pub(super) fn unpack(arrays: &mut HashMap<String, Array>, block: [i32; 2]) -> Result<()> {
     let names: Vec<String> =
         arrays.keys().filter_map(|name| name.strip_suffix(FACTOR)).map(String::from).collect();
@@ -30,7 +27,7 @@ pub(super) fn unpack(arrays: &mut HashMap<String, Array>, block: [i32; 2]) -> Re
         let factor = arrays.remove(&format!("{name}{FACTOR}"));
         let (Some(factor), Some(packed)) = (factor, arrays.get(&name)) else { continue };
         if factor.dtype() == Dtype::Uint8 {
-            // Powers of two in a byte, for which no checkpoint has been seen.
+            // Powers of two in a byte; no checkpoint with them is known.
             return Err(Error::Array(format!("`{name}{FACTOR}` is not a float")));
         }
         let matrix = from_fp8(packed, Dtype::Bfloat16)?;
@@ -40,7 +37,7 @@ pub(super) fn unpack(arrays: &mut HashMap<String, Array>, block: [i32; 2]) -> Re
     Ok(())
 }
 
-/// A factor a block to a factor an element. The last blocks may be cut.
+/// Repeats the factor of each block for its elements. The last blocks may be smaller.
 fn spread(factor: &Array, matrix: &Array, [rows, columns]: [i32; 2]) -> Result<Array> {
     let factor = repeat_axis::<f32>(factor.as_dtype(Dtype::Float32)?, rows, -2)?;
     let factor = repeat_axis::<f32>(factor, columns, -1)?;
@@ -54,7 +51,7 @@ mod tests {
 
     /// 0x38 is 1 in E4M3, 0xc0 is -2, 0x01 the smallest number.
     #[test]
-    fn matrices_are_multiplied_out_whole_or_block_by_block() {
+    fn matrices_are_dequantized_whole_or_by_block() {
         let check = |factor: Array, expected: [f32; 6]| {
             let bytes = Array::from_slice(&[0x38u8, 0xc0, 0x38, 0x38, 0x01, 0x38], &[2, 3]);
             let mut arrays = HashMap::from([

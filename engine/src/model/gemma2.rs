@@ -1,27 +1,26 @@
-//! Gemma 2: every other layer looks no further back than a window, norms stand on both sides of
-//! attention and feed-forward block, and the scores of both attention and head are capped.
+//! Gemma 2: every other layer has a sliding window, norms surround attention and feed-forward
+//! block, and the scores of attention and head are capped. [`Gemma`] also runs Gemma 3.
 //!
-//! Reads checkpoints as Hugging Face publishes them and as MLX converts them: names and (1 + w)
-//! norms are the same in both.
+//! Reads checkpoints of Hugging Face and of MLX's converter: names and (1 + w) norms are equal in
+//! both.
 //!
 //! # Why
-//! mlx-lm lets every layer look at everything, which differs from the model as it was trained once
-//! a context is longer than the window. This file follows `transformers`.
+//! mlx-lm gives every layer full attention, which differs from the trained model once a context is
+//! longer than the window. This file follows `transformers`.
 //!
 //! Source: arXiv:2408.00118; `transformers` `models/gemma2`; mlx-lm `models/gemma2.py`, checked by
-//! the reference logits in `tests/fixtures`, for which that file's masks are put right.
+//! the reference logits in `tests/fixtures`, which are made with corrected masks.
 
-use mlx_rs::Array;
+use mlx_rs::ops::clip;
+use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Pass, Weights};
-use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
+use super::llama::{AttentionConfig, SelfAttn};
+use super::{Model, Weights};
+use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{
-    Embedding, GeGlu, Linear, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, scaled,
-    softcap,
-};
+use crate::nn::{Embedding, GatedMlp, Linear, RmsNorm, RopeConfig, Scores, geglu, scaled, softcap};
 
 /// `config.json`. Defaults are those of `transformers`.
 #[derive(Debug, Clone, Deserialize)]
@@ -34,7 +33,7 @@ struct Config {
     rms_norm_eps: f32,
     #[serde(flatten)]
     rope: RopeConfig,
-    /// The attention's scale is this to the power of -0.5, which need not be the head's size.
+    /// Attention's scale is this to the power of -0.5. It may differ from `head_dim`.
     query_pre_attn_scalar: f32,
     #[serde(default = "default_attn_softcap")]
     attn_logit_softcapping: Option<f32>,
@@ -46,7 +45,7 @@ struct Config {
     layer_types: Vec<String>,
 }
 
-/// Base of the frequencies where the config does not give one.
+/// Base of the rotary frequencies if the config does not give one.
 const ROPE_THETA: f32 = 10_000.0;
 
 fn default_attn_softcap() -> Option<f32> {
@@ -68,58 +67,43 @@ impl Config {
             None => layer.is_multiple_of(2),
         }
     }
+
+    fn attention(&self, layer: usize) -> AttentionConfig {
+        AttentionConfig {
+            heads: self.num_attention_heads,
+            kv_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+            eps: self.rms_norm_eps,
+            rope: self.rope.rope(self.head_dim, ROPE_THETA),
+            growth: None,
+            scores: Scores {
+                scale: self.query_pre_attn_scalar.powf(-0.5),
+                softcap: self.attn_logit_softcapping,
+            },
+            window: self.is_sliding(layer).then_some(self.sliding_window),
+        }
+    }
 }
 
-struct Gemma2 {
-    embed_tokens: Embedding,
-    layers: Vec<Layer>,
-    norm: RmsNorm,
-    /// What embeddings are multiplied with: the square root of their size.
-    embed_scale: f32,
-    final_logit_softcapping: Option<f32>,
-}
-
-struct Layer {
-    input_layernorm: RmsNorm,
-    self_attn: SelfAttn,
-    post_attention_layernorm: RmsNorm,
-    pre_feedforward_layernorm: RmsNorm,
-    mlp: GeGlu,
-    post_feedforward_layernorm: RmsNorm,
-}
-
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
-    sanitize(weights)?;
+    plain_norms(weights)?;
     let eps = config.rms_norm_eps;
-    let mut layers = Vec::with_capacity(config.num_hidden_layers);
-    for i in 0..config.num_hidden_layers {
-        let at = |name: &str| format!("model.layers.{i}.{name}");
-        layers.push(Layer {
-            input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
-            self_attn: SelfAttn::load(&config, weights, i)?,
-            post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
-            pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
-            mlp: GeGlu {
-                gate_proj: weights.linear(&at("mlp.gate_proj"))?,
-                up_proj: weights.linear(&at("mlp.up_proj"))?,
-                down_proj: weights.linear(&at("mlp.down_proj"))?,
-            },
-            post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
-        });
-    }
-    Ok(Box::new(Gemma2 {
-        embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
-        layers,
+    let attention = |layer| config.attention(layer);
+    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
+    Ok(Box::new(Gemma {
+        layers: Layer::load_all(weights, config.num_hidden_layers, eps, attention)?,
         norm: weights.norm("model.norm", eps)?,
+        lm_head: weights.lm_head(&embed_tokens, true)?,
+        embed_tokens,
         embed_scale: (config.hidden_size as f32).sqrt(),
         final_logit_softcapping: config.final_logit_softcapping,
+        context: None,
     }))
 }
 
-/// Makes plain factors of the (1 + w) norms.
-fn sanitize(weights: &mut Weights) -> Result<()> {
+/// Turns the (1 + w) norms of Gemma 2 and 3 into plain factors.
+pub(super) fn plain_norms(weights: &mut Weights) -> Result<()> {
     let dtype = weights.dtype();
     weights.map(|name, array| {
         if name.ends_with("norm.weight") {
@@ -130,43 +114,88 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
     })
 }
 
-impl Model for Gemma2 {
+/// A decoder of blocks with norms on both sides, of Gemma 2 and 3.
+pub(super) struct Gemma {
+    pub embed_tokens: Embedding,
+    pub layers: Vec<Layer>,
+    pub norm: RmsNorm,
+    pub lm_head: Linear,
+    /// Factor of the embeddings: the square root of their dimension.
+    pub embed_scale: f32,
+    pub final_logit_softcapping: Option<f32>,
+    /// Trained context, in families that may omit it in `config.json`.
+    pub context: Option<u64>,
+}
+
+/// `x + norm(self_attn(norm x))`, then `x + norm(mlp(norm x))`.
+pub(super) struct Layer {
+    input_layernorm: RmsNorm,
+    self_attn: SelfAttn,
+    post_attention_layernorm: RmsNorm,
+    pre_feedforward_layernorm: RmsNorm,
+    mlp: GatedMlp,
+    post_feedforward_layernorm: RmsNorm,
+}
+
+impl Layer {
+    pub fn load_all(
+        weights: &mut Weights,
+        layers: usize,
+        eps: f32,
+        attention: impl Fn(usize) -> AttentionConfig,
+    ) -> Result<Vec<Self>> {
+        let layer = |i| {
+            let at = |name: &str| format!("model.layers.{i}.{name}");
+            Ok(Self {
+                input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
+                self_attn: SelfAttn::load(weights, &at("self_attn"), attention(i))?,
+                post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+                pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
+                mlp: weights.gated_mlp(&at("mlp"), geglu)?,
+                post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
+            })
+        };
+        (0..layers).map(layer).collect()
+    }
+}
+
+impl Model for Gemma {
     fn depth(&self) -> usize {
         self.layers.len()
     }
 
-    fn new_cache(&self) -> Result<Cache> {
-        let layers = self.layers.iter().map(|layer| {
-            let attn = &layer.self_attn;
-            match attn.window {
-                Some(window) => {
-                    LayerCache::Sliding(Sliding::new(attn.kv_heads, attn.head_dim, window))
-                }
-                None => LayerCache::Full(Full::new(attn.kv_heads, attn.head_dim)),
-            }
-        });
-        Ok(Cache::new(layers.collect()))
+    fn context(&self) -> Option<u64> {
+        self.context
     }
 
-    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
-        let mut x = scaled(&self.embed_tokens.forward(tokens)?, self.embed_scale)?;
-        for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
-            let y = layer.self_attn.forward(&layer.input_layernorm.forward(&x)?, spans, i)?;
-            x = x.add(layer.post_attention_layernorm.forward(&y)?)?;
-            if pass.skips(i) {
-                continue;
-            }
-            let y = layer.mlp.forward(&layer.pre_feedforward_layernorm.forward(&x)?)?;
-            x = x.add(layer.post_feedforward_layernorm.forward(&y)?)?;
-        }
-        for span in spans {
-            span.cache.position += span.rows as usize;
-        }
-        self.norm.forward(&x)
+    fn new_cache(&self) -> Result<Cache> {
+        Ok(Cache::new(self.layers.iter().map(|layer| layer.self_attn.new_cache()).collect()))
+    }
+
+    fn embed(&self, tokens: &Array) -> Result<Array> {
+        scaled(&self.embed_tokens.forward(tokens)?, self.embed_scale)
+    }
+
+    fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+        let Layer { input_layernorm, self_attn, post_attention_layernorm, .. } =
+            &self.layers[layer];
+        let y = self_attn.forward(&input_layernorm.forward(x)?, spans, layer)?;
+        add(x, &post_attention_layernorm.forward(&y)?)
+    }
+
+    fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
+        let Layer { pre_feedforward_layernorm, mlp, post_feedforward_layernorm, .. } =
+            &self.layers[layer];
+        let y = mlp.forward(&pre_feedforward_layernorm.forward(x)?)?;
+        add(x, &post_feedforward_layernorm.forward(&y)?)
+    }
+
+    fn final_norm(&self, x: &Array) -> Result<Array> {
+        self.norm.forward(x)
     }
 
     fn logits(&self, hidden: &Array) -> Result<Array> {
-        let logits = self.embed_tokens.as_linear(hidden)?;
+        let logits = self.lm_head.forward(hidden)?;
         match self.final_logit_softcapping {
             Some(cap) => softcap(&logits, cap),
             None => Ok(logits),
@@ -174,55 +203,12 @@ impl Model for Gemma2 {
     }
 }
 
-struct SelfAttn {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    o_proj: Linear,
-    rope: Rope,
-    scores: Scores,
-    /// Positions that one position sees; `None` for all.
-    window: Option<i32>,
-    heads: i32,
-    kv_heads: i32,
-    head_dim: i32,
-}
-
-impl SelfAttn {
-    fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
-        let mut linear =
-            |name: &str| weights.linear(&format!("model.layers.{layer}.self_attn.{name}"));
-        Ok(Self {
-            q_proj: linear("q_proj")?,
-            k_proj: linear("k_proj")?,
-            v_proj: linear("v_proj")?,
-            o_proj: linear("o_proj")?,
-            rope: config.rope.rope(config.head_dim, ROPE_THETA),
-            scores: Scores {
-                scale: config.query_pre_attn_scalar.powf(-0.5),
-                softcap: config.attn_logit_softcapping,
-            },
-            window: config.is_sliding(layer).then_some(config.sliding_window),
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
-        })
+/// `x + y`, clipped in f16, which Gemma 3's hidden states overflow.
+fn add(x: &Array, y: &Array) -> Result<Array> {
+    const LARGEST_F16: f32 = 65_504.0;
+    if x.dtype() != Dtype::Float16 {
+        return Ok(x.add(y)?);
     }
-
-    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let rows = x.dim(1);
-        let (h, h_kv, d) = (self.heads, self.kv_heads, self.head_dim);
-        let q = self.q_proj.forward(x)?.reshape(&[1, rows, h, d])?;
-        let k = self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
-        let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
-        let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
-            let offset = span.offset();
-            let q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
-            let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
-            let v = v.swap_axes(1, 2)?;
-            let y = attention(&q, &k, &v, self.scores, &mut span.cache.layers[layer])?;
-            Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
-        })?;
-        self.o_proj.forward(&mixed)
-    }
+    let sum = x.as_dtype(Dtype::Float32)?.add(y.as_dtype(Dtype::Float32)?)?;
+    Ok(clip(&sum, (-LARGEST_F16, LARGEST_F16))?.as_dtype(Dtype::Float16)?)
 }

@@ -1,10 +1,10 @@
-//! Gemma 4: layers with a window and layers without, whose heads differ in size and rotate
-//! differently; the last layers of small models look at the keys and values of earlier ones and
-//! remember none; small models give each layer an embedding of the token of its own; one model has
-//! experts beside a feed-forward block that all rows pass.
+//! Gemma 4: layers with a sliding window and layers with full attention, which differ in head
+//! dimension and rotation. In small models the last layers reuse the keys and values of earlier
+//! ones, and each layer has its own embedding of the token. One model has experts beside a
+//! feed-forward block that serves all rows.
 //!
-//! Reads checkpoints as Hugging Face publishes them (text alone, or the language part of a
-//! multimodal one) and as MLX converts them. Norms are plain factors here, unlike in Gemma 3.
+//! Reads checkpoints of Hugging Face (text-only, or the language part of a multimodal one) and of
+//! MLX's converter. Unlike in Gemma 3, norms are plain factors.
 //!
 //! Source: `transformers` `models/gemma4`; mlx-lm `models/gemma4_text.py`, checked by the reference
 //! logits in `tests/fixtures`.
@@ -18,15 +18,16 @@ use mlx_rs::ops::{argpartition_axis, softmax_axis};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Pass, Weights};
-use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
+use super::{Model, Weights, experts};
+use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, Experts, GeGlu, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling, Scores,
-    attend, attention, by_span, geglu, scaled, softcap,
+    Embedding, Experts, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling,
+    Scores, attend, attention, by_span, geglu, scaled, softcap,
 };
 
-/// `text_config` of `config.json` (or all of it, in text-only checkpoints).
+/// `text_config` of `config.json`, or all of it in text-only checkpoints. Defaults are those of
+/// mlx-lm.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(default)]
 struct Config {
@@ -37,29 +38,28 @@ struct Config {
     head_dim: i32,
     rms_norm_eps: f32,
     sliding_window: i32,
-    /// Every so many-th layer sees everything, where `layer_types` does not say.
+    /// Every `n`th layer uses full attention if there are no `layer_types`.
     sliding_window_pattern: usize,
     layer_types: Option<Vec<String>>,
     /// By kind of layer.
     rope_parameters: Option<HashMap<String, RopeParameters>>,
-    /// Size of a head in layers that see everything, where it differs.
+    /// Head dimension of full attention, if it differs.
     global_head_dim: Option<i32>,
-    /// Key heads of such layers where values are keys.
+    /// Key heads of full attention if its values are its keys.
     num_global_key_value_heads: Option<i32>,
-    /// Whether the values of such layers are their keys.
+    /// Whether the values of full attention are its keys.
     attention_k_eq_v: bool,
-    /// How many of the last layers look at the keys and values of earlier ones.
+    /// Number of last layers that reuse the keys and values of earlier ones.
     num_kv_shared_layers: usize,
-    /// Size of a token's embedding for each layer; 0 where there is none.
+    /// Dimension of a token's embedding for each layer; 0 if there is none.
     hidden_size_per_layer_input: i32,
     final_logit_softcapping: Option<f32>,
     tie_word_embeddings: bool,
     enable_moe_block: bool,
-    /// Experts that a row goes to.
+    /// Experts a row.
     top_k_experts: Option<i32>,
 }
 
-/// What mlx-lm assumes.
 impl Default for Config {
     fn default() -> Self {
         Self {
@@ -94,19 +94,19 @@ impl Config {
         }
     }
 
-    /// The layers that have keys and values of their own are the first ones.
-    fn remembering(&self) -> usize {
+    /// Number of layers with their own keys and values, which are the first ones.
+    fn own_kv(&self) -> usize {
         self.num_hidden_layers.saturating_sub(self.num_kv_shared_layers)
     }
 
-    /// The layer whose keys and values `layer` looks at: its own, or those of the last layer of its
-    /// kind that has any.
+    /// The layer that provides the keys and values of `layer`: itself, or the last layer of its kind
+    /// that has its own.
     fn source(&self, layer: usize) -> Option<usize> {
-        if layer < self.remembering() {
+        if layer < self.own_kv() {
             return Some(layer);
         }
         let sliding = self.is_sliding(layer);
-        (0..self.remembering()).rev().find(|&earlier| self.is_sliding(earlier) == sliding)
+        (0..self.own_kv()).rev().find(|&earlier| self.is_sliding(earlier) == sliding)
     }
 
     fn rope(&self, sliding: bool, head_dim: i32) -> Rope {
@@ -118,14 +118,14 @@ impl Config {
             ..RopeParameters::default()
         };
         let rope_parameters = match &self.rope_parameters {
-            Some(stated) => stated.get(kind).cloned(),
+            Some(parameters) => parameters.get(kind).cloned(),
             None => (!sliding).then(proportional),
         };
         RopeConfig { rope_parameters, ..RopeConfig::default() }.rope(head_dim, theta)
     }
 }
 
-/// Positions that the models are made for. Multimodal checkpoints need not say it.
+/// Context of the models. Multimodal checkpoints may omit it.
 const CONTEXT: u64 = 131_072;
 
 struct Gemma4 {
@@ -133,12 +133,11 @@ struct Gemma4 {
     per_layer: Option<PerLayer>,
     layers: Vec<Layer>,
     norm: RmsNorm,
-    /// `None` where the embedding is the head.
-    lm_head: Option<Linear>,
+    lm_head: Linear,
     hidden_size: i32,
     final_logit_softcapping: Option<f32>,
-    /// How many layers have keys and values of their own.
-    remembering: usize,
+    /// Number of layers with their own keys and values.
+    own_kv: usize,
 }
 
 struct Layer {
@@ -146,8 +145,8 @@ struct Layer {
     self_attn: SelfAttn,
     post_attention_layernorm: RmsNorm,
     pre_feedforward_layernorm: RmsNorm,
-    mlp: GeGlu,
-    /// Beside the block that all rows pass, where the model has experts.
+    mlp: GatedMlp,
+    /// Experts, whose output is added to that of `mlp`.
     moe: Option<Moe>,
     post_feedforward_layernorm: RmsNorm,
     per_layer_input: Option<PerLayerInput>,
@@ -155,49 +154,26 @@ struct Layer {
     layer_scalar: Option<Array>,
 }
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
-    sanitize(weights);
+    weights.keep_language_model();
     let eps = config.rms_norm_eps;
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {
         layers.push(Layer::load(&config, weights, i)?);
     }
-    let tied = config.tie_word_embeddings || !weights.has("lm_head.weight");
+    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
     Ok(Box::new(Gemma4 {
-        embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
         per_layer: PerLayer::load(&config, weights)?,
         layers,
         norm: weights.norm("model.norm", eps)?,
-        lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
+        lm_head: weights.lm_head(&embed_tokens, config.tie_word_embeddings)?,
+        embed_tokens,
         hidden_size: config.hidden_size,
         final_logit_softcapping: config.final_logit_softcapping,
-        remembering: config.remembering(),
+        own_kv: config.own_kv(),
     }))
-}
-
-/// Brings the names of all kinds of checkpoint to `model.*` and `lm_head.*`.
-fn sanitize(weights: &mut Weights) {
-    const OTHER_SENSES: [&str; 6] = [
-        "vision_tower",
-        "audio_tower",
-        "embed_vision",
-        "embed_audio",
-        "multi_modal_projector",
-        "vision_embedder",
-    ];
-    weights.rename(|name| {
-        let inner = name.strip_prefix("model.").unwrap_or(name);
-        if OTHER_SENSES.iter().any(|part| inner.starts_with(part)) {
-            return None;
-        }
-        if let Some(published) = name.strip_prefix("model.language_model.") {
-            return Some(format!("model.{published}"));
-        }
-        Some(name.strip_prefix("language_model.").unwrap_or(name).to_string())
-    });
 }
 
 impl Model for Gemma4 {
@@ -210,50 +186,55 @@ impl Model for Gemma4 {
     }
 
     fn new_cache(&self) -> Result<Cache> {
-        let layers = self.layers[..self.remembering].iter().map(|layer| {
+        let layers = self.layers[..self.own_kv].iter().map(|layer| {
             let attn = &layer.self_attn;
-            match attn.window {
-                Some(window) => {
-                    LayerCache::Sliding(Sliding::new(attn.kv_heads, attn.head_dim, window))
-                }
-                None => LayerCache::Full(Full::new(attn.kv_heads, attn.head_dim)),
-            }
+            LayerCache::attention(attn.kv_heads, attn.head_dim, attn.window)
         });
         Ok(Cache::new(layers.collect()))
     }
 
-    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
-        let embedded = self.embed_tokens.forward(tokens)?;
-        let mut x = scaled(&embedded, (self.hidden_size as f32).sqrt())?;
-        let inputs = self.per_layer.as_ref().map(|p| p.forward(tokens, &x)).transpose()?;
-        for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
-            let y = layer.self_attn.forward(&layer.input_layernorm.forward(&x)?, spans)?;
-            x = x.add(layer.post_attention_layernorm.forward(&y)?)?;
-            if !pass.skips(i) {
-                let mut y = layer.mlp.forward(&layer.pre_feedforward_layernorm.forward(&x)?)?;
-                if let Some(moe) = &layer.moe {
-                    y = moe.post_feedforward_layernorm_1.forward(&y)?.add(moe.forward(&x)?)?;
-                }
-                x = x.add(layer.post_feedforward_layernorm.forward(&y)?)?;
-            }
-            if let (Some(own), Some(inputs)) = (&layer.per_layer_input, &inputs) {
-                x = own.forward(&x, &inputs.try_index((.., .., i as i32))?)?;
-            }
-            if let Some(scalar) = &layer.layer_scalar {
-                x = x.multiply(scalar)?;
-            }
+    fn embed(&self, tokens: &Array) -> Result<Array> {
+        scaled(&self.embed_tokens.forward(tokens)?, (self.hidden_size as f32).sqrt())
+    }
+
+    /// [1, R, L, P]
+    fn layer_inputs(&self, tokens: &Array, embedded: &Array) -> Result<Option<Array>> {
+        self.per_layer.as_ref().map(|per_layer| per_layer.forward(tokens, embedded)).transpose()
+    }
+
+    fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+        let Layer { input_layernorm, self_attn, post_attention_layernorm, .. } =
+            &self.layers[layer];
+        let y = self_attn.forward(&input_layernorm.forward(x)?, spans)?;
+        Ok(x.add(post_attention_layernorm.forward(&y)?)?)
+    }
+
+    fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
+        let layer = &self.layers[layer];
+        let mut y = layer.mlp.forward(&layer.pre_feedforward_layernorm.forward(x)?)?;
+        if let Some(moe) = &layer.moe {
+            y = moe.post_feedforward_layernorm_1.forward(&y)?.add(moe.forward(x)?)?;
         }
-        for span in spans {
-            span.cache.position += span.rows as usize;
+        Ok(x.add(layer.post_feedforward_layernorm.forward(&y)?)?)
+    }
+
+    fn end_layer(&self, layer: usize, mut x: Array, inputs: Option<&Array>) -> Result<Array> {
+        let Layer { per_layer_input, layer_scalar, .. } = &self.layers[layer];
+        if let (Some(own), Some(inputs)) = (per_layer_input, inputs) {
+            x = own.forward(&x, &inputs.try_index((.., .., layer as i32))?)?;
         }
-        self.norm.forward(&x)
+        if let Some(scalar) = layer_scalar {
+            x = x.multiply(scalar)?;
+        }
+        Ok(x)
+    }
+
+    fn final_norm(&self, x: &Array) -> Result<Array> {
+        self.norm.forward(x)
     }
 
     fn logits(&self, hidden: &Array) -> Result<Array> {
-        let logits = match &self.lm_head {
-            Some(head) => head.forward(hidden)?,
-            None => self.embed_tokens.as_linear(hidden)?,
-        };
+        let logits = self.lm_head.forward(hidden)?;
         match self.final_logit_softcapping {
             Some(cap) => softcap(&logits, cap),
             None => Ok(logits),
@@ -271,11 +252,7 @@ impl Layer {
             self_attn: SelfAttn::load(config, weights, layer)?,
             post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
             pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
-            mlp: GeGlu {
-                gate_proj: weights.linear(&at("mlp.gate_proj"))?,
-                up_proj: weights.linear(&at("mlp.up_proj"))?,
-                down_proj: weights.linear(&at("mlp.down_proj"))?,
-            },
+            mlp: weights.gated_mlp(&at("mlp"), geglu)?,
             moe: if config.enable_moe_block {
                 Some(Moe::load(config, weights, layer)?)
             } else {
@@ -297,7 +274,7 @@ impl Layer {
     }
 }
 
-/// Experts, with the norms that their layers have more.
+/// Experts, with the additional norms of their layers.
 struct Moe {
     post_feedforward_layernorm_1: RmsNorm,
     pre_feedforward_layernorm_2: RmsNorm,
@@ -306,8 +283,8 @@ struct Moe {
     post_feedforward_layernorm_2: RmsNorm,
 }
 
-/// Picks experts by scores of normed rows; their shares are the softmax of theirs alone, times a
-/// factor of each.
+/// Chooses experts by scores of normed rows. Their shares are the softmax over the chosen ones,
+/// times a factor of each expert.
 struct Router {
     /// `scale`, divided by the square root of D.
     norm: RmsNorm,
@@ -323,19 +300,11 @@ impl Moe {
         let eps = config.rms_norm_eps;
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let Some(top_k) = config.top_k_experts else {
-            let problem = "top_k_experts: is missing, and enable_moe_block is set";
+            let problem = "top_k_experts is missing, but enable_moe_block is set";
             return Err(weights.problem("config.json", problem.into()));
         };
-        // Published with gate and up in one; MLX's converter divides them.
-        let fused = at("experts.gate_up_proj");
-        if weights.has(&fused) {
-            let halves = weights.remove(&fused)?.split_equal(2, 1)?;
-            for (name, half) in ["gate_proj", "up_proj"].into_iter().zip(halves) {
-                weights.insert(at(&format!("experts.switch_glu.{name}.weight")), half);
-            }
-            let down = weights.remove(&at("experts.down_proj"))?;
-            weights.insert(at("experts.switch_glu.down_proj.weight"), down);
-        }
+        let stacked = at("experts.switch_glu");
+        experts::divide_fused(weights, &at("experts"), &stacked)?;
         let scale = weights.take(&at("router.scale"))?;
         let scale = scaled(&scale, (config.hidden_size as f32).powf(-0.5))?;
         Ok(Self {
@@ -347,12 +316,7 @@ impl Moe {
                 per_expert_scale: weights.take(&at("router.per_expert_scale"))?,
                 top_k,
             },
-            experts: Experts {
-                gated: geglu,
-                gate_proj: weights.linear(&at("experts.switch_glu.gate_proj"))?,
-                up_proj: weights.linear(&at("experts.switch_glu.up_proj"))?,
-                down_proj: weights.linear(&at("experts.switch_glu.down_proj"))?,
-            },
+            experts: Experts(weights.gated_mlp(&stacked, geglu)?),
             post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
         })
     }
@@ -378,7 +342,7 @@ impl Router {
     }
 }
 
-/// What each layer gets to know of the tokens besides the hidden states.
+/// Inputs of each layer from the tokens, besides the hidden states.
 struct PerLayer {
     /// [V, L * P]: an embedding for each layer, side by side.
     embed_tokens_per_layer: Embedding,
@@ -416,7 +380,7 @@ impl PerLayer {
     }
 }
 
-/// How one layer takes it in.
+/// How one layer adds its input.
 struct PerLayerInput {
     per_layer_input_gate: Linear,
     per_layer_projection: Linear,
@@ -435,20 +399,20 @@ impl PerLayerInput {
 struct SelfAttn {
     q_proj: Linear,
     q_norm: RmsNorm,
-    /// `None` where the layer looks at another one's.
-    kv: Option<KeysValues>,
+    /// `None` if the layer reuses those of another one.
+    kv: Option<KvProj>,
     o_proj: Linear,
     rope: Rope,
-    /// The entry of the cache that holds its keys and values.
+    /// The cache entry with its keys and values.
     source: usize,
-    /// Positions that one position sees; `None` for all.
+    /// Positions in the window; `None` for full attention.
     window: Option<i32>,
     heads: i32,
     kv_heads: i32,
     head_dim: i32,
 }
 
-/// Norms of queries and keys stand for the scale.
+/// Norms of queries and keys replace the scale.
 const SCORES: Scores = Scores { scale: 1.0, softcap: None };
 
 impl SelfAttn {
@@ -458,7 +422,7 @@ impl SelfAttn {
         let sliding = config.is_sliding(layer);
         let Some(source) = config.source(layer) else {
             let problem = format!(
-                "num_kv_shared_layers: layer {layer} has no earlier layer of its kind to look at"
+                "num_kv_shared_layers: layer {layer} has no earlier layer of its kind to share with"
             );
             return Err(weights.problem("config.json", problem));
         };
@@ -470,7 +434,7 @@ impl SelfAttn {
             q_proj: weights.linear(&at("q_proj"))?,
             q_norm: weights.norm(&at("q_norm"), eps)?,
             kv: if source == layer {
-                Some(KeysValues {
+                Some(KvProj {
                     k_proj: weights.linear(&at("k_proj"))?,
                     v_proj: if k_eq_v { None } else { Some(weights.linear(&at("v_proj"))?) },
                     k_norm: weights.norm(&at("k_norm"), eps)?,
@@ -514,14 +478,14 @@ impl SelfAttn {
     }
 }
 
-struct KeysValues {
+struct KvProj {
     k_proj: Linear,
-    /// `None` where the values are the keys, before these are scaled and rotated.
+    /// `None` if the values are the keys before norm and rotation.
     v_proj: Option<Linear>,
     k_norm: RmsNorm,
 }
 
-impl KeysValues {
+impl KvProj {
     /// Keys and values of `x`, each of `shape` [1, R, H_kv, D]. Values pass a norm without weights.
     fn forward(&self, x: &Array, shape: &[i32]) -> Result<(Array, Array)> {
         let k = self.k_proj.forward(x)?.reshape(shape)?;

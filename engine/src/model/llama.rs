@@ -1,8 +1,9 @@
-//! Llama 1 to 3.3 and what is built like it (SmolLM2, TinyLlama, Yi ...): pre-norm blocks of
+//! Llama 1 to 3.3 and models built like it (SmolLM2, TinyLlama, Yi ...): pre-norm blocks of
 //! grouped-query attention and SwiGLU.
 //!
-//! [`Llama`] also runs the families whose files say only how they deviate: `mistral.rs` (windows),
-//! `qwen2.rs` (biases), `qwen3.rs` (norms of queries and keys, experts).
+//! [`Llama`] also runs the families that deviate little: `mistral.rs` (windows), `qwen2.rs`
+//! (biases), `qwen3.rs` (norms of queries and keys, experts). [`SelfAttn`] serves Gemma 2 and 3 as
+//! well.
 //!
 //! Source: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; `transformers` `models/llama`;
 //! mlx-lm `models/llama.py`, checked by the reference logits in `tests/fixtures`.
@@ -12,59 +13,71 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Pass, Weights, experts};
-use crate::cache::{Cache, Full, LayerCache, Sliding, Span};
+use super::{Model, Weights};
+use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span};
+use crate::nn::{
+    Embedding, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, swiglu,
+};
 
 /// The keys of `config.json` that these families share. `attention_bias` and `mlp_bias` are not
-/// read: the checkpoint has the biases or has them not.
+/// read: the checkpoint shows whether there are biases.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Config {
     pub hidden_size: i32,
     pub num_hidden_layers: usize,
     pub num_attention_heads: i32,
-    /// As many as there are queries, where it is not given.
+    /// Default: `num_attention_heads`.
     pub num_key_value_heads: Option<i32>,
-    /// `hidden_size / num_attention_heads`, where it is not given.
+    /// Default: `hidden_size / num_attention_heads`.
     pub head_dim: Option<i32>,
     pub rms_norm_eps: f32,
     #[serde(default)]
     pub tie_word_embeddings: bool,
     #[serde(flatten)]
     pub rope: RopeConfig,
-    /// Which layers are `sliding_attention`, where any are.
+    /// `sliding_attention` marks layers with a window.
     pub layer_types: Option<Vec<String>>,
-    /// Positions that such a layer sees.
+    /// Positions in the window.
     pub sliding_window: Option<i32>,
 }
 
 impl Config {
-    /// Size of a head.
-    pub fn head_dim(&self) -> i32 {
-        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
-    }
-
-    /// Positions that a layer sees, where they are limited.
+    /// The window of `layer`; `None` for full attention.
     pub fn window(&self, layer: usize) -> Option<i32> {
         let kind = self.layer_types.as_ref().and_then(|kinds| kinds.get(layer));
         self.sliding_window.filter(|_| kind.is_some_and(|kind| kind == "sliding_attention"))
     }
+
+    /// Attention of these families with full context; `theta` is the default base.
+    pub fn attention(&self, theta: f32) -> AttentionConfig {
+        let head_dim = self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads);
+        AttentionConfig {
+            heads: self.num_attention_heads,
+            kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
+            head_dim,
+            eps: self.rms_norm_eps,
+            rope: self.rope.rope(head_dim, theta),
+            growth: None,
+            scores: Scores { scale: (head_dim as f32).powf(-0.5), softcap: None },
+            window: None,
+        }
+    }
 }
 
-/// Base of the frequencies where the config does not give one.
+/// Base of the rotary frequencies if the config does not give one.
 pub(super) const ROPE_THETA: f32 = 10_000.0;
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
-    let rope = config.rope.rope(config.head_dim(), ROPE_THETA);
-    Ok(Box::new(Llama::load(&config, weights, |weights, i| {
-        let at = format!("model.layers.{i}");
-        let self_attn = SelfAttn::load(&config, weights, &at, &rope, config.window(i))?;
-        let mlp = Mlp::Dense(experts::dense(weights, &format!("{at}.mlp"))?);
-        Layer::load(&config, weights, &at, self_attn, mlp)
-    })?))
+    let attention = config.attention(ROPE_THETA);
+    let window = |layer| config.window(layer);
+    Ok(Box::new(Llama::load(&config, weights, &attention, window, dense_mlp)?))
+}
+
+/// The feed-forward block at `at` of families without experts.
+pub(super) fn dense_mlp(weights: &mut Weights, at: &str) -> Result<Mlp> {
+    Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?))
 }
 
 /// A decoder of pre-norm blocks.
@@ -72,12 +85,11 @@ pub(super) struct Llama {
     embed_tokens: Embedding,
     layers: Vec<Layer>,
     norm: RmsNorm,
-    /// `None` where the embedding is the head.
-    lm_head: Option<Linear>,
+    lm_head: Linear,
 }
 
 /// `x + self_attn(norm x)`, then `x + mlp(norm x)`.
-pub(super) struct Layer {
+struct Layer {
     input_layernorm: RmsNorm,
     self_attn: SelfAttn,
     post_attention_layernorm: RmsNorm,
@@ -85,39 +97,33 @@ pub(super) struct Layer {
 }
 
 impl Llama {
-    /// Takes everything but the layers, and each layer from `layer`.
+    /// Layers share `attention` but for their `window`; `mlp` takes the feed-forward block at a
+    /// name.
     pub fn load(
         config: &Config,
         weights: &mut Weights,
-        mut layer: impl FnMut(&mut Weights, usize) -> Result<Layer>,
+        attention: &AttentionConfig,
+        window: impl Fn(usize) -> Option<i32>,
+        mlp: impl Fn(&mut Weights, &str) -> Result<Mlp>,
     ) -> Result<Self> {
-        let tied = config.tie_word_embeddings || !weights.has("lm_head.weight");
+        let eps = config.rms_norm_eps;
+        let mut layers = Vec::with_capacity(config.num_hidden_layers);
+        for i in 0..config.num_hidden_layers {
+            let at = |name: &str| format!("model.layers.{i}.{name}");
+            let attention = AttentionConfig { window: window(i), ..attention.clone() };
+            layers.push(Layer {
+                input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
+                self_attn: SelfAttn::load(weights, &at("self_attn"), attention)?,
+                post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+                mlp: mlp(weights, &at("mlp"))?,
+            });
+        }
+        let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
         Ok(Self {
-            embed_tokens: Embedding(weights.linear("model.embed_tokens")?),
-            layers: (0..config.num_hidden_layers)
-                .map(|i| layer(weights, i))
-                .collect::<Result<_>>()?,
-            norm: weights.norm("model.norm", config.rms_norm_eps)?,
-            lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
-        })
-    }
-}
-
-impl Layer {
-    /// Takes the norms.
-    pub fn load(
-        config: &Config,
-        weights: &mut Weights,
-        at: &str,
-        self_attn: SelfAttn,
-        mlp: Mlp,
-    ) -> Result<Self> {
-        Ok(Self {
-            input_layernorm: weights.norm(&format!("{at}.input_layernorm"), config.rms_norm_eps)?,
-            self_attn,
-            post_attention_layernorm: weights
-                .norm(&format!("{at}.post_attention_layernorm"), config.rms_norm_eps)?,
-            mlp,
+            layers,
+            norm: weights.norm("model.norm", eps)?,
+            lm_head: weights.lm_head(&embed_tokens, config.tie_word_embeddings)?,
+            embed_tokens,
         })
     }
 }
@@ -131,29 +137,43 @@ impl Model for Llama {
         Ok(Cache::new(self.layers.iter().map(|layer| layer.self_attn.new_cache()).collect()))
     }
 
-    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
-        let mut x = self.embed_tokens.forward(tokens)?;
-        for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
-            let normed = layer.input_layernorm.forward(&x)?;
-            x = x.add(layer.self_attn.forward(&normed, spans, i)?)?;
-            if pass.skips(i) {
-                continue;
-            }
-            let normed = layer.post_attention_layernorm.forward(&x)?;
-            x = x.add(layer.mlp.forward(&normed)?)?;
-        }
-        for span in spans {
-            span.cache.position += span.rows as usize;
-        }
-        self.norm.forward(&x)
+    fn embed(&self, tokens: &Array) -> Result<Array> {
+        self.embed_tokens.forward(tokens)
+    }
+
+    fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+        let Layer { input_layernorm, self_attn, .. } = &self.layers[layer];
+        Ok(x.add(self_attn.forward(&input_layernorm.forward(x)?, spans, layer)?)?)
+    }
+
+    fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
+        let Layer { post_attention_layernorm, mlp, .. } = &self.layers[layer];
+        Ok(x.add(mlp.forward(&post_attention_layernorm.forward(x)?)?)?)
+    }
+
+    fn final_norm(&self, x: &Array) -> Result<Array> {
+        self.norm.forward(x)
     }
 
     fn logits(&self, hidden: &Array) -> Result<Array> {
-        match &self.lm_head {
-            Some(head) => head.forward(hidden),
-            None => self.embed_tokens.as_linear(hidden),
-        }
+        self.lm_head.forward(hidden)
     }
+}
+
+/// Shape and options of a layer's attention.
+#[derive(Debug, Clone)]
+pub(super) struct AttentionConfig {
+    pub heads: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    /// Epsilon of the norms of queries and keys.
+    pub eps: f32,
+    pub rope: Rope,
+    /// Growth of queries with their position.
+    pub growth: Option<Growth>,
+    pub scores: Scores,
+    /// Positions in the window; `None` for full attention.
+    pub window: Option<i32>,
 }
 
 /// Grouped-query attention (arXiv:2305.13245).
@@ -162,18 +182,10 @@ pub(super) struct SelfAttn {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    /// Of each head's query, where the checkpoint has it (Qwen3).
+    /// Norms of each head's query and key, if the checkpoint has them (Qwen3, Gemma 3).
     q_norm: Option<RmsNorm>,
-    /// Of each head's key, likewise.
     k_norm: Option<RmsNorm>,
-    rope: Rope,
-    /// Growth of queries with their position, where there is any.
-    pub growth: Option<Growth>,
-    /// Positions that one position sees, where they are limited.
-    window: Option<i32>,
-    heads: i32,
-    kv_heads: i32,
-    head_dim: i32,
+    config: AttentionConfig,
 }
 
 /// Queries grow with the logarithm of their position, so that scores stay sharp in long contexts:
@@ -189,19 +201,11 @@ pub(super) struct Growth {
 }
 
 impl SelfAttn {
-    /// Takes what is at `AT.self_attn`; `window` as in [`Config::window`].
-    pub fn load(
-        config: &Config,
-        weights: &mut Weights,
-        at: &str,
-        rope: &Rope,
-        window: Option<i32>,
-    ) -> Result<Self> {
-        let at = format!("{at}.self_attn");
+    pub fn load(weights: &mut Weights, at: &str, config: AttentionConfig) -> Result<Self> {
         let mut head_norm = |name: &str| {
             let name = format!("{at}.{name}");
-            let there = weights.has(&format!("{name}.weight"));
-            there.then(|| weights.norm(&name, config.rms_norm_eps)).transpose()
+            let present = weights.has(&format!("{name}.weight"));
+            present.then(|| weights.norm(&name, config.eps)).transpose()
         };
         let (q_norm, k_norm) = (head_norm("q_norm")?, head_norm("k_norm")?);
         Ok(Self {
@@ -211,26 +215,18 @@ impl SelfAttn {
             o_proj: weights.linear(&format!("{at}.o_proj"))?,
             q_norm,
             k_norm,
-            rope: rope.clone(),
-            growth: None,
-            window,
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads.unwrap_or(config.num_attention_heads),
-            head_dim: config.head_dim(),
+            config,
         })
     }
 
-    fn new_cache(&self) -> LayerCache {
-        let (heads, dim) = (self.kv_heads, self.head_dim);
-        match self.window {
-            Some(window) => LayerCache::Sliding(Sliding::new(heads, dim, window)),
-            None => LayerCache::Full(Full::new(heads, dim)),
-        }
+    pub fn new_cache(&self) -> LayerCache {
+        LayerCache::attention(self.config.kv_heads, self.config.head_dim, self.config.window)
     }
 
-    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+    /// `x` [1, R, D], same shape back. Advances entry `layer` of each span's cache.
+    pub fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        let AttentionConfig { heads: h, kv_heads: h_kv, head_dim: d, ref rope, .. } = self.config;
         let rows = x.dim(1);
-        let (h, h_kv, d) = (self.heads, self.kv_heads, self.head_dim);
         let normed = |norm: &Option<RmsNorm>, x: Array| match norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
@@ -240,14 +236,13 @@ impl SelfAttn {
         let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
         let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
             let offset = span.offset();
-            let mut q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
-            if let Some(growth) = self.growth {
+            let mut q = rope.forward(&q.swap_axes(1, 2)?, offset)?;
+            if let Some(growth) = self.config.growth {
                 q = q.multiply(growth.factors(offset, span.rows, q.dtype())?)?;
             }
-            let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
+            let k = rope.forward(&k.swap_axes(1, 2)?, offset)?;
             let v = v.swap_axes(1, 2)?;
-            let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None };
-            let y = attention(&q, &k, &v, scores, &mut span.cache.layers[layer])?;
+            let y = attention(&q, &k, &v, self.config.scores, &mut span.cache.layers[layer])?;
             Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
         })?;
         self.o_proj.forward(&mixed)

@@ -1,4 +1,5 @@
-//! From a folder to a model: `config.json` chooses the family, the configuration the numbers.
+//! Loads a model from its folder: `config.json` selects the family, the configuration device and
+//! dtype.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -11,10 +12,10 @@ use sha2::{Digest, Sha256};
 use super::weights::shards;
 use super::{FAMILIES, Model, Weights};
 use crate::config::{self, ModelConfig};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::nn::compile_steps;
 
-/// A model ready to run, with what the rest of the engine must know of it.
+/// A model ready to run, and its properties.
 pub struct Loaded {
     /// The model.
     pub model: Box<dyn Model>,
@@ -22,36 +23,38 @@ pub struct Loaded {
     pub family: &'static str,
     /// Positions it was trained for.
     pub context: usize,
-    /// Digest of weights and numeric format: equal digests, equal logits.
+    /// Digest of config, numeric format and samples of the weights (`DIGEST_SAMPLE`). State is
+    /// shared between models of equal digest.
     pub digest: [u8; 32],
     /// Type of the activations.
     pub dtype: Dtype,
-    /// `CPU, f32` or the like, for the log.
+    /// Device and dtype for people: `CPU, f32`.
     pub numbers: String,
 }
 
-/// Tokens of context where neither `config.json` (`max_position_embeddings`) nor the family says.
+/// Tokens of context if neither `config.json` (`max_position_embeddings`) nor the family states it.
 const CONTEXT: u64 = 4096;
 
-/// Bytes of a weight file's start, middle and end that go into the digest. Files are gigabytes;
-/// their header (at the start), size and samples tell checkpoints apart.
+/// Bytes at the start, middle and end of a weight file that go into the digest. Files are gigabytes;
+/// the header (at the start), size and samples distinguish checkpoints.
 const DIGEST_SAMPLE: u64 = 1 << 20;
 
-/// Loads the model in `folder` onto the configured device, which becomes the calling thread's, as
-/// does [`config::Compile`].
+/// Loads the model in `folder` onto the configured device. Device and [`config::Compile`] become
+/// the calling thread's.
 ///
 /// # Errors
 /// [`Error::Model`] names the file that is missing, damaged or of an unknown family.
 pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let path = folder.join("config.json");
-    let problem = |text: String| Error::Model { path: path.clone(), problem: text };
+    let problem =
+        |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
     let bytes = std::fs::read(&path).map_err(|e| problem(e.to_string()))?;
     let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
         let known: Vec<_> = FAMILIES.iter().map(|family| family.model_type).collect();
         return Err(problem(format!(
-            "model_type `{model_type}` is not known; known are: {}",
+            "model_type `{model_type}` is not supported; supported are: {}",
             known.join(", ")
         )));
     };
@@ -80,8 +83,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         "model loaded"
     );
 
-    let stated = text.get("max_position_embeddings").and_then(Value::as_u64);
-    let context = stated.or(model.context()).unwrap_or(CONTEXT);
+    let from_config = text.get("max_position_embeddings").and_then(Value::as_u64);
+    let context = from_config.or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
     let quantized = if dequantize { "dequantized" } else { "as stored" };
@@ -95,36 +98,36 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     })
 }
 
-/// Makes the configured device the default; true where it is the CPU.
-fn choose_device(wish: config::Device) -> Result<bool> {
-    // Before anyone sets it, MLX's default is the GPU exactly where it has one.
+/// Makes the configured device the default; true for the CPU.
+fn choose_device(configured: config::Device) -> Result<bool> {
+    // Until it is set, MLX's default is the GPU if there is one.
     let has_gpu = matches!(Device::try_default()?.get_type()?, DeviceType::Gpu);
-    let on_cpu = match wish {
+    let on_cpu = match configured {
         config::Device::Auto => !has_gpu,
         config::Device::Cpu => true,
         config::Device::Gpu if has_gpu => false,
         config::Device::Gpu => {
-            return Err(Error::Invalid {
+            return Err(Error::Config(ConfigError::Key {
                 field: "model.device",
                 problem: "is `gpu`, but this MLX finds none; build with `--features cuda` or \
-                          `--features metal`, or say `cpu`"
+                          `--features metal`, or set `cpu`"
                     .into(),
-            });
+            }));
         }
     };
     Device::set_default(&if on_cpu { Device::cpu() } else { Device::gpu() });
     Ok(on_cpu)
 }
 
-fn choose_dtype(wish: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {
-    match wish {
+fn choose_dtype(configured: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {
+    match configured {
         config::Dtype::F32 => Dtype::Float32,
         config::Dtype::Bf16 => Dtype::Bfloat16,
         config::Dtype::F16 => Dtype::Float16,
         config::Dtype::Auto if on_cpu => Dtype::Float32,
         config::Dtype::Auto => {
-            let stated = text.get("dtype").or_else(|| text.get("torch_dtype"));
-            match stated.and_then(Value::as_str) {
+            let from_config = text.get("dtype").or_else(|| text.get("torch_dtype"));
+            match from_config.and_then(Value::as_str) {
                 Some("float32") => Dtype::Float32,
                 Some("float16") => Dtype::Float16,
                 _ => Dtype::Bfloat16,
@@ -133,7 +136,7 @@ fn choose_dtype(wish: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {
     }
 }
 
-/// The name that safetensors files use.
+/// The dtype's name in safetensors files.
 fn dtype_name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Float32 => "f32",
@@ -147,8 +150,9 @@ fn digest(folder: &Path, config: &[u8], numbers: &str) -> Result<[u8; 32]> {
     sha.update(numbers);
     sha.update(config);
     for path in shards(folder)? {
-        let failed =
-            |e: std::io::Error| Error::Model { path: path.clone(), problem: e.to_string() };
+        let failed = |e: std::io::Error| {
+            Error::Config(ConfigError::Model { path: path.clone(), problem: e.to_string() })
+        };
         let mut file = File::open(&path).map_err(failed)?;
         let size = file.metadata().map_err(failed)?.len();
         sha.update(size.to_le_bytes());

@@ -8,12 +8,11 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{self, Growth, Layer, Llama, ROPE_THETA, SelfAttn};
-use super::{Model, Weights, experts};
+use super::llama::{self, Growth, Llama, ROPE_THETA, dense_mlp};
+use super::{Model, Weights};
 use crate::error::Result;
-use crate::nn::Mlp;
 
-/// `config.json`, or `text_config` of it in multimodal checkpoints.
+/// `config.json`, or its `text_config` in multimodal checkpoints.
 #[derive(Debug, Clone, Deserialize)]
 struct Config {
     model_type: String,
@@ -22,8 +21,8 @@ struct Config {
 }
 
 impl Config {
-    /// Positions that a layer sees, where they are limited. Mistral 7B had windows on all layers;
-    /// later models say `null`, or which layers.
+    /// The window of `layer`; `None` for full attention. Mistral 7B has windows on all layers;
+    /// later models set `sliding_window` to `null` or list the layers.
     fn window(&self, layer: usize) -> Option<i32> {
         match self.llama.layer_types {
             Some(_) => self.llama.window(layer),
@@ -38,40 +37,22 @@ impl Config {
     }
 }
 
-/// What a `text_config` may be.
+/// The model types that a `text_config` can have.
 const TEXT: [&str; 2] = ["mistral", "ministral3"];
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config.get("text_config").unwrap_or(config))?;
     if !TEXT.contains(&config.model_type.as_str()) {
-        let kind = &config.model_type;
-        let problem =
-            format!("text_config.model_type `{kind}` is not known; known are: {}", TEXT.join(", "));
+        let problem = format!(
+            "text_config.model_type `{}` is not supported; supported are: {}",
+            config.model_type,
+            TEXT.join(", ")
+        );
         return Err(weights.problem("config.json", problem));
     }
-    sanitize(weights);
-    let llama = &config.llama;
-    let rope = llama.rope.rope(llama.head_dim(), ROPE_THETA);
-    Ok(Box::new(Llama::load(llama, weights, |weights, i| {
-        let at = format!("model.layers.{i}");
-        let mut attn = SelfAttn::load(llama, weights, &at, &rope, config.window(i))?;
-        attn.growth = config.growth();
-        let mlp = Mlp::Dense(experts::dense(weights, &format!("{at}.mlp"))?);
-        Layer::load(llama, weights, &at, attn, mlp)
-    })?))
-}
-
-/// Drops what sees, and brings the rest to `model.*` and `lm_head.*`.
-fn sanitize(weights: &mut Weights) {
-    weights.rename(|name| {
-        if name.contains("vision_tower") || name.contains("multi_modal_projector") {
-            return None;
-        }
-        let name = name.strip_prefix("language_model.").unwrap_or(name);
-        Some(match name.strip_prefix("model.language_model.") {
-            Some(rest) => format!("model.{rest}"),
-            None => name.to_string(),
-        })
-    });
+    weights.keep_language_model();
+    let mut attention = config.llama.attention(ROPE_THETA);
+    attention.growth = config.growth();
+    let window = |layer| config.window(layer);
+    Ok(Box::new(Llama::load(&config.llama, weights, &attention, window, dense_mlp)?))
 }

@@ -1,8 +1,8 @@
 //! Models compute: token rows and a cache in, hidden states and logits out.
 //!
 //! A model has no request state, does no I/O after loading, never samples or logs, and knows
-//! nothing of quantization, policies or persistence. **A family is one file and one row of
-//! [`FAMILIES`].**
+//! nothing of policies or persistence. **A family is one file and one row of [`FAMILIES`].** It
+//! states the formula of each layer; [`Pass`] decides which layers run.
 
 mod experts;
 mod fp8;
@@ -12,6 +12,7 @@ mod gemma4;
 mod llama;
 mod load;
 mod mistral;
+mod pass;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
@@ -19,6 +20,7 @@ mod qwen3_next;
 mod weights;
 
 pub use load::{Loaded, load};
+pub use pass::Pass;
 pub use weights::Weights;
 
 use mlx_rs::Array;
@@ -27,9 +29,12 @@ use serde_json::Value;
 use crate::cache::{Cache, Span};
 use crate::error::Result;
 
-/// A language model: weights and the formula that uses them.
+/// A language model: weights, and the formula of each layer.
+///
+/// `<dyn Model>::forward` runs the layers: `embed`, then `mix`, `feed_forward` and `end_layer` of
+/// each layer, then `final_norm`. Hidden states `x` are [1, R, D]; residuals are added here.
 pub trait Model {
-    /// How many layers it has.
+    /// Number of layers.
     fn depth(&self) -> usize;
 
     /// Positions it was trained for, in families whose `config.json` may leave that out.
@@ -37,55 +42,38 @@ pub trait Model {
         None
     }
 
-    /// An empty cache, one layer of it for each layer of the model that remembers something.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot make it.
+    /// An empty cache with an entry for each layer that keeps state.
     fn new_cache(&self) -> Result<Cache>;
 
-    /// Runs `tokens` [R] (u32) through all layers and advances the caches.
-    ///
-    /// Rows of several sequences are joined, not padded: the first `spans[0].rows` tokens go on
-    /// where `spans[0].cache` stands, the next ones belong to `spans[1]`, and so on. `pass` says
-    /// which layers run. Returns the hidden states after the final norm, [1, R, D].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects a shape; the caches are then of no further use.
-    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array>;
+    /// Hidden states before the first layer: `tokens` [R] (u32) to [1, R, D].
+    fn embed(&self, tokens: &Array) -> Result<Array>;
 
-    /// Logits of hidden states: [1, R, D] to [1, R, V].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects a shape.
+    /// What `end_layer` needs of the tokens besides the hidden states (Gemma 4).
+    fn layer_inputs(&self, _tokens: &Array, _embedded: &Array) -> Result<Option<Array>> {
+        Ok(None)
+    }
+
+    /// Attention or recurrence of `layer`, which mixes the rows of each span and appends them to
+    /// its cache.
+    fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array>;
+
+    /// Feed-forward block of `layer`.
+    fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array>;
+
+    /// What `layer` does after its feed-forward block, even if that was skipped.
+    fn end_layer(&self, _layer: usize, x: Array, _inputs: Option<&Array>) -> Result<Array> {
+        Ok(x)
+    }
+
+    /// Norm after the last layer.
+    fn final_norm(&self, x: &Array) -> Result<Array>;
+
+    /// Logits of hidden states after the final norm: [1, R, D] to [1, R, V].
     fn logits(&self, hidden: &Array) -> Result<Array>;
 
-    /// The layer that predicts the token after the next one, where the checkpoint has one.
+    /// The multi-token-prediction layer, if the checkpoint has one.
     fn mtp(&self) -> Option<&dyn Mtp> {
         None
-    }
-}
-
-/// Which layers run in a pass: all, unless it drafts or saves time at a stated loss.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Pass<'a> {
-    /// Leave after so many layers; the caches of the others stay behind until a rewind.
-    pub exit: Option<usize>,
-    /// Layers whose feed-forward block is left out. It remembers nothing, so caches stay whole.
-    pub skip: &'a [usize],
-}
-
-impl Pass<'_> {
-    /// Every layer.
-    pub const WHOLE: Pass<'static> = Pass { exit: None, skip: &[] };
-
-    /// How many of `depth` layers run.
-    pub fn layers(&self, depth: usize) -> usize {
-        self.exit.unwrap_or(depth).min(depth)
-    }
-
-    /// Whether the feed-forward block of `layer` is left out.
-    pub fn skips(&self, layer: usize) -> bool {
-        self.skip.contains(&layer)
     }
 }
 
@@ -94,17 +82,11 @@ impl Pass<'_> {
 /// Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 pub trait Mtp {
     /// An empty cache of this layer alone.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot make it.
     fn new_cache(&self) -> Result<Cache>;
 
-    /// `hidden` [1, R, D] as `Model::forward` returned it for R neighbouring rows, and `tokens` [R]
-    /// (u32), the token that follows each of them. Returns [1, R, D], which [`Model::logits`] turns
-    /// into logits of the token after that; it can stand for `hidden` again, one token further.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects a shape.
+    /// `hidden` [1, R, D] of R neighbouring rows, as the model's pass returned it, and `tokens` [R]
+    /// (u32), the token that follows each row. Returns [1, R, D], from which [`Model::logits`]
+    /// makes the logits of the token after that. It can replace `hidden` for the next token.
     fn forward(&self, hidden: &Array, tokens: &Array, span: &mut Span<'_>) -> Result<Array>;
 }
 

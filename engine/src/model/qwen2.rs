@@ -1,32 +1,31 @@
-//! Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, which the checkpoint brings
-//! along. Some declare windows for their upper layers.
+//! Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, which the checkpoint contains.
+//! Some declare windows for their upper layers.
 //!
-//! Source: arXiv:2407.10671; `transformers` `models/qwen2`; mlx-lm `models/qwen2.py` (which leaves
-//! the windows out), checked by the reference logits in `tests/fixtures`.
+//! Source: arXiv:2407.10671; `transformers` `models/qwen2`; mlx-lm `models/qwen2.py` (which ignores
+//! the windows), checked by the reference logits in `tests/fixtures`.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{self, Layer, Llama, SelfAttn};
-use super::{Model, Weights, experts};
+use super::llama::{self, Llama, dense_mlp};
+use super::{Model, Weights};
 use crate::error::Result;
-use crate::nn::Mlp;
 
 /// `config.json`, of Qwen3 as well.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Config {
     #[serde(flatten)]
     pub llama: llama::Config,
-    /// Without it `sliding_window` and `layer_types` mean nothing.
+    /// If false, `sliding_window` and `layer_types` are ignored.
     #[serde(default)]
     use_sliding_window: bool,
-    /// The first layer with a window, where `layer_types` does not say.
+    /// The first layer with a window if there are no `layer_types`.
     #[serde(default)]
     max_window_layers: usize,
 }
 
 impl Config {
-    /// Positions that a layer sees, where they are limited.
+    /// The window of `layer`; `None` for full attention.
     pub fn window(&self, layer: usize) -> Option<i32> {
         if !self.use_sliding_window {
             None
@@ -38,19 +37,14 @@ impl Config {
     }
 }
 
-/// Base of the frequencies where the config does not give one.
+/// Base of the rotary frequencies if the config does not give one.
 pub(super) const ROPE_THETA: f32 = 1_000_000.0;
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
-    let rope = config.llama.rope.rope(config.llama.head_dim(), ROPE_THETA);
-    Ok(Box::new(Llama::load(&config.llama, weights, |weights, i| {
-        let at = format!("model.layers.{i}");
-        let attn = SelfAttn::load(&config.llama, weights, &at, &rope, config.window(i))?;
-        let mlp = Mlp::Dense(experts::dense(weights, &format!("{at}.mlp"))?);
-        Layer::load(&config.llama, weights, &at, attn, mlp)
-    })?))
+    let attention = config.llama.attention(ROPE_THETA);
+    let window = |layer| config.window(layer);
+    Ok(Box::new(Llama::load(&config.llama, weights, &attention, window, dense_mlp)?))
 }
 
 #[cfg(test)]
@@ -58,9 +52,9 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// The reference knows no windows here, so the rule is held to what `transformers` does.
+    /// The reference ignores windows here, so this tests the rule of `transformers`.
     #[test]
-    fn windows_are_those_of_the_upper_layers() {
+    fn upper_layers_have_windows() {
         let check = |keys: Value, expected: [Option<i32>; 3]| {
             let mut config = json!({
                 "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -1,4 +1,4 @@
-//! Qwen3, dense and with experts: Llama whose queries and keys are normalised head by head.
+//! Qwen3, dense and with experts: Llama with norms of each head's queries and keys.
 //!
 //! Source: arXiv:2505.09388; `transformers` `models/qwen3` and `models/qwen3_moe`; mlx-lm
 //! `models/qwen3.py` and `models/qwen3_moe.py`, checked by the reference logits in
@@ -7,9 +7,9 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{Layer, Llama, SelfAttn};
-use super::qwen2::ROPE_THETA;
-use super::{Model, Weights, experts, qwen2};
+use super::llama::Llama;
+use super::qwen2::{self, ROPE_THETA};
+use super::{Model, Weights, experts};
 use crate::error::Result;
 
 /// `config.json`
@@ -21,16 +21,11 @@ struct Config {
     experts: experts::Config,
 }
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let Config { dense, experts } = weights.config(config)?;
-    let llama = &dense.llama;
-    let rope = llama.rope.rope(llama.head_dim(), ROPE_THETA);
-    Ok(Box::new(Llama::load(llama, weights, |weights, i| {
-        let at = format!("model.layers.{i}");
-        let attn = SelfAttn::load(llama, weights, &at, &rope, dense.window(i))?;
-        // Not scaled to 1 unless the config says so: the default of `transformers`.
-        let mlp = experts.load(weights, &format!("{at}.mlp"), false)?;
-        Layer::load(llama, weights, &at, attn, mlp)
-    })?))
+    let attention = dense.llama.attention(ROPE_THETA);
+    let window = |layer| dense.window(layer);
+    // `norm_topk_prob` is false by default in `transformers`.
+    let mlp = |weights: &mut Weights, at: &str| experts.load(weights, at, false);
+    Ok(Box::new(Llama::load(&dense.llama, weights, &attention, window, mlp)?))
 }

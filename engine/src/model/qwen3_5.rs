@@ -1,9 +1,9 @@
 //! Qwen3.5 and 3.6, dense and with experts: three GatedDeltaNet layers to one of gated full
 //! attention.
 //!
-//! Reads checkpoints as Hugging Face publishes them ((1 + w) norms, conv1d [C, 1, K]) and as MLX
-//! converts them. Multimodal checkpoints load their language part. The multi-token-prediction
-//! layer (`mtp.*`), which mlx-lm drops, is read where it is there.
+//! Reads checkpoints of Hugging Face ((1 + w) norms, conv1d [C, 1, K]) and of MLX's converter. Of
+//! multimodal checkpoints it loads the language part. It also loads the multi-token-prediction layer
+//! (`mtp.*`), which mlx-lm drops.
 //!
 //! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py` and
 //! `models/qwen3_5_moe.py`, checked by the reference logits in `tests/fixtures`.
@@ -14,15 +14,15 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Model, Mtp, Pass, Weights, experts};
-use crate::cache::{Cache, Full, LayerCache, Span};
+use super::{Model, Mtp, Weights, experts};
+use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
     Embedding, GatedDelta, Linear, Mlp, Projected, RmsNorm, Rope, RopeConfig, Scores, attention,
     by_span, sigmoid_gated,
 };
 
-/// `text_config` of `config.json` (or all of it, in text-only checkpoints).
+/// `text_config` of `config.json`, or all of it in text-only checkpoints.
 #[derive(Debug, Clone, Deserialize)]
 struct Config {
     num_hidden_layers: usize,
@@ -32,7 +32,7 @@ struct Config {
     rms_norm_eps: f32,
     #[serde(default)]
     tie_word_embeddings: bool,
-    /// The sections of multimodal rope do not matter for text, whose three positions are equal.
+    /// The sections of multimodal rope are ignored: the three positions of text are equal.
     #[serde(flatten)]
     rope: RopeConfig,
     #[serde(flatten)]
@@ -47,10 +47,10 @@ struct Config {
     layer_types: Vec<String>,
 }
 
-/// Base of the frequencies where the config does not give one.
+/// Base of the rotary frequencies if the config does not give one.
 const ROPE_THETA: f32 = 100_000.0;
 
-/// Part of a head that is rotated, likewise.
+/// Rotated part of a head if the config does not give one.
 const PARTIAL_ROTARY_FACTOR: f32 = 0.25;
 
 fn default_interval() -> usize {
@@ -70,8 +70,7 @@ struct Qwen35 {
     embed_tokens: Embedding,
     layers: Vec<Layer>,
     norm: RmsNorm,
-    /// `None` where the embedding is the head.
-    lm_head: Option<Linear>,
+    lm_head: Linear,
     mtp: Option<MtpLayers>,
     dtype: Dtype,
 }
@@ -88,7 +87,6 @@ enum Mixer {
     LinearAttn(LinearAttn),
 }
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let text = config.get("text_config").unwrap_or(config);
     let mut config: Config = weights.config(text)?;
@@ -98,31 +96,20 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         .map(|i| Layer::load(&config, weights, &format!("model.layers.{i}"), config.is_linear(i)));
     let layers = layers.collect::<Result<_>>()?;
     let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
-    let tied = config.tie_word_embeddings || !weights.has("lm_head.weight");
     Ok(Box::new(Qwen35 {
         layers,
         norm: weights.norm("model.norm", config.rms_norm_eps)?,
-        lm_head: if tied { None } else { Some(weights.linear("lm_head")?) },
+        lm_head: weights.lm_head(&embed_tokens, config.tie_word_embeddings)?,
         mtp: MtpLayers::load(&config, weights, &embed_tokens)?,
         embed_tokens,
         dtype: weights.dtype(),
     }))
 }
 
-/// Brings names and layouts of both kinds of checkpoint to one: `model.*` and `lm_head.*`, norms
-/// as plain factors, conv1d as [C, K].
+/// Converts names and layouts of both kinds of checkpoint: norms to plain factors, conv1d to [C, K].
 fn sanitize(weights: &mut Weights) -> Result<()> {
-    weights.rename(|name| {
-        if name.starts_with("vision_tower") || name.starts_with("model.visual") {
-            return None;
-        }
-        let name = name.strip_prefix("language_model.").unwrap_or(name);
-        Some(match name.strip_prefix("model.language_model.") {
-            Some(rest) => format!("model.{rest}"),
-            None => name.to_string(),
-        })
-    });
-    // [C, 1, K] marks a checkpoint as its trainer wrote it; MLX's converter leaves [C, K, 1].
+    weights.keep_language_model();
+    // Published checkpoints have [C, 1, K]; MLX's converter writes [C, K, 1].
     let published = weights
         .iter()
         .any(|(name, array)| name.ends_with("conv1d.weight") && array.shape().last() != Some(&1));
@@ -155,31 +142,30 @@ impl Model for Qwen35 {
 
     fn new_cache(&self) -> Result<Cache> {
         let layers = self.layers.iter().map(|layer| match &layer.mixer {
-            Mixer::SelfAttn(a) => Ok(LayerCache::Full(Full::new(a.kv_heads, a.head_dim))),
+            Mixer::SelfAttn(a) => Ok(LayerCache::attention(a.kv_heads, a.head_dim, None)),
             Mixer::LinearAttn(a) => Ok(LayerCache::Recurrent(a.delta.new_cache(self.dtype)?)),
         });
         Ok(Cache::new(layers.collect::<Result<_>>()?))
     }
 
-    fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
-        let mut x = self.embed_tokens.forward(tokens)?;
-        for (i, layer) in self.layers.iter().enumerate().take(pass.layers(self.depth())) {
-            x = layer.mix(&x, spans, i)?;
-            if !pass.skips(i) {
-                x = layer.feed_forward(&x)?;
-            }
-        }
-        for span in spans {
-            span.cache.position += span.rows as usize;
-        }
-        self.norm.forward(&x)
+    fn embed(&self, tokens: &Array) -> Result<Array> {
+        self.embed_tokens.forward(tokens)
+    }
+
+    fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
+        self.layers[layer].mix(x, spans, layer)
+    }
+
+    fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
+        self.layers[layer].feed_forward(x)
+    }
+
+    fn final_norm(&self, x: &Array) -> Result<Array> {
+        self.norm.forward(x)
     }
 
     fn logits(&self, hidden: &Array) -> Result<Array> {
-        match &self.lm_head {
-            Some(head) => head.forward(hidden),
-            None => self.embed_tokens.as_linear(hidden),
-        }
+        self.lm_head.forward(hidden)
     }
 
     fn mtp(&self) -> Option<&dyn Mtp> {
@@ -224,7 +210,7 @@ impl Mixer {
     }
 }
 
-/// Full attention whose output is gated by a second half of `q_proj`.
+/// Full attention; the second half of `q_proj` gates its output.
 struct SelfAttn {
     q_proj: Linear,
     k_proj: Linear,
@@ -325,8 +311,8 @@ impl LinearAttn {
     }
 }
 
-/// The multi-token-prediction layers: `fc` joins what a row says and the token that follows it, a
-/// block like the model's own attention layers mixes the rows.
+/// The multi-token-prediction layers: `fc` joins a row's hidden state with the embedding of the
+/// token that follows; then come blocks like the model's own attention layers.
 struct MtpLayers {
     embed_tokens: Embedding,
     pre_fc_norm_embedding: RmsNorm,
@@ -368,7 +354,7 @@ impl MtpLayers {
 
 impl Mtp for MtpLayers {
     fn new_cache(&self) -> Result<Cache> {
-        let full = || LayerCache::Full(Full::new(self.kv_heads, self.head_dim));
+        let full = || LayerCache::attention(self.kv_heads, self.head_dim, None);
         Ok(Cache::new(self.layers.iter().map(|_| full()).collect()))
     }
 
@@ -380,7 +366,7 @@ impl Mtp for MtpLayers {
             x = layer.mix(&x, std::slice::from_mut(span), i)?;
             x = layer.feed_forward(&x)?;
         }
-        span.cache.position += span.rows as usize;
+        span.advance();
         self.norm.forward(&x)
     }
 }

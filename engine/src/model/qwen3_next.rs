@@ -1,8 +1,8 @@
-//! Qwen3-Next: Qwen3.5's predecessor, with the same arithmetic behind other names and layouts.
+//! Qwen3-Next, the predecessor of Qwen3.5: the same arithmetic with other names and layouts.
 //!
-//! Its GatedDeltaNet layers project with two matrices whose rows lie key head by key head
-//! (`in_proj_qkvz`, `in_proj_ba`). They are brought to Qwen3.5's four at load, packed or not: rows
-//! are quantized each on its own, so their order is free.
+//! Its GatedDeltaNet layers project with two matrices, whose rows are grouped by key head
+//! (`in_proj_qkvz`, `in_proj_ba`). Loading converts them to the four of Qwen3.5, dense or packed:
+//! rows are quantized separately, so they can be reordered.
 //!
 //! Source: `transformers` `models/qwen3_next`; mlx-lm `models/qwen3_next.py`, checked by the
 //! reference logits in `tests/fixtures`.
@@ -15,7 +15,7 @@ use serde_json::Value;
 use super::{Model, Weights, qwen3_5};
 use crate::error::Result;
 
-/// The keys of `config.json` that say how rows lie; `qwen3_5.rs` reads the others.
+/// The keys of `config.json` that define the order of rows; `qwen3_5.rs` reads the others.
 #[derive(Debug, Clone, Deserialize)]
 struct Config {
     num_hidden_layers: usize,
@@ -25,7 +25,6 @@ struct Config {
     linear_value_head_dim: i32,
 }
 
-/// Builds the model.
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     sanitize(&weights.config(config)?, weights)?;
     qwen3_5::load(config, weights)
@@ -52,8 +51,8 @@ fn sanitize(config: &Config, weights: &mut Weights) -> Result<()> {
     Ok(())
 }
 
-/// Rows [heads * (n_0 + n_1 + ..), W], which lie head by head, to N arrays [heads * n_i, W]; `ends`
-/// is where the parts of a head end, but for the last one.
+/// Splits rows [heads * (n_0 + n_1 + ..), W], grouped by head, into N arrays [heads * n_i, W].
+/// `ends` holds the ends of a head's parts, except the last one.
 fn ungroup<const ENDS: usize, const N: usize>(
     rows: &Array,
     heads: i32,
@@ -65,5 +64,5 @@ fn ungroup<const ENDS: usize, const N: usize>(
         .iter()
         .map(|part| part.reshape(&[-1, width]))
         .collect::<std::result::Result<_, _>>()?;
-    Ok(flat.try_into().expect("one part more than ends"))
+    Ok(flat.try_into().expect("one more part than ends"))
 }

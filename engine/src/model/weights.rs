@@ -1,7 +1,7 @@
-//! The tensors of a checkpoint, on their way into a model.
+//! The tensors of a checkpoint while a model is loaded.
 //!
-//! Reads sharded safetensors, casts, dequantizes where that is asked for, and hands tensors out
-//! by name. Families say what they need; how it is stored is known here and in `nn::Linear` alone.
+//! Reads sharded safetensors, casts, dequantizes if configured, and returns tensors by name.
+//! Families name what they need; only this file and `nn::Linear` know how it is stored.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -14,34 +14,34 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::fp8;
-use crate::error::{Error, Result};
-use crate::nn::{Linear, Mode, Packed, Quantization, RmsNorm};
+use crate::error::{ConfigError, Error, Result};
+use crate::nn::{Embedding, GatedMlp, Linear, Mode, Packed, Quantization, RmsNorm};
 
-/// Tensors by name, with what is needed to turn them into layers.
+/// Tensors by name, and how to turn them into layers.
 pub struct Weights {
     folder: PathBuf,
     arrays: HashMap<String, Array>,
     dtype: Dtype,
     dequantize: bool,
     quantization: Option<Quantization>,
-    /// Layers that are quantized otherwise than the rest, by name without `.weight`.
+    /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
 }
 
-/// `quantization` of `config.json`, or an entry of it for one layer.
+/// `quantization` of `config.json`, or its entry for one layer.
 #[derive(Debug, Clone, Deserialize)]
-struct Stated {
+struct QuantizationKeys {
     group_size: Option<i32>,
     bits: Option<i32>,
     #[serde(default)]
     mode: Mode,
 }
 
-/// Rows and columns that share a factor, where an fp8 checkpoint does not say.
+/// Rows and columns that share a factor if an fp8 checkpoint does not state it.
 const FP8_BLOCK: [i32; 2] = [128, 128];
 
-impl From<Stated> for Quantization {
-    fn from(Stated { group_size, bits, mode }: Stated) -> Self {
+impl From<QuantizationKeys> for Quantization {
+    fn from(QuantizationKeys { group_size, bits, mode }: QuantizationKeys) -> Self {
         let (default_size, default_bits) = mode.defaults();
         let group_size = group_size.unwrap_or(default_size);
         Self { group_size, bits: bits.unwrap_or(default_bits), mode }
@@ -49,20 +49,21 @@ impl From<Stated> for Quantization {
 }
 
 impl Weights {
-    /// Opens every `*.safetensors` of `folder` that its index names (all, where there is none), and
-    /// `mtp*.safetensors`, which converters put beside it.
+    /// Opens every `*.safetensors` of `folder` that its index names (all, if there is no index), and
+    /// `mtp*.safetensors`, which converters add without listing them.
     ///
-    /// Floating-point tensors are cast to `dtype` as they are taken; `dequantize` makes dense
-    /// layers of quantized ones.
+    /// Tensors are cast to `dtype` when they are taken; `dequantize` makes dense layers of
+    /// quantized ones.
     ///
     /// # Errors
-    /// [`Error::Model`] names the file that is missing or unreadable, or the key of `config.json`
-    /// that is off.
+    /// [`Error::Model`] names the file that is missing or unreadable, or the wrong key of
+    /// `config.json`.
     pub fn open(folder: &Path, config: &Value, dtype: Dtype, dequantize: bool) -> Result<Self> {
         let mut arrays = HashMap::new();
         for path in shards(folder)? {
-            let shard = Array::load_safetensors(&path)
-                .map_err(|e| Error::Model { path: path.clone(), problem: e.to_string() })?;
+            let shard = Array::load_safetensors(&path).map_err(|e| {
+                Error::Config(ConfigError::Model { path: path.clone(), problem: e.to_string() })
+            })?;
             arrays.extend(shard);
         }
         let mut weights = Self {
@@ -73,41 +74,41 @@ impl Weights {
             quantization: None,
             mixed: HashMap::new(),
         };
-        let stated = config.get("quantization").or_else(|| config.get("quantization_config"));
-        if let Some(Value::Object(stated)) = stated {
-            weights.read_quantization(stated)?;
+        let keys = config.get("quantization").or_else(|| config.get("quantization_config"));
+        if let Some(Value::Object(keys)) = keys {
+            weights.read_quantization(keys)?;
         }
         Ok(weights)
     }
 
-    /// `quantization` of `config.json`: the rule for all layers, then exceptions by layer name
-    /// (`false` for layers that are not quantized, which their lack of scales says as well).
-    fn read_quantization(&mut self, stated: &Map<String, Value>) -> Result<()> {
+    /// `quantization` of `config.json`: the rule for all layers, then exceptions by layer name.
+    /// `false` marks dense layers; their lack of scales shows that as well.
+    fn read_quantization(&mut self, keys: &Map<String, Value>) -> Result<()> {
         let read = |name: &str, value: &Value| -> Result<Quantization> {
-            Stated::deserialize(value)
+            QuantizationKeys::deserialize(value)
                 .map(Quantization::from)
                 .map_err(|e| self.problem("config.json", format!("quantization{name}: {e}")))
         };
-        let all = match stated.get("quant_method").and_then(Value::as_str) {
-            // Has no scales that `linear` would ask about.
+        let all = match keys.get("quant_method").and_then(Value::as_str) {
+            // Unpacked here, so `linear` finds no scales.
             Some("fp8") => {
                 let block: Option<[i32; 2]> =
-                    stated.get("weight_block_size").and_then(|b| Deserialize::deserialize(b).ok());
+                    keys.get("weight_block_size").and_then(|b| Deserialize::deserialize(b).ok());
                 return fp8::unpack(&mut self.arrays, block.unwrap_or(FP8_BLOCK));
             }
-            // As MLX's converter writes it.
-            None => read("", &Value::Object(stated.clone()))?,
+            // Written by MLX's converter.
+            None => read("", &Value::Object(keys.clone()))?,
             Some(mode @ ("mxfp4" | "mxfp8")) => read("", &json!({"mode": mode}))?,
             Some(other) => {
                 let problem = format!(
-                    "quantization_config: quant_method `{other}` cannot be loaded; take a \
-                     checkpoint that is not quantized, or one that `mlx_lm.convert` made"
+                    "quantization_config: quant_method `{other}` is not supported; use a \
+                     checkpoint that is not quantized, or convert it with `mlx_lm.convert`"
                 );
                 return Err(self.problem("config.json", problem));
             }
         };
         let mut mixed = HashMap::new();
-        for (layer, value) in stated {
+        for (layer, value) in keys {
             if value.is_object() {
                 mixed.insert(layer.clone(), read(&format!(".{layer}"), value)?);
             }
@@ -116,31 +117,52 @@ impl Weights {
         Ok(())
     }
 
-    /// Reads a family's config, naming the key that is missing or off.
-    ///
-    /// # Errors
-    /// [`Error::Model`] for `config.json`.
+    /// Reads a family's config. The error names the key that is missing or wrong.
     pub fn config<T: DeserializeOwned>(&self, config: &Value) -> Result<T> {
         T::deserialize(config).map_err(|e| self.problem("config.json", e.to_string()))
     }
 
-    /// Type of activations, and of every tensor taken.
+    /// Type of the activations and of every tensor taken.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// Whether a tensor of this name is there.
+    /// Whether there is a tensor `name`.
     pub fn has(&self, name: &str) -> bool {
         self.arrays.contains_key(name)
     }
 
-    /// All tensors that were not taken yet.
+    /// All tensors that are not taken yet.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Array)> {
         self.arrays.iter().map(|(name, array)| (name.as_str(), array))
     }
 
+    /// Drops vision and audio, and renames the language model of multimodal checkpoints to `model.*`
+    /// and `lm_head.*`, whichever way it is published or converted.
+    pub fn keep_language_model(&mut self) {
+        const OTHER_MODALITIES: [&str; 7] = [
+            "audio_tower",
+            "embed_audio",
+            "embed_vision",
+            "multi_modal_projector",
+            "vision_embedder",
+            "vision_tower",
+            "visual",
+        ];
+        self.rename(|name| {
+            let inner = name.strip_prefix("model.").unwrap_or(name);
+            if OTHER_MODALITIES.iter().any(|part| inner.starts_with(part)) {
+                return None;
+            }
+            if let Some(published) = name.strip_prefix("model.language_model.") {
+                return Some(format!("model.{published}"));
+            }
+            Some(name.strip_prefix("language_model.").unwrap_or(name).to_string())
+        });
+    }
+
     /// Renames every tensor; `None` drops it.
-    pub fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
+    fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
         self.arrays = std::mem::take(&mut self.arrays)
             .into_iter()
             .filter_map(|(name, array)| Some((new(&name)?, array)))
@@ -152,9 +174,6 @@ impl Weights {
     }
 
     /// Changes every tensor.
-    ///
-    /// # Errors
-    /// The first error of `change`.
     pub fn map(&mut self, change: impl Fn(&str, Array) -> Result<Array>) -> Result<()> {
         for (name, array) in &mut self.arrays {
             *array = change(name, array.clone())?;
@@ -163,18 +182,12 @@ impl Weights {
     }
 
     /// Takes a tensor, cast to the model's dtype.
-    ///
-    /// # Errors
-    /// [`Error::Model`] when there is none of this name.
     pub fn take(&mut self, name: &str) -> Result<Array> {
         let dtype = self.dtype;
         self.take_as(name, dtype)
     }
 
-    /// Takes a tensor that stays f32 whatever the model's dtype is.
-    ///
-    /// # Errors
-    /// As [`Weights::take`].
+    /// Takes a tensor as f32, whatever the model's dtype is.
     pub fn take_f32(&mut self, name: &str) -> Result<Array> {
         self.take_as(name, Dtype::Float32)
     }
@@ -186,18 +199,35 @@ impl Weights {
     }
 
     /// Takes the norm `NAME.weight`.
-    ///
-    /// # Errors
-    /// As [`Weights::take`].
     pub fn norm(&mut self, name: &str, eps: f32) -> Result<RmsNorm> {
         Ok(RmsNorm { weight: self.take(&format!("{name}.weight"))?, eps })
     }
 
-    /// Takes a linear layer: `NAME.weight`, with `.scales` and `.biases` where it is quantized
-    /// and `.bias` where it has one.
-    ///
-    /// # Errors
-    /// As [`Weights::take`].
+    /// Takes the block of `AT.gate_proj`, `AT.up_proj` and `AT.down_proj`, or a stack of blocks.
+    pub fn gated_mlp(
+        &mut self,
+        at: &str,
+        gated: fn(Array, Array) -> Result<Array>,
+    ) -> Result<GatedMlp> {
+        Ok(GatedMlp {
+            gated,
+            gate_proj: self.linear(&format!("{at}.gate_proj"))?,
+            up_proj: self.linear(&format!("{at}.up_proj"))?,
+            down_proj: self.linear(&format!("{at}.down_proj"))?,
+        })
+    }
+
+    /// Takes the output head, which is `embed_tokens` if the two are `tied` or the checkpoint has
+    /// no head.
+    pub fn lm_head(&mut self, embed_tokens: &Embedding, tied: bool) -> Result<Linear> {
+        if tied || !self.has("lm_head.weight") {
+            return Ok(embed_tokens.0.clone());
+        }
+        self.linear("lm_head")
+    }
+
+    /// Takes a linear layer: `NAME.weight`, `.scales` and `.biases` if it is quantized, and `.bias`
+    /// if there is one.
     pub fn linear(&mut self, name: &str) -> Result<Linear> {
         let bias_name = format!("{name}.bias");
         let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
@@ -206,18 +236,19 @@ impl Weights {
             return Ok(Linear::Dense { weight: self.take(&weight_name)?, bias });
         }
         let Some(&quantization) = self.mixed.get(name).or(self.quantization.as_ref()) else {
-            let problem = format!("`{name}` has scales, but there is no `quantization` key");
+            let problem = format!("`{name}` has scales, but the key `quantization` is missing");
             return Err(self.problem("config.json", problem));
         };
         if self.has(&format!("{name}.global_scale")) {
-            let problem = format!("`{name}` has a scale for the whole tensor, which is not known");
+            let problem =
+                format!("`{name}` has a scale for the whole tensor, which is not supported");
             return Err(self.problem("", problem));
         }
         let affine = quantization.mode == Mode::Affine;
         let scales = format!("{name}.scales");
         let packed = Packed {
             weight: self.remove(&weight_name)?,
-            // Bytes that stand for floats stay bytes.
+            // Other modes encode scales in bytes, which must not be cast.
             scales: if affine { self.take(&scales)? } else { self.remove(&scales)? },
             biases: if affine { Some(self.take(&format!("{name}.biases"))?) } else { None },
             quantization,
@@ -232,10 +263,10 @@ impl Weights {
         Ok(Linear::Quantized { weight: packed, bias })
     }
 
-    /// Joins linear layers of one shape to a stack.
+    /// Stacks linear layers of one shape.
     ///
     /// # Errors
-    /// [`Error::Model`] when one of them lacks what the first one has.
+    /// [`Error::Model`] if one of them lacks a tensor that the first one has.
     pub fn stack(&mut self, layers: &[String], name: &str) -> Result<()> {
         for part in ["weight", "scales", "biases", "bias"] {
             if self.has(&format!("{}.{part}", layers[0])) {
@@ -246,18 +277,14 @@ impl Weights {
                 self.insert(format!("{name}.{part}"), stack(&parts, 0)?);
             }
         }
-        // Members of a stack are quantized alike: their shapes could not be joined otherwise.
+        // Layers of different quantization could not be stacked: their shapes differ.
         if let Some(quantization) = self.mixed.get(&layers[0]).copied() {
             self.mixed.insert(name.to_string(), quantization);
         }
         Ok(())
     }
 
-    /// Replaces a linear layer by those that `rows` makes of its matrix, or of each of the packed
-    /// ones.
-    ///
-    /// # Errors
-    /// The first error of `rows`.
+    /// Replaces a linear layer by N others; `rows` splits its matrix, or each of its packed arrays.
     pub fn divide<const N: usize>(
         &mut self,
         layer: &str,
@@ -277,60 +304,55 @@ impl Weights {
         Ok(())
     }
 
-    /// Puts a tensor in, under a name of the family's choice.
+    /// Adds a tensor.
     pub fn insert(&mut self, name: String, array: Array) {
         self.arrays.insert(name, array);
     }
 
     /// Takes a tensor as it is stored.
-    ///
-    /// # Errors
-    /// As [`Weights::take`].
     pub fn remove(&mut self, name: &str) -> Result<Array> {
         self.arrays
             .remove(name)
             .ok_or_else(|| self.problem("", format!("the weights have no tensor `{name}`")))
     }
 
-    /// What is wrong with a file of the folder.
+    /// An error about `file` of the model's folder.
     pub fn problem(&self, file: &str, problem: String) -> Error {
-        Error::Model { path: self.folder.join(file), problem }
+        Error::Config(ConfigError::Model { path: self.folder.join(file), problem })
     }
 }
 
-/// The weight files of a folder, in a fixed order.
-///
-/// # Errors
-/// [`Error::Model`] when there are none, or the index cannot be read or names a missing file.
+/// The weight files of a folder, sorted. Fails if there are none or one of the index is missing.
 pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: HashMap<String, String>,
     }
-    let problem = |path: PathBuf, problem: String| Error::Model { path, problem };
+    let problem =
+        |path: PathBuf, problem: String| Error::Config(ConfigError::Model { path, problem });
     let index = folder.join("model.safetensors.index.json");
     let entries = folder.read_dir().map_err(|e| problem(folder.to_path_buf(), e.to_string()))?;
-    let there = entries
+    let present = entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|e| e == "safetensors"));
     let names: BTreeSet<PathBuf> = if index.is_file() {
         let text = std::fs::read(&index).map_err(|e| problem(index.clone(), e.to_string()))?;
         let parsed: Index =
             serde_json::from_slice(&text).map_err(|e| problem(index.clone(), e.to_string()))?;
-        let beside = there.filter(|path| {
+        let beside = present.filter(|path| {
             path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("mtp"))
         });
         parsed.weight_map.values().map(|name| folder.join(name)).chain(beside).collect()
     } else {
-        there.collect()
+        present.collect()
     };
     if names.is_empty() {
         let text = "has no *.safetensors; a model folder holds config.json, tokenizer.json and \
-                    safetensors";
+                    *.safetensors";
         return Err(problem(folder.to_path_buf(), text.into()));
     }
     if let Some(missing) = names.iter().find(|path| !path.is_file()) {
-        let text = "is missing, though the index names it; download the model again";
+        let text = "is missing, but the index names it; download the model again";
         return Err(problem(missing.clone(), text.into()));
     }
     Ok(names.into_iter().collect())
@@ -340,8 +362,8 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
 mod tests {
     use super::*;
 
-    /// A folder with an index that names `model.safetensors`, and the files `names` with a tensor
-    /// that is called like them.
+    /// A folder with an index that lists `model.safetensors`, and the files `names`, each with a
+    /// tensor of that name.
     fn folder(names: &[&str]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         for name in names {
@@ -358,10 +380,10 @@ mod tests {
         Weights::open(folder, config, Dtype::Float32, false)
     }
 
-    /// Converters keep the index as they found it and put the layers that draft beside it; other
-    /// files that are not named are other checkpoints (`consolidated.safetensors`).
+    /// Converters add files of MTP layers without changing the index. Other unlisted files are other
+    /// checkpoints (`consolidated.safetensors`).
     #[test]
-    fn layers_that_draft_are_read_from_beside_the_index() {
+    fn unlisted_mtp_files_are_read() {
         let names = ["model.safetensors", "mtp-q4.safetensors", "consolidated.safetensors"];
         let folder = folder(&names);
         let weights = open(folder.path(), &json!({})).unwrap();
@@ -369,12 +391,12 @@ mod tests {
     }
 
     #[test]
-    fn a_quantization_that_is_not_known_is_refused_by_name() {
+    fn unknown_quantization_is_rejected_by_name() {
         let folder = folder(&["model.safetensors"]);
         let check = |config: Value, expected: &[&str]| {
             let error = open(folder.path(), &config).err().unwrap().to_string();
             for part in expected {
-                assert!(error.contains(part), "`{error}` does not say `{part}`");
+                assert!(error.contains(part), "`{error}` does not contain `{part}`");
             }
         };
         check(json!({"quantization": {"mode": "int2"}}), &["config.json", "int2", "mxfp4"]);

@@ -6,24 +6,21 @@ use mlx_rs::ops::{arange, concatenate, matmul, quantized_matmul, select, softmax
 use mlx_rs::{Array, Dtype};
 
 use super::{scaled, softcap};
-use crate::cache::{LayerCache, QuantizedRows};
+use crate::cache::{LayerCache, QuantizedKv};
 use crate::error::Result;
 
-/// What happens to the products of queries and keys before the softmax.
+/// How products of queries and keys become scores for the softmax.
 #[derive(Debug, Clone, Copy)]
 pub struct Scores {
-    /// Factor: D^-0.5 unless the family's config says otherwise.
+    /// Factor, usually D^-0.5.
     pub scale: f32,
-    /// Scores s become c tanh(s / c), where given (Gemma 2, arXiv:2408.00118).
+    /// If set, scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118).
     pub softcap: Option<f32>,
 }
 
-/// Causal attention of `q` over what `cache` holds, after appending `k` and `v` to it.
+/// Causal attention of `q` over `cache`, after appending `k` and `v` to it.
 ///
 /// `q` [1, H_q, T, D]; `k`, `v` [1, H_kv, T, D]; returns [1, H_q, T, D] in `q`'s dtype.
-///
-/// # Errors
-/// [`crate::Error::Array`] when MLX rejects a shape.
 pub fn attention(
     q: &Array,
     k: &Array,
@@ -40,10 +37,7 @@ pub fn attention(
     attend(q, scores, cache)
 }
 
-/// Causal attention of `q`, the queries of the last T positions in `cache`, over what it holds.
-///
-/// # Errors
-/// [`crate::Error::Array`] when MLX rejects a shape.
+/// Causal attention of `q`, the queries of the last T positions in `cache`.
 pub fn attend(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
     let rows = q.dim(2);
     let (k, v, window) = match cache {
@@ -66,7 +60,7 @@ pub fn attend(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
     if scores.softcap.is_some() {
         return attend_parts(q, &[Part::Dense { k, v }], scores, window);
     }
-    // One query sees all that is in view, so only longer spans need a mask.
+    // One query attends to all keys in view, so only longer spans need a mask.
     let keys = k.dim(2);
     if rows == 1 || keys <= window {
         let causal = (rows > 1).then_some(ScaledDotProductAttentionMask::Causal);
@@ -76,8 +70,8 @@ pub fn attend(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
     Ok(scaled_dot_product_attention(q, k, v, scores.scale, Some((&mask).into()), None)?)
 }
 
-/// bool [T, K]: true where query row t, which stands at key K - T + t, may look at a key: at itself
-/// and the `window - 1` keys before it.
+/// bool [T, K]: true if query t, at the position of key K - T + t, attends to a key: to itself and
+/// to the `window - 1` keys before it.
 fn mask(rows: i32, keys: i32, window: i32) -> Result<Array> {
     let query = arange::<_, i32>(keys - rows, keys, None)?.expand_dims(1)?;
     let key = arange::<_, i32>(None, keys, None)?.expand_dims(0)?;
@@ -86,19 +80,19 @@ fn mask(rows: i32, keys: i32, window: i32) -> Result<Array> {
     Ok(distance.ge(Array::from_int(0))?.logical_and(near)?)
 }
 
-/// Neighbouring positions that are kept alike.
+/// Neighbouring positions in one format.
 enum Part {
     /// [1, H_kv, K, D] each.
     Dense { k: Array, v: Array },
     /// The same, quantized.
-    Packed { k: QuantizedRows, v: QuantizedRows },
+    Packed { k: QuantizedKv, v: QuantizedKv },
 }
 
 impl Part {
     fn keys(&self) -> i32 {
         match self {
             Self::Dense { k, .. } => k.dim(2),
-            Self::Packed { k, .. } => k.rows.dim(2),
+            Self::Packed { k, .. } => k.elements.dim(2),
         }
     }
 
@@ -119,22 +113,23 @@ impl Part {
     }
 }
 
-impl QuantizedRows {
+impl QuantizedKv {
     fn product(&self, x: &Array, transpose: bool) -> Result<Array> {
         let each = |a: &Array| a.expand_dims(2);
-        let (rows, scales, biases) = (each(&self.rows)?, each(&self.scales)?, each(&self.biases)?);
+        let (rows, scales, biases) =
+            (each(&self.elements)?, each(&self.scales)?, each(&self.biases)?);
         Ok(quantized_matmul(x, rows, scales, &biases, transpose, self.group, self.bits)?)
     }
 }
 
-/// Attention in plain operations, for what MLX has no fused kernel for: scores that pass a soft cap,
-/// and keys and values that are quantized.
+/// Attention in plain operations, for cases without a fused kernel in MLX: capped scores, and
+/// quantized keys and values.
 fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Result<Array> {
     let [heads, rows, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let dtype = q.dtype();
     let kv_heads = match &parts[0] {
         Part::Dense { k, .. } => k.dim(1),
-        Part::Packed { k, .. } => k.rows.dim(1),
+        Part::Packed { k, .. } => k.elements.dim(1),
     };
     let q = scaled(q, scores.scale)?.reshape(&[1, kv_heads, heads / kv_heads, rows, dim])?;
     let products = parts.iter().map(|part| part.scores(&q)).collect::<Result<Vec<_>>>()?;
@@ -160,7 +155,7 @@ fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Resul
         });
         start = end;
     }
-    let mixed = sum.expect("a cache that is looked at holds something");
+    let mixed = sum.expect("attention runs over at least one position");
     Ok(mixed.reshape(&[1, heads, rows, mixed.dim(4)])?)
 }
 
@@ -175,15 +170,15 @@ mod tests {
         random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
     }
 
-    /// Attention over quantized keys and values is attention over what they unpack to, and the
-    /// positions before the first quantized one are as they were. In any number of pieces.
+    /// Attention over quantized KV equals attention over the dequantized KV, and positions before the
+    /// first quantized one stay exact, in any number of pieces.
     #[test]
-    fn quantized_attention_equals_attention_over_unpacked_keys_and_values() {
+    fn quantized_attention_equals_attention_over_dequantized_kv() {
         let (k, v) = (normal(1, &[1, 2, 40, 64]), normal(2, &[1, 2, 40, 64]));
         let q = normal(3, &[1, 6, 40, 64]);
         let scores = Scores { scale: 0.125, softcap: None };
         for (bits, from) in [(8, 0), (4, 0), (8, 13), (4, 39), (4, 40)] {
-            let kept = |a: &Array| {
+            let stored = |a: &Array| {
                 let (w, s, b) = quantize(a, 64, bits).unwrap();
                 let coarse = dequantize(w, s, &b, 64, bits).unwrap();
                 let [head, _] = &a.split_at_indices(&[from], 2).unwrap()[..] else { panic!() };
@@ -191,7 +186,7 @@ mod tests {
                 concatenate(&[head, tail], 2).unwrap()
             };
             let mut full = LayerCache::Full(Full::new(2, 64));
-            let expected = attention(&q, &kept(&k), &kept(&v), scores, &mut full).unwrap();
+            let expected = attention(&q, &stored(&k), &stored(&v), scores, &mut full).unwrap();
             for pieces in [vec![], vec![1, 2, 17], vec![13], vec![39]] {
                 let quantized = Quantized::new(&Full::new(2, 64), bits, from).unwrap();
                 let mut cache = LayerCache::Quantized(quantized);

@@ -1,17 +1,17 @@
-//! Formulas that MLX compiles: their elementwise operations become one kernel, and a call replays
-//! the graph that the first one recorded.
+//! Formulas that MLX compiles: elementwise operations are fused into one kernel, and later calls
+//! replay the graph that the first call recorded.
 //!
-//! A whole step cannot be compiled, because attention's keys grow with each one; what lies between
-//! matrix products and caches can. The plain form is the reference: [`fused`] calls it wherever
-//! [`compile_steps`] was not called, and for prefill, whose many lengths would each be recorded.
+//! A whole step cannot be compiled, because attention's keys grow at each step. The formulas between
+//! matrix products and caches can. The plain form is the reference: [`fused`] uses it unless
+//! [`compile_steps`] enabled compiling, and for prefill, which would record a graph for each length.
 //!
 //! # Why
-//! A formula captures nothing, which is checked when it is built: so its type is its name, and all
-//! layers of all models share what was recorded. MLX tells shapes and dtypes apart itself, and
-//! names kernels by their operations, so no kernel is built twice. It also takes arrays that a
-//! formula captures for constants: those of one layer would go to all.
+//! A formula captures nothing, which is checked at compile time. So its type identifies it, and all
+//! layers of all models share one recorded graph. MLX distinguishes shapes and dtypes itself, and
+//! names kernels by their operations, so no kernel is built twice. MLX would treat captured arrays
+//! as constants, and the weights of one layer would be used for all.
 //!
-//! Source: mlx-lm compiles the same pieces (`models/activations.py`, `models/gated_delta.py`).
+//! Source: mlx-lm compiles the same parts (`models/activations.py`, `models/gated_delta.py`).
 
 use std::any::TypeId;
 use std::cell::{Cell, RefCell};
@@ -25,27 +25,24 @@ use mlx_rs::transforms::compile::compile;
 use crate::config::DEPTH;
 use crate::error::{Error, Result};
 
-/// Rows of the longest step: a draft and the token before it.
+/// Rows of the longest step: the committed token and a draft of [`DEPTH`] tokens.
 const STEP_ROWS: i32 = DEPTH as i32 + 1;
 
 type Compiled = Rc<RefCell<dyn FnMut(&[Array]) -> std::result::Result<Vec<Array>, Exception>>>;
 
 thread_local! {
-    // MLX keeps what it recorded a thread, too.
+    // MLX's cache of compiled functions is thread-local, too.
     static ON: Cell<bool> = const { Cell::new(false) };
     static FORMULAS: RefCell<HashMap<TypeId, Compiled>> = RefCell::default();
 }
 
-/// Whether [`fused`] compiles on this thread; false until it is called.
+/// Sets whether [`fused`] compiles on this thread. The default is false.
 pub fn compile_steps(on: bool) {
     ON.set(on);
 }
 
-/// `formula(x)`, compiled where [`compile_steps`] says so and `x[0]` is [1, R, ..], R at most
-/// [`DEPTH`] + 1. The formula captures nothing, and what it returns depends on `x` alone.
-///
-/// # Errors
-/// The formula's, or [`Error::Array`] when MLX cannot compile it.
+/// `formula(x)`, compiled if [`compile_steps`] enabled it and `x[0]` is [1, R, ..] with R at most
+/// [`DEPTH`] + 1. The formula captures nothing, and its result depends on `x` only.
 pub fn fused<F, const N: usize>(x: &[Array], formula: F) -> Result<[Array; N]>
 where
     F: Fn(&[Array]) -> Result<[Array; N]> + 'static,
@@ -64,8 +61,9 @@ where
         }))
     });
     let y = (compiled.borrow_mut())(x)?;
-    // After an error MLX has an empty record of these shapes.
-    y.try_into().map_err(|_| Error::Array("a formula that failed before was called again".into()))
+    // After an error MLX keeps an empty graph for these shapes.
+    y.try_into()
+        .map_err(|_| Error::Array("a compiled formula failed before with these shapes".into()))
 }
 
 #[cfg(test)]
@@ -80,7 +78,7 @@ mod tests {
         random::normal::<f32>(shape, None, None, &key).unwrap().as_dtype(dtype).unwrap()
     }
 
-    /// A step of `rows` after three others: what it returns, and the state and tail behind it.
+    /// A step of `rows` after a step of three: its result, then the state and tail after it.
     fn delta_step(rows: i32, taps: u64, dtype: Dtype) -> Vec<Array> {
         let layer = GatedDelta {
             conv1d: (0..taps).map(|tap| normal(tap, &[2 * 2 * 32 + 4 * 16], dtype)).collect(),
@@ -104,11 +102,11 @@ mod tests {
         };
         forward(20, 3);
         let y = forward(30, rows);
-        [vec![y], cache.state()].concat()
+        [vec![y], cache.arrays()].concat()
     }
 
-    /// `formula` returns the same plain and compiled, up to `bound` of the largest value. Twice,
-    /// because the second call replays what the first one recorded.
+    /// `formula` returns the same plain and compiled, up to `bound` of the largest value. Called
+    /// twice, because the second call replays the graph of the first.
     fn check(what: &str, bound: f32, formula: &dyn Fn() -> Vec<Array>) {
         compile_steps(false);
         let plain = formula();
@@ -149,17 +147,17 @@ mod tests {
             }
         }
         let formulas = FORMULAS.with_borrow(HashMap::len);
-        assert_eq!(formulas, 5, "what was checked was compiled");
+        assert_eq!(formulas, 5, "each formula was compiled");
     }
 
-    /// An error while MLX records is an error, the second time too.
+    /// An error while MLX records the graph is an error at the second call, too.
     #[test]
-    fn a_formula_that_fails_fails_again() {
+    fn failing_formula_fails_again() {
         compile_steps(true);
         let [a, b] = [&[1, 1, 3], &[1, 1, 4]].map(|shape| normal(1, shape, Dtype::Float32));
         for _ in 0..2 {
             assert!(swiglu(a.clone(), b.clone()).is_err());
         }
-        assert!(swiglu(a.clone(), a).is_ok(), "other shapes go on");
+        assert!(swiglu(a.clone(), a).is_ok(), "other shapes still work");
     }
 }

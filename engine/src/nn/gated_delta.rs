@@ -1,4 +1,5 @@
-//! The gated delta rule: linear attention whose state forgets by a gate and corrects itself.
+//! The gated delta rule: linear attention with a state that decays by a gate and is corrected by
+//! each token.
 //!
 //! Per head and token, with state S [D_v, D_k], decay g in (0, 1) and strength beta in (0, 1):
 //!
@@ -6,10 +7,10 @@
 //! S <- g S;   d = beta (v - S k);   S <- S + d k^T;   y = S q
 //! ```
 //!
-//! Prefill takes the [`delta_rule_chunked`] form, which turns a chunk of tokens into a few matrix
-//! products; a step and the few rows that verify a draft take the same in one small chunk,
-//! [`delta_rule_short`]. [`delta_rule_recurrent`] is the formula as it stands above, against which
-//! the tests hold the others: all are equal up to rounding.
+//! Prefill uses [`delta_rule_chunked`], which turns a chunk of tokens into a few matrix products.
+//! Decode steps and the few rows of a verified draft use [`delta_rule_short`], the same in one small
+//! chunk. [`delta_rule_recurrent`] is the formula above, the reference in tests. All are equal up to
+//! rounding.
 //!
 //! Source: Gated Delta Networks (arXiv:2412.06464), chunked by the UT transform of
 //! arXiv:2406.06484; checked against mlx-lm `models/gated_delta.py`.
@@ -24,11 +25,11 @@ use super::{RmsNorm, fused, scaled, silu};
 use crate::cache::{Recurrent, Writes, delta_write};
 use crate::error::Result;
 
-/// Tokens that the chunked form joins. Longer chunks mean fewer sequential steps but a larger
-/// triangle to invert; 64 is the paper's choice.
+/// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
+/// is the paper's choice.
 pub const CHUNK: i32 = 64;
 
-/// Spans up to this long take the short form: the chunked one costs the same for 1 and 64.
+/// Spans up to this long use the short form. The chunked form costs the same for 1 and 64 rows.
 const SHORT_ROWS: i32 = 8;
 
 /// Added to the sum of squares of q and k before the root. A constant of the reference
@@ -38,15 +39,15 @@ const L2_EPS: f32 = 1e-6;
 /// Weights and shape of the recurrent part of a GatedDeltaNet layer.
 #[derive(Debug, Clone)]
 pub struct GatedDelta {
-    /// Depthwise causal convolution over q, k and v, one [C] a tap, oldest tap first.
+    /// Depthwise causal convolution over q, k and v: one [C] for each tap, oldest first.
     pub conv1d: Vec<Array>,
     /// f32 [H_v], log of the decay rate.
     pub a_log: Array,
     /// [H_v], added to the decay's input.
     pub dt_bias: Array,
-    /// [D_v], of the output, before the gate.
+    /// [D_v], norm of the output before the gate.
     pub norm: RmsNorm,
-    /// H_k: q and k heads; each serves H_v / H_k value heads.
+    /// H_k, heads of q and k. Each serves H_v / H_k value heads.
     pub key_heads: i32,
     /// H_v
     pub value_heads: i32,
@@ -56,14 +57,14 @@ pub struct GatedDelta {
     pub value_dim: i32,
 }
 
-/// What a layer projects a span's rows to.
+/// Projections of a span's rows.
 #[derive(Debug, Clone)]
 pub struct Projected {
     /// [1, T, C]: q, k and v before the convolution, C = 2 H_k D_k + H_v D_v.
     pub qkv: Array,
     /// [1, T, H_v D_v], the output gate.
     pub z: Array,
-    /// [1, T, H_v], strength before its sigmoid.
+    /// [1, T, H_v], strength before the sigmoid.
     pub b: Array,
     /// [1, T, H_v], input of the decay.
     pub a: Array,
@@ -71,12 +72,9 @@ pub struct Projected {
 
 impl GatedDelta {
     /// An empty cache of this layer; activations are in `dtype`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot make it.
     pub fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
         let channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim;
-        let taps = i32::try_from(self.conv1d.len()).expect("a kernel is a few taps long");
+        let taps = i32::try_from(self.conv1d.len()).expect("a convolution has a few taps");
         Recurrent::new(
             &[1, self.value_heads, self.value_dim, self.key_dim],
             &[1, taps - 1, channels],
@@ -85,22 +83,19 @@ impl GatedDelta {
     }
 
     /// Runs a span's rows through convolution, delta rule, norm and gate: [1, T, H_v D_v].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Projected, cache: &mut Recurrent) -> Result<Array> {
         let [rows, values] = [x.qkv.dim(1), self.value_heads * self.value_dim];
         let dtype = x.qkv.dtype();
         let joined = cache.convolution_input(&x.qkv)?;
         let state = cache.matrix().clone();
-        let mut given = vec![x.b.clone(), x.a.clone(), joined, state];
-        given.extend([&self.a_log, &self.dt_bias].map(Array::clone));
-        given.extend_from_slice(&self.conv1d);
+        let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state];
+        inputs.extend([&self.a_log, &self.dt_bias].map(Array::clone));
+        inputs.extend_from_slice(&self.conv1d);
         let (y, state, writes) = if rows <= SHORT_ROWS {
-            let [y, state, k, correction, log_decay] = fused(&given, step)?;
+            let [y, state, k, correction, log_decay] = fused(&inputs, step)?;
             (y, state, Writes { k, correction, log_decay })
         } else {
-            delta_rule_chunked(&delta_inputs(&given)?, cache.matrix())?
+            delta_rule_chunked(&delta_inputs(&inputs)?, cache.matrix())?
         };
         cache.advance(state, writes);
 
@@ -114,31 +109,30 @@ impl GatedDelta {
     }
 }
 
-/// What a layer does between its projections and its norm, in a step of a few rows: `given` as
-/// [`delta_inputs`] takes it, to y [1, H, T, D_v], the state after it, and the [`Writes`].
-fn step(given: &[Array]) -> Result<[Array; 5]> {
-    let (y, state, writes) = delta_rule_short(&delta_inputs(given)?, &given[3])?;
+/// A step of a few rows, from the projections to the norm: `inputs` as in [`delta_inputs`]; returns
+/// y [1, H, T, D_v], the next state, and the fields of [`Writes`].
+fn step(inputs: &[Array]) -> Result<[Array; 5]> {
+    let (y, state, writes) = delta_rule_short(&delta_inputs(inputs)?, &inputs[3])?;
     let Writes { k, correction, log_decay } = writes;
     Ok([y, state, k, correction, log_decay])
 }
 
-/// Convolution, unit vectors and gates of a span.
+/// Runs the convolution of a span and computes unit vectors and gates.
 ///
-/// `given`: `b` and `a` as in [`Projected`], the convolution's input, the state, and `a_log`,
+/// `inputs`: `b` and `a` as in [`Projected`], the convolution's input, the state, and `a_log`,
 /// `dt_bias` and the taps as in [`GatedDelta`].
-fn delta_inputs(given: &[Array]) -> Result<DeltaInputs> {
-    let [b, a, joined, state, a_log, dt_bias, taps @ ..] = given else {
-        unreachable!("GatedDelta::forward gives all of these")
+fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
+    let [b, a, joined, state, a_log, dt_bias, taps @ ..] = inputs else {
+        unreachable!("GatedDelta::forward passes all of these")
     };
     let [rows, value_heads, value_dim, key_dim] =
         [b.dim(1), state.dim(1), state.dim(2), state.dim(3)];
     let keys = (joined.dim(2) - value_heads * value_dim) / 2;
     let qkv = convolve(joined, taps, rows)?.split_at_indices(&[keys, 2 * keys], 2)?;
-    // [1, T, H_k D_k] to scaled unit vectors [1, T, H_v, D_k], each head repeated for its value
-    // heads.
+    // [1, T, H_k D_k] to unit vectors [1, T, H_v, D_k], each head repeated for its value heads.
     let unit_heads = |x: &Array| -> Result<Array> {
         let x = x.reshape(&[1, rows, keys / key_dim, 1, key_dim])?;
-        // rms_norm divides by the root of the mean; scaled by D^-0.5 that is the root of the sum.
+        // rms_norm divides by the root of the mean; the factor D^-0.5 makes it the root of the sum.
         let dim = key_dim as f32;
         let unit = scaled(&fast::rms_norm(x, None, L2_EPS / dim)?, dim.powf(-0.5))?;
         let repeats = value_heads / (keys / key_dim);
@@ -149,7 +143,7 @@ fn delta_inputs(given: &[Array]) -> Result<DeltaInputs> {
     let duration = logaddexp(a.add(dt_bias)?, zero)?;
     let log_decay = exp(a_log)?.multiply(duration)?.negative()?;
 
-    // The state sums over the whole context, so all of this is f32 whatever the weights are.
+    // The state sums over the whole context, so these are f32 whatever the weights' dtype is.
     let heads_first = |a: &Array| a.as_dtype(Dtype::Float32)?.swap_axes(1, 2);
     Ok(DeltaInputs {
         q: scaled(&heads_first(&unit_heads(&qkv[0])?)?, (key_dim as f32).powf(-0.5))?,
@@ -160,7 +154,7 @@ fn delta_inputs(given: &[Array]) -> Result<DeltaInputs> {
     })
 }
 
-/// Causal depthwise convolution of `x` [1, K - 1 + T, C] with K taps [C], and its activation.
+/// Causal depthwise convolution of `x` [1, K - 1 + T, C] with K taps [C], then SiLU.
 fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
     let mut sum: Option<Array> = None;
     for (tap, weight) in (0i32..).zip(taps) {
@@ -173,7 +167,7 @@ fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
     silu(&sum.expect("a kernel has at least one tap: checked by the loader"))
 }
 
-/// What the delta rule reads, all f32 and heads first.
+/// Inputs of the delta rule, all f32 and heads first.
 #[derive(Debug, Clone)]
 pub struct DeltaInputs {
     /// [1, H, T, D_k], scaled unit vectors.
@@ -188,11 +182,7 @@ pub struct DeltaInputs {
     pub beta: Array,
 }
 
-/// The delta rule token by token, as it is written: returns y [1, H, T, D_v] and the state after the
-/// last token.
-///
-/// # Errors
-/// [`crate::Error::Array`] when the shapes do not fit.
+/// The delta rule token by token: y [1, H, T, D_v] and the state after the last token.
 pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Array)> {
     let mut state = state.clone();
     let mut ys = Vec::new();
@@ -209,22 +199,19 @@ pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Ar
 }
 
 /// The delta rule over a few tokens at once: y [1, H, T, D_v], the state after the last token, and
-/// what was written to it. The state is read and written once, whatever T is.
+/// the writes to it. The state is read and written once, whatever T is.
 ///
 /// Corrections D solve the same equation as those of [`delta_rule_chunked`].
-///
-/// # Errors
-/// [`crate::Error::Array`] when the shapes do not fit.
 pub fn delta_rule_short(x: &DeltaInputs, state: &Array) -> Result<(Array, Array, Writes)> {
     let DeltaInputs { q, k, v, log_decay, beta } = x;
     let rows = q.dim(2);
     let beta = beta.expand_dims(3)?;
     let running = if rows > 1 { log_decay.cumsum(2, None, None)? } else { log_decay.clone() };
     let grown = exp(&running)?.expand_dims(3)?;
-    // What the old state says of keys and queries, and the keys of each other and of queries.
+    // Products of keys and queries with the old state, then with the keys.
     let both = concatenate(&[k, q], 2)?;
-    let said = matmul(&both, state.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
-    let mut correction = v.subtract(said[0].multiply(&grown)?)?.multiply(&beta)?;
+    let recalled = matmul(&both, state.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
+    let mut correction = v.subtract(recalled[0].multiply(&grown)?)?.multiply(&beta)?;
     let near = matmul(&both, k.swap_axes(2, 3)?)?.split_at_indices(&[rows], 2)?;
     let mut seen = near[1].clone();
     if rows > 1 {
@@ -233,13 +220,13 @@ pub fn delta_rule_short(x: &DeltaInputs, state: &Array) -> Result<(Array, Array,
         correction = matmul(invert_unit_lower(&a)?, correction)?;
         seen = seen.multiply(decay)?;
     }
-    let y = said[1].multiply(&grown)?.add(matmul(seen, &correction)?)?;
+    let y = recalled[1].multiply(&grown)?.add(matmul(seen, &correction)?)?;
     let writes = Writes { k: k.clone(), correction, log_decay: log_decay.clone() };
     Ok((y, delta_write(state, &writes)?, writes))
 }
 
-/// e^(G_t - G_i) for i <= t, else 0: [.., T, T] of running sums G [.., T]. The mask comes before
-/// the exponential, which would overflow above the diagonal.
+/// e^(G_t - G_i) for i <= t, else 0: [.., T, T] of running sums G [.., T]. Masked before the
+/// exponential, which would overflow above the diagonal.
 fn pairwise_decay(running: &Array) -> Result<Array> {
     let rows = running.dim(-1);
     let exponent = running.expand_dims(-1)?.subtract(running.expand_dims(-2)?)?;
@@ -248,19 +235,16 @@ fn pairwise_decay(running: &Array) -> Result<Array> {
 }
 
 /// The delta rule in chunks of [`CHUNK`] tokens: y [1, H, T, D_v], the state after the last token,
-/// and what was written to it.
+/// and the writes to it.
 ///
 /// With G the running sum of log g inside a chunk, the corrections D (rows d) solve
 /// `(I + A) D = beta (V - e^G K S^T)` where `A[t, i] = beta_t e^(G_t - G_i) k_t . k_i` for i < t.
-/// The inverse, and everything else that does not need S, is computed for all chunks at once.
-///
-/// # Errors
-/// [`crate::Error::Array`] when the shapes do not fit.
+/// The inverse and everything else that does not depend on S is computed for all chunks at once.
 pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Array, Writes)> {
     let [heads, rows] = [x.q.dim(1), x.q.dim(2)];
     let chunks = (rows + CHUNK - 1) / CHUNK;
     let padding = chunks * CHUNK - rows;
-    // A padded token has k = v = beta = 0 and g = 1, and so changes nothing.
+    // A padded token has k = v = beta = 0 and g = 1, so it changes nothing.
     let split = |a: &Array| -> Result<Array> {
         let mut widths = vec![(0, 0); a.ndim()];
         widths[2] = (0, padding);
@@ -283,7 +267,7 @@ pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Arra
     let w = matmul(&inverse, k.multiply(&beta)?.multiply(&grown)?)?;
     let within = matmul(&q, &k_t)?.multiply(&decay)?;
     let q = q.multiply(&grown)?;
-    // e^(G_end - G_i): what is left of token i's correction at the end of its chunk.
+    // e^(G_end - G_i): the share of token i's correction that remains at the end of its chunk.
     let last = CHUNK - 1;
     let left = decay.try_index((.., .., .., last, ..))?.expand_dims(4)?;
     let k = k.multiply(left)?;
@@ -307,12 +291,12 @@ pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Arra
     Ok((joined(&ys)?, state, Writes { k, correction: joined(&corrections)?, log_decay }))
 }
 
-/// `(I + A)^-1` [.., T, T], where A is what `a` has below its diagonal; the rest is not looked at.
+/// `(I + A)^-1` [.., T, T] with A the part of `a` below its diagonal; the rest is not read.
 ///
-/// Inverts diagonal blocks of 1, 2, 4 ... rows: for a pair of blocks with inverses X and the part
-/// of A that couples them, M, the inverse of the pair is `X - X M X`. As stable as forward
-/// substitution, in log2(T) products; the Neumann series would need as many, but its powers
-/// grow like binomials when keys repeat, as they do in a loop.
+/// Inverts diagonal blocks of 1, 2, 4 ... rows: for a pair of blocks with inverses X and the part M
+/// of A that couples them, the inverse of the pair is `X - X M X`. As stable as forward
+/// substitution, in log2(T) products. The Neumann series needs as many, but its powers grow like
+/// binomials if keys repeat, as they do in a loop.
 fn invert_unit_lower(a: &Array) -> Result<Array> {
     let rows = a.dim(-1);
     let mut inverse = broadcast_to(eye::<f32>(rows, None, None)?, a.shape())?;
@@ -329,8 +313,7 @@ fn invert_unit_lower(a: &Array) -> Result<Array> {
     Ok(inverse)
 }
 
-/// f32 [T, T]: 1 where the row lies in the second and the column in the first block of the same pair
-/// of blocks.
+/// f32 [T, T]: 1 if the row is in the second and the column in the first block of the same pair.
 fn coupling_mask(rows: i32, block: i32) -> Array {
     let mask: Vec<f32> = (0..rows * rows)
         .map(|at| {
@@ -346,7 +329,7 @@ mod tests {
     use super::*;
     use mlx_rs::random;
 
-    /// Random inputs of `rows` tokens for 4 heads of 16; `same_key` makes all keys equal.
+    /// Random inputs of `rows` tokens for 4 heads of dimension 16; `same_key` makes all keys equal.
     fn inputs(rows: i32, same_key: bool) -> DeltaInputs {
         let normal = |seed, dim| {
             let key = random::key(seed).unwrap();
@@ -379,8 +362,8 @@ mod tests {
         a.subtract(b).unwrap().abs().unwrap().max(None).unwrap().item_exact::<f32>()
     }
 
-    /// Equal keys make the triangle's entries all alike, which is where a power series would lose
-    /// every digit.
+    /// With equal keys the entries of the triangle are equal, and a power series would lose every
+    /// digit.
     #[test]
     fn every_form_equals_the_recurrent_one() {
         for same_key in [false, true] {

@@ -1,4 +1,4 @@
-//! Linear layers and embeddings, dense or quantized: the one place that knows the difference.
+//! Linear layers and embeddings. Other layers do not know whether they are dense or quantized.
 
 use mlx_rs::Array;
 use mlx_rs::ops::{gather_mm, matmul};
@@ -6,19 +6,19 @@ use mlx_rs::ops::{gather_mm, matmul};
 use super::Packed;
 use crate::error::Result;
 
-/// Weights of a linear layer, [out, in]; or of a stack of them, [E, out, in].
+/// Weights of a linear layer, [out, in], or of a stack of them, [E, out, in].
 #[derive(Debug, Clone)]
 pub enum Linear {
-    /// `weight` [out, in].
+    /// Floating-point weights.
     Dense {
-        /// The matrix.
+        /// [out, in]
         weight: Array,
         /// [out], added to the product.
         bias: Option<Array>,
     },
-    /// The same, packed.
+    /// Packed weights.
     Quantized {
-        /// The matrix.
+        /// [out, in]
         weight: Packed,
         /// [out], added to the product.
         bias: Option<Array>,
@@ -27,9 +27,6 @@ pub enum Linear {
 
 impl Linear {
     /// `x` [.., in] to [.., out], in `x`'s dtype.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let (y, bias) = match self {
             Self::Dense { weight, bias } => (matmul(x, weight.t())?, bias),
@@ -41,12 +38,9 @@ impl Linear {
         }
     }
 
-    /// Each row of `x` with its own matrix of a stack: `x` [.., 1, in] and `which` [..] (u32), two
-    /// shapes that broadcast, to [.., 1, out]. `sorted` where `which` is, which reads each matrix
-    /// once.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
+    /// Each row of `x` with its own matrix of a stack: `x` [.., 1, in] and `which` [..] (u32), whose
+    /// shapes broadcast, to [.., 1, out]. `sorted` states that `which` is sorted; each matrix is then
+    /// read once.
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
         let (y, bias) = match self {
             Self::Dense { weight, bias } => {
@@ -61,29 +55,18 @@ impl Linear {
     }
 }
 
-/// Token embeddings [V, D], which can also serve as the output head.
+/// Token embeddings [V, D].
 #[derive(Debug, Clone)]
 pub struct Embedding(pub Linear);
 
 impl Embedding {
-    /// Rows of the tokens: `ids` [R] of u32 to [1, R, D].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX rejects the shapes.
+    /// Embeddings of the tokens `ids` [R] (u32), [1, R, D].
     pub fn forward(&self, ids: &Array) -> Result<Array> {
         let rows = match &self.0 {
             Linear::Dense { weight, .. } => weight.take_axis(ids, 0)?,
             Linear::Quantized { weight, .. } => weight.rows(ids)?.dequantize()?,
         };
         Ok(rows.expand_dims(0)?)
-    }
-
-    /// Logits with the embedding as the head: `h` [1, R, D] to [1, R, V].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
-    pub fn as_linear(&self, h: &Array) -> Result<Array> {
-        self.0.forward(h)
     }
 }
 
@@ -97,9 +80,9 @@ mod tests {
         random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
     }
 
-    /// Multiplying packed weights equals multiplying what they unpack to: as a layer, as an
-    /// embedding and as a stack. `loss`: what packing normal numbers costs at most, root mean
-    /// square, so that a mode is not mistaken for another one.
+    /// Multiplying packed weights equals multiplying the dequantized ones: as a layer, as an
+    /// embedding and as a stack. `loss` bounds the root mean square error of packed normal numbers,
+    /// so that a mode cannot be confused with another one.
     fn check(group_size: i32, bits: i32, mode: Mode, loss: f32) {
         let quantization = Quantization { group_size, bits, mode };
         let number = |a: Array| a.item_exact::<f32>();

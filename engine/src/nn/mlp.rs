@@ -2,12 +2,14 @@
 
 use mlx_rs::Array;
 
-use super::{Linear, geglu, swiglu};
+use super::Linear;
 use crate::error::Result;
 
-/// `down(silu(gate x) * up x)`.
+/// `down(gated(gate x, up x))`. A stack of them has a leading dimension E.
 #[derive(Debug, Clone)]
-pub struct SwiGlu {
+pub struct GatedMlp {
+    /// [`super::swiglu`] or [`super::geglu`].
+    pub gated: fn(Array, Array) -> Result<Array>,
     /// [F, D]
     pub gate_proj: Linear,
     /// [F, D]
@@ -16,33 +18,17 @@ pub struct SwiGlu {
     pub down_proj: Linear,
 }
 
-impl SwiGlu {
+impl GatedMlp {
     /// `x` [1, R, D], same shape back.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        self.down_proj.forward(&swiglu(self.gate_proj.forward(x)?, self.up_proj.forward(x)?)?)
+        let gated = (self.gated)(self.gate_proj.forward(x)?, self.up_proj.forward(x)?)?;
+        self.down_proj.forward(&gated)
     }
-}
 
-/// `down(gelu(gate x) * up x)`, GELU by its tanh approximation.
-#[derive(Debug, Clone)]
-pub struct GeGlu {
-    /// [F, D]
-    pub gate_proj: Linear,
-    /// [F, D]
-    pub up_proj: Linear,
-    /// [D, F]
-    pub down_proj: Linear,
-}
-
-impl GeGlu {
-    /// `x` [1, R, D], same shape back.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
-    pub fn forward(&self, x: &Array) -> Result<Array> {
-        self.down_proj.forward(&geglu(self.gate_proj.forward(x)?, self.up_proj.forward(x)?)?)
+    /// Each row of `x` through its own block of a stack; arguments as in [`Linear::gather`].
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
+        let gate = self.gate_proj.gather(x, which, sorted)?;
+        let up = self.up_proj.gather(x, which, sorted)?;
+        self.down_proj.gather(&(self.gated)(gate, up)?, which, sorted)
     }
 }

@@ -1,7 +1,7 @@
 //! Arithmetic that families share: layers hold weights and are pure functions of their inputs.
 //!
-//! Nothing here knows a family, a request or a cache's policy; [`attention`] and [`gated_delta`]
-//! alone touch caches, and only to append.
+//! Nothing here knows a family or a request. Only [`attention`] and [`gated_delta`] touch caches,
+//! and only append to them.
 
 mod attention;
 mod compiled;
@@ -19,7 +19,7 @@ pub use gated_delta::{
     CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent, delta_rule_short,
 };
 pub use linear::{Embedding, Linear};
-pub use mlp::{GeGlu, SwiGlu};
+pub use mlp::GatedMlp;
 pub use moe::{Experts, Mlp, Moe, Shared};
 pub use norm::RmsNorm;
 pub use packed::{Mode, Packed, Quantization, from_fp8};
@@ -39,75 +39,50 @@ impl From<mlx_rs::error::Exception> for Error {
 }
 
 /// `x * sigmoid(x)` in `x`'s dtype.
-///
-/// # Errors
-/// [`Error::Array`] when MLX rejects it.
 pub fn silu(x: &Array) -> Result<Array> {
     Ok(x.multiply(sigmoid(x)?)?)
 }
 
 /// GELU by its tanh approximation (arXiv:1606.08415), in `x`'s dtype.
-///
-/// # Errors
-/// [`Error::Array`] when MLX rejects it.
 pub fn gelu(x: &Array) -> Result<Array> {
     let cubic = scaled(&x.square()?.multiply(x)?, 0.044_715)?;
     let t = tanh(scaled(&x.add(cubic)?, (2.0 / std::f32::consts::PI).sqrt())?)?;
     Ok(scaled(x, 0.5)?.multiply(t.add(Array::from_f32(1.0).as_dtype(x.dtype())?)?)?)
 }
 
-/// `silu(gate) * up`, of one shape.
-///
-/// # Errors
-/// [`Error::Array`] when the shapes do not fit.
+/// `silu(gate) * up`, element by element.
 pub fn swiglu(gate: Array, up: Array) -> Result<Array> {
     let [y] = fused(&[gate, up], |x| Ok([silu(&x[0])?.multiply(&x[1])?]))?;
     Ok(y)
 }
 
-/// `gelu(gate) * up`, of one shape.
-///
-/// # Errors
-/// [`Error::Array`] when the shapes do not fit.
+/// `gelu(gate) * up`, element by element.
 pub fn geglu(gate: Array, up: Array) -> Result<Array> {
     let [y] = fused(&[gate, up], |x| Ok([gelu(&x[0])?.multiply(&x[1])?]))?;
     Ok(y)
 }
 
-/// `sigmoid(gate) * x`, of one shape.
-///
-/// # Errors
-/// [`Error::Array`] when the shapes do not fit.
+/// `sigmoid(gate) * x`, element by element.
 pub fn sigmoid_gated(gate: Array, x: Array) -> Result<Array> {
     let [y] = fused(&[gate, x], |x| Ok([sigmoid(&x[0])?.multiply(&x[1])?]))?;
     Ok(y)
 }
 
 /// `factor * x` in `x`'s dtype, to which the factor is rounded first.
-///
-/// # Errors
-/// [`Error::Array`] when MLX rejects it.
 pub fn scaled(x: &Array, factor: f32) -> Result<Array> {
-    // An f32 constant would make all that follows f32.
+    // An f32 constant would promote everything after it to f32.
     Ok(x.multiply(Array::from_f32(factor).as_dtype(x.dtype())?)?)
 }
 
-/// `cap * tanh(x / cap)` in `x`'s dtype: scores that cannot leave (-cap, cap).
-///
-/// # Errors
-/// [`Error::Array`] when MLX rejects it.
+/// `cap * tanh(x / cap)` in `x`'s dtype, which bounds scores to (-cap, cap).
 pub fn softcap(x: &Array, cap: f32) -> Result<Array> {
     let cap = Array::from_f32(cap).as_dtype(x.dtype())?;
     Ok(tanh(x.divide(&cap)?)?.multiply(&cap)?)
 }
 
-/// Runs `mix` on the rows of each span of the arrays `x` [1, R, ..], and joins what it returns.
+/// Runs `mix` on each span's rows of the arrays `x` [1, R, ..] and joins the results.
 ///
-/// This is where joined ragged rows meet state: linear layers see all rows at once, attention and
-/// recurrence go span by span.
-///
-/// # Errors
-/// The first error of `mix`.
+/// Linear layers process all rows of a pass at once; attention and recurrence go span by span.
 pub fn by_span<const N: usize>(
     x: [Array; N],
     spans: &mut [Span<'_>],

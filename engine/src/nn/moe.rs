@@ -1,7 +1,7 @@
-//! Feed-forward blocks of many experts, of which a router picks a few for each row.
+//! Feed-forward blocks of many experts; a router chooses a few for each row.
 //!
-//! Rows that go to the same expert lie together where there are many, so that its weights are read
-//! once; a step of a few rows gathers them as they come.
+//! A prefill sorts rows by expert, so that an expert's weights are read once. A step of a few rows
+//! gathers experts in the order of the rows.
 //!
 //! Source: arXiv:1701.06538; Qwen3-MoE (arXiv:2505.09388) for the router, Qwen2-MoE for the shared
 //! expert and its gate; mlx-lm `models/switch_layers.py` for sorting.
@@ -10,26 +10,23 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
 use mlx_rs::ops::{argpartition_axis, argsort_axis, sigmoid, softmax_axis};
 
-use super::{Linear, SwiGlu};
+use super::{GatedMlp, Linear};
 use crate::error::Result;
 
-/// Fewer choices than this are not worth sorting.
+/// Sorting does not pay for fewer choices.
 const SORTED_CHOICES: i32 = 64;
 
 /// A feed-forward block of either kind.
 #[derive(Debug, Clone)]
 pub enum Mlp {
-    /// One for all rows.
-    Dense(SwiGlu),
-    /// A few of many for each row.
+    /// One block for all rows.
+    Dense(GatedMlp),
+    /// A few experts for each row.
     Sparse(Box<Moe>),
 }
 
 impl Mlp {
     /// `x` [1, R, D], same shape back.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         match self {
             Self::Dense(mlp) => mlp.forward(x),
@@ -49,43 +46,31 @@ pub struct Moe {
     pub top_k: i32,
     /// Whether the chosen probabilities are scaled to a sum of 1.
     pub norm_topk_prob: bool,
-    /// An expert that all rows take.
+    /// An expert for all rows.
     pub shared: Option<Shared>,
 }
 
-/// Gated experts: `down(gated(gate x, up x))`.
+/// A stack of E gated blocks.
 #[derive(Debug, Clone)]
-pub struct Experts {
-    /// [`super::swiglu`] or [`super::geglu`].
-    pub gated: fn(Array, Array) -> Result<Array>,
-    /// [E, F, D]
-    pub gate_proj: Linear,
-    /// [E, F, D]
-    pub up_proj: Linear,
-    /// [E, D, F]
-    pub down_proj: Linear,
-}
+pub struct Experts(pub GatedMlp);
 
 /// `sigmoid(gate x) * expert(x)`
 #[derive(Debug, Clone)]
 pub struct Shared {
-    /// Of its own width.
-    pub expert: SwiGlu,
+    /// May differ in width from the others.
+    pub expert: GatedMlp,
     /// [1, D]
     pub gate: Linear,
 }
 
 impl Moe {
     /// `x` [1, R, D], same shape back.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         // The softmax sums in f32; its result has x's dtype.
-        let chances = softmax_axis(self.gate.forward(x)?, -1, true)?;
-        let order = argpartition_axis(&chances, -self.top_k, -1)?;
+        let probabilities = softmax_axis(self.gate.forward(x)?, -1, true)?;
+        let order = argpartition_axis(&probabilities, -self.top_k, -1)?;
         let chosen = order.try_index((.., .., -self.top_k..))?;
-        let mut shares = take_along_axis(&chances, &chosen, -1)?;
+        let mut shares = take_along_axis(&probabilities, &chosen, -1)?;
         if self.norm_topk_prob {
             shares = shares.divide(shares.sum_axis(-1, true)?)?;
         }
@@ -101,28 +86,19 @@ impl Moe {
 
 impl Experts {
     /// `x` [1, R, D] through the experts `chosen` [1, R, K] (u32) of each row: [1, R, K, D].
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array, chosen: &Array) -> Result<Array> {
         let [rows, k, d] = [x.dim(1), chosen.dim(2), x.dim(2)];
         if rows * k < SORTED_CHOICES {
             let x = x.reshape(&[1, rows, 1, 1, d])?;
-            return Ok(self.run(&x, chosen, false)?.squeeze_axes(&[-2])?);
+            return Ok(self.0.gather(&x, chosen, false)?.squeeze_axes(&[-2])?);
         }
         let flat = chosen.reshape(&[rows * k])?;
         let order = argsort_axis(&flat, 0)?;
         let row = order.floor_divide(Array::from_int(k).as_dtype(order.dtype())?)?;
         let x = x.reshape(&[rows, 1, d])?.take_axis(row, 0)?;
-        let y = self.run(&x, &flat.take_axis(&order, 0)?, true)?;
-        // Sorting the order gives the way back.
+        let y = self.0.gather(&x, &flat.take_axis(&order, 0)?, true)?;
+        // The argsort of a permutation is its inverse.
         Ok(y.take_axis(argsort_axis(&order, 0)?, 0)?.reshape(&[1, rows, k, d])?)
-    }
-
-    fn run(&self, x: &Array, experts: &Array, sorted: bool) -> Result<Array> {
-        let gate = self.gate_proj.gather(x, experts, sorted)?;
-        let up = self.up_proj.gather(x, experts, sorted)?;
-        self.down_proj.gather(&(self.gated)(gate, up)?, experts, sorted)
     }
 }
 
@@ -153,22 +129,23 @@ mod tests {
         assert!(worst < bound, "differs by {worst}");
     }
 
-    /// Sorted or as they come, packed or not: every choice is its expert's product. 40 rows of 2
-    /// choices are sorted, a row alone is not.
+    /// Sorted or not, packed or not: every choice is its expert's product. 40 rows of 2 choices are
+    /// sorted, a single row is not.
     #[test]
     fn rows_together_equal_rows_alone() {
-        let experts = Experts {
+        let experts = GatedMlp {
             gated: swiglu,
             gate_proj: dense(1, &[5, 64, 32]),
             up_proj: dense(2, &[5, 64, 32]),
             down_proj: dense(3, &[5, 32, 64]),
         };
-        let quantized = Experts {
+        let quantized = Experts(GatedMlp {
             gated: swiglu,
             gate_proj: packed(&experts.gate_proj),
             up_proj: packed(&experts.up_proj),
             down_proj: packed(&experts.down_proj),
-        };
+        });
+        let experts = Experts(experts);
         let x = normal(4, &[1, 40, 32]);
         let chosen: Vec<u32> = (0..80).map(|i| i * 7 % 5).collect();
         let chosen = Array::from_slice(&chosen, &[1, 40, 2]);

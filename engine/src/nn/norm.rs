@@ -7,7 +7,7 @@ use crate::error::Result;
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis, statistics in f32.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
-    /// [D]; the plain factor, never the `(1 + w)` form: the loader resolves that.
+    /// [D], the plain factor. The loader converts (1 + w) norms.
     pub weight: Array,
     /// Added to the mean of squares.
     pub eps: f32,
@@ -15,9 +15,6 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     /// `x` [.., D], same shape and dtype back.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         Ok(fast::rms_norm(x, Some(&self.weight), self.eps)?)
     }

@@ -1,13 +1,13 @@
-//! Quantized matrices: packed numbers and their scales, and the operations that MLX has on them.
+//! Quantized matrices: packed numbers, their scales, and MLX's operations on them.
 //!
-//! mlx-rs 0.33 has these operations for affine quantization alone, so they are called through
-//! mlx-c here, for every mode alike. No other file of the engine does so.
+//! mlx-rs 0.33 has these operations for affine quantization only, so this file calls mlx-c for every
+//! mode. No other file of the engine does.
 //!
-//! Source: `mlx.core.quantize` for affine (w = q * scale + bias, one scale and bias a group of
-//! inputs); the OCP Microscaling specification 1.0 for `mxfp4` and `mxfp8`; NVIDIA's NVFP4, without
-//! the scale a tensor, which mlx-c cannot pass on.
+//! Source: `mlx.core.quantize` for affine (w = q * scale + bias, one scale and bias for a group of
+//! inputs); the OCP Microscaling specification 1.0 for `mxfp4` and `mxfp8`; NVIDIA's NVFP4 without
+//! the scale of the tensor, which mlx-c does not support.
 
-#![allow(unsafe_code, reason = "mlx-c's modes of quantization, which mlx-rs does not pass on")]
+#![allow(unsafe_code, reason = "calls mlx-c for quantization modes that mlx-rs lacks")]
 
 use std::ffi::CStr;
 
@@ -17,18 +17,18 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 
-/// What the packed numbers mean.
+/// Encoding of the packed numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// Integers of 2 to 8 bits with a scale and a bias a group.
+    /// Integers of 2 to 8 bits with a scale and a bias for each group.
     #[default]
     Affine,
-    /// 4-bit floats (E2M1) with a power of two for 32 of them.
+    /// 4-bit floats (E2M1) with a power of two for each 32.
     Mxfp4,
-    /// 4-bit floats (E2M1) with an 8-bit float (E4M3) for 16 of them.
+    /// 4-bit floats (E2M1) with an 8-bit float (E4M3) for each 16.
     Nvfp4,
-    /// 8-bit floats (E4M3) with a power of two for 32 of them.
+    /// 8-bit floats (E4M3) with a power of two for each 32.
     Mxfp8,
 }
 
@@ -42,8 +42,8 @@ impl Mode {
         }
     }
 
-    /// Group size and bits where a checkpoint does not give them: MLX's defaults for affine, the
-    /// only ones that there are for the others.
+    /// Group size and bits if a checkpoint does not state them: MLX's defaults for affine, the only
+    /// valid values for the others.
     pub fn defaults(self) -> (i32, i32) {
         match self {
             Self::Affine => (64, 4),
@@ -61,30 +61,27 @@ pub struct Quantization {
     pub group_size: i32,
     /// Bits of an element.
     pub bits: i32,
-    /// What they mean.
+    /// Encoding of an element.
     pub mode: Mode,
 }
 
 /// A quantized matrix [out, in], or a stack of them [E, out, in].
 #[derive(Debug, Clone)]
 pub struct Packed {
-    /// u32 [.., out, in * bits / 32].
+    /// u32 [.., out, in * bits / 32]
     pub weight: Array,
-    /// [.., out, in / group_size]: floats for affine, bytes that stand for floats otherwise.
+    /// [.., out, in / group_size]: floats for affine, bytes that encode floats otherwise.
     pub scales: Array,
-    /// [.., out, in / group_size]; affine alone has them.
+    /// [.., out, in / group_size], for affine only.
     pub biases: Option<Array>,
-    /// How.
+    /// Group size, bits and mode.
     pub quantization: Quantization,
-    /// Type of what it unpacks to.
+    /// Type of the dequantized matrix.
     pub dtype: Dtype,
 }
 
 impl Packed {
     /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when the shapes do not fit.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
         self.call("quantized_matmul", |res, group_size, bits, mode, stream| {
             // SAFETY: see `call`; `x` lives as long as this function.
@@ -106,15 +103,12 @@ impl Packed {
         })
     }
 
-    /// Each row of `x` [.., 1, in] times the transposed matrix that `which` [..] (u32) names in the
-    /// stack, [.., 1, out]; `sorted` where `which` is.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when the shapes do not fit.
+    /// Each row of `x` [.., 1, in] times the transposed matrix at its index in `which` [..] (u32),
+    /// [.., 1, out]. `sorted` states that `which` is sorted.
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
         self.call("gather_qmm", |res, group_size, bits, mode, stream| {
-            // SAFETY: see `call`; `x` and `which` live as long as this function. An array without
-            // contents stands for no left indices: rows are taken as they come.
+            // SAFETY: see `call`; `x` and `which` live as long as this function. An empty handle
+            // means no left indices: rows are used in order.
             unsafe {
                 let [weight, scales, biases] = self.pointers();
                 mlx_sys::mlx_gather_qmm(
@@ -136,14 +130,11 @@ impl Packed {
         })
     }
 
-    /// The matrix itself, [.., out, in].
-    ///
-    /// # Errors
-    /// [`Error::Array`] when the shapes do not fit.
+    /// The dequantized matrix, [.., out, in].
     pub fn dequantize(&self) -> Result<Array> {
         let dtype = mlx_optional_dtype { value: 0, has_value: false };
         let array = self.call("dequantize", |res, group_size, bits, mode, stream| {
-            // SAFETY: see `call`. An array without contents stands for no scale of the tensor.
+            // SAFETY: see `call`. An empty handle means no scale of the tensor.
             unsafe {
                 let [weight, scales, biases] = self.pointers();
                 mlx_sys::mlx_dequantize(
@@ -160,14 +151,11 @@ impl Packed {
                 )
             }
         })?;
-        // Exact where MLX unpacks to bfloat16: products of two such short floats have 6 bits.
+        // Exact even if MLX dequantizes to bfloat16: the product of two such short floats has 6 bits.
         Ok(array.as_dtype(self.dtype)?)
     }
 
-    /// Some of the rows, `ids` [R] (u32).
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX rejects it.
+    /// The rows `ids` [R] (u32).
     pub fn rows(&self, ids: &Array) -> Result<Self> {
         Ok(Self {
             weight: self.weight.take_axis(ids, 0)?,
@@ -177,15 +165,15 @@ impl Packed {
         })
     }
 
-    /// Weight, scales and biases, valid as long as `self`; no biases are an array without contents.
+    /// Weight, scales and biases, valid as long as `self`; an empty handle if there are no biases.
     fn pointers(&self) -> [mlx_array; 3] {
         let biases = self.biases.as_ref().map_or_else(mlx_array::default, Array::as_ptr);
         [self.weight.as_ptr(), self.scales.as_ptr(), biases]
     }
 
-    /// Runs one of mlx-c's operations, which all fill `res` with a new array and return 0, or
-    /// return something else and leave it without contents. They take what this hands them and the
-    /// matrix's own arrays for the time of the call alone: MLX counts references to the rest.
+    /// Runs one of mlx-c's operations. Each fills `res` with a new array and returns 0, or returns
+    /// another status and leaves `res` empty. They use their arguments during the call only: MLX
+    /// counts references to what it keeps.
     fn call(
         &self,
         operation: &str,
@@ -204,10 +192,10 @@ impl Packed {
         let status =
             run(&mut res, some(group_size), some(bits), mode.name().as_ptr(), stream.as_ptr());
         if status == 0 {
-            // SAFETY: just filled, and owned by nobody else.
+            // SAFETY: just filled, and nothing else owns it.
             return Ok(unsafe { Array::from_ptr(res) });
         }
-        // mlx-rs keeps MLX's own words to itself.
+        // mlx-rs does not expose MLX's error text.
         Err(Error::Array(format!(
             "{operation} rejects {bits}-bit {mode:?} weights {:?} with scales {:?}",
             self.weight.shape(),
@@ -216,15 +204,15 @@ impl Packed {
     }
 }
 
-/// 8-bit floats (E4M3) that lie in bytes, as numbers of `dtype`.
+/// 8-bit floats (E4M3), stored in bytes, as `dtype`.
 ///
 /// # Errors
-/// [`Error::Array`] when `bytes` are none or `dtype` is no float.
+/// [`Error::Array`] if `bytes` is not u8 or `dtype` is not a float.
 pub fn from_fp8(bytes: &Array, dtype: Dtype) -> Result<Array> {
     let stream = Stream::thread_local_or_default();
     let mut res = mlx_array::default();
     // SAFETY: reads `bytes`, which lives as long as this function, and fills `res` with a new array
-    // or leaves it without contents.
+    // or leaves it empty.
     let status = unsafe {
         mlx_sys::mlx_from_fp8(
             &mut res,
@@ -234,7 +222,7 @@ pub fn from_fp8(bytes: &Array, dtype: Dtype) -> Result<Array> {
         )
     };
     if status != 0 {
-        return Err(Error::Array(format!("{:?} holds no 8-bit floats", bytes.dtype())));
+        return Err(Error::Array(format!("{:?} does not hold 8-bit floats", bytes.dtype())));
     }
     // SAFETY: just filled, and owned by nobody else.
     Ok(unsafe { Array::from_ptr(res) })
@@ -247,8 +235,8 @@ impl Packed {
         let Quantization { group_size, bits, mode } = quantization;
         let some = |value| mlx_optional_int { value, has_value: true };
         let stream = Stream::thread_local_or_default();
-        // SAFETY: the vector is filled by mlx_quantize, read, then freed; each array that is got
-        // out of it is a reference of its own.
+        // SAFETY: mlx_quantize fills the vector, which is read and then freed; each array taken from
+        // it is a separate reference.
         let mut parts = unsafe {
             let mut vector = mlx_sys::mlx_vector_array_new();
             let status = mlx_sys::mlx_quantize(

@@ -1,8 +1,8 @@
 //! Rotary position embedding (arXiv:2104.09864), halves paired, on the first `dims` of a head.
 //!
-//! Also what `config.json` says of it: [`RopeConfig`] holds the keys, in the layout before
-//! transformers 5 (`rope_theta` and `rope_scaling`) and since (`rope_parameters`), and
-//! [`RopeConfig::rope`] turns them into frequencies.
+//! [`RopeConfig`] holds the keys of `config.json`, in the layout before transformers 5 (`rope_theta`
+//! and `rope_scaling`) and since (`rope_parameters`). [`RopeConfig::rope`] turns them into
+//! frequencies.
 //!
 //! Source: `llama3` from Llama 3.1's reference code, `yarn` from arXiv:2309.00071; both as in
 //! `transformers` `modeling_rope_utils.py` and mlx-lm `models/rope_utils.py`.
@@ -19,25 +19,21 @@ use crate::error::Result;
 pub struct Rope {
     dims: i32,
     theta: f32,
-    /// Positions are multiplied by this first.
+    /// Factor of positions.
     scale: f32,
-    /// f32 [dims / 2]: positions a radian, where they are not the powers of `theta`.
+    /// f32 [dims / 2]: positions per radian, if they are not the powers of `theta`.
     wavelengths: Option<Array>,
-    /// f32 [D]: factors of a head's dimensions before they are rotated, where not all are 1.
+    /// f32 [D]: factors of a head's dimensions before the rotation, if not all are 1.
     magnitudes: Option<Array>,
 }
 
 impl Rope {
-    /// Rotates the first `dims` dimensions of a head, the others pass through; frequencies are the
-    /// powers of `theta`.
+    /// Rotates the first `dims` dimensions of a head; frequencies are the powers of `theta`.
     pub fn new(dims: i32, theta: f32) -> Self {
         Self { dims, theta, scale: 1.0, wavelengths: None, magnitudes: None }
     }
 
-    /// `x` [1, H, T, D], whose first row stands at position `offset`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when the shapes do not fit.
+    /// `x` [1, H, T, D] with its first row at position `offset`, same shape back.
     pub fn forward(&self, x: &Array, offset: i32) -> Result<Array> {
         let theta = self.wavelengths.is_none().then_some(self.theta);
         let scaled = match &self.magnitudes {
@@ -49,42 +45,42 @@ impl Rope {
     }
 }
 
-/// The keys of `config.json` that say how positions rotate; a family's config flattens them in.
+/// The rotary keys of `config.json`. A family's config flattens them in.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub struct RopeConfig {
     /// Base of the frequencies, in the older layout.
     pub rope_theta: Option<f32>,
-    /// Part of a head that is rotated, in the older layout.
+    /// Rotated part of a head, in the older layout.
     pub partial_rotary_factor: Option<f32>,
     /// How the frequencies deviate from the powers of theta, in the older layout.
     pub rope_scaling: Option<RopeParameters>,
-    /// All of that in the newer layout.
+    /// All of these in the newer layout.
     pub rope_parameters: Option<RopeParameters>,
-    /// Positions the model is made for: what was trained, where the scaling does not say.
+    /// Context of the model. Used as the trained context if the scaling does not state one.
     pub max_position_embeddings: Option<f64>,
 }
 
 /// `rope_parameters`, or `rope_scaling`.
 #[derive(Debug, Clone, Default, Deserialize)]
-#[serde(try_from = "Stated")]
+#[serde(try_from = "RopeTable")]
 pub struct RopeParameters {
     /// Base of the frequencies.
     pub rope_theta: Option<f32>,
-    /// Part of a head that is rotated.
+    /// Rotated part of a head.
     pub partial_rotary_factor: Option<f32>,
-    /// Growth of the queries with their position (Llama 4; Ministral 3).
+    /// Growth of queries with their position (Llama 4, Ministral 3).
     pub llama_4_scaling_beta: Option<f32>,
-    /// Positions that were trained before the context was extended.
+    /// Trained context, before it was extended.
     pub original_max_position_embeddings: Option<f64>,
     /// How the frequencies deviate from the powers of theta.
     pub scaling: Scaling,
 }
 
-/// How frequencies deviate from the powers of theta, so that positions beyond those trained fit.
+/// How frequencies deviate from the powers of theta to extend the trained context.
 #[derive(Debug, Clone, Default)]
 pub enum Scaling {
-    /// They do not.
+    /// No deviation.
     #[default]
     Default,
     /// All positions are divided by `factor`.
@@ -92,14 +88,15 @@ pub enum Scaling {
         /// Extension of the context.
         factor: f64,
     },
-    /// Only the first part of a head's pairs turn (`partial_rotary_factor`), as fast as if all of
-    /// them did; wavelengths are stretched by `factor`.
+    /// Only the first part of a head's pairs rotate (`partial_rotary_factor`), with the frequencies
+    /// of a whole head; wavelengths are stretched by `factor`.
     Proportional {
         /// Extension of the context.
         factor: f64,
     },
     /// Wavelengths above the trained context divided by `low_freq_factor` are stretched by
-    /// `factor`, those below it divided by `high_freq_factor` are not, with a ramp between.
+    /// `factor`; those below the trained context divided by `high_freq_factor` are not; a ramp lies
+    /// between.
     Llama3 {
         /// Extension of the context.
         factor: f64,
@@ -109,7 +106,7 @@ pub enum Scaling {
         high_freq_factor: f64,
     },
     /// Dimensions that turn less than `beta_slow` times in the trained context are stretched by
-    /// `factor`, those that turn more than `beta_fast` times are not, with a ramp between.
+    /// `factor`; those that turn more than `beta_fast` times are not; a ramp lies between.
     Yarn {
         /// Extension of the context.
         factor: f64,
@@ -124,9 +121,9 @@ pub enum Scaling {
     },
 }
 
-/// The table as it is written. Some checkpoints have both `type` and `rope_type`.
+/// The table as stored. Some checkpoints have both `type` and `rope_type`.
 #[derive(Deserialize)]
-struct Stated {
+struct RopeTable {
     rope_type: Option<String>,
     #[serde(rename = "type")]
     older_type: Option<String>,
@@ -145,66 +142,66 @@ struct Stated {
     mscale_all_dim: Option<f64>,
 }
 
-impl TryFrom<Stated> for RopeParameters {
+impl TryFrom<RopeTable> for RopeParameters {
     type Error = String;
 
-    fn try_from(stated: Stated) -> std::result::Result<Self, String> {
-        let kind = stated.rope_type.or(stated.older_type);
+    fn try_from(table: RopeTable) -> std::result::Result<Self, String> {
+        let kind = table.rope_type.or(table.older_type);
         let kind = kind.as_deref().unwrap_or("default");
-        let factor = stated.factor.ok_or_else(|| {
+        let factor = table.factor.ok_or_else(|| {
             format!("rope_scaling (or rope_parameters): rope_type `{kind}` needs `factor`")
         });
         let scaling = match kind {
-            // Multimodal positions of text are three equal ones.
+            // The three multimodal positions of text are equal.
             "default" | "mrope" => Scaling::Default,
             "linear" => Scaling::Linear { factor: factor? },
-            "proportional" => Scaling::Proportional { factor: stated.factor.unwrap_or(1.0) },
+            "proportional" => Scaling::Proportional { factor: table.factor.unwrap_or(1.0) },
             "llama3" => Scaling::Llama3 {
                 factor: factor?,
-                low_freq_factor: stated.low_freq_factor.unwrap_or(1.0),
-                high_freq_factor: stated.high_freq_factor.unwrap_or(4.0),
+                low_freq_factor: table.low_freq_factor.unwrap_or(1.0),
+                high_freq_factor: table.high_freq_factor.unwrap_or(4.0),
             },
             "yarn" => {
                 let factor = factor?;
                 let grown = |mscale: f64| 0.1 * mscale * factor.max(1.0).ln() + 1.0;
                 let [over, under] =
-                    [stated.mscale.unwrap_or(1.0), stated.mscale_all_dim.unwrap_or(0.0)];
+                    [table.mscale.unwrap_or(1.0), table.mscale_all_dim.unwrap_or(0.0)];
                 Scaling::Yarn {
                     factor,
-                    beta_fast: stated.beta_fast.unwrap_or(32.0),
-                    beta_slow: stated.beta_slow.unwrap_or(1.0),
-                    truncate: stated.truncate.unwrap_or(true),
-                    magnitude: stated.attention_factor.unwrap_or(grown(over) / grown(under)),
+                    beta_fast: table.beta_fast.unwrap_or(32.0),
+                    beta_slow: table.beta_slow.unwrap_or(1.0),
+                    truncate: table.truncate.unwrap_or(true),
+                    magnitude: table.attention_factor.unwrap_or(grown(over) / grown(under)),
                 }
             }
             other => {
                 return Err(format!(
-                    "rope_scaling (or rope_parameters): rope_type `{other}` is not known; known \
-                     are: default, linear, proportional, llama3, yarn"
+                    "rope_scaling (or rope_parameters): rope_type `{other}` is not supported; \
+                     supported are: default, linear, proportional, llama3, yarn"
                 ));
             }
         };
         Ok(Self {
-            rope_theta: stated.rope_theta,
-            partial_rotary_factor: stated.partial_rotary_factor,
-            llama_4_scaling_beta: stated.llama_4_scaling_beta,
-            original_max_position_embeddings: stated.original_max_position_embeddings,
+            rope_theta: table.rope_theta,
+            partial_rotary_factor: table.partial_rotary_factor,
+            llama_4_scaling_beta: table.llama_4_scaling_beta,
+            original_max_position_embeddings: table.original_max_position_embeddings,
             scaling,
         })
     }
 }
 
 impl RopeConfig {
-    /// The rotation of heads of `head_dim`; `theta` where the config does not give a base.
+    /// The rotation of heads of `head_dim`. `theta` is the default base.
     pub fn rope(&self, head_dim: i32, theta: f32) -> Rope {
-        let stated = self.parameters();
-        let theta = stated.and_then(|p| p.rope_theta).or(self.rope_theta).unwrap_or(theta);
-        let part = stated.and_then(|p| p.partial_rotary_factor).or(self.partial_rotary_factor);
+        let table = self.parameters();
+        let theta = table.and_then(|p| p.rope_theta).or(self.rope_theta).unwrap_or(theta);
+        let part = table.and_then(|p| p.partial_rotary_factor).or(self.partial_rotary_factor);
         let dims = part.map_or(head_dim, |part| (head_dim as f32 * part) as i32);
         let rope = Rope::new(dims, theta);
-        let Some(stated) = stated else { return rope };
+        let Some(table) = table else { return rope };
         let trained = self.trained();
-        match stated.scaling {
+        match table.scaling {
             Scaling::Default => rope,
             Scaling::Linear { factor } => Rope { scale: factor.recip() as f32, ..rope },
             Scaling::Proportional { factor } => {
@@ -223,7 +220,7 @@ impl RopeConfig {
                 Rope { wavelengths: Some(array(stretched)), ..rope }
             }
             Scaling::Yarn { factor, beta_fast, beta_slow, truncate, magnitude } => {
-                // The dimension that turns so often in the trained context.
+                // The dimension that turns this often in the trained context.
                 let dimension = |turns: f64| {
                     f64::from(dims) * (trained / (turns * TAU)).ln() / (2.0 * f64::from(theta).ln())
                 };
@@ -232,7 +229,7 @@ impl RopeConfig {
                     [low, high] = [low.floor(), high.ceil()];
                 }
                 [low, high] = [low.max(0.0), high.min(f64::from(dims - 1))];
-                // Equal ends are a step, not a division by zero.
+                // Equal ends make a step; avoid a division by zero.
                 let width = if low == high { 1e-3 } else { high - low };
                 let stretched = (0u32..).zip(wavelengths(dims, theta)).map(|(i, wavelength)| {
                     let stretch = ((f64::from(i) - low) / width).clamp(0.0, 1.0);
@@ -248,25 +245,25 @@ impl RopeConfig {
         }
     }
 
-    /// The table, in either layout.
+    /// The table of either layout; the newer one takes precedence.
     pub fn parameters(&self) -> Option<&RopeParameters> {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
-    /// Positions that were trained before the context was extended.
+    /// Trained context, before it was extended.
     pub fn trained(&self) -> f64 {
-        let stated = self.parameters().and_then(|p| p.original_max_position_embeddings);
-        // 4096: what Llama 2 was trained for, and mlx-lm assumes.
-        stated.or(self.max_position_embeddings).unwrap_or(4096.0)
+        let original = self.parameters().and_then(|p| p.original_max_position_embeddings);
+        // 4096: Llama 2's context, which mlx-lm assumes.
+        original.or(self.max_position_embeddings).unwrap_or(4096.0)
     }
 }
 
-/// Positions a radian for each pair of dimensions: `theta^(2 i / dims)`.
+/// Positions per radian for each pair of dimensions: `theta^(2 i / dims)`.
 fn wavelengths(dims: i32, theta: f32) -> impl Iterator<Item = f64> {
     (0..dims / 2).map(move |i| f64::from(theta).powf(f64::from(2 * i) / f64::from(dims)))
 }
 
-/// Frequencies are mixed, not wavelengths: `keep` of the trained one, the rest stretched.
+/// Interpolates frequencies, not wavelengths: `keep` is the share of the unstretched one.
 fn mixed(wavelength: f64, factor: f64, keep: f64) -> f64 {
     wavelength / (keep + (1.0 - keep) / factor)
 }
@@ -282,23 +279,23 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// A model that rotates otherwise than we do would talk nonsense, so it is not loaded.
+    /// A model with an unsupported rotation would generate nonsense, so it is not loaded.
     #[test]
-    fn what_is_not_known_is_refused_by_name() {
+    fn unknown_rope_type_is_rejected_by_name() {
         let check = |table, expected: &[&str]| {
             let config = json!({"rope_theta": 10000.0, "rope_scaling": table});
             let error = serde_json::from_value::<RopeConfig>(config).unwrap_err().to_string();
             for part in expected {
-                assert!(error.contains(part), "`{error}` does not say `{part}`");
+                assert!(error.contains(part), "`{error}` does not contain `{part}`");
             }
         };
         check(json!({"type": "longrope", "factor": 4}), &["rope_scaling", "longrope", "yarn"]);
         check(json!({"rope_type": "llama3"}), &["rope_scaling", "llama3", "factor"]);
     }
 
-    /// Both layouts of the same facts; and where there are two tables, the newer one counts.
+    /// If there are two tables, the newer one takes precedence.
     #[test]
-    fn both_layouts_say_the_same() {
+    fn both_layouts_give_the_same_rope() {
         let scaling = json!({"type": "linear", "factor": 4});
         let older =
             json!({"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": scaling});

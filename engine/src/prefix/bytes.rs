@@ -1,4 +1,4 @@
-//! Arrays to bytes and back, as the store on disk keeps them.
+//! Conversion between arrays and the tensors of the prefix store.
 
 use mlx_rs::ops::{dequantize, quantize};
 use mlx_rs::transforms::eval;
@@ -15,23 +15,19 @@ const DTYPES: &[(&str, Dtype, usize)] = &[
     ("U32", Dtype::Uint32, 4),
 ];
 
-/// Elements that share a scale, where rows are stored in fewer bits.
+/// Elements that share a scale and a bias in [`KvFormat::Bits8`].
 pub const GROUP: i32 = 32;
 
 /// How keys and values are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rows {
-    /// As they are.
+pub enum KvFormat {
+    /// Unchanged.
     Exact,
-    /// Rounded to 8 bits, in groups of 32 elements with a scale and a bias each.
+    /// Rounded to 8 bits, in groups of [`GROUP`] elements with a scale and a bias each.
     Bits8,
 }
 
-impl Rows {
-    /// Tensors of `arrays`.
-    ///
-    /// # Errors
-    /// [`Error::Array`] when MLX cannot compute or copy them.
+impl KvFormat {
     pub fn to_tensors<'a>(self, arrays: impl Iterator<Item = &'a Array>) -> Result<Vec<Tensor>> {
         let mut stored = Vec::new();
         for array in arrays {
@@ -46,10 +42,10 @@ impl Rows {
         to_tensors(&stored)
     }
 
-    /// What [`Rows::to_tensors`] was given, up to rounding.
+    /// Inverts [`KvFormat::to_tensors`], up to rounding.
     ///
     /// # Errors
-    /// [`Error::Store`] when the tensors are damaged or not stored so.
+    /// [`Error::SavedState`] if the tensors are invalid or have another format.
     pub fn to_arrays(self, tensors: &[Tensor]) -> Result<Vec<Array>> {
         let arrays = to_arrays(tensors)?;
         if self == Self::Exact {
@@ -57,16 +53,13 @@ impl Rows {
         }
         let whole = |triple: &[Array]| match triple {
             [elements, scales, biases] => Ok(dequantize(elements, scales, biases, GROUP, 8)?),
-            _ => Err(Error::Store("rows in 8 bits have three tensors each".into())),
+            _ => Err(Error::SavedState("KV in 8 bits needs three tensors an array".into())),
         };
         arrays.chunks(3).map(whole).collect()
     }
 }
 
-/// Tensors of `arrays`, as they are.
-///
-/// # Errors
-/// [`Error::Array`] when MLX cannot compute or copy them.
+/// Copies arrays to tensors without a change of precision.
 pub fn to_tensors(arrays: &[Array]) -> Result<Vec<Tensor>> {
     let bytes = |array: &Array| -> Result<Array> { Ok(array.contiguous()?.view::<u8>()?) };
     let bytes = arrays.iter().map(bytes).collect::<Result<Vec<_>>>()?;
@@ -76,29 +69,32 @@ pub fn to_tensors(arrays: &[Array]) -> Result<Vec<Tensor>> {
 
 fn to_tensor(array: &Array, bytes: &Array) -> Result<Tensor> {
     let Some((name, ..)) = DTYPES.iter().find(|(_, dtype, _)| *dtype == array.dtype()) else {
-        return Err(Error::Array(format!("a cache holds {:?}", array.dtype())));
+        return Err(Error::Array(format!("state of type {:?} cannot be saved", array.dtype())));
     };
     let bytes = bytes.try_as_slice::<u8>().map_err(|e| Error::Array(e.to_string()))?.to_vec();
     Ok(Tensor { dtype: (*name).into(), shape: array.shape().to_vec(), bytes })
 }
 
-/// Arrays of `tensors`.
+/// Inverts [`to_tensors`].
 ///
 /// # Errors
-/// [`Error::Store`] when one is damaged.
+/// [`Error::SavedState`] if a tensor is invalid.
 pub fn to_arrays(tensors: &[Tensor]) -> Result<Vec<Array>> {
     tensors.iter().map(to_array).collect()
 }
 
 fn to_array(tensor: &Tensor) -> Result<Array> {
-    let damaged = || Error::Store(format!("a tensor of {} {:?}", tensor.dtype, tensor.shape));
+    let invalid = || {
+        let Tensor { dtype, shape, bytes } = tensor;
+        Error::SavedState(format!("invalid tensor: {dtype} {shape:?} in {} bytes", bytes.len()))
+    };
     let (_, dtype, size) =
-        DTYPES.iter().find(|(name, ..)| *name == tensor.dtype).ok_or_else(damaged)?;
+        DTYPES.iter().find(|(name, ..)| *name == tensor.dtype).ok_or_else(invalid)?;
     let elements: usize = tensor.shape.iter().map(|&n| usize::try_from(n).unwrap_or(0)).product();
     if elements == 0 || elements * size != tensor.bytes.len() {
-        return Err(damaged());
+        return Err(invalid());
     }
-    let length = i32::try_from(tensor.bytes.len()).map_err(|_| damaged())?;
+    let length = i32::try_from(tensor.bytes.len()).map_err(|_| invalid())?;
     let bytes = Array::from_slice(&tensor.bytes, &[length]);
     Ok(bytes.view_dtype(*dtype)?.reshape(&tensor.shape)?)
 }

@@ -1,39 +1,44 @@
-//! Prefixes: what earlier requests computed, for those that begin with the same tokens.
+//! Saved state of earlier requests, for requests that begin with the same tokens.
 //!
-//! Two tiers. In memory, a [`tree`] of live arrays; on disk, [`crate::store`], which outlives the
-//! process and holds more. A request resumes from the longest prefix that either has; what comes
-//! from disk is in memory from then on. Both keep keys and values once for all prefixes that share
-//! them, and what exists at one position alone (recurrent states, sliding windows) where
-//! `decode` chose to save.
+//! Two tiers: the prefix cache, a [`tree`] of live arrays in memory, and the prefix store
+//! ([`crate::store`]), which outlives the process and holds more. A request resumes from the longest
+//! prefix that either tier has; what is read from disk is in memory from then on. Both tiers hold KV
+//! once for all prefixes that share it, and recurrent state at the save points that `decode` chooses.
 //!
-//! Losing any of it costs time, never correctness. Runs on the engine's thread, but for the store's
-//! writer; [`Reporter`] can be asked from anywhere.
+//! Losing any of it costs time, never correctness. Runs on the engine's thread, except the store's
+//! writer and [`PrefixReporter`].
 
 mod bytes;
 mod report;
-pub mod tree;
-
-use std::time::{SystemTime, UNIX_EPOCH};
+mod tree;
 
 use mlx_rs::Array;
 use mlx_rs::transforms::eval;
 
-pub use self::report::{Counts, Report, Reporter};
-use self::tree::Tree;
+use self::bytes::KvFormat;
+pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
+pub use self::tree::CacheSize;
+use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, owned};
-use crate::error::{Error, Result};
-use crate::store::{BLOCK_TOKENS, Key, Keys, Kind, Part, RedbStore, state_key};
+use crate::error::{ConfigError, Error, Result};
+use crate::store::{BLOCK_TOKENS, Key, KeyChain, Part, PartKind, RedbStore, WallClock, state_key};
 
-/// What exists at one position, two arrays a layer.
-struct Fixed(Vec<Array>);
+/// Recurrent state, two arrays a layer.
+struct StateArrays(Vec<Array>);
 
-impl tree::State for Fixed {
+impl Footprint for StateArrays {
     fn bytes(&self) -> u64 {
         self.0.iter().map(|array| array.nbytes() as u64).sum()
     }
 }
 
-impl tree::Rows for KeyValues {
+impl Footprint for KeyValues {
+    fn bytes(&self) -> u64 {
+        self.arrays().map(|array| array.nbytes() as u64).sum()
+    }
+}
+
+impl KvRun for KeyValues {
     fn split(self, at: usize) -> Result<(Self, Self)> {
         let count = self.count();
         Ok((self.part(0, at)?.owned()?, self.part(at, count)?.owned()?))
@@ -42,73 +47,83 @@ impl tree::Rows for KeyValues {
     fn first(&self, count: usize) -> Result<Self> {
         if count == self.count() { Ok(self.clone()) } else { self.part(0, count) }
     }
-
-    fn bytes(&self) -> u64 {
-        self.arrays().map(|array| array.nbytes() as u64).sum()
-    }
 }
 
-/// Both tiers.
+/// The prefix cache and the prefix store.
 pub struct Prefixes {
-    tree: Tree<KeyValues, Fixed>,
+    tree: PrefixTree<KeyValues, StateArrays>,
     memory_bytes: u64,
     disk: Option<RedbStore>,
-    rows_on_disk: bytes::Rows,
-    /// A cache that has seen nothing: what is restored goes into a copy of it.
+    kv_format: KvFormat,
+    /// Cloned and filled by [`Prefixes::resume`].
     empty: Cache,
     needs_state: bool,
-    reporter: Reporter,
+    clock: WallClock,
+    reporter: PrefixReporter,
 }
 
-/// How long a prefix is kept.
+/// How long saved state is protected from eviction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Keep {
-    /// Seconds for which it is not evicted; 0 leaves it to what is used.
+pub struct Retention {
+    /// 0 for no protection.
     pub seconds: u32,
 }
 
 impl Prefixes {
-    /// Keeps state of caches like `empty` in at most `memory_bytes`, and on `disk` where there is one,
-    /// its rows in `kv_bits` bits (8, or 0 for as they are).
+    /// Saves state of caches like `empty` in at most `memory_bytes`, and on `disk` if there is one,
+    /// its KV in `kv_bits` bits (8, or 0 for exact).
     ///
     /// # Errors
-    /// [`Error::Invalid`] when rows of this model cannot be kept in 8 bits.
+    /// [`Error::Invalid`] if KV of this model cannot be stored in 8 bits.
     pub fn new(
         empty: Cache,
         memory_bytes: u64,
         disk: Option<RedbStore>,
         kv_bits: u32,
     ) -> Result<Self> {
-        if kv_bits > 0 && !empty.rows_divide_by(bytes::GROUP) {
-            let problem = "cannot be used with this model: its attention heads have a number of \
-                           dimensions that is no multiple of 32"
+        if kv_bits > 0 && !empty.head_dim_is_multiple_of(bytes::GROUP) {
+            let problem = "cannot be used with this model: the size of its attention heads is not \
+                           a multiple of 32"
                 .into();
-            return Err(Error::Invalid { field: "store.kv_bits", problem });
+            return Err(Error::Config(ConfigError::Key { field: "store.kv_bits", problem }));
         }
-        let needs_state = empty.has_fixed();
-        let reporter = Reporter::new(memory_bytes, disk.as_ref().map(RedbStore::reporter));
-        let rows_on_disk = if kv_bits == 8 { bytes::Rows::Bits8 } else { bytes::Rows::Exact };
-        let tree = Tree::new(needs_state);
-        Ok(Self { tree, memory_bytes, disk, rows_on_disk, empty, needs_state, reporter })
+        let needs_state = !empty.is_truncatable();
+        Ok(Self {
+            tree: PrefixTree::new(needs_state),
+            memory_bytes,
+            reporter: PrefixReporter::new(memory_bytes, disk.as_ref().map(RedbStore::reporter)),
+            disk,
+            kv_format: if kv_bits == 8 { KvFormat::Bits8 } else { KvFormat::Exact },
+            empty,
+            needs_state,
+            clock: WallClock::default(),
+        })
     }
 
-    /// Asks for counters and sizes from any thread.
-    pub fn reporter(&self) -> Reporter {
+    /// Replaces the clock for retention in memory; the store has its own.
+    #[must_use]
+    pub fn with_clock(self, clock: WallClock) -> Self {
+        Self { clock, ..self }
+    }
+
+    /// Reports from any thread.
+    pub fn reporter(&self) -> PrefixReporter {
         self.reporter.clone()
     }
 
-    /// A cache that has seen nothing.
+    /// An empty cache.
     pub fn empty(&self) -> Cache {
         self.empty.clone()
     }
 
-    /// Tokens between the states that a long prompt leaves on its way, so that those of a prompt of
-    /// 8,192 tokens take at most an eighth of the memory; none where a request can resume anywhere.
+    /// Tokens between the save points of a long prefill, so that the states of a prompt of 8,192
+    /// tokens take at most an eighth of the memory; `None` for models that can resume anywhere.
     pub fn every(&self) -> Option<usize> {
         if !self.needs_state {
             return None;
         }
-        let bytes: u64 = self.empty.fixed().ok()?.iter().map(|array| array.nbytes() as u64).sum();
+        let bytes: u64 =
+            self.empty.recurrent_state().ok()?.iter().map(|array| array.nbytes() as u64).sum();
         let mut every = 512;
         while 8192 / every * bytes > self.memory_bytes / 8 && every < 8192 {
             every *= 2;
@@ -116,11 +131,8 @@ impl Prefixes {
         Some(every as usize)
     }
 
-    /// A cache that stands at the longest saved prefix of `prompt`, and its length. At least one
-    /// token is left to run, as its logits draw what follows.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot put the arrays together.
+    /// A cache at the end of the longest saved prefix of `prompt`, and its length. Leaves at least
+    /// one token to run, for the logits of the next.
     pub fn restore(&mut self, prompt: &[u32]) -> Result<(Cache, usize)> {
         let (cache, length) = self.resume(prompt)?;
         self.reporter.count(|counts| {
@@ -132,166 +144,156 @@ impl Prefixes {
         Ok((cache, length))
     }
 
-    /// [`Prefixes::restore`], for prompts that nobody asked for.
-    ///
-    /// # Errors
-    /// The same.
+    /// [`Prefixes::restore`] without counting a request.
     pub fn resume(&mut self, prompt: &[u32]) -> Result<(Cache, usize)> {
         let limit = prompt.len() - 1;
         let mut length = self.tree.find(prompt, limit).resume;
-        // A damaged part is dropped where it is met, and something shorter may be whole.
+        // The store drops a damaged part when it is read; a shorter prefix may still be whole.
         while let Some(disk) = &self.disk
             && let Some(saved) = disk.longest(prompt, limit, self.needs_state)
-            && saved > length
+            && saved.tokens > length
         {
-            match self.read(&prompt[..saved]) {
-                Ok(true) => length = saved,
+            match self.read(&prompt[..saved.tokens], &saved.keys) {
+                Ok(true) => length = saved.tokens,
                 Ok(false) => {}
                 Err(error) => {
-                    tracing::warn!(%error, tokens = saved, "saved state does not fit this model");
+                    tracing::warn!(tokens = saved.tokens, %error, "saved state not restored");
                     break;
                 }
             }
         }
         let mut cache = self.empty.clone();
         if length > 0 {
-            let (rows, fixed) = self.tree.get(&prompt[..length])?;
-            let fixed = fixed.map_or(&[][..], |fixed| &fixed.0);
-            cache.restore(&rows, fixed, length)?;
+            let (kv, state) = self.tree.get(&prompt[..length])?;
+            let state = state.map_or(&[][..], |state| &state.0);
+            cache.restore(&kv, state, length)?;
         }
         self.shrink();
         Ok((cache, length))
     }
 
-    /// Brings a prefix from disk to memory; false where a part of it is damaged or gone.
-    fn read(&mut self, prefix: &[u32]) -> Result<bool> {
+    /// Copies a prefix with these keys from disk to memory; false if a part is damaged or gone.
+    fn read(&mut self, prefix: &[u32], keys: &[Key]) -> Result<bool> {
         let Some(disk) = &self.disk else { return Ok(false) };
-        let known = self.tree.find(prefix, prefix.len()).rows;
-        let keys = keys(disk, prefix, self.needs_state);
+        let known = self.tree.find(prefix, prefix.len()).kv;
         let blocks = prefix.len().div_ceil(BLOCK_TOKENS);
-        // Of the block in which the rows in memory end the others are wanted.
+        // The KV in memory may end within a block: read that block again.
         let first = if known == prefix.len() { blocks } else { known / BLOCK_TOKENS };
         let Some(parts) = disk.load(&keys[first..]) else { return Ok(false) };
-        disk.touch(&keys);
-        let (saved_rows, saved_state) = parts.split_at(blocks - first);
-        let mut rows = Vec::new();
-        for (i, tensors) in saved_rows.iter().enumerate() {
+        disk.touch(keys);
+        let (saved_kv, saved_state) = parts.split_at(blocks - first);
+        let mut kv = Vec::new();
+        for (i, tensors) in saved_kv.iter().enumerate() {
             let from = (first + i) * BLOCK_TOKENS;
             let to = (from + BLOCK_TOKENS).min(prefix.len());
-            let arrays = self.rows_on_disk.to_arrays(tensors)?;
-            let block = self.empty.key_values_of(arrays, from, to)?;
-            rows.push(if from < known { block.part(known - from, to - from)? } else { block });
+            let arrays = self.kv_format.to_arrays(tensors)?;
+            let block = self.empty.key_values_from(arrays, from, to)?;
+            kv.push(if from < known { block.part(known - from, to - from)? } else { block });
         }
-        let rows = if rows.is_empty() { None } else { Some(KeyValues::join(&rows)?) };
+        let kv = if kv.is_empty() { None } else { Some(KeyValues::join(&kv)?) };
         let state = match saved_state {
-            [tensors] => Some(Fixed(bytes::to_arrays(tensors)?)),
+            [tensors] => Some(StateArrays(bytes::to_arrays(tensors)?)),
             _ => None,
         };
-        let fixed = state.iter().flat_map(|fixed| &fixed.0);
-        eval(rows.iter().flat_map(KeyValues::arrays).chain(fixed))?;
-        self.tree.put(prefix, rows, state)?;
+        let state_arrays = state.iter().flat_map(|state| &state.0);
+        eval(kv.iter().flat_map(KeyValues::arrays).chain(state_arrays))?;
+        self.tree.put(prefix, kv, state)?;
         self.reporter.count(|counts| counts.read_tokens += prefix.len() as u64);
         Ok(true)
     }
 
-    /// Keeps what `cache` remembers, which has seen exactly `tokens`.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot compute or copy it.
-    pub fn save(&mut self, cache: &Cache, tokens: &[u32], keep: Keep) -> Result<()> {
+    /// Saves the state of `cache`, which holds exactly `tokens`.
+    pub fn save(&mut self, cache: &Cache, tokens: &[u32], retention: Retention) -> Result<()> {
         debug_assert_eq!(cache.position, tokens.len());
         let length = tokens.len();
         let known = self.tree.find(tokens, length);
-        if known.resume < length || known.rows < length {
-            let rows = (known.rows < length)
-                .then(|| cache.key_values(known.rows, length).and_then(KeyValues::owned));
-            let fixed = self.needs_state.then(|| owned(&cache.fixed()?).map(Fixed));
-            self.tree.put(tokens, rows.transpose()?, fixed.transpose()?)?;
+        if known.resume < length || known.kv < length {
+            let kv = (known.kv < length)
+                .then(|| cache.key_values(known.kv, length).and_then(KeyValues::owned));
+            let state = self.needs_state.then(|| owned(&cache.recurrent_state()?).map(StateArrays));
+            self.tree.put(tokens, kv.transpose()?, state.transpose()?)?;
             self.reporter.count(|counts| counts.saves += 1);
         }
-        self.write(cache, tokens)?;
-        self.keep(tokens, keep)?;
+        let keys = self.keys(tokens);
+        self.write(cache, tokens, &keys)?;
+        if retention.seconds > 0 && length > 0 {
+            self.retain_keys(tokens, &keys, retention)?;
+        }
         self.shrink();
         Ok(())
     }
 
-    /// Keeps a prefix that is saved for as long as `keep` says, as far as half of each tier allows; one
-    /// that is gone stays so.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot part it from what it is saved with.
-    pub fn keep(&mut self, tokens: &[u32], keep: Keep) -> Result<()> {
-        if keep.seconds == 0 || tokens.is_empty() {
+    /// Protects a saved prefix from eviction, as far as half of each tier allows. Does nothing for a
+    /// prefix that is not saved.
+    pub fn retain(&mut self, tokens: &[u32], retention: Retention) -> Result<()> {
+        if retention.seconds == 0 || tokens.is_empty() {
             return Ok(());
         }
-        let now = now();
-        let until = now + u64::from(keep.seconds);
+        self.retain_keys(tokens, &self.keys(tokens), retention)
+    }
+
+    fn retain_keys(&mut self, tokens: &[u32], keys: &[Key], retention: Retention) -> Result<()> {
+        let now = self.clock.seconds();
+        let until = now + u64::from(retention.seconds);
         let most = self.memory_bytes / 2;
-        if !self.tree.pin(tokens, until, now, most)? {
-            tracing::warn!(tokens = tokens.len(), most, "not pinned in memory");
+        if !self.tree.retain(tokens, until, now, most)? {
+            tracing::warn!(tokens = tokens.len(), most, "prefix not retained in memory");
         }
         if let Some(disk) = &self.disk
-            && !disk.pin(&keys(disk, tokens, self.needs_state), until)
+            && !disk.retain(keys, until)
         {
-            tracing::warn!(tokens = tokens.len(), "not pinned on disk");
+            tracing::warn!(tokens = tokens.len(), "prefix not retained on disk");
         }
         Ok(())
     }
 
-    /// Queues for the disk what of a prefix is not there.
-    fn write(&self, cache: &Cache, tokens: &[u32]) -> Result<()> {
+    /// Queues those parts of a prefix that the store does not have.
+    fn write(&self, cache: &Cache, tokens: &[u32], keys: &[Key]) -> Result<()> {
         let Some(disk) = &self.disk else { return Ok(()) };
-        let keys = keys(disk, tokens, self.needs_state);
         let mut parts = Vec::new();
-        for (i, chunk) in tokens.chunks(BLOCK_TOKENS).enumerate() {
+        for (i, block) in tokens.chunks(BLOCK_TOKENS).enumerate() {
             let (key, from) = (keys[i], i * BLOCK_TOKENS);
-            let end = from + chunk.len();
+            let end = from + block.len();
             if !disk.contains(&key) {
-                let rows = cache.key_values(from, end)?;
-                let tensors = self.rows_on_disk.to_tensors(rows.arrays())?;
-                parts.push(Part { key, kind: Kind::Rows, end, tensors });
+                let kv = cache.key_values(from, end)?;
+                let tensors = self.kv_format.to_tensors(kv.arrays())?;
+                parts.push(Part { key, kind: PartKind::Kv, end, tensors });
             }
         }
         if self.needs_state
             && let Some(&key) = keys.last()
             && !disk.contains(&key)
         {
-            let tensors = bytes::to_tensors(&cache.fixed()?)?;
-            parts.push(Part { key, kind: Kind::State, end: tokens.len(), tensors });
+            let tensors = bytes::to_tensors(&cache.recurrent_state()?)?;
+            parts.push(Part { key, kind: PartKind::State, end: tokens.len(), tensors });
         }
         if !parts.is_empty() {
             disk.save(parts);
         }
-        disk.touch(&keys);
+        disk.touch(keys);
         Ok(())
     }
 
+    /// Keys of a prefix in the store: its KV, first to last, then its state.
+    fn keys(&self, tokens: &[u32]) -> Vec<Key> {
+        let Some(disk) = &self.disk else { return Vec::new() };
+        let mut keys = KeyChain::block_keys(disk.fingerprint(), tokens);
+        if self.needs_state
+            && let Some(last) = keys.last()
+        {
+            keys.push(state_key(last));
+        }
+        keys
+    }
+
     fn shrink(&mut self) {
-        let gone = self.tree.shrink(self.memory_bytes, now());
-        let size = self.tree.size();
-        self.reporter.count(|counts| counts.evictions += gone as u64);
-        self.reporter.resize(size);
+        let evicted = self.tree.shrink(self.memory_bytes, self.clock.seconds());
+        self.reporter.count(|counts| counts.evictions += evicted as u64);
+        self.reporter.resize(self.tree.size());
     }
 
-    /// Waits until everything that was saved is on disk.
-    ///
-    /// # Errors
-    /// [`crate::Error::Store`] when saving has been turned off after a failure.
+    /// Waits until everything that was saved is on disk; an error if saving was turned off.
     pub fn flush(&self) -> Result<()> {
-        self.disk.as_ref().map_or(Ok(()), RedbStore::flush)
+        Ok(self.disk.as_ref().map_or(Ok(()), RedbStore::flush)?)
     }
-}
-
-/// Keys of the rows of a prefix, first to last, and of its state where there is one.
-fn keys(disk: &RedbStore, tokens: &[u32], needs_state: bool) -> Vec<Key> {
-    let mut keys = Keys::of_blocks(disk.fingerprint(), tokens);
-    if needs_state && let Some(last) = keys.last() {
-        keys.push(state_key(last));
-    }
-    keys
-}
-
-/// Seconds since 1970.
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

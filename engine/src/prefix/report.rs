@@ -1,74 +1,76 @@
-//! What both tiers tell about themselves, to whoever asks from another thread.
+//! Counters and sizes of both tiers, for other threads.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::tree::Size;
-use crate::store;
+use parking_lot::Mutex;
 
-/// What was done since the engine started.
+use super::tree::CacheSize;
+use crate::store::{StoreReport, StoreReporter};
+
+/// Counters since the engine started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PrefixCounts {
     /// Requests that resumed from saved state.
     pub hits: u64,
-    /// Requests that began from nothing.
+    /// Requests that started from nothing.
     pub misses: u64,
     /// Tokens of their prompts.
     pub prompt_tokens: u64,
-    /// How many of these were restored instead of computed.
+    /// Prompt tokens that were restored instead of computed.
     pub cached_tokens: u64,
     /// Tokens of prefixes that were read from disk.
     pub read_tokens: u64,
-    /// Prefixes that were kept in memory.
+    /// Prefixes saved in memory.
     pub saves: u64,
-    /// States and runs of rows that left memory for the budget's sake.
+    /// States and runs of KV evicted from memory.
     pub evictions: u64,
-    /// Tokens computed ahead of requests, while the engine was idle.
+    /// Tokens computed by the prefix prefetch.
     pub ahead_tokens: u64,
 }
 
 /// Counters and sizes of both tiers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct PrefixReport {
     /// What was done.
-    pub counts: Counts,
-    /// What is in memory.
-    pub memory: Size,
-    /// Bytes that may be.
+    pub counts: PrefixCounts,
+    /// Content of the prefix cache.
+    pub memory: CacheSize,
+    /// Most bytes of the prefix cache.
     pub memory_budget: u64,
-    /// What is on disk; none where state is kept in memory alone.
-    pub disk: Option<store::Report>,
+    /// The prefix store, if there is one.
+    pub disk: Option<StoreReport>,
 }
 
-/// Asks for a [`Report`] from any thread.
+/// Reports from any thread.
 #[derive(Clone, Default)]
-pub struct Reporter {
-    known: Arc<Mutex<Report>>,
-    disk: Option<store::Reporter>,
+pub struct PrefixReporter {
+    memory: Arc<Mutex<PrefixReport>>,
+    disk: Option<StoreReporter>,
 }
 
-impl std::fmt::Debug for Reporter {
+impl std::fmt::Debug for PrefixReporter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.report().fmt(f)
     }
 }
 
-impl Reporter {
-    pub(super) fn new(memory_budget: u64, disk: Option<store::Reporter>) -> Self {
-        let known = Report { memory_budget, ..Report::default() };
-        Self { known: Arc::new(Mutex::new(known)), disk }
+impl PrefixReporter {
+    pub(super) fn new(memory_budget: u64, disk: Option<StoreReporter>) -> Self {
+        let report = PrefixReport { memory_budget, ..PrefixReport::default() };
+        Self { memory: Arc::new(Mutex::new(report)), disk }
     }
 
-    pub(crate) fn count(&self, change: impl FnOnce(&mut Counts)) {
-        change(&mut self.known.lock().expect("nothing panics while it counts").counts);
+    pub(crate) fn count(&self, change: impl FnOnce(&mut PrefixCounts)) {
+        change(&mut self.memory.lock().counts);
     }
 
-    pub(super) fn resize(&self, memory: Size) {
-        self.known.lock().expect("nothing panics while it counts").memory = memory;
+    pub(super) fn resize(&self, memory: CacheSize) {
+        self.memory.lock().memory = memory;
     }
 
-    /// As things are now.
-    pub fn report(&self) -> Report {
-        let known = self.known.lock().expect("nothing panics while it counts").clone();
-        Report { disk: self.disk.as_ref().map(store::Reporter::report), ..known }
+    /// Current sizes and counters.
+    pub fn report(&self) -> PrefixReport {
+        let memory = self.memory.lock().clone();
+        PrefixReport { disk: self.disk.as_ref().map(StoreReporter::report), ..memory }
     }
 }

@@ -1,60 +1,53 @@
-//! A radix tree over token ids: prefixes that begin alike share what is kept of their beginning.
+//! The prefix cache: a radix tree over token ids, in which prefixes share what they have in common.
 //!
-//! Each node stands for a run of tokens behind its parent's and holds their rows (keys and values);
-//! at its end it may hold a state, the part of a cache that exists at one position alone (recurrent
-//! matrices, sliding windows). A model that has such parts can resume only where a state is; any
-//! other resumes wherever rows lead.
+//! Each node stands for a run of tokens after its parent's and holds their KV; at its end it may hold
+//! a recurrent state. A model with recurrent state can resume only from a state; any other resumes
+//! wherever there is KV.
 //!
-//! What was used longest ago goes first. A state goes alone, and rows only when nothing hangs on
-//! them any more: so rows that several prefixes share outlive the states along the way.
+//! The least recently used is evicted first. A state is evicted alone, and KV only from leaves: KV
+//! that several prefixes share outlives the states along the way.
 //!
-//! Knows neither models nor disks: rows and states are [`Rows`] and [`State`].
+//! Knows neither models nor disks: KV and states are [`KvRun`] and [`Footprint`].
 //!
 //! Source: RadixAttention (arXiv:2312.07104, section 3), with states as checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::error::Result;
+use crate::store::{Lru, Recency};
 
-/// Rows of neighbouring tokens.
-pub trait Rows: Sized {
-    /// The first `at` rows, and the others. Neither holds the other's memory.
-    ///
-    /// # Errors
-    /// Whatever keeps them from being copied.
-    fn split(self, at: usize) -> Result<(Self, Self)>;
-
-    /// The first `count` rows, sharing memory with these.
-    ///
-    /// # Errors
-    /// Whatever keeps them from being looked at.
-    fn first(&self, count: usize) -> Result<Self>;
-
-    /// Bytes of memory.
+/// Something that takes memory.
+pub trait Footprint {
     fn bytes(&self) -> u64;
 }
 
-/// What exists at one position.
-pub trait State {
-    /// Bytes of memory.
-    fn bytes(&self) -> u64;
+impl<T: Footprint> Footprint for Option<T> {
+    fn bytes(&self) -> u64 {
+        self.as_ref().map_or(0, T::bytes)
+    }
+}
+
+/// Keys and values of consecutive tokens.
+pub trait KvRun: Footprint + Sized {
+    /// The first `at` rows, and the others. Neither holds the other's memory.
+    fn split(self, at: usize) -> Result<(Self, Self)>;
+
+    /// The first `count` rows, sharing memory with these.
+    fn first(&self, count: usize) -> Result<Self>;
 }
 
 type Id = u64;
 
-/// The node that stands for no token and is never removed.
+/// The node without tokens, which is never removed.
 const ROOT: Id = 0;
 
-/// Prefixes with what is kept of them.
-pub struct Tree<R, S> {
+pub struct PrefixTree<R, S> {
     nodes: HashMap<Id, Node<R, S>>,
-    /// Nodes that can give something up: states, and rows that nothing hangs on. Least recently
-    /// used first.
-    by_use: BTreeSet<(u64, Id)>,
+    /// Nodes with a state, and leaves.
+    lru: Lru<Id>,
     needs_state: bool,
     bytes: u64,
     newest: Id,
-    clock: u64,
 }
 
 struct Node<R, S> {
@@ -62,71 +55,67 @@ struct Node<R, S> {
     /// By their first token.
     children: BTreeMap<u32, Id>,
     tokens: Vec<u32>,
-    /// None at the root alone.
-    rows: Option<R>,
+    /// `None` only at the root.
+    kv: Option<R>,
     state: Option<S>,
-    used: u64,
-    /// Not given up before this time, in seconds since 1970.
-    pinned: u64,
+    recency: Recency,
 }
 
-/// How much there is of a prefix.
+/// The saved part of a token sequence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Found {
-    /// Tokens whose rows are there.
-    pub rows: usize,
-    /// Tokens behind which a request can resume.
+pub struct PrefixMatch {
+    /// Tokens with KV.
+    pub kv: usize,
+    /// Tokens after which a request can resume.
     pub resume: usize,
 }
 
-/// What a walk along tokens has met.
+/// The path of a token sequence through the tree.
 struct Walk {
-    /// Nodes all of whose tokens agree, the root first.
+    /// Nodes that match completely, the root first.
     whole: Vec<Id>,
-    /// A node of which only so many tokens do.
+    /// A node of which only the first tokens match, and their number.
     partly: Option<(Id, usize)>,
-    /// Tokens that agree.
+    /// Tokens that match.
     length: usize,
 }
 
-/// How much is kept.
+/// Content of the prefix cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Size {
+pub struct CacheSize {
     /// Runs of tokens.
     pub nodes: usize,
-    /// Positions with a state.
+    /// Positions with a recurrent state.
     pub states: usize,
-    /// Bytes of rows and states.
+    /// Bytes of KV and states.
     pub bytes: u64,
 }
 
-impl<R: Rows, S: State> Tree<R, S> {
-    /// An empty tree; `needs_state` says that a request can resume only where a state is.
+impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
+    /// An empty tree; with `needs_state`, requests resume only from states.
     pub fn new(needs_state: bool) -> Self {
         let root = Node {
             parent: ROOT,
             children: BTreeMap::new(),
             tokens: Vec::new(),
-            rows: None,
+            kv: None,
             state: None,
-            used: 0,
-            pinned: 0,
+            recency: Recency::default(),
         };
         Self {
             nodes: HashMap::from([(ROOT, root)]),
-            by_use: BTreeSet::new(),
+            lru: Lru::default(),
             needs_state,
             bytes: 0,
             newest: ROOT,
-            clock: 0,
         }
     }
 
-    /// What there is of `tokens`; a request resumes behind at most `limit` of them.
-    pub fn find(&self, tokens: &[u32], limit: usize) -> Found {
+    /// The saved part of `tokens`; a request resumes after at most `limit` of them.
+    pub fn find(&self, tokens: &[u32], limit: usize) -> PrefixMatch {
         let walk = self.walk(tokens);
         if !self.needs_state {
-            return Found { rows: walk.length, resume: walk.length.min(limit) };
+            return PrefixMatch { kv: walk.length, resume: walk.length.min(limit) };
         }
         let (mut end, mut resume) = (0, 0);
         for id in &walk.whole {
@@ -136,149 +125,132 @@ impl<R: Rows, S: State> Tree<R, S> {
                 resume = end;
             }
         }
-        Found { rows: walk.length, resume }
+        PrefixMatch { kv: walk.length, resume }
     }
 
-    /// The rows of all of `tokens`, in order, and the state behind them, where there is one. Counts
-    /// as a use.
-    ///
-    /// # Errors
-    /// What [`Rows::first`] meets.
+    /// The KV of all of `tokens`, in order, and the state at their end, if there is one. Counts as a
+    /// use.
     ///
     /// # Panics
-    /// When rows are missing: [`Tree::find`] says how many there are.
+    /// If KV is missing: [`PrefixTree::find`] returns how much there is.
     pub fn get(&mut self, tokens: &[u32]) -> Result<(Vec<R>, Option<&S>)> {
         let walk = self.walk(tokens);
-        assert_eq!(walk.length, tokens.len(), "asked for more than there is");
-        let mut rows = Vec::new();
+        assert_eq!(walk.length, tokens.len(), "not all of these tokens are saved");
+        let mut kv = Vec::new();
         for id in &walk.whole[1..] {
             let node = &self.nodes[id];
-            rows.push(node.rows().first(node.tokens.len())?);
+            kv.push(node.kv().first(node.tokens.len())?);
         }
         if let Some((id, count)) = walk.partly {
-            rows.push(self.nodes[&id].rows().first(count)?);
+            kv.push(self.nodes[&id].kv().first(count)?);
         }
         let last = *walk.whole.last().expect("the root is always there");
         self.touch(walk.partly.map_or(last, |(id, _)| id));
         let state = walk.partly.is_none().then(|| self.nodes[&last].state.as_ref());
-        Ok((rows, state.flatten()))
+        Ok((kv, state.flatten()))
     }
 
-    /// Keeps `rows`, which begin behind those that there are of `tokens` and reach to their end, and
-    /// `state` at it. Counts as a use; [`Tree::shrink`] makes room afterwards.
-    ///
-    /// # Errors
-    /// What [`Rows::split`] meets; nothing is kept then.
-    pub fn put(&mut self, tokens: &[u32], rows: Option<R>, state: Option<S>) -> Result<()> {
+    /// Saves `kv`, which continues the saved KV of `tokens` to their end, and `state` at that end.
+    /// Counts as a use; [`PrefixTree::shrink`] makes room afterwards. Saves nothing on an error.
+    pub fn put(&mut self, tokens: &[u32], kv: Option<R>, state: Option<S>) -> Result<()> {
         let walk = self.walk(tokens);
         let mut at = *walk.whole.last().expect("the root is always there");
         if let Some((id, count)) = walk.partly {
             at = self.split(id, count)?;
         }
-        if let Some(rows) = rows {
+        if let Some(kv) = kv {
             debug_assert!(walk.length < tokens.len());
             self.newest += 1;
             let id = self.newest;
             let tokens = tokens[walk.length..].to_vec();
-            self.bytes += rows.bytes();
+            self.bytes += kv.bytes();
             let parent = self.nodes.get_mut(&at).expect("walked over");
             parent.children.insert(tokens[0], id);
             let node = Node {
                 parent: at,
                 children: BTreeMap::new(),
                 tokens,
-                rows: Some(rows),
+                kv: Some(kv),
                 state: None,
-                used: 0,
-                pinned: 0,
+                recency: Recency::default(),
             };
             self.nodes.insert(id, node);
-            self.file(at);
+            self.enlist(at);
             at = id;
         }
-        if let Some(state) = state
-            && at != ROOT
-        {
+        if state.is_some() && at != ROOT {
             self.bytes += state.bytes();
-            let old = self.nodes.get_mut(&at).expect("just put").state.replace(state);
-            self.bytes -= old.map_or(0, |old| old.bytes());
+            let node = self.nodes.get_mut(&at).expect("just put");
+            self.bytes -= std::mem::replace(&mut node.state, state).bytes();
         }
         self.touch(at);
         Ok(())
     }
 
-    /// Keeps `tokens` until `until`, or until a later time that was said before, in seconds since
-    /// 1970. False, and nothing is pinned, where a request cannot resume behind them, or all that is
-    /// pinned at the time `now` would take more than `most` bytes.
-    ///
-    /// # Errors
-    /// What [`Rows::split`] meets.
-    pub fn pin(&mut self, tokens: &[u32], until: u64, now: u64, most: u64) -> Result<bool> {
+    /// Retains `tokens` until `until` (seconds since 1970), or until the later time of an earlier
+    /// call. Changes nothing and returns false if a request cannot resume after them, or if all that
+    /// is retained at `now` would take more than `most` bytes.
+    pub fn retain(&mut self, tokens: &[u32], until: u64, now: u64, most: u64) -> Result<bool> {
         if self.find(tokens, tokens.len()).resume < tokens.len() {
             return Ok(false);
         }
         let walk = self.walk(tokens);
         let id = match walk.partly {
-            // What follows is another prefix, and not to be pinned with this one.
+            // The rest of the run belongs to another prefix, which is not retained with this one.
             Some((id, count)) => self.split(id, count)?,
             None => *walk.whole.last().expect("the root is always there"),
         };
-        let node = self.nodes.get_mut(&id).expect("walked over");
-        let before = node.pinned;
-        node.pinned = until.max(before);
-        let fits = self.pinned(now) <= most;
+        let before = self.nodes[&id].recency;
+        self.set_recency(
+            id,
+            Recency { retained_until: until.max(before.retained_until), ..before },
+        );
+        let fits = self.retained_bytes(now) <= most;
         if !fits {
-            self.nodes.get_mut(&id).expect("just seen").pinned = before;
+            self.set_recency(id, before);
         }
         Ok(fits)
     }
 
-    /// Gives up what was used longest ago until at most `budget` bytes are left, but nothing that is
-    /// pinned at the time `now`. Returns how many states and runs of rows went.
+    /// Evicts the least recently used until at most `budget` bytes are left, except what is retained
+    /// at `now`. Returns the number of evicted states and runs of KV.
     pub fn shrink(&mut self, budget: u64, now: u64) -> usize {
-        let mut gone = 0;
-        let mut pinned = Vec::new();
+        let mut evicted = 0;
         while self.bytes > budget
-            && let Some((used, id)) = self.by_use.pop_first()
+            && let Some(id) = self.lru.pop_oldest(now)
         {
-            if self.nodes[&id].pinned > now {
-                pinned.push((used, id));
-                continue;
-            }
-            gone += 1;
-            let node = self.nodes.get_mut(&id).expect("by_use names nodes only");
+            evicted += 1;
+            let node = self.nodes.get_mut(&id).expect("the order names nodes only");
             let state = node.state.take();
-            self.bytes -= state.as_ref().map_or(0, State::bytes);
+            self.bytes -= state.bytes();
             let useless = self.needs_state || state.is_none();
             if node.children.is_empty() && useless {
                 self.remove(id);
             } else {
-                self.file(id);
+                self.enlist(id);
             }
         }
-        self.by_use.extend(pinned);
-        gone
+        evicted
     }
 
-    /// Bytes that are pinned at the time `now`: of pinned nodes and the rows before them.
-    pub fn pinned(&self, now: u64) -> u64 {
+    /// Bytes of retained nodes and of the KV before them.
+    fn retained_bytes(&self, now: u64) -> u64 {
         let mut seen = BTreeSet::new();
         let mut bytes = 0;
-        for (id, node) in self.nodes.iter().filter(|(_, node)| node.pinned > now) {
-            bytes += node.state.as_ref().map_or(0, State::bytes);
+        for (id, node) in self.nodes.iter().filter(|(_, node)| node.recency.retained_until > now) {
+            bytes += node.state.bytes();
             let mut at = *id;
             while at != ROOT && seen.insert(at) {
-                bytes += self.nodes[&at].rows().bytes();
+                bytes += self.nodes[&at].kv.bytes();
                 at = self.nodes[&at].parent;
             }
         }
         bytes
     }
 
-    /// How much is kept.
-    pub fn size(&self) -> Size {
+    pub fn size(&self) -> CacheSize {
         let states = self.nodes.values().filter(|node| node.state.is_some()).count();
-        Size { nodes: self.nodes.len() - 1, states, bytes: self.bytes }
+        CacheSize { nodes: self.nodes.len() - 1, states, bytes: self.bytes }
     }
 
     fn walk(&self, tokens: &[u32]) -> Walk {
@@ -300,12 +272,12 @@ impl<R: Rows, S: State> Tree<R, S> {
         walk
     }
 
-    /// Makes two nodes of one; returns the first, which ends after `count` of its tokens.
+    /// Splits a node after `count` of its tokens, and returns the new upper node.
     fn split(&mut self, id: Id, count: usize) -> Result<Id> {
         let node = self.nodes.get_mut(&id).expect("walked over");
-        let before = node.rows().bytes();
-        // Rows that cannot be split are lost, and so is the node: its tokens are known elsewhere.
-        let (first, second) = match node.rows.take().expect("not the root").split(count) {
+        let before = node.kv.bytes();
+        // KV that cannot be split is lost, and with it the node.
+        let (first, second) = match node.kv.take().expect("not the root").split(count) {
             Ok(halves) => halves,
             Err(error) => {
                 self.bytes -= before;
@@ -316,31 +288,26 @@ impl<R: Rows, S: State> Tree<R, S> {
         self.bytes = self.bytes - before + first.bytes() + second.bytes();
         let rest = node.tokens.split_off(count);
         let tokens = std::mem::replace(&mut node.tokens, rest);
-        node.rows = Some(second);
+        node.kv = Some(second);
         self.newest += 1;
         let upper = self.newest;
         let parent = std::mem::replace(&mut node.parent, upper);
-        let (lead, used) = (node.tokens[0], node.used);
+        let children = BTreeMap::from([(node.tokens[0], id)]);
+        let recency = Recency { retained_until: 0, ..node.recency };
         let above = self.nodes.get_mut(&parent).expect("every parent is there");
         above.children.insert(tokens[0], upper);
-        let children = BTreeMap::from([(lead, id)]);
-        let node =
-            Node { parent, children, tokens, rows: Some(first), state: None, used, pinned: 0 };
+        let node = Node { parent, children, tokens, kv: Some(first), state: None, recency };
         self.nodes.insert(upper, node);
         Ok(upper)
     }
 
-    /// Takes a node and all that hangs on it out; its own rows are gone already.
+    /// Removes a node whose KV is gone, and everything below it.
     fn cut(&mut self, id: Id) {
         let mut left = vec![id];
         while let Some(id) = left.pop() {
             let node = self.nodes.remove(&id).expect("every child is there");
-            self.by_use.remove(&(node.used, id));
-            let bytes = |node: &Node<R, S>| {
-                node.rows.as_ref().map_or(0, Rows::bytes)
-                    + node.state.as_ref().map_or(0, State::bytes)
-            };
-            self.bytes -= bytes(&node);
+            self.lru.remove(id, node.recency);
+            self.bytes -= node.kv.bytes() + node.state.bytes();
             left.extend(node.children.values());
             if let Some(parent) = self.nodes.get_mut(&node.parent) {
                 parent.children.remove(&node.tokens[0]);
@@ -348,47 +315,48 @@ impl<R: Rows, S: State> Tree<R, S> {
         }
     }
 
-    /// Removes a leaf, and with it those before it that are of no use without it.
+    /// Removes a leaf, and the nodes before it that are useless without it.
     fn remove(&mut self, mut id: Id) {
         loop {
             let node = self.nodes.remove(&id).expect("only nodes are removed");
-            self.by_use.remove(&(node.used, id));
-            self.bytes -= node.rows().bytes();
+            self.lru.remove(id, node.recency);
+            self.bytes -= node.kv.bytes();
             let parent = self.nodes.get_mut(&node.parent).expect("every parent is there");
             parent.children.remove(&node.tokens[0]);
             id = node.parent;
-            let of_use = !self.needs_state || parent.state.is_some();
-            if id == ROOT || of_use || !parent.children.is_empty() {
+            let useful = !self.needs_state || parent.state.is_some();
+            if id == ROOT || useful || !parent.children.is_empty() {
                 break;
             }
         }
-        self.file(id);
+        self.enlist(id);
     }
 
     /// Makes a node the most recently used one.
     fn touch(&mut self, id: Id) {
-        self.clock += 1;
-        let node = self.nodes.get_mut(&id).expect("only nodes are used");
-        self.by_use.remove(&(node.used, id));
-        node.used = self.clock;
-        self.file(id);
+        let used = self.lru.tick(1, 0);
+        self.set_recency(id, Recency { used, ..self.nodes[&id].recency });
+        self.enlist(id);
     }
 
-    /// Puts a node among those that can give something up, or takes it out.
-    fn file(&mut self, id: Id) {
+    fn set_recency(&mut self, id: Id, recency: Recency) {
+        let node = self.nodes.get_mut(&id).expect("only nodes are used");
+        self.lru.update(id, &mut node.recency, recency);
+    }
+
+    /// Adds a node to the eviction order, or removes it, by whether it has something to evict.
+    fn enlist(&mut self, id: Id) {
         let node = &self.nodes[&id];
-        let entry = (node.used, id);
+        self.lru.remove(id, node.recency);
         if id != ROOT && (node.state.is_some() || node.children.is_empty()) {
-            self.by_use.insert(entry);
-        } else {
-            self.by_use.remove(&entry);
+            self.lru.insert(id, node.recency);
         }
     }
 }
 
 impl<R, S> Node<R, S> {
-    fn rows(&self) -> &R {
-        self.rows.as_ref().expect("every node but the root has rows")
+    fn kv(&self) -> &R {
+        self.kv.as_ref().expect("every node but the root has KV")
     }
 }
 
@@ -396,11 +364,11 @@ impl<R, S> Node<R, S> {
 mod tests {
     use super::*;
 
-    /// Rows that are their own tokens, so that a prefix shows whether it is the one asked for.
+    /// KV that is its own tokens, so a wrong prefix shows.
     #[derive(Debug, Clone, PartialEq)]
     struct Tokens(Vec<u32>);
 
-    impl Rows for Tokens {
+    impl KvRun for Tokens {
         fn split(mut self, at: usize) -> Result<(Self, Self)> {
             let rest = self.0.split_off(at);
             Ok((self, Self(rest)))
@@ -409,7 +377,9 @@ mod tests {
         fn first(&self, count: usize) -> Result<Self> {
             Ok(Self(self.0[..count].to_vec()))
         }
+    }
 
+    impl Footprint for Tokens {
         fn bytes(&self) -> u64 {
             10 * self.0.len() as u64
         }
@@ -419,113 +389,113 @@ mod tests {
     #[derive(Debug, Clone, PartialEq)]
     struct Whole(Vec<u32>);
 
-    impl State for Whole {
+    impl Footprint for Whole {
         fn bytes(&self) -> u64 {
             300
         }
     }
 
-    fn put(tree: &mut Tree<Tokens, Whole>, tokens: &[u32], has_state: bool) {
-        let known = tree.find(tokens, usize::MAX).rows;
-        let rows = (known < tokens.len()).then(|| Tokens(tokens[known..].to_vec()));
-        tree.put(tokens, rows, has_state.then(|| Whole(tokens.to_vec()))).unwrap();
+    fn put(tree: &mut PrefixTree<Tokens, Whole>, tokens: &[u32], has_state: bool) {
+        let known = tree.find(tokens, usize::MAX).kv;
+        let kv = (known < tokens.len()).then(|| Tokens(tokens[known..].to_vec()));
+        tree.put(tokens, kv, has_state.then(|| Whole(tokens.to_vec()))).unwrap();
     }
 
-    fn get(tree: &mut Tree<Tokens, Whole>, tokens: &[u32]) -> (Vec<u32>, Option<Whole>) {
-        let (rows, state) = tree.get(tokens).unwrap();
-        (rows.into_iter().flat_map(|rows| rows.0).collect(), state.cloned())
+    fn get(tree: &mut PrefixTree<Tokens, Whole>, tokens: &[u32]) -> (Vec<u32>, Option<Whole>) {
+        let (kv, state) = tree.get(tokens).unwrap();
+        (kv.into_iter().flat_map(|run| run.0).collect(), state.cloned())
     }
 
     #[test]
     fn prefixes_share_their_beginning() {
-        let mut tree = Tree::new(true);
+        let mut tree = PrefixTree::new(true);
         put(&mut tree, &[1, 2, 3, 4], true);
         put(&mut tree, &[1, 2, 3, 5, 6], true);
         put(&mut tree, &[1, 2], true);
-        assert_eq!(tree.size(), Size { nodes: 4, states: 3, bytes: 6 * 10 + 3 * 300 });
-        assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 9), Found { rows: 5, resume: 5 });
-        assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 4), Found { rows: 5, resume: 2 });
-        assert_eq!(tree.find(&[1, 2, 3, 9], 9), Found { rows: 3, resume: 2 });
-        assert_eq!(tree.find(&[2], 9), Found::default());
+        assert_eq!(tree.size(), CacheSize { nodes: 4, states: 3, bytes: 6 * 10 + 3 * 300 });
+        assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 9), PrefixMatch { kv: 5, resume: 5 });
+        assert_eq!(tree.find(&[1, 2, 3, 5, 6, 7], 4), PrefixMatch { kv: 5, resume: 2 });
+        assert_eq!(tree.find(&[1, 2, 3, 9], 9), PrefixMatch { kv: 3, resume: 2 });
+        assert_eq!(tree.find(&[2], 9), PrefixMatch::default());
         let whole = vec![1, 2, 3, 5, 6];
         assert_eq!(get(&mut tree, &whole), (whole.clone(), Some(Whole(whole))));
     }
 
     #[test]
-    fn without_states_a_request_resumes_wherever_rows_lead() {
-        let mut tree = Tree::new(false);
+    fn without_states_a_request_resumes_wherever_there_is_kv() {
+        let mut tree = PrefixTree::new(false);
         put(&mut tree, &[1, 2, 3, 4], false);
-        assert_eq!(tree.find(&[1, 2, 3, 9], 9), Found { rows: 3, resume: 3 });
-        assert_eq!(tree.find(&[1, 2, 3, 4], 3), Found { rows: 4, resume: 3 });
+        assert_eq!(tree.find(&[1, 2, 3, 9], 9), PrefixMatch { kv: 3, resume: 3 });
+        assert_eq!(tree.find(&[1, 2, 3, 4], 3), PrefixMatch { kv: 4, resume: 3 });
         assert_eq!(get(&mut tree, &[1, 2, 3]), (vec![1, 2, 3], None));
     }
 
-    /// The state in the middle goes when it is the oldest; the rows that it shares with the later
-    /// prefix stay until that one goes.
+    /// The state in the middle is the oldest and is evicted; the KV that it shares with the longer
+    /// prefix stays until that one is evicted.
     #[test]
-    fn states_go_before_the_rows_that_others_share() {
-        let mut tree = Tree::new(true);
+    fn states_are_evicted_before_shared_kv() {
+        let mut tree = PrefixTree::new(true);
         put(&mut tree, &[1, 2], true);
         put(&mut tree, &[1, 2, 3, 4], true);
         assert_eq!(tree.shrink(600, 0), 1);
-        assert_eq!(tree.find(&[1, 2, 3, 4], 9), Found { rows: 4, resume: 4 });
-        assert_eq!(tree.find(&[1, 2, 3, 4], 3), Found { rows: 4, resume: 0 });
+        assert_eq!(tree.find(&[1, 2, 3, 4], 9), PrefixMatch { kv: 4, resume: 4 });
+        assert_eq!(tree.find(&[1, 2, 3, 4], 3), PrefixMatch { kv: 4, resume: 0 });
         assert_eq!(tree.shrink(0, 0), 1);
-        assert_eq!(tree.size(), Size::default());
+        assert_eq!(tree.size(), CacheSize::default());
     }
 
     #[test]
-    fn what_is_pinned_stays_until_its_time() {
-        let mut tree = Tree::new(true);
+    fn retained_prefix_stays_until_its_time() {
+        let mut tree = PrefixTree::new(true);
         put(&mut tree, &[1, 2], true);
-        assert!(tree.pin(&[1, 2], 100, 0, 320).unwrap());
+        assert!(tree.retain(&[1, 2], 100, 0, 320).unwrap());
         put(&mut tree, &[3, 4], true);
-        assert_eq!(tree.pinned(99), 320);
+        assert_eq!(tree.retained_bytes(99), 320);
         tree.shrink(0, 99);
         assert_eq!(tree.find(&[1, 2], 9).resume, 2);
         assert_eq!(tree.find(&[3, 4], 9).resume, 0);
         tree.shrink(0, 100);
-        assert_eq!(tree.size(), Size::default());
+        assert_eq!(tree.size(), CacheSize::default());
     }
 
-    /// Rows that pins share count once; what is over the bound is not pinned, and goes.
+    /// KV that retained prefixes share counts once.
     #[test]
-    fn pins_beyond_their_bound_are_refused_and_change_nothing() {
-        let mut tree = Tree::new(true);
+    fn retention_beyond_the_bound_is_refused_and_changes_nothing() {
+        let mut tree = PrefixTree::new(true);
         for prefix in [&[1, 2][..], &[1, 2, 3], &[4, 5]] {
             put(&mut tree, prefix, true);
         }
-        assert!(tree.pin(&[1, 2], 100, 0, 649).unwrap());
-        assert!(!tree.pin(&[4, 5], 100, 0, 639).unwrap());
-        assert_eq!(tree.pinned(0), 320);
-        assert!(tree.pin(&[1, 2, 3], 50, 0, 630).unwrap());
-        assert_eq!((tree.pinned(0), tree.pinned(50)), (630, 320));
-        assert!(tree.pin(&[1, 2], 10, 0, 630).unwrap(), "it is, for longer");
+        assert!(tree.retain(&[1, 2], 100, 0, 649).unwrap());
+        assert!(!tree.retain(&[4, 5], 100, 0, 639).unwrap());
+        assert_eq!(tree.retained_bytes(0), 320);
+        assert!(tree.retain(&[1, 2, 3], 50, 0, 630).unwrap());
+        assert_eq!((tree.retained_bytes(0), tree.retained_bytes(50)), (630, 320));
+        assert!(tree.retain(&[1, 2], 10, 0, 630).unwrap(), "retained for longer already");
         // Nothing to resume from.
-        assert!(!tree.pin(&[1], 100, 0, 9999).unwrap());
-        assert!(!tree.pin(&[4, 5, 6], 100, 0, 9999).unwrap());
-        // What was pinned before counts no longer.
-        assert!(tree.pin(&[4, 5], 200, 100, 320).unwrap());
+        assert!(!tree.retain(&[1], 100, 0, 9999).unwrap());
+        assert!(!tree.retain(&[4, 5, 6], 100, 0, 9999).unwrap());
+        // Retention that is over does not count.
+        assert!(tree.retain(&[4, 5], 200, 100, 320).unwrap());
         tree.shrink(0, 100);
-        assert_eq!(tree.find(&[1, 2, 3], 9), Found::default());
+        assert_eq!(tree.find(&[1, 2, 3], 9), PrefixMatch::default());
         assert_eq!(tree.find(&[4, 5], 9).resume, 2);
     }
 
     #[test]
-    fn a_pin_within_a_run_of_tokens_holds_no_more_than_it_names() {
-        let mut tree = Tree::new(false);
+    fn retention_within_a_run_of_tokens_covers_only_its_prefix() {
+        let mut tree = PrefixTree::new(false);
         put(&mut tree, &[1, 2, 3, 4, 5], false);
-        assert!(!tree.pin(&[1, 2], 100, 0, 19).unwrap());
-        assert!(tree.pin(&[1, 2], 100, 0, 20).unwrap());
+        assert!(!tree.retain(&[1, 2], 100, 0, 19).unwrap());
+        assert!(tree.retain(&[1, 2], 100, 0, 20).unwrap());
         assert_eq!(tree.shrink(0, 99), 1);
-        assert_eq!(tree.find(&[1, 2, 3, 4, 5], 9), Found { rows: 2, resume: 2 });
+        assert_eq!(tree.find(&[1, 2, 3, 4, 5], 9), PrefixMatch { kv: 2, resume: 2 });
         tree.shrink(0, 100);
-        assert_eq!(tree.size(), Size::default());
+        assert_eq!(tree.size(), CacheSize::default());
     }
 
-    /// 10,000 random operations on sequences that share beginnings, against a plain list of what was
-    /// put: rows and states are those of the prefix asked for, sizes add up, the budget holds, and
-    /// nothing is gone while there is room.
+    /// 10,000 random operations on sequences that share beginnings, against a plain list of the saved
+    /// prefixes: KV and states are those of the requested prefix, sizes add up, the budget holds, and
+    /// nothing is evicted while there is room.
     #[test]
     fn ten_thousand_random_operations_agree_with_a_simple_model() {
         for needs_state in [true, false] {
@@ -536,8 +506,8 @@ mod tests {
                     .wrapping_add(1_442_695_040_888_963);
                 (seed >> 33) as usize % bound
             };
-            let mut tree = Tree::new(needs_state);
-            // What was put since the tree was last short of room.
+            let mut tree = PrefixTree::new(needs_state);
+            // Saved since the last eviction.
             let mut model: Vec<Vec<u32>> = Vec::new();
             for step in 0..10_000 {
                 let mut tokens: Vec<u32> = (0..60).collect();
@@ -554,18 +524,18 @@ mod tests {
                     4..8 => {
                         let limit = random(70);
                         let found = tree.find(&tokens, limit);
-                        let rows = model.iter().map(shared).max().unwrap_or(0);
-                        assert!(found.rows >= rows, "step {step}: rows are lost");
+                        let kv = model.iter().map(shared).max().unwrap_or(0);
+                        assert!(found.kv >= kv, "step {step}: KV is lost");
                         let whole = model
                             .iter()
                             .filter(|other| other.len() <= limit && shared(other) == other.len());
                         let resume = whole.map(Vec::len).max().unwrap_or(0);
-                        assert!(found.resume >= resume && found.resume <= limit.min(found.rows));
+                        assert!(found.resume >= resume && found.resume <= limit.min(found.kv));
                         if needs_state && found.resume > 0 {
                             let at = tokens[..found.resume].to_vec();
                             assert_eq!(get(&mut tree, &at), (at.clone(), Some(Whole(at))));
-                        } else if found.rows > 0 {
-                            let at = tokens[..1 + random(found.rows)].to_vec();
+                        } else if found.kv > 0 {
+                            let at = tokens[..1 + random(found.kv)].to_vec();
                             assert_eq!(get(&mut tree, &at).0, at);
                         }
                     }
@@ -577,16 +547,13 @@ mod tests {
                         assert!(tree.size().bytes <= budget, "step {step}");
                     }
                 }
-                let bytes = |node: &Node<Tokens, Whole>| {
-                    let rows = node.rows.as_ref().map_or(0, Rows::bytes);
-                    rows + node.state.as_ref().map_or(0, State::bytes)
-                };
+                let bytes = |node: &Node<Tokens, Whole>| node.kv.bytes() + node.state.bytes();
                 assert_eq!(tree.nodes.values().map(bytes).sum::<u64>(), tree.bytes, "step {step}");
-                let can_give = |node: &Node<Tokens, Whole>| {
-                    node.rows.is_some() && (node.children.is_empty() || node.state.is_some())
+                let is_evictable = |node: &Node<Tokens, Whole>| {
+                    node.kv.is_some() && (node.children.is_empty() || node.state.is_some())
                 };
-                let count = tree.nodes.values().filter(|node| can_give(node)).count();
-                assert_eq!(count, tree.by_use.len(), "step {step}");
+                let count = tree.nodes.values().filter(|node| is_evictable(node)).count();
+                assert_eq!(count, tree.lru.len(), "step {step}");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The bytes of one part: a head that says what follows, the tensors' elements, a checksum.
+//! Encoding of one part: a head that describes the tensors, their elements, a checksum.
 //!
 //! All integers are little-endian u64 unless stated.
 //!
@@ -6,25 +6,24 @@
 //! |---|---|---|
 //! | 0 | magic | `STEERSNP` |
 //! | 8 | version | 2 |
-//! | 16 | total | bytes of all of it |
+//! | 16 | total | length of the encoded part |
 //! | 24 | head | bytes before the first tensor's elements |
-//! | 32 | tensors | how many |
+//! | 32 | tensors | their number |
 //! | 40 | for each tensor | bytes of elements; length of dtype, dtype in UTF-8; rank, extents as i32 |
 //! | head | elements | of all tensors, in order, without gaps |
-//! | total - 8 | checksum | XXH3-64 of the part's key and of all before |
+//! | total - 8 | checksum | XXH3-64 of the part's key and all bytes before |
 //!
-//! The key is part of the checksum, so that no part passes for another. [`decode`] takes any bytes:
-//! it fails on what it does not understand, never panics, and never allocates more than a small
-//! multiple of the stated input length.
+//! The checksum covers the key, so a part cannot be read under another key. [`decode`] accepts any
+//! bytes: it returns an error for an invalid encoding, never panics, and never allocates more than a
+//! small multiple of the input length.
 //!
 //! # Why
-//! - XXH3 looks for accidents (a disk's flipped bit, a torn page), not for forgers, who could write
-//!   to the file but not to this process: whoever can do the one can do the other, as the file has
-//!   mode 0600. It runs at 5 to 12 GB/s (EPYC, SSE2) where SHA-256 runs at 1.2 to 1.6 GB/s with the
-//!   CPU's help and at a quarter of that without, less than half of what a load otherwise takes.
-//!   CRC-32 is faster still (13 GB/s), but 32 bits are few for millions of loads.
-//! - The checksum comes last, so that both directions copy and hash in one pass, a piece at a time
-//!   while it is in the processor's cache.
+//! - XXH3 detects accidents (a flipped bit, a torn page), not forgery: the file has mode 0600, so
+//!   whoever can write it can also write to this process. It runs at 5 to 12 GB/s (EPYC, SSE2);
+//!   SHA-256 runs at 1.2 to 1.6 GB/s with CPU support and at a quarter of that without, slower than
+//!   the rest of a load. CRC-32 is faster still (13 GB/s), but 32 bits are few for millions of loads.
+//! - The checksum comes last, so both directions copy and hash in one pass, in pieces that fit the
+//!   processor's cache.
 
 use std::io::{BufRead, Error, ErrorKind, Read, Result};
 
@@ -34,31 +33,29 @@ use super::{Key, Tensor};
 
 const MAGIC: [u8; 8] = *b"STEERSNP";
 const VERSION: u64 = 2;
-/// Bytes before what is said of the tensors.
+/// Bytes of the head before the description of the tensors.
 const FIXED: usize = 40;
-/// Bytes of the checksum.
 const CHECKSUM: usize = 8;
-/// Least bytes that the head has for a tensor: element bytes, dtype's length, rank.
+/// Least bytes of a tensor's description: element bytes, dtype's length, rank.
 const LEAST_TENSOR: usize = 24;
-/// Bytes that are hashed right after they were copied.
+/// Bytes that are copied, then hashed, at once.
 const PIECE: usize = 64 << 10;
 
-/// A part on its way out; reading it yields its bytes.
+/// A part being encoded: reads yield its bytes.
 pub(super) struct Encoded<'a> {
-    /// What is yielded now.
-    piece: Piece<'a>,
+    section: Section<'a>,
     offset: usize,
     tensors: std::slice::Iter<'a, Tensor>,
     checksum: Xxh3Default,
 }
 
-enum Piece<'a> {
+enum Section<'a> {
     Head(Vec<u8>),
     Elements(&'a [u8]),
     Checksum([u8; CHECKSUM]),
 }
 
-/// The bytes of the part of this key, without a copy of its tensors.
+/// Encodes the part with this key without copying its tensors.
 pub(super) fn encode<'a>(key: &Key, tensors: &'a [Tensor]) -> Encoded<'a> {
     let mut head = Vec::with_capacity(FIXED + tensors.len() * 2 * LEAST_TENSOR);
     head.extend(MAGIC);
@@ -74,12 +71,12 @@ pub(super) fn encode<'a>(key: &Key, tensors: &'a [Tensor]) -> Encoded<'a> {
         head.extend(tensor.shape.iter().flat_map(|extent| extent.to_le_bytes()));
     }
     let checksum = checksum_of(key);
-    Encoded { piece: Piece::Head(head), offset: 0, tensors: tensors.iter(), checksum }
+    Encoded { section: Section::Head(head), offset: 0, tensors: tensors.iter(), checksum }
 }
 
 /// Bytes that [`encode`] yields, without encoding.
 pub(super) fn encoded_len(tensors: &[Tensor]) -> u64 {
-    (head_len(tensors) + CHECKSUM) as u64 + super::elements(tensors)
+    (head_len(tensors) + CHECKSUM) as u64 + super::element_bytes(tensors)
 }
 
 fn head_len(tensors: &[Tensor]) -> usize {
@@ -90,12 +87,12 @@ fn head_len(tensors: &[Tensor]) -> usize {
 impl Read for Encoded<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> Result<usize> {
         loop {
-            let (piece, hashed): (&[u8], bool) = match &self.piece {
-                Piece::Head(head) => (head, true),
-                Piece::Elements(elements) => (elements, true),
-                Piece::Checksum(checksum) => (checksum, false),
+            let (section, hashed): (&[u8], bool) = match &self.section {
+                Section::Head(head) => (head, true),
+                Section::Elements(elements) => (elements, true),
+                Section::Checksum(checksum) => (checksum, false),
             };
-            let rest = &piece[self.offset..];
+            let rest = &section[self.offset..];
             let count = buffer.len().min(rest.len()).min(PIECE);
             if count > 0 || buffer.is_empty() || !hashed {
                 buffer[..count].copy_from_slice(&rest[..count]);
@@ -106,26 +103,26 @@ impl Read for Encoded<'_> {
                 return Ok(count);
             }
             self.offset = 0;
-            self.piece = match self.tensors.next() {
-                Some(tensor) => Piece::Elements(&tensor.bytes),
-                None => Piece::Checksum(self.checksum.digest().to_le_bytes()),
+            self.section = match self.tensors.next() {
+                Some(tensor) => Section::Elements(&tensor.bytes),
+                None => Section::Checksum(self.checksum.digest().to_le_bytes()),
             };
         }
     }
 }
 
-/// The tensors of the part of this key, in the `len` bytes that `input` yields.
+/// Decodes the part with this key from the `len` bytes that `input` yields.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidData`] says what is wrong with the bytes, [`ErrorKind::UnexpectedEof`] that
-/// they end early; errors of `input` are passed on.
+/// [`ErrorKind::InvalidData`] for invalid bytes, [`ErrorKind::UnexpectedEof`] if they end early;
+/// errors of `input` are passed on.
 pub(super) fn decode(key: &Key, mut input: impl BufRead, len: u64) -> Result<Vec<Tensor>> {
     let mut head = vec![0; FIXED];
     input.read_exact(&mut head)?;
     let field = |at: usize| u64::from_le_bytes(head[at..at + 8].try_into().expect("8 bytes"));
-    check(head[..8] == MAGIC, "is no part")?;
-    check(field(8) == VERSION, "is of another version")?;
-    check(field(16) == len, "length differs from what was saved")?;
+    check(head[..8] == MAGIC, "not a part")?;
+    check(field(8) == VERSION, "unknown version")?;
+    check(field(16) == len, "length differs from the record")?;
     let (head_len, count) = (field(24), field(32));
     let most = len.saturating_sub(CHECKSUM as u64);
     check((FIXED as u64..=most).contains(&head_len), "head is longer than the part")?;
@@ -165,7 +162,7 @@ pub(super) fn decode(key: &Key, mut input: impl BufRead, len: u64) -> Result<Vec
     Ok(tensors)
 }
 
-/// Copies the next `len` bytes out of `input`, and hashes them on the way.
+/// Copies and hashes the next `len` bytes of `input`.
 fn read_hashed(
     input: &mut impl BufRead,
     len: usize,
@@ -186,7 +183,7 @@ fn read_hashed(
     Ok(bytes)
 }
 
-/// A checksum that has seen the key.
+/// A checksum that covers the key so far.
 fn checksum_of(key: &Key) -> Xxh3Default {
     let mut checksum = Xxh3Default::new();
     checksum.update(key);
@@ -254,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn decoding_returns_what_was_encoded() {
+    fn decoding_inverts_encoding() {
         let bytes = (0..3 * PIECE + 5).map(|i| (i % 251) as u8).collect();
         let long = Tensor { dtype: "U8".into(), shape: vec![3], bytes };
         for tensors in cases().into_iter().chain([vec![long]]) {
@@ -263,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn every_truncation_and_every_flipped_bit_is_noticed() {
+    fn every_truncation_and_every_flipped_bit_is_detected() {
         let bytes = bytes_of(&cases()[1]);
         for length in 0..bytes.len() {
             assert!(decoded(&bytes[..length]).is_err(), "cut at {length}");
@@ -278,13 +275,13 @@ mod tests {
     }
 
     #[test]
-    fn the_bytes_of_one_key_do_not_pass_for_those_of_another() {
+    fn part_cannot_be_decoded_under_another_key() {
         let bytes = bytes_of(&cases()[1]);
         assert!(decode(&[5; 32], bytes.as_slice(), bytes.len() as u64).is_err());
     }
 
-    /// Mutations that a checksum alone would catch would never reach the parser behind it, so
-    /// half of the inputs get a right checksum, and many of the numbers are set to limits.
+    /// Half of the inputs get a correct checksum, or they would never reach the parser; many numbers
+    /// are set to limits.
     #[test]
     fn decoding_100_000_mutated_inputs_never_panics() {
         let originals: Vec<Vec<u8>> = cases().iter().map(|tensors| bytes_of(tensors)).collect();

@@ -1,6 +1,6 @@
-//! Names of what is stored: a hash of a fingerprint and a token prefix.
+//! Keys of parts: a hash of a fingerprint and a token prefix.
 //!
-//! Pure arithmetic; knows neither what is stored nor where.
+//! Pure arithmetic.
 
 use sha2::{Digest, Sha256};
 
@@ -9,12 +9,12 @@ use super::Fingerprint;
 /// Names a token prefix under a fingerprint.
 pub type Key = [u8; 32];
 
-/// Token ids in one link of the chain that [`Keys`] computes.
+/// Token ids in one link of a [`KeyChain`].
 pub const BLOCK_TOKENS: usize = 64;
 
 /// Changes whenever the derivation below does, so that no key of another derivation matches.
 const KEY_DOMAIN: &[u8] = b"steersman prefix 1";
-/// Parts the keys of states from those of rows.
+/// Separates the keys of state from those of KV.
 const STATE_DOMAIN: &[u8] = b"steersman state 1";
 
 /// The keys of all prefixes of a token sequence, computed while walking it once.
@@ -24,23 +24,23 @@ const STATE_DOMAIN: &[u8] = b"steersman state 1";
 /// key `chain[i]`; one that ends within block i has `SHA-256(chain[i], its ids of that block)`.
 ///
 /// # Why
-/// A block's key depends on everything before it, as its keys and values do, and on nothing after.
-/// So its rows are stored once and shared by all prefixes that contain it.
+/// A block's key depends on everything before it, as its keys and values do, and on nothing after
+/// it. So its KV is stored once and shared by all prefixes that contain the block.
 #[derive(Clone)]
-pub struct Keys {
+pub struct KeyChain {
     chain: Key,
     hasher: Sha256,
     len: usize,
 }
 
-impl Keys {
-    /// At the empty prefix.
+impl KeyChain {
+    /// The chain of the empty prefix.
     pub fn new(fingerprint: &Fingerprint) -> Self {
         let chain = Sha256::new().chain_update(KEY_DOMAIN).chain_update(fingerprint).finalize();
         Self { chain: chain.into(), hasher: Sha256::new_with_prefix(chain), len: 0 }
     }
 
-    /// Walks over `tokens`.
+    /// Appends `tokens` to the prefix.
     pub fn extend(&mut self, tokens: &[u32]) {
         for token in tokens {
             self.hasher.update(token.to_le_bytes());
@@ -52,18 +52,12 @@ impl Keys {
         }
     }
 
-    /// Tokens walked so far.
-    pub fn len(&self) -> usize {
+    /// Length of the prefix.
+    pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing has been walked.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Key of the prefix walked so far: the one of the rows of the block that ends here, whole or
-    /// not.
+    /// Key of the prefix: the one of the KV of its last block, complete or not.
     pub fn key(&self) -> Key {
         if self.len.is_multiple_of(BLOCK_TOKENS) {
             return self.chain;
@@ -72,24 +66,24 @@ impl Keys {
     }
 
     /// Key of all of `tokens`.
-    pub fn of(fingerprint: &Fingerprint, tokens: &[u32]) -> Key {
-        let mut keys = Self::new(fingerprint);
-        keys.extend(tokens);
-        keys.key()
+    pub fn key_of(fingerprint: &Fingerprint, tokens: &[u32]) -> Key {
+        let mut chain = Self::new(fingerprint);
+        chain.extend(tokens);
+        chain.key()
     }
 
-    /// Keys of the rows of all blocks of `tokens`, first to last; the last one may be short.
-    pub fn of_blocks(fingerprint: &Fingerprint, tokens: &[u32]) -> Vec<Key> {
-        let mut keys = Self::new(fingerprint);
+    /// Keys of the KV of all blocks of `tokens`, first to last; the last block may be short.
+    pub fn block_keys(fingerprint: &Fingerprint, tokens: &[u32]) -> Vec<Key> {
+        let mut chain = Self::new(fingerprint);
         let block = |ids: &[u32]| {
-            keys.extend(ids);
-            keys.key()
+            chain.extend(ids);
+            chain.key()
         };
         tokens.chunks(BLOCK_TOKENS).map(block).collect()
     }
 }
 
-/// Key of the state at the end of a prefix, of which `key` is the key of the rows.
+/// Key of the state at the end of the prefix with this key.
 pub fn state_key(key: &Key) -> Key {
     Sha256::new().chain_update(STATE_DOMAIN).chain_update(key).finalize().into()
 }
@@ -101,12 +95,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_of_a_walk_equal_keys_of_its_prefixes() {
+    fn extended_chain_equals_chain_of_the_whole_prefix() {
         let tokens: Vec<u32> = (0..3 * BLOCK_TOKENS as u32 + 5).map(|i| i * 7919).collect();
-        let mut keys = Keys::new(&[7; 32]);
+        let mut chain = KeyChain::new(&[7; 32]);
         for length in 0..=tokens.len() {
-            assert_eq!(keys.key(), Keys::of(&[7; 32], &tokens[..length]), "at {length}");
-            keys.extend(&tokens[length..tokens.len().min(length + 1)]);
+            assert_eq!(chain.key(), KeyChain::key_of(&[7; 32], &tokens[..length]), "at {length}");
+            chain.extend(&tokens[length..tokens.len().min(length + 1)]);
         }
     }
 
@@ -118,22 +112,22 @@ mod tests {
                 let mut tokens = vec![9; 2 * BLOCK_TOKENS + 2];
                 tokens[0] = first;
                 for length in 1..tokens.len() {
-                    let key = Keys::of(&fingerprint, &tokens[..length]);
+                    let key = KeyChain::key_of(&fingerprint, &tokens[..length]);
                     assert!(seen.insert(key) && seen.insert(state_key(&key)));
                 }
             }
-            assert!(seen.insert(Keys::of(&fingerprint, &[])));
+            assert!(seen.insert(KeyChain::key_of(&fingerprint, &[])));
         }
     }
 
     #[test]
-    fn a_block_has_one_key_in_all_prefixes_that_contain_it() {
+    fn block_has_one_key_in_all_prefixes_that_contain_it() {
         let tokens: Vec<u32> = (0..200).collect();
-        let long = Keys::of_blocks(&[1; 32], &tokens);
+        let long = KeyChain::block_keys(&[1; 32], &tokens);
         assert_eq!(long.len(), 4);
-        let short = Keys::of_blocks(&[1; 32], &tokens[..150]);
+        let short = KeyChain::block_keys(&[1; 32], &tokens[..150]);
         assert_eq!((short.len(), &short[..2]), (3, &long[..2]));
-        assert_eq!(short[2], Keys::of(&[1; 32], &tokens[..150]));
-        assert!(Keys::of_blocks(&[1; 32], &[]).is_empty());
+        assert_eq!(short[2], KeyChain::key_of(&[1; 32], &tokens[..150]));
+        assert!(KeyChain::block_keys(&[1; 32], &[]).is_empty());
     }
 }

@@ -1,74 +1,78 @@
-//! Keeps what requests remember, on disk, across restarts: parts, as bytes under keys.
+//! The prefix store: saved state on disk, across restarts, as bytes under keys.
 //!
-//! What a request remembers after some tokens is stored in two kinds of [`Part`]s. *Rows* are what
-//! each token leaves for good (attention's keys and values): stored once for each block of
-//! [`BLOCK_TOKENS`] and shared by all prefixes that contain it. *State* has a fixed size and
-//! changes with every token (recurrent state, convolution tails, sliding windows), so it is stored
-//! whole, at checkpoints. [`Keys`] names both by the tokens before. A model that has no rows stores
-//! parts without tensors for them; one that has no state stores none.
+//! The state after some tokens is stored in two kinds of [`Part`]s. *KV* parts hold keys and values
+//! of attention: one part for each block of [`BLOCK_TOKENS`], shared by all prefixes that contain
+//! the block. *State* parts hold recurrent state, which changes with every token and is stored whole
+//! at save points. [`KeyChain`] names both by the tokens before them. A model without KV stores KV
+//! parts without tensors; a model without recurrent state stores no state parts.
 //!
-//! The store knows neither models nor arrays, and which parts make a cache is the caller's
-//! business. Losing a part costs time, never correctness: a damaged, foreign or half-written one is
-//! a miss with a warning. Least recently used parts go first, so the order in which parts are said
-//! to be used decides what of a prefix goes first: name its blocks from the start on, then its
-//! state, and what is left of it is always something that can be resumed from.
+//! The store knows neither models nor arrays; the caller decides which parts make a cache. Losing a
+//! part costs time, never correctness: a damaged, foreign or half-written part is a miss with a
+//! warning. Least recently used parts are evicted first, so callers name the blocks of a prefix from
+//! its start, then its state: whatever eviction leaves can still be resumed from.
 //!
 //! ```text
 //! keys.rs      names of parts
-//! record.rs    what is known of a part, and what it costs
+//! record.rs    what the store knows of a part without reading it, and what the part costs
 //! format.rs    a part's tensors as bytes
-//! index.rs     which parts there are; what to forget
+//! index.rs     all parts; which one to evict
+//! lru.rs       eviction order, shared with the prefix cache
 //! report.rs    counters and sizes
+//! env.rs       clock and storage, replaced by tests
 //! redb.rs      RedbStore: threads, queue, budget
-//! redb/        database.rs: transactions; reader.rs: reading parts; maintain.rs: what the command
-//!              line does with a file; portable.rs: a file that can be carried elsewhere
+//! redb/        database.rs: transactions; reader.rs: reading parts; maintain.rs: `steersman cache`;
+//!              portable.rs: export and import
 //! ```
 //!
 //! # Why
-//! There is one implementation, so there is no trait: what is kept in memory is live arrays, which
-//! is another interface altogether.
+//! There is no trait: the prefix cache holds live arrays, which is a different interface.
 
+mod env;
+mod error;
 mod format;
 mod index;
 mod keys;
+mod lru;
 mod record;
 mod redb;
 mod report;
 
-pub use self::keys::{BLOCK_TOKENS, Key, Keys, state_key};
-pub use self::record::Kind;
-pub use self::redb::{Imported, Prefix, RedbStore, Sizes, StoreFile, Verified};
-pub use self::report::{Counts, Report, Reporter, Size};
+pub use self::env::{StoreEnv, WallClock};
+pub use self::error::StoreError;
+pub use self::keys::{BLOCK_TOKENS, Key, KeyChain, state_key};
+pub(crate) use self::lru::{Lru, Recency};
+pub use self::record::PartKind;
+pub use self::redb::{ImportReport, KindSize, RedbStore, StoreFile, StoredPrefix, VerifyReport};
+pub use self::report::{StoreCounts, StoreReport, StoreReporter, StoredSize};
 
-/// One thing that is stored.
+/// One entry of the store.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// Its name: [`Keys::key`] at `end` for rows, [`state_key`] of that for state.
+    /// [`KeyChain::key`] at `end` for KV, [`state_key`] of that for state.
     pub key: Key,
-    /// What it is.
-    pub kind: Kind,
-    /// Tokens of the prefix at whose end it stands: position behind its last token.
+    /// What it holds.
+    pub kind: PartKind,
+    /// Length in tokens of the prefix that ends with this part.
     pub end: usize,
     /// The tensors, in the caller's own order.
     pub tensors: Vec<Tensor>,
 }
 
 impl Part {
-    /// Bytes of all tensors' elements: what it takes in memory.
+    /// Bytes of all tensors' elements: what the part takes in memory.
     pub fn bytes(&self) -> u64 {
-        elements(&self.tensors)
+        element_bytes(&self.tensors)
     }
 }
 
-/// Bytes of all tensors' elements.
-fn elements(tensors: &[Tensor]) -> u64 {
+fn element_bytes(tensors: &[Tensor]) -> u64 {
     tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum()
 }
 
 /// One tensor of a part.
 ///
-/// The store returns what it was given and does not compare `shape` with the length of `bytes`:
-/// who makes an array of them does.
+/// The store does not compare `shape` with the length of `bytes`; whoever makes an array of them
+/// does.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor {
     /// Element type in safetensors' spelling: `F32`, `BF16`, `F16`, `U32` ...
@@ -79,6 +83,15 @@ pub struct Tensor {
     pub bytes: Vec<u8>,
 }
 
-/// What a fingerprint must tell apart: weights, tokenizer, numeric format, and how the caller
-/// lays its cache out in tensors.
+/// A saved prefix that [`RedbStore::longest`] found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SavedPrefix {
+    /// Its length.
+    pub tokens: usize,
+    /// Keys of its KV parts, first to last, and of its state if that was asked for.
+    pub keys: Vec<Key>,
+}
+
+/// Digest over everything that saved state depends on: weights, tokenizer, numeric format, and how
+/// the caller lays its cache out in tensors.
 pub type Fingerprint = [u8; 32];

@@ -1,20 +1,20 @@
-//! What the store tells about itself: counters since it was opened, and sizes as they are.
+//! Counters and sizes of the store.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::redb::Shared;
+use super::redb::StoreShared;
 
-/// Parts of some sort.
+/// Number and cost of some parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Size {
+pub struct StoredSize {
     /// How many.
     pub parts: u64,
     /// Bytes of the budget that they take.
     pub bytes: u64,
 }
 
-impl Size {
+impl StoredSize {
     pub(super) fn add(&mut self, bytes: u64) {
         self.parts += 1;
         self.bytes += bytes;
@@ -26,46 +26,46 @@ impl Size {
     }
 }
 
-/// What a store holds and what it has done since it was opened.
+/// Content and activity of a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct StoreReport {
     /// The file.
     pub path: PathBuf,
     /// Bytes that the file takes on disk.
     pub file_bytes: u64,
-    /// Bytes that all parts together may take.
+    /// Most bytes that all parts together may take.
     pub budget_bytes: u64,
-    /// Rows of the model that is served.
-    pub rows: Size,
-    /// States of the model that is served.
-    pub states: Size,
+    /// KV parts of the served model.
+    pub rows: StoredSize,
+    /// State parts of the served model.
+    pub states: StoredSize,
     /// Parts of other models, which share the budget.
-    pub others: Size,
-    /// Those of all these that are kept from eviction for now.
-    pub pinned: Size,
+    pub others: StoredSize,
+    /// Parts of any model that are retained now.
+    pub retained: StoredSize,
     /// Bytes of tensors that wait to be written.
     pub queued_bytes: u64,
     /// What was done.
-    pub counts: Counts,
-    /// Why nothing is saved any more, where that is so.
+    pub counts: StoreCounts,
+    /// Why saving is off, if it is.
     pub off: Option<String>,
 }
 
-/// Counted since the store was opened.
+/// Counters since the store was opened.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct StoreCounts {
     /// Calls of `save` whose new parts are on disk.
     pub saves: u64,
     /// Parts that they wrote.
     pub saved_parts: u64,
     /// Bytes of their tensors.
     pub saved_bytes: u64,
-    /// Calls of `save` that kept nothing: the queue was full, the parts beyond the budget, the
+    /// Calls of `save` that saved nothing: the queue was full, the parts exceeded the budget, the
     /// write failed, or saving is off.
     pub dropped_saves: u64,
-    /// Parts that went for the budget's sake.
+    /// Parts evicted to stay within the budget.
     pub evicted_parts: u64,
-    /// Parts that were found damaged, and dropped.
+    /// Damaged parts that were dropped.
     pub damaged_parts: u64,
     /// Calls of `load` that returned tensors.
     pub loads: u64,
@@ -75,13 +75,13 @@ pub struct Counts {
     pub loaded_bytes: u64,
 }
 
-/// Asks a store for its report from any thread. Outlives the store, and then reports its end.
+/// Reports on a store from any thread, even after the store was dropped.
 #[derive(Clone)]
-pub struct Reporter(pub(super) Arc<Shared>);
+pub struct StoreReporter(pub(super) Arc<StoreShared>);
 
-impl Reporter {
-    /// Sizes as they are now, and counters.
-    pub fn report(&self) -> Report {
+impl StoreReporter {
+    /// Current sizes and counters.
+    pub fn report(&self) -> StoreReport {
         self.0.report()
     }
 }

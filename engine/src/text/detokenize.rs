@@ -1,14 +1,14 @@
-//! Tokens to text, one at a time: whole characters only, each token looked at once.
+//! Incremental detokenizing: one token at a time, whole characters only.
 //!
-//! What comes out, joined, equals decoding all tokens at once. Byte-level vocabularies (Qwen,
-//! Llama 3, DeepSeek) and sentencepiece-like ones (Llama 2, Gemma, Mistral) are decoded by the
-//! bytes or pieces of each token; others by decoding a short window of tokens again.
-//! Never sees markers, stop strings or phases: `reply` does.
+//! The joined output equals decoding all tokens at once. Byte-level vocabularies (Qwen, Llama 3,
+//! DeepSeek) and sentencepiece-like ones (Llama 2, Gemma, Mistral) are decoded from the bytes or
+//! pieces of each token; others by decoding a short window of tokens again.
+//! Knows nothing of markers, stop strings or phases: `reply` handles these.
 //!
-//! One difference from `tokenizers`, on purpose: its `ByteFallback` turns a run of byte tokens
-//! that is not UTF-8 as a whole into U+FFFD, good characters included. Here characters
-//! are given out as soon as they are complete, and only what is broken becomes U+FFFD.
-//! Text is never tidied (`clean_up_tokenization_spaces`): that would break code.
+//! One deliberate difference from `tokenizers`: its `ByteFallback` turns a whole run of byte tokens
+//! into U+FFFD if any part of it is not UTF-8. Here each complete character is emitted, and only
+//! invalid bytes become U+FFFD.
+//! Never applies `clean_up_tokenization_spaces`, which would break code.
 //!
 //! Source: `tokenizers` 0.23 `decoders/`, `DecodeStream` for the window.
 
@@ -19,8 +19,8 @@ use tokenizers::{Decoder, DecoderWrapper};
 
 use super::tokenizer::Tokenizer;
 
-/// Tokens that the window may hold before it is given out as it stands. A character has four bytes
-/// at most; what is incomplete after so many tokens never becomes a character.
+/// Size of the window, in tokens, at which it is flushed. A character has at most four bytes, so
+/// what is still incomplete then never becomes one.
 const WINDOW: usize = 32;
 
 /// Decodes one reply.
@@ -28,32 +28,31 @@ const WINDOW: usize = 32;
 pub(super) struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     kind: Kind,
-    /// Whether a token has come yet.
     started: bool,
 }
 
 #[derive(Debug, Clone)]
 enum Kind {
-    /// Byte-level: each letter of a token is a byte.
+    /// Byte-level: each character of a token stands for a byte.
     Bytes { pending: Vec<u8> },
     /// Each token is text, or one byte (`<0x0A>`).
     Pieces { steps: Vec<Step>, byte_fallback: bool, strip: Strip, pending: Vec<u8> },
-    /// Anything else: decode the last tokens again.
-    Window { ids: Vec<u32>, given: String, read: usize },
+    /// Others: decodes the last tokens again. `emitted` is the text of the first `done` of `ids`.
+    Window { ids: Vec<u32>, emitted: String, done: usize },
 }
 
-/// What happens to a token's text by itself.
+/// A decoder step that works on one token at a time.
 #[derive(Debug, Clone)]
 enum Step {
     Decode(DecoderWrapper),
-    /// Blanks are spelt with a sign; those of the first token are dropped.
+    /// `symbol` stands for a blank; the first token may drop its blanks.
     Metaspace {
-        sign: char,
+        symbol: char,
         drop_first: bool,
     },
 }
 
-/// Characters still to be cut off at the start of the text.
+/// Characters still to be removed from the start of the text.
 #[derive(Debug, Clone, Default)]
 struct Strip {
     content: char,
@@ -61,14 +60,13 @@ struct Strip {
 }
 
 impl Detokenizer {
-    /// A decoder at the start of a text.
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
         let kind = match tokenizer.decoder() {
-            Some(DecoderWrapper::Sequence(sequence)) => pieces(sequence.get_decoders()),
-            Some(decoder) => pieces(std::slice::from_ref(decoder)),
+            Some(DecoderWrapper::Sequence(sequence)) => by_token(sequence.get_decoders()),
+            Some(decoder) => by_token(std::slice::from_ref(decoder)),
             None => None,
         };
-        let window = Kind::Window { ids: Vec::new(), given: String::new(), read: 0 };
+        let window = Kind::Window { ids: Vec::new(), emitted: String::new(), done: 0 };
         Self { tokenizer, kind: kind.unwrap_or(window), started: false }
     }
 
@@ -76,11 +74,11 @@ impl Detokenizer {
     pub fn is_pending(&self) -> bool {
         match &self.kind {
             Kind::Bytes { pending } | Kind::Pieces { pending, .. } => !pending.is_empty(),
-            Kind::Window { ids, read, .. } => ids.len() > *read,
+            Kind::Window { ids, done, .. } => ids.len() > *done,
         }
     }
 
-    /// Adds a token; appends what is now complete to `out`.
+    /// Adds a token; appends complete characters to `out`.
     pub fn push(&mut self, id: u32, out: &mut String) {
         let Some(token) = self.tokenizer.token(id) else { return };
         let first = !std::mem::replace(&mut self.started, true);
@@ -91,7 +89,7 @@ impl Detokenizer {
                 for c in token.chars() {
                     match bytes.get(c as usize).copied().flatten() {
                         Some(byte) => pending.push(byte),
-                        // An added token in plain letters, not in the byte alphabet.
+                        // An added token is plain text, outside the byte alphabet.
                         None => {
                             pending.truncate(start);
                             pending.extend_from_slice(token.as_bytes());
@@ -108,26 +106,26 @@ impl Detokenizer {
                     pending.push(byte);
                     take_bytes(pending, &mut text);
                 } else {
-                    give_up(pending, &mut text);
+                    replace_pending(pending, &mut text);
                     text.push_str(&token);
                 }
                 out.push_str(strip.apply(&text));
             }
-            Kind::Window { ids, given, read } => {
+            Kind::Window { ids, emitted, done } => {
                 ids.push(id);
                 let text = self.tokenizer.decode(ids);
-                let whole = !text.ends_with('\u{fffd}') || ids.len() - *read >= WINDOW;
-                if whole && text.len() > given.len() && text.is_char_boundary(given.len()) {
-                    out.push_str(&text[given.len()..]);
-                    ids.drain(..*read);
-                    *read = ids.len();
-                    *given = self.tokenizer.decode(ids);
+                let whole = !text.ends_with('\u{fffd}') || ids.len() - *done >= WINDOW;
+                if whole && text.len() > emitted.len() && text.is_char_boundary(emitted.len()) {
+                    out.push_str(&text[emitted.len()..]);
+                    ids.drain(..*done);
+                    *done = ids.len();
+                    *emitted = self.tokenizer.decode(ids);
                 }
             }
         }
     }
 
-    /// The text ends here or is interrupted by a marker: what is held back becomes U+FFFD.
+    /// Ends the text, or interrupts it for a marker: incomplete characters become U+FFFD.
     pub fn flush(&mut self, out: &mut String) {
         self.started = true;
         match &mut self.kind {
@@ -135,12 +133,12 @@ impl Detokenizer {
                 out.push_str(&String::from_utf8_lossy(pending));
                 pending.clear();
             }
-            Kind::Pieces { pending, .. } => give_up(pending, out),
-            Kind::Window { ids, given, read } => {
+            Kind::Pieces { pending, .. } => replace_pending(pending, out),
+            Kind::Window { ids, emitted, done } => {
                 let text = self.tokenizer.decode(ids);
-                out.push_str(text.get(given.len()..).unwrap_or_default());
-                *read = ids.len();
-                *given = text;
+                out.push_str(text.get(emitted.len()..).unwrap_or_default());
+                *done = ids.len();
+                *emitted = text;
             }
         }
     }
@@ -153,10 +151,10 @@ impl Step {
                 Ok(texts) => texts.concat(),
                 Err(_) => token,
             },
-            Self::Metaspace { sign, drop_first } if first && *drop_first => {
-                token.chars().filter(|c| c != sign).collect()
+            Self::Metaspace { symbol, drop_first } if first && *drop_first => {
+                token.chars().filter(|c| c != symbol).collect()
             }
-            Self::Metaspace { sign, .. } => token.replace(*sign, " "),
+            Self::Metaspace { symbol, .. } => token.replace(*symbol, " "),
         }
     }
 }
@@ -177,9 +175,9 @@ impl Strip {
     }
 }
 
-/// The decoders of a sentencepiece-like or byte-level vocabulary; `None` where one of them is not
-/// among those that can be applied to a token by itself.
-fn pieces(decoders: &[DecoderWrapper]) -> Option<Kind> {
+/// Decoding of a byte-level or sentencepiece-like vocabulary; `None` if a decoder cannot be applied
+/// to one token at a time.
+fn by_token(decoders: &[DecoderWrapper]) -> Option<Kind> {
     if let [DecoderWrapper::ByteLevel(_)] = decoders {
         return Some(Kind::Bytes { pending: Vec::new() });
     }
@@ -208,7 +206,7 @@ fn pieces(decoders: &[DecoderWrapper]) -> Option<Kind> {
 
 fn metaspace_step(metaspace: &Metaspace) -> Step {
     Step::Metaspace {
-        sign: metaspace.get_replacement(),
+        symbol: metaspace.get_replacement(),
         drop_first: metaspace.get_prepend_scheme() != PrependScheme::Never,
     }
 }
@@ -219,7 +217,7 @@ fn byte_token(token: &str) -> Option<u8> {
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
-/// Moves complete characters, and U+FFFD for what can no longer become one, to `out`.
+/// Moves complete characters to `out`, and U+FFFD for invalid bytes.
 fn take_characters(pending: &mut Vec<u8>, out: &mut String) {
     let mut start = 0;
     loop {
@@ -243,7 +241,7 @@ fn take_characters(pending: &mut Vec<u8>, out: &mut String) {
     }
 }
 
-/// As [`take_characters`], with one U+FFFD for each broken byte, as `ByteFallback` has it.
+/// As [`take_characters`], with one U+FFFD for each invalid byte, as in `ByteFallback`.
 fn take_bytes(pending: &mut Vec<u8>, out: &mut String) {
     while !pending.is_empty() {
         match std::str::from_utf8(pending) {
@@ -263,13 +261,13 @@ fn take_bytes(pending: &mut Vec<u8>, out: &mut String) {
     }
 }
 
-/// Each byte that is held back becomes U+FFFD.
-fn give_up(pending: &mut Vec<u8>, out: &mut String) {
+/// Writes U+FFFD for each pending byte.
+fn replace_pending(pending: &mut Vec<u8>, out: &mut String) {
     pending.drain(..).for_each(|_| out.push('\u{fffd}'));
 }
 
-/// Bytes of the letters of byte-level vocabularies: printable bytes stand for themselves, the
-/// others are numbered from U+0100 on (GPT-2 `encoder.py`, `bytes_to_unicode`).
+/// The byte of each character of a byte-level vocabulary: printable bytes stand for themselves, the
+/// others are numbered from U+0100 (GPT-2 `encoder.py`, `bytes_to_unicode`).
 fn byte_level() -> &'static [Option<u8>] {
     static TABLE: OnceLock<Vec<Option<u8>>> = OnceLock::new();
     TABLE.get_or_init(|| {

@@ -1,17 +1,17 @@
-//! The small files of a model's folder that say how to talk to it.
+//! The text settings in the small files of a model folder.
 //!
 //! `tokenizer_config.json` (special tokens, older chat templates), `chat_template.jinja`,
-//! `generation_config.json` and `config.json` (tokens that end a turn, sampling).
+//! `generation_config.json` and `config.json` (end-of-turn tokens, sampling).
 //! Never reads weights or `tokenizer.json`.
 //!
-//! Source: transformers 5.23 `tokenization_utils_base.py` for the order in which templates count.
+//! Source: transformers 5.23 `tokenization_utils_base.py`, for the precedence of templates.
 
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
 use super::template::Template;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;
 
 /// The files, parsed but not interpreted.
@@ -23,7 +23,7 @@ pub(super) struct Folder {
     config: Map<String, Value>,
 }
 
-/// The chat templates of a model: one for all, or one that is used with tools besides.
+/// The chat templates of a model: one for all requests, or a second one for requests with tools.
 #[derive(Debug)]
 pub(super) struct Templates {
     default: Template,
@@ -31,21 +31,20 @@ pub(super) struct Templates {
 }
 
 impl Templates {
-    /// The one for a request with or without tools.
+    /// The template for a request with or without tools.
     pub fn choose(&self, tools: bool) -> &Template {
         self.with_tools.as_ref().filter(|_| tools).unwrap_or(&self.default)
     }
 }
 
 impl Folder {
-    /// Reads the files in `path`.
-    ///
-    /// # Errors
-    /// [`Error::Model`] names the file that is missing or damaged; `generation_config.json` may be
-    /// missing.
+    /// Reads the files in the folder `path`; only `generation_config.json` may be missing.
     pub fn read(path: &Path) -> Result<Self> {
         if !path.is_dir() {
-            return Err(bad(path, "is no folder; a model is a folder with config.json in it"));
+            return Err(bad(
+                path,
+                "is not a folder; a model is a folder that contains config.json",
+            ));
         }
         Ok(Self {
             path: path.into(),
@@ -55,8 +54,8 @@ impl Folder {
         })
     }
 
-    /// The chat templates: those of `chat_template.jinja`, `chat_template.json` or the key
-    /// `chat_template` of `tokenizer_config.json`, whichever is there first.
+    /// The chat templates: the first of `chat_template.jinja`, `chat_template.json` and the key
+    /// `chat_template` of `tokenizer_config.json`.
     pub fn templates(&self) -> Result<Templates> {
         let jinja = self.path.join("chat_template.jinja");
         if let Some(source) = read(&jinja)? {
@@ -69,14 +68,14 @@ impl Folder {
             found = self.tokenizer_config.get("chat_template").cloned();
         }
         let Some(found) = found.filter(|value| !value.is_null()) else {
-            let problem = "is missing, and tokenizer_config.json has no chat_template: this is no \
-                chat model, or an incomplete copy; put its template there";
+            let problem = "is missing, and tokenizer_config.json has no chat_template: the model \
+                is not a chat model, or the copy is incomplete; add the template as this file";
             return Err(bad(&jinja, problem));
         };
         templates_in(&found, &file)
     }
 
-    /// `bos_token`, `eos_token` and the like, as templates read them.
+    /// The template variables `bos_token`, `eos_token` and so on.
     pub fn special_tokens(&self) -> Map<String, Value> {
         let text = |value: &Value| match value {
             Value::String(_) => Some(value.clone()),
@@ -87,8 +86,8 @@ impl Folder {
         tokens.filter_map(|(key, value)| Some((key.clone(), text(value)?))).collect()
     }
 
-    /// Ids of the tokens that end a turn, as the files list them: generation_config.json,
-    /// config.json and its `text_config`, without repeats.
+    /// Distinct ids of the end-of-turn tokens in generation_config.json, config.json and its
+    /// `text_config`.
     pub fn eos(&self) -> Vec<u32> {
         let text_config = self.config.get("text_config").and_then(Value::as_object);
         let mut ids = Vec::new();
@@ -107,12 +106,12 @@ impl Folder {
         ids
     }
 
-    /// Sampling as `generation_config.json` has it.
+    /// Sampling parameters of `generation_config.json`.
     ///
-    /// `do_sample: false` is greedy. Without `do_sample`, a temperature means sampling and none
-    /// means greedy; `do_sample: true` without a temperature is temperature 1, as in transformers.
-    /// A missing `top_p`, `top_k` or `min_p` filters nothing (transformers' own `top_k` of 50 is
-    /// not taken over). Nothing of it counts when greedy.
+    /// `do_sample: false` is greedy. Without `do_sample`, a temperature enables sampling;
+    /// `do_sample: true` without a temperature is temperature 1, as in transformers. A missing
+    /// `top_p`, `top_k` or `min_p` is off (transformers' default `top_k` of 50 is not adopted).
+    /// Greedy ignores the filters.
     pub fn sampling(&self) -> Sampling {
         let number = |key| self.generation_config.get(key).and_then(Value::as_f64);
         let sample = self.generation_config.get("do_sample").and_then(Value::as_bool);
@@ -134,13 +133,12 @@ impl Folder {
         }
     }
 
-    /// Path of `name` in the folder.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 }
 
-/// A text, or a list of `{"name", "template"}` with one named `default`.
+/// `found` is a template, or a list of `{"name", "template"}` with one named `default`.
 fn templates_in(found: &Value, file: &Path) -> Result<Templates> {
     if let Some(source) = found.as_str() {
         return Ok(Templates { default: compile(file, source)?, with_tools: None });
@@ -152,7 +150,10 @@ fn templates_in(found: &Value, file: &Path) -> Result<Templates> {
     let with_tools = named("tool_use").map(|source| compile(file, source)).transpose()?;
     match named("default") {
         Some(source) => Ok(Templates { default: compile(file, source)?, with_tools }),
-        None => Err(bad(file, "chat_template is neither a text nor a list with one named default")),
+        None => Err(bad(
+            file,
+            "chat_template must be a string, or a list with one template named default",
+        )),
     }
 }
 
@@ -181,7 +182,7 @@ fn read(file: &Path) -> Result<Option<String>> {
 }
 
 fn bad(path: &Path, problem: &str) -> Error {
-    Error::Model { path: path.into(), problem: problem.into() }
+    Error::Config(ConfigError::Model { path: path.into(), problem: problem.into() })
 }
 
 #[cfg(test)]
@@ -194,10 +195,10 @@ mod tests {
     fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("a temporary folder");
         for (name, text) in [("config.json", "{}"), ("tokenizer_config.json", "{}")] {
-            std::fs::write(dir.path().join(name), text).expect("it is writable");
+            std::fs::write(dir.path().join(name), text).expect("writing a file");
         }
         for (name, text) in files {
-            std::fs::write(dir.path().join(name), text).expect("it is writable");
+            std::fs::write(dir.path().join(name), text).expect("writing a file");
         }
         dir
     }
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn sampling_is_greedy_unless_the_files_say_otherwise() {
+    fn sampling_is_greedy_unless_generation_config_enables_it() {
         const GREEDY: [f32; 4] = [0.0, 1.0, 0.0, 0.0];
         check_sampling(json!({}), GREEDY);
         check_sampling(json!({"do_sample": false, "temperature": 0.6, "top_k": 20}), GREEDY);
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_end_a_turn_are_those_of_all_files() {
+    fn end_of_turn_tokens_of_all_files_are_united() {
         let folder = read(&[
             ("generation_config.json", r#"{"eos_token_id": [7, 8]}"#),
             ("config.json", r#"{"eos_token_id": 8, "text_config": {"eos_token_id": [9, null]}}"#),
@@ -248,14 +249,14 @@ mod tests {
     }
 
     #[test]
-    fn special_tokens_are_texts_or_objects() {
+    fn special_tokens_are_strings_or_objects() {
         let config = r#"{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": null}"#;
         let tokens = read(&[("tokenizer_config.json", config)]).special_tokens();
         assert_eq!(Value::from(tokens), json!({"bos_token": "<s>", "eos_token": "</s>"}));
     }
 
     #[test]
-    fn the_template_file_counts_before_the_key_and_a_list_may_have_one_for_tools() {
+    fn template_file_takes_precedence_and_a_list_may_hold_a_tool_template() {
         let key = ("tokenizer_config.json", r#"{"chat_template": "key"}"#);
         let list = r#"{"chat_template": [
             {"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}"#;
@@ -265,7 +266,7 @@ mod tests {
             (vec![key, ("chat_template.jinja", "file")], ["file", "file"]),
             (vec![("tokenizer_config.json", list)], ["d", "t"]),
         ] {
-            let templates = templates(&files).expect("there is one");
+            let templates = templates(&files).expect("a template exists");
             assert_eq!(
                 [templates.choose(false).source(), templates.choose(true).source()],
                 [plain, tools]
@@ -275,17 +276,18 @@ mod tests {
 
     #[test]
     fn errors_name_the_file() {
-        let told = |files: &[(&str, &str)]| templates(files).expect_err("incomplete").to_string();
-        assert!(told(&[]).contains("chat_template.jinja: is missing"));
-        assert!(told(&[("chat_template.jinja", "{% if %}")]).contains("does not compile"));
+        let error = |files: &[(&str, &str)]| templates(files).expect_err("incomplete").to_string();
+        assert!(error(&[]).contains("chat_template.jinja: is missing"));
+        assert!(error(&[("chat_template.jinja", "{% if %}")]).contains("does not compile"));
         let damaged = folder(&[("config.json", "{")]);
-        let message = Folder::read(damaged.path()).expect_err("it is damaged").to_string();
+        let message = Folder::read(damaged.path()).expect_err("config.json is damaged").to_string();
         assert!(message.contains("config.json: is damaged"), "{message}");
         let empty = tempfile::tempdir().expect("a temporary folder");
-        let message = Folder::read(empty.path()).expect_err("it is empty").to_string();
+        let message = Folder::read(empty.path()).expect_err("the folder is empty").to_string();
         assert!(message.contains("config.json: is missing"), "{message}");
-        let message =
-            Folder::read(&empty.path().join("x")).expect_err("it is not there").to_string();
-        assert!(message.contains("is no folder"), "{message}");
+        let message = Folder::read(&empty.path().join("x"))
+            .expect_err("the folder does not exist")
+            .to_string();
+        assert!(message.contains("is not a folder"), "{message}");
     }
 }

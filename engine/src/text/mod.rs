@@ -1,31 +1,31 @@
-//! Between people's text and a model's tokens: conversation to prompt, tokens to reply.
+//! Translates between text and tokens: conversation to prompt, tokens to reply.
 //!
-//! [`Text`] is what one model folder says about text: chat template, tokenizer, tokens that end a
-//! turn, sampling. It is immutable and shared by all requests. [`Reply`] is one request's state:
-//! which part a token belongs to, characters not yet complete, stop strings, calls of tools.
-//! Never sees an array, a policy, or a connection, and never decides what the model says next.
+//! [`Text`] holds the text side of one model folder: chat template, tokenizer, end-of-turn tokens,
+//! sampling defaults. It is immutable and shared by all requests. [`Reply`] is the state of one
+//! request: the current phase, incomplete characters, stop strings, tool calls.
+//! Never sees an array, a policy or a connection, and never chooses a token.
 //!
-//! | file | what it holds |
+//! | file | contents |
 //! |---|---|
 //! | `folder.rs` | the small files of a model folder |
-//! | `template.rs`, `python.rs` | Jinja as transformers runs it; Python's way to write values |
+//! | `template.rs`, `python.rs` | Jinja as transformers runs it; values formatted as in Python |
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
-//! | `reply.rs` | thought, answer, calls: what clients see |
-//! | `tool_call.rs`, `stop.rs`, `trim.rs` | the parts of a reply's work that need no state of it |
+//! | `reply.rs` | reasoning, answer and tool calls as clients see them |
+//! | `tool_call.rs`, `stop.rs`, `trim.rs` | parsing tool calls, stop strings, white space |
 //!
 //! # Why no `bos` is added
-//! A prompt is encoded as transformers' `apply_chat_template` and mlx-lm do it: special tokens in
-//! the rendered text are parsed, and the tokenizer's post-processor adds none. Templates of
-//! models that want a `bos` write it; adding one as well gives Llama 3 two of them, and adding one
-//! where the template has none gives the model a prompt that it was not trained on.
+//! A prompt is encoded as in transformers' `apply_chat_template` and mlx-lm: special tokens in the
+//! rendered text are parsed, and the tokenizer's post-processor adds none. A template that needs a
+//! `bos` writes it: a second one doubles it for Llama 3, and one that the template does not write
+//! makes a prompt that the model was not trained on.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::request::{Message, Sampling};
 
 mod detokenize;
@@ -47,7 +47,7 @@ pub use template::Template;
 use folder::{Folder, Templates};
 use tokenizer::{Marker, Tokenizer};
 
-/// What one model folder says about text; immutable and cheap to clone.
+/// Tokenizer, chat template and text settings of one model; immutable and cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Text {
     tokenizer: Arc<Tokenizer>,
@@ -59,7 +59,7 @@ pub struct Text {
 
 impl Text {
     /// Reads the model folder `dir`: tokenizer.json, tokenizer_config.json, config.json, a chat
-    /// template and, where it is there, generation_config.json.
+    /// template and an optional generation_config.json.
     ///
     /// # Errors
     /// [`Error::Model`] names the file that is missing, damaged or incomplete.
@@ -68,19 +68,19 @@ impl Text {
         let mut tokenizer = Tokenizer::load(&folder.file("tokenizer.json"))?;
         let special_tokens = folder.special_tokens();
         let mut eos = folder.eos();
-        let named = special_tokens.get("eos_token").and_then(Value::as_str);
-        if let Some(id) = named.and_then(|token| tokenizer.id(token))
+        let eos_token = special_tokens.get("eos_token").and_then(Value::as_str);
+        if let Some(id) = eos_token.and_then(|token| tokenizer.id(token))
             && !eos.contains(&id)
         {
             eos.push(id);
         }
         if eos.is_empty() {
             let path = folder.file("generation_config.json");
-            let problem = "names no eos_token_id, nor do config.json and tokenizer_config.json: \
-                the model would never end its turn";
-            return Err(Error::Model { path, problem: problem.into() });
+            let problem = "has no eos_token_id, nor do config.json and tokenizer_config.json: \
+                the model would never end its turn; add the id of its end-of-turn token";
+            return Err(Error::Config(ConfigError::Model { path, problem: problem.into() }));
         }
-        tokenizer.silence(&eos);
+        tokenizer.hide(&eos);
         Ok(Self {
             tokenizer: Arc::new(tokenizer),
             templates: Arc::new(folder.templates()?),
@@ -90,20 +90,20 @@ impl Text {
         })
     }
 
-    /// The conversation as the model's prompt, as transformers' `apply_chat_template` renders it.
+    /// Renders the conversation as transformers' `apply_chat_template` does.
     ///
-    /// `variables` are the client's `chat_template_kwargs`. `thinking` sets `enable_thinking`;
-    /// `None` leaves it undefined, and templates differ in what they do then.
+    /// `variables` are the client's `chat_template_kwargs`. `reasoning` sets `enable_thinking`;
+    /// `None` leaves it undefined, which means on for some templates and off for others.
     ///
     /// # Errors
-    /// [`Error::Template`] where the template refuses the conversation, in its own words;
-    /// [`Error::Invalid`] where `variables` would replace the conversation itself.
+    /// [`Error::Template`] with the template's message if it rejects the conversation;
+    /// [`Error::Invalid`] if `variables` would replace the conversation.
     pub fn render(
         &self,
         messages: &[Message],
         tools: &[Value],
         variables: &Map<String, Value>,
-        thinking: Option<bool>,
+        reasoning: Option<bool>,
         add_generation_prompt: bool,
     ) -> Result<String> {
         let mut context = self.special_tokens.clone();
@@ -111,12 +111,15 @@ impl Text {
             if ["messages", "tools", "documents", "add_generation_prompt"].contains(&name.as_str())
             {
                 let problem = format!("`{name}` cannot be set here");
-                return Err(Error::Invalid { field: "chat_template_kwargs", problem });
+                return Err(Error::Request(RequestError::Field {
+                    field: "chat_template_kwargs",
+                    problem,
+                }));
             }
             context.insert(name.clone(), value.clone());
         }
-        if let Some(thinking) = thinking {
-            context.insert("enable_thinking".into(), thinking.into());
+        if let Some(reasoning) = reasoning {
+            context.insert("enable_thinking".into(), reasoning.into());
         }
         let template = self.templates.choose(!tools.is_empty());
         let developer = template.source().contains("developer");
@@ -130,17 +133,16 @@ impl Text {
         template.render(&context)
     }
 
-    /// Tokens of a rendered prompt; special tokens in it are parsed, none are added (see the
-    /// module).
+    /// Tokens of a rendered prompt: special tokens are parsed, none are added (see the module).
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the tokenizer has no token for some of the text.
+    /// [`Error::Invalid`] if the tokenizer has no token for part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.tokenizer.encode(text)
     }
 
-    /// Tokens of injected text, which goes on after other text: whatever it spells, no special
-    /// token and no marker is among them.
+    /// Tokens of injected text, which continues other text. Never contains a special token or a
+    /// marker, whatever the text spells.
     ///
     /// # Errors
     /// As [`Text::encode`].
@@ -148,46 +150,46 @@ impl Text {
         self.tokenizer.encode_plain(text)
     }
 
-    /// Text of `tokens`, decoded at once, special tokens left out.
+    /// Text of `tokens` without special tokens.
     pub fn decode(&self, tokens: &[u32]) -> String {
         self.tokenizer.decode(tokens)
     }
 
-    /// The largest token id plus one. A model's logits may be longer, padded to a round number.
+    /// The largest token id plus one. Logits may be longer: checkpoints pad the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.tokenizer.size()
     }
 
-    /// Where the vocabulary of the model folder `other` differs from this one, in words; `None`
-    /// where every token has the same id in both.
+    /// Describes how the vocabulary of the model folder `other` differs from this one; `None` if
+    /// every token has the same id in both.
     ///
     /// # Errors
-    /// [`Error::Model`] when its tokenizer.json cannot be read.
+    /// [`Error::Model`] if its tokenizer.json cannot be read.
     pub fn vocabulary_difference(&self, other: &Path) -> Result<Option<String>> {
         let other = Tokenizer::load(&other.join("tokenizer.json"))?;
         Ok(other.vocabulary_difference(&self.tokenizer))
     }
 
-    /// The tokens that end a turn; never empty.
+    /// The end-of-turn tokens; never empty.
     pub fn eos(&self) -> &[u32] {
         &self.eos
     }
 
-    /// Sampling where neither client nor profile says otherwise, from generation_config.json.
+    /// Default sampling parameters, from generation_config.json. Client and profile override them.
     ///
     /// `do_sample: false`, or neither `do_sample` nor a temperature, is greedy; `do_sample: true`
-    /// without a temperature is temperature 1; what is missing filters nothing.
+    /// without a temperature is temperature 1; a missing filter is off.
     pub fn sampling(&self) -> Sampling {
         self.sampling
     }
 
-    /// Whether the model has thoughts: `<think>` and `</think>` are single tokens, and the chat
-    /// template knows of them.
-    pub fn thinks(&self) -> bool {
+    /// Whether the model can reason: `<think>` and `</think>` are single tokens, and the chat
+    /// template uses them.
+    pub fn supports_reasoning(&self) -> bool {
         let source = self.templates.choose(false).source();
-        let marked = |marker: Marker| source.contains(marker.text());
-        self.tokenizer.marker_id(Marker::OpenThought).is_some()
-            && (marked(Marker::OpenThought) || marked(Marker::CloseThought))
+        let uses = |marker: Marker| source.contains(marker.text());
+        self.tokenizer.marker_id(Marker::OpenReasoning).is_some()
+            && (uses(Marker::OpenReasoning) || uses(Marker::CloseReasoning))
     }
 
     /// SHA-256 of tokenizer.json, for the fingerprint of saved state.
@@ -195,8 +197,8 @@ impl Text {
         self.tokenizer.digest()
     }
 
-    /// The reply to `prompt`, at its beginning. `stop` are texts that end the answer; `tools` are
-    /// the request's: they type the arguments of calls, and without tools nothing is a call.
+    /// An empty reply to `prompt`. `stop` holds the stop strings; `tools` holds the request's tools,
+    /// whose schemas type the arguments of calls. Without tools nothing is parsed as a call.
     pub fn reply(&self, prompt: &[u32], stop: &[String], tools: &[Value]) -> Reply {
         Reply::new(self.tokenizer.clone(), prompt, stop, tools)
     }
@@ -204,15 +206,16 @@ impl Text {
 
 /// A message as templates read it.
 ///
-/// The thought goes by the names that transformers gives it. A `developer` is the `system` of
-/// templates that do not know that role: most of them would leave the message out in silence.
+/// Reasoning gets both names in use, `reasoning_content` and `thinking`. `developer` becomes
+/// `system` unless the template knows that role: most templates silently skip an unknown role.
 fn template_message(message: &Message, developer: bool) -> Result<Value> {
-    let mut value = serde_json::to_value(message).map_err(|e| Error::Template(e.to_string()))?;
+    let mut value = serde_json::to_value(message)
+        .map_err(|e| Error::Request(RequestError::Template(e.to_string())))?;
     if message.role == "developer" && !developer {
         value["role"] = "system".into();
     }
-    if let Some(thought) = &message.reasoning_content {
-        value["thinking"] = thought.as_str().into();
+    if let Some(reasoning) = &message.reasoning_content {
+        value["thinking"] = reasoning.as_str().into();
     }
     Ok(value)
 }

@@ -1,9 +1,8 @@
-//! How Python writes values: `str(x)` and `json.dumps(x)`, letter for letter.
+//! Formats values exactly as Python's `str(x)` and `json.dumps(x)` do.
 //!
 //! A prompt that differs from the training format by one blank is another prompt, so templates get
 //! Python's text: `True`, `1e+16`, `{"a": 1, "b": [2, 3]}`. minijinja 3 already writes `True`,
-//! `None` and quotes inside lists as Python does; floats and JSON are done here.
-//! Never reads Python; values come from minijinja.
+//! `None` and quotes inside lists as Python does; this file adds floats and JSON.
 //!
 //! Source: CPython 3.12 `Python/pystrtod.c` (`repr` of floats), `Lib/json/encoder.py`.
 
@@ -16,11 +15,11 @@ use minijinja::{Error, ErrorKind};
 /// The arguments of `json.dumps`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct JsonStyle {
-    /// Write everything outside ASCII as `\uXXXX`.
+    /// Escape everything outside ASCII as `\uXXXX`.
     pub ensure_ascii: bool,
-    /// What each level is indented by; `None` is one line.
+    /// Indent of each level; `None` writes one line.
     pub indent: Option<String>,
-    /// Between items, and between key and value; `None` is `", "` (`","` with indent) and `": "`.
+    /// Separators between items, and between key and value; `None` is `", "` (`","` with indent) and `": "`.
     pub separators: Option<(String, String)>,
     /// Sort maps by key instead of keeping their order.
     pub sort_keys: bool,
@@ -37,15 +36,12 @@ pub(super) fn str(value: &Value) -> Cow<'_, str> {
     }
 }
 
-/// What `str.strip()` takes for white space: Rust's set and four separators of ASCII.
+/// White space of `str.strip()`: Rust's set and the four ASCII separators.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
 }
 
-/// `json.dumps(value)`.
-///
-/// # Errors
-/// What JSON cannot hold: undefined values, functions, bytes.
+/// `json.dumps(value)`; an error for undefined values, functions and bytes.
 pub(super) fn json(value: &Value, style: &JsonStyle) -> Result<String, Error> {
     let mut out = String::new();
     write_json(&mut out, value, style, 0)?;
@@ -193,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn floats_are_written_as_python_writes_them() {
+    fn floats_are_formatted_as_in_python() {
         // The right side is CPython's `repr`.
         for (float, expected) in [
             (0.0, "0.0"),

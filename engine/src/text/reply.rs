@@ -1,23 +1,23 @@
-//! One reply, token by token: which part of it a token belongs to, and what clients see of it.
+//! One reply, token by token: the phase of each token, and the text that clients see.
 //!
-//! A reply is a thought, an answer and calls of tools. Markers part them, and a marker counts by
-//! its token id where the vocabulary has it as one token, so that text which spells it (injected by
-//! a policy, or quoted by the model) is just text. Where `<tool_call>` is no token it is found as
-//! text; a thought is always parted by ids.
-//! Never decides when to stop, and drops nothing but markers and the white space next to them.
+//! A reply consists of reasoning, an answer and tool calls, separated by markers. A marker is
+//! recognized by its token id, so text that spells it (injected by a policy, or quoted by the
+//! model) stays text. If `<tool_call>` is not a single token, it is searched in the text;
+//! reasoning is always delimited by token ids.
+//! Never decides when to stop, and drops only markers and the white space next to them.
 //!
-//! What happens to markers in unusual places:
-//! - `<think>` before anything visible was answered opens a thought (again); at the start of a
-//!   thought it is dropped; elsewhere it is text, and the `</think>` that follows it too.
-//! - `</think>` outside of a thought is dropped.
-//! - `<tool_call>` counts if the request has tools. A call inside a thought is one if well-formed
-//!   and else part of the thought; its tokens count as thought, so that budgets hold.
-//! - What follows `<tool_call>` and cannot become a call, or turns out malformed, is text of the
-//!   part in which it stands, markers included. Inside of a value of a call all markers are text
-//!   (a model may write a file about calls), so a value without an end lasts to the reply's end.
+//! Markers in unusual places:
+//! - `<think>` before any visible answer starts reasoning (again); at the start of reasoning it is
+//!   dropped; elsewhere it is text, and so is the `</think>` after it.
+//! - `</think>` outside reasoning is dropped.
+//! - `<tool_call>` is a marker if the request has tools. In reasoning, a well-formed call is a call
+//!   and a malformed one is reasoning; the tokens of both count as reasoning, so budgets hold.
+//! - Content after `<tool_call>` that cannot become a call, or is malformed, is emitted as text
+//!   with its markers. Inside a value of a call all markers are text (a model may write a file
+//!   about calls), so a value without an end lasts to the end of the reply.
 //!
-//! Stop strings look at the answer alone, as clients see it, before white space in front of a call
-//! is cut.
+//! Stop strings are searched in the answer only, as clients see it, before white space next to a
+//! call is removed.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -31,70 +31,72 @@ use super::stop::{Stop, partial};
 use super::tokenizer::{Marker, Tokenizer};
 use super::tool_call::{self, Malformed, Schemas};
 use super::trim::{Lead, Tail};
-use crate::error::{Error, Result};
+use crate::error::{RequestError, Result};
 use crate::request::{FunctionCall, ToolCall};
 
-/// Bytes of a call that are collected before it is given out as text: a model writes files in
-/// calls, but one that never ends must not fill the memory.
+/// Maximum size of a call; a larger one is emitted as text. Models write files in calls, but an
+/// endless call must not fill the memory.
 const CALL_BYTES: usize = 1 << 20;
 
-/// Bytes of raw text kept for a policy that does not ask for it; the latest ones stay.
+/// Raw text held for a policy that does not take it: the newest bytes.
 const RAW_BYTES: usize = 64 << 10;
 
-/// Which part of a reply the next token belongs to.
+/// The part of a reply to which the next token belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Between `<think>` and `</think>`.
-    Think,
-    /// What the client asked for.
+    Reasoning,
+    /// The part that the user reads.
     Answer,
-    /// Between `<tool_call>` and `</tool_call>`, outside of a thought.
+    /// Between `<tool_call>` and `</tool_call>`, outside reasoning.
     ToolCall,
 }
 
 /// A piece of a reply, as clients see it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Piece {
-    /// The next piece of the thought.
+    /// The next piece of the reasoning.
     Reasoning(String),
     /// The next piece of the answer.
     Answer(String),
-    /// A complete call.
+    /// A complete tool call.
     ToolCall(ToolCall),
 }
 
-/// The reply to one request; see the module.
+/// The state of one reply; see the module.
 #[derive(Debug, Clone)]
 pub struct Reply {
     tokenizer: Arc<Tokenizer>,
     detokenizer: Detokenizer,
     schemas: Schemas,
-    /// `<tool_call>` is no token: it is looked for in the text, and this is held back for it.
-    spelt: Option<String>,
-    /// Which tokens what is held back came with: how many came before, and bytes.
+    /// If `<tool_call>` is not a token: the text held back because it may start a tag.
+    spelled: Option<String>,
+    /// The tokens of `spelled`: for each, the number of tokens before it and its bytes.
     spans: VecDeque<(usize, usize)>,
-    /// Tokens that have come.
+    /// Number of tokens pushed.
     tokens: usize,
-    /// How many of them came before the tag that was met last, and before the calls given out last.
+    /// Number of tokens before the last tag.
     tag: usize,
-    called: usize,
-    thinking: bool,
-    thought: Thought,
+    /// Number of tokens before the last emitted calls.
+    last_call: usize,
+    is_reasoning: bool,
+    reasoning: Reasoning,
     answer: Answer,
     call: Option<Call>,
     calls: usize,
-    /// Digest of the prompt: makes call ids unique in a conversation, and equal when repeated.
+    /// Digest of the prompt: call ids are unique in a conversation and equal on repetition.
     prompt: [u8; 32],
+    /// See [`Reply::take_text`].
     raw: String,
     out: Vec<Piece>,
 }
 
 #[derive(Debug, Clone, Default)]
-struct Thought {
+struct Reasoning {
     lead: Lead,
     tail: Tail,
     visible: bool,
-    /// Whether the text so far ends with a line.
+    /// Whether the text is empty or ends with a line break.
     on_new_line: bool,
 }
 
@@ -104,18 +106,18 @@ struct Answer {
     stop: Stop,
     tail: Tail,
     visible: bool,
-    /// White space in front of a call: comes back if text follows the call.
+    /// White space before a call, restored if text follows the call.
     gap: String,
-    /// `<think>`s that are text.
+    /// Open `<think>` markers that are text.
     quoted: usize,
 }
 
-/// What came after a `<tool_call>` so far.
+/// An incomplete tool call.
 #[derive(Debug, Clone, Default)]
 struct Call {
     content: String,
-    /// Tokens of the reply before its tag.
-    from: usize,
+    /// Number of tokens of the reply before its tag.
+    start: usize,
 }
 
 impl Reply {
@@ -125,30 +127,30 @@ impl Reply {
         stop: &[String],
         tools: &[Value],
     ) -> Self {
-        // The turn that the prompt opens: no user's text stands behind the last special token.
+        // The prompt's last turn, without text of the user: no hidden token follows its start.
         let turn = prompt
             .iter()
             .rev()
-            .take_while(|id| tokenizer.marker(**id).is_some() || !tokenizer.is_silent(**id));
+            .take_while(|id| tokenizer.marker(**id).is_some() || !tokenizer.is_hidden(**id));
         let last = turn
             .filter_map(|id| tokenizer.marker(*id))
-            .find(|marker| matches!(marker, Marker::OpenThought | Marker::CloseThought));
-        let thinking = last == Some(Marker::OpenThought);
+            .find(|marker| matches!(marker, Marker::OpenReasoning | Marker::CloseReasoning));
+        let is_reasoning = last == Some(Marker::OpenReasoning);
         let schemas = Schemas::new(tools);
         let has_token = tokenizer.marker_id(Marker::OpenCall).is_some();
         let mut digest = Sha256::new();
         prompt.iter().for_each(|id| digest.update(id.to_le_bytes()));
         Self {
             detokenizer: Detokenizer::new(tokenizer.clone()),
-            spelt: (!schemas.is_empty() && !has_token).then(String::new),
+            spelled: (!schemas.is_empty() && !has_token).then(String::new),
             spans: VecDeque::new(),
             tokens: 0,
             tag: 0,
-            called: 0,
+            last_call: 0,
             tokenizer,
             schemas,
-            thinking,
-            thought: Thought { lead: Lead::new(true), on_new_line: true, ..Thought::default() },
+            is_reasoning,
+            reasoning: Reasoning::new(),
             answer: Answer {
                 lead: Lead::new(last.is_some()),
                 stop: Stop::new(stop),
@@ -162,34 +164,34 @@ impl Reply {
         }
     }
 
-    /// Which part of the reply the next token belongs to.
+    /// The phase of the next token.
     pub fn phase(&self) -> Phase {
         match &self.call {
-            _ if self.thinking => Phase::Think,
+            _ if self.is_reasoning => Phase::Reasoning,
             Some(_) => Phase::ToolCall,
             None => Phase::Answer,
         }
     }
 
-    /// Whether a stop string was found; no piece follows.
+    /// Whether a stop string was found; no piece follows then.
     pub fn stopped(&self) -> bool {
         self.answer.stop.found()
     }
 
-    /// Adds a token, sampled or forced; returns what can now be shown.
+    /// Adds a sampled or injected token; returns the pieces that are complete.
     pub fn push(&mut self, token: u32) -> Vec<Piece> {
         if self.stopped() {
             return Vec::new();
         }
         let before = self.tokens;
         self.tokens += 1;
-        let marker = self.tokenizer.marker(token).filter(|marker| self.heeds(*marker));
+        let marker = self.tokenizer.marker(token).filter(|marker| self.is_marker(*marker));
         if let Some(marker) = marker {
             self.flush_text();
             self.tag = before;
-            self.keep_raw(marker.text());
+            self.add_raw(marker.text());
             self.marker(marker);
-        } else if !self.tokenizer.is_silent(token) {
+        } else if !self.tokenizer.is_hidden(token) {
             let mut text = String::new();
             self.detokenizer.push(token, &mut text);
             self.text(&text);
@@ -197,22 +199,22 @@ impl Reply {
         std::mem::take(&mut self.out)
     }
 
-    /// Ends the reply; returns all that was held back.
+    /// Ends the reply; returns the text held back.
     ///
-    /// A call without its closing tag is one if it is complete, else text.
+    /// A call without its closing tag is a call if it is complete, and text otherwise.
     pub fn finish(&mut self) -> Vec<Piece> {
         if !self.stopped() {
             self.flush_text();
         }
         if let Some(call) = self.call.take() {
             match tool_call::parse(&call.content, &self.schemas) {
-                Ok(calls) => self.emit_calls(calls, call.from),
-                Err(_) => self.give_up(call, None),
+                Ok(calls) => self.emit_calls(calls, call.start),
+                Err(_) => self.emit_malformed_call(call, None),
             }
         }
-        let rest = self.thought.tail.take();
-        if self.thinking && self.thought.visible {
-            self.emit_thought(rest);
+        let rest = self.reasoning.tail.take();
+        if self.is_reasoning && self.reasoning.visible {
+            self.emit_reasoning(rest);
         }
         let held = self.answer.stop.flush();
         let rest = self.answer.tail.push(&held) + &self.answer.tail.take();
@@ -220,52 +222,53 @@ impl Reply {
         std::mem::take(&mut self.out)
     }
 
-    /// All text since the last call, whole characters, markers included, for policies. At most the
-    /// latest 64 KiB.
+    /// Takes the text since the last call of this method, for policies: whole characters, with
+    /// markers, at most the newest 64 KiB.
     pub fn take_text(&mut self) -> String {
         let mut text = std::mem::take(&mut self.raw);
         cut_front(&mut text, RAW_BYTES);
         text
     }
 
-    /// Whether a call is being written, in a thought or outside.
+    /// Whether a tool call is incomplete, in reasoning or in the answer.
     pub fn in_call(&self) -> bool {
         self.call.is_some()
     }
 
-    /// How many tokens came before the tag of the call that is being written.
-    pub fn call_from(&self) -> Option<usize> {
-        self.call.as_ref().map(|call| call.from)
+    /// Number of tokens of the reply before the tag of the incomplete call.
+    pub fn call_start(&self) -> Option<usize> {
+        self.call.as_ref().map(|call| call.start)
     }
 
-    /// How many tokens came before the tag of the calls that were given out last.
-    pub fn called_from(&self) -> usize {
-        self.called
+    /// Number of tokens of the reply before the tag of the last emitted calls.
+    pub fn last_call_start(&self) -> usize {
+        self.last_call
     }
 
-    /// The tokens that end a call.
+    /// The tokens that close a tool call.
     ///
     /// # Errors
     /// As [`Text::encode`].
-    pub fn closing_call(&self, text: &Text) -> Result<Vec<u32>> {
+    pub fn close_call_tokens(&self, text: &Text) -> Result<Vec<u32>> {
         match self.tokenizer.marker_id(Marker::CloseCall) {
             Some(close) => Ok(vec![close]),
             None => text.encode_plain(Marker::CloseCall.text()),
         }
     }
 
-    /// The tokens that end the thought and go on with `hint`: a line's end if the thought is
-    /// inside of a line, `</think>`, an empty line, the hint without special tokens.
+    /// The tokens that close the reasoning and continue with `hint`: a line break unless the
+    /// reasoning is at one, `</think>`, an empty line, the hint without special tokens.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the model has no `</think>`.
-    pub fn closing(&self, text: &Text, hint: &str) -> Result<Vec<u32>> {
-        let Some(close) = self.tokenizer.marker_id(Marker::CloseThought) else {
-            let problem = "the model's vocabulary has no </think> to end a thought with".into();
-            return Err(Error::Invalid { field: "close-thinking", problem });
+    /// [`Error::Invalid`] if the model has no `</think>`.
+    pub fn close_reasoning_tokens(&self, text: &Text, hint: &str) -> Result<Vec<u32>> {
+        let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
+            let problem =
+                "the model's vocabulary has no </think> to close the reasoning with".into();
+            return Err(RequestError::Tokenizer(problem).into());
         };
         let mut tokens = Vec::new();
-        if !self.thought.on_new_line || self.detokenizer.is_pending() {
+        if !self.reasoning.on_new_line || self.detokenizer.is_pending() {
             tokens.extend(text.encode_plain("\n")?);
         }
         tokens.push(close);
@@ -273,52 +276,54 @@ impl Reply {
         Ok(tokens)
     }
 
-    fn heeds(&self, marker: Marker) -> bool {
+    fn is_marker(&self, marker: Marker) -> bool {
         match marker {
-            Marker::OpenThought | Marker::CloseThought => true,
+            Marker::OpenReasoning | Marker::CloseReasoning => true,
             Marker::OpenCall | Marker::CloseCall => !self.schemas.is_empty(),
         }
     }
 
-    /// Gives out what waits for more letters: a marker or the end has come.
+    /// Processes the text held back, before a marker or at the end.
     fn flush_text(&mut self) {
         let mut text = String::new();
         self.detokenizer.flush(&mut text);
         self.text(&text);
-        if let Some(held) = self.spelt.as_mut().map(std::mem::take) {
-            self.part(&held);
+        if let Some(held) = self.spelled.as_mut().map(std::mem::take) {
+            self.add_to_phase(&held);
         }
         self.spans.clear();
     }
 
-    /// Text of any part, in whole characters; finds the tags of calls where they are no tokens.
+    /// Adds whole characters; finds the tags of calls if they are not tokens.
     fn text(&mut self, text: &str) {
         if text.is_empty() {
             return;
         }
-        self.keep_raw(text);
-        let Some(held) = self.spelt.as_mut().map(std::mem::take) else { return self.part(text) };
+        self.add_raw(text);
+        let Some(held) = self.spelled.as_mut().map(std::mem::take) else {
+            return self.add_to_phase(text);
+        };
         self.spans.push_back((self.tokens.saturating_sub(1), text.len()));
         let mut rest = held + text;
         loop {
             let marker = if self.call.is_some() { Marker::CloseCall } else { Marker::OpenCall };
             let Some(at) = rest.find(marker.text()) else {
                 let held = rest.split_off(rest.len() - partial(&rest, marker.text()));
-                self.spelt = Some(held);
-                self.pass_over(rest.len());
-                return self.part(&rest);
+                self.spelled = Some(held);
+                self.consume(rest.len());
+                return self.add_to_phase(&rest);
             };
-            self.part(&rest[..at]);
-            self.pass_over(at);
+            self.add_to_phase(&rest[..at]);
+            self.consume(at);
             self.tag = self.spans.front().map_or(self.tokens, |&(before, _)| before);
             self.marker(marker);
-            self.pass_over(marker.text().len());
+            self.consume(marker.text().len());
             rest.drain(..at + marker.text().len());
         }
     }
 
-    /// So many bytes are no longer held back.
-    fn pass_over(&mut self, mut bytes: usize) {
+    /// Removes `bytes` from the front of `spans`.
+    fn consume(&mut self, mut bytes: usize) {
         while let Some((_, left)) = self.spans.front_mut() {
             if *left > bytes {
                 *left -= bytes;
@@ -329,41 +334,45 @@ impl Reply {
         }
     }
 
-    /// Text that belongs to the current part.
-    fn part(&mut self, text: &str) {
+    /// Adds text to the current phase.
+    fn add_to_phase(&mut self, text: &str) {
         if text.is_empty() {
             return;
         }
-        if self.thinking {
-            self.thought.on_new_line = text.ends_with('\n');
+        if self.is_reasoning {
+            self.reasoning.on_new_line = text.ends_with('\n');
         }
         let Some(call) = &mut self.call else {
-            return if self.thinking { self.think(text) } else { self.answer(text) };
+            return if self.is_reasoning {
+                self.add_reasoning(text)
+            } else {
+                self.add_answer(text)
+            };
         };
         call.content.push_str(text);
         if call.content.len() > CALL_BYTES || !tool_call::is_plausible(&call.content) {
             let call = self.call.take().unwrap_or_default();
-            self.give_up(call, None);
+            self.emit_malformed_call(call, None);
         }
     }
 
-    fn think(&mut self, text: &str) {
-        let text = self.thought.lead.push(text);
-        let text = self.thought.tail.push(&text);
-        self.emit_thought(text);
+    fn add_reasoning(&mut self, text: &str) {
+        let text = self.reasoning.lead.push(text);
+        let text = self.reasoning.tail.push(&text);
+        self.emit_reasoning(text);
     }
 
-    fn answer(&mut self, text: &str) {
+    fn add_answer(&mut self, text: &str) {
         let text = self.answer.lead.push(text);
         if text.is_empty() {
             return;
         }
         let gap = std::mem::take(&mut self.answer.gap);
-        // The white space in front of a call or that behind it, not both.
+        // Keep the white space before a call or the one after it, not both.
         let line = gap.is_empty() || gap.contains('\n');
         let text = gap + if line { &text } else { text.trim_start() };
         let text = self.answer.stop.push(&text);
-        // White space waits while a marker may follow that would make it white space next to one.
+        // Hold white space back while a marker may follow it.
         let text =
             if !self.answer.stop.found() && (!self.answer.visible || !self.schemas.is_empty()) {
                 self.answer.tail.push(&text)
@@ -377,14 +386,14 @@ impl Reply {
         if self.stopped() {
             return;
         }
-        self.thought.on_new_line = false;
+        self.reasoning.on_new_line = false;
         match self.call.take() {
             Some(call) => self.marker_in_call(marker, call),
             None => match marker {
                 Marker::OpenCall => self.open_call(),
-                Marker::CloseCall => self.part(marker.text()),
-                Marker::OpenThought => self.open_thought(),
-                Marker::CloseThought => self.close_thought(),
+                Marker::CloseCall => self.add_to_phase(marker.text()),
+                Marker::OpenReasoning => self.open_reasoning(),
+                Marker::CloseReasoning => self.close_reasoning(),
             },
         }
     }
@@ -392,8 +401,8 @@ impl Reply {
     fn marker_in_call(&mut self, marker: Marker, mut call: Call) {
         let ends = match marker {
             Marker::CloseCall | Marker::OpenCall => true,
-            Marker::CloseThought => self.thinking,
-            Marker::OpenThought => false,
+            Marker::CloseReasoning => self.is_reasoning,
+            Marker::OpenReasoning => false,
         };
         if !ends {
             call.content.push_str(marker.text());
@@ -402,10 +411,10 @@ impl Reply {
         }
         let closed = call.content.trim_end().ends_with(Marker::CloseCall.text());
         match tool_call::parse(&call.content, &self.schemas) {
-            Ok(calls) => self.emit_calls(calls, call.from),
-            // A file about calls may hold the tags: inside of a value they are text.
+            Ok(calls) => self.emit_calls(calls, call.start),
+            // Inside a value tags are text: the call may write a file about calls.
             Err(Malformed::InsideValue)
-                if marker != Marker::CloseThought && !(marker == Marker::OpenCall && closed) =>
+                if marker != Marker::CloseReasoning && !(marker == Marker::OpenCall && closed) =>
             {
                 call.content.push_str(marker.text());
                 self.call = Some(call);
@@ -413,60 +422,59 @@ impl Reply {
             }
             Err(_) => {
                 let end = (marker == Marker::CloseCall).then_some(marker);
-                self.give_up(call, end);
+                self.emit_malformed_call(call, end);
             }
         }
         match marker {
             Marker::OpenCall => self.open_call(),
-            Marker::CloseThought => self.close_thought(),
-            Marker::CloseCall | Marker::OpenThought => {}
+            Marker::CloseReasoning => self.close_reasoning(),
+            Marker::CloseCall | Marker::OpenReasoning => {}
         }
     }
 
     fn open_call(&mut self) {
-        self.call = Some(Call { content: String::new(), from: self.tag });
+        self.call = Some(Call { content: String::new(), start: self.tag });
     }
 
-    fn open_thought(&mut self) {
-        if self.thinking {
-            if self.thought.visible {
-                self.part(Marker::OpenThought.text());
+    fn open_reasoning(&mut self) {
+        if self.is_reasoning {
+            if self.reasoning.visible {
+                self.add_to_phase(Marker::OpenReasoning.text());
             }
         } else if self.answer.is_blank() {
-            self.answer.forget_blank();
-            self.thinking = true;
-            self.thought =
-                Thought { lead: Lead::new(true), on_new_line: true, ..Thought::default() };
+            self.answer.drop_blank();
+            self.is_reasoning = true;
+            self.reasoning = Reasoning::new();
         } else {
             self.answer.quoted += 1;
-            self.part(Marker::OpenThought.text());
+            self.add_to_phase(Marker::OpenReasoning.text());
         }
     }
 
-    fn close_thought(&mut self) {
-        if self.thinking {
-            self.thought.tail.take();
-            self.thinking = false;
+    fn close_reasoning(&mut self) {
+        if self.is_reasoning {
+            self.reasoning.tail.take();
+            self.is_reasoning = false;
             self.answer.lead = Lead::new(true);
         } else if self.answer.quoted > 0 {
             self.answer.quoted -= 1;
-            self.part(Marker::CloseThought.text());
+            self.add_to_phase(Marker::CloseReasoning.text());
         } else if self.answer.is_blank() {
-            self.answer.forget_blank();
+            self.answer.drop_blank();
         }
     }
 
-    /// Passes a call on that is none, as text of the part in which it stands.
-    fn give_up(&mut self, call: Call, end: Option<Marker>) {
-        tracing::warn!(bytes = call.content.len(), "malformed tool call passed on as text");
+    /// Emits malformed tool-call markup as text of the current phase.
+    fn emit_malformed_call(&mut self, call: Call, end: Option<Marker>) {
+        tracing::warn!(bytes = call.content.len(), "malformed tool call emitted as text");
         self.call = None;
         let end = end.map_or("", Marker::text);
-        self.part(&format!("{}{}{end}", Marker::OpenCall.text(), call.content));
+        self.add_to_phase(&format!("{}{}{end}", Marker::OpenCall.text(), call.content));
     }
 
-    fn emit_calls(&mut self, calls: Vec<FunctionCall>, from: usize) {
-        self.called = from;
-        if !self.thinking {
+    fn emit_calls(&mut self, calls: Vec<FunctionCall>, start: usize) {
+        self.last_call = start;
+        if !self.is_reasoning {
             let held = self.answer.stop.flush();
             let text = self.answer.tail.push(&held);
             self.emit_answer(text);
@@ -485,16 +493,14 @@ impl Reply {
     fn call_id(&mut self) -> String {
         let digest = Sha256::new().chain_update(self.prompt).chain_update(self.calls.to_le_bytes());
         self.calls += 1;
-        let digest = digest.finalize();
-        let hex: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
-        format!("call_{hex}")
+        format!("call_{}", hex::encode(&digest.finalize()[..12]))
     }
 
-    fn emit_thought(&mut self, text: String) {
+    fn emit_reasoning(&mut self, text: String) {
         if text.is_empty() {
             return;
         }
-        self.thought.visible = true;
+        self.reasoning.visible = true;
         match self.out.last_mut() {
             Some(Piece::Reasoning(last)) => last.push_str(&text),
             _ => self.out.push(Piece::Reasoning(text)),
@@ -512,7 +518,7 @@ impl Reply {
         }
     }
 
-    fn keep_raw(&mut self, text: &str) {
+    fn add_raw(&mut self, text: &str) {
         self.raw.push_str(text);
         if self.raw.len() > 2 * RAW_BYTES {
             cut_front(&mut self.raw, RAW_BYTES);
@@ -520,20 +526,26 @@ impl Reply {
     }
 }
 
+impl Reasoning {
+    fn new() -> Self {
+        Self { lead: Lead::new(true), on_new_line: true, ..Self::default() }
+    }
+}
+
 impl Answer {
-    /// Nothing but white space was answered so far.
+    /// Whether the answer so far is white space only.
     fn is_blank(&self) -> bool {
         !self.visible && self.stop.held().trim().is_empty()
     }
 
-    fn forget_blank(&mut self) {
+    fn drop_blank(&mut self) {
         self.stop.flush();
         self.tail.take();
         self.lead = Lead::new(true);
     }
 }
 
-/// Cuts `text` to its last `bytes` bytes, or a few less to keep characters whole.
+/// Cuts `text` to its last `bytes` bytes, or fewer to keep characters whole.
 fn cut_front(text: &mut String, bytes: usize) {
     if text.len() > bytes {
         let start = text.ceil_char_boundary(text.len() - bytes);

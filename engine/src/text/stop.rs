@@ -1,11 +1,10 @@
-//! Stop strings: cuts a text before the first of them, however the text arrives in pieces.
+//! Stop strings: cuts a text before the first of them.
 //!
-//! Held back is the shortest end of the text that may still become a stop string, nothing more.
-//! The cut does not depend on how the text was cut into pieces: the stop string that is complete
-//! first wins, and among those that are complete at the same letter the one that began first.
-//! Never looks at tokens or phases: `reply` feeds it the answer alone.
+//! Only the longest end of the text that may still become a stop string is held back.
+//! The cut does not depend on how the text is split into pieces: the stop string that is complete
+//! first wins; of those that end at the same character, the one that began first.
+//! Knows nothing of tokens or phases: `reply` passes the answer only.
 
-/// Watches one text.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Stop {
     strings: Vec<String>,
@@ -14,23 +13,23 @@ pub(super) struct Stop {
 }
 
 impl Stop {
-    /// Watches for `strings`; empty ones never match.
+    /// Empty strings never match.
     pub fn new(strings: &[String]) -> Self {
         let strings = strings.iter().filter(|text| !text.is_empty()).cloned().collect();
         Self { strings, ..Self::default() }
     }
 
-    /// Whether a stop string was found: all text after it is swallowed.
+    /// Whether a stop string was found; later text is dropped.
     pub fn found(&self) -> bool {
         self.found
     }
 
-    /// What is held back.
+    /// The text held back.
     pub fn held(&self) -> &str {
         &self.held
     }
 
-    /// Adds text; returns what can be given out.
+    /// Adds text; returns the text to emit.
     pub fn push(&mut self, text: &str) -> String {
         if self.found {
             return String::new();
@@ -47,13 +46,13 @@ impl Stop {
         text
     }
 
-    /// The text ends here: what is held back is given out.
+    /// Ends the text; returns the text held back.
     pub fn flush(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Length of the longest end of `text` with which `stop` begins, `stop` as a whole left out.
+/// Length of the longest end of `text` that is a proper prefix of `stop`.
 pub(super) fn partial(text: &str, stop: &str) -> usize {
     let lengths = stop.char_indices().map(|(at, _)| at).rev();
     lengths.into_iter().find(|at| text.as_bytes().ends_with(&stop.as_bytes()[..*at])).unwrap_or(0)
@@ -63,27 +62,26 @@ pub(super) fn partial(text: &str, stop: &str) -> usize {
 mod tests {
     use super::*;
 
-    /// What comes of `pieces` with `stops`, and whether it was stopped.
-    fn check(stops: &[&str], pieces: &[&str], shown: &[&str], found: bool) {
+    fn check(stops: &[&str], pieces: &[&str], emitted: &[&str], found: bool) {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
         let mut stop = Stop::new(&stops);
-        let mut told: Vec<String> = pieces.iter().map(|piece| stop.push(piece)).collect();
-        told.push(stop.flush());
-        assert_eq!((told, stop.found()), (shown.iter().map(|s| s.to_string()).collect(), found));
+        let mut got: Vec<String> = pieces.iter().map(|piece| stop.push(piece)).collect();
+        got.push(stop.flush());
+        assert_eq!((got, stop.found()), (emitted.iter().map(|s| s.to_string()).collect(), found));
     }
 
     #[test]
-    fn a_stop_string_across_pieces_is_cut() {
+    fn stop_string_across_pieces_is_cut() {
         check(&["END"], &["Hi E", "N", "D there", "!"], &["Hi ", "", "", "", ""], true);
     }
 
     #[test]
-    fn no_more_is_held_back_than_may_become_a_stop_string() {
+    fn only_a_possible_stop_string_is_held_back() {
         check(&["\n\nUser:"], &["a\n", "b\n\nU", "ser"], &["a", "\nb", "", "\n\nUser"], false);
     }
 
     #[test]
-    fn the_stop_string_that_is_complete_first_wins_however_the_text_arrives() {
+    fn first_complete_stop_string_wins_for_any_pieces() {
         check(&["abcd", "bc"], &["xabcdx"], &["xa", ""], true);
         check(
             &["abcd", "bc"],
@@ -95,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn letters_of_several_bytes_are_never_torn() {
+    fn multibyte_characters_stay_whole() {
         check(&["é!", "日本"], &["caf", "é", "?日", "曜"], &["caf", "", "é?", "日曜", ""], false);
     }
 

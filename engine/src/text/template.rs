@@ -1,10 +1,10 @@
-//! A model's chat template: Jinja source in, prompt text out, as transformers renders it.
+//! A model's chat template: renders messages to prompt text as transformers does.
 //!
 //! The reference is `apply_chat_template` of transformers: Jinja2 with `trim_blocks`,
 //! `lstrip_blocks`, loop controls, the `generation` block, `raise_exception`, `strftime_now` and a
-//! `tojson` that is Python's `json.dumps` ([`python`]). What templates call on values (`split`,
-//! `strip`, `items` ...) comes from minijinja's pycompat.
-//! Never reads a file and knows nothing of tokens; a template cannot load another one.
+//! `tojson` that is Python's `json.dumps` ([`python`]). Methods of values (`split`, `strip`,
+//! `items` ...) come from minijinja's pycompat.
+//! Never reads a file and knows nothing of tokens; a template cannot include another one.
 //!
 //! Source: transformers 5.23 `utils/chat_template_utils.py`, `_cached_compile_jinja_template`.
 
@@ -19,14 +19,14 @@ use minijinja::{Environment, ErrorKind, State};
 use serde_json::Map;
 
 use super::python;
-use crate::error::{Error, Result};
+use crate::error::{Error, RequestError, Result};
 
-/// Instructions that one rendering may take. Templates come with models and are not trusted; an
-/// endless loop in one ends here, after some seconds. The heaviest template that we know (Gemma 4,
-/// quadratic in the messages) gets through 4,000 messages with it.
+/// Maximum number of instructions of one rendering. Templates come with models and are not
+/// trusted; this ends an endless loop after some seconds. The heaviest known template (Gemma 4,
+/// quadratic in the messages) renders 4,000 messages within it.
 const RENDER_FUEL: u64 = 100_000_000;
 
-/// Name of the only template of an environment, as it stands in error messages.
+/// Name of the only template of an environment; error messages show it.
 const NAME: &str = "chat template";
 
 /// A compiled chat template.
@@ -40,7 +40,7 @@ impl Template {
     /// Compiles `source`.
     ///
     /// # Errors
-    /// The compiler's message, with the line, where `source` is no Jinja that we know.
+    /// The compiler's message with the line, if `source` is not valid Jinja.
     pub fn new(source: &str) -> Result<Self, String> {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
@@ -60,36 +60,38 @@ impl Template {
         Ok(Self { environment, source: source.into() })
     }
 
-    /// The text that the template was made of.
+    /// The source text of the template.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// Stops the clock of `strftime_now` at `unix_seconds` (UTC), for tests.
+    /// Fixes the clock of `strftime_now` at `unix_seconds` (UTC), for tests.
     ///
     /// # Errors
-    /// [`Error::Template`] where no calendar has such a time.
+    /// [`Error::Template`] if the time is out of range.
     pub fn at(mut self, unix_seconds: i64) -> Result<Self> {
         let time = jiff::Timestamp::from_second(unix_seconds);
-        let time = time.map_err(|e| Error::Template(e.to_string()))?.to_zoned(TimeZone::UTC);
+        let time = time
+            .map_err(|e| Error::Request(RequestError::Template(e.to_string())))?
+            .to_zoned(TimeZone::UTC);
         self.environment.add_function("strftime_now", move |format: &str| strftime(format, &time));
         Ok(self)
     }
 
-    /// Renders the template over `variables`.
+    /// Renders the template with `variables`.
     ///
     /// # Errors
-    /// [`Error::Template`] with the template's own words where it calls `raise_exception`, else
-    /// with what minijinja says and the line.
+    /// [`Error::Template`] with the message that the template passes to `raise_exception`, or else
+    /// minijinja's message with the line.
     pub fn render(&self, variables: &Map<String, serde_json::Value>) -> Result<String> {
         let template = self.environment.get_template(NAME).expect("compiled in Template::new");
         template
             .render(Value::from(Serde(variables)))
-            .map_err(|error| Error::Template(explain(&error)))
+            .map_err(|error| Error::Request(RequestError::Template(explain(&error))))
     }
 }
 
-/// An error that the template raised by itself.
+/// An error raised by the template.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -99,7 +101,7 @@ fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, raised.0.clone()).with_source(raised))
 }
 
-/// What the template said where it raised the error, else minijinja's message.
+/// The message of `raise_exception`, or else minijinja's.
 fn explain(error: &minijinja::Error) -> String {
     let mut cause = error.source();
     while let Some(inner) = cause {
@@ -111,7 +113,7 @@ fn explain(error: &minijinja::Error) -> String {
     error.to_string()
 }
 
-/// `time` in `format`, as Python's `datetime.strftime`.
+/// Formats `time` as Python's `datetime.strftime` does.
 fn strftime(format: &str, time: &Zoned) -> Result<String, minijinja::Error> {
     jiff::fmt::strtime::format(format, time)
         .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
@@ -146,7 +148,7 @@ fn tojson(
     python::json(value, &style)
 }
 
-/// Python's `str.strip` with its idea of white space, or with the given characters.
+/// Python's `str.strip`, of white space or of `chars`.
 fn trim(value: &Value, chars: Option<&str>) -> String {
     let text = python::str(value);
     match chars {
@@ -155,13 +157,13 @@ fn trim(value: &Value, chars: Option<&str>) -> String {
     }
 }
 
-/// Jinja2 asks for a length and for items by index, which texts and maps have too.
+/// Jinja2 tests for a length and items by index, which strings and maps have too.
 fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
         || value.is_undefined()
 }
 
-/// Python's methods on values: those that pycompat lacks or has otherwise, then pycompat.
+/// Python's methods of values: those that pycompat lacks or implements differently, then pycompat.
 fn method(
     state: &mut State,
     value: &Value,
@@ -209,8 +211,8 @@ fn list(texts: &[&str]) -> Value {
     texts.iter().copied().map(Value::from).collect()
 }
 
-/// `{% generation %}` marks what a trainer learns from and renders its inside: here it becomes
-/// `{% with %}`, which has a scope of its own as well.
+/// Replaces `{% generation %}`, which marks training targets and renders its contents, by
+/// `{% with %}`, which also opens a scope.
 fn without_generation_blocks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -237,14 +239,14 @@ fn without_generation_blocks(source: &str) -> String {
 mod tests {
     use super::*;
 
-    /// What `source` renders to over `variables`, or what it says why not.
+    /// The rendered text or the error message.
     fn render(source: &str, variables: serde_json::Value) -> String {
         let variables = variables.as_object().cloned().unwrap_or_default();
         let template = Template::new(source).expect(source).at(0).expect("1970 is a year");
         template.render(&variables).unwrap_or_else(|error| error.to_string())
     }
 
-    /// The expected texts are what transformers 5.23 with Jinja2 3.1.6 makes of the sources.
+    /// The expected texts were rendered by transformers 5.23 with Jinja2 3.1.6.
     fn check(source: &str, expected: &str) {
         let value = serde_json::json!({
             "b": [1, 2.0, "x\"\u{e9}\n", null, true], "a": {"z": 1e16, "y": {}}, "c": [],
@@ -253,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_written_as_python_writes_it() {
+    fn json_is_formatted_as_in_python() {
         let line = r#"{"b": [1, 2.0, "x\"é\n", null, true], "a": {"z": 1e+16, "y": {}}, "c": []}"#;
         check("{{ v | tojson }}", line);
         check("{{ v | tojson(indent=none) }}", line);
@@ -265,14 +267,14 @@ mod tests {
     }
 
     #[test]
-    fn values_are_written_as_python_writes_them() {
+    fn values_are_formatted_as_in_python() {
         check("{{ true }} {{ none }} {{ 1e16 }} {{ v.missing }}|", "True None 1e+16 |");
         check("{{ v.b | string }}", "[1, 2.0, 'x\"é\\n', None, True]");
         check("{{ 'a' is sequence }} {{ v is sequence }} {{ 1 is sequence }}", "True True False");
     }
 
     #[test]
-    fn python_methods_work_on_texts() {
+    fn strings_have_python_methods() {
         check(
             "{{ ' a b '.strip() }}|{{ 'xxa'.lstrip('x') }}|{{ 'a,b,c'.rsplit(',', 1) }}",
             "a b|a|['a,b', 'c']",
@@ -283,31 +285,31 @@ mod tests {
     }
 
     #[test]
-    fn generation_blocks_are_rendered_without_their_tags() {
+    fn generation_blocks_render_without_their_tags() {
         check("a\n{% generation %}\nb{% set x = 1 %}\n{%- endgeneration -%}\n c {{ x }}", "a\nbc ");
         check("{% if '{% generation' %}y{% endif %}", "y");
     }
 
     #[test]
-    fn a_template_refuses_in_its_own_words() {
+    fn raise_exception_reports_the_message_of_the_template() {
         let error = "the chat template refuses these messages: No system role, please.";
         check("{{ raise_exception('No system role, please.') }}", error);
     }
 
     #[test]
-    fn the_clock_can_be_read() {
+    fn strftime_now_formats_the_clock() {
         check("{{ strftime_now('%d %B %Y') }}", "01 January 1970");
     }
 
     #[test]
-    fn an_endless_template_ends() {
+    fn endless_templates_run_out_of_fuel() {
         for source in [
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
         ] {
             let mut template = Template::new(source).expect(source);
             template.environment.set_fuel(Some(RENDER_FUEL / 1_000));
-            template.render(&Map::new()).expect_err("it never ends by itself");
+            template.render(&Map::new()).expect_err("it loops forever");
         }
     }
 }

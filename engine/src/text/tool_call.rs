@@ -1,11 +1,11 @@
-//! What stands between `<tool_call>` and `</tool_call>`, read as calls of tools.
+//! Parses the text between `<tool_call>` and `</tool_call>`.
 //!
-//! Two forms, told apart by what stands inside, since a model's name does not tell:
+//! There are two formats. The content tells which one, since a model's name does not:
 //! - Qwen3-Coder and Qwen3.5: `<function=name>` with `<parameter=key>` blocks. Values are bare
-//!   text; the tool's JSON schema says what they are ([`Schemas`]).
+//!   text, typed by the tool's JSON schema ([`Schemas`]).
 //! - Hermes, Qwen2.5 and Qwen3: `{"name": .., "arguments": {..}}`, or a list of these.
 //!
-//! Never repairs: what is not well-formed is [`Malformed`], and the reply passes it on as text.
+//! Never repairs: bad markup is [`Malformed`], and the reply emits it as text.
 //!
 //! Source: Qwen3-Coder `qwen3coder_tool_parser.py`; Hermes function calling format.
 
@@ -16,10 +16,10 @@ use crate::request::FunctionCall;
 /// Depth to which a schema's `$ref` and `anyOf` are followed.
 const SCHEMA_DEPTH: usize = 8;
 
-/// Why a text is no call.
+/// Why a text is not a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Malformed {
-    /// It ends inside of a value, so the closing tag may have been part of that value.
+    /// The text ends inside a value, so the closing tag may belong to that value.
     InsideValue,
     /// Anything else.
     Broken,
@@ -30,7 +30,7 @@ pub(super) enum Malformed {
 pub(super) struct Schemas(Vec<(String, Value)>);
 
 impl Schemas {
-    /// Takes `{"type": "function", "function": {"name", "parameters"}}` or the inner object alone.
+    /// Takes `{"type": "function", "function": {"name", "parameters"}}` or the inner object.
     pub fn new(tools: &[Value]) -> Self {
         let schema = |tool: &Value| {
             let function = tool.get("function").unwrap_or(tool);
@@ -40,13 +40,12 @@ impl Schemas {
         Self(tools.iter().filter_map(schema).collect())
     }
 
-    /// Whether the request has no tools.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// `raw` as the JSON value that `parameter` of `function` asks for; text where the schema says
-    /// nothing, or where `raw` is nothing that it asks for.
+    /// `raw` as a JSON value of the type that the schema gives `parameter` of `function`; a string
+    /// if the schema gives none or `raw` does not match it.
     fn typed(&self, function: &str, parameter: &str, raw: &str) -> Value {
         let root = self.0.iter().find(|(name, _)| name == function).map(|(_, schema)| schema);
         let mut types = Vec::new();
@@ -60,7 +59,7 @@ impl Schemas {
     }
 }
 
-/// Whether `text`, the beginning of what follows `<tool_call>`, may still become a call.
+/// Whether `text`, which follows `<tool_call>`, may still become a call.
 pub(super) fn is_plausible(text: &str) -> bool {
     let text = text.trim_start();
     let opening = "<function=";
@@ -70,10 +69,7 @@ pub(super) fn is_plausible(text: &str) -> bool {
         || opening.starts_with(text)
 }
 
-/// Reads the calls in `text`, all that stands between the tags.
-///
-/// # Errors
-/// [`Malformed`] where any part of it is not well-formed.
+/// Parses `text`, the whole content between the tags.
 pub(super) fn parse(text: &str, schemas: &Schemas) -> Result<Vec<FunctionCall>, Malformed> {
     let text = text.trim();
     if text.starts_with("<function=") { parse_xml(text, schemas) } else { parse_json(text) }
@@ -108,10 +104,10 @@ fn tag_value(text: &str) -> Result<(&str, &str), Malformed> {
     Ok((value, rest))
 }
 
-/// Splits the text after `<parameter=key>` into the value and what follows `</parameter>`.
+/// Splits the text after `<parameter=key>` into the value and the text after `</parameter>`.
 ///
-/// A value may hold the text `</parameter>` (code that writes XML does): only one that another
-/// parameter or the function's end follows closes it.
+/// A value may contain `</parameter>` (in code that writes XML): only one that precedes another
+/// parameter or the end of the function closes the value.
 fn parameter_value(body: &str) -> Result<(&str, &str), Malformed> {
     for (at, tag) in body.match_indices("</parameter>") {
         let after = body[at + tag.len()..].trim_start();
@@ -159,7 +155,7 @@ fn ends_inside_string(text: &str) -> bool {
     inside
 }
 
-/// The JSON types that `schema` allows, the one to try first in front.
+/// Collects the JSON types that `schema` allows, in the order in which to try them.
 fn collect_types<'a>(schema: &'a Value, root: &'a Value, types: &mut Vec<&'a str>, depth: usize) {
     if depth == 0 {
         return;
@@ -189,15 +185,15 @@ fn collect_types<'a>(schema: &'a Value, root: &'a Value, types: &mut Vec<&'a str
             Value::Object(_) => "object",
         });
     }
-    // Text fits everything, so it is tried last: `5` for integer-or-string is the number.
+    // Every value is a string, so that is tried last: `5` for integer-or-string is the number.
     types.sort_by_key(|kind| *kind == "string");
 }
 
-/// `text` as a value of JSON type `kind`, if it is one.
+/// `text` as a value of the JSON type `kind`.
 fn read_as(kind: &str, text: &str) -> Option<Value> {
     let json = || serde_json::from_str::<Value>(text).ok();
     match kind {
-        // Templates write earlier calls with Python's `str`, and models copy what they saw.
+        // Templates write earlier calls with Python's `str`, and models imitate them.
         "null" => matches!(text, "null" | "None").then_some(Value::Null),
         "boolean" => match text {
             "true" | "True" => Some(true.into()),
@@ -216,7 +212,7 @@ fn read_as(kind: &str, text: &str) -> Option<Value> {
     }
 }
 
-/// `5.0` as `5`; nothing where digits would be lost.
+/// `5.0` as `5`; `None` if digits would be lost.
 fn whole(number: f64) -> Option<Value> {
     const EXACT: f64 = 9_007_199_254_740_992.0; // 2^53
     (number.fract() == 0.0 && number.abs() < EXACT).then(|| (number as i64).into())
@@ -228,7 +224,7 @@ mod tests {
 
     use super::*;
 
-    /// The calls in `text`, as `[name, arguments]`; `null` where it is malformed.
+    /// `expected` lists the calls as `[name, arguments]`; `null` for malformed text.
     fn check(text: &str, expected: Value) {
         let schemas = Schemas::new(&[json!({"type": "function", "function": {
             "name": "f",
@@ -259,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn values_are_what_the_schema_says() {
+    fn values_have_the_types_of_the_schema() {
         check_value("text", "5", json!("5"));
         check_value("text", "  two\n\nlines ", json!("  two\n\nlines "));
         check_value("text", "{\"a\": 1}", json!("{\"a\": 1}"));
@@ -279,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_schema_does_not_say_is_text() {
+    fn values_that_match_no_schema_are_strings() {
         check_value("any", "5", json!("5"));
         check_value("unknown", "true", json!("true"));
         check_value("whole", "many", json!("many"));
@@ -296,19 +292,19 @@ mod tests {
     }
 
     #[test]
-    fn a_value_may_hold_the_tags_that_end_values() {
+    fn values_may_contain_closing_tags() {
         check_value("text", "<a></parameter></a>", json!("<a></parameter></a>"));
         check_value("text", "</function>", json!("</function>"));
     }
 
     #[test]
-    fn a_function_without_arguments_is_a_call() {
+    fn calls_may_have_no_arguments() {
         check("\n<function=g>\n</function>\n", json!([["g", {}]]));
         check("{\"name\": \"g\"}", json!([["g", {}]]));
     }
 
     #[test]
-    fn json_calls_are_read_alone_or_as_a_list() {
+    fn json_calls_may_be_single_or_a_list() {
         let call = r#"{"name": "f", "arguments": {"text": "</tool_call>", "whole": 1}}"#;
         let read = json!(["f", {"text": "</tool_call>", "whole": 1}]);
         check(call, json!([read]));
@@ -318,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_well_formed_is_no_call() {
+    fn malformed_text_is_not_a_call() {
         for text in [
             "",
             "f(1)",

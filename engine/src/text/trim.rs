@@ -1,10 +1,10 @@
-//! White space next to markers is not shown: `<think>\nHm.\n</think>\n\nYes.` reads `Hm.`, `Yes.`
+//! Removes white space next to markers: `<think>\nHm.\n</think>\n\nYes.` becomes `Hm.` and `Yes.`
 //!
-//! [`Lead`] drops blank lines behind a marker and keeps the indent of the first line that has
-//! something on it; [`Tail`] holds white space back until something follows that is not.
-//! Never touches white space inside of a text.
+//! [`Lead`] drops blank lines after a marker and keeps the indent of the first line with text;
+//! [`Tail`] holds white space back until other text follows.
+//! White space inside a text is never changed.
 
-/// The beginning of a text behind a marker.
+/// The start of a text that follows a marker.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Lead {
     active: bool,
@@ -12,12 +12,11 @@ pub(super) struct Lead {
 }
 
 impl Lead {
-    /// Trims what comes next if `active`.
     pub fn new(active: bool) -> Self {
         Self { active, held: String::new() }
     }
 
-    /// Adds text; returns what can be given out.
+    /// Adds text; returns the text to emit.
     pub fn push(&mut self, text: &str) -> String {
         if !self.active {
             return text.into();
@@ -35,14 +34,14 @@ impl Lead {
     }
 }
 
-/// The end of a text that a marker may follow.
+/// The end of a text that may precede a marker.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tail {
     held: String,
 }
 
 impl Tail {
-    /// Adds text; returns what can be given out.
+    /// Adds text; returns the text to emit.
     pub fn push(&mut self, text: &str) -> String {
         let end = text.trim_end().len();
         if end == 0 {
@@ -54,7 +53,7 @@ impl Tail {
         shown
     }
 
-    /// The white space held back; whoever takes it gives it out or drops it.
+    /// Takes the white space held back; the caller emits or drops it.
     pub fn take(&mut self) -> String {
         std::mem::take(&mut self.held)
     }

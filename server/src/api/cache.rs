@@ -1,39 +1,41 @@
-//! `GET /v1/cache`: what is kept of earlier requests, in memory and on disk, and of what use it was.
+//! `GET /v1/cache`: content and use of the prefix cache and the prefix store.
 //!
-//! The engine's report, field by field, so that its types owe nothing to JSON and a field that is
-//! renamed there does not change what clients read.
+//! Copies the engine's report field by field: a field renamed there does not change what clients
+//! read.
 
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Query, State};
 use serde::{Deserialize, Serialize};
-use steersman_engine::{prefix, store};
+use steersman_engine::report::{
+    PrefixCounts, PrefixReport, StoreCounts, StoreReport, StoredSize,
+};
 
 use super::App;
 use super::error::ApiError;
 
-/// Both tiers.
+/// Body of the response.
 #[derive(Serialize)]
-pub struct Cache {
-    memory: Memory,
-    counts: Counts,
-    /// Null where state is kept in memory only.
-    disk: Option<Disk>,
+pub struct CacheBody {
+    memory: MemoryBody,
+    counts: CountsBody,
+    /// Null without a prefix store.
+    disk: Option<StoreBody>,
 }
 
-/// What is in memory now.
+/// The prefix cache.
 #[derive(Serialize)]
-struct Memory {
+struct MemoryBody {
     prefixes: usize,
     states: usize,
     bytes: u64,
     budget_bytes: u64,
 }
 
-/// [`prefix::Counts`]: since the server started.
+/// [`PrefixCounts`]
 #[derive(Serialize)]
-struct Counts {
+struct CountsBody {
     hits: u64,
     misses: u64,
     prompt_tokens: u64,
@@ -44,31 +46,31 @@ struct Counts {
     ahead_tokens: u64,
 }
 
-/// [`store::Report`]: what is on disk now, or waits to be.
+/// [`StoreReport`]
 #[derive(Serialize)]
-struct Disk {
+struct StoreBody {
     path: String,
     file_bytes: u64,
     budget_bytes: u64,
-    rows: Size,
-    states: Size,
-    other_models: Size,
-    pinned: Size,
+    rows: SizeBody,
+    states: SizeBody,
+    other_models: SizeBody,
+    pinned: SizeBody,
     queued_bytes: u64,
-    counts: DiskCounts,
-    /// Why nothing is saved any more; null while it is.
+    counts: StoreCountsBody,
+    /// Why saving is off; null while it is on.
     off: Option<String>,
 }
 
 #[derive(Serialize)]
-struct Size {
+struct SizeBody {
     parts: u64,
     bytes: u64,
 }
 
-/// [`store::Counts`]: since the server started.
+/// [`StoreCounts`]
 #[derive(Serialize)]
-struct DiskCounts {
+struct StoreCountsBody {
     saves: u64,
     saved_parts: u64,
     saved_bytes: u64,
@@ -80,19 +82,19 @@ struct DiskCounts {
     loaded_bytes: u64,
 }
 
-/// Whose cache.
+/// Query parameters.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Wanted {
+pub struct CacheQuery {
     model: Option<String>,
 }
 
-/// The report as things are now: of the first model, or of `?model=NAME`.
+/// The current report of the first model, or of `?model=NAME`.
 pub async fn get(
     State(app): State<Arc<App>>,
-    Query(wanted): Query<Wanted>,
-) -> Result<Json<Cache>, ApiError> {
-    let engine = match &wanted.model {
+    Query(query): Query<CacheQuery>,
+) -> Result<Json<CacheBody>, ApiError> {
+    let engine = match &query.model {
         None => app.models.first(),
         Some(name) => app.models.named(name).ok_or_else(|| {
             ApiError::model_not_found(format!(
@@ -103,34 +105,39 @@ pub async fn get(
     Ok(Json(engine.info().prefixes.report().into()))
 }
 
-impl From<prefix::Report> for Cache {
-    fn from(report: prefix::Report) -> Self {
-        let prefix::Report { counts, memory, memory_budget, disk } = report;
+impl From<PrefixReport> for CacheBody {
+    fn from(report: PrefixReport) -> Self {
+        let PrefixReport { counts, memory, memory_budget, disk } = report;
         Self {
-            memory: Memory {
+            memory: MemoryBody {
                 prefixes: memory.nodes,
                 states: memory.states,
                 bytes: memory.bytes,
                 budget_bytes: memory_budget,
             },
-            counts: Counts {
-                hits: counts.hits,
-                misses: counts.misses,
-                prompt_tokens: counts.prompt_tokens,
-                cached_tokens: counts.cached_tokens,
-                read_tokens: counts.read_tokens,
-                saves: counts.saves,
-                evictions: counts.evictions,
-                ahead_tokens: counts.ahead_tokens,
-            },
-            disk: disk.map(Disk::from),
+            counts: counts.into(),
+            disk: disk.map(StoreBody::from),
         }
     }
 }
 
-impl From<store::Report> for Disk {
-    fn from(report: store::Report) -> Self {
-        let counts = report.counts;
+impl From<PrefixCounts> for CountsBody {
+    fn from(counts: PrefixCounts) -> Self {
+        Self {
+            hits: counts.hits,
+            misses: counts.misses,
+            prompt_tokens: counts.prompt_tokens,
+            cached_tokens: counts.cached_tokens,
+            read_tokens: counts.read_tokens,
+            saves: counts.saves,
+            evictions: counts.evictions,
+            ahead_tokens: counts.ahead_tokens,
+        }
+    }
+}
+
+impl From<StoreReport> for StoreBody {
+    fn from(report: StoreReport) -> Self {
         Self {
             path: report.path.display().to_string(),
             file_bytes: report.file_bytes,
@@ -138,26 +145,32 @@ impl From<store::Report> for Disk {
             rows: report.rows.into(),
             states: report.states.into(),
             other_models: report.others.into(),
-            pinned: report.pinned.into(),
+            pinned: report.retained.into(),
             queued_bytes: report.queued_bytes,
-            counts: DiskCounts {
-                saves: counts.saves,
-                saved_parts: counts.saved_parts,
-                saved_bytes: counts.saved_bytes,
-                dropped_saves: counts.dropped_saves,
-                evicted_parts: counts.evicted_parts,
-                damaged_parts: counts.damaged_parts,
-                loads: counts.loads,
-                loaded_parts: counts.loaded_parts,
-                loaded_bytes: counts.loaded_bytes,
-            },
+            counts: report.counts.into(),
             off: report.off,
         }
     }
 }
 
-impl From<store::Size> for Size {
-    fn from(size: store::Size) -> Self {
+impl From<StoreCounts> for StoreCountsBody {
+    fn from(counts: StoreCounts) -> Self {
+        Self {
+            saves: counts.saves,
+            saved_parts: counts.saved_parts,
+            saved_bytes: counts.saved_bytes,
+            dropped_saves: counts.dropped_saves,
+            evicted_parts: counts.evicted_parts,
+            damaged_parts: counts.damaged_parts,
+            loads: counts.loads,
+            loaded_parts: counts.loaded_parts,
+            loaded_bytes: counts.loaded_bytes,
+        }
+    }
+}
+
+impl From<StoredSize> for SizeBody {
+    fn from(size: StoredSize) -> Self {
         Self { parts: size.parts, bytes: size.bytes }
     }
 }

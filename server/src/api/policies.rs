@@ -12,7 +12,7 @@ use axum::extract::{Path, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
 use serde::Serialize;
-use steersman_policy_host::{
+use steersman_engine::policy::{
     Activation, COMPONENT_BYTES, CONTRACT, Error, Health, HistoryEntry, ParamReport, PolicyReport,
     Problem, Record, Report, Use, Withdrawn,
 };

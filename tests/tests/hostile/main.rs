@@ -276,8 +276,8 @@ fn a_request_under_a_hostile_policy_ends_well() {
                         is the tallest?";
         let request = Request {
             profile: name.into(),
-            thinking: Some(true),
-            think_budget: Some(30),
+            reasoning: Some(true),
+            reasoning_budget: Some(30),
             max_tokens: Some(60),
             ..ask(question)
         };

@@ -1,4 +1,4 @@
-//! What holds when the process is killed, or the disk is full.
+//! Laws of a killed process and of a full disk.
 
 use std::collections::HashSet;
 use std::env;
@@ -9,23 +9,22 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use steersman_engine::store::{Kind, Part};
+use steersman_engine::store::{Part, PartKind};
 
-use super::{MB, ONE, Random, keys, loads, open, part};
+use super::{MB, ONE, Random, keys, loads, longest, open, part};
 
-/// What a killed child saves at once: number `i` of any child, rows of two blocks and a state of 0
-/// to 1.5 MB.
+/// Save number `i` of the children: KV of two blocks and a state of 0 to 1.5 MB.
 fn numbered(i: u32) -> Vec<Part> {
     let tokens: Vec<u32> = (i..i + 100).collect();
     let bytes = [0, 900, 40_000, 300_000, 1_500_000][i as usize % 5];
     vec![
-        part(ONE, &tokens[..64], Kind::Rows, bytes / 2),
-        part(ONE, &tokens, Kind::Rows, 1000),
-        part(ONE, &tokens, Kind::State, bytes),
+        part(ONE, &tokens[..64], PartKind::Kv, bytes / 2),
+        part(ONE, &tokens, PartKind::Kv, 1000),
+        part(ONE, &tokens, PartKind::State, bytes),
     ]
 }
 
-/// Each child saves this many times, then waits for its end.
+/// Each child saves this many times, then waits to be killed.
 const SAVES: u32 = 300;
 const ROUNDS: u32 = 50;
 const FILE: &str = "STEERSMAN_TEST_STORE_FILE";
@@ -39,7 +38,7 @@ fn child(name: &str, path: &Path) -> Command {
 }
 
 #[test]
-#[ignore = "a child of the next test"]
+#[ignore = "a child process of the next test"]
 fn child_that_saves_until_it_is_killed() {
     let Ok(path) = env::var(FILE) else { return };
     let first: u32 = env::var(FIRST).unwrap().parse().unwrap();
@@ -56,7 +55,7 @@ fn child_that_saves_until_it_is_killed() {
 }
 
 #[test]
-fn a_store_whose_process_is_killed_while_saving_opens_and_holds_only_whole_parts() {
+fn store_of_a_killed_process_opens_and_holds_only_whole_parts() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state.redb");
     let mut random = Random(9);
@@ -77,8 +76,8 @@ fn a_store_whose_process_is_killed_while_saving_opens_and_holds_only_whole_parts
         assert_eq!(store.report().counts.damaged_parts, 0);
         for i in round.saturating_sub(3) * SAVES..(round + 1) * SAVES {
             let tokens: Vec<u32> = (i..i + 100).collect();
-            match store.longest(&tokens, 100, true) {
-                // The state goes first, so where it is here all is.
+            match longest(&store, &tokens, 100, true) {
+                // The state is evicted first: if it is here, all is.
                 Some(100) => {
                     assert!(loads(&store, &numbered(i)), "save {i}");
                     seen.insert(i);
@@ -88,16 +87,16 @@ fn a_store_whose_process_is_killed_while_saving_opens_and_holds_only_whole_parts
         }
     }
     let files = fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(files, 1, "nothing had to be moved aside");
+    assert_eq!(files, 1, "no file was moved aside");
     assert!(seen.len() > 30, "only {} saves survived", seen.len());
 }
 
 #[test]
-#[ignore = "a child of the next test"]
+#[ignore = "a child process of the next test"]
 fn child_whose_files_cannot_grow() {
     let Ok(path) = env::var(FILE) else { return };
     let store = open(path.as_ref(), ONE, 64 * MB);
-    let of = |i: u32| vec![part(ONE, &[i], Kind::State, 100_000)];
+    let of = |i: u32| vec![part(ONE, &[i], PartKind::State, 100_000)];
     for i in 0..60 {
         store.save(of(i));
         if store.flush().is_err() {
@@ -107,21 +106,21 @@ fn child_whose_files_cannot_grow() {
     let problem = store.flush().unwrap_err().to_string();
     assert!(problem.starts_with("state store: "), "{problem}");
     assert!(store.report().off.is_some());
-    let kept: Vec<u32> = (0..60).filter(|i| store.contains(&of(*i)[0].key)).collect();
-    assert!(kept.len() > 3, "{kept:?}");
-    for i in kept {
-        assert!(loads(&store, &of(i)), "{i} loads all the same");
+    let saved: Vec<u32> = (0..60).filter(|i| store.contains(&of(*i)[0].key)).collect();
+    assert!(saved.len() > 3, "{saved:?}");
+    for i in saved {
+        assert!(loads(&store, &of(i)), "{i} still loads");
     }
     let dropped = store.report().counts.dropped_saves;
     store.save(of(99));
-    assert!(!store.contains(&of(99)[0].key), "nothing more is saved");
+    assert!(!store.contains(&of(99)[0].key), "saving is off");
     assert_eq!(store.report().counts.dropped_saves, dropped + 1);
 }
 
 /// A limit on file sizes stands in for a full disk: both end a write in the middle.
 #[test]
 #[cfg(unix)]
-fn a_full_disk_turns_saving_off_and_nothing_else() {
+fn full_disk_turns_saving_off_and_nothing_else() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state.redb");
     let limited = child("child_whose_files_cannot_grow", &path);
@@ -134,8 +133,8 @@ fn a_full_disk_turns_saving_off_and_nothing_else() {
         .unwrap();
     assert!(status.success());
     let store = open(&path, ONE, 64 * MB);
-    assert!(loads(&store, &[part(ONE, &[0], Kind::State, 100_000)]), "the next start has it");
-    store.save(vec![part(ONE, &[99], Kind::State, 10)]);
+    assert!(loads(&store, &[part(ONE, &[0], PartKind::State, 100_000)]), "the next start has it");
+    store.save(vec![part(ONE, &[99], PartKind::State, 10)]);
     store.flush().unwrap();
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
 }

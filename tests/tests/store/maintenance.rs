@@ -1,11 +1,11 @@
-//! What the command line can do with a file: look, check, drop, carry elsewhere.
+//! Laws of `steersman cache`: list, verify, clear, export and import.
 
 use std::fs;
 use std::path::Path;
 
-use steersman::cache::{self, Task};
+use steersman::cache::{self, CacheTask};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Kind, Part, StoreFile};
+use steersman_engine::store::{Part, PartKind, StoreError, StoreFile};
 
 use super::{MB, ONE, TWO, keys, loads, open, part, parts, seconds};
 
@@ -17,7 +17,7 @@ fn conversations() -> [Vec<Part>; 3] {
     [parts(ONE, &tokens[..300]), parts(ONE, &branch[..200]), parts(TWO, &tokens[..70])]
 }
 
-/// A closed store with these, saved in this order.
+/// Saves them in this order, and closes the store.
 fn fill(path: &Path) {
     let [first, second, other] = conversations();
     let store = open(path, ONE, 64 * MB);
@@ -29,49 +29,53 @@ fn fill(path: &Path) {
 }
 
 #[test]
-fn what_is_in_a_file_is_told_by_model_kind_and_last_use() {
+fn content_is_listed_by_model_kind_and_last_use() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state.redb");
     fill(&path);
     let file = StoreFile::open(&path).unwrap();
     let sizes = file.sizes();
-    let told: Vec<_> = sizes.iter().map(|s| (s.fingerprint, s.kind, s.size.parts)).collect();
-    let expected =
-        [(TWO, Kind::Rows, 2), (TWO, Kind::State, 1), (ONE, Kind::Rows, 7), (ONE, Kind::State, 2)];
-    assert_eq!(told, expected, "the model that was used last is the first");
+    let listed: Vec<_> = sizes.iter().map(|s| (s.fingerprint, s.kind, s.size.parts)).collect();
+    let expected = [
+        (TWO, PartKind::Kv, 2),
+        (TWO, PartKind::State, 1),
+        (ONE, PartKind::Kv, 7),
+        (ONE, PartKind::State, 2),
+    ];
+    assert_eq!(listed, expected, "the last used model is the first");
     let prefixes = file.prefixes();
-    let told: Vec<_> = prefixes
+    let listed: Vec<_> = prefixes
         .iter()
-        .map(|p| (p.fingerprint, p.end, p.states.clone(), p.size.parts, p.pinned.is_some()))
+        .map(|p| (p.fingerprint, p.end, p.states.clone(), p.size.parts, p.retained.is_some()))
         .collect();
     let expected = [
         (TWO, 70, vec![70], 3, false),
         (ONE, 200, vec![200], 5, false),
-        // Two blocks are shared with the one above, where they are counted.
+        // Two blocks are shared with the prefix above, and counted there.
         (ONE, 300, vec![300], 4, false),
     ];
-    assert_eq!(told, expected);
+    assert_eq!(listed, expected);
     let total: u64 = sizes.iter().map(|s| s.size.bytes).sum();
     assert_eq!(total, prefixes.iter().map(|p| p.size.bytes).sum::<u64>());
     drop(file);
 
     let store = open(&path, ONE, 64 * MB);
     let [first, ..] = conversations();
-    assert!(store.pin(&keys(&first), seconds() + 60));
+    assert!(store.retain(&keys(&first), seconds() + 60));
     store.touch(&keys(&first));
     drop(store);
     let prefixes = StoreFile::open(&path).unwrap().prefixes();
     assert_eq!((prefixes[0].end, prefixes[0].size.parts), (300, 6));
-    assert!(prefixes[0].pinned.is_some() && prefixes[1].pinned.is_none());
+    assert!(prefixes[0].retained.is_some() && prefixes[1].retained.is_none());
 }
 
 #[test]
-fn clearing_one_model_keeps_the_others_and_compacting_gives_the_space_back() {
+fn clear_drops_one_model_and_compact_gives_the_space_back() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state.redb");
     fill(&path);
     let store = open(&path, TWO, 64 * MB);
-    store.save(vec![part(TWO, &[5], Kind::State, 5_000_000)]);
+    store.save(vec![part(TWO, &[5], PartKind::State, 5_000_000)]);
     drop(store);
     let mut file = StoreFile::open(&path).unwrap();
     let before = file.bytes_on_disk();
@@ -91,7 +95,7 @@ fn clearing_one_model_keeps_the_others_and_compacting_gives_the_space_back() {
 }
 
 #[test]
-fn verifying_drops_what_is_damaged_and_keeps_the_rest() {
+fn verify_drops_only_damaged_parts() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state.redb");
     fill(&path);
@@ -114,9 +118,9 @@ fn verifying_drops_what_is_damaged_and_keeps_the_rest() {
     let found = file.verify().unwrap();
     let mut damaged = found.damaged;
     damaged.sort();
-    assert_eq!(damaged, [(Kind::Rows, 256), (Kind::State, 300)]);
-    assert_eq!((found.whole.parts, found.stray_rows), (10, 0));
-    assert!(file.verify().unwrap().damaged.is_empty(), "they are gone");
+    assert_eq!(damaged, [(PartKind::Kv, 256), (PartKind::State, 300)]);
+    assert_eq!((found.whole.parts, found.stray_chunks), (10, 0));
+    assert!(file.verify().unwrap().damaged.is_empty(), "they were dropped");
     drop(file);
     let store = open(&path, ONE, 64 * MB);
     assert!(loads(&store, &first[..3]) && loads(&store, &second));
@@ -124,7 +128,7 @@ fn verifying_drops_what_is_damaged_and_keeps_the_rest() {
 }
 
 #[test]
-fn what_is_exported_and_imported_is_the_same() {
+fn import_restores_what_was_exported() {
     let folder = tempfile::tempdir().unwrap();
     let (path, other) = (folder.path().join("a.redb"), folder.path().join("b/b.redb"));
     let export = folder.path().join("export");
@@ -132,7 +136,7 @@ fn what_is_exported_and_imported_is_the_same() {
     let file = StoreFile::open(&path).unwrap();
     assert_eq!(file.export(&export).unwrap().parts, 12);
     let (sizes, prefixes) = (file.sizes(), file.prefixes());
-    let mut again = StoreFile::open_or_begin(&other).unwrap();
+    let mut again = StoreFile::open_or_create(&other).unwrap();
     let imported = again.import(&export, 64 * MB).unwrap();
     assert_eq!((imported.added.parts, imported.present.parts), (12, 0));
     assert_eq!((again.sizes(), again.prefixes()), (sizes, prefixes), "last uses included");
@@ -145,33 +149,33 @@ fn what_is_exported_and_imported_is_the_same() {
     drop(store);
     assert!(loads(&open(&other, TWO, 64 * MB), &third));
 
-    // A budget for the last used ones: the other model's, and the later conversation's rows.
-    let mut small = StoreFile::open_or_begin(&folder.path().join("c.redb")).unwrap();
+    // A budget for the last used parts: those of the other model and of the later conversation.
+    let mut small = StoreFile::open_or_create(&folder.path().join("c.redb")).unwrap();
     let budget = file.prefixes()[..2].iter().map(|prefix| prefix.size.bytes).sum();
     let imported = small.import(&export, budget).unwrap();
     assert_eq!((imported.added.parts, imported.beyond_budget.parts), (8, 4));
     assert_eq!(small.prefixes(), file.prefixes()[..2]);
     let files = fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(files, 4, "nothing unfinished lies about");
+    assert_eq!(files, 4, "no temporary file is left");
 }
 
 #[test]
-fn a_damaged_export_is_refused_with_the_place_and_nothing_is_imported() {
+fn damaged_export_is_refused_and_nothing_is_imported() {
     let folder = tempfile::tempdir().unwrap();
     let (path, export) = (folder.path().join("a.redb"), folder.path().join("export"));
     let store = open(&path, ONE, 64 * MB);
-    store.save(vec![part(ONE, &[1], Kind::Rows, 50), part(ONE, &[2], Kind::State, 60)]);
+    store.save(vec![part(ONE, &[1], PartKind::Kv, 50), part(ONE, &[2], PartKind::State, 60)]);
     drop(store);
     let mut file = StoreFile::open(&path).unwrap();
     file.export(&export).unwrap();
     file.clear(None).unwrap();
     let original = fs::read(&export).unwrap();
-    let mut refused = |bytes: &[u8], what: String| {
+    let mut refused = |bytes: &[u8], damage: String| {
         fs::write(&export, bytes).unwrap();
-        let error = file.import(&export, 64 * MB).expect_err(&what).to_string();
-        assert!(error.contains("export"), "{error}");
-        assert!(file.sizes().is_empty(), "{what}");
-        error
+        let error = file.import(&export, 64 * MB).expect_err(&damage);
+        assert!(matches!(&error, StoreError::Import(path, _) if *path == export), "{error}");
+        assert!(file.sizes().is_empty(), "{damage}");
+        error.to_string()
     };
     for length in 0..original.len() {
         let error = refused(&original[..length], format!("cut at {length}"));
@@ -189,26 +193,26 @@ fn a_damaged_export_is_refused_with_the_place_and_nothing_is_imported() {
 }
 
 #[test]
-fn the_command_line_says_that_a_server_has_the_file_and_that_there_is_none() {
+fn command_line_reports_a_missing_file_and_one_that_is_in_use() {
     let folder = tempfile::tempdir().unwrap();
     let config = StoreConfig::default();
     let run = |task| cache::run(task, &config, folder.path());
-    let error = run(Task::Stats).unwrap_err().to_string();
+    let error = run(CacheTask::Stats).unwrap_err().to_string();
     assert!(error.contains("does not exist"), "{error}");
     let store = open(&config.file(folder.path()), ONE, MB);
-    for task in [Task::Stats, Task::Verify, Task::Import { file: "x".into() }] {
+    for task in [CacheTask::Stats, CacheTask::Verify, CacheTask::Import { file: "x".into() }] {
         let error = run(task).unwrap_err().to_string();
         assert!(error.contains("GET /v1/cache") && error.contains("state.redb"), "{error}");
     }
     drop(store);
-    for task in [Task::Stats, Task::List, Task::Verify, Task::Compact] {
+    for task in [CacheTask::Stats, CacheTask::List, CacheTask::Verify, CacheTask::Compact] {
         run(task).unwrap();
     }
-    let clear = |f: &str| run(Task::Clear { fingerprint: Some(f.into()) });
+    let clear = |f: &str| run(CacheTask::Clear { fingerprint: Some(f.into()) });
     assert!(clear("01").unwrap_err().to_string().contains("nothing is saved under"));
     fill(&config.file(folder.path()));
     assert!(clear("").is_err());
     clear("0101").unwrap();
     clear("02").unwrap();
-    run(Task::Clear { fingerprint: None }).unwrap();
+    run(CacheTask::Clear { fingerprint: None }).unwrap();
 }

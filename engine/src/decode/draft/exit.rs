@@ -1,64 +1,64 @@
-//! Drafts from the model's own first layers: the hidden state after N of them, put through the
-//! final norm and the head.
+//! Drafts from the model's own first layers: the hidden state after N layers, through the final
+//! norm and the head.
 //!
-//! Needs no further weights, but guesses well only where the first layers already know the next
-//! token; `steersman calibrate` finds out for which N that is, if for any.
+//! Needs no further weights, but its drafts are accepted only if the first layers already predict
+//! the next token; `steersman calibrate` finds the N for which that pays, if there is one.
 //!
 //! Source: LayerSkip (arXiv:2404.16710), without its training.
 
 use mlx_rs::Array;
 
-use super::{At, Chain, Chance, Draft};
+use super::{DraftContext, Drafter, MovingRate, RateByDepth};
 use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::Pass;
 
-/// The first layers as a draft model.
-pub struct EarlyExit {
+pub struct EarlyExitDrafter {
     layers: usize,
-    chances: Chain,
+    rates: RateByDepth,
 }
 
-impl EarlyExit {
-    /// Leaves after `layers` layers.
+impl EarlyExitDrafter {
+    /// Drafts with the first `layers` layers.
     pub fn new(layers: usize) -> Self {
-        Self { layers, chances: Chain::prior(0.5) }
+        Self { layers, rates: RateByDepth::prior(0.5) }
     }
 
-    fn run(&self, at: &mut At<'_>, token: &Array) -> Result<Array> {
-        let pass = Pass { exit: Some(self.layers), ..at.part };
-        let span = Span { rows: 1, cache: at.cache };
-        at.model.logits(&at.model.forward(token, &mut [span], pass)?)
+    fn run(&self, context: &mut DraftContext<'_>, token: &Array) -> Result<Array> {
+        let pass = Pass { exit: Some(self.layers), ..context.part };
+        let span = Span { rows: 1, cache: context.cache };
+        context.model.logits(&context.model.forward(token, &mut [span], pass)?)
     }
 }
 
-impl Draft for EarlyExit {
+impl Drafter for EarlyExitDrafter {
     fn kind(&self) -> DraftKind {
         DraftKind::EarlyExit
     }
 
-    fn chances(&self) -> [f32; DEPTH] {
-        self.chances.values()
+    fn acceptance_rates(&self) -> [f32; DEPTH] {
+        self.rates.values()
     }
 
-    fn learned(&mut self) -> &mut [Chance] {
-        &mut self.chances.0
+    fn learned_rates(&mut self) -> &mut [MovingRate] {
+        &mut self.rates.0
     }
 
-    fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
-        let position = at.cache.position;
-        at.cache.checkpoint();
-        let last = Array::from_slice(&at.tokens[at.tokens.len() - 1..], &[1]);
-        let first = self.run(at, &last)?;
-        let drafts = at.chain(&first, depth, |at, token| self.run(at, token))?;
-        // The pass that verifies runs the first layers again, together with the others.
-        at.cache.rewind(position)?;
-        Ok(Some(drafts))
+    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
+        let position = context.cache.position;
+        context.cache.mark_draft();
+        let last = Array::from_slice(&context.tokens[context.tokens.len() - 1..], &[1]);
+        let first = self.run(context, &last)?;
+        let draft =
+            context.draft_sequentially(&first, depth, |context, token| self.run(context, token))?;
+        // The verifying pass runs the first layers again, together with the others.
+        context.cache.rewind_draft(position)?;
+        Ok(Some(draft))
     }
 
     fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {
-        self.chances.learn(judged, accepted);
+        self.rates.learn(judged, accepted);
         Ok(())
     }
 }

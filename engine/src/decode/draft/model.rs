@@ -6,34 +6,31 @@ use std::rc::Rc;
 
 use mlx_rs::Array;
 
-use super::{At, CATCH_UP, Chain, Chance, Draft, last_row};
+use super::{CATCH_UP, DraftContext, Drafter, MovingRate, RateByDepth, last_row};
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
+use crate::decode::token_ids;
 use crate::error::Result;
 use crate::model::{Model, Pass};
 
-/// Tokens of a prompt, its last, that are read when the model is asked for the first time.
+/// Tokens at the end of a prompt that are read before the first draft.
 const FIRST_READ: usize = 256;
 
-/// The smaller model, and what it remembers of one request.
-pub struct DraftModel {
+/// The smaller model and its cache for one request.
+pub struct ModelDrafter {
     model: Rc<dyn Model>,
     cache: Cache,
-    /// How many of the request's tokens it has read or passed over.
+    /// Tokens of the request that are read or skipped.
     read: usize,
-    /// Where drafted rows begin that `learn` has not judged yet.
-    mark: Option<usize>,
-    chances: Chain,
+    /// Cache position before the draft, until `learn` judges it.
+    draft_start: Option<usize>,
+    rates: RateByDepth,
 }
 
-impl DraftModel {
-    /// Has read nothing.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot make a cache.
+impl ModelDrafter {
     pub fn new(model: Rc<dyn Model>) -> Result<Self> {
         let cache = model.new_cache()?;
-        Ok(Self { model, cache, read: 0, mark: None, chances: Chain::prior(0.6) })
+        Ok(Self { model, cache, read: 0, draft_start: None, rates: RateByDepth::prior(0.6) })
     }
 
     fn run(&mut self, tokens: &Array) -> Result<Array> {
@@ -43,51 +40,50 @@ impl DraftModel {
     }
 }
 
-impl Draft for DraftModel {
+impl Drafter for ModelDrafter {
     fn kind(&self) -> DraftKind {
         DraftKind::Model
     }
 
-    fn chances(&self) -> [f32; DEPTH] {
-        self.chances.values()
+    fn acceptance_rates(&self) -> [f32; DEPTH] {
+        self.rates.values()
     }
 
-    fn learned(&mut self) -> &mut [Chance] {
-        &mut self.chances.0
+    fn learned_rates(&mut self) -> &mut [MovingRate] {
+        &mut self.rates.0
     }
 
-    fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
-        let all = at.tokens.len();
-        // The beginning of a text is worth more than what was missed later.
+    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
+        let all = context.tokens.len();
+        // The first draft is worth more context than a later catch-up.
         let most = if self.read == 0 { FIRST_READ } else { CATCH_UP };
         if all - self.read > most {
             self.cache = self.model.new_cache()?;
             self.read = all - most;
         }
-        let missed = &at.tokens[self.read..];
-        let first = self.run(&Array::from_slice(missed, &[missed.len() as i32]))?;
+        let first = self.run(&token_ids(&context.tokens[self.read..]))?;
         self.read = all;
-        self.cache.checkpoint();
-        self.mark = Some(self.cache.position);
-        Ok(Some(at.chain(&first, depth, |_, token| self.run(token))?))
+        self.cache.mark_draft();
+        self.draft_start = Some(self.cache.position);
+        Ok(Some(context.draft_sequentially(&first, depth, |_, token| self.run(token))?))
     }
 
-    /// What was read cannot be cut in every model, so it begins anew.
+    /// Not every model's cache can be truncated, so a rewind past the read tokens starts a new one.
     fn rewind(&mut self, tokens: &[u32]) -> Result<()> {
-        if self.read > tokens.len() || self.mark.is_some() {
+        if self.read > tokens.len() || self.draft_start.is_some() {
             self.cache = self.model.new_cache()?;
-            (self.read, self.mark) = (0, None);
+            (self.read, self.draft_start) = (0, None);
         }
         Ok(())
     }
 
     fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {
-        self.chances.learn(judged, accepted);
-        if let Some(mark) = self.mark.take() {
-            // The last draft was drawn but not run.
-            let right = accepted.min(self.cache.position - mark);
-            self.cache.rewind(mark + right)?;
-            self.read += right;
+        self.rates.learn(judged, accepted);
+        if let Some(start) = self.draft_start.take() {
+            // The last drafted token was sampled but has not run.
+            let accepted = accepted.min(self.cache.position - start);
+            self.cache.rewind_draft(start + accepted)?;
+            self.read += accepted;
         }
         Ok(())
     }

@@ -1,9 +1,9 @@
-//! Drafts from the checkpoint's multi-token-prediction layer, fed with the model's hidden states.
+//! Drafts from the model's multi-token-prediction layer, fed with the model's hidden states.
 //!
-//! Beyond its first guess it is fed with its own output, for which it was not trained: guesses get
-//! worse with depth, which the chances by depth show to the governor.
+//! After its first token it is fed with its own output, for which it was not trained: acceptance
+//! falls with depth, which the governor sees from the rates by depth.
 //!
-//! Its memory is a suffix of the text. Positions count from where it began to read, as rotary
+//! Its cache covers a suffix of the text. Positions count from the first row it read, as rotary
 //! attention depends on distances alone.
 //!
 //! Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
@@ -12,32 +12,32 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::{At, CATCH_UP, Chain, Chance, Draft, last_row};
+use super::{CATCH_UP, DraftContext, Drafter, MovingRate, RateByDepth, last_row};
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
+use crate::decode::token_ids;
 use crate::error::Result;
 use crate::model::Mtp;
 
-/// What the layer remembers of one request.
-pub struct MtpDraft {
+/// [`CATCH_UP`] in the type of array dimensions.
+const CATCH_UP_ROWS: i32 = CATCH_UP as i32;
+
+/// The layer's cache for one request.
+pub struct MtpDrafter {
     cache: Cache,
-    /// Hidden states of rows that it has not read yet, [1, R, D] each, neighbours in order.
+    /// Hidden states of rows it has not read yet, [1, R, D] each, in order and without gaps.
     hidden: Vec<Array>,
-    /// Position behind the last of them.
+    /// Position after the last of them.
     end: usize,
-    /// Whether rows between those read and those not read yet are missing.
+    /// Whether rows between those read and those in `hidden` are missing.
     gap: bool,
-    chances: Chain,
+    rates: RateByDepth,
 }
 
-impl MtpDraft {
-    /// Has read nothing.
-    ///
-    /// # Errors
-    /// [`crate::Error::Array`] when MLX cannot make a cache.
+impl MtpDrafter {
     pub fn new(mtp: &dyn Mtp) -> Result<Self> {
         let (cache, hidden) = (mtp.new_cache()?, Vec::new());
-        Ok(Self { cache, hidden, end: 0, gap: false, chances: Chain::prior(0.7) })
+        Ok(Self { cache, hidden, end: 0, gap: false, rates: RateByDepth::prior(0.7) })
     }
 
     fn unread(&self) -> i32 {
@@ -45,54 +45,53 @@ impl MtpDraft {
     }
 }
 
-impl Draft for MtpDraft {
+impl Drafter for MtpDrafter {
     fn kind(&self) -> DraftKind {
         DraftKind::Mtp
     }
 
-    fn chances(&self) -> [f32; DEPTH] {
-        self.chances.values()
+    fn acceptance_rates(&self) -> [f32; DEPTH] {
+        self.rates.values()
     }
 
-    fn learned(&mut self) -> &mut [Chance] {
-        &mut self.chances.0
+    fn learned_rates(&mut self) -> &mut [MovingRate] {
+        &mut self.rates.0
     }
 
-    fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
-        let Some(mtp) = at.model.mtp() else { return Ok(None) };
-        // Every row but the one of the last token has run, and was observed if it ran here.
+    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
+        let Some(mtp) = context.model.mtp() else { return Ok(None) };
+        // Every row but that of the last token has run; those that ran in this request were observed.
         let rows = self.unread();
-        if rows == 0 || self.end + 1 != at.tokens.len() {
+        if rows == 0 || self.end + 1 != context.tokens.len() {
             return Ok(None);
         }
         let run = |hidden: &Array, tokens: &Array, cache: &mut Cache| {
             mtp.forward(hidden, tokens, &mut Span { rows: tokens.dim(0), cache })
         };
-        if std::mem::take(&mut self.gap) || rows > CATCH_UP as i32 {
+        if std::mem::take(&mut self.gap) || rows > CATCH_UP_ROWS {
             self.cache = mtp.new_cache()?;
         }
-        let rows = rows.min(CATCH_UP as i32);
+        let rows = rows.min(CATCH_UP_ROWS);
         let hidden = concatenate(&self.hidden, 1)?;
         let hidden = hidden.try_index((.., hidden.dim(1) - rows.., ..))?;
-        let following = &at.tokens[at.tokens.len() - rows as usize..];
-        let following = Array::from_slice(following, &[rows]);
+        let following = token_ids(&context.tokens[context.tokens.len() - rows as usize..]);
         let mut last = last_row(&run(&hidden, &following, &mut self.cache)?)?;
         self.hidden.clear();
 
         let (position, cache) = (self.cache.position, &mut self.cache);
-        cache.checkpoint();
-        let first = at.model.logits(&last)?;
-        let drafts = at.chain(&first, depth, |at, token| {
+        cache.mark_draft();
+        let first = context.model.logits(&last)?;
+        let draft = context.draft_sequentially(&first, depth, |context, token| {
             last = run(&last, token, cache)?;
-            at.model.logits(&last)
+            context.model.logits(&last)
         })?;
-        // The model's own hidden states will say it better.
-        cache.rewind(position)?;
-        Ok(Some(drafts))
+        // Drafted rows are replaced by rows made from the model's own hidden states.
+        cache.rewind_draft(position)?;
+        Ok(Some(draft))
     }
 
     fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {
-        self.chances.learn(judged, accepted);
+        self.rates.learn(judged, accepted);
         Ok(())
     }
 
@@ -109,13 +108,13 @@ impl Draft for MtpDraft {
             self.gap = true;
         }
         self.end = position + rows as usize;
-        // More than a catch-up reads is not kept, so that a long plain stretch costs no memory.
-        if rows > CATCH_UP as i32 {
-            self.hidden = vec![hidden.try_index((.., rows - CATCH_UP as i32 - 1.., ..))?];
+        // A catch-up reads no more than this, so a long plain stretch takes no further memory.
+        if rows > CATCH_UP_ROWS {
+            self.hidden = vec![hidden.try_index((.., rows - CATCH_UP_ROWS - 1.., ..))?];
             return Ok(());
         }
         self.hidden.push(hidden.clone());
-        while self.unread() - self.hidden[0].dim(1) > CATCH_UP as i32 {
+        while self.unread() - self.hidden[0].dim(1) > CATCH_UP_ROWS {
             self.hidden.remove(0);
         }
         Ok(())

@@ -1,9 +1,9 @@
 //! Drafts from the text itself: what followed the same tokens the last time.
 //!
-//! Every run of two, three and four tokens of prompt and reply points to what came after it most
-//! recently. The longest that the text now ends with gives the guess; how far the two places agree
-//! further back says how much to trust it, and is learned from every token, drafted or not, at no
-//! cost: text that begins to repeat is noticed at once, text that stops repeating too.
+//! Every run of two, three and four tokens of prompt and reply points to the token that followed its
+//! latest occurrence. The longest run at the end of the text gives the draft. The length of the match
+//! selects an acceptance rate, which is learned from every committed token, drafted or not, at no
+//! cost: the rates follow at once when the text starts or stops to repeat.
 //!
 //! Source: prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding); REST
 //! (arXiv:2311.08252) for longest matches.
@@ -12,36 +12,36 @@ use std::collections::HashMap;
 
 use mlx_rs::Array;
 
-use super::{At, Chance, Draft};
+use super::{DraftContext, Drafter, MovingRate};
 use crate::config::{DEPTH, DraftKind};
+use crate::decode::token_ids;
 use crate::error::Result;
 
-/// Lengths of the runs that are looked up, longest first.
+/// Lengths of the runs that are indexed, longest first.
 const RUNS: [usize; 3] = [4, 3, 2];
 
-/// Agreement further back than this changes nothing.
+/// Tokens compared for the length of a match.
 const LONGEST: usize = 32;
 
-/// Least agreement of each class of trust, with what is expected of it before anything is known.
-const TRUST: [(usize, f32); 7] =
+/// Classes of matches: least length, and the acceptance rate assumed before any observation.
+const CLASSES: [(usize, f32); 7] =
     [(2, 0.3), (3, 0.4), (4, 0.5), (6, 0.65), (9, 0.75), (14, 0.85), (24, 0.9)];
 
-/// What the text says of its own continuation.
-pub struct Ngram {
-    /// A run, hashed, to the index of the token that followed it last.
+pub struct NgramDrafter {
+    /// Hash of a run, to the index of the token that followed it last.
     followers: HashMap<u64, u32>,
-    trust: [Chance; TRUST.len()],
-    /// Where the text was like this before: index of the token that followed, and how many tokens
-    /// before it agree.
+    rates: [MovingRate; CLASSES.len()],
+    /// Best earlier occurrence of the end of the text: index of the token that followed it, and
+    /// length of the match.
     found: Option<(usize, usize)>,
 }
 
-impl Ngram {
-    /// Knows `tokens`, all but the last of which may already be elsewhere in the text.
+impl NgramDrafter {
+    /// Indexes `tokens`.
     pub fn new(tokens: &[u32]) -> Self {
         let mut ngram = Self {
             followers: HashMap::with_capacity(RUNS.len() * tokens.len()),
-            trust: TRUST.map(|(_, prior)| Chance::prior(prior)),
+            rates: CLASSES.map(|(_, prior)| MovingRate::prior(prior)),
             found: None,
         };
         for end in 1..=tokens.len() {
@@ -51,69 +51,70 @@ impl Ngram {
         ngram
     }
 
-    /// Notes what follows each run that ends with the last token's predecessor.
+    /// Records the last token as the follower of each run before it.
     fn index(&mut self, tokens: &[u32]) {
         let last = tokens.len() - 1;
         for run in RUNS {
             if last >= run {
+                // A context holds far fewer than 2^32 tokens.
                 self.followers.insert(hash(&tokens[last - run..last]), last as u32);
             }
         }
     }
 
-    /// Looks for the best earlier place that ends as `tokens` does.
+    /// Finds the earlier position with the longest match to the end of `tokens`.
     fn find(&mut self, tokens: &[u32]) {
-        let agreement = |follower: usize| {
+        let match_length = |follower: usize| {
             let pairs = tokens.iter().rev().zip(tokens[..follower].iter().rev());
             pairs.take(LONGEST).take_while(|(a, b)| a == b).count()
         };
-        // The place that was right so far, one token on, may agree further back than the latest.
-        let going_on = self.found.map(|(follower, _)| follower + 1).filter(|&f| f < tokens.len());
+        // The previous match, one token on, may be longer than the latest occurrence.
+        let continued = self.found.map(|(follower, _)| follower + 1).filter(|&f| f < tokens.len());
         let looked_up = RUNS.iter().filter(|&&run| tokens.len() >= run).find_map(|&run| {
             let follower = *self.followers.get(&hash(&tokens[tokens.len() - run..]))?;
             Some(follower as usize)
         });
-        self.found = [looked_up, going_on]
+        self.found = [looked_up, continued]
             .into_iter()
             .flatten()
-            .map(|follower| (follower, agreement(follower)))
-            .filter(|&(_, agree)| agree >= TRUST[0].0)
-            .max_by_key(|&(_, agree)| agree);
+            .map(|follower| (follower, match_length(follower)))
+            .filter(|&(_, length)| length >= CLASSES[0].0)
+            .max_by_key(|&(_, length)| length);
     }
 }
 
-impl Draft for Ngram {
+impl Drafter for NgramDrafter {
     fn kind(&self) -> DraftKind {
         DraftKind::Ngram
     }
 
-    fn chances(&self) -> [f32; DEPTH] {
-        let Some((_, agree)) = self.found else { return [0.0; DEPTH] };
-        std::array::from_fn(|i| self.trust[class(agree + i)].value())
+    fn acceptance_rates(&self) -> [f32; DEPTH] {
+        let Some((_, length)) = self.found else { return [0.0; DEPTH] };
+        std::array::from_fn(|i| self.rates[class(length + i)].value())
     }
 
-    fn propose(&mut self, at: &mut At<'_>, depth: usize) -> Result<Option<Array>> {
+    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
         let Some((follower, _)) = self.found else { return Ok(None) };
-        // A guess that reaches the text's end goes on as the loop that it then is.
-        let rest = &at.tokens[follower..];
-        let guess: Vec<u32> = rest.iter().copied().cycle().take(depth).collect();
-        Ok(Some(Array::from_slice(&guess, &[guess.len() as i32])))
+        // A draft that reaches the end of the text continues it as a loop.
+        let rest = &context.tokens[follower..];
+        let draft: Vec<u32> = rest.iter().copied().cycle().take(depth).collect();
+        Ok(Some(token_ids(&draft)))
     }
 
-    fn learned(&mut self) -> &mut [Chance] {
-        &mut self.trust
+    fn learned_rates(&mut self) -> &mut [MovingRate] {
+        &mut self.rates
     }
 
-    /// Nothing: [`Ngram::read`] learns from every token.
+    /// Does nothing: `read` learns from every token.
     fn learn(&mut self, _judged: usize, _accepted: usize) -> Result<()> {
         Ok(())
     }
 
     fn read(&mut self, tokens: &[u32]) {
-        if let Some((follower, agree)) = self.found {
-            let held = tokens.last() == Some(&tokens[follower]);
-            self.trust[class(agree)].learn(held);
-            if !held {
+        if let Some((follower, length)) = self.found {
+            let matches = tokens.last() == Some(&tokens[follower]);
+            self.rates[class(length)].learn(matches);
+            if !matches {
                 self.found = None;
             }
         }
@@ -121,19 +122,19 @@ impl Draft for Ngram {
         self.find(tokens);
     }
 
-    /// Reads all of it again: an earlier place may have been overwritten by one that is gone.
+    /// Builds the index again: rewound tokens may have overwritten earlier entries.
     fn rewind(&mut self, tokens: &[u32]) -> Result<()> {
-        *self = Self { trust: self.trust, ..Self::new(tokens) };
+        *self = Self { rates: self.rates, ..Self::new(tokens) };
         Ok(())
     }
 }
 
-/// Which class of trust so much agreement is in.
-fn class(agree: usize) -> usize {
-    TRUST.iter().rposition(|&(least, _)| agree >= least).unwrap_or(0)
+/// Index in [`CLASSES`] of a match of this length.
+fn class(length: usize) -> usize {
+    CLASSES.iter().rposition(|&(least, _)| length >= least).unwrap_or(0)
 }
 
-/// FNV-1a over whole tokens. Runs that collide cost a wrong guess, nothing else.
+/// FNV-1a over whole tokens. A collision costs a rejected draft, nothing else.
 fn hash(run: &[u32]) -> u64 {
     run.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &token| {
         (hash ^ u64::from(token)).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23)
@@ -144,10 +145,10 @@ fn hash(run: &[u32]) -> u64 {
 mod tests {
     use super::*;
 
-    /// Guess after reading `text` a token at a time, the last half of it beyond the prompt.
-    fn guess(text: &[u32]) -> Option<u32> {
+    /// The next token drafted after `text`, the first half of which is the prompt.
+    fn draft(text: &[u32]) -> Option<u32> {
         let half = text.len() / 2;
-        let mut ngram = Ngram::new(&text[..half]);
+        let mut ngram = NgramDrafter::new(&text[..half]);
         for end in half + 1..=text.len() {
             ngram.read(&text[..end]);
         }
@@ -155,39 +156,39 @@ mod tests {
     }
 
     #[test]
-    fn what_followed_before_is_guessed_again() {
-        assert_eq!(guess(&[1, 2, 3, 4, 5, 6, 7, 1, 2]), Some(3));
-        assert_eq!(guess(&[1, 2, 3, 4, 5, 6, 7, 8, 2]), None);
-        assert_eq!(guess(&[]), None);
-        assert_eq!(guess(&[9]), None);
-        assert_eq!(guess(&[9, 9, 9, 9]), Some(9));
+    fn earlier_continuation_is_drafted() {
+        assert_eq!(draft(&[1, 2, 3, 4, 5, 6, 7, 1, 2]), Some(3));
+        assert_eq!(draft(&[1, 2, 3, 4, 5, 6, 7, 8, 2]), None);
+        assert_eq!(draft(&[]), None);
+        assert_eq!(draft(&[9]), None);
+        assert_eq!(draft(&[9, 9, 9, 9]), Some(9));
     }
 
     /// `1 2` was followed by 7 last, but `5 1 2` by 3.
     #[test]
-    fn a_longer_agreement_wins_over_a_later_one() {
-        assert_eq!(guess(&[5, 1, 2, 3, 4, 4, 6, 1, 2, 7, 4, 5, 1, 2]), Some(3));
+    fn longer_match_wins_over_later_match() {
+        assert_eq!(draft(&[5, 1, 2, 3, 4, 4, 6, 1, 2, 7, 4, 5, 1, 2]), Some(3));
     }
 
     #[test]
-    fn trust_follows_what_happens() {
+    fn rates_follow_the_text() {
         let mut text: Vec<u32> = (0..40).collect();
-        let mut ngram = Ngram::new(&text);
-        let mut say = |ngram: &mut Ngram, token| {
+        let mut ngram = NgramDrafter::new(&text);
+        let mut push = |ngram: &mut NgramDrafter, token| {
             text.push(token);
             ngram.read(&text);
-            ngram.chances()[0]
+            ngram.acceptance_rates()[0]
         };
-        // Copies the first tokens: ever surer.
-        let chances: Vec<f32> = (0..30).map(|token| say(&mut ngram, token)).collect();
-        assert_eq!(chances[0], 0.0);
-        assert!(chances[29] > 0.9 && chances[29] > chances[2], "{chances:?}");
-        // Pairs from the text that are followed by anything but what followed there.
+        // A copy of the first tokens: the rate rises.
+        let rates: Vec<f32> = (0..30).map(|token| push(&mut ngram, token)).collect();
+        assert_eq!(rates[0], 0.0);
+        assert!(rates[29] > 0.9 && rates[29] > rates[2], "{rates:?}");
+        // Pairs from the text, each followed by something new.
         for i in 0..60 {
-            say(&mut ngram, 2 * i % 37);
-            say(&mut ngram, 2 * i % 37 + 1);
-            say(&mut ngram, 100 + i);
+            push(&mut ngram, 2 * i % 37);
+            push(&mut ngram, 2 * i % 37 + 1);
+            push(&mut ngram, 100 + i);
         }
-        assert!(ngram.trust[0].value() < 0.1, "{:?}", ngram.trust);
+        assert!(ngram.rates[0].value() < 0.1, "{:?}", ngram.rates);
     }
 }

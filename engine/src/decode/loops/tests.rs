@@ -5,8 +5,8 @@ use super::*;
 /// The thresholds of the default policy.
 const RULE: LoopRule = LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 };
 
-/// Words and runs of marks with the space before them, and single digits, each a token: close to
-/// what byte-pair encodings make of English and of code.
+/// Splits text into words and runs of punctuation with the space before them, and single digits:
+/// close to byte-pair encodings of English and code.
 fn tokens(text: &str) -> Vec<u32> {
     let mut tokens = Vec::new();
     let mut rest = text;
@@ -28,7 +28,7 @@ fn tokens(text: &str) -> Vec<u32> {
     tokens
 }
 
-/// A small random stream, the same in every run.
+/// A small deterministic random stream.
 struct Random(u64);
 
 impl Random {
@@ -61,7 +61,7 @@ fn prose(random: &mut Random, sentences: usize) -> String {
     text
 }
 
-/// Feeds a text; the first report, and how many tokens had been read by then.
+/// The first report in a text, and the number of tokens read by then.
 fn first(rule: LoopRule, text: &str) -> Option<(usize, LoopReport)> {
     let mut detector = Detector::new(rule);
     tokens(text).into_iter().enumerate().find_map(|(i, t)| Some((i + 1, detector.push(t)?)))
@@ -78,7 +78,7 @@ fn attempts(from: usize, to: usize) -> String {
 }
 
 #[test]
-fn an_exact_loop_of_any_period_is_found_when_its_repeats_are_complete() {
+fn exact_loops_of_any_period_are_found_when_their_repeats_are_complete() {
     let mut random = Random(1);
     for period in 1..=300 {
         let block: Vec<u32> = (0..period).map(|_| random.below(100_000) as u32).collect();
@@ -95,7 +95,7 @@ fn an_exact_loop_of_any_period_is_found_when_its_repeats_are_complete() {
 }
 
 #[test]
-fn the_three_loops_of_the_demonstration_model_are_found() {
+fn loops_of_the_demonstration_model_are_found() {
     let short = "Wait, let me re-check the list again. ".repeat(40);
     let long =
         "Let me think about the query on items again. The filter uses price, so the planner \
@@ -104,8 +104,8 @@ fn the_three_loops_of_the_demonstration_model_are_found() {
         decide anything about items. "
             .repeat(8);
     let cases = [(short, true, 108), (long, true, 3 * 61), (attempts(1, 40), false, 216)];
-    for (thought, exact, within) in cases {
-        let (after, report) = first(RULE, &thought).expect("a loop");
+    for (text, exact, within) in cases {
+        let (after, report) = first(RULE, &text).expect("a loop");
         println!("found after {after} tokens: {report:?}");
         assert_eq!(report.exact, exact);
         assert!(after <= within, "{after} tokens, {report:?}");
@@ -113,7 +113,7 @@ fn the_three_loops_of_the_demonstration_model_are_found() {
 }
 
 #[test]
-fn a_counter_that_grows_by_a_digit_does_not_hide_a_near_repeat() {
+fn counter_that_grows_by_a_digit_does_not_hide_a_near_repeat() {
     for from in [1, 5, 8, 95, 98, 994] {
         let (after, report) = first(RULE, &attempts(from, from + 30)).expect("a loop");
         assert!(!report.exact && after <= 300, "from {from}: {after} tokens, {report:?}");
@@ -127,13 +127,13 @@ fn a_counter_that_grows_by_a_digit_does_not_hide_a_near_repeat() {
             count the rows by hand. "
         )
     };
-    let thought: String = (0..30).map(|_| block(random.pick(&values))).collect();
-    let (after, report) = first(RULE, &thought).expect("a loop");
+    let text: String = (0..30).map(|_| block(random.pick(&values))).collect();
+    let (after, report) = first(RULE, &text).expect("a loop");
     assert!(!report.exact && after <= 240, "{after} tokens, {report:?}");
 }
 
 #[test]
-fn ordinary_texts_are_no_loops() {
+fn ordinary_text_is_not_a_loop() {
     let mut random = Random(3);
     for _ in 0..50 {
         let story = prose(&mut random, 60);
@@ -160,20 +160,20 @@ fn ordinary_texts_are_no_loops() {
 }
 
 #[test]
-fn a_loop_is_reported_again_while_it_goes_on_and_no_longer() {
+fn loop_is_reported_again_while_it_lasts() {
     let mut random = Random(4);
     let mut detector = Detector::new(RULE);
     let mut repeats = |text: &str| -> Vec<u32> {
         let found = tokens(text).into_iter().filter_map(|token| detector.push(token));
         found.map(|report| report.repeats).collect()
     };
-    // 600 tokens, six a repeat: a report after 96 of them, and then each 96.
+    // 600 tokens, six per repeat: a report after every 96.
     assert_eq!(repeats(&" Wait, let me see.".repeat(100)), [16, 32, 48, 64, 80, 96]);
     assert!(repeats(&prose(&mut random, 60)).is_empty());
 }
 
 #[test]
-fn after_a_reset_a_detector_behaves_like_a_new_one() {
+fn reset_detector_equals_new_detector() {
     let mut used = Detector::new(RULE);
     for token in tokens(&attempts(1, 60)) {
         used.push(token);
@@ -186,14 +186,14 @@ fn after_a_reset_a_detector_behaves_like_a_new_one() {
 }
 
 #[test]
-fn a_similarity_of_one_finds_exact_loops_alone() {
+fn similarity_of_one_finds_exact_loops_only() {
     let rule = LoopRule { similarity: 1.0, ..RULE };
     assert_eq!(first(rule, &attempts(1, 60)), None);
     assert!(first(rule, &"Wait, let me see. ".repeat(40)).is_some());
 }
 
 #[test]
-fn thresholds_out_of_range_are_clamped_and_memory_is_bounded() {
+fn thresholds_are_clamped_and_memory_is_bounded() {
     let all = [0, 1, 2, 70_000, u32::MAX];
     for (max_period, repeats, min_tokens) in
         all.iter().flat_map(|&p| all.iter().flat_map(move |&r| all.map(|m| (p, r, m))))
@@ -207,25 +207,10 @@ fn thresholds_out_of_range_are_clamped_and_memory_is_bounded() {
             assert!(detector.tokens.capacity() <= 2 * HISTORY);
         }
     }
-    // Longer than any run that is counted.
+    // Longer than LENGTH_MOST.
     let mut detector = Detector::new(RULE);
     for i in 0..200_000u32 {
         detector.push(i % 7);
     }
     assert!(detector.tokens.capacity() <= 2 * HISTORY);
-}
-
-/// `cargo test -p steersman-engine --release -- --ignored --nocapture cost_of_a_token`
-#[test]
-#[ignore = "prints a measurement"]
-fn cost_of_a_token() {
-    let mut random = Random(5);
-    let story = tokens(&prose(&mut random, 20_000));
-    for similarity in [1.0, 0.87] {
-        let mut detector = Detector::new(LoopRule { similarity, ..RULE });
-        let start = std::time::Instant::now();
-        let found = story.iter().filter(|&&token| detector.push(token).is_some()).count();
-        let each = start.elapsed() / story.len() as u32;
-        println!("similarity {similarity}: {each:?} a token, {found} reports");
-    }
 }

@@ -1,20 +1,22 @@
-//! What policies do to a reply, on a hybrid, a sliding and a dense model: whatever they do, each token
-//! that the model drew is the one that plain decoding draws behind the tokens before it, the client
-//! has the text of the tokens that are left, and what is saved is their state.
+//! Actions of policies, on a hybrid, a sliding and a dense model: after any actions, each sampled token
+//! is the one that plain decoding samples after the tokens before it, the client has the text of the
+//! remaining tokens, and the saved state is the state of these tokens.
 
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::apply::INJECTED_TOKENS;
 use crate::decode::rewind::REWOUND_TOKENS;
-use crate::decode::verify::Way;
-use crate::policy::{Action, Ban, Bias, Replacement, Resample, SamplingChange, Step, TokenBias};
-use crate::request::{FinishReason, Request, Sampling, SamplingWish};
+use crate::decode::verify::DecodePath;
+use crate::policy::{
+    Action, Ban, Bias, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
+};
+use crate::request::{FinishReason, Request, Sampling, SamplingOverrides};
 
 /// A hybrid, a sliding and a dense family.
 const FAMILIES: [&str; 3] = ["qwen3_next", "gemma3_text", "llama"];
 
-/// Tokens that part a reply, which a model of random weights would write anywhere.
-const MARKERS: [u32; 3] = [CLOSE_THOUGHT, OPEN_THOUGHT, END];
+/// Tokens that start or end a phase, which a model with random weights samples anywhere.
+const MARKERS: [u32; 3] = [CLOSE_REASONING, OPEN_REASONING, END];
 
 fn ban(tokens: &[u32], steps: u32) -> Action {
     Action::Ban(Ban { tokens: tokens.to_vec(), steps })
@@ -24,8 +26,8 @@ fn bias(token: u32, bias: f32, steps: u32) -> Action {
     Action::Bias(Bias { tokens: vec![TokenBias { token, bias }], steps })
 }
 
-fn resample(sampling: SamplingChange, steps: u32) -> Action {
-    Action::Sampling(Resample { sampling, steps })
+fn resample(sampling: SamplingPatch, steps: u32) -> Action {
+    Action::Sampling(SamplingChange { sampling, steps })
 }
 
 fn inject(text: &str) -> Action {
@@ -33,7 +35,7 @@ fn inject(text: &str) -> Action {
 }
 
 /// Bans [`MARKERS`] at once, and does `more` from then on.
-fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + 'static) -> Script {
+fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + Send + 'static) -> Script {
     Script::new(move |step| {
         let mut actions = more(step);
         if step.index == 1 {
@@ -43,39 +45,40 @@ fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + 'static) -> Scrip
     })
 }
 
-/// The ways to compute a reply, the plain one first.
-const WAYS: [Way; 3] = [Way::Plain, Way::Rewound, Way::Drafted(DraftKind::Ngram)];
+/// The paths that are compared, the plain one first.
+const PATHS: [DecodePath; 3] =
+    [DecodePath::Plain, DecodePath::Rewound, DecodePath::Drafted(DraftKind::Ngram)];
 
-/// Runs the same script in all ways and checks that the tokens are the same; returns the plain reply.
-fn in_all_ways(
+/// Runs the same script on all paths and checks that the replies are equal; returns the plain one.
+fn on_all_paths(
     decoder: &mut crate::decode::Decoder,
     request: &Request,
     script: impl Fn() -> Script,
-) -> Ran {
-    let plain = run_plainly(decoder, request, script());
-    for way in WAYS {
-        let ran = run(decoder, request, script(), way, Some(&plain.tokens));
-        assert_eq!(ran.reply(), plain.reply(), "{way:?}");
-        assert_eq!((&ran.reasoning, &ran.answer), (&plain.reasoning, &plain.answer), "{way:?}");
-        assert_eq!(ran.notes, plain.notes, "{way:?}");
-        if way == Way::Rewound {
+) -> Transcript {
+    let plain = run_plain(decoder, request, script());
+    for path in PATHS {
+        let ran = run(decoder, request, script(), path, Some(&plain.tokens));
+        assert_eq!(ran.reply(), plain.reply(), "{path:?}");
+        assert_eq!((&ran.reasoning, &ran.answer), (&plain.reasoning, &plain.answer), "{path:?}");
+        assert_eq!(ran.notes, plain.notes, "{path:?}");
+        if path == DecodePath::Rewound {
             assert!(ran.usage.drafted_tokens > ran.usage.accepted_tokens, "{:?}", ran.usage);
         }
     }
     plain
 }
 
-/// A thought that is rewound and goes on otherwise, then is closed; an answer that is rewound, too.
+/// Rewinds the reasoning, injects text, closes the reasoning, and rewinds the answer.
 fn rewinds(count: u32, checkpoint_every: u32) -> Script {
-    let (mut thought, mut closed, mut answer) = (false, false, false);
+    let (mut reasoning, mut closed, mut answer) = (false, false, false);
     let mut script = markers_banned(move |step| {
-        if !thought && step.index == 45 {
-            thought = true;
+        if !reasoning && step.index == 45 {
+            reasoning = true;
             return vec![inject("No: "), Action::Rewind(count)];
         }
-        if thought && !closed && step.think_tokens >= 60 {
+        if reasoning && !closed && step.reasoning_tokens >= 60 {
             closed = true;
-            return vec![Action::CloseThinking("So ".into())];
+            return vec![Action::CloseReasoning("So ".into())];
         }
         if !answer && step.answer_tokens == 50 {
             answer = true;
@@ -87,8 +90,8 @@ fn rewinds(count: u32, checkpoint_every: u32) -> Script {
     script
 }
 
-/// Which tokens of `reply` are among these texts or close the thought, line's end included.
-fn places(reply: &[u32], texts: &[&str]) -> Vec<bool> {
+/// Which tokens of `reply` belong to these texts or close the reasoning, with the line break before.
+fn injected(reply: &[u32], texts: &[&str]) -> Vec<bool> {
     let mut found = vec![false; reply.len()];
     for text in texts.iter().chain(&["\n\nSo "]) {
         let run: Vec<u32> = text.bytes().map(u32::from).collect();
@@ -96,26 +99,31 @@ fn places(reply: &[u32], texts: &[&str]) -> Vec<bool> {
             found[at..at + run.len()].fill(true);
         }
     }
-    for at in (0..reply.len()).filter(|&at| reply[at] == CLOSE_THOUGHT) {
+    for at in (0..reply.len()).filter(|&at| reply[at] == CLOSE_REASONING) {
         found[at.saturating_sub(1)..=at].fill(true);
     }
     found
 }
 
-/// That each token of `ran` was put in or is what plain decoding draws there.
-fn check_draws(decoder: &crate::decode::Decoder, ran: &Ran, sampling: &Sampling, put_in: &[&str]) {
-    let put_in = places(ran.reply(), put_in);
-    let free = plain_draws(decoder, ran, sampling, &[]);
-    let banned = plain_draws(decoder, ran, sampling, &MARKERS);
+/// Checks that each token of `ran` was injected or is the one that plain decoding samples there.
+fn check_samples(
+    decoder: &crate::decode::Decoder,
+    ran: &Transcript,
+    sampling: &Sampling,
+    texts: &[&str],
+) {
+    let injected = injected(ran.reply(), texts);
+    let free = plain_samples(decoder, ran, sampling, &[]);
+    let banned = plain_samples(decoder, ran, sampling, &MARKERS);
     for (i, &token) in ran.reply().iter().enumerate() {
         // The ban came after the first token.
         let expected = if i == 0 { free[i] } else { banned[i] };
-        assert!(put_in[i] || token == expected, "token {i} is {token}, not {expected}: {ran:?}");
+        assert!(injected[i] || token == expected, "token {i} is {token}, not {expected}: {ran:?}");
     }
 }
 
 #[test]
-fn a_rewound_reply_goes_on_as_one_that_never_said_what_was_taken_back() {
+fn rewound_reply_continues_as_if_the_rewound_tokens_never_existed() {
     let quantized = |bits| {
         let mut config = Config::default();
         (config.engine.kv_bits, config.engine.kv_bits_from) = (bits, 30);
@@ -126,31 +134,31 @@ fn a_rewound_reply_goes_on_as_one_that_never_said_what_was_taken_back() {
         let decoder = &mut family(name, quantized(bits), false);
         let request = ask("Where does the fox live?", true, 80);
         for count in [1, 7, 30, 1000] {
-            let plain = in_all_ways(decoder, &request, || rewinds(count, 0));
-            let checkpoints = in_all_ways(decoder, &request, || rewinds(count, 16));
+            let plain = on_all_paths(decoder, &request, || rewinds(count, 0));
+            let checkpoints = on_all_paths(decoder, &request, || rewinds(count, 16));
             assert_eq!(plain.tokens, checkpoints.tokens, "{name}, {bits} bits, {count}");
-            let (thought, answer) = (count.min(45), count.min(50));
+            let (reasoning, answer) = (count.min(45), count.min(50));
             for what in [
-                format!("rewound {thought} tokens after 45 tokens"),
+                format!("rewound {reasoning} tokens after 45 tokens"),
                 format!("rewound {answer} tokens after"),
                 "injected text after".into(),
             ] {
                 assert!(plain.noted(&what), "{what}: {:?}", plain.notes);
             }
             if bits == 0 {
-                check_draws(decoder, &plain, &greedy, &["No: ", "But "]);
+                check_samples(decoder, &plain, &greedy, &["No: ", "But "]);
             }
-            // Nothing of the prompt, nor of the thought from within the answer.
-            assert!(plain.reply().contains(&CLOSE_THOUGHT));
+            // A rewind reaches neither into the prompt nor from the answer into the reasoning.
+            assert!(plain.reply().contains(&CLOSE_REASONING));
             assert!(count < 1000 || plain.reasoning.starts_with("No: "), "{plain:?}");
             assert!(count < 1000 || plain.answer.starts_with("But "), "{plain:?}");
         }
     }
 }
 
-/// Drawn, not greedy, and without text: after the rewind a ban makes the reply another one.
+/// At a temperature, without injected text.
 #[test]
-fn a_drawn_reply_is_rewound_alike_in_all_ways() {
+fn sampled_reply_rewinds_equally_on_all_paths() {
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
         let mut request = ask("Where does the owl live?", false, 60);
@@ -166,21 +174,23 @@ fn a_drawn_reply_is_rewound_alike_in_all_ways() {
                 script.plan.checkpoint_every = every;
                 script
             };
-            let ran = in_all_ways(decoder, &request, script);
+            let ran = on_all_paths(decoder, &request, script);
             assert!(ran.noted("rewound"), "{:?}", ran.notes);
             assert_eq!(ran.reply().len(), 60);
-            check_draws(decoder, &ran, &warm, &[]);
+            check_samples(decoder, &ran, &warm, &[]);
         }
     }
 }
 
-/// What follows the saved state is computed from it alone, and compared with a computation of all.
+/// Logits after the saved state, computed from it, equal those computed from all tokens.
 #[test]
-fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
+fn saved_state_of_a_rewound_reply_is_the_state_of_its_tokens() {
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
         decoder.store_min_tokens = 1;
-        for (way, every) in [(Way::Plain, 0), (Way::Plain, 16), (Way::Rewound, 16)] {
+        for (path, every) in
+            [(DecodePath::Plain, 0), (DecodePath::Plain, 16), (DecodePath::Rewound, 16)]
+        {
             let request = ask("Where does the hare live?", false, 60);
             // Rewinds at the very end as well, and stops there.
             let script = move || {
@@ -197,13 +207,13 @@ fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
                 script.plan.checkpoint_every = every;
                 script
             };
-            let plain = run_plainly(decoder, &request, script());
+            let plain = run_plain(decoder, &request, script());
             decoder.prefixes =
                 crate::prefix::Prefixes::new(decoder.prefixes.empty(), 1 << 26, None, 0).unwrap();
-            let ran = run(decoder, &request, script(), way, Some(&plain.tokens));
+            let ran = run(decoder, &request, script(), path, Some(&plain.tokens));
             assert_eq!(ran.tokens, plain.tokens);
             assert_eq!(ran.reason, FinishReason::Policy("enough".into()));
-            // What stands behind the stop is dropped.
+            // The actions after the stop are dropped.
             assert_eq!(ran.reply().len(), 50);
             assert_eq!(ran.notes.iter().filter(|note| note.contains("rewound")).count(), 2);
             assert!(ran.saved + 1 >= ran.tokens.len(), "{name}: {} of {ran:?}", ran.saved);
@@ -229,19 +239,19 @@ fn the_state_of_a_rewound_reply_is_that_of_its_tokens() {
 }
 
 #[test]
-fn text_that_a_streaming_client_has_is_not_taken_back_but_its_thought_is() {
+fn streamed_answer_is_not_rewound_but_streamed_reasoning_is() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let request = Request { revisable: false, ..ask("Where?", true, 60) };
-    let ran = in_all_ways(decoder, &request, || rewinds(10, 16));
+    let ran = on_all_paths(decoder, &request, || rewinds(10, 16));
     assert!(ran.noted("rewound 10 tokens after 45 tokens"), "{:?}", ran.notes);
-    assert!(ran.noted("the client has that text already"), "{:?}", ran.notes);
+    assert!(ran.noted("the client already has the text"), "{:?}", ran.notes);
     assert!(ran.rewound.iter().all(|(_, answer)| *answer == 0), "{:?}", ran.rewound);
-    check_draws(decoder, &ran, &Sampling::default(), &["No: ", "But "]);
+    check_samples(decoder, &ran, &Sampling::default(), &["No: ", "But "]);
 }
 
-/// What a stop string holds back was never sent, and is not taken back.
+/// Text held back by a stop string was never sent, so its rewind is not reported.
 #[test]
-fn a_rewind_tells_of_what_was_sent_alone() {
+fn rewind_reports_sent_text_only() {
     let decoder = &mut family("llama", Config::default(), false);
     let mut request = ask("Where?", false, 40);
     request.stop = vec!["Hello there".into()];
@@ -251,14 +261,14 @@ fn a_rewind_tells_of_what_was_sent_alone() {
             20 => vec![Action::Rewind(count), Action::Stop("done".into())],
             _ => Vec::new(),
         });
-        let ran = run_plainly(decoder, &request, script);
+        let ran = run_plain(decoder, &request, script);
         assert_eq!(ran.rewound.iter().map(|(_, answer)| answer).sum::<usize>(), taken);
         assert!(ran.answer.ends_with(left), "{ran:?}");
     }
 }
 
 #[test]
-fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
+fn endless_rewinds_and_injections_are_stopped() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let request = ask("Where?", false, 500);
     let mut script = markers_banned(|step| match step.index {
@@ -266,7 +276,7 @@ fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
         _ => Vec::new(),
     });
     script.rewound = REWOUND_TOKENS - 120;
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy rewound more than {REWOUND_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));
     assert_eq!((ran.rewound.len(), ran.reply().len()), (2, 60));
@@ -274,27 +284,27 @@ fn a_policy_that_rewinds_or_injects_for_ever_is_stopped() {
     let script = markers_banned(|_| vec![inject(&"again and ".repeat(100))]);
     let request = Request { max_tokens: Some(50_000), ..request };
     decoder.context = 50_000;
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));
 }
 
 #[test]
-fn a_reply_has_so_many_notes() {
+fn notes_are_limited() {
     let decoder = &mut family("llama", Config::default(), false);
     let script = markers_banned(|_| vec![inject(""), ban(&[], 1)]);
-    let ran = run_plainly(decoder, &ask("Where?", false, 140), script);
-    assert_eq!((ran.notes.len(), ran.notes[256].as_str()), (257, "and more"));
+    let ran = run_plain(decoder, &ask("Where?", false, 140), script);
+    assert_eq!((ran.notes.len(), ran.notes[256].as_str()), (257, "further notes dropped"));
 }
 
 #[test]
-fn a_banned_token_is_never_drawn_greedy_or_not_in_any_way() {
+fn banned_token_is_never_sampled() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     for temperature in [0.0, 1.0] {
         let mut request = ask("Where does the bear live?", false, 64);
         request.sampling.temperature = Some(temperature);
-        let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
-        // Each token of the free reply behind the first ten, in two bans that unite.
+        let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
+        // Tokens 10 to 39 of the unbanned reply, in two bans that accumulate.
         let banned: Vec<u32> = free.reply()[10..40].to_vec();
         let (first, second) = (banned[..15].to_vec(), banned[15..].to_vec());
         let script = || {
@@ -302,25 +312,25 @@ fn a_banned_token_is_never_drawn_greedy_or_not_in_any_way() {
             markers_banned(move |step| match step.index {
                 10 => vec![ban(&first, 0), bias(first[0], 100.0, 0)],
                 12 => vec![ban(&second, 0)],
-                // A shorter ban of the same tokens loosens nothing.
+                // A shorter ban of the same tokens does not shorten the first.
                 14 => vec![ban(&first, 1), ban(&second, 2)],
                 _ => Vec::new(),
             })
         };
-        let ran = in_all_ways(decoder, &request, script);
+        let ran = on_all_paths(decoder, &request, script);
         assert_eq!(ran.reply()[..10], free.reply()[..10]);
         assert!(!ran.reply()[10..].iter().any(|token| first.contains(token)), "{ran:?}");
         assert!(!ran.reply()[12..].iter().any(|token| second.contains(token)), "{ran:?}");
     }
 }
 
-/// The next token is drawn already when a policy sees the last one: it is drawn again.
+/// The next token is already sampled when the policy sees the last one: it is sampled again.
 #[test]
-fn a_ban_for_one_token_changes_the_next_draw_to_the_second_likeliest_and_no_other() {
+fn ban_for_one_step_changes_one_token() {
     for name in FAMILIES {
         let decoder = &mut family(name, Config::default(), false);
         let request = ask("Where does the otter live?", false, 40);
-        let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+        let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
         let next = free.reply()[20];
         let script = || {
             markers_banned(
@@ -329,33 +339,33 @@ fn a_ban_for_one_token_changes_the_next_draw_to_the_second_likeliest_and_no_othe
                 },
             )
         };
-        let ran = in_all_ways(decoder, &request, script);
+        let ran = on_all_paths(decoder, &request, script);
         assert_eq!(ran.reply()[..20], free.reply()[..20]);
         let greedy = Sampling::default();
-        let second = plain_draws(decoder, &ran, &greedy, &[&MARKERS[..], &[next]].concat())[20];
+        let second = plain_samples(decoder, &ran, &greedy, &[&MARKERS[..], &[next]].concat())[20];
         assert_eq!(ran.reply()[20], second, "{name}");
-        let after = plain_draws(decoder, &ran, &greedy, &MARKERS);
+        let after = plain_samples(decoder, &ran, &greedy, &MARKERS);
         assert_eq!(ran.reply()[21..], after[21..], "{name}");
     }
 }
 
 #[test]
-fn a_bias_forces_or_excludes_a_token_and_the_latest_counts() {
+fn bias_forces_or_excludes_a_token_and_the_latest_applies() {
     let decoder = &mut family("llama", Config::default(), false);
     let request = ask("Where?", false, 30);
-    let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
+    let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
     let (forced, excluded) = (u32::from(b'Q'), free.reply()[25]);
     let script = || {
         markers_banned(move |step| match step.index {
             5 => vec![bias(forced, 100.0, 3)],
             10 => vec![bias(forced, 100.0, 0)],
             12 => vec![bias(forced, -100.0, 0), bias(excluded, -100.0, 0)],
-            // The ban goes before the bias, in whatever order.
+            // A ban takes precedence over a bias, in any order.
             20 => vec![ban(&[forced], 1), bias(forced, 100.0, 2)],
             _ => Vec::new(),
         })
     };
-    let ran = in_all_ways(decoder, &request, script);
+    let ran = on_all_paths(decoder, &request, script);
     assert_eq!(ran.reply()[5..8], [forced; 3]);
     assert_eq!(ran.reply()[10..12], [forced; 2]);
     assert!(!ran.reply()[12..21].contains(&forced), "{ran:?}");
@@ -363,17 +373,17 @@ fn a_bias_forces_or_excludes_a_token_and_the_latest_counts() {
     assert!(!ran.reply()[12..].contains(&excluded), "{ran:?}");
 }
 
-/// No NaN is drawn from, and no banned token: the request ends.
+/// Sampling from NaN, or a banned token, would be wrong: the request ends instead.
 #[test]
-fn a_ban_of_all_tokens_ends_the_request() {
+fn ban_of_all_tokens_ends_the_request() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
-    let filtered = SamplingChange {
+    let filtered = SamplingPatch {
         temperature: Some(1.0),
         top_p: Some(0.9),
         top_k: Some(5),
         min_p: Some(0.1),
     };
-    for sampling in [SamplingChange::default(), filtered] {
+    for sampling in [SamplingPatch::default(), filtered] {
         let script = |spare: Option<u32>| {
             let mut script = markers_banned(move |step| {
                 let all: Vec<u32> = (0..256).filter(|token| Some(*token) != spare).collect();
@@ -383,65 +393,66 @@ fn a_ban_of_all_tokens_ends_the_request() {
             script
         };
         let request = ask("Where?", false, 12);
-        let ran = in_all_ways_but_drafted(decoder, &request, || script(None));
+        let ran = on_drafted_path(decoder, &request, || script(None));
         assert_eq!(ran.reason, FinishReason::Policy("every token there is is banned".into()));
         assert_eq!(ran.reply().len(), 8);
         assert!(ran.noted("every token there is is banned"), "{:?}", ran.notes);
-        let ran = run_plainly(decoder, &request, script(Some(66)));
+        let ran = run_plain(decoder, &request, script(Some(66)));
         assert_eq!(ran.reply()[8..], [66; 4]);
     }
 }
 
-/// As [`in_all_ways`], where too little is said for a draft to be wrong.
-fn in_all_ways_but_drafted(
+/// As [`on_all_paths`], for replies too short to have rejected drafts on the rewound path.
+fn on_drafted_path(
     decoder: &mut crate::decode::Decoder,
     request: &Request,
     script: impl Fn() -> Script,
-) -> Ran {
-    let plain = run_plainly(decoder, request, script());
-    let ran = run(decoder, request, script(), Way::Drafted(DraftKind::Ngram), None);
+) -> Transcript {
+    let plain = run_plain(decoder, request, script());
+    let ran = run(decoder, request, script(), DecodePath::Drafted(DraftKind::Ngram), None);
     assert_eq!(ran.reply(), plain.reply());
     plain
 }
 
 #[test]
-fn sampling_changes_for_some_tokens_and_back() {
+fn temporary_sampling_change_ends() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let request = ask("Where does the hare live?", false, 50);
-    let hot = SamplingChange { temperature: Some(5.0), ..SamplingChange::default() };
+    let hot = SamplingPatch { temperature: Some(5.0), ..SamplingPatch::default() };
     let script = || {
         markers_banned(move |step| match step.index {
             10 => vec![resample(hot, 12)],
-            30 => vec![resample(SamplingChange { top_k: Some(3), ..hot }, 0)],
+            30 => vec![resample(SamplingPatch { top_k: Some(3), ..hot }, 0)],
             _ => Vec::new(),
         })
     };
-    let ran = in_all_ways(decoder, &request, script);
-    let greedy = plain_draws(decoder, &ran, &Sampling::default(), &MARKERS);
+    let ran = on_all_paths(decoder, &request, script);
+    let greedy = plain_samples(decoder, &ran, &Sampling::default(), &MARKERS);
     let hot = Sampling { temperature: 5.0, ..Sampling::default() };
-    let drawn = plain_draws(decoder, &ran, &hot, &MARKERS);
-    let few = plain_draws(decoder, &ran, &Sampling { top_k: 3, ..hot }, &MARKERS);
+    let hot_samples = plain_samples(decoder, &ran, &hot, &MARKERS);
+    let few = plain_samples(decoder, &ran, &Sampling { top_k: 3, ..hot }, &MARKERS);
     assert_eq!(ran.reply()[1..10], greedy[1..10]);
-    assert_eq!(ran.reply()[10..22], drawn[10..22]);
+    assert_eq!(ran.reply()[10..22], hot_samples[10..22]);
     assert_eq!(ran.reply()[22..30], greedy[22..30]);
     assert_eq!(ran.reply()[30..], few[30..]);
-    assert!(ran.reply()[10..22] != greedy[10..22], "it was hot enough to tell");
+    assert!(ran.reply()[10..22] != greedy[10..22], "the temperature makes a difference");
 }
 
 #[test]
-fn a_plan_decides_on_sampling_whatever_the_client_asked_for() {
+fn sampling_of_the_plan_overrides_the_client() {
     let decoder = &mut family("llama", Config::default(), false);
     let mut request = ask("Where?", false, 30);
-    request.sampling = SamplingWish { temperature: Some(2.0), seed: Some(7), ..Default::default() };
+    request.sampling =
+        SamplingOverrides { temperature: Some(2.0), seed: Some(7), ..Default::default() };
     let mut script = markers_banned(|_| Vec::new());
     script.plan.sampling.temperature = Some(0.0);
-    let ran = run_plainly(decoder, &request, script);
-    check_draws(decoder, &ran, &Sampling::default(), &[]);
+    let ran = run_plain(decoder, &request, script);
+    check_samples(decoder, &ran, &Sampling::default(), &[]);
 }
 
-/// Given the other way round, with a second rewind and something behind the stop.
+/// The actions are given in the opposite order, with a second rewind, and more after the stop.
 #[test]
-fn actions_apply_in_a_fixed_order() {
+fn actions_apply_in_the_order_of_the_contract() {
     let decoder = &mut family("llama", Config::default(), false);
     let request = ask("Where?", false, 40);
     let script = || {
@@ -456,8 +467,8 @@ fn actions_apply_in_a_fixed_order() {
             actions
         })
     };
-    let free = run_plainly(decoder, &request, markers_banned(|_| Vec::new()));
-    let ran = in_all_ways_but_drafted(decoder, &request, script);
+    let free = run_plain(decoder, &request, markers_banned(|_| Vec::new()));
+    let ran = on_drafted_path(decoder, &request, script);
     let expected = [&free.reply()[..12], &b"one two".map(u32::from)].concat();
     assert_eq!(ran.reply(), expected);
     assert_eq!(ran.reason, FinishReason::Policy("why".into()));
@@ -468,9 +479,9 @@ fn actions_apply_in_a_fixed_order() {
     }
 }
 
-/// What the policy is shown is what is left, each token once.
+/// Each remaining token is shown once.
 #[test]
-fn steps_show_what_was_committed_and_not_taken_back() {
+fn steps_show_committed_tokens_without_rewound_ones() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let (mut shown, mut done): (Vec<u32>, [bool; 2]) = Default::default();
     let mut script = Script::new(move |step| {
@@ -492,13 +503,13 @@ fn steps_show_what_was_committed_and_not_taken_back() {
         if step.index == 2 { vec![ban(&MARKERS, 0)] } else { Vec::new() }
     });
     script.plan.every = 2;
-    let ran = run_plainly(decoder, &ask("Where?", false, 50), script);
+    let ran = run_plain(decoder, &ask("Where?", false, 50), script);
     assert_eq!(ran.notes.iter().filter(|note| note.contains("rewound 4")).count(), 2);
 }
 
-/// A header that changes with every request is stripped, so that the rest is the same.
+/// The policy strips a header that changes with every request.
 #[test]
-fn prompts_that_differ_in_what_a_policy_strips_share_their_state() {
+fn prompts_equal_after_replacement_share_state() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     decoder.store_min_tokens = 16;
     let header = |hour: u32| format!("It is {hour} o'clock. ");
@@ -511,20 +522,20 @@ fn prompts_that_differ_in_what_a_policy_strips_share_their_state() {
             let (old, new) = (header(hour), String::new());
             script.replacements = vec![Replacement { message: 0, old, new }];
         }
-        run_plainly(decoder, &request, script)
+        run_plain(decoder, &request, script)
     };
     let (first, second) = (ran(7, true), ran(8, true));
     assert_eq!(first.usage.cached_tokens, 0);
     assert!(second.usage.cached_tokens > 100, "{:?}", second.usage);
     assert_eq!(first.tokens, second.tokens);
-    assert_eq!(second.notes, ["replaced 17 bytes of system message 0 by 0"]);
+    assert_eq!(second.notes, ["replaced 17 bytes of system message 0 with 0 bytes"]);
     let (third, fourth) = (ran(10, false), ran(11, false));
     assert_eq!((third.usage.cached_tokens, fourth.usage.cached_tokens), (0, 0));
 }
 
-/// The next turn is edited alike, and begins with what was computed for it.
+/// The policy strips the header of both turns.
 #[test]
-fn the_next_turn_of_an_edited_prompt_reuses_the_one_before() {
+fn next_turn_of_an_edited_prompt_reuses_the_previous_turn() {
     let decoder = &mut family("llama", Config::default(), false);
     decoder.store_min_tokens = 16;
     let mut request = ask("Where does the fox live?", false, 8);
@@ -535,17 +546,17 @@ fn the_next_turn_of_an_edited_prompt_reuses_the_one_before() {
         script.replacements = vec![Replacement { message: 0, old, new }];
         script
     };
-    let first = run_plainly(decoder, &request, script("At 7: "));
+    let first = run_plain(decoder, &request, script("At 7: "));
     request.messages[0].content = "At 8: be brief.".into();
     request.messages.extend([message("it", &first.answer), message("user", "Why?")]);
-    let second = run_plainly(decoder, &request, script("At 8: "));
+    let second = run_plain(decoder, &request, script("At 8: "));
     assert!(second.usage.cached_tokens as usize + 8 > first.prompt, "{:?}", second.usage);
 }
 
-/// On the bundled model, whose drafts are also its MTP layer, its first layers, and itself: what they
-/// keep of the text is taken back with the text.
+/// On the bundled model, which drafts with its MTP layer, its first layers and itself as well: the
+/// state of each drafter is rewound with the text.
 #[test]
-fn drafts_of_all_kinds_go_on_behind_what_was_taken_back_and_put_in() {
+fn all_drafters_continue_after_rewinds_and_injections() {
     let mut config = Config::default();
     config.speculation.draft_model = super::bundled_model().to_string_lossy().into_owned();
     let mut decoder = super::load(config);
@@ -570,10 +581,10 @@ fn drafts_of_all_kinds_go_on_behind_what_was_taken_back_and_put_in() {
     };
     for count in [1, 6, 18] {
         let script = script(count);
-        let plain = run_plainly(&mut decoder, &request, script());
+        let plain = run_plain(&mut decoder, &request, script());
         assert!(plain.noted(&format!("rewound {count} tokens")), "{:?}", plain.notes);
         for kind in DraftKind::ALL {
-            let ran = run(&mut decoder, &request, script(), Way::Drafted(kind), None);
+            let ran = run(&mut decoder, &request, script(), DecodePath::Drafted(kind), None);
             assert_eq!(ran.tokens, plain.tokens, "{kind:?}, {count}");
             assert_eq!(ran.notes, plain.notes, "{kind:?}, {count}");
             assert!(ran.usage.accepted_tokens > 0, "{kind:?}: {:?}", ran.usage);

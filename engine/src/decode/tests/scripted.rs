@@ -1,5 +1,4 @@
-//! Small seeded models of several families behind a tokenizer of single bytes, and policies that do
-//! what a test says.
+//! Small seeded models of several families with a tokenizer of single bytes, and scripted policies.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,29 +10,27 @@ use tokio::sync::mpsc;
 use super::super::Decoder;
 use super::super::governor::Costs;
 use super::super::sample::sample;
-use super::super::verify::Way;
+use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::engine::Job;
-use crate::error::Result;
 use crate::policy::{
-    Action, Plan, Policy, PromptView, Replacement, RequestView, Steering, Step, ToolCallView,
-    Verdict,
+    Action, Answer, Call, Failure, Plan, Policy, Replacement, Session, Step, ToolCallView, Verdict,
 };
-use crate::prefix::Keep;
+use crate::prefix::Retention;
 use crate::request::{
-    Event, FinishReason, Message, Request, Sampling, SamplingWish, ToolCall, Usage,
+    Event, FinishReason, Message, Request, Sampling, SamplingOverrides, ToolCall, Usage,
 };
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
 pub const OPEN_CALL: u32 = 252;
-pub const CLOSE_THOUGHT: u32 = 253;
-pub const OPEN_THOUGHT: u32 = 254;
+pub const CLOSE_REASONING: u32 = 253;
+pub const OPEN_REASONING: u32 = 254;
 pub const END: u32 = 255;
 
-/// A family's model, and a vocabulary in which every byte is a token. Calls are spelt where
-/// `call_tokens` is false.
+/// A family's model with a vocabulary in which every byte is a token. The tags of tool calls are tokens
+/// if `call_tokens`, else text.
 pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
     let folder = tempfile::tempdir().unwrap();
     let family =
@@ -41,11 +38,11 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(family.join(file), folder.path().join(file)).unwrap();
     }
-    // GPT-2's letters of bytes: those that cannot be printed are numbered from U+0100 on.
+    // GPT-2's characters for bytes: bytes that cannot be printed are numbered from U+0100 on.
     let hidden = |byte: &u32| matches!(byte, 0..=32 | 127..=160 | 173);
     let letter = |byte: u32| {
-        let place = 256 + (0..byte).filter(hidden).count() as u32;
-        let code = if hidden(&byte) { place } else { byte };
+        let number = 256 + (0..byte).filter(hidden).count() as u32;
+        let code = if hidden(&byte) { number } else { byte };
         char::from_u32(code).unwrap().to_string()
     };
     let vocab: Map<String, Value> = (0..247).map(|byte| (letter(byte), byte.into())).collect();
@@ -85,7 +82,7 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
     }
     (config.model.device, config.model.dtype) = (Device::Cpu, Dtype::F32);
     config.store.enabled = false;
-    // What passes cost is nobody's question here, and takes seconds to find out.
+    // Measuring the costs would take seconds.
     config.speculation.drafts.clear();
     let mut decoder = super::load_from(folder.path(), config);
     decoder.speculation.drafts.push(DraftKind::Ngram);
@@ -94,14 +91,14 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
     decoder
 }
 
-/// A greedy request, all of which can be taken back.
+/// A greedy request whose reply can be rewound entirely.
 pub fn ask(question: &str, thinking: bool, max_tokens: u32) -> Request {
     Request {
         profile: "default".into(),
         messages: vec![message("user", question)],
-        thinking: Some(thinking),
+        reasoning: Some(thinking),
         max_tokens: Some(max_tokens),
-        sampling: SamplingWish { temperature: Some(0.0), seed: Some(7), ..Default::default() },
+        sampling: SamplingOverrides { temperature: Some(0.0), seed: Some(7), ..Default::default() },
         revisable: true,
         ..Request::default()
     }
@@ -111,22 +108,22 @@ pub fn message(role: &str, content: &str) -> Message {
     Message { role: role.into(), content: content.into(), ..Message::default() }
 }
 
-type Steps = Box<dyn FnMut(&Step) -> Vec<Action>>;
-type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict>;
+type Steps = Box<dyn FnMut(&Step) -> Vec<Action> + Send>;
+type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict + Send>;
 
-/// A policy that does what a test says.
+/// A policy that a test scripts.
 pub struct Script {
     pub replacements: Vec<Replacement>,
     pub plan: Plan,
     pub steps: Steps,
     pub calls: Calls,
-    /// Tokens that count as rewound before the first is drawn.
+    /// Tokens that count as rewound from the start.
     pub rewound: usize,
 }
 
 impl Script {
-    /// Asked after every token.
-    pub fn new(steps: impl FnMut(&Step) -> Vec<Action> + 'static) -> Self {
+    /// Called after every token.
+    pub fn new(steps: impl FnMut(&Step) -> Vec<Action> + Send + 'static) -> Self {
         Self {
             replacements: Vec::new(),
             plan: Plan { every: 1, ..Plan::default() },
@@ -138,41 +135,35 @@ impl Script {
 }
 
 impl Policy for Script {
-    fn on_prompt(&mut self, _: &PromptView) -> Result<Vec<Replacement>> {
-        Ok(self.replacements.clone())
-    }
-
-    fn on_request(&mut self, _: &RequestView) -> Result<Plan> {
-        Ok(self.plan.clone())
-    }
-
-    fn on_step(&mut self, step: &Step) -> Result<Vec<Action>> {
-        Ok((self.steps)(step))
-    }
-
-    fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
-        Ok((self.calls)(call))
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        Ok(match call {
+            Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
+            Call::Request(_) => Answer::Request(self.plan.clone()),
+            Call::Step(step) => Answer::Step((self.steps)(step)),
+            Call::ToolCall(view) => Answer::ToolCall((self.calls)(view)),
+            Call::Finish(_) => Answer::Finish,
+        })
     }
 }
 
-/// A reply, and what the client was told.
+/// A reply, and what the client received.
 #[derive(Debug)]
-pub struct Ran {
+pub struct Transcript {
     pub tokens: Vec<u32>,
     pub prompt: usize,
     pub reasoning: String,
     pub answer: String,
     pub calls: Vec<ToolCall>,
-    /// How much of thought and answer was taken back, each time.
+    /// Bytes of reasoning and answer removed by each rewind.
     pub rewound: Vec<(usize, usize)>,
     pub reason: FinishReason,
     pub notes: Vec<String>,
     pub usage: Usage,
-    /// Position of the state that was saved at the end.
+    /// Position of the state saved at the end.
     pub saved: usize,
 }
 
-impl Ran {
+impl Transcript {
     pub fn reply(&self) -> &[u32] {
         &self.tokens[self.prompt..]
     }
@@ -182,29 +173,29 @@ impl Ran {
     }
 }
 
-/// Runs `request` under `script` in `way`; `plain` are its tokens where they are known.
+/// Runs `request` with `script` on `path`; `plain` holds its tokens, if known.
 pub fn run(
     decoder: &mut Decoder,
     request: &Request,
     script: Script,
-    way: Way,
+    path: DecodePath,
     plain: Option<&[u32]>,
-) -> Ran {
+) -> Transcript {
     let (events, mut receiver) = mpsc::unbounded_channel();
     let rewound = script.rewound;
     let job = Job { request: request.clone(), events };
-    let steering = Steering { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
-    let mut sequence = decoder.admit_with(&job, steering).unwrap();
+    let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
+    let mut sequence = decoder.admit_with(job, session).unwrap();
     sequence.progress.rewound = rewound;
-    decoder.prepare(&mut sequence, way, plain);
+    decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
     while !running[0].has_ended() {
-        decoder.step(&mut running).unwrap();
+        decoder.advance(&mut running).unwrap();
     }
     let mut sequence = running.pop().unwrap();
     assert!(sequence.take_failure().is_none());
     sequence.finish();
-    decoder.save(&sequence, Keep::default());
+    decoder.save(&sequence, Retention::default());
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let (mut calls, mut rewound) = (Vec::new(), Vec::new());
@@ -214,30 +205,30 @@ pub fn run(
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => calls.push(call),
-            Event::Rewound { reasoning: thought, answer: said } => {
-                rewound.push((thought, said));
-                reasoning.truncate(reasoning.len() - thought);
-                answer.truncate(answer.len() - said);
+            Event::Rewound { reasoning: of_reasoning, answer: of_answer } => {
+                rewound.push((of_reasoning, of_answer));
+                reasoning.truncate(reasoning.len() - of_reasoning);
+                answer.truncate(answer.len() - of_answer);
             }
             Event::Finished(finished) => break finished,
             Event::Failed(error) => panic!("{error}"),
         }
     };
-    // Whatever was taken back, the client has what the tokens say that are left.
+    // After any rewinds, the client has the text of the remaining tokens.
     let (prompt, reply) = sequence.tokens.split_at(sequence.prompt);
     let mut again = decoder.text.reply(prompt, &request.stop, &request.tools);
     let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
     pieces.extend(again.finish());
-    let (mut thought, mut said) = (String::new(), String::new());
+    let (mut expected_reasoning, mut expected_answer) = (String::new(), String::new());
     for piece in pieces {
         match piece {
-            Piece::Reasoning(text) => thought.push_str(&text),
-            Piece::Answer(text) => said.push_str(&text),
+            Piece::Reasoning(text) => expected_reasoning.push_str(&text),
+            Piece::Answer(text) => expected_answer.push_str(&text),
             Piece::ToolCall(_) => {}
         }
     }
-    assert_eq!((&reasoning, &answer), (&thought, &said));
-    Ran {
+    assert_eq!((&reasoning, &answer), (&expected_reasoning, &expected_answer));
+    Transcript {
         reasoning,
         answer,
         calls,
@@ -251,12 +242,12 @@ pub fn run(
     }
 }
 
-/// [`run`], one token a pass.
-pub fn run_plainly(decoder: &mut Decoder, request: &Request, script: Script) -> Ran {
-    run(decoder, request, script, Way::Plain, None)
+/// [`run`] with one token a pass.
+pub fn run_plain(decoder: &mut Decoder, request: &Request, script: Script) -> Transcript {
+    run(decoder, request, script, DecodePath::Plain, None)
 }
 
-/// Logits [R, V] behind each of `tokens`, all computed at once from nothing.
+/// Logits [R, V] after each of `tokens`, all computed in one pass.
 pub fn logits(decoder: &Decoder, tokens: &[u32]) -> Array {
     let mut cache = decoder.prefixes.empty();
     let rows = tokens.len() as i32;
@@ -266,14 +257,18 @@ pub fn logits(decoder: &Decoder, tokens: &[u32]) -> Array {
     decoder.logits(&hidden).unwrap().squeeze_axes(&[0]).unwrap()
 }
 
-/// What each token of `ran`'s reply would be, drawn plainly behind the tokens before it, without those
-/// in `banned`.
-pub fn plain_draws(decoder: &Decoder, ran: &Ran, sampling: &Sampling, banned: &[u32]) -> Vec<u32> {
+/// The token that plain decoding samples at each position of `ran`'s reply, without those in `banned`.
+pub fn plain_samples(
+    decoder: &Decoder,
+    ran: &Transcript,
+    sampling: &Sampling,
+    banned: &[u32],
+) -> Vec<u32> {
     let logits = logits(decoder, &ran.tokens);
     let mut never = vec![0.0f32; logits.dim(1) as usize];
     banned.iter().for_each(|token| never[*token as usize] = f32::NEG_INFINITY);
     let logits = logits.add(Array::from_slice(&never, &[never.len() as i32])).unwrap();
-    // The row behind the first token stands for position 1.
-    let drawn = sample(&logits, sampling, 7, 1).unwrap();
-    drawn.as_slice::<u32>()[ran.prompt - 1..ran.tokens.len() - 1].to_vec()
+    // The row of the first token samples position 1.
+    let sampled = sample(&logits, sampling, 7, 1).unwrap();
+    sampled.as_slice::<u32>()[ran.prompt - 1..ran.tokens.len() - 1].to_vec()
 }

@@ -1,17 +1,16 @@
-//! Calls of tools between model and client: nothing reaches the client that the policy has not
-//! judged.
+//! Tool calls: none reaches the client without a verdict of the policy.
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
-use crate::decode::verify::Way;
-use crate::policy::{Action, Bias, REPAIRS, Step, TokenBias, ToolCallView, Verdict};
+use crate::decode::verify::DecodePath;
+use crate::policy::{Action, Bias, MAX_REPAIRS, Step, TokenBias, ToolCallView, Verdict};
 use crate::request::{FinishReason, FunctionCall, Request, Sampling, ToolCall};
 
 const CALL: &str = r#"{"name": "look", "arguments": {"b": 2, "a": [1, {"d": 0, "c": "é"}]}}"#;
@@ -21,7 +20,7 @@ fn with_tools(thinking: bool, max_tokens: u32) -> Request {
     Request { tools: vec![tool], revisable: false, ..ask("Where?", thinking, max_tokens) }
 }
 
-/// Writes these tokens, by biases, behind the first token; then does `then`.
+/// Forces these tokens after the first one, by biases; then runs `then`.
 fn writes(
     tokens: Vec<u32>,
     then: impl Fn(&Step) -> Vec<Action>,
@@ -46,16 +45,16 @@ fn call(text: &str, close: u32) -> Vec<u32> {
     [&[OPEN_CALL], &bytes(text)[..], &[close]].concat()
 }
 
-/// A script that asks a list of verdicts, and what it was shown.
+/// A script with a list of verdicts, and the views it was called with.
 fn judged(
-    steps: impl FnMut(&Step) -> Vec<Action> + 'static,
+    steps: impl FnMut(&Step) -> Vec<Action> + Send + 'static,
     verdicts: &[Verdict],
-) -> (Script, Rc<RefCell<Vec<ToolCallView>>>) {
-    let seen: Rc<RefCell<Vec<ToolCallView>>> = Rc::default();
+) -> (Script, Arc<Mutex<Vec<ToolCallView>>>) {
+    let seen: Arc<Mutex<Vec<ToolCallView>>> = Arc::default();
     let (shown, mut verdicts) = (seen.clone(), VecDeque::from(verdicts.to_vec()));
     let mut script = Script::new(steps);
     script.calls = Box::new(move |view| {
-        shown.borrow_mut().push(view.clone());
+        shown.lock().push(view.clone());
         verdicts.pop_front().unwrap_or(Verdict::Accept)
     });
     (script, seen)
@@ -66,14 +65,14 @@ fn tokens_model() -> Decoder {
 }
 
 #[test]
-fn a_call_is_judged_before_the_client_gets_it() {
+fn call_gets_its_verdict_before_the_client_receives_it() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 200);
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[Verdict::Accept]);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 1);
-    let view = seen.borrow()[0].clone();
+    let view = seen.lock()[0].clone();
     assert_eq!((view.name.as_str(), view.index), ("look", 0));
     assert_eq!(view.arguments, r#"{"b":2,"a":[1,{"d":0,"c":"é"}]}"#);
     assert_eq!(view.earlier, []);
@@ -82,19 +81,19 @@ fn a_call_is_judged_before_the_client_gets_it() {
         writes(call(CALL, CLOSE_CALL), |_| Vec::new()),
         &[Verdict::Stop("no more calls".into())],
     );
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!((ran.calls.len(), ran.reason), (0, FinishReason::Policy("no more calls".into())));
 }
 
-/// Taken back from its opening tag on, so that the reply goes on as if the text had stood there.
+/// The reply is rewound to the opening tag and continues as if the text had been there.
 #[test]
-fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
+fn repaired_call_is_replaced_by_the_text() {
     for name in ["qwen3_next", "llama"] {
         for call_tokens in [true, false] {
             let decoder = &mut family(name, Config::default(), call_tokens);
-            // A half character in front of a call is made whole by it, and told.
+            // An incomplete character before the call would be completed by it, and sent.
             let mut request = with_tools(false, 150);
-            while run_plainly(decoder, &request, Script::new(|_| Vec::new())).reply()[0] > 127 {
+            while run_plain(decoder, &request, Script::new(|_| Vec::new())).reply()[0] > 127 {
                 request.messages[0].content.push('?');
             }
             let text = if call_tokens {
@@ -106,27 +105,27 @@ fn a_call_that_is_repaired_is_gone_and_the_text_stands_in_its_place() {
                 let verdicts = [Verdict::Repair("Look again: ".into())];
                 judged(writes(text.clone(), |_| Vec::new()), &verdicts).0
             };
-            let ran = run_plainly(decoder, &request, script());
+            let ran = run_plain(decoder, &request, script());
             assert_eq!(ran.calls.len(), 0, "{ran:?}");
             assert_eq!(ran.reply()[1..13], bytes("Look again: "), "{ran:?}");
             assert_eq!(ran.rewound, []);
-            assert!(ran.noted("took back a call of `look`"), "{:?}", ran.notes);
-            let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
+            assert!(ran.noted("removed a call of `look`"), "{:?}", ran.notes);
+            let plain = plain_samples(decoder, &ran, &Sampling::default(), &[]);
             assert_eq!(ran.reply()[13..], plain[13..]);
-            let ran = run(decoder, &request, script(), Way::Drafted(DraftKind::Ngram), None);
+            let ran = run(decoder, &request, script(), DecodePath::Drafted(DraftKind::Ngram), None);
             assert_eq!(ran.reply()[13..], plain[13..]);
         }
     }
 }
 
 #[test]
-fn calls_are_repaired_so_often_and_then_accepted() {
+fn calls_are_accepted_after_the_limit_of_repairs() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 600);
     let nothing: fn(&Step) -> Vec<Action> = |_| Vec::new();
     let mut again = writes(Vec::new(), nothing);
     let steps = move |step: &Step| {
-        // Begins to write the call anew whenever the text of the repair was the last.
+        // Starts to write the call again after the text of each repair.
         if step.phase == crate::policy::Phase::Answer {
             again = writes(call(CALL, CLOSE_CALL), nothing);
         }
@@ -134,75 +133,75 @@ fn calls_are_repaired_so_often_and_then_accepted() {
     };
     let verdicts = vec![Verdict::Repair("Again. ".into()); 10];
     let (script, seen) = judged(steps, &verdicts);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert!(!ran.calls.is_empty());
-    assert_eq!(seen.borrow().len(), ran.calls.len() + REPAIRS as usize);
-    let index: Vec<u32> = seen.borrow().iter().map(|view| view.index).collect();
+    assert_eq!(seen.lock().len(), ran.calls.len() + MAX_REPAIRS as usize);
+    let index: Vec<u32> = seen.lock().iter().map(|view| view.index).collect();
     assert_eq!(index[..6], [0, 0, 0, 0, 0, 1]);
 }
 
-/// The end of the turn completes a call that has no closing tag.
+/// The end of the reply completes a call without a closing tag.
 #[test]
-fn a_call_that_the_end_of_the_turn_completes_is_judged_as_well() {
+fn call_completed_by_the_end_of_the_reply_gets_a_verdict() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 120);
     let script = |verdict: Verdict| {
         let end = |_: &Step| Vec::new();
         judged(writes(call(CALL, END), end), &[verdict]).0
     };
-    let ran = run_plainly(decoder, &request, script(Verdict::Accept));
+    let ran = run_plain(decoder, &request, script(Verdict::Accept));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (1, FinishReason::ToolCalls));
     assert_eq!(ran.tokens.last(), Some(&END));
-    let ran = run_plainly(decoder, &request, script(Verdict::Stop("why".into())));
+    let ran = run_plain(decoder, &request, script(Verdict::Stop("why".into())));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Policy("why".into())));
-    let ran = run_plainly(decoder, &request, script(Verdict::Repair("Well: ".into())));
+    let ran = run_plain(decoder, &request, script(Verdict::Repair("Well: ".into())));
     assert_eq!(ran.calls.len(), 0);
     assert_eq!(ran.reply()[1..7], bytes("Well: "));
-    let plain = plain_draws(decoder, &ran, &Sampling::default(), &[]);
+    let plain = plain_samples(decoder, &ran, &Sampling::default(), &[]);
     assert_eq!(ran.reply()[7..], plain[7..]);
-    // Where the limit completes it there is no room for a repair.
+    // If the limit completes the call, no tokens are left for a repair.
     let length = 1 + 1 + CALL.len() as u32;
     let short = Request { max_tokens: Some(length), ..request };
-    let ran = run_plainly(decoder, &short, script(Verdict::Repair("Well: ".into())));
+    let ran = run_plain(decoder, &short, script(Verdict::Repair("Well: ".into())));
     assert_eq!((ran.calls.len(), ran.reason.clone()), (0, FinishReason::Length));
-    assert!(ran.noted("no room is left to repair it"), "{:?}", ran.notes);
+    assert!(ran.noted("no tokens left to repair it"), "{:?}", ran.notes);
 }
 
-/// The tag of the second call ends the first one; the second is taken back and the first stays.
+/// The opening tag of the second call closes the first; the second is repaired and the first stays.
 #[test]
-fn of_several_calls_each_is_judged_and_repaired_alone() {
+fn each_of_several_calls_gets_its_own_verdict() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 400);
     let second = r#"{"name": "look", "arguments": {"c": 3}}"#;
     let text = [&[OPEN_CALL][..], &bytes(CALL), &call(second, CLOSE_CALL)].concat();
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(text.clone(), end), &[]);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 2);
-    let seen = seen.borrow();
+    let seen = seen.lock();
     assert_eq!((seen[1].index, seen[1].earlier.len()), (1, 1));
     assert_eq!(seen[1].earlier[0].arguments, seen[0].digest);
     assert_eq!(seen[1].earlier[0].answered, None);
 
     let verdicts = [Verdict::Accept, Verdict::Repair("Enough.".into())];
     let (script, _) = judged(writes(text, end), &verdicts);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 1, "{ran:?}");
     let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Enough.")].concat();
     assert!(ran.reply()[1..].starts_with(&expected), "{ran:?}");
 
-    // Two in one pair of tags are sent together or not at all.
+    // Two calls in one pair of tags are sent together or not at all.
     let both = format!("[{CALL}, {second}]");
     let (script, seen) = judged(writes(call(&both, CLOSE_CALL), end), &verdicts);
-    let ran = run_plainly(decoder, &request, script);
-    assert_eq!((seen.borrow().len(), ran.calls.len()), (2, 0));
+    let ran = run_plain(decoder, &request, script);
+    assert_eq!((seen.lock().len(), ran.calls.len()), (2, 0));
     let (script, _) = judged(writes(call(&both, CLOSE_CALL), end), &[]);
-    assert_eq!(run_plainly(decoder, &request, script).calls.len(), 2);
+    assert_eq!(run_plain(decoder, &request, script).calls.len(), 2);
 }
 
-/// A rewind inside of a call forgets all of it, tag included, and no call that the client has.
+/// A rewind inside a call removes it with its tag, and no call that the client has.
 #[test]
-fn a_call_is_rewound_to_where_it_began_and_not_further() {
+fn rewind_inside_a_call_stops_at_its_opening_tag() {
     let decoder = &mut tokens_model();
     let request = with_tools(false, 300);
     let mut text = call(CALL, CLOSE_CALL);
@@ -215,30 +214,30 @@ fn a_call_is_rewound_to_where_it_began_and_not_further() {
         }
         vec![Action::Rewind(1000), Action::Inject("Done.".into()), Action::Stop("why".into())]
     });
-    let ran = run_plainly(decoder, &request, judged(steps, &[]).0);
+    let ran = run_plain(decoder, &request, judged(steps, &[]).0);
     let expected = [&call(CALL, CLOSE_CALL)[..], &bytes("Done.")].concat();
     assert_eq!(ran.reply()[1..], expected);
     assert_eq!(ran.calls.len(), 1);
 }
 
-/// A call in a thought is a call, and the end of the thought may be what completes it.
+/// The end of the reasoning may complete a call in it.
 #[test]
-fn a_call_in_a_thought_is_repaired_within_it() {
+fn call_in_reasoning_is_repaired_in_reasoning() {
     let decoder = &mut tokens_model();
     let request = with_tools(true, 40);
-    let text = [&call(CALL, CLOSE_THOUGHT)[..], &bytes("x")].concat();
+    let text = [&call(CALL, CLOSE_REASONING)[..], &bytes("x")].concat();
     let steps = writes(text, |_| vec![Action::Stop("enough".into())]);
     let (script, _) = judged(steps, &[Verdict::Repair("Hm, ".into())]);
-    let ran = run_plainly(decoder, &request, script);
+    let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 0);
     assert_eq!(ran.reply()[1..5], bytes("Hm, "));
     assert!(ran.usage.reasoning_tokens > 0 && ran.usage.answer_tokens == 0, "{:?}", ran.usage);
 }
 
-/// Equal arguments have equal digests in whatever order; results belong to the calls they name, or
-/// to the oldest without one.
+/// Digests of arguments do not depend on key order. Results belong to the call they name, else to the
+/// oldest call without one.
 #[test]
-fn a_policy_sees_the_calls_and_results_of_the_conversation() {
+fn policy_sees_calls_and_results_of_the_conversation() {
     let decoder = &mut tokens_model();
     let mut request = with_tools(false, 200);
     let arguments = |value: Value| value.as_object().unwrap().clone();
@@ -261,8 +260,8 @@ fn a_policy_sees_the_calls_and_results_of_the_conversation() {
     request.messages.extend([assistant, result(Some("two"), "same"), result(None, "same")]);
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[]);
-    run_plainly(decoder, &request, script);
-    let view = &seen.borrow()[0];
+    run_plain(decoder, &request, script);
+    let view = &seen.lock()[0];
     let [one, two, three] = &view.earlier[..] else { panic!("{view:?}") };
     assert_eq!(one.arguments, view.digest);
     // `printf '{"a":[1,{"c":"é","d":0}],"b":2}' | sha256sum`, and of `same`.

@@ -1,7 +1,6 @@
-//! What the command line does with a file that no server has open.
+//! `steersman cache`: operations on a file that no server has open.
 //!
-//! Nothing here is moved aside or begun anew: what is wrong is said. (But what an older version of
-//! this program left is cleared, as everywhere.)
+//! Nothing here moves a file aside or replaces it: problems are returned as errors.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,88 +9,82 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use ::redb::Database;
 use tracing::warn;
 
-use super::super::record::Record;
-use super::super::{Fingerprint, Key, Kind, Size};
-use super::database::{self, Batch, Trouble};
-use super::reader::Reader;
-use super::seconds;
-use crate::error::{Error, Result};
+use super::super::record::PartRecord;
+use super::super::{Fingerprint, Key, PartKind, StoreEnv, StoreError, StoredSize};
+use super::database::{self, StoreFault, Transaction};
+use super::reader::PartReader;
+
+type Result<T, E = StoreError> = std::result::Result<T, E>;
 
 /// A file of the store, open for maintenance.
 pub struct StoreFile {
     pub(super) path: PathBuf,
     /// `None` only while it is dropped.
     database: Option<Database>,
-    /// What it holds, by key.
-    pub(super) records: Vec<(Key, Record)>,
+    pub(super) records: Vec<(Key, PartRecord)>,
 }
 
 /// Parts of one fingerprint and kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sizes {
-    /// Whose they are.
+pub struct KindSize {
+    /// Fingerprint of the model.
     pub fingerprint: Fingerprint,
-    /// Their kind.
-    pub kind: Kind,
-    /// How many, and what they take of the budget.
-    pub size: Size,
-    /// When one of them was last used.
+    /// Kind of the parts.
+    pub kind: PartKind,
+    /// Their number and cost.
+    pub size: StoredSize,
+    /// The latest use of any of them.
     pub used: SystemTime,
 }
 
-/// A prefix, as far as it was last used at one time: where two prefixes share blocks, these count
-/// for the one that was used later.
+/// The parts of a prefix that were last used together: blocks that two prefixes share count for the
+/// one that was used later.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Prefix {
-    /// Whose it is.
+pub struct StoredPrefix {
+    /// Fingerprint of the model.
     pub fingerprint: Fingerprint,
-    /// Tokens: where its last part ends.
+    /// Its length in tokens.
     pub end: usize,
-    /// Where its states stand.
+    /// Positions of its states.
     pub states: Vec<usize>,
-    /// Its parts.
-    pub size: Size,
-    /// When it was last used.
+    /// Number and cost of its parts.
+    pub size: StoredSize,
+    /// Its last use.
     pub used: SystemTime,
-    /// Until when all of it or a part of it is kept from eviction.
-    pub pinned: Option<SystemTime>,
+    /// Until when all of it or a part of it is retained.
+    pub retained: Option<SystemTime>,
 }
 
-/// What [`StoreFile::verify`] found.
+/// Result of [`StoreFile::verify`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verified {
+pub struct VerifyReport {
     /// Parts that are whole.
-    pub whole: Size,
-    /// Parts that were not, and were dropped: kind, and position of their end.
-    pub damaged: Vec<(Kind, usize)>,
-    /// Rows that belonged to no part, and were dropped.
-    pub stray_rows: u64,
+    pub whole: StoredSize,
+    /// Damaged parts that were dropped: kind and end.
+    pub damaged: Vec<(PartKind, usize)>,
+    /// Chunks without a part that were dropped.
+    pub stray_chunks: u64,
 }
 
 impl StoreFile {
-    /// Opens a file that is there.
+    /// Opens an existing file.
     ///
     /// # Errors
-    /// [`Error::StoreInUse`] when another process has it open; [`Error::Store`] when there is none,
-    /// or it is damaged or of a later version.
+    /// [`StoreError::Missing`] if there is none, [`StoreError::InUse`] if another process has it
+    /// open, [`StoreError::UnknownFormat`] or [`StoreError::Damaged`] if it cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.exists() {
-            return Err(Error::Store(format!(
-                "{} does not exist: nothing is saved",
-                path.display()
-            )));
+            return Err(StoreError::Missing(path.to_owned()));
         }
-        Self::open_or_begin(path)
+        Self::open_or_create(path)
     }
 
-    /// Opens a file, and begins one where there is none.
-    ///
-    /// # Errors
-    /// As [`StoreFile::open`].
-    pub fn open_or_begin(path: &Path) -> Result<Self> {
-        let database = database::open(path).map_err(|trouble| error(path, &trouble))?;
+    /// Opens a file, and creates it if there is none.
+    pub fn open_or_create(path: &Path) -> Result<Self> {
+        let database =
+            database::open(path, &StoreEnv::default()).map_err(|fault| fault.at(path))?;
         let mut file = Self { path: path.to_owned(), database: Some(database), records: vec![] };
-        (file.records, _) = file.tried(database::records(file.database()))?;
+        (file.records, _) = file.at_path(database::records(file.database()))?;
         Ok(file)
     }
 
@@ -100,140 +93,135 @@ impl StoreFile {
         database::size_on_disk(&self.path)
     }
 
-    /// What it holds, by fingerprint and kind; the last used fingerprint first.
-    pub fn sizes(&self) -> Vec<Sizes> {
+    /// Its parts by fingerprint and kind; the last used fingerprint first.
+    pub fn sizes(&self) -> Vec<KindSize> {
         let mut sizes = BTreeMap::new();
         for (_, record) in &self.records {
-            let (size, used): &mut (Size, u64) =
+            let (size, used): &mut (StoredSize, u64) =
                 sizes.entry((record.fingerprint, record.kind)).or_default();
             size.add(record.cost());
-            *used = record.used.max(*used);
+            *used = record.recency.used.max(*used);
         }
         let latest = |fingerprint: &Fingerprint| {
             let of_kind = |kind| sizes.get(&(*fingerprint, kind)).map(|(_, used)| *used);
-            of_kind(Kind::Rows).max(of_kind(Kind::State))
+            of_kind(PartKind::Kv).max(of_kind(PartKind::State))
         };
         let mut fingerprints: Vec<_> = sizes.iter().collect();
-        // Stable, so the kinds of a fingerprint stay together.
+        // The sort is stable, so the kinds of a fingerprint stay together.
         fingerprints.sort_by_key(|((fingerprint, _), _)| std::cmp::Reverse(latest(fingerprint)));
-        let sizes = fingerprints.into_iter().map(|(&(fingerprint, kind), &(size, used))| Sizes {
-            fingerprint,
-            kind,
-            size,
-            used: time(used),
+        let sizes = fingerprints.into_iter().map(|(&(fingerprint, kind), &(size, used))| {
+            KindSize { fingerprint, kind, size, used: time(used) }
         });
         sizes.collect()
     }
 
-    /// The prefixes in it, the last used first.
+    /// Its prefixes, the last used first.
     ///
-    /// Which blocks follow each other is not written down, but one use of a prefix gives its parts
+    /// The file does not say which blocks follow each other, but one use of a prefix gives its parts
     /// consecutive readings of the clock, from the last part to the first.
-    pub fn prefixes(&self) -> Vec<Prefix> {
-        let mut by_use: Vec<&Record> = self.records.iter().map(|(_, record)| record).collect();
-        by_use.sort_by_key(|record| std::cmp::Reverse(record.used));
-        let of_one_use = |a: &&Record, b: &&Record| {
-            a.fingerprint == b.fingerprint && a.used == b.used + 1 && a.end <= b.end
+    pub fn prefixes(&self) -> Vec<StoredPrefix> {
+        let mut by_use: Vec<&PartRecord> = self.records.iter().map(|(_, record)| record).collect();
+        by_use.sort_by_key(|record| std::cmp::Reverse(record.recency.used));
+        let of_one_use = |a: &&PartRecord, b: &&PartRecord| {
+            let consecutive = a.recency.used == b.recency.used + 1;
+            a.fingerprint == b.fingerprint && consecutive && a.end <= b.end
         };
-        let prefix = |parts: &[&Record]| {
-            let is_state = |record: &&&Record| record.kind == Kind::State;
+        let now = StoreEnv::default().clock.seconds();
+        let prefix = |parts: &[&PartRecord]| {
+            let is_state = |record: &&&PartRecord| record.kind == PartKind::State;
             let (first, last) = (parts[0], parts[parts.len() - 1]);
-            let pinned = parts.iter().map(|record| record.pinned).max().unwrap_or(0);
-            Prefix {
+            let until = parts.iter().map(|record| record.recency.retained_until).max().unwrap_or(0);
+            StoredPrefix {
                 fingerprint: first.fingerprint,
                 end: last.end,
                 states: parts.iter().filter(is_state).map(|record| record.end).collect(),
-                size: Size {
+                size: StoredSize {
                     parts: parts.len() as u64,
                     bytes: parts.iter().map(|record| record.cost()).sum(),
                 },
-                used: time(first.used),
-                pinned: (pinned > seconds()).then(|| UNIX_EPOCH + Duration::from_secs(pinned)),
+                used: time(first.recency.used),
+                retained: (until > now).then(|| UNIX_EPOCH + Duration::from_secs(until)),
             }
         };
         by_use.chunk_by(of_one_use).map(prefix).collect()
     }
 
-    /// Reads every part, and drops those whose checksum is wrong.
-    ///
-    /// # Errors
-    /// [`Error::Store`] when the file itself is damaged.
-    pub fn verify(&mut self) -> Result<Verified> {
-        let mut found = Verified { whole: Size::default(), damaged: vec![], stray_rows: 0 };
-        let mut batch = Batch::default();
+    /// Reads every part, and drops damaged ones.
+    pub fn verify(&mut self) -> Result<VerifyReport> {
+        let mut found =
+            VerifyReport { whole: StoredSize::default(), damaged: vec![], stray_chunks: 0 };
+        let mut transaction = Transaction::default();
         let reader = self.reader()?;
         for (key, record) in &self.records {
             match reader.tensors(key, record.bytes) {
                 Ok(_) => found.whole.add(record.cost()),
-                Err(Trouble::Part(problem)) => {
-                    warn!(kind = record.kind.name(), end = record.end, problem, "damaged part");
+                Err(StoreFault::Part(problem)) => {
+                    warn!(
+                        kind = record.kind.name(),
+                        end = record.end,
+                        problem,
+                        "damaged part dropped"
+                    );
                     found.damaged.push((record.kind, record.end));
-                    batch.evicted.insert(*key);
+                    transaction.evicted.insert(*key);
                 }
-                Err(trouble) => return Err(error(&self.path, &trouble)),
+                Err(fault) => return Err(fault.at(&self.path)),
             }
         }
         drop(reader);
-        self.remove(batch)?;
-        found.stray_rows = self.tried(database::sweep(self.database(), &self.records))?;
+        self.remove(transaction)?;
+        found.stray_chunks = self.at_path(database::sweep(self.database(), &self.records))?;
         Ok(found)
     }
 
-    /// Drops the parts of one fingerprint, or all. Gives no space back before
-    /// [`StoreFile::compact`] does.
-    ///
-    /// # Errors
-    /// [`Error::Store`] when the file cannot be written.
-    pub fn clear(&mut self, fingerprint: Option<&Fingerprint>) -> Result<Size> {
-        let mut cleared = Size::default();
-        let mut batch = Batch::default();
+    /// Drops the parts of one fingerprint, or all. Only [`StoreFile::compact`] gives the space back.
+    pub fn clear(&mut self, fingerprint: Option<&Fingerprint>) -> Result<StoredSize> {
+        let mut cleared = StoredSize::default();
+        let mut transaction = Transaction::default();
         for (key, record) in &self.records {
             if fingerprint.is_none_or(|only| record.fingerprint == *only) {
                 cleared.add(record.cost());
-                batch.evicted.insert(*key);
+                transaction.evicted.insert(*key);
             }
         }
         if fingerprint.is_none() {
-            self.tried(database::clear(self.database()))?;
+            self.at_path(database::clear(self.database()))?;
             self.records.clear();
         } else {
-            self.remove(batch)?;
+            self.remove(transaction)?;
         }
         Ok(cleared)
     }
 
     /// Makes the file as small as its content allows.
-    ///
-    /// # Errors
-    /// [`Error::Store`] when the file cannot be written.
     pub fn compact(&mut self) -> Result<()> {
-        let database = self.database.as_mut().expect("there until it is dropped");
-        database::compact_now(database).map_err(|trouble| error(&self.path, &trouble))
+        let database = self.database.as_mut().expect("taken only on drop");
+        database::compact(database).map_err(|fault| fault.at(&self.path))
     }
 
-    pub(super) fn reader(&self) -> Result<Reader> {
-        self.tried(Reader::new(self.database()))
+    pub(super) fn reader(&self) -> Result<PartReader> {
+        self.at_path(PartReader::new(self.database()))
     }
 
     /// Writes parts with their records.
-    pub(super) fn add(&mut self, batch: Batch) -> Result<()> {
-        self.tried(database::write(self.database(), &batch))?;
-        self.records.extend(batch.records);
+    pub(super) fn add(&mut self, transaction: Transaction) -> Result<()> {
+        self.at_path(database::write(self.database(), &transaction))?;
+        self.records.extend(transaction.records);
         Ok(())
     }
 
-    fn remove(&mut self, batch: Batch) -> Result<()> {
-        self.tried(database::write(self.database(), &batch))?;
-        self.records.retain(|(key, _)| !batch.evicted.contains(key));
+    fn remove(&mut self, transaction: Transaction) -> Result<()> {
+        self.at_path(database::write(self.database(), &transaction))?;
+        self.records.retain(|(key, _)| !transaction.evicted.contains(key));
         Ok(())
     }
 
     fn database(&self) -> &Database {
-        self.database.as_ref().expect("there until it is dropped")
+        self.database.as_ref().expect("taken only on drop")
     }
 
-    fn tried<T>(&self, result: Result<T, Trouble>) -> Result<T> {
-        result.map_err(|trouble| error(&self.path, &trouble))
+    fn at_path<T>(&self, result: Result<T, StoreFault>) -> Result<T> {
+        result.map_err(|fault| fault.at(&self.path))
     }
 }
 
@@ -243,17 +231,6 @@ impl Drop for StoreFile {
     }
 }
 
-fn error(path: &Path, trouble: &Trouble) -> Error {
-    match trouble {
-        Trouble::Damaged(problem) => Error::Store(format!(
-            "{} is damaged ({problem}); a server that starts on it moves it aside",
-            path.display()
-        )),
-        _ => database::error(path, trouble),
-    }
-}
-
-/// A time that a record has.
 fn time(micros: u64) -> SystemTime {
     UNIX_EPOCH + Duration::from_micros(micros)
 }

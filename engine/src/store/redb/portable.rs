@@ -1,81 +1,79 @@
-//! Parts in one file that can be carried to another machine.
+//! Parts in one file that can be copied to another machine.
 //!
 //! | bytes | |
 //! |---|---|
 //! | 8 | magic `STEERSEX` |
 //! | 8 | version 1, as u64, little-endian |
-//! | for each part | its key (32), its record (80), its formatted bytes (as many as the record says) |
-//! | 112 | the end: a key of zeros and a record whose `end` is how many parts there were |
+//! | for each part | its key (32), its record (80), the encoded part (its length is in the record) |
+//! | 112 | the end: a key of zeros and a record whose `end` is the number of parts |
 //!
-//! Records and formatted bytes have checksums of their own, both over the key as well, so no bit of
-//! the file can flip unnoticed, and the end tells a file that was cut.
+//! Records and encoded parts have checksums of their own, which cover the key, so every flipped bit
+//! is detected; the end detects truncation.
 
 use std::collections::HashSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufReader, BufWriter, ErrorKind, Read, Seek, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
+use tempfile::NamedTempFile;
 use tracing::warn;
 
-use super::super::record::Record;
-use super::super::{Key, Kind, Part, Size, Tensor, format};
-use super::database::{Batch, Trouble};
+use super::super::record::PartRecord;
+use super::super::{Key, Part, PartKind, Recency, StoreError, StoredSize, Tensor, format};
+use super::database::{StoreFault, Transaction};
 use super::maintain::StoreFile;
-use crate::error::{Error, Result};
+
+type Result<T, E = StoreError> = std::result::Result<T, E>;
 
 const MAGIC: &[u8; 8] = b"STEERSEX";
 const VERSION: u64 = 1;
-/// In place of a key where no further part follows.
+/// Replaces a key after the last part.
 const END: Key = [0; 32];
 /// Bytes of tensors that an import writes in one transaction, unless one part has more.
-const BATCH_BYTES: u64 = 64 << 20;
+const TRANSACTION_BYTES: u64 = 64 << 20;
 /// Bytes that are read or written at once.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// What became of the parts in an imported file.
+/// Parts of an imported file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Imported {
-    /// They are in the store now.
-    pub added: Size,
-    /// They were there before.
-    pub present: Size,
-    /// They, the least recently used of all, do not fit the budget.
-    pub beyond_budget: Size,
+pub struct ImportReport {
+    /// Parts that were added.
+    pub added: StoredSize,
+    /// Parts that the store had before.
+    pub present: StoredSize,
+    /// The least recently used parts, which do not fit the budget.
+    pub beyond_budget: StoredSize,
 }
 
 impl StoreFile {
-    /// Writes all parts, of all fingerprints, to `path`, which is made or replaced once it is
-    /// complete. Damaged ones are left out with a warning. Returns what was written.
-    ///
-    /// # Errors
-    /// [`Error::Store`] when this file cannot be read or that one not be written.
-    pub fn export(&self, path: &Path) -> Result<Size> {
-        let failed = |error: io::Error| Error::Store(format!("{}: {error}", path.display()));
+    /// Writes the parts of all fingerprints to `path`, which is created or replaced when it is
+    /// complete. Damaged parts are skipped with a warning. Returns what was written.
+    pub fn export(&self, path: &Path) -> Result<StoredSize> {
+        let failed = |error: io::Error| StoreError::io(path, error);
         let reader = self.reader()?;
-        let mut name = path.as_os_str().to_owned();
-        name.push(".part");
-        let unfinished = Unfinished(PathBuf::from(name));
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true);
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let file = options.open(&unfinished.0).map_err(failed)?;
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let file = NamedTempFile::new_in(folder.unwrap_or(Path::new("."))).map_err(failed)?;
         let mut output = BufWriter::with_capacity(BUFFER_BYTES, file);
         let mut put = |bytes: &[u8]| output.write_all(bytes).map_err(failed);
 
         put(MAGIC)?;
         put(&VERSION.to_le_bytes())?;
-        let mut written = Size::default();
+        let mut written = StoredSize::default();
         let mut body = Vec::new();
         for (key, record) in &self.records {
             let tensors = match reader.tensors(key, record.bytes) {
                 Ok(tensors) => tensors,
-                Err(Trouble::Part(problem)) => {
-                    warn!(kind = record.kind.name(), end = record.end, problem, "left out");
+                Err(StoreFault::Part(problem)) => {
+                    warn!(
+                        kind = record.kind.name(),
+                        end = record.end,
+                        problem,
+                        "damaged part skipped"
+                    );
                     continue;
                 }
-                Err(trouble) => return Err(Error::Store(trouble.to_string())),
+                Err(fault) => return Err(fault.at(&self.path)),
             };
             body.clear();
             format::encode(key, &tensors).read_to_end(&mut body).map_err(failed)?;
@@ -87,30 +85,29 @@ impl StoreFile {
         put(&END)?;
         put(&end(written.parts).to_bytes(&END))?;
         let file = output.into_inner().map_err(|error| failed(error.into_error()))?;
-        file.sync_all().map_err(failed)?;
-        drop(file);
-        fs::rename(&unfinished.0, path).map_err(failed)?;
+        file.as_file().sync_all().map_err(failed)?;
+        file.persist(path).map_err(|error| failed(error.error))?;
         Ok(written)
     }
 
-    /// Adds the parts that [`StoreFile::export`] wrote to `path`, with the times of their last use,
-    /// without their pins. Of those that are new, the least recently used are left out where
-    /// `budget_bytes` would not hold them.
+    /// Adds the parts that [`StoreFile::export`] wrote to `path`, with the times of their last use
+    /// and without their retention. New parts that do not fit `budget_bytes` are skipped, the least
+    /// recently used first.
     ///
     /// # Errors
-    /// [`Error::Store`] when that file is no export or damaged, with the offset where that is seen:
-    /// nothing is imported then; or when this file cannot be written.
-    pub fn import(&mut self, path: &Path, budget_bytes: u64) -> Result<Imported> {
-        let mut imported = Imported::default();
+    /// [`StoreError::Import`] if that file is not an export or is damaged: nothing is imported then.
+    pub fn import(&mut self, path: &Path, budget_bytes: u64) -> Result<ImportReport> {
+        let mut imported = ImportReport::default();
         let known: HashSet<Key> = self.records.iter().map(|(key, _)| *key).collect();
-        let here = self.records.iter().map(|(_, record)| (record.used, record.cost(), None));
+        let here =
+            self.records.iter().map(|(_, record)| (record.recency.used, record.cost(), None));
         let mut all: Vec<(u64, u64, Option<Key>)> = here.collect();
-        // The whole file is checked before anything of it is believed.
+        // Check the whole file before adding anything.
         walk(path, |key, record, _| {
             if known.contains(&key) {
                 imported.present.add(record.cost());
             } else {
-                all.push((record.used, record.cost(), Some(key)));
+                all.push((record.recency.used, record.cost(), Some(key)));
             }
             Ok(())
         })?;
@@ -125,63 +122,64 @@ impl StoreFile {
             }
         }
 
-        let (mut batch, mut bytes) = (Batch::default(), 0);
+        let (mut transaction, mut bytes) = (Transaction::default(), 0);
         walk(path, |key, record, tensors| {
-            // Removed, so that a key that comes twice is added once.
+            // Removed from `wanted`, so that a repeated key is added once.
             if !wanted.remove(&key) {
                 return Ok(());
             }
             imported.added.add(record.cost());
             let part = Part { key, kind: record.kind, end: record.end, tensors };
             bytes += part.bytes();
-            batch.parts.push(Arc::new(part));
-            batch.records.push((key, Record { pinned: 0, ..record }));
-            if bytes >= BATCH_BYTES {
+            transaction.parts.push(Arc::new(part));
+            let recency = Recency { retained_until: 0, ..record.recency };
+            transaction.records.push((key, PartRecord { recency, ..record }));
+            if bytes >= TRANSACTION_BYTES {
                 bytes = 0;
-                self.add(std::mem::take(&mut batch))?;
+                self.add(std::mem::take(&mut transaction))?;
             }
             Ok(())
         })?;
-        self.add(batch)?;
+        self.add(transaction)?;
         Ok(imported)
     }
 }
 
-/// Gives every part in the file at `path` to `each`.
-fn walk(path: &Path, mut each: impl FnMut(Key, Record, Vec<Tensor>) -> Result<()>) -> Result<()> {
-    let failed = |error: io::Error| Error::Store(format!("{}: {error}", path.display()));
+/// Calls `each` with every part in the file at `path`.
+fn walk(
+    path: &Path,
+    mut each: impl FnMut(Key, PartRecord, Vec<Tensor>) -> Result<()>,
+) -> Result<()> {
+    let failed = |error: io::Error| StoreError::io(path, error);
+    let invalid = |problem: String| StoreError::Import(path.to_owned(), problem);
     let file = File::open(path).map_err(failed)?;
     let mut input = BufReader::with_capacity(BUFFER_BYTES, file);
     let mut head = [0; 16];
     let read = input.read_exact(&mut head);
     if read.is_err() || head[..8] != *MAGIC {
-        return Err(Error::Store(format!("{} is no export of this program", path.display())));
+        return Err(invalid("not an export of steersman".into()));
     }
     let version = u64::from_le_bytes(head[8..].try_into().expect("8 bytes"));
     if version != VERSION {
-        let problem = format!("has version {version}, this program reads {VERSION}");
-        return Err(Error::Store(format!("the export {} {problem}", path.display())));
+        return Err(invalid(format!("has version {version}, this program reads {VERSION}")));
     }
     for count in 0.. {
         let offset = input.stream_position().map_err(failed)?;
-        let damaged = |problem: &str| {
-            let path = path.display();
-            Error::Store(format!("{path} is damaged at byte {offset}: {problem}"))
-        };
+        let damaged = |problem: &str| invalid(format!("damaged at byte {offset}: {problem}"));
         let seen = |error: io::Error| match error.kind() {
-            ErrorKind::UnexpectedEof => damaged("it ends early"),
+            ErrorKind::UnexpectedEof => damaged("unexpected end"),
             ErrorKind::InvalidData => damaged(&error.to_string()),
             _ => failed(error),
         };
-        let (mut key, mut record) = ([0; 32], [0; Record::BYTES]);
+        let (mut key, mut record) = ([0; 32], [0; PartRecord::BYTES]);
         input.read_exact(&mut key).map_err(seen)?;
         input.read_exact(&mut record).map_err(seen)?;
-        let record = Record::from_bytes(&key, &record)
-            .ok_or_else(|| damaged("the checksum of a record differs"))?;
+        let record = PartRecord::from_bytes(&key, &record)
+            .ok_or_else(|| damaged("checksum of a record differs"))?;
         if key == END {
             let rest = input.read(&mut [0]).map_err(failed)?;
             let is_whole = record == end(count) && rest == 0;
-            return if is_whole { Ok(()) } else { Err(damaged("parts are missing, or follow")) };
+            return if is_whole { Ok(()) } else { Err(damaged("wrong number of parts")) };
         }
         let tensors = format::decode(&key, &mut input, record.bytes).map_err(seen)?;
         each(key, record, tensors)?;
@@ -189,17 +187,13 @@ fn walk(path: &Path, mut each: impl FnMut(Key, Record, Vec<Tensor>) -> Result<()
     Ok(())
 }
 
-/// The record behind so many parts.
-fn end(parts: u64) -> Record {
-    let end = usize::try_from(parts).unwrap_or(usize::MAX);
-    Record { fingerprint: END, kind: Kind::Rows, end, bytes: 0, used: 0, pinned: 0 }
-}
-
-/// A file that is removed unless it was renamed.
-struct Unfinished(PathBuf);
-
-impl Drop for Unfinished {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
+/// The record after the last part.
+fn end(parts: u64) -> PartRecord {
+    PartRecord {
+        fingerprint: END,
+        kind: PartKind::Kv,
+        end: usize::try_from(parts).unwrap_or(usize::MAX),
+        bytes: 0,
+        recency: Recency::default(),
     }
 }

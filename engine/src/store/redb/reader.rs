@@ -1,10 +1,10 @@
-//! Reading parts out of the file, several at a time.
+//! Reading parts from the file, several at once.
 //!
 //! # Why
 //! One thread copies and hashes what it reads at about 1.1 GB/s here, which is less than a good disk
 //! gives; four on two busy cores reach 2.0 to 2.7 GB/s, and 0.5 to 1.4 GB/s from disk (444 MB in 47
-//! or 189 parts). Reading the rows of each part in parallel as well lost: a long state came from
-//! disk a little faster, but all its pages are held at once, and everything else took longer.
+//! or 189 parts). Reading the chunks of each part in parallel as well lost: a long state came from
+//! disk a little faster, but all its pages were held at once, and everything else took longer.
 
 use std::io::{self, BufRead, Read};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,33 +13,33 @@ use std::thread;
 use ::redb::{AccessGuard, Database, Range, ReadOnlyTable, ReadableDatabase};
 
 use super::super::{Key, Tensor, format};
-use super::database::{CHUNKS, Trouble, guarded};
+use super::database::{CHUNKS, StoreFault, guarded};
 
-/// Threads that help to read the parts of one load.
+/// Most threads besides the caller's that read the parts of one load.
 const READERS: u64 = 3;
-/// Bytes for each of which one of them is worth starting.
+/// Bytes for which one of them is worth starting.
 const READER_BYTES: u64 = 4 << 20;
 
-/// The file as it is at one moment.
-pub(super) struct Reader {
+/// A consistent view of the file.
+pub(super) struct PartReader {
     chunks: ReadOnlyTable<(&'static Key, u32), &'static [u8]>,
 }
 
-impl Reader {
-    pub fn new(database: &Database) -> Result<Self, Trouble> {
+impl PartReader {
+    pub fn new(database: &Database) -> Result<Self, StoreFault> {
         let chunks = guarded(|| Ok(database.begin_read()?.open_table(CHUNKS)?))?;
         Ok(Self { chunks })
     }
 
-    /// The tensors of the part of this key, which has so many formatted bytes.
-    pub fn tensors(&self, key: &Key, bytes: u64) -> Result<Vec<Tensor>, Trouble> {
+    /// The tensors of the part with this key, whose encoded length is `bytes`.
+    pub fn tensors(&self, key: &Key, bytes: u64) -> Result<Vec<Tensor>, StoreFault> {
         let mut damage = String::new();
         let tensors = guarded(|| {
             let range = self.chunks.range((key, 0)..=(key, u32::MAX))?;
-            let mut rows = Rows { range, row: None, offset: 0, failure: None };
-            match format::decode(key, &mut rows, bytes) {
+            let mut chunks = ChunkStream { range, chunk: None, offset: 0, failure: None };
+            match format::decode(key, &mut chunks, bytes) {
                 Ok(tensors) => Ok(Some(tensors)),
-                Err(error) => match rows.failure {
+                Err(error) => match chunks.failure {
                     Some(failure) => Err(failure.into()),
                     None => {
                         damage = error.to_string();
@@ -48,24 +48,24 @@ impl Reader {
                 },
             }
         })?;
-        tensors.ok_or(Trouble::Part(damage))
+        tensors.ok_or(StoreFault::Part(damage))
     }
 }
 
-/// The rows of one part as one stream.
-struct Rows {
+/// The chunks of one part as one stream.
+struct ChunkStream {
     range: Range<'static, (&'static Key, u32), &'static [u8]>,
-    row: Option<AccessGuard<'static, &'static [u8]>>,
+    chunk: Option<AccessGuard<'static, &'static [u8]>>,
     offset: usize,
-    /// redb's own failure, which says more than the [`io::Error`] it is reported as.
+    /// redb's own error: an [`io::Error`] cannot carry its kind.
     failure: Option<::redb::StorageError>,
 }
 
-impl BufRead for Rows {
+impl BufRead for ChunkStream {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        while self.row.as_ref().is_none_or(|row| self.offset == row.value().len()) {
+        while self.chunk.as_ref().is_none_or(|chunk| self.offset == chunk.value().len()) {
             match self.range.next() {
-                Some(Ok((_, row))) => (self.row, self.offset) = (Some(row), 0),
+                Some(Ok((_, chunk))) => (self.chunk, self.offset) = (Some(chunk), 0),
                 None => return Ok(&[]),
                 Some(Err(failure)) => {
                     self.failure = Some(failure);
@@ -73,7 +73,7 @@ impl BufRead for Rows {
                 }
             }
         }
-        Ok(self.row.as_ref().map_or(&[], |row| &row.value()[self.offset..]))
+        Ok(self.chunk.as_ref().map_or(&[], |chunk| &chunk.value()[self.offset..]))
     }
 
     fn consume(&mut self, count: usize) {
@@ -81,7 +81,7 @@ impl BufRead for Rows {
     }
 }
 
-impl Read for Rows {
+impl Read for ChunkStream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.fill_buf()?.read(buffer)?;
         self.consume(count);
@@ -89,7 +89,7 @@ impl Read for Rows {
     }
 }
 
-/// `f` of all `items`, in their order, on a few threads if their `bytes` are many. `f` must not
+/// Maps `items` in order, on several threads if their total `bytes` are worth it. `f` must not
 /// panic.
 pub(super) fn in_parallel<T: Sync, R: Send>(
     items: &[T],

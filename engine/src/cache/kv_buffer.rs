@@ -1,4 +1,4 @@
-//! Rows of one tensor, appended at the end of a buffer that grows by steps.
+//! One K or V tensor that grows at its end, in a buffer with spare capacity.
 //!
 //! MLX writes new rows in place as long as nothing else holds the buffer.
 
@@ -8,20 +8,20 @@ use mlx_rs::ops::{concatenate, zeros_dtype};
 
 use crate::error::Result;
 
-/// Rows by which a buffer grows: growing copies, so not each step.
+/// Rows by which a buffer grows. Growing copies the buffer, so it must not happen at every step.
 pub(super) const STEP: i32 = 256;
 
-/// A buffer [1, H, capacity, D], filled as far as its owner says.
+/// A buffer [1, H, capacity, D]. Its owner knows how many rows are filled.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Rows {
+pub(super) struct KvBuffer {
     buffer: Option<Array>,
 }
 
-impl Rows {
-    /// Writes `new` [1, H, T, D] behind the first `len` rows.
+impl KvBuffer {
+    /// Writes `new` [1, H, T, D] after the first `len` rows.
     pub fn append(&mut self, new: &Array, len: i32) -> Result<()> {
         let end = len + new.dim(2);
-        let capacity = self.buffer.as_ref().map_or(0, |buffer| buffer.dim(2));
+        let capacity = self.capacity();
         if end > capacity {
             let more = (end - capacity + STEP - 1) / STEP * STEP;
             self.grow(new, 0, capacity, more)?;
@@ -31,7 +31,7 @@ impl Rows {
         Ok(())
     }
 
-    /// Keeps the rows from `from` to `to`, and puts room for `more` of `like`'s kind behind them.
+    /// Keeps rows `from..to` and adds zeroed capacity for `more` rows of `like`'s shape and dtype.
     pub fn grow(&mut self, like: &Array, from: i32, to: i32, more: i32) -> Result<()> {
         let room = zeros_dtype(&[1, like.dim(1), more, like.dim(3)], like.dtype())?;
         self.buffer = Some(match self.buffer.take() {
@@ -41,26 +41,23 @@ impl Rows {
         Ok(())
     }
 
-    /// Takes over rows in several parts, with the capacity that appending them would have led to.
+    /// Joins `parts`, with the capacity that appending them one after another would have reached.
     pub fn fill(parts: &[&Array]) -> Result<Self> {
         let len: i32 = parts.iter().map(|part| part.dim(2)).sum();
-        let mut rows = Self::default();
-        let Some(like) = parts.first() else { return Ok(rows) };
+        let Some(like) = parts.first() else { return Ok(Self::default()) };
         let room = (len + STEP - 1) / STEP * STEP - len;
         let room = zeros_dtype(&[1, like.dim(1), room, like.dim(3)], like.dtype())?;
         let all: Vec<&Array> = parts.iter().copied().chain([&room]).collect();
-        rows.buffer = Some(concatenate(&all, 2)?);
-        Ok(rows)
+        Ok(Self { buffer: Some(concatenate(&all, 2)?) })
     }
 
-    /// Rows that fit.
     pub fn capacity(&self) -> i32 {
         self.buffer.as_ref().map_or(0, |buffer| buffer.dim(2))
     }
 
-    /// The rows from `from` to `to`.
+    /// Rows `from..to`.
     pub fn view(&self, from: i32, to: i32) -> Result<Array> {
-        let buffer = self.buffer.as_ref().expect("nothing looks at rows that are not there");
+        let buffer = self.buffer.as_ref().expect("only filled rows are viewed");
         Ok(buffer.try_index((.., .., from..to, ..))?)
     }
 }

@@ -1,0 +1,78 @@
+//! Checkpoints: rewinding further than a draft mark.
+//!
+//! KV of all positions can be truncated anywhere. A checkpoint holds the recurrent state of one
+//! position. It costs handles, not copies: MLX writes to a buffer in place only while nothing else
+//! holds it, so the next row copies a window that a checkpoint shares, once.
+
+use mlx_rs::Array;
+
+use super::{Cache, LayerCache, row};
+use crate::error::Result;
+
+/// The recurrent state of a cache at one position.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    position: usize,
+    recurrent: Vec<Array>,
+}
+
+impl Checkpoint {
+    /// Rows that had gone through the model.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// All arrays, to evaluate them.
+    pub fn arrays(&self) -> &[Array] {
+        &self.recurrent
+    }
+}
+
+impl Cache {
+    /// A checkpoint of the present position.
+    pub fn checkpoint(&self) -> Result<Checkpoint> {
+        Ok(Checkpoint { position: self.position, recurrent: self.recurrent_state()? })
+    }
+
+    /// Drops all rows after `checkpoint`, which was taken from this cache or from one that has seen
+    /// the same rows up to there. Clears the draft mark.
+    ///
+    /// # Errors
+    /// [`crate::Error::SavedState`] if it belongs to another model. The cache is unusable after an error.
+    ///
+    /// # Panics
+    /// If the checkpoint lies ahead.
+    pub fn rewind_to(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        assert!(checkpoint.position <= self.position, "a checkpoint lies ahead of the cache");
+        let len = row(checkpoint.position);
+        let mut recurrent_state = checkpoint.recurrent.iter();
+        for layer in &mut self.layers {
+            match layer {
+                LayerCache::Full(full) => full.truncate(len),
+                LayerCache::Quantized(quantized) => quantized.truncate(len),
+                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {
+                    layer.restore_recurrent(&mut recurrent_state, len)?;
+                }
+            }
+        }
+        (self.position, self.draft_mark) = (checkpoint.position, None);
+        Ok(())
+    }
+
+    /// Drops rows `position..`. Clears the draft mark.
+    ///
+    /// # Panics
+    /// If the cache is not truncatable: see [`Cache::is_truncatable`].
+    pub fn truncate(&mut self, position: usize) {
+        for layer in &mut self.layers {
+            match layer {
+                LayerCache::Full(full) => full.truncate(row(position)),
+                LayerCache::Quantized(quantized) => quantized.truncate(row(position)),
+                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {
+                    panic!("recurrent state cannot be truncated")
+                }
+            }
+        }
+        (self.position, self.draft_mark) = (self.position.min(position), None);
+    }
+}

@@ -1,0 +1,232 @@
+//! Samples one request's tokens: its sampling parameters, and the biases and bans of its policy.
+//!
+//! The duration of a change is counted in sampled tokens: injected and rewound text does not shorten
+//! it. Neither a bias nor a later ban loosens a ban.
+//!
+//! Adjusts logits before [`super::sample`] sees them; knows no policy and no sequence.
+
+use std::collections::BTreeMap;
+
+use mlx_rs::Array;
+
+use super::sample::{sample, sample_with_margin};
+use crate::error::Result;
+use crate::policy::{SamplingPatch, TokenBias};
+use crate::request::Sampling;
+
+/// End of a change that lasts for the rest of the reply.
+const NEVER: u64 = u64::MAX;
+
+/// Sampling state of one request. A step, here, is one sampled and committed token.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    temperature: Setting<f32>,
+    top_p: Setting<f32>,
+    top_k: Setting<u32>,
+    min_p: Setting<f32>,
+    /// Banned tokens, each with the step at which the ban ends.
+    bans: BTreeMap<u32, u64>,
+    /// Biases of tokens' logits, each with the step at which it ends.
+    biases: BTreeMap<u32, (f32, u64)>,
+    /// Tokens sampled and committed, including those rewound since.
+    steps: u64,
+    /// The first step at which a temporary change ends.
+    ends: u64,
+    changes: u64,
+    offsets: Option<Offsets>,
+}
+
+/// A parameter, and an override with the step at which it ends.
+#[derive(Debug, Clone, Copy)]
+struct Setting<T> {
+    base: T,
+    temporary: Option<(T, u64)>,
+}
+
+impl<T: Copy> Setting<T> {
+    fn new(base: T) -> Self {
+        Self { base, temporary: None }
+    }
+
+    fn set(&mut self, value: Option<T>, until: u64) {
+        match value {
+            None => {}
+            Some(base) if until == NEVER => *self = Self::new(base),
+            Some(value) => self.temporary = Some((value, until)),
+        }
+    }
+
+    fn at(&self, step: u64) -> T {
+        self.temporary.filter(|(_, until)| step < *until).map_or(self.base, |(value, _)| value)
+    }
+
+    fn ends(&self) -> Option<u64> {
+        self.temporary.map(|(_, until)| until)
+    }
+}
+
+/// Offsets to logits of `columns` columns, f32 [columns], for the steps `from..until`.
+#[derive(Debug, Clone)]
+struct Offsets {
+    from: u64,
+    until: u64,
+    columns: i32,
+    array: Option<Array>,
+}
+
+impl Sampler {
+    pub fn new(sampling: Sampling) -> Self {
+        let Sampling { temperature, top_p, top_k, min_p } = sampling;
+        Self {
+            temperature: Setting::new(temperature),
+            top_p: Setting::new(top_p),
+            top_k: Setting::new(top_k),
+            min_p: Setting::new(min_p),
+            bans: BTreeMap::new(),
+            biases: BTreeMap::new(),
+            steps: 0,
+            ends: NEVER,
+            changes: 0,
+            offsets: None,
+        }
+    }
+
+    /// Changes sampling parameters for the next `steps` steps; 0 means for the rest of the reply.
+    pub fn change(&mut self, change: SamplingPatch, steps: u32) {
+        let until = self.until(steps);
+        self.temperature.set(change.temperature, until);
+        self.top_p.set(change.top_p, until);
+        self.top_k.set(change.top_k, until);
+        self.min_p.set(change.min_p, until);
+        self.changed();
+    }
+
+    /// Bans `tokens` for the next `steps` steps; 0 means for the rest of the reply.
+    pub fn ban(&mut self, tokens: &[u32], steps: u32) {
+        let until = self.until(steps);
+        for &token in tokens {
+            let end = self.bans.entry(token).or_default();
+            *end = until.max(*end);
+        }
+        self.changed();
+    }
+
+    /// Sets the biases of tokens for the next `steps` steps; 0 means for the rest of the reply.
+    pub fn bias(&mut self, tokens: &[TokenBias], steps: u32) {
+        let until = self.until(steps);
+        for &TokenBias { token, bias } in tokens {
+            self.biases.insert(token, (bias, until));
+        }
+        self.changed();
+    }
+
+    /// Number of changes, biases and bans so far.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// Tokens sampled and committed so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Whether a change is active that will end, so that sampling differs between the next tokens.
+    pub fn has_temporary_override(&self) -> bool {
+        self.ends != NEVER
+    }
+
+    /// Counts a sampled token that is being committed. Returns false if it is banned, which happens
+    /// only if every token is.
+    pub fn count_step(&mut self, token: u32) -> bool {
+        let banned = self.bans.get(&token).is_some_and(|&until| self.steps < until);
+        self.steps += 1;
+        if self.steps >= self.ends {
+            let now = self.steps;
+            self.bans.retain(|_, until| now < *until);
+            self.biases.retain(|_, (_, until)| now < *until);
+            for setting in [&mut self.temperature, &mut self.top_p, &mut self.min_p] {
+                setting.temporary.take_if(|(_, until)| *until <= now);
+            }
+            self.top_k.temporary.take_if(|(_, until)| *until <= now);
+            self.ends = self.next_end();
+        }
+        !banned
+    }
+
+    /// [`sample`] from `logits` [R, V], with the parameters of step `step`.
+    pub fn sample(&mut self, logits: &Array, step: u64, seed: u64, index: u64) -> Result<Array> {
+        let sampling = self.sampling(step);
+        match self.offsets(step, logits.dim(-1)) {
+            Some(offsets) => sample(&logits.add(offsets)?, &sampling, seed, index),
+            None => sample(logits, &sampling, seed, index),
+        }
+    }
+
+    /// [`sample_with_margin`] from `logits` [R, V], with the parameters of step `step`.
+    pub fn sample_with_margin(
+        &mut self,
+        logits: &Array,
+        step: u64,
+        seed: u64,
+        index: u64,
+    ) -> Result<(Array, Array)> {
+        let sampling = self.sampling(step);
+        let offsets = self.offsets(step, logits.dim(-1));
+        sample_with_margin(logits, offsets, &sampling, seed, index)
+    }
+
+    fn sampling(&self, step: u64) -> Sampling {
+        Sampling {
+            temperature: self.temperature.at(step),
+            top_p: self.top_p.at(step),
+            top_k: self.top_k.at(step),
+            min_p: self.min_p.at(step),
+        }
+    }
+
+    /// Biases and bans at `step` as offsets to logits, f32 [columns]; `None` without any.
+    fn offsets(&mut self, step: u64, columns: i32) -> Option<&Array> {
+        if self.bans.is_empty() && self.biases.is_empty() {
+            return None;
+        }
+        let fits = |o: &Offsets| o.columns == columns && (o.from..o.until).contains(&step);
+        if !self.offsets.as_ref().is_some_and(fits) {
+            self.offsets = Some(self.offsets_from(step, columns));
+        }
+        self.offsets.as_ref().and_then(|offsets| offsets.array.as_ref())
+    }
+
+    fn offsets_from(&self, step: u64, columns: i32) -> Offsets {
+        let biases = self.biases.iter().map(|(&token, &(bias, until))| (token, bias, until));
+        // Bans come after the biases, so that no bias loosens a ban.
+        let bans = self.bans.iter().map(|(&token, &until)| (token, f32::NEG_INFINITY, until));
+        let mut values = vec![0.0; columns as usize];
+        let (mut ends, mut any) = (NEVER, false);
+        for (token, offset, until) in biases.chain(bans).filter(|(_, _, until)| step < *until) {
+            ends = ends.min(until);
+            if let Some(value) = values.get_mut(token as usize) {
+                (*value, any) = (offset, true);
+            }
+        }
+        let array = any.then(|| Array::from_slice(&values, &[columns]));
+        Offsets { from: step, until: ends, columns, array }
+    }
+
+    fn until(&self, steps: u32) -> u64 {
+        if steps == 0 { NEVER } else { self.steps + u64::from(steps) }
+    }
+
+    fn changed(&mut self) {
+        self.changes += 1;
+        self.offsets = None;
+        self.ends = self.next_end();
+    }
+
+    fn next_end(&self) -> u64 {
+        let bans = self.bans.values().copied();
+        let biases = self.biases.values().map(|(_, until)| *until);
+        let sampling = [&self.temperature, &self.top_p, &self.min_p].map(Setting::ends);
+        let sampling = sampling.into_iter().chain([self.top_k.ends()]).flatten();
+        bans.chain(biases).chain(sampling).min().unwrap_or(NEVER)
+    }
+}

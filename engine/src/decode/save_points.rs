@@ -1,0 +1,117 @@
+//! The save points of a prompt, and the prefix that the next request will share.
+
+use std::cmp::Reverse;
+
+use super::Decoder;
+use crate::error::Result;
+use crate::policy::{MAX_RETENTION_SECONDS, Plan, SavePoint};
+use crate::prefix::Retention;
+use crate::request::{Message, Request};
+
+/// Most tokens of a generation prompt, which templates put after the last message.
+const GENERATION_PROMPT: usize = 16;
+
+impl Decoder {
+    /// The save points of `prompt`, which is `request` rendered with `reasoning`, ascending, each with
+    /// its retention: those that `plan` names, else all.
+    ///
+    /// They are the end of tools and system text, which other conversations share; the end of each
+    /// message, where an edit or a branch continues (the next turn continues from the last one: it
+    /// does not contain the generation prompt); and positions at regular distances in long messages.
+    /// A model that can resume anywhere needs the end of the prompt only, unless the plan retains
+    /// others.
+    pub(super) fn save_points(
+        &self,
+        request: &Request,
+        reasoning: Option<bool>,
+        prompt: &[u32],
+        plan: &Plan,
+    ) -> Result<Vec<(usize, Retention)>> {
+        let every = self.prefixes.every();
+        if every.is_none() && plan.retain.is_none() {
+            return Ok(vec![(prompt.len(), Retention::default())]);
+        }
+        let mut save_points = Vec::new();
+        if let Some(keep) = retention(plan, SavePoint::System) {
+            let system = request.messages.iter().take_while(|m| is_system(m)).count();
+            // A template may refuse such a short conversation; then there is no such save point.
+            let head = self.shared_prefix(request, system, reasoning, "user").unwrap_or_default();
+            save_points.push((common_prefix(&head, prompt), keep));
+        }
+        let is_end = |token: &u32| self.text.eos().contains(token);
+        let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
+        let mut turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
+        let end = turns.pop_if(|last| *last + GENERATION_PROMPT >= prompt.len());
+        if let Some(keep) = retention(plan, SavePoint::Prompt) {
+            let at = match (every, end) {
+                (None, _) => prompt.len(),
+                (_, Some(end)) => end,
+                // The template does not end messages with the end-of-reply token.
+                (_, None) => {
+                    let (tools, variables) = (&request.tools, &request.template_variables);
+                    let body =
+                        self.text.render(&request.messages, tools, variables, reasoning, false)?;
+                    common_prefix(&self.text.encode(&body)?, prompt)
+                }
+            };
+            save_points.push((at, keep));
+        }
+        if let Some(keep) = retention(plan, SavePoint::Turns) {
+            if every.is_none() {
+                // The last of them includes all others.
+                turns.drain(..turns.len().saturating_sub(1));
+            }
+            // Short messages are skipped.
+            let (distance, regular) = every.map_or((1, usize::MAX), |every| (every / 8, every));
+            for at in turns.into_iter().rev().chain((regular..prompt.len()).step_by(regular)) {
+                if !save_points.iter().any(|(point, _)| point.abs_diff(at) < distance) {
+                    save_points.push((at, keep));
+                }
+            }
+        }
+        save_points.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
+        // Of two at one position, the longer retention stays.
+        save_points.sort_unstable_by_key(|&(at, keep)| (at, Reverse(keep.seconds)));
+        save_points.dedup_by_key(|&mut (at, _)| at);
+        Ok(save_points)
+    }
+
+    /// The prefix of every prompt that continues the first `count` messages of `request` with a message
+    /// of `role`: the common prefix of two prompts that differ in the first word of that message. This
+    /// holds for any template.
+    pub(super) fn shared_prefix(
+        &self,
+        request: &Request,
+        count: usize,
+        reasoning: Option<bool>,
+        role: &str,
+    ) -> Result<Vec<u32>> {
+        let mut messages = request.messages[..count].to_vec();
+        messages.push(Message { role: role.into(), ..Message::default() });
+        let mut render = |word: &str| -> Result<Vec<u32>> {
+            messages[count].content = word.into();
+            let variables = &request.template_variables;
+            let text = self.text.render(&messages, &request.tools, variables, reasoning, true)?;
+            self.text.encode(&text)
+        };
+        let (mut a, b) = (render("a")?, render("b")?);
+        a.truncate(common_prefix(&a, &b));
+        Ok(a)
+    }
+}
+
+/// Retention of these save points under `plan`; `None` if they are not saved.
+pub(super) fn retention(plan: &Plan, at: SavePoint) -> Option<Retention> {
+    let Some(list) = &plan.retain else { return Some(Retention::default()) };
+    let seconds = list.iter().filter(|entry| entry.at == at).map(|entry| entry.seconds).max()?;
+    Some(Retention { seconds: seconds.min(MAX_RETENTION_SECONDS) })
+}
+
+pub(super) fn is_system(message: &Message) -> bool {
+    matches!(message.role.as_str(), "system" | "developer")
+}
+
+/// Length of the common prefix.
+fn common_prefix(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
