@@ -186,7 +186,8 @@ impl FileConfig {
     /// # Errors
     /// Names the first key that is out of range.
     pub fn check(self) -> Result<(ServerConfig, Config)> {
-        let Self { mut server, model, engine, speculation, store, policy, profiles: sections } = self;
+        let Self { mut server, model, engine, speculation, store, policy, profiles: sections } =
+            self;
         let mut profiles = BTreeMap::new();
         for (name, mut section) in sections {
             let model = std::mem::take(&mut section.model);

@@ -28,8 +28,8 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
-use steersman_engine::Error;
 use steersman_engine::Engine;
+use steersman_engine::Error;
 use tokio::sync::Semaphore;
 
 use self::access::{Access, Admission, Caller};
@@ -85,8 +85,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))
-        .route("/v1/policies/{name}", post(policies::install))
-        .route("/v1/policies/{name}/rollback", post(policies::rollback))
+        .route("/v1/policies/{name}", post(policies::upload))
+        .route("/v1/policies/{name}/rollback", post(policies::roll_back))
         .route("/v1/requests/{id}/trace", get(policies::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
