@@ -1,10 +1,10 @@
-"""Talks to a running Steersman with OpenAI's own package: what it parses, other clients can too.
+"""Tests a running Steersman with OpenAI's Python package.
 
     python3 -m venv /tmp/openai && /tmp/openai/bin/pip install openai==3.52.0
     /tmp/openai/bin/python tests/openai_client.py http://127.0.0.1:11436 [API_KEY]
 
-The server must serve the bundled model with the default policy. Prints what it checked; the exit
-code is not zero if anything failed.
+The server must serve the bundled model with the default policy. Prints the result of each check;
+the exit code is nonzero if any failed.
 """
 
 import json
@@ -30,20 +30,20 @@ def check(function):
     return function
 
 
-def think(on):
+def reasoning(on):
     return {"chat_template_kwargs": {"enable_thinking": on}}
 
 
 @check
-def the_served_model_is_listed(client, model):
+def served_model_is_listed(client, model):
     names = [listed.id for listed in client.models.list()]
     assert model in names, names
     assert client.models.retrieve(model).id == model
 
 
 @check
-def a_plain_request_is_answered(client, model):
-    reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=50, extra_body=think(False))
+def plain_request_is_answered(client, model):
+    reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=50, extra_body=reasoning(False))
     choice, usage = reply.choices[0], reply.usage
     assert reply.id.startswith("chatcmpl-") and reply.model == model and reply.system_fingerprint
     assert choice.finish_reason == "stop", choice
@@ -55,29 +55,29 @@ def a_plain_request_is_answered(client, model):
 
 
 @check
-def a_stream_has_thoughts_answer_and_usage(client, model):
+def stream_has_reasoning_answer_and_usage(client, model):
     stream = client.chat.completions.create(
-        model=model, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}, extra_body=think(True)
+        model=model, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}, extra_body=reasoning(True)
     )
-    thought, answer, reasons, usage = "", "", [], None
+    reasoned, answer, reasons, usage = "", "", [], None
     for chunk in stream:
         assert chunk.object == "chat.completion.chunk"
         usage = chunk.usage or usage
         for choice in chunk.choices:
             piece = getattr(choice.delta, "reasoning_content", None)
-            assert not (piece and answer), "a thought after the answer began"
-            thought += piece or ""
+            assert not (piece and answer), "reasoning after the answer"
+            reasoned += piece or ""
             answer += choice.delta.content or ""
             reasons += [choice.finish_reason] if choice.finish_reason else []
-    assert thought.strip() and "Rome" in answer, (thought, answer)
-    assert "think>" not in thought + answer, (thought, answer)
+    assert reasoned.strip() and "Rome" in answer, (reasoned, answer)
+    assert "think>" not in reasoned + answer, (reasoned, answer)
     assert reasons == ["stop"], reasons
     assert usage.completion_tokens_details.reasoning_tokens > 0, usage
     assert usage.completion_tokens > usage.completion_tokens_details.reasoning_tokens, usage
 
 
 @check
-def a_stream_says_what_a_plain_reply_says(client, model):
+def stream_equals_the_whole_reply(client, model):
     asked = dict(model=model, messages=QUESTION, temperature=0, reasoning_effort="none")
     whole = client.chat.completions.create(**asked).choices[0].message.content
     pieces = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **asked)]
@@ -85,38 +85,38 @@ def a_stream_says_what_a_plain_reply_says(client, model):
 
 
 @check
-def max_tokens_ends_an_answer(client, model):
-    reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=2, extra_body=think(False))
+def max_tokens_ends_the_answer(client, model):
+    reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=2, extra_body=reasoning(False))
     assert reply.choices[0].finish_reason == "length", reply
     assert reply.usage.completion_tokens <= 2, reply
 
 
 @check
-def a_stop_string_ends_an_answer_and_is_not_in_it(client, model):
-    reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, stop=[" is"], extra_body=think(False))
+def stop_string_ends_the_answer_and_is_not_part_of_it(client, model):
+    reply = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, stop=[" is"], extra_body=reasoning(False))
     content = reply.choices[0].message.content
     assert reply.choices[0].finish_reason == "stop" and " is" not in content and "Rome" not in content, reply
 
 
 @check
-def a_tool_is_called_and_its_result_is_used(client, model):
+def tool_is_called_and_its_result_is_used(client, model):
     messages = [{"role": "user", "content": "What is the weather in Rome?"}]
-    asked = dict(model=model, tools=[WEATHER], temperature=0, extra_body=think(False))
+    asked = dict(model=model, tools=[WEATHER], temperature=0, extra_body=reasoning(False))
     reply = client.chat.completions.create(messages=messages, **asked).choices[0]
     assert reply.finish_reason == "tool_calls", reply
     call = reply.message.tool_calls[0]
     assert call.type == "function" and call.function.name == "get_weather", call
     assert json.loads(call.function.arguments) == {"city": "Rome"}, call
-    # The message goes back as it came, as most agents do it.
+    # Send the message back unchanged, as most agents do.
     messages += [reply.message, {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "sunny", "degrees": 21}'}]
     final = client.chat.completions.create(messages=messages, **asked).choices[0]
     assert final.finish_reason == "stop" and "sunny" in final.message.content, final
 
 
 @check
-def a_tool_is_called_in_a_stream(client, model):
+def tool_is_called_in_a_stream(client, model):
     messages = [{"role": "user", "content": "What is the weather in Rome?"}]
-    stream = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER], temperature=0, stream=True, extra_body=think(False))
+    stream = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER], temperature=0, stream=True, extra_body=reasoning(False))
     calls, reason = {}, None
     for chunk in stream:
         reason = chunk.choices[0].finish_reason or reason
@@ -127,7 +127,7 @@ def a_tool_is_called_in_a_stream(client, model):
     assert calls[0][0] == "get_weather" and json.loads(calls[0][1]) == {"city": "Rome"}, calls
 
 
-def refused(kind, status, code, create):
+def rejected(kind, status, code, create):
     try:
         create()
     except kind as error:
@@ -138,29 +138,29 @@ def refused(kind, status, code, create):
 
 
 @check
-def errors_are_the_ones_that_the_package_knows(client, model):
+def errors_have_the_types_of_the_package(client, model):
     create = client.chat.completions.create
-    refused(openai.NotFoundError, 404, "model_not_found", lambda: create(model="gpt-4", messages=QUESTION))
-    refused(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, n=2))
-    error = refused(openai.BadRequestError, 400, "invalid_type", lambda: create(model=model, messages=[{"role": "user", "content": 3}]))
+    rejected(openai.NotFoundError, 404, "model_not_found", lambda: create(model="gpt-4", messages=QUESTION))
+    rejected(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, n=2))
+    error = rejected(openai.BadRequestError, 400, "invalid_type", lambda: create(model=model, messages=[{"role": "user", "content": 3}]))
     assert error.param == "messages[0].content", error.param
     long = [{"role": "user", "content": "What is the capital of Italy? " * 20_000}]
     for stream in [False, True]:
-        refused(openai.BadRequestError, 400, "context_length_exceeded", lambda: create(model=model, messages=long, stream=stream))
+        rejected(openai.BadRequestError, 400, "context_length_exceeded", lambda: create(model=model, messages=long, stream=stream))
 
 
 @check
-def a_client_that_leaves_a_stream_is_let_go(client, model):
-    stream = client.chat.completions.create(model=model, messages=QUESTION, stream=True, extra_body=think(True))
+def client_may_close_a_stream(client, model):
+    stream = client.chat.completions.create(model=model, messages=QUESTION, stream=True, extra_body=reasoning(True))
     next(iter(stream))
     stream.close()
-    a_plain_request_is_answered(client, model)
+    plain_request_is_answered(client, model)
 
 
 def main(url, key="none"):
     client = openai.OpenAI(base_url=url.rstrip("/") + "/v1", api_key=key, max_retries=0, timeout=300)
     model = next(iter(client.models.list())).id
-    print(f"openai {openai.__version__} asks {model} at {url}")
+    print(f"openai {openai.__version__}, model {model} at {url}")
     failures = 0
     for function in CHECKS:
         try:

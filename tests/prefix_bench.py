@@ -1,14 +1,14 @@
-"""What saved state is worth: prints reuse and time to the first token, and soaks a server.
+"""Measures reuse of saved state and time to the first token, and soaks a server.
 
     python3 tests/prefix_bench.py table SERVER [--beside PYTHON MODEL]
     python3 tests/prefix_bench.py tools SERVER
     python3 tests/prefix_bench.py soak SERVER [--minutes 30]
 
-SERVER is the `steersman` binary. `table` runs a conversation and what may become of it, against a
-server of ours and, with --beside, against `PYTHON -m mlx_lm.server --model MODEL`, each request in turn
-to both. `tools` reads a tool schema of 12,000 tokens cold, warm in memory, and warm after a restart.
-`soak` asks at random with small budgets and watches the server's memory. Nothing here has a bound on
-times; `soak` ends with 1 where memory grows.
+SERVER is the `steersman` binary. `table` sends a conversation and its variations to a Steersman server
+and, with --beside, to `PYTHON -m mlx_lm.server --model MODEL`, each request to both in turn. `tools`
+sends a tool schema of 12,000 tokens cold, warm in memory, and warm after a restart. `soak` sends random
+requests under small budgets and watches the server's memory. No time is checked; `soak` exits with 1 if
+memory grows.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def free_port():
 
 
 class Server:
-    """A server as a child process, asked over HTTP."""
+    """A server in a child process."""
 
     def __init__(self, command, model=None):
         self.port = free_port()
@@ -68,7 +68,7 @@ class Server:
         sys.exit("the server does not answer")
 
     def ask(self, messages, tools=(), max_tokens=1, **more):
-        """Tokens of the prompt, how many of them were cached, seconds to the first token, the reply."""
+        """Prompt tokens, cached prompt tokens, seconds to the first token, answer."""
         body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0,
                 "stream": True, "stream_options": {"include_usage": True},
                 "chat_template_kwargs": {"enable_thinking": False}, **more}
@@ -86,8 +86,8 @@ class Server:
                 usage = piece.get("usage") or usage
                 for choice in piece.get("choices", []):
                     delta = choice.get("delta", {})
-                    said = delta.get("content") or delta.get("reasoning_content") or ""
-                    if said and first is None:
+                    token = delta.get("content") or delta.get("reasoning_content")
+                    if token and first is None:
                         first = time.perf_counter() - start
                     text += delta.get("content") or ""
         details = usage.get("prompt_tokens_details") or {}
@@ -100,30 +100,29 @@ class Server:
 
 
 def ours(binary, data, *more):
-    # Configuration comes from the environment in the soak.
     return Server([binary, "serve", "--data-dir", data, "--port", "PORT", *more])
 
 
 def conversation():
-    """Names and messages of requests, in order; `None` for a restart before the next."""
+    """Names and messages of requests, in order; `None` restarts the server."""
     system = {"role": "system", "content": prose(1, 16)}
     user = lambda words: {"role": "user", "content": words}
-    said = lambda words: {"role": "assistant", "content": words}
+    assistant = lambda words: {"role": "assistant", "content": words}
     turns = [system]
     for i in range(6):
-        turns += [user(f"{prose(i + 2, 3)} What do you think?"), said(prose(i + 20, 2))]
+        turns += [user(f"{prose(i + 2, 3)} What do you think?"), assistant(prose(i + 20, 2))]
     last = user("What is the capital of Italy?")
     edited = list(turns)
     edited[9] = user(prose(99, 3))
     return [
         ("first", turns + [last]),
         ("exact repeat", turns + [last]),
-        ("extend", turns + [last, said("The capital of Italy is Rome."), user("And of Peru?")]),
+        ("extend", turns + [last, assistant("The capital of Italy is Rome."), user("And of Peru?")]),
         ("edit at 75 %", edited + [last]),
         ("shorter prefix", turns[:7] + [last]),
         ("branch", turns[:11] + [user("Tell me something else."), ]),
         ("restart", None),
-        ("extend, restarted", turns + [last, said("The capital of Italy is Rome."), user("And of Kenya?")]),
+        ("extend, restarted", turns + [last, assistant("The capital of Italy is Rome."), user("And of Kenya?")]),
     ]
 
 
@@ -135,7 +134,7 @@ def table(args):
     if args.beside:
         servers["mlx_lm.server"] = mlx()
     for server in servers.values():
-        server.ask([{"role": "user", "content": "Hello"}], max_tokens=4)  # loads what is lazy
+        server.ask([{"role": "user", "content": "Hello"}], max_tokens=4)  # compiles and loads lazily
     print(f"{'':20}" + "".join(f"{name:>32}" for name in servers))
     print(f"{'':20}" + f"{'cached of prompt, first token':>32}" * len(servers))
     short = []
@@ -160,7 +159,7 @@ def table(args):
 
 
 def schema(tools):
-    """So many tools, of some 120 tokens each."""
+    """`tools` tools of some 120 tokens each."""
     pick = random.Random(4)
     field = lambda: (f"{pick.choice(ANIMALS)}_{pick.choice(PLACES)}_{pick.randrange(99)}",
                      {"type": "string", "description": prose(pick.randrange(10**6), 1)})
@@ -171,22 +170,22 @@ def schema(tools):
 
 
 def tools(args):
-    asked = lambda words: [{"role": "user", "content": words}]
-    warm_up = lambda server: server.ask(asked("Hello"), max_tokens=4)
+    user = lambda words: [{"role": "user", "content": words}]
+    warm_up = lambda server: server.ask(user("Hello"), max_tokens=4)
     tools, times, counts = schema(args.tools), {"cold": [], "memory": [], "restart": []}, []
     for _ in range(args.rounds):
         data = tempfile.mkdtemp()
         server = ours(args.server, data)
         warm_up(server)
         for name, words in [("cold", "What is the capital of Italy?"), ("memory", "What is the capital of Peru?")]:
-            prompt, cached, first, _ = server.ask(asked(words), tools)
+            prompt, cached, first, _ = server.ask(user(words), tools)
             times[name].append(first)
             counts.append((name, cached, prompt))
         time.sleep(3)
         server.stop()
         server = ours(args.server, data)
         warm_up(server)
-        prompt, cached, first, _ = server.ask(asked("What is the capital of Kenya?"), tools)
+        prompt, cached, first, _ = server.ask(user("What is the capital of Kenya?"), tools)
         times["restart"].append(first)
         counts.append(("restart", cached, prompt))
         server.stop()
@@ -203,7 +202,7 @@ def soak(args):
     with open(config, "w") as file:
         file.write(f"[store]\nmemory_bytes = {budget}\nbudget_bytes = {budget}\n")
     server = ours(args.server, data, "--config", config)
-    pick, asked, sizes = random.Random(1), 0, []
+    pick, requests, sizes = random.Random(1), 0, []
     resident = lambda: int(next(line for line in open(f"/proc/{server.process.pid}/status")
                                 if line.startswith("VmRSS")).split()[1]) / 1024
     end = time.time() + args.minutes * 60
@@ -215,11 +214,11 @@ def soak(args):
                       {"role": "assistant", "content": prose(pick.randrange(3), 2)}]
         turns.append({"role": "user", "content": prose(pick.randrange(10**6), 2)})
         server.ask(turns, max_tokens=pick.randrange(1, 24))
-        asked += 1
+        requests += 1
         sizes.append((time.time(), resident()))
         if time.time() - shown > 60:
             shown = time.time()
-            print(f"{asked} requests, {sizes[-1][1]:.0f} MiB resident", flush=True)
+            print(f"{requests} requests, {sizes[-1][1]:.0f} MiB resident", flush=True)
     third = len(sizes) // 3
     middle, last = (statistics.median(size for _, size in part) for part in (sizes[third:2 * third], sizes[2 * third:]))
     try:
@@ -228,7 +227,7 @@ def soak(args):
         pass
     on_disk = os.stat(os.path.join(data, "state.redb")).st_blocks * 512
     server.stop()
-    print(f"{asked} requests; resident: {middle:.0f} MiB in the second third, {last:.0f} in the last, "
+    print(f"{requests} requests; resident: {middle:.0f} MiB in the second third, {last:.0f} in the last, "
           f"{max(size for _, size in sizes):.0f} at most; {on_disk / 2**20:.0f} MiB on disk, budgets {budget >> 20}")
     sys.exit("memory grows" if last > middle * 1.05 or on_disk > 1.3 * budget else 0)
 

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{
+use steersman_engine::internals::store::{
     BLOCK_TOKENS, Fingerprint, Key, KeyChain, Part, PartKind, RedbStore, Tensor,
 };
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
 use crate::request::{Event, Request};
@@ -84,7 +84,7 @@ impl Engine {
         match self.jobs.try_send(Job { request, events }) {
             Ok(()) => Ok(receiver),
             Err(mpsc::error::TrySendError::Full(_)) => {
-                Err(Error::QueueFull { limit: self.jobs.max_capacity() })
+                Err(Error::Request(RequestError::QueueFull { limit: self.jobs.max_capacity() }))
             }
             Err(mpsc::error::TrySendError::Closed(_)) => Err(Error::Stopped),
         }

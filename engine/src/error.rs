@@ -1,54 +1,96 @@
-//! The engine's errors, sorted by what the caller can do about them.
+//! The engine's errors, by who can act on them: the client ([`RequestError`]), the operator
+//! ([`ConfigError`], [`StoreError`]), the author of a policy ([`steersman_policy_host::Error`]).
 
 use std::path::PathBuf;
 
-use crate::store::StoreError;
+use steersman_policy_host as policy;
 
-/// Shorthand for results of this crate.
+pub use crate::store::StoreError;
+
+/// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong in the engine.
+/// Every error of the engine.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The prompt does not fit: shorten it.
-    #[error("the prompt is {tokens} tokens, the model's context holds {limit}")]
+    /// The request is invalid or cannot be accepted now.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    /// The configuration or a file of the model is invalid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A policy cannot be loaded, or failed in a profile that fails closed.
+    #[error(transparent)]
+    Policy(#[from] policy::Error),
+    /// The prefix store cannot be used. Never ends a request: losing it costs time only.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Saved state has other tensors than this model's caches. Never ends a request.
+    #[error("saved state does not fit this model: {0}")]
+    SavedState(String),
+    /// The engine thread has ended: restart the server.
+    #[error("the engine has stopped")]
+    Stopped,
+    /// MLX rejected an operation, because of a bug or for lack of memory.
+    #[error("MLX: {0}")]
+    Array(String),
+}
+
+/// A request that the client must change or repeat.
+#[derive(Debug, thiserror::Error)]
+pub enum RequestError {
+    /// The prompt does not fit into the context.
+    #[error("the prompt has {tokens} tokens, the model's context holds {limit}")]
     ContextTooLong {
         /// Tokens of the rendered prompt.
         tokens: usize,
         /// Tokens that fit.
         limit: usize,
     },
-    /// The prompt is longer than its profile allows: shorten it.
+    /// The prompt is longer than its profile allows.
     #[error(
-        "the prompt is {tokens} tokens, the profile `{profile}` allows {limit} \
+        "the prompt has {tokens} tokens, the profile `{profile}` allows {limit} \
          (limits.prompt_tokens)"
     )]
     PromptTooLong {
         /// Tokens of the rendered prompt.
         tokens: usize,
-        /// Tokens that are allowed.
+        /// Tokens that the profile allows.
         limit: usize,
         /// The profile.
         profile: String,
     },
-    /// The queue is full: try again later.
+    /// The queue is full; the request may be repeated later.
     #[error("{limit} requests are waiting already; try again later")]
     QueueFull {
-        /// Bound of the queue.
+        /// Length of the queue.
         limit: usize,
     },
-    /// The engine thread has ended: restart the server.
-    #[error("the engine has stopped")]
-    Stopped,
-    /// The conversation cannot be rendered by the model's chat template: change the messages.
-    #[error("the chat template refuses these messages: {0}")]
+    /// The model's chat template rejects the conversation.
+    #[error("the chat template rejects these messages: {0}")]
     Template(String),
-    /// Something in the request is off: change it.
+    /// The tokenizer cannot encode a text.
+    #[error("the model's tokenizer cannot encode this text: {0}")]
+    Tokenizer(String),
+    /// A field is invalid.
     #[error("{field}: {problem}")]
-    Invalid {
-        /// Name of the offending field.
+    Field {
+        /// Name of the field.
         field: &'static str,
-        /// What is wrong with it and what would be right.
+        /// What is wrong and what would be right.
+        problem: String,
+    },
+}
+
+/// A problem that the operator can solve.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A key of the configuration is out of range or does not fit the model.
+    #[error("{field}: {problem}")]
+    Key {
+        /// The key.
+        field: &'static str,
+        /// What is wrong and what would be right.
         problem: String,
     },
     /// A file of the model is missing, damaged or of an unknown kind.
@@ -56,30 +98,10 @@ pub enum Error {
     Model {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong with it and what to do.
+        /// What is wrong and what to do.
         problem: String,
     },
-    /// A policy failed where its profile says that this ends the request (`on_failure = "closed"`),
-    /// or could not be loaded.
-    #[error("policy `{policy}`: {problem}")]
-    Policy {
-        /// Name of the policy.
-        policy: String,
-        /// What happened, in which hook.
-        problem: String,
-    },
-    /// A policy took longer in a hook than `policy.deadline_ms` allows, where its profile fails closed.
-    /// Fuel bounds what it computes, so that the machine had other work is as likely a cause.
-    #[error("policy `{policy}`: {hook}: exceeded its deadline of {deadline_ms} ms")]
-    PolicyLate {
-        /// Name of the policy.
-        policy: String,
-        /// The hook, `on-step`, or `start`.
-        hook: String,
-        /// The deadline.
-        deadline_ms: u64,
-    },
-    /// A file that a profile's `warm` names cannot be used.
+    /// A file in a profile's `warm` cannot be used.
     #[error("profiles.{profile}.warm: {path}: {problem}")]
     Warm {
         /// The profile.
@@ -89,13 +111,10 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// The prefix store cannot be used. Never ends a request: losing it costs time only.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// Saved state has other tensors than this model's caches. Never ends a request.
-    #[error("saved state does not fit this model: {0}")]
-    SavedState(String),
-    /// MLX rejected an operation: a bug, or memory ran out.
-    #[error("MLX: {0}")]
-    Array(String),
+}
+
+impl From<policy::Failure> for Error {
+    fn from(failure: policy::Failure) -> Self {
+        Self::Policy(failure.into())
+    }
 }

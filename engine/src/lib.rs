@@ -1,30 +1,82 @@
 //! The engine of Steersman: messages in, events out; no HTTP.
 //!
-//! A [`Request`](request::Request) enters through the [`Engine`](engine::Engine) handle and meets
-//! these rooms, in this order:
+//! [`start`] loads a model on a thread of its own and returns an [`Engine`], which accepts requests
+//! from any thread:
 //!
-//! - [`text`] renders the chat template, tokenises, and turns tokens back into thoughts, answer
-//!   and tool calls;
-//! - [`policy`] is asked for a plan, and on events for actions;
-//! - [`store`] is asked for the longest saved prefix;
-//! - [`model`] computes, with the arithmetic in [`nn`], what [`cache`] remembers;
-//! - [`decode`] is the loop that does all this, the one room that knows the others.
+//! ```no_run
+//! use std::path::Path;
+//! use steersman_engine::config::Config;
+//! use steersman_engine::request::{Event, Message, Request};
 //!
-//! Arrays, models, caches and Wasm instances live on the engine thread alone.
+//! # fn main() -> Result<(), steersman_engine::Error> {
+//! let data = Path::new("/var/lib/steersman");
+//! let config = Config::default().check()?;
+//! let policies = steersman_engine::policies(&config, data)?;
+//! let (engine, thread) =
+//!     steersman_engine::start(config, Path::new("models/Qwen3.5-4B"), data, policies)?;
+//! let message =
+//!     Message { role: "user".into(), content: "Who are you?".into(), ..Message::default() };
+//! let request =
+//!     Request { profile: "default".into(), messages: vec![message], ..Request::default() };
+//! let mut events = engine.submit(request)?;
+//! while let Some(event) = events.blocking_recv() {
+//!     match event {
+//!         Event::Answer(text) => print!("{text}"),
+//!         Event::Failed(error) => return Err(error),
+//!         _ => {}
+//!     }
+//! }
+//! // The thread ends when the last handle is dropped and all state is on disk.
+//! drop(engine);
+//! let _ = thread.join();
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `ARCHITECTURE.md` beside this crate has the map, the invariants and the glossary.
 
-pub mod cache;
+mod cache;
 pub mod config;
-pub mod decode;
-pub mod engine;
-pub mod error;
-pub mod model;
-pub mod nn;
-pub mod policy;
-pub mod prefix;
+mod decode;
+mod engine;
+mod error;
+mod model;
+mod nn;
+mod prefix;
 pub mod request;
-pub mod store;
-pub mod text;
+mod store;
+mod text;
 
 pub use decode::{policies, start};
-pub use engine::Engine;
-pub use error::{Error, Result};
+pub use engine::{Engine, Info};
+pub use error::{ConfigError, Error, RequestError, Result, StoreError};
+/// The policy host: contract, versions, traces.
+pub use steersman_policy_host as policy;
+
+/// Commands over a model or a prefix store, without a running engine.
+pub mod tools {
+    pub use crate::decode::{Decoder, calibrate, verify};
+    pub use crate::store::{
+        Fingerprint, ImportReport, KindSize, StoreFile, StoredPrefix, VerifyReport,
+    };
+}
+
+/// Reports on the prefix cache and the prefix store.
+pub mod report {
+    pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
+    pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
+}
+
+/// The rooms, for the tests and benches of this workspace. Nothing here is stable.
+#[doc(hidden)]
+pub mod internals {
+    macro_rules! rooms {
+        ($($room:ident),+) => {$(
+            pub mod $room {
+                pub use crate::$room::*;
+            }
+        )+};
+    }
+
+    rooms!(cache, decode, engine, model, nn, prefix, store, text);
+}

@@ -1,7 +1,7 @@
 //! The demonstration model inside the executable, so that a first start needs no download.
 //!
-//! `tiny-hybrid-4bit` was trained for this project to show what the server does. It knows capital
-//! cities and little else: it is no assistant.
+//! `tiny-hybrid-4bit` was trained for this project to demonstrate the server. It knows capital
+//! cities and little else, and is not an assistant.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
-/// Name under which clients ask for it.
+/// Name of the model for clients.
 pub const NAME: &str = "tiny-hybrid-4bit";
 
-/// Digits of the digest in the folder's name: enough to tell two releases apart.
+/// Digits of the digest in the folder's name: enough to distinguish releases.
 const DIGEST_DIGITS: usize = 12;
 
 macro_rules! files {
@@ -21,7 +21,7 @@ macro_rules! files {
     };
 }
 
-/// Its files, by name.
+/// Its files by name.
 const FILES: &[(&str, &[u8])] = files![
     "chat_template.jinja"
     "config.json"
@@ -32,17 +32,16 @@ const FILES: &[(&str, &[u8])] = files![
     "tokenizer_config.json"
 ];
 
-/// The folder with the bundled model, unpacked under `data_dir` if it is not there yet.
+/// The folder with the bundled model, unpacked below `data_dir` if it is missing.
 ///
-/// The folder appears whole or not at all; one whose files are not the bundled ones, byte for byte,
-/// is unpacked again.
+/// The folder appears atomically. It is unpacked again if any file differs from the bundled one.
 ///
 /// # Errors
-/// When `data_dir` cannot be written.
+/// If `data_dir` cannot be written.
 pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
     let models = data_dir.join("models");
     let folder = models.join(format!("{NAME}-{}", digest()));
-    if is_whole(&folder) {
+    if is_intact(&folder) {
         return Ok(folder);
     }
     let unpack = || -> std::io::Result<()> {
@@ -55,8 +54,8 @@ pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
             fs::remove_dir_all(&folder)?;
         }
         match fs::rename(fresh.path(), &folder) {
-            // Another process was faster, and unpacked the same bytes.
-            Err(_) if is_whole(&folder) => Ok(()),
+            // Another process unpacked the same files first.
+            Err(_) if is_intact(&folder) => Ok(()),
             renamed => renamed,
         }
     };
@@ -64,19 +63,18 @@ pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn is_whole(folder: &Path) -> bool {
+fn is_intact(folder: &Path) -> bool {
     FILES.iter().all(|(name, bytes)| fs::read(folder.join(name)).is_ok_and(|file| file == *bytes))
 }
 
-/// The first digits of SHA-256 over names, lengths and contents.
+/// First digits of SHA-256 over names, lengths and contents.
 fn digest() -> String {
     let mut sha = Sha256::new();
     for (name, bytes) in FILES {
         sha.update(format!("{name} {}\n", bytes.len()));
         sha.update(bytes);
     }
-    let digits: String = sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    digits[..DIGEST_DIGITS].to_string()
+    hex::encode(sha.finalize())[..DIGEST_DIGITS].to_string()
 }
 
 #[cfg(test)]
@@ -84,20 +82,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_damaged_bundled_model_is_unpacked_again() {
+    fn damaged_bundled_model_is_unpacked_again() {
         let data = tempfile::tempdir().unwrap();
         let folder = unpack(data.path()).unwrap();
-        assert!(is_whole(&folder));
+        assert!(is_intact(&folder));
         fs::write(folder.join("config.json"), "{}").unwrap();
         fs::remove_file(folder.join("tokenizer.json")).unwrap();
         assert_eq!(unpack(data.path()).unwrap(), folder);
-        assert!(is_whole(&folder));
+        assert!(is_intact(&folder));
         let left: Vec<_> = fs::read_dir(data.path().join("models")).unwrap().collect();
-        assert_eq!(left.len(), 1, "nothing of the unpacking stays behind");
+        assert_eq!(left.len(), 1, "no temporary folder is left");
     }
 
     #[test]
-    fn every_file_of_the_bundled_model_is_in_the_executable() {
+    fn executable_contains_every_file_of_the_bundled_model() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("model").join(NAME);
         let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
         for name in names {

@@ -8,7 +8,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanDuration};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Fingerprint, StoreError, StoreFile, StoredSize};
+use steersman_engine::StoreError;
+use steersman_engine::report::StoredSize;
+use steersman_engine::tools::{Fingerprint, StoreFile};
 
 /// A subcommand of `steersman cache`.
 #[derive(Subcommand)]
@@ -52,7 +54,7 @@ pub fn run(task: CacheTask, config: &StoreConfig, data_dir: &Path) -> Result<()>
         _ => StoreFile::open(&path),
     };
     let mut store = opened.map_err(|error| match error {
-        StoreError::InUse { path } => anyhow!(
+        StoreError::InUse(path) => anyhow!(
             "{} is in use by another process, most likely a server: use its GET /v1/cache, or stop \
              it first",
             path.display()

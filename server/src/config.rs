@@ -1,66 +1,67 @@
-//! The configuration file: `[server]`, which is ours, and the engine's sections.
+//! The configuration file: `[server]` and the engine's sections.
 //!
-//! Read from TOML to what the user wrote, overridden by the command line, checked once. Unknown
-//! keys are errors, and an error shows the line.
+//! Read from TOML, overridden by the command line, then checked once. Unknown keys are errors, and
+//! an error shows the line.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
+use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 use steersman_engine::config::{
     Config, EngineConfig, ModelConfig, PolicyConfig, Profile, SpeculationConfig, StoreConfig,
 };
 
-/// A whole configuration file. `configs/steersman.toml` holds every key with its default.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+/// A whole configuration file. `configs/steersman.toml` shows every key with its default.
+#[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FileConfig {
-    /// Address, keys and limits of the HTTP side.
+    /// Address, keys and limits of the HTTP server.
     pub server: ServerConfig,
-    /// Which weights, on which device, in which numbers.
+    /// Weights, device and numeric format.
     pub model: ModelConfig,
-    /// Bounds of the engine thread.
+    /// Limits of the engine thread.
     pub engine: EngineConfig,
-    /// Guessing tokens ahead.
+    /// Drafts that the model verifies.
     pub speculation: SpeculationConfig,
     /// Saved state.
     pub store: StoreConfig,
-    /// Limits on guests, for all policies.
+    /// Limits and locations of policies.
     pub policy: PolicyConfig,
     /// Profiles by name.
     pub profiles: BTreeMap<String, Profile>,
 }
 
 /// `[server]`
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ServerConfig {
-    /// Address to listen on. The default is reachable from this machine only.
+    /// Address to listen on. The default accepts connections from this machine only.
     pub host: String,
     /// Port to listen on; 0 takes a free one.
     pub port: u16,
-    /// Keys that clients may send as `Authorization: Bearer KEY`; none lets everyone in.
-    pub api_keys: Vec<String>,
-    /// Keys of operators, who may also replace policies; none lets nobody do that.
-    pub admin_keys: Vec<String>,
-    /// Most bytes of a request's body.
+    /// Keys that clients send as `Authorization: Bearer KEY`; an empty list requires no key.
+    pub api_keys: Vec<SecretString>,
+    /// Keys of operators, who may also replace policies; an empty list allows nobody to.
+    pub admin_keys: Vec<SecretString>,
+    /// Maximum size of a request's body in bytes.
     pub body_limit_bytes: usize,
-    /// Seconds within which a request's body must have arrived.
+    /// Seconds within which a request's body must arrive.
     pub body_timeout_s: u64,
-    /// Seconds that running requests get to end after Ctrl-C or SIGTERM.
+    /// Seconds that running requests may take to finish after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
-    /// How profiles are entered, by name: taken from their own sections.
+    /// Access to profiles by name, from their own sections.
     #[serde(skip)]
     pub profiles: BTreeMap<String, ProfileAccess>,
 }
 
-/// What of a profile is the server's to see to.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// Access to one profile.
+#[derive(Debug, Clone, Default)]
 pub struct ProfileAccess {
-    /// Keys that choose this profile, and allow no other.
-    pub api_keys: Vec<String>,
-    /// Most requests that wait or run; 0 for any number.
+    /// Keys that select this profile and open no other.
+    pub api_keys: Vec<SecretString>,
+    /// Maximum number of requests that wait or run; 0 for no limit.
     pub requests: usize,
 }
 
@@ -83,15 +84,15 @@ impl FileConfig {
     /// Reads a file.
     ///
     /// # Errors
-    /// When it cannot be read, is not TOML, or has a key or value that we do not know; the message
-    /// names the file and shows the line.
+    /// If it cannot be read, is not TOML, or contains an unknown key or value; the message names the
+    /// file and shows the line.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("reading the configuration {}", path.display()))?;
         toml::from_str(&text).with_context(|| format!("in the configuration {}", path.display()))
     }
 
-    /// Checks all values, and parts what is the server's from what is the engine's.
+    /// Checks all values, and splits them into the server's and the engine's.
     ///
     /// # Errors
     /// Names the first key that is out of range.
@@ -99,7 +100,7 @@ impl FileConfig {
         let Self { mut server, model, engine, speculation, store, policy, profiles } = self;
         let engine = Config { model, engine, speculation, store, policy, profiles }.check()?;
         let access = |profile: &Profile| ProfileAccess {
-            api_keys: profile.api_keys.clone(),
+            api_keys: profile.api_keys.iter().map(|key| key.as_str().into()).collect(),
             requests: profile.limits.requests,
         };
         server.profiles = engine.profiles.iter().map(|(n, p)| (n.clone(), access(p))).collect();
@@ -110,11 +111,14 @@ impl FileConfig {
 
 impl ServerConfig {
     fn check(&self) -> Result<()> {
-        ensure!(!self.host.is_empty(), "server.host: is empty; 127.0.0.1 is this machine only");
+        ensure!(
+            !self.host.is_empty(),
+            "server.host: is empty; use 127.0.0.1 for this machine only"
+        );
         for (name, keys) in [("api_keys", &self.api_keys), ("admin_keys", &self.admin_keys)] {
             ensure!(
-                keys.iter().all(|key| !key.trim().is_empty() && key.trim() == key),
-                "server.{name}: a key is empty, or begins or ends with a space"
+                keys.iter().all(is_valid),
+                "server.{name}: a key is empty, or starts or ends with white space"
             );
         }
         let mut owners = BTreeMap::new();
@@ -127,14 +131,19 @@ impl ServerConfig {
             .iter()
             .flat_map(|(name, keys)| keys.iter().map(|key| (key, (*name).to_string())));
         for (key, owner) in of_server.chain(of_profiles) {
-            if let Some(other) = owners.insert(key, owner.clone()) {
-                bail!("{owner}: has a key that {other} has as well; a key opens one of them");
+            if let Some(other) = owners.insert(key.expose_secret(), owner.clone()) {
+                bail!("{owner}: a key is also in {other}; use each key once");
             }
         }
         ensure!(self.body_limit_bytes >= 1024, "server.body_limit_bytes: must be at least 1024");
         ensure!(self.body_timeout_s >= 1, "server.body_timeout_s: must be at least 1");
         Ok(())
     }
+}
+
+fn is_valid(key: &SecretString) -> bool {
+    let key = key.expose_secret();
+    !key.trim().is_empty() && key.trim() == key
 }
 
 #[cfg(test)]
@@ -151,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_text_or_files_of_all_policies_or_of_one() {
+    fn params_are_texts_or_files_for_all_policies_or_one() {
         let read = |params: &str| {
             let text = format!("[profiles.a.params]\n{params}");
             let file = toml::from_str::<FileConfig>(&text);
@@ -173,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_in_configs_can_be_served_from() {
+    fn every_file_in_configs_is_valid() {
         assert!(!files().is_empty());
         for path in files() {
             FileConfig::read(&path).unwrap().check().unwrap();
@@ -181,16 +190,19 @@ mod tests {
     }
 
     #[test]
-    fn the_shown_configuration_is_the_default_one() {
+    fn shown_configuration_equals_the_default() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/steersman.toml");
-        let shown = FileConfig::read(&path).unwrap().check().unwrap();
-        assert_eq!(shown, FileConfig::default().check().unwrap());
+        let (server, engine) = FileConfig::read(&path).unwrap().check().unwrap();
+        let (default_server, default_engine) = FileConfig::default().check().unwrap();
+        assert_eq!(engine, default_engine);
+        // Secrets cannot be compared; by default there are none.
+        assert_eq!(format!("{server:?}"), format!("{default_server:?}"));
     }
 
-    /// A key that is added to the code and forgotten in the file fails here: the error for an
-    /// unknown key lists the known ones.
+    /// Catches keys that are in the code but not in the file: the error for an unknown key lists all
+    /// known keys.
     #[test]
-    fn the_shown_configuration_has_every_key() {
+    fn shown_configuration_has_every_key() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/steersman.toml");
         let text = std::fs::read_to_string(path).unwrap();
         for section in [
@@ -210,7 +222,7 @@ mod tests {
             for key in known.split('`').skip(1).step_by(2) {
                 let shown =
                     |line: &str| line.starts_with(key) || line.contains(&format!(".{key}]"));
-                // A key with no default is shown in a comment.
+                // A key without a default is in a comment.
                 let lines = text.lines().map(|line| line.trim_start_matches("# "));
                 assert!(lines.into_iter().any(shown), "{section}.{key} is not in steersman.toml");
             }
@@ -218,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_file_the_line_and_the_key() {
+    fn errors_name_the_file_the_line_and_the_key() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("mine.toml");
         for (text, expected) in [
@@ -241,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_out_of_range_is_refused_by_its_key() {
+    fn values_out_of_range_are_rejected_by_key() {
         for (text, key) in [
             ("[server]\nhost = \"\"", "server.host"),
             ("[server]\napi_keys = [\"a\", \"\"]", "server.api_keys"),
@@ -257,14 +269,18 @@ mod tests {
     }
 
     #[test]
-    fn a_key_opens_one_thing_and_goes_to_the_server_with_its_profile() {
+    fn api_keys_are_unique_and_never_printed() {
         let check = |text: &str| toml::from_str::<FileConfig>(text).unwrap().check();
         let twice = "[server]\napi_keys = [\"a\"]\n[profiles.x]\napi_keys = [\"a\"]";
         let error = check(twice).unwrap_err().to_string();
         assert!(error.contains("profiles.x.api_keys"), "{error}");
         assert!(error.contains("server.api_keys"), "{error}");
-        let (server, _) = check("[profiles.x]\napi_keys = [\"a\"]\nlimits.requests = 3").unwrap();
-        let expected = ProfileAccess { api_keys: vec!["a".into()], requests: 3 };
-        assert_eq!(server.profiles["x"], expected);
+        let text = "[server]\napi_keys = [\"sk-a\"]\n[profiles.x]\napi_keys = [\"sk-b\"]\nlimits.requests = 3";
+        let (server, _) = check(text).unwrap();
+        let profile = &server.profiles["x"];
+        let keys: Vec<_> = profile.api_keys.iter().map(ExposeSecret::expose_secret).collect();
+        assert_eq!((keys, profile.requests), (vec!["sk-b"], 3));
+        let printed = format!("{server:?}");
+        assert!(!printed.contains("sk-"), "{printed}");
     }
 }

@@ -1,8 +1,8 @@
-//! Where a model's files are: a local folder, a Hugging Face repo, or the bundled model.
+//! Locates a model's files: a local folder, a Hugging Face repo, or the bundled model.
 //!
-//! A repo is looked for in the cache that Python's tools share (`HF_HUB_CACHE`, `HF_HOME`). A whole
-//! snapshot there is served as it is, without asking the hub: the server starts offline, and the
-//! weights change only when the operator removes or updates the snapshot.
+//! A repo is looked up in the cache that Python's tools share (`HF_HUB_CACHE`, `HF_HOME`). A complete
+//! snapshot is used without contacting the hub, so the server starts offline, and weights change only
+//! when the operator removes or updates the snapshot.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -17,27 +17,27 @@ use crate::bundled;
 /// The hub's public address.
 const HUGGING_FACE: &str = "https://huggingface.co";
 
-/// How often a broken download is taken up again.
+/// How often a failed download is retried.
 const RETRIES: usize = 3;
 
-/// Lists the shards of a model that has several.
+/// Lists the shards of a sharded model.
 const INDEX: &str = "model.safetensors.index.json";
 
-/// A model that is ready to be loaded.
+/// A model whose files are on this machine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
     /// The folder with `config.json`, weights and tokenizer.
     pub folder: PathBuf,
-    /// The folder's name, the repo's id, or that of the bundled model.
+    /// Name of the folder, id of the repo, or name of the bundled model.
     pub name: String,
     /// Whether this is the bundled demonstration model.
     pub bundled: bool,
 }
 
-/// Finds what `[model] path` or `--model` names, downloading it where it has to be.
+/// Finds the model that `[model] path` or `--model` names, downloading a repo that is not cached.
 ///
 /// # Errors
-/// When there is no such model, or it cannot be had; the message says what to do.
+/// If the model does not exist or cannot be downloaded; the message says what to do.
 pub fn find(path: &str, data_dir: &Path) -> Result<Found> {
     if path.is_empty() {
         let folder = bundled::unpack(data_dir)?;
@@ -45,43 +45,43 @@ pub fn find(path: &str, data_dir: &Path) -> Result<Found> {
     }
     let folder = Path::new(path);
     if folder.exists() {
-        ensure!(folder.is_dir(), "{path} is a file; give the folder with the model's config.json");
+        ensure!(folder.is_dir(), "{path} is a file; use the folder that contains config.json");
         let folder = folder.canonicalize().with_context(|| format!("reading {path}"))?;
-        ensure!(folder.join("config.json").is_file(), "{path} has no config.json: not a model");
+        ensure!(
+            folder.join("config.json").is_file(),
+            "{path} is not a model: it has no config.json"
+        );
         let name = folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned();
         return Ok(Found { folder, name, bundled: false });
     }
-    ensure!(
-        is_repo_id(path),
-        "there is no folder {path}, and it is not a Hugging Face repo id (owner/name) either"
-    );
+    ensure!(is_repo_id(path), "{path} is neither a folder nor a Hugging Face repo id (owner/name)");
     let folder = Hub::from_env().fetch(path)?;
     Ok(Found { folder, name: path.into(), bundled: false })
 }
 
-/// `owner/name`, in the letters that the hub allows.
+/// Whether `text` is `owner/name`, in the characters that the hub allows.
 fn is_repo_id(text: &str) -> bool {
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let part = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(allowed);
     text.split_once('/').is_some_and(|(owner, name)| part(owner) && part(name))
 }
 
-/// A hub and the cache of what came from it.
+/// A hub and its cache on this machine.
 #[derive(Debug, Clone)]
 pub struct Hub {
     /// `https://huggingface.co`, or a mirror.
     pub endpoint: String,
-    /// The folder of the cache, as Python's `huggingface_hub` lays it out.
+    /// The cache folder, in the layout of Python's `huggingface_hub`.
     pub cache: PathBuf,
-    /// For private and gated repos.
+    /// Token for private and gated repos.
     pub token: Option<String>,
-    /// Whether the network may not be used.
+    /// Whether to stay off the network.
     pub offline: bool,
 }
 
 impl Hub {
-    /// As the environment says: `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `HF_TOKEN` (or the token
-    /// that `hf auth login` stored), `HF_HUB_OFFLINE`.
+    /// Reads `HF_ENDPOINT`, `HF_HUB_CACHE`, `HF_HOME`, `HF_TOKEN` (or the token stored by
+    /// `hf auth login`) and `HF_HUB_OFFLINE`.
     pub fn from_env() -> Self {
         let var = |name| env::var(name).ok().filter(|value| !value.is_empty());
         let cache =
@@ -99,24 +99,24 @@ impl Hub {
     /// The folder with the files of `repo_id`, from the cache or from the hub.
     ///
     /// # Errors
-    /// When the repo is unknown, wants a token, has no safetensors, or the network fails.
+    /// If the repo is unknown, requires a token or has no safetensors, or the network fails.
     pub fn fetch(&self, repo_id: &str) -> Result<PathBuf> {
         let main = Repo::model(repo_id.into());
         let cache = Cache::new(self.cache.clone());
         if let Some(config) = cache.repo(main.clone()).get("config.json")
             && let Some(snapshot) = config.parent()
-            && is_whole(snapshot)
+            && is_complete(snapshot)
         {
             return Ok(snapshot.to_path_buf());
         }
         ensure!(
             !self.offline,
-            "{repo_id} is not in the cache {}, and HF_HUB_OFFLINE forbids to fetch it",
+            "{repo_id} is not in the cache {}, and HF_HUB_OFFLINE forbids downloads",
             self.cache.display()
         );
-        let api = self.api().with_context(|| format!("preparing to fetch {repo_id}"))?;
+        let api = self.api().with_context(|| format!("preparing to download {repo_id}"))?;
         let info = api.repo(main.clone()).info().map_err(|error| self.explain(error, repo_id))?;
-        // All files of one commit, even if the repo changes meanwhile.
+        // All files come from one commit, even if the repo changes meanwhile.
         let pinned = Repo::with_revision(repo_id.into(), RepoType::Model, info.sha.clone());
         let snapshot = cache.repo(main.clone()).pointer_path(&info.sha);
         let pinned = api.repo(pinned);
@@ -128,12 +128,12 @@ impl Hub {
         };
 
         let files: Vec<&str> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
-        ensure!(files.contains(&"config.json"), "{repo_id} has no config.json: not a model");
+        ensure!(files.contains(&"config.json"), "{repo_id} is not a model: it has no config.json");
         for file in files.iter().filter(|file| is_text_file(file)) {
             fetch(file)?;
         }
         let shards: Vec<String> = if files.contains(&INDEX) {
-            // Layers that draft may lie beside the index, in files that it does not name.
+            // MTP layers may be in files that the index does not list.
             let beside = |file: &&&str| file.starts_with("mtp") && file.ends_with(".safetensors");
             let beside = files.iter().filter(beside).map(|file| file.to_string());
             shards(&snapshot.join(INDEX))?.into_iter().chain(beside).collect()
@@ -141,15 +141,15 @@ impl Hub {
             let weights = |file: &&&str| !file.contains('/') && file.ends_with(".safetensors");
             files.iter().filter(weights).map(|file| file.to_string()).collect()
         };
-        ensure!(!shards.is_empty(), "{repo_id} has no weights as safetensors");
+        ensure!(!shards.is_empty(), "{repo_id} has no safetensors weights");
         for shard in &shards {
             ensure!(
                 files.contains(&shard.as_str()),
-                "{repo_id} has no {shard}, which {INDEX} names"
+                "{repo_id} has no {shard}, which {INDEX} lists"
             );
             fetch(shard)?;
         }
-        cache.repo(main).create_ref(&info.sha).context("noting what the cache holds")?;
+        cache.repo(main).create_ref(&info.sha).context("recording the snapshot in the cache")?;
         Ok(snapshot)
     }
 
@@ -166,24 +166,24 @@ impl Hub {
         let status = status(&error);
         let advice = match (status, &self.token) {
             (Some(401 | 403), None) => {
-                "it does not exist, or is private or gated: accept its terms on its page, then set \
-                 HF_TOKEN (https://huggingface.co/settings/tokens)"
+                "the repo does not exist, or is private or gated: accept its terms on its page, then \
+                 set HF_TOKEN (https://huggingface.co/settings/tokens)"
             }
             (Some(401), Some(_)) => {
                 "the token in HF_TOKEN is not valid, or the repo does not exist"
             }
             (Some(403), Some(_)) => {
-                "the token may not read it: accept the repo's terms on its page, or use another one"
+                "the token has no access: accept the repo's terms on its page, or use another token"
             }
-            (Some(404), _) => "there is no such repo (and no local folder of this name)",
-            (Some(429), _) => "the hub wants fewer requests: wait, or set HF_TOKEN",
-            _ => "the download failed; what has arrived is kept, so try again",
+            (Some(404), _) => "there is neither such a repo nor a local folder of this name",
+            (Some(429), _) => "the hub limits the request rate: wait, or set HF_TOKEN",
+            _ => "the download failed; try again, it resumes where it stopped",
         };
         anyhow!("{error}").context(format!("{repo_id} from {}: {advice}", self.endpoint))
     }
 }
 
-/// The HTTP status in an error of the hub, if that is what it is.
+/// The HTTP status of an error of the hub.
 fn status(error: &ApiError) -> Option<u16> {
     match error {
         ApiError::RequestError(error) => match **error {
@@ -195,15 +195,15 @@ fn status(error: &ApiError) -> Option<u16> {
     }
 }
 
-/// Whether a file is one of the small ones that a model needs: configuration, tokenizer, template.
+/// Whether a file is a small one that models need: configuration, tokenizer or template.
 fn is_text_file(name: &str) -> bool {
     let known = [".json", ".jinja", ".tiktoken"].iter().any(|end| name.ends_with(end))
         || ["tokenizer.model", "merges.txt", "vocab.txt"].contains(&name);
     known && !name.contains('/')
 }
 
-/// Whether a snapshot has all that a model needs: `hf download` or a Ctrl-C can leave less.
-fn is_whole(snapshot: &Path) -> bool {
+/// Whether a snapshot has all files that a model needs: an interrupted download has fewer.
+fn is_complete(snapshot: &Path) -> bool {
     let has = |file: &str| snapshot.join(file).is_file();
     let weights = match shards(&snapshot.join(INDEX)) {
         Ok(shards) => shards.iter().all(|shard| has(shard)),
@@ -212,7 +212,7 @@ fn is_whole(snapshot: &Path) -> bool {
     weights && has("config.json") && has("tokenizer.json")
 }
 
-/// The files that an index names, each once.
+/// The distinct files that an index lists.
 fn shards(index: &Path) -> Result<Vec<String>> {
     let context = || format!("reading {}", index.display());
     let text = std::fs::read_to_string(index).with_context(context)?;
@@ -335,7 +335,7 @@ mod tests {
     ];
 
     #[test]
-    fn a_repo_is_downloaded_once_and_then_served_without_the_hub() {
+    fn repo_is_downloaded_once_and_then_found_offline() {
         let cache = tempfile::tempdir().unwrap();
         let (fake, hub) = fake(SHARDED).start(cache.path());
         let folder = hub.fetch("owner/tiny").unwrap();
@@ -352,17 +352,16 @@ mod tests {
         for name in wanted {
             assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), fake.files[name]);
         }
-        let asked = fake.asked.lock().unwrap().len();
+        let requests = fake.asked.lock().unwrap().len();
         assert_eq!(hub.fetch("owner/tiny").unwrap(), folder);
-        assert_eq!(fake.asked.lock().unwrap().len(), asked, "the hub was not asked again");
+        assert_eq!(fake.asked.lock().unwrap().len(), requests, "no further request to the hub");
         let offline = Hub { offline: true, endpoint: "http://127.0.0.1:1".into(), ..hub };
         assert_eq!(offline.fetch("owner/tiny").unwrap(), folder);
     }
 
-    /// A Ctrl-C between two shards left a snapshot that looks like a model; only what is missing is
-    /// fetched.
+    /// Ctrl-C between two shards left a snapshot that looked like a model and failed to load.
     #[test]
-    fn a_snapshot_with_holes_is_completed() {
+    fn incomplete_snapshot_downloads_only_missing_files() {
         let cache = tempfile::tempdir().unwrap();
         let (fake, hub) = fake(SHARDED).start(cache.path());
         let folder = hub.fetch("owner/tiny").unwrap();
@@ -373,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_download_that_broke_off_goes_on_where_it_stopped() {
+    fn interrupted_download_resumes() {
         let cache = tempfile::tempdir().unwrap();
         let (fake, hub) = fake(SHARDED).start(cache.path());
         let blob = format!("-owner-tiny-resolve-{SHA}-config.json");
@@ -387,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repo_that_cannot_be_had_says_what_to_do() {
+    fn failed_download_says_what_to_do() {
         let cache = tempfile::tempdir().unwrap();
         let check = |hub: &Hub, repo: &str, words: &str| {
             let error = format!("{:#}", hub.fetch(repo).unwrap_err());
@@ -405,14 +404,14 @@ mod tests {
 
         let cache = tempfile::tempdir().unwrap();
         let (_, hub) = fake(&SHARDED[..2]).start(cache.path());
-        check(&hub, "owner/other", "there is no such repo");
-        check(&hub, "owner/tiny", "no weights as safetensors");
+        check(&hub, "owner/other", "neither such a repo");
+        check(&hub, "owner/tiny", "no safetensors weights");
         let nowhere = Hub { endpoint: "http://127.0.0.1:1".into(), ..hub };
         check(&nowhere, "owner/tiny", "the download failed");
     }
 
     #[test]
-    fn a_path_that_is_no_folder_is_a_repo_only_if_it_looks_like_one() {
+    fn repo_ids_have_an_owner_and_a_name() {
         for (text, expected) in [
             ("mlx-community/Qwen3.5-4B-4bit", true),
             ("owner/name/more", false),
@@ -428,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_a_model_needs_is_downloaded() {
+    fn only_files_that_a_model_needs_are_downloaded() {
         for (name, expected) in [
             ("config.json", true),
             ("chat_template.jinja", true),

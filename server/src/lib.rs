@@ -1,21 +1,21 @@
-//! The server: HTTP and JSON in front of [`steersman_engine`], the configuration file, and where
-//! models come from.
+//! The server: HTTP and JSON in front of [`steersman_engine`], the configuration file, the command
+//! line and model downloads.
 //!
-//! It never sees an array, a token id or a policy's Wasm: a [`Request`] goes into the engine,
-//! [`Event`]s come out.
+//! It never sees an array, a token id or Wasm: a [`Request`] goes into the engine, [`Event`]s come
+//! out.
 //!
 //! ```text
 //! main.rs      the command line
 //! config.rs    the configuration file
 //! hub.rs       local folders and Hugging Face repos
-//! models.rs    the models that are served, and which profile asks which
+//! models.rs    the loaded models and the profiles that use them
 //! bundled.rs   the demonstration model inside the executable
-//! serve.rs     listening, and stopping in good order
-//! verify.rs    `steersman verify`: that replies are the same however they are computed
-//! cache.rs     `steersman cache`: the state that is saved on disk
-//! policy/      `steersman policy`: makes, builds, tries and measures policies, and swaps those of a server
-//! calibrate.rs `steersman calibrate`: what a model could do without
-//! api/         OpenAI's interface
+//! serve.rs     listening and graceful shutdown
+//! verify.rs    `steersman verify`: compares replies of all decoding paths
+//! cache.rs     `steersman cache`: manages the prefix store
+//! policy/      `steersman policy`: creates, builds, tests, measures and deploys policies
+//! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
+//! api/         OpenAI's HTTP interface
 //! ```
 //!
 //! [`Request`]: steersman_engine::request::Request

@@ -14,15 +14,15 @@ use steersman::config::FileConfig;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::config::Device;
-use steersman_engine::engine::Info;
+use steersman_engine::Info;
 use steersman_engine::policy::disk::{self, Disk};
 use tracing_subscriber::EnvFilter;
 
-/// What is logged unless RUST_LOG says otherwise.
+/// Default log filter; RUST_LOG overrides it.
 const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,ureq=warn";
 
-/// A local LLM server that operators program: WebAssembly policies decide whether to think and how
-/// long, when a thought is a loop, and what to say to get out of it.
+/// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
+/// detect loops, and steer it out of them.
 #[derive(Parser)]
 #[command(name = "steersman", version)]
 struct Cli {
@@ -32,36 +32,36 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Serve a model over OpenAI's chat interface.
+    /// Serve a model with OpenAI's chat API.
     Serve(Serve),
-    /// Try on this machine that a model's replies are the same however they are computed: prefilled
-    /// in chunks, resumed from saved state, rewound, drafted. Ends with 0 only if they are.
+    /// Check on this machine that all decoding paths of a model give equal replies: prefill in
+    /// chunks, resuming from saved state, rewinding and drafts. Fails if any reply differs.
     Verify(Verify),
-    /// Find out how early a model can leave its layers, for early-exit drafts, and what leaving out
-    /// feed-forward blocks costs, for engine.skip_kl. Kept in the data folder for `serve`.
+    /// Measure after which layer a model can exit, for early-exit drafts, and the cost of skipping
+    /// feed-forward blocks, for engine.skip_kl. Saves the result in the data folder for `serve`.
     Calibrate(Calibrate),
-    /// Look after the state that is saved on disk, while no server has it open: a server tells of
-    /// its own at GET /v1/cache.
+    /// Inspect and maintain the state saved on disk, while no server has it open. A running server
+    /// reports its state at GET /v1/cache.
     Cache(Cache),
-    /// Make, build, test, replay and measure policies, and look after those of a running server.
+    /// Create, build, test, replay and measure policies, and manage those of a running server.
     Policy(Policy),
 }
 
-/// Without options: the bundled demonstration model on http://127.0.0.1:11436. Options go before
-/// the configuration file, which goes before the defaults. RUST_LOG sets what is logged, to stderr
-/// (for instance RUST_LOG=debug).
+/// Without options, serves the bundled demonstration model on http://127.0.0.1:11436. Options take
+/// precedence over the configuration file. The log goes to stderr; RUST_LOG sets its filter (for
+/// instance RUST_LOG=debug).
 #[derive(Args)]
 struct Serve {
     #[command(flatten)]
     common: Common,
     /// Model to serve: a local folder, or a Hugging Face repo id (owner/name), which is downloaded
-    /// once to the cache that HF_HOME names; HF_TOKEN opens private and gated repos
+    /// once to the cache in HF_HOME; private and gated repos need HF_TOKEN
     #[arg(long, value_name = "PATH|REPO")]
     model: Option<String>,
-    /// Address to listen on; 0.0.0.0 opens the server to the network: then set api_keys
+    /// Address to listen on; with 0.0.0.0, which accepts connections from the network, set api_keys
     #[arg(long)]
     host: Option<String>,
-    /// Port to listen on; 0 takes a free one
+    /// Port to listen on; 0 chooses a free one
     #[arg(long)]
     port: Option<u16>,
 }
@@ -71,18 +71,18 @@ struct Serve {
 struct Verify {
     #[command(flatten)]
     common: Common,
-    /// Model to try: a local folder or a Hugging Face repo id [default: as configured, or else the
-    /// bundled model]
+    /// Model to check: a local folder or a Hugging Face repo id [default: the configured model, or
+    /// else the bundled one]
     #[arg(value_name = "PATH|REPO")]
     model: Option<String>,
-    /// A smaller model with the same vocabulary, to draft
+    /// Draft model: a smaller model with the same vocabulary
     #[arg(long, value_name = "PATH|REPO")]
     draft_model: Option<String>,
-    /// Prompts to try instead of the built-in ones: a JSON list of strings, or of objects with
-    /// `messages` and, if you like, `thinking`
+    /// File with prompts to use instead of the built-in ones: a JSON list of strings, or of objects
+    /// with `messages` and optionally `thinking`
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Most tokens of each reply
+    /// Maximum number of tokens of each reply
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
     tokens: u32,
 }
@@ -91,20 +91,20 @@ struct Verify {
 struct Calibrate {
     #[command(flatten)]
     common: Common,
-    /// Model to calibrate: a local folder or a Hugging Face repo id [default: as configured, or
-    /// else the bundled model]
+    /// Model to calibrate: a local folder or a Hugging Face repo id [default: the configured model,
+    /// or else the bundled one]
     #[arg(value_name = "PATH|REPO")]
     model: Option<String>,
-    /// Prompts whose replies are the text to measure on, as for `verify`: take such as you will
-    /// serve
+    /// File with prompts, in the format of `verify`: the replies to them are the text to measure on,
+    /// so use typical ones
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Most tokens of each reply
+    /// Maximum number of tokens of each reply
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65536))]
     tokens: u32,
 }
 
-/// Saved state can be lost without harm: what is not there is computed again.
+/// Saved state may be deleted without harm: the engine computes it again.
 #[derive(Args)]
 struct Cache {
     #[command(flatten)]
@@ -113,7 +113,7 @@ struct Cache {
     task: cache::CacheTask,
 }
 
-/// Policies are components: policies/README.md says how to make one.
+/// Policies are WebAssembly components; see policies/README.md.
 #[derive(Args)]
 struct Policy {
     #[command(flatten)]
@@ -122,30 +122,30 @@ struct Policy {
     task: policy::Task,
 }
 
-/// What all commands that load a model can be told.
+/// Options of the commands that load a model.
 #[derive(Args)]
 struct Common {
     #[command(flatten)]
     place: Place,
-    /// Where to compute: auto (the GPU where there is one), cpu or gpu
+    /// Device to compute on: auto (a GPU if there is one), cpu or gpu
     #[arg(long, value_parser = device)]
     device: Option<Device>,
 }
 
-/// Where files are.
+/// Options that locate files.
 #[derive(Args)]
 struct Place {
-    /// Configuration file, in TOML; configs/steersman.toml shows every key with its default
+    /// Configuration file in TOML; configs/steersman.toml shows every key with its default
     #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
     config: Option<PathBuf>,
-    /// Folder for saved state, the unpacked model and compiled policies
-    /// [default: steersman in the user's data folder, as ~/.local/share/steersman]
+    /// Folder for saved state, the unpacked model and compiled policies [default: steersman in the
+    /// user's data folder, for instance ~/.local/share/steersman]
     #[arg(long, value_name = "DIR", env = "STEERSMAN_DATA_DIR", global = true)]
     data_dir: Option<PathBuf>,
 }
 
 impl Common {
-    /// The configuration file, if one is named, overridden by the options; and the data folder.
+    /// The configuration, with the options applied, and the data folder.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
         let (mut file, data_dir) = self.place.read()?;
         file.model.path = model.unwrap_or(file.model.path);
@@ -158,20 +158,20 @@ impl Place {
     fn data_dir(self) -> Result<PathBuf> {
         self.data_dir
             .or_else(|| Some(dirs::data_dir()?.join("steersman")))
-            .context("this user has no data folder; name one with --data-dir")
+            .context("this user has no data folder; choose one with --data-dir")
     }
 
-    /// The configuration file, if one is named, and the data folder.
+    /// The configuration and the data folder, which is created if missing.
     fn read(self) -> Result<(FileConfig, PathBuf)> {
         let file = configured(self.config.as_deref())?;
         let data_dir = self.data_dir()?;
         std::fs::create_dir_all(&data_dir)
-            .with_context(|| format!("making the data folder {}", data_dir.display()))?;
+            .with_context(|| format!("creating the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
     }
 }
 
-/// The configuration file, if one is named.
+/// The configuration file, or the defaults without one.
 fn configured(path: Option<&Path>) -> Result<FileConfig> {
     path.map_or_else(|| Ok(FileConfig::default()), FileConfig::read)
 }
@@ -197,7 +197,7 @@ fn main() -> ExitCode {
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        // What a user did wrong needs no backtrace, whatever RUST_BACKTRACE says.
+        // Never print a backtrace: most errors are the user's.
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
@@ -212,18 +212,18 @@ fn serve(options: Serve) -> Result<()> {
     let (server, config) = file.check()?;
 
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
-    // Before the model is loaded, since that takes long and a taken port is known at once.
+    // Before loading the model: that takes long, and a port in use should fail at once.
     let listener = runtime.block_on(serve::listen(&server))?;
     let address = listener.local_addr().context("reading the address")?;
     if !address.ip().is_loopback() && server.api_keys.is_empty() {
-        tracing::warn!(%address, "open to the network without a key: set server.api_keys");
+        tracing::warn!(%address, "server accepts network connections without a key: set server.api_keys");
     }
     let policies = steersman_engine::policies(&config, &data_dir)?;
     let Loaded { models, threads, bundled } = models::load(config, &data_dir, &policies)?;
 
     let Info { model, numbers, .. } = models.first().info();
     let demonstration = if bundled {
-        " (the bundled demonstration model, too small to be of use; choose yours with --model)"
+        " (the bundled demonstration model, too small for real use; choose a model with --model)"
     } else {
         ""
     };
@@ -233,21 +233,21 @@ fn serve(options: Serve) -> Result<()> {
     let line = format!(
         "Steersman serves {model}{demonstration}{further} at http://{address}/v1 on {numbers}"
     );
-    // Who closed our output does not want to read it.
+    // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
 
     let app = steersman::app(models, &server);
     let grace = Duration::from_secs(server.shutdown_s);
-    runtime.block_on(serve::run(listener, app, serve::asked_to_stop(), grace))?;
-    // A request that outlives its grace must not hold the process; dropping its task cancels it.
+    runtime.block_on(serve::run(listener, app, serve::stop_signal(), grace))?;
+    // Cancels the requests that are still running after the grace period.
     runtime.shutdown_background();
-    // What the engines have saved is on disk then.
+    // Once joined, the engines' saved state is on disk.
     for thread in threads {
         if thread.join().is_err() {
             tracing::error!("an engine thread panicked");
         }
     }
-    tracing::info!("stopped");
+    tracing::info!("server stopped");
     Ok(())
 }
 

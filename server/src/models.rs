@@ -1,4 +1,4 @@
-//! The models that are served, and which profile asks which of them.
+//! The models that the server loads, and the profiles that use each of them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,17 +12,17 @@ use steersman_engine::policy::Policies;
 
 use crate::hub::{self, Found};
 
-/// All engines of this server, each with a model of its own. The first is that of `[model]`, and of
-/// every profile that names none.
+/// The engines of this server, one for each model. The first serves `[model]` and every profile
+/// without a model of its own.
 #[derive(Clone)]
 pub struct Models {
     engines: Vec<Engine>,
-    /// Index of the engine, for each profile.
+    /// Index into `engines`, by profile.
     of_profile: BTreeMap<String, usize>,
 }
 
 impl From<Engine> for Models {
-    /// One model, for all profiles.
+    /// One model for all profiles.
     fn from(engine: Engine) -> Self {
         let of_profile =
             engine.info().profiles.iter().map(|profile| (profile.clone(), 0)).collect();
@@ -31,14 +31,14 @@ impl From<Engine> for Models {
 }
 
 impl Models {
-    /// One more model, for these profiles.
+    /// Adds a model for `profiles`.
     pub fn add(&mut self, engine: Engine, profiles: &[String]) {
         let index = self.engines.len();
         self.of_profile.extend(profiles.iter().map(|profile| (profile.clone(), index)));
         self.engines.push(engine);
     }
 
-    /// The engine that a profile asks; none where there is no such profile.
+    /// The engine of a profile.
     pub fn of(&self, profile: &str) -> Option<&Engine> {
         Some(&self.engines[*self.of_profile.get(profile)?])
     }
@@ -48,23 +48,23 @@ impl Models {
         &self.engines[0]
     }
 
-    /// The engine whose model has this name.
+    /// The engine of a model.
     pub fn named(&self, model: &str) -> Option<&Engine> {
         self.engines.iter().find(|engine| engine.info().model == model)
     }
 
-    /// All of them.
+    /// All engines, that of `[model]` first.
     pub fn engines(&self) -> &[Engine] {
         &self.engines
     }
 
-    /// The policies in force: one set for all models.
+    /// The policies, which all models share.
     pub fn policies(&self) -> &Arc<Policies> {
         self.first().policies()
     }
 
-    /// Every name under which a client may ask, with its engine: the first model's, and
-    /// `model@profile` for each further profile.
+    /// Names for clients, with their engines: the first model's, and `model@profile` for each profile
+    /// but `default`.
     pub fn names(&self) -> Vec<(String, &Engine)> {
         let first = self.first();
         let mut names = vec![(first.info().model.clone(), first)];
@@ -75,40 +75,40 @@ impl Models {
         names
     }
 
-    /// What a model's name says: `Some(None)` for a model alone, `Some(Some(profile))` for
-    /// `model@profile`, and none where that is not served.
-    pub fn profile_in<'a>(&self, name: &'a str) -> Option<Option<&'a str>> {
-        if self.named(name).is_some() {
-            return Some(None);
+    /// The engine and the profile, if any, of a name that a client sends: `model` or
+    /// `model@profile`. `None` if that is not served.
+    pub fn resolve<'a>(&self, name: &'a str) -> Option<(&Engine, Option<&'a str>)> {
+        if let Some(engine) = self.named(name) {
+            return Some((engine, None));
         }
-        // A model's name may have an `@` of its own.
+        // A model's name may itself contain an `@`.
         self.of_profile.iter().find_map(|(profile, &index)| {
             let model = name.strip_suffix(profile.as_str())?.strip_suffix('@')?;
-            let asked = &name[model.len() + 1..];
-            (self.engines[index].info().model == model).then_some(Some(asked))
+            let (engine, profile) = (&self.engines[index], &name[model.len() + 1..]);
+            (engine.info().model == model).then_some((engine, Some(profile)))
         })
     }
 }
 
-/// Models with their engines at work.
+/// Models with running engines.
 pub struct Loaded {
-    /// The models.
+    /// The models and their engines.
     pub models: Models,
-    /// The engines' threads, which end with the last handle of each engine: join them, and what was
-    /// saved is on disk.
+    /// The engines' threads. Each ends after the last handle to its engine; once joined, its state is
+    /// on disk.
     pub threads: Vec<JoinHandle<()>>,
-    /// Whether the first is the bundled demonstration model.
+    /// Whether the first model is the bundled demonstration model.
     pub bundled: bool,
 }
 
-/// Loads the model of `[model]` and those that profiles name beside it, downloading what has to be.
-/// State is kept in the folder `data_dir`, of each further model in a file of its own.
+/// Loads the model of `[model]` and those of profiles, downloading repos that are not cached. State
+/// is saved in the folder `data_dir`, in one file for each model.
 ///
 /// # Errors
-/// What keeps one from being loaded, with the profiles that name it.
+/// If a model cannot be found, downloaded or loaded; names its profiles.
 pub fn load(mut config: Config, data_dir: &Path, policies: &Arc<Policies>) -> Result<Loaded> {
     let further = further_models(&config);
-    // Each model's engine sees the profiles that ask it.
+    // Each engine gets the profiles that use its model.
     config.profiles.retain(|_, profile| profile.model.is_empty());
     let start = |config: Config, found: &Found| {
         steersman_engine::start(config, &found.folder, data_dir, policies.clone())
@@ -123,7 +123,7 @@ pub fn load(mut config: Config, data_dir: &Path, policies: &Arc<Policies>) -> Re
         let found = find(&mut config, data_dir).with_context(|| of_profiles(&profiles))?;
         if models.named(&config.model.name).is_some() {
             bail!(
-                "{}: there are two models of the name {}",
+                "{}: another model has the name {} already",
                 of_profiles(&profiles),
                 config.model.name
             );
@@ -136,10 +136,11 @@ pub fn load(mut config: Config, data_dir: &Path, policies: &Arc<Policies>) -> Re
     Ok(Loaded { models, threads, bundled })
 }
 
-/// Where the model's files are, downloading them where they have to be; names them in `config`.
+/// Locates the files of the model and the draft model, downloading repos that are not cached, and
+/// writes their names into `config`.
 ///
 /// # Errors
-/// When they cannot be found or downloaded.
+/// If a model cannot be found or downloaded.
 pub fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
     let found = hub::find(&config.model.path, data_dir)?;
     if config.model.name.is_empty() {
@@ -153,8 +154,7 @@ pub fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
     Ok(found)
 }
 
-/// A configuration for each model that profiles name beside that of `[model]`, with the profiles that
-/// ask it.
+/// The configuration of each model that profiles name, with these profiles.
 fn further_models(config: &Config) -> Vec<Config> {
     let mut models: BTreeMap<&str, BTreeMap<String, Profile>> = BTreeMap::new();
     for (name, profile) in config.profiles.iter().filter(|(_, p)| !p.model.is_empty()) {
@@ -164,7 +164,7 @@ fn further_models(config: &Config) -> Vec<Config> {
         let mut config = Config { profiles, ..config.clone() };
         config.model.path = path.into();
         config.model.name.clear();
-        // It guesses for another vocabulary.
+        // The draft model has another vocabulary.
         config.speculation.draft_model.clear();
         config
     };
@@ -175,7 +175,7 @@ fn of_profiles(profiles: &[String]) -> String {
     format!("the model of profile {}", profiles.join(", "))
 }
 
-/// The file of saved state of a further model: one file is one engine's.
+/// The state file of a further model: engines do not share one.
 fn store_of(first: &Path, model: &str) -> PathBuf {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let name: String = model.chars().map(|c| if is_plain(c) { c } else { '-' }).collect();

@@ -1,4 +1,4 @@
-//! Listening, and stopping in good order.
+//! Listening and graceful shutdown.
 
 use std::future::Future;
 use std::io::ErrorKind;
@@ -15,26 +15,26 @@ use crate::config::ServerConfig;
 /// Listens on the configured address.
 ///
 /// # Errors
-/// When the address is taken or not ours; the message says what to do.
+/// If the address is in use or not available; the message says what to do.
 pub async fn listen(config: &ServerConfig) -> Result<TcpListener> {
     let (host, port) = (config.host.as_str(), config.port);
     TcpListener::bind((host, port)).await.map_err(|error| match error.kind() {
         ErrorKind::AddrInUse => anyhow!(
-            "port {port} on {host} is in use: is Steersman running already? Stop it, or choose \
+            "port {port} on {host} is in use: is Steersman already running? Stop it, or choose \
              another port with --port"
         ),
         ErrorKind::PermissionDenied => {
-            anyhow!("port {port} may not be used by this user; ports from 1024 up may")
+            anyhow!("this user may not listen on port {port}; choose one from 1024 up with --port")
         }
         _ => anyhow!(error).context(format!("listening on {host}, port {port}")),
     })
 }
 
-/// Serves until `stop` is ready, then lets running requests end, for at most `grace` or until it is
-/// asked to stop once more.
+/// Serves until `stop` is ready, then waits for running requests until `grace` is over or a second
+/// stop signal arrives.
 ///
 /// # Errors
-/// When the listener fails.
+/// If the listener fails.
 pub async fn run(
     listener: TcpListener,
     app: Router,
@@ -42,42 +42,41 @@ pub async fn run(
     grace: Duration,
 ) -> Result<()> {
     let (stopping, stopped) = oneshot::channel();
-    // Small chunks go out at once; the kernel would hold each back until the last is acknowledged.
+    // Nagle's algorithm would delay each small chunk until the previous one is acknowledged.
     let listener = listener.tap_io(|socket| {
         if let Err(error) = socket.set_nodelay(true) {
-            tracing::debug!(%error, "a socket stays slow");
+            tracing::debug!(%error, "setting TCP_NODELAY failed");
         }
     });
     let graceful = axum::serve(listener, app).with_graceful_shutdown(async move {
         stop.await;
-        // The receiver is gone only when serving has ended already.
+        // Fails only if serving has already ended.
         let _ = stopping.send(());
     });
     let too_late = async {
         if stopped.await.is_err() {
-            // Serving ended by itself; its own branch says how.
+            // Serving ended; the other branch returns its result.
             std::future::pending::<()>().await;
         }
         tokio::select! {
             () = tokio::time::sleep(grace) => {}
-            // A second Ctrl-C does not want to wait.
-            () = asked_to_stop() => {}
+            () = stop_signal() => {}
         }
     };
     tokio::select! {
         served = graceful => served.context("serving"),
         () = too_late => {
-            tracing::warn!("requests were still running, and are cut off");
+            tracing::warn!("shutdown timed out; aborting running requests");
             Ok(())
         }
     }
 }
 
-/// Ready when the process is asked to stop: Ctrl-C, or SIGTERM where there is one.
-pub async fn asked_to_stop() {
+/// Waits for Ctrl-C, or on Unix for SIGTERM.
+pub async fn stop_signal() {
     let interrupt = async {
         if let Err(error) = tokio::signal::ctrl_c().await {
-            tracing::warn!(%error, "Ctrl-C cannot be waited for");
+            tracing::warn!(%error, "no handler for Ctrl-C");
             std::future::pending::<()>().await;
         }
     };
@@ -90,7 +89,7 @@ pub async fn asked_to_stop() {
                 _ = terminate.recv() => {}
             },
             Err(error) => {
-                tracing::warn!(%error, "SIGTERM cannot be waited for");
+                tracing::warn!(%error, "no handler for SIGTERM");
                 interrupt.await;
             }
         }

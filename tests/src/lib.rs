@@ -62,6 +62,28 @@ pub fn fixture(name: &str) -> Value {
     serde_json::from_slice(&bytes).expect(name)
 }
 
+/// The first `count` prompts of each of these kinds in `fixtures/speculation.json`, as requests; see
+/// `speculation.py` there.
+///
+/// # Panics
+/// When the fixture cannot be read.
+pub fn speculation_prompts(kinds: &[&str], count: usize) -> Vec<Request> {
+    let prompts = fixture("speculation.json");
+    let prompts = prompts.as_array().unwrap();
+    let request = |prompt: &Value| Request {
+        id: prompt["kind"].as_str().unwrap().into(),
+        profile: "default".into(),
+        messages: serde_json::from_value(prompt["messages"].clone()).unwrap(),
+        reasoning: prompt["thinking"].as_bool(),
+        ..Request::default()
+    };
+    let of_kind = |kind: &&str| {
+        let prompts = prompts.iter().filter(|prompt| prompt["kind"] == **kind);
+        prompts.take(count).map(request).collect::<Vec<_>>()
+    };
+    kinds.iter().flat_map(of_kind).collect()
+}
+
 /// A configuration for tests: the CPU in f32, and whatever else is the default.
 pub fn config() -> Config {
     let mut config = Config::default();

@@ -1,17 +1,18 @@
-//! What the default policy is for: codes are found, thoughts end, answers come in the asked form.
+//! Laws of the default policy: planted codes are found, endless reasoning is closed, and answers have
+//! the requested form.
 //!
-//! `tests/fixtures/prompts.py` chose the prompts: the model itself is right on each of them, so a
-//! wrong answer here is the engine's or the policy's.
+//! `tests/fixtures/prompts.py` chose prompts that the model itself answers correctly, so a wrong
+//! answer is a bug of the engine or the policy.
 
 use serde_json::Value;
 use steersman_engine::config::Profile;
 use steersman_engine::request::{FinishReason, Message, Request, SamplingOverrides};
 use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
 
-/// Holds the longest planted code.
+/// Fits the longest prompt with a planted code.
 const CONTEXT: usize = 2560;
 
-/// An engine that keeps no state, with the profiles `default` and `passthrough`.
+/// An engine that saves no state, with the profiles `default` and `passthrough`.
 fn engine() -> Running {
     engine_with_context(CONTEXT)
 }
@@ -30,13 +31,13 @@ fn cases(kind: &str) -> Vec<Value> {
     fixture("prompts.json")[kind].as_array().unwrap().clone()
 }
 
-fn request(case: &Value, profile: &str, thinking: Option<bool>) -> Request {
+fn request(case: &Value, profile: &str, reasoning: Option<bool>) -> Request {
     let messages: Vec<Message> = serde_json::from_value(case["messages"].clone()).unwrap();
-    Request { messages, profile: profile.into(), reasoning: thinking, ..ask("") }
+    Request { messages, profile: profile.into(), reasoning, ..ask("") }
 }
 
 #[test]
-fn planted_codes_are_found_where_the_policy_routes_thinking() {
+fn planted_codes_are_found_when_the_policy_enables_reasoning() {
     let engine = engine();
     for case in cases("needle") {
         let reply = run(&engine, request(&case, "default", None));
@@ -46,7 +47,7 @@ fn planted_codes_are_found_where_the_policy_routes_thinking() {
 }
 
 #[test]
-fn planted_codes_are_refused_without_a_policy_and_without_thinking() {
+fn planted_codes_are_refused_without_policy_and_reasoning() {
     let engine = engine();
     for case in cases("needle") {
         let reply = run(&engine, request(&case, "passthrough", Some(false)));
@@ -56,7 +57,7 @@ fn planted_codes_are_refused_without_a_policy_and_without_thinking() {
 }
 
 #[test]
-fn endless_thoughts_end_in_the_asked_form() {
+fn endless_reasoning_ends_with_an_answer_in_the_requested_form() {
     let engine = engine();
     for case in cases("loops") {
         let reply = run(&engine, request(&case, "default", Some(true)));
@@ -69,9 +70,9 @@ fn endless_thoughts_end_in_the_asked_form() {
     }
 }
 
-/// Two of each kind, in a small context, as each runs until that is full.
+/// Two of each kind, in a small context, since each fills it.
 #[test]
-fn endless_thoughts_run_to_the_limit_without_a_policy() {
+fn endless_reasoning_fills_the_context_without_a_policy() {
     let engine = engine_with_context(600);
     for kind in ["invoice", "sql", "puzzle"] {
         let cases = cases("loops");
@@ -87,21 +88,20 @@ fn endless_thoughts_run_to_the_limit_without_a_policy() {
 }
 
 #[test]
-fn ordinary_questions_are_answered_with_and_without_a_thought() {
+fn ordinary_questions_are_answered_with_and_without_reasoning() {
     let engine = engine();
     for case in cases("plain") {
-        for thinking in [true, false] {
-            let reply = run(&engine, request(&case, "default", Some(thinking)));
-            assert_eq!(reply.answer, text(&case, "answer"), "thinking {thinking}");
-            assert_eq!(reply.reasoning.is_empty(), !thinking);
+        for reasoning in [true, false] {
+            let reply = run(&engine, request(&case, "default", Some(reasoning)));
+            assert_eq!(reply.answer, text(&case, "answer"), "reasoning {reasoning}");
+            assert_eq!(reply.reasoning.is_empty(), !reasoning);
             assert_eq!(reply.finished().reason, FinishReason::Stop);
         }
     }
 }
 
-/// The thought is cut after so many tokens, and the answer comes all the same.
 #[test]
-fn a_thinking_budget_is_kept_and_an_answer_follows() {
+fn reasoning_budget_is_enforced_and_an_answer_follows() {
     let engine = engine();
     let question = "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is \
                     the tallest?";
@@ -110,14 +110,14 @@ fn a_thinking_budget_is_kept_and_an_answer_follows() {
             Request { reasoning: Some(true), reasoning_budget: Some(budget), ..ask(question) };
         let reply = run(&engine, request);
         let usage = reply.finished().usage;
-        // The marker and the line breaks around it are part of the thought.
+        // The marker and the line breaks around it count as reasoning.
         assert!((budget..budget + 4).contains(&usage.reasoning_tokens), "{usage:?}");
         assert!(!reply.answer.is_empty());
     }
 }
 
 #[test]
-fn max_tokens_bounds_the_answer_and_not_the_thought() {
+fn max_tokens_limits_the_answer_and_not_the_reasoning() {
     let engine = engine();
     let question = "What is the capital of Italy?";
     let whole = run(&engine, Request { reasoning: Some(true), ..ask(question) });
@@ -129,7 +129,7 @@ fn max_tokens_bounds_the_answer_and_not_the_thought() {
 }
 
 #[test]
-fn a_seed_repeats_a_sampled_reply() {
+fn equal_seeds_give_equal_samples() {
     let engine = engine();
     let story = "Write a story about a fox named Nora who lives near the river.";
     let reply = |seed| {
@@ -147,7 +147,7 @@ fn a_seed_repeats_a_sampled_reply() {
 }
 
 #[test]
-fn a_tool_call_arrives_whole_and_typed() {
+fn tool_call_is_whole_and_typed() {
     let engine = engine();
     let reply = run(&engine, ask_weather());
     assert_eq!(reply.finished().reason, FinishReason::ToolCalls, "{reply:?}");
@@ -158,31 +158,31 @@ fn a_tool_call_arrives_whole_and_typed() {
 }
 
 #[test]
-fn a_client_that_hangs_up_frees_the_engine() {
+fn disconnected_client_frees_the_engine() {
     let engine = engine();
     let question = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
-    // This thought would fill the context.
+    // This reasoning would fill the context.
     let mut events = engine
         .submit(Request { profile: "passthrough".into(), reasoning: Some(true), ..ask(question) })
         .unwrap();
-    events.blocking_recv().expect("the thought begins");
+    events.blocking_recv().expect("the reasoning starts");
     drop(events);
     let reply = run(&engine, ask("What is the capital of Italy?"));
     assert_eq!(reply.answer, "The capital of Italy is Rome.");
 }
 
 #[test]
-fn a_prompt_that_does_not_fit_is_refused_with_its_length() {
+fn too_long_prompt_is_rejected_with_its_length() {
     let engine = engine();
     let reply = run(&engine, ask(&"What is the capital of Italy? ".repeat(1000)));
     let Err(steersman_engine::Error::ContextTooLong { tokens, limit }) = reply.end else {
-        panic!("not refused: {reply:?}")
+        panic!("not rejected: {reply:?}")
     };
     assert!(tokens > limit && limit < CONTEXT);
 }
 
 #[test]
-fn a_conversation_goes_on_over_several_turns() {
+fn conversation_continues_over_several_turns() {
     let engine = engine();
     let mut request = ask("What is the capital of Peru?");
     for (country, city) in [("Peru", "Lima"), ("Kenya", "Nairobi"), ("Cuba", "Havana")] {

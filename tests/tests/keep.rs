@@ -19,21 +19,26 @@ const REPLY: u8 = 3;
 const MB: u64 = 1 << 20;
 
 /// A profile with a policy that plans only these save points.
-fn profile(folder: &Path, name: &str, keeps: &[(u8, u32)]) -> Profile {
+fn profile(folder: &Path, name: &str, save_points: &[(u8, u32)]) -> Profile {
     let path = folder.join(format!("{name}.wasm"));
-    std::fs::write(&path, keeper(keeps)).expect("a file in the folder");
+    std::fs::write(&path, keeper(save_points)).expect("a file in the folder");
     let policy = path.display().to_string();
     Profile { policies: vec![policy], on_failure: OnFailure::Closed, ..Profile::default() }
 }
 
 /// An engine without a store, with such profiles by name.
-fn start(folder: &Path, memory_bytes: u64, ahead: bool, keeps: &[(&str, &[(u8, u32)])]) -> Running {
+fn start(
+    folder: &Path,
+    memory_bytes: u64,
+    ahead: bool,
+    save_points: &[(&str, &[(u8, u32)])],
+) -> Running {
     let mut config = config();
     (config.store.enabled, config.store.ahead) = (false, ahead);
     config.store.memory_bytes = memory_bytes;
     config.speculation.drafts.clear();
-    for (name, keeps) in keeps {
-        config.profiles.insert((*name).into(), profile(folder, name, keeps));
+    for (name, save_points) in save_points {
+        config.profiles.insert((*name).into(), profile(folder, name, save_points));
     }
     Running::start(config, folder)
 }
@@ -79,13 +84,13 @@ fn plan_without_save_points_saves_nothing() {
 #[test]
 fn only_planned_save_points_are_saved() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 4] = [
+    let save_points: [(&str, &[(u8, u32)]); 4] = [
         ("system", &[(SYSTEM, 0)]),
         ("turns", &[(TURNS, 0)]),
         ("prompt", &[(PROMPT, 0), (PROMPT, 9)]),
         ("reply", &[(REPLY, 0)]),
     ];
-    let engine = start(folder.path(), 256 * MB, true, &keeps);
+    let engine = start(folder.path(), 256 * MB, true, &save_points);
     let mut seen = Vec::new();
     for (name, who) in
         [("system", "Nora"), ("turns", "Hugo"), ("prompt", "Mira"), ("reply", "Otto")]
@@ -131,8 +136,8 @@ fn only_planned_save_points_are_saved() {
 }
 
 /// Memory of one question with its system text retained for a minute, if there is room.
-fn memory_of_one(folder: &Path, keeps: &[(&str, &[(u8, u32)])]) -> u64 {
-    let alone = start(folder, 256 * MB, false, keeps);
+fn memory_of_one(folder: &Path, save_points: &[(&str, &[(u8, u32)])]) -> u64 {
+    let alone = start(folder, 256 * MB, false, save_points);
     run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
     report(&alone).memory.bytes
 }
@@ -141,14 +146,14 @@ fn memory_of_one(folder: &Path, keeps: &[(&str, &[(u8, u32)])]) -> u64 {
 #[test]
 fn retained_system_text_outlives_other_conversations() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 2] =
+    let save_points: [(&str, &[(u8, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
-    let one = memory_of_one(folder.path(), &keeps);
+    let one = memory_of_one(folder.path(), &save_points);
 
     // The system text takes half of it.
     let memory_bytes = 2 * one;
     for (name, survives) in [("minute", true), ("used", false)] {
-        let engine = start(folder.path(), memory_bytes, false, &keeps);
+        let engine = start(folder.path(), memory_bytes, false, &save_points);
         run(&engine, question(name, "Nora", "What is the capital of Italy?"));
         for who in ["Hugo", "Mira", "Otto"] {
             run(&engine, question("used", who, "What is the capital of Kenya?"));
@@ -165,10 +170,10 @@ fn retained_system_text_outlives_other_conversations() {
 #[test]
 fn retention_takes_at_most_half_of_the_budget() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
-    let one = memory_of_one(folder.path(), &keeps);
+    let save_points: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
+    let one = memory_of_one(folder.path(), &save_points);
 
-    let engine = start(folder.path(), 2 * one - 2, false, &keeps);
+    let engine = start(folder.path(), 2 * one - 2, false, &save_points);
     for who in ["Nora", "Hugo", "Mira", "Otto"] {
         run(&engine, question("minute", who, "What is the capital of Italy?"));
     }
@@ -182,11 +187,11 @@ fn retention_takes_at_most_half_of_the_budget() {
 #[test]
 fn resuming_renews_retention() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps: [(&str, &[(u8, u32)]); 2] =
+    let save_points: [(&str, &[(u8, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
-    let memory_bytes = 3 * memory_of_one(folder.path(), &keeps);
+    let memory_bytes = 3 * memory_of_one(folder.path(), &save_points);
 
-    let engine = start(folder.path(), memory_bytes, false, &keeps);
+    let engine = start(folder.path(), memory_bytes, false, &save_points);
     run(&engine, question("used", "Nora", "What is the capital of Italy?"));
     let resumed = run(&engine, question("minute", "Nora", "What is the capital of Kenya?"));
     assert!(cached(&resumed) > 200);
@@ -200,14 +205,14 @@ fn resuming_renews_retention() {
 #[test]
 fn sixteen_save_points_are_allowed_and_retention_is_capped_at_a_day() {
     let folder = tempfile::tempdir().unwrap();
-    let keeps = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
-    let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &keeps))];
+    let save_points = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
+    let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &save_points))];
     let policies = policies(&PolicyConfig::default(), profiles).unwrap();
     let plan = steer(&policies, "default").unwrap().on_request(&RequestView::default()).unwrap();
-    let kept = plan.keep.expect("a list");
-    assert_eq!(kept.len(), 16);
+    let planned = plan.keep.expect("a list");
+    assert_eq!(planned.len(), 16);
     let expected = [(Anchor::Reply, KEEP_SECONDS), (Anchor::Turns, 7), (Anchor::System, 0)];
-    assert_eq!(kept[..3], expected.map(|(at, seconds)| Keep { at, seconds }));
+    assert_eq!(planned[..3], expected.map(|(at, seconds)| Keep { at, seconds }));
 }
 
 /// The request ends with the policy's error.

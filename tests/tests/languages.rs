@@ -7,10 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use steersman_engine::config::PolicyConfig;
-use steersman_engine::policy::disk;
-use steersman_engine::policy::golden::{Decision, Golden};
-use steersman_engine::policy::wasm::{Component, Host};
+use steersman_policy_host::{Component, Decision, Golden, Host, PolicyConfig, Storage};
 
 const LANGUAGES: [&str; 3] = ["rust", "javascript", "python"];
 
@@ -55,14 +52,14 @@ fn policies_in_rust_javascript_and_python_make_the_same_decisions() {
     assert!(golden.cases.len() > 3, "{golden:?}");
     // The default limits on fuel and memory apply, but a busy machine must not cause a difference.
     let limits = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
-    let host = Host::new(&limits, &disk::in_memory()).unwrap();
+    let host = Host::new(&limits, &Storage::in_memory()).unwrap();
     let components = LANGUAGES.map(|language| {
         let bytes = std::fs::read(component_path(language)).unwrap();
         Arc::new(Component::load(&host, language, &bytes).unwrap())
     });
     for component in &components {
         assert_eq!(golden.check(component), [], "{}", component.name());
-        component.granted(&[]).unwrap();
+        component.check_grants(&[]).unwrap();
         // Twice with equal fuel: an interpreter must not carry state from one request to the next.
         assert_eq!(golden.replay(component), golden.replay(component), "{}", component.name());
     }

@@ -1,5 +1,5 @@
-//! What a server tells of its prefix cache, against the real engine: `GET /v1/cache`, `GET /metrics`,
-//! and two servers on one data folder.
+//! Reports on the prefix cache with the real engine: `GET /v1/cache`, `GET /metrics`, and two servers
+//! on one data folder.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -16,12 +16,11 @@ use steersman::config::ServerConfig;
 use steersman_tests::{Running, bundled_model, config, samples};
 use tower::ServiceExt;
 
-/// How often, and how many times at most, a test asks for what the engine does behind a reply: a
-/// minute, for machines that are busy.
+/// Interval and maximum number of polls for work that follows a reply: one minute, for busy machines.
 const POLL: Duration = Duration::from_millis(50);
 const POLLS: usize = 1200;
 
-/// An engine that computes nothing ahead: what it counts is what was asked.
+/// An engine without prefix prefetch, so that it counts requests only.
 fn start(data: &Path) -> Running {
     let mut config = config();
     config.store.ahead = false;
@@ -47,14 +46,14 @@ async fn cache(app: &Router) -> Value {
     serde_json::from_str(&get(app, "/v1/cache").await).unwrap()
 }
 
-/// What is told of the bundled model.
+/// A metric of the bundled model.
 fn of_model(metrics: &BTreeMap<String, f64>, name: &str) -> f64 {
     let model = bundled_model();
     let model = model.file_name().unwrap().display();
     metrics[&format!("steersman_{name}{{model=\"{model}\"}}")]
 }
 
-/// Asks behind a system prompt that is worth saving; returns the reply.
+/// Asks after a system prompt that is long enough to be saved; returns the reply.
 async fn chat(app: &Router, question: &str) -> Value {
     let system = "There are seven bells in the forest. The quiet owl walked near it. ".repeat(20);
     let body = json!({
@@ -68,36 +67,35 @@ async fn chat(app: &Router, question: &str) -> Value {
     serde_json::from_str(&send(app, request.unwrap()).await).unwrap()
 }
 
-/// What the server says once the last turn is saved and on disk: the cache, and the metrics of the
-/// same moment.
-async fn at_rest(app: &Router) -> (Value, BTreeMap<String, f64>) {
+/// The cache report and the metrics, once the last turn is on disk.
+async fn when_idle(app: &Router) -> (Value, BTreeMap<String, f64>) {
     let mut before = cache(app).await;
     for _ in 0..POLLS {
         tokio::time::sleep(POLL).await;
         let metrics = get(app, "/metrics").await;
         let after = cache(app).await;
-        // A turn is saved behind its reply.
+        // A turn is saved after its reply.
         if before == after && after["disk"]["queued_bytes"] == json!(0) {
             return (after, samples(&metrics));
         }
         before = after;
     }
-    panic!("the cache never rests: {before}");
+    panic!("the cache is never idle: {before}");
 }
 
 #[tokio::test]
-async fn the_cache_counts_a_request_and_its_repeat() {
+async fn cache_counts_a_request_and_its_repetition() {
     let data = tempfile::tempdir().unwrap();
     let engine = start(data.path());
     let app = app(&engine);
-    let (empty, _) = at_rest(&app).await;
+    let (empty, _) = when_idle(&app).await;
     for count in ["hits", "misses", "prompt_tokens", "cached_tokens", "saves"] {
         assert_eq!(empty["counts"][count], 0, "{count}");
     }
     assert_eq!(empty["memory"]["bytes"], 0);
 
     let first = chat(&app, "What is the capital of Italy?").await["usage"].take();
-    let (saved, _) = at_rest(&app).await;
+    let (saved, _) = when_idle(&app).await;
     let prompt = first["prompt_tokens"].as_u64().unwrap();
     assert_eq!(saved["counts"]["misses"], 1);
     assert_eq!(saved["counts"]["hits"], 0);
@@ -120,21 +118,21 @@ async fn the_cache_counts_a_request_and_its_repeat() {
     assert!(number(&disk["file_bytes"]) > 0, "{disk}");
 
     let repeat = chat(&app, "What is the capital of Italy?").await["usage"].take();
-    let (resumed, _) = at_rest(&app).await;
+    let (resumed, _) = when_idle(&app).await;
     let cached = number(&repeat["prompt_tokens_details"]["cached_tokens"]);
     assert!(cached > prompt / 2, "{repeat}");
     assert_eq!(resumed["counts"]["misses"], 1);
     assert_eq!(resumed["counts"]["hits"], 1);
     assert_eq!(resumed["counts"]["prompt_tokens"], 2 * prompt);
     assert_eq!(resumed["counts"]["cached_tokens"], cached);
-    assert_eq!(resumed["counts"]["read_tokens"], 0, "it was in memory");
+    assert_eq!(resumed["counts"]["read_tokens"], 0, "the prefix was in memory");
     assert_eq!(resumed["counts"]["ahead_tokens"], 0);
 }
 
-/// Each number of `/v1/cache` that metrics have too, by its path there. While the engine computes
-/// ahead, which counts for no request.
+/// Compares all numbers that both report, by path in `/v1/cache`, including prefix prefetch, which
+/// counts for no request.
 #[tokio::test]
-async fn metrics_agree_with_the_cache() {
+async fn metrics_equal_the_cache_report() {
     let data = tempfile::tempdir().unwrap();
     let engine = Running::start(config(), data.path());
     let app = app(&engine);
@@ -150,11 +148,11 @@ async fn metrics_agree_with_the_cache() {
     }
     let mut polls = 0;
     while cache(&app).await["counts"]["ahead_tokens"] == 0 {
-        assert!(polls < POLLS, "nothing is computed ahead");
+        assert!(polls < POLLS, "no prefix prefetch");
         polls += 1;
         tokio::time::sleep(POLL).await;
     }
-    let (cache, metrics) = at_rest(&app).await;
+    let (cache, metrics) = when_idle(&app).await;
     for (path, name) in [
         ("/counts/hits", "cache_hits_total"),
         ("/counts/misses", "cache_misses_total"),
@@ -180,15 +178,15 @@ async fn metrics_agree_with_the_cache() {
         ("/disk/counts/loads", "cache_disk_loads_total"),
         ("/disk/counts/loaded_bytes", "cache_disk_loaded_bytes_total"),
     ] {
-        let told = cache.pointer(path).and_then(Value::as_f64).expect(path);
-        assert_eq!(of_model(&metrics, name), told, "{name}");
+        let value = cache.pointer(path).and_then(Value::as_f64).expect(path);
+        assert_eq!(of_model(&metrics, name), value, "{name}");
     }
     let of = |kind: &str| cache["disk"][kind]["bytes"].as_f64().unwrap();
     let bytes = of("rows") + of("states") + of("other_models");
     assert_eq!(of_model(&metrics, "cache_disk_bytes"), bytes);
     assert_eq!(of_model(&metrics, "cache_disk_saving"), 1.0);
 
-    // What the engine counts and what replies say are the same tokens.
+    // The engine's counts equal the sums over replies.
     let counts = [&cache["counts"]["prompt_tokens"], &cache["counts"]["cached_tokens"]];
     assert_eq!(counts.map(|count| count.as_u64().unwrap()), usage[..2]);
     for (kind, tokens) in ["prompt", "cached", "completion"].iter().zip(usage) {
@@ -197,7 +195,7 @@ async fn metrics_agree_with_the_cache() {
     assert_eq!(metrics["steersman_requests_total{status=\"2xx\"}"], 2.0);
 }
 
-/// What was logged, by whatever thread.
+/// The log of all threads.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -212,10 +210,10 @@ impl Write for Log {
 }
 
 #[tokio::test]
-async fn a_second_server_on_one_folder_serves_without_the_disk_and_says_so_once() {
+async fn second_server_on_one_folder_runs_without_the_prefix_store_and_logs_it_once() {
     let log = Log::default();
     let writer = log.clone();
-    // For all threads: the engine has its own. No other test of this process logs this line.
+    // Global, since the engine has its own thread. No other test in this process logs this line.
     tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).init();
     let data = tempfile::tempdir().unwrap();
     let first = start(data.path());
@@ -232,17 +230,17 @@ async fn a_second_server_on_one_folder_serves_without_the_disk_and_says_so_once(
         assert_eq!(reply["choices"], replies[0]["choices"]);
     }
     let cached = |reply: &Value| reply["usage"]["prompt_tokens_details"]["cached_tokens"].clone();
-    assert_eq!(cached(&replies[1]), 0, "what the first has is not the second's");
-    assert!(cached(&replies[2]).as_u64() > Some(100), "its own memory is");
-    let told = cache(&without).await;
-    assert_eq!(told["disk"], Value::Null);
-    assert_eq!(told["counts"]["hits"], 1);
+    assert_eq!(cached(&replies[1]), 0, "the servers do not share memory");
+    assert!(cached(&replies[2]).as_u64() > Some(100), "the second server has its own memory");
+    let report = cache(&without).await;
+    assert_eq!(report["disk"], Value::Null);
+    assert_eq!(report["counts"]["hits"], 1);
     let metrics = samples(&get(&without, "/metrics").await);
     assert_eq!(of_model(&metrics, "cache_disk_saving"), 0.0);
 
     let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
     let file = data.path().join("state.redb");
-    let said: Vec<_> = log.lines().filter(|l| l.contains("without the disk tier")).collect();
-    assert_eq!(said.len(), 1, "{log}");
-    assert!(said[0].contains("WARN") && said[0].contains(file.to_str().unwrap()), "{log}");
+    let lines: Vec<_> = log.lines().filter(|l| l.contains("without the disk tier")).collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(lines[0].contains("WARN") && lines[0].contains(file.to_str().unwrap()), "{log}");
 }

@@ -4,7 +4,9 @@
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, UNIX_EPOCH};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
@@ -14,7 +16,7 @@ use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::StoreConfig;
 use steersman_engine::model::{Model, Pass, load};
 use steersman_engine::prefix::{Prefixes, Retention};
-use steersman_engine::store::{Fingerprint, RedbStore};
+use steersman_engine::store::{Fingerprint, RedbStore, WallClock};
 use steersman_tests::{Random, bundled_model, config, fixtures};
 
 const MB: u64 = 1 << 20;
@@ -201,6 +203,32 @@ fn eviction_changes_no_reply() {
     }
 }
 
+#[test]
+fn retained_prefix_outlives_others_until_its_time() {
+    let family = Family::load("llama");
+    let first = prompt(1, 230);
+    let mut alone = family.in_memory();
+    family.reply(&mut alone, &first, 1);
+    let one = alone.reporter().report().memory.bytes;
+
+    let seconds = Arc::new(AtomicU64::new(1_800_000_000));
+    let time = seconds.clone();
+    let now = move || UNIX_EPOCH + Duration::from_secs(time.load(Ordering::Relaxed));
+    let mut prefixes = Prefixes::new(family.model.new_cache().unwrap(), 2 * one, None, 0)
+        .unwrap()
+        .with_clock(WallClock::new(now));
+    family.reply(&mut prefixes, &first, 1);
+    prefixes.retain(&first[..100], Retention { seconds: 60 }).unwrap();
+    for (passed, least, most) in [(0, 100, 229), (59, 100, 229), (1, 0, 99)] {
+        seconds.fetch_add(passed, Ordering::Relaxed);
+        for seed in 2..6 {
+            family.reply(&mut prefixes, &prompt(seed, 230), 1);
+        }
+        let cached = prefixes.resume(&first).unwrap().1;
+        assert!((least..=most).contains(&cached), "{cached} tokens after {passed} more seconds");
+    }
+}
+
 /// Rounded to 8 bits, KV takes less than half of the space in f32, and the next token is the same.
 /// If heads do not divide into groups, the error names the key.
 #[test]
@@ -229,7 +257,9 @@ fn kv_in_eight_bits_takes_less_space_for_the_same_next_token() {
         let family = Family::load(name);
         let divides = family.model.new_cache().unwrap().head_dim_is_multiple_of(32);
         match family.on_disk_in_bits(&folder.path().join(name), MB, 8) {
-            Err(Error::Invalid { field, .. }) => assert!(field == "store.kv_bits" && !divides),
+            Err(Error::Config(ConfigError::Key { field, .. })) => {
+                assert!(field == "store.kv_bits" && !divides)
+            }
             Err(error) => panic!("{error}"),
             Ok(_) => assert!(divides, "KV of {name} does not divide into groups"),
         }

@@ -28,7 +28,9 @@ fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
     let engine = engine(limits);
 
     let reply = run(&engine, bounded(&"one more word ".repeat(40), None, false));
-    let Err(Error::PromptTooLong { tokens, limit: 60, profile }) = &reply.end else {
+    let Err(Error::Request(RequestError::PromptTooLong { tokens, limit: 60, profile })) =
+        &reply.end
+    else {
         panic!("{reply:?}")
     };
     assert!(*tokens > 60 && profile == "bounded", "{reply:?}");

@@ -1,5 +1,5 @@
-//! Laws of the text room: prompts equal those of Python's Jinja2, tokens those of Python's
-//! `tokenizers`, and what is written token by token equals what is decoded at once.
+//! Laws of the text room: prompts equal those of Python's Jinja2, tokens equal those of Python's
+//! `tokenizers`, and decoding token by token equals decoding at once.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use steersman_engine::error::Error;
 use steersman_engine::request::Message;
 use steersman_engine::text::{Phase, Piece, Reply, Template, Text};
 
-/// Noon of the day on which the reference clock stands.
+/// Noon of the day of the reference clock.
 const TODAY: i64 = 1_721_995_200; // 26 July 2024
 
 fn fixtures() -> PathBuf {
@@ -31,7 +31,7 @@ fn ids(value: &Value) -> Vec<u32> {
 }
 
 #[test]
-fn every_template_renders_as_python_renders_it() {
+fn every_template_renders_as_in_python() {
     let mut failures = Vec::new();
     let cases = cases("templates/cases.json");
     for case in &cases {
@@ -49,7 +49,7 @@ fn every_template_renders_as_python_renders_it() {
         variables.insert("documents".into(), Value::Null);
         let (ours, theirs) = match template.render(&variables) {
             Ok(text) => (text, &case["rendered"]),
-            Err(Error::Template(message)) => (message, &case["error"]),
+            Err(Error::Request(RequestError::Template(message))) => (message, &case["error"]),
             Err(other) => panic!("{other}"),
         };
         if theirs != &ours {
@@ -62,21 +62,21 @@ fn every_template_renders_as_python_renders_it() {
 }
 
 #[test]
-fn typed_messages_render_as_the_same_messages_in_json() {
+fn typed_messages_render_like_json_messages() {
     let text = Text::load(&tiny()).expect("the bundled model loads");
     let mut compared = 0;
     for case in cases("templates/cases.json") {
         let Ok(messages) = serde_json::from_value::<Vec<Message>>(case["messages"].clone()) else {
-            continue; // content that is no text: the server refuses it
+            continue; // content that is not text: the server rejects it
         };
         if case["template"] != "tiny-hybrid" {
             continue;
         }
         let mut kwargs = case["kwargs"].as_object().cloned().unwrap_or_default();
-        let thinking = kwargs.remove("enable_thinking").and_then(|value| value.as_bool());
+        let reasoning = kwargs.remove("enable_thinking").and_then(|value| value.as_bool());
         let prompt = kwargs.remove("add_generation_prompt").and_then(|value| value.as_bool());
         let tools: Vec<Value> = serde_json::from_value(case["tools"].clone()).unwrap_or_default();
-        let ours = text.render(&messages, &tools, &kwargs, thinking, prompt == Some(true));
+        let ours = text.render(&messages, &tools, &kwargs, reasoning, prompt == Some(true));
         assert_eq!(ours.expect("Python rendered it"), case["rendered"], "{}", case["conversation"]);
         compared += 1;
     }
@@ -84,7 +84,7 @@ fn typed_messages_render_as_the_same_messages_in_json() {
 }
 
 #[test]
-fn every_text_gets_the_tokens_that_python_gives_it() {
+fn tokens_equal_those_of_python() {
     let text = Text::load(&tiny()).expect("the bundled model loads");
     for case in cases("tokens.json") {
         let source = case["text"].as_str().expect("a case has a text");
@@ -94,7 +94,7 @@ fn every_text_gets_the_tokens_that_python_gives_it() {
 }
 
 #[test]
-fn tokens_given_one_by_one_make_the_text_that_they_make_at_once() {
+fn decoding_token_by_token_equals_decoding_at_once() {
     let text = Text::load(&tiny()).expect("the bundled model loads");
     for case in cases("tokens.json") {
         let tokens = ids(&case["plain"]);
@@ -106,19 +106,19 @@ fn tokens_given_one_by_one_make_the_text_that_they_make_at_once() {
 }
 
 #[test]
-fn a_rendered_prompt_says_whether_the_reply_begins_with_a_thought() {
+fn prompt_determines_the_first_phase() {
     let text = Text::load(&tiny()).expect("the bundled model loads");
     let forged = "What does <think> do?";
-    for (thinking, phase) in [(true, Phase::Reasoning), (false, Phase::Answer)] {
+    for (reasoning, phase) in [(true, Phase::Reasoning), (false, Phase::Answer)] {
         let messages =
             [Message { role: "user".into(), content: forged.into(), ..Default::default() }];
-        let prompt = text.render(&messages, &[], &Map::new(), Some(thinking), true);
+        let prompt = text.render(&messages, &[], &Map::new(), Some(reasoning), true);
         let prompt = text.encode(&prompt.expect("it renders")).expect("it encodes");
         assert_eq!(text.reply(&prompt, &[], &[]).phase(), phase);
     }
 }
 
-/// The answer that `tokens` make.
+/// The answer in `tokens`.
 fn answer(reply: &mut Reply, tokens: &[u32]) -> String {
     let mut pieces: Vec<Piece> = tokens.iter().flat_map(|token| reply.push(*token)).collect();
     pieces.extend(reply.finish());

@@ -36,15 +36,22 @@ impl Storage {
         let opened = create(data, &path)
             .map_err(|error| DatabaseError::Storage(error.into()))
             .and_then(|file| Builder::new().create_file(file));
-        let compiled = Some(data.join(COMPILED));
         match opened {
-            Ok(database) => Self { database: Arc::new(database), compiled },
+            Ok(database) => {
+                Self { database: Arc::new(database), compiled: Some(data.join(COMPILED)) }
+            }
             Err(error) => {
                 let path = path.display();
                 tracing::warn!(%path, %error, "policy database unavailable; using memory");
-                Self { compiled, ..Self::in_memory() }
+                Self::compile_cache(data)
             }
         }
+    }
+
+    /// Storage in memory that caches compiled components in the folder `data`, even while a server
+    /// has the database open.
+    pub fn compile_cache(data: &Path) -> Self {
+        Self { compiled: Some(data.join(COMPILED)), ..Self::in_memory() }
     }
 
     /// Storage in memory, which ends with its last handle.

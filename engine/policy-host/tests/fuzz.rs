@@ -7,9 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
-    Action, Answer, Ban, Bias, Call, Chain, Component, Context, Failure, HookInput, Host, Instance,
-    Link, Policy, PolicyConfig, PromptView, Recorder, Replacement, SamplingChange, SamplingPatch,
-    Step, Storage, TokenBias, Vocabulary,
+    Action, Ban, Bias, Component, Context, Failure, Host, HookInput, Instance, Policy, PolicyConfig, PromptView, Replacement, SamplingChange, SamplingPatch, Step, Storage, TokenBias, Vocabulary, apply_replacements,
 };
 use steersman_test_support::Random;
 use steersman_test_support::guest::{
@@ -343,44 +341,6 @@ fn actions_are_accepted_if_and_only_if_the_contract_allows_them() {
     assert!((INPUTS / 10..INPUTS * 9 / 10).contains(&accepted), "{accepted} accepted");
 }
 
-/// Answers with replacements.
-struct Replacing(Vec<Replacement>);
-
-impl Policy for Replacing {
-    fn call(&mut self, _: &Call<'_>) -> Result<Answer, Failure> {
-        Ok(Answer::Prompt(self.0.clone()))
-    }
-}
-
-/// Stores the system text that it sees.
-struct Seen(Arc<Mutex<Vec<String>>>);
-
-impl Policy for Seen {
-    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
-        if let Call::Prompt(view) = call {
-            self.0.lock().unwrap().clone_from(&view.system);
-        }
-        Ok(call.default_answer())
-    }
-}
-
-/// The system text after the replacements: what the next policy of a chain sees.
-fn replaced(view: &PromptView, replacements: &[Replacement]) -> Result<Vec<String>, Failure> {
-    let link = |policy: Box<dyn Policy>| Link {
-        name: "replacing".into(),
-        sha256: [0; 32],
-        shadow: false,
-        policy,
-    };
-    let seen = Arc::new(Mutex::new(Vec::new()));
-    let links =
-        vec![link(Box::new(Replacing(replacements.to_vec()))), link(Box::new(Seen(seen.clone())))];
-    let chain: &mut dyn Policy = &mut Chain::new(links, Recorder::off());
-    chain.ask(view)?;
-    let seen = seen.lock().unwrap().clone();
-    Ok(seen)
-}
-
 #[test]
 fn replacements_apply_in_order_or_are_refused() {
     let applied = on_two_threads(
@@ -409,7 +369,8 @@ fn replacements_apply_in_order_or_are_refused() {
             }
             let view =
                 PromptView { system: system.into_values().collect(), ..PromptView::default() };
-            let texts = replaced(&view, &replacements).ok();
+            let mut texts = view.system.clone();
+            let texts = apply_replacements(&mut texts, &replacements).is_ok().then_some(texts);
             let expected = expected.map(|system| system.into_values().collect());
             assert_eq!(texts, expected, "input {number}: {replacements:?}");
             let one = |one: &Replacement| {

@@ -57,7 +57,7 @@ impl LayerCache {
         len: i32,
     ) -> Result<()> {
         let (Some(first), Some(second)) = (arrays.next(), arrays.next()) else {
-            return Err(Error::SavedState("a saved recurrent state has too few tensors".into()));
+            return Err(Error::SavedState("too few recurrent tensors".into()));
         };
         match self {
             Self::Sliding(sliding) => sliding.restore(first, second, len),
@@ -231,7 +231,7 @@ impl Cache {
         let mut take = |count: usize| -> Result<LayerKv> {
             let kv: LayerKv = arrays.by_ref().take(count).collect();
             if kv.len() < count || kv.iter().any(|array| array.ndim() != 4) {
-                return Err(Error::SavedState("saved KV has too few tensors".into()));
+                return Err(Error::SavedState("too few KV tensors".into()));
             }
             Ok(kv)
         };
@@ -249,7 +249,7 @@ impl Cache {
             }
         }
         if arrays.next().is_some() {
-            return Err(Error::SavedState("saved KV has too many tensors".into()));
+            return Err(Error::SavedState("too many KV tensors".into()));
         }
         Ok(KeyValues { count: to - from, layers })
     }
@@ -285,7 +285,7 @@ impl Cache {
             }
         }
         if recurrent.next().is_some() {
-            return Err(Error::SavedState("a saved recurrent state has too many tensors".into()));
+            return Err(Error::SavedState("too many recurrent tensors".into()));
         }
         *self = Self { layers, position, draft_mark: None };
         Ok(())
@@ -295,7 +295,7 @@ impl Cache {
 /// The i-th array of each part.
 fn column<'a>(parts: &[&'a LayerKv], i: usize) -> Result<Vec<&'a Array>> {
     let arrays: Option<Vec<&Array>> = parts.iter().map(|part| part.get(i)).collect();
-    arrays.ok_or_else(|| Error::SavedState("saved KV is in another format".into()))
+    arrays.ok_or_else(|| Error::SavedState("its KV is in another format".into()))
 }
 
 /// Checks that `parts` hold `len` rows of the layer's [heads, width] together.
@@ -308,12 +308,12 @@ fn expect_rows(parts: &[&Array], [heads, width]: [i32; 2], len: i32) -> Result<(
     if rows == len {
         return Ok(());
     }
-    Err(Error::SavedState(format!("saved KV has {rows} rows, expected {len}")))
+    Err(Error::SavedState(format!("its KV has {rows} rows, expected {len}")))
 }
 
 fn expect_shape(array: &Array, shape: &[i32]) -> Result<()> {
     if array.shape() == shape {
         return Ok(());
     }
-    Err(Error::SavedState(format!("a saved tensor has shape {:?}, expected {shape:?}", array.shape())))
+    Err(Error::SavedState(format!("a tensor has shape {:?}, expected {shape:?}", array.shape())))
 }

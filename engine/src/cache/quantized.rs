@@ -16,7 +16,7 @@ use mlx_rs::ops::quantize;
 use super::kv_buffer::KvBuffer;
 use super::shared::LayerKv;
 use super::{Full, column, expect_rows};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 
 /// Elements that share a scale: the first entry that divides the head's dimension.
 const GROUPS: [i32; 2] = [64, 32];
@@ -62,7 +62,7 @@ impl Quantized {
                 "cannot be used with this model: the dimension of its attention heads, \
                  {head_dim}, is not a multiple of 32"
             );
-            return Err(Error::Invalid { field: "engine.kv_bits", problem });
+            return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits", problem }));
         };
         let buffers = || std::array::from_fn(|_| KvBuffer::default());
         let dense = Full::new(heads, head_dim);

@@ -1,6 +1,5 @@
 //! Admission: turns a request into a sequence, with the policy's plan, the prompt, and saved state.
 
-use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
@@ -14,10 +13,10 @@ use super::sequence::{Limits, Progress, Sequence};
 use super::{Decoder, hex};
 use crate::config::ProfileLimits;
 use crate::engine::Job;
-use crate::error::{Error, Result};
+use crate::error::{Error, RequestError, Result};
 use crate::policy::{
-    Anchor, CHECKPOINT_EVERY, Plan, Policy, PromptView, Replacement, RequestView, SamplingChange,
-    Steering, USER_BYTES, prompt,
+    Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, PromptView, Replacement, RequestView,
+    SYSTEM_BYTES, SamplingPatch, SavePoint, Session, USER_BYTES, apply_replacements,
 };
 use crate::request::{Event, Message, Request, Sampling, SamplingOverrides};
 
@@ -25,18 +24,18 @@ impl Decoder {
     /// Prepares the sequence of a request. Runs policies, but not the model.
     pub(super) fn admit(&mut self, job: Job) -> Result<Sequence> {
         let Request { profile, id, .. } = &job.request;
-        let steering = self.policies.start(profile, id, &self.policy_vocabulary)?;
-        self.admit_with(job, steering)
+        let session = self.policies.start(profile, id, &self.policy_vocabulary)?;
+        self.admit_with(job, session)
     }
 
     /// [`Decoder::admit`], with the policies given.
-    pub(super) fn admit_with(&mut self, job: Job, steering: Steering) -> Result<Sequence> {
-        let Steering { mut policy, params, digest } = steering;
+    pub(super) fn admit_with(&mut self, job: Job, mut policy: Session) -> Result<Sequence> {
+        let params = policy.params.clone();
         let Job { mut request, events } = job;
         let limits =
             self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
         let mut notes = apply_limits(&mut request, limits, self.max_tokens);
-        let replaced = replace_system_text(&mut request, &params, policy.as_mut())?;
+        let replaced = replace_system_text(&mut request, &params, &mut policy)?;
         let can_reason = self.text.supports_reasoning();
         // A budget of zero tokens disables reasoning.
         let wish =
@@ -44,21 +43,30 @@ impl Decoder {
         let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(&request, reasoning)?;
         let seed = request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-        let plan = policy.on_request(&self.view(&request, &params, prompt.len(), seed))?;
-        let planned = can_reason.then_some(plan.thinking.or(wish).unwrap_or(true));
+        let plan = policy.ask(&self.view(&request, &params, prompt.len(), seed))?;
+        let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
         if planned != reasoning {
             reasoning = planned;
             prompt = self.tokenize(&request, reasoning)?;
         }
         if prompt.is_empty() {
-            return Err(Error::Template("the rendered prompt is empty".into()));
+            return Err(Error::Request(RequestError::Template(
+                "the rendered prompt is empty".into(),
+            )));
         }
         if limits.prompt_tokens > 0 && prompt.len() > limits.prompt_tokens {
             let (tokens, limit) = (prompt.len(), limits.prompt_tokens);
-            return Err(Error::PromptTooLong { tokens, limit, profile: request.profile.clone() });
+            return Err(Error::Request(RequestError::PromptTooLong {
+                tokens,
+                limit,
+                profile: request.profile.clone(),
+            }));
         }
         if prompt.len() >= self.context {
-            return Err(Error::ContextTooLong { tokens: prompt.len(), limit: self.context - 1 });
+            return Err(Error::Request(RequestError::ContextTooLong {
+                tokens: prompt.len(),
+                limit: self.context - 1,
+            }));
         }
         let reply = self.text.reply(&prompt, &request.stop, &request.tools);
         let mut save_points = self.save_points(&request, reasoning, &prompt, &plan)?;
@@ -75,7 +83,7 @@ impl Decoder {
         notes.extend(plan.note.clone());
         let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
         // Fails if the client has disconnected; the first step checks that.
-        let _ = events.send(Event::Started { fingerprint: self.fingerprint(&digest) });
+        let _ = events.send(Event::Started { fingerprint: self.fingerprint(&policy.digest) });
         let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
         Ok(Sequence {
             reasoning,
@@ -87,7 +95,7 @@ impl Decoder {
             stale_from: None,
             next_logits: None,
             save_points: save_points.into(),
-            reply_retention: retention(&plan, Anchor::Reply),
+            reply_retention: retention(&plan, SavePoint::Reply),
             sampled: None,
             drafters,
             governor: self.new_governor(),
@@ -125,7 +133,7 @@ impl Decoder {
     fn view(
         &self,
         request: &Request,
-        params: &BTreeMap<String, String>,
+        params: &Params,
         prompt_tokens: usize,
         seed: u64,
     ) -> RequestView {
@@ -149,11 +157,11 @@ impl Decoder {
             system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
             user: user[..user.floor_char_boundary(USER_BYTES)].to_string(),
             tools: request.tools.iter().map(name).collect(),
-            can_think: self.text.supports_reasoning(),
-            thinking: request.reasoning,
-            think_budget: request.reasoning_budget,
+            can_reason: self.text.supports_reasoning(),
+            reasoning: request.reasoning,
+            reasoning_budget: request.reasoning_budget,
             max_tokens: request.max_tokens,
-            sampling: SamplingChange { temperature, top_p, top_k, min_p },
+            sampling: SamplingPatch { temperature, top_p, top_k, min_p },
             seed,
         }
     }
@@ -168,8 +176,8 @@ impl Decoder {
     ) -> Limits {
         let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
         let reasoning = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
-        let of_profile = (profile.think_budget > 0).then_some(profile.think_budget);
-        let budgets = [plan.think_budget, request.reasoning_budget, of_profile];
+        let of_profile = (profile.reasoning_budget > 0).then_some(profile.reasoning_budget);
+        let budgets = [plan.reasoning_budget, request.reasoning_budget, of_profile];
         Limits {
             reasoning: budgets.into_iter().flatten().fold(reasoning, u32::min),
             answer: request.max_tokens.unwrap_or(self.max_tokens),
@@ -177,7 +185,7 @@ impl Decoder {
             every: plan.every,
             checkpoint_every: match plan.checkpoint_every {
                 0 => 0,
-                every => every.max(CHECKPOINT_EVERY) as usize,
+                every => every.max(MIN_CHECKPOINT_EVERY) as usize,
             },
         }
     }
@@ -200,28 +208,29 @@ impl Decoder {
 /// Lets the policy replace parts of the system text of `request`; returns a note for each.
 fn replace_system_text(
     request: &mut Request,
-    params: &BTreeMap<String, String>,
-    policy: &mut dyn Policy,
+    params: &Params,
+    policy: &mut Session,
 ) -> Result<Vec<String>> {
     let mut messages: Vec<&mut Message> =
         request.messages.iter_mut().filter(|message| is_system(message)).collect();
-    let system = messages.iter().map(|message| prompt::seen(&message.content).0.to_string());
+    let system = messages.iter().map(|message| split_seen(&message.content).0.to_string());
     let view = PromptView {
         profile: request.profile.clone(),
         params: params.clone(),
         system: system.collect(),
     };
-    if !prompt::has_text(&view) {
+    if view.system.iter().all(String::is_empty) {
         return Ok(Vec::new());
     }
-    let replacements = policy.on_prompt(&view)?;
+    let replacements = policy.ask(&view)?;
     let mut system = view.system;
-    prompt::replace(&mut system, &replacements).map_err(|problem| Error::Policy {
+    apply_replacements(&mut system, &replacements).map_err(|problem| Failure {
         policy: request.profile.clone(),
-        problem: format!("on-prompt: {problem}"),
+        hook: "on-prompt",
+        cause: Cause::Answer(problem),
     })?;
     for (message, seen) in messages.iter_mut().zip(system) {
-        let (_, rest) = prompt::seen(&message.content);
+        let (_, rest) = split_seen(&message.content);
         message.content = seen + rest;
     }
     let note = |Replacement { message, old, new }: &Replacement| {
@@ -229,6 +238,11 @@ fn replace_system_text(
         format!("replaced {old} bytes of system message {message} with {new} bytes")
     };
     Ok(replacements.iter().map(note).collect())
+}
+
+/// The part of a system text that policies see, and the rest.
+fn split_seen(text: &str) -> (&str, &str) {
+    text.split_at(text.floor_char_boundary(SYSTEM_BYTES))
 }
 
 /// Applies the limits of the profile to `request`; returns a note for each value reduced. `max_tokens`
@@ -243,7 +257,7 @@ fn apply_limits(request: &mut Request, limits: ProfileLimits, max_tokens: u32) -
     };
     apply("max_tokens", &mut request.max_tokens, limits.max_tokens);
     // Without a value from the client, `Decoder::limits` applies the profile's.
-    apply("reasoning budget", &mut request.reasoning_budget, limits.think_budget);
+    apply("reasoning budget", &mut request.reasoning_budget, limits.reasoning_budget);
     if limits.max_tokens > 0 {
         request.max_tokens.get_or_insert(limits.max_tokens.min(max_tokens));
     }
@@ -256,7 +270,7 @@ mod tests {
 
     #[test]
     fn profile_limits_apply_and_reductions_are_noted() {
-        let limits = ProfileLimits { max_tokens: 100, think_budget: 50, ..Default::default() };
+        let limits = ProfileLimits { max_tokens: 100, reasoning_budget: 50, ..Default::default() };
         let ask = |max_tokens, reasoning_budget, limits| {
             let mut request = Request { max_tokens, reasoning_budget, ..Request::default() };
             let notes = apply_limits(&mut request, limits, 4096);

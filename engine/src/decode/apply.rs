@@ -3,7 +3,7 @@
 use super::loops::Detector;
 use super::sequence::Sequence;
 use crate::error::Result;
-use crate::policy::{self, Action, LoopReport, SamplingChange, Step};
+use crate::policy::{self, Action, LoopReport, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
 
@@ -31,13 +31,13 @@ impl Sequence {
         let step = Step {
             index: self.reply_len() as u32,
             phase: match self.reply_state.reply.phase() {
-                Phase::Reasoning => policy::Phase::Think,
+                Phase::Reasoning => policy::Phase::Reasoning,
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
             },
-            think_tokens: self.reply_state.reasoning_tokens,
+            reasoning_tokens: self.reply_state.reasoning_tokens,
             answer_tokens: self.reply_state.answer_tokens,
-            think_left: self.limits.reasoning.saturating_sub(self.reply_state.reasoning_tokens),
+            reasoning_left: self.limits.reasoning.saturating_sub(self.reply_state.reasoning_tokens),
             tokens: unseen[newest..].to_vec(),
             text: self.reply_state.reply.take_text(),
             loop_found,
@@ -45,7 +45,7 @@ impl Sequence {
         };
         self.progress.loops += u32::from(loop_found.is_some());
         self.progress.seen = self.tokens.len();
-        let actions = self.policy.on_step(&step)?;
+        let actions = self.policy.ask(&step)?;
         self.note_policy();
         let why = match (loop_found, budget_reached) {
             (Some(found), _) => format!("loop of {} tokens", found.period),
@@ -84,7 +84,7 @@ impl Sequence {
                 Action::Inject(words) => {
                     self.inject(text.encode_plain(&words)?, "injected text", why, text)?;
                 }
-                Action::CloseThinking(hint) => self.close_reasoning(&hint, why, text)?,
+                Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
                 Action::Stop(reason) => self.stop(reason, why),
                 Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {}
             }
@@ -107,9 +107,9 @@ impl Sequence {
                 self.sampler.bias(&bias.tokens, bias.steps);
                 (format!("biased {} tokens", bias.tokens.len()), bias.steps)
             }
-            Action::Sampling(resample) => {
-                self.sampler.change(resample.sampling, resample.steps);
-                (format!("changed sampling to {}", describe(&resample.sampling)), resample.steps)
+            Action::Sampling(change) => {
+                self.sampler.change(change.sampling, change.steps);
+                (format!("changed sampling to {}", describe(&change.sampling)), change.steps)
             }
             _ => return,
         };
@@ -179,8 +179,8 @@ impl Sequence {
 }
 
 /// A change of sampling, for a note.
-fn describe(change: &SamplingChange) -> String {
-    let SamplingChange { temperature, top_p, top_k, min_p } = change;
+fn describe(change: &SamplingPatch) -> String {
+    let SamplingPatch { temperature, top_p, top_k, min_p } = change;
     let value = |name: &str, value: Option<f32>| value.map(|value| format!("{name} {value}"));
     let top_k = top_k.map(|k| format!("top_k {k}"));
     let values =

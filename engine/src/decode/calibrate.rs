@@ -20,14 +20,14 @@ use serde::{Deserialize, Serialize};
 
 use super::{Decoder, hex, token_ids};
 use crate::cache::Span;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::model::Pass;
 use crate::request::Request;
 
 /// Depth of the drafts by which early exits are compared.
 const DRAFTED: usize = 4;
 
-/// Rows whose logits are compared at once: a row of a large vocabulary has a quarter of a million.
+/// Rows whose logits are compared at once: a row can have 250,000 columns.
 const BLOCK: i32 = 64;
 
 /// A text and the whole model's hidden states, [1, T, D].
@@ -72,7 +72,8 @@ impl Calibration {
     /// # Errors
     /// [`Error::Model`] when the file exists but cannot be read.
     pub fn read(path: &Path) -> Result<Option<Self>> {
-        let problem = |problem: String| Error::Model { path: path.into(), problem };
+        let problem =
+            |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -84,8 +85,9 @@ impl Calibration {
 
     /// Writes the file, for later starts.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let problem =
-            |e: std::io::Error| Error::Model { path: path.into(), problem: e.to_string() };
+        let problem = |e: std::io::Error| {
+            Error::Config(ConfigError::Model { path: path.into(), problem: e.to_string() })
+        };
         let text = serde_json::to_string_pretty(self).expect("plain data serializes");
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new("."))).map_err(problem)?;
         let partial = path.with_extension("part");

@@ -16,7 +16,7 @@
 //! window or more, and every near-repeat whose counter cuts the n-grams. A suffix automaton finds
 //! exact repeats of any period in O(1) a token, but not near ones. All lags at once cost O(period)
 //! a token in 16-bit lanes, which the compiler vectorizes: 0.1 us a token for 1,024 lags, 0.4 us
-//! with near-repeats (x86-64, SSE2; `cost_of_a_token` repeats it), next to milliseconds for a
+//! with near-repeats (x86-64, SSE2; `benches/loops.rs` repeats it), next to milliseconds for a
 //! decoding step. Memory is 24 KiB for a stream of any length.
 //!
 //! The default similarity is 0.87. With the tokenizers of Qwen3, Llama 3 and the demonstration

@@ -50,9 +50,9 @@ use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
 };
 use crate::engine::{Engine, Info, Job};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::model::{Loaded, Model, Pass};
-use crate::policy::{Policies, Vocabulary, disk};
+use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
 use crate::request::Event;
 use crate::store::{Fingerprint, RedbStore, StoreError};
@@ -68,8 +68,8 @@ const SEQUENCES: usize = 1;
 /// # Errors
 /// When a policy cannot be loaded; names the profile and the policy.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
-    let kept = disk::open(data);
-    let policies = Arc::new(Policies::load(&config.policy, &config.profiles, &kept)?);
+    let storage = Storage::open(data);
+    let policies = Arc::new(Policies::load(&config.policy, &config.profile_policies(), &storage)?);
     policies.watch();
     Ok(policies)
 }
@@ -190,6 +190,8 @@ impl Decoder {
             0 => context,
             limit => limit.min(context),
         };
+        // Positions are i32 in MLX and u32 in the contract: casts of them rely on this limit.
+        let context = context.min(i32::MAX as usize);
         let name = if config.model.name.is_empty() {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
             name.to_string_lossy().into_owned()
@@ -293,18 +295,18 @@ impl Decoder {
         loop {
             if self.sequences.is_empty() {
                 match jobs.try_recv() {
-                    Ok(job) => self.start(job),
+                    Ok(job) => self.start_request(job),
                     Err(TryRecvError::Disconnected) => break,
                     Err(TryRecvError::Empty) if self.prefetch_chunk() => continue,
                     Err(TryRecvError::Empty) => match jobs.blocking_recv() {
-                        Some(job) => self.start(job),
+                        Some(job) => self.start_request(job),
                         None => break,
                     },
                 }
             }
             while self.sequences.len() < SEQUENCES {
                 let Ok(job) = jobs.try_recv() else { break };
-                self.start(job);
+                self.start_request(job);
             }
             self.step();
         }
@@ -313,7 +315,7 @@ impl Decoder {
         }
     }
 
-    fn start(&mut self, job: Job) {
+    fn start_request(&mut self, job: Job) {
         if job.events.is_closed() {
             return;
         }
@@ -352,10 +354,10 @@ impl Decoder {
             } else if sequence.has_ended() {
                 sequence.finish();
                 self.keep_learned_stats(&mut sequence);
-                if let Some(keep) = sequence.reply_retention {
-                    self.save(&sequence, keep);
+                if let Some(retention) = sequence.reply_retention {
+                    self.save(&sequence, retention);
                     if self.prefetch_turns {
-                        self.prefetch.add_turn(&sequence, keep);
+                        self.prefetch.add_turn(&sequence, retention);
                     }
                 }
             } else {
@@ -468,18 +470,18 @@ impl Decoder {
     /// Saves the state of the prompt if the cache is at its next save point.
     fn save_at_save_point(&mut self, sequence: &mut Sequence) {
         let is_here = |&mut (position, _): &mut (usize, _)| position == sequence.cache.position;
-        if let Some((_, keep)) = sequence.save_points.pop_front_if(is_here) {
-            self.save(sequence, keep);
+        if let Some((_, retention)) = sequence.save_points.pop_front_if(is_here) {
+            self.save(sequence, retention);
         }
     }
 
     /// Saves the state of the tokens that have run. A failure costs time later, nothing else.
-    fn save(&mut self, sequence: &Sequence, keep: Retention) {
+    fn save(&mut self, sequence: &Sequence, retention: Retention) {
         let tokens = &sequence.tokens[..sequence.cache.position];
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, keep) {
+        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, retention) {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }
     }
@@ -523,7 +525,7 @@ fn layers_to_skip(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<V
              `steersman calibrate` on this model first",
             path.display()
         );
-        return Err(Error::Invalid { field: "engine.skip_kl", problem });
+        return Err(Error::Config(ConfigError::Key { field: "engine.skip_kl", problem }));
     };
     let Some(skip) = found.skip_within(kl) else {
         tracing::warn!(kl, "no feed-forward block can be skipped within engine.skip_kl");
@@ -548,7 +550,10 @@ fn load_draft_model(
     let folder = Path::new(&config.draft_model);
     if let Some(problem) = text.vocabulary_difference(folder)? {
         let problem = format!("the draft model's vocabulary differs: {problem}");
-        return Err(Error::Model { path: folder.join("tokenizer.json"), problem });
+        return Err(Error::Config(ConfigError::Model {
+            path: folder.join("tokenizer.json"),
+            problem,
+        }));
     }
     Ok(Some(crate::model::load(folder, model)?.model.into()))
 }
@@ -561,7 +566,7 @@ fn open_store(config: &StoreConfig, fingerprint: Fingerprint, data: &Path) -> Op
     let path = config.file(data);
     match RedbStore::open(&path, fingerprint, config) {
         Ok(store) => Some(store),
-        Err(StoreError::InUse { path }) => {
+        Err(StoreError::InUse(path)) => {
             tracing::warn!(
                 path = %path.display(),
                 "prefix store is in use by another process; running without the disk tier"

@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::{Cache, Span};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::prefix::Retention;
 use crate::request::{Message, Request};
 
@@ -36,7 +36,7 @@ struct Expected {
     request: Request,
     reasoning: Option<bool>,
     role: &'static str,
-    keep: Retention,
+    retention: Retention,
 }
 
 struct Running {
@@ -68,23 +68,29 @@ impl Prefetch {
     /// # Errors
     /// [`Error::Warm`] when the file cannot be read or parsed.
     pub fn add_file(&mut self, profile: &str, path: &Path) -> Result<()> {
-        let failed =
-            |problem: String| Error::Warm { profile: profile.into(), path: path.into(), problem };
+        let failed = |problem: String| {
+            Error::Config(ConfigError::Warm { profile: profile.into(), path: path.into(), problem })
+        };
         let text = std::fs::read(path).map_err(|e| failed(e.to_string()))?;
         let Beginning { messages, tools } =
             serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
         let request = Request { profile: profile.into(), messages, tools, ..Request::default() };
-        self.add(Expected { request, reasoning: None, role: "user", keep: Retention::default() });
+        self.add(Expected {
+            request,
+            reasoning: None,
+            role: "user",
+            retention: Retention::default(),
+        });
         Ok(())
     }
 
     /// Adds the conversation of a finished turn.
-    pub fn add_turn(&mut self, sequence: &Sequence, keep: Retention) {
+    pub fn add_turn(&mut self, sequence: &Sequence, retention: Retention) {
         let mut request = sequence.request.clone();
         let reply = sequence.reply_message();
         let role = if reply.tool_calls.is_empty() { "user" } else { "tool" };
         request.messages.push(reply);
-        self.add(Expected { request, reasoning: sequence.reasoning, role, keep });
+        self.add(Expected { request, reasoning: sequence.reasoning, role, retention });
     }
 
     fn add(&mut self, expected: Expected) {
@@ -138,7 +144,7 @@ impl Decoder {
         let Running { expected, tokens, cache } = running;
         let start = cache.position;
         if start >= tokens.len() {
-            return self.prefixes.retain(tokens, expected.keep);
+            return self.prefixes.retain(tokens, expected.retention);
         }
         let every = self.prefixes.every().unwrap_or(usize::MAX);
         let stop = (start / every + 1).saturating_mul(every);
@@ -148,7 +154,7 @@ impl Decoder {
         eval(&cache.arrays()?)?;
         self.prefixes.reporter().count(|counts| counts.ahead_tokens += (end - start) as u64);
         if end == tokens.len() {
-            self.prefixes.save(cache, tokens, expected.keep)?;
+            self.prefixes.save(cache, tokens, expected.retention)?;
         } else if end == stop {
             // Limits the work lost when a request interrupts.
             self.prefixes.save(cache, &tokens[..end], Retention::default())?;

@@ -1,7 +1,7 @@
 //! Rewinds the reply when a policy asks for it: first its tokens and text, then the cache.
 //!
 //! The state of the reply at an earlier token is computed by pushing the tokens of the phase again,
-//! without sending them; the client is told to drop the text after it. The cache resumes from the
+//! without sending them; the client gets an event to drop the text after it. The cache resumes from the
 //! newest checkpoint that is early enough, or from saved state, and the remaining tokens run again: a
 //! rewind costs time and changes no number.
 

@@ -11,7 +11,7 @@ use mlx_rs::Array;
 
 use super::sample::{sample, sample_with_margin};
 use crate::error::Result;
-use crate::policy::{SamplingChange, TokenBias};
+use crate::policy::{SamplingPatch, TokenBias};
 use crate::request::Sampling;
 
 /// End of a change that lasts for the rest of the reply.
@@ -92,7 +92,7 @@ impl Sampler {
     }
 
     /// Changes sampling parameters for the next `steps` steps; 0 means for the rest of the reply.
-    pub fn change(&mut self, change: SamplingChange, steps: u32) {
+    pub fn change(&mut self, change: SamplingPatch, steps: u32) {
         let until = self.until(steps);
         self.temperature.set(change.temperature, until);
         self.top_p.set(change.top_p, until);

@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 
 use super::Decoder;
 use crate::error::Result;
-use crate::policy::{Anchor, Plan};
-use crate::prefix::Keep;
+use crate::policy::{MAX_RETENTION_SECONDS, Plan, SavePoint};
+use crate::prefix::Retention;
 use crate::request::{Message, Request};
 
 /// Most tokens of a generation prompt, which templates put after the last message.
@@ -26,13 +26,13 @@ impl Decoder {
         reasoning: Option<bool>,
         prompt: &[u32],
         plan: &Plan,
-    ) -> Result<Vec<(usize, Keep)>> {
+    ) -> Result<Vec<(usize, Retention)>> {
         let every = self.prefixes.every();
-        if every.is_none() && plan.keep.is_none() {
-            return Ok(vec![(prompt.len(), Keep::default())]);
+        if every.is_none() && plan.retain.is_none() {
+            return Ok(vec![(prompt.len(), Retention::default())]);
         }
         let mut save_points = Vec::new();
-        if let Some(keep) = retention(plan, Anchor::System) {
+        if let Some(keep) = retention(plan, SavePoint::System) {
             let system = request.messages.iter().take_while(|m| is_system(m)).count();
             // A template may refuse such a short conversation; then there is no such save point.
             let head = self.shared_prefix(request, system, reasoning, "user").unwrap_or_default();
@@ -42,7 +42,7 @@ impl Decoder {
         let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
         let mut turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
         let end = turns.pop_if(|last| *last + GENERATION_PROMPT >= prompt.len());
-        if let Some(keep) = retention(plan, Anchor::Prompt) {
+        if let Some(keep) = retention(plan, SavePoint::Prompt) {
             let at = match (every, end) {
                 (None, _) => prompt.len(),
                 (_, Some(end)) => end,
@@ -56,7 +56,7 @@ impl Decoder {
             };
             save_points.push((at, keep));
         }
-        if let Some(keep) = retention(plan, Anchor::Turns) {
+        if let Some(keep) = retention(plan, SavePoint::Turns) {
             if every.is_none() {
                 // The last of them includes all others.
                 turns.drain(..turns.len().saturating_sub(1));
@@ -101,10 +101,10 @@ impl Decoder {
 }
 
 /// Retention of these save points under `plan`; `None` if they are not saved.
-pub(super) fn retention(plan: &Plan, at: Anchor) -> Option<Keep> {
-    let Some(keeps) = &plan.keep else { return Some(Keep::default()) };
-    let seconds = keeps.iter().filter(|keep| keep.at == at).map(|keep| keep.seconds).max();
-    seconds.map(|seconds| Keep { seconds })
+pub(super) fn retention(plan: &Plan, at: SavePoint) -> Option<Retention> {
+    let Some(list) = &plan.retain else { return Some(Retention::default()) };
+    let seconds = list.iter().filter(|entry| entry.at == at).map(|entry| entry.seconds).max()?;
+    Some(Retention { seconds: seconds.min(MAX_RETENTION_SECONDS) })
 }
 
 pub(super) fn is_system(message: &Message) -> bool {

@@ -21,7 +21,7 @@ use super::sampler::Sampler;
 use super::speculate::Draft;
 use crate::cache::Cache;
 use crate::error::{Error, Result};
-use crate::policy::{LoopReport, Policy, Summary};
+use crate::policy::{LoopReport, Session, Summary};
 use crate::prefix::Retention;
 use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
 use crate::text::{Phase, Piece, Text};
@@ -72,7 +72,7 @@ pub struct Sequence {
     pub phase_start: PhaseStart,
     /// Nor past this position: the client has a tool call from before it.
     pub rewind_limit: usize,
-    pub policy: Box<dyn Policy>,
+    pub policy: Session,
     pub detector: Option<Detector>,
     pub limits: Limits,
     pub progress: Progress,
@@ -440,10 +440,10 @@ impl Sequence {
     }
 
     fn tell_policy(&mut self, reason: &str) {
-        let ended = self.policy.on_finish(&Summary {
+        let ended = self.policy.ask(&Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
-            think_tokens: self.reply_state.reasoning_tokens,
+            reasoning_tokens: self.reply_state.reasoning_tokens,
             answer_tokens: self.reply_state.answer_tokens,
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,

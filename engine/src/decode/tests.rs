@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Decoder;
 use super::verify::{DecodePath, Outcome};
 use crate::config::{Config, Device, DraftKind};
-use crate::policy::{Policies, disk};
+use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request, SamplingOverrides};
 
 mod actions;
@@ -32,8 +32,8 @@ fn bundled_model() -> PathBuf {
 /// A decoder for the model in `folder`, with policy state in memory.
 fn load_from(folder: &Path, config: Config) -> Decoder {
     let config = config.check().unwrap();
-    let kept = disk::in_memory();
-    let policies = Policies::load(&config.policy, &config.profiles, &kept).unwrap();
+    let storage = Storage::in_memory();
+    let policies = Policies::load(&config.policy, &config.profile_policies(), &storage).unwrap();
     Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }
 

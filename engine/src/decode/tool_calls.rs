@@ -11,7 +11,9 @@ use sha2::{Digest, Sha256};
 use super::hex;
 use super::sequence::Sequence;
 use crate::error::Result;
-use crate::policy::{ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, REPAIRS, ToolCallView, Verdict};
+use crate::policy::{
+    ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, MAX_REPAIRS, ToolCallView, Verdict,
+};
 use crate::request::{FinishReason, Message, ToolCall};
 use crate::text::{Piece, Text};
 
@@ -114,7 +116,7 @@ impl Sequence {
 
     fn verdict(&mut self, call: &ToolCall, accepted: &[ToolCall]) -> Result<Verdict> {
         let view = view(call, &self.request.messages, &self.progress.tool_calls, accepted);
-        let verdict = self.policy.on_tool_call(&view)?;
+        let verdict = self.policy.ask(&view)?;
         self.note_policy();
         Ok(verdict)
     }
@@ -122,8 +124,10 @@ impl Sequence {
     /// Replaces the tokens from `start` on with `words`; returns false if the call is accepted instead.
     fn repair(&mut self, start: usize, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
         let (name, length) = (&call.function.name, self.reply_len());
-        if self.progress.repairs == REPAIRS {
-            self.note(format!("accepted a call of `{name}`: limit of {REPAIRS} repairs reached"));
+        if self.progress.repairs == MAX_REPAIRS {
+            self.note(format!(
+                "accepted a call of `{name}`: limit of {MAX_REPAIRS} repairs reached"
+            ));
             return Ok(false);
         }
         if !self.rewind(start)? {

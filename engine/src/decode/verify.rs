@@ -41,7 +41,7 @@ pub enum DecodePath {
     Chunked(usize),
     /// The prompt's state restored from the prefix cache.
     Resumed,
-    /// Drafts with one wrong token, whose place moves on, so that the rows after it are rewound.
+    /// Drafts with one wrong token, each time at the next place, so that the rows after it are rewound.
     Rewound,
     /// Drafts of this kind alone, in every step.
     Drafted(DraftKind),

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 use super::weights::shards;
 use super::{FAMILIES, Model, Weights};
 use crate::config::{self, ModelConfig};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::nn::compile_steps;
 
 /// A model ready to run, and its properties.
@@ -46,7 +46,8 @@ const DIGEST_SAMPLE: u64 = 1 << 20;
 /// [`Error::Model`] names the file that is missing, damaged or of an unknown family.
 pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let path = folder.join("config.json");
-    let problem = |text: String| Error::Model { path: path.clone(), problem: text };
+    let problem =
+        |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
     let bytes = std::fs::read(&path).map_err(|e| problem(e.to_string()))?;
     let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
@@ -106,12 +107,12 @@ fn choose_device(configured: config::Device) -> Result<bool> {
         config::Device::Cpu => true,
         config::Device::Gpu if has_gpu => false,
         config::Device::Gpu => {
-            return Err(Error::Invalid {
+            return Err(Error::Config(ConfigError::Key {
                 field: "model.device",
                 problem: "is `gpu`, but this MLX finds none; build with `--features cuda` or \
                           `--features metal`, or set `cpu`"
                     .into(),
-            });
+            }));
         }
     };
     Device::set_default(&if on_cpu { Device::cpu() } else { Device::gpu() });
@@ -149,8 +150,9 @@ fn digest(folder: &Path, config: &[u8], numbers: &str) -> Result<[u8; 32]> {
     sha.update(numbers);
     sha.update(config);
     for path in shards(folder)? {
-        let failed =
-            |e: std::io::Error| Error::Model { path: path.clone(), problem: e.to_string() };
+        let failed = |e: std::io::Error| {
+            Error::Config(ConfigError::Model { path: path.clone(), problem: e.to_string() })
+        };
         let mut file = File::open(&path).map_err(failed)?;
         let size = file.metadata().map_err(failed)?.len();
         sha.update(size.to_le_bytes());

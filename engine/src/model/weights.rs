@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use super::fp8;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::nn::{Embedding, GatedMlp, Linear, Mode, Packed, Quantization, RmsNorm};
 
 /// Tensors by name, and how to turn them into layers.
@@ -61,8 +61,9 @@ impl Weights {
     pub fn open(folder: &Path, config: &Value, dtype: Dtype, dequantize: bool) -> Result<Self> {
         let mut arrays = HashMap::new();
         for path in shards(folder)? {
-            let shard = Array::load_safetensors(&path)
-                .map_err(|e| Error::Model { path: path.clone(), problem: e.to_string() })?;
+            let shard = Array::load_safetensors(&path).map_err(|e| {
+                Error::Config(ConfigError::Model { path: path.clone(), problem: e.to_string() })
+            })?;
             arrays.extend(shard);
         }
         let mut weights = Self {
@@ -317,7 +318,7 @@ impl Weights {
 
     /// An error about `file` of the model's folder.
     pub fn problem(&self, file: &str, problem: String) -> Error {
-        Error::Model { path: self.folder.join(file), problem }
+        Error::Config(ConfigError::Model { path: self.folder.join(file), problem })
     }
 }
 
@@ -327,7 +328,8 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
     struct Index {
         weight_map: HashMap<String, String>,
     }
-    let problem = |path: PathBuf, problem: String| Error::Model { path, problem };
+    let problem =
+        |path: PathBuf, problem: String| Error::Config(ConfigError::Model { path, problem });
     let index = folder.join("model.safetensors.index.json");
     let entries = folder.read_dir().map_err(|e| problem(folder.to_path_buf(), e.to_string()))?;
     let present = entries

@@ -20,7 +20,7 @@ pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
 pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, owned};
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::store::{BLOCK_TOKENS, Key, KeyChain, Part, PartKind, RedbStore, WallClock, state_key};
 
 /// Recurrent state, two arrays a layer.
@@ -85,7 +85,7 @@ impl Prefixes {
             let problem = "cannot be used with this model: the size of its attention heads is not \
                            a multiple of 32"
                 .into();
-            return Err(Error::Invalid { field: "store.kv_bits", problem });
+            return Err(Error::Config(ConfigError::Key { field: "store.kv_bits", problem }));
         }
         let needs_state = !empty.is_truncatable();
         Ok(Self {
@@ -216,7 +216,9 @@ impl Prefixes {
         }
         let keys = self.keys(tokens);
         self.write(cache, tokens, &keys)?;
-        self.retain_in_both(tokens, &keys, retention)?;
+        if retention.seconds > 0 && length > 0 {
+            self.retain_keys(tokens, &keys, retention)?;
+        }
         self.shrink();
         Ok(())
     }
@@ -227,13 +229,10 @@ impl Prefixes {
         if retention.seconds == 0 || tokens.is_empty() {
             return Ok(());
         }
-        self.retain_in_both(tokens, &self.keys(tokens), retention)
+        self.retain_keys(tokens, &self.keys(tokens), retention)
     }
 
-    fn retain_in_both(&mut self, tokens: &[u32], keys: &[Key], retention: Retention) -> Result<()> {
-        if retention.seconds == 0 || tokens.is_empty() {
-            return Ok(());
-        }
+    fn retain_keys(&mut self, tokens: &[u32], keys: &[Key], retention: Retention) -> Result<()> {
         let now = self.clock.seconds();
         let until = now + u64::from(retention.seconds);
         let most = self.memory_bytes / 2;
@@ -293,10 +292,7 @@ impl Prefixes {
         self.reporter.resize(self.tree.size());
     }
 
-    /// Waits until everything that was saved is on disk.
-    ///
-    /// # Errors
-    /// [`Error::Store`] if saving was turned off after a failure.
+    /// Waits until everything that was saved is on disk; an error if saving was turned off.
     pub fn flush(&self) -> Result<()> {
         Ok(self.disk.as_ref().map_or(Ok(()), RedbStore::flush)?)
     }

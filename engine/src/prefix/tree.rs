@@ -151,10 +151,7 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
     }
 
     /// Saves `kv`, which continues the saved KV of `tokens` to their end, and `state` at that end.
-    /// Counts as a use; [`PrefixTree::shrink`] makes room afterwards.
-    ///
-    /// # Errors
-    /// Those of [`KvRun::split`]; nothing is saved then.
+    /// Counts as a use; [`PrefixTree::shrink`] makes room afterwards. Saves nothing on an error.
     pub fn put(&mut self, tokens: &[u32], kv: Option<R>, state: Option<S>) -> Result<()> {
         let walk = self.walk(tokens);
         let mut at = *walk.whole.last().expect("the root is always there");
@@ -193,9 +190,6 @@ impl<R: KvRun, S: Footprint> PrefixTree<R, S> {
     /// Retains `tokens` until `until` (seconds since 1970), or until the later time of an earlier
     /// call. Changes nothing and returns false if a request cannot resume after them, or if all that
     /// is retained at `now` would take more than `most` bytes.
-    ///
-    /// # Errors
-    /// Those of [`KvRun::split`].
     pub fn retain(&mut self, tokens: &[u32], until: u64, now: u64, most: u64) -> Result<bool> {
         if self.find(tokens, tokens.len()).resume < tokens.len() {
             return Ok(false);

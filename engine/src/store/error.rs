@@ -4,67 +4,35 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Why the store or one of its files cannot be used. Never ends a request.
+/// Why a file of the store cannot be used. Never ends a request.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
     /// Another process has the file open: ask that one, or wait until it ends.
-    #[error("state store: {path} is in use by another process; only one at a time can use it")]
-    InUse {
-        /// The file.
-        path: PathBuf,
-    },
+    #[error("state store: {0} is in use by another process; only one at a time can use it")]
+    InUse(PathBuf),
     /// Nothing was saved yet.
-    #[error("state store: {path} does not exist; a server creates it when it saves state")]
-    Missing {
-        /// The file.
-        path: PathBuf,
-    },
-    /// Another version of this program wrote the file, or its format field is damaged.
+    #[error("state store: {0} does not exist; a server creates it when it saves state")]
+    Missing(PathBuf),
+    /// Another version of this program wrote the file, or its format field, given here, is damaged.
     #[error(
-        "state store: {path} has an unknown format ({found:#x?}); use the version of steersman \
-         that wrote it, or delete the file: it holds only a cache"
+        "state store: {0} has an unknown format ({1:#x?}); use the version of steersman that wrote \
+         it, or delete the file: it holds only a cache"
     )]
-    UnknownFormat {
-        /// The file.
-        path: PathBuf,
-        /// Value of its format field.
-        found: Option<u64>,
-    },
+    UnknownFormat(PathBuf, Option<u64>),
     /// The file is damaged as a whole. Damaged parts alone are dropped instead.
     #[error(
-        "state store: {path} is damaged ({problem}); delete it, or start a server, which moves it \
-         aside"
+        "state store: {0} is damaged ({1}); delete it, or start a server, which moves it aside"
     )]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What redb reports.
-        problem: String,
-    },
+    Damaged(PathBuf, String),
     /// The disk or the user's quota is full.
-    #[error("state store: no space left to write {path} ({error}); free some and restart")]
-    Full {
-        /// The file.
-        path: PathBuf,
-        /// What the system reports.
-        error: Arc<io::Error>,
-    },
+    #[error("state store: no space left to write {0} ({1}); free some and restart")]
+    Full(PathBuf, Arc<io::Error>),
     /// The file cannot be read or written.
-    #[error("state store: {path}: {error}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system reports.
-        error: Arc<io::Error>,
-    },
+    #[error("state store: {0}: {1}")]
+    Io(PathBuf, Arc<io::Error>),
     /// The file to import is not an export, or is damaged: export it again.
-    #[error("state store: cannot import {path}: {problem}")]
-    Import {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong, and at which byte.
-        problem: String,
-    },
+    #[error("state store: cannot import {0}: {1}")]
+    Import(PathBuf, String),
 }
 
 impl StoreError {
@@ -72,8 +40,8 @@ impl StoreError {
         use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
         let (path, error) = (path.into(), error.into());
         match error.kind() {
-            StorageFull | QuotaExceeded | FileTooLarge => Self::Full { path, error },
-            _ => Self::Io { path, error },
+            StorageFull | QuotaExceeded | FileTooLarge => Self::Full(path, error),
+            _ => Self::Io(path, error),
         }
     }
 }

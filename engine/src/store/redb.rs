@@ -99,6 +99,7 @@ struct StoreState {
     touched: HashSet<Key>,
     /// Met by a load, left to the writer.
     fault: Option<StoreFault>,
+    /// Whether the writer is in a transaction or recovering.
     writing: bool,
     flushing: usize,
     closing: bool,
@@ -133,9 +134,6 @@ impl RedbStore {
     }
 
     /// [`RedbStore::open`] with another clock or storage.
-    ///
-    /// # Errors
-    /// The same.
     pub fn open_in(
         env: StoreEnv,
         path: &Path,
@@ -323,9 +321,7 @@ impl RedbStore {
     }
 
     /// Waits until everything that was saved, used or retained is on disk.
-    ///
-    /// # Errors
-    /// The error after which saving was turned off.
+    /// Returns the error after which saving was turned off.
     pub fn flush(&self) -> Result<(), StoreError> {
         let mut state = self.shared.state.lock();
         state.flushing += 1;
@@ -516,9 +512,12 @@ impl StoreShared {
         let mut state = self.state.lock();
         loop {
             if let Some(fault) = state.fault.take() {
+                // Or a flush could return before `off` says that the save failed.
+                state.writing = true;
                 drop(state);
                 self.recover(fault);
                 state = self.state.lock();
+                state.writing = false;
             } else if state.has_work() {
                 let (transaction, save) = state.next_transaction();
                 state.writing = true;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::template::Template;
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;
 
 /// The files, parsed but not interpreted.
@@ -182,7 +182,7 @@ fn read(file: &Path) -> Result<Option<String>> {
 }
 
 fn bad(path: &Path, problem: &str) -> Error {
-    Error::Model { path: path.into(), problem: problem.into() }
+    Error::Config(ConfigError::Model { path: path.into(), problem: problem.into() })
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::request::{Message, Sampling};
 
 mod detokenize;
@@ -78,7 +78,7 @@ impl Text {
             let path = folder.file("generation_config.json");
             let problem = "has no eos_token_id, nor do config.json and tokenizer_config.json: \
                 the model would never end its turn; add the id of its end-of-turn token";
-            return Err(Error::Model { path, problem: problem.into() });
+            return Err(Error::Config(ConfigError::Model { path, problem: problem.into() }));
         }
         tokenizer.hide(&eos);
         Ok(Self {
@@ -111,7 +111,10 @@ impl Text {
             if ["messages", "tools", "documents", "add_generation_prompt"].contains(&name.as_str())
             {
                 let problem = format!("`{name}` cannot be set here");
-                return Err(Error::Invalid { field: "chat_template_kwargs", problem });
+                return Err(Error::Request(RequestError::Field {
+                    field: "chat_template_kwargs",
+                    problem,
+                }));
             }
             context.insert(name.clone(), value.clone());
         }
@@ -206,7 +209,8 @@ impl Text {
 /// Reasoning gets both names in use, `reasoning_content` and `thinking`. `developer` becomes
 /// `system` unless the template knows that role: most templates silently skip an unknown role.
 fn template_message(message: &Message, developer: bool) -> Result<Value> {
-    let mut value = serde_json::to_value(message).map_err(|e| Error::Template(e.to_string()))?;
+    let mut value = serde_json::to_value(message)
+        .map_err(|e| Error::Request(RequestError::Template(e.to_string())))?;
     if message.role == "developer" && !developer {
         value["role"] = "system".into();
     }

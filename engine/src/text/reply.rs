@@ -31,7 +31,7 @@ use super::stop::{Stop, partial};
 use super::tokenizer::{Marker, Tokenizer};
 use super::tool_call::{self, Malformed, Schemas};
 use super::trim::{Lead, Tail};
-use crate::error::{Error, Result};
+use crate::error::{RequestError, Result};
 use crate::request::{FunctionCall, ToolCall};
 
 /// Maximum size of a call; a larger one is emitted as text. Models write files in calls, but an
@@ -265,7 +265,7 @@ impl Reply {
         let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
             let problem =
                 "the model's vocabulary has no </think> to close the reasoning with".into();
-            return Err(Error::Invalid { field: "close-thinking", problem });
+            return Err(RequestError::Tokenizer(problem).into());
         };
         let mut tokens = Vec::new();
         if !self.reasoning.on_new_line || self.detokenizer.is_pending() {

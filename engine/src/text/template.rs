@@ -19,7 +19,7 @@ use minijinja::{Environment, ErrorKind, State};
 use serde_json::Map;
 
 use super::python;
-use crate::error::{Error, Result};
+use crate::error::{Error, RequestError, Result};
 
 /// Maximum number of instructions of one rendering. Templates come with models and are not
 /// trusted; this ends an endless loop after some seconds. The heaviest known template (Gemma 4,
@@ -71,7 +71,9 @@ impl Template {
     /// [`Error::Template`] if the time is out of range.
     pub fn at(mut self, unix_seconds: i64) -> Result<Self> {
         let time = jiff::Timestamp::from_second(unix_seconds);
-        let time = time.map_err(|e| Error::Template(e.to_string()))?.to_zoned(TimeZone::UTC);
+        let time = time
+            .map_err(|e| Error::Request(RequestError::Template(e.to_string())))?
+            .to_zoned(TimeZone::UTC);
         self.environment.add_function("strftime_now", move |format: &str| strftime(format, &time));
         Ok(self)
     }
@@ -85,7 +87,7 @@ impl Template {
         let template = self.environment.get_template(NAME).expect("compiled in Template::new");
         template
             .render(Value::from(Serde(variables)))
-            .map_err(|error| Error::Template(explain(&error)))
+            .map_err(|error| Error::Request(RequestError::Template(explain(&error))))
     }
 }
 

@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, DecoderWrapper};
 
-use crate::error::{Error, Result};
+use crate::error::{ConfigError, Error, RequestError, Result};
 
 /// A tag that changes the phase of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,7 +66,8 @@ pub(super) struct Tokenizer {
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn load(path: &Path) -> Result<Self> {
-        let bad = |problem: String| Error::Model { path: path.into(), problem };
+        let bad =
+            |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
         let bytes = std::fs::read(path).map_err(|e| {
             bad(format!("cannot be read ({e}); a model folder needs its tokenizer.json"))
         })?;
@@ -203,10 +204,7 @@ impl Tokenizer {
     fn ids(&self, inner: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
         match inner.encode_fast(text, false) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(error) => Err(Error::Invalid {
-                field: "messages",
-                problem: format!("the model's tokenizer cannot encode this text: {error}"),
-            }),
+            Err(error) => Err(RequestError::Tokenizer(error.to_string()).into()),
         }
     }
 

@@ -1,8 +1,8 @@
-//! `steersman policy build`: sources to a component.
+//! `steersman policy build`: from sources to a component.
 //!
-//! A Rust crate goes through cargo to a core module, which becomes a component here; JavaScript and
-//! Python go through the tools that put their engines inside. None of the three may leave an import
-//! of WASI behind, so the tools are asked for a component without.
+//! cargo compiles a Rust crate to a core module, and `wit-component` makes the component. JavaScript
+//! and Python are built by tools that add an interpreter. No component may import WASI, so the tools
+//! stub it out.
 
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
@@ -16,48 +16,46 @@ use wit_component::ComponentEncoder;
 /// The target of Rust guests.
 const TARGET: &str = "wasm32-unknown-unknown";
 
-/// The world, in the folder's `wit/`, that names the hooks of a guest in JavaScript or Python.
+/// The world in `wit/world.wit` of a guest in JavaScript or Python.
 const WORLD: &str = "guest";
 
-/// Which sources, and where the component goes.
+/// Source and output.
 #[derive(Args)]
 pub struct Build {
-    /// Folder with a Cargo.toml, a .js file or a .py file; or a core module, as a compiler makes it
+    /// A folder with a Cargo.toml, a .js file or a .py file; or a core module
     #[arg(value_name = "FOLDER|MODULE.wasm")]
     source: PathBuf,
-    /// Where the component goes [default: NAME.wasm in the folder]
+    /// The component [default: NAME.wasm in the folder]
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Where cargo keeps what it compiles [default: target in the folder]
+    /// The target folder of cargo [default: target in the folder]
     #[arg(long, value_name = "FOLDER")]
     target_dir: Option<PathBuf>,
 }
 
-/// Builds it, and says what came out.
+/// Builds a component and prints its path and size.
 ///
 /// # Errors
-/// What cannot be read or written, what a compiler says, or which tool is missing and how it is
-/// installed.
+/// When a file cannot be read or written, a compiler fails, or a tool is missing; the message says how
+/// to install it.
 pub fn run(options: Build, out: &mut impl Write) -> Result<()> {
     let Build { source, out: file, target_dir } = options;
-    let path = &source;
-    let source = source.canonicalize().with_context(|| path.display().to_string())?;
+    let source = source.canonicalize().with_context(|| source.display().to_string())?;
     let file = if source.is_file() {
-        let file = file.context("--out is missing: where the component of a module goes")?;
+        let file = file.context("--out is missing; it names the component of a module")?;
         write(&file, &componentize(&read(&source)?)?)?;
         file
     } else {
         let main = Main::find(&source)?;
         let file = file.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
-        let whole = std::path::absolute(&file)?;
         match &main {
             Main::Rust { name } => {
                 let target = target_dir.unwrap_or_else(|| source.join("target"));
                 let module = compile(&source, name, &std::path::absolute(target)?)?;
                 write(&file, &componentize(&module)?)?;
             }
-            Main::JavaScript(main) => javascript(&source, main, &whole)?,
-            Main::Python(main) => python(&source, main, &whole)?,
+            Main::JavaScript(main) => javascript(&source, main, &std::path::absolute(&file)?)?,
+            Main::Python(main) => python(&source, main, &std::path::absolute(&file)?)?,
         }
         file
     };
@@ -66,16 +64,13 @@ pub fn run(options: Build, out: &mut impl Write) -> Result<()> {
     Ok(())
 }
 
-/// Makes a component of a core module that `wit-bindgen` has told of its world. What its code does
-/// not import, the component does not.
-///
-/// # Errors
-/// When the bytes are no such module.
-pub fn componentize(module: &[u8]) -> Result<Vec<u8>> {
+/// Makes a component from a core module in which `wit-bindgen` has embedded its world. Imports that
+/// the code does not use are dropped.
+fn componentize(module: &[u8]) -> Result<Vec<u8>> {
     ComponentEncoder::default()
         .module(module)
         .and_then(|encoder| encoder.validate(true).encode())
-        .context("the module cannot become a component: is it built with the SDK?")
+        .context("the module cannot become a component; is it built with the SDK?")
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {
@@ -86,14 +81,11 @@ fn write(file: &Path, bytes: &[u8]) -> Result<()> {
     std::fs::write(file, bytes).with_context(|| file.display().to_string())
 }
 
-/// What a folder is built from.
+/// The source of a policy in a folder.
 #[derive(Debug, PartialEq)]
 enum Main {
-    /// A crate, by its name.
     Rust { name: String },
-    /// A module, by its file.
     JavaScript(PathBuf),
-    /// A module, by its file.
     Python(PathBuf),
 }
 
@@ -109,27 +101,14 @@ impl Main {
             let name = name.with_context(|| format!("{}: has no name", manifest.display()))?;
             return Ok(Self::Rust { name: name.into() });
         }
-        for (ending, main) in
-            [("js", Self::JavaScript as fn(_) -> _), ("py", Self::Python as fn(_) -> _)]
-        {
-            let mut files: Vec<_> =
-                std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
-            files.retain(|file| file.extension().is_some_and(|found| found == ending));
-            if files.len() > 1 {
-                let named = |file: &PathBuf| file.file_stem() == folder.file_name();
-                files.retain(named);
-                ensure!(
-                    !files.is_empty(),
-                    "{}: has several .{ending} files; that of the policy must be named as the folder",
-                    folder.display()
-                );
-            }
-            if let Some(file) = files.pop() {
-                return Ok(main(file));
-            }
+        if let Some(file) = module(folder, "js")? {
+            return Ok(Self::JavaScript(file));
+        }
+        if let Some(file) = module(folder, "py")? {
+            return Ok(Self::Python(file));
         }
         bail!(
-            "{}: has no Cargo.toml, no .js file and no .py file; `steersman policy new` makes a folder",
+            "{}: has no Cargo.toml, no .js file and no .py file; `steersman policy new` creates a folder",
             folder.display()
         );
     }
@@ -144,7 +123,27 @@ impl Main {
     }
 }
 
-/// Compiles the crate in `folder`; the core module.
+/// The file of a folder with this extension; of several, the one with the folder's name.
+fn module(folder: &Path, extension: &str) -> Result<Option<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|found| found == extension) {
+            files.push(path);
+        }
+    }
+    if files.len() > 1 {
+        files.retain(|file| file.file_stem() == folder.file_name());
+        ensure!(
+            !files.is_empty(),
+            "{}: has several .{extension} files; name that of the policy like the folder",
+            folder.display()
+        );
+    }
+    Ok(files.pop())
+}
+
+/// Compiles the crate in `folder` to a core module.
 fn compile(folder: &Path, name: &str, target: &Path) -> Result<Vec<u8>> {
     let mut cargo = Command::new("cargo");
     cargo.current_dir(folder).args(["build", "--quiet", "--release", "--target", TARGET]);
@@ -152,29 +151,26 @@ fn compile(folder: &Path, name: &str, target: &Path) -> Result<Vec<u8>> {
     if folder.join("Cargo.lock").is_file() {
         cargo.arg("--locked");
     }
-    // Paths of this machine stand in panic messages otherwise, and the bytes would differ.
+    // Panic messages contain paths; without remapping, the bytes would differ between machines.
     let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(dirs::home_dir()?.join(".cargo"))).unwrap_or_default();
     let mut flags = remap(&home, "/cargo");
     flags.push(" ");
-    // One root for all policies of a repository: cargo compiles all again where flags differ.
+    // One root for all policies of a repository: cargo recompiles everything if flags differ.
     let root = folder.ancestors().find(|folder| folder.join(".git").exists());
     flags.push(remap(root.unwrap_or(folder), "/source"));
     if let Toolchain::Debian { rustc, linker } = Toolchain::find()? {
         flags.push(" -Clinker=");
         flags.push(linker);
         flags.push(" -Clinker-flavor=wasm-ld");
-        // This compiler comes with the source of its standard library alone.
+        // Debian has only the source of the standard library for this target.
         cargo.arg("-Zbuild-std=std,panic_abort").env("RUSTC_BOOTSTRAP", "1").env("RUSTC", rustc);
     }
     cargo.env("RUSTFLAGS", flags);
     finish(cargo, "install Rust")?;
     let file = format!("{}.wasm", name.replace('-', "_"));
-    let module = target.join(TARGET).join("release").join(file);
-    std::fs::read(&module).with_context(|| {
-        let why = "the crate made no module; its Cargo.toml needs [lib] crate-type = [\"cdylib\"]";
-        format!("{}: {why}", module.display())
-    })
+    read(&target.join(TARGET).join("release").join(file))
+        .context("the crate made no module; its Cargo.toml needs [lib] crate-type = [\"cdylib\"]")
 }
 
 fn remap(from: &Path, to: &str) -> OsString {
@@ -185,11 +181,11 @@ fn remap(from: &Path, to: &str) -> OsString {
     flag
 }
 
-/// What compiles Rust to WebAssembly.
+/// A compiler from Rust to WebAssembly.
 enum Toolchain {
-    /// rustup's, with the target.
+    /// rustup's, with the target installed.
     Rustup,
-    /// Debian's compiler, with the source of its standard library, and a linker.
+    /// Debian's compiler, with the source of the standard library, and a linker.
     Debian { rustc: PathBuf, linker: PathBuf },
 }
 
@@ -200,14 +196,14 @@ impl Toolchain {
             let sysroot = String::from_utf8(sysroot.stdout).ok()?;
             Some(Path::new(sysroot.trim()).join("lib/rustlib"))
         };
-        let ours = rustlib("rustc");
-        if ours.as_ref().is_some_and(|lib| lib.join(TARGET).join("lib").is_dir()) {
+        let on_path = rustlib("rustc");
+        if on_path.as_ref().is_some_and(|lib| lib.join(TARGET).join("lib").is_dir()) {
             return Ok(Self::Rustup);
         }
         let rustc = "/usr/bin/rustc";
         let has_source =
             rustlib(rustc).is_some_and(|lib| lib.join("src/rust/library/Cargo.toml").is_file());
-        match linker(ours.as_deref()).filter(|_| has_source) {
+        match linker(on_path.as_deref()).filter(|_| has_source) {
             Some(linker) => Ok(Self::Debian { rustc: rustc.into(), linker }),
             None => bail!(
                 "no compiler for WebAssembly: run `rustup target add {TARGET}`, or on Debian \
@@ -217,17 +213,17 @@ impl Toolchain {
     }
 }
 
+/// Debian's `lld-NN`, or else `rust-lld` of the toolchain on PATH.
 fn linker(rustlib: Option<&Path>) -> Option<PathBuf> {
-    let entries = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let is_lld = |path: &PathBuf| {
-        path.file_name()
-            .and_then(|name| name.to_str())
-            .is_some_and(|name| name.strip_prefix("lld-").is_some_and(|v| v.parse::<u32>().is_ok()))
+    let entries = |folder: &Path| {
+        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path())
     };
-    let debian = entries(Path::new("/usr/bin")).map(|entry| entry.path()).find(is_lld);
-    debian.or_else(|| {
-        let rust = entries(rustlib?).map(|entry| entry.path().join("bin/rust-lld"));
-        rust.into_iter().find(|path| path.is_file())
+    let is_lld = |path: &PathBuf| {
+        let version = path.file_name().and_then(|name| name.to_str()?.strip_prefix("lld-"));
+        version.is_some_and(|version| version.parse::<u32>().is_ok())
+    };
+    entries(Path::new("/usr/bin")).find(is_lld).or_else(|| {
+        entries(rustlib?).map(|path| path.join("bin/rust-lld")).find(|path| path.is_file())
     })
 }
 
@@ -235,7 +231,7 @@ fn javascript(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     let mut tool = tool("componentize-js", folder);
     tool.current_dir(folder).arg(file).arg("--wit").arg(wit(folder)?);
     tool.args(["--world-name", WORLD]);
-    // Whatever would be an import of WASI; a policy does without.
+    // Each of these features imports WASI.
     tool.args(["--disable", "random", "stdio", "clocks", "http", "fetch-event"]);
     tool.arg("--out").arg(out);
     finish(tool, "run `npm install @bytecodealliance/componentize-js`")
@@ -254,14 +250,14 @@ fn wit(folder: &Path) -> Result<PathBuf> {
     let wit = folder.join("wit");
     ensure!(
         wit.join("world.wit").is_file() && wit.join("policy.wit").is_file(),
-        "{}: must hold the contract, policy.wit, and world.wit with `world {WORLD}`, which exports the \
-         policy's hooks; `steersman policy new` makes both",
+        "{}: must contain the contract, policy.wit, and world.wit with `world {WORLD}`, which exports \
+         the hooks of the policy; `steersman policy new` creates both",
         wit.display()
     );
     Ok(wit)
 }
 
-/// A tool: of the folder or of one above it, where npm and venv install it, or else of PATH.
+/// A tool that npm or venv installed in the folder or one above it, or else from PATH.
 fn tool(name: &str, folder: &Path) -> Command {
     let folders = folder
         .ancestors()
@@ -270,14 +266,12 @@ fn tool(name: &str, folder: &Path) -> Command {
     Command::new(found.unwrap_or_else(|| name.into()))
 }
 
-/// Runs a tool to its end. What it says goes where ours goes, but for its remarks on success.
+/// Runs a tool with our stdout and stderr.
 fn finish(mut command: Command, install: &str) -> Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     match command.status() {
-        Ok(status) => {
-            ensure!(status.success(), "`{name}` has failed ({status}): its words stand above");
-            Ok(())
-        }
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => bail!("`{name}` failed ({status}); its messages are above"),
         Err(error) if error.kind() == ErrorKind::NotFound => {
             bail!("`{name}` is missing: {install}")
         }
@@ -290,15 +284,15 @@ mod tests {
     use super::*;
 
     fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().unwrap();
         for (name, text) in files {
-            std::fs::write(folder.path().join(name), text).expect("a file");
+            std::fs::write(folder.path().join(name), text).unwrap();
         }
         folder
     }
 
     #[test]
-    fn a_folder_is_built_from_what_lies_in_it() {
+    fn the_language_of_a_folder_is_found_from_its_files() {
         let find = |files: &[(&str, &str)]| {
             let folder = folder(files);
             Main::find(folder.path()).map(|main| main.name()).map_err(|e| e.to_string())
@@ -317,24 +311,24 @@ mod tests {
     }
 
     #[test]
-    fn of_several_modules_the_one_named_as_the_folder_is_the_policy() {
+    fn of_several_modules_the_one_with_the_name_of_the_folder_is_the_policy() {
         let outer = folder(&[]);
         let inner = outer.path().join("brief");
-        std::fs::create_dir(&inner).expect("a folder");
+        std::fs::create_dir(&inner).unwrap();
         for name in ["brief.py", "words.py"] {
-            std::fs::write(inner.join(name), "").expect("a file");
+            std::fs::write(inner.join(name), "").unwrap();
         }
-        assert_eq!(Main::find(&inner).expect("a policy"), Main::Python(inner.join("brief.py")));
+        assert_eq!(Main::find(&inner).unwrap(), Main::Python(inner.join("brief.py")));
     }
 
     #[test]
-    fn a_missing_tool_is_named_with_what_installs_it() {
+    fn an_error_about_a_missing_tool_says_how_to_install_it() {
         let missing = finish(Command::new("no-such-tool"), "run `pip install it`").unwrap_err();
         assert_eq!(missing.to_string(), "`no-such-tool` is missing: run `pip install it`");
     }
 
     #[test]
-    fn what_is_no_module_becomes_no_component() {
+    fn bytes_that_are_not_a_module_are_refused() {
         let error = componentize(b"\0asm\x01\0\0").unwrap_err();
         assert!(error.to_string().contains("is it built with the SDK?"), "{error:#}");
     }

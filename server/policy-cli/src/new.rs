@@ -1,7 +1,7 @@
-//! `steersman policy new`: a folder with a small policy to begin with.
+//! `steersman policy new`: creates a folder with a small policy.
 //!
-//! What it writes are the examples of this repository, built and tested there, with another name,
-//! and a copy of the contract: a policy stays as it is when the server is replaced by a newer one.
+//! The files are those of `policies/examples`, which are built and tested there, under another name,
+//! and a copy of the contract, so that the policy does not change when the server is updated.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,27 +9,26 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 
-/// Of what name, in which language.
+/// Name and language.
 #[derive(Args)]
 pub struct New {
-    /// The policy's name, and its folder's: lower-case letters, digits and _
+    /// Name of the policy and its folder: lower-case letters, digits and _
     name: String,
-    /// What it is written in
+    /// Programming language
     #[arg(long, value_enum)]
     lang: Language,
-    /// Where its folder is made
+    /// Folder in which its folder is created
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     into: PathBuf,
 }
 
-/// What a policy is written in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Language {
-    /// Rust: 20 to 100 kB, under a microsecond a step
+    /// 30 to 150 kB, about 1 us a step
     Rust,
-    /// JavaScript: 12 MB, some 100 microseconds a step
+    /// JavaScript: 12 MB, about 30 us a step
     Js,
-    /// Python: 18 MB, some 100 microseconds a step
+    /// 18 MB, about 15 us a step
     Python,
 }
 
@@ -38,7 +37,7 @@ const GOLDEN: &str = include_str!("../../../policies/examples/rust/brief.jsonl")
 const README: &str = include_str!("template/README.md");
 const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\n*.wasm\n";
 
-/// The sources of the SDK, which a policy in Rust has a copy of.
+/// The sources of the SDK. A policy in Rust has a copy of it.
 const SDK: &[(&str, &str)] = &[
     ("bindings.rs", include_str!("../../../policies/sdk/src/bindings.rs")),
     ("host.rs", include_str!("../../../policies/sdk/src/host.rs")),
@@ -47,20 +46,20 @@ const SDK: &[(&str, &str)] = &[
 ];
 const SDK_MANIFEST: &str = include_str!("../../../policies/sdk/Cargo.toml");
 
-/// Makes the folder, and says what comes next.
+/// Creates the folder and prints the next commands.
 ///
 /// # Errors
-/// When the name cannot be one, the folder is there already, or it cannot be written.
+/// When the name is invalid, or the folder exists or cannot be written.
 pub fn run(options: New, out: &mut impl Write) -> Result<()> {
     let New { name, lang, into } = options;
     check_name(&name)?;
     let folder = into.join(&name);
-    ensure!(!folder.exists(), "{}: is there already", folder.display());
+    ensure!(!folder.exists(), "{}: already exists", folder.display());
     for (path, text) in files(&name, lang) {
         write(&folder.join(path), &text)?;
     }
     let folder = folder.display();
-    writeln!(out, "{folder}: a policy to begin with; its README.md says what comes next:")?;
+    writeln!(out, "{folder}: created; its README.md explains the files. Next:")?;
     writeln!(out, "  steersman policy build {folder}")?;
     writeln!(out, "  steersman policy test {folder}/{name}.wasm {folder}/{name}.jsonl")?;
     Ok(())
@@ -71,21 +70,22 @@ fn check_name(name: &str) -> Result<()> {
     let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
     ensure!(
         starts && name.chars().all(fits) && name.len() <= 64,
-        "`{name}` cannot be a policy's name: lower-case letters, digits and _, at most 64, a letter first"
+        "`{name}` is not a valid name: use at most 64 lower-case letters, digits and _, beginning with a \
+         letter"
     );
-    // The bindings of the Python tool, the world, and crates that cargo knows already.
-    let taken = ["guest", "wit_world", "core", "std", "alloc", "test", "steersman_policy"];
-    ensure!(!taken.contains(&name), "`{name}` is taken by the tools: choose another name");
+    // Names of the world, of Python's bindings and of crates that cargo already knows.
+    let reserved = ["guest", "wit_world", "core", "std", "alloc", "test", "steersman_policy"];
+    ensure!(!reserved.contains(&name), "`{name}` is reserved by the tools; choose another name");
     Ok(())
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
-    let parent = path.parent().expect("a file of the folder");
+    let parent = path.parent().expect("the path is inside the folder of the policy");
     std::fs::create_dir_all(parent).with_context(|| parent.display().to_string())?;
     std::fs::write(path, text).with_context(|| path.display().to_string())
 }
 
-/// All files of a new policy, by their paths in its folder.
+/// The files of a new policy: paths in its folder, and contents.
 fn files(name: &str, lang: Language) -> Vec<(String, String)> {
     macro_rules! example {
         ($path:literal) => {
@@ -95,20 +95,19 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
     let (source, install, contract) = match lang {
         Language::Rust => (
             "src/lib.rs".to_owned(),
-            "It needs a compiler for WebAssembly, once: `rustup target add wasm32-unknown-unknown`, or on \
-             Debian\n`apt-get install rustc-web rust-web-src lld-22`. `cargo test` runs its native tests.",
+            "Install a compiler for WebAssembly: `rustup target add wasm32-unknown-unknown`, or on Debian\n\
+             `apt-get install rustc-web rust-web-src lld-22`. `cargo test` runs the native tests.",
             "sdk/wit/policy.wit",
         ),
         Language::Js => (
             format!("{name}.js"),
-            "It needs componentize-js, once: `npm install` in this folder. wit/world.wit names the hooks \
-             that it exports.",
+            "Install componentize-js: run `npm install` in this folder. wit/world.wit lists the exported hooks.",
             "wit/policy.wit",
         ),
         Language::Python => (
             format!("{name}.py"),
-            "It needs componentize-py, once: `pip install -r requirements.txt`. wit/world.wit names the \
-             hooks that it exports.",
+            "Install componentize-py: `pip install -r requirements.txt`, in a venv. wit/world.wit lists the \
+             exported hooks.",
             "wit/policy.wit",
         ),
     };
@@ -150,7 +149,7 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
     files
 }
 
-/// `tool_guard` as a type: `ToolGuard`.
+/// The name of a type: `ToolGuard` for `tool_guard`.
 fn type_name(name: &str) -> String {
     name.split('_')
         .map(|word| {
@@ -160,7 +159,7 @@ fn type_name(name: &str) -> String {
         .collect()
 }
 
-/// The manifest of a copy of the SDK: without the workspace, and what its own tests need.
+/// The manifest of the copy of the SDK: without the workspace and the dependencies of its tests.
 fn sdk_manifest() -> String {
     let bindgen = SDK_MANIFEST.lines().find(|line| line.starts_with("wit-bindgen"));
     format!(
@@ -168,7 +167,7 @@ fn sdk_manifest() -> String {
          publish = false\n\n[dependencies]\n{}\n",
         env!("CARGO_PKG_VERSION"),
         env!("CARGO_PKG_LICENSE"),
-        bindgen.expect("the SDK is made with wit-bindgen: a law holds it so"),
+        bindgen.expect("the SDK depends on wit-bindgen: checked by a test"),
     )
 }
 
@@ -176,65 +175,63 @@ fn sdk_manifest() -> String {
 mod tests {
     use super::*;
 
-    fn make(name: &str, lang: Language) -> (tempfile::TempDir, Result<()>) {
-        let into = tempfile::tempdir().expect("a folder");
-        let made = run(New { name: name.into(), lang, into: into.path().into() }, &mut Vec::new());
-        (into, made)
+    fn create(name: &str, lang: Language) -> (tempfile::TempDir, Result<()>) {
+        let into = tempfile::tempdir().unwrap();
+        let created =
+            run(New { name: name.into(), lang, into: into.path().into() }, &mut Vec::new());
+        (into, created)
     }
 
     #[test]
-    fn a_new_policy_has_source_golden_contract_and_readme_of_its_name() {
+    fn a_new_policy_has_source_golden_file_contract_and_readme_with_its_name() {
         let cases = [
             (Language::Rust, "src/lib.rs", "sdk/wit/policy.wit"),
             (Language::Js, "calm_1.js", "wit/policy.wit"),
             (Language::Python, "calm_1.py", "wit/policy.wit"),
         ];
         for (lang, source, contract) in cases {
-            let (into, made) = make("calm_1", lang);
-            made.expect("a folder");
+            let (into, created) = create("calm_1", lang);
+            created.unwrap();
             let read = |path: &str| std::fs::read_to_string(into.path().join("calm_1").join(path));
-            assert_eq!(read(contract).expect(contract), CONTRACT);
-            assert_eq!(read("calm_1.jsonl").expect("a golden file"), GOLDEN);
-            assert!(!read(source).expect(source).contains("Brief"), "{lang:?}");
-            let readme = read("README.md").expect("a readme");
+            assert_eq!(read(contract).unwrap(), CONTRACT);
+            assert_eq!(read("calm_1.jsonl").unwrap(), GOLDEN);
+            assert!(!read(source).unwrap().contains("Brief"), "{lang:?}");
+            let readme = read("README.md").unwrap();
             assert!(readme.contains("calm_1.wasm") && readme.contains(source), "{readme}");
             assert!(!["NAME", "SOURCE", "CONTRACT", "INSTALL"].iter().any(|w| readme.contains(w)));
         }
     }
 
     #[test]
-    fn the_copy_of_the_sdk_is_whole() {
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../policies/sdk/src");
-        let mut there: Vec<_> = std::fs::read_dir(sources)
-            .expect("the SDK")
-            .map(|entry| entry.expect("a file").file_name().into_string().expect("a name"))
+    fn the_copy_of_the_sdk_is_complete() {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../policies/sdk/src");
+        let mut files: Vec<_> = std::fs::read_dir(sources)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
-        there.sort();
-        assert_eq!(there, SDK.iter().map(|(file, _)| *file).collect::<Vec<_>>());
-        let manifest: toml::Table = sdk_manifest().parse().expect("a manifest");
+        files.sort();
+        assert_eq!(files, SDK.iter().map(|(file, _)| *file).collect::<Vec<_>>());
+        let manifest: toml::Table = sdk_manifest().parse().unwrap();
         assert!(manifest["dependencies"].get("wit-bindgen").is_some());
     }
 
     #[test]
-    fn a_name_that_no_tool_takes_is_refused_and_so_is_a_folder_that_is_there() {
+    fn an_invalid_name_and_an_existing_folder_are_refused() {
         for name in ["", "1a", "Brief", "a-b", "a/b", "..", "guest", "std"] {
-            let (into, made) = make(name, Language::Js);
-            assert!(made.is_err(), "{name}");
-            assert_eq!(std::fs::read_dir(into.path()).expect("a folder").count(), 0, "{name}");
+            let (into, created) = create(name, Language::Js);
+            assert!(created.is_err(), "{name}");
+            assert_eq!(std::fs::read_dir(into.path()).unwrap().count(), 0, "{name}");
         }
-        let (into, made) = make("brief", Language::Js);
-        made.expect("a folder");
+        let (into, created) = create("brief", Language::Js);
+        created.unwrap();
         let again = New { name: "brief".into(), lang: Language::Js, into: into.path().into() };
         assert!(
-            run(again, &mut Vec::new())
-                .unwrap_err()
-                .to_string()
-                .ends_with("brief: is there already")
+            run(again, &mut Vec::new()).unwrap_err().to_string().ends_with("brief: already exists")
         );
     }
 
     #[test]
-    fn types_are_named_as_types_are() {
+    fn type_names_are_in_camel_case() {
         assert_eq!(type_name("tool_guard2"), "ToolGuard2");
         assert_eq!(type_name("a__b_"), "AB");
     }

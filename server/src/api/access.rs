@@ -1,9 +1,9 @@
-//! Who may ask for what: keys, the profiles that they open, and how many requests of a profile there
-//! may be at a time.
+//! Access control: API keys, the profiles that they open, and the limit on concurrent requests of a
+//! profile.
 //!
-//! Keys of the server open every profile. A profile's own keys open that one and no other; a profile
-//! that has some is closed to everyone else, the server's keys excepted. Where the server has no keys,
-//! everyone may use what is not closed so.
+//! A key of the server opens every profile. A key of a profile opens that profile only; a profile
+//! with keys is closed to everyone else, except for the keys of the server. If the server has no
+//! keys, everyone may use the profiles that have none.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,133 +12,209 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use secrecy::{ExposeSecret, SecretString};
 use sha2::{Digest, Sha256};
+use steersman_engine::Engine;
 use subtle::ConstantTimeEq;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::App;
 use super::error::ApiError;
 use crate::config::ServerConfig;
+use crate::models::Models;
 
-/// Keys, as digests of equal length.
+/// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
+type KeyDigest = [u8; 32];
+
+/// Keys of the server and of its profiles.
 pub struct Access {
-    server: Vec<[u8; 32]>,
-    /// Those of operators; where there are none, nobody may do what wants one.
-    admin: Vec<[u8; 32]>,
-    profiles: BTreeMap<String, Door>,
+    server_keys: Vec<KeyDigest>,
+    /// Keys of operators; without any, operations on policies are closed to everyone.
+    admin_keys: Vec<KeyDigest>,
+    profiles: BTreeMap<String, ProfileGate>,
 }
 
-/// How one profile is entered.
-struct Door {
-    keys: Vec<[u8; 32]>,
-    /// A permit for each request that may wait or run; none where any number may.
-    places: Option<Arc<Semaphore>>,
+/// Keys and concurrency limit of one profile.
+struct ProfileGate {
+    keys: Vec<KeyDigest>,
+    /// One permit for each request that may wait or run; `None` for no limit.
+    permits: Option<Arc<Semaphore>>,
     limit: usize,
 }
 
-/// What a request's key opens.
+/// What the key of an HTTP request opens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Caller {
-    /// Every profile, and what operators alone may do.
+    /// Every profile, and the operations on policies.
     Operator,
     /// Every profile.
-    Everything,
-    /// Every profile that has no keys of its own.
-    Guest,
+    AllProfiles,
+    /// Every profile without keys.
+    Anonymous,
     /// One profile.
     Profile(String),
 }
 
 impl Access {
-    /// The keys and bounds of the configuration.
     pub fn new(config: &ServerConfig) -> Self {
-        let digests = |keys: &[String]| keys.iter().map(|key| Sha256::digest(key).into()).collect();
-        let door = |limit: usize, keys: &[String]| Door {
+        let digest = |key: &SecretString| Sha256::digest(key.expose_secret()).into();
+        let digests = |keys: &[SecretString]| keys.iter().map(digest).collect();
+        let gate = |limit: usize, keys: &[SecretString]| ProfileGate {
             keys: digests(keys),
-            places: (limit > 0).then(|| Arc::new(Semaphore::new(limit))),
+            permits: (limit > 0).then(|| Arc::new(Semaphore::new(limit))),
             limit,
         };
         let profiles = config.profiles.iter();
         Self {
-            server: digests(&config.api_keys),
-            admin: digests(&config.admin_keys),
-            profiles: profiles.map(|(n, p)| (n.clone(), door(p.requests, &p.api_keys))).collect(),
+            server_keys: digests(&config.api_keys),
+            admin_keys: digests(&config.admin_keys),
+            profiles: profiles.map(|(n, p)| (n.clone(), gate(p.requests, &p.api_keys))).collect(),
         }
     }
 
-    /// Whom the headers show; none where a key is wanted and missing or wrong.
+    /// The caller, from the `Authorization` header; `None` if a required key is missing or wrong.
     pub fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
         let key = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         let key = key.and_then(|value| value.split_once(' ')).map(|(scheme, key)| {
             let bearer = scheme.eq_ignore_ascii_case("bearer");
             Sha256::digest(if bearer { key.trim() } else { "" })
         });
-        // Digests of equal length, all of them compared to the end: the time taken tells nothing.
-        let among = |keys: &[[u8; 32]]| {
+        // Compares with every key to the end, so the time taken reveals nothing.
+        let is_among = |keys: &[KeyDigest]| {
             key.is_some_and(|key| {
                 keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
             })
         };
-        let (operator, everything) = (among(&self.admin), among(&self.server));
-        let of_profile = self.profiles.iter().fold(None, |found, (name, door)| {
-            if among(&door.keys) { Some(Caller::Profile(name.clone())) } else { found }
+        let (operator, all_profiles) = (is_among(&self.admin_keys), is_among(&self.server_keys));
+        let of_profile = self.profiles.iter().fold(None, |found, (name, gate)| {
+            if is_among(&gate.keys) { Some(Caller::Profile(name.clone())) } else { found }
         });
         match of_profile {
             _ if operator => Some(Caller::Operator),
-            _ if everything => Some(Caller::Everything),
+            _ if all_profiles => Some(Caller::AllProfiles),
             Some(caller) => Some(caller),
-            None => self.server.is_empty().then_some(Caller::Guest),
+            None => self.server_keys.is_empty().then_some(Caller::Anonymous),
         }
     }
 
-    /// Whether `caller` may use `profile`.
-    ///
-    /// # Errors
-    /// 403 where not.
+    /// Rejects callers that are not operators: 403 if the server has no operators, or else 401.
+    pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
+        match caller {
+            Caller::Operator => Ok(()),
+            _ if self.admin_keys.is_empty() => Err(ApiError::no_operators()),
+            _ => Err(ApiError::not_an_operator()),
+        }
+    }
+
+    /// Rejects a caller whose key does not open `profile`, with 403.
     pub fn allow(&self, caller: &Caller, profile: &str) -> Result<(), ApiError> {
-        let closed = self.profiles.get(profile).is_some_and(|door| !door.keys.is_empty());
+        let closed = self.profiles.get(profile).is_some_and(|gate| !gate.keys.is_empty());
         match caller {
             Caller::Profile(own) if own != profile => Err(ApiError::forbidden(format!(
-                "this key is for the profile `{own}`, not for `{profile}`"
+                "this key opens the profile `{own}`, not `{profile}`"
             ))),
-            Caller::Guest if closed => Err(ApiError::forbidden(format!(
-                "the profile `{profile}` wants a key of its own: send `Authorization: Bearer KEY`"
+            Caller::Anonymous if closed => Err(ApiError::forbidden(format!(
+                "the profile `{profile}` requires its own key: send `Authorization: Bearer KEY`"
             ))),
             _ => Ok(()),
         }
     }
 
-    /// Whether `caller` may do what operators alone may.
-    ///
-    /// # Errors
-    /// 403 where there are no operators, 401 where this is none.
-    pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
-        match caller {
-            Caller::Operator => Ok(()),
-            _ if self.admin.is_empty() => Err(ApiError::no_operators()),
-            _ => Err(ApiError::not_an_operator()),
-        }
-    }
-
-    /// A place for one more request of `profile`, held until the permit is dropped; none where any
-    /// number may run.
-    ///
-    /// # Errors
-    /// 429 when all are taken.
-    pub fn enter(&self, profile: &str) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
-        let Some(door) = self.profiles.get(profile) else { return Ok(None) };
-        let Some(places) = &door.places else { return Ok(None) };
-        places.clone().try_acquire_owned().map(Some).map_err(|_| {
+    /// Acquires a permit for one request of `profile`, or 429; `None` if the profile has no limit.
+    fn acquire(&self, profile: &str) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+        let Some(gate) = self.profiles.get(profile) else { return Ok(None) };
+        let Some(permits) = &gate.permits else { return Ok(None) };
+        permits.clone().try_acquire_owned().map(Some).map_err(|_| {
             ApiError::busy(format!(
-                "{} requests of the profile `{profile}` wait or run already, as many as may \
-                 (profiles.{profile}.limits.requests)",
-                door.limit
+                "the profile `{profile}` already has {} requests waiting or running, its limit \
+                 (profiles.{profile}.limits.requests); try again later",
+                gate.limit
             ))
         })
     }
 }
 
-/// Lets a request pass if no key is wanted, or if it brings one of them.
+/// Where an admitted chat request goes.
+pub struct Admission {
+    pub engine: Engine,
+    pub profile: String,
+    /// The model in the reply: the client's name for it, or the only model's name.
+    pub model: String,
+    /// Counts against the profile's limit until it is dropped.
+    pub permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Admission {
+    /// Admits a request for `model` with `header`, the value of `X-Steersman-Profile`.
+    ///
+    /// The profile is that of `model@profile`, of the header, of the caller's key, or `default`.
+    /// `model` may be absent if the server has only one model.
+    ///
+    /// # Errors
+    /// 400 or 404 for a model or profile that is missing or not served, 403 for a profile that the
+    /// caller may not use, 429 if the profile is at its limit.
+    pub fn new(
+        models: &Models,
+        access: &Access,
+        caller: &Caller,
+        model: Option<String>,
+        header: Option<&str>,
+    ) -> Result<Self, ApiError> {
+        let named = match &model {
+            Some(name) => Some(models.resolve(name).ok_or_else(|| {
+                let names = list(models);
+                ApiError::model_not_found(format!(
+                    "there is no model `{name}`; this server serves {names} (see GET /v1/models)"
+                ))
+            })?),
+            None if models.engines().len() == 1 => None,
+            None => {
+                let names = list(models);
+                let message = format!("model: missing; choose one of {names}");
+                return Err(ApiError::missing("model", message));
+            }
+        };
+        let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
+        let profile = match (named.and_then(|(_, profile)| profile), header) {
+            (Some(profile), Some(header)) if profile != header => {
+                let message = format!(
+                    "the model selects the profile `{profile}`, X-Steersman-Profile selects \
+                     `{header}`; drop one of them"
+                );
+                return Err(ApiError::value("model", message));
+            }
+            (Some(profile), _) | (None, Some(profile)) => profile,
+            (None, None) => own.unwrap_or("default"),
+        };
+        let engine = models.of(profile).ok_or_else(|| ApiError::profile_not_found(profile))?;
+        let served = &engine.info().model;
+        if let Some((named, _)) = named
+            && named.info().model != *served
+        {
+            let name = &named.info().model;
+            return Err(ApiError::model_not_found(format!(
+                "the profile `{profile}` uses the model `{served}`, not `{name}`: ask for \
+                 `{served}`, or for another profile as `{name}@PROFILE` (see GET /v1/models)"
+            )));
+        }
+        access.allow(caller, profile)?;
+        Ok(Self {
+            engine: engine.clone(),
+            profile: profile.into(),
+            permit: access.acquire(profile)?,
+            model: model.clone().unwrap_or_else(|| served.clone()),
+        })
+    }
+}
+
+/// The names of all models, for messages.
+fn list(models: &Models) -> String {
+    let names: Vec<_> =
+        models.engines().iter().map(|engine| format!("`{}`", engine.info().model)).collect();
+    names.join(", ")
+}
+
+/// Rejects HTTP requests without a valid key, and hands their [`Caller`] to the handlers.
 pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let Some(caller) = app.access.caller(request.headers()) else {
         app.metrics.unauthorized();

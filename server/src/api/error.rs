@@ -1,37 +1,37 @@
-//! Errors as OpenAI's clients expect them: a status, and `{"error": {"message", "type", "param", "code"}}`.
+//! Errors in OpenAI's format: a status, and `{"error": {"message", "type", "param", "code"}}`.
 //!
-//! What the client did wrong is said in full and names the field. What went wrong in here is said
-//! in full in the log only.
+//! A client error explains the problem and names the field. Details of a server error go to the log
+//! only.
 
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use steersman_engine::error::Error;
+use steersman_engine::{Error, RequestError, policy};
 
-/// Seconds after which a client that met a full queue may try again.
+/// `Retry-After` of a 429, in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
 
-/// `type` of everything that the client can repair.
+/// `type` of errors that the client can fix.
 const INVALID: &str = "invalid_request_error";
 
-/// An error that is on its way to the client.
+/// An error for the client.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ApiError {
-    /// HTTP status; an error in the middle of a stream has no use for it.
+    /// HTTP status; not used in the middle of a stream.
     pub status: StatusCode,
-    /// `type`: the kind of error.
+    /// `type`
     pub kind: &'static str,
-    /// `code`: the error's name, for programs.
+    /// `code`: identifies the error for programs.
     pub code: &'static str,
-    /// `param`: path of the offending field, as `messages[1].content`.
+    /// `param`: path of the field, as `messages[1].content`.
     pub param: Option<String>,
-    /// For people.
+    /// `message`: explains the error to people.
     pub message: String,
 }
 
 impl ApiError {
-    /// A request that has to be changed; `param` is the field, empty where there is none to name.
+    /// An invalid request; `param` is the field, or empty.
     pub fn invalid(
         code: &'static str,
         param: impl Into<String>,
@@ -40,12 +40,12 @@ impl ApiError {
         Self::new(StatusCode::BAD_REQUEST, INVALID, code, param, message)
     }
 
-    /// A value out of its range or of the wrong type.
+    /// A value out of range.
     pub fn value(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::invalid("invalid_value", param, message)
     }
 
-    /// Something that we know and cannot do.
+    /// A known but unsupported field or value.
     pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
         Self::invalid("unsupported_parameter", param, message)
     }
@@ -55,97 +55,104 @@ impl ApiError {
         Self::invalid("missing_required_parameter", param, message)
     }
 
-    /// A model or profile that is not served.
+    /// A profile that does not exist.
+    pub fn profile_not_found(profile: &str) -> Self {
+        let message = format!("there is no profile `{profile}`; see GET /v1/models");
+        let (code, param) = ("profile_not_found", "X-Steersman-Profile");
+        Self::new(StatusCode::NOT_FOUND, INVALID, code, param, message)
+    }
+
+    /// A model that is not served.
     pub fn model_not_found(message: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_FOUND, INVALID, "model_not_found", "model", message)
     }
 
-    /// A path that we do not have.
+    /// An unknown path.
     pub fn not_found(path: &str) -> Self {
-        let message = format!("there is no {path} here; see GET /v1/models and the README");
+        let message = format!("there is no path {path}; see GET /v1/models and the README");
         Self::new(StatusCode::NOT_FOUND, INVALID, "not_found", "", message)
     }
 
-    /// A path that we have, asked for with the wrong method.
+    /// A known path with a wrong method.
     pub fn method_not_allowed(method: &str, path: &str) -> Self {
-        let message = format!("{path} cannot be asked for with {method}");
+        let message = format!("{path} does not support {method}");
         Self::new(StatusCode::METHOD_NOT_ALLOWED, INVALID, "method_not_allowed", "", message)
     }
 
     /// A missing or wrong key.
     pub fn unauthorized() -> Self {
-        let message = "this server wants a key: send `Authorization: Bearer KEY`, with a KEY out of \
-                       api_keys in the server's configuration";
+        let message = "a key is required: send `Authorization: Bearer KEY`, with one of the \
+                       api_keys of the server's configuration";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
 
-    /// A key that does not open what is asked for.
+    /// A key that does not open the profile.
     pub fn forbidden(message: impl Into<String>) -> Self {
         let kind = "permission_error";
         Self::new(StatusCode::FORBIDDEN, kind, "profile_not_allowed", "", message)
     }
 
-    /// Too many requests at a time.
+    /// Too many concurrent requests.
     pub fn busy(message: impl Into<String>) -> Self {
         let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
         Self::new(status, kind, "too_many_requests", "", message)
     }
 
-    /// Something that operators alone may do, without one of their keys.
+    /// An operation for operators, without one of their keys.
     pub fn not_an_operator() -> Self {
-        let message = "this wants an operator's key: send `Authorization: Bearer KEY`, with a KEY \
-                       out of admin_keys in the server's configuration";
+        let message = "an operator's key is required: send `Authorization: Bearer KEY`, with one \
+                       of the admin_keys of the server's configuration";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_admin_key", "", message)
     }
 
-    /// Something that operators alone may do, where there are none.
+    /// An operation for operators, on a server without operators.
     pub fn no_operators() -> Self {
-        let message = "this wants an operator's key, and this server has none: set \
+        let message = "an operator's key is required, but this server has none: set \
                        server.admin_keys in its configuration";
         Self::new(StatusCode::FORBIDDEN, "permission_error", "admin_keys_not_set", "", message)
     }
 
-    /// A policy that no profile names.
+    /// A policy that no profile uses.
     pub fn policy_not_found(policy: &str) -> Self {
-        let message = format!("no profile names a policy `{policy}`; see GET /v1/policies");
+        let message = format!("no profile uses a policy `{policy}`; see GET /v1/policies");
         Self::new(StatusCode::NOT_FOUND, INVALID, "policy_not_found", "", message)
     }
 
-    /// A component that is not put in force.
+    /// A component that is not activated.
     pub fn policy_refused(message: impl Into<String>) -> Self {
         let status = StatusCode::UNPROCESSABLE_ENTITY;
         Self::new(status, INVALID, "policy_refused", "", message)
     }
 
-    /// Something that cannot be done as things are.
+    /// An operation that the current state does not allow.
     pub fn conflict(code: &'static str, message: impl Into<String>) -> Self {
         Self::new(StatusCode::CONFLICT, INVALID, code, "", message)
     }
 
-    /// A request of which nothing is recorded.
+    /// A request without a trace.
     pub fn no_trace(request: &str) -> Self {
         let message = format!(
-            "nothing is recorded of a request `{request}`: ask with the `id` of its reply, before \
-             policy.trace_requests others have followed"
+            "there is no trace of a request `{request}`: use the `id` of its reply; only the newest \
+             policy.trace_requests requests have one"
         );
         Self::new(StatusCode::NOT_FOUND, INVALID, "trace_not_found", "", message)
     }
 
-    /// A body that is larger than `limit` bytes, which `what` sets.
-    pub fn too_large(limit: usize, what: &str) -> Self {
-        let message = format!("the body is larger than {limit} bytes, the limit {what}");
+    /// A body larger than `limit` bytes, the value of the configuration key `key`.
+    pub fn too_large(limit: usize, key: &str) -> Self {
+        let message = format!("the body is larger than {limit} bytes, the limit {key}");
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large", "", message)
     }
 
-    /// A body that does not arrive.
+    /// A body that did not arrive in time.
     pub fn too_slow(seconds: u64) -> Self {
         let message = format!("the body did not arrive within {seconds} s (server.body_timeout_s)");
         Self::new(StatusCode::REQUEST_TIMEOUT, INVALID, "request_timeout", "", message)
     }
 
-    /// A body that is not declared as what it must be.
+    /// A body with a wrong content type.
     pub fn not_of_type(content_type: &str) -> Self {
         let message = format!("send the body with the header `Content-Type: {content_type}`");
         let code = "unsupported_media_type";
@@ -163,7 +170,7 @@ impl ApiError {
         Self { status, kind, code, param, message: message.into() }
     }
 
-    /// The body, and what a stream says when it breaks off.
+    /// The JSON body; a failing stream ends with it.
     pub fn to_json(&self) -> Value {
         json!({"error": {
             "message": self.message,
@@ -178,32 +185,35 @@ impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         let message = error.to_string();
         let server = |status, code, message: &str| {
-            tracing::error!(code, details = %error, "request failed");
+            tracing::error!(code, details = %error, "engine failed");
             Self::new(status, "server_error", code, "", message)
         };
         match &error {
-            Error::ContextTooLong { .. } | Error::PromptTooLong { .. } => {
-                Self::invalid("context_length_exceeded", "messages", message)
-            }
-            Error::QueueFull { .. } => {
-                let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
-                Self::new(status, kind, "queue_full", "", message)
-            }
-            Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
-            Error::Template(_) => Self::invalid("invalid_messages", "messages", message),
-            Error::Invalid { field, .. } => Self::value(*field, message),
-            Error::Policy { policy, .. } | Error::PolicyLate { policy, .. } => {
-                tracing::error!(policy, details = %error, "request failed");
-                let message = format!("the policy `{policy}` failed; the server's log says how");
+            Error::Request(problem) => match problem {
+                RequestError::ContextTooLong { .. } | RequestError::PromptTooLong { .. } => {
+                    Self::invalid("context_length_exceeded", "messages", message)
+                }
+                RequestError::QueueFull { .. } => {
+                    let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+                    Self::new(status, kind, "queue_full", "", message)
+                }
+                RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
+                RequestError::Tokenizer(_) => Self::value("messages", message),
+                RequestError::Field { field, .. } => Self::value(*field, message),
+            },
+            Error::Policy(problem) => {
+                tracing::error!(details = %problem, "policy failed");
+                let policy = match problem {
+                    policy::Error::Failed(failure) => format!("the policy `{}`", failure.policy),
+                    _ => "a policy".into(),
+                };
+                let message = format!("{policy} failed; see the server's log");
                 let status = StatusCode::INTERNAL_SERVER_ERROR;
                 Self::new(status, "policy_error", "policy_error", "", message)
             }
-            Error::Model { .. }
-            | Error::Warm { .. }
-            | Error::Store(_)
-            | Error::SavedState(_)
-            | Error::Array(_) => {
-                let message = "the engine failed; the server's log says how";
+            Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
+            Error::Config(_) | Error::Store(_) | Error::SavedState(_) | Error::Array(_) => {
+                let message = "the engine failed; see the server's log";
                 server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
             }
         }

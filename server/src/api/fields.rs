@@ -1,28 +1,27 @@
-//! Every field that a chat request may have, and what becomes of it, in one table.
+//! The table of all fields of a chat request.
 //!
-//! A field that asks for something we cannot do is refused by name, never ignored: a client that
-//! gets an answer got the answer that it asked for. Values that ask for nothing are accepted, since
-//! many clients always send them.
+//! A field that is not supported is rejected by name, never ignored, so a reply always honours the
+//! whole request. Neutral values are accepted, since many clients always send them.
 
 use serde_json::{Map, Value};
 
 use super::error::ApiError;
 
-/// What becomes of a field.
+/// How a field is handled.
 pub enum Rule {
-    /// It is read by [`super::request`].
+    /// Handled by [`super::request`].
     Read,
-    /// It describes the request and asks for nothing: accepted, and not used.
-    Harmless,
-    /// It asks for something that we cannot do, but for these values (a JSON list), which are the
-    /// same as leaving it out. Null always is.
+    /// Accepted and ignored: it does not affect the reply.
+    Ignored,
+    /// Not supported, except for null and these neutral values (a JSON list), which mean the same as
+    /// no field.
     Only(&'static str, Advice),
 }
 
-/// What to do instead.
+/// What the client can do instead.
 type Advice = &'static str;
 
-use Rule::{Harmless, Only, Read};
+use Rule::{Ignored, Only, Read};
 
 /// The fields of the body of `POST /v1/chat/completions`.
 pub const FIELDS: &[(&str, Rule)] = &[
@@ -42,19 +41,19 @@ pub const FIELDS: &[(&str, Rule)] = &[
     ("chat_template_kwargs", Read),
     ("reasoning_effort", Read),
     ("max_thinking_tokens", Read),
-    // Who asks, and for what: of use to whoever runs a service, not to an answer.
-    ("user", Harmless),
-    ("metadata", Harmless),
-    ("safety_identifier", Harmless),
-    // Prefixes are found by their tokens, so a key for them adds nothing.
-    ("prompt_cache_key", Harmless),
-    // Read as well: "none" hides the tools.
+    // Labels for the operator of a service.
+    ("user", Ignored),
+    ("metadata", Ignored),
+    ("safety_identifier", Ignored),
+    // Prefixes are found by their tokens and need no key.
+    ("prompt_cache_key", Ignored),
+    // Also read: "none" hides the tools.
     ("tool_choice", Only(r#"["auto", "none"]"#, "leave the choice of a tool to the model")),
-    ("parallel_tool_calls", Only("[true]", "take the first of several calls")),
+    ("parallel_tool_calls", Only("[true]", "use the first of several calls")),
     ("functions", Only("[]", "send them as `tools`")),
     ("function_call", Only("[]", "send `tools` and `tool_choice`")),
     ("response_format", Only(r#"[{"type": "text"}]"#, "describe the format in the prompt")),
-    ("n", Only("[1]", "send as many requests as you want choices")),
+    ("n", Only("[1]", "send one request for each choice")),
     ("best_of", Only("[1]", "send several requests")),
     ("logprobs", Only("[false]", "probabilities are not reported yet")),
     ("top_logprobs", Only("[0]", "probabilities are not reported yet")),
@@ -62,32 +61,32 @@ pub const FIELDS: &[(&str, Rule)] = &[
     ("frequency_penalty", Only("[0]", "the policy guards against repetition")),
     ("presence_penalty", Only("[0]", "the policy guards against repetition")),
     ("repetition_penalty", Only("[1]", "the policy guards against repetition")),
-    ("store", Only("[false]", "replies are not kept")),
+    ("store", Only("[false]", "replies are not stored")),
     ("service_tier", Only(r#"["auto", "default"]"#, "all requests wait in one queue")),
-    ("modalities", Only(r#"[["text"]]"#, "this server reads and writes text")),
-    ("audio", Only("[]", "this server reads and writes text")),
-    ("prediction", Only("[]", "leave it out: it changes the speed, not the answer")),
+    ("modalities", Only(r#"[["text"]]"#, "only text is supported")),
+    ("audio", Only("[]", "only text is supported")),
+    ("prediction", Only("[]", "leave it out: it affects only the speed")),
     ("verbosity", Only(r#"["medium"]"#, "ask for the length in the prompt")),
-    ("web_search_options", Only("[]", "offer a tool that searches")),
+    ("web_search_options", Only("[]", "provide a search tool")),
 ];
 
-/// Refuses every field of `body` that asks for something we cannot do.
+/// Rejects unknown and unsupported fields.
 ///
 /// # Errors
-/// The first such field, by name, and what to do instead.
+/// 400 naming the first such field and what to do instead.
 pub fn check(body: &Map<String, Value>) -> Result<(), ApiError> {
     for (name, value) in body {
         let Some((_, rule)) = FIELDS.iter().find(|(known, _)| known == name) else {
-            let message = format!("`{name}` is not a field that this server knows; leave it out");
+            let message = format!("`{name}` is an unknown field; leave it out");
             return Err(ApiError::invalid("unknown_parameter", name, message));
         };
         if let Only(neutral, advice) = rule
-            && !asks_for_nothing(value, neutral)
+            && !is_neutral(value, neutral)
         {
             let neutral = &neutral[1..neutral.len() - 1];
             let message = match neutral {
                 "" => format!("`{name}` is not supported yet: {advice}"),
-                _ => format!("`{name}` is not supported yet, but for {neutral}: {advice}"),
+                _ => format!("`{name}` is not supported yet, except for {neutral}: {advice}"),
             };
             return Err(ApiError::unsupported(name, message));
         }
@@ -95,10 +94,10 @@ pub fn check(body: &Map<String, Value>) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Whether `value` is null or one of `neutral`; numbers are compared as numbers (0 is 0.0).
-fn asks_for_nothing(value: &Value, neutral: &str) -> bool {
+/// Whether `value` is null or one of `neutral`; numbers are compared by value (0 equals 0.0).
+fn is_neutral(value: &Value, neutral: &str) -> bool {
     let neutral: Vec<Value> =
-        serde_json::from_str(neutral).expect("the table holds lists in JSON: a test reads it");
+        serde_json::from_str(neutral).expect("the table contains JSON lists: checked by a test");
     let equal = |other: &Value| match (value.as_f64(), other.as_f64()) {
         (Some(value), Some(other)) => value == other,
         _ => value == other,
@@ -111,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_neutral_value_of_the_table_asks_for_nothing() {
+    fn every_neutral_value_in_the_table_is_accepted() {
         for (name, rule) in FIELDS {
             let Only(neutral, _) = rule else { continue };
             let values: Vec<Value> = serde_json::from_str(neutral).unwrap();
@@ -119,15 +118,15 @@ mod tests {
                 let body = Map::from_iter([(name.to_string(), value)]);
                 assert_eq!(check(&body), Ok(()), "{body:?}");
             }
-            let body = Map::from_iter([(name.to_string(), "what we cannot do".into())]);
+            let body = Map::from_iter([(name.to_string(), "an unsupported value".into())]);
             assert_eq!(check(&body).unwrap_err().param.as_deref(), Some(*name));
         }
     }
 
     #[test]
-    fn a_number_is_neutral_however_it_is_written() {
-        assert!(asks_for_nothing(&0.0.into(), "[0]"));
-        assert!(asks_for_nothing(&1.into(), "[1]"));
-        assert!(!asks_for_nothing(&0.1.into(), "[0]"));
+    fn numbers_are_compared_by_value() {
+        assert!(is_neutral(&0.0.into(), "[0]"));
+        assert!(is_neutral(&1.into(), "[1]"));
+        assert!(!is_neutral(&0.1.into(), "[0]"));
     }
 }

@@ -1,4 +1,4 @@
-//! One line in the log for each chat request, however it ends, and one count. Never what it says.
+//! Logs and counts each chat request once, when it ends. Never logs the text of messages.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,37 +10,35 @@ use tracing::{Span, field, info, info_span};
 use super::error::ApiError;
 use super::metrics::Metrics;
 
-/// What is known of a request while it runs; says so in the log, and counts it, when it ends.
-///
-/// Dropped before that, it says that the client hung up.
+/// A running request. Dropping it before it ends logs and counts it as cancelled by the client.
 pub struct RequestLog {
-    /// The reply's id, which is the engine's name for the request.
+    /// Id of the reply and of the engine's request.
     pub id: String,
     span: Span,
     metrics: Arc<Metrics>,
     started: Instant,
     first_event_ms: Option<u64>,
     ended: bool,
-    /// Its place among the requests of its profile, free again when it has ended.
-    pub place: Option<OwnedSemaphorePermit>,
+    /// Counts against the limit of the profile until the request has ended.
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl RequestLog {
-    /// The clock starts now. `request_id` is the client's name for the request, or ours.
+    /// Starts the clock. `request_id` is that of the HTTP request.
     pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>) -> Self {
         let (profile, stream) = (field::Empty, field::Empty);
         let span = info_span!("chat", id, request_id, profile, stream);
         let started = Instant::now();
-        Self { id, span, metrics, started, first_event_ms: None, ended: false, place: None }
+        Self { id, span, metrics, started, first_event_ms: None, ended: false, _permit: None }
     }
 
-    /// The request was understood.
-    pub fn understood(&self, profile: &str, stream: bool) {
+    pub fn admitted(&mut self, profile: &str, stream: bool, permit: Option<OwnedSemaphorePermit>) {
         self.span.record("profile", profile);
         self.span.record("stream", stream);
+        self._permit = permit;
     }
 
-    /// An event came; notes when the first did that is more than being admitted.
+    /// Records the time of the first event after `Started`.
     pub fn event(&mut self, event: &Event) {
         if matches!(event, Event::Started { .. }) {
             return;
@@ -49,7 +47,7 @@ impl RequestLog {
         self.first_event_ms.get_or_insert(elapsed);
     }
 
-    /// The request ended well.
+    /// The request succeeded.
     pub fn finished(&mut self, finished: &Finished) {
         self.ended = true;
         let usage = finished.usage;
@@ -63,12 +61,12 @@ impl RequestLog {
                 answer_tokens = usage.answer_tokens,
                 first_event_ms = self.first_event_ms,
                 total_ms = self.elapsed_ms(),
-                "answered"
+                "request finished"
             );
         });
     }
 
-    /// The request was refused or failed; returns what the client is told.
+    /// The request was rejected or failed; returns the error for the client.
     pub fn failed(&mut self, error: impl Into<ApiError>) -> ApiError {
         self.ended = true;
         self.span.in_scope(|| {
@@ -79,7 +77,7 @@ impl RequestLog {
                 code = error.code,
                 param = error.param,
                 total_ms = self.elapsed_ms(),
-                "refused or failed"
+                "request failed"
             );
             error
         })
@@ -100,7 +98,7 @@ impl Drop for RequestLog {
             info!(
                 first_event_ms = self.first_event_ms,
                 total_ms = self.elapsed_ms(),
-                "cancelled: the client hung up"
+                "request cancelled by the client"
             );
         });
     }

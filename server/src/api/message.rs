@@ -1,6 +1,6 @@
-//! The conversation: from the client's messages to the engine's.
+//! Converts the client's messages to the engine's.
 //!
-//! Content becomes one text, arguments of calls become values; what a role may not have is refused.
+//! Text parts are joined and arguments of calls parsed; fields that a role may not have are errors.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -8,20 +8,19 @@ use steersman_engine::request::{FunctionCall, Message, ToolCall};
 
 use super::error::ApiError;
 
-/// One message as the client writes it.
+/// One message as the client sends it.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct MessageBody {
     role: Option<String>,
     content: Option<Value>,
     name: Option<String>,
-    /// The thought of an earlier turn, under the name that we give it ...
+    /// Reasoning of an earlier turn, under the name that our replies use.
     reasoning_content: Option<String>,
-    /// ... and under the one that others do.
+    /// The same under the name that other servers use.
     reasoning: Option<String>,
     tool_calls: Option<Vec<CallBody>>,
     tool_call_id: Option<String>,
-    // OpenAI's replies have these, mostly empty, and clients send replies back as they came.
+    // OpenAI's replies contain these, mostly empty, and clients send replies back unchanged.
     refusal: Option<Value>,
     annotations: Option<Value>,
     audio: Option<Value>,
@@ -29,19 +28,17 @@ pub struct MessageBody {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct CallBody {
     id: String,
     #[serde(rename = "type", default = "function")]
     kind: String,
     function: FunctionBody,
-    /// Pieces of a stream have it, and some clients keep it.
+    /// Chunks of a stream contain it, and some clients send it back.
     #[serde(rename = "index")]
     _index: Option<u32>,
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct FunctionBody {
     name: String,
     arguments: String,
@@ -51,7 +48,7 @@ fn function() -> String {
     "function".into()
 }
 
-/// Reads `messages`.
+/// Converts `messages`.
 ///
 /// # Errors
 /// 400 naming the field by its path.
@@ -96,22 +93,25 @@ fn message(i: usize, body: MessageBody) -> Result<Message, ApiError> {
     };
     let reasoning = match (body.reasoning_content, body.reasoning) {
         (Some(one), Some(other)) if one != other => {
-            return Err(wrong("reasoning", "is not the same as reasoning_content; drop one"));
+            return Err(wrong("reasoning", "differs from reasoning_content; drop one of them"));
         }
         (one, other) => one.or(other),
     };
     let tool_calls = body.tool_calls.unwrap_or_default();
     if !assistant && reasoning.is_some() {
-        return Err(wrong("reasoning_content", "only an assistant thinks"));
+        return Err(wrong("reasoning_content", "only an assistant message may have it"));
     }
     if !assistant && !tool_calls.is_empty() {
-        return Err(wrong("tool_calls", "only an assistant calls tools"));
+        return Err(wrong("tool_calls", "only an assistant message may have them"));
     }
     if tool && body.tool_call_id.is_none() {
-        return Err(wrong("tool_call_id", "missing: which call is this the result of?"));
+        return Err(wrong(
+            "tool_call_id",
+            "missing; give the id of the call that this message answers",
+        ));
     }
     if !tool && body.tool_call_id.is_some() {
-        return Err(wrong("tool_call_id", "only messages of the role tool have one"));
+        return Err(wrong("tool_call_id", "only a tool message may have it"));
     }
     let may_be_empty = assistant && (reasoning.is_some() || !tool_calls.is_empty());
     let content = match body.content {
@@ -133,7 +133,7 @@ fn message(i: usize, body: MessageBody) -> Result<Message, ApiError> {
     })
 }
 
-/// A string, null, or a list of text parts, which are joined as they stand.
+/// The text of a string, null or a list of text parts, which are concatenated.
 fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
     let parts = match content {
         None | Some(Value::Null) => return Ok(String::new()),
@@ -145,17 +145,17 @@ fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
         }
     };
     let part = |(k, part): (usize, &Value)| {
-        let kind = part.get("type").and_then(Value::as_str).unwrap_or("nothing");
+        let kind = part.get("type").and_then(Value::as_str).unwrap_or("");
         if kind != "text" {
             let param = format!("{path}[{k}].type");
-            let message = format!("{param}: is `{kind}`; this server reads parts of type `text`");
+            let message = format!("{param}: is `{kind}`; only parts of type `text` are supported");
             return Err(ApiError::unsupported(param, message));
         }
-        // Other servers ask to be told what to cache (`cache_control`); here every prefix is cached.
+        // `cache_control` tells other servers what to cache; here every prefix is cached.
         let known = |key: &&String| ["type", "text", "cache_control"].contains(&key.as_str());
         if let Some(key) = part.as_object().and_then(|part| part.keys().find(|key| !known(key))) {
             let param = format!("{path}[{k}].{key}");
-            let message = format!("{param}: is not a field that this server knows; leave it out");
+            let message = format!("{param}: unknown field; leave it out");
             return Err(ApiError::invalid("unknown_parameter", param, message));
         }
         part.get("text").and_then(Value::as_str).map(str::to_string).ok_or_else(|| {
@@ -167,7 +167,7 @@ fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
     parts.iter().enumerate().map(part).collect()
 }
 
-/// A call with its arguments as values: the API has them as JSON in a string.
+/// Parses the arguments of a call, which the API sends as JSON in a string.
 fn tool_call(path: &str, call: CallBody) -> Result<ToolCall, ApiError> {
     if call.kind != "function" {
         let param = format!("{path}.type");
@@ -180,7 +180,7 @@ fn tool_call(path: &str, call: CallBody) -> Result<ToolCall, ApiError> {
     } else {
         serde_json::from_str(&arguments).map_err(|error| {
             let param = format!("{path}.function.arguments");
-            let message = format!("{param}: must hold a JSON object: {error}");
+            let message = format!("{param}: must contain a JSON object: {error}");
             ApiError::value(param, message)
         })?
     };

@@ -1,6 +1,6 @@
-//! OpenAI's HTTP interface: routes, keys, request ids, and the one handler that does the work.
+//! OpenAI's HTTP interface: routes, limits on bodies, request ids, and the chat handler.
 //!
-//! This room speaks HTTP and JSON. It never sees an array, a token id or a policy: a
+//! This module speaks HTTP and JSON. It never sees an array, a token id or Wasm: a
 //! [`Request`](steersman_engine::request::Request) goes into the engine, events come out.
 
 mod access;
@@ -29,10 +29,10 @@ use axum::{Extension, Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
 use steersman_engine::Error;
-use steersman_engine::engine::Engine;
+use steersman_engine::Engine;
 use tokio::sync::Semaphore;
 
-use self::access::{Access, Caller};
+use self::access::{Access, Admission, Caller};
 use self::error::ApiError;
 use self::log::RequestLog;
 use self::metrics::Metrics;
@@ -41,33 +41,33 @@ use self::request::ChatRequest;
 use crate::config::ServerConfig;
 use crate::models::Models;
 
-/// Names a request in logs; echoed, or made up where the client sends none.
+/// Id of the HTTP request in logs and in the response; generated if the client sends none.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Chooses a profile, as `model@profile` does.
+/// Selects a profile, like `model@profile`.
 const PROFILE: HeaderName = HeaderName::from_static("x-steersman-profile");
 
-/// Most bytes of a client's request id; a longer one is replaced, since it goes into the log.
+/// Maximum size of a client's request id in bytes; a longer one is replaced, since ids are logged.
 const REQUEST_ID_BYTES: usize = 128;
 
-/// Bodies that are read and parsed at the same time; with `body_limit_bytes` it bounds the memory
-/// that clients can fill before the engine's queue bounds their number.
+/// Maximum number of bodies read and parsed at the same time. With `body_limit_bytes` it bounds
+/// memory before the engine's queue limits the number of requests.
 const BODIES: usize = 64;
 
-/// What every handler may use.
+/// State shared by all handlers.
 pub struct App {
     models: Models,
     access: Access,
-    /// Shared with the logs of running requests, which count their ends.
+    /// Shared with the logs of running requests, which count their outcomes.
     metrics: Arc<Metrics>,
     bodies: Semaphore,
-    /// A component is large, and compiling it takes a core: one at a time.
+    /// Limits uploads of policies to one at a time: compiling a component occupies a core.
     uploads: Semaphore,
     body_limit_bytes: usize,
     body_timeout_s: u64,
 }
 
-/// The server as axum has it: serve it, or call it in a test.
+/// The router of the whole server, to be served or called in a test.
 pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let app = Arc::new(App {
         models: models.into(),
@@ -81,7 +81,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat))
         .route("/v1/models", get(models::list))
-        // A name may have slashes: `owner/name`.
+        // A name may contain slashes: `owner/name`.
         .route("/v1/models/{*name}", get(models::get))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))
@@ -99,8 +99,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .with_state(app)
 }
 
-/// `GET /health`: quick whatever the engine does, and open to everyone. 503 once an engine is
-/// gone.
+/// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped.
 async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     let engines = app.models.engines();
     if engines.iter().any(Engine::has_stopped) {
@@ -121,51 +120,52 @@ async fn chat(
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
     let id = format!("chatcmpl-{}", random_hex());
     let mut log = RequestLog::new(id, request_id, app.metrics.clone());
-    let mut chat = read(&app, &caller, &headers, body).await.map_err(|error| log.failed(error))?;
-    log.understood(&chat.request.profile, chat.stream);
-    log.place = app.access.enter(&chat.request.profile).map_err(|error| log.failed(error))?;
-    chat.request.id = log.id.clone();
+    let read = read(&app, &caller, &headers, body).await;
+    let (chat, admission) = read.map_err(|error| log.failed(error))?;
+    let ChatRequest { mut request, stream, include_usage } = chat;
+    log.admitted(&admission.profile, stream, admission.permit);
     let head = Head {
         id: log.id.clone(),
         created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
-        model: chat.model,
+        model: admission.model,
         fingerprint: String::new(),
-        profile: chat.request.profile.clone(),
-        include_usage: chat.include_usage,
+        profile: admission.profile.clone(),
+        include_usage,
     };
-    let engine = app.models.of(&chat.request.profile).expect("its profile was found");
-    let events = engine.submit(chat.request).map_err(|error| log.failed(error))?;
-    if chat.stream {
+    request.id = log.id.clone();
+    request.profile = admission.profile;
+    let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
+    if stream {
         reply::stream(head, events, log).await
     } else {
         reply::whole(head, events, log).await
     }
 }
 
-/// Reads and checks a request; at most [`BODIES`] at a time.
+/// Reads, admits and checks a request; at most [`BODIES`] at a time.
 async fn read(
     app: &App,
     caller: &Caller,
     headers: &HeaderMap,
     body: Body,
-) -> Result<ChatRequest, ApiError> {
-    let _turn = app.bodies.acquire().await.expect("the semaphore is never closed");
+) -> Result<(ChatRequest, Admission), ApiError> {
+    let _permit = app.bodies.acquire().await.expect("the semaphore is never closed");
     let limit = Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes" };
     let body = read_body(app, headers, body, "application/json", limit).await?;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
-    let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
-    let chat = request::parse(&body, profile, own, &app.models)?;
-    app.access.allow(caller, &chat.request.profile)?;
-    Ok(chat)
+    let mut body = request::parse(&body)?;
+    let model = body.model.take();
+    let admission = Admission::new(&app.models, &app.access, caller, model, profile)?;
+    Ok((body.check()?, admission))
 }
 
-/// Most bytes of a body, and what says so.
+/// Maximum size of a body in bytes, and the configuration key that sets it.
 struct Limit {
     bytes: usize,
     set_by: &'static str,
 }
 
-/// The body, within its limits of type, size and time.
+/// Reads a body, enforcing its type, size and deadline.
 async fn read_body(
     app: &App,
     headers: &HeaderMap,
@@ -173,8 +173,8 @@ async fn read_body(
     content_type: &str,
     limit: Limit,
 ) -> Result<Vec<u8>, ApiError> {
-    // A page in a browser can send a local server anything but JSON without being asked: this
-    // header is what makes the browser ask first, and we do not answer that question.
+    // A web page may send cross-origin requests to a local server, but with this content type the
+    // browser first sends a preflight request, which we reject.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
     let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !kind.eq_ignore_ascii_case(content_type) {
@@ -187,33 +187,33 @@ async fn read_body(
             Err(ApiError::too_large(limit.bytes, limit.set_by))
         }
         Ok(Err(error)) => {
-            Err(ApiError::invalid("invalid_body", "", format!("the body broke off: {error}")))
+            Err(ApiError::invalid("invalid_body", "", format!("the body is incomplete: {error}")))
         }
         Err(_elapsed) => Err(ApiError::too_slow(app.body_timeout_s)),
     }
 }
 
-/// Gives each request a name, which comes back in the reply.
+/// Gives each HTTP request an id, and returns it in the response.
 async fn request_id(mut request: Request, next: Next) -> Response {
     let id = request.headers().get(REQUEST_ID).filter(|id| {
         id.len() <= REQUEST_ID_BYTES && id.to_str().is_ok_and(|id| !id.trim().is_empty())
     });
-    let id = id
-        .cloned()
-        .unwrap_or_else(|| HeaderValue::from_str(&random_hex()).expect("hex digits make a header"));
+    let id = id.cloned().unwrap_or_else(|| {
+        HeaderValue::from_str(&random_hex()).expect("hex digits are a valid header value")
+    });
     request.headers_mut().insert(REQUEST_ID, id.clone());
     let mut response = next.run(request).await;
     response.headers_mut().insert(REQUEST_ID, id);
     response
 }
 
-/// 24 hex digits that no other request has.
+/// 24 random hex digits.
 fn random_hex() -> String {
     let mut bytes = [0; 12];
-    // Without randomness the clock has to do; the id is a name, not a secret.
+    // The clock is good enough if there is no randomness: ids are not secret.
     if getrandom::fill(&mut bytes).is_err() {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         bytes.copy_from_slice(&now.as_nanos().to_le_bytes()[..12]);
     }
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(bytes)
 }

@@ -1,7 +1,7 @@
-//! From the engine's events to the reply: one JSON object, or a stream of chunks.
+//! Writes the engine's events as one JSON object or as a stream of chunks.
 //!
-//! [`whole`] folds the events into one object, [`stream`] sends each as it comes. Both hold the receiver of the events, so a client that hangs up drops it, which cancels the
-//! request.
+//! [`whole`] folds the events into one object, [`stream`] sends each as it comes. Both own the
+//! receiver of the events: a client that disconnects drops it, which cancels the request.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -12,7 +12,7 @@ use axum::http::{HeaderName, HeaderValue};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
-use steersman_engine::error::Error;
+use steersman_engine::Error;
 use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::timeout;
@@ -20,35 +20,35 @@ use tokio::time::timeout;
 use super::error::ApiError;
 use super::log::RequestLog;
 
-/// How long a stream waits for its first event before it answers 200.
+/// How long a stream waits for its first event before it responds with 200.
 ///
-/// Up to then an error (too long, a template that refuses) gets its proper status. Waiting longer
-/// would leave clients and proxies without a byte during a long prefill, and they give up.
+/// Until then an error (prompt too long, rejected by the template) gets its own status. During a
+/// longer prefill, clients and proxies that receive nothing would give up.
 const FIRST_EVENT: Duration = Duration::from_secs(10);
 
-/// How often a silent stream sends a comment; common proxies close after 60 s of silence.
+/// Interval of comments in an idle stream; common proxies close connections idle for 60 s.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// What all chunks of a reply have in common.
+/// The fields that all chunks of a reply share.
 pub struct Head {
     /// `chatcmpl-...`
     pub id: String,
-    /// Seconds since 1970.
+    /// Unix time in seconds.
     pub created: u64,
-    /// The model as the client named it.
+    /// The client's name for the model.
     pub model: String,
-    /// `system_fingerprint`; empty until the engine says it.
+    /// `system_fingerprint`; empty until the engine starts the request.
     pub fingerprint: String,
-    /// The profile that steers the request.
+    /// The profile of the request.
     pub profile: String,
-    /// Whether a stream ends with the usage.
+    /// Whether a stream ends with a usage chunk.
     pub include_usage: bool,
 }
 
 /// The reply as one object.
 ///
 /// # Errors
-/// What the engine says instead of an answer.
+/// The engine's error.
 pub async fn whole(
     mut head: Head,
     mut events: UnboundedReceiver<Event>,
@@ -63,8 +63,8 @@ pub async fn whole(
             Event::Started { fingerprint } => head.fingerprint = fingerprint,
             Event::Reasoning(piece) => reasoning += &piece,
             Event::Answer(piece) => content += &piece,
-            Event::Rewound { reasoning: thought, answer } => {
-                reasoning.truncate(reasoning.len().saturating_sub(thought));
+            Event::Rewound { reasoning: rewound, answer } => {
+                reasoning.truncate(reasoning.len().saturating_sub(rewound));
                 content.truncate(content.len().saturating_sub(answer));
             }
             Event::ToolCall(call) => calls.push(tool_call(&call)),
@@ -73,8 +73,8 @@ pub async fn whole(
         }
     };
     log.finished(&finished);
-    let silent = content.is_empty() && !calls.is_empty();
-    message.insert("content".into(), if silent { Value::Null } else { content.into() });
+    let calls_only = content.is_empty() && !calls.is_empty();
+    message.insert("content".into(), if calls_only { Value::Null } else { content.into() });
     if !reasoning.is_empty() {
         message.insert("reasoning_content".into(), reasoning.into());
     }
@@ -93,12 +93,11 @@ pub async fn whole(
     Ok(Json(reply).into_response())
 }
 
-/// The reply as a stream of events, beginning with an event if there is one within
-/// [`FIRST_EVENT`].
+/// The reply as a stream of server-sent events.
 ///
 /// # Errors
-/// What the engine says instead of an answer, if it says so within that time. Later it is the last
-/// thing in the stream.
+/// The engine's error, if it comes first and within [`FIRST_EVENT`]. A later error is the last
+/// chunk of the stream.
 pub async fn stream(
     mut head: Head,
     mut events: UnboundedReceiver<Event>,
@@ -132,9 +131,9 @@ pub async fn stream(
         let chunk = chunks.next().await?;
         Some((Ok::<_, Infallible>(chunk), chunks))
     });
-    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("still at work");
+    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("still working");
     let mut response = Sse::new(Box::pin(chunks)).keep_alive(keep_alive).into_response();
-    // nginx would otherwise collect the stream and deliver it in pieces of its own.
+    // Tells nginx not to buffer the stream.
     let unbuffered = (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
     response.headers_mut().extend([unbuffered]);
     Ok(response)
@@ -145,16 +144,16 @@ struct Chunks {
     head: Head,
     events: UnboundedReceiver<Event>,
     log: RequestLog,
-    /// Written and not yet sent.
+    /// Chunks to be sent.
     ready: VecDeque<sse::Event>,
-    /// Calls of tools so far: the index of the next.
+    /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
-    /// Whether `ready` holds the last of it.
+    /// Whether `ready` holds the last chunk.
     ended: bool,
 }
 
 impl Chunks {
-    /// The next piece of the stream; none at its end.
+    /// The next chunk; `None` at the end.
     async fn next(&mut self) -> Option<sse::Event> {
         while self.ready.is_empty() && !self.ended {
             let event = self.events.recv().await.unwrap_or(Event::Failed(Error::Stopped));
@@ -166,11 +165,11 @@ impl Chunks {
 
     fn push(&mut self, event: Event) {
         match event {
-            // Late, after 10 s in the queue: the chunks from here on have it.
+            // Only after `FIRST_EVENT`; later chunks contain it.
             Event::Started { fingerprint } => self.head.fingerprint = fingerprint,
             Event::Reasoning(piece) => self.delta(json!({"reasoning_content": piece})),
-            // Of an answer nothing is taken back once it is on its way, and what a thought was
-            // rewound to goes on behind what was seen of it.
+            // A stream cannot take text back: answers are not revisable, and rewound reasoning
+            // continues after the text already sent.
             Event::Rewound { .. } => {}
             Event::Answer(piece) => self.delta(json!({"content": piece})),
             Event::ToolCall(call) => {
@@ -190,7 +189,7 @@ impl Chunks {
 
     fn delta(&mut self, delta: Value) {
         let mut chunk = self.chunk(json!([choice(delta, None)]));
-        self.no_usage_yet(&mut chunk);
+        self.add_null_usage(&mut chunk);
         self.send(&chunk.into());
     }
 
@@ -198,7 +197,7 @@ impl Chunks {
         self.log.finished(finished);
         let reason = finish_reason(&finished.reason);
         let mut chunk = self.chunk(json!([choice(json!({}), Some(reason))]));
-        self.no_usage_yet(&mut chunk);
+        self.add_null_usage(&mut chunk);
         chunk.insert("steersman".into(), self.head.extension(finished));
         self.send(&chunk.into());
         if self.head.include_usage {
@@ -214,8 +213,8 @@ impl Chunks {
         self.head.object("chat.completion.chunk", choices)
     }
 
-    /// A client that asks for the usage finds it null on all chunks but the last.
-    fn no_usage_yet(&self, chunk: &mut Map<String, Value>) {
+    /// With `include_usage`, the usage is null in all chunks but the last.
+    fn add_null_usage(&self, chunk: &mut Map<String, Value>) {
         if self.head.include_usage {
             chunk.insert("usage".into(), Value::Null);
         }
@@ -260,7 +259,7 @@ fn finish_reason(reason: &FinishReason) -> &'static str {
     }
 }
 
-/// A call as the API has it: the arguments are JSON in a string.
+/// A call in the API's format, with the arguments as JSON in a string.
 fn tool_call(call: &ToolCall) -> Value {
     let arguments = Value::from(call.function.arguments.clone()).to_string();
     json!({
@@ -279,7 +278,7 @@ fn usage(usage: Usage) -> Value {
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
-            // OpenAI's names for tokens that a client predicted; here the engine predicts.
+            // OpenAI counts tokens here that the client predicted; these were drafted.
             "accepted_prediction_tokens": usage.accepted_tokens,
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
             "skipped_layers": usage.skipped_layers,

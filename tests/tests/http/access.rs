@@ -1,4 +1,4 @@
-//! Profiles with keys and bounds of their own.
+//! Profiles with their own keys and limits.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use steersman::config::{ProfileAccess, ServerConfig};
 
 use crate::*;
 
-/// A server whose profile `strict` has a key and takes one request at a time.
+/// A server with a profile `strict` that has a key and a limit of one request.
 fn config(server_keys: &[&str]) -> ServerConfig {
     let strict = ProfileAccess { api_keys: vec!["sk-strict".into()], requests: 1 };
     ServerConfig {
@@ -21,7 +21,7 @@ fn config(server_keys: &[&str]) -> ServerConfig {
     }
 }
 
-/// Asks with a key, by model and header; the status and the profile or the error's code.
+/// Sends a chat request; returns the status, and the profile or the error code.
 async fn ask(app: &Router, key: &str, model: &str, profile: &str) -> (u16, String) {
     let mut request = post(body(json!({"model": model})).to_string());
     if !key.is_empty() {
@@ -34,12 +34,13 @@ async fn ask(app: &Router, key: &str, model: &str, profile: &str) -> (u16, Strin
     let response = send(app, request).await;
     let status = response.status().as_u16();
     let reply = json_of(response).await;
-    let told = if status == 200 { &reply["steersman"]["profile"] } else { &reply["error"]["code"] };
-    (status, told.as_str().unwrap().to_string())
+    let result =
+        if status == 200 { &reply["steersman"]["profile"] } else { &reply["error"]["code"] };
+    (status, result.as_str().unwrap().to_string())
 }
 
 #[tokio::test]
-async fn a_key_chooses_its_profile_and_opens_no_other() {
+async fn key_of_a_profile_selects_it_and_opens_no_other() {
     let (model, strict, default) = ("owner/tiny", "owner/tiny@strict", "owner/tiny@default");
     for (server_keys, cases) in [
         (
@@ -57,7 +58,7 @@ async fn a_key_chooses_its_profile_and_opens_no_other() {
             ],
         ),
         (
-            // Without keys of the server everyone may come in, but not into a profile with a key.
+            // Without server keys everyone may use the profiles that have no key.
             &[][..],
             vec![
                 ("", model, "", 200, "default"),
@@ -69,15 +70,15 @@ async fn a_key_chooses_its_profile_and_opens_no_other() {
         ),
     ] {
         let (app, _) = app_with(&config(server_keys), answer);
-        for (key, model, profile, status, told) in cases {
+        for (key, model, profile, status, result) in cases {
             let got = ask(&app, key, model, profile).await;
-            assert_eq!(got, (status, told.to_string()), "{key:?} {model} {profile:?}");
+            assert_eq!(got, (status, result.to_string()), "{key:?} {model} {profile:?}");
         }
     }
 }
 
 #[tokio::test]
-async fn a_profile_takes_as_many_requests_at_a_time_as_it_may() {
+async fn profile_limits_concurrent_requests() {
     let slow = || {
         let answer = answer();
         std::iter::once(Wait(Duration::from_millis(300))).chain(answer).collect()
@@ -88,18 +89,18 @@ async fn a_profile_takes_as_many_requests_at_a_time_as_it_may() {
     let (first, second, other) = tokio::join!(strict(), strict(), other);
     assert_eq!(first, (200, "strict".into()));
     assert_eq!(second, (429, "too_many_requests".into()));
-    assert_eq!(other, (200, "default".into()), "the bound is the profile's own");
-    assert_eq!(strict().await.0, 200, "the place is free again");
+    assert_eq!(other, (200, "default".into()), "the limit is that of the profile");
+    assert_eq!(strict().await.0, 200, "the permit is free again");
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_gives_its_place_back() {
+async fn disconnected_client_releases_its_permit() {
     let (app, seen) = app_with(&config(&["sk-all"]), || vec![UntilCancelled]);
-    let hung_up =
+    let disconnected =
         tokio::time::timeout(Duration::from_millis(200), ask(&app, "sk-strict", "owner/tiny", ""));
-    assert!(hung_up.await.is_err());
-    seen.a_cancellation().await;
+    assert!(disconnected.await.is_err());
+    seen.wait_for_cancellation().await;
     let again =
         tokio::time::timeout(Duration::from_millis(200), ask(&app, "sk-strict", "owner/tiny", ""));
-    assert!(again.await.is_err(), "it waits for the engine and is not refused");
+    assert!(again.await.is_err(), "the request waits for the engine and is not rejected");
 }

@@ -1,4 +1,4 @@
-//! Sockets: clients that hang up, servers that stop, and what the log says.
+//! Connections: clients that disconnect, servers that stop, request ids and the log.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::*;
 
-/// Serves on a real socket.
+/// Serves on a socket.
 async fn serve(app: Router) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -23,7 +23,7 @@ async fn serve(app: Router) -> SocketAddr {
     address
 }
 
-/// Sends a chat request by hand.
+/// Sends a chat request over a socket.
 async fn ask(address: SocketAddr, body: Value) -> TcpStream {
     let mut socket = TcpStream::connect(address).await.unwrap();
     let body = body.to_string();
@@ -37,10 +37,10 @@ async fn ask(address: SocketAddr, body: Value) -> TcpStream {
     socket
 }
 
-/// A client that hangs up must not cost the others a minute of decoding. Both kinds of reply hold
-/// the engine's receiver in what hyper drops when the connection closes.
+/// A disconnected client must not make others wait for its reply. Both kinds of reply own the
+/// engine's receiver, which hyper drops when the connection closes.
 #[tokio::test]
-async fn a_client_that_hangs_up_cancels_its_request() {
+async fn disconnecting_cancels_the_request() {
     fn endless() -> Vec<Act> {
         vec![Say(Event::Answer("Once".into())), UntilCancelled]
     }
@@ -51,7 +51,7 @@ async fn a_client_that_hangs_up_cancels_its_request() {
     assert!(head[..read].starts_with(b"HTTP/1.1 200"));
     assert!(seen.cancelled.lock().unwrap().is_empty());
     drop(socket);
-    seen.a_cancellation().await;
+    seen.wait_for_cancellation().await;
 
     let (whole, seen) = app(endless);
     let socket = ask(serve(whole).await, body(json!({}))).await;
@@ -60,11 +60,11 @@ async fn a_client_that_hangs_up_cancels_its_request() {
     }
     assert!(seen.cancelled.lock().unwrap().is_empty());
     drop(socket);
-    seen.a_cancellation().await;
+    seen.wait_for_cancellation().await;
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_before_the_first_event_cancels_too() {
+async fn disconnecting_before_the_first_event_cancels_the_request() {
     fn silent() -> Vec<Act> {
         vec![UntilCancelled]
     }
@@ -74,11 +74,11 @@ async fn a_client_that_hangs_up_before_the_first_event_cancels_too() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(socket);
-    seen.a_cancellation().await;
+    seen.wait_for_cancellation().await;
 }
 
 #[tokio::test]
-async fn a_body_that_does_not_arrive_is_not_waited_for() {
+async fn slow_body_times_out() {
     let config = ServerConfig { body_timeout_s: 1, ..ServerConfig::default() };
     let (app, _) = app_with(&config, answer);
     let address = serve(app).await;
@@ -92,7 +92,7 @@ async fn a_body_that_does_not_arrive_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn a_request_keeps_its_name_or_gets_one() {
+async fn request_id_is_echoed_or_generated() {
     let (app, _) = app(answer);
     let named = |id: Option<&str>| {
         let mut request = post(body(json!({})).to_string());
@@ -103,17 +103,17 @@ async fn a_request_keeps_its_name_or_gets_one() {
     };
     let response = send(&app, named(Some("my-trace-1"))).await;
     assert_eq!(response.headers()["x-request-id"], "my-trace-1");
-    let mut made = Vec::new();
+    let mut generated = Vec::new();
     for id in [None, Some(" "), Some("x".repeat(129).as_str())] {
         let response = send(&app, named(id)).await;
         let id = response.headers()["x-request-id"].to_str().unwrap().to_string();
         assert_eq!(id.len(), 24);
-        assert!(!made.contains(&id));
-        made.push(id);
+        assert!(!generated.contains(&id));
+        generated.push(id);
     }
 }
 
-/// What a log is written to in a test.
+/// A log in memory.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -129,17 +129,17 @@ impl std::io::Write for Lines {
 }
 
 #[tokio::test]
-async fn the_log_has_one_line_for_each_request_and_nothing_of_what_was_said() {
+async fn log_has_one_line_for_each_request_without_its_text() {
     let lines = Lines::default();
     let writer = lines.clone();
     let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
-    // Before the log is looked at: loading policies writes a line as well.
+    // Before capturing the log, since loading policies also logs a line.
     let (app, _) = app(answer);
     let _guard = subscriber.with_ansi(false).finish().set_default();
     let secret = json!([{"role": "user", "content": "my secret"}]);
     for stream in [false, true] {
-        let asked = body(json!({"messages": secret, "stream": stream}));
-        let mut request = post(asked.to_string());
+        let body = body(json!({"messages": secret, "stream": stream}));
+        let mut request = post(body.to_string());
         request.headers_mut().insert("x-request-id", "trace-7".parse().unwrap());
         bytes(send(&app, request).await).await;
     }
@@ -154,7 +154,7 @@ async fn the_log_has_one_line_for_each_request_and_nothing_of_what_was_said() {
     assert!(!log.contains("secret") && !log.contains("Rome"), "{log}");
 }
 
-/// Serves on a socket of its own until told to stop, and then for at most `grace`.
+/// Serves on a socket with one running request; sending to the returned channel stops the server.
 async fn stoppable(
     script: fn() -> Vec<Act>,
     grace: Duration,
@@ -176,7 +176,7 @@ async fn stoppable(
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_lets_running_requests_end() {
+async fn stopping_server_finishes_running_requests() {
     fn slow() -> Vec<Act> {
         let mut acts = answer();
         acts.insert(0, Wait(Duration::from_millis(200)));
@@ -191,7 +191,7 @@ async fn a_server_that_is_stopped_lets_running_requests_end() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_does_not_wait_for_ever() {
+async fn stopping_server_aborts_requests_after_the_grace_period() {
     fn endless() -> Vec<Act> {
         vec![UntilCancelled]
     }
@@ -201,7 +201,7 @@ async fn a_server_that_is_stopped_does_not_wait_for_ever() {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_a_clear_error() {
+async fn port_in_use_is_a_clear_error() {
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = taken.local_addr().unwrap().port();
     let config = ServerConfig { port, ..ServerConfig::default() };

@@ -1,8 +1,8 @@
-//! The HTTP side against a scripted engine: what goes in, what comes out, byte for byte where it
-//! matters, and what happens when a client does not wait.
+//! Laws of the HTTP API, with a scripted engine: requests, replies, errors, and clients that
+//! disconnect.
 //!
 //! The engine is a task that plays a script of events for each request, so nothing here depends on
-//! a model. `openai_client.py` does the same rounds with OpenAI's own package and the real engine.
+//! a model. `openai_client.py` makes similar requests with OpenAI's package and the real engine.
 
 mod access;
 mod connection;
@@ -29,17 +29,17 @@ use steersman_tests::policies;
 use tokio::sync::mpsc;
 use tower::ServiceExt;
 
-/// One thing that the scripted engine does.
+/// One step of the scripted engine.
 enum Act {
     Say(Event),
     Wait(Duration),
-    /// Waits until the request is cancelled, and notes it.
+    /// Waits until the request is cancelled, and records that.
     UntilCancelled,
 }
 
 use Act::{Say, UntilCancelled, Wait};
 
-/// What the scripted engine saw.
+/// Requests and cancellations that the scripted engine saw.
 #[derive(Default)]
 struct Seen {
     requests: Mutex<Vec<Request>>,
@@ -51,8 +51,8 @@ impl Seen {
         self.requests.lock().unwrap().last().expect("a request reached the engine").clone()
     }
 
-    /// Waits, for at most ten seconds, until a request was cancelled.
-    async fn a_cancellation(&self) {
+    /// Waits at most ten seconds for a cancelled request.
+    async fn wait_for_cancellation(&self) {
         for _ in 0..1000 {
             if !self.cancelled.lock().unwrap().is_empty() {
                 return;
@@ -63,7 +63,7 @@ impl Seen {
     }
 }
 
-/// An engine that plays `script` for each request, one at a time, with a queue of `queue`.
+/// An engine with a queue of `queue` that plays `script` for each request, one at a time.
 fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     engine_of("owner/tiny", queue, script)
 }
@@ -71,11 +71,11 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
 fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     let (jobs, mut waiting) = mpsc::channel::<Job>(queue);
     let seen = Arc::new(Seen::default());
-    let notes = seen.clone();
+    let records = seen.clone();
     tokio::spawn(async move {
         while let Some(Job { request, events }) = waiting.recv().await {
             let id = request.id.clone();
-            notes.requests.lock().unwrap().push(request);
+            records.requests.lock().unwrap().push(request);
             let started = Event::Started { fingerprint: "fp_test".into() };
             drop(events.send(started));
             for act in script() {
@@ -84,7 +84,7 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
                     Wait(time) => tokio::time::sleep(time).await,
                     UntilCancelled => {
                         events.closed().await;
-                        notes.cancelled.lock().unwrap().push(id.clone());
+                        records.cancelled.lock().unwrap().push(id.clone());
                     }
                 }
             }
@@ -138,7 +138,7 @@ fn answer() -> Vec<Act> {
     ]
 }
 
-/// The smallest body, and `extra` fields.
+/// The smallest valid body, with `extra` fields.
 fn body(extra: Value) -> Value {
     let mut body = json!({"model": "owner/tiny", "messages": [{"role": "user", "content": "Hi"}]});
     body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
@@ -164,17 +164,17 @@ async fn json_of(response: Response) -> Value {
     serde_json::from_slice(&bytes(response).await).unwrap()
 }
 
-/// Posts a chat body; returns the status and the JSON, with what differs each time made equal.
+/// Posts a chat body; returns the status and the normalized JSON.
 async fn chat(app: &Router, body: Value) -> (StatusCode, Value) {
     let response = send(app, post(body.to_string())).await;
     let status = response.status();
     let mut reply = json_of(response).await;
-    make_equal(&mut reply);
+    normalize(&mut reply);
     (status, reply)
 }
 
-/// Replaces id and time, after a look at them.
-fn make_equal(reply: &mut Value) {
+/// Checks id and time, and replaces them by constants.
+fn normalize(reply: &mut Value) {
     if let Some(id) = reply.get_mut("id") {
         assert!(id.as_str().unwrap().starts_with("chatcmpl-"));
         *id = "chatcmpl-X".into();
@@ -183,20 +183,21 @@ fn make_equal(reply: &mut Value) {
     }
 }
 
-/// The `data:` of each event of a stream, made equal.
+/// The normalized `data:` of each event of a stream.
 fn data(stream: &[u8]) -> Vec<Value> {
     let lines = std::str::from_utf8(stream).unwrap().lines();
     let data = lines.filter_map(|line| line.strip_prefix("data: "));
     data.map(|text| {
         let mut chunk = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
-        make_equal(&mut chunk);
+        normalize(&mut chunk);
         chunk
     })
     .collect()
 }
 
-/// Checks that a chat request is refused with this status, code and param, and says the words.
-async fn refused(app: &Router, body: Value, status: u16, code: &str, param: &str, words: &str) {
+/// Checks that a chat request is rejected with this status, code and param, and a message that
+/// contains `words`.
+async fn rejected(app: &Router, body: Value, status: u16, code: &str, param: &str, words: &str) {
     let (got, reply) = chat(app, body.clone()).await;
     let error = &reply["error"];
     assert_eq!(got.as_u16(), status, "{body} {reply}");

@@ -1,4 +1,4 @@
-//! Several models behind one address: each profile asks its own.
+//! Servers with several models: each profile uses its own.
 
 use axum::http::header;
 use serde_json::json;
@@ -21,9 +21,9 @@ fn get(path: &str) -> axum::http::Request<Body> {
 }
 
 #[tokio::test]
-async fn a_profile_asks_its_own_model_however_it_is_chosen() {
+async fn profile_uses_its_own_model() {
     let (app, of_tiny, of_large) = two();
-    for (model, header, told) in [
+    for (model, header, expected) in [
         ("owner/tiny", "", Ok(("default", false))),
         ("owner/tiny@strict", "", Ok(("strict", false))),
         ("large@v2@agent", "", Ok(("agent", true))),
@@ -45,27 +45,52 @@ async fn a_profile_asks_its_own_model_however_it_is_chosen() {
         let response = send(&app, request).await;
         let status = response.status().as_u16();
         let reply = json_of(response).await;
-        let asked: Vec<_> = [&of_tiny, &of_large]
+        let received: Vec<_> = [&of_tiny, &of_large]
             .iter()
             .zip(before)
             .map(|(seen, before)| seen.requests.lock().unwrap().len() - before)
             .collect();
-        match told {
+        match expected {
             Ok((profile, large)) => {
                 assert_eq!(reply["steersman"]["profile"], profile, "{model} {header}: {reply}");
                 assert_eq!(reply["model"], model);
-                assert_eq!(asked, [usize::from(!large), usize::from(large)], "{model} {header}");
+                assert_eq!(received, [usize::from(!large), usize::from(large)], "{model} {header}");
             }
-            Err((expected, code)) => {
-                assert_eq!((status, &reply["error"]["code"]), (expected, &json!(code)), "{reply}");
-                assert_eq!(asked, [0, 0]);
+            Err((code, name)) => {
+                assert_eq!((status, &reply["error"]["code"]), (code, &json!(name)), "{reply}");
+                assert_eq!(received, [0, 0]);
             }
         }
     }
 }
 
 #[tokio::test]
-async fn every_model_is_listed_and_tells_of_its_own_cache() {
+async fn model_may_be_absent_if_there_is_only_one() {
+    let absent = |stream: bool| {
+        let mut body = body(json!({"stream": stream}));
+        body.as_object_mut().unwrap().remove("model");
+        body
+    };
+    let (one, seen) = app(answer);
+    for body in [absent(false), body(json!({"model": null}))] {
+        let (status, reply) = chat(&one, body).await;
+        assert_eq!((status, &reply["model"]), (StatusCode::OK, &json!("owner/tiny")), "{reply}");
+        assert_eq!(seen.last().profile, "default");
+    }
+    let mut request = post(absent(false).to_string());
+    request.headers_mut().insert("x-steersman-profile", "strict".parse().unwrap());
+    assert_eq!(send(&one, request).await.status(), StatusCode::OK);
+    assert_eq!(seen.last().profile, "strict");
+
+    let (several, _, _) = two();
+    for stream in [false, true] {
+        let names = "`owner/tiny`, `large@v2`";
+        rejected(&several, absent(stream), 400, "missing_required_parameter", "model", names).await;
+    }
+}
+
+#[tokio::test]
+async fn every_model_is_listed_and_reports_its_own_cache() {
     let (app, _, _) = two();
     let list = json_of(send(&app, get("/v1/models")).await).await;
     let names: Vec<_> = list["data"].as_array().unwrap().iter().map(|m| &m["id"]).collect();

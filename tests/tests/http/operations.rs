@@ -1,5 +1,4 @@
-//! What operators ask a server: how requests ended, and what is kept of them. With the real engine:
-//! `tests/operations.rs`.
+//! Metrics and the cache report. `tests/operations.rs` tests them with the real engine.
 
 use std::collections::BTreeMap;
 
@@ -24,22 +23,22 @@ fn out_of_memory() -> Vec<Act> {
     vec![Say(Event::Failed(Error::Array("no memory".into())))]
 }
 
-fn breaks_off() -> Vec<Act> {
+fn fails_late() -> Vec<Act> {
     let mut acts = vec![Say(Event::Answer("Ro".into()))];
     acts.extend(out_of_memory());
     acts
 }
 
-/// Streamed or not, and a stream that breaks off behind its status of 200 as well.
+/// Also streams, including one that fails after its status of 200.
 #[tokio::test]
-async fn every_chat_request_is_counted_once_by_how_it_ended() {
+async fn every_chat_request_is_counted_once_by_outcome() {
     for (script, extra, status) in [
         (answer as fn() -> Vec<Act>, json!({}), "2xx"),
         (answer, json!({"stream": true}), "2xx"),
         (answer, json!({"n": 2}), "4xx"),
         (out_of_memory, json!({}), "5xx"),
         (out_of_memory, json!({"stream": true}), "5xx"),
-        (breaks_off, json!({"stream": true}), "5xx"),
+        (fails_late, json!({"stream": true}), "5xx"),
     ] {
         let (app, _) = app(script);
         bytes(send(&app, post(body(extra.clone()).to_string())).await).await;
@@ -52,18 +51,18 @@ async fn every_chat_request_is_counted_once_by_how_it_ended() {
 }
 
 #[tokio::test]
-async fn a_client_that_hangs_up_is_counted_as_cancelled() {
+async fn disconnected_client_is_counted_as_cancelled() {
     let (app, seen) = app(|| vec![Say(Event::Answer("Ro".into())), UntilCancelled]);
     let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
     drop(response);
-    seen.a_cancellation().await;
+    seen.wait_for_cancellation().await;
     let metrics = metrics(&app).await;
     assert_eq!(metrics["steersman_requests_total{status=\"cancelled\"}"], 1.0);
     assert_eq!(metrics["steersman_requests_total{status=\"2xx\"}"], 0.0);
 }
 
 #[tokio::test]
-async fn tokens_are_summed_over_requests_that_ended_well() {
+async fn tokens_of_successful_requests_are_summed() {
     let (app, _) = app(answer);
     for extra in [json!({}), json!({"stream": true}), json!({"n": 2})] {
         bytes(send(&app, post(body(extra).to_string())).await).await;
@@ -80,27 +79,27 @@ async fn tokens_are_summed_over_requests_that_ended_well() {
 }
 
 #[tokio::test]
-async fn requests_that_wait_are_the_length_of_the_queue() {
+async fn queue_length_counts_waiting_requests() {
     let (app, _) = app(|| vec![UntilCancelled]);
-    let asked: Vec<_> = (0..3)
+    let clients: Vec<_> = (0..3)
         .map(|_| {
             let app = app.clone();
             tokio::spawn(async move { send(&app, post(body(json!({})).to_string())).await })
         })
         .collect();
     for _ in 0..1000 {
-        // One is served.
+        // The third is running.
         if metrics(&app).await["steersman_queue_length{model=\"owner/tiny\"}"] == 2.0 {
-            asked.iter().for_each(|asked| asked.abort());
+            clients.iter().for_each(|client| client.abort());
             return;
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    panic!("two requests never waited");
+    panic!("the queue never had two requests");
 }
 
 #[tokio::test]
-async fn with_keys_only_their_holders_see_cache_and_metrics() {
+async fn cache_and_metrics_require_a_key() {
     let config = ServerConfig { api_keys: vec!["sk-one".into()], ..ServerConfig::default() };
     let (app, _) = app_with(&config, answer);
     let mut text = String::new();
@@ -116,7 +115,7 @@ async fn with_keys_only_their_holders_see_cache_and_metrics() {
 }
 
 #[tokio::test]
-async fn an_engine_without_a_disk_tier_says_so() {
+async fn engine_without_a_prefix_store_reports_none() {
     let (app, _) = app(answer);
     let cache = json_of(send(&app, get("/v1/cache")).await).await;
     assert_eq!(cache["disk"], Value::Null);
@@ -125,6 +124,6 @@ async fn an_engine_without_a_disk_tier_says_so() {
     assert_eq!(metrics["steersman_cache_disk_saving{model=\"owner/tiny\"}"], 0.0);
     assert!(
         !metrics.keys().any(|name| name.starts_with("steersman_cache_disk_bytes")),
-        "there is no such disk"
+        "there is no prefix store"
     );
 }

@@ -1,4 +1,4 @@
-//! What comes back: objects, streams, errors of the engine, and silence.
+//! Replies: objects, streams, errors of the engine, and slow starts.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use steersman_engine::request::{Event, FinishReason, FunctionCall, ToolCall};
 use crate::*;
 
 #[tokio::test]
-async fn a_reply_is_one_object_as_openai_has_it() {
+async fn reply_has_openai_format() {
     let (app, seen) = app(answer);
     let (status, reply) = chat(&app, body(json!({}))).await;
     assert_eq!(status, StatusCode::OK);
@@ -52,10 +52,10 @@ async fn a_reply_is_one_object_as_openai_has_it() {
 }
 
 #[tokio::test]
-async fn a_stream_says_the_same_in_chunks() {
+async fn stream_equals_the_whole_reply_in_chunks() {
     let (app, _) = app(answer);
-    let asked = body(json!({"stream": true, "stream_options": {"include_usage": true}}));
-    let response = send(&app, post(asked.to_string())).await;
+    let body = body(json!({"stream": true, "stream_options": {"include_usage": true}}));
+    let response = send(&app, post(body.to_string())).await;
     assert_eq!(response.status(), StatusCode::OK);
     assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
     assert_eq!(response.headers()[header::CACHE_CONTROL], "no-cache");
@@ -102,7 +102,7 @@ async fn a_stream_says_the_same_in_chunks() {
 }
 
 #[tokio::test]
-async fn a_stream_has_no_usage_unless_it_is_asked_for() {
+async fn stream_has_usage_only_on_request() {
     let (app, _) = app(answer);
     let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
     let chunks = data(&bytes(response).await);
@@ -110,7 +110,7 @@ async fn a_stream_has_no_usage_unless_it_is_asked_for() {
     assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()));
 }
 
-fn call_of_a_tool() -> Vec<Act> {
+fn tool_calls() -> Vec<Act> {
     let arguments = json!({"town": "Zürich", "days": 2, "about": ["rain"]});
     let arguments = arguments.as_object().unwrap().clone();
     let function = FunctionCall { name: "weather".into(), arguments };
@@ -124,8 +124,8 @@ fn call_of_a_tool() -> Vec<Act> {
 }
 
 #[tokio::test]
-async fn calls_of_tools_come_whole_with_arguments_as_json_in_a_string() {
-    let (app, _) = app(call_of_a_tool);
+async fn tool_calls_are_whole_with_arguments_as_json_in_a_string() {
+    let (app, _) = app(tool_calls);
     let tools = json!([{"type": "function", "function": {"name": "weather", "parameters": {}}}]);
     let arguments = r#"{"town":"Zürich","days":2,"about":["rain"]}"#;
     let call = |id: &str| {
@@ -140,8 +140,8 @@ async fn calls_of_tools_come_whole_with_arguments_as_json_in_a_string() {
     let message = json!({"role": "assistant", "content": null, "tool_calls": calls});
     assert_eq!(choice["message"], message);
 
-    let asked = body(json!({"tools": tools, "stream": true}));
-    let chunks = data(&bytes(send(&app, post(asked.to_string())).await).await);
+    let body = body(json!({"tools": tools, "stream": true}));
+    let chunks = data(&bytes(send(&app, post(body.to_string())).await).await);
     for (index, id) in ["call_a", "call_b"].into_iter().enumerate() {
         let mut call = call(id);
         call["index"] = index.into();
@@ -151,18 +151,27 @@ async fn calls_of_tools_come_whole_with_arguments_as_json_in_a_string() {
 }
 
 #[tokio::test]
-async fn errors_of_the_engine_have_their_status_streamed_or_not() {
+async fn engine_errors_have_their_status_in_streams_too() {
     type Case = (fn() -> Vec<Act>, u16, &'static str, &'static str, &'static str);
     let cases: [Case; 6] = [
         (
-            || vec![Say(Event::Failed(Error::ContextTooLong { tokens: 99, limit: 10 }))],
+            || {
+                vec![Say(Event::Failed(Error::Request(RequestError::ContextTooLong {
+                    tokens: 99,
+                    limit: 10,
+                })))]
+            },
             400,
             "invalid_request_error",
             "context_length_exceeded",
             "99 tokens",
         ),
         (
-            || vec![Say(Event::Failed(Error::Template("no system twice".into())))],
+            || {
+                vec![Say(Event::Failed(Error::Request(RequestError::Template(
+                    "no system twice".into(),
+                ))))]
+            },
             400,
             "invalid_request_error",
             "invalid_messages",
@@ -171,7 +180,10 @@ async fn errors_of_the_engine_have_their_status_streamed_or_not() {
         (
             || {
                 let problem = "must be less".into();
-                vec![Say(Event::Failed(Error::Invalid { field: "max_tokens", problem }))]
+                vec![Say(Event::Failed(Error::Request(RequestError::Field {
+                    field: "max_tokens",
+                    problem,
+                })))]
             },
             400,
             "invalid_request_error",
@@ -195,7 +207,7 @@ async fn errors_of_the_engine_have_their_status_streamed_or_not() {
             "internal_error",
             "log",
         ),
-        // The engine thread died: the channel closes with no last word.
+        // The engine thread died: the channel closes without a last event.
         (Vec::new, 503, "server_error", "engine_stopped", "stopped"),
     ];
     for (script, status, kind, code, words) in cases {
@@ -207,17 +219,17 @@ async fn errors_of_the_engine_have_their_status_streamed_or_not() {
             assert_eq!(reply["error"]["code"], code);
             let message = reply["error"]["message"].as_str().unwrap();
             assert!(message.contains(words), "`{words}` is not in `{message}`");
-            assert!(!message.contains("secret"), "details are for the log: {message}");
+            assert!(!message.contains("secret"), "details belong in the log: {message}");
         }
     }
 }
 
 #[tokio::test]
-async fn an_error_in_the_middle_is_the_last_thing_in_a_stream() {
-    fn breaks_off() -> Vec<Act> {
+async fn late_error_is_the_last_chunk_of_a_stream() {
+    fn fails_late() -> Vec<Act> {
         vec![Say(Event::Answer("Ro".into())), Say(Event::Failed(Error::Array("x".into())))]
     }
-    let (app, _) = app(breaks_off);
+    let (app, _) = app(fails_late);
     let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
     assert_eq!(response.status(), StatusCode::OK);
     let chunks = data(&bytes(response).await);
@@ -225,11 +237,11 @@ async fn an_error_in_the_middle_is_the_last_thing_in_a_stream() {
     assert_eq!(chunks[1]["choices"][0]["delta"]["content"], "Ro");
     assert_eq!(chunks[2]["error"]["code"], "internal_error");
     let (status, reply) = chat(&app, body(json!({}))).await;
-    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "half an answer is no answer: {reply}");
+    assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "a partial answer is an error: {reply}");
 }
 
 #[tokio::test]
-async fn a_policy_that_stops_a_request_is_named_in_the_reply() {
+async fn reply_contains_the_reason_of_a_policy_for_stopping() {
     fn stopped() -> Vec<Act> {
         vec![Say(Event::Answer("No".into())), finished(FinishReason::Policy("off topic".into()))]
     }
@@ -240,7 +252,7 @@ async fn a_policy_that_stops_a_request_is_named_in_the_reply() {
 }
 
 #[tokio::test]
-async fn an_answer_at_its_limit_says_so() {
+async fn answer_at_max_tokens_has_finish_reason_length() {
     fn cut() -> Vec<Act> {
         vec![Say(Event::Reasoning("on and on".into())), finished(FinishReason::Length)]
     }
@@ -251,7 +263,7 @@ async fn an_answer_at_its_limit_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_queue_is_429_and_health_still_answers() {
+async fn full_queue_is_429_and_health_still_responds() {
     fn slow() -> Vec<Act> {
         vec![Wait(Duration::from_secs(3600)), finished(FinishReason::Stop)]
     }
@@ -276,7 +288,7 @@ async fn a_full_queue_is_429_and_health_still_answers() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_long_prefill_is_bridged_by_comments() {
+async fn stream_sends_comments_during_a_long_prefill() {
     fn slow() -> Vec<Act> {
         vec![
             Wait(Duration::from_secs(42)),
@@ -287,17 +299,17 @@ async fn a_long_prefill_is_bridged_by_comments() {
     let (app, _) = app(slow);
     let started = tokio::time::Instant::now();
     let response = send(&app, post(body(json!({"stream": true})).to_string())).await;
-    assert_eq!(started.elapsed().as_secs(), 10, "headers come after ten seconds at the latest");
+    assert_eq!(started.elapsed().as_secs(), 10, "headers are sent after at most ten seconds");
     let stream = bytes(response).await;
     let text = std::str::from_utf8(&stream).unwrap();
-    assert_eq!(text.matches(": still at work\n\n").count(), 2, "at 25 s and 40 s: {text}");
+    assert_eq!(text.matches(": still working\n\n").count(), 2, "at 25 s and 40 s: {text}");
     assert_eq!(data(&stream)[1]["choices"][0]["delta"]["content"], "at last");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_error_after_a_long_prefill_is_in_the_stream() {
+async fn error_after_a_long_prefill_is_in_the_stream() {
     fn slow() -> Vec<Act> {
-        let error = Error::ContextTooLong { tokens: 9, limit: 1 };
+        let error = Error::Request(RequestError::ContextTooLong { tokens: 9, limit: 1 });
         vec![Wait(Duration::from_secs(11)), Say(Event::Failed(error))]
     }
     let (app, _) = app(slow);
@@ -309,7 +321,7 @@ async fn an_error_after_a_long_prefill_is_in_the_stream() {
 }
 
 #[tokio::test]
-async fn a_stream_delivers_each_piece_as_it_comes() {
+async fn stream_sends_each_piece_at_once() {
     fn halting() -> Vec<Act> {
         vec![Say(Event::Answer("first".into())), UntilCancelled]
     }

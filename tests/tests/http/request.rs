@@ -1,4 +1,4 @@
-//! What reaches the engine: messages, tools, thinking, models and profiles.
+//! Requests as the engine gets them: messages, tools, reasoning, models and profiles.
 
 use axum::body::Body;
 use axum::http::StatusCode;
@@ -8,13 +8,13 @@ use steersman_engine::request::SamplingOverrides;
 use crate::*;
 
 #[tokio::test]
-async fn a_request_reaches_the_engine_as_it_was_meant() {
+async fn every_field_reaches_the_engine() {
     let (app, seen) = app(answer);
     let tools = json!([{
         "type": "function",
         "function": {"strict": false, "name": "f", "parameters": {"z": 1, "a": 2}}
     }]);
-    let asked = json!({
+    let body = json!({
         "model": "owner/tiny@strict",
         "messages": [
             {"role": "developer", "content": "Be brief.", "name": "boss"},
@@ -42,7 +42,7 @@ async fn a_request_reaches_the_engine_as_it_was_meant() {
         "user": "u", "metadata": {"k": "v"}, "n": 1, "logprobs": null, "frequency_penalty": 0.0,
         "presence_penalty": 0, "response_format": {"type": "text"}, "store": false
     });
-    let (status, reply) = chat(&app, asked).await;
+    let (status, reply) = chat(&app, body).await;
     assert_eq!(status, StatusCode::OK, "{reply}");
     assert_eq!(reply["model"], "owner/tiny@strict");
     assert_eq!(reply["steersman"]["profile"], "strict");
@@ -61,7 +61,7 @@ async fn a_request_reaches_the_engine_as_it_was_meant() {
         {"role": "tool", "content": "done", "tool_call_id": "c1"}
     ]);
     assert_eq!(serde_json::to_value(&request.messages).unwrap(), messages);
-    // Compared as text: a template shows the keys to the model in the client's order.
+    // Compared as text: templates write the keys in the client's order.
     assert_eq!(Value::from(request.tools).to_string(), tools.to_string());
     assert_eq!(request.profile, "strict");
     assert_eq!(Value::from(request.template_variables), json!({"add_dates": true}));
@@ -79,11 +79,11 @@ async fn a_request_reaches_the_engine_as_it_was_meant() {
 }
 
 #[tokio::test]
-async fn what_a_request_does_not_say_is_left_to_the_engine() {
+async fn absent_fields_are_left_to_the_engine() {
     let (app, seen) = app(answer);
     let tools = json!([{"type": "function", "function": {"name": "f"}}]);
-    let silent = json!({"tools": tools, "tool_choice": "none", "stop": null, "seed": null});
-    assert_eq!(chat(&app, body(silent)).await.0, StatusCode::OK);
+    let absent = json!({"tools": tools, "tool_choice": "none", "stop": null, "seed": null});
+    assert_eq!(chat(&app, body(absent)).await.0, StatusCode::OK);
     let request = seen.last();
     assert!(request.tools.is_empty(), "tool_choice none hides the tools");
     assert_eq!((request.reasoning, request.reasoning_budget), (None, None));
@@ -93,12 +93,12 @@ async fn what_a_request_does_not_say_is_left_to_the_engine() {
 }
 
 #[tokio::test]
-async fn three_ways_to_ask_for_a_thought_mean_what_they_say() {
+async fn three_parameters_control_reasoning() {
     let (app, seen) = app(answer);
-    let think = |on: bool| json!({"chat_template_kwargs": {"enable_thinking": on}});
-    for (extra, thinking, budget) in [
-        (think(true), Some(true), None),
-        (think(false), Some(false), None),
+    let enable = |on: bool| json!({"chat_template_kwargs": {"enable_thinking": on}});
+    for (extra, reasoning, budget) in [
+        (enable(true), Some(true), None),
+        (enable(false), Some(false), None),
         (json!({"reasoning_effort": "none"}), Some(false), None),
         (json!({"reasoning_effort": "minimal"}), Some(false), None),
         (json!({"reasoning_effort": "low"}), Some(true), Some(1024)),
@@ -112,13 +112,13 @@ async fn three_ways_to_ask_for_a_thought_mean_what_they_say() {
     ] {
         assert_eq!(chat(&app, body(extra.clone())).await.0, StatusCode::OK, "{extra}");
         let request = seen.last();
-        assert_eq!((request.reasoning, request.reasoning_budget), (thinking, budget), "{extra}");
+        assert_eq!((request.reasoning, request.reasoning_budget), (reasoning, budget), "{extra}");
         assert!(request.template_variables.is_empty(), "{extra}");
     }
 }
 
 #[tokio::test]
-async fn a_model_is_asked_for_by_name_and_profile() {
+async fn model_is_selected_by_name_and_profile() {
     let (app, seen) = app(answer);
     let get = |path: &str| axum::http::Request::get(path).body(Body::empty()).unwrap();
     let list = json_of(send(&app, get("/v1/models")).await).await;
@@ -137,8 +137,8 @@ async fn a_model_is_asked_for_by_name_and_profile() {
     assert_eq!(send(&app, get("/v1/models/gpt")).await.status(), StatusCode::NOT_FOUND);
 
     for name in ["gpt-5", "owner/tiny2", "owner/tiny@loose", "owner/tiny@", "", "tiny"] {
-        let asked = body(json!({"model": name}));
-        refused(&app, asked, 404, "model_not_found", "model", "owner/tiny").await;
+        let body = body(json!({"model": name}));
+        rejected(&app, body, 404, "model_not_found", "model", "owner/tiny").await;
     }
     let with_header = |model: &str, profile: &str| {
         let mut request = post(body(json!({"model": model})).to_string());

@@ -120,8 +120,8 @@ impl Site {
             loaded: 0,
         };
         let engine = Engine::new(mpsc::channel(1).0, info, policies.clone());
-        let config =
-            ServerConfig { admin_keys: self.admin_keys.clone(), ..ServerConfig::default() };
+        let admin_keys = self.admin_keys.iter().map(|key| key.as_str().into()).collect();
+        let config = ServerConfig { admin_keys, ..ServerConfig::default() };
         Server { app: steersman::app(engine, &config), policies }
     }
 }

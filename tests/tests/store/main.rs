@@ -1,5 +1,6 @@
 //! Laws of the prefix store: saved parts are found whole, and evicted in the right order.
 
+mod damaged;
 mod killed;
 mod maintenance;
 mod power_loss;

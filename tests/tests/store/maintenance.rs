@@ -173,7 +173,7 @@ fn damaged_export_is_refused_and_nothing_is_imported() {
     let mut refused = |bytes: &[u8], damage: String| {
         fs::write(&export, bytes).unwrap();
         let error = file.import(&export, 64 * MB).expect_err(&damage);
-        assert!(matches!(&error, StoreError::Import { path, .. } if *path == export), "{error}");
+        assert!(matches!(&error, StoreError::Import(path, _) if *path == export), "{error}");
         assert!(file.sizes().is_empty(), "{damage}");
         error.to_string()
     };

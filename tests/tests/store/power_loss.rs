@@ -15,7 +15,8 @@ use super::{MB, loads, longest, part};
 const MODEL: Fingerprint = [9; 32];
 /// A disk writes this many bytes as a whole or not at all.
 const SECTOR: usize = 512;
-/// Most operations of the disk before the power fails: a run of 12 saves takes about 300.
+/// Most operations of the disk before the power fails. A run takes about 230, so two of three fail
+/// while saving, and some while closing.
 const OPERATIONS: usize = 340;
 const SAVES: u32 = 12;
 
@@ -154,10 +155,13 @@ fn save_until_power_fails(disk: &SharedDisk, first: u32, budget_bytes: u64) -> u
 
 /// The power fails while the store creates its file, saves, or closes, again and again on the same
 /// disk. The next start finds every flushed save, whole saves only, and a store that works.
+///
+/// This law found a `flush` that returned before a failed write had turned saving off, and so
+/// reported a lost save as saved.
 #[test]
 fn store_survives_power_loss_at_any_write() {
     let (mut flushed_saves, mut unflushed_saves) = (0, 0);
-    for seed in 0..60 {
+    for seed in 0..40 {
         let disk = SharedDisk::default();
         let mut random = Random(seed);
         let mut flushed = Vec::new();
@@ -185,7 +189,6 @@ fn store_survives_power_loss_at_any_write() {
                 }
             }
             flushed_saves += count;
-            // Power fails rarely while it is on.
             if random.below(2) == 0 {
                 let (_, parts) = numbered(10_000 + round);
                 store.save(parts.clone());
@@ -204,7 +207,7 @@ fn store_survives_power_loss_at_any_write() {
 #[test]
 fn full_store_survives_power_loss_at_any_write() {
     let (mut found_saves, mut lost_power) = (0, 0);
-    for seed in 100..140 {
+    for seed in 100..130 {
         let disk = SharedDisk::default();
         let mut random = Random(seed);
         for round in 0..4 {

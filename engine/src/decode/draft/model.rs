@@ -55,7 +55,7 @@ impl Drafter for ModelDrafter {
 
     fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
         let all = context.tokens.len();
-        // The end of the prompt is worth more context than tokens missed later.
+        // The first draft is worth more context than a later catch-up.
         let most = if self.read == 0 { FIRST_READ } else { CATCH_UP };
         if all - self.read > most {
             self.cache = self.model.new_cache()?;

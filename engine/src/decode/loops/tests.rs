@@ -214,18 +214,3 @@ fn thresholds_are_clamped_and_memory_is_bounded() {
     }
     assert!(detector.tokens.capacity() <= 2 * HISTORY);
 }
-
-/// `cargo test -p steersman-engine --release -- --ignored --nocapture cost_of_a_token`
-#[test]
-#[ignore = "prints a measurement"]
-fn cost_of_a_token() {
-    let mut random = Random(5);
-    let story = tokens(&prose(&mut random, 20_000));
-    for similarity in [1.0, 0.87] {
-        let mut detector = Detector::new(LoopRule { similarity, ..RULE });
-        let start = std::time::Instant::now();
-        let found = story.iter().filter(|&&token| detector.push(token).is_some()).count();
-        let each = start.elapsed() / story.len() as u32;
-        println!("similarity {similarity}: {each:?} a token, {found} reports");
-    }
-}

@@ -7,7 +7,9 @@ use crate::config::{Config, DraftKind};
 use crate::decode::apply::INJECTED_TOKENS;
 use crate::decode::rewind::REWOUND_TOKENS;
 use crate::decode::verify::DecodePath;
-use crate::policy::{Action, Ban, Bias, Replacement, Resample, SamplingChange, Step, TokenBias};
+use crate::policy::{
+    Action, Ban, Bias, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
+};
 use crate::request::{FinishReason, Request, Sampling, SamplingOverrides};
 
 /// A hybrid, a sliding and a dense family.
@@ -24,8 +26,8 @@ fn bias(token: u32, bias: f32, steps: u32) -> Action {
     Action::Bias(Bias { tokens: vec![TokenBias { token, bias }], steps })
 }
 
-fn resample(sampling: SamplingChange, steps: u32) -> Action {
-    Action::Sampling(Resample { sampling, steps })
+fn resample(sampling: SamplingPatch, steps: u32) -> Action {
+    Action::Sampling(SamplingChange { sampling, steps })
 }
 
 fn inject(text: &str) -> Action {
@@ -33,7 +35,7 @@ fn inject(text: &str) -> Action {
 }
 
 /// Bans [`MARKERS`] at once, and does `more` from then on.
-fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + 'static) -> Script {
+fn markers_banned(mut more: impl FnMut(&Step) -> Vec<Action> + Send + 'static) -> Script {
     Script::new(move |step| {
         let mut actions = more(step);
         if step.index == 1 {
@@ -74,9 +76,9 @@ fn rewinds(count: u32, checkpoint_every: u32) -> Script {
             reasoning = true;
             return vec![inject("No: "), Action::Rewind(count)];
         }
-        if reasoning && !closed && step.think_tokens >= 60 {
+        if reasoning && !closed && step.reasoning_tokens >= 60 {
             closed = true;
-            return vec![Action::CloseThinking("So ".into())];
+            return vec![Action::CloseReasoning("So ".into())];
         }
         if !answer && step.answer_tokens == 50 {
             answer = true;
@@ -375,13 +377,13 @@ fn bias_forces_or_excludes_a_token_and_the_latest_applies() {
 #[test]
 fn ban_of_all_tokens_ends_the_request() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
-    let filtered = SamplingChange {
+    let filtered = SamplingPatch {
         temperature: Some(1.0),
         top_p: Some(0.9),
         top_k: Some(5),
         min_p: Some(0.1),
     };
-    for sampling in [SamplingChange::default(), filtered] {
+    for sampling in [SamplingPatch::default(), filtered] {
         let script = |spare: Option<u32>| {
             let mut script = markers_banned(move |step| {
                 let all: Vec<u32> = (0..256).filter(|token| Some(*token) != spare).collect();
@@ -416,11 +418,11 @@ fn on_drafted_path(
 fn temporary_sampling_change_ends() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
     let request = ask("Where does the hare live?", false, 50);
-    let hot = SamplingChange { temperature: Some(5.0), ..SamplingChange::default() };
+    let hot = SamplingPatch { temperature: Some(5.0), ..SamplingPatch::default() };
     let script = || {
         markers_banned(move |step| match step.index {
             10 => vec![resample(hot, 12)],
-            30 => vec![resample(SamplingChange { top_k: Some(3), ..hot }, 0)],
+            30 => vec![resample(SamplingPatch { top_k: Some(3), ..hot }, 0)],
             _ => Vec::new(),
         })
     };

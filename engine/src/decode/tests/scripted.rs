@@ -14,10 +14,8 @@ use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::engine::Job;
-use crate::error::Result;
 use crate::policy::{
-    Action, Plan, Policy, PromptView, Replacement, RequestView, Steering, Step, ToolCallView,
-    Verdict,
+    Action, Answer, Call, Failure, Plan, Policy, Replacement, Session, Step, ToolCallView, Verdict,
 };
 use crate::prefix::Retention;
 use crate::request::{
@@ -110,8 +108,8 @@ pub fn message(role: &str, content: &str) -> Message {
     Message { role: role.into(), content: content.into(), ..Message::default() }
 }
 
-type Steps = Box<dyn FnMut(&Step) -> Vec<Action>>;
-type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict>;
+type Steps = Box<dyn FnMut(&Step) -> Vec<Action> + Send>;
+type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict + Send>;
 
 /// A policy that a test scripts.
 pub struct Script {
@@ -125,7 +123,7 @@ pub struct Script {
 
 impl Script {
     /// Called after every token.
-    pub fn new(steps: impl FnMut(&Step) -> Vec<Action> + 'static) -> Self {
+    pub fn new(steps: impl FnMut(&Step) -> Vec<Action> + Send + 'static) -> Self {
         Self {
             replacements: Vec::new(),
             plan: Plan { every: 1, ..Plan::default() },
@@ -137,20 +135,14 @@ impl Script {
 }
 
 impl Policy for Script {
-    fn on_prompt(&mut self, _: &PromptView) -> Result<Vec<Replacement>> {
-        Ok(self.replacements.clone())
-    }
-
-    fn on_request(&mut self, _: &RequestView) -> Result<Plan> {
-        Ok(self.plan.clone())
-    }
-
-    fn on_step(&mut self, step: &Step) -> Result<Vec<Action>> {
-        Ok((self.steps)(step))
-    }
-
-    fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
-        Ok((self.calls)(call))
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        Ok(match call {
+            Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
+            Call::Request(_) => Answer::Request(self.plan.clone()),
+            Call::Step(step) => Answer::Step((self.steps)(step)),
+            Call::ToolCall(view) => Answer::ToolCall((self.calls)(view)),
+            Call::Finish(_) => Answer::Finish,
+        })
     }
 }
 
@@ -192,8 +184,8 @@ pub fn run(
     let (events, mut receiver) = mpsc::unbounded_channel();
     let rewound = script.rewound;
     let job = Job { request: request.clone(), events };
-    let steering = Steering { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
-    let mut sequence = decoder.admit_with(job, steering).unwrap();
+    let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
+    let mut sequence = decoder.admit_with(job, session).unwrap();
     sequence.progress.rewound = rewound;
     decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];

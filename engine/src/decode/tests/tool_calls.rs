@@ -1,16 +1,16 @@
 //! Tool calls: none reaches the client without a verdict of the policy.
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::rc::Rc;
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
 use crate::decode::verify::DecodePath;
-use crate::policy::{Action, Bias, REPAIRS, Step, TokenBias, ToolCallView, Verdict};
+use crate::policy::{Action, Bias, MAX_REPAIRS, Step, TokenBias, ToolCallView, Verdict};
 use crate::request::{FinishReason, FunctionCall, Request, Sampling, ToolCall};
 
 const CALL: &str = r#"{"name": "look", "arguments": {"b": 2, "a": [1, {"d": 0, "c": "é"}]}}"#;
@@ -47,14 +47,14 @@ fn call(text: &str, close: u32) -> Vec<u32> {
 
 /// A script with a list of verdicts, and the views it was called with.
 fn judged(
-    steps: impl FnMut(&Step) -> Vec<Action> + 'static,
+    steps: impl FnMut(&Step) -> Vec<Action> + Send + 'static,
     verdicts: &[Verdict],
-) -> (Script, Rc<RefCell<Vec<ToolCallView>>>) {
-    let seen: Rc<RefCell<Vec<ToolCallView>>> = Rc::default();
+) -> (Script, Arc<Mutex<Vec<ToolCallView>>>) {
+    let seen: Arc<Mutex<Vec<ToolCallView>>> = Arc::default();
     let (shown, mut verdicts) = (seen.clone(), VecDeque::from(verdicts.to_vec()));
     let mut script = Script::new(steps);
     script.calls = Box::new(move |view| {
-        shown.borrow_mut().push(view.clone());
+        shown.lock().push(view.clone());
         verdicts.pop_front().unwrap_or(Verdict::Accept)
     });
     (script, seen)
@@ -72,7 +72,7 @@ fn call_gets_its_verdict_before_the_client_receives_it() {
     let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[Verdict::Accept]);
     let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 1);
-    let view = seen.borrow()[0].clone();
+    let view = seen.lock()[0].clone();
     assert_eq!((view.name.as_str(), view.index), ("look", 0));
     assert_eq!(view.arguments, r#"{"b":2,"a":[1,{"d":0,"c":"é"}]}"#);
     assert_eq!(view.earlier, []);
@@ -135,8 +135,8 @@ fn calls_are_accepted_after_the_limit_of_repairs() {
     let (script, seen) = judged(steps, &verdicts);
     let ran = run_plain(decoder, &request, script);
     assert!(!ran.calls.is_empty());
-    assert_eq!(seen.borrow().len(), ran.calls.len() + REPAIRS as usize);
-    let index: Vec<u32> = seen.borrow().iter().map(|view| view.index).collect();
+    assert_eq!(seen.lock().len(), ran.calls.len() + MAX_REPAIRS as usize);
+    let index: Vec<u32> = seen.lock().iter().map(|view| view.index).collect();
     assert_eq!(index[..6], [0, 0, 0, 0, 0, 1]);
 }
 
@@ -178,7 +178,7 @@ fn each_of_several_calls_gets_its_own_verdict() {
     let (script, seen) = judged(writes(text.clone(), end), &[]);
     let ran = run_plain(decoder, &request, script);
     assert_eq!(ran.calls.len(), 2);
-    let seen = seen.borrow();
+    let seen = seen.lock();
     assert_eq!((seen[1].index, seen[1].earlier.len()), (1, 1));
     assert_eq!(seen[1].earlier[0].arguments, seen[0].digest);
     assert_eq!(seen[1].earlier[0].answered, None);
@@ -194,7 +194,7 @@ fn each_of_several_calls_gets_its_own_verdict() {
     let both = format!("[{CALL}, {second}]");
     let (script, seen) = judged(writes(call(&both, CLOSE_CALL), end), &verdicts);
     let ran = run_plain(decoder, &request, script);
-    assert_eq!((seen.borrow().len(), ran.calls.len()), (2, 0));
+    assert_eq!((seen.lock().len(), ran.calls.len()), (2, 0));
     let (script, _) = judged(writes(call(&both, CLOSE_CALL), end), &[]);
     assert_eq!(run_plain(decoder, &request, script).calls.len(), 2);
 }
@@ -261,7 +261,7 @@ fn policy_sees_calls_and_results_of_the_conversation() {
     let end = |_: &Step| vec![Action::Stop("enough".into())];
     let (script, seen) = judged(writes(call(CALL, CLOSE_CALL), end), &[]);
     run_plain(decoder, &request, script);
-    let view = &seen.borrow()[0];
+    let view = &seen.lock()[0];
     let [one, two, three] = &view.earlier[..] else { panic!("{view:?}") };
     assert_eq!(one.arguments, view.digest);
     // `printf '{"a":[1,{"c":"é","d":0}],"b":2}' | sha256sum`, and of `same`.

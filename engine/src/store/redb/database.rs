@@ -3,7 +3,6 @@
 
 use std::any::Any;
 use std::collections::HashSet;
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,7 +17,7 @@ use tracing::{info, warn};
 use super::super::record::{PartRecord, chunk_lens};
 use super::super::{Key, Part, StoreEnv, StoreError, format};
 
-pub(super) const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
+const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 /// Key of a part: its [`PartRecord`].
 const ENTRIES: TableDefinition<&Key, &[u8]> = TableDefinition::new("entries");
 /// Key of a part and number of the chunk: a piece of the encoded part.
@@ -26,7 +25,7 @@ pub(super) const CHUNKS: TableDefinition<(&Key, u32), &[u8]> = TableDefinition::
 
 /// Value of `format` in `meta`: identifies the layout of the three tables. The lower half only makes
 /// it improbable that another value becomes this one by accident.
-pub(super) const FORMAT: u64 = 0x2_91ee_e243;
+const FORMAT: u64 = 0x2_91ee_e243;
 /// redb's cache. The operating system caches the file as well, so this one need only hold inner
 /// pages and what one transaction writes before it reaches the file.
 const CACHE_BYTES: usize = 32 << 20;
@@ -53,48 +52,40 @@ pub(super) struct Opened {
 }
 
 /// Why an operation on the database failed, by what follows.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub(super) enum StoreFault {
     /// One part is damaged: drop it.
+    #[error("{0}")]
     Part(String),
     /// Another process has the file: go on without it.
+    #[error("in use by another process")]
     InUse,
     /// The file is damaged: start a new one.
+    #[error("{0}")]
     Damaged(String),
     /// Another version wrote the file, or its format field is damaged: start a new one.
+    #[error("unknown format {0:#x?}")]
     UnknownFormat(Option<u64>),
     /// The disk is full, not writable, failing: stop saving.
+    #[error("{0}")]
     Io(Arc<io::Error>),
 }
 
 impl StoreFault {
-    /// The same for callers outside the store.
-    pub fn at(&self, path: &Path) -> StoreError {
+    /// The error for callers outside the store.
+    pub fn at(self, path: &Path) -> StoreError {
         let path = path.to_owned();
         match self {
-            Self::InUse => StoreError::InUse { path },
-            Self::Part(problem) | Self::Damaged(problem) => {
-                StoreError::Damaged { path, problem: problem.clone() }
-            }
-            Self::UnknownFormat(found) => StoreError::UnknownFormat { path, found: *found },
-            Self::Io(error) => StoreError::io(path, error.clone()),
+            Self::InUse => StoreError::InUse(path),
+            Self::Part(problem) | Self::Damaged(problem) => StoreError::Damaged(path, problem),
+            Self::UnknownFormat(found) => StoreError::UnknownFormat(path, found),
+            Self::Io(error) => StoreError::io(path, error),
         }
     }
 
     /// Whether a new file has to replace this one.
     pub fn is_of_the_file(&self) -> bool {
         matches!(self, Self::Damaged(_) | Self::UnknownFormat(_))
-    }
-}
-
-impl fmt::Display for StoreFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Part(problem) | Self::Damaged(problem) => f.write_str(problem),
-            Self::InUse => f.write_str("in use by another process"),
-            Self::UnknownFormat(found) => write!(f, "unknown format {found:#x?}"),
-            Self::Io(error) => error.fmt(f),
-        }
     }
 }
 

@@ -74,15 +74,12 @@ impl StoreFile {
     /// open, [`StoreError::UnknownFormat`] or [`StoreError::Damaged`] if it cannot be read.
     pub fn open(path: &Path) -> Result<Self> {
         if !path.exists() {
-            return Err(StoreError::Missing { path: path.to_owned() });
+            return Err(StoreError::Missing(path.to_owned()));
         }
         Self::open_or_create(path)
     }
 
     /// Opens a file, and creates it if there is none.
-    ///
-    /// # Errors
-    /// As [`StoreFile::open`].
     pub fn open_or_create(path: &Path) -> Result<Self> {
         let database =
             database::open(path, &StoreEnv::default()).map_err(|fault| fault.at(path))?;
@@ -150,10 +147,6 @@ impl StoreFile {
     }
 
     /// Reads every part, and drops damaged ones.
-    ///
-    /// # Errors
-    /// [`StoreError::Damaged`] if more than single parts is damaged; [`StoreError::Io`] and
-    /// [`StoreError::Full`].
     pub fn verify(&mut self) -> Result<VerifyReport> {
         let mut found =
             VerifyReport { whole: StoredSize::default(), damaged: vec![], stray_chunks: 0 };
@@ -182,9 +175,6 @@ impl StoreFile {
     }
 
     /// Drops the parts of one fingerprint, or all. Only [`StoreFile::compact`] gives the space back.
-    ///
-    /// # Errors
-    /// [`StoreError::Io`], [`StoreError::Full`] or [`StoreError::Damaged`].
     pub fn clear(&mut self, fingerprint: Option<&Fingerprint>) -> Result<StoredSize> {
         let mut cleared = StoredSize::default();
         let mut transaction = Transaction::default();
@@ -204,9 +194,6 @@ impl StoreFile {
     }
 
     /// Makes the file as small as its content allows.
-    ///
-    /// # Errors
-    /// As [`StoreFile::clear`].
     pub fn compact(&mut self) -> Result<()> {
         let database = self.database.as_mut().expect("taken only on drop");
         database::compact(database).map_err(|fault| fault.at(&self.path))

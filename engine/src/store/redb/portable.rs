@@ -49,10 +49,6 @@ pub struct ImportReport {
 impl StoreFile {
     /// Writes the parts of all fingerprints to `path`, which is created or replaced when it is
     /// complete. Damaged parts are skipped with a warning. Returns what was written.
-    ///
-    /// # Errors
-    /// [`StoreError::Damaged`] if this file cannot be read; [`StoreError::Io`] or
-    /// [`StoreError::Full`] if `path` cannot be written.
     pub fn export(&self, path: &Path) -> Result<StoredSize> {
         let failed = |error: io::Error| StoreError::io(path, error);
         let reader = self.reader()?;
@@ -100,7 +96,6 @@ impl StoreFile {
     ///
     /// # Errors
     /// [`StoreError::Import`] if that file is not an export or is damaged: nothing is imported then.
-    /// Otherwise as [`StoreFile::clear`].
     pub fn import(&mut self, path: &Path, budget_bytes: u64) -> Result<ImportReport> {
         let mut imported = ImportReport::default();
         let known: HashSet<Key> = self.records.iter().map(|(key, _)| *key).collect();
@@ -156,7 +151,7 @@ fn walk(
     mut each: impl FnMut(Key, PartRecord, Vec<Tensor>) -> Result<()>,
 ) -> Result<()> {
     let failed = |error: io::Error| StoreError::io(path, error);
-    let invalid = |problem: String| StoreError::Import { path: path.to_owned(), problem };
+    let invalid = |problem: String| StoreError::Import(path.to_owned(), problem);
     let file = File::open(path).map_err(failed)?;
     let mut input = BufReader::with_capacity(BUFFER_BYTES, file);
     let mut head = [0; 16];

@@ -1,0 +1,387 @@
+//! `steersman policy`: creates, builds, tests and measures policies, and manages those of a running
+//! server.
+//!
+//! A policy runs here as in a server and within the limits of `[policy]`, but in a dry run: nothing is
+//! stored, logged or counted, and its deadline is longer.
+//!
+//! The crate links no MLX. Its binary `steersman-policy` has the same commands as `steersman policy`.
+
+mod bench;
+mod build;
+mod new;
+mod remote;
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Args, Subcommand};
+use steersman_policy_host::{
+    CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Storage, shipped,
+};
+
+/// The commands.
+#[derive(Subcommand)]
+pub enum Task {
+    /// Create a folder with a small policy: source, contract and golden file
+    New(new::New),
+    /// Build a component
+    Build(build::Build),
+    /// Print size, SHA-256, contract version, hooks and imports of a policy. Fails if a server would
+    /// refuse it
+    Check {
+        /// The policy
+        #[command(flatten)]
+        file: PolicyFile,
+        /// Grants of its profile: log, kv, tokenizer, counters. Fails if one is missing
+        #[arg(long, value_name = "GRANT", value_delimiter = ',', value_parser = parse_grant)]
+        grants: Option<Vec<Grant>>,
+    },
+    /// Run golden files. Fails if an answer differs from the expected one
+    Test {
+        /// The policy
+        #[command(flatten)]
+        file: PolicyFile,
+        /// Calls and expected answers, one JSON object a line [default: FILE with the extension
+        /// .jsonl, or the golden file of the shipped policy]
+        #[arg(value_name = "GOLDEN")]
+        goldens: Vec<PathBuf>,
+        /// The calls
+        #[command(flatten)]
+        selection: Selection,
+    },
+    /// Call a policy with the calls of a trace and print its answers, one JSON object a line
+    Replay {
+        /// The policy
+        #[command(flatten)]
+        file: PolicyFile,
+        /// The trace of a request, a trace file or a golden file
+        trace: PathBuf,
+        /// The calls
+        #[command(flatten)]
+        selection: Selection,
+    },
+    /// Call two policies with the calls of a trace and print the answers that differ. Fails if any do
+    Diff {
+        /// The first policy: a component, or the name of one that ships or is in `policy.folder`
+        a: PathBuf,
+        /// The second policy
+        b: PathBuf,
+        /// The trace of a request, a trace file or a golden file
+        trace: PathBuf,
+        /// The calls
+        #[command(flatten)]
+        selection: Selection,
+    },
+    /// Measure the time and fuel of each hook
+    Bench {
+        /// The policy
+        #[command(flatten)]
+        file: PolicyFile,
+        /// A trace or a golden file [default: a request with 501 reasoning tokens and one tool call]
+        trace: Option<PathBuf>,
+        /// The calls
+        #[command(flatten)]
+        selection: Selection,
+    },
+    /// List the policies of a running server, their versions and profiles
+    List {
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+    /// Upload a component to a running server, which validates and activates it
+    Push {
+        /// Name of the policy on the server
+        name: String,
+        /// The component
+        file: PathBuf,
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+    /// Return to the previous version of a policy on a running server
+    Rollback {
+        /// Name of the policy on the server
+        name: String,
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+    /// Print the trace of a request from a running server, as `replay` reads it
+    Trace {
+        /// The request: `id` of its reply
+        id: String,
+        /// The server
+        #[command(flatten)]
+        server: remote::Server,
+    },
+}
+
+/// A policy.
+#[derive(Args)]
+pub struct PolicyFile {
+    /// A component, or the name of a policy that ships (`default`) or is in `policy.folder`
+    file: PathBuf,
+}
+
+/// Selects the calls of one policy from a trace, and adds parameters to them.
+#[derive(Args)]
+pub struct Selection {
+    /// Use only the calls of this policy
+    #[arg(long, value_name = "NAME")]
+    policy: Option<String>,
+    /// A parameter for calls that do not have it; `@FILE` is the text of a file. Can be repeated
+    #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = parse_param)]
+    params: Vec<(String, String)>,
+}
+
+/// Runs a command and writes its output to `out`. `storage` may cache compiled components.
+///
+/// # Errors
+/// When a file cannot be read or written, a policy is refused or fails, an answer is not the expected
+/// one, or a server refuses a request.
+pub fn run(
+    task: Task,
+    config: &PolicyConfig,
+    storage: &Storage,
+    out: &mut impl Write,
+) -> Result<()> {
+    let load = |file: &Path| load(file, config, storage);
+    match task {
+        Task::New(options) => new::run(options, out),
+        Task::Build(options) => build::run(options, out),
+        Task::Check { file, grants } => check(&load(&file.file)?, grants, out),
+        Task::Test { file, goldens, selection } => {
+            test(load(&file.file)?, &goldens, &selection, out)
+        }
+        Task::Replay { file, trace, selection } => {
+            replay(&load(&file.file)?.component, &selection.read(&trace)?, out)
+        }
+        Task::Diff { a, b, trace, selection } => {
+            let both = [load(&a)?.component, load(&b)?.component];
+            diff(&both, &selection.read(&trace)?, &trace, out)
+        }
+        Task::Bench { file, trace, selection } => {
+            let golden = match trace {
+                Some(trace) => selection.read(&trace)?,
+                None => bench::example(&selection.params()),
+            };
+            bench::run(&load(&file.file)?.component, &golden, out)
+        }
+        Task::List { server } => server.list(out),
+        Task::Push { name, file, server } => server.push(&name, &file, out),
+        Task::Rollback { name, server } => server.roll_back(&name, out),
+        Task::Trace { id, server } => server.trace(&id, out),
+    }
+}
+
+/// A compiled policy.
+struct Loaded {
+    component: Arc<Component>,
+    bytes: usize,
+    /// `None` for a shipped policy.
+    path: Option<PathBuf>,
+}
+
+fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded> {
+    let name = file.to_string_lossy();
+    // As in profiles: a path contains a `/` or ends in `.wasm`, anything else is a name. A file in
+    // `policy.folder` takes precedence over a shipped policy.
+    let is_name = file.components().count() == 1 && file.extension().is_none();
+    let in_folder = config.folder.join(format!("{name}.wasm"));
+    let has_file = is_name && !config.folder.as_os_str().is_empty() && in_folder.is_file();
+    let (bytes, path) = match shipped(&name).filter(|_| is_name && !has_file) {
+        Some((component, _)) => (Cow::Borrowed(component), None),
+        None => {
+            let path = if has_file { in_folder } else { file.to_path_buf() };
+            let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
+            (Cow::Owned(bytes), Some(path))
+        }
+    };
+    let host = Host::new(config, storage)?;
+    let component = Arc::new(Component::load(&host, &name, &bytes)?);
+    Ok(Loaded { component, bytes: bytes.len(), path })
+}
+
+impl Selection {
+    fn params(&self) -> BTreeMap<String, String> {
+        self.params.iter().cloned().collect()
+    }
+
+    /// Reads the selected calls from a file.
+    fn read(&self, path: &Path) -> Result<Golden> {
+        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        self.parse(&text, path)
+    }
+
+    /// Parses the selected calls from the text of the file `path`.
+    fn parse(&self, text: &str, path: &Path) -> Result<Golden> {
+        let path = path.display();
+        let mut golden =
+            Golden::parse(text).map_err(|problem| anyhow::anyhow!("{path}: {problem}"))?;
+        let policies = golden.policies().into_iter().collect::<Vec<_>>().join(", ");
+        match &self.policy {
+            Some(policy) => golden.retain_policy(policy),
+            None if golden.policies().len() > 1 => {
+                bail!("{path}: has calls of {policies}; choose one with --policy")
+            }
+            None => {}
+        }
+        if let (Some(policy), []) = (&self.policy, &golden.cases[..]) {
+            bail!("{path}: has no calls of {policy}, only of {policies}");
+        }
+        golden.add_params(&self.params());
+        Ok(golden)
+    }
+}
+
+fn parse_grant(text: &str) -> Result<Grant, String> {
+    Grant::ALL.into_iter().find(|grant| grant.name() == text).ok_or_else(|| {
+        let names = Grant::ALL.map(Grant::name).join(", ");
+        format!("is not one of {names}")
+    })
+}
+
+fn parse_param(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("is not NAME=TEXT")?;
+    let value = match value.strip_prefix('@') {
+        None => value.into(),
+        Some(file) => std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?,
+    };
+    Ok((name.into(), value))
+}
+
+fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> Result<()> {
+    let Loaded { component, bytes, .. } = loaded;
+    let imports = component.import_names();
+    let imports = if imports.is_empty() { "none".into() } else { imports.join(", ") };
+    writeln!(out, "policy    {}", component.name())?;
+    writeln!(out, "size      {bytes} bytes")?;
+    writeln!(out, "sha256    {}", hex::encode(component.sha256()))?;
+    writeln!(out, "contract  {CONTRACT}")?;
+    writeln!(out, "hooks     {}", component.hooks().join(", "))?;
+    writeln!(out, "imports   {imports}")?;
+    let needed: Vec<_> =
+        component.imports().iter().map(|grant| format!("\"{}\"", grant.name())).collect();
+    if !needed.is_empty() {
+        writeln!(out, "needs     grants = [{}] in its profile", needed.join(", "))?;
+    }
+    if let Some(grants) = grants {
+        component.check_grants(&grants)?;
+        writeln!(out, "grants    sufficient")?;
+    }
+    // The first instance touches memory that the second reuses, as in all but the first request.
+    drop(component.instantiate(&Context::dry_run())?);
+    let start = Instant::now();
+    drop(component.instantiate(&Context::dry_run())?);
+    writeln!(out, "starts    in {:.1} us", start.elapsed().as_secs_f64() * 1e6)?;
+    Ok(())
+}
+
+fn test(
+    loaded: Loaded,
+    goldens: &[PathBuf],
+    selection: &Selection,
+    out: &mut impl Write,
+) -> Result<()> {
+    let Loaded { component, path, .. } = loaded;
+    let read = |path: &PathBuf| Ok((path.clone(), selection.read(path)?));
+    let goldens: Vec<(PathBuf, Golden)> = match (goldens, path) {
+        ([], Some(path)) => vec![read(&path.with_extension("jsonl"))?],
+        ([], None) => {
+            let (_, golden) = shipped(component.name()).expect("a policy without a path ships");
+            let path = PathBuf::from(format!("{}.jsonl", component.name()));
+            let golden = selection.parse(golden, &path)?;
+            vec![(path, golden)]
+        }
+        (goldens, _) => goldens.iter().map(read).collect::<Result<_>>()?,
+    };
+    let (mut cases, mut failed, mut unchecked) = (0, 0, 0);
+    for (path, golden) in &goldens {
+        let path = path.display();
+        let mismatches = golden.check(&component);
+        for one in &mismatches {
+            let (line, case, hook) = (one.line, &one.case, one.hook.name());
+            writeln!(out, "{path}:{line}: {case}: {hook}: {}", one.problem)?;
+        }
+        if let Some(why) = golden.inexact().filter(|_| !mismatches.is_empty()) {
+            writeln!(out, "{path}: the trace is incomplete: {why}")?;
+        }
+        cases += golden.cases.len();
+        failed += mismatches.len();
+        unchecked += golden.without_expectation();
+    }
+    if failed > 0 {
+        bail!("unexpected answers: {failed}, in {cases} cases");
+    }
+    match unchecked {
+        0 => writeln!(out, "{cases} cases pass")?,
+        lines => writeln!(out, "{cases} cases pass; lines without an expected answer: {lines}")?,
+    }
+    Ok(())
+}
+
+fn replay(component: &Arc<Component>, golden: &Golden, out: &mut impl Write) -> Result<()> {
+    let decisions = golden.replay(component);
+    for decision in &decisions {
+        serde_json::to_writer(&mut *out, decision)?;
+        writeln!(out)?;
+    }
+    match golden.inexact() {
+        Some(why) => eprintln!("the trace is incomplete, so answers may differ: {why}"),
+        None => {
+            let differing = golden.check(component).len();
+            eprintln!("{} answers, {differing} differ from the file", decisions.len());
+        }
+    }
+    Ok(())
+}
+
+fn diff(
+    both: &[Arc<Component>; 2],
+    golden: &Golden,
+    path: &Path,
+    out: &mut impl Write,
+) -> Result<()> {
+    let path = path.display();
+    let decisions = both.each_ref().map(|component| golden.replay(component));
+    let lines: BTreeSet<_> = decisions.iter().flatten().map(|decision| decision.line).collect();
+    let mut differing = 0;
+    for &line in &lines {
+        let at_line = decisions.each_ref().map(|list| list.iter().find(|one| one.line == line));
+        let answers = at_line.map(answer_text);
+        let Some(Decision { case, hook, step, .. }) = at_line[0].or(at_line[1]) else { continue };
+        if answers[0] == answers[1] {
+            continue;
+        }
+        differing += 1;
+        let step = step.map_or_else(String::new, |step| format!(" at token {step}"));
+        writeln!(out, "{path}:{line}: {case}: {}{step}", hook.name())?;
+        for (component, answer) in both.iter().zip(answers) {
+            writeln!(out, "  {}: {answer}", component.name())?;
+        }
+    }
+    if let Some(why) = golden.inexact() {
+        eprintln!("the trace is incomplete, so answers may differ: {why}");
+    }
+    if differing > 0 {
+        bail!("{differing} of {} answers differ", lines.len());
+    }
+    writeln!(out, "{} answers, all equal", lines.len())?;
+    Ok(())
+}
+
+fn answer_text(decision: Option<&Decision>) -> String {
+    match decision {
+        None => "not called, because an earlier call failed".into(),
+        Some(Decision { error: Some(error), .. }) => format!("fails: {error}"),
+        Some(Decision { answer, .. }) => {
+            serde_json::to_string(answer).expect("answers have string keys only")
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The command `steersman-policy`: `steersman policy` without the server and without MLX.
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use serde::Deserialize;
+use steersman_policy_cli::{Task, run};
+use steersman_policy_host::{PolicyConfig, Storage};
+use tracing_subscriber::EnvFilter;
+
+/// The default log filter.
+const LOG: &str = "info,wasmtime=warn,cranelift=warn,ureq=warn";
+
+/// Creates, builds, tests and measures policies, and manages those of a running server. Needs no
+/// model.
+#[derive(Parser)]
+#[command(name = "steersman-policy", version)]
+struct Cli {
+    /// Configuration file of a server, in TOML; only its table [policy] is read
+    #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
+    config: Option<PathBuf>,
+    /// Folder that caches compiled policies
+    /// [default: steersman in the user's data folder, as ~/.local/share/steersman]
+    #[arg(long, value_name = "DIR", env = "STEERSMAN_DATA_DIR", global = true)]
+    data_dir: Option<PathBuf>,
+    #[command(subcommand)]
+    task: Task,
+}
+
+/// The part of a configuration file that concerns policies.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct FileConfig {
+    policy: PolicyConfig,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    let Cli { config, data_dir, task } = cli;
+    let storage = match data_dir.or_else(|| Some(dirs::data_dir()?.join("steersman"))) {
+        Some(folder) => Storage::compile_cache(&folder),
+        None => Storage::in_memory(),
+    };
+    let done = read_config(config.as_deref())
+        .and_then(|config| run(task, &config, &storage, &mut std::io::stdout().lock()));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn read_config(path: Option<&Path>) -> Result<PolicyConfig> {
+    let Some(path) = path else { return Ok(PolicyConfig::default()) };
+    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let file: FileConfig = toml::from_str(&text).with_context(|| path.display().to_string())?;
+    file.policy.check()?;
+    Ok(file.policy)
+}
