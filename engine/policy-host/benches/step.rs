@@ -76,7 +76,7 @@ fn main() {
         black_box(policy.ask(&quiet).expect("no failure"));
     });
     let loop_found = Some(LoopReport { period: 3, repeats: 50, exact: true });
-    let looping = Step { loop_found, ..quiet() };
+    let looping = Step { loop_found, ..quiet.clone() };
     measure("default policy, instance: on-step with a loop", || {
         black_box(policy.ask(&looping).expect("no failure"));
     });

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
-    Action, Ban, Bias, Component, Context, Failure, Host, HookInput, Instance, Policy, PolicyConfig, PromptView, Replacement, SamplingChange, SamplingPatch, Step, Storage, TokenBias, Vocabulary, apply_replacements,
+    Action, Ban, Bias, Component, Context, Failure, HookInput, Host, Instance, Policy,
+    PolicyConfig, PromptView, Replacement, SamplingChange, SamplingPatch, Step, Storage, TokenBias,
+    Vocabulary, apply_replacements,
 };
 use steersman_test_support::Random;
 use steersman_test_support::guest::{
