@@ -9,8 +9,7 @@ use steersman_policy_host::{
     Vocabulary, no_vocabulary,
 };
 use steersman_test_support::guest::{
-    Answers, ELEMENT, Value, case, data, importing, list, offset, payload, record, text, word,
-    words,
+    Answers, ELEMENT, Value, case, data, importing, list, offset, payload, record, text, words,
 };
 use tracing_subscriber::util::SubscriberInitExt;
 

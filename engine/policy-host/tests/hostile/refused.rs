@@ -49,7 +49,7 @@ fn a_component_that_cannot_work_is_refused_at_load_with_the_reason() {
     let earlier =
         format!("exports `on-step` of contract 0.1.0; this server has contract {CONTRACT}");
     let unknown = format!("exports `on-token`, which contract {CONTRACT} does not have");
-    let cases: [(_, _, &str); 24] = [
+    let cases: [(_, _, &str); 23] = [
         ("WASI", also_importing(wasi), &no_wasi),
         ("host", also_importing(r#""host" (func)"#), "imports `host`"),
         (
