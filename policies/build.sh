@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the policies in this folder with `steersman policy build`, which reports missing tools.
+# Builds the policies in this folder with `steersman-policy build`, which reports missing tools.
 #
 #   policies/build.sh             the shipped policies: NAME/NAME.wasm, and SHA256SUMS
 #   policies/build.sh examples    target/policies/brief-{rust,javascript,python}.wasm, which are not committed
@@ -11,12 +11,12 @@ mkdir -p "$target/policies"
 
 # Built once, before the first policy is written: the binary embeds the shipped policies.
 binary() {
-    cargo build --quiet --bin steersman
+    cargo build --quiet --bin steersman-policy
 }
 
 # Guests have a target folder of their own, so that server and guests do not wait for cargo's lock.
 build() {
-    "$target/debug/steersman" policy build --target-dir "$target/policies" "$@"
+    "$target/debug/steersman-policy" build --target-dir "$target/policies" "$@"
 }
 
 case ${1-} in

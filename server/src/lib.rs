@@ -13,10 +13,11 @@
 //! serve.rs     listening and graceful shutdown
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! cache.rs     `steersman cache`: manages the prefix store
-//! policy/      `steersman policy`: creates, builds, tests, measures and deploys policies
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
 //! api/         OpenAI's HTTP interface
 //! ```
+//!
+//! `steersman policy` is the crate [`steersman_policy_cli`], which links no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
@@ -28,8 +29,8 @@ pub mod calibrate;
 pub mod config;
 pub mod hub;
 pub mod models;
-pub mod policy;
 pub mod serve;
 pub mod verify;
 
 pub use api::app;
+pub use steersman_policy_cli as policy;

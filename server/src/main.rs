@@ -15,7 +15,7 @@ use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::config::Device;
 use steersman_engine::Info;
-use steersman_engine::policy::disk::{self, Disk};
+use steersman_engine::policy::Storage;
 use tracing_subscriber::EnvFilter;
 
 /// Default log filter; RUST_LOG overrides it.
@@ -279,6 +279,9 @@ fn cache(options: Cache) -> Result<()> {
 fn policy(options: Policy) -> Result<()> {
     let (_, config) = configured(options.place.config.as_deref())?.check()?;
     let mut out = std::io::stdout().lock();
-    let compiled = options.place.data_dir().ok().map(|data_dir| data_dir.join(disk::COMPILED));
-    policy::run(options.task, &config.policy, &Disk { compiled, ..disk::in_memory() }, &mut out)
+    let storage = match options.place.data_dir() {
+        Ok(data_dir) => Storage::compile_cache(&data_dir),
+        Err(_) => Storage::in_memory(),
+    };
+    policy::run(options.task, &config.policy, &storage, &mut out)
 }

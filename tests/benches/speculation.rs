@@ -11,8 +11,8 @@
 use std::cmp::Reverse;
 use std::time::Duration;
 
-use steersman_engine::decode::Decoder;
-use steersman_engine::decode::verify::{DecodePath, Outcome};
+use steersman_engine::tools::Decoder;
+use steersman_engine::tools::verify::{DecodePath, Outcome};
 use steersman_tests::{config, load, load_from, speculation_prompts};
 
 fn main() {

@@ -1,7 +1,7 @@
 //! Speculation: replies equal those of plain decoding, with any drafts, rejections and rewinds.
 
 use steersman_engine::config::{Config, DraftKind};
-use steersman_engine::decode::verify::DecodePath;
+use steersman_engine::tools::verify::DecodePath;
 use steersman_tests::{bundled_model, config, load, speculation_prompts};
 
 const KINDS: [&str; 4] = ["extraction", "story", "copying", "loop"];

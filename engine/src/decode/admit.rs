@@ -72,8 +72,8 @@ impl Decoder {
         let mut save_points = self.save_points(&request, reasoning, &prompt, &plan)?;
         let (cache, cached) = self.prefixes.restore(&prompt)?;
         save_points.retain(|&(at, _)| at >= self.store_min_tokens);
-        for &(at, keep) in save_points.iter().take_while(|&&(at, _)| at <= cached) {
-            if let Err(error) = self.prefixes.retain(&prompt[..at], keep) {
+        for &(at, retention) in save_points.iter().take_while(|&&(at, _)| at <= cached) {
+            if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
                 tracing::warn!(request_id = request.id, %error, "retaining saved state failed");
             }
         }
@@ -145,6 +145,7 @@ impl Decoder {
             name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
         };
         let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
+        // Casts: positions fit i32 (see `Decoder::load`), and so do counts within a request body.
         RequestView {
             id: request.id.clone(),
             profile: request.profile.clone(),

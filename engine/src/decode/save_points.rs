@@ -32,17 +32,17 @@ impl Decoder {
             return Ok(vec![(prompt.len(), Retention::default())]);
         }
         let mut save_points = Vec::new();
-        if let Some(keep) = retention(plan, SavePoint::System) {
+        if let Some(retention) = retention(plan, SavePoint::System) {
             let system = request.messages.iter().take_while(|m| is_system(m)).count();
             // A template may refuse such a short conversation; then there is no such save point.
             let head = self.shared_prefix(request, system, reasoning, "user").unwrap_or_default();
-            save_points.push((common_prefix(&head, prompt), keep));
+            save_points.push((common_prefix(&head, prompt), retention));
         }
         let is_end = |token: &u32| self.text.eos().contains(token);
         let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
         let mut turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
         let end = turns.pop_if(|last| *last + GENERATION_PROMPT >= prompt.len());
-        if let Some(keep) = retention(plan, SavePoint::Prompt) {
+        if let Some(retention) = retention(plan, SavePoint::Prompt) {
             let at = match (every, end) {
                 (None, _) => prompt.len(),
                 (_, Some(end)) => end,
@@ -54,9 +54,9 @@ impl Decoder {
                     common_prefix(&self.text.encode(&body)?, prompt)
                 }
             };
-            save_points.push((at, keep));
+            save_points.push((at, retention));
         }
-        if let Some(keep) = retention(plan, SavePoint::Turns) {
+        if let Some(retention) = retention(plan, SavePoint::Turns) {
             if every.is_none() {
                 // The last of them includes all others.
                 turns.drain(..turns.len().saturating_sub(1));
@@ -65,13 +65,13 @@ impl Decoder {
             let (distance, regular) = every.map_or((1, usize::MAX), |every| (every / 8, every));
             for at in turns.into_iter().rev().chain((regular..prompt.len()).step_by(regular)) {
                 if !save_points.iter().any(|(point, _)| point.abs_diff(at) < distance) {
-                    save_points.push((at, keep));
+                    save_points.push((at, retention));
                 }
             }
         }
         save_points.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
         // Of two at one position, the longer retention stays.
-        save_points.sort_unstable_by_key(|&(at, keep)| (at, Reverse(keep.seconds)));
+        save_points.sort_unstable_by_key(|&(at, retention)| (at, Reverse(retention.seconds)));
         save_points.dedup_by_key(|&mut (at, _)| at);
         Ok(save_points)
     }

@@ -4,6 +4,8 @@
 //! token. Its arrays are the cache and its checkpoints, the sampled token with its logits, and the
 //! state of the drafters.
 //!
+//! Positions and counts of tokens fit i32, which casts rely on: `Decoder::load` limits the context.
+//!
 //! [`super::apply`] and [`super::rewind`] carry out the policy's actions, [`super::tool_calls`] its
 //! verdicts.
 

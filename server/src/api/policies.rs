@@ -1,24 +1,21 @@
-//! `GET /v1/policies`, `POST /v1/policies/NAME`, `POST /v1/policies/NAME/rollback`, and
-//! `GET /v1/requests/ID/trace`: which policies run, how another takes the place of one, and what
-//! they decided.
+//! `GET /v1/policies`, `POST /v1/policies/NAME`, `POST /v1/policies/NAME/rollback` and
+//! `GET /v1/requests/ID/trace`: active versions, their replacement, and recorded decisions.
 //!
-//! The server sees no Wasm: it hands bytes to the engine and gets reports. As with
-//! [`super::cache`] they are copied field by field, so that clients read what stands here.
+//! The server sees no Wasm: it passes bytes to the policy host and gets reports. They are copied field
+//! by field, so that a field renamed there does not change what clients read.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
 use axum::body::Body;
 use axum::extract::{Path, State};
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
 use serde::Serialize;
-use steersman_engine::Error;
-use steersman_engine::policy::breaker::Health;
-use steersman_engine::policy::registry::{
-    self, Kept, Origin, ParamReport, PolicyReport, Withdrawn,
+use steersman_engine::policy::{
+    Activation, COMPONENT_BYTES, CONTRACT, Error, Health, HistoryEntry, ParamReport, PolicyReport,
+    Problem, Record, Report, Use, Withdrawn,
 };
-use steersman_engine::policy::trace::Record;
-use steersman_engine::policy::wasm::COMPONENT_BYTES;
 
 use super::access::Caller;
 use super::error::ApiError;
@@ -27,37 +24,37 @@ use super::{App, Limit, read_body};
 /// Media type of a component.
 const WASM: &str = "application/wasm";
 
-/// What is in force.
+/// [`Report`]
 #[derive(Serialize)]
-pub struct Policies {
-    policies: Vec<Policy>,
-    /// Parameters that come from files.
-    params: Vec<Param>,
+pub struct PoliciesBody {
+    policies: Vec<PolicyBody>,
+    /// Parameters that are read from files.
+    params: Vec<ParamBody>,
 }
 
 /// [`PolicyReport`]
 #[derive(Serialize)]
-struct Policy {
+struct PolicyBody {
     name: String,
     sha256: String,
-    contract: String,
+    contract: &'static str,
     origin: &'static str,
-    /// Null where the policy ships and there is no `policy.folder`.
+    /// Null for a shipped policy without `policy.folder`.
     file: Option<String>,
     since: u64,
     bytes: usize,
-    hooks: Vec<String>,
+    hooks: Vec<&'static str>,
     imports: Vec<String>,
-    profiles: Vec<Use>,
-    breaker: Breaker,
-    /// Null while nothing kept another version from running.
-    problem: Option<Problem>,
-    earlier: Vec<Earlier>,
+    profiles: Vec<UseBody>,
+    breaker: BreakerBody,
+    /// Why the last update was rejected; null if it was not.
+    problem: Option<ProblemBody>,
+    earlier: Vec<EarlierBody>,
 }
 
-/// [`registry::Use`]
+/// [`Use`]
 #[derive(Serialize)]
-struct Use {
+struct UseBody {
     profile: String,
     position: usize,
     shadow: bool,
@@ -65,118 +62,105 @@ struct Use {
 
 /// [`Health`]
 #[derive(Serialize)]
-struct Breaker {
-    /// `closed`: it is called; `probation`: it is called and watched; `open`: it rests.
+struct BreakerBody {
+    /// `closed`: called; `probation`: called and watched; `open`: not called.
     state: &'static str,
     failures_in_a_row: u32,
+    /// Seconds until it is called again.
     rests_s: Option<u64>,
-    /// Requests still to succeed before its probation ends.
+    /// Successful requests until its probation ends.
     probation_left: Option<u32>,
 }
 
-/// [`registry::Problem`]
+/// [`Problem`]
 #[derive(Serialize)]
-struct Problem {
+struct ProblemBody {
     at: u64,
     message: String,
 }
 
-/// [`Kept`]
+/// [`HistoryEntry`]
 #[derive(Serialize)]
-struct Earlier {
+struct EarlierBody {
     sha256: String,
     bytes: usize,
     origin: &'static str,
     since: u64,
-    /// Why it is not gone back to; null for good ones.
+    /// Why a rollback skips it; null if it does not.
     withdrawn: Option<String>,
 }
 
 /// [`ParamReport`]
 #[derive(Serialize)]
-struct Param {
+struct ParamBody {
     profile: String,
     param: String,
     file: String,
-    problem: Option<Problem>,
+    problem: Option<ProblemBody>,
 }
 
-/// What came of a change.
+/// [`Activation`]
 #[derive(Serialize)]
-pub struct Installed {
+pub struct ActivationBody {
     name: String,
     sha256: String,
-    /// False where it ran already.
+    /// False if the version was active already.
     changed: bool,
-    /// SHA-256 of what ran before, if it is another.
+    /// SHA-256 of the replaced version.
     replaced: Option<String>,
 }
 
-/// What policies decided in one request.
+/// Calls of the policies of one request.
 #[derive(Serialize)]
-pub struct Trace {
+pub struct TraceBody {
     request: String,
     records: Vec<Record>,
 }
 
 /// `GET /v1/policies`
-pub async fn list(State(app): State<Arc<App>>) -> Result<Json<Policies>, ApiError> {
+pub async fn list(State(app): State<Arc<App>>) -> Result<Json<PoliciesBody>, ApiError> {
     let policies = app.models.policies().clone();
-    // It reads what is kept on disk.
-    let registry::Report { policies, params } = blocking(move || policies.report()).await?;
-    Ok(Json(Policies {
-        policies: policies.into_iter().map(Policy::from).collect(),
-        params: params.into_iter().map(Param::from).collect(),
+    let Report { policies, params } = blocking(move || policies.report()).await?;
+    Ok(Json(PoliciesBody {
+        policies: policies.into_iter().map(PolicyBody::from).collect(),
+        params: params.into_iter().map(ParamBody::from).collect(),
     }))
 }
 
 /// `POST /v1/policies/NAME`, with a component as its body.
-pub async fn install(
+pub async fn upload(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     headers: HeaderMap,
     body: Body,
-) -> Result<Json<Installed>, ApiError> {
+) -> Result<Json<ActivationBody>, ApiError> {
     app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
     let policies = app.models.policies().clone();
     if !policies.has(&name) {
         return Err(ApiError::policy_not_found(&name));
     }
-    let _turn = app.uploads.acquire().await.expect("the semaphore is never closed");
+    let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
     let limit = Limit { bytes: COMPONENT_BYTES, set_by: "for a component" };
     let component = read_body(&app, &headers, body, WASM, limit).await?;
-    let installed = blocking(move || policies.install(&name, &component, Origin::Upload)).await?;
-    let installed = installed.map_err(|error| match error {
-        Error::Policy { .. } | Error::PolicyLate { .. } => {
-            ApiError::policy_refused(error.to_string())
-        }
-        Error::Invalid { .. } => ApiError::conflict("policy_not_written", error.to_string()),
-        other => other.into(),
-    })?;
-    Ok(Json(installed.into()))
+    let activation = blocking(move || policies.upload(&name, &component)).await?;
+    Ok(Json(activation.map_err(upload_error)?.into()))
 }
 
 /// `POST /v1/policies/NAME/rollback`
-pub async fn rollback(
+pub async fn roll_back(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
-) -> Result<Json<Installed>, ApiError> {
+) -> Result<Json<ActivationBody>, ApiError> {
     app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
     let policies = app.models.policies().clone();
     if !policies.has(&name) {
         return Err(ApiError::policy_not_found(&name));
     }
-    let _turn = app.uploads.acquire().await.expect("the semaphore is never closed");
-    let installed = blocking(move || policies.rollback(&name)).await?;
-    let installed = installed.map_err(|error| match error {
-        Error::Policy { .. } | Error::PolicyLate { .. } | Error::Invalid { .. } => {
-            ApiError::conflict("cannot_roll_back", error.to_string())
-        }
-        other => other.into(),
-    })?;
-    Ok(Json(installed.into()))
+    let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
+    let activation = blocking(move || policies.roll_back(&name)).await?;
+    Ok(Json(activation.map_err(rollback_error)?.into()))
 }
 
 /// `GET /v1/requests/ID/trace`
@@ -184,54 +168,88 @@ pub async fn trace(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(request): Path<String>,
-) -> Result<Json<Trace>, ApiError> {
+) -> Result<Json<TraceBody>, ApiError> {
     let Some(records) = app.models.policies().traces().get(&request) else {
         return Err(ApiError::no_trace(&request));
     };
     if let Some(record) = records.first() {
         app.access.allow(&caller, &record.profile)?;
     }
-    Ok(Json(Trace { request, records }))
+    Ok(Json(TraceBody { request, records }))
 }
 
-/// Runs what compiles or reads files where it holds up no other request.
+/// Runs work that compiles or reads the disk on a thread where it delays no other request.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
-    // It fails only if `work` panicked, of which the log knows more.
-    tokio::task::spawn_blocking(work).await.map_err(|_| Error::Stopped.into())
+    // The error has the message of the panic.
+    tokio::task::spawn_blocking(work).await.map_err(internal)
 }
 
-impl From<PolicyReport> for Policy {
+fn upload_error(error: Error) -> ApiError {
+    match error {
+        Error::Refused { .. } => ApiError::policy_refused(error.to_string()),
+        Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
+        Error::NoFile { .. } | Error::NotWritten { .. } => {
+            ApiError::conflict("policy_not_written", error.to_string())
+        }
+        other => internal(other),
+    }
+}
+
+fn rollback_error(error: Error) -> ApiError {
+    match error {
+        Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
+        Error::CannotRollBack { .. }
+        | Error::Refused { .. }
+        | Error::NoFile { .. }
+        | Error::NotWritten { .. } => ApiError::conflict("cannot_roll_back", error.to_string()),
+        other => internal(other),
+    }
+}
+
+/// A failure of the server. The log has the details.
+fn internal(error: impl Display) -> ApiError {
+    let code = "internal_error";
+    tracing::error!(code, details = %error, "request failed");
+    ApiError {
+        status: StatusCode::INTERNAL_SERVER_ERROR,
+        kind: "server_error",
+        code,
+        param: None,
+        message: "the server failed; its log has the details".into(),
+    }
+}
+
+impl From<PolicyReport> for PolicyBody {
     fn from(report: PolicyReport) -> Self {
-        let uses = report.profiles.into_iter();
         Self {
             name: report.name,
             sha256: report.sha256,
-            contract: report.contract,
+            contract: CONTRACT,
             origin: report.origin.name(),
             file: report.file.map(|file| file.display().to_string()),
             since: report.since,
             bytes: report.bytes,
             hooks: report.hooks,
             imports: report.imports,
-            profiles: uses
-                .map(|registry::Use { profile, position, shadow }| Use {
-                    profile,
-                    position,
-                    shadow,
-                })
-                .collect(),
+            profiles: report.profiles.into_iter().map(UseBody::from).collect(),
             breaker: report.health.into(),
-            problem: report.problem.map(Problem::from),
-            earlier: report.earlier.into_iter().map(Earlier::from).collect(),
+            problem: report.problem.map(ProblemBody::from),
+            earlier: report.earlier.into_iter().map(EarlierBody::from).collect(),
         }
     }
 }
 
-impl From<Health> for Breaker {
+impl From<Use> for UseBody {
+    fn from(Use { profile, position, shadow }: Use) -> Self {
+        Self { profile, position, shadow }
+    }
+}
+
+impl From<Health> for BreakerBody {
     fn from(health: Health) -> Self {
-        let state = match (health.rests, health.probation) {
+        let state = match (health.paused, health.probation) {
             (Some(_), _) => "open",
             (None, Some(_)) => "probation",
             (None, None) => "closed",
@@ -239,52 +257,102 @@ impl From<Health> for Breaker {
         Self {
             state,
             failures_in_a_row: health.failures,
-            rests_s: health.rests.map(|rest| rest.as_secs() + 1),
+            rests_s: health.paused.map(|pause| pause.as_secs() + 1),
             probation_left: health.probation,
         }
     }
 }
 
-impl From<registry::Problem> for Problem {
-    fn from(registry::Problem { at, what }: registry::Problem) -> Self {
-        Self { at, message: what }
+impl From<Problem> for ProblemBody {
+    fn from(Problem { at, message }: Problem) -> Self {
+        Self { at, message }
     }
 }
 
-impl From<Kept> for Earlier {
-    fn from(kept: Kept) -> Self {
-        let withdrawn = kept.withdrawn.map(|why| match why {
-            Withdrawn::Failed(why) => why,
+impl From<HistoryEntry> for EarlierBody {
+    fn from(entry: HistoryEntry) -> Self {
+        let withdrawn = entry.withdrawn.map(|reason| match reason {
+            Withdrawn::Failed(reason) => reason,
             Withdrawn::RolledBack => "rolled back".into(),
         });
         Self {
-            sha256: kept.sha256,
-            bytes: kept.bytes,
-            origin: kept.origin.name(),
-            since: kept.since,
+            sha256: entry.sha256,
+            bytes: entry.bytes,
+            origin: entry.origin.name(),
+            since: entry.since,
             withdrawn,
         }
     }
 }
 
-impl From<ParamReport> for Param {
+impl From<ParamReport> for ParamBody {
     fn from(report: ParamReport) -> Self {
         Self {
             profile: report.profile,
             param: report.param,
             file: report.file.display().to_string(),
-            problem: report.problem.map(Problem::from),
+            problem: report.problem.map(ProblemBody::from),
         }
     }
 }
 
-impl From<registry::Installed> for Installed {
-    fn from(installed: registry::Installed) -> Self {
+impl From<Activation> for ActivationBody {
+    fn from(activation: Activation) -> Self {
         Self {
-            name: installed.policy,
-            sha256: installed.sha256,
-            changed: installed.replaced.is_some(),
-            replaced: installed.replaced,
+            name: activation.policy,
+            sha256: activation.sha256,
+            changed: activation.replaced.is_some(),
+            replaced: activation.replaced,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_a_status_by_who_can_act_on_them() {
+        let check = |error: fn(String) -> Error, upload: (u16, &str), rollback: (u16, &str)| {
+            let seen = [upload_error, rollback_error].map(|map| {
+                let ApiError { status, code, .. } = map(error("house".into()));
+                (status.as_u16(), code)
+            });
+            assert_eq!(seen, [upload, rollback], "{}", error("house".into()));
+        };
+        let (not_found, failed) = ((404, "policy_not_found"), (500, "internal_error"));
+        let (not_written, no_rollback) = ((409, "policy_not_written"), (409, "cannot_roll_back"));
+        check(
+            |policy| Error::Refused { policy, profile: None, problem: "traps".into() },
+            (422, "policy_refused"),
+            no_rollback,
+        );
+        check(
+            |policy| Error::UnknownPolicy { policy, known: "default".into() },
+            not_found,
+            not_found,
+        );
+        check(|policy| Error::NoFile { policy }, not_written, no_rollback);
+        check(
+            |policy| {
+                let (path, source) = ("house.wasm".into(), std::io::Error::other("disk full"));
+                Error::NotWritten { policy, path, source }
+            },
+            not_written,
+            no_rollback,
+        );
+        check(
+            |policy| Error::CannotRollBack { policy, problem: "no earlier version".into() },
+            failed,
+            no_rollback,
+        );
+        check(|problem| Error::Config { field: "policy", problem }, failed, failed);
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_an_internal_error() {
+        let error = blocking(|| -> () { panic!("out of registers") }).await.unwrap_err();
+        assert_eq!((error.status.as_u16(), error.code), (500, "internal_error"));
+        assert!(!error.message.contains("registers"), "{}", error.message);
     }
 }
