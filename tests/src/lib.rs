@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
 use serde_json::{Value, json};
-use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
-use steersman_engine::policy::{self, Policies, Session, Storage, no_vocabulary};
+use steersman_engine::config::{Config, Device, Dtype, Profile};
+use steersman_engine::policy::{self, Policies, PolicyConfig, Session, Storage, no_vocabulary};
 use steersman_engine::request::{Event, Finished, Message, Request, SamplingOverrides, ToolCall};
 use steersman_engine::tools::Decoder;
 use steersman_engine::{Engine, Error, Info};

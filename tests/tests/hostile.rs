@@ -2,7 +2,8 @@
 //!
 //! `engine/policy-host/tests/hostile` has all hostile policies without an engine.
 
-use steersman_engine::config::{Grant, Profile};
+use steersman_engine::config::Profile;
+use steersman_engine::policy::Grant;
 use steersman_engine::request::{FinishReason, Request};
 use steersman_test_support::hostile::hostile;
 use steersman_tests::{Running, ask, config, run};

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
-use steersman_engine::policy::{RequestView, Retention, SavePoint};
-use steersman_engine::prefix::PrefixReport;
+use steersman_engine::config::Profile;
+use steersman_engine::policy::{OnFailure, PolicyConfig, RequestView, Retention, SavePoint};
+use steersman_engine::report::PrefixReport;
 use steersman_engine::request::Request;
 use steersman_tests::guest::retaining;
 use steersman_tests::{Reply, Running, ask, config, message, policies, run, session};

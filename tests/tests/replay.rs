@@ -4,8 +4,10 @@
 
 use std::sync::Arc;
 
-use steersman_engine::config::{PolicyConfig, Profile};
-use steersman_engine::policy::{Answer, Call, Component, Golden, Host, Record, Storage, shipped};
+use steersman_engine::config::Profile;
+use steersman_engine::policy::{
+    Answer, Call, Component, Golden, Host, PolicyConfig, Record, Storage, shipped,
+};
 use steersman_engine::request::Request;
 use steersman_tests::{Reply, Running, ask, message, run};
 

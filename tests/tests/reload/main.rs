@@ -18,8 +18,10 @@ use axum::http::{Request, header};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
-use steersman_engine::config::{Config, Param, PolicyConfig, Profile};
-use steersman_engine::policy::{CONTRACT, Policies, RequestView, Step, Storage};
+use steersman_engine::config::{Config, Profile};
+use steersman_engine::policy::{
+    CONTRACT, Param, Policies, PolicyConfig, RequestView, Step, Storage,
+};
 use steersman_engine::{Engine, Info};
 use steersman_test_support::guest::named;
 use tokio::sync::mpsc;

@@ -5,8 +5,7 @@ use std::fs;
 use clap::{Command, FromArgMatches, Subcommand};
 use serde_json::{Value, json};
 use steersman::policy::Task;
-use steersman_engine::config::PolicyConfig;
-use steersman_engine::policy::{CONTRACT, Storage};
+use steersman_engine::policy::{CONTRACT, PolicyConfig, Storage};
 use steersman_test_support::guest::named;
 
 use super::served::{Connection, Served};
