@@ -14,7 +14,7 @@ use steersman_tests::{Reply, Running, ask, message, run};
 const QUESTION: &str =
     "Logic puzzle: Anna is taller than Boris. Boris is taller than Clara. Who is the tallest?";
 
-fn component(name: &str) -> Arc<Component> {
+fn compiled(name: &str) -> Arc<Component> {
     let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
     Arc::new(Component::load(&host, name, shipped(name).unwrap().0).unwrap())
 }
@@ -61,7 +61,7 @@ fn a_recorded_request_replays_to_the_same_decisions_bit_for_bit() {
     let open = Profile { trace_text: true, ..Profile::default() };
     let (reply, records) = replies(vec![("open", open)]).remove(0);
     assert!(reply.finished().usage.reasoning_tokens < 45, "{reply:?}");
-    let component = component("default");
+    let component = compiled("default");
     let sha256: String = component.sha256().iter().map(|byte| format!("{byte:02x}")).collect();
     let exported = component.hooks();
     for record in &records {
@@ -79,14 +79,14 @@ fn a_recorded_request_replays_to_the_same_decisions_bit_for_bit() {
     assert_eq!(golden.inexact(), None);
     assert_eq!(golden.check(&component), []);
     let replayed = golden.replay(&component);
-    let again = golden.replay(&component("default"));
+    let again = golden.replay(&compiled("default"));
     assert_eq!(serde_json::to_string(&replayed).unwrap(), serde_json::to_string(&again).unwrap());
     assert_eq!(replayed.len(), records.len());
     for (decision, record) in replayed.iter().zip(&records) {
         assert_eq!(decision.fuel, record.cost.fuel, "{decision:?}");
     }
     // Another policy makes other decisions.
-    assert_ne!(golden.check(&component("passthrough")), []);
+    assert_ne!(golden.check(&compiled("passthrough")), []);
 }
 
 #[test]
