@@ -87,8 +87,8 @@ fn each_model_of_a_profile_is_loaded_and_has_a_store_of_its_own() {
     assert!(Arc::ptr_eq(first.policies(), small.policies()), "all models share the policies");
     let question = "What is the capital of Peru?";
     assert_eq!(run(first, ask(question)).answer, "The capital of Peru is Lima.");
-    let asked = Request { profile: "small".into(), max_tokens: Some(5), ..ask("w1 w2 w3") };
-    let words = run(small, asked).answer;
+    let request = Request { profile: "small".into(), max_tokens: Some(5), ..ask("w1 w2 w3") };
+    let words = run(small, request).answer;
     assert!(words.split_whitespace().all(|word| word.starts_with('w')), "{words}");
     drop(models);
     threads.into_iter().for_each(|thread| thread.join().unwrap());

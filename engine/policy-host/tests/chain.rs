@@ -503,14 +503,14 @@ fn own_parameters_take_precedence_over_shared_ones() {
     let params = |list: &[(&str, &str)]| {
         list.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
     };
-    let asked = params(&[("a", "all"), ("b", "all"), ("one.a", "own"), ("two.c", "other")]);
+    let given = params(&[("a", "all"), ("b", "all"), ("one.a", "own"), ("two.c", "other")]);
     let policies = [Scripted::default(), Scripted::default()];
     let links = policies
         .iter()
         .zip(["one", "other"])
         .map(|(policy, name)| Link { name: name.into(), ..link(policy.clone(), false) });
     let mut chain: Box<dyn Policy> = Box::new(Chain::new(links.collect(), Recorder::off()));
-    let prompt = PromptView { params: asked, ..PromptView::default() };
+    let prompt = PromptView { params: given, ..PromptView::default() };
     chain.ask(&prompt).unwrap();
     let request = RequestView { params: prompt.params, ..RequestView::default() };
     chain.ask(&request).unwrap();

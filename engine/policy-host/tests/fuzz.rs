@@ -1,5 +1,5 @@
-//! Whatever bytes a component has, and whatever it answers, the host neither panics nor hangs: 100,000
-//! inputs for each test, the same in every run.
+//! The host neither panics nor hangs on damaged components and arbitrary answers: 100,000 inputs for
+//! each test, the same in every run.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};

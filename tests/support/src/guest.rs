@@ -62,7 +62,7 @@ impl Contract {
         Type::Id(*types.get(name).unwrap_or_else(|| panic!("no type `{name}`")))
     }
 
-    /// What a type is, behind its aliases; `None` for a scalar or text.
+    /// The kind of a type, after its aliases are resolved; `None` for a scalar or text.
     fn kind(&self, ty: Type) -> Option<&TypeDefKind> {
         let Type::Id(id) = ty else { return None };
         match &self.resolve.types[id].kind {

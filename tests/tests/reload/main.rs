@@ -83,7 +83,7 @@ impl Site {
         PolicyConfig { folder, deadline_ms: DEADLINE_MS, ..PolicyConfig::default() }
     }
 
-    /// A server with these policies, whose files are watched, and without a model.
+    /// Starts a server without a model, which watches the files of these policies.
     fn serve(&self) -> Server {
         self.serve_with(&self.policy_config())
     }

@@ -147,8 +147,8 @@ fn a_replay_returns_recorded_results_and_otherwise_begins_with_an_empty_map() {
     let mut exact = replay(recorded.clone());
     assert_eq!(step(&mut exact), stop("seen"));
     assert_eq!(exact.take_report().imports, recorded);
-    let mut other = replay(vec![call("kv.get", &["key"], Some("told"))]);
-    assert_eq!(step(&mut other), stop("told"));
+    let mut other = replay(vec![call("kv.get", &["key"], Some("recorded"))]);
+    assert_eq!(step(&mut other), stop("recorded"));
     assert_eq!(step(&mut other), stop("seen"), "the value that it set itself");
     let mut empty = replay(Vec::new());
     assert_eq!(step(&mut empty), []);

@@ -172,7 +172,7 @@ fn a_hostile_policy_harms_no_other_request() {
 }
 
 #[test]
-fn a_deadline_stops_a_policy_whose_fuel_suffices() {
+fn a_deadline_stops_a_policy_that_has_fuel_left() {
     let host = host(&PolicyConfig { fuel: u64::MAX, deadline_ms: 20, ..PolicyConfig::default() });
     let forever = compile(&host, &stepper(FOREVER, ""));
     for _ in 0..3 {
