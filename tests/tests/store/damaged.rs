@@ -6,7 +6,7 @@ use std::path::Path;
 
 use redb::{Database, TableDefinition};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Key, Part, PartKind, RedbStore, StoreError, StoreFile};
+use steersman_engine::internals::store::{Key, Part, PartKind, RedbStore, StoreError, StoreFile};
 use tempfile::TempDir;
 
 use super::{MB, ONE, Random, loads, open, part};
