@@ -7,7 +7,8 @@
 use serde_json::Value;
 use steersman_engine::{Error, RequestError};
 use steersman_engine::config::Profile;
-use steersman_engine::request::{FinishReason, Message, Request, SamplingOverrides};
+use steersman_engine::policy::SamplingPatch;
+use steersman_engine::request::{FinishReason, Message, Request};
 use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
 
 /// Fits the longest prompt with a planted code.
@@ -134,13 +135,13 @@ fn equal_seeds_give_equal_samples() {
     let engine = engine();
     let story = "Write a story about a fox named Nora who lives near the river.";
     let reply = |seed| {
-        let sampling = SamplingOverrides {
-            temperature: Some(1.0),
+        let request = Request {
+            sampling: SamplingPatch { temperature: Some(1.0), ..SamplingPatch::default() },
             seed: Some(seed),
-            ..SamplingOverrides::default()
+            reasoning: Some(false),
+            max_tokens: Some(40),
+            ..ask(story)
         };
-        let request =
-            Request { sampling, reasoning: Some(false), max_tokens: Some(40), ..ask(story) };
         run(&engine, request).answer
     };
     assert_eq!(reply(1), reply(1));
