@@ -1,19 +1,17 @@
 //! What the laws share: where fixtures lie, and an engine over the bundled model.
 
-pub mod guest;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
 use serde_json::{Value, json};
-use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
-use steersman_engine::decode::Decoder;
-use steersman_engine::engine::Info;
-use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
+use steersman_engine::config::{Config, Device, Dtype, Profile};
+use steersman_engine::policy::{self, Policies, PolicyConfig, Session, Storage, no_vocabulary};
 use steersman_engine::request::{Event, Finished, Message, Request, SamplingOverrides, ToolCall};
-use steersman_engine::{Engine, Error};
+use steersman_engine::tools::Decoder;
+use steersman_engine::{Engine, Error, Info};
+pub use steersman_test_support::{Random, guest};
 use tempfile::TempDir;
 
 /// `tests/fixtures`.
@@ -178,16 +176,17 @@ impl Drop for Running {
 pub fn policies(
     limits: &PolicyConfig,
     profiles: impl IntoIterator<Item = (String, Profile)>,
-) -> Result<Policies, Error> {
-    Policies::load(limits, &profiles.into_iter().collect(), &disk::in_memory())
+) -> Result<Policies, policy::Error> {
+    let config = Config { profiles: profiles.into_iter().collect(), ..Config::default() };
+    Policies::load(limits, &config.profile_policies(), &Storage::in_memory())
 }
 
-/// Those of `profile`, at work on a request.
+/// The policies of `profile`, for one request.
 ///
 /// # Errors
 /// As [`Policies::start`].
-pub fn steer(policies: &Policies, profile: &str) -> Result<Box<dyn Policy>, Error> {
-    Ok(policies.start(profile, "test", &no_vocabulary())?.policy)
+pub fn session(policies: &Policies, profile: &str) -> Result<Session, policy::Error> {
+    policies.start(profile, "test", &no_vocabulary())
 }
 
 /// A greedy request of one user message.
@@ -295,23 +294,4 @@ pub fn samples(text: &str) -> BTreeMap<String, f64> {
         }
     }
     samples
-}
-
-/// Numbers that look random and are the same each time.
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number below `bound`.
-    pub fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (self.0 >> 33) as usize % bound
-    }
-
-    /// One of these.
-    ///
-    /// # Panics
-    /// When there is none.
-    pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
 }

@@ -1,6 +1,7 @@
 //! The policies `agent` and `rules` on the bundled model.
 
-use steersman_engine::config::{Param, Profile};
+use steersman_engine::config::Profile;
+use steersman_engine::policy::Param;
 use steersman_engine::request::{FinishReason, Request, Usage};
 use steersman_tests::{Reply, Running, ask, ask_weather, config, message, run};
 

@@ -5,6 +5,7 @@
 //! answer is a bug of the engine or the policy.
 
 use serde_json::Value;
+use steersman_engine::{Error, RequestError};
 use steersman_engine::config::Profile;
 use steersman_engine::request::{FinishReason, Message, Request, SamplingOverrides};
 use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
@@ -175,7 +176,7 @@ fn disconnected_client_frees_the_engine() {
 fn too_long_prompt_is_rejected_with_its_length() {
     let engine = engine();
     let reply = run(&engine, ask(&"What is the capital of Italy? ".repeat(1000)));
-    let Err(steersman_engine::Error::ContextTooLong { tokens, limit }) = reply.end else {
+    let Err(Error::Request(RequestError::ContextTooLong { tokens, limit })) = reply.end else {
         panic!("not rejected: {reply:?}")
     };
     assert!(tokens > limit && limit < CONTEXT);
