@@ -107,6 +107,7 @@ pub struct LimitsConfig {
     /// [`ProfileLimits::prompt_tokens`]
     pub prompt_tokens: usize,
     /// [`ProfileLimits::reasoning_budget`]
+    #[serde(rename = "think_budget")]
     pub reasoning_budget: u32,
     /// [`ProfileLimits::max_tokens`]
     pub max_tokens: u32,
