@@ -119,12 +119,12 @@ fn parameters_are_added_and_calls_of_one_policy_are_selected() {
     assert!(several.contains("has calls of default, other; choose one with --policy"), "{several}");
     let none = fail(&["test", "default", &trace, "--policy", "agent"]);
     assert!(none.contains("has no calls of agent, only of default, other"), "{none}");
-    let file = format!("budget=@{}", path(&folder, "budget"));
-    for param in ["budget=77", &file] {
+    let file = format!("reasoning_budget=@{}", path(&folder, "budget"));
+    for param in ["reasoning_budget=77", &file] {
         let passed = succeed(&["test", "default", &trace, "--policy", "default", "--param", param]);
         assert_eq!(passed, "1 cases pass\n");
     }
-    fail(&["test", "default", &trace, "--policy", "default", "--param", "budget=78"]);
+    fail(&["test", "default", &trace, "--policy", "default", "--param", "reasoning_budget=78"]);
 }
 
 #[test]
