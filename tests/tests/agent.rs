@@ -20,7 +20,7 @@ fn engine() -> Running {
         ruled.params.insert("rules".into(), Param::Text(rule));
         config.profiles.insert(profile.into(), ruled);
     }
-    Running::keeping_nothing(config)
+    Running::without_store(config)
 }
 
 /// A request as agents send it: text that changes with every request precedes the system text.

@@ -5,10 +5,10 @@
 //! answer is a bug of the engine or the policy.
 
 use serde_json::Value;
-use steersman_engine::{Error, RequestError};
 use steersman_engine::config::Profile;
 use steersman_engine::policy::SamplingPatch;
 use steersman_engine::request::{FinishReason, Message, Request};
+use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
 
 /// Fits the longest prompt with a planted code.
@@ -26,7 +26,7 @@ fn engine_with_context(context: usize) -> Running {
         let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
         config.profiles.insert(policy.into(), profile);
     }
-    Running::keeping_nothing(config)
+    Running::without_store(config)
 }
 
 fn cases(kind: &str) -> Vec<Value> {

@@ -14,7 +14,7 @@ fn engine(limits: ProfileLimits) -> Running {
     let mut config = config();
     let profile = Profile { limits, ..Profile::default() };
     config.profiles.insert("limited".into(), profile);
-    Running::keeping_nothing(config)
+    Running::without_store(config)
 }
 
 fn limited(question: &str, max_tokens: Option<u32>, reasoning: bool) -> Request {

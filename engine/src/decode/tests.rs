@@ -6,8 +6,8 @@ use std::sync::Arc;
 use super::Decoder;
 use super::verify::{DecodePath, Outcome};
 use crate::config::{Config, Device, DraftKind};
-use crate::policy::{Policies, Storage};
 use crate::policy::SamplingPatch;
+use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request};
 
 mod actions;
@@ -85,8 +85,11 @@ fn speculative_sampling_equals_plain_sampling_with_the_same_seed() {
     let filtered =
         SamplingPatch { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
     let warm = SamplingPatch { temperature: Some(1.0), ..Default::default() };
-    let requests = [(filtered, None), (warm, Some(5))]
-        .map(|(sampling, seed)| Request { sampling, seed, ..story.clone() });
+    let requests = [(filtered, None), (warm, Some(5))].map(|(sampling, seed)| Request {
+        sampling,
+        seed,
+        ..story.clone()
+    });
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");
         assert!(outcome.path == DecodePath::Plain || outcome.drafted[1] > 5, "{outcome:?}");

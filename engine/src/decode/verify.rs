@@ -23,8 +23,8 @@ use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
-use crate::prefix::{Prefixes, Retention};
 use crate::policy::SamplingPatch;
+use crate::prefix::{Prefixes, Retention};
 use crate::request::{Request, Sampling};
 
 /// Depth of drafts on [`DecodePath::Drafted`].

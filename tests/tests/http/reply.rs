@@ -8,8 +8,8 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
 use steersman_engine::policy::{Cause, Failure};
-use steersman_engine::{Error, RequestError};
 use steersman_engine::request::{Event, FinishReason, FunctionCall, ToolCall};
+use steersman_engine::{Error, RequestError};
 
 use crate::*;
 

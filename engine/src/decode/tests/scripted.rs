@@ -15,12 +15,11 @@ use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::engine::Job;
 use crate::policy::{
-    Action, Answer, Call, Failure, Plan, Policy, Replacement, SamplingPatch, Session, Step, ToolCallView, Verdict,
+    Action, Answer, Call, Failure, Plan, Policy, Replacement, SamplingPatch, Session, Step,
+    ToolCallView, Verdict,
 };
 use crate::prefix::Retention;
-use crate::request::{
-    Event, FinishReason, Message, Request, Sampling, ToolCall, Usage,
-};
+use crate::request::{Event, FinishReason, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
