@@ -63,7 +63,7 @@ impl Sequence {
 
     /// Applies `actions`: first the longest rewind; then sampling, biases and bans; then texts in
     /// order; then stop. Actions after a stop are dropped.
-    fn apply(&mut self, mut actions: Vec<Action>, why: &str, text: &Text) -> Result<()> {
+    pub(super) fn apply(&mut self, mut actions: Vec<Action>, why: &str, text: &Text) -> Result<()> {
         let stop = actions.iter().position(|action| matches!(action, Action::Stop(_)));
         actions.truncate(stop.map_or(actions.len(), |at| at + 1));
         let rewinds = actions.iter().filter_map(|action| match action {
