@@ -1,37 +1,8 @@
 //! The engine of Steersman: messages in, events out; no HTTP.
 //!
-//! [`start`] loads a model on a thread of its own and returns an [`Engine`], which accepts requests
-//! from any thread:
-//!
-//! ```no_run
-//! use std::path::Path;
-//! use steersman_engine::config::Config;
-//! use steersman_engine::request::{Event, Message, Request};
-//!
-//! # fn main() -> Result<(), steersman_engine::Error> {
-//! let data = Path::new("/var/lib/steersman");
-//! let config = Config::default().check()?;
-//! let policies = steersman_engine::policies(&config, data)?;
-//! let (engine, thread) =
-//!     steersman_engine::start(config, Path::new("models/Qwen3.5-4B"), data, policies)?;
-//! let message =
-//!     Message { role: "user".into(), content: "Who are you?".into(), ..Message::default() };
-//! let request =
-//!     Request { profile: "default".into(), messages: vec![message], ..Request::default() };
-//! let mut events = engine.submit(request)?;
-//! while let Some(event) = events.blocking_recv() {
-//!     match event {
-//!         Event::Answer(text) => print!("{text}"),
-//!         Event::Failed(error) => return Err(error),
-//!         _ => {}
-//!     }
-//! }
-//! // The thread ends when the last handle is dropped and all state is on disk.
-//! drop(engine);
-//! let _ = thread.join();
-//! # Ok(())
-//! # }
-//! ```
+//! [`start`] loads a model on a thread of its own and returns an [`Engine`], which accepts a
+//! [`Request`](request::Request) from any thread and sends back [`Event`](request::Event)s.
+//! `examples/embed.rs` is a complete program.
 //!
 //! `ARCHITECTURE.md` beside this crate has the map, the invariants and the glossary.
 

@@ -27,7 +27,6 @@ fn a_profile_limits_prompt_reasoning_and_answer_and_notes_it() {
         prompt_tokens: 60,
         reasoning_budget: 7,
         max_tokens: 2,
-        ..ProfileLimits::default()
     };
     let engine = engine(limits);
 

@@ -211,7 +211,7 @@ mod tests {
             }),
         ];
         for action in &edge {
-            assert_eq!(check_actions(&[action.clone()]), Ok(()), "{action:?}");
+            assert_eq!(check_actions(std::slice::from_ref(action)), Ok(()), "{action:?}");
         }
         assert_eq!(check_actions(&[const { Action::Rewind(1) }; MAX_ACTIONS]), Ok(()));
     }
@@ -240,7 +240,7 @@ mod tests {
             (min_p(1.5), "min-p is 1.5, not in [0, 1]"),
         ];
         for (action, problem) in cases {
-            let error = check_actions(&[action.clone()]).unwrap_err();
+            let error = check_actions(std::slice::from_ref(&action)).unwrap_err();
             assert!(error.contains(problem), "{action:?}: {error}");
         }
         let many = check_actions(&[const { Action::Rewind(1) }; MAX_ACTIONS + 1]);
@@ -274,7 +274,8 @@ mod tests {
         let long = "x".repeat(BYTES);
         let before = ["version 7; be brief; be brief".to_owned(), "date".to_owned()];
         let all = "version 7; be brief; be brief";
-        let cases: [(&[(u32, &str, &str)], Result<[&str; 2], &str>); 9] = [
+        type Case<'a> = (&'a [(u32, &'a str, &'a str)], Result<[&'a str; 2], &'a str>);
+        let cases: [Case; 9] = [
             (&[], Ok([all, "date"])),
             (&[(0, "version 7; ", "")], Ok(["be brief; be brief", "date"])),
             (&[(0, "be brief", "speak")], Ok(["version 7; speak; be brief", "date"])),

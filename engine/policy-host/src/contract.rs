@@ -447,14 +447,6 @@ exports! {
     on_finish: Finish(Summary) => call_on_finish,
 }
 
-// Generated types derive no Default: enums and variants could not.
-
-impl Default for PromptView {
-    fn default() -> Self {
-        Self { profile: String::new(), params: Vec::new(), system: Vec::new() }
-    }
-}
-
 impl SamplingPatch {
     /// These values, and those of `other` for values that are not set.
     pub fn or(self, other: Self) -> Self {
@@ -482,97 +474,40 @@ impl SamplingPatch {
     }
 }
 
-#[allow(clippy::derivable_impls, reason = "the record is generated")]
-impl Default for SamplingPatch {
-    fn default() -> Self {
-        Self { temperature: None, top_p: None, top_k: None, min_p: None }
-    }
-}
-
-impl Default for RequestView {
-    fn default() -> Self {
-        Self {
-            id: String::new(),
-            profile: String::new(),
-            model: String::new(),
-            family: String::new(),
-            params: Vec::new(),
-            prompt_tokens: 0,
-            context_left: 0,
-            messages: 0,
-            system_chars: 0,
-            user: String::new(),
-            tools: Vec::new(),
-            can_reason: false,
-            reasoning: None,
-            reasoning_budget: None,
-            max_tokens: None,
-            sampling: SamplingPatch::default(),
-            seed: 0,
+macro_rules! empty_by_default {
+    ($($record:ident { $($field:ident),+ $(,)? })+) => {$(
+        impl Default for $record {
+            fn default() -> Self {
+                Self { $($field: Default::default()),+ }
+            }
         }
-    }
+    )+};
 }
 
-impl Default for Plan {
-    fn default() -> Self {
-        Self {
-            reasoning: None,
-            reasoning_budget: None,
-            answer_reserve: None,
-            sampling: SamplingPatch::default(),
-            loops: None,
-            every: 0,
-            checkpoint_every: 0,
-            note: None,
-            retain: None,
-        }
+// bindgen! cannot derive Default: it would derive it for variants too.
+empty_by_default! {
+    PromptView { profile, params, system }
+    SamplingPatch { temperature, top_p, top_k, min_p }
+    RequestView {
+        id, profile, model, family, params, prompt_tokens, context_left, messages, system_chars,
+        user, tools, can_reason, reasoning, reasoning_budget, max_tokens, sampling, seed,
     }
+    Plan {
+        reasoning, reasoning_budget, answer_reserve, sampling, loops, every, checkpoint_every, note,
+        retain,
+    }
+    Step {
+        index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,
+        budget_reached,
+    }
+    EarlierCall { name, arguments, answered }
+    ToolCallView { name, arguments, digest, index, earlier }
+    Summary { reason, prompt_tokens, reasoning_tokens, answer_tokens, loops, tool_calls }
 }
 
-impl Default for Step {
+#[allow(clippy::derivable_impls, reason = "the type is generated")]
+impl Default for Phase {
     fn default() -> Self {
-        Self {
-            index: 0,
-            phase: Phase::Answer,
-            reasoning_tokens: 0,
-            answer_tokens: 0,
-            reasoning_left: 0,
-            tokens: Vec::new(),
-            text: String::new(),
-            loop_found: None,
-            budget_reached: false,
-        }
-    }
-}
-
-#[allow(clippy::derivable_impls, reason = "the record is generated")]
-impl Default for EarlierCall {
-    fn default() -> Self {
-        Self { name: String::new(), arguments: String::new(), answered: None }
-    }
-}
-
-impl Default for ToolCallView {
-    fn default() -> Self {
-        Self {
-            name: String::new(),
-            arguments: String::new(),
-            digest: String::new(),
-            index: 0,
-            earlier: Vec::new(),
-        }
-    }
-}
-
-impl Default for Summary {
-    fn default() -> Self {
-        Self {
-            reason: String::new(),
-            prompt_tokens: 0,
-            reasoning_tokens: 0,
-            answer_tokens: 0,
-            loops: 0,
-            tool_calls: 0,
-        }
+        Self::Answer
     }
 }

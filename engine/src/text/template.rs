@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn raise_exception_reports_the_message_of_the_template() {
-        let error = "the chat template refuses these messages: No system role, please.";
+        let error = "the chat template rejects these messages: No system role, please.";
         check("{{ raise_exception('No system role, please.') }}", error);
     }
 

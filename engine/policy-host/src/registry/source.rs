@@ -54,6 +54,12 @@ pub struct ProfileChain {
     pub settings: ProfilePolicies,
 }
 
+/// Chains by profile.
+pub type Chains = BTreeMap<String, ProfileChain>;
+
+/// Sources by policy.
+pub type Sources = BTreeMap<String, Source>;
+
 /// A component and its golden file (empty for none).
 pub struct Bundle {
     pub component: Vec<u8>,
@@ -150,8 +156,8 @@ fn is_path(entry: &str) -> bool {
 pub fn resolve_profiles(
     config: &PolicyConfig,
     profiles: &BTreeMap<String, ProfilePolicies>,
-) -> Result<(BTreeMap<String, ProfileChain>, BTreeMap<String, Source>), Error> {
-    let (mut chains, mut sources) = (BTreeMap::new(), BTreeMap::<String, Source>::new());
+) -> Result<(Chains, Sources), Error> {
+    let (mut chains, mut sources) = (Chains::new(), Sources::new());
     for (name, settings) in profiles {
         let applied = settings.policies.iter().map(|entry| (entry, false));
         let mut links = Vec::new();
