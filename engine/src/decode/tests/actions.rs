@@ -394,9 +394,9 @@ fn ban_of_all_tokens_ends_the_request() {
         };
         let request = ask("Where?", false, 12);
         let ran = on_drafted_path(decoder, &request, || script(None));
-        assert_eq!(ran.reason, FinishReason::Policy("every token there is is banned".into()));
+        assert_eq!(ran.reason, FinishReason::Policy("all tokens are banned".into()));
         assert_eq!(ran.reply().len(), 8);
-        assert!(ran.noted("every token there is is banned"), "{:?}", ran.notes);
+        assert!(ran.noted("all tokens are banned"), "{:?}", ran.notes);
         let ran = run_plain(decoder, &request, script(Some(66)));
         assert_eq!(ran.reply()[8..], [66; 4]);
     }
