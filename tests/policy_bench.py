@@ -1,7 +1,8 @@
-"""What the default policy costs a reply: `python3 tests/policy_bench.py target/debug/steersman [ROUNDS]`.
+"""Measures what the default policy adds to the time per token: `python3 tests/policy_bench.py target/debug/steersman
+[ROUNDS]`.
 
-Decodes the same greedy stories under `passthrough` and `default`, in turns, and compares medians of the seconds per
-token. Without speculation, whose luck would drown the difference, and without saved state.
+Decodes the same stories under `passthrough` and `default` in turns and compares the medians of seconds per token.
+Speculation is off, since the variance of its acceptance rate is larger than the difference, and no state is saved.
 """
 
 import json
@@ -63,15 +64,15 @@ def main():
             try:
                 url = server.stdout.readline().split(" at ")[1].split("/v1")[0]
                 times = {profile: [] for profile in PROFILES}
-                for turn in range(rounds + 1):
+                for round_ in range(rounds + 1):
                     for story in STORIES:
-                        order = PROFILES if turn % 2 else PROFILES[::-1]
+                        order = PROFILES if round_ % 2 else PROFILES[::-1]
                         replies = {}
                         for profile in order:
                             seconds, replies[profile] = ask(url, profile, story)
-                            if turn:  # the first turn warms up
+                            if round_:  # the first round warms up
                                 times[profile].append(seconds)
-                        assert replies["default"] == replies["passthrough"], "they decide differently here"
+                        assert replies["default"] == replies["passthrough"], "the replies differ"
                 medians = {profile: statistics.median(taken) for profile, taken in times.items()}
                 for profile, median in medians.items():
                     print(f"{profile:12} {median * 1000:8.3f} ms a token, median of {len(times[profile])} replies")

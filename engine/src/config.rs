@@ -5,16 +5,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use steersman_policy_host::{
-    Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
-};
+use steersman_policy_host::{Grant, OnFailure, Param, PolicyConfig, ProfilePolicies};
 
 use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;
 
 /// The whole configuration.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Config {
     /// Weights, device and numeric format.
     pub model: ModelConfig,
@@ -34,8 +31,7 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelConfig {
-    /// A local folder, or a Hugging Face repo id (`owner/name`); empty serves the bundled
-    /// demonstration model.
+    /// The model as the operator names it; the server resolves it to a folder.
     pub path: String,
     /// Name of the model for clients; empty uses the name of the folder or repo.
     pub name: String,
@@ -147,8 +143,7 @@ pub struct SpeculationConfig {
     /// Kinds of drafts; an empty list disables speculation. Kinds that the model does not support are
     /// skipped, which the log reports.
     pub drafts: Vec<DraftKind>,
-    /// A smaller model with the same vocabulary, for `model` drafts: a local folder, or a Hugging
-    /// Face repo id; empty for none.
+    /// Folder of a smaller model with the same vocabulary, for `model` drafts; empty for none.
     pub draft_model: String,
     /// Most tokens of one draft, 1 to 7.
     pub depth: usize,
@@ -237,13 +232,9 @@ impl Default for StoreConfig {
     }
 }
 
-/// `[profiles.NAME]`: the policies and limits of a group of requests.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+/// The policies and limits of a group of requests.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Profile {
-    /// Its model: a local folder or a repo id, as `model.path`; empty for that of `[model]`. Each model
-    /// is loaded once.
-    pub model: String,
     /// [`ProfilePolicies::policies`].
     pub policies: Vec<String>,
     /// [`ProfilePolicies::shadow`].
@@ -253,12 +244,9 @@ pub struct Profile {
     /// [`ProfilePolicies::grants`].
     pub grants: Vec<Grant>,
     /// [`ProfilePolicies::params`].
-    #[serde(deserialize_with = "deserialize_params")]
     pub params: BTreeMap<String, Param>,
     /// [`ProfilePolicies::trace_text`].
     pub trace_text: bool,
-    /// Keys that select this profile and allow no other.
-    pub api_keys: Vec<String>,
     /// Limits of its requests.
     pub limits: ProfileLimits,
     /// Files with prefixes that are computed at the start: `{"messages": [..], "tools": [..]}` as in a
@@ -272,14 +260,12 @@ pub struct Profile {
 impl Default for Profile {
     fn default() -> Self {
         Self {
-            model: String::new(),
             policies: vec!["default".into()],
             shadow: Vec::new(),
             on_failure: OnFailure::Open,
             grants: Vec::new(),
             params: BTreeMap::new(),
             trace_text: false,
-            api_keys: Vec::new(),
             limits: ProfileLimits::default(),
             warm: Vec::new(),
             sampling: None,
@@ -287,9 +273,8 @@ impl Default for Profile {
     }
 }
 
-/// `[profiles.NAME.limits]`; 0 is no limit.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+/// Limits of the requests of a profile; 0 is no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProfileLimits {
     /// Tokens of a prompt; a longer one is refused.
     pub prompt_tokens: usize,
@@ -297,8 +282,6 @@ pub struct ProfileLimits {
     pub reasoning_budget: u32,
     /// Answer tokens, whatever the client asks for.
     pub max_tokens: u32,
-    /// Requests of this profile that wait or run; further ones are refused with 429.
-    pub requests: usize,
 }
 
 impl Config {
@@ -382,14 +365,8 @@ impl Profile {
             let problem = format!("profile `{name}` {problem}");
             Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
         };
-        if name == "default" && !self.model.is_empty() {
-            return refuse("uses the model of [model]: set model.path instead");
-        }
         if let Err(problem) = self.policy_settings().check() {
             return refuse(&problem);
-        }
-        if self.api_keys.iter().any(|key| key.trim().is_empty() || key.trim() != key) {
-            return refuse("has an API key that is empty, or begins or ends with white space");
         }
         Ok(())
     }

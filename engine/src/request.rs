@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
+use crate::policy::SamplingPatch;
 
 /// One chat request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -28,7 +29,9 @@ pub struct Request {
     /// Maximum number of answer tokens, without reasoning; `None` takes the configured default.
     pub max_tokens: Option<u32>,
     /// Sampling parameters set by the client.
-    pub sampling: SamplingOverrides,
+    pub sampling: SamplingPatch,
+    /// Seed of the noise; `None` chooses a random one.
+    pub seed: Option<u64>,
     /// Stop strings: each ends the answer and is not part of it.
     pub stop: Vec<String>,
     /// Whether a policy may rewind answer text: false for a stream, whose client has already
@@ -81,21 +84,6 @@ pub struct FunctionCall {
     pub arguments: Map<String, Value>,
 }
 
-/// Sampling parameters set by the client; `None` keeps the profile's or the model's.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct SamplingOverrides {
-    /// 0 is greedy.
-    pub temperature: Option<f32>,
-    /// Smallest set of tokens with at least this probability mass, in (0, 1].
-    pub top_p: Option<f32>,
-    /// Only the k likeliest tokens; 0 is all.
-    pub top_k: Option<u32>,
-    /// Only tokens at least this fraction as likely as the likeliest, in [0, 1].
-    pub min_p: Option<f32>,
-    /// Seed of the noise; `None` chooses a random one.
-    pub seed: Option<u64>,
-}
-
 /// Sampling parameters of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -114,6 +102,19 @@ impl Default for Sampling {
     /// Greedy, without filters.
     fn default() -> Self {
         Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0 }
+    }
+}
+
+impl Sampling {
+    /// These parameters with the values of `patch`.
+    #[must_use]
+    pub fn with(self, patch: &SamplingPatch) -> Self {
+        Self {
+            temperature: patch.temperature.unwrap_or(self.temperature),
+            top_p: patch.top_p.unwrap_or(self.top_p),
+            top_k: patch.top_k.unwrap_or(self.top_k),
+            min_p: patch.min_p.unwrap_or(self.min_p),
+        }
     }
 }
 

@@ -7,8 +7,8 @@ use std::time::SystemTime;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Subcommand;
 use indicatif::{HumanBytes, HumanDuration};
-use steersman_engine::config::StoreConfig;
 use steersman_engine::StoreError;
+use steersman_engine::config::StoreConfig;
 use steersman_engine::report::StoredSize;
 use steersman_engine::tools::{Fingerprint, StoreFile};
 

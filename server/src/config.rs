@@ -4,14 +4,16 @@
 //! an error shows the line.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 use steersman_engine::config::{
-    Config, EngineConfig, ModelConfig, PolicyConfig, Profile, SpeculationConfig, StoreConfig,
+    Config, EngineConfig, ModelConfig, Profile, ProfileLimits, SpeculationConfig, StoreConfig,
 };
+use steersman_engine::policy::{Grant, OnFailure, Param, PolicyConfig, deserialize_params};
+use steersman_engine::request::Sampling;
 
 /// A whole configuration file. `configs/steersman.toml` shows every key with its default.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -19,18 +21,19 @@ use steersman_engine::config::{
 pub struct FileConfig {
     /// Address, keys and limits of the HTTP server.
     pub server: ServerConfig,
-    /// Weights, device and numeric format.
+    /// Weights, device and numeric format. `path` is a local folder or a Hugging Face repo id
+    /// (`owner/name`); empty serves the bundled demonstration model.
     pub model: ModelConfig,
     /// Limits of the engine thread.
     pub engine: EngineConfig,
-    /// Drafts that the model verifies.
+    /// Drafts that the model verifies. `draft_model` is a local folder or a Hugging Face repo id.
     pub speculation: SpeculationConfig,
     /// Saved state.
     pub store: StoreConfig,
     /// Limits and locations of policies.
     pub policy: PolicyConfig,
     /// Profiles by name.
-    pub profiles: BTreeMap<String, Profile>,
+    pub profiles: BTreeMap<String, ProfileConfig>,
 }
 
 /// `[server]`
@@ -54,6 +57,9 @@ pub struct ServerConfig {
     /// Access to profiles by name, from their own sections.
     #[serde(skip)]
     pub profiles: BTreeMap<String, ProfileAccess>,
+    /// [`ProfileConfig::model`] by profile, where it is set.
+    #[serde(skip)]
+    pub profile_models: BTreeMap<String, String>,
 }
 
 /// Access to one profile.
@@ -63,6 +69,89 @@ pub struct ProfileAccess {
     pub api_keys: Vec<SecretString>,
     /// Maximum number of requests that wait or run; 0 for no limit.
     pub requests: usize,
+}
+
+/// `[profiles.NAME]`: the policies, limits and keys of a group of requests.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ProfileConfig {
+    /// Model of the profile, as `model.path`; empty for that of `[model]`. Each model is loaded once.
+    pub model: String,
+    /// [`Profile::policies`]
+    pub policies: Vec<String>,
+    /// [`Profile::shadow`]
+    pub shadow: Vec<String>,
+    /// [`Profile::on_failure`]
+    pub on_failure: OnFailure,
+    /// [`Profile::grants`]
+    pub grants: Vec<Grant>,
+    /// [`Profile::params`]
+    #[serde(deserialize_with = "deserialize_params")]
+    pub params: BTreeMap<String, Param>,
+    /// [`Profile::trace_text`]
+    pub trace_text: bool,
+    /// [`ProfileAccess::api_keys`]
+    pub api_keys: Vec<SecretString>,
+    /// Limits of the requests of this profile.
+    pub limits: LimitsConfig,
+    /// [`Profile::warm`]
+    pub warm: Vec<PathBuf>,
+    /// [`Profile::sampling`]
+    pub sampling: Option<Sampling>,
+}
+
+/// `[profiles.NAME.limits]`; 0 is no limit.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LimitsConfig {
+    /// [`ProfileLimits::prompt_tokens`]
+    pub prompt_tokens: usize,
+    /// [`ProfileLimits::reasoning_budget`]
+    #[serde(rename = "think_budget")]
+    pub reasoning_budget: u32,
+    /// [`ProfileLimits::max_tokens`]
+    pub max_tokens: u32,
+    /// [`ProfileAccess::requests`]
+    pub requests: usize,
+}
+
+impl Default for ProfileConfig {
+    fn default() -> Self {
+        let Profile { policies, shadow, on_failure, grants, params, trace_text, warm, .. } =
+            Profile::default();
+        Self {
+            model: String::new(),
+            policies,
+            shadow,
+            on_failure,
+            grants,
+            params,
+            trace_text,
+            api_keys: Vec::new(),
+            limits: LimitsConfig::default(),
+            warm,
+            sampling: None,
+        }
+    }
+}
+
+impl ProfileConfig {
+    /// Splits the section into the engine's and the server's part.
+    fn split(self) -> (Profile, ProfileAccess) {
+        let LimitsConfig { prompt_tokens, reasoning_budget, max_tokens, requests } = self.limits;
+        let profile = Profile {
+            policies: self.policies,
+            shadow: self.shadow,
+            on_failure: self.on_failure,
+            grants: self.grants,
+            params: self.params,
+            trace_text: self.trace_text,
+            limits: ProfileLimits { prompt_tokens, reasoning_budget, max_tokens },
+            warm: self.warm,
+            sampling: self.sampling,
+        };
+        (profile, ProfileAccess { api_keys: self.api_keys, requests })
+    }
 }
 
 impl Default for ServerConfig {
@@ -76,6 +165,7 @@ impl Default for ServerConfig {
             body_timeout_s: 30,
             shutdown_s: 10,
             profiles: BTreeMap::new(),
+            profile_models: BTreeMap::new(),
         }
     }
 }
@@ -97,14 +187,25 @@ impl FileConfig {
     /// # Errors
     /// Names the first key that is out of range.
     pub fn check(self) -> Result<(ServerConfig, Config)> {
-        let Self { mut server, model, engine, speculation, store, policy, profiles } = self;
-        let engine = Config { model, engine, speculation, store, policy, profiles }.check()?;
-        let access = |profile: &Profile| ProfileAccess {
-            api_keys: profile.api_keys.iter().map(|key| key.as_str().into()).collect(),
-            requests: profile.limits.requests,
-        };
-        server.profiles = engine.profiles.iter().map(|(n, p)| (n.clone(), access(p))).collect();
+        let Self { mut server, model, engine, speculation, store, policy, profiles: sections } =
+            self;
+        let mut profiles = BTreeMap::new();
+        for (name, mut section) in sections {
+            let model = std::mem::take(&mut section.model);
+            if !model.is_empty() {
+                ensure!(
+                    name != "default",
+                    "profiles.default.model: this profile uses [model]; set model.path instead"
+                );
+                server.profile_models.insert(name.clone(), model);
+            }
+            let (profile, access) = section.split();
+            profiles.insert(name.clone(), profile);
+            server.profiles.insert(name, access);
+        }
+        server.profiles.entry("default".into()).or_default();
         server.check()?;
+        let engine = Config { model, engine, speculation, store, policy, profiles }.check()?;
         Ok((server, engine))
     }
 }
@@ -115,24 +216,24 @@ impl ServerConfig {
             !self.host.is_empty(),
             "server.host: is empty; use 127.0.0.1 for this machine only"
         );
-        for (name, keys) in [("api_keys", &self.api_keys), ("admin_keys", &self.admin_keys)] {
+        let of_profiles = self
+            .profiles
+            .iter()
+            .map(|(name, profile)| (format!("profiles.{name}.api_keys"), &profile.api_keys));
+        let of_server = [
+            ("server.api_keys".to_string(), &self.api_keys),
+            ("server.admin_keys".to_string(), &self.admin_keys),
+        ];
+        let mut owners = BTreeMap::new();
+        for (owner, keys) in of_server.into_iter().chain(of_profiles) {
             ensure!(
                 keys.iter().all(is_valid),
-                "server.{name}: a key is empty, or starts or ends with white space"
+                "{owner}: a key is empty, or starts or ends with white space"
             );
-        }
-        let mut owners = BTreeMap::new();
-        let of_profiles = self.profiles.iter().flat_map(|(name, profile)| {
-            profile.api_keys.iter().map(move |key| (key, format!("profiles.{name}.api_keys")))
-        });
-        let of_server =
-            [("server.api_keys", &self.api_keys), ("server.admin_keys", &self.admin_keys)];
-        let of_server = of_server
-            .iter()
-            .flat_map(|(name, keys)| keys.iter().map(|key| (key, (*name).to_string())));
-        for (key, owner) in of_server.chain(of_profiles) {
-            if let Some(other) = owners.insert(key.expose_secret(), owner.clone()) {
-                bail!("{owner}: a key is also in {other}; use each key once");
+            for key in keys {
+                if let Some(other) = owners.insert(key.expose_secret(), owner.clone()) {
+                    bail!("{owner}: a key is also in {other}; use each key once");
+                }
             }
         }
         ensure!(self.body_limit_bytes >= 1024, "server.body_limit_bytes: must be at least 1024");
@@ -148,8 +249,6 @@ fn is_valid(key: &SecretString) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use steersman_engine::config::Param;
-
     use super::*;
 
     /// All files in `configs/`, by path.

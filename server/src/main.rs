@@ -13,8 +13,8 @@ use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, policy, serve, verify};
-use steersman_engine::config::Device;
 use steersman_engine::Info;
+use steersman_engine::config::Device;
 use steersman_engine::policy::Storage;
 use tracing_subscriber::EnvFilter;
 
@@ -219,7 +219,8 @@ fn serve(options: Serve) -> Result<()> {
         tracing::warn!(%address, "server accepts network connections without a key: set server.api_keys");
     }
     let policies = steersman_engine::policies(&config, &data_dir)?;
-    let Loaded { models, threads, bundled } = models::load(config, &data_dir, &policies)?;
+    let Loaded { models, threads, bundled } =
+        models::load(config, &server.profile_models, &data_dir, &policies)?;
 
     let Info { model, numbers, .. } = models.first().info();
     let demonstration = if bundled {

@@ -101,15 +101,20 @@ pub struct Loaded {
     pub bundled: bool,
 }
 
-/// Loads the model of `[model]` and those of profiles, downloading repos that are not cached. State
-/// is saved in the folder `data_dir`, in one file for each model.
+/// Loads the model of `[model]` and `profile_models`, which maps profiles to models, downloading repos
+/// that are not cached. State is saved in the folder `data_dir`, in one file for each model.
 ///
 /// # Errors
 /// If a model cannot be found, downloaded or loaded; names its profiles.
-pub fn load(mut config: Config, data_dir: &Path, policies: &Arc<Policies>) -> Result<Loaded> {
-    let further = further_models(&config);
+pub fn load(
+    mut config: Config,
+    profile_models: &BTreeMap<String, String>,
+    data_dir: &Path,
+    policies: &Arc<Policies>,
+) -> Result<Loaded> {
+    let further = further_models(&config, profile_models);
     // Each engine gets the profiles that use its model.
-    config.profiles.retain(|_, profile| profile.model.is_empty());
+    config.profiles.retain(|name, _| !profile_models.contains_key(name));
     let start = |config: Config, found: &Found| {
         steersman_engine::start(config, &found.folder, data_dir, policies.clone())
             .with_context(|| format!("loading the model in {}", found.folder.display()))
@@ -155,10 +160,12 @@ pub fn find(config: &mut Config, data_dir: &Path) -> Result<Found> {
 }
 
 /// The configuration of each model that profiles name, with these profiles.
-fn further_models(config: &Config) -> Vec<Config> {
+fn further_models(config: &Config, profile_models: &BTreeMap<String, String>) -> Vec<Config> {
     let mut models: BTreeMap<&str, BTreeMap<String, Profile>> = BTreeMap::new();
-    for (name, profile) in config.profiles.iter().filter(|(_, p)| !p.model.is_empty()) {
-        models.entry(&profile.model).or_default().insert(name.clone(), profile.clone());
+    for (name, model) in profile_models {
+        if let Some(profile) = config.profiles.get(name) {
+            models.entry(model).or_default().insert(name.clone(), profile.clone());
+        }
     }
     let of = |(path, profiles): (&str, _)| {
         let mut config = Config { profiles, ..config.clone() };

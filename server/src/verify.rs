@@ -7,9 +7,9 @@ use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
 use serde::Deserialize;
 use steersman_engine::config::Config;
+use steersman_engine::request::{Message, Request};
 use steersman_engine::tools::Decoder;
 use steersman_engine::tools::verify::Outcome;
-use steersman_engine::request::{Message, Request};
 
 use crate::hub::Found;
 

@@ -1,6 +1,4 @@
-//! What the laws share: where fixtures lie, and an engine over the bundled model.
-
-pub mod guest;
+//! Shared test helpers: paths of fixtures, and an engine with the bundled model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
@@ -8,12 +6,13 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
 use serde_json::{Value, json};
-use steersman_engine::config::{Config, Device, Dtype, PolicyConfig, Profile};
-use steersman_engine::decode::Decoder;
-use steersman_engine::engine::Info;
-use steersman_engine::policy::{Policies, Policy, disk, no_vocabulary};
-use steersman_engine::request::{Event, Finished, Message, Request, SamplingOverrides, ToolCall};
-use steersman_engine::{Engine, Error};
+use steersman_engine::config::{Config, Device, Dtype, Profile};
+use steersman_engine::policy::SamplingPatch;
+use steersman_engine::policy::{self, Policies, PolicyConfig, Session, Storage, no_vocabulary};
+use steersman_engine::request::{Event, Finished, Message, Request, ToolCall};
+use steersman_engine::tools::Decoder;
+use steersman_engine::{Engine, Error, Info};
+pub use steersman_test_support::{Random, guest};
 use tempfile::TempDir;
 
 /// `tests/fixtures`.
@@ -26,11 +25,11 @@ pub fn bundled_model() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
 }
 
-/// A model folder of the fixtures' smallest weights, whose words are `w0` to `w255`: requests come and
-/// go in milliseconds.
+/// Writes a model folder with the smallest weights of the fixtures and the words `w0` to `w255`. A
+/// request takes milliseconds.
 ///
 /// # Panics
-/// When it cannot be written.
+/// If it cannot be written.
 pub fn tiny_model(folder: &Path) {
     let weights = fixtures().join("families/qwen3");
     for file in ["config.json", "model.safetensors"] {
@@ -56,7 +55,7 @@ pub fn tiny_model(folder: &Path) {
 /// A JSON fixture.
 ///
 /// # Panics
-/// When it cannot be read.
+/// If it cannot be read.
 pub fn fixture(name: &str) -> Value {
     let bytes = std::fs::read(fixtures().join(name)).expect(name);
     serde_json::from_slice(&bytes).expect(name)
@@ -84,7 +83,7 @@ pub fn speculation_prompts(kinds: &[&str], count: usize) -> Vec<Request> {
     kinds.iter().flat_map(of_kind).collect()
 }
 
-/// A configuration for tests: the CPU in f32, and whatever else is the default.
+/// A configuration for tests: the CPU in f32, otherwise defaults.
 pub fn config() -> Config {
     let mut config = Config::default();
     config.model.device = Device::Cpu;
@@ -92,29 +91,28 @@ pub fn config() -> Config {
     config
 }
 
-/// An engine over the bundled model that ends in good order when it is dropped: what it saved is on
-/// disk then, and MLX is no longer at work when the process ends.
+/// An engine with the bundled model. Dropping it waits until its state is on disk and MLX is idle.
 pub struct Running {
     engine: Option<Engine>,
     thread: Option<JoinHandle<()>>,
-    /// What goes with it.
+    /// Temporary data folder, deleted on drop.
     data: Option<TempDir>,
 }
 
 impl Running {
-    /// Starts an engine that keeps its state in `data`.
+    /// Starts an engine that saves its state in `data`.
     ///
     /// # Panics
-    /// When it cannot start.
+    /// If it cannot start.
     pub fn start(config: Config, data: &Path) -> Self {
         Self::try_start(config, &bundled_model(), data).expect("the engine starts")
     }
 
-    /// Starts an engine that saves no state, and whose policies keep what they do until it ends.
+    /// Starts an engine without a prefix store. Policies store data in a temporary folder.
     ///
     /// # Panics
-    /// When it cannot start.
-    pub fn keeping_nothing(mut config: Config) -> Self {
+    /// If it cannot start.
+    pub fn without_store(mut config: Config) -> Self {
         config.store.enabled = false;
         let data = tempfile::tempdir().expect("a folder");
         let mut running = Self::start(config, data.path());
@@ -122,10 +120,10 @@ impl Running {
         running
     }
 
-    /// Starts an engine over the model in `folder`.
+    /// Starts an engine with the model in `folder`.
     ///
     /// # Errors
-    /// Whatever keeps it from starting.
+    /// If it cannot start.
     pub fn try_start(config: Config, folder: &Path, data: &Path) -> Result<Self, Error> {
         let config = config.check()?;
         let policies = steersman_engine::policies(&config, data)?;
@@ -134,18 +132,18 @@ impl Running {
     }
 }
 
-/// A decoder over the bundled model, and what it says of itself.
+/// A decoder with the bundled model, and its `Info`.
 ///
 /// # Errors
-/// Whatever keeps it from being loaded.
+/// If the model cannot be loaded.
 pub fn load(config: Config, data: &Path) -> Result<(Decoder, Info), Error> {
     load_from(config, &bundled_model(), data)
 }
 
-/// A decoder over the model in `folder`, and what it says of itself.
+/// A decoder with the model in `folder`, and its `Info`.
 ///
 /// # Errors
-/// Whatever keeps it from being loaded.
+/// If the model cannot be loaded.
 pub fn load_from(config: Config, folder: &Path, data: &Path) -> Result<(Decoder, Info), Error> {
     let config = config.check()?;
     let policies = steersman_engine::policies(&config, data)?;
@@ -156,14 +154,14 @@ impl Deref for Running {
     type Target = Engine;
 
     fn deref(&self) -> &Engine {
-        self.engine.as_ref().expect("there until it is dropped")
+        self.engine.as_ref().expect("present until drop")
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         drop(self.engine.take());
-        // Of a test that has failed, others may hold the engine: it would not end.
+        // After a failed test other handles may exist, and joining would hang.
         if !std::thread::panicking() {
             let ended = self.thread.take().map(JoinHandle::join);
             assert!(matches!(ended, Some(Ok(()))), "the engine panicked");
@@ -171,23 +169,24 @@ impl Drop for Running {
     }
 }
 
-/// The policies of these profiles, without a model.
+/// Policies of these profiles, without a model.
 ///
 /// # Errors
 /// As [`Policies::load`].
 pub fn policies(
     limits: &PolicyConfig,
     profiles: impl IntoIterator<Item = (String, Profile)>,
-) -> Result<Policies, Error> {
-    Policies::load(limits, &profiles.into_iter().collect(), &disk::in_memory())
+) -> Result<Policies, policy::Error> {
+    let config = Config { profiles: profiles.into_iter().collect(), ..Config::default() };
+    Policies::load(limits, &config.profile_policies(), &Storage::in_memory())
 }
 
-/// Those of `profile`, at work on a request.
+/// The policies of `profile`, for one request.
 ///
 /// # Errors
 /// As [`Policies::start`].
-pub fn steer(policies: &Policies, profile: &str) -> Result<Box<dyn Policy>, Error> {
-    Ok(policies.start(profile, "test", &no_vocabulary())?.policy)
+pub fn session(policies: &Policies, profile: &str) -> Result<Session, policy::Error> {
+    policies.start(profile, "test", &no_vocabulary())
 }
 
 /// A greedy request of one user message.
@@ -196,12 +195,12 @@ pub fn ask(question: &str) -> Request {
         id: "test".into(),
         profile: "default".into(),
         messages: vec![message("user", question)],
-        sampling: SamplingOverrides { temperature: Some(0.0), ..SamplingOverrides::default() },
+        sampling: SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() },
         ..Request::default()
     }
 }
 
-/// The same, about the weather in Oslo, with a tool that tells it: the bundled model calls it.
+/// As [`ask`], about the weather, with a tool that the bundled model calls.
 pub fn ask_weather() -> Request {
     let tool = json!({"type": "function", "function": {
         "name": "get_weather", "description": "get weather", "parameters": {
@@ -210,54 +209,54 @@ pub fn ask_weather() -> Request {
     Request { tools: vec![tool], reasoning: Some(false), ..ask(question) }
 }
 
-/// A message.
+/// A message of `role`.
 pub fn message(role: &str, content: &str) -> Message {
     Message { role: role.into(), content: content.into(), ..Message::default() }
 }
 
-/// A reply, folded.
+/// The collected events of a request.
 #[derive(Debug)]
 pub struct Reply {
-    /// The thought.
+    /// The reasoning.
     pub reasoning: String,
     /// The answer.
     pub answer: String,
-    /// The calls.
+    /// The tool calls.
     pub tool_calls: Vec<ToolCall>,
-    /// `system_fingerprint`; empty when it was never admitted.
+    /// `system_fingerprint`; empty if the request was not admitted.
     pub fingerprint: String,
-    /// How it ended.
+    /// The last event.
     pub end: Result<Finished, Error>,
 }
 
 impl Reply {
-    /// How it ended, where that was well.
+    /// The last event of a request that succeeded.
     ///
     /// # Panics
-    /// When the request failed.
+    /// If the request failed.
     pub fn finished(&self) -> &Finished {
-        self.end.as_ref().expect("the request ended well")
+        self.end.as_ref().expect("the request succeeded")
     }
 }
 
 /// Runs a request to its end.
 ///
 /// # Panics
-/// When the engine refuses it or says nothing of its end.
+/// If the engine refuses it or sends no final event.
 pub fn run(engine: &Engine, request: Request) -> Reply {
     let mut events = engine.submit(request).expect("the queue has room");
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let mut tool_calls = Vec::new();
     let mut fingerprint = String::new();
     let end = loop {
-        match events.blocking_recv().expect("every request says how it ends") {
-            Event::Started { fingerprint: told } => fingerprint = told,
+        match events.blocking_recv().expect("the last event is Finished or Failed") {
+            Event::Started { fingerprint: value } => fingerprint = value,
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => tool_calls.push(call),
-            Event::Rewound { reasoning: thought, answer: said } => {
-                reasoning.truncate(reasoning.len() - thought);
-                answer.truncate(answer.len() - said);
+            Event::Rewound { reasoning: reasoning_len, answer: answer_len } => {
+                reasoning.truncate(reasoning.len() - reasoning_len);
+                answer.truncate(answer.len() - answer_len);
             }
             Event::Finished(finished) => break Ok(finished),
             Event::Failed(error) => break Err(error),
@@ -266,19 +265,19 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
     Reply { reasoning, answer, tool_calls, fingerprint, end }
 }
 
-/// The samples of an OpenMetrics text, by name and labels, each line of which is checked: it is one
-/// of a family's help, its type, or a sample of the family announced last; counters end in `_total`
-/// and no family comes twice.
+/// Parses and validates an OpenMetrics text; returns its samples by name and labels. Each line is a
+/// family's help, its type, or a sample of the last family; counters end in `_total`, and no family
+/// occurs twice.
 ///
 /// # Panics
-/// When a line is none of these.
+/// If the text is invalid.
 pub fn samples(text: &str) -> BTreeMap<String, f64> {
-    let body = text.strip_suffix("# EOF\n").expect("it ends with a mark");
+    let body = text.strip_suffix("# EOF\n").expect("an EOF marker");
     let (mut samples, mut families) = (BTreeMap::new(), BTreeSet::new());
     let (mut helped, mut family, mut kind) = ("", "", "");
     for line in body.lines() {
         if let Some(help) = line.strip_prefix("# HELP ") {
-            (helped, _) = help.split_once(' ').expect("a name and words");
+            (helped, _) = help.split_once(' ').expect("a name and a text");
         } else if let Some(typed) = line.strip_prefix("# TYPE ") {
             (family, kind) = typed.split_once(' ').expect("a name and a type");
             assert!(helped == family && families.insert(family), "{line}");
@@ -291,27 +290,8 @@ pub fn samples(text: &str) -> BTreeMap<String, f64> {
             assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{line}");
             let value: f64 = value.parse().expect(line);
             assert!(value.is_finite() && value >= 0.0, "{line}");
-            assert!(samples.insert(sample.to_string(), value).is_none(), "{line} comes twice");
+            assert!(samples.insert(sample.to_string(), value).is_none(), "{line} occurs twice");
         }
     }
     samples
-}
-
-/// Numbers that look random and are the same each time.
-pub struct Random(pub u64);
-
-impl Random {
-    /// A number below `bound`.
-    pub fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
-        (self.0 >> 33) as usize % bound
-    }
-
-    /// One of these.
-    ///
-    /// # Panics
-    /// When there is none.
-    pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
 }

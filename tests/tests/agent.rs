@@ -1,6 +1,7 @@
 //! The policies `agent` and `rules` on the bundled model.
 
-use steersman_engine::config::{Param, Profile};
+use steersman_engine::config::Profile;
+use steersman_engine::policy::Param;
 use steersman_engine::request::{FinishReason, Request, Usage};
 use steersman_tests::{Reply, Running, ask, ask_weather, config, message, run};
 
@@ -19,7 +20,7 @@ fn engine() -> Running {
         ruled.params.insert("rules".into(), Param::Text(rule));
         config.profiles.insert(profile.into(), ruled);
     }
-    Running::keeping_nothing(config)
+    Running::without_store(config)
 }
 
 /// A request as agents send it: text that changes with every request precedes the system text.

@@ -6,7 +6,9 @@
 
 use serde_json::Value;
 use steersman_engine::config::Profile;
-use steersman_engine::request::{FinishReason, Message, Request, SamplingOverrides};
+use steersman_engine::policy::SamplingPatch;
+use steersman_engine::request::{FinishReason, Message, Request};
+use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, ask_weather, config, fixture, message, run};
 
 /// Fits the longest prompt with a planted code.
@@ -24,7 +26,7 @@ fn engine_with_context(context: usize) -> Running {
         let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
         config.profiles.insert(policy.into(), profile);
     }
-    Running::keeping_nothing(config)
+    Running::without_store(config)
 }
 
 fn cases(kind: &str) -> Vec<Value> {
@@ -133,13 +135,13 @@ fn equal_seeds_give_equal_samples() {
     let engine = engine();
     let story = "Write a story about a fox named Nora who lives near the river.";
     let reply = |seed| {
-        let sampling = SamplingOverrides {
-            temperature: Some(1.0),
+        let request = Request {
+            sampling: SamplingPatch { temperature: Some(1.0), ..SamplingPatch::default() },
             seed: Some(seed),
-            ..SamplingOverrides::default()
+            reasoning: Some(false),
+            max_tokens: Some(40),
+            ..ask(story)
         };
-        let request =
-            Request { sampling, reasoning: Some(false), max_tokens: Some(40), ..ask(story) };
         run(&engine, request).answer
     };
     assert_eq!(reply(1), reply(1));
@@ -175,7 +177,7 @@ fn disconnected_client_frees_the_engine() {
 fn too_long_prompt_is_rejected_with_its_length() {
     let engine = engine();
     let reply = run(&engine, ask(&"What is the capital of Italy? ".repeat(1000)));
-    let Err(steersman_engine::Error::ContextTooLong { tokens, limit }) = reply.end else {
+    let Err(Error::Request(RequestError::ContextTooLong { tokens, limit })) = reply.end else {
         panic!("not rejected: {reply:?}")
     };
     assert!(tokens > limit && limit < CONTEXT);

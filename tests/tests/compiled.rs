@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::argmax_axis;
-use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::{Device, Dtype, ModelConfig};
-use steersman_engine::model::{Loaded, Pass, load};
-use steersman_engine::nn::compile_steps;
+use steersman_engine::internals::cache::{Cache, Span};
+use steersman_engine::internals::model::{Loaded, Pass, load};
+use steersman_engine::internals::nn::compile_steps;
 use steersman_tests::{bundled_model, config};
 
 /// Measurements of each kind, and steps of a measurement.

@@ -4,24 +4,24 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use steersman_engine::config::{OnFailure, PolicyConfig, Profile};
-use steersman_engine::policy::{Anchor, KEEP_SECONDS, Keep, RequestView};
-use steersman_engine::prefix::PrefixReport;
+use steersman_engine::config::Profile;
+use steersman_engine::policy::{OnFailure, PolicyConfig, RequestView, Retention, SavePoint};
+use steersman_engine::report::PrefixReport;
 use steersman_engine::request::Request;
-use steersman_tests::guest::keeper;
-use steersman_tests::{Reply, Running, ask, config, message, policies, run, steer};
+use steersman_tests::guest::retaining;
+use steersman_tests::{Reply, Running, ask, config, message, policies, run, session};
 
-/// Numbers of the save points in the contract.
-const SYSTEM: u8 = 0;
-const TURNS: u8 = 1;
-const PROMPT: u8 = 2;
-const REPLY: u8 = 3;
+/// Names of the save points in the contract.
+const SYSTEM: &str = "system";
+const TURNS: &str = "turns";
+const PROMPT: &str = "prompt";
+const REPLY: &str = "reply";
 const MB: u64 = 1 << 20;
 
 /// A profile with a policy that plans only these save points.
-fn profile(folder: &Path, name: &str, save_points: &[(u8, u32)]) -> Profile {
+fn profile(folder: &Path, name: &str, save_points: &[(&'static str, u32)]) -> Profile {
     let path = folder.join(format!("{name}.wasm"));
-    std::fs::write(&path, keeper(save_points)).expect("a file in the folder");
+    std::fs::write(&path, retaining(save_points)).expect("a file in the folder");
     let policy = path.display().to_string();
     Profile { policies: vec![policy], on_failure: OnFailure::Closed, ..Profile::default() }
 }
@@ -31,7 +31,7 @@ fn start(
     folder: &Path,
     memory_bytes: u64,
     ahead: bool,
-    save_points: &[(&str, &[(u8, u32)])],
+    save_points: &[(&str, &[(&'static str, u32)])],
 ) -> Running {
     let mut config = config();
     (config.store.enabled, config.store.ahead) = (false, ahead);
@@ -84,7 +84,7 @@ fn plan_without_save_points_saves_nothing() {
 #[test]
 fn only_planned_save_points_are_saved() {
     let folder = tempfile::tempdir().unwrap();
-    let save_points: [(&str, &[(u8, u32)]); 4] = [
+    let save_points: [(&str, &[(&'static str, u32)]); 4] = [
         ("system", &[(SYSTEM, 0)]),
         ("turns", &[(TURNS, 0)]),
         ("prompt", &[(PROMPT, 0), (PROMPT, 9)]),
@@ -136,7 +136,7 @@ fn only_planned_save_points_are_saved() {
 }
 
 /// Memory of one question with its system text retained for a minute, if there is room.
-fn memory_of_one(folder: &Path, save_points: &[(&str, &[(u8, u32)])]) -> u64 {
+fn memory_of_one(folder: &Path, save_points: &[(&str, &[(&'static str, u32)])]) -> u64 {
     let alone = start(folder, 256 * MB, false, save_points);
     run(&alone, question("minute", "Nora", "What is the capital of Italy?"));
     report(&alone).memory.bytes
@@ -146,7 +146,7 @@ fn memory_of_one(folder: &Path, save_points: &[(&str, &[(u8, u32)])]) -> u64 {
 #[test]
 fn retained_system_text_outlives_other_conversations() {
     let folder = tempfile::tempdir().unwrap();
-    let save_points: [(&str, &[(u8, u32)]); 2] =
+    let save_points: [(&str, &[(&'static str, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
     let one = memory_of_one(folder.path(), &save_points);
 
@@ -170,7 +170,7 @@ fn retained_system_text_outlives_other_conversations() {
 #[test]
 fn retention_takes_at_most_half_of_the_budget() {
     let folder = tempfile::tempdir().unwrap();
-    let save_points: [(&str, &[(u8, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
+    let save_points: [(&str, &[(&'static str, u32)]); 1] = [("minute", &[(SYSTEM, 60)])];
     let one = memory_of_one(folder.path(), &save_points);
 
     let engine = start(folder.path(), 2 * one - 2, false, &save_points);
@@ -187,7 +187,7 @@ fn retention_takes_at_most_half_of_the_budget() {
 #[test]
 fn resuming_renews_retention() {
     let folder = tempfile::tempdir().unwrap();
-    let save_points: [(&str, &[(u8, u32)]); 2] =
+    let save_points: [(&str, &[(&'static str, u32)]); 2] =
         [("minute", &[(SYSTEM, 60)]), ("used", &[(SYSTEM, 0), (PROMPT, 0)])];
     let memory_bytes = 3 * memory_of_one(folder.path(), &save_points);
 
@@ -203,16 +203,16 @@ fn resuming_renews_retention() {
 }
 
 #[test]
-fn sixteen_save_points_are_allowed_and_retention_is_capped_at_a_day() {
+fn sixteen_save_points_are_allowed() {
     let folder = tempfile::tempdir().unwrap();
     let save_points = [vec![(REPLY, u32::MAX), (TURNS, 7)], vec![(SYSTEM, 0); 14]].concat();
     let profiles = [("default".to_string(), profile(folder.path(), "sixteen", &save_points))];
     let policies = policies(&PolicyConfig::default(), profiles).unwrap();
-    let plan = steer(&policies, "default").unwrap().on_request(&RequestView::default()).unwrap();
-    let planned = plan.keep.expect("a list");
+    let plan = session(&policies, "default").unwrap().ask(&RequestView::default()).unwrap();
+    let planned = plan.retain.expect("a list");
     assert_eq!(planned.len(), 16);
-    let expected = [(Anchor::Reply, KEEP_SECONDS), (Anchor::Turns, 7), (Anchor::System, 0)];
-    assert_eq!(planned[..3], expected.map(|(at, seconds)| Keep { at, seconds }));
+    let expected = [(SavePoint::Reply, u32::MAX), (SavePoint::Turns, 7), (SavePoint::System, 0)];
+    assert_eq!(planned[..3], expected.map(|(at, seconds)| Retention { at, seconds }));
 }
 
 /// The request ends with the policy's error.
@@ -222,6 +222,6 @@ fn plan_with_too_many_save_points_is_a_policy_failure() {
     let engine = start(folder.path(), 256 * MB, false, &[("many", &[(SYSTEM, 60); 17])]);
     let reply = run(&engine, question("many", "Nora", "What is the capital of Italy?"));
     let error = reply.end.unwrap_err().to_string();
-    assert!(error.contains("answered with more than 16 anchors to keep"), "{error}");
+    assert!(error.contains("answered with more than 16 entries in `retain`"), "{error}");
     assert_eq!(report(&engine).counts.saves, 0);
 }

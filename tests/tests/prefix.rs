@@ -11,12 +11,12 @@ use std::time::{Duration, UNIX_EPOCH};
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
 use mlx_rs::transforms::eval;
-use steersman_engine::Error;
-use steersman_engine::cache::{Cache, Span};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::model::{Model, Pass, load};
-use steersman_engine::prefix::{Prefixes, Retention};
-use steersman_engine::store::{Fingerprint, RedbStore, WallClock};
+use steersman_engine::internals::cache::{Cache, Span};
+use steersman_engine::internals::model::{Model, Pass, load};
+use steersman_engine::internals::prefix::{Prefixes, Retention};
+use steersman_engine::internals::store::{Fingerprint, RedbStore, WallClock};
+use steersman_engine::{ConfigError, Error};
 use steersman_tests::{Random, bundled_model, config, fixtures};
 
 const MB: u64 = 1 << 20;

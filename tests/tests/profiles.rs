@@ -1,4 +1,4 @@
-//! Bounds and models of profiles, on models that decode.
+//! Limits and models of profiles, with models that decode.
 
 use std::fs;
 use std::path::Path;
@@ -6,51 +6,59 @@ use std::sync::Arc;
 
 use steersman::models::{self, Loaded};
 use steersman_engine::config::{Profile, ProfileLimits};
-use steersman_engine::error::Error;
 use steersman_engine::request::{FinishReason, Request};
+use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, config, run, tiny_model};
 
 fn engine(limits: ProfileLimits) -> Running {
     let mut config = config();
     let profile = Profile { limits, ..Profile::default() };
-    config.profiles.insert("bounded".into(), profile);
-    Running::keeping_nothing(config)
+    config.profiles.insert("limited".into(), profile);
+    Running::without_store(config)
 }
 
-fn bounded(question: &str, max_tokens: Option<u32>, thinking: bool) -> Request {
-    Request { profile: "bounded".into(), max_tokens, reasoning: Some(thinking), ..ask(question) }
+fn limited(question: &str, max_tokens: Option<u32>, reasoning: bool) -> Request {
+    Request { profile: "limited".into(), max_tokens, reasoning: Some(reasoning), ..ask(question) }
 }
 
 #[test]
-fn a_profile_bounds_prompt_thought_and_answer_and_says_where_it_cuts() {
-    let limits =
-        ProfileLimits { prompt_tokens: 60, think_budget: 7, max_tokens: 2, ..Default::default() };
+fn a_profile_limits_prompt_reasoning_and_answer_and_notes_it() {
+    let limits = ProfileLimits {
+        prompt_tokens: 60,
+        reasoning_budget: 7,
+        max_tokens: 2,
+        ..ProfileLimits::default()
+    };
     let engine = engine(limits);
 
-    let reply = run(&engine, bounded(&"one more word ".repeat(40), None, false));
+    let reply = run(&engine, limited(&"one more word ".repeat(40), None, false));
     let Err(Error::Request(RequestError::PromptTooLong { tokens, limit: 60, profile })) =
         &reply.end
     else {
         panic!("{reply:?}")
     };
-    assert!(*tokens > 60 && profile == "bounded", "{reply:?}");
+    assert!(*tokens > 60 && profile == "limited", "{reply:?}");
 
     for (max_tokens, cut) in [(None, false), (Some(4000), true)] {
-        let reply = run(&engine, bounded("Write a story.", max_tokens, false));
+        let reply = run(&engine, limited("Write a story.", max_tokens, false));
         let finished = reply.finished();
         assert_eq!((&finished.reason, finished.usage.answer_tokens), (&FinishReason::Length, 2));
         let noted = finished.notes.iter().any(|note| note.contains("limit of 2"));
         assert_eq!(noted, cut, "{:?}", finished.notes);
     }
 
-    let reply = run(&engine, bounded("Who is the tallest?", None, true));
+    let reply = run(&engine, limited("Who is the tallest?", None, true));
     let usage = reply.finished().usage;
-    // The hint is among the thought's tokens or the answer's; the marker ends the thought.
+    // The hint counts as reasoning or as answer; the marker ends the reasoning.
     assert!((7..16).contains(&usage.reasoning_tokens), "{usage:?}");
     assert!(reply.finished().notes.iter().any(|note| note.contains("budget")), "{reply:?}");
 
-    let free = Request { profile: "default".into(), ..bounded("Write a story.", Some(9), false) };
-    assert!(run(&engine, free).finished().usage.answer_tokens > 2, "the bounds are the profile's");
+    let unlimited =
+        Request { profile: "default".into(), ..limited("Write a story.", Some(9), false) };
+    assert!(
+        run(&engine, unlimited).finished().usage.answer_tokens > 2,
+        "the limits apply to one profile"
+    );
 }
 
 /// The bundled model for profile `default`, and the one in `folder` for `small`.
@@ -58,15 +66,15 @@ fn two(folder: &Path, data: &Path) -> anyhow::Result<Loaded> {
     let mut config = config();
     config.store.min_tokens = 1;
     config.speculation.drafts.clear();
-    let model = folder.to_str().unwrap().to_owned();
-    config.profiles.insert("small".into(), Profile { model, ..Profile::default() });
+    config.profiles.insert("small".into(), Profile::default());
+    let profile_models = [("small".into(), folder.to_str().unwrap().into())].into();
     let config = config.check()?;
     let policies = steersman_engine::policies(&config, data)?;
-    models::load(config, data, &policies)
+    models::load(config, &profile_models, data, &policies)
 }
 
 #[test]
-fn a_profile_has_its_model_loaded_and_its_state_kept_apart() {
+fn each_model_of_a_profile_is_loaded_and_has_a_store_of_its_own() {
     let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let folder = folder.path().join("tiny");
     fs::create_dir(&folder).unwrap();
@@ -76,11 +84,11 @@ fn a_profile_has_its_model_loaded_and_its_state_kept_apart() {
     let names: Vec<_> = models.names().into_iter().map(|(name, _)| name).collect();
     assert_eq!(names, ["tiny-hybrid-4bit", "tiny@small"]);
     let (first, small) = (models.first(), models.of("small").unwrap());
-    assert!(Arc::ptr_eq(first.policies(), small.policies()), "policies are those of all models");
+    assert!(Arc::ptr_eq(first.policies(), small.policies()), "all models share the policies");
     let question = "What is the capital of Peru?";
     assert_eq!(run(first, ask(question)).answer, "The capital of Peru is Lima.");
-    let asked = Request { profile: "small".into(), max_tokens: Some(5), ..ask("w1 w2 w3") };
-    let words = run(small, asked).answer;
+    let request = Request { profile: "small".into(), max_tokens: Some(5), ..ask("w1 w2 w3") };
+    let words = run(small, request).answer;
     assert!(words.split_whitespace().all(|word| word.starts_with('w')), "{words}");
     drop(models);
     threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -90,7 +98,7 @@ fn a_profile_has_its_model_loaded_and_its_state_kept_apart() {
 }
 
 #[test]
-fn a_model_of_a_profile_that_cannot_be_loaded_is_named_with_the_profile() {
+fn an_error_in_loading_a_model_names_the_profile() {
     let data = tempfile::tempdir().unwrap();
     let absent = data.path().join("absent");
     let error = format!("{:#}", two(&absent, data.path()).err().expect("there is no such model"));
@@ -100,6 +108,6 @@ fn a_model_of_a_profile_that_cannot_be_loaded_is_named_with_the_profile() {
     fs::create_dir(&same).unwrap();
     tiny_model(&same);
     let error = format!("{:#}", two(&same, data.path()).err().expect("the name is taken"));
-    let words = "the model of profile small: there are two models of the name tiny-hybrid-4bit";
+    let words = "the model of profile small: another model has the name tiny-hybrid-4bit already";
     assert_eq!(error, words);
 }

@@ -13,9 +13,9 @@ use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
 use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
-use steersman_engine::cache::{Cache, LayerCache, Span};
 use steersman_engine::config::{Compile, Dtype::Bf16, ModelConfig};
-use steersman_engine::model::{FAMILIES, Model, Pass, load};
+use steersman_engine::internals::cache::{Cache, LayerCache, Span};
+use steersman_engine::internals::model::{FAMILIES, Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
 
 /// Bound of the largest difference in a row over the row's largest logit.

@@ -7,8 +7,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use steersman_engine::config::Profile;
+use steersman_engine::internals::text::Text;
 use steersman_engine::request::Request;
-use steersman_engine::text::Text;
 use steersman_tests::{Reply, Running, ask, bundled_model, config, message, run};
 
 fn start(data: &Path) -> Running {

@@ -4,9 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
-use steersman_engine::error::Error;
+use steersman_engine::internals::text::{Phase, Piece, Reply, Template, Text};
 use steersman_engine::request::Message;
-use steersman_engine::text::{Phase, Piece, Reply, Template, Text};
+use steersman_engine::{Error, RequestError};
 
 /// Noon of the day of the reference clock.
 const TODAY: i64 = 1_721_995_200; // 26 July 2024

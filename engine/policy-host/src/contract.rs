@@ -16,7 +16,8 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde::de::DeserializeSeed;
+use serde::{Deserialize, Deserializer, Serialize};
 use wasmtime::Store;
 use wasmtime::component::{Instance, InstancePre};
 
@@ -163,6 +164,17 @@ impl Call<'_> {
         }
     }
 
+    /// The call of `hook` with its default record.
+    pub(crate) fn default_of(hook: Hook) -> Call<'static> {
+        match hook {
+            Hook::OnPrompt => Call::Prompt(Cow::default()),
+            Hook::OnRequest => Call::Request(Cow::default()),
+            Hook::OnStep => Call::Step(Cow::default()),
+            Hook::OnToolCall => Call::ToolCall(Cow::default()),
+            Hook::OnFinish => Call::Finish(Cow::default()),
+        }
+    }
+
     /// The answer of a policy that does not export the hook.
     pub fn default_answer(&self) -> Answer {
         match self {
@@ -172,6 +184,40 @@ impl Call<'_> {
             Self::ToolCall(_) => Answer::ToolCall(Verdict::Accept),
             Self::Finish(_) => Answer::Finish,
         }
+    }
+}
+
+/// Deserializes the record of a hook.
+pub(crate) struct CallOf(pub Hook);
+
+impl<'de> DeserializeSeed<'de> for CallOf {
+    type Value = Call<'static>;
+
+    fn deserialize<D: Deserializer<'de>>(self, record: D) -> Result<Self::Value, D::Error> {
+        Ok(match self.0 {
+            Hook::OnPrompt => Call::Prompt(Cow::Owned(Deserialize::deserialize(record)?)),
+            Hook::OnRequest => Call::Request(Cow::Owned(Deserialize::deserialize(record)?)),
+            Hook::OnStep => Call::Step(Cow::Owned(Deserialize::deserialize(record)?)),
+            Hook::OnToolCall => Call::ToolCall(Cow::Owned(Deserialize::deserialize(record)?)),
+            Hook::OnFinish => Call::Finish(Cow::Owned(Deserialize::deserialize(record)?)),
+        })
+    }
+}
+
+/// Deserializes the answer of a hook.
+pub(crate) struct AnswerOf(pub Hook);
+
+impl<'de> DeserializeSeed<'de> for AnswerOf {
+    type Value = Answer;
+
+    fn deserialize<D: Deserializer<'de>>(self, answer: D) -> Result<Self::Value, D::Error> {
+        Ok(match self.0 {
+            Hook::OnPrompt => Answer::Prompt(Deserialize::deserialize(answer)?),
+            Hook::OnRequest => Answer::Request(Deserialize::deserialize(answer)?),
+            Hook::OnStep => Answer::Step(Deserialize::deserialize(answer)?),
+            Hook::OnToolCall => Answer::ToolCall(Deserialize::deserialize(answer)?),
+            Hook::OnFinish => <()>::deserialize(answer).map(|()| Answer::Finish)?,
+        })
     }
 }
 
@@ -425,6 +471,33 @@ impl From<()> for Answer {
 impl Default for PromptView {
     fn default() -> Self {
         Self { profile: String::new(), params: Vec::new(), system: Vec::new() }
+    }
+}
+
+impl SamplingPatch {
+    /// These values, and those of `other` for values that are not set.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            temperature: self.temperature.or(other.temperature),
+            top_p: self.top_p.or(other.top_p),
+            top_k: self.top_k.or(other.top_k),
+            min_p: self.min_p.or(other.min_p),
+        }
+    }
+
+    /// These values without those that `other` sets.
+    pub fn without(self, other: &Self) -> Self {
+        Self {
+            temperature: self.temperature.filter(|_| other.temperature.is_none()),
+            top_p: self.top_p.filter(|_| other.top_p.is_none()),
+            top_k: self.top_k.filter(|_| other.top_k.is_none()),
+            min_p: self.min_p.filter(|_| other.min_p.is_none()),
+        }
+    }
+
+    /// Whether no value is set.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
     }
 }
 

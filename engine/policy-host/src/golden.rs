@@ -31,7 +31,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::contract::{Answer, Call, Hook, ImportCall, Plan, Policy, no_vocabulary};
+use crate::contract::{Answer, Call, Hook, ImportCall, Policy, no_vocabulary};
 use crate::error::{Error, Failure};
 use crate::sandbox::{Component, Context, Instance};
 
@@ -94,8 +94,8 @@ pub struct Line {
 pub enum Expected {
     /// This answer.
     Answer(Answer),
-    /// A plan with these values in these fields.
-    Plan(Box<Plan>, Vec<String>),
+    /// An answer with the values of this one in these fields.
+    Fields(Answer, Vec<String>),
     /// A failure.
     Failure,
 }
@@ -227,8 +227,8 @@ impl Line {
             (Some(Expected::Failure), Ok(got)) => {
                 Some(format!("expected a failure, got {}", json(got)))
             }
-            (Some(Expected::Plan(plan, fields)), Ok(got)) => {
-                let (expected, got) = (value(plan), value(got));
+            (Some(Expected::Fields(expected, fields)), Ok(got)) => {
+                let (expected, got) = (value(expected), value(got));
                 let differs = |field: &&String| expected[*field] != got[*field];
                 let one = |field: &String| {
                     let (expected, got) = (&expected[field], &got[field]);

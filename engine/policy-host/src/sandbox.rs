@@ -136,7 +136,7 @@ impl Component {
     ///
     /// # Errors
     /// [`Error::Refused`] if `bytes` is not a component, exports no hook or a hook that the contract
-    /// does not have or has with another type, or imports anything else.
+    /// does not have, or imports anything else. [`Self::instantiate`] checks the types of hooks.
     pub fn load(host: &Host, name: &str, bytes: &[u8]) -> Result<Self, Error> {
         let refuse = |problem: String| Error::refused(name, problem);
         if bytes.len() > COMPONENT_BYTES {
@@ -228,7 +228,8 @@ impl Component {
     /// of a call. Imports are available whether granted or not: call [`Self::check_grants`] before.
     ///
     /// # Errors
-    /// [`Failure`] if the start function fails or [`MAX_INSTANCES`] exist already.
+    /// [`Failure`] if the start function fails, a hook has another type than in the contract, or
+    /// [`MAX_INSTANCES`] exist already.
     pub fn instantiate(self: &Arc<Self>, context: &Context) -> Result<Instance, Failure> {
         let limits = &self.limits;
         let imports = (!self.imports.is_empty())
@@ -241,11 +242,14 @@ impl Component {
         let alive = self.ticker.watch();
         let deadline = context.deadline(limits);
         refuel(&mut store, limits, deadline);
-        let started = self
-            .pre
-            .instantiate(&mut store)
-            .and_then(|instance| self.indices.load(&mut store, &instance));
-        let guest = started.map_err(|error| self.failure(&mut store, "start", deadline, &error))?;
+        let instance = self.pre.instantiate(&mut store);
+        let instance =
+            instance.map_err(|error| self.failure(&mut store, "start", deadline, &error))?;
+        let guest = self.indices.load(&mut store, &instance).map_err(|error| Failure {
+            policy: self.name.clone(),
+            hook: "start",
+            cause: Cause::Answer(wrong_type(&error)),
+        })?;
         Ok(Instance {
             guest,
             component: self.clone(),

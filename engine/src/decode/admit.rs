@@ -16,9 +16,9 @@ use crate::engine::Job;
 use crate::error::{Error, RequestError, Result};
 use crate::policy::{
     Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, PromptView, Replacement, RequestView,
-    SYSTEM_BYTES, SamplingPatch, SavePoint, Session, USER_BYTES, apply_replacements,
+    SYSTEM_BYTES, SavePoint, Session, USER_BYTES, apply_replacements,
 };
-use crate::request::{Event, Message, Request, Sampling, SamplingOverrides};
+use crate::request::{Event, Message, Request, Sampling};
 
 impl Decoder {
     /// Prepares the sequence of a request. Runs policies, but not the model.
@@ -42,7 +42,7 @@ impl Decoder {
             if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
         let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(&request, reasoning)?;
-        let seed = request.sampling.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+        let seed = request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let plan = policy.ask(&self.view(&request, &params, prompt.len(), seed))?;
         let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
         if planned != reasoning {
@@ -144,7 +144,6 @@ impl Decoder {
             let name = tool.get("function").unwrap_or(tool).get("name");
             name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
         };
-        let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
         // Casts: positions fit i32 (see `Decoder::load`), and so do counts within a request body.
         RequestView {
             id: request.id.clone(),
@@ -162,7 +161,7 @@ impl Decoder {
             reasoning: request.reasoning,
             reasoning_budget: request.reasoning_budget,
             max_tokens: request.max_tokens,
-            sampling: SamplingPatch { temperature, top_p, top_k, min_p },
+            sampling: request.sampling,
             seed,
         }
     }
@@ -193,16 +192,9 @@ impl Decoder {
 
     /// Sampling parameters, in order of precedence: plan, client, profile, the model's defaults.
     fn sampling(&self, request: &Request, plan: &Plan) -> Sampling {
-        let SamplingOverrides { temperature, top_p, top_k, min_p, .. } = request.sampling;
         let profile = self.profiles.get(&request.profile).and_then(|p| p.sampling);
         let default = profile.unwrap_or_else(|| self.text.sampling());
-        let planned = plan.sampling;
-        Sampling {
-            temperature: planned.temperature.or(temperature).unwrap_or(default.temperature),
-            top_p: planned.top_p.or(top_p).unwrap_or(default.top_p),
-            top_k: planned.top_k.or(top_k).unwrap_or(default.top_k),
-            min_p: planned.min_p.or(min_p).unwrap_or(default.min_p),
-        }
+        default.with(&plan.sampling.or(request.sampling))
     }
 }
 

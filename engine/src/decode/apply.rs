@@ -180,10 +180,9 @@ impl Sequence {
 
 /// A change of sampling, for a note.
 fn describe(change: &SamplingPatch) -> String {
-    let SamplingPatch { temperature, top_p, top_k, min_p } = change;
-    let value = |name: &str, value: Option<f32>| value.map(|value| format!("{name} {value}"));
-    let top_k = top_k.map(|k| format!("top_k {k}"));
-    let values =
-        [value("temperature", *temperature), value("top_p", *top_p), top_k, value("min_p", *min_p)];
-    values.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    // Through text: as JSON values, f32 would print like f64.
+    let json = serde_json::to_string(change).unwrap_or_default();
+    let values: serde_json::Map<_, _> = serde_json::from_str(&json).unwrap_or_default();
+    let values = values.iter().filter(|(_, value)| !value.is_null());
+    values.map(|(name, value)| format!("{name} {value}")).collect::<Vec<_>>().join(", ")
 }

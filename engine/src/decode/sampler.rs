@@ -20,10 +20,9 @@ const NEVER: u64 = u64::MAX;
 /// Sampling state of one request. A step, here, is one sampled and committed token.
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    temperature: Setting<f32>,
-    top_p: Setting<f32>,
-    top_k: Setting<u32>,
-    min_p: Setting<f32>,
+    sampling: Sampling,
+    /// Temporary overrides, each with the step at which it ends. No parameter is in two of them.
+    overrides: Vec<(SamplingPatch, u64)>,
     /// Banned tokens, each with the step at which the ban ends.
     bans: BTreeMap<u32, u64>,
     /// Biases of tokens' logits, each with the step at which it ends.
@@ -34,35 +33,6 @@ pub struct Sampler {
     ends: u64,
     changes: u64,
     offsets: Option<Offsets>,
-}
-
-/// A parameter, and an override with the step at which it ends.
-#[derive(Debug, Clone, Copy)]
-struct Setting<T> {
-    base: T,
-    temporary: Option<(T, u64)>,
-}
-
-impl<T: Copy> Setting<T> {
-    fn new(base: T) -> Self {
-        Self { base, temporary: None }
-    }
-
-    fn set(&mut self, value: Option<T>, until: u64) {
-        match value {
-            None => {}
-            Some(base) if until == NEVER => *self = Self::new(base),
-            Some(value) => self.temporary = Some((value, until)),
-        }
-    }
-
-    fn at(&self, step: u64) -> T {
-        self.temporary.filter(|(_, until)| step < *until).map_or(self.base, |(value, _)| value)
-    }
-
-    fn ends(&self) -> Option<u64> {
-        self.temporary.map(|(_, until)| until)
-    }
 }
 
 /// Offsets to logits of `columns` columns, f32 [columns], for the steps `from..until`.
@@ -76,12 +46,9 @@ struct Offsets {
 
 impl Sampler {
     pub fn new(sampling: Sampling) -> Self {
-        let Sampling { temperature, top_p, top_k, min_p } = sampling;
         Self {
-            temperature: Setting::new(temperature),
-            top_p: Setting::new(top_p),
-            top_k: Setting::new(top_k),
-            min_p: Setting::new(min_p),
+            sampling,
+            overrides: Vec::new(),
             bans: BTreeMap::new(),
             biases: BTreeMap::new(),
             steps: 0,
@@ -94,10 +61,13 @@ impl Sampler {
     /// Changes sampling parameters for the next `steps` steps; 0 means for the rest of the reply.
     pub fn change(&mut self, change: SamplingPatch, steps: u32) {
         let until = self.until(steps);
-        self.temperature.set(change.temperature, until);
-        self.top_p.set(change.top_p, until);
-        self.top_k.set(change.top_k, until);
-        self.min_p.set(change.min_p, until);
+        self.overrides.iter_mut().for_each(|(values, _)| *values = values.without(&change));
+        self.overrides.retain(|(values, _)| !values.is_empty());
+        if until == NEVER {
+            self.sampling = self.sampling.with(&change);
+        } else {
+            self.overrides.push((change, until));
+        }
         self.changed();
     }
 
@@ -144,10 +114,7 @@ impl Sampler {
             let now = self.steps;
             self.bans.retain(|_, until| now < *until);
             self.biases.retain(|_, (_, until)| now < *until);
-            for setting in [&mut self.temperature, &mut self.top_p, &mut self.min_p] {
-                setting.temporary.take_if(|(_, until)| *until <= now);
-            }
-            self.top_k.temporary.take_if(|(_, until)| *until <= now);
+            self.overrides.retain(|(_, until)| now < *until);
             self.ends = self.next_end();
         }
         !banned
@@ -176,12 +143,8 @@ impl Sampler {
     }
 
     fn sampling(&self, step: u64) -> Sampling {
-        Sampling {
-            temperature: self.temperature.at(step),
-            top_p: self.top_p.at(step),
-            top_k: self.top_k.at(step),
-            min_p: self.min_p.at(step),
-        }
+        let active = self.overrides.iter().filter(|(_, until)| step < *until);
+        active.fold(self.sampling, |sampling, (values, _)| sampling.with(values))
     }
 
     /// Biases and bans at `step` as offsets to logits, f32 [columns]; `None` without any.
@@ -225,8 +188,7 @@ impl Sampler {
     fn next_end(&self) -> u64 {
         let bans = self.bans.values().copied();
         let biases = self.biases.values().map(|(_, until)| *until);
-        let sampling = [&self.temperature, &self.top_p, &self.min_p].map(Setting::ends);
-        let sampling = sampling.into_iter().chain([self.top_k.ends()]).flatten();
-        bans.chain(biases).chain(sampling).min().unwrap_or(NEVER)
+        let overrides = self.overrides.iter().map(|(_, until)| *until);
+        bans.chain(biases).chain(overrides).min().unwrap_or(NEVER)
     }
 }

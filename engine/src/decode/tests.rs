@@ -6,8 +6,9 @@ use std::sync::Arc;
 use super::Decoder;
 use super::verify::{DecodePath, Outcome};
 use crate::config::{Config, Device, DraftKind};
+use crate::policy::SamplingPatch;
 use crate::policy::{Policies, Storage};
-use crate::request::{Message, Request, SamplingOverrides};
+use crate::request::{Message, Request};
 
 mod actions;
 mod scripted;
@@ -82,9 +83,13 @@ fn speculative_sampling_equals_plain_sampling_with_the_same_seed() {
     decoder.exit_layers = Some(5);
     let story = ask("Write a story about an owl named Hugo who lives near the castle.");
     let filtered =
-        SamplingOverrides { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
-    let warm = SamplingOverrides { temperature: Some(1.0), seed: Some(5), ..Default::default() };
-    let requests = [filtered, warm].map(|sampling| Request { sampling, ..story.clone() });
+        SamplingPatch { temperature: Some(0.8), top_p: Some(0.95), ..Default::default() };
+    let warm = SamplingPatch { temperature: Some(1.0), ..Default::default() };
+    let requests = [(filtered, None), (warm, Some(5))].map(|(sampling, seed)| Request {
+        sampling,
+        seed,
+        ..story.clone()
+    });
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");
         assert!(outcome.path == DecodePath::Plain || outcome.drafted[1] > 5, "{outcome:?}");

@@ -23,8 +23,9 @@ use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
 use crate::engine::Job;
 use crate::error::{Error, Result};
+use crate::policy::SamplingPatch;
 use crate::prefix::{Prefixes, Retention};
-use crate::request::{Request, Sampling, SamplingOverrides};
+use crate::request::{Request, Sampling};
 
 /// Depth of drafts on [`DecodePath::Drafted`].
 const DRAFT_DEPTH: usize = 4;
@@ -206,10 +207,9 @@ impl Decoder {
         // Dropping the receiver would cancel the request.
         let (events, _receiver) = mpsc::unbounded_channel();
         // Greedy and with a fixed seed, unless the prompt's file sets them.
-        let SamplingOverrides { temperature, seed, .. } = request.sampling;
-        let (temperature, seed) = (temperature.or(Some(0.0)), seed.or(Some(0)));
-        let sampling = SamplingOverrides { temperature, seed, ..request.sampling };
-        let request = Request { sampling, ..request.clone() };
+        let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
+        let sampling = request.sampling.or(greedy);
+        let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
         let mut sequence = self.admit(Job { request, events })?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);
         self.restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));

@@ -8,9 +8,7 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Query, State};
 use serde::{Deserialize, Serialize};
-use steersman_engine::report::{
-    PrefixCounts, PrefixReport, StoreCounts, StoreReport, StoredSize,
-};
+use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreReport, StoredSize};
 
 use super::App;
 use super::error::ApiError;

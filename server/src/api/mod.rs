@@ -28,8 +28,8 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
-use steersman_engine::Error;
 use steersman_engine::Engine;
+use steersman_engine::Error;
 use tokio::sync::Semaphore;
 
 use self::access::{Access, Admission, Caller};

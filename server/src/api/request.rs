@@ -7,7 +7,8 @@ use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_ignored::Path;
 use serde_json::{Map, Value};
-use steersman_engine::request::{Request, SamplingOverrides};
+use steersman_engine::policy::SamplingPatch;
+use steersman_engine::request::Request;
 
 use super::error::ApiError;
 use super::fields;
@@ -115,15 +116,15 @@ impl Body {
             reasoning,
             reasoning_budget,
             max_tokens: max_tokens(self.max_tokens, self.max_completion_tokens)?,
-            sampling: SamplingOverrides {
+            sampling: SamplingPatch {
                 temperature: within("temperature", self.temperature, "from 0 to 2", |t| {
                     (0.0..=2.0).contains(&t)
                 })?,
                 top_p: within("top_p", self.top_p, "above 0, at most 1", |p| p > 0.0 && p <= 1.0)?,
                 top_k: self.top_k,
                 min_p: within("min_p", self.min_p, "from 0 to 1", |p| (0.0..=1.0).contains(&p))?,
-                seed: self.seed,
             },
+            seed: self.seed,
             stop: stops(self.stop)?,
             revisable: !stream,
             ..Request::default()

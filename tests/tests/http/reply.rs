@@ -7,8 +7,9 @@ use axum::http::{StatusCode, header};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
-use steersman_engine::error::Error;
+use steersman_engine::policy::{Cause, Failure};
 use steersman_engine::request::{Event, FinishReason, FunctionCall, ToolCall};
+use steersman_engine::{Error, RequestError};
 
 use crate::*;
 
@@ -192,8 +193,9 @@ async fn engine_errors_have_their_status_in_streams_too() {
         ),
         (
             || {
-                let problem = "secret trap".into();
-                vec![Say(Event::Failed(Error::Policy { policy: "mine".into(), problem }))]
+                let cause = Cause::Trap("secret trap".into());
+                let failure = Failure { policy: "mine".into(), hook: "on-step", cause };
+                vec![Say(Event::Failed(failure.into()))]
             },
             500,
             "policy_error",

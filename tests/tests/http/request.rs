@@ -3,7 +3,7 @@
 use axum::body::Body;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
-use steersman_engine::request::SamplingOverrides;
+use steersman_engine::policy::SamplingPatch;
 
 use crate::*;
 
@@ -67,14 +67,13 @@ async fn every_field_reaches_the_engine() {
     assert_eq!(Value::from(request.template_variables), json!({"add_dates": true}));
     assert_eq!((request.reasoning, request.reasoning_budget), (Some(true), Some(100)));
     assert_eq!(request.max_tokens, Some(9));
-    let sampling = SamplingOverrides {
+    let sampling = SamplingPatch {
         temperature: Some(0.5),
         top_p: Some(0.9),
         top_k: Some(20),
         min_p: Some(0.0),
-        seed: Some(u64::MAX),
     };
-    assert_eq!(request.sampling, sampling);
+    assert_eq!((request.sampling, request.seed), (sampling, Some(u64::MAX)));
     assert_eq!(request.stop, ["X", "Y"]);
 }
 
@@ -87,7 +86,7 @@ async fn absent_fields_are_left_to_the_engine() {
     let request = seen.last();
     assert!(request.tools.is_empty(), "tool_choice none hides the tools");
     assert_eq!((request.reasoning, request.reasoning_budget), (None, None));
-    assert_eq!(request.sampling, SamplingOverrides::default());
+    assert_eq!(request.sampling, SamplingPatch::default());
     assert_eq!((request.max_tokens, request.stop.len()), (None, 0));
     assert_eq!(request.profile, "default");
 }

@@ -14,13 +14,13 @@ const CONNECTIONS: usize = 8;
 const REQUESTS: usize = 2000;
 const SWAP: Duration = Duration::from_millis(50);
 
-/// What the swap of this number brings: `a` and `b` in turns, and every tenth is broken.
+/// The component of this swap: `a` and `b` in turns; `None`, a broken one, for every tenth.
 fn swap(number: usize) -> Option<Vec<u8>> {
     (number % 10 != 9).then(|| version(if number.is_multiple_of(2) { "b" } else { "a" }))
 }
 
-/// Half of the requests go by a policy that is uploaded, half by one whose file is replaced. Each
-/// version says its name when it plans and when it sees a step; the fingerprint says which it was.
+/// Half of the requests use a policy that is uploaded, half one whose file is replaced. Each version
+/// has its name in the plan's note and in the reason of its stop.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn under_load_no_request_fails_and_none_sees_two_versions() {
     let served = Served::start(&["uploaded", "filed"]).await;
@@ -35,11 +35,11 @@ async fn under_load_no_request_fails_and_none_sees_two_versions() {
         while !stop.load(Ordering::Relaxed) {
             ticks.tick().await;
             let bytes = swap(swaps);
-            let whole = bytes.is_some();
+            let valid = bytes.is_some();
             let bytes = bytes.unwrap_or_else(broken);
             let path = "/v1/policies/uploaded";
             let (status, reply) = connection.post(path, "application/wasm", &bytes).await;
-            assert_eq!(status, if whole { 200 } else { 422 }, "{reply}");
+            assert_eq!(status, if valid { 200 } else { 422 }, "{reply}");
             swaps += 1;
         }
         swaps
@@ -99,7 +99,7 @@ async fn under_load_no_request_fails_and_none_sees_two_versions() {
     let (uploads, files) = (uploads.unwrap(), files.unwrap());
     println!("{:?}: {uploads} uploads, {files} files, {seen:?}", started.elapsed());
     assert_eq!(seen.values().sum::<usize>(), REQUESTS);
-    // One fingerprint for each version in each profile, and each version came to run.
+    // One fingerprint for each version in each profile, and each version was active.
     let versions: BTreeSet<_> =
         seen.keys().map(|(profile, version, _)| (profile, version)).collect();
     assert_eq!(versions.len(), 4, "{seen:?}");

@@ -5,22 +5,22 @@ use std::fs;
 use clap::{Command, FromArgMatches, Subcommand};
 use serde_json::{Value, json};
 use steersman::policy::Task;
-use steersman_engine::config::PolicyConfig;
-use steersman_engine::policy::disk;
+use steersman_engine::policy::{CONTRACT, PolicyConfig, Storage};
+use steersman_test_support::guest::named;
 
 use super::served::{Connection, Served};
-use super::{ADMIN, broken, guest, version};
+use super::{ADMIN, broken, version};
 
-/// What `steersman policy ARGUMENTS` prints, or why it fails.
+/// The output of `steersman policy ARGUMENTS`, or its error.
 async fn policy(arguments: Vec<String>) -> Result<String, String> {
     let words = ["policy".to_owned()].into_iter().chain(arguments);
     let matches = Task::augment_subcommands(Command::new("policy")).get_matches_from(words);
     let task = Task::from_arg_matches(&matches).unwrap();
-    // It waits for the server on its thread.
+    // The command blocks its thread until the server has replied.
     let ran = tokio::task::spawn_blocking(move || {
         let mut out = Vec::new();
-        let ran =
-            steersman::policy::run(task, &PolicyConfig::default(), &disk::in_memory(), &mut out);
+        let (config, storage) = (PolicyConfig::default(), Storage::in_memory());
+        let ran = steersman::policy::run(task, &config, &storage, &mut out);
         ran.map(|()| String::from_utf8(out).unwrap()).map_err(|error| format!("{error:#}"))
     });
     ran.await.unwrap()
@@ -48,7 +48,7 @@ impl Served {
 
     /// A component in a file.
     fn component(&self, name: &str, bytes: &[u8]) -> String {
-        // Not one that the server watches.
+        // Not a file that the server watches.
         let file = self.folder.path().join(format!("{name}.version"));
         fs::write(&file, bytes).unwrap();
         file.to_str().unwrap().to_owned()
@@ -56,27 +56,30 @@ impl Served {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_operator_lists_pushes_and_rolls_back_by_the_command_line() {
+async fn the_command_line_lists_pushes_and_rolls_back_policies() {
     let served = Served::start(&["mine"]).await;
     let listed = served.ask(ADMIN, &["list"]).await.unwrap();
     let first = listed.lines().find(|line| line.starts_with("mine  ")).unwrap();
-    assert!(first.contains("contract 0.2.0, file, "), "{listed}");
+    assert!(first.contains(&format!("contract {CONTRACT}, file, ")), "{listed}");
     assert!(first.ends_with(", in mine"), "{listed}");
 
     let b = served.component("b", &version("b"));
     let pushed = served.ask(ADMIN, &["push", "mine", &b]).await.unwrap();
-    assert!(pushed.starts_with("mine: ") && pushed.contains(" runs, in place of "), "{pushed}");
+    assert!(pushed.starts_with("mine: ") && pushed.contains(" is active, replacing "), "{pushed}");
     assert_eq!(served.chat().await["steersman"]["notes"][0], "b");
     let again = served.ask(ADMIN, &["push", "mine", &b]).await.unwrap();
-    assert!(again.ends_with(" runs, as before\n"), "{again}");
+    assert!(again.ends_with(" is already active\n"), "{again}");
     let listed = served.ask(ADMIN, &["list"]).await.unwrap();
-    assert!(listed.contains(", on probation\n  before: "), "{listed}");
+    assert!(listed.contains(", on probation\n  earlier: "), "{listed}");
 
     let bad = served.component("bad", &broken());
     let refused = served.ask(ADMIN, &["push", "mine", &bad]).await.unwrap_err();
     assert!(refused.contains("422") && refused.contains("is not a valid component"), "{refused}");
     let listed = served.ask(ADMIN, &["list"]).await.unwrap();
-    assert!(listed.contains("not replaced: policy `mine`: is not a valid component"), "{listed}");
+    assert!(
+        listed.contains("update rejected: policy `mine`: is not a valid component"),
+        "{listed}"
+    );
     let absent = served.ask(ADMIN, &["push", "absent", &b]).await.unwrap_err();
     assert!(absent.contains("404") && absent.contains("absent"), "{absent}");
     for arguments in [&["push", "mine", &b][..], &["rollback", "mine"]] {
@@ -85,7 +88,7 @@ async fn an_operator_lists_pushes_and_rolls_back_by_the_command_line() {
     }
 
     let back = served.ask(ADMIN, &["rollback", "mine"]).await.unwrap();
-    assert!(back.contains(" runs, in place of "), "{back}");
+    assert!(back.contains(" is active, replacing "), "{back}");
     assert_eq!(served.chat().await["steersman"]["notes"][0], "a");
     let listed = served.ask(ADMIN, &["list"]).await.unwrap();
     assert!(listed.contains("withdrawn: rolled back"), "{listed}");
@@ -95,7 +98,7 @@ async fn an_operator_lists_pushes_and_rolls_back_by_the_command_line() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_trace_of_a_request_is_replayed_to_the_same_decisions() {
+async fn the_trace_of_a_request_replays_to_the_same_decisions() {
     let served = Served::start(&["mine"]).await;
     let reply = served.chat().await;
     let id = reply["id"].as_str().unwrap();
@@ -127,20 +130,19 @@ async fn the_trace_of_a_request_is_replayed_to_the_same_decisions() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_version_that_answers_otherwise_than_the_golden_file_beside_it_is_refused() {
+async fn a_version_that_fails_the_golden_file_beside_it_is_refused() {
     let served = Served::start(&["mine"]).await;
-    let golden = r#"{"case":"it says its name","hook":"on-request","answer":{"note":"b"}}"#;
+    let golden = r#"{"case":"notes its name","hook":"on-request","answer":{"note":"b"}}"#;
     fs::write(served.file("mine").with_extension("jsonl"), golden).unwrap();
     let (b, c) = (served.component("b", &version("b")), served.component("c", &version("c")));
     let refused = served.ask(ADMIN, &["push", "mine", &c]).await.unwrap_err();
-    let words =
-        r#"golden line 1 (case `it says its name`): on-request: note: expected "b", got "c""#;
+    let words = r#"golden line 1 (case `notes its name`): on-request: note: expected "b", got "c""#;
     assert!(refused.contains("422") && refused.contains(words), "{refused}");
     assert_eq!(served.chat().await["steersman"]["notes"][0], "a");
     served.ask(ADMIN, &["push", "mine", &b]).await.unwrap();
     assert_eq!(served.chat().await["steersman"]["notes"][0], "b");
-    // One that would trap in its trial, not in requests.
-    let traps = served.component("traps", &guest("b", true));
+    // A version that traps in a call of the golden file.
+    let traps = served.component("traps", &named("b", true));
     let golden = format!("{golden}\n{}", r#"{"hook":"on-step"}"#);
     fs::write(served.file("mine").with_extension("jsonl"), golden).unwrap();
     let refused = served.ask(ADMIN, &["push", "mine", &traps]).await.unwrap_err();

@@ -1,4 +1,4 @@
-//! A server on a port, over an engine that decodes.
+//! A server with a model, on a port of its own.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 
 use super::{ADMIN, DEADLINE_MS, version};
 
-/// A server with an operator's key and a folder of policies.
+/// A server with an admin key and a policy folder.
 pub struct Served {
     pub address: SocketAddr,
     pub folder: tempfile::TempDir,
@@ -24,8 +24,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// Each of these policies, in version `a`, is in a file of the folder, and a profile of its name
-    /// has it.
+    /// Starts a server with these policies in version `a`, each in a profile of its name.
     pub async fn start(policies: &[&str]) -> Self {
         let (folder, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let mut config = config();
@@ -56,7 +55,7 @@ impl Served {
         in_folder(self.folder.path(), policy)
     }
 
-    /// Ends it, in good order.
+    /// Ends the server and its engine.
     pub async fn end(self) {
         self.serving.abort();
         drop(self.serving.await);
@@ -68,7 +67,7 @@ fn in_folder(folder: &Path, policy: &str) -> PathBuf {
     folder.join(format!("{policy}.wasm"))
 }
 
-/// A connection that is kept open: one request after the other.
+/// A connection for one request after another.
 pub struct Connection(BufStream<TcpStream>);
 
 impl Connection {

@@ -1,12 +1,12 @@
 //! Laws of damaged, foreign and shared files.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use redb::{Database, TableDefinition};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Key, Part, PartKind, RedbStore, StoreError, StoreFile};
+use steersman_engine::internals::store::{Key, Part, PartKind, RedbStore, StoreError, StoreFile};
 use tempfile::TempDir;
 
 use super::{MB, ONE, Random, loads, open, part};
@@ -199,29 +199,4 @@ fn file_is_private_and_its_folders_are_created() {
     fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
     drop(open(&path, ONE, MB));
     assert_eq!(mode(&path), 0o600);
-}
-
-/// Sizes from 1 kB to 3 MB, three times the budget in all: redb reuses freed pages.
-#[test]
-fn file_stays_near_its_budget_and_shrinks_with_it() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("state.redb");
-    let budget = 24 << 20;
-    let store = open(&path, ONE, budget);
-    let (mut random, mut largest) = (Random(5), 0);
-    for i in 0..120 {
-        let bytes = 1000 << random.below(12);
-        store.save(vec![named(i, bytes + random.below(1_000_000))]);
-        store.flush().unwrap();
-        let report = store.report();
-        largest = largest.max(report.file_bytes);
-        assert!(report.rows.bytes <= budget);
-    }
-    drop(store);
-    eprintln!("{:.2} times the budget", largest as f64 / budget as f64);
-    assert!(largest < budget * 5 / 4, "{largest} bytes for a budget of {budget}");
-    let small = 2 << 20;
-    drop(open(&path, ONE, small));
-    let after = fs::metadata(&path).unwrap().blocks() * 512;
-    assert!(after <= small, "{after} bytes for a budget of {small}");
 }

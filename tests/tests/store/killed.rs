@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use steersman_engine::store::{Part, PartKind};
+use steersman_engine::internals::store::{Part, PartKind};
 
 use super::{MB, ONE, Random, keys, loads, longest, open, part};
 

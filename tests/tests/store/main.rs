@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{
+use steersman_engine::internals::store::{
     BLOCK_TOKENS, Fingerprint, Key, KeyChain, Part, PartKind, RedbStore, StoreEnv, Tensor,
     WallClock, state_key,
 };

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use steersman::cache::{self, CacheTask};
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Part, PartKind, StoreError, StoreFile};
+use steersman_engine::internals::store::{Part, PartKind, StoreError, StoreFile};
 
 use super::{MB, ONE, TWO, keys, loads, open, part, parts, seconds};
 

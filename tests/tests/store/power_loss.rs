@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use redb::StorageBackend;
 use steersman_engine::config::StoreConfig;
-use steersman_engine::store::{Fingerprint, Part, PartKind, RedbStore, StoreEnv};
+use steersman_engine::internals::store::{Fingerprint, Part, PartKind, RedbStore, StoreEnv};
 use steersman_tests::Random;
 
 use super::{MB, loads, longest, part};

@@ -21,7 +21,7 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
         reasoning: earlier.reasoning.or(later.reasoning),
         reasoning_budget: both(earlier.reasoning_budget, later.reasoning_budget, u32::min),
         answer_reserve: both(earlier.answer_reserve, later.answer_reserve, u32::max),
-        sampling: sampling(earlier.sampling, later.sampling),
+        sampling: earlier.sampling.or(later.sampling),
         loops: earlier.loops.or(later.loops),
         every: earlier.every,
         checkpoint_every: match (earlier.checkpoint_every, later.checkpoint_every) {
@@ -37,15 +37,6 @@ fn both<T>(a: Option<T>, b: Option<T>, choose: impl FnOnce(T, T) -> T) -> Option
     match (a, b) {
         (Some(a), Some(b)) => Some(choose(a, b)),
         (a, b) => a.or(b),
-    }
-}
-
-fn sampling(earlier: SamplingPatch, later: SamplingPatch) -> SamplingPatch {
-    SamplingPatch {
-        temperature: earlier.temperature.or(later.temperature),
-        top_p: earlier.top_p.or(later.top_p),
-        top_k: earlier.top_k.or(later.top_k),
-        min_p: earlier.min_p.or(later.min_p),
     }
 }
 
@@ -115,8 +106,8 @@ pub fn rewound(actions: &[Action]) -> usize {
 /// Which link owns a sampling value or a token's bias, and for how long.
 #[derive(Default)]
 pub struct Owners {
-    /// Temperature, top-p, top-k, min-p.
-    values: [Option<Owner>; 4],
+    /// Sampling values; no value is in two entries.
+    values: Vec<(SamplingPatch, Owner)>,
     /// By token.
     tokens: BTreeMap<u32, Owner>,
     /// Tokens sampled so far.
@@ -143,16 +134,13 @@ impl Owners {
 
     /// The values that no earlier link owns.
     fn sampling(&mut self, link: usize, change: SamplingChange) -> Option<SamplingChange> {
-        let SamplingChange { sampling, steps } = change;
-        let (now, owner) = (self.sampled, self.owner(link, steps));
-        let [temperature, top_p, top_k, min_p] = &mut self.values;
-        let free = SamplingPatch {
-            temperature: sampling.temperature.filter(|_| take(temperature, owner, now)),
-            top_p: sampling.top_p.filter(|_| take(top_p, owner, now)),
-            top_k: sampling.top_k.filter(|_| take(top_k, owner, now)),
-            min_p: sampling.min_p.filter(|_| take(min_p, owner, now)),
-        };
-        (free != SamplingPatch::default()).then_some(SamplingChange { sampling: free, steps })
+        let owner = self.owner(link, change.steps);
+        self.values.retain(|(values, owner)| owner.until > self.sampled && !values.is_empty());
+        let earlier = self.values.iter().filter(|(_, other)| other.link < link);
+        let free = earlier.fold(change.sampling, |free, (owned, _)| free.without(owned));
+        self.values.iter_mut().for_each(|(owned, _)| *owned = owned.without(&free));
+        self.values.push((free, owner));
+        (!free.is_empty()).then_some(SamplingChange { sampling: free, ..change })
     }
 
     /// The tokens that no earlier link owns.

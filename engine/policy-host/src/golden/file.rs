@@ -1,18 +1,14 @@
 //! Parses golden files. A misspelled key is an error with its line, so an expectation cannot pass
 //! silently.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::de::DeserializeOwned;
+use serde::de::DeserializeSeed;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{Case, Expected, Line};
-use crate::contract::{
-    Answer, Call, Hook, ImportCall, Params, Plan, PromptView, RequestView, Step, Summary,
-    ToolCallView,
-};
+use crate::contract::{AnswerOf, Call, CallOf, Hook, ImportCall, Params, Plan};
 
 /// A parsed golden file or trace.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -164,22 +160,8 @@ impl Golden {
 
 impl RawLine {
     fn parse(self, number: usize, hook: Hook) -> Result<Line, String> {
-        let input = self.input.unwrap_or_default();
-        let call = match hook {
-            Hook::OnPrompt => {
-                Call::Prompt(Cow::Owned(overlay("input", input, PromptView::default())?))
-            }
-            Hook::OnRequest => {
-                Call::Request(Cow::Owned(overlay("input", input, RequestView::default())?))
-            }
-            Hook::OnStep => Call::Step(Cow::Owned(overlay("input", input, Step::default())?)),
-            Hook::OnToolCall => {
-                Call::ToolCall(Cow::Owned(overlay("input", input, ToolCallView::default())?))
-            }
-            Hook::OnFinish => {
-                Call::Finish(Cow::Owned(overlay("input", input, Summary::default())?))
-            }
-        };
+        let input = with_defaults(&Call::default_of(hook), self.input.unwrap_or_default());
+        let call = strict("input", input, CallOf(hook))?;
         let fails = match self.error {
             None | Some(Value::Null | Value::Bool(false)) => false,
             Some(Value::Bool(true) | Value::String(_)) => true,
@@ -196,49 +178,42 @@ impl RawLine {
 }
 
 fn expected(hook: Hook, answer: Value) -> Result<Expected, String> {
-    Ok(Expected::Answer(match hook {
-        Hook::OnPrompt => Answer::Prompt(strict("answer", answer)?),
-        Hook::OnRequest => {
-            let Value::Object(fields) = answer else {
-                return Err(format!("answer: {answer} is not an object"));
-            };
-            let names = fields.keys().cloned().collect();
-            let plan = overlay("answer", fields, Plan::default())?;
-            return Ok(Expected::Plan(Box::new(plan), names));
-        }
-        Hook::OnStep => Answer::Step(strict("answer", answer)?),
-        Hook::OnToolCall => Answer::ToolCall(strict("answer", answer)?),
-        Hook::OnFinish if answer.is_null() => Answer::Finish,
-        Hook::OnFinish => return Err("answer: on-finish returns nothing".into()),
-    }))
+    let parse = |answer| strict("answer", answer, AnswerOf(hook));
+    let (Hook::OnRequest, Value::Object(fields)) = (hook, &answer) else {
+        return parse(answer).map(Expected::Answer);
+    };
+    let names = fields.keys().cloned().collect();
+    let plan = parse(with_defaults(&Plan::default(), fields.clone()))?;
+    Ok(Expected::Fields(plan, names))
 }
 
-/// A record with the given fields, and `default` for the others.
-fn overlay<T: Serialize + DeserializeOwned>(
-    path: &str,
-    given: Map<String, Value>,
-    default: T,
-) -> Result<T, String> {
+/// The given fields, and those of `default` for the others.
+fn with_defaults(default: &impl Serialize, given: Map<String, Value>) -> Value {
     let Ok(Value::Object(mut fields)) = serde_json::to_value(default) else {
         unreachable!("the inputs of hooks are records");
     };
     fields.extend(given);
-    strict(path, Value::Object(fields))
+    Value::Object(fields)
 }
 
 /// Deserializes a value; unknown fields are errors.
-fn strict<T: DeserializeOwned>(path: &str, value: Value) -> Result<T, String> {
+fn strict<S: for<'de> DeserializeSeed<'de, Value = T>, T>(
+    path: &str,
+    value: Value,
+    seed: S,
+) -> Result<T, String> {
     let at = |place: String| match place {
         all if all == "." => path.to_owned(),
         item if item.starts_with('[') => format!("{path}{item}"),
         field => format!("{path}.{field}"),
     };
     let mut unknown = None;
+    let mut note = |field: serde_ignored::Path<'_>| {
+        unknown.get_or_insert_with(|| field.to_string());
+    };
     let mut track = serde_path_to_error::Track::new();
     let deserializer = serde_path_to_error::Deserializer::new(value, &mut track);
-    let read = serde_ignored::deserialize(deserializer, |field| {
-        unknown.get_or_insert_with(|| field.to_string());
-    });
+    let read = seed.deserialize(serde_ignored::Deserializer::new(deserializer, &mut note));
     match (read, unknown) {
         (Err(error), _) => Err(format!("{}: {error}", at(track.path().to_string()))),
         (Ok(_), Some(field)) => Err(format!("{} is not a field of the contract", at(field))),

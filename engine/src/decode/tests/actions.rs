@@ -10,7 +10,7 @@ use crate::decode::verify::DecodePath;
 use crate::policy::{
     Action, Ban, Bias, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
 };
-use crate::request::{FinishReason, Request, Sampling, SamplingOverrides};
+use crate::request::{FinishReason, Request, Sampling};
 
 /// A hybrid, a sliding and a dense family.
 const FAMILIES: [&str; 3] = ["qwen3_next", "gemma3_text", "llama"];
@@ -442,8 +442,7 @@ fn temporary_sampling_change_ends() {
 fn sampling_of_the_plan_overrides_the_client() {
     let decoder = &mut family("llama", Config::default(), false);
     let mut request = ask("Where?", false, 30);
-    request.sampling =
-        SamplingOverrides { temperature: Some(2.0), seed: Some(7), ..Default::default() };
+    request.sampling.temperature = Some(2.0);
     let mut script = markers_banned(|_| Vec::new());
     script.plan.sampling.temperature = Some(0.0);
     let ran = run_plain(decoder, &request, script);
@@ -563,7 +562,7 @@ fn all_drafters_continue_after_rewinds_and_injections() {
     decoder.exit_layers = Some(5);
     let mut request =
         ask("Write a story about a fox named Nora who lives near the river.", false, 80);
-    request.sampling.seed = None;
+    request.seed = None;
     let script = |count| {
         move || {
             let mut times = 0;

@@ -15,12 +15,11 @@ use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::engine::Job;
 use crate::policy::{
-    Action, Answer, Call, Failure, Plan, Policy, Replacement, Session, Step, ToolCallView, Verdict,
+    Action, Answer, Call, Failure, Plan, Policy, Replacement, SamplingPatch, Session, Step,
+    ToolCallView, Verdict,
 };
 use crate::prefix::Retention;
-use crate::request::{
-    Event, FinishReason, Message, Request, Sampling, SamplingOverrides, ToolCall, Usage,
-};
+use crate::request::{Event, FinishReason, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
@@ -98,7 +97,8 @@ pub fn ask(question: &str, thinking: bool, max_tokens: u32) -> Request {
         messages: vec![message("user", question)],
         reasoning: Some(thinking),
         max_tokens: Some(max_tokens),
-        sampling: SamplingOverrides { temperature: Some(0.0), seed: Some(7), ..Default::default() },
+        sampling: SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() },
+        seed: Some(7),
         revisable: true,
         ..Request::default()
     }

@@ -1,73 +1,62 @@
-//! Policies in a chain: each is asked as it would be alone, and a later one loosens nothing that an
+//! Policies in a chain: each is called as if it were alone, and a later one loosens nothing that an
 //! earlier one decided.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::rc::Rc;
+use std::sync::{Arc, Mutex};
 
-use steersman_engine::config::PolicyConfig;
-use steersman_engine::policy::chain::{Chain, Link};
-use steersman_engine::policy::trace::{Call, Recorder, Traces};
-use steersman_engine::policy::{
-    Action, Anchor, Ban, Bias, Keep, LoopReport, LoopRule, Phase, Plan, Policy, PromptView,
-    Replacement, RequestView, Resample, STEP_TOKENS, SamplingChange, Step, Summary, TokenBias,
-    ToolCallView, Verdict,
+use steersman_policy_host::{
+    Action, Answer, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Link, LoopReport, LoopRule,
+    Phase, Plan, Policy, PolicyConfig, PromptView, Recorder, Replacement, RequestView, Retention,
+    STEP_TOKENS, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias, ToolCallView,
+    Traces, Verdict,
 };
-use steersman_engine::{Error, Result};
-use steersman_tests::Random;
+use steersman_test_support::Random;
 
-/// What a policy was asked, in order.
-type Log = Rc<RefCell<Vec<String>>>;
+/// The calls of a policy, in order.
+type Log = Arc<Mutex<Vec<Call<'static>>>>;
 
-/// Answers what it is told to, and writes down what it is asked.
+/// Returns answers that are written beforehand, and logs its calls.
 #[derive(Default, Clone)]
 struct Scripted {
     replacements: Vec<Replacement>,
     plan: Plan,
-    /// Of one step after the other; then nothing.
+    /// The actions of each step; later steps have none.
     actions: Vec<Vec<Action>>,
-    verdict: Verdict,
-    /// From the first step on.
+    verdict: Option<Verdict>,
+    /// Whether each step fails.
     fails: bool,
     steps: usize,
     log: Log,
 }
 
-impl Scripted {
-    fn heard(&self, hook: &str, asked: &dyn std::fmt::Debug) {
-        self.log.borrow_mut().push(format!("{hook}: {asked:?}"));
+impl Policy for Scripted {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        self.log.lock().unwrap().push(call.to_owned());
+        Ok(match call {
+            Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
+            Call::Request(_) => Answer::Request(self.plan.clone()),
+            Call::Step(_) if self.fails => {
+                let cause = Cause::Message("on purpose".into());
+                return Err(Failure { policy: "scripted".into(), hook: "on-step", cause });
+            }
+            Call::Step(_) => {
+                self.steps += 1;
+                Answer::Step(self.actions.get(self.steps - 1).cloned().unwrap_or_default())
+            }
+            Call::ToolCall(_) => Answer::ToolCall(self.verdict.clone().unwrap_or(Verdict::Accept)),
+            Call::Finish(_) => Answer::Finish,
+        })
     }
 }
 
-impl Policy for Scripted {
-    fn on_prompt(&mut self, prompt: &PromptView) -> Result<Vec<Replacement>> {
-        self.heard("prompt", prompt);
-        Ok(self.replacements.clone())
+impl Scripted {
+    fn calls(&self) -> Vec<Call<'static>> {
+        self.log.lock().unwrap().clone()
     }
+}
 
-    fn on_request(&mut self, request: &RequestView) -> Result<Plan> {
-        self.heard("request", request);
-        Ok(self.plan.clone())
-    }
-
-    fn on_step(&mut self, step: &Step) -> Result<Vec<Action>> {
-        self.heard("step", step);
-        if self.fails {
-            return Err(Error::Policy { policy: "scripted".into(), problem: "on-step".into() });
-        }
-        self.steps += 1;
-        Ok(self.actions.get(self.steps - 1).cloned().unwrap_or_default())
-    }
-
-    fn on_tool_call(&mut self, call: &ToolCallView) -> Result<Verdict> {
-        self.heard("call", call);
-        Ok(self.verdict.clone())
-    }
-
-    fn on_finish(&mut self, summary: &Summary) -> Result<()> {
-        self.heard("finish", summary);
-        Ok(())
-    }
+fn boxed(policies: impl IntoIterator<Item = Scripted>) -> Box<dyn Policy> {
+    Box::new(chain(policies))
 }
 
 fn link(policy: Scripted, shadow: bool) -> Link {
@@ -79,13 +68,14 @@ fn chain(policies: impl IntoIterator<Item = Scripted>) -> Chain {
     Chain::new(links, Recorder::off())
 }
 
+/// `value` or `None`.
 fn maybe<T>(random: &mut Random, value: T) -> Option<T> {
     (random.below(2) == 0).then_some(value)
 }
 
-fn some_sampling(random: &mut Random) -> SamplingChange {
+fn some_sampling(random: &mut Random) -> SamplingPatch {
     let fraction = random.below(100) as f32 / 100.0;
-    SamplingChange {
+    SamplingPatch {
         temperature: maybe(random, fraction),
         top_p: maybe(random, 1.0 - fraction),
         top_k: maybe(random, 40),
@@ -94,28 +84,28 @@ fn some_sampling(random: &mut Random) -> SamplingChange {
 }
 
 fn some_plan(random: &mut Random) -> Plan {
-    let anchors = [Anchor::System, Anchor::Turns, Anchor::Prompt, Anchor::Reply];
+    let save_points = [SavePoint::System, SavePoint::Turns, SavePoint::Prompt, SavePoint::Reply];
     let rule = LoopRule {
         max_period: random.below(99) as u32,
         repeats: 3,
         min_tokens: 96,
         similarity: 0.9,
     };
-    let keeps = (0..random.below(6))
-        .map(|_| Keep { at: random.of(&anchors), seconds: random.below(5) as u32 })
+    let retain = (0..random.below(6))
+        .map(|_| Retention { at: random.of(&save_points), seconds: random.below(5) as u32 })
         .collect();
     let (budget, reserve) = (random.below(1000) as u32, random.below(1000) as u32);
-    let thinking = random.below(2) == 0;
+    let reasoning = random.below(2) == 0;
     Plan {
-        thinking: maybe(random, thinking),
-        think_budget: maybe(random, budget),
+        reasoning: maybe(random, reasoning),
+        reasoning_budget: maybe(random, budget),
         answer_reserve: maybe(random, reserve),
         sampling: some_sampling(random),
         loops: maybe(random, rule),
         every: random.below(4) as u32 * 6,
         checkpoint_every: random.below(4) as u32 * 16,
         note: maybe(random, format!("note {budget}")),
-        keep: maybe(random, keeps),
+        retain: maybe(random, retain),
     }
 }
 
@@ -124,7 +114,7 @@ fn some_action(random: &mut Random) -> Action {
     let steps = random.below(3) as u32;
     match random.below(14) {
         0..3 => Action::Inject(format!("text {}", random.below(99))),
-        3 => Action::CloseThinking(format!("hint {}", random.below(99))),
+        3 => Action::CloseReasoning(format!("hint {}", random.below(99))),
         4..6 => Action::Rewind(random.below(9) as u32),
         6..8 => Action::Ban(Ban { tokens: vec![token(random), token(random)], steps }),
         8..10 => {
@@ -132,7 +122,7 @@ fn some_action(random: &mut Random) -> Action {
             let bias = random.below(9) as f32;
             Action::Bias(Bias { tokens: vec![TokenBias { token, bias }], steps })
         }
-        10..13 => Action::Sampling(Resample { sampling: some_sampling(random), steps }),
+        10..13 => Action::Sampling(SamplingChange { sampling: some_sampling(random), steps }),
         _ => Action::Stop(format!("reason {}", random.below(99))),
     }
 }
@@ -146,7 +136,7 @@ fn some_step(random: &mut Random) -> Step {
     let count = random.below(4) as u32;
     Step {
         index: random.below(1000) as u32,
-        phase: random.of(&[Phase::Think, Phase::Answer]),
+        phase: random.of(&[Phase::Reasoning, Phase::Answer]),
         tokens: (0..count).collect(),
         text: "ab".repeat(count as usize),
         loop_found: (random.below(4) == 0).then_some(report),
@@ -156,39 +146,40 @@ fn some_step(random: &mut Random) -> Step {
 }
 
 #[test]
-fn a_chain_of_one_is_its_policy() {
+fn a_chain_of_one_equals_its_policy() {
     let mut random = Random(1);
     for _ in 0..500 {
         let policy = Scripted {
+            replacements: vec![Replacement { message: 0, old: "be ".into(), new: String::new() }],
             plan: some_plan(&mut random),
             actions: (0..8).map(|_| some_actions(&mut random)).collect(),
-            verdict: random.of(&[&Verdict::Accept, &Verdict::Repair("again".into())]).clone(),
+            verdict: Some(random.of(&[&Verdict::Accept, &Verdict::Repair("again".into())]).clone()),
             ..Scripted::default()
         };
-        let (mut alone, mut chained) = (policy.clone(), policy);
-        chained.log = Log::default();
-        let (asked_alone, asked_chained) = (alone.log.clone(), chained.log.clone());
-        let mut chain = chain([chained]);
+        let chained = Scripted { log: Log::default(), ..policy.clone() };
+        let (alone_log, chained_log) = (policy.log.clone(), chained.log.clone());
+        let mut alone: Box<dyn Policy> = Box::new(policy);
+        let mut chain = boxed([chained]);
         let prompt = PromptView { system: vec!["be brief".into()], ..PromptView::default() };
-        assert_eq!(chain.on_prompt(&prompt).unwrap(), alone.on_prompt(&prompt).unwrap());
+        assert_eq!(chain.ask(&prompt).unwrap(), alone.ask(&prompt).unwrap());
         let request = RequestView { user: "hi".into(), ..RequestView::default() };
-        assert_eq!(chain.on_request(&request).unwrap(), alone.on_request(&request).unwrap());
+        assert_eq!(chain.ask(&request).unwrap(), alone.ask(&request).unwrap());
         for _ in 0..8 {
-            // Steps without an event and with no token, too: the engine decides when to ask.
+            // Including steps without event or tokens: the engine decides when to call.
             let step = some_step(&mut random);
-            assert_eq!(chain.on_step(&step).unwrap(), alone.on_step(&step).unwrap());
+            assert_eq!(chain.ask(&step).unwrap(), alone.ask(&step).unwrap());
         }
         let call = ToolCallView { name: "search".into(), ..ToolCallView::default() };
-        assert_eq!(chain.on_tool_call(&call).unwrap(), alone.on_tool_call(&call).unwrap());
-        alone.on_finish(&Summary::default()).unwrap();
-        chain.on_finish(&Summary::default()).unwrap();
-        assert_eq!(asked_alone, asked_chained);
+        assert_eq!(chain.ask(&call).unwrap(), alone.ask(&call).unwrap());
+        alone.ask(&Summary::default()).unwrap();
+        chain.ask(&Summary::default()).unwrap();
+        assert_eq!(*alone_log.lock().unwrap(), *chained_log.lock().unwrap());
     }
 }
 
-/// Commits tokens as the engine does: `policy` is asked every `every` tokens and at `events`.
+/// Commits tokens as the engine does: calls `policy` every `plan.every` tokens and at `events`.
 fn decode(policy: &mut dyn Policy, tokens: u32, events: &[u32]) {
-    let every = policy.on_request(&RequestView::default()).unwrap().every;
+    let every = policy.ask(&RequestView::default()).unwrap().every;
     let mut unseen: Vec<u32> = Vec::new();
     let mut text = String::new();
     for index in 1..=tokens {
@@ -206,18 +197,18 @@ fn decode(policy: &mut dyn Policy, tokens: u32, events: &[u32]) {
             ..Step::default()
         };
         unseen.clear();
-        policy.on_step(&step).unwrap();
+        policy.ask(&step).unwrap();
     }
 }
 
 #[test]
-fn each_policy_of_a_chain_is_asked_as_it_would_be_alone() {
+fn each_policy_of_a_chain_is_called_as_if_it_were_alone() {
     let mut random = Random(2);
-    let cadences = [0, 1, 2, 3, 8, 12, 100, 1024, 1500, 2500, 3000, 5003];
+    let periods = [0, 1, 2, 3, 8, 12, 100, 1024, 1500, 2500, 3000, 5003];
     for _ in 0..60 {
         let policies: Vec<_> = (0..1 + random.below(3))
             .map(|_| {
-                let plan = Plan { every: random.of(&cadences), ..Plan::default() };
+                let plan = Plan { every: random.of(&periods), ..Plan::default() };
                 Scripted { plan, ..Scripted::default() }
             })
             .collect();
@@ -226,98 +217,99 @@ fn each_policy_of_a_chain_is_asked_as_it_would_be_alone() {
         for policy in policies {
             let mut alone = Scripted { log: Log::default(), ..policy.clone() };
             decode(&mut alone, 6000, &events);
+            let (alone, chained) = (alone.calls(), policy.calls());
             assert!(
-                *alone.log.borrow() == *policy.log.borrow(),
+                alone == chained,
                 "every {} with events at {events:?}: {} calls alone, {} in the chain",
                 policy.plan.every,
-                alone.log.borrow().len(),
-                policy.log.borrow().len(),
+                alone.len(),
+                chained.len(),
             );
         }
     }
 }
 
 #[test]
-fn what_one_policy_rewinds_the_others_never_see() {
+fn tokens_that_one_policy_rewinds_are_not_shown_to_the_others() {
     let rewind = vec![vec![], vec![], vec![Action::Rewind(2), Action::Inject("x".into())]];
-    let eager = Scripted {
+    let rewinding = Scripted {
         plan: Plan { every: 1, ..Plan::default() },
         actions: rewind,
         ..Scripted::default()
     };
-    let patient = Scripted::default();
-    let mut chain = chain([eager, patient.clone()]);
-    chain.on_request(&RequestView::default()).unwrap();
-    // Two of three tokens are taken back, one goes in: the next is the third again.
+    let other = Scripted::default();
+    let mut chain = boxed([rewinding, other.clone()]);
+    chain.ask(&RequestView::default()).unwrap();
+    // Of three tokens two are rewound and one is injected: the next token is the third again.
     for (index, token, text) in [(1, 10, "a"), (2, 11, "b"), (3, 12, "c"), (3, 13, "d")] {
         let (tokens, text, budget_reached) = (vec![token], text.into(), token == 13);
         let step = Step { index, tokens, text, budget_reached, ..Step::default() };
-        chain.on_step(&step).unwrap();
+        chain.ask(&step).unwrap();
     }
-    let heard = patient.log.borrow();
-    assert_eq!(heard.len(), 2, "{heard:?}");
-    assert!(heard[1].contains(r#"tokens: [10, 13], text: "ad""#), "{heard:?}");
+    let calls = other.calls();
+    let [_, Call::Step(seen)] = &calls[..] else { panic!("{calls:?}") };
+    assert_eq!((&seen.tokens[..], &*seen.text), (&[10, 13][..], "ad"));
 }
 
 fn merged(plans: &[Plan]) -> Plan {
     let scripted = |plan: &Plan| Scripted { plan: plan.clone(), ..Scripted::default() };
-    chain(plans.iter().map(scripted)).on_request(&RequestView::default()).unwrap()
+    boxed(plans.iter().map(scripted)).ask(&RequestView::default()).unwrap()
 }
 
 #[test]
-fn a_merged_plan_is_as_tight_as_each_and_says_what_the_first_that_speaks_says() {
+fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
     let mut random = Random(3);
     for _ in 0..5000 {
         let plans: Vec<_> = (0..1 + random.below(4)).map(|_| some_plan(&mut random)).collect();
         let merged = merged(&plans);
-        let told = format!("{plans:#?}\nbecame {merged:#?}");
+        let shown = format!("{plans:#?}\nmerged: {merged:#?}");
         fn first<T>(plans: &[Plan], of: impl Fn(&Plan) -> Option<T>) -> Option<T> {
             plans.iter().find_map(of)
         }
-        assert_eq!(merged.thinking, first(&plans, |plan| plan.thinking), "{told}");
-        assert_eq!(merged.loops, first(&plans, |plan| plan.loops), "{told}");
+        assert_eq!(merged.reasoning, first(&plans, |plan| plan.reasoning), "{shown}");
+        assert_eq!(merged.loops, first(&plans, |plan| plan.loops), "{shown}");
         let temperature = |plan: &Plan| plan.sampling.temperature;
-        assert_eq!(merged.sampling.temperature, first(&plans, temperature), "{told}");
-        assert_eq!(merged.sampling.top_p, first(&plans, |plan| plan.sampling.top_p), "{told}");
-        assert_eq!(merged.sampling.top_k, first(&plans, |plan| plan.sampling.top_k), "{told}");
-        assert_eq!(merged.sampling.min_p, first(&plans, |plan| plan.sampling.min_p), "{told}");
+        assert_eq!(merged.sampling.temperature, first(&plans, temperature), "{shown}");
+        assert_eq!(merged.sampling.top_p, first(&plans, |plan| plan.sampling.top_p), "{shown}");
+        assert_eq!(merged.sampling.top_k, first(&plans, |plan| plan.sampling.top_k), "{shown}");
+        assert_eq!(merged.sampling.min_p, first(&plans, |plan| plan.sampling.min_p), "{shown}");
         let all = |of: fn(&Plan) -> Option<u32>| plans.iter().filter_map(of);
-        assert_eq!(merged.think_budget, all(|plan| plan.think_budget).min(), "{told}");
-        assert_eq!(merged.answer_reserve, all(|plan| plan.answer_reserve).max(), "{told}");
+        assert_eq!(merged.reasoning_budget, all(|plan| plan.reasoning_budget).min(), "{shown}");
+        assert_eq!(merged.answer_reserve, all(|plan| plan.answer_reserve).max(), "{shown}");
         let dense = all(|plan| Some(plan.checkpoint_every).filter(|every| *every > 0)).min();
-        assert_eq!(merged.checkpoint_every, dense.unwrap_or(0), "{told}");
-        let cadences: Vec<_> = all(|plan| Some(plan.every).filter(|every| *every > 0)).collect();
-        assert_eq!(merged.every == 0, cadences.is_empty(), "{told}");
-        assert!(cadences.iter().all(|every| every % merged.every == 0), "{told}");
+        assert_eq!(merged.checkpoint_every, dense.unwrap_or(0), "{shown}");
+        let periods: Vec<_> = all(|plan| Some(plan.every).filter(|every| *every > 0)).collect();
+        assert_eq!(merged.every == 0, periods.is_empty(), "{shown}");
+        assert!(periods.iter().all(|every| every % merged.every == 0), "{shown}");
         let notes: Vec<_> = plans.iter().filter_map(|plan| plan.note.clone()).collect();
-        assert_eq!(merged.note.unwrap_or_default(), notes.join("; "), "{told}");
-        let lists: Vec<_> = plans.iter().filter_map(|plan| plan.keep.as_ref()).collect();
-        assert_eq!(merged.keep.is_some(), !lists.is_empty(), "{told}");
-        let longest = |list: &[Keep], at| {
-            list.iter().filter(|keep| keep.at == at).map(|keep| keep.seconds).max()
+        assert_eq!(merged.note.unwrap_or_default(), notes.join("; "), "{shown}");
+        let lists: Vec<_> = plans.iter().filter_map(|plan| plan.retain.as_ref()).collect();
+        assert_eq!(merged.retain.is_some(), !lists.is_empty(), "{shown}");
+        let longest = |list: &[Retention], at| {
+            list.iter().filter(|one| one.at == at).map(|one| one.seconds).max()
         };
-        for at in [Anchor::System, Anchor::Turns, Anchor::Prompt, Anchor::Reply] {
+        for at in [SavePoint::System, SavePoint::Turns, SavePoint::Prompt, SavePoint::Reply] {
             let wanted: Option<Vec<_>> = lists.iter().map(|list| longest(list, at)).collect();
             let expected = wanted.and_then(|seconds| seconds.into_iter().min());
-            let kept = longest(merged.keep.as_deref().unwrap_or_default(), at);
-            assert_eq!(kept, expected, "{at:?} in {told}");
+            let retained = longest(merged.retain.as_deref().unwrap_or_default(), at);
+            assert_eq!(retained, expected, "{at:?} in {shown}");
         }
     }
 }
 
-/// A list as it counts: up to its stop, and the sampling and biases of each in one.
+/// The effect of a list of actions: up to its stop, with sampling and biases combined.
 #[derive(Debug, Default, PartialEq)]
-struct Decided {
+struct Effect {
     rewind: Option<u32>,
     bans: Vec<Ban>,
     biases: BTreeMap<u32, f32>,
-    sampling: SamplingChange,
+    sampling: SamplingPatch,
     texts: Vec<Action>,
     stop: Option<String>,
 }
 
-fn decided(actions: &[Action]) -> Decided {
-    let mut decided = Decided::default();
+fn effect(actions: &[Action]) -> Effect {
+    let mut decided = Effect::default();
     for action in actions {
         match action {
             Action::Rewind(tokens) => decided.rewind = decided.rewind.max(Some(*tokens)),
@@ -326,16 +318,16 @@ fn decided(actions: &[Action]) -> Decided {
                 let pairs = bias.tokens.iter().map(|biased| (biased.token, biased.bias));
                 decided.biases.extend(pairs);
             }
-            Action::Sampling(Resample { sampling: new, .. }) => {
+            Action::Sampling(SamplingChange { sampling: new, .. }) => {
                 let old = decided.sampling;
-                decided.sampling = SamplingChange {
+                decided.sampling = SamplingPatch {
                     temperature: new.temperature.or(old.temperature),
                     top_p: new.top_p.or(old.top_p),
                     top_k: new.top_k.or(old.top_k),
                     min_p: new.min_p.or(old.min_p),
                 };
             }
-            Action::Inject(_) | Action::CloseThinking(_) => decided.texts.push(action.clone()),
+            Action::Inject(_) | Action::CloseReasoning(_) => decided.texts.push(action.clone()),
             Action::Stop(reason) => {
                 decided.stop = Some(reason.clone());
                 break;
@@ -346,7 +338,7 @@ fn decided(actions: &[Action]) -> Decided {
 }
 
 #[test]
-fn merged_actions_do_all_that_the_first_policy_wants_whatever_the_others_say() {
+fn merged_actions_include_all_effects_of_the_first_policy() {
     let mut random = Random(4);
     for _ in 0..5000 {
         let scripts: Vec<Vec<Vec<Action>>> = (0..2 + random.below(3))
@@ -354,46 +346,46 @@ fn merged_actions_do_all_that_the_first_policy_wants_whatever_the_others_say() {
             .collect();
         let scripted =
             |actions: &Vec<_>| Scripted { actions: actions.clone(), ..Scripted::default() };
-        let mut chain = chain(scripts.iter().map(scripted));
-        chain.on_request(&RequestView::default()).unwrap();
-        // What the first set to the end of the reply, in earlier steps.
-        let mut lasting = Decided::default();
+        let mut chain = boxed(scripts.iter().map(scripted));
+        chain.ask(&RequestView::default()).unwrap();
+        // What the first policy set in earlier steps for the rest of the reply.
+        let mut lasting = Effect::default();
         for at in 0..5 {
             let step = Step { tokens: vec![1], budget_reached: true, ..Step::default() };
-            let got = chain.on_step(&step).unwrap();
-            let told = format!(
-                "{:#?}\nbecame {got:#?}",
+            let got = chain.ask(&step).unwrap();
+            let shown = format!(
+                "{:#?}\nmerged: {got:#?}",
                 scripts.iter().map(|s| &s[at]).collect::<Vec<_>>()
             );
-            let (got, first) = (decided(&got), decided(&scripts[0][at]));
-            assert!(got.rewind >= first.rewind, "{told}");
-            assert!(first.bans.iter().all(|ban| got.bans.contains(ban)), "{told}");
-            assert!(got.texts.starts_with(&first.texts), "{told}");
-            let stops = scripts.iter().find_map(|script| decided(&script[at]).stop);
-            assert_eq!(got.stop, stops, "{told}");
+            let (got, first) = (effect(&got), effect(&scripts[0][at]));
+            assert!(got.rewind >= first.rewind, "{shown}");
+            assert!(first.bans.iter().all(|ban| got.bans.contains(ban)), "{shown}");
+            assert!(got.texts.starts_with(&first.texts), "{shown}");
+            let stops = scripts.iter().find_map(|script| effect(&script[at]).stop);
+            assert_eq!(got.stop, stops, "{shown}");
             for (token, bias) in &first.biases {
-                assert_eq!(got.biases.get(token), Some(bias), "{told}");
+                assert_eq!(got.biases.get(token), Some(bias), "{shown}");
             }
             for token in lasting.biases.keys().filter(|token| !first.biases.contains_key(token)) {
-                assert_eq!(got.biases.get(token), None, "loosened: {told}");
+                assert_eq!(got.biases.get(token), None, "loosened: {shown}");
             }
-            let values = |of: fn(&SamplingChange) -> bool| {
+            let values = |of: fn(&SamplingPatch) -> bool| {
                 (of(&first.sampling), of(&lasting.sampling), of(&got.sampling))
             };
             if first.sampling.temperature.is_some() {
-                assert_eq!(got.sampling.temperature, first.sampling.temperature, "{told}");
+                assert_eq!(got.sampling.temperature, first.sampling.temperature, "{shown}");
             }
             for of in [
-                (|s| s.temperature.is_some()) as fn(&SamplingChange) -> bool,
+                (|s| s.temperature.is_some()) as fn(&SamplingPatch) -> bool,
                 |s| s.top_p.is_some(),
                 |s| s.top_k.is_some(),
                 |s| s.min_p.is_some(),
             ] {
                 let (now, before, got) = values(of);
-                assert!(!now || got, "{told}");
-                assert!(now || !before || !got, "loosened: {told}");
+                assert!(!now || got, "{shown}");
+                assert!(now || !before || !got, "loosened: {shown}");
             }
-            // A value lasts where the last that the first said of it is to last.
+            // A value lasts if the first policy's last change of it does.
             for action in &scripts[0][at] {
                 match action {
                     Action::Bias(Bias { tokens, steps }) => {
@@ -404,7 +396,7 @@ fn merged_actions_do_all_that_the_first_policy_wants_whatever_the_others_say() {
                             }
                         }
                     }
-                    Action::Sampling(Resample { sampling, steps }) => {
+                    Action::Sampling(SamplingChange { sampling, steps }) => {
                         let set = |slot: &mut Option<f32>, value: Option<f32>| {
                             if value.is_some() {
                                 *slot = value.filter(|_| *steps == 0);
@@ -426,28 +418,27 @@ fn merged_actions_do_all_that_the_first_policy_wants_whatever_the_others_say() {
 }
 
 #[test]
-fn what_an_earlier_policy_set_a_later_one_may_change_when_its_time_is_over() {
-    let warm = |temperature, steps| {
-        let sampling =
-            SamplingChange { temperature: Some(temperature), ..SamplingChange::default() };
-        Action::Sampling(Resample { sampling, steps })
+fn a_later_policy_may_change_a_value_once_the_earlier_change_has_expired() {
+    let heat = |temperature, steps| {
+        let sampling = SamplingPatch { temperature: Some(temperature), ..SamplingPatch::default() };
+        Action::Sampling(SamplingChange { sampling, steps })
     };
-    let earlier = Scripted { actions: vec![vec![warm(0.0, 3)]], ..Scripted::default() };
-    let later = Scripted { actions: vec![vec![warm(1.0, 0)]; 9], ..Scripted::default() };
-    let mut chain = chain([earlier, later]);
-    chain.on_request(&RequestView::default()).unwrap();
+    let earlier = Scripted { actions: vec![vec![heat(0.0, 3)]], ..Scripted::default() };
+    let later = Scripted { actions: vec![vec![heat(1.0, 0)]; 9], ..Scripted::default() };
+    let mut chain = boxed([earlier, later]);
+    chain.ask(&RequestView::default()).unwrap();
     let mut step = || {
         let step = Step { tokens: vec![1], budget_reached: true, ..Step::default() };
-        chain.on_step(&step).unwrap()
+        chain.ask(&step).unwrap()
     };
-    assert_eq!(step(), [warm(0.0, 3)]);
+    assert_eq!(step(), [heat(0.0, 3)]);
     assert_eq!(step(), []);
     assert_eq!(step(), []);
-    assert_eq!(step(), [warm(1.0, 0)]);
+    assert_eq!(step(), [heat(1.0, 0)]);
 }
 
 #[test]
-fn the_strictest_verdict_counts_and_of_two_alike_the_earlier() {
+fn the_strictest_verdict_wins_and_the_earlier_of_equals() {
     let verdicts = [
         Verdict::Accept,
         Verdict::Repair("a".into()),
@@ -462,10 +453,12 @@ fn the_strictest_verdict_counts_and_of_two_alike_the_earlier() {
     };
     for first in &verdicts {
         for second in &verdicts {
-            let scripted =
-                |verdict: &Verdict| Scripted { verdict: verdict.clone(), ..Scripted::default() };
-            let mut chain = chain([first, second].map(scripted));
-            let got = chain.on_tool_call(&ToolCallView::default()).unwrap();
+            let scripted = |verdict: &Verdict| Scripted {
+                verdict: Some(verdict.clone()),
+                ..Scripted::default()
+            };
+            let mut chain = boxed([first, second].map(scripted));
+            let got = chain.ask(&ToolCallView::default()).unwrap();
             let expected = if weight(second) > weight(first) { second } else { first };
             assert_eq!(got, *expected, "{first:?}, {second:?}");
         }
@@ -473,14 +466,14 @@ fn the_strictest_verdict_counts_and_of_two_alike_the_earlier() {
 }
 
 #[test]
-fn each_policy_sees_the_system_text_as_the_earlier_ones_left_it() {
+fn each_policy_sees_the_replacements_of_the_earlier_ones() {
     let replacing = |old: &str, new: &str| Scripted {
         replacements: vec![Replacement { message: 0, old: old.into(), new: new.into() }],
         ..Scripted::default()
     };
     let (first, second) = (replacing("at 10:15 you", "you"), replacing("you are", "be"));
     let shadow = replacing("be", "never");
-    let last = replacing("be brief", "say little");
+    let last = replacing("be brief", "be short");
     let prompt = |text: &str| PromptView { system: vec![text.into()], ..PromptView::default() };
     let links = vec![
         link(first.clone(), false),
@@ -488,52 +481,50 @@ fn each_policy_sees_the_system_text_as_the_earlier_ones_left_it() {
         link(shadow.clone(), true),
         link(last.clone(), false),
     ];
-    let mut chain = Chain::new(links, Recorder::off());
-    let all = chain.on_prompt(&prompt("at 10:15 you are brief")).unwrap();
+    let mut chain: Box<dyn Policy> = Box::new(Chain::new(links, Recorder::off()));
+    let all = chain.ask(&prompt("at 10:15 you are brief")).unwrap();
     let expected = [&first, &second, &last].map(|policy| policy.replacements[0].clone());
     assert_eq!(all, expected);
     for (policy, saw) in
         [(first, "at 10:15 you are brief"), (second, "you are brief"), (shadow, "be brief")]
     {
-        let expected = format!("prompt: {:?}", prompt(saw));
-        assert_eq!(*policy.log.borrow(), [expected]);
+        assert_eq!(policy.calls(), [prompt(saw).call().to_owned()]);
     }
-    let mut wrong = self::chain([replacing("nowhere", "")]);
-    let error = wrong.on_prompt(&prompt("text")).unwrap_err().to_string();
+    let mut wrong = boxed([replacing("nowhere", "")]);
+    let error = wrong.ask(&prompt("text")).unwrap_err().to_string();
     assert_eq!(
         error,
-        "policy `scripted`: on-prompt: replacement 0: message 0 does not have its span"
+        "policy `scripted`: on-prompt: replacement 0: message 0 does not contain its span"
     );
 }
 
 #[test]
-fn a_policy_is_shown_the_parameters_of_all_and_its_own_which_go_first() {
+fn own_parameters_take_precedence_over_shared_ones() {
     let params = |list: &[(&str, &str)]| {
         list.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
     };
-    let asked = params(&[("a", "all"), ("b", "all"), ("one.a", "own"), ("two.c", "other")]);
+    let given = params(&[("a", "all"), ("b", "all"), ("one.a", "own"), ("two.c", "other")]);
     let policies = [Scripted::default(), Scripted::default()];
     let links = policies
         .iter()
         .zip(["one", "other"])
         .map(|(policy, name)| Link { name: name.into(), ..link(policy.clone(), false) });
-    let mut chain = Chain::new(links.collect(), Recorder::off());
-    let prompt = PromptView { params: asked, ..PromptView::default() };
-    chain.on_prompt(&prompt).unwrap();
+    let mut chain: Box<dyn Policy> = Box::new(Chain::new(links.collect(), Recorder::off()));
+    let prompt = PromptView { params: given, ..PromptView::default() };
+    chain.ask(&prompt).unwrap();
     let request = RequestView { params: prompt.params, ..RequestView::default() };
-    chain.on_request(&request).unwrap();
+    chain.ask(&request).unwrap();
     for (policy, seen) in
         policies.iter().zip([&[("a", "own"), ("b", "all")], &[("a", "all"), ("b", "all")]])
     {
         let prompt = PromptView { params: params(seen), ..PromptView::default() };
         let request = RequestView { params: params(seen), ..RequestView::default() };
-        let expected = [format!("prompt: {prompt:?}"), format!("request: {request:?}")];
-        assert_eq!(*policy.log.borrow(), expected);
+        assert_eq!(policy.calls(), [prompt.call().to_owned(), request.call().to_owned()]);
     }
 }
 
 #[test]
-fn a_shadow_is_asked_and_recorded_and_changes_nothing() {
+fn a_shadow_is_called_and_recorded_and_changes_nothing() {
     let mut random = Random(5);
     for round in 0..300 {
         let deciding = Scripted {
@@ -544,7 +535,7 @@ fn a_shadow_is_asked_and_recorded_and_changes_nothing() {
         let shadow = Scripted {
             plan: some_plan(&mut random),
             actions: (0..9).map(|_| some_actions(&mut random)).collect(),
-            verdict: Verdict::Stop("no".into()),
+            verdict: Some(Verdict::Stop("no".into())),
             fails: round % 3 == 0,
             ..Scripted::default()
         };
@@ -555,27 +546,29 @@ fn a_shadow_is_asked_and_recorded_and_changes_nothing() {
             let mut links = vec![link(deciding.clone(), false)];
             links.extend(with_shadow.then(|| link(shadow.clone(), true)));
             let id = if with_shadow { "with" } else { "without" };
-            let mut chain = Chain::new(links, traces.recorder(id, "default", true));
-            let plan = chain.on_request(&RequestView::default()).unwrap();
+            let recorder = traces.recorder(id, "default", true);
+            let mut chain: Box<dyn Policy> = Box::new(Chain::new(links, recorder));
+            let plan = chain.ask(&RequestView::default()).unwrap();
             let actions: Vec<_> =
-                steps.iter().map(|step| decided(&chain.on_step(step).unwrap())).collect();
-            let verdict = chain.on_tool_call(&ToolCallView::default()).unwrap();
-            chain.on_finish(&Summary::default()).unwrap();
-            (Plan { every: 0, ..plan }, actions, verdict, chain.take_notes())
+                steps.iter().map(|step| effect(&chain.ask(step).unwrap())).collect();
+            let verdict = chain.ask(&ToolCallView::default()).unwrap();
+            chain.ask(&Summary::default()).unwrap();
+            (Plan { every: 0, ..plan }, actions, verdict, chain.take_report().notes)
         };
         assert_eq!(run(true), run(false));
         let records = traces.get("with").unwrap();
         let of_shadow: Vec<_> = records.iter().filter(|record| record.shadow).collect();
         if shadow.fails {
             let failed = of_shadow.last().unwrap();
-            assert_eq!(failed.error.as_deref(), Some("policy `scripted`: on-step"));
-            assert_eq!(of_shadow.len(), 2, "it is not asked again");
+            let error = failed.failure.as_ref().unwrap().to_string();
+            assert_eq!(error, "policy `scripted`: on-step: failed: on purpose");
+            assert_eq!(of_shadow.len(), 2, "it is not called again");
             continue;
         }
         let answered: Vec<_> = of_shadow
             .iter()
-            .filter_map(|record| match &record.call {
-                Call::Step(_, answer) => answer.clone(),
+            .filter_map(|record| match &record.answer {
+                Some(Answer::Step(actions)) => Some(actions.clone()),
                 _ => None,
             })
             .collect();

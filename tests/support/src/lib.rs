@@ -1,0 +1,23 @@
+//! What tests of several crates share and that needs neither MLX nor the policy host.
+
+pub mod guest;
+pub mod hostile;
+
+/// A deterministic generator of numbers.
+pub struct Random(pub u64);
+
+impl Random {
+    /// A number below `bound`.
+    pub fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963);
+        (self.0 >> 33) as usize % bound
+    }
+
+    /// One of `choices`.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+}
