@@ -142,7 +142,6 @@ fn text(lengths: impl IntoIterator<Item = usize>, most: usize) -> Result<(), Str
 #[cfg(test)]
 mod tests {
     use std::borrow::Cow;
-    use std::sync::Arc;
 
     use super::*;
     use crate::contract::{
@@ -168,9 +167,21 @@ mod tests {
         }
     }
 
-    fn check(made: impl Into<Answer>) -> Result<(), String> {
+    fn check(made: &Answer) -> Result<(), String> {
         let call = Call::Step(Cow::Owned(Step::default()));
-        answer(&call, &made.into(), &*Arc::new(Sized), BYTES)
+        answer(&call, made, &Sized, BYTES)
+    }
+
+    fn check_actions(actions: &[Action]) -> Result<(), String> {
+        check(&Answer::Step(actions.to_vec()))
+    }
+
+    fn check_plan(plan: &Plan) -> Result<(), String> {
+        check(&Answer::Request(plan.clone()))
+    }
+
+    fn check_verdict(verdict: Verdict) -> Result<(), String> {
+        check(&Answer::ToolCall(verdict))
     }
 
     fn bias(token: u32, bias: f32) -> Action {
@@ -200,9 +211,9 @@ mod tests {
             }),
         ];
         for action in &edge {
-            assert_eq!(check(vec![action.clone()]), Ok(()), "{action:?}");
+            assert_eq!(check_actions(&[action.clone()]), Ok(()), "{action:?}");
         }
-        assert_eq!(check(vec![Action::Rewind(1); MAX_ACTIONS]), Ok(()));
+        assert_eq!(check_actions(&[const { Action::Rewind(1) }; MAX_ACTIONS]), Ok(()));
     }
 
     #[test]
@@ -229,13 +240,13 @@ mod tests {
             (min_p(1.5), "min-p is 1.5, not in [0, 1]"),
         ];
         for (action, problem) in cases {
-            let error = check(vec![action.clone()]).unwrap_err();
+            let error = check_actions(&[action.clone()]).unwrap_err();
             assert!(error.contains(problem), "{action:?}: {error}");
         }
-        let many = check(vec![Action::Rewind(1); MAX_ACTIONS + 1]);
+        let many = check_actions(&[const { Action::Rewind(1) }; MAX_ACTIONS + 1]);
         assert_eq!(many, Err("answered with more than 16 actions".into()));
         let half = Action::Inject("x".repeat(BYTES / 2 + 1));
-        assert!(check(vec![half.clone(), half]).is_err(), "texts count together");
+        assert!(check_actions(&[half.clone(), half]).is_err(), "texts count together");
     }
 
     #[test]
@@ -246,16 +257,16 @@ mod tests {
             note: Some("x".repeat(BYTES)),
             ..Plan::default()
         };
-        assert_eq!(check(plan.clone()), Ok(()));
+        assert_eq!(check_plan(&plan), Ok(()));
         let long = Plan { note: Some("x".repeat(BYTES + 1)), ..plan.clone() };
-        assert_eq!(check(long), Err("answered with more than 100 bytes".into()));
+        assert_eq!(check_plan(&long), Err("answered with more than 100 bytes".into()));
         let many = Plan { retain: Some(vec![retention; MAX_RETENTIONS + 1]), ..plan };
-        assert!(check(many).is_err());
+        assert!(check_plan(&many).is_err());
         let sampling = SamplingPatch { min_p: Some(f32::NAN), ..SamplingPatch::default() };
-        assert!(check(Plan { sampling, ..Plan::default() }).is_err());
-        assert_eq!(check(Verdict::Accept), Ok(()));
-        assert_eq!(check(Verdict::Repair("x".repeat(BYTES))), Ok(()));
-        assert!(check(Verdict::Stop("x".repeat(BYTES + 1))).is_err());
+        assert!(check_plan(&Plan { sampling, ..Plan::default() }).is_err());
+        assert_eq!(check_verdict(Verdict::Accept), Ok(()));
+        assert_eq!(check_verdict(Verdict::Repair("x".repeat(BYTES))), Ok(()));
+        assert!(check_verdict(Verdict::Stop("x".repeat(BYTES + 1))).is_err());
     }
 
     #[test]

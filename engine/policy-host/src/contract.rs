@@ -231,6 +231,9 @@ pub trait HookInput: Clone {
 
     /// The answer to such a call; `None` if it is that of another hook.
     fn answer(answer: Answer) -> Option<Self::Answer>;
+
+    /// The reverse of [`Self::answer`].
+    fn wrap(answer: Self::Answer) -> Answer;
 }
 
 macro_rules! hook_input {
@@ -247,6 +250,10 @@ macro_rules! hook_input {
                     Answer::$case(answer) => Some(answer),
                     _ => None,
                 }
+            }
+
+            fn wrap(answer: $answer) -> Answer {
+                Answer::$case(answer)
             }
         }
     )+};
@@ -268,6 +275,10 @@ impl HookInput for Summary {
 
     fn answer(answer: Answer) -> Option<()> {
         (answer == Answer::Finish).then_some(())
+    }
+
+    fn wrap((): ()) -> Answer {
+        Answer::Finish
     }
 }
 
@@ -367,7 +378,7 @@ pub fn no_vocabulary() -> Arc<dyn Vocabulary> {
 }
 
 macro_rules! exports {
-    ($($module:ident: $case:ident => $function:ident),+ $(,)?) => {
+    ($($module:ident: $case:ident($record:ident) => $function:ident),+ $(,)?) => {
         /// Indices of the hooks that a component exports.
         pub(crate) struct HookIndices {
             $($module: Option<exports::$module::GuestIndices>),+
@@ -420,7 +431,7 @@ macro_rules! exports {
                 match call {
                     $(Call::$case(input) => match &self.$module {
                         None => Ok(call.default_answer()),
-                        Some(guest) => guest.$function(store, input).map(Into::into),
+                        Some(guest) => guest.$function(store, input).map($record::wrap),
                     }),+
                 }
             }
@@ -429,41 +440,11 @@ macro_rules! exports {
 }
 
 exports! {
-    on_prompt: Prompt => call_on_prompt,
-    on_request: Request => call_on_request,
-    on_step: Step => call_on_step,
-    on_tool_call: ToolCall => call_on_tool_call,
-    on_finish: Finish => call_on_finish,
-}
-
-impl From<Vec<Replacement>> for Answer {
-    fn from(replacements: Vec<Replacement>) -> Self {
-        Self::Prompt(replacements)
-    }
-}
-
-impl From<Plan> for Answer {
-    fn from(plan: Plan) -> Self {
-        Self::Request(plan)
-    }
-}
-
-impl From<Vec<Action>> for Answer {
-    fn from(actions: Vec<Action>) -> Self {
-        Self::Step(actions)
-    }
-}
-
-impl From<Verdict> for Answer {
-    fn from(verdict: Verdict) -> Self {
-        Self::ToolCall(verdict)
-    }
-}
-
-impl From<()> for Answer {
-    fn from((): ()) -> Self {
-        Self::Finish
-    }
+    on_prompt: Prompt(PromptView) => call_on_prompt,
+    on_request: Request(RequestView) => call_on_request,
+    on_step: Step(Step) => call_on_step,
+    on_tool_call: ToolCall(ToolCallView) => call_on_tool_call,
+    on_finish: Finish(Summary) => call_on_finish,
 }
 
 // Generated types derive no Default: enums and variants could not.

@@ -111,7 +111,7 @@ impl Cache {
     /// Stores KV of full attention in `bits` bits from position `from` on. Lossy.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if heads of this dimension cannot be quantized.
+    /// [`Error::Config`] if heads of this dimension cannot be quantized.
     pub fn quantize(&mut self, bits: i32, from: i32) -> Result<()> {
         for layer in &mut self.layers {
             if let LayerCache::Full(full) = layer {

@@ -54,7 +54,7 @@ impl Quantized {
     /// An empty cache of `full`'s shape that stores positions from `from` on in `bits` bits.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if heads of this dimension cannot be quantized.
+    /// [`Error::Config`] if heads of this dimension cannot be quantized.
     pub fn new(full: &Full, bits: i32, from: i32) -> Result<Self> {
         let [heads, head_dim] = full.shape();
         let Some(group) = GROUPS.into_iter().find(|group| head_dim % group == 0) else {

@@ -514,7 +514,7 @@ fn hex(bytes: &[u8]) -> String {
 /// The layers whose feed-forward blocks can be skipped at a cost of at most `kl` nats a token.
 ///
 /// # Errors
-/// [`Error::Invalid`] if `kl` is positive and the model has not been calibrated.
+/// [`Error::Config`] if `kl` is positive and the model has not been calibrated.
 fn layers_to_skip(kl: f32, found: Option<&Calibration>, path: &Path) -> Result<Vec<usize>> {
     if kl == 0.0 {
         return Ok(Vec::new());

@@ -74,7 +74,7 @@ impl Prefixes {
     /// its KV in `kv_bits` bits (8, or 0 for exact).
     ///
     /// # Errors
-    /// [`Error::Invalid`] if KV of this model cannot be stored in 8 bits.
+    /// [`Error::Config`] if KV of this model cannot be stored in 8 bits.
     pub fn new(
         empty: Cache,
         memory_bytes: u64,

@@ -97,7 +97,7 @@ impl Text {
     ///
     /// # Errors
     /// [`Error::Template`] with the template's message if it rejects the conversation;
-    /// [`Error::Invalid`] if `variables` would replace the conversation.
+    /// [`RequestError::Field`] if `variables` would replace the conversation.
     pub fn render(
         &self,
         messages: &[Message],
@@ -136,7 +136,7 @@ impl Text {
     /// Tokens of a rendered prompt: special tokens are parsed, none are added (see the module).
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the tokenizer has no token for part of the text.
+    /// [`RequestError::Tokenizer`] if the tokenizer has no token for part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.tokenizer.encode(text)
     }

@@ -260,7 +260,7 @@ impl Reply {
     /// reasoning is at one, `</think>`, an empty line, the hint without special tokens.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if the model has no `</think>`.
+    /// [`RequestError::Tokenizer`] if the model has no `</think>`.
     pub fn close_reasoning_tokens(&self, text: &Text, hint: &str) -> Result<Vec<u32>> {
         let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
             let problem =

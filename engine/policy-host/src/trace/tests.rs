@@ -26,23 +26,23 @@ impl Policy for Parrot {
         Ok(match call {
             Call::Prompt(prompt) => {
                 let old = self.hear(&prompt.system[0]);
-                vec![Replacement { message: 0, new: format!("{old}!"), old }].into()
+                Answer::Prompt(vec![Replacement { message: 0, new: format!("{old}!"), old }])
             }
             Call::Request(request) => {
-                Plan { note: Some(self.hear(&request.user)), every: 1, ..Plan::default() }.into()
+                let note = Some(self.hear(&request.user));
+                Answer::Request(Plan { note, every: 1, ..Plan::default() })
             }
             Call::Step(step) => {
                 let text = self.hear(&step.text);
                 let ban = Ban { tokens: step.tokens.clone(), steps: 1 };
-                vec![
+                Answer::Step(vec![
                     Action::Inject(text.clone()),
                     Action::CloseReasoning(text.clone()),
                     Action::Ban(ban),
                     Action::Stop(text),
-                ]
-                .into()
+                ])
             }
-            Call::ToolCall(view) => Verdict::Repair(self.hear(&view.arguments)).into(),
+            Call::ToolCall(view) => Answer::ToolCall(Verdict::Repair(self.hear(&view.arguments))),
             Call::Finish(_) => Answer::Finish,
         })
     }
