@@ -1,4 +1,4 @@
-//! Laws of the default policy: planted codes are found, endless reasoning is closed, and answers have
+//! The default policy: planted codes are found, endless reasoning is closed, and answers have
 //! the requested form.
 //!
 //! `tests/fixtures/prompts.py` chose prompts that the model itself answers correctly, so a wrong

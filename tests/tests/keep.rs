@@ -1,4 +1,4 @@
-//! Laws of the save points and retention in a policy's plan.
+//! Save points and retention in a policy's plan.
 
 use std::path::Path;
 use std::thread::sleep;

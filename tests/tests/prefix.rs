@@ -1,4 +1,4 @@
-//! Laws of saved state: a resumed request equals an uninterrupted one, token for token, wherever its
+//! Saved state: a resumed request equals an uninterrupted one, token for token, wherever its
 //! state comes from and whatever else was lost: on a hybrid, a dense and a sliding-window family.
 
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};

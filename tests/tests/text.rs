@@ -1,4 +1,4 @@
-//! Laws of the text room: prompts equal those of Python's Jinja2, tokens equal those of Python's
+//! Prompts equal those of Python's Jinja2, tokens equal those of Python's
 //! `tokenizers`, and decoding token by token equals decoding at once.
 
 use std::path::{Path, PathBuf};

@@ -1,8 +1,8 @@
 //! Checkpoints: rewinding further than a draft mark.
 //!
-//! KV of all positions can be truncated anywhere. A checkpoint holds the recurrent state of one
-//! position. It costs handles, not copies: MLX writes to a buffer in place only while nothing else
-//! holds it, so the next row copies a window that a checkpoint shares, once.
+//! KV can be truncated at any position. A checkpoint holds the recurrent state of one position. It
+//! holds handles of arrays, not copies. MLX updates a buffer in place only if nothing else holds it,
+//! so the first row after a checkpoint copies each sliding window once.
 
 use mlx_rs::Array;
 
@@ -17,7 +17,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Rows that had gone through the model.
+    /// Number of rows before it.
     pub fn position(&self) -> usize {
         self.position
     }
@@ -29,7 +29,7 @@ impl Checkpoint {
 }
 
 impl Cache {
-    /// A checkpoint of the present position.
+    /// A checkpoint of the current position.
     pub fn checkpoint(&self) -> Result<Checkpoint> {
         Ok(Checkpoint { position: self.position, recurrent: self.recurrent_state()? })
     }
@@ -41,9 +41,12 @@ impl Cache {
     /// [`crate::Error::SavedState`] if it belongs to another model. The cache is unusable after an error.
     ///
     /// # Panics
-    /// If the checkpoint lies ahead.
+    /// If the checkpoint is after the current position.
     pub fn rewind_to(&mut self, checkpoint: &Checkpoint) -> Result<()> {
-        assert!(checkpoint.position <= self.position, "a checkpoint lies ahead of the cache");
+        assert!(
+            checkpoint.position <= self.position,
+            "the checkpoint is after the current position"
+        );
         let len = row(checkpoint.position);
         let mut recurrent_state = checkpoint.recurrent.iter();
         for layer in &mut self.layers {

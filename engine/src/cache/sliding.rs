@@ -22,7 +22,7 @@ pub struct Sliding {
     window: i32,
     /// Positions appended so far.
     len: i32,
-    /// The newest of them, which the buffers hold.
+    /// Number of the newest positions that the buffers hold.
     rows: i32,
     /// `len` at the draft mark. Rows in the window of that position are kept, too.
     draft_mark: Option<i32>,
@@ -43,7 +43,7 @@ impl Sliding {
         self.len
     }
 
-    /// Whether no position was appended.
+    /// Whether the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

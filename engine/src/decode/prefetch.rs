@@ -146,7 +146,7 @@ impl Decoder {
         if start >= tokens.len() {
             return self.prefixes.retain(tokens, expected.retention);
         }
-        let every = self.prefixes.every().unwrap_or(usize::MAX);
+        let every = self.prefixes.save_interval().unwrap_or(usize::MAX);
         let stop = (start / every + 1).saturating_mul(every);
         let end = tokens.len().min(start + CHUNK).min(stop);
         let ids = token_ids(&tokens[start..end]);

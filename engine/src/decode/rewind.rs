@@ -177,7 +177,7 @@ impl Sequence {
         let logits = self.next_logits.as_ref().filter(|(at, _)| *at == position);
         let logits = logits.map(|(_, logits)| logits.clone());
         self.checkpoints.push(ReplyCheckpoint { cache, logits });
-        // No rewind goes before the start of the phase, so one checkpoint at or before it is enough.
+        // Rewinds end at the start of the phase, so one checkpoint at or before it is enough.
         let first = self.checkpoints.iter().rposition(|c| c.position() <= phase_start);
         self.checkpoints.drain(..first.unwrap_or(0));
         if self.checkpoints.len() > CHECKPOINTS {

@@ -27,7 +27,7 @@ impl Decoder {
         prompt: &[u32],
         plan: &Plan,
     ) -> Result<Vec<(usize, Retention)>> {
-        let every = self.prefixes.every();
+        let every = self.prefixes.save_interval();
         if every.is_none() && plan.retain.is_none() {
             return Ok(vec![(prompt.len(), Retention::default())]);
         }

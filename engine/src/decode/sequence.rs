@@ -72,7 +72,7 @@ pub struct Sequence {
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,
-    /// Nor past this position: the client has a tool call from before it.
+    /// The reply is not rewound past this position either: the client has a tool call before it.
     pub rewind_limit: usize,
     pub policy: Session,
     pub detector: Option<Detector>,

@@ -5,7 +5,7 @@
 //! prefix that either tier has; what is read from disk is in memory from then on. Both tiers hold KV
 //! once for all prefixes that share it, and recurrent state at the save points that `decode` chooses.
 //!
-//! Losing any of it costs time, never correctness. Runs on the engine's thread, except the store's
+//! Lost state costs time, never correctness. This module runs on the engine's thread, except the store's
 //! writer and [`PrefixReporter`].
 
 mod bytes;
@@ -118,7 +118,7 @@ impl Prefixes {
 
     /// Tokens between the save points of a long prefill, so that the states of a prompt of 8,192
     /// tokens take at most an eighth of the memory; `None` for models that can resume anywhere.
-    pub fn every(&self) -> Option<usize> {
+    pub fn save_interval(&self) -> Option<usize> {
         if !self.needs_state {
             return None;
         }

@@ -512,7 +512,7 @@ impl StoreShared {
         let mut state = self.state.lock();
         loop {
             if let Some(fault) = state.fault.take() {
-                // Or a flush could return before `off` says that the save failed.
+                // Otherwise a flush could return before `off` reports the failed save.
                 state.writing = true;
                 drop(state);
                 self.recover(fault);

@@ -1,4 +1,4 @@
-//! Laws of the prefix store: saved parts are found whole, and evicted in the right order.
+//! The prefix store: saved parts are found whole, and evicted in the right order.
 
 mod damaged;
 mod killed;

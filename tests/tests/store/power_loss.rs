@@ -1,4 +1,4 @@
-//! Laws of a power loss, which unlike a killed process also loses what the operating system has not
+//! Power loss, which unlike a killed process also loses what the operating system has not
 //! written yet.
 
 use std::io;

@@ -41,8 +41,8 @@ use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::{Model, Pass};
 
-/// Most rows that a drafter that fell behind reads again before it drafts. Reading all rows it
-/// missed would cost more than one trial can win; a drafter in use does not fall behind.
+/// Most rows that a lagging drafter runs before it drafts. Running all rows that it missed would cost more
+/// than one trial can gain; a drafter in use does not lag.
 pub const CATCH_UP: usize = 32;
 
 /// A source of drafts, with its state for one request.

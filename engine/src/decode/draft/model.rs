@@ -13,16 +13,16 @@ use crate::decode::token_ids;
 use crate::error::Result;
 use crate::model::{Model, Pass};
 
-/// Tokens at the end of a prompt that are read before the first draft.
+/// Tokens at the end of a prompt that are run before the first draft.
 const FIRST_READ: usize = 256;
 
 /// The smaller model and its cache for one request.
 pub struct ModelDrafter {
     model: Rc<dyn Model>,
     cache: Cache,
-    /// Tokens of the request that are read or skipped.
+    /// Tokens of the request that have been run or skipped.
     read: usize,
-    /// Cache position before the draft, until `learn` judges it.
+    /// Cache position before the draft, until `learn` verifies it.
     draft_start: Option<usize>,
     rates: RateByDepth,
 }

@@ -51,14 +51,14 @@ pub struct StoredPrefix {
     pub size: StoredSize,
     /// Its last use.
     pub used: SystemTime,
-    /// Until when all of it or a part of it is retained.
+    /// Time until which at least a part of it is retained.
     pub retained: Option<SystemTime>,
 }
 
 /// Result of [`StoreFile::verify`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifyReport {
-    /// Parts that are whole.
+    /// Intact parts.
     pub whole: StoredSize,
     /// Damaged parts that were dropped: kind and end.
     pub damaged: Vec<(PartKind, usize)>,

@@ -1,4 +1,4 @@
-//! Laws that need the store's internals: damage inside a part, and a stalled writer.
+//! Tests that need the store's internals: damage inside a part, and a stalled writer.
 
 use std::fs;
 
