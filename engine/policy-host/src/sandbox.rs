@@ -285,7 +285,7 @@ impl Component {
             (_, Some(trap)) => Cause::Trap(trap.to_string()),
             // wasmtime has no type for an answer that cannot be lifted, so the limit is always named.
             _ => Cause::Answer(format!(
-                "the answer cannot be read: {} (it may have {} bytes of text)",
+                "the answer or an import's argument cannot be read: {} (an answer may have {} bytes)",
                 one_line(error),
                 self.limits.output_bytes
             )),

@@ -115,3 +115,26 @@ pub(super) fn is_system(message: &Message) -> bool {
 fn common_prefix(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy;
+
+    #[test]
+    fn retention_takes_the_longest_time_of_a_save_point_and_at_most_a_day() {
+        let entry = |at, seconds| policy::Retention { at, seconds };
+        let retain = vec![
+            entry(SavePoint::System, 7),
+            entry(SavePoint::System, 9),
+            entry(SavePoint::Reply, u32::MAX),
+        ];
+        let plan = Plan { retain: Some(retain), ..Plan::default() };
+        let seconds = |at| retention(&plan, at).map(|retention| retention.seconds);
+        assert_eq!(seconds(SavePoint::System), Some(9));
+        assert_eq!(seconds(SavePoint::Reply), Some(86_400));
+        assert_eq!(seconds(SavePoint::Prompt), None);
+        let all = retention(&Plan::default(), SavePoint::Prompt).map(|r| r.seconds);
+        assert_eq!(all, Some(0), "without a list everything is saved");
+    }
+}
