@@ -155,7 +155,7 @@ fn a_shadow_changes_no_answer_and_its_decisions_replay() {
     assert_eq!(of_shadow.len(), without.len());
     assert!(of_shadow.iter().all(|record| record.policy == "default" && record.link == 1));
     let acted = |record: &&Record| matches!(&record.answer, Some(Answer::Step(actions)) if !actions.is_empty());
-    assert!(of_shadow.iter().any(|record| acted(record)), "{of_shadow:?}");
+    assert!(of_shadow.iter().any(acted), "{of_shadow:?}");
     let mut golden = Golden::parse(&lines(&with)).unwrap();
     golden.retain_policy("default");
     assert_eq!(golden.cases.len(), 1);
