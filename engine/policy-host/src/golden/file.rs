@@ -66,8 +66,8 @@ impl Golden {
         let mut open: BTreeMap<Key, (usize, Hook)> = BTreeMap::new();
         for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
             let wrong = |problem: String| format!("line {number}: {problem}");
-            let raw: RawLine = serde_json::from_str(line)
-                .map_err(|error| wrong(format!("column {}: {error}", error.column())))?;
+            let raw: RawLine =
+                serde_json::from_str(line).map_err(|error| wrong(without_line(&error)))?;
             if let Some(dropped) = raw.dropped.filter(|dropped| *dropped > 0) {
                 golden.inexact.get_or_insert(wrong(format!("{dropped} calls are missing")));
             }
@@ -219,4 +219,11 @@ fn strict<S: for<'de> DeserializeSeed<'de, Value = T>, T>(
         (Ok(_), Some(field)) => Err(format!("{} is not a field of the contract", at(field))),
         (Ok(read), None) => Ok(read),
     }
+}
+
+/// An error of serde_json, which counts lines from the one that it was given.
+fn without_line(error: &serde_json::Error) -> String {
+    let (text, column) = (error.to_string(), error.column());
+    let place = format!(" at line {} column {column}", error.line());
+    format!("column {column}: {}", text.strip_suffix(&place).unwrap_or(&text))
 }
