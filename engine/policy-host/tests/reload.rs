@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use steersman_policy_host::{
     Error, Origin, Param, Policies, PolicyConfig, PolicyReport, ProfilePolicies, RequestView, Step,
     Storage, Use, Withdrawn, no_vocabulary,
 };
-use steersman_test_support::guest::named;
+use steersman_test_support::guest::{broken, named, replace};
 
 /// Limit on events of another thread, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,18 +24,6 @@ const DEADLINE_MS: u64 = 60_000;
 
 fn version(name: &str) -> Vec<u8> {
     named(name, false)
-}
-
-fn broken() -> Vec<u8> {
-    let whole = version("broken");
-    whole[..whole.len() / 2].to_vec()
-}
-
-/// Replaces a file as editors do: renames another file over it.
-fn replace(file: &Path, bytes: &[u8]) {
-    let beside = file.with_extension("new");
-    fs::write(&beside, bytes).unwrap();
-    fs::rename(&beside, file).unwrap();
 }
 
 fn until(what: &str, happened: impl Fn() -> bool) {

@@ -438,3 +438,19 @@ pub fn named(name: &str, traps: bool) -> Vec<u8> {
     let hooks = [("on-request", &*format!("i32.const {plan}")), ("on-step", &step)];
     component(&hooks, &answers.data())
 }
+
+/// Half of a component.
+pub fn broken() -> Vec<u8> {
+    let whole = named("broken", false);
+    whole[..whole.len() / 2].to_vec()
+}
+
+/// Replaces a file as editors do: renames another file over it.
+///
+/// # Panics
+/// If it cannot be written.
+pub fn replace(file: &std::path::Path, bytes: &[u8]) {
+    let beside = file.with_extension("new");
+    std::fs::write(&beside, bytes).unwrap();
+    std::fs::rename(&beside, file).unwrap();
+}

@@ -8,7 +8,7 @@ mod served;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use steersman_engine::policy::{
     CONTRACT, Param, Policies, PolicyConfig, RequestView, Step, Storage,
 };
 use steersman_engine::{Engine, Info};
-use steersman_test_support::guest::named;
+use steersman_test_support::guest::{broken, named, replace};
 use tokio::sync::mpsc;
 use tower::ServiceExt;
 
@@ -37,18 +37,6 @@ const DEADLINE_MS: u64 = 60_000;
 
 fn version(name: &str) -> Vec<u8> {
     named(name, false)
-}
-
-fn broken() -> Vec<u8> {
-    let whole = version("broken");
-    whole[..whole.len() / 2].to_vec()
-}
-
-/// Replaces a file as editors do: renames another file over it.
-fn replace(file: &Path, bytes: &[u8]) {
-    let beside = file.with_extension("new");
-    fs::write(&beside, bytes).unwrap();
-    fs::rename(&beside, file).unwrap();
 }
 
 /// A policy folder, a data folder and the configuration of a server.
