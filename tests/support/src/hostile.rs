@@ -138,7 +138,7 @@ fn greedy() -> Vec<Hostile> {
     let megabyte = stepper(&megabyte, &answers.data());
     let repair = case("repair", Value::Words(vec![4096, 16385]));
     let too_long = "answered with more than 16384 bytes";
-    let unreadable = "(it may have 16384 bytes of text)";
+    let unreadable = "(an answer may have 16384 bytes)";
     let retentions = "more than 16 entries in `retain`";
     vec![
         ("grows memory", stepper(grow, ""), "on-step", "bytes of memory, the limit is"),

@@ -36,7 +36,7 @@ fn a_policy_reports_why_it_fails_and_needs_no_grant_for_it() {
     assert_eq!(long, format!("policy `guest`: on-step: failed: {}", "x".repeat(1024)));
     // More than the host passes.
     let unreadable = fails(60_000, b"");
-    assert!(unreadable.contains("(it may have 16384 bytes of text)"), "{unreadable}");
+    assert!(unreadable.contains("(an answer may have 16384 bytes)"), "{unreadable}");
 }
 
 #[test]
