@@ -21,6 +21,7 @@ mod sequence;
 mod speculate;
 #[cfg(test)]
 mod tests;
+mod threads;
 mod tool_calls;
 pub mod verify;
 
@@ -45,6 +46,7 @@ use self::governor::{Costs, Governor};
 use self::prefetch::Prefetch;
 use self::sample::within;
 use self::sequence::{Sampled, Sequence, StepInput};
+use self::threads::Threads;
 use crate::cache::Span;
 use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
@@ -142,6 +144,8 @@ pub struct Decoder {
     kv_bits: u32,
     /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
     skip: Vec<usize>,
+    /// Threads of matrix products; `None` if they are not ours to choose.
+    threads: Option<Threads>,
     /// Costs of passes on this machine; `None` without drafters.
     costs: Option<Costs>,
     /// Acceptance rates learned in earlier requests, by kind of drafter.
@@ -168,7 +172,7 @@ impl Decoder {
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, dtype, numbers } =
+        let Loaded { model, family, context, digest, on_cpu, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let mut prefetch = Prefetch::default();
@@ -253,6 +257,7 @@ impl Decoder {
             kv_bits,
             skip,
             calibration_path: path,
+            threads: None,
             costs: None,
             learned_rates: Default::default(),
             learned_governor: None,
@@ -260,6 +265,8 @@ impl Decoder {
             near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),
         };
+        decoder.threads =
+            Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
         Ok((decoder, info))
     }
@@ -398,7 +405,7 @@ impl Decoder {
     }
 
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
-    fn forward(&self, running: &mut [Sequence]) -> Result<()> {
+    fn forward(&mut self, running: &mut [Sequence]) -> Result<()> {
         let mut ids = Vec::new();
         let mut ran = Vec::new();
         let mut spans = Vec::new();
@@ -432,6 +439,9 @@ impl Decoder {
             return Ok(());
         }
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
+        if let Some(threads) = &mut self.threads {
+            threads.set_for(joined.dim(0) as usize);
+        }
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
         let mut end = 0;
