@@ -107,6 +107,10 @@ pub enum Dtype {
 pub struct EngineConfig {
     /// Requests that may wait; further ones are refused with 429.
     pub queue: usize,
+    /// Requests that run at the same time; further ones wait. 0 chooses by the device.
+    pub max_running: usize,
+    /// Milliseconds that a pass with rows of prompt may take while other requests decode.
+    pub stall_ms: u32,
     /// Prompt tokens of one prefill chunk. A cancelled request stops after at most one chunk.
     pub prefill_chunk: usize,
     /// Answer tokens of a request without `max_tokens`.
@@ -126,6 +130,8 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             queue: 32,
+            max_running: 0,
+            stall_ms: 100,
             prefill_chunk: 512,
             max_tokens: 4096,
             context: 0,
@@ -279,6 +285,7 @@ impl Config {
             }))
         };
         at_least("engine.queue", self.engine.queue as u64, 1)?;
+        at_least("engine.stall_ms", self.engine.stall_ms.into(), 1)?;
         at_least("engine.prefill_chunk", self.engine.prefill_chunk as u64, 1)?;
         at_least("engine.max_tokens", self.engine.max_tokens.into(), 1)?;
         if !(0.0..=10.0).contains(&self.engine.skip_kl) {

@@ -50,11 +50,19 @@ impl Writes {
     }
 
     fn first(&self, rows: i32) -> Result<Self> {
-        let first = |a: &Array| a.try_index((.., .., ..rows));
+        self.map(|a| Ok(a.try_index((.., .., ..rows))?))
+    }
+
+    /// The writes of element `i` of a batch.
+    pub fn of(&self, i: i32) -> Result<Self> {
+        self.map(|a| Ok(a.try_index(i..i + 1)?))
+    }
+
+    fn map(&self, part: impl Fn(&Array) -> Result<Array>) -> Result<Self> {
         Ok(Self {
-            k: first(&self.k)?,
-            correction: first(&self.correction)?,
-            log_decay: first(&self.log_decay)?,
+            k: part(&self.k)?,
+            correction: part(&self.correction)?,
+            log_decay: part(&self.log_decay)?,
         })
     }
 }
@@ -84,26 +92,18 @@ impl Recurrent {
         })
     }
 
-    /// The delta rule's matrix after all rows.
-    pub fn matrix(&self) -> &Array {
-        &self.state
+    /// The delta rule's matrix [1, H_v, D_v, D_k] and the convolution's tail [1, K - 1, C], after all
+    /// rows.
+    pub fn state(&self) -> (&Array, &Array) {
+        (&self.state, &self.tail)
     }
 
-    /// Prepends the convolution's tail to `x` [1, T, C], giving [1, K - 1 + T, C], and stores the
-    /// new tail.
-    pub fn convolution_input(&mut self, x: &Array) -> Result<Array> {
+    /// Replaces matrix and tail after further rows: `x` [1, T, C], the convolution's inputs, which
+    /// wrote `writes`.
+    pub fn advance(&mut self, matrix: Array, tail: Array, x: Array, writes: Writes) {
+        (self.state, self.tail) = (matrix, tail);
         if let Some(mark) = &mut self.draft_mark {
-            mark.inputs.push(x.clone());
-        }
-        let joined = concatenate(&[&self.tail, x], 1)?;
-        self.tail = joined.try_index((.., x.dim(1).., ..))?;
-        Ok(joined)
-    }
-
-    /// Replaces the matrix after further rows, which wrote `writes`.
-    pub fn advance(&mut self, matrix: Array, writes: Writes) {
-        self.state = matrix;
-        if let Some(mark) = &mut self.draft_mark {
+            mark.inputs.push(x);
             mark.writes.push(writes);
         }
     }

@@ -101,6 +101,7 @@ impl Decoder {
             governor: self.new_governor(),
             draft: None,
             queued_steps: 0,
+            passed_over: 0,
             skipped_layers: self.skip.len() as u32,
             sampler: Sampler::new(self.sampling(&request, &plan)),
             seed,

@@ -12,6 +12,7 @@ pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
+mod plan;
 mod prefetch;
 mod rewind;
 mod sample;
@@ -30,7 +31,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
@@ -43,9 +44,10 @@ use tokio::sync::mpsc::error::TryRecvError;
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
+use self::plan::{Budget, PassCosts, Pending};
 use self::prefetch::Prefetch;
 use self::sample::within;
-use self::sequence::{Sampled, Sequence, StepInput};
+use self::sequence::{STEP_ROWS, Sampled, Sequence, StepInput};
 use self::threads::Threads;
 use crate::cache::Span;
 use crate::config::{
@@ -60,9 +62,8 @@ use crate::request::Event;
 use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
 
-/// Sequences that are decoded at the same time; further requests wait in the queue. The loop handles
-/// any number, but more than one needs scheduling first (prefill against decode, memory).
-const SEQUENCES: usize = 1;
+/// Requests that run at the same time if the configuration does not say, on a CPU and on a GPU.
+const RUNNING: [usize; 2] = [4, 8];
 
 /// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
 /// files change; their state is stored in the folder `data`.
@@ -132,7 +133,12 @@ pub struct Decoder {
     vocabulary: i32,
     context: usize,
     max_tokens: u32,
+    /// Most sequences that run at the same time; further requests wait in the queue.
+    max_running: usize,
     prefill_chunk: usize,
+    /// See [`Budget::stall`].
+    stall: Duration,
+    pass_costs: PassCosts,
     speculation: SpeculationConfig,
     /// The smaller model that drafts for `model`, if configured.
     draft_model: Option<Rc<dyn Model>>,
@@ -250,7 +256,13 @@ impl Decoder {
             vocabulary,
             context,
             max_tokens: config.engine.max_tokens,
+            max_running: match config.engine.max_running {
+                0 => RUNNING[usize::from(!on_cpu)],
+                limit => limit,
+            },
             prefill_chunk: config.engine.prefill_chunk,
+            stall: Duration::from_millis(config.engine.stall_ms.into()),
+            pass_costs: PassCosts::default(),
             speculation: config.speculation,
             draft_model,
             exit_layers: calibration.exit_layers,
@@ -311,7 +323,7 @@ impl Decoder {
                     },
                 }
             }
-            while self.sequences.len() < SEQUENCES {
+            while self.sequences.len() < self.max_running {
                 let Ok(job) = jobs.try_recv() else { break };
                 self.start_request(job);
             }
@@ -380,12 +392,13 @@ impl Decoder {
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
     fn advance(&mut self, running: &mut [Sequence]) -> Result<()> {
         let start = Instant::now();
+        let alone = running.len() == 1;
         for sequence in &mut *running {
-            self.propose_draft(sequence)?;
+            // The costs of drafting are those of one sequence.
+            self.propose_draft(sequence, alone)?;
         }
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
-        self.forward(running)?;
-        let alone = running.len() == 1;
+        let prompt_rows = self.forward(running)?;
         for (sequence, sampled) in running.iter_mut().zip(pending) {
             self.save_at_save_point(sequence);
             if let Some(draft) = sequence.draft.take() {
@@ -401,17 +414,26 @@ impl Decoder {
             }
             sequence.take_checkpoint()?;
         }
+        self.pass_costs.learn(prompt_rows, start.elapsed().as_secs_f32());
         Ok(())
     }
 
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
-    fn forward(&mut self, running: &mut [Sequence]) -> Result<()> {
+    /// Returns the number of rows of prompt among them.
+    fn forward(&mut self, running: &mut [Sequence]) -> Result<usize> {
         let mut ids = Vec::new();
         let mut ran = Vec::new();
         let mut spans = Vec::new();
-        for (i, sequence) in running.iter_mut().enumerate() {
+        let planned = self.plan_prefill(running);
+        let prompt_rows = planned.iter().sum();
+        for (i, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
+            let waits = planned == 0 && sequence.prompt_rows() > 0;
+            sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
+            if waits {
+                continue;
+            }
             let mut step = sequence.sampler.steps();
-            let rows = match sequence.next_input(self.prefill_chunk)? {
+            let rows = match sequence.next_input(planned.max(STEP_ROWS))? {
                 StepInput::Tokens(tokens) => {
                     sequence.queued_steps = 0;
                     token_ids(&tokens)
@@ -436,7 +458,7 @@ impl Decoder {
             ran.push((i, step));
         }
         if ids.is_empty() {
-            return Ok(());
+            return Ok(0);
         }
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
         if let Some(threads) = &mut self.threads {
@@ -445,7 +467,7 @@ impl Decoder {
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
         let mut end = 0;
-        let mut prefilled = Vec::new();
+        let (mut prefilled, mut sampling, mut last_rows) = (Vec::new(), Vec::new(), Vec::new());
         for ((i, step), rows) in ran.into_iter().zip(&ids) {
             let rows = rows.dim(0);
             end += rows;
@@ -462,19 +484,46 @@ impl Decoder {
             }
             sequence.observe(&own, sequence.cache.position - rows as usize)?;
             sequence.governor.iter_mut().for_each(Governor::count_step);
-            let logits = self.logits(&own.try_index((.., rows - 1..))?)?.squeeze_axes(&[1])?;
-            let index = sequence.cache.position as u64;
-            let token = sequence.sampler.sample(&logits, step, sequence.seed, index)?;
-            sequence.sampled = Some(Sampled::Computing(token.clone()));
-            sequence.next_logits = Some((sequence.cache.position, logits));
-            // MLX is lazy: the next step must be queued before this token is read, or the device idles
-            // for one round trip a token.
-            async_eval([&token])?;
+            sampling.push((i, step));
+            last_rows.push(own.try_index((.., rows - 1..))?);
+        }
+        if !sampling.is_empty() {
+            // One product with the head, the largest matrix of most models.
+            let hidden = if last_rows.len() == 1 {
+                last_rows.remove(0)
+            } else {
+                concatenate(&last_rows, 1)?
+            };
+            let logits = self.logits(&hidden)?;
+            let mut tokens = Vec::with_capacity(sampling.len());
+            for (row, (i, step)) in (0i32..).zip(sampling) {
+                let sequence = &mut running[i];
+                let logits = logits.try_index((.., row..row + 1))?.squeeze_axes(&[1])?;
+                let index = sequence.cache.position as u64;
+                let token = sequence.sampler.sample(&logits, step, sequence.seed, index)?;
+                sequence.sampled = Some(Sampled::Computing(token.clone()));
+                sequence.next_logits = Some((sequence.cache.position, logits));
+                tokens.push(token);
+            }
+            // MLX is lazy: the next step must be queued before these tokens are read, or the device
+            // idles for one round trip a token.
+            async_eval(&tokens)?;
         }
         if !prefilled.is_empty() {
             eval(&prefilled)?;
         }
-        Ok(())
+        Ok(prompt_rows)
+    }
+
+    /// The rows of prompt that each sequence runs in this step.
+    fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
+        let pending = |sequence: &Sequence| Pending {
+            rows: sequence.prompt_rows(),
+            passed_over: sequence.passed_over,
+        };
+        let pending: Vec<Pending> = running.iter().map(pending).collect();
+        let budget = Budget { stall: self.stall, chunk: self.prefill_chunk };
+        plan::prefill_rows(&pending, &self.pass_costs, budget)
     }
 
     /// Saves the state of the prompt if the cache is at its next save point.

@@ -121,7 +121,7 @@ fn filtered(sorted: &Array, sampling: &Sampling) -> Result<Array> {
 }
 
 /// SplitMix64's finalizer over seed and index: neighbouring positions get unrelated keys.
-fn mix(seed: u64, index: u64) -> u64 {
+pub fn mix(seed: u64, index: u64) -> u64 {
     let mut z = seed.wrapping_add((index + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -22,6 +22,7 @@ use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
 use super::speculate::Draft;
 use crate::cache::Cache;
+use crate::config::DEPTH;
 use crate::error::{Error, Result};
 use crate::policy::{LoopReport, Session, Summary};
 use crate::prefix::Retention;
@@ -30,6 +31,9 @@ use crate::text::{Phase, Piece, Text};
 
 /// Most notes of one reply; one more says that further notes were dropped.
 const NOTES: usize = 256;
+
+/// Most rows of a step of a sequence that has caught up: the last token and a draft.
+pub const STEP_ROWS: usize = DEPTH + 1;
 
 /// One request being decoded.
 pub struct Sequence {
@@ -65,6 +69,8 @@ pub struct Sequence {
     pub draft: Option<Draft>,
     /// Plain steps in a row, each queued while the previous one was computed.
     pub queued_steps: u32,
+    /// Steps in a row in which its prompt waited for those of others.
+    pub passed_over: u32,
     /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
     pub sampler: Sampler,
@@ -237,6 +243,13 @@ impl Sequence {
         let full = self.tokens.len() + 1 >= self.limits.context;
         full || (self.reply_state.reply.phase() != Phase::Reasoning
             && self.reply_state.answer_tokens + 1 >= self.limits.answer)
+    }
+
+    /// Rows of the prompt, or of a long text after a rewind, that must run before the next token can be
+    /// sampled. 0 if there are so few that they run as a step.
+    pub fn prompt_rows(&self) -> usize {
+        let rows = self.tokens.len().saturating_sub(self.cache.position);
+        if rows > STEP_ROWS && !self.has_ended() { rows } else { 0 }
     }
 
     /// Whether all committed tokens have run, so that the next one can be sampled.

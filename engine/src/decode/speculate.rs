@@ -110,8 +110,9 @@ impl Decoder {
         self.costs.map(|_| self.learned_governor.clone().unwrap_or_else(new))
     }
 
-    /// Drafts for `sequence` if that pays. Its sampled token is then read and committed first.
-    pub(super) fn propose_draft(&mut self, sequence: &mut Sequence) -> Result<()> {
+    /// Drafts for `sequence` if that is `permitted` and pays. Its sampled token is then read and
+    /// committed first.
+    pub(super) fn propose_draft(&mut self, sequence: &mut Sequence, permitted: bool) -> Result<()> {
         if !sequence.is_caught_up() || sequence.sampled.is_none() {
             return Ok(());
         }
@@ -119,13 +120,16 @@ impl Decoder {
         // been read costs no wait.
         let costs = self.costs.unwrap_or_default();
         let unread = matches!(sequence.sampled, Some(Sampled::Computing(_)));
-        if unread && sequence.choose_draft(&costs, true).is_none() {
+        if unread && !(permitted && sequence.choose_draft(&costs, true).is_some()) {
             return Ok(());
         }
         let token = sequence.sampled.take().expect("checked above").read()?;
         self.commit_and_settle(sequence, token)?;
         let position = sequence.cache.position;
         if sequence.has_ended() || sequence.tokens.len() != position + 1 {
+            return Ok(());
+        }
+        if !permitted {
             return Ok(());
         }
         let Some(choice) = sequence.choose_draft(&costs, false) else { return Ok(()) };

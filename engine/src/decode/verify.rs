@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 
 use super::draft::{DraftContext, Drafter, MovingRate};
 use super::governor::{Governor, Mode};
-use super::sample::sample_with_margin;
+use super::sample::{mix, sample_with_margin};
 use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::Span;
@@ -48,6 +48,8 @@ pub enum DecodePath {
     Drafted(DraftKind),
     /// As requests are served: the governor decides.
     Governed,
+    /// Among up to this many other requests, which join and leave at random steps.
+    Batched(usize),
 }
 
 impl DecodePath {
@@ -60,6 +62,7 @@ impl DecodePath {
             Self::Rewound => "rewound after forced rejections".into(),
             Self::Drafted(kind) => format!("{} drafts", kind.name()),
             Self::Governed => "governor".into(),
+            Self::Batched(others) => format!("among {others} other requests"),
         }
     }
 }
@@ -114,8 +117,8 @@ struct Reply {
 impl Decoder {
     /// The paths that this model and configuration have.
     pub fn paths(&self) -> Result<Vec<DecodePath>> {
-        use DecodePath::{Chunked, Drafted, Governed, Plain, Resumed, Rewound};
-        let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound];
+        use DecodePath::{Batched, Chunked, Drafted, Governed, Plain, Resumed, Rewound};
+        let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound, Batched(1), Batched(7)];
         paths.extend(self.new_drafters(&[])?.iter().map(|drafter| Drafted(drafter.kind())));
         if self.costs.is_some() {
             paths.push(Governed);
@@ -146,10 +149,10 @@ impl Decoder {
             cached: 0,
         };
         let mut outcomes: Vec<Outcome> = paths.iter().map(empty).collect();
-        for (i, request) in requests.iter().enumerate() {
+        for i in 0..requests.len() {
             let mut plain: Option<Reply> = None;
             for outcome in &mut outcomes {
-                let reply = self.reply(request, outcome.path, tokens, plain.as_ref())?;
+                let reply = self.reply(requests, i, outcome.path, tokens, plain.as_ref())?;
                 outcome.tokens.push(reply.tokens.len() - reply.prompt);
                 outcome.times.push(reply.time);
                 outcome.cached += reply.cached;
@@ -176,10 +179,12 @@ impl Decoder {
         Ok(outcomes)
     }
 
-    /// Computes one reply from an empty prefix cache. `plain` is the expected reply, if known.
+    /// Computes the reply to request `i` from an empty prefix cache; the others may run beside it.
+    /// `plain` is the expected reply, if known.
     fn reply(
         &mut self,
-        request: &Request,
+        requests: &[Request],
+        i: usize,
         path: DecodePath,
         tokens: usize,
         plain: Option<&Reply>,
@@ -190,39 +195,39 @@ impl Decoder {
         }
         self.prefixes = Prefixes::new(self.prefixes.empty(), CACHE_BYTES, None, 0)?;
         if path == DecodePath::Resumed {
-            self.complete(request, path, 1, plain)?;
+            self.complete(requests, i, path, 1, plain)?;
         }
-        let reply = self.complete(request, path, tokens, plain);
+        let reply = self.complete(requests, i, path, tokens, plain);
         self.prefill_chunk = chunk;
         reply
     }
 
     fn complete(
         &mut self,
-        request: &Request,
+        requests: &[Request],
+        i: usize,
         path: DecodePath,
         tokens: usize,
         plain: Option<&Reply>,
     ) -> Result<Reply> {
-        // Dropping the receiver would cancel the request.
-        let (events, _receiver) = mpsc::unbounded_channel();
-        // Greedy and with a fixed seed, unless the prompt's file sets them.
-        let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
-        let sampling = request.sampling.or(greedy);
-        let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
-        let mut sequence = self.admit(Job { request, events })?;
+        let mut sequence = self.admit_for_verification(&requests[i])?;
         sequence.limits.context = self.context.min(sequence.prompt + tokens);
         self.restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
         let mut running = vec![sequence];
         let mut start = Instant::now();
+        let mut step = 0;
         while !running[0].has_ended() {
+            if let DecodePath::Batched(others) = path {
+                self.change_others(&mut running, requests, others, step)?;
+            }
             self.advance(&mut running)?;
             if running[0].tokens.len() == running[0].prompt {
                 start = Instant::now();
             }
+            step += 1;
         }
         let time = start.elapsed();
-        let mut sequence = running.pop().expect("one sequence is running");
+        let mut sequence = running.swap_remove(0);
         if let Some(error) = sequence.take_failure() {
             return Err(error);
         }
@@ -239,9 +244,47 @@ impl Decoder {
         })
     }
 
+    /// Admits a request: greedy and with a fixed seed, unless the prompt's file sets them.
+    fn admit_for_verification(&mut self, request: &Request) -> Result<Sequence> {
+        // Dropping the receiver cancels a request only where requests are served.
+        let (events, _) = mpsc::unbounded_channel();
+        let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
+        let sampling = request.sampling.or(greedy);
+        let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
+        self.admit(Job { request, events })
+    }
+
+    /// Lets the sequences after the first join and leave at pseudo-random steps.
+    fn change_others(
+        &mut self,
+        running: &mut Vec<Sequence>,
+        requests: &[Request],
+        others: usize,
+        step: u64,
+    ) -> Result<()> {
+        let first = running.remove(0);
+        running.retain(|sequence| !sequence.has_ended());
+        running.insert(0, first);
+        let random = mix(others as u64, step) as usize;
+        if running.len() <= others && random.is_multiple_of(3) {
+            let mut request = requests[random / 3 % requests.len()].clone();
+            // Every other one samples.
+            request.sampling.temperature = Some((random / 64 % 2) as f32);
+            request.seed = Some(step);
+            let mut sequence = self.admit_for_verification(&request)?;
+            sequence.drafters.clear();
+            sequence.governor = None;
+            running.push(sequence);
+        } else if running.len() > 1 && random % 16 == 1 {
+            running.remove(1 + random / 16 % (running.len() - 1));
+        }
+        Ok(())
+    }
+
     /// Tokens of prompt and reply, computed plainly; errors as those of [`Decoder::verify`].
     pub(super) fn plain_text(&mut self, request: &Request, tokens: usize) -> Result<Vec<u32>> {
-        Ok(self.reply(request, DecodePath::Plain, tokens, None)?.tokens)
+        let requests = std::slice::from_ref(request);
+        Ok(self.reply(requests, 0, DecodePath::Plain, tokens, None)?.tokens)
     }
 
     /// Leaves `sequence` the drafters and the governor of `path`. `plain` holds the tokens that it

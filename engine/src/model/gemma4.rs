@@ -455,24 +455,15 @@ impl SelfAttn {
     fn forward(&self, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
         let (rows, h, d) = (x.dim(1), self.heads, self.head_dim);
         let q = self.q_norm.forward(&self.q_proj.forward(x)?.reshape(&[1, rows, h, d])?)?;
-        let join = |y: Array, rows| -> Result<Array> {
-            Ok(y.swap_axes(1, 2)?.reshape(&[1, rows, h * d])?)
-        };
+        let q = self.rope.forward(&q, spans)?;
         let mixed = if let Some(kv) = &self.kv {
             let (k, v) = kv.forward(x, &[1, rows, self.kv_heads, d])?;
+            let k = self.rope.forward(&k, spans)?;
             by_span([q, k, v], spans, |[q, k, v], span| {
-                let offset = span.offset();
-                let q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
-                let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
-                let v = v.swap_axes(1, 2)?;
-                let cache = &mut span.cache.layers[self.source];
-                join(attention(&q, &k, &v, SCORES, cache)?, span.rows)
+                attention([&q, &k, &v], SCORES, &mut span.cache.layers[self.source])
             })?
         } else {
-            by_span([q], spans, |[q], span| {
-                let q = self.rope.forward(&q.swap_axes(1, 2)?, span.offset())?;
-                join(attend(&q, SCORES, &span.cache.layers[self.source])?, span.rows)
-            })?
+            by_span([q], spans, |[q], span| attend(&q, SCORES, &span.cache.layers[self.source]))?
         };
         self.o_proj.forward(&mixed)
     }

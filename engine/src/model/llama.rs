@@ -234,29 +234,25 @@ impl SelfAttn {
         let q = normed(&self.q_norm, self.q_proj.forward(x)?.reshape(&[1, rows, h, d])?)?;
         let k = normed(&self.k_norm, self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
         let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
-        let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
-            let offset = span.offset();
-            let mut q = rope.forward(&q.swap_axes(1, 2)?, offset)?;
+        let (q, k) = (rope.forward(&q, spans)?, rope.forward(&k, spans)?);
+        let mixed = by_span([q, k, v], spans, |[mut q, k, v], span| {
             if let Some(growth) = self.config.growth {
-                q = q.multiply(growth.factors(offset, span.rows, q.dtype())?)?;
+                q = q.multiply(growth.factors(span.offset(), span.rows, q.dtype())?)?;
             }
-            let k = rope.forward(&k.swap_axes(1, 2)?, offset)?;
-            let v = v.swap_axes(1, 2)?;
-            let y = attention(&q, &k, &v, self.config.scores, &mut span.cache.layers[layer])?;
-            Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
+            attention([&q, &k, &v], self.config.scores, &mut span.cache.layers[layer])
         })?;
         self.o_proj.forward(&mixed)
     }
 }
 
 impl Growth {
-    /// [T, 1] for positions from `offset` on.
+    /// [T, 1, 1] for positions from `offset` on.
     fn factors(self, offset: i32, rows: i32, dtype: Dtype) -> Result<Array> {
         let steps = floor(
             arange::<_, f32>(offset, offset + rows, None)?.divide(Array::from_f32(self.trained))?,
         )?;
         let factors =
             log1p(steps)?.multiply(Array::from_f32(self.beta))?.add(Array::from_f32(1.0))?;
-        Ok(factors.as_dtype(dtype)?.expand_dims(1)?)
+        Ok(factors.as_dtype(dtype)?.reshape(&[rows, 1, 1])?)
     }
 }

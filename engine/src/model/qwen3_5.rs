@@ -250,14 +250,10 @@ impl SelfAttn {
         let q = self.q_norm.forward(&q_gate[0])?;
         let k = self.k_norm.forward(&self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
         let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
+        let (q, k) = (self.rope.forward(&q, spans)?, self.rope.forward(&k, spans)?);
+        let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None };
         let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
-            let offset = span.offset();
-            let q = self.rope.forward(&q.swap_axes(1, 2)?, offset)?;
-            let k = self.rope.forward(&k.swap_axes(1, 2)?, offset)?;
-            let v = v.swap_axes(1, 2)?;
-            let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None };
-            let y = attention(&q, &k, &v, scores, &mut span.cache.layers[layer])?;
-            Ok(y.swap_axes(1, 2)?.reshape(&[1, span.rows, h * d])?)
+            attention([&q, &k, &v], scores, &mut span.cache.layers[layer])
         })?;
         self.o_proj.forward(&sigmoid_gated(gate, mixed)?)
     }
@@ -301,12 +297,7 @@ impl LinearAttn {
         let z = self.in_proj_z.forward(x)?;
         let b = self.in_proj_b.forward(x)?;
         let a = self.in_proj_a.forward(x)?;
-        let mixed = by_span([qkv, z, b, a], spans, |[qkv, z, b, a], span| {
-            let LayerCache::Recurrent(cache) = &mut span.cache.layers[layer] else {
-                unreachable!("new_cache made this layer's cache")
-            };
-            self.delta.forward(&Projected { qkv, z, b, a }, cache)
-        })?;
+        let mixed = self.delta.forward(&Projected { qkv, z, b, a }, spans, layer)?;
         self.out_proj.forward(&mixed)
     }
 }

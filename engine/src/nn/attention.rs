@@ -18,27 +18,29 @@ pub struct Scores {
     pub softcap: Option<f32>,
 }
 
-/// Causal attention of `q` over `cache`, after appending `k` and `v` to it.
+/// Causal attention of the rows of a span over `cache`, after appending their keys and values to it.
 ///
-/// `q` [1, H_q, T, D]; `k`, `v` [1, H_kv, T, D]; returns [1, H_q, T, D] in `q`'s dtype.
-pub fn attention(
-    q: &Array,
-    k: &Array,
-    v: &Array,
-    scores: Scores,
-    cache: &mut LayerCache,
-) -> Result<Array> {
+/// `q` [1, T, H_q, D]; `k`, `v` [1, T, H_kv, D]; returns [1, T, H_q D] in `q`'s dtype.
+pub fn attention([q, k, v]: [&Array; 3], scores: Scores, cache: &mut LayerCache) -> Result<Array> {
+    let (k, v) = (k.swap_axes(1, 2)?, v.swap_axes(1, 2)?);
     match cache {
-        LayerCache::Full(full) => full.append(k, v)?,
-        LayerCache::Quantized(quantized) => quantized.append(k, v)?,
-        LayerCache::Sliding(sliding) => sliding.append(k, v)?,
+        LayerCache::Full(full) => full.append(&k, &v)?,
+        LayerCache::Quantized(quantized) => quantized.append(&k, &v)?,
+        LayerCache::Sliding(sliding) => sliding.append(&k, &v)?,
         LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
     }
     attend(q, scores, cache)
 }
 
-/// Causal attention of `q`, the queries of the last T positions in `cache`.
+/// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].
 pub fn attend(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
+    let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
+    let y = attend_heads(&q.swap_axes(1, 2)?, scores, cache)?;
+    Ok(y.swap_axes(1, 2)?.reshape(&[1, rows, heads * dim])?)
+}
+
+/// [`attend`] with heads first: `q` and the result are [1, H_q, T, D].
+fn attend_heads(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
     let rows = q.dim(2);
     let (k, v, window) = match cache {
         LayerCache::Full(full) => {
@@ -174,28 +176,28 @@ mod tests {
     /// first quantized one stay exact, in any number of pieces.
     #[test]
     fn quantized_attention_equals_attention_over_dequantized_kv() {
-        let (k, v) = (normal(1, &[1, 2, 40, 64]), normal(2, &[1, 2, 40, 64]));
-        let q = normal(3, &[1, 6, 40, 64]);
+        let (k, v) = (normal(1, &[1, 40, 2, 64]), normal(2, &[1, 40, 2, 64]));
+        let q = normal(3, &[1, 40, 6, 64]);
         let scores = Scores { scale: 0.125, softcap: None };
         for (bits, from) in [(8, 0), (4, 0), (8, 13), (4, 39), (4, 40)] {
             let stored = |a: &Array| {
                 let (w, s, b) = quantize(a, 64, bits).unwrap();
                 let coarse = dequantize(w, s, &b, 64, bits).unwrap();
-                let [head, _] = &a.split_at_indices(&[from], 2).unwrap()[..] else { panic!() };
-                let [_, tail] = &coarse.split_at_indices(&[from], 2).unwrap()[..] else { panic!() };
-                concatenate(&[head, tail], 2).unwrap()
+                let [head, _] = &a.split_at_indices(&[from], 1).unwrap()[..] else { panic!() };
+                let [_, tail] = &coarse.split_at_indices(&[from], 1).unwrap()[..] else { panic!() };
+                concatenate(&[head, tail], 1).unwrap()
             };
             let mut full = LayerCache::Full(Full::new(2, 64));
-            let expected = attention(&q, &stored(&k), &stored(&v), scores, &mut full).unwrap();
+            let expected = attention([&q, &stored(&k), &stored(&v)], scores, &mut full).unwrap();
             for pieces in [vec![], vec![1, 2, 17], vec![13], vec![39]] {
                 let quantized = Quantized::new(&Full::new(2, 64), bits, from).unwrap();
                 let mut cache = LayerCache::Quantized(quantized);
-                let split = |a: &Array| a.split_at_indices(&pieces, 2).unwrap();
+                let split = |a: &Array| a.split_at_indices(&pieces, 1).unwrap();
                 let parts = split(&q).into_iter().zip(split(&k)).zip(split(&v));
                 let ys: Vec<Array> = parts
-                    .map(|((q, k), v)| attention(&q, &k, &v, scores, &mut cache).unwrap())
+                    .map(|((q, k), v)| attention([&q, &k, &v], scores, &mut cache).unwrap())
                     .collect();
-                let difference = concatenate(&ys, 2).unwrap().subtract(&expected).unwrap();
+                let difference = concatenate(&ys, 1).unwrap().subtract(&expected).unwrap();
                 let worst = difference.abs().unwrap().max(None).unwrap().item_exact::<f32>();
                 assert!(worst < 1e-4, "{bits} bits from {from}, {pieces:?}: {worst}");
             }

@@ -22,11 +22,11 @@ use mlx_rs::Array;
 use mlx_rs::error::Exception;
 use mlx_rs::transforms::compile::compile;
 
-use crate::config::DEPTH;
 use crate::error::{Error, Result};
 
-/// Rows of the longest step: the committed token and a draft of [`DEPTH`] tokens.
-const STEP_ROWS: i32 = DEPTH as i32 + 1;
+/// Most rows of a pass that is compiled: steps of many sequences, or of some with drafts. Each number
+/// of rows records a graph.
+const STEP_ROWS: i32 = 32;
 
 type Compiled = Rc<RefCell<dyn FnMut(&[Array]) -> std::result::Result<Vec<Array>, Exception>>>;
 
@@ -41,14 +41,14 @@ pub fn compile_steps(on: bool) {
     ON.set(on);
 }
 
-/// `formula(x)`, compiled if [`compile_steps`] enabled it and `x[0]` is [1, R, ..] with R at most
-/// [`DEPTH`] + 1. The formula captures nothing, and its result depends on `x` only.
+/// `formula(x)`, compiled if [`compile_steps`] enabled it and `x[0]` [B, T, ..] has at most
+/// [`STEP_ROWS`] rows, B T. The formula captures nothing, and its result depends on `x` only.
 pub fn fused<F, const N: usize>(x: &[Array], formula: F) -> Result<[Array; N]>
 where
     F: Fn(&[Array]) -> Result<[Array; N]> + 'static,
 {
     const { assert!(size_of::<F>() == 0, "a compiled formula captures nothing") };
-    if !ON.get() || x[0].dim(0) != 1 || x[0].dim(1) > STEP_ROWS {
+    if !ON.get() || x[0].dim(0) * x[0].dim(1) > STEP_ROWS {
         return formula(x);
     }
     let compiled = FORMULAS.with_borrow_mut(|formulas| {
@@ -69,6 +69,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::{Cache, LayerCache, Span};
     use crate::nn::{GatedDelta, Projected, RmsNorm, geglu, sigmoid_gated, swiglu};
     use mlx_rs::{Device, Dtype, random};
     use std::process::Command;
@@ -90,7 +91,7 @@ mod tests {
             key_dim: 32,
             value_dim: 16,
         };
-        let mut cache = layer.new_cache(dtype).unwrap();
+        let mut cache = Cache::new(vec![LayerCache::Recurrent(layer.new_cache(dtype).unwrap())]);
         let mut forward = |seed, rows| {
             let x = Projected {
                 qkv: normal(seed, &[1, rows, 2 * 2 * 32 + 4 * 16], dtype),
@@ -98,11 +99,11 @@ mod tests {
                 b: normal(seed + 2, &[1, rows, 4], dtype),
                 a: normal(seed + 3, &[1, rows, 4], dtype),
             };
-            layer.forward(&x, &mut cache).unwrap()
+            layer.forward(&x, &mut [Span { rows, cache: &mut cache }], 0).unwrap()
         };
         forward(20, 3);
         let y = forward(30, rows);
-        [vec![y], cache.arrays()].concat()
+        [vec![y], cache.arrays().unwrap()].concat()
     }
 
     /// `formula` returns the same plain and compiled, up to `bound` of the largest value. Called

@@ -22,7 +22,7 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype, fast};
 
 use super::{RmsNorm, fused, scaled, silu};
-use crate::cache::{Recurrent, Writes, delta_write};
+use crate::cache::{LayerCache, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
 
 /// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
@@ -57,17 +57,39 @@ pub struct GatedDelta {
     pub value_dim: i32,
 }
 
-/// Projections of a span's rows.
+/// Projections of rows: of all in a pass (B = 1), or of spans with the same number of rows.
 #[derive(Debug, Clone)]
 pub struct Projected {
-    /// [1, T, C]: q, k and v before the convolution, C = 2 H_k D_k + H_v D_v.
+    /// [B, T, C]: q, k and v before the convolution, C = 2 H_k D_k + H_v D_v.
     pub qkv: Array,
-    /// [1, T, H_v D_v], the output gate.
+    /// [B, T, H_v D_v], the output gate.
     pub z: Array,
-    /// [1, T, H_v], strength before the sigmoid.
+    /// [B, T, H_v], strength before the sigmoid.
     pub b: Array,
-    /// [1, T, H_v], input of the decay.
+    /// [B, T, H_v], input of the decay.
     pub a: Array,
+}
+
+impl Projected {
+    fn rows(&self, start: i32, rows: i32) -> Result<Self> {
+        let part = |a: &Array| a.try_index((.., start..start + rows));
+        Ok(Self { qkv: part(&self.qkv)?, z: part(&self.z)?, b: part(&self.b)?, a: part(&self.a)? })
+    }
+
+    fn stack(parts: &[Self]) -> Result<Self> {
+        if let [part] = parts {
+            return Ok(part.clone());
+        }
+        let joined = |field: fn(&Self) -> &Array| {
+            concatenate(&parts.iter().map(field).collect::<Vec<_>>(), 0)
+        };
+        Ok(Self {
+            qkv: joined(|part| &part.qkv)?,
+            z: joined(|part| &part.z)?,
+            b: joined(|part| &part.b)?,
+            a: joined(|part| &part.a)?,
+        })
+    }
 }
 
 impl GatedDelta {
@@ -82,25 +104,81 @@ impl GatedDelta {
         )
     }
 
-    /// Runs a span's rows through convolution, delta rule, norm and gate: [1, T, H_v D_v].
-    pub fn forward(&self, x: &Projected, cache: &mut Recurrent) -> Result<Array> {
-        let [rows, values] = [x.qkv.dim(1), self.value_heads * self.value_dim];
+    /// Runs the rows `x` of all spans through convolution, delta rule, norm and gate: [1, R, H_v D_v].
+    /// `layer` is their entry in each span's cache.
+    ///
+    /// Short spans of the same number of rows, such as the steps of all sequences that decode, are
+    /// stacked in one batch. Each element of a batch is computed as if it were alone.
+    pub fn forward(&self, x: &Projected, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        if let [span] = spans {
+            return self.run(x, &mut [recurrent(span, layer)]);
+        }
+        let mut starts = Vec::with_capacity(spans.len());
+        let mut end = 0;
+        for span in &*spans {
+            starts.push(end);
+            end += span.rows;
+        }
+        let mut parts: Vec<Option<Array>> = vec![None; spans.len()];
+        for first in 0..spans.len() {
+            if parts[first].is_some() {
+                continue;
+            }
+            let rows = spans[first].rows;
+            let stacked = |i: usize| i == first || (spans[i].rows == rows && rows <= SHORT_ROWS);
+            let batch: Vec<usize> = (first..spans.len()).filter(|&i| stacked(i)).collect();
+            let own: Vec<Projected> =
+                batch.iter().map(|&i| x.rows(starts[i], rows)).collect::<Result<_>>()?;
+            let mut caches: Vec<&mut Recurrent> = spans
+                .iter_mut()
+                .enumerate()
+                .filter(|(i, _)| batch.contains(i))
+                .map(|(_, span)| recurrent(span, layer))
+                .collect();
+            let y = self.run(&Projected::stack(&own)?, &mut caches)?;
+            for (element, &i) in (0i32..).zip(&batch) {
+                parts[i] = Some(y.try_index(element..element + 1)?);
+            }
+        }
+        let parts: Vec<Array> = parts.into_iter().flatten().collect();
+        Ok(concatenate(&parts, 1)?)
+    }
+
+    /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
+    fn run(&self, x: &Projected, caches: &mut [&mut Recurrent]) -> Result<Array> {
+        let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), self.value_heads * self.value_dim];
         let dtype = x.qkv.dtype();
-        let joined = cache.convolution_input(&x.qkv)?;
-        let state = cache.matrix().clone();
-        let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state];
+        let stacked = |parts: Vec<&Array>| -> Result<Array> {
+            match parts[..] {
+                [part] => Ok(part.clone()),
+                _ => Ok(concatenate(&parts, 0)?),
+            }
+        };
+        let state = stacked(caches.iter().map(|cache| cache.state().0).collect())?;
+        let tail = stacked(caches.iter().map(|cache| cache.state().1).collect())?;
+        let joined = concatenate(&[&tail, &x.qkv], 1)?;
+        let tail = joined.try_index((.., rows.., ..))?;
+        let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state.clone()];
         inputs.extend([&self.a_log, &self.dt_bias].map(Array::clone));
         inputs.extend_from_slice(&self.conv1d);
         let (y, state, writes) = if rows <= SHORT_ROWS {
             let [y, state, k, correction, log_decay] = fused(&inputs, step)?;
             (y, state, Writes { k, correction, log_decay })
         } else {
-            delta_rule_chunked(&delta_inputs(&inputs)?, cache.matrix())?
+            delta_rule_chunked(&delta_inputs(&inputs)?, &state)?
         };
-        cache.advance(state, writes);
+        match caches {
+            [cache] => cache.advance(state, tail, x.qkv.clone(), writes),
+            _ => {
+                for (i, cache) in (0i32..).zip(caches) {
+                    let own = |a: &Array| a.try_index(i..i + 1);
+                    cache.advance(own(&state)?, own(&tail)?, own(&x.qkv)?, writes.of(i)?);
+                }
+            }
+        }
 
         let y = self.norm.forward(&y.swap_axes(1, 2)?.as_dtype(dtype)?)?;
-        let y = y.reshape(&[1, rows, values])?;
+        let y = y.reshape(&[batch, rows, values])?;
         let [y] = fused(&[y, x.z.clone()], |x| {
             let gate = silu(&x[1].as_dtype(Dtype::Float32)?)?;
             Ok([x[0].multiply(gate)?.as_dtype(x[0].dtype())?])
@@ -109,8 +187,16 @@ impl GatedDelta {
     }
 }
 
+/// The recurrent cache of a GatedDeltaNet layer.
+fn recurrent<'a>(span: &'a mut Span<'_>, layer: usize) -> &'a mut Recurrent {
+    match &mut span.cache.layers[layer] {
+        LayerCache::Recurrent(recurrent) => recurrent,
+        _ => unreachable!("new_cache made this layer's cache"),
+    }
+}
+
 /// A step of a few rows, from the projections to the norm: `inputs` as in [`delta_inputs`]; returns
-/// y [1, H, T, D_v], the next state, and the fields of [`Writes`].
+/// y [B, H, T, D_v], the next state, and the fields of [`Writes`].
 fn step(inputs: &[Array]) -> Result<[Array; 5]> {
     let (y, state, writes) = delta_rule_short(&delta_inputs(inputs)?, &inputs[3])?;
     let Writes { k, correction, log_decay } = writes;
@@ -125,19 +211,19 @@ fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
     let [b, a, joined, state, a_log, dt_bias, taps @ ..] = inputs else {
         unreachable!("GatedDelta::forward passes all of these")
     };
-    let [rows, value_heads, value_dim, key_dim] =
-        [b.dim(1), state.dim(1), state.dim(2), state.dim(3)];
+    let [batch, rows] = [b.dim(0), b.dim(1)];
+    let [value_heads, value_dim, key_dim] = [state.dim(1), state.dim(2), state.dim(3)];
     let keys = (joined.dim(2) - value_heads * value_dim) / 2;
     let qkv = convolve(joined, taps, rows)?.split_at_indices(&[keys, 2 * keys], 2)?;
-    // [1, T, H_k D_k] to unit vectors [1, T, H_v, D_k], each head repeated for its value heads.
+    // [B, T, H_k D_k] to unit vectors [B, T, H_v, D_k], each head repeated for its value heads.
     let unit_heads = |x: &Array| -> Result<Array> {
-        let x = x.reshape(&[1, rows, keys / key_dim, 1, key_dim])?;
+        let x = x.reshape(&[batch, rows, keys / key_dim, 1, key_dim])?;
         // rms_norm divides by the root of the mean; the factor D^-0.5 makes it the root of the sum.
         let dim = key_dim as f32;
         let unit = scaled(&fast::rms_norm(x, None, L2_EPS / dim)?, dim.powf(-0.5))?;
         let repeats = value_heads / (keys / key_dim);
-        let unit = broadcast_to(&unit, &[1, rows, keys / key_dim, repeats, key_dim])?;
-        Ok(unit.reshape(&[1, rows, value_heads, key_dim])?)
+        let unit = broadcast_to(&unit, &[batch, rows, keys / key_dim, repeats, key_dim])?;
+        Ok(unit.reshape(&[batch, rows, value_heads, key_dim])?)
     };
     let zero = Array::from_f32(0.0).as_dtype(a.dtype())?;
     let duration = logaddexp(a.add(dt_bias)?, zero)?;
@@ -148,13 +234,13 @@ fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
     Ok(DeltaInputs {
         q: scaled(&heads_first(&unit_heads(&qkv[0])?)?, (key_dim as f32).powf(-0.5))?,
         k: heads_first(&unit_heads(&qkv[1])?)?,
-        v: heads_first(&qkv[2].reshape(&[1, rows, value_heads, value_dim])?)?,
+        v: heads_first(&qkv[2].reshape(&[batch, rows, value_heads, value_dim])?)?,
         log_decay: heads_first(&log_decay)?,
         beta: heads_first(&sigmoid(b)?)?,
     })
 }
 
-/// Causal depthwise convolution of `x` [1, K - 1 + T, C] with K taps [C], then SiLU.
+/// Causal depthwise convolution of `x` [B, K - 1 + T, C] with K taps [C], then SiLU.
 fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
     let mut sum: Option<Array> = None;
     for (tap, weight) in (0i32..).zip(taps) {
@@ -170,15 +256,15 @@ fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
 /// Inputs of the delta rule, all f32 and heads first.
 #[derive(Debug, Clone)]
 pub struct DeltaInputs {
-    /// [1, H, T, D_k], scaled unit vectors.
+    /// [B, H, T, D_k], scaled unit vectors.
     pub q: Array,
-    /// [1, H, T, D_k], unit vectors.
+    /// [B, H, T, D_k], unit vectors.
     pub k: Array,
-    /// [1, H, T, D_v]
+    /// [B, H, T, D_v]
     pub v: Array,
-    /// [1, H, T], log of g.
+    /// [B, H, T], log of g.
     pub log_decay: Array,
-    /// [1, H, T]
+    /// [B, H, T]
     pub beta: Array,
 }
 
@@ -198,7 +284,7 @@ pub fn delta_rule_recurrent(x: &DeltaInputs, state: &Array) -> Result<(Array, Ar
     Ok((concatenate(&ys, 2)?, state))
 }
 
-/// The delta rule over a few tokens at once: y [1, H, T, D_v], the state after the last token, and
+/// The delta rule over a few tokens at once: y [B, H, T, D_v], the state after the last token, and
 /// the writes to it. The state is read and written once, whatever T is.
 ///
 /// Corrections D solve the same equation as those of [`delta_rule_chunked`].
@@ -327,6 +413,7 @@ fn coupling_mask(rows: i32, block: i32) -> Array {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::Cache;
     use mlx_rs::random;
 
     /// Random inputs of `rows` tokens for 4 heads of dimension 16; `same_key` makes all keys equal.
@@ -386,6 +473,62 @@ mod tests {
                 check(delta_rule_chunked(&x, &state()).unwrap());
                 if rows <= 64 {
                     check(delta_rule_short(&x, &state()).unwrap());
+                }
+            }
+        }
+    }
+
+    /// Steps, drafts and a chunk of several sequences in one pass.
+    #[test]
+    fn spans_of_one_pass_equal_spans_alone() {
+        const ROWS: [i32; 6] = [1, 3, 1, 70, 1, 3];
+        let normal = |seed, shape: &[i32]| {
+            random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+        };
+        let layer = GatedDelta {
+            conv1d: (0..4).map(|tap| normal(tap, &[192])).collect(),
+            a_log: normal(10, &[4]),
+            dt_bias: normal(11, &[4]),
+            norm: RmsNorm { weight: normal(12, &[16]), eps: 1e-6 },
+            key_heads: 2,
+            value_heads: 4,
+            key_dim: 32,
+            value_dim: 16,
+        };
+        let new_cache = |_| {
+            let recurrent = layer.new_cache(Dtype::Float32).unwrap();
+            Cache::new(vec![LayerCache::Recurrent(recurrent)])
+        };
+        let mut alone: Vec<Cache> = ROWS.iter().map(new_cache).collect();
+        let mut together = alone.clone();
+        for step in 0..3 {
+            let rows: i32 = ROWS.iter().sum();
+            let x = Projected {
+                qkv: normal(20 + step, &[1, rows, 192]),
+                z: normal(30 + step, &[1, rows, 64]),
+                b: normal(40 + step, &[1, rows, 4]),
+                a: normal(50 + step, &[1, rows, 4]),
+            };
+            alone.iter_mut().chain(&mut together).for_each(Cache::mark_draft);
+            let mut start = 0;
+            let mut expected = Vec::new();
+            for (cache, rows) in alone.iter_mut().zip(ROWS) {
+                let own = x.rows(start, rows).unwrap();
+                expected.push(layer.forward(&own, &mut [Span { rows, cache }], 0).unwrap());
+                start += rows;
+            }
+            let mut spans: Vec<_> =
+                together.iter_mut().zip(ROWS).map(|(cache, rows)| Span { rows, cache }).collect();
+            let y = layer.forward(&x, &mut spans, 0).unwrap();
+            assert_eq!(largest_difference(&y, &concatenate(&expected, 1).unwrap()), 0.0);
+            // Some rows are rejected, the next pass continues from what is left.
+            for cache in alone.iter_mut().chain(&mut together) {
+                let LayerCache::Recurrent(recurrent) = &mut cache.layers[0] else { panic!() };
+                recurrent.rewind_draft(1).unwrap();
+            }
+            for (alone, together) in alone.iter().zip(&together) {
+                for (a, b) in alone.arrays().unwrap().iter().zip(together.arrays().unwrap()) {
+                    assert_eq!(largest_difference(a, &b), 0.0);
                 }
             }
         }

@@ -12,6 +12,7 @@ use std::f64::consts::TAU;
 use mlx_rs::{Array, fast};
 use serde::Deserialize;
 
+use crate::cache::Span;
 use crate::error::Result;
 
 /// Rotates queries and keys by their position.
@@ -33,15 +34,28 @@ impl Rope {
         Self { dims, theta, scale: 1.0, wavelengths: None, magnitudes: None }
     }
 
-    /// `x` [1, H, T, D] with its first row at position `offset`, same shape back.
-    pub fn forward(&self, x: &Array, offset: i32) -> Result<Array> {
+    /// Rotates the rows `x` [1, R, H, D] of `spans`, each by its own position; same shape back.
+    pub fn forward(&self, x: &Array, spans: &[Span<'_>]) -> Result<Array> {
         let theta = self.wavelengths.is_none().then_some(self.theta);
-        let scaled = match &self.magnitudes {
+        let x = match &self.magnitudes {
             Some(magnitudes) => &x.multiply(magnitudes.as_dtype(x.dtype())?)?,
             None => x,
         };
         let wavelengths = self.wavelengths.as_ref();
-        Ok(fast::rope(scaled, self.dims, false, theta, self.scale, offset, wavelengths)?)
+        if let [span] = spans {
+            let x = x.swap_axes(1, 2)?;
+            let offset = span.offset();
+            let x = fast::rope(x, self.dims, false, theta, self.scale, offset, wavelengths)?;
+            return Ok(x.swap_axes(1, 2)?);
+        }
+        // MLX takes one position for each element of a batch, so every row is one.
+        let positions: Vec<i32> =
+            spans.iter().flat_map(|span| span.offset()..span.offset() + span.rows).collect();
+        let [rows, heads, dim] = [x.dim(1), x.dim(2), x.dim(3)];
+        let positions = Array::from_slice(&positions, &[rows]);
+        let x = x.reshape(&[rows, heads, 1, dim])?;
+        let x = fast::rope_dynamic(x, self.dims, false, theta, self.scale, positions, wavelengths)?;
+        Ok(x.reshape(&[1, rows, heads, dim])?)
     }
 }
 
@@ -277,6 +291,7 @@ fn array(values: impl Iterator<Item = f64>) -> Array {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::Cache;
     use serde_json::json;
 
     /// A model with an unsupported rotation would generate nonsense, so it is not loaded.
@@ -291,6 +306,33 @@ mod tests {
         };
         check(json!({"type": "longrope", "factor": 4}), &["rope_scaling", "longrope", "yarn"]);
         check(json!({"rope_type": "llama3"}), &["rope_scaling", "llama3", "factor"]);
+    }
+
+    #[test]
+    fn rows_of_several_spans_rotate_as_those_of_one() {
+        let config = json!({"rope_scaling": {"type": "yarn", "factor": 4.0}});
+        let scaled = serde_json::from_value::<RopeConfig>(config).unwrap().rope(16, 1e4);
+        let x = mlx_rs::random::normal::<f32>(&[1, 9, 2, 16], None, None, None).unwrap();
+        for rope in [Rope::new(8, 1e4), scaled] {
+            let mut caches = [0, 7, 300].map(|position| {
+                let mut cache = Cache::new(Vec::new());
+                cache.position = position;
+                cache
+            });
+            let parts = x.split_at_indices(&[1, 6], 1).unwrap();
+            let mut alone = Vec::new();
+            for (cache, part) in caches.iter_mut().zip(&parts) {
+                alone.push(rope.forward(part, &[Span { rows: part.dim(1), cache }]).unwrap());
+            }
+            let spans: Vec<_> = caches
+                .iter_mut()
+                .zip(&parts)
+                .map(|(cache, part)| Span { rows: part.dim(1), cache })
+                .collect();
+            let together = rope.forward(&x, &spans).unwrap();
+            let alone = mlx_rs::ops::concatenate(&alone, 1).unwrap();
+            assert!(together.array_eq(&alone, false).unwrap().item_exact::<bool>());
+        }
     }
 
     /// If there are two tables, the newer one takes precedence.

@@ -1,0 +1,184 @@
+//! Plans one step: which rows of prompt run beside the decode rows.
+//!
+//! Sequences that have caught up run in every step, so prefill never stops them. A pass that also
+//! prefills takes longer, and every stream waits for it. The rows of prompt are limited so that the
+//! pass is expected to take at most [`Budget::stall`], but never fewer than [`LEAST_ROWS`], so decoding
+//! never stops prefill either. Without a stream to wait for it, a pass runs a whole chunk.
+//!
+//! The shortest remaining prompt runs first: a short prompt after a long one waits for one step. A
+//! sequence that was passed over [`AGING`] times runs before shorter ones.
+//!
+//! Pure functions of their arguments: knows neither the model nor the sequences.
+//!
+//! Source: mixed steps of prefill chunks and decodes are those of Sarathi-Serve (arXiv:2403.02310).
+
+use std::cmp::Reverse;
+use std::time::Duration;
+
+/// Fewest rows of prompt in a step with prefill: the chunk of the gated delta rule, which costs the
+/// same for fewer rows.
+pub const LEAST_ROWS: usize = 64;
+
+/// Steps without a row after which a sequence runs before those with shorter prompts.
+pub const AGING: u32 = 8;
+
+/// A sequence, as the plan sees it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Pending {
+    /// Rows that it must run before its next token can be sampled; 0 if it has caught up.
+    pub rows: usize,
+    /// Steps in a row in which it had such rows and ran none.
+    pub passed_over: u32,
+}
+
+/// Limits of one step.
+#[derive(Debug, Clone, Copy)]
+pub struct Budget {
+    /// Longest expected time of a pass while a sequence decodes.
+    pub stall: Duration,
+    /// Most rows of prompt in a pass.
+    pub chunk: usize,
+}
+
+/// Seconds that passes take on this machine, learned while it serves.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PassCosts {
+    /// A pass without prefill; 0 if none has run.
+    decode: f32,
+    /// Each row of prompt in addition; 0 if none has run.
+    row: f32,
+}
+
+impl PassCosts {
+    /// Weight of the newest pass.
+    const NEWEST: f32 = 0.2;
+
+    /// Learns from a pass that took `seconds`, of which `rows` were rows of prompt.
+    pub fn learn(&mut self, rows: usize, seconds: f32) {
+        let learn = |cost: &mut f32, seconds: f32| {
+            *cost = if *cost > 0.0 { *cost + Self::NEWEST * (seconds - *cost) } else { seconds };
+        };
+        if rows == 0 {
+            learn(&mut self.decode, seconds);
+        } else {
+            learn(&mut self.row, ((seconds - self.decode) / rows as f32).max(0.0));
+        }
+    }
+
+    /// Rows of prompt with which a pass takes `stall`.
+    fn rows_within(&self, stall: Duration) -> usize {
+        if self.row <= 0.0 {
+            return LEAST_ROWS;
+        }
+        ((stall.as_secs_f32() - self.decode).max(0.0) / self.row) as usize
+    }
+}
+
+/// The rows of prompt that each sequence runs in this step. 0 for those that have caught up, and for
+/// those that wait.
+pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) -> Vec<usize> {
+    let has_streams = sequences.iter().any(|sequence| sequence.rows == 0);
+    let least = LEAST_ROWS.min(budget.chunk);
+    let mut left = if has_streams {
+        // Whole chunks of the gated delta rule: a part of one costs as much.
+        let rows = costs.rows_within(budget.stall);
+        (rows - rows % LEAST_ROWS).clamp(least, budget.chunk)
+    } else {
+        budget.chunk
+    };
+    let mut order: Vec<usize> = (0..sequences.len()).filter(|&i| sequences[i].rows > 0).collect();
+    order.sort_by_key(|&i| {
+        let Pending { rows, passed_over } = sequences[i];
+        (Reverse(if passed_over >= AGING { passed_over } else { 0 }), rows)
+    });
+    let mut planned = vec![0; sequences.len()];
+    for i in order {
+        planned[i] = sequences[i].rows.min(left);
+        left -= planned[i];
+    }
+    planned
+}
+
+#[cfg(test)]
+mod tests {
+    use steersman_test_support::Random;
+
+    use super::*;
+
+    const BUDGET: Budget = Budget { stall: Duration::from_millis(100), chunk: 512 };
+
+    fn costs(decode: f32, row: f32) -> PassCosts {
+        PassCosts { decode, row }
+    }
+
+    fn pending(rows: &[usize]) -> Vec<Pending> {
+        rows.iter().map(|&rows| Pending { rows, passed_over: 0 }).collect()
+    }
+
+    #[test]
+    fn a_pass_with_streams_is_expected_to_end_within_the_stall() {
+        let cheap = costs(0.010, 0.000_3);
+        assert_eq!(prefill_rows(&pending(&[0, 9000]), &cheap, BUDGET), [0, 256]);
+        // Nobody waits for this pass.
+        assert_eq!(prefill_rows(&pending(&[9000]), &cheap, BUDGET), [512]);
+        // Prefill goes on even if it takes longer than a stall.
+        assert_eq!(prefill_rows(&pending(&[0, 9000]), &costs(0.3, 0.01), BUDGET), [0, 64]);
+        // Nothing is known yet.
+        let unknown = PassCosts::default();
+        assert_eq!(prefill_rows(&pending(&[0, 9000]), &unknown, BUDGET), [0, 64]);
+    }
+
+    #[test]
+    fn a_short_prompt_runs_before_a_long_one() {
+        let rows = pending(&[32_000, 100, 20, 0]);
+        assert_eq!(prefill_rows(&rows, &costs(0.01, 0.0004), BUDGET), [72, 100, 20, 0]);
+    }
+
+    #[test]
+    fn costs_follow_the_passes() {
+        let mut costs = PassCosts::default();
+        for _ in 0..50 {
+            costs.learn(0, 0.02);
+            costs.learn(100, 0.05);
+        }
+        assert!((costs.decode - 0.02).abs() < 1e-4, "{costs:?}");
+        assert!((costs.row - 0.0003).abs() < 1e-5, "{costs:?}");
+        costs.learn(100, 0.01);
+        assert!(costs.row >= 0.0);
+    }
+
+    /// Random arrivals and lengths. Every step keeps to its limits, every prompt gets rows again within
+    /// a bounded number of steps, and rows of prompt run whenever there are any.
+    #[test]
+    fn random_sequences_keep_the_laws() {
+        let mut random = Random::new(14);
+        for _ in 0..200 {
+            let costs = costs(random.below(50) as f32 / 1000.0, random.below(1000) as f32 / 1e6);
+            let budget = Budget { chunk: 1 + random.below(1000), ..BUDGET };
+            let mut sequences: Vec<Pending> = Vec::new();
+            for _ in 0..300 {
+                if sequences.len() < 12 && random.below(3) == 0 {
+                    let rows = [0, 1, 50, 700, 9000][random.below(5)];
+                    sequences.push(Pending { rows, passed_over: 0 });
+                }
+                let planned = prefill_rows(&sequences, &costs, budget);
+                assert_eq!(planned.len(), sequences.len());
+                let total: usize = planned.iter().sum();
+                assert!(total <= budget.chunk);
+                let waiting: usize = sequences.iter().map(|sequence| sequence.rows).sum();
+                assert!(total >= waiting.min(LEAST_ROWS).min(budget.chunk));
+                for (sequence, rows) in sequences.iter_mut().zip(planned) {
+                    assert!(rows <= sequence.rows);
+                    let passed_over = sequence.rows > 0 && rows == 0;
+                    sequence.passed_over = if passed_over { sequence.passed_over + 1 } else { 0 };
+                    sequence.rows -= rows;
+                    // At most eleven others age at the same time.
+                    assert!(sequence.passed_over <= AGING + 12, "{sequence:?}");
+                }
+                if random.below(20) == 0 {
+                    sequences.retain(|sequence| sequence.rows > 0);
+                }
+            }
+        }
+    }
+}
