@@ -1,10 +1,14 @@
 //! The decode loop: it holds the running sequences and gives each step's rows to the model.
 //!
-//! The one room that knows model, policy, store and text. In each step every sequence names the rows
+//! The one room that knows model, policy, store and text. Requests are prepared on threads of their own
+//! (`prepare.rs`); everything else here runs on the engine thread. In each step every sequence names the rows
 //! it needs (a chunk of its prompt, injected text, the token sampled last, or that token and a
 //! draft). All rows are joined and run by one `forward`, and each sequence that has caught up samples
 //! its next token from its last row. A step builds its graph from tokens that are still being
 //! computed and reads them while it runs, so that neither host nor device waits for the other.
+//!
+//! A panic ends the requests of its step with an error and drops them with their caches. What it may
+//! have left halfway in memory, the prefix cache, is emptied: that costs time only.
 
 mod admit;
 mod apply;
@@ -12,7 +16,9 @@ pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
+mod memory;
 mod prefetch;
+mod prepare;
 mod rewind;
 mod sample;
 mod sampler;
@@ -24,7 +30,6 @@ mod tests;
 mod tool_calls;
 pub mod verify;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -36,24 +41,25 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
-use tokio::sync::mpsc;
-use tokio::sync::mpsc::error::TryRecvError;
 
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
+use self::memory::{Before, Memory};
 use self::prefetch::Prefetch;
+pub(crate) use self::prefetch::{Expected, Prefix};
+pub(crate) use self::prepare::Prepared;
+use self::prepare::{Preparer, log_refused};
 use self::sample::within;
 use self::sequence::{Sampled, Sequence, StepInput};
 use crate::cache::Span;
-use crate::config::{
-    Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
-};
-use crate::engine::{Engine, Info, Job};
-use crate::error::{ConfigError, Error, Result};
+use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
+use crate::engine::{Engine, Info};
+use crate::error::{ConfigError, Error, RequestError, Result, catch_panic};
 use crate::model::{Loaded, Model, Pass};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
+use crate::queue::{Next, Queue};
 use crate::request::Event;
 use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
@@ -78,7 +84,8 @@ pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
 /// State is saved in the folder `data`.
 ///
 /// Returns a handle and the thread when the model is ready. After the last handle is dropped, the
-/// thread finishes its requests, flushes saved state to disk, and ends: join it to wait for that.
+/// thread finishes its requests, flushes saved state to disk, and ends: join it to wait for that. If it
+/// ends before ([`Engine::ended`]), it cannot go on.
 ///
 /// # Errors
 /// When the engine cannot start; names the file or the key.
@@ -89,47 +96,54 @@ pub fn start(
     policies: Arc<Policies>,
 ) -> Result<(Engine, JoinHandle<()>)> {
     let config = config.check()?;
-    let (jobs, queue) = mpsc::channel(config.engine.queue);
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
     let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
     let own_policies = policies.clone();
     let run = move || match Decoder::load(config, &folder, &data, own_policies) {
         Ok((decoder, info)) => {
             // Fails only if `start` was abandoned.
-            if ready.send(Ok(info)).is_ok() {
-                decoder.run(queue);
+            if ready.send(Ok((info, decoder.queue.clone()))).is_ok() {
+                decoder.run();
             }
         }
         Err(error) => drop(ready.send(Err(error))),
     };
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
-    let info = loaded.recv().map_err(|_| Error::Stopped)??;
-    Ok((Engine::new(jobs, info, policies), thread))
+    let (info, queue) = loaded.recv().map_err(|_| Error::Stopped)??;
+    Ok((Engine::new(queue, info, policies), thread))
 }
+
+/// Fewest tokens of a context: one of a prompt and one of a reply.
+const CONTEXT_LEAST: usize = 2;
+
+/// Bytes of text for each token of the context, by default. Tokens of prose and code have 3 to 5 bytes,
+/// those of deeply indented code 8.
+const BYTES_PER_TOKEN: usize = 16;
+
+/// Least default of `engine.prompt_bytes`, for very short contexts.
+const PROMPT_BYTES_LEAST: usize = 64 << 10;
 
 /// Part of the fingerprint; changes when the meaning of saved tensors changes.
 const FORMAT: &str = "steersman state 2";
 
+/// The stage of a request at its end, for errors.
+const ENDING: &str = "being finished";
+
 /// The state of the engine thread.
 pub struct Decoder {
     model: Box<dyn Model>,
-    family: &'static str,
-    name: String,
     text: Text,
-    policies: Arc<Policies>,
-    policy_vocabulary: Arc<dyn Vocabulary>,
-    /// Unfinished SHA-256 over weights, number format and text; a request's policies complete it.
-    model_digest: Sha256,
-    profiles: BTreeMap<String, Profile>,
+    queue: Arc<Queue>,
+    preparer: Arc<Preparer>,
     prefixes: Prefixes,
-    prefetch: Prefetch,
+    memory: Memory,
+    /// The prefix that is being computed while no request runs.
+    prefetch: Option<Prefetch>,
     /// Whether to prefetch the next turn of a conversation.
     prefetch_turns: bool,
     store_min_tokens: usize,
     vocabulary: i32,
-    context: usize,
-    max_tokens: u32,
     prefill_chunk: usize,
     speculation: SpeculationConfig,
     /// The smaller model that drafts for `model`, if configured.
@@ -167,13 +181,16 @@ impl Decoder {
         data: &Path,
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
+        memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let text = Text::load(folder)?;
         let Loaded { model, family, context, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
-        let mut prefetch = Prefetch::default();
+        let queue = Arc::new(Queue::new(config.engine.queue));
         for (name, profile) in &config.profiles {
-            profile.warm.iter().try_for_each(|path| prefetch.add_file(name, path))?;
+            for path in &profile.warm {
+                queue.expect(Expected::read(name, path)?);
+            }
         }
         let path = Calibration::path(data, &digest);
         let calibration = match Calibration::read(&path) {
@@ -192,6 +209,18 @@ impl Decoder {
         };
         // Positions are i32 in MLX and u32 in the contract: casts of them rely on this limit.
         let context = context.min(i32::MAX as usize);
+        if context < CONTEXT_LEAST {
+            let problem = format!(
+                "says that the model's context holds {context} tokens; it must hold at least \
+                 {CONTEXT_LEAST}"
+            );
+            let path = folder.join("config.json");
+            return Err(Error::Config(ConfigError::Model { path, problem }));
+        }
+        let prompt_bytes = match config.engine.prompt_bytes {
+            0 => context.saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_LEAST),
+            bytes => bytes,
+        };
         let name = if config.model.name.is_empty() {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
             name.to_string_lossy().into_owned()
@@ -224,28 +253,40 @@ impl Decoder {
             model: name.clone(),
             family: family.into(),
             context,
+            prompt_bytes,
             numbers,
             profiles: config.profiles.keys().cloned().collect(),
             fingerprint: hex(&sha.clone().finalize()[..6]),
             prefixes: prefixes.reporter(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };
-        let mut decoder = Self {
-            model,
-            family,
-            name,
-            policy_vocabulary: Arc::new(text.clone()),
-            text,
+        let preparer = Arc::new(Preparer {
+            text: text.clone(),
             policies,
-            model_digest: sha,
-            prefixes,
-            prefetch,
-            prefetch_turns: config.store.ahead,
-            store_min_tokens: config.store.min_tokens,
+            vocabulary: Arc::new(text.clone()),
             profiles: config.profiles,
-            vocabulary,
+            name,
+            family,
+            model_digest: sha,
             context,
             max_tokens: config.engine.max_tokens,
+            prompt_bytes,
+            save_interval: prefixes.save_interval(),
+        });
+        let pass = Pass { exit: None, skip: &skip };
+        let memory_limit = config.engine.memory_limit_bytes;
+        let memory = Memory::measure(memory_limit, &*model, pass, &prefixes.empty(), dtype)?;
+        let mut decoder = Self {
+            model,
+            text,
+            queue,
+            preparer,
+            prefixes,
+            memory,
+            prefetch: None,
+            prefetch_turns: config.store.ahead,
+            store_min_tokens: config.store.min_tokens,
+            vocabulary,
             prefill_chunk: config.engine.prefill_chunk,
             speculation: config.speculation,
             draft_model,
@@ -290,41 +331,60 @@ impl Decoder {
         Ok(())
     }
 
-    /// Serves jobs until every handle is dropped, then flushes the store.
-    pub fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
+    /// Serves requests until every handle is dropped or the engine is stopped, then
+    /// flushes the store.
+    pub fn run(mut self) {
+        let (queue, preparer) = (self.queue.clone(), self.preparer.clone());
+        std::thread::scope(|scope| {
+            // Also after a panic: nobody may wait for this thread then.
+            let _ended = Ended(&queue);
+            for _ in 0..prepare::THREADS {
+                let thread = std::thread::Builder::new().name("prepare".into());
+                let spawned = thread.spawn_scoped(scope, || preparer.serve(&queue));
+                spawned.expect("the system has room for another thread");
+            }
+            self.serve();
+            if let Err(error) = self.prefixes.flush() {
+                tracing::warn!(%error, "flushing the prefix store failed");
+            }
+        });
+    }
+
+    fn serve(&mut self) {
         loop {
             if self.sequences.is_empty() {
-                match jobs.try_recv() {
-                    Ok(job) => self.start_request(job),
-                    Err(TryRecvError::Disconnected) => break,
-                    Err(TryRecvError::Empty) if self.prefetch_chunk() => continue,
-                    Err(TryRecvError::Empty) => match jobs.blocking_recv() {
-                        Some(job) => self.start_request(job),
-                        None => break,
-                    },
+                let next = match self.queue.next() {
+                    Next::Nothing if self.prefetch_chunk() => continue,
+                    Next::Nothing => self.queue.wait_for_next(),
+                    next => next,
+                };
+                match next {
+                    Next::Start(prepared) => self.start_request(*prepared),
+                    Next::Nothing => continue,
+                    Next::End => return,
                 }
             }
             while self.sequences.len() < SEQUENCES {
-                let Ok(job) = jobs.try_recv() else { break };
-                self.start_request(job);
+                let Next::Start(prepared) = self.queue.next() else { break };
+                self.start_request(*prepared);
+            }
+            if self.queue.is_stopping() {
+                for sequence in &mut std::mem::take(&mut self.sequences) {
+                    self.fail(sequence, Error::Stopped);
+                }
             }
             self.step();
         }
-        if let Err(error) = self.prefixes.flush() {
-            tracing::warn!(%error, "flushing the prefix store failed");
-        }
     }
 
-    fn start_request(&mut self, job: Job) {
-        if job.events.is_closed() {
-            return;
-        }
-        self.prefetch.interrupt();
-        let (id, events) = (job.request.id.clone(), job.events.clone());
-        match self.admit(job) {
+    fn start_request(&mut self, prepared: Prepared) {
+        self.interrupt_prefetch();
+        let (id, events) = (prepared.request.id.clone(), prepared.events.clone());
+        match catch_panic("being admitted", || self.admit(prepared)) {
             Ok(sequence) => self.sequences.push(sequence),
             Err(error) => {
-                tracing::debug!(request_id = id, %error, "request refused");
+                log_refused(&id, &error);
+                self.recover_from(&error);
                 let _ = events.send(Event::Failed(error));
             }
         }
@@ -335,34 +395,83 @@ impl Decoder {
         let mut running = Vec::with_capacity(self.sequences.len());
         for mut sequence in std::mem::take(&mut self.sequences) {
             if sequence.is_cancelled() {
-                sequence.cancel();
+                self.end(&mut sequence, Sequence::cancel);
+            } else if sequence.is_late() {
+                let error = RequestError::Deadline { stage: sequence.stage() }.into();
+                self.fail(&mut sequence, error);
+            } else if let Err(error) = self.make_room_for_step(&sequence) {
+                self.fail(&mut sequence, error);
             } else {
                 running.push(sequence);
             }
         }
-        if let Err(error) = self.advance(&mut running) {
+        let stage = running.first().map_or("", Sequence::stage);
+        if let Err(error) = catch_panic(stage, || self.advance(&mut running)) {
             // The pass was shared: every cache may be damaged.
-            let problem = error.to_string();
             for sequence in &mut running {
-                sequence.fail(Error::Array(problem.clone()));
+                self.fail(sequence, error.shared());
             }
             return;
         }
         for mut sequence in running {
             if let Some(error) = sequence.take_failure() {
-                sequence.fail(error);
+                self.fail(&mut sequence, error);
             } else if sequence.has_ended() {
-                sequence.finish();
-                self.keep_learned_stats(&mut sequence);
-                if let Some(retention) = sequence.reply_retention {
-                    self.save(&sequence, retention);
-                    if self.prefetch_turns {
-                        self.prefetch.add_turn(&sequence, retention);
-                    }
+                if self.end(&mut sequence, Sequence::finish) {
+                    self.save_reply(&mut sequence);
                 }
             } else {
                 self.sequences.push(sequence);
             }
+        }
+    }
+
+    /// Ends a request with an error; its sequence is dropped afterwards.
+    fn fail(&mut self, sequence: &mut Sequence, error: Error) {
+        if let Error::Panic { .. } = error {
+            self.recover_from(&error);
+            sequence.abandon(error);
+        } else {
+            self.end(sequence, |sequence| sequence.fail(error));
+        }
+    }
+
+    /// Calls `end` on a sequence that is dropped afterwards; false if that panicked, which fails the
+    /// request.
+    fn end(&mut self, sequence: &mut Sequence, end: impl FnOnce(&mut Sequence)) -> bool {
+        let ended = catch_panic(ENDING, || {
+            end(sequence);
+            Ok(())
+        });
+        let ok = ended.is_ok();
+        if let Err(error) = ended {
+            self.fail(sequence, error);
+        }
+        ok
+    }
+
+    /// Saves the state at the end of a reply, and what was learned from it.
+    fn save_reply(&mut self, sequence: &mut Sequence) {
+        let saved = catch_panic(ENDING, || {
+            self.keep_learned_stats(sequence);
+            if let Some(retention) = sequence.reply_retention {
+                self.save(sequence, retention);
+                if self.prefetch_turns {
+                    self.queue.expect(Expected::after(sequence, retention));
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = saved {
+            tracing::error!(request_id = sequence.request.id, %error, "saving state failed");
+            self.recover_from(&error);
+        }
+    }
+
+    /// Empties the prefix cache after a panic, which may have left it halfway through a change.
+    fn recover_from(&mut self, error: &Error) {
+        if let Error::Panic { .. } = error {
+            self.prefixes.clear_memory();
         }
     }
 
@@ -374,31 +483,41 @@ impl Decoder {
     fn advance(&mut self, running: &mut [Sequence]) -> Result<()> {
         let start = Instant::now();
         for sequence in &mut *running {
-            self.propose_draft(sequence)?;
+            let proposed = catch_panic(sequence.stage(), || self.propose_draft(sequence));
+            sequence.check(proposed);
         }
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         self.forward(running)?;
         let alone = running.len() == 1;
         for (sequence, sampled) in running.iter_mut().zip(pending) {
-            self.save_at_save_point(sequence);
-            if let Some(draft) = sequence.draft.take() {
-                self.accept_draft(sequence, draft)?;
-            } else if let Some(sampled) = sampled {
-                self.commit_and_settle(sequence, sampled.read()?)?;
-                // The token just read is from a plain step queued after another one. A step that
-                // rewound is not typical.
-                let plain = alone && sequence.queued_steps > 2 && sequence.is_caught_up();
-                if let (Some(costs), true) = (&mut self.costs, plain) {
-                    costs.learn_plain(start.elapsed().as_secs_f32());
-                }
+            if sequence.has_ended() {
+                continue;
             }
-            sequence.take_checkpoint()?;
+            let committed = catch_panic(sequence.stage(), || self.commit(sequence, sampled));
+            sequence.check(committed);
+            // The token just read is from a plain step queued after another one. A step that rewound is
+            // not typical.
+            let plain = alone && sequence.queued_steps > 2 && sequence.is_caught_up();
+            if let (Some(costs), true) = (&mut self.costs, plain) {
+                costs.learn_plain(start.elapsed().as_secs_f32());
+            }
         }
         Ok(())
     }
 
+    /// Commits the tokens of one sequence that are known after a pass.
+    fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
+        self.save_at_save_point(sequence);
+        if let Some(draft) = sequence.draft.take() {
+            self.accept_draft(sequence, draft)?;
+        } else if let Some(sampled) = sampled {
+            self.commit_and_settle(sequence, sampled.read()?)?;
+        }
+        sequence.take_checkpoint()
+    }
+
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
-    fn forward(&self, running: &mut [Sequence]) -> Result<()> {
+    fn forward(&mut self, running: &mut [Sequence]) -> Result<()> {
         let mut ids = Vec::new();
         let mut ran = Vec::new();
         let mut spans = Vec::new();
@@ -431,6 +550,7 @@ impl Decoder {
         if ids.is_empty() {
             return Ok(());
         }
+        let before = Before::now()?;
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
@@ -463,6 +583,8 @@ impl Decoder {
         }
         if !prefilled.is_empty() {
             eval(&prefilled)?;
+            let length = running.iter().map(|s| s.cache.position).max().unwrap_or(0);
+            self.memory.learn(&before, joined.dim(0) as usize, length)?;
         }
         Ok(())
     }
@@ -481,9 +603,20 @@ impl Decoder {
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, retention) {
+        let room = self.make_room(self.memory.of_saved(&sequence.cache));
+        let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, retention));
+        if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }
+    }
+}
+
+/// Tells the queue that the engine thread has ended.
+struct Ended<'a>(&'a Queue);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }
 
