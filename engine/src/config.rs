@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use steersman_policy_host::{Grant, OnFailure, Param, PolicyConfig, ProfilePolicies};
+use steersman_policy_host::{PolicyConfig, ProfilePolicies};
 
 use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;
@@ -247,20 +247,10 @@ impl Default for StoreConfig {
 }
 
 /// The policies and limits of a group of requests.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Profile {
-    /// [`ProfilePolicies::policies`].
-    pub policies: Vec<String>,
-    /// [`ProfilePolicies::shadow`].
-    pub shadow: Vec<String>,
-    /// [`ProfilePolicies::on_failure`].
-    pub on_failure: OnFailure,
-    /// [`ProfilePolicies::grants`].
-    pub grants: Vec<Grant>,
-    /// [`ProfilePolicies::params`].
-    pub params: BTreeMap<String, Param>,
-    /// [`ProfilePolicies::trace_text`].
-    pub trace_text: bool,
+    /// Its policies, and how they run.
+    pub policy: ProfilePolicies,
     /// Limits of its requests.
     pub limits: ProfileLimits,
     /// Files with prefixes that are computed at the start: `{"messages": [..], "tools": [..]}` as in a
@@ -269,22 +259,6 @@ pub struct Profile {
     /// Sampling parameters that the client does not set; overrides the model's
     /// `generation_config.json`.
     pub sampling: Option<Sampling>,
-}
-
-impl Default for Profile {
-    fn default() -> Self {
-        Self {
-            policies: vec!["default".into()],
-            shadow: Vec::new(),
-            on_failure: OnFailure::Open,
-            grants: Vec::new(),
-            params: BTreeMap::new(),
-            trace_text: false,
-            limits: ProfileLimits::default(),
-            warm: Vec::new(),
-            sampling: None,
-        }
-    }
 }
 
 /// Limits of the requests of a profile; 0 is no limit.
@@ -301,9 +275,7 @@ pub struct ProfileLimits {
 impl Config {
     /// The part of each profile for the policy host.
     pub fn profile_policies(&self) -> BTreeMap<String, ProfilePolicies> {
-        let settings =
-            |(name, profile): (&String, &Profile)| (name.clone(), profile.policy_settings());
-        self.profiles.iter().map(settings).collect()
+        self.profiles.iter().map(|(name, profile)| (name.clone(), profile.policy.clone())).collect()
     }
 
     /// Checks all values, and adds the profile `default` if it is missing.
@@ -377,26 +349,15 @@ fn within(field: &'static str, value: u64, range: RangeInclusive<u64>) -> Result
 }
 
 impl Profile {
-    /// Its part for the policy host.
-    pub fn policy_settings(&self) -> ProfilePolicies {
-        ProfilePolicies {
-            policies: self.policies.clone(),
-            shadow: self.shadow.clone(),
-            on_failure: self.on_failure,
-            grants: self.grants.clone(),
-            params: self.params.clone(),
-            trace_text: self.trace_text,
-        }
-    }
-
     fn check(&self, name: &str) -> Result<()> {
         let refuse = |problem: &str| {
-            let problem = format!("profile `{name}` {problem}");
+            let problem = format!("profile `{}` {problem}", name.escape_debug());
             Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
         };
         if name.is_empty() || name.contains(|c: char| c == '@' || c.is_control()) {
             return refuse(
-                "has a name that requests cannot use: it must not be empty or contain `@` or control characters",
+                "has a name that requests cannot use; it must not be empty, and have no `@` and no \
+                 control characters",
             );
         }
         if let Some(sampling) = self.sampling
@@ -404,7 +365,7 @@ impl Profile {
         {
             return refuse(&format!("has a sampling parameter out of range: {problem}"));
         }
-        if let Err(problem) = self.policy_settings().check() {
+        if let Err(problem) = self.policy.check() {
             return refuse(&problem);
         }
         Ok(())

@@ -12,7 +12,9 @@ use serde::Deserialize;
 use steersman_engine::config::{
     Config, EngineConfig, ModelConfig, Profile, ProfileLimits, SpeculationConfig, StoreConfig,
 };
-use steersman_engine::policy::{Grant, OnFailure, Param, PolicyConfig, deserialize_params};
+use steersman_engine::policy::{
+    Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
+};
 use steersman_engine::request::Sampling;
 
 /// A whole configuration file. `configs/steersman.toml` shows every key with its default.
@@ -77,18 +79,18 @@ pub struct ProfileAccess {
 pub struct ProfileConfig {
     /// Model of the profile, as `model.path`; empty for that of `[model]`. Each model is loaded once.
     pub model: String,
-    /// [`Profile::policies`]
+    /// [`ProfilePolicies::policies`]
     pub policies: Vec<String>,
-    /// [`Profile::shadow`]
+    /// [`ProfilePolicies::shadow`]
     pub shadow: Vec<String>,
-    /// [`Profile::on_failure`]
+    /// [`ProfilePolicies::on_failure`]
     pub on_failure: OnFailure,
-    /// [`Profile::grants`]
+    /// [`ProfilePolicies::grants`]
     pub grants: Vec<Grant>,
-    /// [`Profile::params`]
+    /// [`ProfilePolicies::params`]
     #[serde(deserialize_with = "deserialize_params")]
     pub params: BTreeMap<String, Param>,
-    /// [`Profile::trace_text`]
+    /// [`ProfilePolicies::trace_text`]
     pub trace_text: bool,
     /// [`ProfileAccess::api_keys`]
     pub api_keys: Vec<SecretString>,
@@ -117,8 +119,8 @@ pub struct LimitsConfig {
 
 impl Default for ProfileConfig {
     fn default() -> Self {
-        let Profile { policies, shadow, on_failure, grants, params, trace_text, warm, .. } =
-            Profile::default();
+        let ProfilePolicies { policies, shadow, on_failure, grants, params, trace_text } =
+            ProfilePolicies::default();
         Self {
             model: String::new(),
             policies,
@@ -129,7 +131,7 @@ impl Default for ProfileConfig {
             trace_text,
             api_keys: Vec::new(),
             limits: LimitsConfig::default(),
-            warm,
+            warm: Vec::new(),
             sampling: None,
         }
     }
@@ -139,13 +141,16 @@ impl ProfileConfig {
     /// Splits the section into the engine's and the server's part.
     fn split(self) -> (Profile, ProfileAccess) {
         let LimitsConfig { prompt_tokens, reasoning_budget, max_tokens, requests } = self.limits;
-        let profile = Profile {
+        let policy = ProfilePolicies {
             policies: self.policies,
             shadow: self.shadow,
             on_failure: self.on_failure,
             grants: self.grants,
             params: self.params,
             trace_text: self.trace_text,
+        };
+        let profile = Profile {
+            policy,
             limits: ProfileLimits { prompt_tokens, reasoning_budget, max_tokens },
             warm: self.warm,
             sampling: self.sampling,

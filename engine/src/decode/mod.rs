@@ -27,6 +27,7 @@ mod sequence;
 mod speculate;
 #[cfg(test)]
 mod tests;
+mod threads;
 mod tool_calls;
 pub mod verify;
 
@@ -52,6 +53,7 @@ pub(crate) use self::prepare::Prepared;
 use self::prepare::{Preparer, log_refused};
 use self::sample::within;
 use self::sequence::{Sampled, Sequence, StepInput};
+use self::threads::Threads;
 use crate::cache::Span;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info};
@@ -156,6 +158,8 @@ pub struct Decoder {
     kv_bits: u32,
     /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
     skip: Vec<usize>,
+    /// Threads of matrix products; `None` if they are not ours to choose.
+    threads: Option<Threads>,
     /// Costs of passes on this machine; `None` without drafters.
     costs: Option<Costs>,
     /// Acceptance rates learned in earlier requests, by kind of drafter.
@@ -183,7 +187,7 @@ impl Decoder {
     ) -> Result<(Self, Info)> {
         memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, dtype, numbers } =
+        let Loaded { model, family, context, digest, on_cpu, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let queue = Arc::new(Queue::new(config.engine.queue));
@@ -294,6 +298,7 @@ impl Decoder {
             kv_bits,
             skip,
             calibration_path: path,
+            threads: None,
             costs: None,
             learned_rates: Default::default(),
             learned_governor: None,
@@ -301,6 +306,8 @@ impl Decoder {
             near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),
         };
+        decoder.threads =
+            Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
         Ok((decoder, info))
     }
@@ -552,6 +559,9 @@ impl Decoder {
         }
         let before = Before::now()?;
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
+        if let Some(threads) = &mut self.threads {
+            threads.set_for(joined.dim(0) as usize);
+        }
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
         let mut end = 0;

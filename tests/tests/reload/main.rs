@@ -50,7 +50,7 @@ struct Site {
 impl Site {
     /// The policy `mine` in version `a`, which two profiles name.
     fn new() -> Self {
-        let named = |entry: &str| Profile { policies: vec![entry.into()], ..Profile::default() };
+        let named = |entry: &str| steersman_tests::profile(entry);
         let profiles = ["default", "other"].map(|name| (name.to_owned(), named("mine")));
         let site = Self {
             folder: tempfile::tempdir().unwrap(),
@@ -357,7 +357,7 @@ async fn a_missing_parameter_file_is_reported_and_its_last_text_applies() {
     let file = site.folder.path().join("rules.toml");
     fs::write(&file, "one").unwrap();
     let param = Param::File { file: file.clone() };
-    site.profiles.get_mut("default").unwrap().params.insert("rules".into(), param);
+    site.profiles.get_mut("default").unwrap().policy.params.insert("rules".into(), param);
     let server = site.serve();
     fs::remove_file(&file).unwrap();
     until("the missing file is reported", async || {
