@@ -28,7 +28,6 @@ use super::{Decoder, token_ids};
 use crate::cache::{Cache, Span};
 use crate::config::DEPTH;
 use crate::error::{ConfigError, Error, RequestError, Result};
-use crate::model::{Model, Pass};
 
 /// Bytes for everything but arrays that comes after loading: requests, policies, threads and the
 /// allocator's gaps.
@@ -74,42 +73,10 @@ impl PassBytes {
 pub struct Before(u64);
 
 impl Memory {
-    /// Finds the limit and measures passes of `model` on its `empty` cache.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the model takes more than the limit already.
-    pub fn measure(
-        configured: u64,
-        model: &dyn Model,
-        part: Pass<'_>,
-        empty: &Cache,
-        dtype: Dtype,
-    ) -> Result<Self> {
-        let mut bytes = [0.0; PROBES.len()];
-        for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
-            let mut cache = empty.clone();
-            let before = Before::now()?;
-            let ids = token_ids(&vec![0; rows]);
-            let spans = &mut [Span { rows: ids.dim(0), cache: &mut cache }];
-            let hidden = model.forward(&ids, spans, part)?;
-            eval(cache.arrays()?.iter().chain([&hidden]))?;
-            *bytes = before.transient()? as f64;
-        }
-        let [few, many] = PROBES.map(|rows| rows as f64);
-        let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
-        let fixed = (bytes[0] - per_row * few).max(0.0);
-        let (limit, set_by) = find_limit(configured)?;
-        let used = active()?;
-        if limit <= used {
-            return Err(too_small(set_by, used, limit));
-        }
-        // MLX keeps freed buffers of a GPU for reuse, up to this limit.
-        set_memory_limit(usize::try_from(limit).unwrap_or(usize::MAX))?;
-        tracing::info!(limit, set_by, used, "memory limit");
-        let pass = PassBytes { fixed, per_row, per_position: 0.0 };
-        tracing::debug!(?pass, "memory of passes measured");
+    /// No limit. Activations are of `dtype`.
+    pub fn unlimited(dtype: Dtype) -> Self {
         let size = if dtype == Dtype::Float32 { 4 } else { 2 };
-        Ok(Self { limit, size, pass })
+        Self { limit: u64::MAX, size, pass: PassBytes::default() }
     }
 
     /// Bytes that arrays may still take.
@@ -175,6 +142,37 @@ impl Before {
 }
 
 impl Decoder {
+    /// Finds the limit and measures passes, at the end of loading.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the model takes more than the limit already.
+    pub(super) fn measure_memory(&mut self, configured: u64) -> Result<()> {
+        let mut bytes = [0.0; PROBES.len()];
+        for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
+            let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
+            let ids = token_ids(&vec![0; rows]);
+            let spans = &mut [Span { rows: ids.dim(0), cache: &mut cache }];
+            let hidden = self.model.forward(&ids, spans, self.pass())?;
+            eval(cache.arrays()?.iter().chain([&hidden]))?;
+            *bytes = before.transient()? as f64;
+        }
+        let [few, many] = PROBES.map(|rows| rows as f64);
+        let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
+        let fixed = (bytes[0] - per_row * few).max(0.0);
+        let (limit, set_by) = find_limit(configured)?;
+        let used = active()?;
+        if limit <= used {
+            return Err(too_small(set_by, used, limit));
+        }
+        // MLX keeps freed buffers of a GPU for reuse, up to this limit.
+        set_memory_limit(usize::try_from(limit).unwrap_or(usize::MAX))?;
+        self.memory.limit = limit;
+        self.memory.pass = PassBytes { fixed, per_row, per_position: 0.0 };
+        let pass = &self.memory.pass;
+        tracing::info!(limit, set_by, used, ?pass, "memory limit");
+        Ok(())
+    }
+
     /// Evicts saved state until `needed` bytes are free.
     ///
     /// # Errors

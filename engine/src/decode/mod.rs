@@ -6,9 +6,6 @@
 //! draft). All rows are joined and run by one `forward`, and each sequence that has caught up samples
 //! its next token from its last row. A step builds its graph from tokens that are still being
 //! computed and reads them while it runs, so that neither host nor device waits for the other.
-//!
-//! A panic ends the requests of its step with an error and drops them with their caches. What it may
-//! have left halfway in memory, the prefix cache, is emptied: that costs time only.
 
 mod admit;
 mod apply;
@@ -24,6 +21,7 @@ mod sample;
 mod sampler;
 mod save_points;
 mod sequence;
+mod serve;
 mod speculate;
 #[cfg(test)]
 mod tests;
@@ -50,25 +48,20 @@ use self::memory::{Before, Memory};
 use self::prefetch::Prefetch;
 pub(crate) use self::prefetch::{Expected, Prefix};
 pub(crate) use self::prepare::Prepared;
-use self::prepare::{Preparer, log_refused};
+use self::prepare::Preparer;
 use self::sample::within;
 use self::sequence::{Sampled, Sequence, StepInput};
 use self::threads::Threads;
 use crate::cache::Span;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info};
-use crate::error::{ConfigError, Error, RequestError, Result, catch_panic};
+use crate::error::{ConfigError, Error, Result, catch_panic};
 use crate::model::{Loaded, Model, Pass};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
-use crate::queue::{Next, Queue};
-use crate::request::Event;
+use crate::queue::Queue;
 use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
-
-/// Sequences that are decoded at the same time; further requests wait in the queue. The loop handles
-/// any number, but more than one needs scheduling first (prefill against decode, memory).
-const SEQUENCES: usize = 1;
 
 /// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
 /// files change; their state is stored in the folder `data`.
@@ -128,9 +121,6 @@ const PROMPT_BYTES_LEAST: usize = 64 << 10;
 
 /// Part of the fingerprint; changes when the meaning of saved tensors changes.
 const FORMAT: &str = "steersman state 2";
-
-/// The stage of a request at its end, for errors.
-const ENDING: &str = "being finished";
 
 /// The state of the engine thread.
 pub struct Decoder {
@@ -277,16 +267,13 @@ impl Decoder {
             prompt_bytes,
             save_interval: prefixes.save_interval(),
         });
-        let pass = Pass { exit: None, skip: &skip };
-        let memory_limit = config.engine.memory_limit_bytes;
-        let memory = Memory::measure(memory_limit, &*model, pass, &prefixes.empty(), dtype)?;
         let mut decoder = Self {
             model,
             text,
             queue,
             preparer,
             prefixes,
-            memory,
+            memory: Memory::unlimited(dtype),
             prefetch: None,
             prefetch_turns: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
@@ -309,6 +296,7 @@ impl Decoder {
         decoder.threads =
             Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
+        decoder.measure_memory(config.engine.memory_limit_bytes)?;
         Ok((decoder, info))
     }
 
@@ -336,150 +324,6 @@ impl Decoder {
         tracing::info!(?drafters, ?costs, elapsed = ?start.elapsed(), "speculation costs measured");
         self.costs = Some(costs);
         Ok(())
-    }
-
-    /// Serves requests until every handle is dropped or the engine is stopped, then
-    /// flushes the store.
-    pub fn run(mut self) {
-        let (queue, preparer) = (self.queue.clone(), self.preparer.clone());
-        std::thread::scope(|scope| {
-            // Also after a panic: nobody may wait for this thread then.
-            let _ended = Ended(&queue);
-            for _ in 0..prepare::THREADS {
-                let thread = std::thread::Builder::new().name("prepare".into());
-                let spawned = thread.spawn_scoped(scope, || preparer.serve(&queue));
-                spawned.expect("the system has room for another thread");
-            }
-            self.serve();
-            if let Err(error) = self.prefixes.flush() {
-                tracing::warn!(%error, "flushing the prefix store failed");
-            }
-        });
-    }
-
-    fn serve(&mut self) {
-        loop {
-            if self.sequences.is_empty() {
-                let next = match self.queue.next() {
-                    Next::Nothing if self.prefetch_chunk() => continue,
-                    Next::Nothing => self.queue.wait_for_next(),
-                    next => next,
-                };
-                match next {
-                    Next::Start(prepared) => self.start_request(*prepared),
-                    Next::Nothing => continue,
-                    Next::End => return,
-                }
-            }
-            while self.sequences.len() < SEQUENCES {
-                let Next::Start(prepared) = self.queue.next() else { break };
-                self.start_request(*prepared);
-            }
-            if self.queue.is_stopping() {
-                for sequence in &mut std::mem::take(&mut self.sequences) {
-                    self.fail(sequence, Error::Stopped);
-                }
-            }
-            self.step();
-        }
-    }
-
-    fn start_request(&mut self, prepared: Prepared) {
-        self.interrupt_prefetch();
-        let (id, events) = (prepared.request.id.clone(), prepared.events.clone());
-        match catch_panic("being admitted", || self.admit(prepared)) {
-            Ok(sequence) => self.sequences.push(sequence),
-            Err(error) => {
-                log_refused(&id, &error);
-                self.recover_from(&error);
-                let _ = events.send(Event::Failed(error));
-            }
-        }
-    }
-
-    /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
-    fn step(&mut self) {
-        let mut running = Vec::with_capacity(self.sequences.len());
-        for mut sequence in std::mem::take(&mut self.sequences) {
-            if sequence.is_cancelled() {
-                self.end(&mut sequence, Sequence::cancel);
-            } else if sequence.is_late() {
-                let error = RequestError::Deadline { stage: sequence.stage() }.into();
-                self.fail(&mut sequence, error);
-            } else if let Err(error) = self.make_room_for_step(&sequence) {
-                self.fail(&mut sequence, error);
-            } else {
-                running.push(sequence);
-            }
-        }
-        let stage = running.first().map_or("", Sequence::stage);
-        if let Err(error) = catch_panic(stage, || self.advance(&mut running)) {
-            // The pass was shared: every cache may be damaged.
-            for sequence in &mut running {
-                self.fail(sequence, error.shared());
-            }
-            return;
-        }
-        for mut sequence in running {
-            if let Some(error) = sequence.take_failure() {
-                self.fail(&mut sequence, error);
-            } else if sequence.has_ended() {
-                if self.end(&mut sequence, Sequence::finish) {
-                    self.save_reply(&mut sequence);
-                }
-            } else {
-                self.sequences.push(sequence);
-            }
-        }
-    }
-
-    /// Ends a request with an error; its sequence is dropped afterwards.
-    fn fail(&mut self, sequence: &mut Sequence, error: Error) {
-        if let Error::Panic { .. } = error {
-            self.recover_from(&error);
-            sequence.abandon(error);
-        } else {
-            self.end(sequence, |sequence| sequence.fail(error));
-        }
-    }
-
-    /// Calls `end` on a sequence that is dropped afterwards; false if that panicked, which fails the
-    /// request.
-    fn end(&mut self, sequence: &mut Sequence, end: impl FnOnce(&mut Sequence)) -> bool {
-        let ended = catch_panic(ENDING, || {
-            end(sequence);
-            Ok(())
-        });
-        let ok = ended.is_ok();
-        if let Err(error) = ended {
-            self.fail(sequence, error);
-        }
-        ok
-    }
-
-    /// Saves the state at the end of a reply, and what was learned from it.
-    fn save_reply(&mut self, sequence: &mut Sequence) {
-        let saved = catch_panic(ENDING, || {
-            self.keep_learned_stats(sequence);
-            if let Some(retention) = sequence.reply_retention {
-                self.save(sequence, retention);
-                if self.prefetch_turns {
-                    self.queue.expect(Expected::after(sequence, retention));
-                }
-            }
-            Ok(())
-        });
-        if let Err(error) = saved {
-            tracing::error!(request_id = sequence.request.id, %error, "saving state failed");
-            self.recover_from(&error);
-        }
-    }
-
-    /// Empties the prefix cache after a panic, which may have left it halfway through a change.
-    fn recover_from(&mut self, error: &Error) {
-        if let Error::Panic { .. } = error {
-            self.prefixes.clear_memory();
-        }
     }
 
     /// Runs the rows of all sequences, and commits the tokens sampled in the previous step or accepted
@@ -618,15 +462,6 @@ impl Decoder {
         if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }
-    }
-}
-
-/// Tells the queue that the engine thread has ended.
-struct Ended<'a>(&'a Queue);
-
-impl Drop for Ended<'_> {
-    fn drop(&mut self) {
-        self.0.end();
     }
 }
 
