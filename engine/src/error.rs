@@ -1,6 +1,7 @@
 //! The engine's errors, by who can act on them: the client ([`RequestError`]), the operator
 //! ([`ConfigError`], [`StoreError`]), the author of a policy ([`steersman_policy_host::Error`]).
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use steersman_policy_host as policy;
@@ -31,6 +32,14 @@ pub enum Error {
     /// The engine thread has ended: restart the server.
     #[error("the engine has stopped")]
     Stopped,
+    /// A bug ended the request; the engine goes on.
+    #[error("panic while the request was {stage}: {message}")]
+    Panic {
+        /// What was done for the request then, as in [`RequestError::Deadline`].
+        stage: &'static str,
+        /// The panic's message.
+        message: String,
+    },
     /// MLX rejected an operation, because of a bug or for lack of memory.
     #[error("MLX: {0}")]
     Array(String),
@@ -65,6 +74,39 @@ pub enum RequestError {
     QueueFull {
         /// Length of the queue.
         limit: usize,
+    },
+    /// The client has disconnected, so that nobody gets this error.
+    #[error("the client has disconnected")]
+    Cancelled,
+    /// The request did not end before its deadline.
+    #[error(
+        "the request was {stage} when its time was over; repeat it later, ask for a shorter reply, \
+         or raise its timeout"
+    )]
+    Deadline {
+        /// What was done for the request then: `waiting`, `being prepared`, `being decoded`.
+        stage: &'static str,
+    },
+    /// The texts of the request are longer than prompts may be, before they are tokenized.
+    #[error("the request has {bytes} bytes of text, the limit is {limit} (engine.prompt_bytes)")]
+    PromptBytes {
+        /// Bytes of messages, tools and template variables.
+        bytes: usize,
+        /// Bytes that are allowed.
+        limit: usize,
+    },
+    /// The request needs more memory than there is; it may be repeated later.
+    #[error(
+        "the request needs {needed} bytes of memory, {available} are available of the \
+         {limit} that the engine may use (engine.memory_limit_bytes)"
+    )]
+    Memory {
+        /// Bytes that it takes at most.
+        needed: u64,
+        /// Bytes that are free after the prefix cache was evicted.
+        available: u64,
+        /// Most bytes of weights, requests and prefix cache together.
+        limit: u64,
     },
     /// The model's chat template rejects the conversation.
     #[error("the chat template rejects these messages: {0}")]
@@ -111,6 +153,30 @@ pub enum ConfigError {
         /// What is wrong.
         problem: String,
     },
+}
+
+impl Error {
+    /// This error of a shared pass, for one of its requests.
+    pub(crate) fn shared(&self) -> Self {
+        match self {
+            Self::Panic { stage, message } => Self::Panic { stage, message: message.clone() },
+            Self::Array(problem) => Self::Array(problem.clone()),
+            error => Self::Array(error.to_string()),
+        }
+    }
+}
+
+/// Does `work` for a request; a panic becomes [`Error::Panic`]. What `work` changes may be left
+/// halfway: the caller drops it.
+///
+/// # Errors
+/// Those of `work`.
+pub(crate) fn catch_panic<T>(stage: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let message = text.or_else(|| panic.downcast_ref().cloned());
+        Err(Error::Panic { stage, message: message.unwrap_or_else(|| "no message".into()) })
+    })
 }
 
 impl From<policy::Failure> for Error {

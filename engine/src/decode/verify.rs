@@ -21,11 +21,11 @@ use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
-use crate::engine::Job;
 use crate::error::{Error, Result};
 use crate::policy::SamplingPatch;
 use crate::prefix::{Prefixes, Retention};
-use crate::request::{Request, Sampling};
+use crate::queue::Job;
+use crate::request::{Event, Request, Sampling};
 
 /// Depth of drafts on [`DecodePath::Drafted`].
 const DRAFT_DEPTH: usize = 4;
@@ -210,15 +210,17 @@ impl Decoder {
         tokens: usize,
         plain: Option<&Reply>,
     ) -> Result<Reply> {
-        let mut sequence = self.admit_for_verification(&requests[i])?;
-        sequence.limits.context = self.context.min(sequence.prompt + tokens);
+        // Dropping a receiver cancels its request.
+        let mut receivers = Vec::new();
+        let mut sequence = self.admit_for_verification(&requests[i], &mut receivers)?;
+        sequence.limits.context = self.preparer.context.min(sequence.prompt + tokens);
         self.restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
         let mut running = vec![sequence];
         let mut start = Instant::now();
         let mut step = 0;
         while !running[0].has_ended() {
             if let DecodePath::Batched(others) = path {
-                self.change_others(&mut running, requests, others, step)?;
+                self.change_others(&mut running, &mut receivers, requests, others, step)?;
             }
             self.advance(&mut running)?;
             if running[0].tokens.len() == running[0].prompt {
@@ -245,19 +247,25 @@ impl Decoder {
     }
 
     /// Admits a request: greedy and with a fixed seed, unless the prompt's file sets them.
-    fn admit_for_verification(&mut self, request: &Request) -> Result<Sequence> {
-        // Dropping the receiver cancels a request only where requests are served.
-        let (events, _) = mpsc::unbounded_channel();
+    fn admit_for_verification(
+        &mut self,
+        request: &Request,
+        receivers: &mut Vec<mpsc::UnboundedReceiver<Event>>,
+    ) -> Result<Sequence> {
+        let (events, receiver) = mpsc::unbounded_channel();
+        receivers.push(receiver);
         let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
         let sampling = request.sampling.or(greedy);
         let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
-        self.admit(Job { request, events })
+        let prepared = self.preparer.prepare(Job { request, events })?;
+        self.admit(prepared)
     }
 
     /// Lets the sequences after the first join and leave at pseudo-random steps.
     fn change_others(
         &mut self,
         running: &mut Vec<Sequence>,
+        receivers: &mut Vec<mpsc::UnboundedReceiver<Event>>,
         requests: &[Request],
         others: usize,
         step: u64,
@@ -271,7 +279,7 @@ impl Decoder {
             // Every other one samples.
             request.sampling.temperature = Some((random / 64 % 2) as f32);
             request.seed = Some(step);
-            let mut sequence = self.admit_for_verification(&request)?;
+            let mut sequence = self.admit_for_verification(&request, receivers)?;
             sequence.drafters.clear();
             sequence.governor = None;
             running.push(sequence);
