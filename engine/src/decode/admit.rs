@@ -52,6 +52,7 @@ impl Decoder {
             checkpoints: Vec::new(),
             stale_from: None,
             next_logits: None,
+            runs_alone: false,
             save_points: save_points.into(),
             reply_retention: retention(&plan, SavePoint::Reply),
             sampled: None,

@@ -13,8 +13,8 @@ pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
-mod plan;
 mod memory;
+mod plan;
 mod prefetch;
 mod prepare;
 mod rewind;
@@ -45,14 +45,14 @@ use sha2::{Digest, Sha256};
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
-use self::plan::{Budget, PassCosts, Pending};
 use self::memory::{Before, Memory};
+use self::plan::{Budget, PassCosts, Pending};
 use self::prefetch::Prefetch;
 pub(crate) use self::prefetch::{Expected, Prefix};
 pub(crate) use self::prepare::Prepared;
 use self::prepare::Preparer;
 use self::sample::within;
-use self::sequence::{STEP_ROWS, Sampled, Sequence, StepInput};
+use self::sequence::{NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
 use self::threads::Threads;
 use crate::cache::Span;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
@@ -347,13 +347,16 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
-    fn advance(&mut self, running: &mut [Sequence]) -> Result<()> {
+    fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
+        if let Some(i) = running.iter().position(|sequence| sequence.runs_alone) {
+            running = &mut running[i..=i];
+            running[0].runs_alone = false;
+        }
         let start = Instant::now();
         let alone = running.len() == 1;
         for sequence in &mut *running {
             // The costs of drafting are those of one sequence.
-            let proposed =
-                catch_panic(sequence.stage(), || self.propose_draft(sequence, alone));
+            let proposed = catch_panic(sequence.stage(), || self.propose_draft(sequence, alone));
             sequence.check(proposed);
         }
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
@@ -381,9 +384,31 @@ impl Decoder {
         if let Some(draft) = sequence.draft.take() {
             self.accept_draft(sequence, draft)?;
         } else if let Some(sampled) = sampled {
-            self.commit_and_settle(sequence, sampled.read()?)?;
+            self.commit_unless_near_tie(sequence, sampled)?;
         }
         sequence.take_checkpoint()
+    }
+
+    /// Commits a sampled token. A near-tie in a pass with other sequences is computed again in a pass
+    /// of its own instead, and false is returned: the token does not depend on who else is there.
+    fn commit_unless_near_tie(
+        &mut self,
+        sequence: &mut Sequence,
+        sampled: Sampled,
+    ) -> Result<bool> {
+        let token = match sampled {
+            Sampled::Read(token) => token,
+            Sampled::Computing(computing) => {
+                let token = computing.read()?;
+                if let Some(before) = computing.near_tie(self.near_tie_margin)? {
+                    sequence.run_again(&before)?;
+                    return Ok(false);
+                }
+                token
+            }
+        };
+        self.commit_and_settle(sequence, token)?;
+        Ok(true)
     }
 
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
@@ -392,6 +417,10 @@ impl Decoder {
         let mut ids = Vec::new();
         let mut ran = Vec::new();
         let mut spans = Vec::new();
+        // Rounding depends on the number of rows in a pass. In 16 bits near-ties are frequent, and the
+        // rounding of the cache decides them as well.
+        let precise = self.dtype == Dtype::Float32 && self.kv_bits == 0;
+        let checks = self.speculation.exact && precise && running.len() > 1;
         let planned = self.plan_prefill(running);
         let prompt_rows = planned.iter().sum();
         for (i, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
@@ -421,9 +450,10 @@ impl Decoder {
                     continue;
                 }
             };
+            let before = checks.then(|| sequence.cache.checkpoint()).transpose()?;
             spans.push(Span { rows: rows.dim(0), cache: &mut sequence.cache });
             ids.push(rows);
-            ran.push((i, step));
+            ran.push((i, step, before));
         }
         if ids.is_empty() {
             return Ok(0);
@@ -437,7 +467,7 @@ impl Decoder {
 
         let mut end = 0;
         let (mut prefilled, mut sampling, mut last_rows) = (Vec::new(), Vec::new(), Vec::new());
-        for ((i, step), rows) in ran.into_iter().zip(&ids) {
+        for ((i, step, before), rows) in ran.into_iter().zip(&ids) {
             let rows = rows.dim(0);
             end += rows;
             let sequence = &mut running[i];
@@ -453,7 +483,7 @@ impl Decoder {
             }
             sequence.observe(&own, sequence.cache.position - rows as usize)?;
             sequence.governor.iter_mut().for_each(Governor::count_step);
-            sampling.push((i, step));
+            sampling.push((i, step, before.filter(|_| ids.len() > 1)));
             last_rows.push(own.try_index((.., rows - 1..))?);
         }
         if !sampling.is_empty() {
@@ -464,19 +494,17 @@ impl Decoder {
                 concatenate(&last_rows, 1)?
             };
             let logits = self.logits(&hidden)?;
-            let mut tokens = Vec::with_capacity(sampling.len());
-            for (row, (i, step)) in (0i32..).zip(sampling) {
+            let mut evaluated = Vec::with_capacity(sampling.len());
+            for (row, (i, step, before)) in (0i32..).zip(sampling) {
                 let sequence = &mut running[i];
                 let logits = logits.try_index((.., row..row + 1))?.squeeze_axes(&[1])?;
-                let index = sequence.cache.position as u64;
-                let token = sequence.sampler.sample(&logits, step, sequence.seed, index)?;
-                sequence.sampled = Some(Sampled::Computing(token.clone()));
-                sequence.next_logits = Some((sequence.cache.position, logits));
-                tokens.push(token);
+                let position = sequence.cache.position;
+                sequence.next_logits = Some(NextLogits { position, logits, before });
+                evaluated.extend(sequence.sample_next(step)?);
             }
             // MLX is lazy: the next step must be queued before these tokens are read, or the device
             // idles for one round trip a token.
-            async_eval(&tokens)?;
+            async_eval(&evaluated)?;
         }
         if !prefilled.is_empty() {
             eval(&prefilled)?;

@@ -10,7 +10,7 @@ use mlx_rs::transforms::async_eval;
 
 use super::Decoder;
 use super::loops::Detector;
-use super::sequence::{Sampled, Sequence};
+use super::sequence::{NextLogits, Sequence};
 use crate::cache::Checkpoint;
 use crate::error::Result;
 use crate::request::{Event, FinishReason};
@@ -174,8 +174,8 @@ impl Sequence {
         let cache = self.cache.checkpoint()?;
         // An unevaluated checkpoint would keep the inputs of its graph alive.
         async_eval(cache.arrays())?;
-        let logits = self.next_logits.as_ref().filter(|(at, _)| *at == position);
-        let logits = logits.map(|(_, logits)| logits.clone());
+        let logits = self.next_logits.as_ref().filter(|next| next.position == position);
+        let logits = logits.map(|next| next.logits.clone());
         self.checkpoints.push(ReplyCheckpoint { cache, logits });
         // Rewinds end at the start of the phase, so one checkpoint at or before it is enough.
         let first = self.checkpoints.iter().rposition(|c| c.position() <= phase_start);
@@ -212,7 +212,7 @@ impl Decoder {
     pub(super) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
         if let Some(to) = sequence.stale_from.take() {
             sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
-            if sequence.next_logits.as_ref().is_some_and(|(position, _)| *position > to) {
+            if sequence.next_logits.as_ref().is_some_and(|next| next.position > to) {
                 sequence.next_logits = None;
             }
             if !cache_is_usable(sequence, to) {
@@ -225,11 +225,10 @@ impl Decoder {
         if !cache_is_usable(sequence, sequence.tokens.len()) {
             return self.rewind_cache(sequence, sequence.tokens.len());
         }
-        let Some((position, logits)) = &sequence.next_logits else { return Ok(()) };
-        let step = sequence.sampler.steps();
-        let token = sequence.sampler.sample(logits, step, sequence.seed, *position as u64)?;
-        async_eval([&token])?;
-        sequence.sampled = Some(Sampled::Computing(token));
+        let sampled = sequence.sample_next(sequence.sampler.steps())?;
+        if !sampled.is_empty() {
+            async_eval(&sampled)?;
+        }
         Ok(())
     }
 
@@ -251,7 +250,9 @@ impl Decoder {
         if let Some(checkpoint) = sequence.checkpoints.iter().rev().find(is_usable) {
             sequence.cache.rewind_to(&checkpoint.cache)?;
             let position = checkpoint.position();
-            sequence.next_logits = checkpoint.logits.clone().map(|logits| (position, logits));
+            let logits = checkpoint.logits.clone();
+            sequence.next_logits =
+                logits.map(|logits| NextLogits { position, logits, before: None });
             return Ok(());
         }
         (sequence.cache, _) = self.prefixes.resume(&sequence.tokens)?;
@@ -262,6 +263,6 @@ impl Decoder {
 /// Whether the cache holds at most `to` tokens and the next token can be sampled from it.
 fn cache_is_usable(sequence: &Sequence, to: usize) -> bool {
     let position = sequence.cache.position;
-    let has_logits = sequence.next_logits.as_ref().is_some_and(|(at, _)| *at == position);
+    let has_logits = sequence.next_logits.as_ref().is_some_and(|next| next.position == position);
     position <= to && (position < sequence.tokens.len() || has_logits || sequence.has_ended())
 }

@@ -22,7 +22,7 @@ use super::loops::Detector;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
 use super::speculate::Draft;
-use crate::cache::Cache;
+use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
 use crate::error::{Error, Result};
 use crate::policy::{LoopReport, Session, Summary};
@@ -61,8 +61,9 @@ pub struct Sequence {
     pub stale_from: Option<usize>,
     /// The next token, sampled and not committed.
     pub sampled: Option<Sampled>,
-    /// Position of the next token, and its logits [1, V].
-    pub next_logits: Option<(usize, Array)>,
+    pub next_logits: Option<NextLogits>,
+    /// Whether its next pass runs without other sequences, because of a near-tie.
+    pub runs_alone: bool,
     pub drafters: Vec<Box<dyn Drafter>>,
     /// `None` without speculation.
     pub governor: Option<Governor>,
@@ -135,24 +136,47 @@ impl Progress {
     }
 }
 
+/// Logits of the next token.
+#[derive(Debug, Clone)]
+pub struct NextLogits {
+    /// Position of the token.
+    pub position: usize,
+    /// [1, V]
+    pub logits: Array,
+    /// The cache before the rows of their pass, if rows of other sequences ran in it.
+    pub before: Option<Checkpoint>,
+}
+
 /// A sampled token.
 #[derive(Debug, Clone)]
 pub enum Sampled {
-    /// u32 [1], possibly still being computed.
-    Computing(Array),
+    /// Possibly still being computed.
+    Computing(Computing),
     /// On the host already, as after the verification of a draft.
     Read(u32),
 }
 
-impl Sampled {
+/// A token that may still be computed.
+#[derive(Debug, Clone)]
+pub struct Computing {
+    /// u32 [1]
+    pub token: Array,
+    /// After a pass with other sequences: the margin, f32 [1], and the cache before the pass, to which
+    /// a near-tie rewinds.
+    pub check: Option<(Array, Checkpoint)>,
+}
+
+impl Computing {
     /// Waits for the token.
-    pub fn read(self) -> Result<u32> {
-        match self {
-            Self::Computing(token) => {
-                token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
-            }
-            Self::Read(token) => Ok(token),
-        }
+    pub fn read(&self) -> Result<u32> {
+        self.token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
+    }
+
+    /// The cache before the pass, if its rounding may have decided the token.
+    pub fn near_tie(self, margin: f32) -> Result<Option<Checkpoint>> {
+        let Some((found, before)) = self.check else { return Ok(None) };
+        let found = found.try_item_exact::<f32>().map_err(|e| Error::Array(e.to_string()))?;
+        Ok((found < margin).then_some(before))
     }
 }
 
@@ -190,11 +214,39 @@ impl Sequence {
             return Ok(StepInput::Tokens(self.tokens[position..end].to_vec()));
         }
         match &self.sampled {
-            Some(Sampled::Computing(token)) if !self.next_token_is_last() => {
-                Ok(StepInput::Sampled(token.clone()))
+            Some(Sampled::Computing(next)) if !self.next_token_is_last() => {
+                Ok(StepInput::Sampled(next.token.clone()))
             }
             _ => Ok(StepInput::Nothing),
         }
+    }
+
+    /// Samples the next token from its logits, with the parameters of step `step`. Returns the arrays to
+    /// evaluate.
+    pub fn sample_next(&mut self, step: u64) -> Result<Vec<Array>> {
+        let Some(NextLogits { position, logits, before }) = &self.next_logits else {
+            return Ok(Vec::new());
+        };
+        let index = *position as u64;
+        let (token, check) = match before {
+            Some(before) => {
+                let (token, margin) =
+                    self.sampler.sample_with_margin(logits, step, self.seed, index)?;
+                (token, Some((margin, before.clone())))
+            }
+            None => (self.sampler.sample(logits, step, self.seed, index)?, None),
+        };
+        let margin = check.as_ref().map(|(margin, _)| margin.clone());
+        let arrays = [token.clone()].into_iter().chain(margin).collect();
+        self.sampled = Some(Sampled::Computing(Computing { token, check }));
+        Ok(arrays)
+    }
+
+    /// Rewinds the cache by the pass that ended in a near-tie, which runs again alone.
+    pub fn run_again(&mut self, before: &Checkpoint) -> Result<()> {
+        self.cache.rewind_to(before)?;
+        (self.sampled, self.next_logits, self.runs_alone) = (None, None, true);
+        Ok(())
     }
 
     /// The governor's choice for the next step; `unread` as in [`Governor::choose`].

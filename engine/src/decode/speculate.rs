@@ -123,8 +123,10 @@ impl Decoder {
         if unread && !(permitted && sequence.choose_draft(&costs, true).is_some()) {
             return Ok(());
         }
-        let token = sequence.sampled.take().expect("checked above").read()?;
-        self.commit_and_settle(sequence, token)?;
+        let sampled = sequence.sampled.take().expect("checked above");
+        if !self.commit_unless_near_tie(sequence, sampled)? {
+            return Ok(());
+        }
         let position = sequence.cache.position;
         if sequence.has_ended() || sequence.tokens.len() != position + 1 {
             return Ok(());

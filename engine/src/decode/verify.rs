@@ -118,7 +118,8 @@ impl Decoder {
     /// The paths that this model and configuration have.
     pub fn paths(&self) -> Result<Vec<DecodePath>> {
         use DecodePath::{Batched, Chunked, Drafted, Governed, Plain, Resumed, Rewound};
-        let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound, Batched(1), Batched(7)];
+        let mut paths =
+            vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound, Batched(1), Batched(7)];
         paths.extend(self.new_drafters(&[])?.iter().map(|drafter| Drafted(drafter.kind())));
         if self.costs.is_some() {
             paths.push(Governed);
