@@ -159,7 +159,7 @@ impl Queue {
     }
 
     /// Number of places taken.
-    pub fn len(&self) -> usize {
+    pub fn waiting(&self) -> usize {
         self.lock().entries.len()
     }
 
@@ -394,9 +394,9 @@ mod tests {
         ));
         drop(preparing);
         drop(waiting);
-        assert_eq!(queue.len(), 1);
+        assert_eq!(queue.waiting(), 1);
         let _fourth = queue.add(Request::default()).unwrap();
-        assert_eq!(queue.len(), 2);
+        assert_eq!(queue.waiting(), 2);
     }
 
     #[test]
@@ -406,7 +406,7 @@ mod tests {
         let later = Some(Instant::now() + Duration::from_secs(3600));
         let mut expired = queue.add(soon()).unwrap();
         let _other = queue.add(Request { deadline: later, ..Request::default() }).unwrap();
-        assert_eq!(queue.len(), 1);
+        assert_eq!(queue.waiting(), 1);
         let error = failure(&mut expired);
         let expected = RequestError::Deadline { stage: "waiting" };
         assert_eq!(error.to_string(), expected.to_string());
