@@ -151,7 +151,7 @@ mod tests {
     /// a bounded number of steps, and rows of prompt run whenever there are any.
     #[test]
     fn random_sequences_keep_the_laws() {
-        let mut random = Random::new(14);
+        let mut random = Random(14);
         for _ in 0..200 {
             let costs = costs(random.below(50) as f32 / 1000.0, random.below(1000) as f32 / 1e6);
             let budget = Budget { chunk: 1 + random.below(1000), ..BUDGET };
