@@ -31,6 +31,14 @@ pub enum Error {
     /// The engine thread has ended: restart the server.
     #[error("the engine has stopped")]
     Stopped,
+    /// A bug ended the request; the engine goes on.
+    #[error("panic while the request was {stage}: {message}")]
+    Panic {
+        /// What was done for the request then, as in [`RequestError::Deadline`].
+        stage: &'static str,
+        /// The panic's message.
+        message: String,
+    },
     /// MLX rejected an operation, because of a bug or for lack of memory.
     #[error("MLX: {0}")]
     Array(String),
@@ -65,6 +73,36 @@ pub enum RequestError {
     QueueFull {
         /// Length of the queue.
         limit: usize,
+    },
+    /// The request did not end before its deadline.
+    #[error(
+        "the request was {stage} when its time was over; repeat it later, ask for a shorter reply, \
+         or raise its timeout"
+    )]
+    Deadline {
+        /// What was done for the request then: `waiting`, `being prepared`, `being decoded`.
+        stage: &'static str,
+    },
+    /// The texts of the request are longer than prompts may be, before they are tokenized.
+    #[error("the request has {bytes} bytes of text, the limit is {limit} (engine.prompt_bytes)")]
+    PromptBytes {
+        /// Bytes of messages, tools and template variables.
+        bytes: usize,
+        /// Bytes that are allowed.
+        limit: usize,
+    },
+    /// The request needs more memory than there is; it may be repeated later.
+    #[error(
+        "the request needs {needed} bytes of memory, {available} are available of the \
+         {limit} that the engine may use (engine.memory_limit_bytes)"
+    )]
+    Memory {
+        /// Bytes that it takes at most.
+        needed: u64,
+        /// Bytes that are free after the prefix cache was evicted.
+        available: u64,
+        /// Most bytes of weights, requests and prefix cache together.
+        limit: u64,
     },
     /// The model's chat template rejects the conversation.
     #[error("the chat template rejects these messages: {0}")]

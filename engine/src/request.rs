@@ -3,6 +3,8 @@
 //! The server builds a [`Request`]; the engine answers with [`Event`]s. A test can write all of
 //! these by hand.
 
+use std::time::Instant;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -37,6 +39,9 @@ pub struct Request {
     /// Whether a policy may rewind answer text: false for a stream, whose client has already
     /// received it.
     pub revisable: bool,
+    /// When the request ends with [`RequestError::Deadline`](crate::RequestError::Deadline) unless it
+    /// has ended before; `None` for never.
+    pub deadline: Option<Instant>,
 }
 
 /// One message of the conversation, in the form that chat templates read.

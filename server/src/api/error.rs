@@ -197,6 +197,17 @@ impl From<Error> for ApiError {
                     let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
                     Self::new(status, kind, "queue_full", "", message)
                 }
+                RequestError::Deadline { .. } => {
+                    let status = StatusCode::GATEWAY_TIMEOUT;
+                    Self::new(status, "server_error", "deadline_exceeded", "", message)
+                }
+                RequestError::PromptBytes { .. } => {
+                    Self::invalid("prompt_too_large", "messages", message)
+                }
+                RequestError::Memory { .. } => {
+                    let status = StatusCode::SERVICE_UNAVAILABLE;
+                    Self::new(status, "server_error", "out_of_memory", "", message)
+                }
                 RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
                 RequestError::Tokenizer(_) => Self::value("messages", message),
                 RequestError::Field { field, .. } => Self::value(*field, message),
@@ -212,7 +223,11 @@ impl From<Error> for ApiError {
                 Self::new(status, "policy_error", "policy_error", "", message)
             }
             Error::Stopped => server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", &message),
-            Error::Config(_) | Error::Store(_) | Error::SavedState(_) | Error::Array(_) => {
+            Error::Config(_)
+            | Error::Store(_)
+            | Error::SavedState(_)
+            | Error::Panic { .. }
+            | Error::Array(_) => {
                 let message = "the engine failed; see the server's log";
                 server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
             }
