@@ -17,9 +17,10 @@ use steersman_engine::policy::{
     Problem, Record, Report, Use, Withdrawn,
 };
 
+use super::App;
 use super::access::Caller;
+use super::body::Limit;
 use super::error::ApiError;
-use super::{App, Limit, read_body};
 
 /// Media type of a component.
 const WASM: &str = "application/wasm";
@@ -142,8 +143,8 @@ pub async fn upload(
     }
     let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
     let limit = Limit { bytes: COMPONENT_BYTES, set_by: "for a component" };
-    let component = read_body(&app, &headers, body, WASM, limit).await?;
-    let activation = blocking(move || policies.upload(&name, &component)).await?;
+    let component = app.bodies.read(&headers, body, WASM, limit).await?;
+    let activation = blocking(move || policies.upload(&name, &component.bytes)).await?;
     Ok(Json(activation.map_err(upload_error)?.into()))
 }
 
@@ -178,8 +179,8 @@ pub async fn trace(
     Ok(Json(TraceBody { request, records }))
 }
 
-/// Runs work that compiles or reads the disk on a thread where it delays no other request.
-async fn blocking<T: Send + 'static>(
+/// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.
+pub async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
     // The error has the message of the panic.
