@@ -22,6 +22,10 @@ const CONNECTIONS: usize = 4096;
 /// Limit on open files that is assumed where the system names none.
 const OPEN_FILES: usize = 1024;
 
+/// Displaced connections that may be open beyond the limit, and how long to wait for their end.
+const CLOSING: usize = 16;
+const CLOSE_PAUSE: Duration = Duration::from_millis(1);
+
 /// Bits of an IPv6 address that identify a network: a client can use all addresses of its own.
 const NETWORK_BITS: u32 = 64;
 
@@ -50,6 +54,8 @@ pub struct Counts {
 struct Open {
     next_id: u64,
     by_id: BTreeMap<u64, Entry>,
+    /// Displaced connections that are not closed yet.
+    closing: usize,
 }
 
 struct Entry {
@@ -135,6 +141,13 @@ impl Connections {
         self.open().by_id.len()
     }
 
+    /// Waits until displaced connections are closed, but for a few.
+    pub async fn close_displaced(&self) {
+        while self.open().closing > CLOSING {
+            tokio::time::sleep(CLOSE_PAUSE).await;
+        }
+    }
+
     /// Most open connections.
     pub fn limit(&self) -> usize {
         self.limit
@@ -152,6 +165,7 @@ impl Open {
         let waiting = self.by_id.iter().filter(|(_, entry)| entry.waits && of_address(entry));
         let longest = waiting.map(|(id, entry)| (entry.since, *id)).min();
         let entry = longest.and_then(|(_, id)| self.by_id.remove(&id));
+        self.closing += usize::from(entry.is_some());
         entry.inspect(|entry| entry.displaced.notify_one()).is_some()
     }
 }
@@ -201,7 +215,10 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.all.open().by_id.remove(&self.id);
+        let mut open = self.all.open();
+        if open.by_id.remove(&self.id).is_none() {
+            open.closing -= 1;
+        }
     }
 }
 

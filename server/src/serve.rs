@@ -162,8 +162,7 @@ async fn accept(
             Some(connection) => serve(stream, connection),
             None => refuse(&stream),
         }
-        // The task of a displaced connection closes it.
-        tokio::task::yield_now().await;
+        connections.close_displaced().await;
     }
 }
 

@@ -179,7 +179,8 @@ async fn read(
     body: Body,
     log: &mut RequestLog,
 ) -> Result<(ChatRequest, Admission), ApiError> {
-    let limit = Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes" };
+    let limit =
+        Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes", has_budget: true };
     let body = app.bodies.read(headers, body, "application/json", limit).await?;
     log.share = body.share;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));

@@ -168,7 +168,20 @@ async fn request_id_is_echoed_or_generated() {
 
 /// A log in memory.
 #[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
+pub struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    /// Captures what this thread logs, until the guard is dropped.
+    pub fn capture(&self) -> impl Sized + use<> {
+        let writer = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
+        subscriber.with_ansi(false).finish().set_default()
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
 
 impl std::io::Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -184,11 +197,9 @@ impl std::io::Write for Lines {
 #[tokio::test]
 async fn log_has_one_line_for_each_request_without_its_text() {
     let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
     // Before capturing the log, since loading policies also logs a line.
     let (app, _) = app(answer);
-    let _guard = subscriber.with_ansi(false).finish().set_default();
+    let _guard = lines.capture();
     let secret = json!([{"role": "user", "content": "my secret"}]);
     for stream in [false, true] {
         let body = body(json!({"messages": secret, "stream": stream}));
@@ -197,7 +208,7 @@ async fn log_has_one_line_for_each_request_without_its_text() {
         bytes(send(&app, request).await).await;
     }
     chat(&app, body(json!({"messages": secret, "n": 3}))).await;
-    let log = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+    let log = lines.text();
     assert_eq!(log.lines().count(), 3, "{log}");
     for words in
         ["request_id=\"trace-7\"", "profile=\"default\"", "cached_tokens=16", "param=\"n\""]
