@@ -2,13 +2,20 @@
 //! all values once; later code does not check again.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use steersman_policy_host::{Grant, OnFailure, Param, PolicyConfig, ProfilePolicies};
+use steersman_policy_host::{PolicyConfig, ProfilePolicies};
 
 use crate::error::{ConfigError, Error, Result};
 use crate::request::Sampling;
+
+/// Most requests that may wait.
+const MAX_QUEUE: u64 = 4096;
+
+/// Most prompt tokens of a chunk.
+const MAX_CHUNK: u64 = 65_536;
 
 /// The whole configuration.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -107,6 +114,11 @@ pub enum Dtype {
 pub struct EngineConfig {
     /// Requests that may wait; further ones are refused with 429.
     pub queue: usize,
+    /// Bytes of text in a request, before it is tokenized; 0 is 16 for each token of the context.
+    pub prompt_bytes: usize,
+    /// Most bytes of weights, running requests and prefix cache together, for all models; 0 is what
+    /// the machine and the process's limits allow.
+    pub memory_limit_bytes: u64,
     /// Prompt tokens of one prefill chunk. A cancelled request stops after at most one chunk.
     pub prefill_chunk: usize,
     /// Answer tokens of a request without `max_tokens`.
@@ -126,6 +138,8 @@ impl Default for EngineConfig {
     fn default() -> Self {
         Self {
             queue: 32,
+            prompt_bytes: 0,
+            memory_limit_bytes: 0,
             prefill_chunk: 512,
             max_tokens: 4096,
             context: 0,
@@ -233,20 +247,10 @@ impl Default for StoreConfig {
 }
 
 /// The policies and limits of a group of requests.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Profile {
-    /// [`ProfilePolicies::policies`].
-    pub policies: Vec<String>,
-    /// [`ProfilePolicies::shadow`].
-    pub shadow: Vec<String>,
-    /// [`ProfilePolicies::on_failure`].
-    pub on_failure: OnFailure,
-    /// [`ProfilePolicies::grants`].
-    pub grants: Vec<Grant>,
-    /// [`ProfilePolicies::params`].
-    pub params: BTreeMap<String, Param>,
-    /// [`ProfilePolicies::trace_text`].
-    pub trace_text: bool,
+    /// Its policies, and how they run.
+    pub policy: ProfilePolicies,
     /// Limits of its requests.
     pub limits: ProfileLimits,
     /// Files with prefixes that are computed at the start: `{"messages": [..], "tools": [..]}` as in a
@@ -255,22 +259,6 @@ pub struct Profile {
     /// Sampling parameters that the client does not set; overrides the model's
     /// `generation_config.json`.
     pub sampling: Option<Sampling>,
-}
-
-impl Default for Profile {
-    fn default() -> Self {
-        Self {
-            policies: vec!["default".into()],
-            shadow: Vec::new(),
-            on_failure: OnFailure::Open,
-            grants: Vec::new(),
-            params: BTreeMap::new(),
-            trace_text: false,
-            limits: ProfileLimits::default(),
-            warm: Vec::new(),
-            sampling: None,
-        }
-    }
 }
 
 /// Limits of the requests of a profile; 0 is no limit.
@@ -287,9 +275,7 @@ pub struct ProfileLimits {
 impl Config {
     /// The part of each profile for the policy host.
     pub fn profile_policies(&self) -> BTreeMap<String, ProfilePolicies> {
-        let settings =
-            |(name, profile): (&String, &Profile)| (name.clone(), profile.policy_settings());
-        self.profiles.iter().map(settings).collect()
+        self.profiles.iter().map(|(name, profile)| (name.clone(), profile.policy.clone())).collect()
     }
 
     /// Checks all values, and adds the profile `default` if it is missing.
@@ -297,18 +283,17 @@ impl Config {
     /// # Errors
     /// [`ConfigError::Key`] names the first key that is out of range.
     pub fn check(mut self) -> Result<Self> {
-        let at_least = |field, value: u64, least: u64| {
-            if value >= least {
-                return Ok(());
-            }
-            Err(Error::Config(ConfigError::Key {
-                field,
-                problem: format!("is {value}, must be at least {least}"),
-            }))
-        };
-        at_least("engine.queue", self.engine.queue as u64, 1)?;
-        at_least("engine.prefill_chunk", self.engine.prefill_chunk as u64, 1)?;
-        at_least("engine.max_tokens", self.engine.max_tokens.into(), 1)?;
+        let EngineConfig { queue, prompt_bytes, prefill_chunk, max_tokens, context, .. } =
+            self.engine;
+        within("engine.queue", queue as u64, 1..=MAX_QUEUE)?;
+        if prompt_bytes > 0 {
+            at_least("engine.prompt_bytes", prompt_bytes as u64, 1024)?;
+        }
+        within("engine.prefill_chunk", prefill_chunk as u64, 1..=MAX_CHUNK)?;
+        at_least("engine.max_tokens", max_tokens.into(), 1)?;
+        if context > 0 {
+            at_least("engine.context", context as u64, 2)?;
+        }
         if !(0.0..=10.0).contains(&self.engine.skip_kl) {
             let problem = format!("is {}, must be from 0 to 10", self.engine.skip_kl);
             return Err(Error::Config(ConfigError::Key { field: "engine.skip_kl", problem }));
@@ -325,11 +310,11 @@ impl Config {
             let problem = format!("is {}, must be 8, 4, or 0 for none", self.engine.kv_bits);
             return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits", problem }));
         }
-        at_least("speculation.depth", self.speculation.depth as u64, 1)?;
-        if self.speculation.depth > DEPTH {
-            let problem = format!("is {}, must be at most {DEPTH}", self.speculation.depth);
-            return Err(Error::Config(ConfigError::Key { field: "speculation.depth", problem }));
+        if self.engine.kv_bits == 0 && self.engine.kv_bits_from > 0 {
+            let problem = "has no effect without `engine.kv_bits`".into();
+            return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits_from", problem }));
         }
+        within("speculation.depth", self.speculation.depth as u64, 1..=DEPTH as u64)?;
         let StoreConfig { kv_bits, .. } = self.store;
         if ![0, 8].contains(&kv_bits) {
             let problem = format!("is {kv_bits}, must be 8, or 0 for none");
@@ -347,27 +332,93 @@ impl Config {
     }
 }
 
-impl Profile {
-    /// Its part for the policy host.
-    pub fn policy_settings(&self) -> ProfilePolicies {
-        ProfilePolicies {
-            policies: self.policies.clone(),
-            shadow: self.shadow.clone(),
-            on_failure: self.on_failure,
-            grants: self.grants.clone(),
-            params: self.params.clone(),
-            trace_text: self.trace_text,
-        }
+fn at_least(field: &'static str, value: u64, least: u64) -> Result<()> {
+    if value >= least {
+        return Ok(());
     }
+    let problem = format!("is {value}, must be at least {least}");
+    Err(Error::Config(ConfigError::Key { field, problem }))
+}
 
+fn within(field: &'static str, value: u64, range: RangeInclusive<u64>) -> Result<()> {
+    if range.contains(&value) {
+        return Ok(());
+    }
+    let problem = format!("is {value}, must be from {} to {}", range.start(), range.end());
+    Err(Error::Config(ConfigError::Key { field, problem }))
+}
+
+impl Profile {
     fn check(&self, name: &str) -> Result<()> {
         let refuse = |problem: &str| {
-            let problem = format!("profile `{name}` {problem}");
+            let problem = format!("profile `{}` {problem}", name.escape_debug());
             Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
         };
-        if let Err(problem) = self.policy_settings().check() {
+        if name.is_empty() || name.contains(|c: char| c == '@' || c.is_control()) {
+            return refuse(
+                "has a name that requests cannot use; it must not be empty, and have no `@` and no \
+                 control characters",
+            );
+        }
+        if let Some(sampling) = self.sampling
+            && let Err(problem) = sampling.check()
+        {
+            return refuse(&format!("has a sampling parameter out of range: {problem}"));
+        }
+        if let Err(problem) = self.policy.check() {
             return refuse(&problem);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `queue = 2^61` panicked, and requests failed or were answered with noise under the others.
+    #[test]
+    fn values_that_make_no_sense_are_refused_by_key() {
+        let refused = |change: fn(&mut Config)| {
+            let mut config = Config::default();
+            config.profiles.insert("mine".into(), Profile::default());
+            change(&mut config);
+            config.check().unwrap_err().to_string()
+        };
+        fn sampling(config: &mut Config, sampling: Sampling) {
+            config.profiles.get_mut("mine").unwrap().sampling = Some(sampling);
+        }
+        let cases: [(fn(&mut Config), &[&str]); 12] = [
+            (|c| c.engine.queue = 0, &["engine.queue: is 0", "from 1 to 4096"]),
+            (|c| c.engine.queue = 1 << 61, &["engine.queue", "from 1 to 4096"]),
+            (|c| c.engine.prompt_bytes = 1, &["engine.prompt_bytes", "at least 1024"]),
+            (|c| c.engine.prefill_chunk = 1 << 40, &["engine.prefill_chunk", "from 1 to 65536"]),
+            (|c| c.engine.context = 1, &["engine.context", "at least 2"]),
+            (|c| c.engine.kv_bits_from = 9, &["engine.kv_bits_from", "engine.kv_bits"]),
+            (
+                |c| sampling(c, Sampling { temperature: f32::NAN, ..Sampling::default() }),
+                &["`mine`", "temperature is NaN"],
+            ),
+            (
+                |c| sampling(c, Sampling { temperature: 9.0, ..Sampling::default() }),
+                &["`mine`", "temperature is 9", "from 0 to 2"],
+            ),
+            (
+                |c| sampling(c, Sampling { top_p: 0.0, ..Sampling::default() }),
+                &["`mine`", "top_p is 0"],
+            ),
+            (
+                |c| sampling(c, Sampling { min_p: 2.0, ..Sampling::default() }),
+                &["`mine`", "min_p is 2"],
+            ),
+            (|c| drop(c.profiles.insert("a@b".into(), Profile::default())), &["`a@b`", "name"]),
+            (|c| drop(c.profiles.insert(String::new(), Profile::default())), &["``", "name"]),
+        ];
+        for (change, words) in cases {
+            let error = refused(change);
+            for word in words {
+                assert!(error.contains(word), "`{word}` is not in {error}");
+            }
+        }
     }
 }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use crate::error::{Error, RequestError, Result};
+use crate::error::{RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
+use crate::queue::Queue;
 use crate::request::{Event, Request};
 
 /// Facts about the loaded model, for the server.
@@ -18,6 +19,8 @@ pub struct Info {
     pub family: String,
     /// Limit on the tokens of prompt and reply together.
     pub context: usize,
+    /// Most bytes of text in a request.
+    pub prompt_bytes: usize,
     /// Device and number format, for display: `CPU, f32`.
     pub numbers: String,
     /// Hex digest over weights, number format, tokenizer and template. The fingerprint in a reply also
@@ -31,62 +34,75 @@ pub struct Info {
     pub loaded: u64,
 }
 
-/// A request and the channel for its events.
-pub struct Job {
-    /// The request.
-    pub request: Request,
-    /// Dropping its receiver cancels the request. Unbounded, so that a slow reader cannot block the
-    /// engine: it holds at most one reply, which `max_tokens` limits.
-    pub events: mpsc::UnboundedSender<Event>,
-}
-
 /// Handle to the engine thread.
 #[derive(Clone)]
-pub struct Engine {
-    jobs: mpsc::Sender<Job>,
-    info: Arc<Info>,
+pub struct Engine(Arc<Handle>);
+
+struct Handle {
+    queue: Arc<Queue>,
+    info: Info,
     policies: Arc<Policies>,
 }
 
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.queue.close();
+    }
+}
+
 impl Engine {
-    /// A handle that sends to `jobs`; the receiver is the engine thread, or its substitute in a test.
-    pub fn new(jobs: mpsc::Sender<Job>, info: Info, policies: Arc<Policies>) -> Self {
-        Self { jobs, info: Arc::new(info), policies }
+    /// A handle that adds to `queue`, which the engine thread, or its substitute in a test, takes from.
+    pub fn new(queue: Arc<Queue>, info: Info, policies: Arc<Policies>) -> Self {
+        Self(Arc::new(Handle { queue, info, policies }))
     }
 
     /// The policies of all profiles.
     pub fn policies(&self) -> &Arc<Policies> {
-        &self.policies
+        &self.0.policies
     }
 
     /// Facts about the loaded model.
     pub fn info(&self) -> &Info {
-        &self.info
+        &self.0.info
     }
 
-    /// Number of requests in the queue.
+    /// Number of requests in the queue, without those whose clients have disconnected.
     pub fn waiting(&self) -> usize {
-        self.jobs.max_capacity() - self.jobs.capacity()
+        self.0.queue.len()
     }
 
     /// Whether the engine thread has ended.
     pub fn has_stopped(&self) -> bool {
-        self.jobs.is_closed()
+        *self.0.queue.ended().borrow()
+    }
+
+    /// Waits until the engine thread has ended. It ends before [`Engine::stop`] is called, or the last
+    /// handle is dropped, only if it cannot go on; then the process should end.
+    pub fn ended(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut ended = self.0.queue.ended();
+        async move {
+            // Fails if the queue is gone, and the engine thread with it.
+            let _ = ended.wait_for(|ended| *ended).await;
+        }
+    }
+
+    /// Ends all requests with [`Error::Stopped`](crate::Error::Stopped), running ones after their
+    /// current step, and then the engine thread.
+    pub fn stop(&self) {
+        self.0.queue.stop();
     }
 
     /// Queues a request. Dropping the receiver cancels it.
     ///
     /// # Errors
-    /// [`Error::QueueFull`], at once, when the queue is full; [`Error::Stopped`] when the engine
-    /// thread has ended.
+    /// At once: [`RequestError::PromptBytes`] if the request has too much text;
+    /// [`RequestError::QueueFull`] if the queue is full; [`Error::Stopped`](crate::Error::Stopped) if
+    /// the engine thread ends or has ended.
     pub fn submit(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
-        let (events, receiver) = mpsc::unbounded_channel();
-        match self.jobs.try_send(Job { request, events }) {
-            Ok(()) => Ok(receiver),
-            Err(mpsc::error::TrySendError::Full(_)) => {
-                Err(Error::Request(RequestError::QueueFull { limit: self.jobs.max_capacity() }))
-            }
-            Err(mpsc::error::TrySendError::Closed(_)) => Err(Error::Stopped),
+        let (bytes, limit) = (request.text_bytes(), self.0.info.prompt_bytes);
+        if bytes > limit {
+            return Err(RequestError::PromptBytes { bytes, limit }.into());
         }
+        self.0.queue.add(request)
     }
 }

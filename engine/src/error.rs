@@ -1,6 +1,7 @@
 //! The engine's errors, by who can act on them: the client ([`RequestError`]), the operator
 //! ([`ConfigError`], [`StoreError`]), the author of a policy ([`steersman_policy_host::Error`]).
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 
 use steersman_policy_host as policy;
@@ -74,6 +75,9 @@ pub enum RequestError {
         /// Length of the queue.
         limit: usize,
     },
+    /// The client has disconnected, so that nobody gets this error.
+    #[error("the client has disconnected")]
+    Cancelled,
     /// The request did not end before its deadline.
     #[error(
         "the request was {stage} when its time was over; repeat it later, ask for a shorter reply, \
@@ -149,6 +153,30 @@ pub enum ConfigError {
         /// What is wrong.
         problem: String,
     },
+}
+
+impl Error {
+    /// This error of a shared pass, for one of its requests.
+    pub(crate) fn shared(&self) -> Self {
+        match self {
+            Self::Panic { stage, message } => Self::Panic { stage, message: message.clone() },
+            Self::Array(problem) => Self::Array(problem.clone()),
+            error => Self::Array(error.to_string()),
+        }
+    }
+}
+
+/// Does `work` for a request; a panic becomes [`Error::Panic`]. What `work` changes may be left
+/// halfway: the caller drops it.
+///
+/// # Errors
+/// Those of `work`.
+pub(crate) fn catch_panic<T>(stage: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let message = text.or_else(|| panic.downcast_ref().cloned());
+        Err(Error::Panic { stage, message: message.unwrap_or_else(|| "no message".into()) })
+    })
 }
 
 impl From<policy::Failure> for Error {

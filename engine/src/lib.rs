@@ -14,6 +14,7 @@ mod error;
 mod model;
 mod nn;
 mod prefix;
+mod queue;
 pub mod request;
 mod store;
 mod text;
@@ -49,5 +50,5 @@ pub mod internals {
         )+};
     }
 
-    rooms!(cache, decode, engine, model, nn, prefix, store, text);
+    rooms!(cache, decode, engine, model, nn, prefix, queue, store, text);
 }

@@ -44,6 +44,44 @@ pub struct Request {
     pub deadline: Option<Instant>,
 }
 
+impl Request {
+    /// Bytes of its text: messages, tools and template variables.
+    pub fn text_bytes(&self) -> usize {
+        let messages: usize = self.messages.iter().map(Message::text_bytes).sum();
+        let tools: usize = self.tools.iter().map(value_bytes).sum();
+        messages + tools + map_bytes(&self.template_variables)
+    }
+}
+
+/// Bytes that count for what has no text of its own, such as a number or an empty message: it takes
+/// time and memory too.
+const VALUE_BYTES: usize = 8;
+
+impl Message {
+    fn text_bytes(&self) -> usize {
+        let optional = [&self.reasoning_content, &self.tool_call_id, &self.name];
+        let optional: usize = optional.into_iter().flatten().map(String::len).sum();
+        let call = |ToolCall { id, kind: _, function }: &ToolCall| {
+            VALUE_BYTES + id.len() + function.name.len() + map_bytes(&function.arguments)
+        };
+        let calls: usize = self.tool_calls.iter().map(call).sum();
+        VALUE_BYTES + self.role.len() + self.content.len() + optional + calls
+    }
+}
+
+fn value_bytes(value: &Value) -> usize {
+    match value {
+        Value::String(text) => text.len(),
+        Value::Array(values) => VALUE_BYTES + values.iter().map(value_bytes).sum::<usize>(),
+        Value::Object(map) => VALUE_BYTES + map_bytes(map),
+        Value::Null | Value::Bool(_) | Value::Number(_) => VALUE_BYTES,
+    }
+}
+
+fn map_bytes(map: &Map<String, Value>) -> usize {
+    map.iter().map(|(key, value)| key.len() + value_bytes(value)).sum()
+}
+
 /// One message of the conversation, in the form that chat templates read.
 ///
 /// Content is always text: the server joins text parts and rejects other kinds.
@@ -111,6 +149,20 @@ impl Default for Sampling {
 }
 
 impl Sampling {
+    /// Checks all ranges.
+    ///
+    /// # Errors
+    /// Names the first parameter that is out of range.
+    pub fn check(&self) -> Result<(), String> {
+        let Self { temperature, top_p, top_k: _, min_p } = *self;
+        let check = |name: &str, value: f32, is_valid: bool, range: &str| {
+            if is_valid { Ok(()) } else { Err(format!("{name} is {value}, must be {range}")) }
+        };
+        check("temperature", temperature, (0.0..=2.0).contains(&temperature), "from 0 to 2")?;
+        check("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0, at most 1")?;
+        check("min_p", min_p, (0.0..=1.0).contains(&min_p), "from 0 to 1")
+    }
+
     /// These parameters with the values of `patch`.
     #[must_use]
     pub fn with(self, patch: &SamplingPatch) -> Self {
@@ -193,4 +245,46 @@ pub struct Usage {
     pub accepted_tokens: u32,
     /// Layers whose feed-forward block every pass skipped, as `engine.skip_kl` allows.
     pub skipped_layers: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn every_text_of_a_request_counts() {
+        let text = "x".repeat(1000);
+        let message = Message { role: "user".into(), ..Message::default() };
+        let object = |value: Value| value.as_object().unwrap().clone();
+        let call = FunctionCall { name: "f".into(), arguments: object(json!({"a": [text]})) };
+        let call = ToolCall { id: "1".into(), kind: "function".into(), function: call };
+        let requests = [
+            Request {
+                messages: vec![Message { content: text.clone(), ..message.clone() }],
+                ..Request::default()
+            },
+            Request {
+                messages: vec![Message {
+                    reasoning_content: Some(text.clone()),
+                    ..message.clone()
+                }],
+                ..Request::default()
+            },
+            Request {
+                messages: vec![Message { tool_calls: vec![call], ..message.clone() }],
+                ..Request::default()
+            },
+            Request { tools: vec![json!({"function": {"name": text}})], ..Request::default() },
+            Request {
+                template_variables: object(json!({"list": [{"key": text}]})),
+                ..Request::default()
+            },
+            Request { messages: vec![message; 100], ..Request::default() },
+        ];
+        for request in requests {
+            assert!((1000..1200).contains(&request.text_bytes()), "{request:?}");
+        }
+    }
 }

@@ -13,14 +13,13 @@ use serde::Deserialize;
 use steersman_engine::config::{
     Config, EngineConfig, ModelConfig, Profile, ProfileLimits, SpeculationConfig, StoreConfig,
 };
-use steersman_engine::policy::{Grant, OnFailure, Param, PolicyConfig, deserialize_params};
+use steersman_engine::policy::{
+    Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
+};
 use steersman_engine::request::Sampling;
 
-/// Least limit on the context: a shorter one holds no prompt.
-const CONTEXT: usize = 64;
-
-/// Most requests that wait, in the queue or of a profile.
-const QUEUE: u64 = 1 << 16;
+/// Most requests of a profile that wait or run.
+const REQUESTS: u64 = 1 << 16;
 
 /// Most connections.
 const CONNECTIONS: u64 = 1 << 20;
@@ -108,18 +107,18 @@ pub struct ProfileAccess {
 pub struct ProfileConfig {
     /// Model of the profile, as `model.path`; empty for that of `[model]`. Each model is loaded once.
     pub model: String,
-    /// [`Profile::policies`]
+    /// [`ProfilePolicies::policies`]
     pub policies: Vec<String>,
-    /// [`Profile::shadow`]
+    /// [`ProfilePolicies::shadow`]
     pub shadow: Vec<String>,
-    /// [`Profile::on_failure`]
+    /// [`ProfilePolicies::on_failure`]
     pub on_failure: OnFailure,
-    /// [`Profile::grants`]
+    /// [`ProfilePolicies::grants`]
     pub grants: Vec<Grant>,
-    /// [`Profile::params`]
+    /// [`ProfilePolicies::params`]
     #[serde(deserialize_with = "deserialize_params")]
     pub params: BTreeMap<String, Param>,
-    /// [`Profile::trace_text`]
+    /// [`ProfilePolicies::trace_text`]
     pub trace_text: bool,
     /// [`ProfileAccess::api_keys`]
     pub api_keys: Vec<SecretString>,
@@ -148,8 +147,8 @@ pub struct LimitsConfig {
 
 impl Default for ProfileConfig {
     fn default() -> Self {
-        let Profile { policies, shadow, on_failure, grants, params, trace_text, warm, .. } =
-            Profile::default();
+        let ProfilePolicies { policies, shadow, on_failure, grants, params, trace_text } =
+            ProfilePolicies::default();
         Self {
             model: String::new(),
             policies,
@@ -160,7 +159,7 @@ impl Default for ProfileConfig {
             trace_text,
             api_keys: Vec::new(),
             limits: LimitsConfig::default(),
-            warm,
+            warm: Vec::new(),
             sampling: None,
         }
     }
@@ -170,13 +169,16 @@ impl ProfileConfig {
     /// Splits the section into the engine's and the server's part.
     fn split(self) -> (Profile, ProfileAccess) {
         let LimitsConfig { prompt_tokens, reasoning_budget, max_tokens, requests } = self.limits;
-        let profile = Profile {
+        let policy = ProfilePolicies {
             policies: self.policies,
             shadow: self.shadow,
             on_failure: self.on_failure,
             grants: self.grants,
             params: self.params,
             trace_text: self.trace_text,
+        };
+        let profile = Profile {
+            policy,
             limits: ProfileLimits { prompt_tokens, reasoning_budget, max_tokens },
             warm: self.warm,
             sampling: self.sampling,
@@ -240,7 +242,8 @@ impl FileConfig {
         Ok((server, engine.check()?))
     }
 
-    /// All values that are out of range, by key. The engine's [`Config::check`] finds further ones.
+    /// Values that are out of range, by key: all of the server's, and of the engine's the first of each
+    /// section and of each profile.
     pub fn problems(&self) -> Vec<String> {
         let mut problems = self.server.problems();
         let keys = self.profiles.iter().map(|(name, profile)| {
@@ -251,16 +254,10 @@ impl FileConfig {
             ("server.admin_keys".to_string(), self.server.admin_keys.as_slice()),
         ];
         problems.extend(problems_of_keys(of_server.into_iter().chain(keys)));
-        problems.extend(out_of("engine.queue", self.engine.queue as u64, 1, QUEUE));
-        let EngineConfig { context, .. } = self.engine;
-        if context > 0 && context < CONTEXT {
-            problems.push(format!(
-                "engine.context: is {context}, must be at least {CONTEXT}, or 0 for the model's limit"
-            ));
-        }
         for (name, profile) in &self.profiles {
             problems.extend(profile.problems(name));
         }
+        problems.extend(problems_of_engine(&self.clone().split().1));
         problems
     }
 
@@ -326,33 +323,37 @@ impl ServerConfig {
 impl ProfileConfig {
     fn problems(&self, name: &str) -> Vec<String> {
         let mut problems = Vec::new();
-        if name.is_empty() || name.trim() != name || name.contains(['@', '\n', '\r', '\0']) {
-            problems.push(format!(
-                "profiles.{name:?}: a name must not be empty, begin or end with white space, or \
-                 contain `@` or a line break, because clients send it as model@NAME"
-            ));
-        }
         if name == "default" && !self.model.is_empty() {
             problems.push(
                 "profiles.default.model: this profile uses [model]; set model.path instead".into(),
             );
         }
         let requests = self.limits.requests as u64;
-        problems.extend(out_of(&format!("profiles.{name}.limits.requests"), requests, 0, QUEUE));
-        // The ranges of the fields of a chat request.
-        let Sampling { temperature, top_p, min_p, .. } = self.sampling.unwrap_or_default();
-        for (key, value, is_in_range, range) in [
-            ("temperature", temperature, (0.0..=2.0).contains(&temperature), "from 0 to 2"),
-            ("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0, at most 1"),
-            ("min_p", min_p, (0.0..=1.0).contains(&min_p), "from 0 to 1"),
-        ] {
-            if !is_in_range {
-                problems
-                    .push(format!("profiles.{name}.sampling.{key}: is {value}, must be {range}"));
-            }
-        }
+        problems.extend(out_of(&format!("profiles.{name}.limits.requests"), requests, 0, REQUESTS));
         problems
     }
+}
+
+/// The first problem of each section and each profile of the engine's configuration.
+fn problems_of_engine(config: &Config) -> Vec<String> {
+    let Config { engine, speculation, store, policy, profiles, .. } = config.clone();
+    let mut parts = vec![
+        Config { engine, ..Config::default() },
+        Config { speculation, ..Config::default() },
+        Config { store, ..Config::default() },
+        Config { policy, ..Config::default() },
+    ];
+    let one = |profile| Config { profiles: BTreeMap::from([profile]), ..Config::default() };
+    parts.extend(profiles.into_iter().map(one));
+    // Values of different sections may contradict each other.
+    parts.push(config.clone());
+    let problems = parts.into_iter().filter_map(|part| Some(part.check().err()?.to_string()));
+    problems.fold(Vec::new(), |mut problems, problem| {
+        if !problems.contains(&problem) {
+            problems.push(problem);
+        }
+        problems
+    })
 }
 
 /// The problem of `value` if it is not from `least` to `most`.
@@ -520,17 +521,16 @@ mod tests {
             ("[engine]\nqueue = 0", "engine.queue"),
             ("[engine]\nqueue = 2305843009213693952", "engine.queue"),
             ("[engine]\ncontext = 1", "engine.context"),
-            ("[profiles.\"a@b\"]", "profiles.\"a@b\""),
-            ("[profiles.\"\"]", "profiles.\"\""),
-            ("[profiles.\"a\\nb\"]", "profiles.\"a\\nb\""),
-            ("[profiles.a]\nmodel = ''\nlimits.requests = 99999999", "profiles.a.limits.requests"),
-            ("[profiles.a.sampling]\ntemperature = nan", "profiles.a.sampling.temperature: is NaN"),
-            ("[profiles.a.sampling]\ntemperature = -1.0", "profiles.a.sampling.temperature: is -1"),
-            ("[profiles.a.sampling]\ntemperature = 9.0", "profiles.a.sampling.temperature: is 9"),
-            ("[profiles.a.sampling]\ntop_p = 0.0", "profiles.a.sampling.top_p: is 0"),
-            ("[profiles.a.sampling]\ntop_p = 5.0", "profiles.a.sampling.top_p: is 5"),
-            ("[profiles.a.sampling]\nmin_p = 2.0", "profiles.a.sampling.min_p: is 2"),
-            ("[speculation]\ndepth = 9", "speculation.depth"),
+            ("[profiles.\"a@b\"]", "profile `a@b`"),
+            ("[profiles.\"\"]", "profile ``"),
+            ("[profiles.\"a\\nb\"]", "profile `a\\nb`"),
+            ("[profiles.a]\nlimits.requests = 99999999", "profiles.a.limits.requests"),
+            ("[profiles.a.sampling]\ntemperature = nan", "temperature is NaN"),
+            ("[profiles.a.sampling]\ntemperature = -1.0", "temperature is -1"),
+            ("[profiles.a.sampling]\ntemperature = 9.0", "temperature is 9"),
+            ("[profiles.a.sampling]\ntop_p = 0.0", "top_p is 0"),
+            ("[profiles.a.sampling]\ntop_p = 5.0", "top_p is 5"),
+            ("[profiles.a.sampling]\nmin_p = 2.0", "min_p is 2"),
         ] {
             let error = toml::from_str::<FileConfig>(text).unwrap().check().unwrap_err();
             assert!(error.to_string().contains(key), "`{key}` is not in {error}");
@@ -538,20 +538,23 @@ mod tests {
     }
 
     #[test]
-    fn all_values_out_of_range_are_found() {
+    fn problems_of_all_sections_and_profiles_are_found() {
         let text = "[server]\nbody_timeout_s = 0\ncors = ['x']\n[engine]\ncontext = 1\n\
-                    [profiles.a.sampling]\ntop_p = 5.0\nmin_p = 2.0";
-        let problems = toml::from_str::<FileConfig>(text).unwrap().problems();
-        let keys: Vec<_> =
-            problems.iter().map(|problem| problem.split(':').next().unwrap()).collect();
+                    [store]\nmin_tokens = 0\n[profiles.a.sampling]\ntop_p = 5.0\n\
+                    [profiles.b]\npolicies = []";
+        let problems = FileConfig::parse(text).unwrap().problems();
         let expected = [
-            "server.body_timeout_s",
-            "server.cors",
-            "engine.context",
-            "profiles.a.sampling.top_p",
-            "profiles.a.sampling.min_p",
+            "server.body_timeout_s: is 0",
+            "server.cors: `x`",
+            "engine.context: is 1",
+            "store.min_tokens: is 0",
+            "profile `a` has a sampling parameter out of range: top_p is 5",
+            "profile `b` names no policy",
         ];
-        assert_eq!(keys, expected);
+        assert_eq!(problems.len(), expected.len(), "{problems:?}");
+        for (problem, words) in problems.iter().zip(expected) {
+            assert!(problem.contains(words), "`{words}` is not in {problem}");
+        }
     }
 
     #[test]

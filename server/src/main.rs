@@ -3,18 +3,20 @@
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::thread::JoinHandle;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
+use futures_util::future::select_all;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, check, policy, serve, verify};
-use steersman_engine::Info;
 use steersman_engine::config::Device;
 use steersman_engine::policy::Storage;
+use steersman_engine::{Engine, Info};
 use tracing_subscriber::EnvFilter;
 
 /// Default log filter; RUST_LOG overrides it.
@@ -207,6 +209,10 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
+    std::panic::set_hook(Box::new(|panic| {
+        let location = panic.location().map(ToString::to_string);
+        tracing::error!(location, message = panic.payload_as_str(), "panic");
+    }));
     let done = match cli.command {
         Command::Serve(options) => serve(options),
         Command::Check(options) => check(options),
@@ -264,16 +270,24 @@ fn serve(options: Serve) -> Result<()> {
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
 
+    let engines = models.engines().to_vec();
+    let ended = select_all(engines.iter().map(|engine| Box::pin(engine.ended())));
+    let stop = async move {
+        tokio::select! {
+            () = serve::stop_signal() => {}
+            // Without its engine the server would refuse every request.
+            _ = ended => {}
+        }
+    };
     let app = steersman::app(models, &server);
-    runtime.block_on(serve::run(listener, app, &server, serve::stop_signal()));
-    // Cancels the requests that are still running after the grace period.
+    runtime.block_on(serve::run(listener, app, &server, stop));
+    // Ends the requests that are still running after the grace period.
+    engines.iter().for_each(Engine::stop);
     runtime.shutdown_background();
     // Once joined, the engines' saved state is on disk.
-    for thread in threads {
-        if thread.join().is_err() {
-            tracing::error!("an engine thread panicked");
-        }
-    }
+    let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
+    // A supervisor restarts the server.
+    ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     tracing::info!("server stopped");
     Ok(())
 }

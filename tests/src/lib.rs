@@ -8,12 +8,20 @@ use std::thread::JoinHandle;
 use serde_json::{Value, json};
 use steersman_engine::config::{Config, Device, Dtype, Profile};
 use steersman_engine::policy::SamplingPatch;
-use steersman_engine::policy::{self, Policies, PolicyConfig, Session, Storage, no_vocabulary};
+use steersman_engine::policy::{
+    self, Policies, PolicyConfig, ProfilePolicies, Session, Storage, no_vocabulary,
+};
 use steersman_engine::request::{Event, Finished, Message, Request, ToolCall};
 use steersman_engine::tools::Decoder;
 use steersman_engine::{Engine, Error, Info};
 pub use steersman_test_support::{Random, guest};
 use tempfile::TempDir;
+
+/// A profile with one policy.
+pub fn profile(policy: impl Into<String>) -> Profile {
+    let policy = ProfilePolicies { policies: vec![policy.into()], ..ProfilePolicies::default() };
+    Profile { policy, ..Profile::default() }
+}
 
 /// `tests/fixtures`.
 pub fn fixtures() -> PathBuf {

@@ -1,6 +1,5 @@
 //! The policies `agent` and `rules` on the bundled model.
 
-use steersman_engine::config::Profile;
 use steersman_engine::policy::Param;
 use steersman_engine::request::{FinishReason, Request, Usage};
 use steersman_tests::{Reply, Running, ask, ask_weather, config, message, run};
@@ -10,14 +9,14 @@ fn engine() -> Running {
     let mut config = config();
     config.store.ahead = false;
     for policy in ["agent", "passthrough"] {
-        let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
+        let profile = steersman_tests::profile(policy);
         config.profiles.insert(policy.into(), profile);
     }
     for (profile, act) in [("repairs", "repair = 'Not Oslo. '"), ("stops", "stop = 'not Oslo'")] {
         let when = "tool_called = 'get_weather', arguments_contain = 'Oslo'";
         let rule = format!("[[rule]]\nwhen = {{ {when} }}\ntimes = 1\ndo = {{ {act} }}\n");
-        let mut ruled = Profile { policies: vec!["rules".into()], ..Profile::default() };
-        ruled.params.insert("rules".into(), Param::Text(rule));
+        let mut ruled = steersman_tests::profile("rules");
+        ruled.policy.params.insert("rules".into(), Param::Text(rule));
         config.profiles.insert(profile.into(), ruled);
     }
     Running::without_store(config)

@@ -5,7 +5,6 @@
 //! answer is a bug of the engine or the policy.
 
 use serde_json::Value;
-use steersman_engine::config::Profile;
 use steersman_engine::policy::SamplingPatch;
 use steersman_engine::request::{FinishReason, Message, Request};
 use steersman_engine::{Error, RequestError};
@@ -23,7 +22,7 @@ fn engine_with_context(context: usize) -> Running {
     let mut config = config();
     config.engine.context = context;
     for policy in ["default", "passthrough"] {
-        let profile = Profile { policies: vec![policy.into()], ..Profile::default() };
+        let profile = steersman_tests::profile(policy);
         config.profiles.insert(policy.into(), profile);
     }
     Running::without_store(config)

@@ -2,7 +2,6 @@
 //!
 //! `engine/policy-host/tests/hostile` has all hostile policies without an engine.
 
-use steersman_engine::config::Profile;
 use steersman_engine::policy::Grant;
 use steersman_engine::request::{FinishReason, Request};
 use steersman_test_support::hostile::hostile;
@@ -29,11 +28,8 @@ fn a_request_under_a_hostile_policy_ends_well() {
     for (name, bytes, _, _) in &guests {
         let path = folder.path().join(format!("{}.wasm", name.replace(' ', "-")));
         std::fs::write(&path, bytes).expect("a file in the folder");
-        let profile = Profile {
-            policies: vec![path.display().to_string()],
-            grants: Grant::ALL.to_vec(),
-            ..Profile::default()
-        };
+        let mut profile = steersman_tests::profile(path.display().to_string());
+        profile.policy.grants = Grant::ALL.to_vec();
         config.profiles.insert((*name).into(), profile);
     }
     let engine = Running::start(config, folder.path());

@@ -23,7 +23,9 @@ fn profile(folder: &Path, name: &str, save_points: &[(&'static str, u32)]) -> Pr
     let path = folder.join(format!("{name}.wasm"));
     std::fs::write(&path, retaining(save_points)).expect("a file in the folder");
     let policy = path.display().to_string();
-    Profile { policies: vec![policy], on_failure: OnFailure::Closed, ..Profile::default() }
+    let mut profile = steersman_tests::profile(policy);
+    profile.policy.on_failure = OnFailure::Closed;
+    profile
 }
 
 /// An engine without a store, with such profiles by name.

@@ -58,7 +58,8 @@ fn lines(records: &[Record]) -> String {
 
 #[test]
 fn a_recorded_request_replays_to_the_same_decisions_bit_for_bit() {
-    let open = Profile { trace_text: true, ..Profile::default() };
+    let mut open = Profile::default();
+    open.policy.trace_text = true;
     let (reply, records) = replies(vec![("open", open)]).remove(0);
     assert!(reply.finished().usage.reasoning_tokens < 45, "{reply:?}");
     let component = compiled("default");
@@ -104,8 +105,9 @@ fn a_masked_trace_has_no_text_of_the_conversation_and_no_exact_replay() {
 
 #[test]
 fn a_shadow_changes_no_reply_and_its_decisions_are_recorded() {
-    let alone = Profile { policies: vec!["passthrough".into()], ..Profile::default() };
-    let shadowed = Profile { shadow: vec!["default".into()], ..alone.clone() };
+    let alone = steersman_tests::profile("passthrough");
+    let mut shadowed = alone.clone();
+    shadowed.policy.shadow.push("default".into());
     let replies = replies(vec![("alone", alone), ("shadowed", shadowed)]);
     let [(alone, without), (shadowed, with)] = &replies[..] else { panic!("two replies") };
     assert_eq!(alone.answer, shadowed.answer);

@@ -41,3 +41,14 @@ extern "C" const char* scipy_openblas_get_config();
 extern "C" const char* steersman_blas() {
   return scipy_openblas_get_config();
 }
+
+extern "C" int scipy_openblas_get_num_threads();
+extern "C" void scipy_openblas_set_num_threads(int);
+
+extern "C" int steersman_blas_threads() {
+  return scipy_openblas_get_num_threads();
+}
+
+extern "C" void steersman_set_blas_threads(int threads) {
+  scipy_openblas_set_num_threads(threads);
+}

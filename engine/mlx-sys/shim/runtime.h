@@ -8,11 +8,13 @@
 #include <cstdlib>
 #include <ctime>
 
-// MLX's CUDA backend caches 400 captured graphs and fails if more are in use, as in passes over one
-// to eight rows. It reads this variable once; a value set by the user is kept. Set before main,
-// when no thread reads the environment yet.
-[[gnu::constructor]] static void keep_more_graphs() {
+// MLX's CUDA backend caches 400 captured graphs, fewer than passes over one to eight rows use. After
+// twice as many misses in the life of a process it throws at every further miss ("Cache thrashing is
+// happening"), which a server with many prompt lengths reaches in days. MLX reads both variables once;
+// values set by the user are kept. Set before main, when no thread reads the environment yet.
+[[gnu::constructor]] static void configure_cuda_graphs() {
   setenv("MLX_CUDA_GRAPH_CACHE_SIZE", "4096", 0);
+  setenv("MLX_ENABLE_CACHE_THRASHING_CHECK", "0", 0);
 }
 
 // mlx-rs seeds its random state with Apple's clock. Any clock in nanoseconds works.
@@ -33,5 +35,11 @@ extern "C" uint64_t mach_approximate_time() {
 extern "C" const char* steersman_blas() {
   return nullptr;
 }
+
+extern "C" int steersman_blas_threads() {
+  return 0;
+}
+
+extern "C" void steersman_set_blas_threads(int) {}
 
 #endif

@@ -26,7 +26,7 @@
 
 #![allow(unsafe_code, reason = "this crate is the interface to C")]
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_int};
 
 #[allow(
     missing_docs,
@@ -46,6 +46,8 @@ pub use bindings::*;
 
 unsafe extern "C" {
     fn steersman_blas() -> *const c_char;
+    fn steersman_blas_threads() -> c_int;
+    fn steersman_set_blas_threads(threads: c_int);
 }
 
 /// Build configuration of the OpenBLAS that MLX's CPU operations use ("OpenBLAS 0.3.34 ... Haswell
@@ -60,6 +62,21 @@ pub fn blas() -> Option<String> {
     // SAFETY: not null, ends with a zero byte, never changed or freed.
     let config = unsafe { CStr::from_ptr(config) };
     Some(config.to_string_lossy().into_owned())
+}
+
+/// The number of threads that OpenBLAS uses for a matrix product; 0 without [`blas`].
+pub fn blas_threads() -> usize {
+    // SAFETY: has no arguments, and reads one number.
+    usize::try_from(unsafe { steersman_blas_threads() }).unwrap_or(0)
+}
+
+/// Sets the number of threads of each further matrix product of OpenBLAS. Without [`blas`] nothing
+/// changes.
+pub fn set_blas_threads(threads: usize) {
+    let threads = c_int::try_from(threads.max(1)).unwrap_or(c_int::MAX);
+    // SAFETY: OpenBLAS limits the number to its own maximum; a product that is running keeps its
+    // threads.
+    unsafe { steersman_set_blas_threads(threads) }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use mlx_rs::ops::{concatenate, zeros_dtype};
 use crate::error::Result;
 
 /// Rows by which a buffer grows. Growing copies the buffer, so it must not happen at every step.
-pub(super) const STEP: i32 = 256;
+pub const STEP: i32 = 256;
 
 /// A buffer [1, H, capacity, D]. Its owner knows how many rows are filled.
 #[derive(Debug, Clone, Default)]

@@ -17,6 +17,7 @@ mod sliding;
 
 pub use checkpoint::Checkpoint;
 pub use full::Full;
+pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};
 pub use recurrent::{Recurrent, Writes, delta_write};
 pub use shared::{KeyValues, owned};
@@ -174,6 +175,26 @@ impl Cache {
             });
         }
         Ok(arrays)
+    }
+
+    /// Bytes of `rows` rows in a cache like this one, whatever it holds, if an activation has `size`
+    /// bytes.
+    pub fn bytes(&self, rows: usize, size: u64) -> u64 {
+        // A shape holds positive numbers.
+        let kv = |[heads, head_dim]: [i32; 2], rows: u64| 2 * heads as u64 * head_dim as u64 * rows;
+        let rows = rows as u64;
+        let layer = |layer: &LayerCache| match layer {
+            LayerCache::Full(full) => kv(full.shape(), rows) * size,
+            LayerCache::Quantized(quantized) => quantized.bytes(rows, size),
+            LayerCache::Sliding(sliding) => {
+                let held = (sliding.window() + STEP) as u64;
+                kv(sliding.shape(), rows.min(held)) * size
+            }
+            LayerCache::Recurrent(recurrent) => {
+                recurrent.arrays().iter().map(|array| array.nbytes() as u64).sum()
+            }
+        };
+        self.layers.iter().map(layer).sum()
     }
 
     /// Whether the cache can resume at any position. If not, it holds recurrent state and can

@@ -69,6 +69,16 @@ impl Quantized {
         Ok(Self { dense, from, bits, group, len: 0, keys: buffers(), values: buffers() })
     }
 
+    /// Bytes of `rows` rows, if an activation has `size` bytes.
+    pub(super) fn bytes(&self, rows: u64, size: u64) -> u64 {
+        let [heads, head_dim] = self.dense.shape().map(|n| n as u64);
+        let dense = rows.min(self.from as u64);
+        // A scale and a bias for each group.
+        let groups = head_dim / self.group as u64;
+        let packed = head_dim * self.bits as u64 / 8 + 2 * groups * size;
+        2 * heads * (dense * head_dim * size + (rows - dense) * packed)
+    }
+
     /// Number of cached positions.
     pub fn len(&self) -> i32 {
         self.dense.len() + self.len

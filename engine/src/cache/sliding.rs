@@ -48,6 +48,11 @@ impl Sliding {
         self.len == 0
     }
 
+    /// Number of key-value heads and their dimension.
+    pub fn shape(&self) -> [i32; 2] {
+        [self.heads, self.head_dim]
+    }
+
     /// Positions that a position attends to, itself included.
     pub fn window(&self) -> i32 {
         self.window

@@ -90,13 +90,7 @@ impl Costs {
         // The values matter in a mixture of experts alone, where varied tokens are more like text
         // than one token repeated.
         let tokens: Vec<u32> = (0..2 * CONTEXT as u32).map(|i| 3 + i % 61).collect();
-        let greedy = Sampling::default();
-        let pass = |cache: &mut _, tokens: &[u32]| -> Result<(Array, Array)> {
-            let ids = token_ids(tokens);
-            let hidden = model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], part)?;
-            let sampled = sample(&model.logits(&hidden)?.squeeze_axes(&[0])?, &greedy, 0, 0)?;
-            Ok((hidden, sampled))
-        };
+        let pass = |cache: &mut _, tokens: &[u32]| greedy_pass(model, part, cache, tokens);
         let (hidden, sampled) = pass(&mut cache, &tokens[..CONTEXT])?;
         eval([&sampled])?;
 
@@ -132,7 +126,7 @@ impl Costs {
         for drafter in drafters {
             drafter.observe(&hidden, 0)?;
             let row = hidden.try_index((.., ..1))?;
-            let mut sampler = Sampler::new(greedy);
+            let mut sampler = Sampler::new(Sampling::default());
             // One more token is committed before each draft, as in decoding.
             let mut length = CONTEXT;
             let mut least = |depth| {
@@ -231,6 +225,19 @@ impl Costs {
 /// Moves a cost a little towards a measurement. Outliers are clamped: a stall changes little.
 fn learn(cost: &mut f32, seconds: f32) {
     *cost += 0.05 * (seconds.clamp(0.0, 2.0 * *cost) - *cost);
+}
+
+/// A pass that samples a token after each row: hidden states [1, R, D], and tokens u32 [R].
+pub fn greedy_pass(
+    model: &dyn Model,
+    part: Pass<'_>,
+    cache: &mut Cache,
+    tokens: &[u32],
+) -> Result<(Array, Array)> {
+    let ids = token_ids(tokens);
+    let hidden = model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], part)?;
+    let logits = model.logits(&hidden)?.squeeze_axes(&[0])?;
+    Ok((hidden, sample(&logits, &Sampling::default(), 0, 0)?))
 }
 
 /// Measures within the time limits [`MEASURING`] and [`COMPILING`].

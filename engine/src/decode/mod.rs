@@ -1,6 +1,7 @@
 //! The decode loop: it holds the running sequences and gives each step's rows to the model.
 //!
-//! The one room that knows model, policy, store and text. In each step every sequence names the rows
+//! The one room that knows model, policy, store and text. Requests are prepared on threads of their own
+//! (`prepare.rs`); everything else here runs on the engine thread. In each step every sequence names the rows
 //! it needs (a chunk of its prompt, injected text, the token sampled last, or that token and a
 //! draft). All rows are joined and run by one `forward`, and each sequence that has caught up samples
 //! its next token from its last row. A step builds its graph from tokens that are still being
@@ -12,19 +13,22 @@ pub mod calibrate;
 mod draft;
 mod governor;
 pub mod loops;
+mod memory;
 mod prefetch;
+mod prepare;
 mod rewind;
 mod sample;
 mod sampler;
 mod save_points;
 mod sequence;
+mod serve;
 mod speculate;
 #[cfg(test)]
 mod tests;
+mod threads;
 mod tool_calls;
 pub mod verify;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -36,31 +40,28 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
-use tokio::sync::mpsc;
-use tokio::sync::mpsc::error::TryRecvError;
 
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
+use self::memory::{Before, Memory};
 use self::prefetch::Prefetch;
+pub(crate) use self::prefetch::{Expected, Prefix};
+pub(crate) use self::prepare::Prepared;
+use self::prepare::Preparer;
 use self::sample::within;
 use self::sequence::{Sampled, Sequence, StepInput};
+use self::threads::Threads;
 use crate::cache::Span;
-use crate::config::{
-    Config, DraftKind, EngineConfig, ModelConfig, Profile, SpeculationConfig, StoreConfig,
-};
-use crate::engine::{Engine, Info, Job};
-use crate::error::{ConfigError, Error, Result};
+use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
+use crate::engine::{Engine, Info};
+use crate::error::{ConfigError, Error, Result, catch_panic};
 use crate::model::{Loaded, Model, Pass};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
-use crate::request::Event;
+use crate::queue::Queue;
 use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
-
-/// Sequences that are decoded at the same time; further requests wait in the queue. The loop handles
-/// any number, but more than one needs scheduling first (prefill against decode, memory).
-const SEQUENCES: usize = 1;
 
 /// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
 /// files change; their state is stored in the folder `data`.
@@ -78,7 +79,8 @@ pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
 /// State is saved in the folder `data`.
 ///
 /// Returns a handle and the thread when the model is ready. After the last handle is dropped, the
-/// thread finishes its requests, flushes saved state to disk, and ends: join it to wait for that.
+/// thread finishes its requests, flushes saved state to disk, and ends: join it to wait for that. If it
+/// ends before ([`Engine::ended`]), it cannot go on.
 ///
 /// # Errors
 /// When the engine cannot start; names the file or the key.
@@ -89,24 +91,33 @@ pub fn start(
     policies: Arc<Policies>,
 ) -> Result<(Engine, JoinHandle<()>)> {
     let config = config.check()?;
-    let (jobs, queue) = mpsc::channel(config.engine.queue);
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
     let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
     let own_policies = policies.clone();
     let run = move || match Decoder::load(config, &folder, &data, own_policies) {
         Ok((decoder, info)) => {
             // Fails only if `start` was abandoned.
-            if ready.send(Ok(info)).is_ok() {
-                decoder.run(queue);
+            if ready.send(Ok((info, decoder.queue.clone()))).is_ok() {
+                decoder.run();
             }
         }
         Err(error) => drop(ready.send(Err(error))),
     };
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
-    let info = loaded.recv().map_err(|_| Error::Stopped)??;
-    Ok((Engine::new(jobs, info, policies), thread))
+    let (info, queue) = loaded.recv().map_err(|_| Error::Stopped)??;
+    Ok((Engine::new(queue, info, policies), thread))
 }
+
+/// Fewest tokens of a context: one of a prompt and one of a reply.
+const CONTEXT_LEAST: usize = 2;
+
+/// Bytes of text for each token of the context, by default. Tokens of prose and code have 3 to 5 bytes,
+/// those of deeply indented code 8.
+const BYTES_PER_TOKEN: usize = 16;
+
+/// Least default of `engine.prompt_bytes`, for very short contexts.
+const PROMPT_BYTES_LEAST: usize = 64 << 10;
 
 /// Part of the fingerprint; changes when the meaning of saved tensors changes.
 const FORMAT: &str = "steersman state 2";
@@ -114,22 +125,17 @@ const FORMAT: &str = "steersman state 2";
 /// The state of the engine thread.
 pub struct Decoder {
     model: Box<dyn Model>,
-    family: &'static str,
-    name: String,
     text: Text,
-    policies: Arc<Policies>,
-    policy_vocabulary: Arc<dyn Vocabulary>,
-    /// Unfinished SHA-256 over weights, number format and text; a request's policies complete it.
-    model_digest: Sha256,
-    profiles: BTreeMap<String, Profile>,
+    queue: Arc<Queue>,
+    preparer: Arc<Preparer>,
     prefixes: Prefixes,
-    prefetch: Prefetch,
+    memory: Memory,
+    /// The prefix that is being computed while no request runs.
+    prefetch: Option<Prefetch>,
     /// Whether to prefetch the next turn of a conversation.
     prefetch_turns: bool,
     store_min_tokens: usize,
     vocabulary: i32,
-    context: usize,
-    max_tokens: u32,
     prefill_chunk: usize,
     speculation: SpeculationConfig,
     /// The smaller model that drafts for `model`, if configured.
@@ -142,6 +148,8 @@ pub struct Decoder {
     kv_bits: u32,
     /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
     skip: Vec<usize>,
+    /// Threads of matrix products; `None` if they are not ours to choose.
+    threads: Option<Threads>,
     /// Costs of passes on this machine; `None` without drafters.
     costs: Option<Costs>,
     /// Acceptance rates learned in earlier requests, by kind of drafter.
@@ -167,13 +175,16 @@ impl Decoder {
         data: &Path,
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
+        memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, dtype, numbers } =
+        let Loaded { model, family, context, digest, on_cpu, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
-        let mut prefetch = Prefetch::default();
+        let queue = Arc::new(Queue::new(config.engine.queue));
         for (name, profile) in &config.profiles {
-            profile.warm.iter().try_for_each(|path| prefetch.add_file(name, path))?;
+            for path in &profile.warm {
+                queue.expect(Expected::read(name, path)?);
+            }
         }
         let path = Calibration::path(data, &digest);
         let calibration = match Calibration::read(&path) {
@@ -192,6 +203,18 @@ impl Decoder {
         };
         // Positions are i32 in MLX and u32 in the contract: casts of them rely on this limit.
         let context = context.min(i32::MAX as usize);
+        if context < CONTEXT_LEAST {
+            let problem = format!(
+                "says that the model's context holds {context} tokens; it must hold at least \
+                 {CONTEXT_LEAST}"
+            );
+            let path = folder.join("config.json");
+            return Err(Error::Config(ConfigError::Model { path, problem }));
+        }
+        let prompt_bytes = match config.engine.prompt_bytes {
+            0 => context.saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_LEAST),
+            bytes => bytes,
+        };
         let name = if config.model.name.is_empty() {
             let name = folder.file_name().unwrap_or(folder.as_os_str());
             name.to_string_lossy().into_owned()
@@ -224,28 +247,37 @@ impl Decoder {
             model: name.clone(),
             family: family.into(),
             context,
+            prompt_bytes,
             numbers,
             profiles: config.profiles.keys().cloned().collect(),
             fingerprint: hex(&sha.clone().finalize()[..6]),
             prefixes: prefixes.reporter(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };
-        let mut decoder = Self {
-            model,
-            family,
-            name,
-            policy_vocabulary: Arc::new(text.clone()),
-            text,
+        let preparer = Arc::new(Preparer {
+            text: text.clone(),
             policies,
-            model_digest: sha,
-            prefixes,
-            prefetch,
-            prefetch_turns: config.store.ahead,
-            store_min_tokens: config.store.min_tokens,
+            vocabulary: Arc::new(text.clone()),
             profiles: config.profiles,
-            vocabulary,
+            name,
+            family,
+            model_digest: sha,
             context,
             max_tokens: config.engine.max_tokens,
+            prompt_bytes,
+            save_interval: prefixes.save_interval(),
+        });
+        let mut decoder = Self {
+            model,
+            text,
+            queue,
+            preparer,
+            prefixes,
+            memory: Memory::unlimited(dtype),
+            prefetch: None,
+            prefetch_turns: config.store.ahead,
+            store_min_tokens: config.store.min_tokens,
+            vocabulary,
             prefill_chunk: config.engine.prefill_chunk,
             speculation: config.speculation,
             draft_model,
@@ -253,6 +285,7 @@ impl Decoder {
             kv_bits,
             skip,
             calibration_path: path,
+            threads: None,
             costs: None,
             learned_rates: Default::default(),
             learned_governor: None,
@@ -260,7 +293,10 @@ impl Decoder {
             near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),
         };
+        decoder.threads =
+            Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
+        decoder.measure_memory(config.engine.memory_limit_bytes)?;
         Ok((decoder, info))
     }
 
@@ -290,82 +326,6 @@ impl Decoder {
         Ok(())
     }
 
-    /// Serves jobs until every handle is dropped, then flushes the store.
-    pub fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
-        loop {
-            if self.sequences.is_empty() {
-                match jobs.try_recv() {
-                    Ok(job) => self.start_request(job),
-                    Err(TryRecvError::Disconnected) => break,
-                    Err(TryRecvError::Empty) if self.prefetch_chunk() => continue,
-                    Err(TryRecvError::Empty) => match jobs.blocking_recv() {
-                        Some(job) => self.start_request(job),
-                        None => break,
-                    },
-                }
-            }
-            while self.sequences.len() < SEQUENCES {
-                let Ok(job) = jobs.try_recv() else { break };
-                self.start_request(job);
-            }
-            self.step();
-        }
-        if let Err(error) = self.prefixes.flush() {
-            tracing::warn!(%error, "flushing the prefix store failed");
-        }
-    }
-
-    fn start_request(&mut self, job: Job) {
-        if job.events.is_closed() {
-            return;
-        }
-        self.prefetch.interrupt();
-        let (id, events) = (job.request.id.clone(), job.events.clone());
-        match self.admit(job) {
-            Ok(sequence) => self.sequences.push(sequence),
-            Err(error) => {
-                tracing::debug!(request_id = id, %error, "request refused");
-                let _ = events.send(Event::Failed(error));
-            }
-        }
-    }
-
-    /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
-    fn step(&mut self) {
-        let mut running = Vec::with_capacity(self.sequences.len());
-        for mut sequence in std::mem::take(&mut self.sequences) {
-            if sequence.is_cancelled() {
-                sequence.cancel();
-            } else {
-                running.push(sequence);
-            }
-        }
-        if let Err(error) = self.advance(&mut running) {
-            // The pass was shared: every cache may be damaged.
-            let problem = error.to_string();
-            for sequence in &mut running {
-                sequence.fail(Error::Array(problem.clone()));
-            }
-            return;
-        }
-        for mut sequence in running {
-            if let Some(error) = sequence.take_failure() {
-                sequence.fail(error);
-            } else if sequence.has_ended() {
-                sequence.finish();
-                self.keep_learned_stats(&mut sequence);
-                if let Some(retention) = sequence.reply_retention {
-                    self.save(&sequence, retention);
-                    if self.prefetch_turns {
-                        self.prefetch.add_turn(&sequence, retention);
-                    }
-                }
-            } else {
-                self.sequences.push(sequence);
-            }
-        }
-    }
-
     /// Runs the rows of all sequences, and commits the tokens sampled in the previous step or accepted
     /// in this one.
     ///
@@ -374,31 +334,41 @@ impl Decoder {
     fn advance(&mut self, running: &mut [Sequence]) -> Result<()> {
         let start = Instant::now();
         for sequence in &mut *running {
-            self.propose_draft(sequence)?;
+            let proposed = catch_panic(sequence.stage(), || self.propose_draft(sequence));
+            sequence.check(proposed);
         }
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         self.forward(running)?;
         let alone = running.len() == 1;
         for (sequence, sampled) in running.iter_mut().zip(pending) {
-            self.save_at_save_point(sequence);
-            if let Some(draft) = sequence.draft.take() {
-                self.accept_draft(sequence, draft)?;
-            } else if let Some(sampled) = sampled {
-                self.commit_and_settle(sequence, sampled.read()?)?;
-                // The token just read is from a plain step queued after another one. A step that
-                // rewound is not typical.
-                let plain = alone && sequence.queued_steps > 2 && sequence.is_caught_up();
-                if let (Some(costs), true) = (&mut self.costs, plain) {
-                    costs.learn_plain(start.elapsed().as_secs_f32());
-                }
+            if sequence.has_ended() {
+                continue;
             }
-            sequence.take_checkpoint()?;
+            let committed = catch_panic(sequence.stage(), || self.commit(sequence, sampled));
+            sequence.check(committed);
+            // The token just read is from a plain step queued after another one. A step that rewound is
+            // not typical.
+            let plain = alone && sequence.queued_steps > 2 && sequence.is_caught_up();
+            if let (Some(costs), true) = (&mut self.costs, plain) {
+                costs.learn_plain(start.elapsed().as_secs_f32());
+            }
         }
         Ok(())
     }
 
+    /// Commits the tokens of one sequence that are known after a pass.
+    fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
+        self.save_at_save_point(sequence);
+        if let Some(draft) = sequence.draft.take() {
+            self.accept_draft(sequence, draft)?;
+        } else if let Some(sampled) = sampled {
+            self.commit_and_settle(sequence, sampled.read()?)?;
+        }
+        sequence.take_checkpoint()
+    }
+
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
-    fn forward(&self, running: &mut [Sequence]) -> Result<()> {
+    fn forward(&mut self, running: &mut [Sequence]) -> Result<()> {
         let mut ids = Vec::new();
         let mut ran = Vec::new();
         let mut spans = Vec::new();
@@ -431,7 +401,11 @@ impl Decoder {
         if ids.is_empty() {
             return Ok(());
         }
+        let before = Before::now()?;
         let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
+        if let Some(threads) = &mut self.threads {
+            threads.set_for(joined.dim(0) as usize);
+        }
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
 
         let mut end = 0;
@@ -463,6 +437,8 @@ impl Decoder {
         }
         if !prefilled.is_empty() {
             eval(&prefilled)?;
+            let length = running.iter().map(|s| s.cache.position).max().unwrap_or(0);
+            self.memory.learn(&before, joined.dim(0) as usize, length)?;
         }
         Ok(())
     }
@@ -481,7 +457,9 @@ impl Decoder {
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        if let Err(error) = self.prefixes.save(&sequence.cache, tokens, retention) {
+        let room = self.make_room(self.memory.of_saved(&sequence.cache));
+        let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, retention));
+        if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }
     }

@@ -77,6 +77,8 @@ fn scores(
     }
     let order = argsort_axis(logits.negative()?, -1)?;
     let sorted = filtered(&take_along_axis(&logits, &order, -1)?, sampling)?;
+    // Noise belongs to tokens, not to ranks: two tokens that swap ranks within rounding error keep it.
+    let noise = take_along_axis(&noise, &order, -1)?;
     Ok((sorted.add(noise)?, Some(order)))
 }
 
@@ -162,6 +164,19 @@ mod tests {
         check(Sampling { min_p: 0.5, ..plain }, &[0.0, 0.588, 0.0, 0.412]);
         // Half the temperature squares the probabilities.
         check(Sampling { temperature: 0.5, ..plain }, &[0.026, 0.6494, 0.0065, 0.3182]);
+    }
+
+    #[test]
+    fn tokens_that_swap_ranks_keep_their_noise() {
+        let filtered = Sampling { temperature: 1.0, top_k: 3, ..Sampling::default() };
+        let sampled = |logits: [f32; 4], index| {
+            let logits = Array::from_slice(&logits, &[1, 4]);
+            sample(&logits, &filtered, 7, index).unwrap().item_exact::<u32>()
+        };
+        for index in 0..200 {
+            let one = sampled([1.0, 1.000_001, 0.5, 0.0], index);
+            assert_eq!(one, sampled([1.000_001, 1.0, 0.5, 0.0], index), "sample {index}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::Decoder;
+use super::prepare::Preparer;
 use crate::error::Result;
 use crate::policy::{MAX_RETENTION_SECONDS, Plan, SavePoint};
 use crate::prefix::Retention;
@@ -11,7 +11,7 @@ use crate::request::{Message, Request};
 /// Most tokens of a generation prompt, which templates put after the last message.
 const GENERATION_PROMPT: usize = 16;
 
-impl Decoder {
+impl Preparer {
     /// The save points of `prompt`, which is `request` rendered with `reasoning`, ascending, each with
     /// its retention: those that `plan` names, else all.
     ///
@@ -27,7 +27,7 @@ impl Decoder {
         prompt: &[u32],
         plan: &Plan,
     ) -> Result<Vec<(usize, Retention)>> {
-        let every = self.prefixes.save_interval();
+        let every = self.save_interval;
         if every.is_none() && plan.retain.is_none() {
             return Ok(vec![(prompt.len(), Retention::default())]);
         }

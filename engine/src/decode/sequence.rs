@@ -10,6 +10,7 @@
 //! verdicts.
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
@@ -249,8 +250,25 @@ impl Sequence {
         self.events.is_closed()
     }
 
+    /// Whether its deadline has passed.
+    pub fn is_late(&self) -> bool {
+        self.request.deadline.is_some_and(|deadline| deadline <= Instant::now())
+    }
+
+    /// What is done for the request, for errors.
+    pub fn stage(&self) -> &'static str {
+        if self.cache.position < self.prompt { "in prefill" } else { "being decoded" }
+    }
+
     pub fn has_ended(&self) -> bool {
         self.progress.end.is_some() || self.progress.failure.is_some()
+    }
+
+    /// Ends the request if `result` is an error.
+    pub(super) fn check(&mut self, result: Result<()>) {
+        if let Err(error) = result {
+            self.progress.failure = Some(error);
+        }
     }
 
     /// The error that ended the request, if any.
@@ -264,9 +282,8 @@ impl Sequence {
     /// Injected text is committed here as well; the token sampled in the meantime is dropped, like a
     /// rejected draft. A policy that fails closed ends the request.
     pub fn commit_sampled(&mut self, token: u32, text: &Text) {
-        if let Err(error) = self.commit_and_steer(token, text) {
-            self.progress.failure = Some(error);
-        }
+        let committed = self.commit_and_steer(token, text);
+        self.check(committed);
     }
 
     fn commit_and_steer(&mut self, token: u32, text: &Text) -> Result<()> {
@@ -428,6 +445,12 @@ impl Sequence {
     pub fn fail(&mut self, error: Error) {
         tracing::debug!(request_id = self.request.id, %error, "request failed");
         self.tell_policy("error");
+        let _ = self.events.send(Event::Failed(error));
+    }
+
+    /// Ends the request after a panic: nothing of the sequence is used any more, its policy included.
+    pub fn abandon(&mut self, error: Error) {
+        tracing::error!(request_id = self.request.id, %error, "request panicked");
         let _ = self.events.send(Event::Failed(error));
     }
 

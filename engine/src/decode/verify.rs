@@ -21,10 +21,10 @@ use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::Span;
 use crate::config::{DEPTH, DraftKind};
-use crate::engine::Job;
 use crate::error::{Error, Result};
 use crate::policy::SamplingPatch;
 use crate::prefix::{Prefixes, Retention};
+use crate::queue::Job;
 use crate::request::{Request, Sampling};
 
 /// Depth of drafts on [`DecodePath::Drafted`].
@@ -210,8 +210,9 @@ impl Decoder {
         let greedy = SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() };
         let sampling = request.sampling.or(greedy);
         let request = Request { sampling, seed: request.seed.or(Some(0)), ..request.clone() };
-        let mut sequence = self.admit(Job { request, events })?;
-        sequence.limits.context = self.context.min(sequence.prompt + tokens);
+        let prepared = self.preparer.prepare(Job { request, events })?;
+        let mut sequence = self.admit(prepared)?;
+        sequence.limits.context = self.preparer.context.min(sequence.prompt + tokens);
         self.restrict_drafting(&mut sequence, path, plain.map(|plain| &plain.tokens[..]));
         let mut running = vec![sequence];
         let mut start = Instant::now();

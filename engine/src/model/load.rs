@@ -26,6 +26,8 @@ pub struct Loaded {
     /// Digest of config, numeric format and samples of the weights (`DIGEST_SAMPLE`). State is
     /// shared between models of equal digest.
     pub digest: [u8; 32],
+    /// Whether MLX computes on the CPU.
+    pub on_cpu: bool,
     /// Type of the activations.
     pub dtype: Dtype,
     /// Device and dtype for people: `CPU, f32`.
@@ -93,6 +95,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         family: family.model_type,
         context: usize::try_from(context).unwrap_or(usize::MAX),
         digest: digest(folder, &bytes, &format!("{numbers}, {quantized}"))?,
+        on_cpu,
         dtype,
         numbers,
     })

@@ -287,8 +287,27 @@ impl Prefixes {
     }
 
     fn shrink(&mut self) {
-        let evicted = self.tree.shrink(self.memory_bytes, self.clock.seconds());
+        self.shrink_to(self.memory_bytes);
+    }
+
+    fn shrink_to(&mut self, budget: u64) {
+        let evicted = self.tree.shrink(budget, self.clock.seconds());
         self.reporter.count(|counts| counts.evictions += evicted as u64);
+        self.reporter.resize(self.tree.size());
+    }
+
+    /// Evicts at least `bytes` from memory, as far as there is something; what is retained last.
+    pub fn make_room(&mut self, bytes: u64) {
+        let budget = self.tree.size().bytes.saturating_sub(bytes);
+        self.shrink_to(budget);
+        if self.tree.size().bytes > budget {
+            self.clear_memory();
+        }
+    }
+
+    /// Drops everything that is saved in memory.
+    pub fn clear_memory(&mut self) {
+        self.tree = PrefixTree::new(self.needs_state);
         self.reporter.resize(self.tree.size());
     }
 

@@ -267,6 +267,7 @@ impl From<Error> for ApiError {
                     let status = StatusCode::SERVICE_UNAVAILABLE;
                     Self::new(status, "server_error", "out_of_memory", "", message)
                 }
+                RequestError::Cancelled => Self::invalid("cancelled", "", message),
                 RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
                 RequestError::Tokenizer(_) => Self::value("messages", message),
                 RequestError::Field { field, .. } => Self::value(*field, message),

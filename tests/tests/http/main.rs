@@ -25,11 +25,11 @@ use axum::response::Response;
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
-use steersman_engine::internals::engine::{Engine, Info, Job};
+use steersman_engine::internals::engine::{Engine, Info};
+use steersman_engine::internals::queue::{Job, Queue, Taken};
 use steersman_engine::request::{Event, FinishReason, Finished, Request, Usage};
 use steersman_engine::{config::Profile, policy::PolicyConfig};
 use steersman_tests::policies;
-use tokio::sync::mpsc;
 use tower::ServiceExt;
 
 /// One step of the scripted engine.
@@ -72,11 +72,17 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
 }
 
 fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
-    let (jobs, mut waiting) = mpsc::channel::<Job>(queue);
+    let queue = Arc::new(Queue::new(queue));
+    let waiting = queue.clone();
     let seen = Arc::new(Seen::default());
     let records = seen.clone();
     tokio::spawn(async move {
-        while let Some(Job { request, events }) = waiting.recv().await {
+        while !*waiting.ended().borrow() {
+            let Some(Taken { place, job: Job { request, events } }) = waiting.try_take() else {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                continue;
+            };
+            waiting.leave(place);
             let id = request.id.clone();
             records.requests.lock().unwrap().push(request);
             let started = Event::Started { fingerprint: "fp_test".into() };
@@ -98,6 +104,7 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
         model: model.into(),
         family: "qwen3_5".into(),
         context: 32768,
+        prompt_bytes: 1 << 20,
         numbers: "CPU, f32".into(),
         fingerprint: "fp_model".into(),
         profiles: vec!["default".into(), "strict".into()],
@@ -105,7 +112,7 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
     };
     let profiles = [("default".into(), Profile::default())];
     let policies = policies(&PolicyConfig::default(), profiles).unwrap();
-    (Engine::new(jobs, info, Arc::new(policies)), seen)
+    (Engine::new(queue, info, Arc::new(policies)), seen)
 }
 
 fn app_with(config: &ServerConfig, script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {

@@ -19,12 +19,12 @@ use http_body_util::BodyExt;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
 use steersman_engine::config::{Config, Profile};
+use steersman_engine::internals::queue::Queue;
 use steersman_engine::policy::{
     CONTRACT, Param, Policies, PolicyConfig, RequestView, Step, Storage,
 };
 use steersman_engine::{Engine, Info};
 use steersman_test_support::guest::{broken, named, replace};
-use tokio::sync::mpsc;
 use tower::ServiceExt;
 
 const ADMIN: &str = "sk-admin";
@@ -50,7 +50,7 @@ struct Site {
 impl Site {
     /// The policy `mine` in version `a`, which two profiles name.
     fn new() -> Self {
-        let named = |entry: &str| Profile { policies: vec![entry.into()], ..Profile::default() };
+        let named = |entry: &str| steersman_tests::profile(entry);
         let profiles = ["default", "other"].map(|name| (name.to_owned(), named("mine")));
         let site = Self {
             folder: tempfile::tempdir().unwrap(),
@@ -87,12 +87,13 @@ impl Site {
             model: "tiny".into(),
             family: "qwen3_5".into(),
             context: 1024,
+            prompt_bytes: 1 << 20,
             numbers: "none".into(),
             fingerprint: "fp".into(),
             profiles: self.profiles.keys().cloned().collect(),
             loaded: 0,
         };
-        let engine = Engine::new(mpsc::channel(1).0, info, policies.clone());
+        let engine = Engine::new(Queue::new(1).into(), info, policies.clone());
         let admin_keys = self.admin_keys.iter().map(|key| key.as_str().into()).collect();
         let config = ServerConfig { admin_keys, ..ServerConfig::default() };
         Server { app: steersman::app(engine, &config), policies }
@@ -327,18 +328,18 @@ async fn an_admin_key_allows_what_other_keys_allow_and_not_conversely() {
     let api_keys = vec!["sk-one".into()];
     let config =
         ServerConfig { api_keys, admin_keys: vec![ADMIN.into()], ..ServerConfig::default() };
-    let (jobs, _queue) = mpsc::channel(1);
     let info = Info {
         prefixes: Default::default(),
         model: "tiny".into(),
         family: String::new(),
         context: 1,
+        prompt_bytes: 1 << 20,
         numbers: String::new(),
         fingerprint: String::new(),
         profiles: Vec::new(),
         loaded: 0,
     };
-    let engine = Engine::new(jobs, info, server.policies.clone());
+    let engine = Engine::new(Queue::new(1).into(), info, server.policies.clone());
     let server = Server { app: steersman::app(engine, &config), policies: server.policies };
     for (key, get, post) in [("sk-one", 200, 401), (ADMIN, 200, 200), ("sk-two", 401, 401)] {
         for path in ["/v1/policies", "/v1/cache", "/v1/models"] {
@@ -356,7 +357,7 @@ async fn a_missing_parameter_file_is_reported_and_its_last_text_applies() {
     let file = site.folder.path().join("rules.toml");
     fs::write(&file, "one").unwrap();
     let param = Param::File { file: file.clone() };
-    site.profiles.get_mut("default").unwrap().params.insert("rules".into(), param);
+    site.profiles.get_mut("default").unwrap().policy.params.insert("rules".into(), param);
     let server = site.serve();
     fs::remove_file(&file).unwrap();
     until("the missing file is reported", async || {

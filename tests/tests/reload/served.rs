@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use steersman::config::ServerConfig;
-use steersman_engine::config::Profile;
 use steersman_tests::{Running, config, tiny_model};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufStream};
 use tokio::net::{TcpListener, TcpStream};
@@ -36,7 +35,7 @@ impl Served {
         config.policy.folder = folder.path().into();
         for &name in policies {
             fs::write(in_folder(folder.path(), name), version("a")).unwrap();
-            let profile = Profile { policies: vec![name.into()], ..Profile::default() };
+            let profile = steersman_tests::profile(name);
             config.profiles.insert(name.into(), profile);
         }
         let model = tempfile::tempdir().unwrap();

@@ -283,7 +283,7 @@ fn endless_rewinds_and_injections_are_stopped() {
 
     let script = markers_banned(|_| vec![inject(&"again and ".repeat(100))]);
     let request = Request { max_tokens: Some(50_000), ..request };
-    decoder.context = 50_000;
+    Arc::get_mut(&mut decoder.preparer).unwrap().context = 50_000;
     let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));

@@ -13,12 +13,12 @@ use super::super::sample::sample;
 use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
-use crate::engine::Job;
 use crate::policy::{
     Action, Answer, Call, Failure, Plan, Policy, Replacement, SamplingPatch, Session, Step,
     ToolCallView, Verdict,
 };
 use crate::prefix::Retention;
+use crate::queue::Job;
 use crate::request::{Event, FinishReason, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::Piece;
 
@@ -185,7 +185,8 @@ pub fn run(
     let rewound = script.rewound;
     let job = Job { request: request.clone(), events };
     let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
-    let mut sequence = decoder.admit_with(job, session).unwrap();
+    let prepared = decoder.preparer.prepare_with(job, session).unwrap();
+    let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;
     decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];

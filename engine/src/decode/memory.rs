@@ -1,0 +1,298 @@
+//! Memory: what arrays may take, and what a request will take.
+//!
+//! A failed allocation can end the process: MLX allocates on threads that cannot report it, and BLAS
+//! exits. So a request is admitted only if its cache and its passes fit, and every step is checked
+//! again before it runs. The prefix cache is evicted first to make room.
+//!
+//! The limit is `engine.memory_limit_bytes`, or what is least of: what MLX itself takes as its limit (a
+//! part of the machine's memory, or of the GPU's), the limit of the cgroup, and `RLIMIT_AS` and
+//! `RLIMIT_DATA` of the process. From the last three, what the process holds besides arrays after
+//! loading is subtracted, and a [`RESERVE`] for what it will hold.
+//!
+//! What a pass takes besides the cache is measured: at the start on [`PROBES`], and on every chunk of a
+//! prompt. It grows with the rows, and where attention is not fused, with rows times positions.
+//!
+//! MLX counts all arrays of the process, so that all models share one limit.
+
+use std::fs;
+use std::path::Path;
+
+use mlx_rs::Dtype;
+use mlx_rs::memory::{
+    active_memory, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
+};
+use mlx_rs::transforms::eval;
+
+use super::sequence::Sequence;
+use super::{Decoder, token_ids};
+use crate::cache::{Cache, Span};
+use crate::config::DEPTH;
+use crate::error::{ConfigError, Error, RequestError, Result};
+
+/// Bytes for everything but arrays that comes after loading: requests, policies, threads and the
+/// allocator's gaps.
+const RESERVE: u64 = 128 << 20;
+
+/// Rows of the passes that are measured at the start.
+const PROBES: [usize; 2] = [8, 24];
+
+/// Rows by which caches grow, and which they hold beyond those that are filled.
+const STEP: usize = crate::cache::STEP as usize;
+
+/// The limit, and the bytes that passes take.
+pub struct Memory {
+    limit: u64,
+    /// Bytes of an activation.
+    size: u64,
+    pass: PassBytes,
+}
+
+/// Bytes of a pass besides weights and caches: `fixed + rows * (per_row + per_position * length)`.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct PassBytes {
+    fixed: f64,
+    per_row: f64,
+    per_position: f64,
+}
+
+impl PassBytes {
+    fn of(&self, rows: usize, length: usize) -> u64 {
+        let (rows, length) = (rows as f64, length as f64);
+        (self.fixed + rows * (self.per_row + self.per_position * length)) as u64
+    }
+
+    /// Learns from a pass over `rows` rows that took `bytes`, after which its cache had `length`. What
+    /// is more than expected is due to `length`.
+    fn learn(&mut self, rows: usize, length: usize, bytes: u64) {
+        let rest = bytes as f64 - self.fixed - self.per_row * rows as f64;
+        self.per_position = self.per_position.max(rest / (rows * length).max(1) as f64);
+    }
+}
+
+/// Bytes of arrays before a pass.
+pub struct Before(u64);
+
+impl Memory {
+    /// No limit. Activations are of `dtype`.
+    pub fn unlimited(dtype: Dtype) -> Self {
+        let size = if dtype == Dtype::Float32 { 4 } else { 2 };
+        Self { limit: u64::MAX, size, pass: PassBytes::default() }
+    }
+
+    /// Bytes that arrays may still take.
+    pub fn free(&self) -> Result<u64> {
+        Ok(self.limit.saturating_sub(active()?))
+    }
+
+    /// Bytes that a prompt of `tokens` tokens takes when it runs in chunks of `chunk`.
+    pub fn of_prompt(&self, empty: &Cache, tokens: usize, chunk: usize) -> u64 {
+        empty.bytes(tokens + STEP, self.size) + self.pass.of(chunk.min(tokens), tokens)
+    }
+
+    /// Bytes that the next `rows` rows of `cache` take.
+    pub fn of_rows(&self, cache: &Cache, rows: usize) -> u64 {
+        let length = cache.position + rows;
+        let grows = length.next_multiple_of(STEP) > cache.position.next_multiple_of(STEP);
+        // A layer that grows is copied; two may be copied at a time.
+        let grown = if grows {
+            let [now, then] = [cache.position, length + STEP].map(|n| cache.bytes(n, self.size));
+            then - now + 2 * then / cache.layers.len().max(1) as u64
+        } else {
+            0
+        };
+        self.pass.of(rows, length) + grown
+    }
+
+    /// Bytes of a saved copy of `cache`.
+    pub fn of_saved(&self, cache: &Cache) -> u64 {
+        cache.bytes(cache.position, self.size)
+    }
+
+    /// Learns from a pass over `rows` rows, which has been evaluated.
+    pub fn learn(&mut self, before: &Before, rows: usize, length: usize) -> Result<()> {
+        self.pass.learn(rows, length, before.transient()?);
+        Ok(())
+    }
+
+    /// Checks that `needed` bytes are free.
+    ///
+    /// # Errors
+    /// [`RequestError::Memory`] if they are not.
+    pub fn check(&self, needed: u64) -> Result<()> {
+        let available = self.free()?;
+        if needed <= available {
+            return Ok(());
+        }
+        Err(RequestError::Memory { needed, available, limit: self.limit }.into())
+    }
+}
+
+impl Before {
+    /// Starts the measurement of a pass.
+    pub fn now() -> Result<Self> {
+        reset_peak_memory()?;
+        Ok(Self(active()?))
+    }
+
+    /// Most bytes that were in use besides those before and those that remain.
+    fn transient(&self) -> Result<u64> {
+        let remaining = active()?.max(self.0);
+        Ok((peak_memory()? as u64).saturating_sub(remaining))
+    }
+}
+
+impl Decoder {
+    /// Finds the limit and measures passes, at the end of loading.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the model takes more than the limit already.
+    pub(super) fn measure_memory(&mut self, configured: u64) -> Result<()> {
+        let mut bytes = [0.0; PROBES.len()];
+        for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
+            let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
+            let ids = token_ids(&vec![0; rows]);
+            let spans = &mut [Span { rows: ids.dim(0), cache: &mut cache }];
+            let hidden = self.model.forward(&ids, spans, self.pass())?;
+            eval(cache.arrays()?.iter().chain([&hidden]))?;
+            *bytes = before.transient()? as f64;
+        }
+        let [few, many] = PROBES.map(|rows| rows as f64);
+        let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
+        let fixed = (bytes[0] - per_row * few).max(0.0);
+        let (limit, set_by) = find_limit(configured)?;
+        let used = active()?;
+        if limit <= used {
+            return Err(too_small(set_by, used, limit));
+        }
+        // MLX keeps freed buffers of a GPU for reuse, up to this limit.
+        set_memory_limit(usize::try_from(limit).unwrap_or(usize::MAX))?;
+        self.memory.limit = limit;
+        self.memory.pass = PassBytes { fixed, per_row, per_position: 0.0 };
+        let pass = &self.memory.pass;
+        tracing::info!(limit, set_by, used, ?pass, "memory limit");
+        Ok(())
+    }
+
+    /// Evicts saved state until `needed` bytes are free.
+    ///
+    /// # Errors
+    /// [`RequestError::Memory`] if that is not enough.
+    pub(super) fn make_room(&mut self, needed: u64) -> Result<()> {
+        let free = self.memory.free()?;
+        if needed > free {
+            self.prefixes.make_room(needed - free);
+        }
+        self.memory.check(needed)
+    }
+
+    /// [`Decoder::make_room`] for the next step of `sequence`.
+    pub(super) fn make_room_for_step(&mut self, sequence: &Sequence) -> Result<()> {
+        let left = sequence.tokens.len().saturating_sub(sequence.cache.position);
+        let rows = left.clamp(1 + DEPTH, self.prefill_chunk.max(1 + DEPTH));
+        self.make_room(self.memory.of_rows(&sequence.cache, rows))
+    }
+}
+
+fn active() -> Result<u64> {
+    Ok(active_memory()? as u64)
+}
+
+fn too_small(set_by: &'static str, used: u64, limit: u64) -> Error {
+    let problem = format!(
+        "is {limit} bytes for arrays, the model takes {used}; allow more, or choose a smaller model"
+    );
+    Error::Config(ConfigError::Key { field: set_by, problem })
+}
+
+/// Checks that the weights in `folder` fit before they are read.
+///
+/// # Errors
+/// [`Error::Config`] if their files are larger than the limit.
+pub fn check_weights(configured: u64, folder: &Path) -> Result<()> {
+    let (limit, set_by) = find_limit(configured)?;
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    let weights = files
+        .filter(|file| Path::new(&file.file_name()).extension() == Some("safetensors".as_ref()));
+    let bytes: u64 =
+        weights.filter_map(|file| fs::metadata(file.path()).ok()).map(|m| m.len()).sum();
+    let used = bytes + active()?;
+    if used > limit { Err(too_small(set_by, used, limit)) } else { Ok(()) }
+}
+
+/// Most bytes of arrays, and what sets this limit.
+fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
+    let mut limits = vec![(memory_limit()? as u64, "the machine's memory")];
+    if configured > 0 {
+        limits = vec![(configured, "engine.memory_limit_bytes")];
+    }
+    let arrays = active()?;
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let rlimits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    for (name, limit, used) in
+        [("RLIMIT_AS", "Max address space", "VmSize:"), ("RLIMIT_DATA", "Max data size", "VmData:")]
+    {
+        if let (Some(limit), Some(used)) = (field(&rlimits, limit), field(&status, used)) {
+            limits.push((for_arrays(limit, used << 10, arrays), name));
+        }
+    }
+    if let Some((limit, used)) = cgroup() {
+        limits.push((for_arrays(limit, used, arrays), "the cgroup's memory.max"));
+    }
+    Ok(limits.into_iter().min().expect("there is at least one limit"))
+}
+
+/// The part of a `limit` on the process that arrays may take. `used` counts the process, with `arrays`.
+fn for_arrays(limit: u64, used: u64, arrays: u64) -> u64 {
+    limit.saturating_sub(used.saturating_sub(arrays)).saturating_sub(RESERVE)
+}
+
+/// The number after `name` at the beginning of a line; `None` for `unlimited`.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
+    rest.split_whitespace().next()?.parse().ok()
+}
+
+/// The tightest memory limit of this process's cgroups (version 2), and what is in use under it
+/// without the page cache, which the system can drop.
+fn cgroup() -> Option<(u64, u64)> {
+    let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let own = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let root = Path::new("/sys/fs/cgroup");
+    let group = root.join(own);
+    let groups = group.ancestors().take_while(|group| group.starts_with(root));
+    let limits = groups.filter_map(|group| {
+        let number = |file| fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
+        let limit = number("memory.max")?;
+        let stat = fs::read_to_string(group.join("memory.stat")).ok()?;
+        Some((limit, number("memory.current")?.saturating_sub(field(&stat, "file ")?)))
+    });
+    limits.min_by_key(|(limit, used)| limit.saturating_sub(*used))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_of_the_process_are_read() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units\n\
+                      Max data size             unlimited            unlimited            bytes\n\
+                      Max address space         9600000000           unlimited            bytes\n";
+        assert_eq!(field(limits, "Max address space"), Some(9_600_000_000));
+        assert_eq!(field(limits, "Max data size"), None);
+        assert_eq!(field("VmPeak:\t  9 kB\nVmSize:\t  123 kB\n", "VmSize:"), Some(123));
+        assert_eq!(for_arrays(1 << 30, 300 << 20, 100 << 20), (1024 - 200 - 128) << 20);
+        assert_eq!(for_arrays(1 << 20, 300 << 20, 0), 0);
+    }
+
+    #[test]
+    fn passes_take_what_longer_ones_took() {
+        let mut pass = PassBytes { fixed: 1e6, per_row: 1e3, per_position: 0.0 };
+        assert_eq!(pass.of(10, 1000), 1_010_000);
+        pass.learn(10, 1000, 1_110_000);
+        assert_eq!(pass.of(10, 1000), 1_110_000);
+        assert_eq!(pass.of(10, 2000), 1_210_000);
+        pass.learn(10, 1000, 0);
+        assert_eq!(pass.of(10, 2000), 1_210_000);
+    }
+}

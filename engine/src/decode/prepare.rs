@@ -1,0 +1,361 @@
+//! Preparation: a request's policies, prompt and plan, before the engine thread admits it.
+//!
+//! `on-prompt` edits system text, the conversation is rendered and tokenized, and `on-request` returns
+//! the plan. A long conversation takes seconds, so that this is done on [`THREADS`] threads of its own:
+//! the engine thread computes meanwhile, and other requests pass. Text is limited by
+//! `engine.prompt_bytes`, template and policies have limits of their own, and a request that is no
+//! longer wanted is dropped between two steps. A panic costs its request only.
+//!
+//! Never sees an array, the model or a cache.
+
+use std::collections::BTreeMap;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+use tokio::sync::mpsc;
+
+use super::hex;
+use super::save_points::is_system;
+use super::sequence::Limits;
+use crate::config::{Profile, ProfileLimits};
+use crate::error::{Error, RequestError, Result, catch_panic};
+use crate::policy::{
+    Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, Policies, PromptView, Replacement,
+    RequestView, SYSTEM_BYTES, Session, USER_BYTES, Vocabulary, apply_replacements,
+};
+use crate::prefix::Retention;
+use crate::queue::{Job, Queue, Taken, Work};
+use crate::request::{Event, Message, Request, Sampling};
+use crate::text::{Reply, Text};
+
+/// Threads that prepare requests.
+pub const THREADS: usize = 2;
+
+/// The stage of a request here, for errors.
+const STAGE: &str = "being prepared";
+
+/// What preparation needs to know of the model, the profiles and their policies.
+pub struct Preparer {
+    pub text: Text,
+    pub policies: Arc<Policies>,
+    /// `text` for policies.
+    pub vocabulary: Arc<dyn Vocabulary>,
+    pub profiles: BTreeMap<String, Profile>,
+    pub name: String,
+    pub family: &'static str,
+    /// Unfinished SHA-256 over weights, number format and text; a request's policies complete it.
+    pub model_digest: Sha256,
+    /// Tokens of prompt and reply together.
+    pub context: usize,
+    /// Answer tokens of a request without its own limit.
+    pub max_tokens: u32,
+    /// Most bytes of a rendered conversation.
+    pub prompt_bytes: usize,
+    /// [`crate::prefix::Prefixes::save_interval`]
+    pub save_interval: Option<usize>,
+}
+
+/// A request that the engine thread can admit.
+pub struct Prepared {
+    pub request: Request,
+    pub events: mpsc::UnboundedSender<Event>,
+    /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason.
+    pub reasoning: Option<bool>,
+    pub prompt: Vec<u32>,
+    /// The empty reply to `prompt`.
+    pub reply: Reply,
+    pub plan: Plan,
+    pub policy: Session,
+    pub seed: u64,
+    /// What policy and limits have changed so far, in words.
+    pub notes: Vec<String>,
+    /// Save points of the prompt, ascending.
+    pub save_points: Vec<(usize, Retention)>,
+    pub limits: Limits,
+    pub sampling: Sampling,
+    /// For [`Event::Started`].
+    pub fingerprint: String,
+}
+
+impl Preparer {
+    /// Prepares the requests of `queue`, and the prefixes, until the engine has ended.
+    pub fn serve(&self, queue: &Queue) {
+        while let Some(work) = queue.take() {
+            match work {
+                Work::Request(taken) => self.serve_request(queue, taken),
+                Work::Prefix(expected) => match catch_panic(STAGE, || self.prefix(&expected)) {
+                    Ok(prefix) => queue.add_prefix(prefix),
+                    // Most likely the template refuses such a conversation.
+                    Err(error) => log_refused("prefix prefetch", &error),
+                },
+            }
+        }
+    }
+
+    fn serve_request(&self, queue: &Queue, Taken { place, job }: Taken) {
+        let (id, events) = (job.request.id.clone(), job.events.clone());
+        match catch_panic(STAGE, || self.prepare(job)) {
+            Ok(prepared) => queue.ready(place, Box::new(prepared)),
+            Err(error) => {
+                log_refused(&id, &error);
+                // Otherwise it has ended already.
+                if queue.leave(place) {
+                    let _ = events.send(Event::Failed(error));
+                }
+            }
+        }
+    }
+
+    /// Prepares a request.
+    pub fn prepare(&self, job: Job) -> Result<Prepared> {
+        let Request { profile, id, .. } = &job.request;
+        let session = self.policies.start(profile, id, &self.vocabulary)?;
+        self.prepare_with(job, session)
+    }
+
+    /// [`Preparer::prepare`], with the policies given.
+    pub fn prepare_with(&self, mut job: Job, mut policy: Session) -> Result<Prepared> {
+        let params = policy.params.clone();
+        let request = &mut job.request;
+        let limits =
+            self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
+        let mut notes = apply_limits(request, limits, self.max_tokens);
+        let replaced = replace_system_text(request, &params, &mut policy)?;
+        let can_reason = self.text.supports_reasoning();
+        // A budget of zero tokens disables reasoning.
+        let wish =
+            if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
+        let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
+        let mut prompt = self.tokenize(&job, reasoning)?;
+        let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+        let plan = policy.ask(&self.view(&job.request, &params, prompt.len(), seed))?;
+        let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
+        if planned != reasoning {
+            reasoning = planned;
+            prompt = self.tokenize(&job, reasoning)?;
+        }
+        self.check_length(&prompt, &job.request.profile, limits)?;
+        job.check(STAGE)?;
+        let save_points = self.save_points(&job.request, reasoning, &prompt, &plan)?;
+        notes.extend(policy.take_notes());
+        notes.extend(replaced);
+        notes.extend(plan.note.clone());
+        let Job { request, events } = job;
+        Ok(Prepared {
+            reply: self.text.reply(&prompt, &request.stop, &request.tools),
+            limits: self.limits(&request, &plan, limits, prompt.len()),
+            sampling: self.sampling(&request, &plan),
+            fingerprint: self.fingerprint(&policy.digest),
+            request,
+            events,
+            reasoning,
+            prompt,
+            plan,
+            policy,
+            seed,
+            notes,
+            save_points,
+        })
+    }
+
+    fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Vec<u32>> {
+        job.check(STAGE)?;
+        let Request { messages, tools, template_variables, .. } = &job.request;
+        let prompt = self.text.render(messages, tools, template_variables, reasoning, true)?;
+        // The template may repeat what the client sent once.
+        let (bytes, limit) = (prompt.len(), self.prompt_bytes);
+        if bytes > limit {
+            return Err(RequestError::PromptBytes { bytes, limit }.into());
+        }
+        job.check(STAGE)?;
+        self.text.encode(&prompt)
+    }
+
+    fn check_length(&self, prompt: &[u32], profile: &str, limits: ProfileLimits) -> Result<()> {
+        let tokens = prompt.len();
+        if tokens == 0 {
+            let problem = "the rendered prompt is empty".into();
+            return Err(RequestError::Template(problem).into());
+        }
+        let limit = limits.prompt_tokens;
+        if limit > 0 && tokens > limit {
+            let profile = profile.into();
+            return Err(RequestError::PromptTooLong { tokens, limit, profile }.into());
+        }
+        let limit = self.context - 1;
+        if tokens > limit {
+            return Err(RequestError::ContextTooLong { tokens, limit }.into());
+        }
+        Ok(())
+    }
+
+    /// `system_fingerprint` of a request whose policies have this digest.
+    fn fingerprint(&self, policies: &[u8; 32]) -> String {
+        let mut sha = self.model_digest.clone();
+        sha.update(policies);
+        hex(&sha.finalize()[..6])
+    }
+
+    /// The policy's view of the request.
+    fn view(
+        &self,
+        request: &Request,
+        params: &Params,
+        prompt_tokens: usize,
+        seed: u64,
+    ) -> RequestView {
+        let of_role = |role: &'static str| request.messages.iter().filter(move |m| m.role == role);
+        let system = of_role("system").chain(of_role("developer"));
+        let user = of_role("user").next_back().map_or("", |m| m.content.as_str());
+        let name = |tool: &serde_json::Value| {
+            let name = tool.get("function").unwrap_or(tool).get("name");
+            name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
+        };
+        // Casts: positions fit i32 (see `Decoder::load`), and so do counts within a request body.
+        RequestView {
+            id: request.id.clone(),
+            profile: request.profile.clone(),
+            model: self.name.clone(),
+            family: self.family.into(),
+            params: params.clone(),
+            prompt_tokens: prompt_tokens as u32,
+            context_left: self.context.saturating_sub(prompt_tokens) as u32,
+            messages: request.messages.len() as u32,
+            system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
+            user: user[..user.floor_char_boundary(USER_BYTES)].to_string(),
+            tools: request.tools.iter().map(name).collect(),
+            can_reason: self.text.supports_reasoning(),
+            reasoning: request.reasoning,
+            reasoning_budget: request.reasoning_budget,
+            max_tokens: request.max_tokens,
+            sampling: request.sampling,
+            seed,
+        }
+    }
+
+    /// The tightest limits of client, policy, profile and context.
+    fn limits(
+        &self,
+        request: &Request,
+        plan: &Plan,
+        profile: ProfileLimits,
+        prompt: usize,
+    ) -> Limits {
+        let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
+        let reasoning = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
+        let of_profile = (profile.reasoning_budget > 0).then_some(profile.reasoning_budget);
+        let budgets = [plan.reasoning_budget, request.reasoning_budget, of_profile];
+        Limits {
+            reasoning: budgets.into_iter().flatten().fold(reasoning, u32::min),
+            answer: request.max_tokens.unwrap_or(self.max_tokens),
+            context: self.context,
+            every: plan.every,
+            checkpoint_every: match plan.checkpoint_every {
+                0 => 0,
+                every => every.max(MIN_CHECKPOINT_EVERY) as usize,
+            },
+        }
+    }
+
+    /// Sampling parameters, in order of precedence: plan, client, profile, the model's defaults.
+    fn sampling(&self, request: &Request, plan: &Plan) -> Sampling {
+        let profile = self.profiles.get(&request.profile).and_then(|p| p.sampling);
+        let default = profile.unwrap_or_else(|| self.text.sampling());
+        default.with(&plan.sampling.or(request.sampling))
+    }
+}
+
+/// Logs why a request was not started.
+pub fn log_refused(request_id: &str, error: &Error) {
+    if let Error::Panic { .. } = error {
+        tracing::error!(request_id, %error, "request panicked");
+    } else {
+        tracing::debug!(request_id, %error, "request refused");
+    }
+}
+
+/// Lets the policy replace parts of the system text of `request`; returns a note for each.
+fn replace_system_text(
+    request: &mut Request,
+    params: &Params,
+    policy: &mut Session,
+) -> Result<Vec<String>> {
+    let mut messages: Vec<&mut Message> =
+        request.messages.iter_mut().filter(|message| is_system(message)).collect();
+    let system = messages.iter().map(|message| split_seen(&message.content).0.to_string());
+    let view = PromptView {
+        profile: request.profile.clone(),
+        params: params.clone(),
+        system: system.collect(),
+    };
+    if view.system.iter().all(String::is_empty) {
+        return Ok(Vec::new());
+    }
+    let replacements = policy.ask(&view)?;
+    let mut system = view.system;
+    apply_replacements(&mut system, &replacements).map_err(|problem| Failure {
+        policy: request.profile.clone(),
+        hook: "on-prompt",
+        cause: Cause::Answer(problem),
+    })?;
+    for (message, seen) in messages.iter_mut().zip(system) {
+        let (_, rest) = split_seen(&message.content);
+        message.content = seen + rest;
+    }
+    let note = |Replacement { message, old, new }: &Replacement| {
+        let (old, new) = (old.len(), new.len());
+        format!("replaced {old} bytes of system message {message} with {new} bytes")
+    };
+    Ok(replacements.iter().map(note).collect())
+}
+
+/// The part of a system text that policies see, and the rest.
+fn split_seen(text: &str) -> (&str, &str) {
+    text.split_at(text.floor_char_boundary(SYSTEM_BYTES))
+}
+
+/// Applies the limits of the profile to `request`; returns a note for each value reduced. `max_tokens`
+/// is the engine's limit on an answer, for requests without their own.
+fn apply_limits(request: &mut Request, limits: ProfileLimits, max_tokens: u32) -> Vec<String> {
+    let mut notes = Vec::new();
+    let mut apply = |name: &str, value: &mut Option<u32>, limit: u32| {
+        if let Some(value) = value.as_mut().filter(|value| limit > 0 && **value > limit) {
+            notes.push(format!("{name} {value} exceeds the profile's limit of {limit}"));
+            *value = limit;
+        }
+    };
+    apply("max_tokens", &mut request.max_tokens, limits.max_tokens);
+    // Without a value from the client, `Preparer::limits` applies the profile's.
+    apply("reasoning budget", &mut request.reasoning_budget, limits.reasoning_budget);
+    if limits.max_tokens > 0 {
+        request.max_tokens.get_or_insert(limits.max_tokens.min(max_tokens));
+    }
+    notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn profile_limits_apply_and_reductions_are_noted() {
+        let limits = ProfileLimits { max_tokens: 100, reasoning_budget: 50, ..Default::default() };
+        let ask = |max_tokens, reasoning_budget, limits| {
+            let mut request = Request { max_tokens, reasoning_budget, ..Request::default() };
+            let notes = apply_limits(&mut request, limits, 4096);
+            ((request.max_tokens, request.reasoning_budget), notes)
+        };
+        assert_eq!(ask(None, None, limits), ((Some(100), None), vec![]));
+        assert_eq!(ask(Some(9), Some(0), limits), ((Some(9), Some(0)), vec![]));
+        let (applied, notes) = ask(Some(101), Some(51), limits);
+        assert_eq!((applied, notes.len()), ((Some(100), Some(50)), 2));
+        assert_eq!(notes[0], "max_tokens 101 exceeds the profile's limit of 100");
+        let none = ProfileLimits::default();
+        assert_eq!(ask(Some(9999), None, none), ((Some(9999), None), vec![]));
+        let wide = ProfileLimits { max_tokens: 9999, ..none };
+        assert_eq!(ask(None, None, wide).0, (Some(4096), None));
+        assert_eq!(ask(Some(5000), None, wide).0, (Some(5000), None));
+    }
+}

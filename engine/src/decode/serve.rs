@@ -1,0 +1,174 @@
+//! The engine thread's loop: requests are started, advanced step by step, and ended.
+//!
+//! What fails for one request ends that request: an error, a panic, a deadline, too little memory. After
+//! a panic, nothing of its sequence is used any more, and the prefix cache, which it may have left
+//! halfway through a change, is emptied: that costs time only.
+
+use super::Decoder;
+use super::prefetch::Expected;
+use super::prepare::{self, Prepared, log_refused};
+use super::sequence::Sequence;
+use crate::error::{Error, RequestError, Result, catch_panic};
+use crate::queue::{Next, Queue};
+use crate::request::Event;
+
+/// Sequences that are decoded at the same time; further requests wait in the queue. The loop handles
+/// any number, but more than one needs scheduling first (prefill against decode, memory).
+const SEQUENCES: usize = 1;
+
+/// The stage of a request at its end, for errors.
+const ENDING: &str = "being finished";
+
+impl Decoder {
+    /// Serves requests until every handle is dropped or the engine is stopped, then flushes the store.
+    pub fn run(mut self) {
+        let (queue, preparer) = (self.queue.clone(), self.preparer.clone());
+        std::thread::scope(|scope| {
+            // Also after a panic: nobody may wait for this thread then.
+            let _ended = Ended(&queue);
+            for _ in 0..prepare::THREADS {
+                let thread = std::thread::Builder::new().name("prepare".into());
+                let spawned = thread.spawn_scoped(scope, || preparer.serve(&queue));
+                spawned.expect("the system has room for another thread");
+            }
+            self.serve();
+            if let Err(error) = self.prefixes.flush() {
+                tracing::warn!(%error, "flushing the prefix store failed");
+            }
+        });
+    }
+
+    fn serve(&mut self) {
+        loop {
+            if self.sequences.is_empty() {
+                let next = match self.queue.next() {
+                    Next::Nothing if self.prefetch_chunk() => continue,
+                    Next::Nothing => self.queue.wait_for_next(),
+                    next => next,
+                };
+                match next {
+                    Next::Start(prepared) => self.start_request(*prepared),
+                    Next::Nothing => continue,
+                    Next::End => return,
+                }
+            }
+            while self.sequences.len() < SEQUENCES {
+                let Next::Start(prepared) = self.queue.next() else { break };
+                self.start_request(*prepared);
+            }
+            if self.queue.is_stopping() {
+                for sequence in &mut std::mem::take(&mut self.sequences) {
+                    self.fail(sequence, Error::Stopped);
+                }
+            }
+            self.step();
+        }
+    }
+
+    pub(super) fn start_request(&mut self, prepared: Prepared) {
+        self.interrupt_prefetch();
+        let (id, events) = (prepared.request.id.clone(), prepared.events.clone());
+        match catch_panic("being admitted", || self.admit(prepared)) {
+            Ok(sequence) => self.sequences.push(sequence),
+            Err(error) => {
+                log_refused(&id, &error);
+                self.recover_from(&error);
+                let _ = events.send(Event::Failed(error));
+            }
+        }
+    }
+
+    /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
+    pub(super) fn step(&mut self) {
+        let mut running = Vec::with_capacity(self.sequences.len());
+        for mut sequence in std::mem::take(&mut self.sequences) {
+            if sequence.is_cancelled() {
+                self.end(&mut sequence, Sequence::cancel);
+            } else if sequence.is_late() {
+                let error = RequestError::Deadline { stage: sequence.stage() }.into();
+                self.fail(&mut sequence, error);
+            } else if let Err(error) = self.make_room_for_step(&sequence) {
+                self.fail(&mut sequence, error);
+            } else {
+                running.push(sequence);
+            }
+        }
+        let stage = running.first().map_or("", Sequence::stage);
+        if let Err(error) = catch_panic(stage, || self.advance(&mut running)) {
+            // The pass was shared: every cache may be damaged.
+            for sequence in &mut running {
+                self.fail(sequence, error.shared());
+            }
+            return;
+        }
+        for mut sequence in running {
+            if let Some(error) = sequence.take_failure() {
+                self.fail(&mut sequence, error);
+            } else if sequence.has_ended() {
+                if self.end(&mut sequence, Sequence::finish) {
+                    self.save_reply(&mut sequence);
+                }
+            } else {
+                self.sequences.push(sequence);
+            }
+        }
+    }
+
+    /// Ends a request with an error; its sequence is dropped afterwards.
+    fn fail(&mut self, sequence: &mut Sequence, error: Error) {
+        if let Error::Panic { .. } = error {
+            self.recover_from(&error);
+            sequence.abandon(error);
+        } else {
+            self.end(sequence, |sequence| sequence.fail(error));
+        }
+    }
+
+    /// Calls `end` on a sequence that is dropped afterwards; false if that panicked, which fails the
+    /// request.
+    fn end(&mut self, sequence: &mut Sequence, end: impl FnOnce(&mut Sequence)) -> bool {
+        let ended = catch_panic(ENDING, || {
+            end(sequence);
+            Ok(())
+        });
+        let ok = ended.is_ok();
+        if let Err(error) = ended {
+            self.fail(sequence, error);
+        }
+        ok
+    }
+
+    /// Saves the state at the end of a reply, and what was learned from it.
+    fn save_reply(&mut self, sequence: &mut Sequence) {
+        let saved = catch_panic(ENDING, || {
+            self.keep_learned_stats(sequence);
+            if let Some(retention) = sequence.reply_retention {
+                self.save(sequence, retention);
+                if self.prefetch_turns {
+                    self.queue.expect(Expected::after(sequence, retention));
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = saved {
+            tracing::error!(request_id = sequence.request.id, %error, "saving state failed");
+            self.recover_from(&error);
+        }
+    }
+
+    /// Empties the prefix cache after a panic, which may have left it halfway through a change.
+    pub(super) fn recover_from(&mut self, error: &Error) {
+        if let Error::Panic { .. } = error {
+            self.prefixes.clear_memory();
+        }
+    }
+}
+
+/// Tells the queue that the engine thread has ended.
+struct Ended<'a>(&'a Queue);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        self.0.end();
+    }
+}

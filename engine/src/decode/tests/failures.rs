@@ -1,0 +1,94 @@
+//! What goes wrong for one request ends that request: a panic, a deadline, too little memory.
+
+use std::time::Instant;
+
+use tokio::sync::mpsc::{self, UnboundedReceiver};
+
+use super::scripted::*;
+use crate::config::Config;
+use crate::decode::Decoder;
+use crate::error::{Error, RequestError};
+use crate::policy::{Answer, Call, Failure, Hook, Policy, Session};
+use crate::queue::Job;
+use crate::request::{Event, Request};
+
+/// A policy that panics in one hook.
+struct Panics(Hook);
+
+impl Policy for Panics {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        assert!(call.hook() != self.0, "on purpose");
+        Script::new(|_| Vec::new()).call(call)
+    }
+}
+
+/// Starts a request under `policy`.
+fn start(
+    decoder: &mut Decoder,
+    request: Request,
+    policy: impl Policy + 'static,
+) -> UnboundedReceiver<Event> {
+    let (events, receiver) = mpsc::unbounded_channel();
+    let session = Session { policy: Box::new(policy), params: Default::default(), digest: [0; 32] };
+    let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
+    decoder.start_request(prepared);
+    receiver
+}
+
+/// Steps until no sequence is left; returns the last event.
+fn end(decoder: &mut Decoder, mut events: UnboundedReceiver<Event>) -> Event {
+    while !decoder.sequences.is_empty() {
+        decoder.step();
+    }
+    let mut last = events.try_recv().unwrap();
+    while let Ok(event) = events.try_recv() {
+        assert!(!matches!(last, Event::Finished(_) | Event::Failed(_)), "{last:?}, {event:?}");
+        last = event;
+    }
+    last
+}
+
+/// A panic in a policy, or anything else that is done for one sequence, ended the engine thread: the
+/// server answered every later request with 503.
+#[test]
+fn a_panic_costs_one_request_and_no_later_one() {
+    let decoder = &mut family("qwen3_next", Config::default(), false);
+    let request = ask("Where?", false, 40);
+    let saved = |decoder: &Decoder| decoder.prefixes.reporter().report().memory.bytes;
+    let script = || Script::new(|_| Vec::new());
+    let expected = run_plain(decoder, &request, script());
+    for (hook, stage) in [(Hook::OnStep, "being decoded"), (Hook::OnFinish, "being finished")] {
+        assert!(saved(decoder) > 0);
+        let events = start(decoder, request.clone(), Panics(hook));
+        match end(decoder, events) {
+            Event::Failed(Error::Panic { stage: at, message }) => {
+                assert_eq!((at, message.as_str()), (stage, "on purpose"));
+            }
+            other => panic!("{other:?}"),
+        }
+        // What the panic may have left halfway is gone.
+        assert_eq!(saved(decoder), 0);
+        assert_eq!(run_plain(decoder, &request, script()).tokens, expected.tokens);
+    }
+}
+
+#[test]
+fn a_request_past_its_deadline_ends_with_an_error() {
+    let mut config = Config::default();
+    config.engine.prefill_chunk = 16;
+    let decoder = &mut family("llama", config, false);
+    let request = ask("Where is the river that runs by the castle?", false, 40);
+    for (steps, stage) in [(1, "in prefill"), (8, "being decoded")] {
+        let events = start(decoder, request.clone(), Script::new(|_| Vec::new()));
+        (0..steps).for_each(|_| decoder.step());
+        let sequence = decoder.sequences.first_mut().expect("the request runs");
+        sequence.request.deadline = Some(Instant::now());
+        match end(decoder, events) {
+            Event::Failed(Error::Request(RequestError::Deadline { stage: at })) => {
+                assert_eq!(at, stage);
+            }
+            other => panic!("{other:?}"),
+        }
+        decoder.prefixes.clear_memory();
+    }
+}

@@ -1,0 +1,439 @@
+//! Requests from their arrival until the engine thread starts them: waiting, being prepared, or ready.
+//!
+//! Each holds a place until it is started or refused, its client disconnects, or its deadline passes.
+//! The threads of `decode/prepare.rs` take requests in order of arrival and return them prepared; the
+//! engine thread starts the earliest that is ready. A request whose preparation takes long therefore
+//! delays no other.
+//!
+//! Nothing here renders, tokenizes or computes: every method but those that wait returns at once.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use tokio::sync::{mpsc, watch};
+
+use crate::decode::{Expected, Prefix, Prepared};
+use crate::error::{Error, RequestError, Result};
+use crate::request::{Event, Request};
+
+/// Requests that are prepared ahead of the engine thread. Each holds an instance of its policies.
+const AHEAD: usize = 4;
+
+/// Most prefixes that wait to be prefetched.
+const EXPECTED: usize = 64;
+
+/// A request and the channel for its events.
+pub struct Job {
+    /// The request.
+    pub request: Request,
+    /// Dropping its receiver cancels the request. Unbounded, so that a slow reader cannot block the
+    /// engine: it holds at most one reply, which `max_tokens` limits.
+    pub events: mpsc::UnboundedSender<Event>,
+}
+
+impl Job {
+    /// Whether the request is still wanted, before more is done for it.
+    ///
+    /// # Errors
+    /// [`RequestError::Cancelled`] if its client has disconnected, [`RequestError::Deadline`] if its
+    /// time is over.
+    pub fn check(&self, stage: &'static str) -> Result<()> {
+        if self.events.is_closed() {
+            return Err(RequestError::Cancelled.into());
+        }
+        match self.request.deadline {
+            Some(deadline) if Instant::now() >= deadline => {
+                Err(RequestError::Deadline { stage }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What a preparing thread does next.
+pub(crate) enum Work {
+    /// Prepares a request.
+    Request(Taken),
+    /// Tokenizes a prefix.
+    Prefix(Expected),
+}
+
+/// A request that is being prepared, and its place.
+pub struct Taken {
+    /// Identifies the place.
+    pub place: u64,
+    /// The request.
+    pub job: Job,
+}
+
+/// What the engine thread does next.
+pub(crate) enum Next {
+    /// Starts this request.
+    Start(Box<Prepared>),
+    /// No request is ready.
+    Nothing,
+    /// Ends.
+    End,
+}
+
+/// The queue of an engine.
+pub struct Queue {
+    places: usize,
+    state: Mutex<State>,
+    /// Signalled whenever the state changes.
+    changed: Condvar,
+    ended: watch::Sender<bool>,
+}
+
+#[derive(Default)]
+struct State {
+    /// In order of arrival.
+    entries: VecDeque<Entry>,
+    newest: u64,
+    /// Prefixes to prefetch, the newest last; tokenized when there is nothing else to prepare.
+    expected: VecDeque<Expected>,
+    /// Tokenized ones.
+    prefixes: Vec<Prefix>,
+    phase: Phase,
+}
+
+/// How far the engine is from its end.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    #[default]
+    Open,
+    /// No handle is left: the engine ends after the requests it has.
+    Closed,
+    /// The engine ends its requests with [`Error::Stopped`].
+    Stopping,
+    /// The engine thread has ended.
+    Ended,
+}
+
+struct Entry {
+    place: u64,
+    /// Weak: the channel closes when the request is dropped.
+    events: mpsc::WeakUnboundedSender<Event>,
+    deadline: Option<Instant>,
+    stage: Stage,
+}
+
+enum Stage {
+    Waiting(Job),
+    Preparing,
+    Ready(Box<Prepared>),
+}
+
+impl Queue {
+    /// A queue with `places` places.
+    pub fn new(places: usize) -> Self {
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        Self { places, state, changed, ended: watch::Sender::new(false) }
+    }
+
+    /// Adds a request.
+    ///
+    /// # Errors
+    /// [`RequestError::QueueFull`] if no place is free; [`Error::Stopped`] if the engine accepts no
+    /// requests any more.
+    pub fn add(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
+        let mut state = self.lock();
+        if state.phase >= Phase::Stopping {
+            return Err(Error::Stopped);
+        }
+        if state.entries.len() >= self.places {
+            return Err(Error::Request(RequestError::QueueFull { limit: self.places }));
+        }
+        let (events, receiver) = mpsc::unbounded_channel();
+        state.newest += 1;
+        let entry = Entry {
+            place: state.newest,
+            events: events.downgrade(),
+            deadline: request.deadline,
+            stage: Stage::Waiting(Job { request, events }),
+        };
+        state.entries.push_back(entry);
+        self.changed.notify_all();
+        Ok(receiver)
+    }
+
+    /// Number of places taken.
+    pub fn len(&self) -> usize {
+        self.lock().entries.len()
+    }
+
+    /// Takes the earliest waiting request, to prepare it. `None` if there is none, or enough requests
+    /// are ready.
+    pub fn try_take(&self) -> Option<Taken> {
+        self.lock().take()
+    }
+
+    /// Waits for a request, or a prefix to prefetch. `None` when the engine has ended.
+    pub(crate) fn take(&self) -> Option<Work> {
+        let mut state = self.lock();
+        loop {
+            if state.phase == Phase::Ended {
+                return None;
+            }
+            if let Some(taken) = state.take() {
+                return Some(Work::Request(taken));
+            }
+            // The newest conversation is the most likely to continue.
+            if state.prefixes.is_empty()
+                && let Some(expected) = state.expected.pop_back()
+            {
+                return Some(Work::Prefix(expected));
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// Adds a prefix to prefetch; the oldest is dropped if there are too many.
+    pub(crate) fn expect(&self, expected: Expected) {
+        let mut state = self.lock();
+        if state.expected.len() == EXPECTED {
+            state.expected.pop_front();
+        }
+        state.expected.push_back(expected);
+        self.changed.notify_all();
+    }
+
+    /// Returns a prefix tokenized, or one whose computation was interrupted.
+    pub(crate) fn add_prefix(&self, prefix: Prefix) {
+        self.lock().prefixes.push(prefix);
+        self.changed.notify_all();
+    }
+
+    /// Takes a prefix to compute.
+    pub(crate) fn take_prefix(&self) -> Option<Prefix> {
+        let prefix = self.lock().prefixes.pop();
+        self.changed.notify_all();
+        prefix
+    }
+
+    /// Returns a request prepared. Drops it if its place is gone: its client has disconnected, or its
+    /// deadline has passed.
+    pub(crate) fn ready(&self, place: u64, prepared: Box<Prepared>) {
+        let mut state = self.lock();
+        if let Some(entry) = state.entries.iter_mut().find(|entry| entry.place == place) {
+            entry.stage = Stage::Ready(prepared);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Frees a place; false if it is free already.
+    pub fn leave(&self, place: u64) -> bool {
+        let mut state = self.lock();
+        let before = state.entries.len();
+        state.entries.retain(|entry| entry.place != place);
+        self.changed.notify_all();
+        state.entries.len() < before
+    }
+
+    /// Takes the earliest request that is ready.
+    pub(crate) fn next(&self) -> Next {
+        let next = self.lock().next();
+        self.changed.notify_all();
+        next
+    }
+
+    /// [`Queue::next`], which waits until there is something to do, or a prefix to compute.
+    pub(crate) fn wait_for_next(&self) -> Next {
+        let mut state = self.lock();
+        loop {
+            match state.next() {
+                Next::Nothing if state.prefixes.is_empty() => {}
+                next => {
+                    self.changed.notify_all();
+                    return next;
+                }
+            }
+            match state.entries.iter().filter_map(|entry| entry.deadline).min() {
+                Some(deadline) => drop(self.changed.wait_until(&mut state, deadline)),
+                None => self.changed.wait(&mut state),
+            }
+            state.sweep();
+        }
+    }
+
+    /// Whether running requests end with [`Error::Stopped`].
+    pub fn is_stopping(&self) -> bool {
+        self.lock().phase >= Phase::Stopping
+    }
+
+    /// Accepts no further requests; those that are running or waiting are served.
+    pub fn close(&self) {
+        self.advance(Phase::Closed);
+    }
+
+    /// Ends all requests with [`Error::Stopped`], and then the engine.
+    pub fn stop(&self) {
+        self.advance(Phase::Stopping);
+    }
+
+    /// The engine thread has ended. Requests that it has not started end with [`Error::Stopped`].
+    pub fn end(&self) {
+        self.advance(Phase::Ended);
+        self.ended.send_replace(true);
+    }
+
+    /// Becomes true when the engine thread has ended.
+    pub fn ended(&self) -> watch::Receiver<bool> {
+        self.ended.subscribe()
+    }
+
+    fn advance(&self, phase: Phase) {
+        let mut state = self.lock();
+        state.phase = state.phase.max(phase);
+        state.expected.clear();
+        state.prefixes.clear();
+        if phase >= Phase::Stopping {
+            for entry in state.entries.drain(..) {
+                entry.fail(Error::Stopped);
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// The state, without requests that have ended.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock();
+        state.sweep();
+        state
+    }
+}
+
+impl State {
+    /// Frees the places of clients that have disconnected, and of requests past their deadline, which
+    /// are told so.
+    fn sweep(&mut self) {
+        let now = Instant::now();
+        self.entries.retain(|entry| {
+            if entry.events.upgrade().is_none_or(|events| events.is_closed()) {
+                return false;
+            }
+            let in_time = entry.deadline.is_none_or(|deadline| now < deadline);
+            if !in_time {
+                let stage = entry.stage.name();
+                entry.fail(RequestError::Deadline { stage }.into());
+            }
+            in_time
+        });
+    }
+
+    fn take(&mut self) -> Option<Taken> {
+        let ready = |entry: &&Entry| matches!(entry.stage, Stage::Ready(_));
+        if self.entries.iter().filter(ready).count() >= AHEAD {
+            return None;
+        }
+        let waiting = |entry: &&mut Entry| matches!(entry.stage, Stage::Waiting(_));
+        let entry = self.entries.iter_mut().find(waiting)?;
+        match std::mem::replace(&mut entry.stage, Stage::Preparing) {
+            Stage::Waiting(job) => Some(Taken { place: entry.place, job }),
+            Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
+        }
+    }
+
+    fn next(&mut self) -> Next {
+        let ready = |entry: &Entry| matches!(entry.stage, Stage::Ready(_));
+        let first = self.entries.iter().position(ready);
+        match first.and_then(|first| self.entries.remove(first)).map(|entry| entry.stage) {
+            Some(Stage::Ready(prepared)) => Next::Start(prepared),
+            _ if self.phase >= Phase::Stopping => Next::End,
+            _ if self.phase == Phase::Closed && self.entries.is_empty() => Next::End,
+            _ => Next::Nothing,
+        }
+    }
+}
+
+impl Entry {
+    fn fail(&self, error: Error) {
+        if let Some(events) = self.events.upgrade() {
+            // Fails if the client has disconnected.
+            let _ = events.send(Event::Failed(error));
+        }
+    }
+}
+
+impl Stage {
+    /// For [`RequestError::Deadline`].
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Waiting(_) | Self::Ready(_) => "waiting",
+            Self::Preparing => "being prepared",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn failure(events: &mut mpsc::UnboundedReceiver<Event>) -> Error {
+        match events.try_recv() {
+            Ok(Event::Failed(error)) => error,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Before, clients that had hung up kept their places until the running request ended: with all 32
+    /// gone, a new client got 429.
+    #[test]
+    fn clients_that_disconnect_free_their_places_at_once() {
+        let queue = Queue::new(3);
+        let _first = queue.add(Request::default()).unwrap();
+        let preparing = queue.add(Request::default()).unwrap();
+        let waiting = queue.add(Request::default()).unwrap();
+        let _taken = [queue.try_take().unwrap(), queue.try_take().unwrap()];
+        assert!(matches!(
+            queue.add(Request::default()),
+            Err(Error::Request(RequestError::QueueFull { limit: 3 }))
+        ));
+        drop(preparing);
+        drop(waiting);
+        assert_eq!(queue.len(), 1);
+        let _fourth = queue.add(Request::default()).unwrap();
+        assert_eq!(queue.len(), 2);
+    }
+
+    #[test]
+    fn a_request_past_its_deadline_is_told_so_and_frees_its_place() {
+        let queue = Queue::new(2);
+        let soon = || Request { deadline: Some(Instant::now()), ..Request::default() };
+        let later = Some(Instant::now() + Duration::from_secs(3600));
+        let mut expired = queue.add(soon()).unwrap();
+        let _other = queue.add(Request { deadline: later, ..Request::default() }).unwrap();
+        assert_eq!(queue.len(), 1);
+        let error = failure(&mut expired);
+        let expected = RequestError::Deadline { stage: "waiting" };
+        assert_eq!(error.to_string(), expected.to_string());
+        // The engine thread wakes up for deadlines when it waits for requests.
+        let mut expired = queue.add(soon()).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(matches!(queue.wait_for_next(), Next::End)));
+            assert!(matches!(expired.blocking_recv(), Some(Event::Failed(_))));
+            queue.stop();
+        });
+    }
+
+    #[test]
+    fn a_stopped_engine_ends_waiting_requests_with_an_error() {
+        let queue = Queue::new(2);
+        let mut waiting = queue.add(Request::default()).unwrap();
+        let mut preparing = queue.add(Request::default()).unwrap();
+        let taken = queue.try_take().unwrap();
+        queue.stop();
+        for events in [&mut waiting, &mut preparing] {
+            assert!(matches!(failure(events), Error::Stopped));
+        }
+        assert!(!queue.leave(taken.place));
+        assert!(matches!(queue.add(Request::default()), Err(Error::Stopped)));
+        assert!(matches!(queue.next(), Next::End));
+        assert!(!*queue.ended().borrow());
+        queue.end();
+        assert!(*queue.ended().borrow());
+    }
+}
