@@ -8,7 +8,7 @@ use steersman::config::ServerConfig;
 use steersman_engine::request::{Event, FinishReason};
 use steersman_tests::samples;
 
-use crate::connection::{PATIENCE, Served, parsed, read, until};
+use crate::connection::{PATIENCE, Served, parsed, read};
 use crate::*;
 
 const UNFINISHED: &str = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\
@@ -94,6 +94,29 @@ async fn connection_is_refused_if_the_server_works_for_all_others() {
     assert!(closed(&server, "refused").await >= 1.0);
 }
 
+/// Before, 32 waiting clients that hung up kept others out until the running request ended.
+#[tokio::test]
+async fn clients_that_hang_up_free_their_places_at_once() {
+    let server = Served::start(ServerConfig::default(), || vec![UntilCancelled]).await;
+    let health = || async {
+        let head = "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        parsed(read(server.send(head).await).await).1["waiting"].clone()
+    };
+    let _running = server.ask(body(json!({}))).await;
+    server.wait_for_requests(1).await;
+    let mut waiting = Vec::new();
+    for count in 1..=8 {
+        waiting.push(server.ask(body(json!({"stream": count % 2 == 0}))).await);
+        while health().await != json!(count) {}
+    }
+    let (status, reply) = server.chat(body(json!({})), "").await;
+    assert_eq!((status, &reply["error"]["code"]), (429, &json!("queue_full")));
+    waiting.clear();
+    while health().await != json!(0) {}
+    let _next = server.ask(body(json!({}))).await;
+    while health().await != json!(1) {}
+}
+
 #[tokio::test]
 async fn large_bodies_share_a_budget_that_small_ones_do_not_need() {
     let config = ServerConfig {
@@ -107,11 +130,12 @@ async fn large_bodies_share_a_budget_that_small_ones_do_not_need() {
     server.wait_for_requests(1).await;
     let (status, reply) = server.chat(large(1), "").await;
     assert_eq!((status, &reply["error"]["code"]), (503, &json!("server_busy")));
-    let _small = server.ask(body(json!({"user": "x".repeat(60 << 10)}))).await;
+    let small = server.ask(body(json!({"user": "x".repeat(60 << 10)}))).await;
     drop(first);
     server.wait_for_requests(2).await;
     let _third = server.ask(large(2)).await;
-    until(|| !server.seen.cancelled.lock().unwrap().is_empty()).await;
+    drop(small);
+    server.wait_for_requests(3).await;
 }
 
 /// Before, 24 bodies of 15 MB with millions of values took 1.7 GB.
