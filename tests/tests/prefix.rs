@@ -13,7 +13,7 @@ use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis};
 use mlx_rs::transforms::eval;
 use steersman_engine::config::StoreConfig;
 use steersman_engine::internals::cache::{Cache, Span};
-use steersman_engine::internals::model::{Model, Pass, load};
+use steersman_engine::internals::model::{Model, Pass, WeightsDigest, load};
 use steersman_engine::internals::prefix::{Prefixes, Retention};
 use steersman_engine::internals::store::{Fingerprint, RedbStore, WallClock};
 use steersman_engine::{ConfigError, Error};
@@ -45,8 +45,11 @@ impl Family {
             "tiny-hybrid-4bit" => bundled_model(),
             name => fixtures().join("families").join(name),
         };
+        let data = tempfile::tempdir().unwrap();
+        let weights = WeightsDigest::start(&folder, data.path()).unwrap();
         let loaded = load(&folder, &config().model).unwrap();
-        Self { name, model: loaded.model, fingerprint: loaded.digest }
+        let fingerprint = loaded.digest(weights.finish().unwrap());
+        Self { name, model: loaded.model, fingerprint }
     }
 
     /// Without a store.

@@ -51,7 +51,7 @@ use crate::config::{
 };
 use crate::engine::{Engine, Info, Job};
 use crate::error::{ConfigError, Error, Result};
-use crate::model::{Loaded, Model, Pass};
+use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
 use crate::request::Event;
@@ -168,8 +168,11 @@ impl Decoder {
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, dtype, numbers } =
-            crate::model::load(folder, &config.model)?;
+        // Hashed while the model is loaded from them.
+        let weights = WeightsDigest::start(folder, data)?;
+        let loaded = crate::model::load(folder, &config.model)?;
+        let digest = loaded.digest(weights.finish()?);
+        let Loaded { model, family, context, dtype, numbers, .. } = loaded;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let mut prefetch = Prefetch::default();
         for (name, profile) in &config.profiles {

@@ -200,6 +200,6 @@ fn file_stays_near_its_budget_and_shrinks_with_it() {
     assert!(largest < budget * 5 / 4, "{largest} bytes for a budget of {budget}");
     let small = 2 << 20;
     drop(open_with(&folder, small));
-    let after = database::size_on_disk(&path);
+    let after = file::size_on_disk(&path);
     assert!(after <= small, "{after} bytes for a budget of {small}");
 }
