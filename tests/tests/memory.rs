@@ -11,7 +11,7 @@ use steersman_engine::internals::cache::{
     Cache, Full, LayerCache, Quantized, Recurrent, Sliding, Span, Writes, owned,
 };
 use steersman_engine::internals::prefix::{Prefixes, Retention};
-use steersman_tests::{Random, Running, ask, config, message, run};
+use steersman_tests::{Random, Running, ask, config, message, run, scaled};
 
 /// MLX counts the memory of the whole process, so these tests run one at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -21,11 +21,6 @@ fn alone() -> MutexGuard<'static, ()> {
 
 fn held() -> u64 {
     memory::active_memory().unwrap() as u64
-}
-
-/// The count in this variable, else `small`, which suits CI.
-fn count(variable: &str, small: usize) -> usize {
-    std::env::var(variable).map_or(small, |count| count.parse().expect(variable))
 }
 
 fn normal(shape: &[i32], seed: usize) -> Array {
@@ -51,8 +46,8 @@ fn owned_arrays_hold_their_bytes_and_no_more() {
         let bytes: u64 = copies.iter().map(|copy| copy.nbytes() as u64).sum();
         drop(views);
         assert_close(held() - before - buffer.nbytes() as u64, bytes, &format!("{count} arrays"));
-        let same = copies[count - 1].array_eq(&buffer.split_at_indices(&[100], 2).unwrap()[0], None);
-        assert!(same.unwrap().item_exact::<bool>());
+        let view = &buffer.split_at_indices(&[100], 2).unwrap()[0];
+        assert!(copies.iter().all(|copy| copy.eq_values(view).unwrap()));
     }
     // Of a whole array, too.
     let copies = owned(std::slice::from_ref(&buffer)).unwrap();
@@ -65,8 +60,7 @@ fn owned_arrays_hold_their_bytes_and_no_more() {
 fn kinds() -> Vec<(&'static str, Vec<LayerCache>)> {
     let full = || LayerCache::Full(Full::new(2, 64));
     let sliding = || LayerCache::Sliding(Sliding::new(1, 64, 200));
-    let quantized =
-        || LayerCache::Quantized(Quantized::new(&Full::new(2, 64), 8, 40).unwrap());
+    let quantized = || LayerCache::Quantized(Quantized::new(&Full::new(2, 64), 8, 40).unwrap());
     let recurrent = || {
         LayerCache::Recurrent(
             Recurrent::new(&[1, 4, 64, 64], &[1, 3, 512], Dtype::Float32).unwrap(),
@@ -84,9 +78,7 @@ fn kinds() -> Vec<(&'static str, Vec<LayerCache>)> {
 /// Appends rows as a model does: keys and values are views of products.
 fn append(cache: &mut Cache, rows: i32, seed: usize) {
     for layer in &mut cache.layers {
-        let product = |heads: i32| {
-            normal(&[1, rows, heads, 64], seed).swap_axes(1, 2).unwrap()
-        };
+        let product = |heads: i32| normal(&[1, rows, heads, 64], seed).swap_axes(1, 2).unwrap();
         match layer {
             LayerCache::Full(full) => full.append(&product(2), &product(2)).unwrap(),
             LayerCache::Quantized(quantized) => {
@@ -113,14 +105,14 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
     let _alone = alone();
     for (kind, layers) in kinds() {
         let before = held();
-        let budget = 12 << 20;
+        let budget = 6 << 20;
         let empty = Cache::new(layers);
         eval(&empty.recurrent_state().unwrap()).unwrap();
         let of_empty = held() - before;
         let mut prefixes = Prefixes::new(empty, budget, None, 0).unwrap();
         let mut random = Random(7);
         let mut checked = 0;
-        for round in 0..count("STEERSMAN_TEST_ROUNDS", 60) {
+        for round in 0..scaled(60) {
             let (family, shared) = (random.below(4) as u32, random.below(900));
             let mut tokens: Vec<u32> = (0..shared as u32).map(|i| 10_000 * family + i).collect();
             tokens.extend((0..100 + random.below(500)).map(|_| random.below(1_000_000) as u32));
@@ -129,7 +121,9 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
                 let rows = (1 + random.below(511)).min(tokens.len() - cache.position);
                 append(&mut cache, rows as i32, round);
                 match random.below(4) {
-                    0 => prefixes.save(&cache, &tokens[..cache.position], Retention::default()).unwrap(),
+                    0 => prefixes
+                        .save(&cache, &tokens[..cache.position], Retention::default())
+                        .unwrap(),
                     1 if round % 3 == 0 => break,
                     _ => {}
                 }
@@ -138,11 +132,18 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
             let counted = prefixes.reporter().report().memory.bytes;
             assert!(counted <= budget, "{kind}");
             if counted > 1 << 20 {
-                assert_close(held() - before - of_empty, counted, &format!("{kind}, round {round}"));
+                assert_close(
+                    held() - before - of_empty,
+                    counted,
+                    &format!("{kind}, round {round}"),
+                );
                 checked += 1;
             }
         }
-        assert!(checked > 20 && prefixes.reporter().report().counts.evictions > 5, "{kind}: {checked}");
+        assert!(
+            checked > 20 && prefixes.reporter().report().counts.evictions > 0,
+            "{kind}: {checked}"
+        );
         drop(prefixes);
         assert_eq!(held(), before, "{kind}");
     }
@@ -184,7 +185,7 @@ fn cancelled_requests_leave_nothing_behind() {
     let report = || engine.info().prefixes.report();
     let base = held() - report().memory.bytes;
     let mut random = Random(3);
-    for i in 1..=count("STEERSMAN_TEST_CANCELLED", 60) {
+    for i in 1..=scaled(30) {
         let mut events = engine.submit(long(i, random.below(250))).unwrap();
         for _ in 0..random.below(20) {
             if events.blocking_recv().is_none() {

@@ -36,7 +36,8 @@ impl Cache {
     pub fn checkpoint(&self) -> Result<Checkpoint> {
         // Shares a buffer that is at most 16 KiB larger than the array.
         let compact = |array: &Array| array.contiguous();
-        let recurrent = self.recurrent_state()?.iter().map(compact).collect::<std::result::Result<_, _>>()?;
+        let recurrent =
+            self.recurrent_state()?.iter().map(compact).collect::<std::result::Result<_, _>>()?;
         Ok(Checkpoint { position: self.position, recurrent })
     }
 

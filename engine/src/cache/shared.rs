@@ -95,9 +95,8 @@ pub fn owned(arrays: &[Array]) -> Result<Vec<Array>> {
     let mut left: Vec<usize> = (0..arrays.len()).collect();
     while let Some(&first) = left.first() {
         let like = &arrays[first];
-        let is_alike = |i: &usize| {
-            arrays[*i].shape() == like.shape() && arrays[*i].dtype() == like.dtype()
-        };
+        let is_alike =
+            |i: &usize| arrays[*i].shape() == like.shape() && arrays[*i].dtype() == like.dtype();
         let (alike, others): (Vec<usize>, Vec<usize>) = left.into_iter().partition(is_alike);
         let mut shape = like.shape().to_vec();
         shape[0] = 0;

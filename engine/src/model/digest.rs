@@ -48,7 +48,7 @@ impl WeightsDigest {
     pub fn start(folder: &Path, data: &Path) -> Result<Self> {
         let (paths, data) = (shards(folder)?, data.to_path_buf());
         let thread = thread::Builder::new().name("weights-digest".into());
-        let hash = move || digest(&paths, &data);
+        let hash = move || digest(&paths, &data, SystemTime::now());
         Ok(Self(thread.spawn(hash).map_err(|_| Error::Stopped)?))
     }
 
@@ -96,8 +96,14 @@ impl HashedFile {
         Self { path, size: metadata.len(), modified, changed, inode, sha256: String::new() }
     }
 
+    fn is_settled(&self, now: SystemTime) -> bool {
+        let last = UNIX_EPOCH + Duration::from_nanos(self.modified.max(self.changed));
+        now.duration_since(last).is_ok_and(|age| age > SETTLED)
+    }
+
     fn is_same_file(&self, other: &Self) -> bool {
-        Self { sha256: String::new(), ..self.clone() } == Self { sha256: String::new(), ..other.clone() }
+        Self { sha256: String::new(), ..self.clone() }
+            == Self { sha256: String::new(), ..other.clone() }
     }
 }
 
@@ -149,8 +155,9 @@ fn check(files: &[HashedFile]) -> String {
     hex::encode(Sha256::digest(json))
 }
 
-/// Digest over the weight files, in order. Their names do not matter.
-fn digest(paths: &[PathBuf], data: &Path) -> Result<[u8; 32]> {
+/// Digest over the weight files, in order. Their names do not matter. `now` is not later than the
+/// time of day.
+fn digest(paths: &[PathBuf], data: &Path, now: SystemTime) -> Result<[u8; 32]> {
     let started = Instant::now();
     let known = HashedFiles::read(data);
     let (mut files, mut new, mut bytes) = (Vec::new(), Vec::new(), 0);
@@ -163,15 +170,11 @@ fn digest(paths: &[PathBuf], data: &Path) -> Result<[u8; 32]> {
             files.push(hashed.clone());
             continue;
         }
-        let begun = SystemTime::now();
         file.sha256 = hash_file(path, file.size).map_err(failed)?;
         bytes += file.size;
-        let after = fs::metadata(path).map_err(failed)?;
-        let settled = after.modified().ok().and_then(|at| begun.duration_since(at).ok());
-        let changed = UNIX_EPOCH + Duration::from_nanos(file.changed);
-        let settled = settled.is_some_and(|age| age > SETTLED)
-            && begun.duration_since(changed).is_ok_and(|age| age > SETTLED);
-        if settled && HashedFile::unhashed(path, &after).is_same_file(&file) && is_utf8(&file.path) {
+        let after = HashedFile::unhashed(path, &fs::metadata(path).map_err(failed)?);
+        let is_utf8 = file.path.to_str().is_some();
+        if is_utf8 && file.is_settled(now) && after.is_same_file(&file) {
             new.push(file.clone());
         }
         files.push(file);
@@ -196,10 +199,6 @@ fn digest(paths: &[PathBuf], data: &Path) -> Result<[u8; 32]> {
         sha.update(file.sha256);
     }
     Ok(sha.finalize().into())
-}
-
-fn is_utf8(path: &Path) -> bool {
-    path.to_str().is_some()
 }
 
 /// SHA-256 over the SHA-256 of each piece, in hex.
@@ -233,4 +232,76 @@ fn hash_file(path: &Path, size: u64) -> io::Result<String> {
     let mut sha = Sha256::new();
     hashed.iter().for_each(|(_, digest)| sha.update(digest));
     Ok(hex::encode(sha.finalize()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two files, the first of more than two pieces, and an empty folder for digests.
+    fn files() -> (tempfile::TempDir, Vec<PathBuf>) {
+        let folder = tempfile::tempdir().unwrap();
+        let bytes = |count: u64| (0..count).map(|i| (i % 251) as u8).collect::<Vec<u8>>();
+        let paths = ["1", "2"].map(|name| folder.path().join(name));
+        fs::write(&paths[0], bytes(2 * PIECE_BYTES + 5)).unwrap();
+        fs::write(&paths[1], bytes(100)).unwrap();
+        (folder, paths.into())
+    }
+
+    fn later() -> SystemTime {
+        SystemTime::now() + 2 * SETTLED
+    }
+
+    /// Sampled digests gave a fine-tune the state of its base. Also with the time of the last change
+    /// set back, as copies do.
+    #[test]
+    fn every_byte_changes_the_digest() {
+        let (folder, paths) = files();
+        let original = fs::read(&paths[0]).unwrap();
+        let time = fs::metadata(&paths[0]).unwrap().modified().unwrap();
+        let mut seen = vec![digest(&paths, folder.path(), later()).unwrap()];
+        let piece = PIECE_BYTES as usize;
+        for at in [0, 1000, piece - 1, piece, original.len() / 2, 2 * piece, original.len() - 1] {
+            let mut bytes = original.clone();
+            bytes[at] ^= 1;
+            fs::write(&paths[0], bytes).unwrap();
+            File::options().write(true).open(&paths[0]).unwrap().set_modified(time).unwrap();
+            let digest = digest(&paths, folder.path(), later()).unwrap();
+            assert!(!seen.contains(&digest), "byte {at}");
+            seen.push(digest);
+        }
+        fs::write(&paths[0], &original).unwrap();
+        assert_eq!(digest(&paths, folder.path(), later()).unwrap(), seen[0]);
+        assert_ne!(digest(&paths[..1], folder.path(), later()).unwrap(), seen[0]);
+        let swapped = [paths[1].clone(), paths[0].clone()];
+        assert_ne!(digest(&swapped, folder.path(), later()).unwrap(), seen[0]);
+    }
+
+    #[test]
+    fn digests_of_unchanged_files_are_kept_and_checked() {
+        let (folder, paths) = files();
+        let data = folder.path().join("data");
+        let kept = data.join(NAME);
+        let of_file = digest(&paths, &data, SystemTime::now()).unwrap();
+        assert!(!kept.exists(), "a file that may still change");
+        assert_eq!(digest(&paths, &data, later()).unwrap(), of_file);
+        let mut files = HashedFiles::read(&data);
+        assert_eq!(files.len(), 2);
+
+        // Another digest with a correct check is taken: the file is not read.
+        let original = fs::read(&kept).unwrap();
+        files[0].sha256 = files[1].sha256.clone();
+        HashedFiles::write(&data, files).unwrap();
+        assert_ne!(digest(&paths, &data, later()).unwrap(), of_file);
+
+        for at in (0..original.len()).step_by(7) {
+            let mut damaged = original.clone();
+            damaged[at] ^= 1;
+            fs::write(&kept, damaged).unwrap();
+            assert_eq!(digest(&paths, &data, SystemTime::now()).unwrap(), of_file, "byte {at}");
+        }
+        fs::write(&kept, "").unwrap();
+        assert_eq!(digest(&paths, &data, later()).unwrap(), of_file);
+        assert_eq!(HashedFiles::read(&data).len(), 2, "written again");
+    }
 }

@@ -57,8 +57,8 @@ use self::reader::{PartReader, in_parallel};
 use self::state::{QueuedSave, Reopen, StoreState};
 use super::record::{PartRecord, cost};
 use super::{
-    Fingerprint, Key, Part, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport,
-    StoreReporter, Tensor, element_bytes, format,
+    Fingerprint, Key, Part, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport, StoreReporter,
+    Tensor, element_bytes, format,
 };
 use crate::config::StoreConfig;
 

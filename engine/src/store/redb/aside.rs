@@ -40,7 +40,10 @@ pub(super) fn shrink_to(path: &Path, most_bytes: u64) -> StoredSize {
         let bytes = size_on_disk(&aside);
         match fs::remove_file(&aside) {
             Ok(()) => {
-                warn!(?aside, bytes, most_bytes, "file set aside deleted: exceeds its share of the budget");
+                warn!(
+                    ?aside,
+                    bytes, most_bytes, "file set aside deleted: exceeds its share of the budget"
+                );
                 left.subtract(bytes);
             }
             Err(error) => warn!(?aside, %error, "file set aside cannot be deleted"),

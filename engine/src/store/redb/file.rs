@@ -50,7 +50,8 @@ pub(super) fn check_is_ours(path: &Path) -> Result<(), StoreFault> {
         return Err(StoreFault::Foreign("is an export; add it with `steersman cache import`"));
     }
     // redb writes its magic number last.
-    let is_young = metadata.len() <= YOUNG_BYTES && head.iter().take(MAGIC.len()).all(|byte| *byte == 0);
+    let is_young =
+        metadata.len() <= YOUNG_BYTES && head.iter().take(MAGIC.len()).all(|byte| *byte == 0);
     let contents = Contents::of(file).map_err(failed)?;
     if contents.has_mark || is_young && contents.is_zero {
         return Err(StoreFault::Damaged("its header is damaged or was never written".into()));
@@ -73,9 +74,8 @@ impl Contents {
         let mut window = Vec::new();
         while !contents.has_mark && (&mut rest).take(1 << 20).read_to_end(&mut window)? > 0 {
             contents.is_zero &= window.iter().all(|byte| *byte == 0);
-            contents.has_mark = MARKS
-                .iter()
-                .any(|mark| window.windows(mark.len()).any(|bytes| bytes == *mark));
+            contents.has_mark =
+                MARKS.iter().any(|mark| window.windows(mark.len()).any(|bytes| bytes == *mark));
             window.drain(..window.len().saturating_sub(overlap));
         }
         Ok(contents)
@@ -87,7 +87,10 @@ fn warn_of_other_readers(path: &Path, metadata: &fs::Metadata) {
     let mode = std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o777;
     if mode & 0o077 != 0 {
         let mode = format!("{mode:o}");
-        warn!(?path, mode, "other users can read the state store, which holds conversations; `chmod 600` it");
+        warn!(
+            ?path,
+            mode, "other users can read the state store, which holds conversations; `chmod 600` it"
+        );
     }
 }
 
