@@ -4,14 +4,16 @@
 //! cancelled requests left 1.7 GB.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, memory, random};
 use steersman_engine::internals::cache::{
     Cache, Full, LayerCache, Quantized, Recurrent, Sliding, Span, Writes, owned,
 };
+use steersman_engine::internals::model::{Pass, load};
 use steersman_engine::internals::prefix::{Prefixes, Retention};
-use steersman_tests::{Random, Running, ask, config, message, run, scaled};
+use steersman_tests::{Random, Running, ask, bundled_model, config, message, run, scaled};
 
 /// MLX counts the memory of the whole process, so these tests run one at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -209,5 +211,43 @@ fn wait_until_idle(engine: &Running) {
     while before != done() {
         before = done();
         std::thread::sleep(std::time::Duration::from_millis(300));
+    }
+}
+
+/// Prints tokens per second of prefill and decode with each limit of MLX's cache of freed buffers: the
+/// figures behind `CPU_BUFFER_CACHE_BYTES`.
+#[test]
+#[ignore = "a measurement"]
+fn speed_with_each_limit_of_the_buffer_cache() {
+    let _alone = alone();
+    let model = load(&bundled_model(), &config().model).unwrap().model;
+    let tokens: Vec<u32> = (0..2048).map(|i| 3 + i % 4000).collect();
+    let pass = |tokens: &[u32], cache: &mut Cache| {
+        let rows = tokens.len() as i32;
+        let ids = Array::from_slice(tokens, &[rows]);
+        let hidden = model.forward(&ids, &mut [Span { rows, cache }], Pass::WHOLE).unwrap();
+        let last = hidden.split_at_indices(&[rows - 1], 1).unwrap().pop().unwrap();
+        eval([&model.logits(&last).unwrap()]).unwrap();
+    };
+    let limits = [0, 4, 8, 16, 32, 64, 128, 512];
+    let mut best = [[0.0f64; 3]; 8];
+    for _ in 0..5 {
+        for (i, limit) in limits.into_iter().enumerate() {
+            memory::set_cache_limit(limit << 20).unwrap();
+            let mut cache = model.new_cache().unwrap();
+            let start = Instant::now();
+            tokens.chunks(512).for_each(|chunk| pass(chunk, &mut cache));
+            let prefill = tokens.len() as f64 / start.elapsed().as_secs_f64();
+            let start = Instant::now();
+            (0..64).for_each(|token| pass(&[token], &mut cache));
+            let decode = 64.0 / start.elapsed().as_secs_f64();
+            let cached = memory::cache_memory().unwrap() as f64 / (1 << 20) as f64;
+            for (best, now) in best[i].iter_mut().zip([prefill, decode, cached]) {
+                *best = best.max(now);
+            }
+        }
+    }
+    for (limit, [prefill, decode, cached]) in limits.into_iter().zip(best) {
+        println!("{limit:4} MiB: prefill {prefill:7.0}/s, decode {decode:6.1}/s, {cached:.0} MiB cached");
     }
 }

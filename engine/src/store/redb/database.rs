@@ -17,7 +17,7 @@ use tracing::{info, warn};
 use super::super::record::{PartRecord, chunk_lens};
 use super::super::{Key, Part, StoreEnv, StoreError, format};
 use super::aside;
-use super::file::{check_is_ours, size_on_disk};
+use super::file::{Owner, owner, size_on_disk};
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 /// Key of a part: its [`PartRecord`].
@@ -128,7 +128,13 @@ pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, Sto
 
 /// Opens the file, and creates it with its tables if there is none.
 pub(super) fn open(path: &Path, env: &StoreEnv) -> Result<Database, StoreFault> {
-    check_is_ours(path)?;
+    // Opening a database for writing changes its header, so look into another program's first.
+    if owner(path)? == Owner::Unknown
+        && let Ok(Content::Foreign) =
+            guarded(|| content(&Builder::new().open_read_only(path)?))
+    {
+        return Err(FOREIGN_DATABASE);
+    }
     let (database, content) = guarded(|| {
         let database = (env.open)(Builder::new().set_cache_size(CACHE_BYTES), path)?;
         let mut content = content(&database)?;
@@ -141,11 +147,13 @@ pub(super) fn open(path: &Path, env: &StoreEnv) -> Result<Database, StoreFault> 
     let fault = match content {
         Content::Empty | Content::Format(Some(FORMAT)) => return Ok(database),
         Content::Format(format) => StoreFault::UnknownFormat(format),
-        Content::Foreign => StoreFault::Foreign("is the database of another program"),
+        Content::Foreign => FOREIGN_DATABASE,
     };
     close(Some(database));
     Err(fault)
 }
+
+const FOREIGN_DATABASE: StoreFault = StoreFault::Foreign("is the database of another program");
 
 /// What a database holds, by its tables.
 enum Content {
@@ -155,7 +163,7 @@ enum Content {
     Foreign,
 }
 
-fn content(database: &Database) -> Result<Content, ::redb::Error> {
+fn content(database: &impl ReadableDatabase) -> Result<Content, ::redb::Error> {
     let read = database.begin_read()?;
     let mut names: Vec<String> = read.list_tables()?.map(|table| table.name().to_owned()).collect();
     names.extend(read.list_multimap_tables()?.map(|table| table.name().to_owned()));

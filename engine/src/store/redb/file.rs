@@ -24,12 +24,23 @@ const YOUNG_BYTES: u64 = 4 << 20;
 /// Bytes of a file that are searched for marks.
 const SEARCHED_BYTES: u64 = 64 << 20;
 
-/// Checks that there is nothing at `path`, or a file of the store, perhaps a damaged one. An existing
-/// database may still be another program's, which its tables tell.
-pub(super) fn check_is_ours(path: &Path) -> Result<(), StoreFault> {
+/// Whose file lies at a path.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// The store's, or nobody's: there is none, or an empty one.
+    Store,
+    /// A database, of the store or of another program: its tables tell.
+    Unknown,
+}
+
+/// Whose file lies at `path`, without changing it.
+///
+/// # Errors
+/// [`StoreFault::Foreign`] if it is not the store's, [`StoreFault::Damaged`] if it is, but no database.
+pub(super) fn owner(path: &Path) -> Result<Owner, StoreFault> {
     let failed = |error: io::Error| StoreFault::Io(error.into());
     let metadata = match fs::metadata(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Owner::Store),
         Err(error) => return Err(failed(error)),
         Ok(metadata) => metadata,
     };
@@ -37,29 +48,29 @@ pub(super) fn check_is_ours(path: &Path) -> Result<(), StoreFault> {
         return Err(StoreFault::Foreign("is not a file"));
     }
     if metadata.len() == 0 {
-        return Ok(());
+        return Ok(Owner::Store);
     }
     warn_of_other_readers(path, &metadata);
     let mut file = File::open(path).map_err(failed)?;
     let mut head = Vec::new();
     (&mut file).take(HEADER_BYTES as u64).read_to_end(&mut head).map_err(failed)?;
-    if head.starts_with(MAGIC) {
-        return Ok(());
-    }
     if head.starts_with(portable::MAGIC) {
         return Err(StoreFault::Foreign("is an export; add it with `steersman cache import`"));
     }
+    let is_database = head.starts_with(&MAGIC[..MAGIC.len().min(head.len())]);
     // redb writes its magic number last.
-    let is_young =
-        metadata.len() <= YOUNG_BYTES && head.iter().take(MAGIC.len()).all(|byte| *byte == 0);
+    let is_young = metadata.len() <= YOUNG_BYTES && head.iter().take(MAGIC.len()).all(|b| *b == 0);
     let contents = Contents::of(file).map_err(failed)?;
+    if is_database {
+        return Ok(if contents.has_mark { Owner::Store } else { Owner::Unknown });
+    }
     if contents.has_mark || is_young && contents.is_zero {
         return Err(StoreFault::Damaged("its header is damaged or was never written".into()));
     }
     Err(StoreFault::Foreign("is not a state store"))
 }
 
-/// What lies behind a header that is not redb's.
+/// What lies behind the header.
 struct Contents {
     has_mark: bool,
     is_zero: bool,
