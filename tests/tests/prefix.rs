@@ -359,5 +359,5 @@ fn killed_process_leaves_state_that_can_be_resumed_from() {
     println!("resumed: {reused:?} times");
     assert!(reused.iter().all(|&count| count > 5), "{reused:?}");
     let files = std::fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(files, 3, "no file was moved aside");
+    assert_eq!(files, 3, "no file was set aside");
 }

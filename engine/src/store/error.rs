@@ -20,9 +20,7 @@ pub enum StoreError {
     )]
     UnknownFormat(PathBuf, Option<u64>),
     /// The file is damaged as a whole. Damaged parts alone are dropped instead.
-    #[error(
-        "state store: {0} is damaged ({1}); delete it, or start a server, which moves it aside"
-    )]
+    #[error("state store: {0} is damaged ({1}); delete it, or start a server, which sets it aside")]
     Damaged(PathBuf, String),
     /// Something else lies at the path of the store. It is left as it is.
     #[error(

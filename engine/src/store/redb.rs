@@ -10,7 +10,7 @@
 //!   or a power loss loses the saves still queued and nothing else.
 //! - A queued part can be found and loaded, from memory.
 //! - A damaged part is dropped when it is read. A file of the store that redb cannot read, or that has
-//!   an unknown format, is moved aside and a new one created. Another program's file is an error.
+//!   an unknown format, is set aside and a new one created. Another program's file is an error.
 //! - A failed write (the disk is full) turns saving off for a minute. Loads continue.
 //! - A file that is deleted while it is open is created again.
 //!
@@ -439,7 +439,7 @@ impl StoreShared {
         let mut database = self.database.write();
         database::close(database.take());
         match why {
-            Reopen::Fault(fault) if fault.is_of_the_file() => aside::move_aside(path, fault),
+            Reopen::Fault(fault) if fault.is_of_the_file() => aside::set_aside(path, fault),
             Reopen::Gone => warn!(?path, "state store was deleted or replaced while it was open"),
             Reopen::Fault(_) | Reopen::Retry => {}
         }

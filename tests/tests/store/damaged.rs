@@ -109,7 +109,7 @@ fn damage_anywhere_never_yields_a_wrong_part() {
             let _ = fs::remove_file(folder.path().join(format!("state.redb.damaged-{n}")));
         }
     }
-    eprintln!("{loaded} of {} loaded, {anew} files moved aside", 6 * rounds);
+    eprintln!("{loaded} of {} loaded, {anew} files set aside", 6 * rounds);
     assert!(loaded > 2 * rounds && anew > 0);
 }
 
@@ -125,7 +125,7 @@ fn truncated_file_is_moved_aside_or_repaired() {
         store.save(vec![named(77, 3000)]);
         let _ = store.flush();
     }
-    assert!((1..=3).contains(&damaged_files(&folder)), "files moved aside are bounded");
+    assert!((1..=3).contains(&damaged_files(&folder)), "files set aside are bounded");
 }
 
 /// Changes the format field of a file, and returns the previous one.
@@ -142,7 +142,7 @@ fn set_format(path: &Path, format: Option<u64>) -> Option<u64> {
     previous
 }
 
-/// Another version's file, or a flipped bit: maintenance refuses the file, a server moves it aside,
+/// Another version's file, or a flipped bit: maintenance refuses the file, a server sets it aside,
 /// and neither changes its content.
 #[test]
 fn file_of_unknown_format_is_refused_or_moved_aside() {

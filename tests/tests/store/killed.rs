@@ -87,7 +87,7 @@ fn store_of_a_killed_process_opens_and_holds_only_whole_parts() {
         }
     }
     let files = fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(files, 1, "no file was moved aside");
+    assert_eq!(files, 1, "no file was set aside");
     assert!(seen.len() > 30, "only {} saves survived", seen.len());
 }
 

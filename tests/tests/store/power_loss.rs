@@ -83,7 +83,7 @@ impl Disk {
 struct SharedDisk(Arc<Mutex<Disk>>);
 
 impl SharedDisk {
-    /// Drops a file whose magic number was never written, which a store in a real file moves aside.
+    /// Drops a file whose magic number was never written, which a store in a real file sets aside.
     fn drop_unfinished(&self) {
         let mut disk = self.0.lock().unwrap();
         if disk.current.iter().take(9).all(|byte| *byte == 0) {

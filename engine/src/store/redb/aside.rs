@@ -17,14 +17,14 @@ const MOST: u32 = 3;
 
 /// Renames a file that cannot be used, so that a new one can be created and this one be examined.
 ///
-/// Two processes that meet the same file at the same moment may move aside each other's new one: the
+/// Two processes that meet the same file at the same moment may set aside each other's new one: the
 /// store starts empty once more, and nothing else happens.
-pub(super) fn move_aside(path: &Path, fault: &StoreFault) {
+pub(super) fn set_aside(path: &Path, fault: &StoreFault) {
     let free = (1..=MOST).map(|n| name(path, n)).find(|aside| !aside.exists());
     let aside = free.or_else(|| oldest_first(path).into_iter().next());
     let aside = aside.unwrap_or_else(|| name(path, MOST));
     match fs::rename(path, &aside) {
-        Ok(()) => warn!(?path, ?aside, %fault, "state store unreadable; moved aside"),
+        Ok(()) => warn!(?path, ?aside, %fault, "state store unreadable; set aside"),
         Err(error) => warn!(?path, %fault, %error, "state store unreadable; moving it failed"),
     }
 }

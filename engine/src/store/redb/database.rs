@@ -17,7 +17,7 @@ use tracing::{info, warn};
 use super::super::record::{PartRecord, chunk_lens};
 use super::super::{Key, Part, StoreEnv, StoreError, format};
 use super::aside;
-use super::file::{Owner, owner, size_on_disk};
+use super::file::{Owner, owner, size_on_disk, warn_of_other_readers};
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 /// Key of a part: its [`PartRecord`].
@@ -109,7 +109,7 @@ impl From<::redb::Error> for StoreFault {
 }
 
 /// Opens the file. Creates a new one if there is none, or if the one of the store is damaged or of an
-/// unknown format: that file is moved aside.
+/// unknown format: that file is set aside.
 pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, StoreError> {
     let open = || {
         let database = open(path, env)?;
@@ -120,7 +120,7 @@ pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, Sto
         if !fault.is_of_the_file() {
             return Err(fault);
         }
-        aside::move_aside(path, &fault);
+        aside::set_aside(path, &fault);
         open()
     });
     opened.map_err(|fault| fault.at(path))
@@ -130,8 +130,7 @@ pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, Sto
 pub(super) fn open(path: &Path, env: &StoreEnv) -> Result<Database, StoreFault> {
     // Opening a database for writing changes its header, so look into another program's first.
     if owner(path)? == Owner::Unknown
-        && let Ok(Content::Foreign) =
-            guarded(|| content(&Builder::new().open_read_only(path)?))
+        && let Ok(Content::Foreign) = guarded(|| content(&Builder::new().open_read_only(path)?))
     {
         return Err(FOREIGN_DATABASE);
     }
@@ -145,7 +144,10 @@ pub(super) fn open(path: &Path, env: &StoreEnv) -> Result<Database, StoreFault> 
         Ok((database, content))
     })?;
     let fault = match content {
-        Content::Empty | Content::Format(Some(FORMAT)) => return Ok(database),
+        Content::Empty | Content::Format(Some(FORMAT)) => {
+            warn_of_other_readers(path);
+            return Ok(database);
+        }
         Content::Format(format) => StoreFault::UnknownFormat(format),
         Content::Foreign => FOREIGN_DATABASE,
     };

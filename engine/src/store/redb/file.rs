@@ -50,7 +50,6 @@ pub(super) fn owner(path: &Path) -> Result<Owner, StoreFault> {
     if metadata.len() == 0 {
         return Ok(Owner::Store);
     }
-    warn_of_other_readers(path, &metadata);
     let mut file = File::open(path).map_err(failed)?;
     let mut head = Vec::new();
     (&mut file).take(HEADER_BYTES as u64).read_to_end(&mut head).map_err(failed)?;
@@ -93,9 +92,11 @@ impl Contents {
     }
 }
 
+/// Warns if the mode of the file lets other users read it.
 #[cfg(unix)]
-fn warn_of_other_readers(path: &Path, metadata: &fs::Metadata) {
-    let mode = std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o777;
+pub(super) fn warn_of_other_readers(path: &Path) {
+    use std::os::unix::fs::MetadataExt;
+    let mode = fs::metadata(path).map_or(0, |metadata| metadata.mode() & 0o777);
     if mode & 0o077 != 0 {
         let mode = format!("{mode:o}");
         warn!(
@@ -106,7 +107,7 @@ fn warn_of_other_readers(path: &Path, metadata: &fs::Metadata) {
 }
 
 #[cfg(not(unix))]
-fn warn_of_other_readers(_: &Path, _: &fs::Metadata) {}
+pub(super) fn warn_of_other_readers(_: &Path) {}
 
 /// Opens the file, or creates it and its folders for this user only: it holds conversations.
 pub(in super::super) fn open_file(path: &Path) -> io::Result<File> {

@@ -1,6 +1,6 @@
 //! `steersman cache`: operations on a file that no server has open.
 //!
-//! Nothing here moves a file aside or replaces it: problems are returned as errors.
+//! Nothing here sets a file aside or replaces it: problems are returned as errors.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -132,7 +132,7 @@ fn flipped_bit_costs_one_part_and_nothing_else() {
             assert_eq!(longest(&store, &tokens, true), Some(150));
         }
     }
-    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "no file was moved aside");
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "no file was set aside");
     assert_eq!(chunks_in(&path), 4 * 3, "no chunks of damaged parts are left");
 }
 
