@@ -28,7 +28,7 @@ pub enum StoreError {
     )]
     Foreign(PathBuf, &'static str),
     /// The disk or the user's quota is full.
-    #[error("state store: no space left to write {0} ({1}); saving resumes when there is")]
+    #[error("state store: no space left to write {0} ({1}); free some, and saving resumes")]
     Full(PathBuf, Arc<io::Error>),
     /// The file cannot be read or written.
     #[error("state store: {0}: {1}")]
