@@ -56,7 +56,7 @@ use crate::cache::Span;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result, catch_panic};
-use crate::model::{Loaded, Model, Pass};
+use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
 use crate::queue::Queue;
@@ -177,8 +177,11 @@ impl Decoder {
     ) -> Result<(Self, Info)> {
         memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, on_cpu, dtype, numbers } =
-            crate::model::load(folder, &config.model)?;
+        // Hashed while the model is loaded from them.
+        let weights = WeightsDigest::start(folder, data)?;
+        let loaded = crate::model::load(folder, &config.model)?;
+        let digest = loaded.digest(weights.finish()?);
+        let Loaded { model, family, context, on_cpu, dtype, numbers, .. } = loaded;
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let queue = Arc::new(Queue::new(config.engine.queue));
         for (name, profile) in &config.profiles {

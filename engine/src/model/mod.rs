@@ -4,6 +4,7 @@
 //! nothing of policies or persistence. **A family is one file and one row of [`FAMILIES`].** It
 //! states the formula of each layer; [`Pass`] decides which layers run.
 
+mod digest;
 mod experts;
 mod fp8;
 mod gemma2;
@@ -19,6 +20,7 @@ mod qwen3_5;
 mod qwen3_next;
 mod weights;
 
+pub use digest::WeightsDigest;
 pub use load::{Loaded, load};
 pub use pass::Pass;
 pub use weights::Weights;

@@ -31,7 +31,8 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::{Key, Tensor};
 
-const MAGIC: [u8; 8] = *b"STEERSNP";
+/// The first bytes of every encoded part.
+pub(super) const MAGIC: [u8; 8] = *b"STEERSNP";
 const VERSION: u64 = 2;
 /// Bytes of the head before the description of the tensors.
 const FIXED: usize = 40;
