@@ -11,6 +11,7 @@ pub mod config;
 mod decode;
 mod engine;
 mod error;
+mod file;
 mod model;
 mod nn;
 mod prefix;

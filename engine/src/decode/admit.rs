@@ -125,8 +125,7 @@ impl Decoder {
 
     fn tokenize(&self, request: &Request, reasoning: Option<bool>) -> Result<Vec<u32>> {
         let variables = &request.template_variables;
-        let text = &self.text;
-        text.encode(&text.render(&request.messages, &request.tools, variables, reasoning, true)?)
+        self.text.prompt(&request.messages, &request.tools, variables, reasoning, true)
     }
 
     /// The policy's view of the request.
