@@ -168,8 +168,11 @@ impl Decoder {
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, dtype, numbers } =
+        let Loaded { model, family, context, embeddings, digest, dtype, numbers } =
             crate::model::load(folder, &config.model)?;
+        let text = text
+            .with_embeddings(embeddings)
+            .with_special_tokens_in_text(config.model.special_tokens_in_text);
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let mut prefetch = Prefetch::default();
         for (name, profile) in &config.profiles {
@@ -555,7 +558,13 @@ fn load_draft_model(
             problem,
         }));
     }
-    Ok(Some(crate::model::load(folder, model)?.model.into()))
+    let Loaded { model, embeddings, .. } = crate::model::load(folder, model)?;
+    if embeddings < text.vocab_size() {
+        let size = text.vocab_size();
+        let problem = format!("it has embeddings of {embeddings} tokens, the model of {size}");
+        return Err(Error::Config(ConfigError::Model { path: folder.into(), problem }));
+    }
+    Ok(Some(model.into()))
 }
 
 /// Opens the prefix store, if enabled. If it cannot be opened, state is saved in memory only.

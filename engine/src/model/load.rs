@@ -10,7 +10,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::weights::shards;
-use super::{FAMILIES, Model, Weights};
+use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
 use crate::nn::compile_steps;
@@ -23,6 +23,8 @@ pub struct Loaded {
     pub family: &'static str,
     /// Positions it was trained for.
     pub context: usize,
+    /// Tokens that it has embeddings of.
+    pub embeddings: usize,
     /// Digest of config, numeric format and samples of the weights (`DIGEST_SAMPLE`). State is
     /// shared between models of equal digest.
     pub digest: [u8; 32],
@@ -48,7 +50,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let path = folder.join("config.json");
     let problem =
         |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
-    let bytes = std::fs::read(&path).map_err(|e| problem(e.to_string()))?;
+    let bytes = crate::file::read(&path).map_err(|e| problem(e.to_string()))?;
     let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
@@ -59,6 +61,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         )));
     };
     let text = json.get("text_config").unwrap_or(&json);
+    check::counts(text).map_err(&problem)?;
     let on_cpu = choose_device(config.device)?;
     let dtype = choose_dtype(config.dtype, on_cpu, text);
     let dequantize = on_cpu && config.cpu_dequantize;
@@ -71,6 +74,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
 
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;
+    let embeddings = weights.embeddings();
+    check::probe(&*model, embeddings).map_err(|text| weights.problem("", text))?;
     let unused = weights.iter().count();
     let blas = mlx_sys::blas();
     tracing::info!(
@@ -83,8 +88,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         "model loaded"
     );
 
-    let from_config = text.get("max_position_embeddings").and_then(Value::as_u64);
-    let context = from_config.or(model.context()).unwrap_or(CONTEXT);
+    let from_config = text.get("max_position_embeddings").and_then(Value::as_f64);
+    let context = from_config.map(|x| x as u64).or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
     let quantized = if dequantize { "dequantized" } else { "as stored" };
@@ -92,6 +97,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         model,
         family: family.model_type,
         context: usize::try_from(context).unwrap_or(usize::MAX),
+        embeddings,
         digest: digest(folder, &bytes, &format!("{numbers}, {quantized}"))?,
         dtype,
         numbers,

@@ -4,6 +4,7 @@
 //! nothing of policies or persistence. **A family is one file and one row of [`FAMILIES`].** It
 //! states the formula of each layer; [`Pass`] decides which layers run.
 
+mod check;
 mod experts;
 mod fp8;
 mod gemma2;

@@ -34,7 +34,16 @@ use crate::error::{Error, Result};
 
 impl From<mlx_rs::error::Exception> for Error {
     fn from(exception: mlx_rs::error::Exception) -> Self {
-        Self::Array(exception.to_string())
+        Self::Array(message(&exception))
+    }
+}
+
+/// The message of MLX without the places in source files that it was raised and caught at.
+pub fn message(exception: &mlx_rs::error::Exception) -> String {
+    let what = exception.what();
+    match what.rsplit_once(" at /") {
+        Some((message, place)) if !place.contains(' ') => message.into(),
+        _ => what.into(),
     }
 }
 

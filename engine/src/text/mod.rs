@@ -130,8 +130,7 @@ impl Text {
             let text = self.render(messages, tools, variables, reasoning, add_generation_prompt)?;
             return self.encode(&text);
         }
-        let variables =
-            Variables { messages, tools, variables, reasoning, add_generation_prompt };
+        let variables = Variables { messages, tools, variables, reasoning, add_generation_prompt };
         let rendered = self.render_with(&variables, Some(self.tokenizer.taint()))?;
         self.embedded(self.tokenizer.encode_tainted(&rendered)?)
     }
@@ -152,8 +151,7 @@ impl Text {
         reasoning: Option<bool>,
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let variables =
-            Variables { messages, tools, variables, reasoning, add_generation_prompt };
+        let variables = Variables { messages, tools, variables, reasoning, add_generation_prompt };
         self.render_with(&variables, None)
     }
 

@@ -64,9 +64,8 @@ impl Template {
         environment.add_function("strftime_now", |format: &str| strftime(format, &Zoned::now()));
         operators::add_to(&mut environment);
         environment.add_filter("tojson", tojson);
-        environment.add_filter("string", |value: &Value| {
-            python::str(value).map(|text| text.into_owned())
-        });
+        environment
+            .add_filter("string", |value: &Value| python::str(value).map(|text| text.into_owned()));
         environment.add_filter("trim", trim);
         environment.add_test("sequence", is_sequence);
         environment.add_test("iterable", is_iterable);
@@ -253,9 +252,8 @@ fn method(
     // What is searched is plain, and so is the text where it is found.
     let argument = &*plain_text(argument);
     let number = |at: usize| args.get(at).and_then(Value::as_i64);
-    let limit = |at: usize| {
-        number(at).and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX)
-    };
+    let limit =
+        |at: usize| number(at).and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
     let exposed = |limit, from_end| operators::expose(text, argument, limit, from_end);
     let is_argument = |c| argument.contains(plain(c));
     let length = argument.chars().count();

@@ -334,7 +334,8 @@ impl Tokenizer {
     /// The longest added token that `text` starts with, white space excepted.
     fn spelled_at_start(&self, text: &str) -> Option<(&str, u32)> {
         let starts = self.lengths.iter().rev().filter_map(|length| text.get(..*length));
-        let (spelling, id) = starts.filter_map(|start| self.spellings.get_key_value(start)).next()?;
+        let (spelling, id) =
+            starts.filter_map(|start| self.spellings.get_key_value(start)).next()?;
         Some((spelling, *id))
     }
 
