@@ -168,8 +168,9 @@ impl Decoder {
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, embeddings, digest, dtype, numbers } =
-            crate::model::load(folder, &config.model)?;
+        let loaded = crate::model::load(folder, &config.model)?;
+        loaded.probe(folder)?;
+        let Loaded { model, family, context, embeddings, digest, dtype, numbers } = loaded;
         let text = text
             .with_embeddings(embeddings)
             .with_special_tokens_in_text(config.model.special_tokens_in_text);
@@ -558,7 +559,9 @@ fn load_draft_model(
             problem,
         }));
     }
-    let Loaded { model, embeddings, .. } = crate::model::load(folder, model)?;
+    let loaded = crate::model::load(folder, model)?;
+    loaded.probe(folder)?;
+    let Loaded { model, embeddings, .. } = loaded;
     if embeddings < text.vocab_size() {
         let size = text.vocab_size();
         let problem = format!("it has embeddings of {embeddings} tokens, the model of {size}");

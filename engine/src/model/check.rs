@@ -44,6 +44,9 @@ const MULTIPLES: [(&str, &str); 2] = [
 /// Most bytes of the header of a safetensors file, as in the reference implementation.
 const HEADER_BYTES: u64 = 100_000_000;
 
+/// Tokens of the pass before a model is ready.
+const PROBE: i32 = 4;
+
 /// Checks the counts in `config`, which describes the language model. The error names the key.
 pub(super) fn counts(config: &Value) -> Result<(), String> {
     let count = |key: &str| config.get(key).filter(|value| !value.is_null());
@@ -124,18 +127,18 @@ pub(super) fn layout(path: &Path) -> Result<(), String> {
 /// Runs a few of the model's `embeddings` and checks that all logits are finite.
 pub(super) fn probe(model: &dyn Model, embeddings: usize) -> Result<(), String> {
     let run = || -> Result<bool> {
-        let last = u32::try_from(embeddings.saturating_sub(1)).unwrap_or(u32::MAX);
-        let tokens: Vec<u32> = [0, 1, 2, 3].into_iter().map(|id: u32| id.min(last)).collect();
-        let tokens = Array::from_slice(&tokens, &[4]);
+        let last = i32::try_from(embeddings.saturating_sub(1)).unwrap_or(i32::MAX);
+        let tokens: Vec<u32> = (0..PROBE).map(|id| id.min(last) as u32).collect();
+        let tokens = Array::from_slice(&tokens, &[PROBE]);
         let mut cache = model.new_cache()?;
-        let spans = &mut [Span { rows: 4, cache: &mut cache }];
+        let spans = &mut [Span { rows: PROBE, cache: &mut cache }];
         let logits = model.logits(&model.forward(&tokens, spans, Pass::WHOLE)?)?;
         // Columns beyond the embeddings pad the vocabulary.
         let columns = logits.dim(2).min(i32::try_from(embeddings).unwrap_or(i32::MAX));
         let logits = logits.try_index((.., .., ..columns))?.as_dtype(Dtype::Float32)?;
         // 0 times NaN or infinity is NaN.
         let sum = logits.multiply(Array::from_f32(0.0))?.sum(None)?;
-        Ok(sum.item_exact::<f32>() == 0.0)
+        Ok(sum.try_item_exact::<f32>()? == 0.0)
     };
     match run() {
         Ok(true) => Ok(()),
@@ -145,7 +148,7 @@ pub(super) fn probe(model: &dyn Model, embeddings: usize) -> Result<(), String> 
                 .into())
         }
         Err(Error::Array(error)) => {
-            Err(format!("the weights do not fit config.json: a pass fails with: {error}"))
+            Err(format!("the model cannot run: a pass over {PROBE} tokens fails with: {error}"))
         }
         Err(error) => Err(error.to_string()),
     }

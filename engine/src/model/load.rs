@@ -34,6 +34,17 @@ pub struct Loaded {
     pub numbers: String,
 }
 
+impl Loaded {
+    /// Runs a few tokens.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with `folder` if that fails, or if a number is not finite.
+    pub fn probe(&self, folder: &Path) -> Result<()> {
+        check::probe(&*self.model, self.embeddings)
+            .map_err(|problem| Error::Config(ConfigError::Model { path: folder.into(), problem }))
+    }
+}
+
 /// Tokens of context if neither `config.json` (`max_position_embeddings`) nor the family states it.
 const CONTEXT: u64 = 4096;
 
@@ -75,7 +86,6 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;
     let embeddings = weights.embeddings();
-    check::probe(&*model, embeddings).map_err(|text| weights.problem("", text))?;
     let unused = weights.iter().count();
     let blas = mlx_sys::blas();
     tracing::info!(

@@ -7,6 +7,8 @@
 mod check;
 mod experts;
 mod fp8;
+#[cfg(test)]
+mod fuzz;
 mod gemma2;
 mod gemma3;
 mod gemma4;
@@ -18,6 +20,8 @@ mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
+#[cfg(test)]
+mod tests;
 mod weights;
 
 pub use load::{Loaded, load};

@@ -90,7 +90,7 @@ impl Text {
         tokenizer.hide(&eos);
         let templates = folder.templates()?;
         tokenizer.protect(|spelling| templates.contain(spelling));
-        Ok(Self {
+        let text = Self {
             tokenizer: Arc::new(tokenizer),
             templates: Arc::new(templates),
             special_tokens,
@@ -98,7 +98,36 @@ impl Text {
             sampling: folder.sampling(),
             embeddings: usize::MAX,
             special_tokens_in_text: false,
-        })
+        };
+        if text.depends_on_special_tokens() {
+            tracing::warn!(
+                folder = %dir.display(),
+                "chat template depends on special tokens in text, which it gets as other text"
+            );
+        }
+        Ok(text)
+    }
+
+    /// Whether the chat template renders tainted text otherwise than plain text.
+    fn depends_on_special_tokens(&self) -> bool {
+        let spelled = self.tokenizer.protected_spellings().concat();
+        let message = |role: &str| Message {
+            role: role.into(),
+            content: format!("{spelled}a{spelled}"),
+            ..Message::default()
+        };
+        let messages = [message("user"), message("assistant"), message("user")];
+        let (tools, variables, reasoning) = (&[], &Map::new(), None);
+        let variables = Variables {
+            messages: &messages,
+            tools,
+            variables,
+            reasoning,
+            add_generation_prompt: true,
+        };
+        let [plain, tainted] = [None, Some(self.tokenizer.taint())]
+            .map(|taint| self.render_with(&variables, taint).unwrap_or_default());
+        plain != taint::plain_text(&tainted)
     }
 
     /// For a model with this number of `embeddings`: encoding a text to a token beyond them is an

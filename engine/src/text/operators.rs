@@ -343,12 +343,21 @@ fn widest(filter: &str, arguments: &[Value]) -> Result<usize, Error> {
 
 /// Refuses a format that pads its fields without limit.
 pub(super) fn check_format(format: &str, arguments: &[Value]) -> Result<(), Error> {
-    for digits in format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty()) {
-        within(digits.parse().unwrap_or(usize::MAX), "format")?;
-    }
-    // `*` and `{:{}}` take the width from the arguments.
-    if format.contains('*') || format.contains(":{") {
-        widest("format", arguments)?;
+    let percent = format.split('%').skip(1).map(|rest| {
+        let rest =
+            rest.strip_prefix('(').and_then(|named| named.split_once(')')).map_or(rest, |s| s.1);
+        rest.split(|c: char| !"-+ #0123456789.*".contains(c)).next().unwrap_or_default()
+    });
+    let braces = format.split('{').skip(1).map(|rest| rest.split('}').next().unwrap_or_default());
+    for field in percent.chain(braces) {
+        let numbers = field.split(|c: char| !c.is_ascii_digit());
+        for number in numbers.filter(|digits| !digits.is_empty()) {
+            within(number.parse().unwrap_or(usize::MAX), "format")?;
+        }
+        // `%*d` and `{:{}}` take the width from the arguments.
+        if field.contains('*') || field.ends_with(':') {
+            widest("format", arguments)?;
+        }
     }
     for argument in arguments {
         python::str(argument)?;

@@ -156,6 +156,18 @@ pub(super) fn is_tainted(text: &str) -> bool {
     text.as_bytes().contains(&0xf1) && text.chars().any(|c| origin(c).is_some())
 }
 
+/// Whether a text in `value` is tainted.
+pub(super) fn is_value_tainted(value: &Value) -> bool {
+    match value {
+        Value::String(text) => is_tainted(text),
+        Value::Array(items) => items.iter().any(is_value_tainted),
+        Value::Object(map) => {
+            map.iter().any(|(name, value)| is_tainted(name) || is_value_tainted(value))
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => false,
+    }
+}
+
 /// `text` with its tainted characters restored.
 pub(super) fn plain_text(text: &str) -> Cow<'_, str> {
     Taint::restore(text).0

@@ -23,14 +23,14 @@ use minijinja::{AutoEscape, Environment, ErrorKind, State};
 use minijinja_contrib::pycompat::unknown_method_callback as pycompat;
 use serde_json::Map;
 
-use super::taint::{is_tainted, plain, plain_text};
+use super::taint::{is_value_tainted, plain, plain_text};
 use super::{operators, python};
 use crate::error::{Error, RequestError, Result};
 
 /// Maximum number of instructions of one rendering, which ends an endless loop after some seconds.
 /// The heaviest known template (Gemma 4, quadratic in the messages) renders 4,000 messages within
 /// it.
-const RENDER_FUEL: u64 = 100_000_000;
+const RENDER_FUEL: u64 = 150_000_000;
 
 /// Name of the only template of an environment; error messages show it.
 const NAME: &str = "chat template";
@@ -92,6 +92,13 @@ impl Template {
         Ok(self)
     }
 
+    /// Limits its renderings to `fuel` instructions, for tests.
+    #[cfg(test)]
+    pub(super) fn with_fuel(mut self, fuel: u64) -> Self {
+        self.environment.set_fuel(Some(fuel));
+        self
+    }
+
     /// Renders the template with `variables`.
     ///
     /// # Errors
@@ -121,7 +128,7 @@ impl Template {
         let mut generator = CodeGenerator::new(NAME, &self.prepared);
         generator.compile_stmt(&parse(&self.prepared, NAME, syntax())?);
         let (instructions, blocks) = generator.finish();
-        let tainted = variables.values().any(|value| is_tainted(&value.to_string()));
+        let tainted = variables.values().any(is_value_tainted);
         let instructions = operators::prepare(&instructions, tainted);
         let blocks = blocks
             .into_iter()
@@ -399,6 +406,107 @@ mod tests {
     #[test]
     fn strftime_now_formats_the_clock() {
         check("{{ strftime_now('%d %B %Y') }}", "01 January 1970");
+    }
+
+    #[test]
+    fn slices_are_those_of_python() {
+        // Reversing an empty list or text panicked in minijinja 3.0.5.
+        check("{{ v.c[::-1] }}|{{ ''[::-1] }}|{{ v.c[1:][::-1] }}", "[]||[]");
+        check("{% for x in [1][1:][::-1] %}x{% else %}none{% endfor %}", "none");
+        check("{{ 'abcde'[::-1] }}|{{ 'abcde'[:0:-1] }}|{{ 'abcde'[3:0:-2] }}", "edcba|edcb|db");
+        check("{{ 'abcde'[1:3:-1] }}|{{ 'abcde'[-9:2] }}|{{ 'abcde'[-2:] }}", "|ab|de");
+        check("{{ [1, 2, 3][5:-9:-1] }}|{{ [1, 2, 3][9:] }}", "[3, 2, 1]|[]");
+        check("{{ [1, 2, 3][::2] }}|{{ (1, 2)[:1] }}|{{ '日本語'[1:] }}", "[1, 3]|(1,)|本語");
+    }
+
+    #[test]
+    fn none_is_not_iterable() {
+        check(
+            "{{ none is iterable }} {{ [] is iterable }} {{ 'a' is iterable }}",
+            "False True True",
+        );
+        check("{{ v.x is iterable }} {{ 1 is iterable }}", "True False");
+    }
+
+    #[test]
+    fn panic_while_rendering_costs_one_request() {
+        let mut template = Template::new("{% if bad %}{{ boom() }}{% endif %}fine").unwrap();
+        template.environment.add_function("boom", || -> String { panic!("a bug") });
+        let bad = Map::from_iter([("bad".to_string(), true.into())]);
+        let error = template.render(&bad).expect_err("it panics").to_string();
+        assert!(error.contains("rendering panicked: a bug"), "{error}");
+        assert_eq!(template.render(&Map::new()).expect("it renders"), "fine");
+    }
+
+    #[test]
+    fn templates_cannot_take_all_memory() {
+        let double = "{% set n = namespace(x='a') %}{% for i in range(99) %}";
+        for source in [
+            "{{ 'a' | indent(99999999999) }}",
+            "{{ 'a' | indent(width=99999999999) }}",
+            "{{ [1] | tojson(indent=99999999999) }}",
+            "{{ [1] | batch(99999999999, 'x') }}",
+            "{{ [1] | slice(99999999999) }}",
+            "{{ '%99999999999d' | format(1) }}",
+            "{{ '%*d' | format(99999999999, 1) }}",
+            "{{ '{:99999999999}'.format(1) }}",
+            "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
+            "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+            "{{ ('a' * 1000000).join('b' * 1000000) }}",
+            "{{ ['a' * 1000000] * 1000000 }}",
+            "{{ (['a' * 1000000] * 1000000) | join }}",
+            &format!("{double}{{% set n.x = n.x ~ n.x %}}{{% endfor %}}"),
+            &format!("{double}{{% set n.x = n.x + n.x %}}{{% endfor %}}"),
+            &format!("{double}{{% set n.x = n.x | string ~ '' ~ n.x %}}{{% endfor %}}"),
+            &format!(
+                "{double}{{% set n.x %}}{{{{ n.x }}}}{{{{ n.x }}}}{{% endset %}}{{% endfor %}}"
+            ),
+            // Nested lists that share their items are short, and their text is not.
+            &format!("{double}{{% set n.x = [n.x, n.x] %}}{{% endfor %}}{{{{ n.x }}}}"),
+            &format!("{double}{{% set n.x = [n.x, n.x] %}}{{% endfor %}}{{{{ n.x | tojson }}}}"),
+            "{% for i in range(99999) %}{% for j in range(99999) %}RAW{{ '' }}{% endfor %}\
+             {% endfor %}",
+            "{% set n = namespace(x=[]) %}{% for i in range(99999) %}\
+             {% set n.x = n.x + [range(99999) | list] %}{% endfor %}",
+            "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('aaaa') }}",
+        ] {
+            let mut template = Template::new(source).expect(source);
+            template.environment.set_fuel(Some(RENDER_FUEL / 10));
+            let error = template.render(&Map::new()).expect_err(source).to_string();
+            let limits = ["more than", "too large", "out of fuel", "recursion limit", "too deep"];
+            assert!(limits.iter().any(|limit| error.contains(limit)), "{source}: {error}");
+        }
+    }
+
+    /// What a template asks of a text has the same answer if the text is tainted.
+    #[test]
+    fn templates_see_through_taint() {
+        use crate::text::taint::{Origin, Taint};
+        let taint = Taint::new(["<x>", "</x>", "[y]"].into_iter());
+        for source in [
+            "{{ t in v }} {{ t not in v }} {{ '<x>' in v }} {{ '<x' == v[:2] }} {{ v != t }}",
+            "{{ v.split('</x>')[-1] }}|{{ v.split('<x>', 1) }}|{{ v.rsplit('[y]', 1)[0] }}",
+            "{{ v.split('\n') }}|{{ v | split('</x>') }}|{{ v.split() | length }}",
+            "{{ v.partition('</x>')[2] }}|{{ v.rpartition('<x>')[0] }}|{{ v.partition('none') }}",
+            "{{ v.startswith('<x>') }} {{ v.endswith('[y]') }} {{ v.find('</x>') }}",
+            "{{ v.startswith(('a', '<x>')) }} {{ v.count('<x>') }} {{ v.rfind('<') }}",
+            "{{ v.removeprefix('<x>') }}|{{ v.removesuffix('[y]') }}|{{ v.removeprefix('z') }}",
+            "{{ v.replace('<x>', '<<') }}|{{ v | replace('</x>', t) }}|{{ v.replace('x', 'z', 1) }}",
+            "{{ v.strip('<x>') }}|{{ v | trim('[y]') }}|{{ v.lstrip('<') }}|{{ v.rstrip(']y[') }}",
+            "{{ v | tojson }}|{{ v | tojson(ensure_ascii=true) }}|{{ [v] }}|{{ {v: v} }}",
+            "{{ v | upper }}|{{ v | length }}|{{ v[::-1] }}|{{ v | e }}|{{ v | indent(2) }}",
+            "{{ [v, v] | join(t) }}|{{ t.join([v, v]) }}|{{ v ~ t }}|{{ v + t }}|{{ '%s' | format(v) }}",
+            "{{ v in [t, '<x>a é</x> <x>[y]'] }}|{% for c in v %}{{ c == '<' }}{% endfor %}",
+            "{{ raise_exception('no ' ~ v) }}",
+        ] {
+            for v in ["<x>a é</x> <x>[y]", "<x></x>\n\n<b> [y", "", "<", "plain"] {
+                let t = "<x>";
+                let expected = render(source, serde_json::json!({"v": v, "t": t}));
+                let v = taint.text(v, Origin::Client);
+                let tainted = render(source, serde_json::json!({"v": v, "t": t}));
+                assert_eq!(plain_text(&tainted), expected, "{source} of {v:?}");
+            }
+        }
     }
 
     #[test]

@@ -154,6 +154,15 @@ impl Tokenizer {
         self.taint = Taint::new(spellings.map(|(text, _)| text.as_str()));
     }
 
+    /// Spellings of up to 64 protected tokens.
+    pub fn protected_spellings(&self) -> Vec<&str> {
+        let tokens = self.protected.iter().filter_map(|id| self.added.get(id));
+        let mut spellings: Vec<_> = tokens.map(|token| token.content.as_str()).collect();
+        spellings.sort_unstable();
+        spellings.truncate(64);
+        spellings
+    }
+
     /// How to taint the text of a request.
     pub fn taint(&self) -> &Taint {
         &self.taint
