@@ -51,6 +51,8 @@ pub struct ModelConfig {
     pub cpu_dequantize: bool,
     /// Fuse the elementwise operations of a step into fewer kernels.
     pub compile: Compile,
+    /// Parse special tokens that the text of a request spells. Clients can then forge turns.
+    pub special_tokens_in_text: bool,
 }
 
 impl Default for ModelConfig {
@@ -62,6 +64,7 @@ impl Default for ModelConfig {
             dtype: Dtype::Auto,
             cpu_dequantize: true,
             compile: Compile::Auto,
+            special_tokens_in_text: false,
         }
     }
 }

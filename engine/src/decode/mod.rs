@@ -181,7 +181,11 @@ impl Decoder {
         let weights = WeightsDigest::start(folder, data)?;
         let loaded = crate::model::load(folder, &config.model)?;
         let digest = loaded.digest(weights.finish()?);
-        let Loaded { model, family, context, on_cpu, dtype, numbers, .. } = loaded;
+        loaded.probe(folder)?;
+        let Loaded { model, family, context, embeddings, on_cpu, dtype, numbers, .. } = loaded;
+        let text = text
+            .with_embeddings(embeddings)
+            .with_special_tokens_in_text(config.model.special_tokens_in_text);
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let queue = Arc::new(Queue::new(config.engine.queue));
         for (name, profile) in &config.profiles {
@@ -536,7 +540,15 @@ fn load_draft_model(
             problem,
         }));
     }
-    Ok(Some(crate::model::load(folder, model)?.model.into()))
+    let loaded = crate::model::load(folder, model)?;
+    loaded.probe(folder)?;
+    let Loaded { model, embeddings, .. } = loaded;
+    if embeddings < text.vocab_size() {
+        let size = text.vocab_size();
+        let problem = format!("it has embeddings of {embeddings} tokens, the model of {size}");
+        return Err(Error::Config(ConfigError::Model { path: folder.into(), problem }));
+    }
+    Ok(Some(model.into()))
 }
 
 /// Opens the prefix store, if enabled. If it cannot be opened, state is saved in memory only.

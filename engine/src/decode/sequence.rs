@@ -101,6 +101,8 @@ pub struct Limits {
 pub struct Progress {
     pub(super) injected: usize,
     pub(super) rewound: usize,
+    /// Tokens that ran again after rewinds.
+    pub(super) rerun: usize,
     pub(super) repairs: u32,
     pub(super) loops: u32,
     /// Bytes of reasoning sent to the client.
@@ -142,9 +144,7 @@ impl Sampled {
     /// Waits for the token.
     pub fn read(self) -> Result<u32> {
         match self {
-            Self::Computing(token) => {
-                token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
-            }
+            Self::Computing(token) => token.try_item_exact::<u32>().map_err(Error::from),
             Self::Read(token) => Ok(token),
         }
     }

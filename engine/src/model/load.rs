@@ -7,7 +7,7 @@ use mlx_rs::{Device, DeviceType, Dtype, memory};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::{FAMILIES, Model, Weights};
+use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
 use crate::nn::compile_steps;
@@ -20,6 +20,8 @@ pub struct Loaded {
     pub family: &'static str,
     /// Positions it was trained for.
     pub context: usize,
+    /// Tokens that it has embeddings of.
+    pub embeddings: usize,
     /// Digest of config and numeric format; see [`Loaded::digest`].
     settings: [u8; 32],
     /// Whether MLX computes on the CPU.
@@ -28,6 +30,17 @@ pub struct Loaded {
     pub dtype: Dtype,
     /// Device and dtype for people: `CPU, f32`.
     pub numbers: String,
+}
+
+impl Loaded {
+    /// Runs a few tokens.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with `folder` if that fails, or if a number is not finite.
+    pub fn probe(&self, folder: &Path) -> Result<()> {
+        check::probe(&*self.model, self.embeddings)
+            .map_err(|problem| Error::Config(ConfigError::Model { path: folder.into(), problem }))
+    }
 }
 
 /// Tokens of context if neither `config.json` (`max_position_embeddings`) nor the family states it.
@@ -54,8 +67,9 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let path = folder.join("config.json");
     let problem =
         |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
-    let bytes = std::fs::read(&path).map_err(|e| problem(e.to_string()))?;
-    let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    let bytes = crate::file::read(&path).map_err(|e| problem(e.to_string()))?;
+    let mut json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    check::config(&mut json).map_err(&problem)?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
         let known: Vec<_> = FAMILIES.iter().map(|family| family.model_type).collect();
@@ -80,6 +94,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
 
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;
+    let embeddings = weights.embeddings();
     let unused = weights.iter().count();
     let blas = mlx_sys::blas();
     tracing::info!(
@@ -92,8 +107,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         "model loaded"
     );
 
-    let from_config = text.get("max_position_embeddings").and_then(Value::as_u64);
-    let context = from_config.or(model.context()).unwrap_or(CONTEXT);
+    let from_config = text.get("max_position_embeddings").and_then(Value::as_f64);
+    let context = from_config.map(|x| x as u64).or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
     let quantized = if dequantize { "dequantized" } else { "as stored" };
@@ -101,6 +116,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         model,
         family: family.model_type,
         context: usize::try_from(context).unwrap_or(usize::MAX),
+        embeddings,
         settings: Sha256::new()
             .chain_update(format!("{numbers}, {quantized}"))
             .chain_update(&bytes)
