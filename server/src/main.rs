@@ -1,6 +1,6 @@
 //! The command `steersman`.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,10 +16,6 @@ use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::Info;
 use steersman_engine::config::Device;
 use steersman_engine::policy::Storage;
-use tracing_subscriber::EnvFilter;
-
-/// Default log filter; RUST_LOG overrides it.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,ureq=warn";
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
@@ -182,12 +178,7 @@ fn device(text: &str) -> Result<Device, ValueError> {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    policy::log_to_stderr();
     let done = match cli.command {
         Command::Serve(options) => serve(options),
         Command::Verify(options) => verify(options),
