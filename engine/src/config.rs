@@ -362,10 +362,10 @@ impl Profile {
 
     fn check(&self, name: &str) -> Result<()> {
         let refuse = |problem: &str| {
-            let problem = format!("profile `{name}` {problem}");
+            let problem = format!("profile `{}` {problem}", name.escape_debug());
             Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
         };
-        if let Err(problem) = self.policy_settings().check() {
+        if let Err(problem) = self.policy_settings().check(name) {
             return refuse(&problem);
         }
         Ok(())

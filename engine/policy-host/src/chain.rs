@@ -11,6 +11,7 @@ mod merge;
 mod unseen;
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use crate::check::apply_replacements;
 use crate::contract::{
@@ -88,20 +89,6 @@ impl Chain {
         answer.map(T::answer)
     }
 
-    /// Parameters for link `index`: its own take precedence over shared ones. `None` if no policy has
-    /// parameters of its own.
-    fn own_params(&self, index: usize, params: &Params) -> Option<Params> {
-        if !params.iter().any(|(name, _)| name.contains('.')) {
-            return None;
-        }
-        let policy = &self.links[index].link.name;
-        let own = |name: &str| Some(name.strip_prefix(policy)?.strip_prefix('.')?.to_owned());
-        let shared = params.iter().filter(|(name, _)| !name.contains('.'));
-        let mut merged: std::collections::BTreeMap<_, _> = shared.cloned().collect();
-        merged.extend(params.iter().filter_map(|(name, value)| Some((own(name)?, value.clone()))));
-        Some(merged.into_iter().collect())
-    }
-
     fn is_shadow(&self, index: usize) -> bool {
         self.links[index].link.shadow
     }
@@ -110,7 +97,7 @@ impl Chain {
         let mut view = Cow::Borrowed(asked);
         let mut all = Vec::new();
         for index in 0..self.links.len() {
-            let own = self.own_params(index, &view.params);
+            let own = own_params(&self.links[index].link.name, &view.params);
             let own = own.map(|params| PromptView { params, ..(*view).clone() });
             let Some(replacements) = self.ask(index, own.as_ref().unwrap_or(&view))? else {
                 continue;
@@ -136,7 +123,7 @@ impl Chain {
         let mut merged: Option<Plan> = None;
         let mut every = 0;
         for index in 0..self.links.len() {
-            let own = self.own_params(index, &request.params);
+            let own = own_params(&self.links[index].link.name, &request.params);
             let own = own.map(|params| RequestView { params, ..request.clone() });
             let Some(plan) = self.ask(index, own.as_ref().unwrap_or(request))? else { continue };
             self.links[index].every = plan.every;
@@ -194,6 +181,19 @@ impl Chain {
         }
         failed
     }
+}
+
+/// Parameters for one policy: its own take precedence over shared ones. `None` if no policy has
+/// parameters of its own.
+pub fn own_params(policy: &str, params: &Params) -> Option<Params> {
+    if !params.iter().any(|(name, _)| name.contains('.')) {
+        return None;
+    }
+    let own = |name: &str| Some(name.strip_prefix(policy)?.strip_prefix('.')?.to_owned());
+    let shared = params.iter().filter(|(name, _)| !name.contains('.'));
+    let mut merged: BTreeMap<_, _> = shared.cloned().collect();
+    merged.extend(params.iter().filter_map(|(name, value)| Some((own(name)?, value.clone()))));
+    Some(merged.into_iter().collect())
 }
 
 impl Policy for Chain {

@@ -15,8 +15,8 @@ pub struct PolicyConfig {
     pub fuel: u64,
     /// Wall-clock limit of one call, for work that fuel does not count.
     pub deadline_ms: u64,
-    /// Linear memory of one instance. 256 times as much address space is reserved; untouched pages
-    /// take no memory. JavaScript needs 9.5 MB at least, Python 12.9 MB.
+    /// Linear memory of one instance. Untouched pages take no memory. JavaScript needs 9.5 MB at
+    /// least, Python 12.9 MB.
     pub memory_bytes: usize,
     /// Bytes of text in one answer; more is a failure of the policy.
     pub output_bytes: usize,
@@ -108,11 +108,21 @@ impl Default for ProfilePolicies {
 pub const CHAIN_LENGTH: usize = 8;
 
 impl ProfilePolicies {
-    /// Checks the number of policies.
+    /// Checks the name of the profile and the number of its policies.
     ///
     /// # Errors
     /// The problem, to be read after the name of the profile.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self, name: &str) -> Result<(), String> {
+        if name.is_empty()
+            || name.trim() != name
+            || name.contains(|c: char| c == '@' || c.is_control())
+        {
+            return Err(
+                "cannot be chosen as `MODEL@PROFILE`: give it a name without `@`, control \
+                        characters, and white space at its ends"
+                    .into(),
+            );
+        }
         if self.policies.is_empty() {
             return Err("names no policy; `policies = [\"passthrough\"]` decides nothing".into());
         }
@@ -208,4 +218,20 @@ pub enum OnFailure {
     Open,
     /// The request ends with `policy_error`.
     Closed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_profile_has_a_name_that_clients_can_choose() {
+        let check = |name: &str| ProfilePolicies::default().check(name);
+        for name in ["default", "a b", "größer", "a.b", "-"] {
+            assert_eq!(check(name), Ok(()), "{name}");
+        }
+        for name in ["", " ", "a@b", "@", "a\nb", "a\n", " a", "a\0"] {
+            assert!(check(name).is_err(), "{name:?}");
+        }
+    }
 }

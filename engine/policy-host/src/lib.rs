@@ -9,7 +9,7 @@
 //! registry.rs   Policy, Version, Session: which version of which policy steers which profile
 //! trace.rs      records calls and answers
 //! golden.rs     calls a policy with recorded or written calls and compares the answers
-//! kv.rs         what policies store, in the database that database.rs opens
+//! kv.rs         what policies store, in the database of database.rs
 //! ```
 //!
 //! The crate knows no model, no tokenizer and no HTTP: the engine passes plain records and gets plain
@@ -26,6 +26,7 @@ mod config;
 mod contract;
 mod database;
 mod error;
+mod file;
 mod golden;
 mod guard;
 mod kv;
