@@ -15,7 +15,7 @@ use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, policy, serve, verify};
 use steersman_engine::Info;
 use steersman_engine::config::Device;
-use steersman_engine::policy::Storage;
+use steersman_engine::policy::{Storage, create_private_folder};
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
@@ -161,7 +161,7 @@ impl Place {
     fn read(self) -> Result<(FileConfig, PathBuf)> {
         let file = configured(self.config.as_deref())?;
         let data_dir = self.data_dir()?;
-        std::fs::create_dir_all(&data_dir)
+        create_private_folder(&data_dir)
             .with_context(|| format!("creating the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
     }

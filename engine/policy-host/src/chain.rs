@@ -19,7 +19,7 @@ use crate::contract::{
     RequestView, SYSTEM_BYTES, Step, Verdict,
 };
 use crate::error::{Cause, Failure};
-use crate::trace::{Outcome, Recorder};
+use crate::trace::Recorder;
 use merge::Owners;
 use unseen::Unseen;
 
@@ -73,14 +73,13 @@ impl Chain {
         }
         let call = input.call();
         let answer = active.link.policy.call(&call);
-        let CallReport { cost, imports, failure, replaced, notes } =
-            active.link.policy.take_report();
-        self.report.cost.fuel += cost.fuel;
-        self.report.cost.nanoseconds += cost.nanoseconds;
-        let failure = failure.or_else(|| answer.as_ref().err().cloned());
-        let replaced = replaced || failure.is_some();
-        let outcome = Outcome { failure, replaced, cost, imports };
-        self.recorder.record(index, &call, answer.as_ref().ok(), outcome);
+        let mut report = active.link.policy.take_report();
+        self.report.cost.fuel += report.cost.fuel;
+        self.report.cost.nanoseconds += report.cost.nanoseconds;
+        report.failure = report.failure.or_else(|| answer.as_ref().err().cloned());
+        report.replaced |= report.failure.is_some();
+        let notes = std::mem::take(&mut report.notes);
+        self.recorder.record(index, &call, answer.as_ref().ok(), report);
         if active.link.shadow {
             active.ended |= answer.is_err();
             return Ok(answer.ok().and_then(T::answer));
@@ -203,17 +202,16 @@ impl Policy for Chain {
             Call::Request(view) => self.request(view).map(Answer::Request),
             Call::Step(step) => self.step(step).map(Answer::Step),
             Call::ToolCall(view) => {
-                let mut merged = Verdict::Accept;
+                let mut merged = Verdict::default();
                 self.each(&**view, |verdict| {
-                    merged =
-                        merge::verdicts(std::mem::replace(&mut merged, Verdict::Accept), verdict);
+                    merged = merge::verdicts(std::mem::take(&mut merged), verdict);
                 })?;
                 Ok(Answer::ToolCall(merged))
             }
             Call::Finish(summary) => {
                 let finished = self.each(&**summary, |()| {});
                 self.recorder.finish();
-                finished.map(|()| Answer::Finish)
+                finished.map(|()| Answer::Finish(()))
             }
         }
     }

@@ -51,12 +51,14 @@ impl Map {
     }
 }
 
+/// By profile and policy.
+type Maps = BTreeMap<(String, String), Arc<Mutex<Map>>>;
+
 /// The maps of all policies.
 pub struct Kv {
     database: Arc<Database>,
     quota: usize,
-    /// By profile and policy.
-    maps: Mutex<BTreeMap<(String, String), Arc<Mutex<Map>>>>,
+    maps: Mutex<Maps>,
 }
 
 /// The map of one policy in one profile.

@@ -44,7 +44,8 @@ pub use config::{
 pub use contract::*;
 pub use database::Storage;
 pub use error::{Cause, Error, Failure};
-pub use golden::{Decision, Golden, Mismatch, check_golden};
+pub use file::create_private_folder;
+pub use golden::{Decision, Golden, check_golden};
 pub use guard::Guard;
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
@@ -52,4 +53,4 @@ pub use registry::{
     Session, Use, Withdrawn, shipped,
 };
 pub use sandbox::{COMPONENT_BYTES, Component, Context, Host, Instance};
-pub use trace::{Record, Recorder, Traces};
+pub use trace::{Record, RecordedLink, Recorder, Traces};

@@ -241,16 +241,6 @@ impl Policies {
         Ok(self.activate(policy, version, &bundle.component))
     }
 
-    /// The history of a policy, newest first. It includes the active version, unless that is the
-    /// shipped one and was never replaced.
-    ///
-    /// # Errors
-    /// [`Error::UnknownPolicy`]
-    pub fn history(&self, policy: &str) -> Result<Vec<HistoryEntry>, Error> {
-        self.source(policy)?;
-        Ok(self.active().policy(policy).history.list().iter().rev().cloned().collect())
-    }
-
     /// The active versions, and rejected updates.
     pub fn report(&self) -> Report {
         let active = self.active();

@@ -15,19 +15,19 @@
 //! # Why
 //! `component-model-async` is disabled (it adds 0.4 us a call), as are GC, threads and 64-bit memories,
 //! which no policy needs. NaNs are canonical and relaxed SIMD is deterministic, so a trace replays bit
-//! for bit on another machine. The pooling allocator reserves address space for [`MAX_INSTANCES`]
-//! instances of `memory_bytes` each: the default of 4 GiB a memory saves bounds checks, which cost
-//! nothing here, but fails under `ulimit -v`.
+//! for bit on another machine. A memory reserves `memory_bytes` of address space: the default of
+//! 4 GiB saves bounds checks, which cost nothing here, but fails under `ulimit -v`. So did the pooling
+//! allocator, which reserved the memories of all instances at the start: 8.6 GB.
 //!
 //! A policy in JavaScript or Python contains an interpreter of 10 to 20 MB with an initial memory of
 //! 9.5 or 12.9 MB, the latter in 38 core instances. `memory_bytes` and [`MAX_CORE_INSTANCES`] allow
 //! them and cost a small policy nothing: untouched pages are address space only. Both can be built with
 //! WASI stubbed out, so the host provides none.
 //!
-//! Measured on two x86-64 cores under load (12 runnable threads): a step of the default policy takes
-//! 0.8 us at the median and 4.9 us at the 99th percentile, including fuel and time readings; a guest
-//! without decisions 0.6 us, and 0.2 us more with a `kv.get`; instantiating and dropping takes 4 us and
-//! 14 us. `steersman policy bench` repeats it.
+//! Measured on two x86-64 cores under load (10 runnable threads): a step of the default policy takes
+//! 0.85 us at the median and 1.2 us at the 99th percentile, including fuel and time readings.
+//! Instantiating takes 11 us at the median; the pooling allocator took 9 us. `steersman policy bench`
+//! repeats it.
 
 mod compiled;
 mod engine;
@@ -290,6 +290,7 @@ impl Component {
             (_, Some(Trap::OutOfFuel)) => Cause::Fuel(self.limits.fuel),
             (_, Some(Trap::Interrupt)) => Cause::Deadline(deadline.ms),
             (_, Some(trap)) => Cause::Trap(trap.to_string()),
+            _ if hook == "start" => Cause::Limit(format!("cannot be started: {}", one_line(error))),
             // wasmtime has no type for an answer that cannot be lifted, so the limit is always named.
             _ => Cause::Answer(format!(
                 "the answer or an import's argument cannot be read: {} (an answer may have {} bytes)",

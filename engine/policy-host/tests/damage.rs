@@ -130,7 +130,9 @@ fn check(seed: u64, is_damaged: impl Fn(&Path) -> bool) -> [usize; 2] {
         assert!([&first, &second].contains(&&actions), "damage {number}: {actions:?}");
         kept += usize::from(actions == second);
         assert_eq!(site.run(), second, "damage {number}: nothing is stored any more");
-        let healed = damaged == *before || fs::read(file).unwrap() != damaged;
+        // A damaged key is as good as another, and its components are compiled again.
+        let is_key = file.ends_with("key") && damaged.len() == before.len();
+        let healed = is_key || damaged == *before || fs::read(file).unwrap() != damaged;
         assert!(healed, "damage {number}: {} remains", file.display());
     }
     [kept, count()]
