@@ -49,6 +49,9 @@ impl Default for PolicyConfig {
     }
 }
 
+/// What WebAssembly can address.
+const MOST_MEMORY_BYTES: usize = 4 << 30;
+
 impl PolicyConfig {
     /// Checks the bounds of all keys.
     ///
@@ -62,6 +65,10 @@ impl PolicyConfig {
             ("policy.output_bytes", self.output_bytes as u64, 1),
             ("policy.trace_requests", self.trace_requests as u64, 1),
         ];
+        if self.memory_bytes > MOST_MEMORY_BYTES {
+            let problem = format!("is {}, must be at most {MOST_MEMORY_BYTES}", self.memory_bytes);
+            return Err(Error::Config { field: "policy.memory_bytes", problem });
+        }
         match bounds.into_iter().find(|(_, value, least)| value < least) {
             None => Ok(()),
             Some((field, value, least)) => {
@@ -223,6 +230,18 @@ pub enum OnFailure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn values_out_of_range_are_refused_by_key() {
+        for (memory_bytes, is_valid) in
+            [(0, false), (1 << 16, true), (4 << 30, true), (usize::MAX, false)]
+        {
+            let checked = PolicyConfig { memory_bytes, ..PolicyConfig::default() }.check();
+            assert_eq!(checked.is_ok(), is_valid, "{memory_bytes}");
+        }
+        let error = PolicyConfig { fuel: 0, ..PolicyConfig::default() }.check().unwrap_err();
+        assert_eq!(error.to_string(), "policy.fuel: is 0, must be at least 1");
+    }
 
     #[test]
     fn a_profile_has_a_name_that_clients_can_choose() {

@@ -568,6 +568,16 @@ mod tests {
     }
 
     #[test]
+    fn a_replacement_that_was_cut_off_between_its_renames_is_completed() {
+        let folder = tempfile::tempdir().unwrap();
+        open(folder.path()).set(key("a"), Some(b"1"));
+        let path = folder.path().join(DATABASE);
+        fs::rename(&path, with_suffix(&path, ".new")).unwrap();
+        assert_eq!(open(folder.path()).get(&key("a")), Some(b"1".to_vec()));
+        assert_eq!(names(folder.path()), [DATABASE]);
+    }
+
+    #[test]
     fn a_file_that_is_not_ours_is_an_error_and_remains() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(DATABASE);

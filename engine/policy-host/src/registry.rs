@@ -220,17 +220,17 @@ impl Policies {
         let _change = self.change.lock();
         let source = self.source(policy)?;
         let failed = |problem: String| Error::CannotRollBack { policy: policy.into(), problem };
-        let (current, component) = {
+        let (current, history) = {
             let mut active = self.active();
-            let PolicyEntry { current, history, .. } = active.policy(policy);
-            let current = current.sha256();
-            let Some(before) = history.usable().find(|entry| entry.sha256 != current) else {
-                return Err(failed("there is no earlier version".into()));
-            };
-            let component = history.component(&before.sha256);
-            let damaged = || failed(format!("the earlier version {} is damaged", before.sha256));
-            (current, component.ok_or_else(damaged)?)
+            let entry = active.policy(policy);
+            (entry.current.sha256(), entry.history.clone())
         };
+        // Read without the lock, so that starting requests do not wait for the disk.
+        let before = history.usable().find(|entry| entry.sha256 != current);
+        let before = before.ok_or_else(|| failed("there is no earlier version".into()))?;
+        let component = history.component(&before.sha256);
+        let component = component
+            .ok_or_else(|| failed(format!("the earlier version {} is damaged", before.sha256)))?;
         // The golden file is not checked: it may describe the later version.
         let valid = self.validate(policy, &component, "")?;
         let golden = source.golden().unwrap_or_default();

@@ -64,6 +64,7 @@ pub enum Withdrawn {
 }
 
 /// Versions of one policy. Changes are on disk soon after.
+#[derive(Clone)]
 pub struct History {
     database: Arc<Database>,
     policy: String,
