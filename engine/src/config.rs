@@ -357,18 +357,12 @@ impl Profile {
             let problem = format!("profile `{}` {problem}", name.escape_debug());
             Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
         };
-        if name.is_empty() || name.contains(|c: char| c == '@' || c.is_control()) {
-            return refuse(
-                "has a name that requests cannot use; it must not be empty, and have no `@` and no \
-                 control characters",
-            );
-        }
         if let Some(sampling) = self.sampling
             && let Err(problem) = sampling.check()
         {
             return refuse(&format!("has a sampling parameter out of range: {problem}"));
         }
-        if let Err(problem) = self.policy.check() {
+        if let Err(problem) = self.policy.check(name) {
             return refuse(&problem);
         }
         Ok(())

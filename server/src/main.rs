@@ -1,6 +1,6 @@
 //! The command `steersman`.
 
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread::JoinHandle;
@@ -15,12 +15,8 @@ use steersman::config::FileConfig;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, check, policy, serve, verify};
 use steersman_engine::config::Device;
-use steersman_engine::policy::Storage;
+use steersman_engine::policy::{Storage, create_private_folder};
 use steersman_engine::{Engine, Info};
-use tracing_subscriber::EnvFilter;
-
-/// Default log filter; RUST_LOG overrides it.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,ureq=warn";
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
@@ -186,7 +182,7 @@ impl Place {
     fn read(self) -> Result<(FileConfig, PathBuf)> {
         let file = configured(self.config.as_deref())?;
         let data_dir = self.data_dir()?;
-        std::fs::create_dir_all(&data_dir)
+        create_private_folder(&data_dir)
             .with_context(|| format!("creating the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
     }
@@ -203,12 +199,7 @@ fn device(text: &str) -> Result<Device, ValueError> {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    policy::log_to_stderr();
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string);
         tracing::error!(location, message = panic.payload_as_str(), "panic");

@@ -69,7 +69,7 @@ use crate::text::Text;
 /// # Errors
 /// When a policy cannot be loaded; names the profile and the policy.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
-    let storage = Storage::open(data);
+    let storage = Storage::open(data)?;
     let policies = Arc::new(Policies::load(&config.policy, &config.profile_policies(), &storage)?);
     policies.watch();
     Ok(policies)

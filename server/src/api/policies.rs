@@ -175,7 +175,7 @@ pub async fn trace(
         return Err(ApiError::no_trace(&request));
     };
     if let Some(record) = records.first() {
-        app.access.allow(&caller, &record.profile)?;
+        app.access.allow(&caller, &record.link.profile)?;
     }
     Ok(Json(TraceBody { request, records }))
 }
