@@ -150,6 +150,19 @@ def errors_have_the_types_of_the_package(client, model):
 
 
 @check
+def timeout_of_the_client_ends_the_request(client, model):
+    create = lambda **more: client.chat.completions.create(model=model, messages=QUESTION, **more)
+    for asked in [dict(stream=False), dict(stream=True)]:
+        rejected(openai.InternalServerError, 504, "deadline_exceeded", lambda: create(extra_headers={"X-Request-Timeout": "0.001"}, **asked))
+    # The package sends its timeout itself.
+    try:
+        create(timeout=0.01)
+    except (openai.APITimeoutError, openai.InternalServerError):
+        return
+    raise AssertionError("a reply within 10 ms")
+
+
+@check
 def client_may_close_a_stream(client, model):
     stream = client.chat.completions.create(model=model, messages=QUESTION, stream=True, extra_body=reasoning(True))
     next(iter(stream))

@@ -1,14 +1,12 @@
-"""Measures reuse of saved state and time to the first token, and soaks a server.
+"""Measures reuse of saved state and time to the first token.
 
     python3 tests/prefix_bench.py table SERVER [--beside PYTHON MODEL]
     python3 tests/prefix_bench.py tools SERVER
-    python3 tests/prefix_bench.py soak SERVER [--minutes 30]
 
 SERVER is the `steersman` binary. `table` sends a conversation and its variations to a Steersman server
 and, with --beside, to `PYTHON -m mlx_lm.server --model MODEL`, each request to both in turn. `tools`
-sends a tool schema of 12,000 tokens cold, warm in memory, and warm after a restart. `soak` sends random
-requests under small budgets and watches the server's memory. No time is checked; `soak` exits with 1 if
-memory grows.
+sends a tool schema of 12,000 tokens cold, warm in memory, and warm after a restart. No time is checked.
+tests/soak.py watches memory.
 """
 
 import argparse
@@ -43,8 +41,8 @@ def free_port():
 class Server:
     """A server in a child process."""
 
-    def __init__(self, command, model=None):
-        self.port = free_port()
+    def __init__(self, command, model=None, port=None):
+        self.port = port or free_port()
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")
         self.process = subprocess.Popen(
             [part.replace("PORT", str(self.port)) for part in command],
@@ -99,8 +97,8 @@ class Server:
         self.process.wait()
 
 
-def ours(binary, data, *more):
-    return Server([binary, "serve", "--data-dir", data, "--port", "PORT", *more])
+def ours(binary, data, *more, port=None):
+    return Server([binary, "serve", "--data-dir", data, "--port", "PORT", *more], port=port)
 
 
 def conversation():
@@ -195,50 +193,12 @@ def tools(args):
         print(f"{name:8} {value * 1000:8.0f} ms to the first token, {median['cold'] / value:6.1f} times as fast as cold")
 
 
-def soak(args):
-    data = tempfile.mkdtemp()
-    budget = 64 << 20
-    config = os.path.join(data, "soak.toml")
-    with open(config, "w") as file:
-        file.write(f"[store]\nmemory_bytes = {budget}\nbudget_bytes = {budget}\n")
-    server = ours(args.server, data, "--config", config)
-    pick, requests, sizes = random.Random(1), 0, []
-    resident = lambda: int(next(line for line in open(f"/proc/{server.process.pid}/status")
-                                if line.startswith("VmRSS")).split()[1]) / 1024
-    end = time.time() + args.minutes * 60
-    shown = 0
-    while time.time() < end:
-        turns = [{"role": "system", "content": prose(pick.randrange(12), 30)}]
-        for _ in range(pick.randrange(3)):
-            turns += [{"role": "user", "content": prose(pick.randrange(6), 4)},
-                      {"role": "assistant", "content": prose(pick.randrange(3), 2)}]
-        turns.append({"role": "user", "content": prose(pick.randrange(10**6), 2)})
-        server.ask(turns, max_tokens=pick.randrange(1, 24))
-        requests += 1
-        sizes.append((time.time(), resident()))
-        if time.time() - shown > 60:
-            shown = time.time()
-            print(f"{requests} requests, {sizes[-1][1]:.0f} MiB resident", flush=True)
-    third = len(sizes) // 3
-    middle, last = (statistics.median(size for _, size in part) for part in (sizes[third:2 * third], sizes[2 * third:]))
-    try:
-        print(json.dumps(server.get("/v1/cache"), indent=1))
-    except OSError:
-        pass
-    on_disk = os.stat(os.path.join(data, "state.redb")).st_blocks * 512
-    server.stop()
-    print(f"{requests} requests; resident: {middle:.0f} MiB in the second third, {last:.0f} in the last, "
-          f"{max(size for _, size in sizes):.0f} at most; {on_disk / 2**20:.0f} MiB on disk, budgets {budget >> 20}")
-    sys.exit("memory grows" if last > middle * 1.05 or on_disk > 1.3 * budget else 0)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["table", "tools", "soak"])
+    parser.add_argument("what", choices=["table", "tools"])
     parser.add_argument("server")
     parser.add_argument("--beside", nargs=2, metavar=("PYTHON", "MODEL"))
     parser.add_argument("--tools", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=30)
     args = parser.parse_args()
-    {"table": table, "tools": tools, "soak": soak}[args.what](args)
+    {"table": table, "tools": tools}[args.what](args)

@@ -54,6 +54,8 @@ pub struct ModelConfig {
     pub cpu_dequantize: bool,
     /// Fuse the elementwise operations of a step into fewer kernels.
     pub compile: Compile,
+    /// Parse special tokens that the text of a request spells. Clients can then forge turns.
+    pub special_tokens_in_text: bool,
 }
 
 impl Default for ModelConfig {
@@ -65,6 +67,7 @@ impl Default for ModelConfig {
             dtype: Dtype::Auto,
             cpu_dequantize: true,
             compile: Compile::Auto,
+            special_tokens_in_text: false,
         }
     }
 }
@@ -365,18 +368,12 @@ impl Profile {
             let problem = format!("profile `{}` {problem}", name.escape_debug());
             Err(Error::Config(ConfigError::Key { field: "profiles", problem }))
         };
-        if name.is_empty() || name.contains(|c: char| c == '@' || c.is_control()) {
-            return refuse(
-                "has a name that requests cannot use; it must not be empty, and have no `@` and no \
-                 control characters",
-            );
-        }
         if let Some(sampling) = self.sampling
             && let Err(problem) = sampling.check()
         {
             return refuse(&format!("has a sampling parameter out of range: {problem}"));
         }
-        if let Err(problem) = self.policy.check() {
+        if let Err(problem) = self.policy.check(name) {
             return refuse(&problem);
         }
         Ok(())

@@ -11,6 +11,7 @@ pub mod config;
 mod decode;
 mod engine;
 mod error;
+mod file;
 mod model;
 mod nn;
 mod prefix;
@@ -37,6 +38,13 @@ pub mod tools {
 pub mod report {
     pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
+}
+
+/// Number of inputs of a fuzz test: 100,000, or `STEERSMAN_FUZZ_INPUTS`.
+#[cfg(test)]
+fn fuzz_inputs() -> usize {
+    let set = std::env::var("STEERSMAN_FUZZ_INPUTS").ok();
+    set.map_or(100_000, |count| count.parse().expect("STEERSMAN_FUZZ_INPUTS is a number"))
 }
 
 /// The rooms, for the tests and benches of this workspace. Nothing here is stable.

@@ -23,7 +23,7 @@ pub enum CacheTask {
     List,
     /// Read everything and drop damaged parts
     Verify,
-    /// Drop everything, or all parts of one model
+    /// Drop everything, damaged files set aside included, or all parts of one model
     Clear {
         /// Fingerprint of the model as `stats` shows it, or the beginning of it
         #[arg(long, value_name = "F")]
@@ -83,6 +83,10 @@ pub fn run(task: CacheTask, config: &StoreConfig, data_dir: &Path) -> Result<()>
             let cleared = store.clear(fingerprint.as_ref())?;
             writeln!(out, "dropped: {}", sized(cleared))?;
             compact(&mut store, &mut out)?;
+            if fingerprint.is_none() {
+                let StoredSize { parts: files, bytes } = store.clear_set_aside()?;
+                writeln!(out, "damaged files deleted: {files}, {}", HumanBytes(bytes))?;
+            }
         }
         CacheTask::Compact => compact(&mut store, &mut out)?,
         CacheTask::Export { file } => {
@@ -129,6 +133,11 @@ fn stats(store: &StoreFile, config: &StoreConfig, path: &Path, out: &mut impl Wr
         path.display(),
         HumanBytes(store.bytes_on_disk())
     )?;
+    let StoredSize { parts: files, bytes } = store.set_aside();
+    if files > 0 {
+        let bytes = HumanBytes(bytes);
+        writeln!(out, "damaged files set aside: {files}, {bytes}; `cache clear` deletes them")?;
+    }
     Ok(())
 }
 

@@ -4,9 +4,10 @@
 //! an error shows the line.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Deserialize;
 use steersman_engine::config::{
@@ -16,6 +17,18 @@ use steersman_engine::policy::{
     Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
 };
 use steersman_engine::request::Sampling;
+
+/// Most requests of a profile that wait or run.
+const REQUESTS: u64 = 1 << 16;
+
+/// Most connections.
+const CONNECTIONS: u64 = 1 << 20;
+
+/// An hour in seconds.
+const HOUR_S: u64 = 3600;
+
+/// A week in seconds.
+const WEEK_S: u64 = 7 * 24 * HOUR_S;
 
 /// A whole configuration file. `configs/steersman.toml` shows every key with its default.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -50,10 +63,25 @@ pub struct ServerConfig {
     pub api_keys: Vec<SecretString>,
     /// Keys of operators, who may also replace policies; an empty list allows nobody to.
     pub admin_keys: Vec<SecretString>,
+    /// Names of the server, besides those of this machine, that `Host` may have.
+    pub hosts: Vec<String>,
+    /// Origins of web pages that may use the server; `*` allows all.
+    pub cors: Vec<String>,
+    /// Maximum number of open connections; 0 derives it from the limit on open files.
+    pub max_connections: usize,
+    /// Maximum number of open connections from one address other than this machine; 0 is half of
+    /// `max_connections`.
+    pub max_connections_per_address: usize,
+    /// Seconds within which a connection must send the head of its next request.
+    pub idle_timeout_s: u64,
     /// Maximum size of a request's body in bytes.
     pub body_limit_bytes: usize,
+    /// Maximum number of bytes of all larger bodies whose requests are read, wait or run.
+    pub body_budget_bytes: usize,
     /// Seconds within which a request's body must arrive.
     pub body_timeout_s: u64,
+    /// Seconds within which a request must end.
+    pub request_timeout_s: u64,
     /// Seconds that running requests may take to finish after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
     /// Access to profiles by name, from their own sections.
@@ -166,8 +194,15 @@ impl Default for ServerConfig {
             port: 11436,
             api_keys: Vec::new(),
             admin_keys: Vec::new(),
+            hosts: Vec::new(),
+            cors: Vec::new(),
+            max_connections: 0,
+            max_connections_per_address: 0,
+            idle_timeout_s: 30,
             body_limit_bytes: 16 << 20,
+            body_budget_bytes: 256 << 20,
             body_timeout_s: 30,
+            request_timeout_s: 3600,
             shutdown_s: 10,
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
@@ -184,7 +219,15 @@ impl FileConfig {
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("reading the configuration {}", path.display()))?;
-        toml::from_str(&text).with_context(|| format!("in the configuration {}", path.display()))
+        Self::parse(&text).with_context(|| format!("in the configuration {}", path.display()))
+    }
+
+    /// Parses the text of a file.
+    ///
+    /// # Errors
+    /// If it is not TOML, or contains an unknown key or value; the message shows the line.
+    pub fn parse(text: &str) -> Result<Self> {
+        Ok(toml::from_str(text)?)
     }
 
     /// Checks all values, and splits them into the server's and the engine's.
@@ -192,16 +235,40 @@ impl FileConfig {
     /// # Errors
     /// Names the first key that is out of range.
     pub fn check(self) -> Result<(ServerConfig, Config)> {
+        if let Some(problem) = self.problems().into_iter().next() {
+            bail!(problem);
+        }
+        let (server, engine) = self.split();
+        Ok((server, engine.check()?))
+    }
+
+    /// Values that are out of range, by key: all of the server's, and of the engine's the first of each
+    /// section and of each profile.
+    pub fn problems(&self) -> Vec<String> {
+        let mut problems = self.server.problems();
+        let keys = self.profiles.iter().map(|(name, profile)| {
+            (format!("profiles.{name}.api_keys"), profile.api_keys.as_slice())
+        });
+        let of_server = [
+            ("server.api_keys".to_string(), self.server.api_keys.as_slice()),
+            ("server.admin_keys".to_string(), self.server.admin_keys.as_slice()),
+        ];
+        problems.extend(problems_of_keys(of_server.into_iter().chain(keys)));
+        for (name, profile) in &self.profiles {
+            problems.extend(profile.problems(name));
+        }
+        problems.extend(problems_of_engine(&self.clone().split().1));
+        problems
+    }
+
+    /// The server's part and the engine's.
+    pub fn split(self) -> (ServerConfig, Config) {
         let Self { mut server, model, engine, speculation, store, policy, profiles: sections } =
             self;
         let mut profiles = BTreeMap::new();
         for (name, mut section) in sections {
             let model = std::mem::take(&mut section.model);
             if !model.is_empty() {
-                ensure!(
-                    name != "default",
-                    "profiles.default.model: this profile uses [model]; set model.path instead"
-                );
                 server.profile_models.insert(name.clone(), model);
             }
             let (profile, access) = section.split();
@@ -209,42 +276,120 @@ impl FileConfig {
             server.profiles.insert(name, access);
         }
         server.profiles.entry("default".into()).or_default();
-        server.check()?;
-        let engine = Config { model, engine, speculation, store, policy, profiles }.check()?;
-        Ok((server, engine))
+        (server, Config { model, engine, speculation, store, policy, profiles })
     }
 }
 
 impl ServerConfig {
-    fn check(&self) -> Result<()> {
-        ensure!(
-            !self.host.is_empty(),
-            "server.host: is empty; use 127.0.0.1 for this machine only"
-        );
-        let of_profiles = self
-            .profiles
-            .iter()
-            .map(|(name, profile)| (format!("profiles.{name}.api_keys"), &profile.api_keys));
-        let of_server = [
-            ("server.api_keys".to_string(), &self.api_keys),
-            ("server.admin_keys".to_string(), &self.admin_keys),
+    fn problems(&self) -> Vec<String> {
+        let body_limit = self.body_limit_bytes as u64;
+        let ranges = [
+            ("server.max_connections", self.max_connections as u64, 0, CONNECTIONS),
+            (
+                "server.max_connections_per_address",
+                self.max_connections_per_address as u64,
+                0,
+                CONNECTIONS,
+            ),
+            ("server.idle_timeout_s", self.idle_timeout_s, 1, HOUR_S),
+            ("server.body_limit_bytes", body_limit, 1024, 1 << 30),
+            ("server.body_budget_bytes", self.body_budget_bytes as u64, body_limit, 1 << 40),
+            ("server.body_timeout_s", self.body_timeout_s, 1, HOUR_S),
+            ("server.request_timeout_s", self.request_timeout_s, 1, WEEK_S),
+            ("server.shutdown_s", self.shutdown_s, 0, HOUR_S),
         ];
-        let mut owners = BTreeMap::new();
-        for (owner, keys) in of_server.into_iter().chain(of_profiles) {
-            ensure!(
-                keys.iter().all(is_valid),
-                "{owner}: a key is empty, or starts or ends with white space"
+        let ranges = ranges
+            .into_iter()
+            .filter_map(|(key, value, least, most)| out_of(key, value, least, most));
+        let mut problems: Vec<_> = ranges.collect();
+        if self.host.is_empty() {
+            problems.push("server.host: is empty; use 127.0.0.1 for this machine only".into());
+        }
+        for host in self.hosts.iter().filter(|host| !is_host(host)) {
+            problems.push(format!(
+                "server.hosts: `{host}` is not a name or an address; leave out scheme and port"
+            ));
+        }
+        for origin in self.cors.iter().filter(|origin| !is_origin(origin)) {
+            problems.push(format!(
+                "server.cors: `{origin}` is not an origin; write it as `https://name` or \
+                 `http://name:port`, or \"*\" for all"
+            ));
+        }
+        problems
+    }
+}
+
+impl ProfileConfig {
+    fn problems(&self, name: &str) -> Vec<String> {
+        let mut problems = Vec::new();
+        if name == "default" && !self.model.is_empty() {
+            problems.push(
+                "profiles.default.model: this profile uses [model]; set model.path instead".into(),
             );
-            for key in keys {
-                if let Some(other) = owners.insert(key.expose_secret(), owner.clone()) {
-                    bail!("{owner}: a key is also in {other}; use each key once");
-                }
+        }
+        let requests = self.limits.requests as u64;
+        problems.extend(out_of(&format!("profiles.{name}.limits.requests"), requests, 0, REQUESTS));
+        problems
+    }
+}
+
+/// The first problem of each section and each profile of the engine's configuration.
+fn problems_of_engine(config: &Config) -> Vec<String> {
+    let Config { engine, speculation, store, policy, profiles, .. } = config.clone();
+    let mut parts = vec![
+        Config { engine, ..Config::default() },
+        Config { speculation, ..Config::default() },
+        Config { store, ..Config::default() },
+        Config { policy, ..Config::default() },
+    ];
+    let one = |profile| Config { profiles: BTreeMap::from([profile]), ..Config::default() };
+    parts.extend(profiles.into_iter().map(one));
+    // Values of different sections may contradict each other.
+    parts.push(config.clone());
+    let problems = parts.into_iter().filter_map(|part| Some(part.check().err()?.to_string()));
+    problems.fold(Vec::new(), |mut problems, problem| {
+        if !problems.contains(&problem) {
+            problems.push(problem);
+        }
+        problems
+    })
+}
+
+/// The problem of `value` if it is not from `least` to `most`.
+fn out_of(key: &str, value: u64, least: u64, most: u64) -> Option<String> {
+    let range = least..=most;
+    (!range.contains(&value)).then(|| format!("{key}: is {value}, must be from {least} to {most}"))
+}
+
+/// Keys that cannot be sent, or that occur twice.
+fn problems_of_keys<'a>(owners: impl Iterator<Item = (String, &'a [SecretString])>) -> Vec<String> {
+    let (mut problems, mut known) = (Vec::new(), BTreeMap::new());
+    for (owner, keys) in owners {
+        if !keys.iter().all(is_valid) {
+            problems.push(format!("{owner}: a key is empty, or starts or ends with white space"));
+        }
+        for key in keys {
+            if let Some(other) = known.insert(key.expose_secret(), owner.clone()) {
+                problems.push(format!("{owner}: a key is also in {other}; use each key once"));
             }
         }
-        ensure!(self.body_limit_bytes >= 1024, "server.body_limit_bytes: must be at least 1024");
-        ensure!(self.body_timeout_s >= 1, "server.body_timeout_s: must be at least 1");
-        Ok(())
     }
+    problems
+}
+
+/// Whether `host` is a name or an address without a port.
+fn is_host(host: &str) -> bool {
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    host.parse::<IpAddr>().is_ok() || (!host.is_empty() && host.chars().all(is_name))
+}
+
+/// Whether `origin` is what a browser sends as `Origin`, or `*`.
+fn is_origin(origin: &str) -> bool {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || "-_.+:[]".contains(c);
+    let (scheme, name) = origin.split_once("://").unwrap_or_default();
+    let parts = [scheme, name].map(|part| !part.is_empty() && part.chars().all(is_part));
+    parts == [true, true] || ["*", "null"].contains(&origin)
 }
 
 fn is_valid(key: &SecretString) -> bool {
@@ -364,11 +509,51 @@ mod tests {
             ("[server]\nadmin_keys = [\" a\"]", "server.admin_keys"),
             ("[server]\nbody_limit_bytes = 0", "server.body_limit_bytes"),
             ("[server]\nbody_timeout_s = 0", "server.body_timeout_s"),
+            ("[server]\nbody_budget_bytes = 2048", "server.body_budget_bytes"),
+            ("[server]\nidle_timeout_s = 0", "server.idle_timeout_s"),
+            ("[server]\nrequest_timeout_s = 0", "server.request_timeout_s"),
+            ("[server]\nshutdown_s = 9223372036854775807", "server.shutdown_s"),
+            ("[server]\nmax_connections = 2305843009213693952", "server.max_connections"),
+            ("[server]\nhosts = [\"model.lan:80\"]", "server.hosts"),
+            ("[server]\nhosts = [\"\"]", "server.hosts"),
+            ("[server]\ncors = [\"model.lan\"]", "server.cors"),
+            ("[server]\ncors = [\"http://model.lan/\"]", "server.cors"),
             ("[engine]\nqueue = 0", "engine.queue"),
-            ("[speculation]\ndepth = 9", "speculation.depth"),
+            ("[engine]\nqueue = 2305843009213693952", "engine.queue"),
+            ("[engine]\ncontext = 1", "engine.context"),
+            ("[profiles.\"a@b\"]", "profile `a@b`"),
+            ("[profiles.\"\"]", "profile ``"),
+            ("[profiles.\"a\\nb\"]", "profile `a\\nb`"),
+            ("[profiles.a]\nlimits.requests = 99999999", "profiles.a.limits.requests"),
+            ("[profiles.a.sampling]\ntemperature = nan", "temperature is NaN"),
+            ("[profiles.a.sampling]\ntemperature = -1.0", "temperature is -1"),
+            ("[profiles.a.sampling]\ntemperature = 9.0", "temperature is 9"),
+            ("[profiles.a.sampling]\ntop_p = 0.0", "top_p is 0"),
+            ("[profiles.a.sampling]\ntop_p = 5.0", "top_p is 5"),
+            ("[profiles.a.sampling]\nmin_p = 2.0", "min_p is 2"),
         ] {
             let error = toml::from_str::<FileConfig>(text).unwrap().check().unwrap_err();
             assert!(error.to_string().contains(key), "`{key}` is not in {error}");
+        }
+    }
+
+    #[test]
+    fn problems_of_all_sections_and_profiles_are_found() {
+        let text = "[server]\nbody_timeout_s = 0\ncors = ['x']\n[engine]\ncontext = 1\n\
+                    [store]\nmin_tokens = 0\n[profiles.a.sampling]\ntop_p = 5.0\n\
+                    [profiles.b]\npolicies = []";
+        let problems = FileConfig::parse(text).unwrap().problems();
+        let expected = [
+            "server.body_timeout_s: is 0",
+            "server.cors: `x`",
+            "engine.context: is 1",
+            "store.min_tokens: is 0",
+            "profile `a` has a sampling parameter out of range: top_p is 5",
+            "profile `b` names no policy",
+        ];
+        assert_eq!(problems.len(), expected.len(), "{problems:?}");
+        for (problem, words) in problems.iter().zip(expected) {
+            assert!(problem.contains(words), "`{words}` is not in {problem}");
         }
     }
 

@@ -43,20 +43,50 @@ pub fn find(path: &str, data_dir: &Path) -> Result<Found> {
         let folder = bundled::unpack(data_dir)?;
         return Ok(Found { folder, name: bundled::NAME.into(), bundled: true });
     }
-    let folder = Path::new(path);
-    if folder.exists() {
-        ensure!(folder.is_dir(), "{path} is a file; use the folder that contains config.json");
-        let folder = folder.canonicalize().with_context(|| format!("reading {path}"))?;
-        ensure!(
-            folder.join("config.json").is_file(),
-            "{path} is not a model: it has no config.json"
-        );
+    if let Some(folder) = local(path)? {
         let name = folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned();
         return Ok(Found { folder, name, bundled: false });
     }
-    ensure!(is_repo_id(path), "{path} is neither a folder nor a Hugging Face repo id (owner/name)");
     let folder = Hub::from_env().fetch(path)?;
     Ok(Found { folder, name: path.into(), bundled: false })
+}
+
+/// Whether the files of the model that `path` names are on this machine; otherwise they would be
+/// downloaded.
+///
+/// # Errors
+/// If `path` names no model, or may not be downloaded.
+pub fn is_here(path: &str) -> Result<bool> {
+    if path.is_empty() {
+        return Ok(true);
+    }
+    if let Some(folder) = local(path)? {
+        let tokenizer = folder.join("tokenizer.json");
+        ensure!(tokenizer.is_file(), "{path} is not a model: it has no tokenizer.json");
+        return Ok(true);
+    }
+    let hub = Hub::from_env();
+    let cached = hub.cached(path).is_some();
+    if !cached {
+        hub.may_download(path)?;
+    }
+    Ok(cached)
+}
+
+/// The folder that `path` names; `None` if it is a repo id.
+fn local(path: &str) -> Result<Option<PathBuf>> {
+    let folder = Path::new(path);
+    if !folder.exists() {
+        ensure!(
+            is_repo_id(path),
+            "{path} is neither a folder nor a Hugging Face repo id (owner/name)"
+        );
+        return Ok(None);
+    }
+    ensure!(folder.is_dir(), "{path} is a file; use the folder that contains config.json");
+    let folder = folder.canonicalize().with_context(|| format!("reading {path}"))?;
+    ensure!(folder.join("config.json").is_file(), "{path} is not a model: it has no config.json");
+    Ok(Some(folder))
 }
 
 /// Whether `text` is `owner/name`, in the characters that the hub allows.
@@ -101,19 +131,12 @@ impl Hub {
     /// # Errors
     /// If the repo is unknown, requires a token or has no safetensors, or the network fails.
     pub fn fetch(&self, repo_id: &str) -> Result<PathBuf> {
+        if let Some(snapshot) = self.cached(repo_id) {
+            return Ok(snapshot);
+        }
+        self.may_download(repo_id)?;
         let main = Repo::model(repo_id.into());
         let cache = Cache::new(self.cache.clone());
-        if let Some(config) = cache.repo(main.clone()).get("config.json")
-            && let Some(snapshot) = config.parent()
-            && is_complete(snapshot)
-        {
-            return Ok(snapshot.to_path_buf());
-        }
-        ensure!(
-            !self.offline,
-            "{repo_id} is not in the cache {}, and HF_HUB_OFFLINE forbids downloads",
-            self.cache.display()
-        );
         let api = self.api().with_context(|| format!("preparing to download {repo_id}"))?;
         let info = api.repo(main.clone()).info().map_err(|error| self.explain(error, repo_id))?;
         // All files come from one commit, even if the repo changes meanwhile.
@@ -151,6 +174,22 @@ impl Hub {
         }
         cache.repo(main).create_ref(&info.sha).context("recording the snapshot in the cache")?;
         Ok(snapshot)
+    }
+
+    /// The complete snapshot of `repo_id` in the cache, if there is one.
+    fn cached(&self, repo_id: &str) -> Option<PathBuf> {
+        let cache = Cache::new(self.cache.clone());
+        let config = cache.repo(Repo::model(repo_id.into())).get("config.json")?;
+        config.parent().filter(|snapshot| is_complete(snapshot)).map(Path::to_path_buf)
+    }
+
+    fn may_download(&self, repo_id: &str) -> Result<()> {
+        ensure!(
+            !self.offline,
+            "{repo_id} is not in the cache {}, and HF_HUB_OFFLINE forbids downloads",
+            self.cache.display()
+        );
+        Ok(())
     }
 
     fn api(&self) -> Result<Api, ApiError> {

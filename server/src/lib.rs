@@ -10,7 +10,10 @@
 //! hub.rs       local folders and Hugging Face repos
 //! models.rs    the loaded models and the profiles that use them
 //! bundled.rs   the demonstration model inside the executable
-//! serve.rs     listening and graceful shutdown
+//! check.rs     `steersman check`: finds problems of a configuration
+//! serve.rs     listening, connections and graceful shutdown
+//! connections.rs limits on open connections
+//! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! cache.rs     `steersman cache`: manages the prefix store
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
@@ -26,10 +29,13 @@ pub mod api;
 pub mod bundled;
 pub mod cache;
 pub mod calibrate;
+pub mod check;
 pub mod config;
+mod connections;
 pub mod hub;
 pub mod models;
 pub mod serve;
+mod throttle;
 pub mod verify;
 
 pub use api::app;

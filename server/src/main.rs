@@ -1,10 +1,9 @@
 //! The command `steersman`.
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -14,14 +13,10 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::models::{self, Loaded, find};
-use steersman::{cache, calibrate, policy, serve, verify};
+use steersman::{cache, calibrate, check, policy, serve, verify};
 use steersman_engine::config::Device;
-use steersman_engine::policy::Storage;
+use steersman_engine::policy::{Storage, create_private_folder};
 use steersman_engine::{Engine, Info};
-use tracing_subscriber::EnvFilter;
-
-/// Default log filter; RUST_LOG overrides it.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,ureq=warn";
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
@@ -36,6 +31,9 @@ struct Cli {
 enum Command {
     /// Serve a model with OpenAI's chat API.
     Serve(Serve),
+    /// Check a configuration without starting a server: its values, and the models, policies and
+    /// other files that it names. Prints each problem; fails if there are any.
+    Check(Check),
     /// Check on this machine that all decoding paths of a model give equal replies: prefill in
     /// chunks, resuming from saved state, rewinding and drafts. Fails if any reply differs.
     Verify(Verify),
@@ -66,6 +64,15 @@ struct Serve {
     /// Port to listen on; 0 chooses a free one
     #[arg(long)]
     port: Option<u16>,
+}
+
+#[derive(Args)]
+struct Check {
+    /// Configuration file in TOML [default: that of --config or STEERSMAN_CONFIG]
+    #[arg(value_name = "CONFIG")]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    place: Place,
 }
 
 /// Replies are decoded greedily.
@@ -163,11 +170,19 @@ impl Place {
             .context("this user has no data folder; choose one with --data-dir")
     }
 
+    /// The compiled policies in the data folder, if this user has one.
+    fn compile_cache(self) -> Storage {
+        match self.data_dir() {
+            Ok(data_dir) => Storage::compile_cache(&data_dir),
+            Err(_) => Storage::in_memory(),
+        }
+    }
+
     /// The configuration and the data folder, which is created if missing.
     fn read(self) -> Result<(FileConfig, PathBuf)> {
         let file = configured(self.config.as_deref())?;
         let data_dir = self.data_dir()?;
-        std::fs::create_dir_all(&data_dir)
+        create_private_folder(&data_dir)
             .with_context(|| format!("creating the data folder {}", data_dir.display()))?;
         Ok((file, data_dir))
     }
@@ -184,18 +199,14 @@ fn device(text: &str) -> Result<Device, ValueError> {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    policy::log_to_stderr();
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string);
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
     let done = match cli.command {
         Command::Serve(options) => serve(options),
+        Command::Check(options) => check(options),
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
@@ -203,12 +214,19 @@ fn main() -> ExitCode {
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
+        // The reader of the output has seen enough, as in `steersman cache list | head`.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         // Never print a backtrace: most errors are the user's.
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let broken = |error: &std::io::Error| error.kind() == ErrorKind::BrokenPipe;
+    error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
 }
 
 fn serve(options: Serve) -> Result<()> {
@@ -253,8 +271,7 @@ fn serve(options: Serve) -> Result<()> {
         }
     };
     let app = steersman::app(models, &server);
-    let grace = Duration::from_secs(server.shutdown_s);
-    runtime.block_on(serve::run(listener, app, stop, grace))?;
+    runtime.block_on(serve::run(listener, app, &server, stop));
     // Ends the requests that are still running after the grace period.
     engines.iter().for_each(Engine::stop);
     runtime.shutdown_background();
@@ -264,6 +281,13 @@ fn serve(options: Serve) -> Result<()> {
     ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     tracing::info!("server stopped");
     Ok(())
+}
+
+fn check(options: Check) -> Result<()> {
+    let file = options.file.or_else(|| options.place.config.clone());
+    let file = file.context("name a configuration file: steersman check CONFIG")?;
+    let storage = options.place.compile_cache();
+    check::run(&file, &storage, &mut std::io::stdout().lock())
 }
 
 fn verify(options: Verify) -> Result<()> {
@@ -294,9 +318,21 @@ fn cache(options: Cache) -> Result<()> {
 fn policy(options: Policy) -> Result<()> {
     let (_, config) = configured(options.place.config.as_deref())?.check()?;
     let mut out = std::io::stdout().lock();
-    let storage = match options.place.data_dir() {
-        Ok(data_dir) => Storage::compile_cache(&data_dir),
-        Err(_) => Storage::in_memory(),
-    };
+    let storage = options.place.compile_cache();
     policy::run(options.task, &config.policy, &storage, &mut out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Before, `steersman cache list | head -1` failed.
+    #[test]
+    fn a_closed_pipe_is_no_error() {
+        let error = |kind: ErrorKind| {
+            anyhow::Error::from(std::io::Error::from(kind)).context("writing the output")
+        };
+        assert!(is_broken_pipe(&error(ErrorKind::BrokenPipe)));
+        assert!(!is_broken_pipe(&error(ErrorKind::StorageFull)));
+    }
 }

@@ -1,16 +1,77 @@
-//! Listening and graceful shutdown.
+//! Listening, connections, and graceful shutdown.
+//!
+//! HTTP/1.1 only. Each connection has a deadline for the head of its next request, and counts against
+//! the limits of [`Connections`].
 
+use std::convert::Infallible;
 use std::future::Future;
 use std::io::ErrorKind;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context as TaskContext, Poll, ready};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use axum::Router;
-use axum::serve::ListenerExt;
-use tokio::net::TcpListener;
-use tokio::sync::oneshot;
+use axum::body::{Body, Bytes, HttpBody};
+use axum::extract::Request;
+use axum::response::Response;
+use hyper::body::{Frame, Incoming, SizeHint};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+use tower::ServiceExt;
 
+use crate::api::error::ApiError;
 use crate::config::ServerConfig;
+use crate::connections::{Connection, Connections};
+use crate::throttle::Throttle;
+
+/// Bytes of a request's head, and of the buffers of a connection.
+const HEAD_BYTES: usize = 64 << 10;
+
+/// Pause after a failure to accept, which without one would repeat at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Time in which a client must read the rest of its reply once `server.request_timeout_s` is over.
+const REST: Duration = Duration::from_secs(30);
+
+/// Time in which requests that are cut off at the end may still send an error.
+const LAST_REPLIES: Duration = Duration::from_secs(1);
+
+/// Begins a connection in HTTP/2.
+const HTTP_2: &[u8] = b"PRI * HTTP/2.0";
+
+/// How far the shutdown has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Serving,
+    /// Running requests may finish.
+    Finishing,
+    /// Running requests end with an error.
+    CuttingOff,
+}
+
+/// Tells the handler of a request when it must end. An extension of each request from a connection.
+#[derive(Clone)]
+pub struct Shutdown(watch::Receiver<Stage>);
+
+impl Shutdown {
+    /// Waits until the time for running requests is over.
+    pub async fn cuts_off(&mut self) {
+        self.reaches(Stage::CuttingOff).await;
+    }
+
+    async fn reaches(&mut self, stage: Stage) {
+        // The sender outlives every connection.
+        let _ = self.0.wait_for(|reached| *reached >= stage).await;
+    }
+}
 
 /// Listens on the configured address.
 ///
@@ -30,45 +91,241 @@ pub async fn listen(config: &ServerConfig) -> Result<TcpListener> {
     })
 }
 
-/// Serves until `stop` is ready, then waits for running requests until `grace` is over or a second
-/// stop signal arrives.
-///
-/// # Errors
-/// If the listener fails.
+/// Serves until `stop` is ready, then waits for running requests until `server.shutdown_s` is over or
+/// a second stop signal arrives. Requests that still run then end with an error.
 pub async fn run(
     listener: TcpListener,
     app: Router,
-    stop: impl Future<Output = ()> + Send + 'static,
-    grace: Duration,
-) -> Result<()> {
-    let (stopping, stopped) = oneshot::channel();
-    // Nagle's algorithm would delay each small chunk until the previous one is acknowledged.
-    let listener = listener.tap_io(|socket| {
-        if let Err(error) = socket.set_nodelay(true) {
+    config: &ServerConfig,
+    stop: impl Future<Output = ()>,
+) {
+    let connections = Arc::new(Connections::new(config));
+    tracing::debug!(limit = connections.limit(), "accepting connections");
+    let (stage, serving) = watch::channel(Stage::Serving);
+    let idle_timeout = Duration::from_secs(config.idle_timeout_s);
+    let longest_request = Duration::from_secs(config.request_timeout_s) + REST;
+    let accept = accept(&listener, &connections, |stream, connection| {
+        let client = Client {
+            app: app.clone(),
+            connection: Arc::new(connection),
+            shutdown: Shutdown(serving.clone()),
+            idle_timeout,
+            longest_request,
+        };
+        tokio::spawn(client.serve(stream));
+    });
+    tokio::select! {
+        () = stop => {}
+        () = accept => {}
+    }
+    drop((listener, serving));
+    stage.send_replace(Stage::Finishing);
+    tokio::select! {
+        () = stage.closed() => return,
+        () = sleep(Duration::from_secs(config.shutdown_s)) => {}
+        () = stop_signal() => {}
+    }
+    let connections = connections.count();
+    tracing::warn!(connections, "shutdown timed out; ending running requests");
+    stage.send_replace(Stage::CuttingOff);
+    // A client that does not read its reply is not waited for.
+    let _ = timeout(LAST_REPLIES, stage.closed()).await;
+}
+
+/// Accepts connections, within their limits, for ever.
+async fn accept(
+    listener: &TcpListener,
+    connections: &Arc<Connections>,
+    serve: impl Fn(TcpStream, Connection),
+) {
+    let failed = Throttle::default();
+    loop {
+        let (stream, address) = match listener.accept().await {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                if [ErrorKind::ConnectionAborted, ErrorKind::ConnectionReset]
+                    .contains(&error.kind())
+                {
+                    continue;
+                }
+                if let Some(suppressed) = failed.pass() {
+                    let open = connections.count();
+                    tracing::error!(%error, open, suppressed, "accepting a connection failed");
+                }
+                // Most likely the process has too many open files.
+                connections.displace();
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        match connections.add(address.ip()) {
+            Some(connection) => serve(stream, connection),
+            None => refuse(&stream),
+        }
+        connections.close_displaced().await;
+    }
+}
+
+/// Sends a 503 if that is possible at once.
+fn refuse(stream: &TcpStream) {
+    let body = ApiError::too_many_connections().to_json().to_string();
+    let _ = stream.try_write(&plain_response("503 Service Unavailable", &body));
+}
+
+/// A response for a connection that hyper does not serve.
+fn plain_response(status: &str, json: &str) -> Vec<u8> {
+    let length = json.len();
+    format!(
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
+         connection: close\r\n\r\n{json}"
+    )
+    .into_bytes()
+}
+
+/// What a connection needs to be served.
+struct Client {
+    app: Router,
+    connection: Arc<Connection>,
+    shutdown: Shutdown,
+    idle_timeout: Duration,
+    longest_request: Duration,
+}
+
+impl Client {
+    async fn serve(self, mut stream: TcpStream) {
+        // Nagle's algorithm would delay each small chunk until the previous one is acknowledged.
+        if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "setting TCP_NODELAY failed");
         }
-    });
-    let graceful = axum::serve(listener, app).with_graceful_shutdown(async move {
-        stop.await;
-        // Fails only if serving has already ended.
-        let _ = stopping.send(());
-    });
-    let too_late = async {
-        if stopped.await.is_err() {
-            // Serving ended; the other branch returns its result.
-            std::future::pending::<()>().await;
+        let mut stopping = self.shutdown.clone();
+        let mut first = [0; HTTP_2.len()];
+        let first = tokio::select! {
+            arrived = timeout(self.idle_timeout, stream.peek(&mut first)) => match arrived {
+                Ok(Ok(length)) if length > 0 => &first[..length],
+                // The client has closed the connection.
+                Ok(_) => return,
+                Err(_elapsed) => return self.count_timeout(),
+            },
+            () = self.connection.displaced() => return,
+            () = stopping.reaches(Stage::Finishing) => return,
+        };
+        if first == HTTP_2 {
+            let body = ApiError::not_http_1().to_json().to_string();
+            let response = plain_response("505 HTTP Version Not Supported", &body);
+            // The client may have closed the connection.
+            let _ = stream.write_all(&response).await;
+            let _ = stream.shutdown().await;
+            return;
         }
-        tokio::select! {
-            () = tokio::time::sleep(grace) => {}
-            () = stop_signal() => {}
+        self.serve_http(stream).await;
+    }
+
+    async fn serve_http(self, stream: TcpStream) {
+        let mut stopping = self.shutdown.clone();
+        let has_request = AtomicBool::new(false);
+        let service = service_fn(|request: hyper::Request<Incoming>| {
+            has_request.store(true, Ordering::Relaxed);
+            self.answer(request)
+        });
+        let http = http1::Builder::new()
+            .timer(TokioTimer::new())
+            // From the opening of the connection or the end of the last reply.
+            .header_read_timeout(self.idle_timeout)
+            .max_buf_size(HEAD_BYTES)
+            .serve_connection(TokioIo::new(stream), service);
+        let mut http = pin!(http);
+        let served = tokio::select! {
+            served = http.as_mut() => served,
+            () = self.connection.displaced() => return,
+            () = self.connection.works_longer_than(self.longest_request) => {
+                return tracing::debug!("connection closed: its client does not read the reply");
+            }
+            () = stopping.reaches(Stage::Finishing) => {
+                if !has_request.load(Ordering::Relaxed) {
+                    return;
+                }
+                http.as_mut().graceful_shutdown();
+                http.await
+            }
+        };
+        match served {
+            Err(error) if error.is_timeout() => self.count_timeout(),
+            Err(error) => tracing::debug!(%error, "connection ended"),
+            Ok(()) => {}
         }
-    };
-    tokio::select! {
-        served = graceful => served.context("serving"),
-        () = too_late => {
-            tracing::warn!("shutdown timed out; aborting running requests");
-            Ok(())
+    }
+
+    fn answer(
+        &self,
+        request: hyper::Request<Incoming>,
+    ) -> impl Future<Output = Result<Response, Infallible>> + use<> {
+        let (app, connection) = (self.app.clone(), self.connection.clone());
+        let working = connection.clone();
+        let mut request: Request =
+            request.map(|body| Body::new(UntilEnd::new(Body::new(body), move || working.works())));
+        request.extensions_mut().insert(connection.clone());
+        request.extensions_mut().insert(self.shutdown.clone());
+        async move {
+            let response = app.oneshot(request).await?;
+            let end = move || connection.waits();
+            Ok(response.map(|body| Body::new(UntilEnd::new(body, end))))
         }
+    }
+
+    fn count_timeout(&self) {
+        self.connection.all().counts.timed_out.inc();
+    }
+}
+
+/// A body that calls `end` once, when it has been read to its end or is dropped.
+struct UntilEnd<F: FnOnce() + Unpin> {
+    body: Body,
+    end: Option<F>,
+}
+
+impl<F: FnOnce() + Unpin> UntilEnd<F> {
+    fn new(body: Body, end: F) -> Self {
+        let mut body = Self { body, end: Some(end) };
+        if body.body.is_end_stream() {
+            body.end();
+        }
+        body
+    }
+
+    fn end(&mut self) {
+        if let Some(end) = self.end.take() {
+            end();
+        }
+    }
+}
+
+impl<F: FnOnce() + Unpin> Drop for UntilEnd<F> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl<F: FnOnce() + Unpin> HttpBody for UntilEnd<F> {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut TaskContext<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
+        if frame.is_none() || self.body.is_end_stream() {
+            self.end();
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 

@@ -33,6 +33,40 @@ pub fn bundled_model() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
 }
 
+/// `count`, which suits CI, times the variable `STEERSMAN_TEST_SCALE`.
+///
+/// # Panics
+/// If the variable is not a number.
+pub fn scaled(count: usize) -> usize {
+    let scale = std::env::var("STEERSMAN_TEST_SCALE");
+    scale.map_or(count, |scale| count * scale.parse::<usize>().expect("STEERSMAN_TEST_SCALE"))
+}
+
+/// What happens to files: flipped bits, a cut, pages of zeros or random bytes, also the first one.
+pub fn damage(bytes: &mut Vec<u8>, kind: usize, random: &mut Random) {
+    const PAGE: usize = 4096;
+    let pages = bytes.len().div_ceil(PAGE);
+    let mut page = |at: usize, random: &mut Random, fill: fn(&mut Random) -> u8| {
+        let end = bytes.len().min((at + 1) * PAGE);
+        bytes[at * PAGE..end].iter_mut().for_each(|byte| *byte = fill(random));
+    };
+    let junk: fn(&mut Random) -> u8 = |random| random.below(256) as u8;
+    match kind % 6 {
+        // The first pages are redb's header and roots: half of the flipped bits go there.
+        0 | 1 => {
+            let extent = if kind % 6 == 0 { bytes.len().min(16 * PAGE) } else { bytes.len() };
+            for _ in 0..1 + random.below(8) {
+                let at = random.below(extent);
+                bytes[at] ^= 1 << random.below(8);
+            }
+        }
+        2 => bytes.truncate(random.below(bytes.len())),
+        3 => page(random.below(pages), random, junk),
+        4 => page(random.below(pages.min(16)), random, |_| 0),
+        _ => page(0, random, junk),
+    }
+}
+
 /// Writes a model folder with the smallest weights of the fixtures and the words `w0` to `w255`. A
 /// request takes milliseconds.
 ///

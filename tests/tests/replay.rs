@@ -66,7 +66,7 @@ fn a_recorded_request_replays_to_the_same_decisions_bit_for_bit() {
     let sha256: String = component.sha256().iter().map(|byte| format!("{byte:02x}")).collect();
     let exported = component.hooks();
     for record in &records {
-        assert_eq!((&*record.policy, &record.sha256), ("default", &sha256));
+        assert_eq!((&*record.link.policy, &record.link.sha256), ("default", &sha256));
         let hook = record.call.hook().name();
         assert_eq!(record.cost.fuel > 0, exported.contains(&hook), "{hook}: {record:?}");
     }
@@ -119,10 +119,12 @@ fn a_shadow_changes_no_reply_and_its_decisions_are_recorded() {
         (usage.prompt_tokens, usage.reasoning_tokens, usage.answer_tokens)
     };
     assert_eq!(tokens(alone), tokens(shadowed));
-    assert!(without.iter().all(|record| !record.shadow));
-    let of_shadow: Vec<_> = with.iter().filter(|record| record.shadow).collect();
+    assert!(without.iter().all(|record| !record.link.shadow));
+    let of_shadow: Vec<_> = with.iter().filter(|record| record.link.shadow).collect();
     assert_eq!(of_shadow.len(), without.len());
-    assert!(of_shadow.iter().all(|record| record.policy == "default" && record.link == 1));
+    assert!(
+        of_shadow.iter().all(|record| record.link.policy == "default" && record.link.index == 1)
+    );
     let acted = of_shadow
         .iter()
         .any(|record| matches!(&record.answer, Some(Answer::Step(list)) if !list.is_empty()));

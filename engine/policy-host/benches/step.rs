@@ -4,6 +4,9 @@
 //! On a quiet machine `on-step` of the default policy should take less than 1 us at the median and less
 //! than 5 us at the 99th percentile, through the whole path.
 
+#[path = "../tests/hostile/view.rs"]
+mod view;
+
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::Arc;
@@ -11,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
     Component, Context, Host, LoopReport, Phase, Policies, Policy, PolicyConfig, ProfilePolicies,
-    RequestView, Session, Step, Storage, no_vocabulary, shipped,
+    Session, Step, Storage, no_vocabulary, shipped,
 };
 use steersman_test_support::guest::importing;
 use steersman_test_support::hostile::stepper;
+use view::view;
 
 /// Calls of each row.
 const CALLS: usize = 20_000;
@@ -31,15 +35,6 @@ fn measure(what: &str, mut call: impl FnMut()) {
     let microseconds = |time: Duration| time.as_secs_f64() * 1e6;
     let (p50, p99) = (times[CALLS / 2], times[CALLS * 99 / 100]);
     println!("{what:52} {:8.2} {:8.2}", microseconds(p50), microseconds(p99));
-}
-
-fn view() -> RequestView {
-    RequestView {
-        user: "Who is the tallest?".into(),
-        can_reason: true,
-        context_left: 8192,
-        ..RequestView::default()
-    }
 }
 
 /// A step without an event, as `plan.every` brings them.

@@ -11,6 +11,7 @@ mod merge;
 mod unseen;
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use crate::check::apply_replacements;
 use crate::contract::{
@@ -18,7 +19,7 @@ use crate::contract::{
     RequestView, SYSTEM_BYTES, Step, Verdict,
 };
 use crate::error::{Cause, Failure};
-use crate::trace::{Outcome, Recorder};
+use crate::trace::Recorder;
 use merge::Owners;
 use unseen::Unseen;
 
@@ -72,34 +73,19 @@ impl Chain {
         }
         let call = input.call();
         let answer = active.link.policy.call(&call);
-        let CallReport { cost, imports, failure, replaced, notes } =
-            active.link.policy.take_report();
-        self.report.cost.fuel += cost.fuel;
-        self.report.cost.nanoseconds += cost.nanoseconds;
-        let failure = failure.or_else(|| answer.as_ref().err().cloned());
-        let replaced = replaced || failure.is_some();
-        let outcome = Outcome { failure, replaced, cost, imports };
-        self.recorder.record(index, &call, answer.as_ref().ok(), outcome);
+        let mut report = active.link.policy.take_report();
+        self.report.cost.fuel += report.cost.fuel;
+        self.report.cost.nanoseconds += report.cost.nanoseconds;
+        report.failure = report.failure.or_else(|| answer.as_ref().err().cloned());
+        report.replaced |= report.failure.is_some();
+        let notes = std::mem::take(&mut report.notes);
+        self.recorder.record(index, &call, answer.as_ref().ok(), report);
         if active.link.shadow {
             active.ended |= answer.is_err();
             return Ok(answer.ok().and_then(T::answer));
         }
         self.report.notes.extend(notes);
         answer.map(T::answer)
-    }
-
-    /// Parameters for link `index`: its own take precedence over shared ones. `None` if no policy has
-    /// parameters of its own.
-    fn own_params(&self, index: usize, params: &Params) -> Option<Params> {
-        if !params.iter().any(|(name, _)| name.contains('.')) {
-            return None;
-        }
-        let policy = &self.links[index].link.name;
-        let own = |name: &str| Some(name.strip_prefix(policy)?.strip_prefix('.')?.to_owned());
-        let shared = params.iter().filter(|(name, _)| !name.contains('.'));
-        let mut merged: std::collections::BTreeMap<_, _> = shared.cloned().collect();
-        merged.extend(params.iter().filter_map(|(name, value)| Some((own(name)?, value.clone()))));
-        Some(merged.into_iter().collect())
     }
 
     fn is_shadow(&self, index: usize) -> bool {
@@ -110,7 +96,7 @@ impl Chain {
         let mut view = Cow::Borrowed(asked);
         let mut all = Vec::new();
         for index in 0..self.links.len() {
-            let own = self.own_params(index, &view.params);
+            let own = own_params(&self.links[index].link.name, &view.params);
             let own = own.map(|params| PromptView { params, ..(*view).clone() });
             let Some(replacements) = self.ask(index, own.as_ref().unwrap_or(&view))? else {
                 continue;
@@ -136,7 +122,7 @@ impl Chain {
         let mut merged: Option<Plan> = None;
         let mut every = 0;
         for index in 0..self.links.len() {
-            let own = self.own_params(index, &request.params);
+            let own = own_params(&self.links[index].link.name, &request.params);
             let own = own.map(|params| RequestView { params, ..request.clone() });
             let Some(plan) = self.ask(index, own.as_ref().unwrap_or(request))? else { continue };
             self.links[index].every = plan.every;
@@ -196,6 +182,19 @@ impl Chain {
     }
 }
 
+/// Parameters for one policy: its own take precedence over shared ones. `None` if no policy has
+/// parameters of its own.
+pub fn own_params(policy: &str, params: &Params) -> Option<Params> {
+    if !params.iter().any(|(name, _)| name.contains('.')) {
+        return None;
+    }
+    let own = |name: &str| Some(name.strip_prefix(policy)?.strip_prefix('.')?.to_owned());
+    let shared = params.iter().filter(|(name, _)| !name.contains('.'));
+    let mut merged: BTreeMap<_, _> = shared.cloned().collect();
+    merged.extend(params.iter().filter_map(|(name, value)| Some((own(name)?, value.clone()))));
+    Some(merged.into_iter().collect())
+}
+
 impl Policy for Chain {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         match call {
@@ -203,17 +202,16 @@ impl Policy for Chain {
             Call::Request(view) => self.request(view).map(Answer::Request),
             Call::Step(step) => self.step(step).map(Answer::Step),
             Call::ToolCall(view) => {
-                let mut merged = Verdict::Accept;
+                let mut merged = Verdict::default();
                 self.each(&**view, |verdict| {
-                    merged =
-                        merge::verdicts(std::mem::replace(&mut merged, Verdict::Accept), verdict);
+                    merged = merge::verdicts(std::mem::take(&mut merged), verdict);
                 })?;
                 Ok(Answer::ToolCall(merged))
             }
             Call::Finish(summary) => {
                 let finished = self.each(&**summary, |()| {});
                 self.recorder.finish();
-                finished.map(|()| Answer::Finish)
+                finished.map(|()| Answer::Finish(()))
             }
         }
     }

@@ -15,8 +15,8 @@ pub struct PolicyConfig {
     pub fuel: u64,
     /// Wall-clock limit of one call, for work that fuel does not count.
     pub deadline_ms: u64,
-    /// Linear memory of one instance. 256 times as much address space is reserved; untouched pages
-    /// take no memory. JavaScript needs 9.5 MB at least, Python 12.9 MB.
+    /// Linear memory of one instance. Untouched pages take no memory. JavaScript needs 9.5 MB at
+    /// least, Python 12.9 MB.
     pub memory_bytes: usize,
     /// Bytes of text in one answer; more is a failure of the policy.
     pub output_bytes: usize,
@@ -49,6 +49,9 @@ impl Default for PolicyConfig {
     }
 }
 
+/// What WebAssembly can address.
+const MOST_MEMORY_BYTES: usize = 4 << 30;
+
 impl PolicyConfig {
     /// Checks the bounds of all keys.
     ///
@@ -62,6 +65,10 @@ impl PolicyConfig {
             ("policy.output_bytes", self.output_bytes as u64, 1),
             ("policy.trace_requests", self.trace_requests as u64, 1),
         ];
+        if self.memory_bytes > MOST_MEMORY_BYTES {
+            let problem = format!("is {}, must be at most {MOST_MEMORY_BYTES}", self.memory_bytes);
+            return Err(Error::Config { field: "policy.memory_bytes", problem });
+        }
         match bounds.into_iter().find(|(_, value, least)| value < least) {
             None => Ok(()),
             Some((field, value, least)) => {
@@ -108,11 +115,19 @@ impl Default for ProfilePolicies {
 pub const CHAIN_LENGTH: usize = 8;
 
 impl ProfilePolicies {
-    /// Checks the number of policies.
+    /// Checks the name of the profile and the number of its policies.
     ///
     /// # Errors
     /// The problem, to be read after the name of the profile.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self, name: &str) -> Result<(), String> {
+        if name.is_empty()
+            || name.trim() != name
+            || name.contains(|c: char| c == '@' || c.is_control())
+        {
+            return Err("has a name that requests cannot use; it must not be empty, and have no `@`, \
+                        no control characters and no white space at its ends"
+                .into());
+        }
         if self.policies.is_empty() {
             return Err("names no policy; `policies = [\"passthrough\"]` decides nothing".into());
         }
@@ -208,4 +223,32 @@ pub enum OnFailure {
     Open,
     /// The request ends with `policy_error`.
     Closed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_out_of_range_are_refused_by_key() {
+        for (memory_bytes, is_valid) in
+            [(0, false), (1 << 16, true), (4 << 30, true), (usize::MAX, false)]
+        {
+            let checked = PolicyConfig { memory_bytes, ..PolicyConfig::default() }.check();
+            assert_eq!(checked.is_ok(), is_valid, "{memory_bytes}");
+        }
+        let error = PolicyConfig { fuel: 0, ..PolicyConfig::default() }.check().unwrap_err();
+        assert_eq!(error.to_string(), "policy.fuel: is 0, must be at least 1");
+    }
+
+    #[test]
+    fn a_profile_has_a_name_that_clients_can_choose() {
+        let check = |name: &str| ProfilePolicies::default().check(name);
+        for name in ["default", "a b", "größer", "a.b", "-"] {
+            assert_eq!(check(name), Ok(()), "{name}");
+        }
+        for name in ["", " ", "a@b", "@", "a\nb", "a\n", " a", "a\0"] {
+            assert!(check(name).is_err(), "{name:?}");
+        }
+    }
 }

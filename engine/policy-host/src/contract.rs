@@ -4,8 +4,7 @@
 //! `bindgen!` generates the types, and golden files and traces serialize them as they are: fields in
 //! snake_case, cases in PascalCase.
 //!
-//! To add a hook, add its interface to `wit/`, and here a [`Hook`], a case of [`Call`] and of
-//! [`Answer`], a row of `hook_input!` and of `exports!`, and a default of its record.
+//! To add a hook, add its interface to `wit/`, and here a row of `hooks!` and a default of its record.
 //!
 //! # Why
 //! Records are owned and lowered by reference: a call copies texts and tokens once, into the guest's
@@ -76,151 +75,6 @@ pub const MAX_REPAIRS: u32 = 4;
 /// Parameters as policies see them, sorted by name.
 pub type Params = Vec<(String, String)>;
 
-/// A hook of the contract.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Hook {
-    /// Before the prompt is rendered.
-    OnPrompt,
-    /// Before prefill.
-    OnRequest,
-    /// After tokens are committed.
-    OnStep,
-    /// Before the client receives a tool call.
-    OnToolCall,
-    /// At the end.
-    OnFinish,
-}
-
-impl Hook {
-    /// All hooks, in the order in which a request calls them.
-    pub const ALL: [Self; 5] =
-        [Self::OnPrompt, Self::OnRequest, Self::OnStep, Self::OnToolCall, Self::OnFinish];
-
-    /// Name of the interface, `on-step`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::OnPrompt => "on-prompt",
-            Self::OnRequest => "on-request",
-            Self::OnStep => "on-step",
-            Self::OnToolCall => "on-tool-call",
-            Self::OnFinish => "on-finish",
-        }
-    }
-}
-
-/// A call of a hook.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[serde(untagged)]
-pub enum Call<'a> {
-    /// Of `on-prompt`.
-    Prompt(Cow<'a, PromptView>),
-    /// Of `on-request`.
-    Request(Cow<'a, RequestView>),
-    /// Of `on-step`.
-    Step(Cow<'a, Step>),
-    /// Of `on-tool-call`.
-    ToolCall(Cow<'a, ToolCallView>),
-    /// Of `on-finish`.
-    Finish(Cow<'a, Summary>),
-}
-
-/// The answer of a hook.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[serde(untagged)]
-pub enum Answer {
-    /// Of `on-prompt`.
-    Prompt(Vec<Replacement>),
-    /// Of `on-request`.
-    Request(Plan),
-    /// Of `on-step`.
-    Step(Vec<Action>),
-    /// Of `on-tool-call`.
-    ToolCall(Verdict),
-    /// Of `on-finish`, which returns nothing.
-    Finish,
-}
-
-impl Call<'_> {
-    /// The hook that is called.
-    pub fn hook(&self) -> Hook {
-        match self {
-            Self::Prompt(_) => Hook::OnPrompt,
-            Self::Request(_) => Hook::OnRequest,
-            Self::Step(_) => Hook::OnStep,
-            Self::ToolCall(_) => Hook::OnToolCall,
-            Self::Finish(_) => Hook::OnFinish,
-        }
-    }
-
-    /// The same call with records of its own.
-    pub fn to_owned(&self) -> Call<'static> {
-        match self {
-            Self::Prompt(view) => Call::Prompt(Cow::Owned(view.as_ref().clone())),
-            Self::Request(view) => Call::Request(Cow::Owned(view.as_ref().clone())),
-            Self::Step(step) => Call::Step(Cow::Owned(step.as_ref().clone())),
-            Self::ToolCall(view) => Call::ToolCall(Cow::Owned(view.as_ref().clone())),
-            Self::Finish(summary) => Call::Finish(Cow::Owned(summary.as_ref().clone())),
-        }
-    }
-
-    /// The call of `hook` with its default record.
-    pub(crate) fn default_of(hook: Hook) -> Call<'static> {
-        match hook {
-            Hook::OnPrompt => Call::Prompt(Cow::default()),
-            Hook::OnRequest => Call::Request(Cow::default()),
-            Hook::OnStep => Call::Step(Cow::default()),
-            Hook::OnToolCall => Call::ToolCall(Cow::default()),
-            Hook::OnFinish => Call::Finish(Cow::default()),
-        }
-    }
-
-    /// The answer of a policy that does not export the hook.
-    pub fn default_answer(&self) -> Answer {
-        match self {
-            Self::Prompt(_) => Answer::Prompt(Vec::new()),
-            Self::Request(_) => Answer::Request(Plan::default()),
-            Self::Step(_) => Answer::Step(Vec::new()),
-            Self::ToolCall(_) => Answer::ToolCall(Verdict::Accept),
-            Self::Finish(_) => Answer::Finish,
-        }
-    }
-}
-
-/// Deserializes the record of a hook.
-pub(crate) struct CallOf(pub Hook);
-
-impl<'de> DeserializeSeed<'de> for CallOf {
-    type Value = Call<'static>;
-
-    fn deserialize<D: Deserializer<'de>>(self, record: D) -> Result<Self::Value, D::Error> {
-        Ok(match self.0 {
-            Hook::OnPrompt => Call::Prompt(Cow::Owned(Deserialize::deserialize(record)?)),
-            Hook::OnRequest => Call::Request(Cow::Owned(Deserialize::deserialize(record)?)),
-            Hook::OnStep => Call::Step(Cow::Owned(Deserialize::deserialize(record)?)),
-            Hook::OnToolCall => Call::ToolCall(Cow::Owned(Deserialize::deserialize(record)?)),
-            Hook::OnFinish => Call::Finish(Cow::Owned(Deserialize::deserialize(record)?)),
-        })
-    }
-}
-
-/// Deserializes the answer of a hook.
-pub(crate) struct AnswerOf(pub Hook);
-
-impl<'de> DeserializeSeed<'de> for AnswerOf {
-    type Value = Answer;
-
-    fn deserialize<D: Deserializer<'de>>(self, answer: D) -> Result<Self::Value, D::Error> {
-        Ok(match self.0 {
-            Hook::OnPrompt => Answer::Prompt(Deserialize::deserialize(answer)?),
-            Hook::OnRequest => Answer::Request(Deserialize::deserialize(answer)?),
-            Hook::OnStep => Answer::Step(Deserialize::deserialize(answer)?),
-            Hook::OnToolCall => Answer::ToolCall(Deserialize::deserialize(answer)?),
-            Hook::OnFinish => <()>::deserialize(answer).map(|()| Answer::Finish)?,
-        })
-    }
-}
-
 /// The record that a hook is called with. It determines the hook and the type of the answer.
 pub trait HookInput: Clone {
     /// What the hook returns.
@@ -231,14 +85,96 @@ pub trait HookInput: Clone {
 
     /// The answer to such a call; `None` if it is that of another hook.
     fn answer(answer: Answer) -> Option<Self::Answer>;
-
-    /// The reverse of [`Self::answer`].
-    fn wrap(answer: Self::Answer) -> Answer;
 }
 
-macro_rules! hook_input {
-    ($($record:ident: $case:ident -> $answer:ty),+ $(,)?) => {$(
-        impl HookInput for $record {
+/// Everything that exists once for each hook.
+macro_rules! hooks {
+    ($($(#[$doc:meta])+ $hook:ident = $name:literal, $module:ident::$function:ident:
+        $case:ident($record:ident) -> $answer:ty;)+) => {
+        /// A hook of the contract, in the order in which a request calls them.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        pub enum Hook {
+            $($(#[$doc])+ $hook),+
+        }
+
+        impl Hook {
+            /// All hooks.
+            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$hook),+];
+
+            /// Name of the interface, `on-step`.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$hook => $name),+
+                }
+            }
+        }
+
+        /// A call of a hook.
+        #[derive(Debug, Clone, PartialEq, Serialize)]
+        #[serde(untagged)]
+        pub enum Call<'a> {
+            $(#[doc = concat!("Of `", $name, "`.")] $case(Cow<'a, $record>)),+
+        }
+
+        /// The answer of a hook.
+        #[derive(Debug, Clone, PartialEq, Serialize)]
+        #[serde(untagged)]
+        pub enum Answer {
+            $(#[doc = concat!("Of `", $name, "`.")] $case($answer)),+
+        }
+
+        impl Call<'_> {
+            /// The hook that is called.
+            pub fn hook(&self) -> Hook {
+                match self {
+                    $(Self::$case(_) => Hook::$hook),+
+                }
+            }
+
+            /// The same call with records of its own.
+            pub fn to_owned(&self) -> Call<'static> {
+                match self {
+                    $(Self::$case(record) => Call::$case(Cow::Owned(record.as_ref().clone()))),+
+                }
+            }
+
+            /// The call of `hook` with its default record.
+            pub(crate) fn default_of(hook: Hook) -> Call<'static> {
+                match hook {
+                    $(Hook::$hook => Call::$case(Cow::default())),+
+                }
+            }
+
+            /// The answer of a policy that does not export the hook.
+            pub fn default_answer(&self) -> Answer {
+                match self {
+                    $(Self::$case(_) => Answer::$case(Default::default())),+
+                }
+            }
+        }
+
+        impl<'de> DeserializeSeed<'de> for CallOf {
+            type Value = Call<'static>;
+
+            fn deserialize<D: Deserializer<'de>>(self, call: D) -> Result<Self::Value, D::Error> {
+                match self.0 {
+                    $(Hook::$hook => Deserialize::deserialize(call).map(Cow::Owned).map(Call::$case)),+
+                }
+            }
+        }
+
+        impl<'de> DeserializeSeed<'de> for AnswerOf {
+            type Value = Answer;
+
+            fn deserialize<D: Deserializer<'de>>(self, answer: D) -> Result<Answer, D::Error> {
+                match self.0 {
+                    $(Hook::$hook => Deserialize::deserialize(answer).map(Answer::$case)),+
+                }
+            }
+        }
+
+        $(impl HookInput for $record {
             type Answer = $answer;
 
             fn call(&self) -> Call<'_> {
@@ -251,36 +187,85 @@ macro_rules! hook_input {
                     _ => None,
                 }
             }
+        })+
 
-            fn wrap(answer: $answer) -> Answer {
-                Answer::$case(answer)
+        /// Indices of the hooks that a component exports.
+        pub(crate) struct HookIndices {
+            $($module: Option<exports::$module::GuestIndices>),+
+        }
+
+        /// The hooks that an instance exports.
+        pub(crate) struct Guest {
+            $($module: Option<exports::$module::Guest>),+
+        }
+
+        impl HookIndices {
+            /// Finds the hooks that `is_exported` names.
+            ///
+            /// # Errors
+            /// If a hook does not have the type that the contract gives it.
+            pub(crate) fn new(
+                pre: &InstancePre<State>,
+                is_exported: impl Fn(&str) -> bool,
+            ) -> wasmtime::Result<Self> {
+                Ok(Self {$(
+                    $module: is_exported($name)
+                        .then(|| exports::$module::GuestIndices::new(pre))
+                        .transpose()?
+                ),+})
+            }
+
+            /// Finds them in an instance.
+            pub(crate) fn load(
+                &self,
+                store: &mut Store<State>,
+                instance: &Instance,
+            ) -> wasmtime::Result<Guest> {
+                Ok(Guest {$(
+                    $module: self.$module
+                        .as_ref()
+                        .map(|indices| indices.load(&mut *store, instance))
+                        .transpose()?
+                ),+})
             }
         }
-    )+};
+
+        impl Guest {
+            /// Calls a hook; one that is not exported answers [`Call::default_answer`].
+            pub(crate) fn call(
+                &self,
+                store: &mut Store<State>,
+                call: &Call<'_>,
+            ) -> wasmtime::Result<Answer> {
+                match call {
+                    $(Call::$case(input) => match &self.$module {
+                        None => Ok(call.default_answer()),
+                        Some(guest) => guest.$function(store, input).map(Answer::$case),
+                    }),+
+                }
+            }
+        }
+    };
 }
 
-hook_input! {
-    PromptView: Prompt -> Vec<Replacement>,
-    RequestView: Request -> Plan,
-    Step: Step -> Vec<Action>,
-    ToolCallView: ToolCall -> Verdict,
+hooks! {
+    /// Before the prompt is rendered.
+    OnPrompt = "on-prompt", on_prompt::call_on_prompt: Prompt(PromptView) -> Vec<Replacement>;
+    /// Before prefill.
+    OnRequest = "on-request", on_request::call_on_request: Request(RequestView) -> Plan;
+    /// After tokens are committed.
+    OnStep = "on-step", on_step::call_on_step: Step(Step) -> Vec<Action>;
+    /// Before the client receives a tool call.
+    OnToolCall = "on-tool-call", on_tool_call::call_on_tool_call: ToolCall(ToolCallView) -> Verdict;
+    /// At the end.
+    OnFinish = "on-finish", on_finish::call_on_finish: Finish(Summary) -> ();
 }
 
-impl HookInput for Summary {
-    type Answer = ();
+/// Deserializes the record of a hook.
+pub(crate) struct CallOf(pub Hook);
 
-    fn call(&self) -> Call<'_> {
-        Call::Finish(Cow::Borrowed(self))
-    }
-
-    fn answer(answer: Answer) -> Option<()> {
-        (answer == Answer::Finish).then_some(())
-    }
-
-    fn wrap((): ()) -> Answer {
-        Answer::Finish
-    }
-}
+/// Deserializes the answer of a hook.
+pub(crate) struct AnswerOf(pub Hook);
 
 /// The policies of one request, or one of them. It lives as long as the request.
 pub trait Policy: Send {
@@ -377,76 +362,6 @@ pub fn no_vocabulary() -> Arc<dyn Vocabulary> {
     Arc::new(Empty)
 }
 
-macro_rules! exports {
-    ($($module:ident: $case:ident($record:ident) => $function:ident),+ $(,)?) => {
-        /// Indices of the hooks that a component exports.
-        pub(crate) struct HookIndices {
-            $($module: Option<exports::$module::GuestIndices>),+
-        }
-
-        /// The hooks that an instance exports.
-        pub(crate) struct Guest {
-            $($module: Option<exports::$module::Guest>),+
-        }
-
-        impl HookIndices {
-            /// Finds the hooks that `is_exported` names.
-            ///
-            /// # Errors
-            /// If a hook does not have the type that the contract gives it.
-            pub(crate) fn new(
-                pre: &InstancePre<State>,
-                is_exported: impl Fn(&str) -> bool,
-            ) -> wasmtime::Result<Self> {
-                let is = |module: &str| is_exported(&module.replace('_', "-"));
-                Ok(Self {$(
-                    $module: is(stringify!($module))
-                        .then(|| exports::$module::GuestIndices::new(pre))
-                        .transpose()?
-                ),+})
-            }
-
-            /// Finds them in an instance.
-            pub(crate) fn load(
-                &self,
-                store: &mut Store<State>,
-                instance: &Instance,
-            ) -> wasmtime::Result<Guest> {
-                Ok(Guest {$(
-                    $module: self.$module
-                        .as_ref()
-                        .map(|indices| indices.load(&mut *store, instance))
-                        .transpose()?
-                ),+})
-            }
-        }
-
-        impl Guest {
-            /// Calls a hook; one that is not exported answers [`Call::default_answer`].
-            pub(crate) fn call(
-                &self,
-                store: &mut Store<State>,
-                call: &Call<'_>,
-            ) -> wasmtime::Result<Answer> {
-                match call {
-                    $(Call::$case(input) => match &self.$module {
-                        None => Ok(call.default_answer()),
-                        Some(guest) => guest.$function(store, input).map($record::wrap),
-                    }),+
-                }
-            }
-        }
-    };
-}
-
-exports! {
-    on_prompt: Prompt(PromptView) => call_on_prompt,
-    on_request: Request(RequestView) => call_on_request,
-    on_step: Step(Step) => call_on_step,
-    on_tool_call: ToolCall(ToolCallView) => call_on_tool_call,
-    on_finish: Finish(Summary) => call_on_finish,
-}
-
 impl SamplingPatch {
     /// These values, and those of `other` for values that are not set.
     pub fn or(self, other: Self) -> Self {
@@ -509,5 +424,12 @@ empty_by_default! {
 impl Default for Phase {
     fn default() -> Self {
         Self::Answer
+    }
+}
+
+#[allow(clippy::derivable_impls, reason = "the type is generated")]
+impl Default for Verdict {
+    fn default() -> Self {
+        Self::Accept
     }
 }

@@ -107,13 +107,11 @@ pub enum Error {
         /// Why.
         problem: String,
     },
-    /// The database with the versions cannot be used.
-    #[error("policy `{policy}`: its versions cannot be read: {source}")]
-    Database {
-        /// Name of the policy.
-        policy: String,
-        /// Why.
-        source: redb::Error,
+    /// A file in the data folder is not what its name says: move it, or choose another folder.
+    #[error("{}: is not a policy database; move it, or choose another data folder", path.display())]
+    NotOurs {
+        /// The file.
+        path: PathBuf,
     },
 }
 

@@ -52,8 +52,12 @@ pub fn check_golden(component: &Arc<Component>, golden: &str) -> Result<usize, E
     if mismatches.is_empty() {
         return Ok(golden.cases.len());
     }
-    let lines: Vec<_> =
-        mismatches.iter().take(REPORTED).map(|one| format!("golden {one}")).collect();
+    let line = |one: &Decision| {
+        let Decision { line, case, hook, problem, .. } = one;
+        let problem = problem.as_deref().unwrap_or_default();
+        format!("golden line {line} (case `{case}`): {}: {problem}", hook.name())
+    };
+    let lines: Vec<_> = mismatches.iter().take(REPORTED).map(line).collect();
     let more = match mismatches.len().saturating_sub(REPORTED) {
         0 => String::new(),
         more => format!("; and {more} more"),
@@ -120,86 +124,53 @@ pub struct Decision {
     pub error: Option<String>,
     /// Fuel of the call.
     pub fuel: u64,
-}
-
-/// An answer that differs from the expected one. Displays as one line.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mismatch {
-    /// Number of the line, from 1.
-    pub line: usize,
-    /// Name of the case.
-    pub case: String,
-    /// The hook.
-    pub hook: Hook,
-    /// Expected and actual answer.
-    pub problem: String,
-}
-
-impl std::fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { line, case, hook, problem } = self;
-        write!(f, "line {line} (case `{case}`): {}: {problem}", hook.name())
-    }
+    /// How the answer differs from the expected one, if it does.
+    #[serde(skip)]
+    pub problem: Option<String>,
 }
 
 impl Golden {
     /// Answers of `component` that differ from the expected ones. A case ends with its first failure.
-    pub fn check(&self, component: &Arc<Component>) -> Vec<Mismatch> {
-        let mut mismatches = Vec::new();
-        self.run(component, |case, line, answer, _| {
-            if let Some(problem) = line.mismatch(answer) {
-                mismatches.push(Mismatch {
-                    line: line.number,
-                    case: case.name.clone(),
-                    hook: line.call.hook(),
-                    problem,
-                });
-            }
-        });
-        mismatches.sort_by_key(|mismatch| mismatch.line);
-        mismatches
+    pub fn check(&self, component: &Arc<Component>) -> Vec<Decision> {
+        let mut decisions = self.replay(component);
+        decisions.retain(|decision| decision.problem.is_some());
+        decisions
     }
 
     /// Answers of `component`, by line.
     pub fn replay(&self, component: &Arc<Component>) -> Vec<Decision> {
         let mut decisions = Vec::new();
-        self.run(component, |case, line, answer, fuel| {
-            decisions.push(Decision {
-                line: line.number,
-                case: case.name.clone(),
-                hook: line.call.hook(),
-                step: if let Call::Step(step) = &line.call { Some(step.index) } else { None },
-                answer: answer.as_ref().ok().cloned(),
-                error: answer.as_ref().err().map(ToString::to_string),
-                fuel,
-            });
-        });
-        decisions.sort_by_key(|decision| decision.line);
-        decisions
-    }
-
-    /// Makes all calls, case by case, and passes each answer and its fuel to `answered`.
-    fn run(
-        &self,
-        component: &Arc<Component>,
-        mut answered: impl FnMut(&Case, &Line, &Result<Answer, Failure>, u64),
-    ) {
         for case in &self.cases {
+            let mut decide = |line: &Line, answer: Result<Answer, Failure>, fuel| {
+                decisions.push(Decision {
+                    line: line.number,
+                    case: case.name.clone(),
+                    hook: line.call.hook(),
+                    step: if let Call::Step(step) = &line.call { Some(step.index) } else { None },
+                    problem: line.mismatch(&answer),
+                    error: answer.as_ref().err().map(ToString::to_string),
+                    answer: answer.ok(),
+                    fuel,
+                });
+            };
             let mut instance = match case.start(component) {
                 Ok(instance) => instance,
                 Err(failure) => {
-                    answered(case, &case.lines[0], &Err(failure), 0);
+                    decide(&case.lines[0], Err(failure), 0);
                     continue;
                 }
             };
             for line in case.lines.iter().filter(|line| !line.replaced) {
                 let answer = instance.call(&line.call);
-                answered(case, line, &answer, instance.take_report().cost.fuel);
-                if answer.is_err() {
+                let failed = answer.is_err();
+                decide(line, answer, instance.take_report().cost.fuel);
+                if failed {
                     break;
                 }
             }
         }
+        decisions.sort_by_key(|decision| decision.line);
+        decisions
     }
 }
 

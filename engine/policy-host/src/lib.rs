@@ -9,7 +9,7 @@
 //! registry.rs   Policy, Version, Session: which version of which policy steers which profile
 //! trace.rs      records calls and answers
 //! golden.rs     calls a policy with recorded or written calls and compares the answers
-//! kv.rs         what policies store, in the database that database.rs opens
+//! kv.rs         what policies store, in the database of database.rs
 //! ```
 //!
 //! The crate knows no model, no tokenizer and no HTTP: the engine passes plain records and gets plain
@@ -26,6 +26,7 @@ mod config;
 mod contract;
 mod database;
 mod error;
+mod file;
 mod golden;
 mod guard;
 mod kv;
@@ -43,7 +44,8 @@ pub use config::{
 pub use contract::*;
 pub use database::Storage;
 pub use error::{Cause, Error, Failure};
-pub use golden::{Decision, Golden, Mismatch, check_golden};
+pub use file::create_private_folder;
+pub use golden::{Decision, Golden, check_golden};
 pub use guard::Guard;
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
@@ -51,4 +53,4 @@ pub use registry::{
     Session, Use, Withdrawn, shipped,
 };
 pub use sandbox::{COMPONENT_BYTES, Component, Context, Host, Instance};
-pub use trace::{Record, Recorder, Traces};
+pub use trace::{Record, RecordedLink, Recorder, Traces};

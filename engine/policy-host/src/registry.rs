@@ -15,6 +15,7 @@
 
 mod active;
 mod history;
+mod params;
 mod reload;
 mod report;
 mod source;
@@ -39,6 +40,7 @@ use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
 use crate::contract::{HookInput, Params, Policy, Vocabulary};
 use crate::database::Storage;
 use crate::error::{Error, Failure};
+use crate::file;
 use crate::golden::check_golden;
 use crate::guard::Guard;
 use crate::sandbox::{Component, Context, Host};
@@ -59,7 +61,6 @@ pub struct Policies {
     limits: PolicyConfig,
     chains: BTreeMap<String, ProfileChain>,
     sources: BTreeMap<String, Source>,
-    history: Arc<History>,
     traces: Arc<Traces>,
     active: Mutex<Active>,
     /// Held while a version is validated, activated and written to its file, so that of two uploads
@@ -111,12 +112,11 @@ impl Policies {
             return Err(Error::Config { field: "policy.folder", problem });
         }
         let (chains, sources) = resolve_profiles(config, profiles)?;
-        let policies = Self {
+        let mut policies = Self {
             host: Host::new(config, storage)?,
             limits: config.clone(),
             chains,
             sources,
-            history: Arc::new(History::new(storage.database.clone())),
             traces: Traces::new(config)?,
             active: Mutex::default(),
             change: Mutex::default(),
@@ -124,7 +124,8 @@ impl Policies {
         };
         let mut active = Active::default();
         for (policy, source) in &policies.sources {
-            active.policies.insert(policy.clone(), policies.load_first(policy, source)?);
+            let history = History::read(&storage.database, policy);
+            active.policies.insert(policy.clone(), policies.load_first(policy, source, history)?);
         }
         for (name, chain) in &policies.chains {
             let mut texts = BTreeMap::new();
@@ -135,10 +136,12 @@ impl Policies {
                 })?;
                 texts.insert(param.clone(), text);
             }
+            let params = texts.clone().into_iter().collect();
+            params::check(name, chain, &active.policies, &params)?;
             active.params.insert(name.clone(), ProfileParams { texts, ..Default::default() });
         }
         active.resolve(&policies.chains, &policies.limits);
-        *policies.active.lock() = active;
+        *policies.active.get_mut() = active;
         Ok(policies)
     }
 
@@ -217,14 +220,15 @@ impl Policies {
         let _change = self.change.lock();
         let source = self.source(policy)?;
         let failed = |problem: String| Error::CannotRollBack { policy: policy.into(), problem };
-        let database = |source| Error::Database { policy: policy.into(), source };
-        let current = self.current(policy).sha256();
-        let history = self.history.list(policy).map_err(database)?;
-        let usable = |entry: &&HistoryEntry| entry.withdrawn.is_none() && entry.sha256 != current;
-        let Some(before) = history.iter().rev().find(usable) else {
-            return Err(failed("there is no earlier version".into()));
+        let (current, history) = {
+            let mut active = self.active();
+            let entry = active.policy(policy);
+            (entry.current.sha256(), entry.history.clone())
         };
-        let component = self.history.component(policy, &before.sha256).map_err(database)?;
+        // Read without the lock, so that starting requests do not wait for the disk.
+        let before = history.usable().find(|entry| entry.sha256 != current);
+        let before = before.ok_or_else(|| failed("there is no earlier version".into()))?;
+        let component = history.component(&before.sha256);
         let component = component
             .ok_or_else(|| failed(format!("the earlier version {} is damaged", before.sha256)))?;
         // The golden file is not checked: it may describe the later version.
@@ -232,24 +236,9 @@ impl Policies {
         let golden = source.golden().unwrap_or_default();
         let bundle = Bundle { component, golden };
         self.write(policy, source, &bundle)?;
-        if let Err(error) = self.history.withdraw(policy, &current, Withdrawn::RolledBack) {
-            tracing::warn!(policy, %error, "rolled back version remains in the history");
-        }
+        self.active().policy(policy).history.withdraw(&current, Withdrawn::RolledBack);
         let version = Version::new(valid, &bundle.component, Origin::History, Breaker::default());
         Ok(self.activate(policy, version, &bundle.component))
-    }
-
-    /// The history of a policy, newest first. It includes the active version, unless that is the
-    /// shipped one and was never replaced.
-    ///
-    /// # Errors
-    /// [`Error::UnknownPolicy`], or [`Error::Database`].
-    pub fn history(&self, policy: &str) -> Result<Vec<HistoryEntry>, Error> {
-        self.source(policy)?;
-        let list = self.history.list(policy);
-        let mut list = list.map_err(|source| Error::Database { policy: policy.into(), source })?;
-        list.reverse();
-        Ok(list)
     }
 
     /// The active versions, and rejected updates.
@@ -277,10 +266,9 @@ impl Policies {
                 profiles: uses.collect(),
                 health: breaker.health(),
                 problem: entry.problem.clone(),
-                earlier: Vec::new(),
+                earlier: entry.earlier(),
             }
         });
-        let mut policies: Vec<_> = policies.collect();
         let params = self.chains.iter().flat_map(|(profile, chain)| {
             chain.settings.params.iter().filter_map(|(param, value)| {
                 let Param::File { file } = value else { return None };
@@ -289,14 +277,7 @@ impl Policies {
                 Some(ParamReport { profile, param, file: file.clone(), problem })
             })
         });
-        let params = params.collect();
-        // The disk is read without the lock, so that starting requests do not wait for it.
-        drop(active);
-        for policy in &mut policies {
-            policy.earlier = self.history(&policy.name).unwrap_or_default();
-            policy.earlier.retain(|entry| entry.sha256 != policy.sha256);
-        }
-        Report { policies, params }
+        Report { policies: policies.collect(), params: params.collect() }
     }
 
     /// Counters of policies: policy, counter, value; sorted.
@@ -315,7 +296,12 @@ impl Policies {
     }
 
     /// The version that is active after the start.
-    fn load_first(&self, policy: &str, source: &Source) -> Result<PolicyEntry, Error> {
+    fn load_first(
+        &self,
+        policy: &str,
+        source: &Source,
+        mut history: History,
+    ) -> Result<PolicyEntry, Error> {
         let user = self.users(policy).next().map_or("", |(name, _)| name);
         let (bundle, origin) = match source.read() {
             Ok(Some(bundle)) => (Ok(bundle), Origin::File),
@@ -326,47 +312,35 @@ impl Policies {
             Err(problem) => (Err(Error::refused(policy, problem)), Origin::File),
         };
         let seen = bundle.as_ref().ok().map(digest_of);
-        let validated = bundle.and_then(|bundle| {
+        let first = bundle.and_then(|bundle| {
             let component = self.validate(policy, &bundle.component, &bundle.golden)?;
-            Ok((component, bundle.component))
+            Ok((Version::new(component, &bundle.component, origin, Breaker::default()), bundle))
         });
-        let problem = match &validated {
+        let problem = match &first {
             Err(error) => Some(error.to_string()),
-            Ok((component, _)) => self.failed_before(policy, &component.sha256()),
+            Ok((version, _)) => history.failure_of(&version.sha256()),
         };
         if let Some(problem) = problem
-            && let Some(version) = self.last_valid(policy)
+            && let Some(version) = self.last_valid(policy, &history)
         {
             let sha256 = version.sha256();
             tracing::error!(policy, problem, sha256, "policy broken; loaded an earlier version");
             let problem = Some(Problem::now(problem));
-            return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(version) });
+            return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(version, history) });
         }
-        let (component, bytes) = validated.map_err(|error| error.in_profile(user))?;
-        let version = Version::new(component, &bytes, origin, Breaker::default());
+        let (version, bundle) = first.map_err(|error| error.in_profile(user))?;
         let sha256 = version.sha256();
         tracing::info!(policy, sha256, origin = origin.name(), "policy loaded");
         if origin == Origin::File {
-            self.add_to_history(policy, &version, &bytes);
+            history.add(version.entry(), &bundle.component);
         }
-        Ok(PolicyEntry { seen, ..PolicyEntry::new(version) })
-    }
-
-    /// Why the version with this digest failed its probation, if it did.
-    fn failed_before(&self, policy: &str, sha256: &[u8; 32]) -> Option<String> {
-        let sha256 = hex::encode(sha256);
-        let history = self.history.list(policy).ok()?;
-        match history.into_iter().find(|entry| entry.sha256 == sha256)?.withdrawn? {
-            Withdrawn::Failed(reason) => Some(format!("policy `{policy}`: {reason}")),
-            Withdrawn::RolledBack => None,
-        }
+        Ok(PolicyEntry { seen, ..PolicyEntry::new(version, history) })
     }
 
     /// The newest valid version of the history.
-    fn last_valid(&self, policy: &str) -> Option<Version> {
-        let history = self.history.list(policy).unwrap_or_default();
-        history.iter().rev().filter(|entry| entry.withdrawn.is_none()).find_map(|entry| {
-            let bytes = self.history.component(policy, &entry.sha256).ok()??;
+    fn last_valid(&self, policy: &str, history: &History) -> Option<Version> {
+        history.usable().find_map(|entry| {
+            let bytes = history.component(&entry.sha256)?;
             let component = self.validate(policy, &bytes, "").ok()?;
             Some(Version::new(component, &bytes, Origin::History, Breaker::default()))
         })
@@ -415,7 +389,7 @@ impl Policies {
             && let Some(shipped) = source.shipped()
         {
             // So that a rollback can return to it.
-            self.add_to_history(policy, &current, &shipped.component);
+            self.active().policy(policy).history.add(current.entry(), &shipped.component);
         }
         let version = Version::new(component, &bundle.component, origin, Breaker::on_probation());
         Ok(self.activate(policy, version, &bundle.component))
@@ -426,7 +400,7 @@ impl Policies {
         let Some(path) = &source.file else {
             return Err(Error::NoFile { policy: policy.into() });
         };
-        source::write(path, &bundle.component).map_err(|source| Error::NotWritten {
+        file::replace(path, &bundle.component).map_err(|source| Error::NotWritten {
             policy: policy.into(),
             path: path.clone(),
             source,
@@ -436,29 +410,12 @@ impl Policies {
     }
 
     fn activate(&self, policy: &str, version: Version, bytes: &[u8]) -> Activation {
-        self.add_to_history(policy, &version, bytes);
         let (sha256, origin) = (version.sha256(), version.origin.name());
-        let replaced = {
-            let mut active = self.active();
-            let replaced = active.policy(policy).activate(version);
-            active.resolve(&self.chains, &self.limits);
-            replaced.sha256()
-        };
+        let mut active = self.active();
+        let replaced = active.policy(policy).activate(version, bytes).sha256();
+        active.resolve(&self.chains, &self.limits);
         tracing::info!(policy, sha256, replaced, origin, "policy activated");
         Activation { policy: policy.into(), sha256, replaced: Some(replaced) }
-    }
-
-    fn add_to_history(&self, policy: &str, version: &Version, bytes: &[u8]) {
-        let entry = HistoryEntry {
-            sha256: version.sha256(),
-            bytes: version.bytes,
-            origin: version.origin,
-            since: version.since,
-            withdrawn: None,
-        };
-        if let Err(error) = self.history.record(policy, entry, bytes) {
-            tracing::warn!(policy, %error, "policy version not added to the history");
-        }
     }
 
     /// Logs and reports a rejected update.
@@ -474,23 +431,8 @@ impl Policies {
     /// The active versions. Versions that failed their probation are rolled back first.
     fn active(&self) -> MutexGuard<'_, Active> {
         let mut active = self.active.lock();
-        let condemned = active.roll_back_condemned();
-        if !condemned.is_empty() {
+        if active.roll_back_condemned() {
             active.resolve(&self.chains, &self.limits);
-        }
-        for (policy, version, reason) in condemned {
-            let sha256 = version.sha256();
-            tracing::error!(policy, sha256, reason, "policy rolled back");
-            let history = self.history.clone();
-            let withdraw = move || {
-                if let Err(error) = history.withdraw(&policy, &sha256, Withdrawn::Failed(reason)) {
-                    tracing::warn!(policy, %error, "a restart would load the failed version");
-                }
-            };
-            // On a thread of its own: requests start here and must not wait for the disk.
-            if let Err(error) = std::thread::Builder::new().spawn(withdraw) {
-                tracing::warn!(%error, "a restart would load the failed version");
-            }
         }
         active
     }

@@ -15,20 +15,21 @@
 //! # Why
 //! `component-model-async` is disabled (it adds 0.4 us a call), as are GC, threads and 64-bit memories,
 //! which no policy needs. NaNs are canonical and relaxed SIMD is deterministic, so a trace replays bit
-//! for bit on another machine. The pooling allocator reserves address space for [`MAX_INSTANCES`]
-//! instances of `memory_bytes` each: the default of 4 GiB a memory saves bounds checks, which cost
-//! nothing here, but fails under `ulimit -v`.
+//! for bit on another machine. A memory reserves `memory_bytes` of address space: the default of
+//! 4 GiB saves bounds checks, which cost nothing here, but fails under `ulimit -v`. So did the pooling
+//! allocator, which reserved the memories of all instances at the start: 8.6 GB.
 //!
 //! A policy in JavaScript or Python contains an interpreter of 10 to 20 MB with an initial memory of
 //! 9.5 or 12.9 MB, the latter in 38 core instances. `memory_bytes` and [`MAX_CORE_INSTANCES`] allow
 //! them and cost a small policy nothing: untouched pages are address space only. Both can be built with
 //! WASI stubbed out, so the host provides none.
 //!
-//! Measured on two x86-64 cores under load (12 runnable threads): a step of the default policy takes
-//! 0.8 us at the median and 4.9 us at the 99th percentile, including fuel and time readings; a guest
-//! without decisions 0.6 us, and 0.2 us more with a `kv.get`; instantiating and dropping takes 4 us and
-//! 14 us. `steersman policy bench` repeats it.
+//! Measured on two x86-64 cores under load (10 runnable threads): a step of the default policy takes
+//! 0.85 us at the median and 1.2 us at the 99th percentile, including fuel and time readings.
+//! Instantiating takes 11 us at the median; the pooling allocator took 9 us. `steersman policy bench`
+//! repeats it.
 
+mod compiled;
 mod engine;
 mod imports;
 mod ticker;
@@ -61,13 +62,13 @@ pub const COMPONENT_BYTES: usize = 64 << 20;
 const DRY_RUN_DEADLINE_MS: u64 = 10_000;
 
 /// Instances that exist at a time, which is the number of requests that use a policy.
-const MAX_INSTANCES: u32 = 256;
+const MAX_INSTANCES: usize = 256;
 
 /// Core instances of one component: a Python interpreter has 38.
-const MAX_CORE_INSTANCES: u32 = 64;
+const MAX_CORE_INSTANCES: usize = 64;
 
 /// Memories, and tables, of one component.
-const MAX_MEMORIES: u32 = 8;
+const MAX_MEMORIES: usize = 8;
 
 /// Resource handles of one instance. The contract has none; a component may define its own.
 const MAX_HANDLES: usize = 1000;
@@ -143,11 +144,13 @@ impl Component {
             let size = bytes.len();
             return Err(refuse(format!("has {size} bytes, more than {COMPONENT_BYTES}")));
         }
-        let component = wasm::Component::from_binary(&host.engine, bytes).map_err(|error| {
-            let limit = host.limits.memory_bytes;
-            let error = one_line(&error);
-            refuse(format!("is not a valid component: {error} (`policy.memory_bytes` is {limit})"))
-        })?;
+        let sha256 = Sha256::digest(bytes).into();
+        let component = match &host.compiled {
+            Some(compiled) => compiled.component(&host.engine, bytes, &sha256),
+            None => wasm::Component::from_binary(&host.engine, bytes),
+        };
+        let component = component
+            .map_err(|error| refuse(format!("is not a valid component: {}", one_line(&error))))?;
         let ty = component.component_type();
         let exports = ty.exports(&host.engine).map(|(export, _)| export);
         let hooks = exported_hooks(exports).map_err(refuse)?;
@@ -172,7 +175,7 @@ impl Component {
             .map_err(|error| refuse(wrong_type(&error)))?;
         Ok(Self {
             name: name.into(),
-            sha256: Sha256::digest(bytes).into(),
+            sha256,
             hooks,
             imports,
             indices,
@@ -234,12 +237,16 @@ impl Component {
         let limits = &self.limits;
         let imports = (!self.imports.is_empty())
             .then(|| Box::new(Imports::new(&self.name, context, &self.services, limits)));
-        let state = State { memory_bytes: limits.memory_bytes, failed: None, imports };
+        let state =
+            State { memory_bytes: 0, memory_limit: limits.memory_bytes, failed: None, imports };
         let mut store = Store::new(self.pre.engine(), state);
         store.limiter(|state| state);
         store.set_hostcall_fuel(self.passed_bytes());
         store.set_max_component_handles(MAX_HANDLES);
-        let alive = self.ticker.watch();
+        let alive = self.ticker.watch(MAX_INSTANCES).ok_or_else(|| {
+            let cause = Cause::Limit(format!("{MAX_INSTANCES} instances exist already"));
+            Failure { policy: self.name.clone(), hook: "start", cause }
+        })?;
         let deadline = context.deadline(limits);
         refuel(&mut store, limits, deadline);
         let instance = self.pre.instantiate(&mut store);
@@ -283,6 +290,7 @@ impl Component {
             (_, Some(Trap::OutOfFuel)) => Cause::Fuel(self.limits.fuel),
             (_, Some(Trap::Interrupt)) => Cause::Deadline(deadline.ms),
             (_, Some(trap)) => Cause::Trap(trap.to_string()),
+            _ if hook == "start" => Cause::Limit(format!("cannot be started: {}", one_line(error))),
             // wasmtime has no type for an answer that cannot be lifted, so the limit is always named.
             _ => Cause::Answer(format!(
                 "the answer or an import's argument cannot be read: {} (an answer may have {} bytes)",
@@ -402,7 +410,9 @@ fn one_line(error: &wasmtime::Error) -> String {
 
 /// Data of a store: its limits, its imports, and the limit that ended it.
 pub(crate) struct State {
+    /// Of all memories.
     memory_bytes: usize,
+    memory_limit: usize,
     failed: Option<Cause>,
     /// `None` for a component without imports.
     imports: Option<Box<Imports>>,
@@ -420,17 +430,20 @@ impl State {
 impl ResourceLimiter for State {
     fn memory_growing(
         &mut self,
-        _current: usize,
+        current: usize,
         desired: usize,
         _maximum: Option<usize>,
     ) -> wasmtime::Result<bool> {
-        let limit = self.memory_bytes;
-        if desired <= limit {
+        let limit = self.memory_limit;
+        let wanted = self.memory_bytes.saturating_add(desired.saturating_sub(current));
+        if wanted <= limit {
+            self.memory_bytes = wanted;
             return Ok(true);
         }
         // `Ok(false)` would let the guest continue and fail for another reason.
-        Err(self
-            .fail(Cause::Limit(format!("wanted {desired} bytes of memory, the limit is {limit}"))))
+        Err(self.fail(Cause::Limit(format!(
+            "wanted {wanted} bytes of memory, the limit is {limit} (`policy.memory_bytes`)"
+        ))))
     }
 
     fn table_growing(
@@ -448,14 +461,14 @@ impl ResourceLimiter for State {
     }
 
     fn instances(&self) -> usize {
-        MAX_CORE_INSTANCES as usize
+        MAX_CORE_INSTANCES
     }
 
     fn tables(&self) -> usize {
-        MAX_MEMORIES as usize
+        MAX_MEMORIES
     }
 
     fn memories(&self) -> usize {
-        MAX_MEMORIES as usize
+        MAX_MEMORIES
     }
 }

@@ -20,19 +20,17 @@ mod record;
 mod tests;
 
 use std::collections::VecDeque;
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use serde::Serialize;
 
 use crate::chain::Link;
 use crate::config::PolicyConfig;
-use crate::contract::{Answer, Call, Cost, ImportCall};
-use crate::error::{Error, Failure};
-use file::{Batch, Writer};
-pub use record::Record;
+use crate::contract::{Answer, Call, CallReport};
+use crate::error::Error;
+use file::Writer;
+pub use record::{Record, RecordedLink};
 
 /// Recorded calls of one request; `on-finish` is recorded in any case.
 const MAX_RECORDS: usize = 16_384;
@@ -46,7 +44,7 @@ const CHUNK: usize = 64;
 /// Traces of the newest requests.
 pub struct Traces {
     requests: usize,
-    newest: Mutex<VecDeque<Arc<TracedRequest>>>,
+    newest: Mutex<VecDeque<Arc<Traced>>>,
     bytes: AtomicUsize,
     writer: Option<Writer>,
 }
@@ -72,14 +70,10 @@ impl Traces {
         if self.requests == 0 && self.writer.is_none() {
             return Recorder::off();
         }
-        let traced = TracedRequest {
-            request: request.into(),
-            profile: profile.into(),
-            masked: !text,
-            policies: Vec::new(),
-            calls: Mutex::default(),
-        };
-        Recorder(Some(Active { traces: self.clone(), traced: Arc::new(traced) }))
+        let traced = Traced { request: request.into(), calls: Mutex::default() };
+        let (profile, masked) = (profile.into(), !text);
+        let traced = Arc::new(traced);
+        Recorder(Some(Active { traces: self.clone(), traced, profile, masked, links: Vec::new() }))
     }
 
     /// The records of a request, in order; the newest request if several have this id. `None` if there
@@ -89,15 +83,15 @@ impl Traces {
         let traced = newest.iter().rev().find(|traced| traced.request == request)?.clone();
         drop(newest);
         let calls = traced.calls.lock();
-        let entries = calls.chunks.iter().flat_map(|chunk| chunk.iter()).chain(&calls.open);
-        let mut records: Vec<_> = entries.map(|entry| traced.record(entry)).collect();
+        let chunks = calls.chunks.iter().flat_map(|chunk| chunk.iter());
+        let mut records: Vec<_> = chunks.chain(&calls.open).cloned().collect();
         if let Some(last) = records.last_mut() {
             last.dropped = calls.dropped;
         }
         Some(records)
     }
 
-    fn add(&self, traced: Arc<TracedRequest>) {
+    fn add(&self, traced: Arc<Traced>) {
         let mut newest = self.newest.lock();
         newest.push_back(traced);
         while newest.len() > self.requests {
@@ -112,7 +106,7 @@ impl Traces {
         }
     }
 
-    fn evict_oldest(&self, newest: &mut VecDeque<Arc<TracedRequest>>) {
+    fn evict_oldest(&self, newest: &mut VecDeque<Arc<Traced>>) {
         let Some(oldest) = newest.pop_front() else { return };
         let mut calls = oldest.calls.lock();
         calls.evicted = true;
@@ -122,26 +116,17 @@ impl Traces {
 }
 
 /// The trace of one request.
-struct TracedRequest {
+struct Traced {
     request: String,
-    profile: String,
-    masked: bool,
-    policies: Vec<TracedPolicy>,
     calls: Mutex<Calls>,
-}
-
-struct TracedPolicy {
-    name: String,
-    sha256: String,
-    shadow: bool,
 }
 
 #[derive(Default)]
 struct Calls {
     /// Full chunks, shared with the thread of the file.
-    chunks: Vec<Arc<Vec<Entry>>>,
-    /// At most [`CHUNK`] entries.
-    open: Vec<Entry>,
+    chunks: Vec<Arc<Vec<Record>>>,
+    /// At most [`CHUNK`] records.
+    open: Vec<Record>,
     count: usize,
     bytes: usize,
     dropped: u64,
@@ -149,58 +134,18 @@ struct Calls {
     evicted: bool,
 }
 
-struct Entry {
-    link: usize,
-    call: Call<'static>,
-    answer: Option<Answer>,
-    outcome: Outcome,
-}
-
-/// The outcome of a call, apart from its answer.
-pub struct Outcome {
-    /// The failure.
-    pub failure: Option<Failure>,
-    /// Whether the policy has failed, in this call or an earlier one.
-    pub replaced: bool,
-    /// Fuel and time.
-    pub cost: Cost,
-    /// Uses of imports.
-    pub imports: Vec<ImportCall>,
-}
-
-impl TracedRequest {
-    fn record(&self, entry: &Entry) -> Record {
-        let TracedPolicy { name, sha256, shadow } = &self.policies[entry.link];
-        let Outcome { failure, replaced, cost, imports } = &entry.outcome;
-        Record {
-            request: self.request.clone(),
-            profile: self.profile.clone(),
-            policy: name.clone(),
-            sha256: sha256.clone(),
-            link: entry.link,
-            shadow: *shadow,
-            call: entry.call.clone(),
-            answer: entry.answer.clone(),
-            failure: failure.clone(),
-            replaced: *replaced,
-            masked: self.masked,
-            cost: *cost,
-            imports: imports.clone(),
-            dropped: 0,
-        }
-    }
-
+impl Calls {
     /// Closes the open chunk and sends it to the file.
-    fn close_chunk(self: &Arc<Self>, calls: &mut Calls, traces: &Traces, dropped: u64) {
-        let chunk = Arc::new(std::mem::take(&mut calls.open));
+    fn close_chunk(&mut self, traces: &Traces) {
+        let chunk = Arc::new(std::mem::take(&mut self.open));
         if chunk.is_empty() {
             return;
         }
-        if !calls.evicted {
-            calls.chunks.push(chunk.clone());
+        if !self.evicted {
+            self.chunks.push(chunk.clone());
         }
         if let Some(writer) = &traces.writer {
-            writer.write(Batch { traced: self.clone(), chunk, dropped });
+            writer.write(chunk);
         }
     }
 }
@@ -210,7 +155,10 @@ pub struct Recorder(Option<Active>);
 
 struct Active {
     traces: Arc<Traces>,
-    traced: Arc<TracedRequest>,
+    traced: Arc<Traced>,
+    profile: String,
+    masked: bool,
+    links: Vec<Arc<RecordedLink>>,
 }
 
 impl Recorder {
@@ -221,26 +169,31 @@ impl Recorder {
 
     /// Begins a request with these policies.
     pub(crate) fn begin(&mut self, links: &[Link]) {
-        let Some(Active { traces, traced }) = &mut self.0 else { return };
-        let policy = |link: &Link| TracedPolicy {
-            name: link.name.clone(),
-            sha256: hex::encode(link.sha256),
-            shadow: link.shadow,
+        let Some(Active { traces, traced, profile, masked, links: recorded }) = &mut self.0 else {
+            return;
         };
-        let unshared = Arc::get_mut(traced).expect("not shared before Recorder::begin");
-        unshared.policies = links.iter().map(policy).collect();
+        let of = |(index, link): (usize, &Link)| RecordedLink {
+            request: traced.request.clone(),
+            profile: profile.clone(),
+            policy: link.name.clone(),
+            sha256: hex::encode(link.sha256),
+            index,
+            shadow: link.shadow,
+            masked: *masked,
+        };
+        *recorded = links.iter().enumerate().map(of).map(Arc::new).collect();
         traces.add(traced.clone());
     }
 
-    /// Records a call of the policy `link`.
+    /// Records a call of the policy `link`, its answer, and what was reported of it.
     pub(crate) fn record(
         &self,
         link: usize,
         call: &Call<'_>,
         answer: Option<&Answer>,
-        outcome: Outcome,
+        report: CallReport,
     ) {
-        let Some(Active { traces, traced }) = &self.0 else { return };
+        let Some(Active { traces, traced, links, .. }) = &self.0 else { return };
         let mut calls = traced.calls.lock();
         if calls.count >= MAX_RECORDS && !matches!(call, Call::Finish(_)) {
             calls.dropped += 1;
@@ -249,13 +202,15 @@ impl Recorder {
         if calls.evicted && traces.writer.is_none() {
             return;
         }
-        let entry = Entry { link, call: call.to_owned(), answer: answer.cloned(), outcome };
-        let bytes = if calls.evicted { 0 } else { entry.bytes() };
+        let CallReport { cost, imports, failure, replaced, notes: _ } = report;
+        let (link, call, answer) = (links[link].clone(), call.to_owned(), answer.cloned());
+        let record = Record { link, call, answer, failure, replaced, cost, imports, dropped: 0 };
+        let bytes = if calls.evicted { 0 } else { record.bytes() };
         calls.count += 1;
         calls.bytes += bytes;
-        calls.open.push(entry);
+        calls.open.push(record);
         if calls.open.len() == CHUNK {
-            traced.close_chunk(&mut calls, traces, 0);
+            calls.close_chunk(traces);
         }
         // While the lock is held: eviction subtracts what was added.
         let all = traces.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -267,10 +222,13 @@ impl Recorder {
 
     /// Ends the request.
     pub(crate) fn finish(&mut self) {
-        let Some(Active { traces, traced }) = self.0.take() else { return };
+        let Some(Active { traces, traced, .. }) = self.0.take() else { return };
         let mut calls = traced.calls.lock();
         let dropped = calls.dropped;
-        traced.close_chunk(&mut calls, &traces, dropped);
+        if let Some(last) = calls.open.last_mut() {
+            last.dropped = dropped;
+        }
+        calls.close_chunk(&traces);
     }
 }
 
@@ -278,43 +236,4 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         self.finish();
     }
-}
-
-impl Entry {
-    /// Size in memory, estimated.
-    fn bytes(&self) -> usize {
-        let imports = |call: &ImportCall| {
-            let texts = call.arguments.iter().chain(&call.answer);
-            call.call.len() + texts.map(|text| text.len() + size_of::<String>()).sum::<usize>()
-        };
-        let call = match &self.call {
-            Call::Step(step) => size_of_val(&step.tokens[..]) + step.text.len(),
-            other => json_bytes(other),
-        };
-        let answer = match &self.answer {
-            Some(Answer::Step(actions)) if actions.is_empty() => 0,
-            answer => json_bytes(answer),
-        };
-        size_of::<Self>() + call + answer + self.outcome.imports.iter().map(imports).sum::<usize>()
-    }
-}
-
-/// Length of a value as JSON, as an estimate of its texts and lists.
-fn json_bytes(value: &impl Serialize) -> usize {
-    struct Counter(usize);
-
-    impl io::Write for Counter {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0 += bytes.len();
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    let mut counter = Counter(0);
-    serde_json::to_writer(&mut counter, value).expect("records have string keys only");
-    counter.0
 }

@@ -44,7 +44,7 @@ impl Policy for Scripted {
                 Answer::Step(self.actions.get(self.steps - 1).cloned().unwrap_or_default())
             }
             Call::ToolCall(_) => Answer::ToolCall(self.verdict.clone().unwrap_or(Verdict::Accept)),
-            Call::Finish(_) => Answer::Finish,
+            Call::Finish(_) => Answer::Finish(()),
         })
     }
 }
@@ -557,7 +557,7 @@ fn a_shadow_is_called_and_recorded_and_changes_nothing() {
         };
         assert_eq!(run(true), run(false));
         let records = traces.get("with").unwrap();
-        let of_shadow: Vec<_> = records.iter().filter(|record| record.shadow).collect();
+        let of_shadow: Vec<_> = records.iter().filter(|record| record.link.shadow).collect();
         if shadow.fails {
             let failed = of_shadow.last().unwrap();
             let error = failed.failure.as_ref().unwrap().to_string();

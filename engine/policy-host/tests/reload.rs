@@ -76,7 +76,7 @@ impl Site {
 
     /// Loads the policies as a server does at its start, and watches their files.
     fn start(&self) -> Server {
-        let storage = Storage::open(self.data.path());
+        let storage = Storage::open(self.data.path()).unwrap();
         let policies = Policies::load(&self.config(), &self.profiles, &storage);
         let policies = Arc::new(policies.unwrap_or_else(|error| panic!("{error}")));
         policies.watch();
@@ -188,6 +188,9 @@ fn a_file_written_in_pieces_becomes_active_when_it_is_complete() {
     drop(file);
     server.until_version("b");
     assert_eq!(server.report().problem, None);
+    fs::remove_file(site.file()).unwrap();
+    server.until_problem("no longer exists");
+    assert_eq!(server.version(), "b");
 }
 
 #[test]
@@ -258,10 +261,9 @@ fn a_version_that_fails_its_first_three_requests_is_rolled_back() {
     let words = "failed in 3 of its first 3 requests: on-step: trapped";
     let problem = server.until_problem(words);
     assert!(problem.contains("rolled back to the version before it"), "{problem}");
-    until("the withdrawal is stored", || {
-        let withdrawn = server.report().earlier[0].withdrawn.clone();
-        matches!(withdrawn, Some(Withdrawn::Failed(reason)) if reason.contains("on-step: trapped"))
-    });
+    let withdrawn = server.report().earlier[0].withdrawn.clone();
+    let Some(Withdrawn::Failed(reason)) = withdrawn else { panic!("{withdrawn:?}") };
+    assert!(reason.contains("on-step: trapped"), "{reason}");
     // Its file still exists. It is not loaded again: neither by the watch nor at a start.
     replace(&site.file(), &failing);
     server.until_reloaded(&site);
@@ -272,6 +274,27 @@ fn a_version_that_fails_its_first_three_requests_is_rolled_back() {
     server.until_problem("failed in 3 of its first 3 requests");
     replace(&site.file(), &version("c"));
     server.until_version("c");
+}
+
+/// The withdrawal was written by a thread of its own, which held the database open: a restart in that
+/// moment used memory, loaded the failed version again, and kept nothing from then on.
+#[test]
+fn a_restart_right_after_a_rollback_knows_it() {
+    let site = Site::new();
+    site.start().end();
+    for n in 0..10 {
+        replace(&site.file(), &version("a"));
+        let server = site.start();
+        replace(&site.file(), &named(&format!("b{n}"), true));
+        until("the failing version", || server.report().health.probation.is_some());
+        while server.report().health.probation.is_some() {
+            server.request("default");
+        }
+        server.end();
+        let server = site.start();
+        assert_eq!(server.version(), "a");
+        server.end();
+    }
 }
 
 #[test]
@@ -286,6 +309,12 @@ fn a_start_with_a_broken_file_loads_the_last_valid_version() {
     assert!(server.problem().contains("is not a valid component"));
     replace(&site.file(), &version("b"));
     server.until_version("b");
+    server.end();
+    // A missing file was removed on purpose.
+    fs::remove_file(site.file()).unwrap();
+    let storage = Storage::open(site.data.path()).unwrap();
+    let error = Policies::load(&site.config(), &site.profiles, &storage).err().unwrap();
+    assert!(error.to_string().contains("does not exist"), "{error}");
 }
 
 #[test]

@@ -70,8 +70,8 @@ fn a_recorded_session_replays_to_the_same_decisions_bit_for_bit() {
     let component = component("default", shipped("default").unwrap().0);
     let exported = component.hooks();
     for record in &records {
-        assert_eq!(&*record.policy, "default");
-        assert_eq!(record.sha256, hex::encode(component.sha256()));
+        assert_eq!(&*record.link.policy, "default");
+        assert_eq!(record.link.sha256, hex::encode(component.sha256()));
         let hook = record.call.hook().name();
         assert_eq!(record.cost.fuel > 0, exported.contains(&hook), "{hook}: {record:?}");
     }
@@ -147,13 +147,15 @@ fn a_shadow_changes_no_answer_and_its_decisions_replay() {
     let shadowed = ProfilePolicies { shadow: vec!["default".into()], ..alone.clone() };
     let without = request(&policies(alone), "request");
     let with = request(&policies(shadowed), "request");
-    let (of_shadow, applied): (Vec<_>, Vec<_>) = with.iter().partition(|record| record.shadow);
+    let (of_shadow, applied): (Vec<_>, Vec<_>) = with.iter().partition(|record| record.link.shadow);
     let answers = |records: &mut dyn Iterator<Item = &Record>| -> Vec<_> {
         records.map(|record| record.answer.clone()).collect()
     };
     assert_eq!(answers(&mut applied.into_iter()), answers(&mut without.iter()));
     assert_eq!(of_shadow.len(), without.len());
-    assert!(of_shadow.iter().all(|record| record.policy == "default" && record.link == 1));
+    assert!(
+        of_shadow.iter().all(|record| record.link.policy == "default" && record.link.index == 1)
+    );
     let acted = |record: &&Record| matches!(&record.answer, Some(Answer::Step(actions)) if !actions.is_empty());
     assert!(of_shadow.iter().any(acted), "{of_shadow:?}");
     let mut golden = Golden::parse(&lines(&with)).unwrap();

@@ -1,8 +1,10 @@
 //! Checkpoints: rewinding further than a draft mark.
 //!
-//! KV can be truncated at any position. A checkpoint holds the recurrent state of one position. It
-//! holds handles of arrays, not copies. MLX updates a buffer in place only if nothing else holds it,
-//! so the first row after a checkpoint copies each sliding window once.
+//! KV can be truncated at any position. A checkpoint holds the recurrent state of one position: a
+//! handle of each matrix, which no row changes in place, and copies of what are views of larger
+//! buffers. A view of a sliding window would hold twice the window, and make the next row copy the
+//! buffer, because MLX writes in place only if nothing else holds it; a view of a convolution's tail
+//! would hold the inputs of a whole chunk.
 
 use mlx_rs::Array;
 
@@ -29,9 +31,14 @@ impl Checkpoint {
 }
 
 impl Cache {
-    /// A checkpoint of the current position.
+    /// A checkpoint of the current position. Evaluate its arrays, or it holds what they are copied
+    /// from.
     pub fn checkpoint(&self) -> Result<Checkpoint> {
-        Ok(Checkpoint { position: self.position, recurrent: self.recurrent_state()? })
+        // Shares a buffer that is at most 16 KiB larger than the array.
+        let compact = |array: &Array| array.contiguous();
+        let recurrent =
+            self.recurrent_state()?.iter().map(compact).collect::<std::result::Result<_, _>>()?;
+        Ok(Checkpoint { position: self.position, recurrent })
     }
 
     /// Drops all rows after `checkpoint`, which was taken from this cache or from one that has seen

@@ -234,7 +234,7 @@ impl Decoder {
                 };
                 let value = measure(&block(&text.hidden)?, &block(&found)?)?;
                 let value = value.try_item_exact::<f32>();
-                total += value.map_err(|e| Error::Array(e.to_string()))?;
+                total += value.map_err(Error::from)?;
             }
             tokens += rows;
         }

@@ -58,7 +58,7 @@ use crate::cache::Span;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result, catch_panic};
-use crate::model::{Loaded, Model, Pass};
+use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
 use crate::queue::Queue;
@@ -74,7 +74,7 @@ const RUNNING: [usize; 2] = [4, 8];
 /// # Errors
 /// When a policy cannot be loaded; names the profile and the policy.
 pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
-    let storage = Storage::open(data);
+    let storage = Storage::open(data)?;
     let policies = Arc::new(Policies::load(&config.policy, &config.profile_policies(), &storage)?);
     policies.watch();
     Ok(policies)
@@ -187,8 +187,15 @@ impl Decoder {
     ) -> Result<(Self, Info)> {
         memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let text = Text::load(folder)?;
-        let Loaded { model, family, context, digest, on_cpu, dtype, numbers } =
-            crate::model::load(folder, &config.model)?;
+        // Hashed while the model is loaded from them.
+        let weights = WeightsDigest::start(folder, data)?;
+        let loaded = crate::model::load(folder, &config.model)?;
+        let digest = loaded.digest(weights.finish()?);
+        loaded.probe(folder)?;
+        let Loaded { model, family, context, embeddings, on_cpu, dtype, numbers, .. } = loaded;
+        let text = text
+            .with_embeddings(embeddings)
+            .with_special_tokens_in_text(config.model.special_tokens_in_text);
         let vocabulary = i32::try_from(text.vocab_size()).unwrap_or(i32::MAX);
         let queue = Arc::new(Queue::new(config.engine.queue));
         for (name, profile) in &config.profiles {
@@ -615,7 +622,15 @@ fn load_draft_model(
             problem,
         }));
     }
-    Ok(Some(crate::model::load(folder, model)?.model.into()))
+    let loaded = crate::model::load(folder, model)?;
+    loaded.probe(folder)?;
+    let Loaded { model, embeddings, .. } = loaded;
+    if embeddings < text.vocab_size() {
+        let size = text.vocab_size();
+        let problem = format!("it has embeddings of {embeddings} tokens, the model of {size}");
+        return Err(Error::Config(ConfigError::Model { path: folder.into(), problem }));
+    }
+    Ok(Some(model.into()))
 }
 
 /// Opens the prefix store, if enabled. If it cannot be opened, state is saved in memory only.

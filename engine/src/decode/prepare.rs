@@ -28,7 +28,7 @@ use crate::policy::{
 use crate::prefix::Retention;
 use crate::queue::{Job, Queue, Taken, Work};
 use crate::request::{Event, Message, Request, Sampling};
-use crate::text::{Reply, Text};
+use crate::text::{Reply, Text, Variables};
 
 /// Threads that prepare requests.
 pub const THREADS: usize = 2;
@@ -162,15 +162,22 @@ impl Preparer {
 
     fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Vec<u32>> {
         job.check(STAGE)?;
-        let Request { messages, tools, template_variables, .. } = &job.request;
-        let prompt = self.text.render(messages, tools, template_variables, reasoning, true)?;
+        let Request { messages, tools, template_variables: variables, .. } = &job.request;
+        let add_generation_prompt = true;
+        let prompt = self.text.render_prompt(&Variables {
+            messages,
+            tools,
+            variables,
+            reasoning,
+            add_generation_prompt,
+        })?;
         // The template may repeat what the client sent once.
-        let (bytes, limit) = (prompt.len(), self.prompt_bytes);
+        let (bytes, limit) = (prompt.bytes(), self.prompt_bytes);
         if bytes > limit {
             return Err(RequestError::PromptBytes { bytes, limit }.into());
         }
         job.check(STAGE)?;
-        self.text.encode(&prompt)
+        self.text.encode_rendered(&prompt)
     }
 
     fn check_length(&self, prompt: &[u32], profile: &str, limits: ProfileLimits) -> Result<()> {

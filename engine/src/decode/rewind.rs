@@ -20,6 +20,14 @@ use crate::text::{Phase, Piece, Reply};
 /// otherwise never let it end.
 pub const REWOUND_TOKENS: usize = 16 * 1024;
 
+/// Most tokens that a request may make the model run again after rewinds and changes of sampling, or
+/// twice its own tokens if that is more. A cache without checkpoints may run the whole reply again
+/// for one token, and all other requests wait.
+pub const RERUN_TOKENS: usize = 16 * 1024;
+
+/// Tokens that a resumed cache counts as at least: resuming takes as long as some rows.
+const LEAST_RERUN: usize = 16;
+
 /// Most checkpoints of a sequence.
 const CHECKPOINTS: usize = 4;
 
@@ -154,6 +162,18 @@ impl Sequence {
         Ok(true)
     }
 
+    /// Counts the tokens that run again after the cache was rewound; too many end the request.
+    fn count_rerun(&mut self) {
+        let length = self.tokens.len();
+        self.progress.rerun += length.saturating_sub(self.cache.position).max(LEAST_RERUN);
+        let limit = RERUN_TOKENS.max(2 * length);
+        if self.progress.rerun > limit && !self.has_ended() {
+            let reason = format!("the policy made the model run more than {limit} tokens again");
+            self.note(reason.clone());
+            self.end(FinishReason::Policy(reason));
+        }
+    }
+
     /// Whether rewinding the cache needs checkpoints, and the plan asks for them.
     pub(super) fn takes_checkpoints(&self) -> bool {
         self.limits.checkpoint_every > 0 && !self.cache.is_truncatable()
@@ -217,13 +237,16 @@ impl Decoder {
             }
             if !cache_is_usable(sequence, to) {
                 self.rewind_cache(sequence, to)?;
+                sequence.count_rerun();
             }
         }
         if sequence.sampled.is_some() || !sequence.is_caught_up() || sequence.has_ended() {
             return Ok(());
         }
         if !cache_is_usable(sequence, sequence.tokens.len()) {
-            return self.rewind_cache(sequence, sequence.tokens.len());
+            self.rewind_cache(sequence, sequence.tokens.len())?;
+            sequence.count_rerun();
+            return Ok(());
         }
         let sampled = sequence.sample_next(sequence.sampler.steps())?;
         if !sampled.is_empty() {

@@ -50,8 +50,8 @@ impl Preparer {
                 (_, None) => {
                     let (tools, variables) = (&request.tools, &request.template_variables);
                     let body =
-                        self.text.render(&request.messages, tools, variables, reasoning, false)?;
-                    common_prefix(&self.text.encode(&body)?, prompt)
+                        self.text.prompt(&request.messages, tools, variables, reasoning, false)?;
+                    common_prefix(&body, prompt)
                 }
             };
             save_points.push((at, retention));
@@ -91,8 +91,7 @@ impl Preparer {
         let mut render = |word: &str| -> Result<Vec<u32>> {
             messages[count].content = word.into();
             let variables = &request.template_variables;
-            let text = self.text.render(&messages, &request.tools, variables, reasoning, true)?;
-            self.text.encode(&text)
+            self.text.prompt(&messages, &request.tools, variables, reasoning, true)
         };
         let (mut a, b) = (render("a")?, render("b")?);
         a.truncate(common_prefix(&a, &b));

@@ -108,6 +108,8 @@ pub struct Limits {
 pub struct Progress {
     pub(super) injected: usize,
     pub(super) rewound: usize,
+    /// Tokens that ran again after rewinds.
+    pub(super) rerun: usize,
     pub(super) repairs: u32,
     pub(super) loops: u32,
     /// Bytes of reasoning sent to the client.
@@ -169,13 +171,13 @@ pub struct Computing {
 impl Computing {
     /// Waits for the token.
     pub fn read(&self) -> Result<u32> {
-        self.token.try_item_exact::<u32>().map_err(|e| Error::Array(e.to_string()))
+        self.token.try_item_exact::<u32>().map_err(Error::from)
     }
 
     /// The cache before the pass, if its rounding may have decided the token.
     pub fn near_tie(self, margin: f32) -> Result<Option<Checkpoint>> {
         let Some((found, before)) = self.check else { return Ok(None) };
-        let found = found.try_item_exact::<f32>().map_err(|e| Error::Array(e.to_string()))?;
+        let found = found.try_item_exact::<f32>()?;
         Ok((found < margin).then_some(before))
     }
 }

@@ -250,7 +250,7 @@ fn equal_tokens(draft: &[u32], sampled: &[u32]) -> usize {
 
 /// Copies an array's values to the host.
 fn read<T: mlx_rs::ArrayElement + Clone>(array: &Array) -> Result<Vec<T>> {
-    let values = array.try_as_slice::<T>().map_err(|e| Error::Array(e.to_string()))?;
+    let values = array.try_as_slice::<T>().map_err(Error::from)?;
     Ok(values.to_vec())
 }
 

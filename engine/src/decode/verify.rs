@@ -333,7 +333,7 @@ impl Decoder {
         let last = hidden.try_index((.., rows - 1..))?;
         let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
         let (_, margin) = sample_with_margin(&logits, None, &Sampling::default(), 0, 0)?;
-        margin.try_item_exact::<f32>().map_err(|e| Error::Array(e.to_string()))
+        margin.try_item_exact::<f32>().map_err(Error::from)
     }
 }
 

@@ -70,6 +70,7 @@ impl Config {
 
     fn attention(&self, layer: usize) -> AttentionConfig {
         AttentionConfig {
+            hidden: self.hidden_size,
             heads: self.num_attention_heads,
             kv_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
@@ -90,7 +91,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     plain_norms(weights)?;
     let eps = config.rms_norm_eps;
     let attention = |layer| config.attention(layer);
-    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
+    let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Gemma {
         layers: Layer::load_all(weights, config.num_hidden_layers, eps, attention)?,
         norm: weights.norm("model.norm", eps)?,

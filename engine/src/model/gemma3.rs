@@ -18,7 +18,7 @@ use super::gemma2::{Gemma, Layer, plain_norms};
 use super::llama::AttentionConfig;
 use super::{Model, Weights};
 use crate::error::Result;
-use crate::nn::{Embedding, Rope, RopeConfig, RopeParameters, Scores};
+use crate::nn::{Rope, RopeConfig, RopeParameters, Scores};
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints. Multimodal checkpoints
 /// state little beyond sizes; the defaults are those of `transformers`.
@@ -89,6 +89,7 @@ impl Config {
     fn attention(&self, layer: usize) -> AttentionConfig {
         let sliding = self.is_sliding(layer);
         AttentionConfig {
+            hidden: self.hidden_size,
             heads: self.num_attention_heads,
             kv_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
@@ -112,7 +113,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     plain_norms(weights)?;
     let eps = config.rms_norm_eps;
     let attention = |layer| config.attention(layer);
-    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
+    let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Gemma {
         layers: Layer::load_all(weights, config.num_hidden_layers, eps, attention)?,
         norm: weights.norm("model.norm", eps)?,

@@ -163,7 +163,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     for i in 0..config.num_hidden_layers {
         layers.push(Layer::load(&config, weights, i)?);
     }
-    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
+    let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Gemma4 {
         per_layer: PerLayer::load(&config, weights)?,
         layers,
@@ -360,7 +360,7 @@ impl PerLayer {
         }
         let (projection_norm, eps) = ("model.per_layer_projection_norm", config.rms_norm_eps);
         Ok(Some(Self {
-            embed_tokens_per_layer: Embedding(weights.linear("model.embed_tokens_per_layer")?),
+            embed_tokens_per_layer: weights.embedding("model.embed_tokens_per_layer")?,
             per_layer_model_projection: weights.linear("model.per_layer_model_projection")?,
             per_layer_projection_norm: weights.norm(projection_norm, eps)?,
             layers: i32::try_from(config.num_hidden_layers).expect("a model has few layers"),
@@ -430,24 +430,31 @@ impl SelfAttn {
         let kv_heads = config.num_global_key_value_heads.filter(|_| k_eq_v);
         let global_head_dim = config.global_head_dim.filter(|_| !sliding);
         let head_dim = global_head_dim.unwrap_or(config.head_dim);
+        let kv_heads = kv_heads.unwrap_or(config.num_key_value_heads);
+        let hidden = config.hidden_size;
+        let (queries, keys) = (config.num_attention_heads * head_dim, kv_heads * head_dim);
         Ok(Self {
-            q_proj: weights.linear(&at("q_proj"))?,
+            q_proj: weights.linear_of(&at("q_proj"), [queries, hidden])?,
             q_norm: weights.norm(&at("q_norm"), eps)?,
             kv: if source == layer {
                 Some(KvProj {
-                    k_proj: weights.linear(&at("k_proj"))?,
-                    v_proj: if k_eq_v { None } else { Some(weights.linear(&at("v_proj"))?) },
+                    k_proj: weights.linear_of(&at("k_proj"), [keys, hidden])?,
+                    v_proj: if k_eq_v {
+                        None
+                    } else {
+                        Some(weights.linear_of(&at("v_proj"), [keys, hidden])?)
+                    },
                     k_norm: weights.norm(&at("k_norm"), eps)?,
                 })
             } else {
                 None
             },
-            o_proj: weights.linear(&at("o_proj"))?,
+            o_proj: weights.linear_of(&at("o_proj"), [hidden, queries])?,
             rope: config.rope(sliding, head_dim),
             source,
             window: sliding.then_some(config.sliding_window),
             heads: config.num_attention_heads,
-            kv_heads: kv_heads.unwrap_or(config.num_key_value_heads),
+            kv_heads,
             head_dim,
         })
     }

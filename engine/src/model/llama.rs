@@ -53,6 +53,7 @@ impl Config {
     pub fn attention(&self, theta: f32) -> AttentionConfig {
         let head_dim = self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads);
         AttentionConfig {
+            hidden: self.hidden_size,
             heads: self.num_attention_heads,
             kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
             head_dim,
@@ -118,7 +119,7 @@ impl Llama {
                 mlp: mlp(weights, &at("mlp"))?,
             });
         }
-        let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
+        let embed_tokens = weights.embedding("model.embed_tokens")?;
         Ok(Self {
             layers,
             norm: weights.norm("model.norm", eps)?,
@@ -163,6 +164,8 @@ impl Model for Llama {
 /// Shape and options of a layer's attention.
 #[derive(Debug, Clone)]
 pub(super) struct AttentionConfig {
+    /// Size of the hidden states.
+    pub hidden: i32,
     pub heads: i32,
     pub kv_heads: i32,
     pub head_dim: i32,
@@ -208,11 +211,13 @@ impl SelfAttn {
             present.then(|| weights.norm(&name, config.eps)).transpose()
         };
         let (q_norm, k_norm) = (head_norm("q_norm")?, head_norm("k_norm")?);
+        let AttentionConfig { hidden, heads, kv_heads, head_dim, .. } = config;
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {
-            q_proj: weights.linear(&format!("{at}.q_proj"))?,
-            k_proj: weights.linear(&format!("{at}.k_proj"))?,
-            v_proj: weights.linear(&format!("{at}.v_proj"))?,
-            o_proj: weights.linear(&format!("{at}.o_proj"))?,
+            q_proj: weights.linear_of(&format!("{at}.q_proj"), [queries, hidden])?,
+            k_proj: weights.linear_of(&format!("{at}.k_proj"), [keys, hidden])?,
+            v_proj: weights.linear_of(&format!("{at}.v_proj"), [keys, hidden])?,
+            o_proj: weights.linear_of(&format!("{at}.o_proj"), [hidden, queries])?,
             q_norm,
             k_norm,
             config,

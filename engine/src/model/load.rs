@@ -1,16 +1,13 @@
 //! Loads a model from its folder: `config.json` selects the family, the configuration device and
 //! dtype.
 
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use mlx_rs::{Device, DeviceType, Dtype};
+use mlx_rs::{Device, DeviceType, Dtype, memory};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::weights::shards;
-use super::{FAMILIES, Model, Weights};
+use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
 use crate::nn::compile_steps;
@@ -23,9 +20,10 @@ pub struct Loaded {
     pub family: &'static str,
     /// Positions it was trained for.
     pub context: usize,
-    /// Digest of config, numeric format and samples of the weights (`DIGEST_SAMPLE`). State is
-    /// shared between models of equal digest.
-    pub digest: [u8; 32],
+    /// Tokens that it has embeddings of.
+    pub embeddings: usize,
+    /// Digest of config and numeric format; see [`Loaded::digest`].
+    settings: [u8; 32],
     /// Whether MLX computes on the CPU.
     pub on_cpu: bool,
     /// Type of the activations.
@@ -34,12 +32,31 @@ pub struct Loaded {
     pub numbers: String,
 }
 
+impl Loaded {
+    /// Runs a few tokens.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with `folder` if that fails, or if a number is not finite.
+    pub fn probe(&self, folder: &Path) -> Result<()> {
+        check::probe(&*self.model, self.embeddings)
+            .map_err(|problem| Error::Config(ConfigError::Model { path: folder.into(), problem }))
+    }
+}
+
 /// Tokens of context if neither `config.json` (`max_position_embeddings`) nor the family states it.
 const CONTEXT: u64 = 4096;
 
-/// Bytes at the start, middle and end of a weight file that go into the digest. Files are gigabytes;
-/// the header (at the start), size and samples distinguish checkpoints.
-const DIGEST_SAMPLE: u64 = 1 << 20;
+/// Most bytes of freed buffers that MLX keeps on the CPU to use again. They are resident memory that
+/// nothing counts.
+const CPU_BUFFER_CACHE_BYTES: usize = 32 << 20;
+
+impl Loaded {
+    /// Digest of weights, config and numeric format; `weights` is from
+    /// [`WeightsDigest`](super::WeightsDigest). State is shared between models of equal digest.
+    pub fn digest(&self, weights: [u8; 32]) -> [u8; 32] {
+        Sha256::new().chain_update(self.settings).chain_update(weights).finalize().into()
+    }
+}
 
 /// Loads the model in `folder` onto the configured device. Device and [`config::Compile`] become
 /// the calling thread's.
@@ -50,8 +67,9 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let path = folder.join("config.json");
     let problem =
         |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
-    let bytes = std::fs::read(&path).map_err(|e| problem(e.to_string()))?;
-    let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    let bytes = crate::file::read(&path).map_err(|e| problem(e.to_string()))?;
+    let mut json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    check::config(&mut json).map_err(&problem)?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
         let known: Vec<_> = FAMILIES.iter().map(|family| family.model_type).collect();
@@ -70,9 +88,13 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         config::Compile::Off => false,
     };
     compile_steps(compile);
+    if on_cpu {
+        memory::set_cache_limit(CPU_BUFFER_CACHE_BYTES)?;
+    }
 
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;
+    let embeddings = weights.embeddings();
     let unused = weights.iter().count();
     let blas = mlx_sys::blas();
     tracing::info!(
@@ -85,8 +107,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         "model loaded"
     );
 
-    let from_config = text.get("max_position_embeddings").and_then(Value::as_u64);
-    let context = from_config.or(model.context()).unwrap_or(CONTEXT);
+    let from_config = text.get("max_position_embeddings").and_then(Value::as_f64);
+    let context = from_config.map(|x| x as u64).or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
     let quantized = if dequantize { "dequantized" } else { "as stored" };
@@ -94,7 +116,12 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         model,
         family: family.model_type,
         context: usize::try_from(context).unwrap_or(usize::MAX),
-        digest: digest(folder, &bytes, &format!("{numbers}, {quantized}"))?,
+        embeddings,
+        settings: Sha256::new()
+            .chain_update(format!("{numbers}, {quantized}"))
+            .chain_update(&bytes)
+            .finalize()
+            .into(),
         on_cpu,
         dtype,
         numbers,
@@ -146,25 +173,4 @@ fn dtype_name(dtype: Dtype) -> &'static str {
         Dtype::Float16 => "f16",
         _ => "bf16",
     }
-}
-
-fn digest(folder: &Path, config: &[u8], numbers: &str) -> Result<[u8; 32]> {
-    let mut sha = Sha256::new();
-    sha.update(numbers);
-    sha.update(config);
-    for path in shards(folder)? {
-        let failed = |e: std::io::Error| {
-            Error::Config(ConfigError::Model { path: path.clone(), problem: e.to_string() })
-        };
-        let mut file = File::open(&path).map_err(failed)?;
-        let size = file.metadata().map_err(failed)?.len();
-        sha.update(size.to_le_bytes());
-        for start in [0, size / 2, size.saturating_sub(DIGEST_SAMPLE)] {
-            file.seek(SeekFrom::Start(start)).map_err(failed)?;
-            let mut sample = Vec::new();
-            (&mut file).take(DIGEST_SAMPLE).read_to_end(&mut sample).map_err(failed)?;
-            sha.update(&sample);
-        }
-    }
-    Ok(sha.finalize().into())
 }

@@ -4,8 +4,12 @@
 //! nothing of policies or persistence. **A family is one file and one row of [`FAMILIES`].** It
 //! states the formula of each layer; [`Pass`] decides which layers run.
 
+mod check;
+mod digest;
 mod experts;
 mod fp8;
+#[cfg(test)]
+mod fuzz;
 mod gemma2;
 mod gemma3;
 mod gemma4;
@@ -17,8 +21,11 @@ mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
+#[cfg(test)]
+mod tests;
 mod weights;
 
+pub use digest::WeightsDigest;
 pub use load::{Loaded, load};
 pub use pass::Pass;
 pub use weights::Weights;

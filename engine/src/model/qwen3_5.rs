@@ -25,6 +25,7 @@ use crate::nn::{
 /// `text_config` of `config.json`, or all of it in text-only checkpoints.
 #[derive(Debug, Clone, Deserialize)]
 struct Config {
+    hidden_size: i32,
     num_hidden_layers: usize,
     num_attention_heads: i32,
     num_key_value_heads: i32,
@@ -95,7 +96,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     let layers = (0..config.num_hidden_layers)
         .map(|i| Layer::load(&config, weights, &format!("model.layers.{i}"), config.is_linear(i)));
     let layers = layers.collect::<Result<_>>()?;
-    let embed_tokens = Embedding(weights.linear("model.embed_tokens")?);
+    let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Qwen35 {
         layers,
         norm: weights.norm("model.norm", config.rms_norm_eps)?,
@@ -114,7 +115,7 @@ fn sanitize(weights: &mut Weights) -> Result<()> {
         .iter()
         .any(|(name, array)| name.ends_with("conv1d.weight") && array.shape().last() != Some(&1));
     weights.map(|name, array| {
-        if name.ends_with("conv1d.weight") {
+        if name.ends_with("conv1d.weight") && array.ndim() == 3 {
             let [channels, taps] = [array.dim(0), array.dim(1).max(array.dim(2))];
             return Ok(array.reshape(&[channels, taps])?);
         }
@@ -226,11 +227,14 @@ struct SelfAttn {
 
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
+        let &Config { hidden_size: hidden, head_dim, .. } = config;
+        let queries = config.num_attention_heads * head_dim;
+        let keys = config.num_key_value_heads * head_dim;
         Ok(Self {
-            q_proj: weights.linear(&format!("{at}.q_proj"))?,
-            k_proj: weights.linear(&format!("{at}.k_proj"))?,
-            v_proj: weights.linear(&format!("{at}.v_proj"))?,
-            o_proj: weights.linear(&format!("{at}.o_proj"))?,
+            q_proj: weights.linear_of(&format!("{at}.q_proj"), [2 * queries, hidden])?,
+            k_proj: weights.linear_of(&format!("{at}.k_proj"), [keys, hidden])?,
+            v_proj: weights.linear_of(&format!("{at}.v_proj"), [keys, hidden])?,
+            o_proj: weights.linear_of(&format!("{at}.o_proj"), [hidden, queries])?,
             q_norm: weights.norm(&format!("{at}.q_norm"), config.rms_norm_eps)?,
             k_norm: weights.norm(&format!("{at}.k_norm"), config.rms_norm_eps)?,
             rope: config.rope.rope(config.head_dim, ROPE_THETA),
@@ -271,6 +275,9 @@ struct LinearAttn {
 
 impl LinearAttn {
     fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
+        let &Config { hidden_size: hidden, linear_num_value_heads: heads, .. } = config;
+        let keys = config.linear_num_key_heads * config.linear_key_head_dim;
+        let values = heads * config.linear_value_head_dim;
         let conv1d = weights.take(&format!("{at}.conv1d.weight"))?;
         let taps = (0..conv1d.dim(1)).map(|tap| conv1d.try_index((.., tap))?.contiguous());
         Ok(Self {
@@ -284,11 +291,12 @@ impl LinearAttn {
                 key_dim: config.linear_key_head_dim,
                 value_dim: config.linear_value_head_dim,
             },
-            in_proj_qkv: weights.linear(&format!("{at}.in_proj_qkv"))?,
-            in_proj_z: weights.linear(&format!("{at}.in_proj_z"))?,
-            in_proj_b: weights.linear(&format!("{at}.in_proj_b"))?,
-            in_proj_a: weights.linear(&format!("{at}.in_proj_a"))?,
-            out_proj: weights.linear(&format!("{at}.out_proj"))?,
+            in_proj_qkv: weights
+                .linear_of(&format!("{at}.in_proj_qkv"), [2 * keys + values, hidden])?,
+            in_proj_z: weights.linear_of(&format!("{at}.in_proj_z"), [values, hidden])?,
+            in_proj_b: weights.linear_of(&format!("{at}.in_proj_b"), [heads, hidden])?,
+            in_proj_a: weights.linear_of(&format!("{at}.in_proj_a"), [heads, hidden])?,
+            out_proj: weights.linear_of(&format!("{at}.out_proj"), [hidden, values])?,
         })
     }
 

@@ -6,6 +6,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
+use mlx_rs::error::IoError;
 use mlx_rs::ops::stack;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
@@ -13,9 +14,10 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
+use super::check;
 use super::fp8;
 use crate::error::{ConfigError, Error, Result};
-use crate::nn::{Embedding, GatedMlp, Linear, Mode, Packed, Quantization, RmsNorm};
+use crate::nn::{Embedding, GatedMlp, Linear, Mode, Packed, Quantization, RmsNorm, message};
 
 /// Tensors by name, and how to turn them into layers.
 pub struct Weights {
@@ -26,7 +28,19 @@ pub struct Weights {
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
+    /// `hidden_size` of the language model.
+    hidden: Option<i32>,
+    /// Rows of the smallest embedding taken.
+    embeddings: usize,
 }
+
+/// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
+const OTHER_NAMES: [(&str, &str); 2] =
+    [("_sliding_window_pattern", "sliding_window_pattern"), ("num_local_experts", "num_experts")];
+
+/// Keys whose `null` means that there is none, where a missing key means a default.
+const NONE_IF_NULL: [&str; 3] =
+    ["attn_logit_softcapping", "final_logit_softcapping", "global_head_dim"];
 
 /// `quantization` of `config.json`, or its entry for one layer.
 #[derive(Debug, Clone, Deserialize)]
@@ -61,11 +75,17 @@ impl Weights {
     pub fn open(folder: &Path, config: &Value, dtype: Dtype, dequantize: bool) -> Result<Self> {
         let mut arrays = HashMap::new();
         for path in shards(folder)? {
-            let shard = Array::load_safetensors(&path).map_err(|e| {
-                Error::Config(ConfigError::Model { path: path.clone(), problem: e.to_string() })
+            let problem =
+                |problem| Error::Config(ConfigError::Model { path: path.clone(), problem });
+            check::layout(&path).map_err(problem)?;
+            let shard = Array::load_safetensors(&path).map_err(|error| match error {
+                IoError::Exception(exception) => problem(message(&exception)),
+                other => problem(other.to_string()),
             })?;
             arrays.extend(shard);
         }
+        let text = config.get("text_config").unwrap_or(config);
+        let hidden = text.get("hidden_size").and_then(Value::as_i64);
         let mut weights = Self {
             folder: folder.to_path_buf(),
             arrays,
@@ -73,8 +93,12 @@ impl Weights {
             dequantize,
             quantization: None,
             mixed: HashMap::new(),
+            hidden: hidden.and_then(|size| i32::try_from(size).ok()),
+            embeddings: usize::MAX,
         };
-        let keys = config.get("quantization").or_else(|| config.get("quantization_config"));
+        let places = [(config, "quantization"), (config, "quantization_config")];
+        let keys = places.into_iter().chain([(text, "quantization_config")]);
+        let keys = keys.filter_map(|(place, key)| place.get(key)).find(|keys| keys.is_object());
         if let Some(Value::Object(keys)) = keys {
             weights.read_quantization(keys)?;
         }
@@ -117,9 +141,22 @@ impl Weights {
         Ok(())
     }
 
-    /// Reads a family's config. The error names the key that is missing or wrong.
+    /// Reads a family's config; a key that is `null` is missing. The error names the key that is
+    /// missing or wrong.
     pub fn config<T: DeserializeOwned>(&self, config: &Value) -> Result<T> {
-        T::deserialize(config).map_err(|e| self.problem("config.json", e.to_string()))
+        let mut config = config.clone();
+        if let Some(keys) = config.as_object_mut() {
+            for (other, name) in OTHER_NAMES {
+                if let Some(value) = keys.remove(other)
+                    && keys.get(name).is_none_or(Value::is_null)
+                {
+                    keys.insert(name.into(), value);
+                }
+            }
+            keys.retain(|name, value| !value.is_null() || NONE_IF_NULL.contains(&name.as_str()));
+        }
+        serde_path_to_error::deserialize(config)
+            .map_err(|e| self.problem("config.json", e.to_string()))
     }
 
     /// Type of the activations and of every tensor taken.
@@ -193,14 +230,41 @@ impl Weights {
     }
 
     fn take_as(&mut self, name: &str, dtype: Dtype) -> Result<Array> {
-        let array = self.remove(name)?.as_dtype(dtype)?;
+        let array = self.remove(name)?;
+        if !array.dtype().is_float() {
+            let problem = format!(
+                "`{name}` holds {:?}, not floats; if it is quantized, config.json must say how",
+                array.dtype()
+            );
+            return Err(self.problem("", problem));
+        }
+        let array = array.as_dtype(dtype)?;
         eval([&array])?;
         Ok(array)
     }
 
     /// Takes the norm `NAME.weight`.
     pub fn norm(&mut self, name: &str, eps: f32) -> Result<RmsNorm> {
-        Ok(RmsNorm { weight: self.take(&format!("{name}.weight"))?, eps })
+        let weight = self.take(&format!("{name}.weight"))?;
+        if let Some(hidden) = self.hidden.filter(|_| name.ends_with("layernorm"))
+            && weight.shape() != [hidden]
+        {
+            return Err(self.misfit(name, weight.shape(), &[hidden]));
+        }
+        Ok(RmsNorm { weight, eps })
+    }
+
+    /// Takes an embedding, [V, D].
+    pub fn embedding(&mut self, name: &str) -> Result<Embedding> {
+        let embedding = self.linear(name)?;
+        let rows = usize::try_from(embedding.shape()[0]).unwrap_or(0);
+        self.embeddings = self.embeddings.min(rows);
+        Ok(Embedding(embedding))
+    }
+
+    /// Tokens that the embeddings taken have rows of.
+    pub fn embeddings(&self) -> usize {
+        self.embeddings
     }
 
     /// Takes the block of `AT.gate_proj`, `AT.up_proj` and `AT.down_proj`, or a stack of blocks.
@@ -209,11 +273,18 @@ impl Weights {
         at: &str,
         gated: fn(Array, Array) -> Result<Array>,
     ) -> Result<GatedMlp> {
+        let gate_proj = self.linear(&format!("{at}.gate_proj"))?;
+        let [size, inputs] = gate_proj.shape();
+        let hidden = self.hidden.unwrap_or(inputs);
+        if inputs != hidden {
+            let name = format!("{at}.gate_proj");
+            return Err(self.misfit(&name, &[size, inputs], &[size, hidden]));
+        }
         Ok(GatedMlp {
             gated,
-            gate_proj: self.linear(&format!("{at}.gate_proj"))?,
-            up_proj: self.linear(&format!("{at}.up_proj"))?,
-            down_proj: self.linear(&format!("{at}.down_proj"))?,
+            gate_proj,
+            up_proj: self.linear_of(&format!("{at}.up_proj"), [size, hidden])?,
+            down_proj: self.linear_of(&format!("{at}.down_proj"), [hidden, size])?,
         })
     }
 
@@ -226,6 +297,25 @@ impl Weights {
         self.linear("lm_head")
     }
 
+    /// Takes a linear layer of `shape` [out, in], or a stack of them.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with both shapes if it has another one.
+    pub fn linear_of(&mut self, name: &str, shape: [i32; 2]) -> Result<Linear> {
+        let layer = self.linear(name)?;
+        if layer.shape() != shape {
+            return Err(self.misfit(name, &layer.shape(), &shape));
+        }
+        Ok(layer)
+    }
+
+    fn misfit(&self, name: &str, found: &[i32], expected: &[i32]) -> Error {
+        let problem = format!(
+            "`{name}.weight` has the shape {found:?}, which config.json makes {expected:?}"
+        );
+        self.problem("", problem)
+    }
+
     /// Takes a linear layer: `NAME.weight`, `.scales` and `.biases` if it is quantized, and `.bias`
     /// if there is one.
     pub fn linear(&mut self, name: &str) -> Result<Linear> {
@@ -233,7 +323,12 @@ impl Weights {
         let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
         let weight_name = format!("{name}.weight");
         if !self.has(&format!("{name}.scales")) {
-            return Ok(Linear::Dense { weight: self.take(&weight_name)?, bias });
+            let weight = self.take(&weight_name)?;
+            if weight.ndim() < 2 {
+                let problem = format!("`{weight_name}` is {:?}, not a matrix", weight.shape());
+                return Err(self.problem("", problem));
+            }
+            return Ok(Linear::Dense { weight, bias });
         }
         let Some(&quantization) = self.mixed.get(name).or(self.quantization.as_ref()) else {
             let problem = format!("`{name}` has scales, but the key `quantization` is missing");
@@ -254,6 +349,16 @@ impl Weights {
             quantization,
             dtype: self.dtype,
         };
+        let (columns, groups) = (packed.weight.dim(-1), packed.scales.dim(-1));
+        let Quantization { group_size, bits, .. } = quantization;
+        if packed.weight.ndim() < 2 || columns * 32 != groups * group_size * bits {
+            let problem = format!(
+                "`{name}` has {columns} packed columns and {groups} scales a row, which are not \
+                 {bits} bits in groups of {group_size}; name the layer in `quantization` of \
+                 config.json"
+            );
+            return Err(self.problem("", problem));
+        }
         if self.dequantize {
             let weight = packed.dequantize()?;
             eval([&weight])?;
@@ -336,7 +441,7 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|e| e == "safetensors"));
     let names: BTreeSet<PathBuf> = if index.is_file() {
-        let text = std::fs::read(&index).map_err(|e| problem(index.clone(), e.to_string()))?;
+        let text = crate::file::read(&index).map_err(|e| problem(index.clone(), e.to_string()))?;
         let parsed: Index =
             serde_json::from_slice(&text).map_err(|e| problem(index.clone(), e.to_string()))?;
         let beside = present.filter(|path| {
@@ -352,7 +457,7 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
         return Err(problem(folder.to_path_buf(), text.into()));
     }
     if let Some(missing) = names.iter().find(|path| !path.is_file()) {
-        let text = "is missing, but the index names it; download the model again";
+        let text = "is missing or not a regular file; download the model again";
         return Err(problem(missing.clone(), text.into()));
     }
     Ok(names.into_iter().collect())

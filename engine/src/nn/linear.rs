@@ -26,6 +26,17 @@ pub enum Linear {
 }
 
 impl Linear {
+    /// Outputs and inputs, [out, in].
+    pub fn shape(&self) -> [i32; 2] {
+        match self {
+            Self::Dense { weight, .. } => [weight.dim(-2), weight.dim(-1)],
+            Self::Quantized { weight, .. } => {
+                let inputs = weight.scales.dim(-1) * weight.quantization.group_size;
+                [weight.weight.dim(-2), inputs]
+            }
+        }
+    }
+
     /// `x` [.., in] to [.., out], in `x`'s dtype.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let (y, bias) = match self {

@@ -26,15 +26,44 @@ pub use packed::{Mode, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;
+use mlx_rs::error::{AsSliceError, ConversionError, Exception};
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, sigmoid, tanh};
 
 use crate::cache::Span;
 use crate::error::{Error, Result};
 
-impl From<mlx_rs::error::Exception> for Error {
-    fn from(exception: mlx_rs::error::Exception) -> Self {
-        Self::Array(exception.to_string())
+impl From<Exception> for Error {
+    fn from(exception: Exception) -> Self {
+        Self::Array(message(&exception))
+    }
+}
+
+impl From<AsSliceError> for Error {
+    fn from(error: AsSliceError) -> Self {
+        match error {
+            AsSliceError::Exception(exception) => exception.into(),
+            other => Self::Array(other.to_string()),
+        }
+    }
+}
+
+impl From<ConversionError> for Error {
+    fn from(error: ConversionError) -> Self {
+        match error {
+            ConversionError::Exception(exception) => exception.into(),
+            ConversionError::ArraySlice(error) => error.into(),
+            other => Self::Array(other.to_string()),
+        }
+    }
+}
+
+/// The message of MLX without the places in source files that it was raised and caught at.
+pub fn message(exception: &Exception) -> String {
+    let what = exception.what();
+    match what.rsplit_once(" at ") {
+        Some((message, place)) if place.contains(".cpp:") => message.into(),
+        _ => what.into(),
     }
 }
 

@@ -71,7 +71,7 @@ fn to_tensor(array: &Array, bytes: &Array) -> Result<Tensor> {
     let Some((name, ..)) = DTYPES.iter().find(|(_, dtype, _)| *dtype == array.dtype()) else {
         return Err(Error::Array(format!("state of type {:?} cannot be saved", array.dtype())));
     };
-    let bytes = bytes.try_as_slice::<u8>().map_err(|e| Error::Array(e.to_string()))?.to_vec();
+    let bytes = bytes.try_as_slice::<u8>().map_err(Error::from)?.to_vec();
     Ok(Tensor { dtype: (*name).into(), shape: array.shape().to_vec(), bytes })
 }
 

@@ -13,7 +13,6 @@ mod report;
 mod tree;
 
 use mlx_rs::Array;
-use mlx_rs::transforms::eval;
 
 use self::bytes::KvFormat;
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
@@ -190,13 +189,11 @@ impl Prefixes {
             let block = self.empty.key_values_from(arrays, from, to)?;
             kv.push(if from < known { block.part(known - from, to - from)? } else { block });
         }
-        let kv = if kv.is_empty() { None } else { Some(KeyValues::join(&kv)?) };
+        let kv = if kv.is_empty() { None } else { Some(KeyValues::join(&kv)?.owned()?) };
         let state = match saved_state {
-            [tensors] => Some(StateArrays(bytes::to_arrays(tensors)?)),
+            [tensors] => Some(StateArrays(owned(&bytes::to_arrays(tensors)?)?)),
             _ => None,
         };
-        let state_arrays = state.iter().flat_map(|state| &state.0);
-        eval(kv.iter().flat_map(KeyValues::arrays).chain(state_arrays))?;
         self.tree.put(prefix, kv, state)?;
         self.reporter.count(|counts| counts.read_tokens += prefix.len() as u64);
         Ok(true)

@@ -20,12 +20,15 @@ pub enum StoreError {
     )]
     UnknownFormat(PathBuf, Option<u64>),
     /// The file is damaged as a whole. Damaged parts alone are dropped instead.
-    #[error(
-        "state store: {0} is damaged ({1}); delete it, or start a server, which moves it aside"
-    )]
+    #[error("state store: {0} is damaged ({1}); delete it, or start a server, which sets it aside")]
     Damaged(PathBuf, String),
+    /// Something else lies at the path of the store. It is left as it is.
+    #[error(
+        "state store: {0} {1}; it is left as it is: move it away, or set `store.path` to another file"
+    )]
+    Foreign(PathBuf, &'static str),
     /// The disk or the user's quota is full.
-    #[error("state store: no space left to write {0} ({1}); free some and restart")]
+    #[error("state store: no space left to write {0} ({1}); free some, and saving resumes")]
     Full(PathBuf, Arc<io::Error>),
     /// The file cannot be read or written.
     #[error("state store: {0}: {1}")]

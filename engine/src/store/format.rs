@@ -31,7 +31,8 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::{Key, Tensor};
 
-const MAGIC: [u8; 8] = *b"STEERSNP";
+/// The first bytes of every encoded part.
+pub(super) const MAGIC: [u8; 8] = *b"STEERSNP";
 const VERSION: u64 = 2;
 /// Bytes of the head before the description of the tensors.
 const FIXED: usize = 40;
@@ -283,7 +284,7 @@ mod tests {
     /// Half of the inputs get a correct checksum, or they would never reach the parser; many numbers
     /// are set to limits.
     #[test]
-    fn decoding_100_000_mutated_inputs_never_panics() {
+    fn decoding_mutated_inputs_never_panics() {
         let originals: Vec<Vec<u8>> = cases().iter().map(|tensors| bytes_of(tensors)).collect();
         let mut seed = 0x5eed_u64;
         let mut random = move |bound: usize| {
@@ -292,7 +293,7 @@ mod tests {
                 .wrapping_add(1_442_695_040_888_963_407);
             (seed >> 33) as usize % bound
         };
-        for round in 0..100_000 {
+        for round in 0..crate::fuzz_inputs() {
             let mut bytes = originals[random(originals.len())].clone();
             for _ in 0..1 + random(4) {
                 let at =

@@ -19,9 +19,10 @@
 //! lru.rs       eviction order, shared with the prefix cache
 //! report.rs    counters and sizes
 //! env.rs       clock and storage, replaced by tests
-//! redb.rs      RedbStore: threads, queue, budget
-//! redb/        database.rs: transactions; reader.rs: reading parts; maintain.rs: `steersman cache`;
-//!              portable.rs: export and import
+//! redb.rs      RedbStore: threads, saving, loading, recovery
+//! redb/        state.rs: queue and budget; database.rs: transactions; reader.rs: reading parts;
+//!              file.rs: which files are the store's; aside.rs: damaged ones; maintain.rs: `steersman
+//!              cache`; portable.rs: export and import
 //! ```
 //!
 //! # Why

@@ -9,9 +9,10 @@
 //! - A save, its evictions and the uses since the last save are one transaction, so a killed process
 //!   or a power loss loses the saves still queued and nothing else.
 //! - A queued part can be found and loaded, from memory.
-//! - A damaged part is dropped when it is read. A file that redb cannot read, or that has an unknown
-//!   format, is moved aside and a new one created.
-//! - A failed write (the disk is full) turns saving off until the next start. Loads continue.
+//! - A damaged part is dropped when it is read. A file of the store that redb cannot read, or that has
+//!   an unknown format, is set aside and a new one created. Another program's file is an error.
+//! - A failed write (the disk is full) turns saving off for a minute. Loads continue.
+//! - A file that is deleted while it is open is created again.
 //!
 //! `save` and `longest` never wait for the disk.
 //!
@@ -28,14 +29,16 @@
 //! - **`catch_unwind`.** redb compares page checksums only when it repairs, and panics on some
 //!   damaged pages otherwise. A damaged store must not end a request.
 
+mod aside;
 mod database;
+mod file;
 mod maintain;
 mod portable;
 mod reader;
+mod state;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{HashSet, VecDeque};
 use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,18 +47,18 @@ use std::time::Instant;
 
 use ::redb::Database;
 use parking_lot::{Condvar, Mutex, RwLock};
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
-pub(super) use self::database::open_file;
 use self::database::{Opened, StoreFault, Transaction};
+pub(super) use self::file::open_file;
 pub use self::maintain::{KindSize, StoreFile, StoredPrefix, VerifyReport};
 pub use self::portable::ImportReport;
 use self::reader::{PartReader, in_parallel};
-use super::index::PartIndex;
+use self::state::{QueuedSave, Reopen, StoreState};
 use super::record::{PartRecord, cost};
 use super::{
-    Fingerprint, Key, Part, Recency, SavedPrefix, StoreCounts, StoreEnv, StoreError, StoreReport,
-    StoreReporter, Tensor, WallClock, element_bytes, format,
+    Fingerprint, Key, Part, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport, StoreReporter,
+    Tensor, element_bytes, format,
 };
 use crate::config::StoreConfig;
 
@@ -85,46 +88,19 @@ pub(super) struct StoreShared {
     changed: Condvar,
 }
 
-/// Everything but the file.
-struct StoreState {
-    clock: WallClock,
-    index: PartIndex,
-    /// Waiting to be written, oldest first.
-    queue: VecDeque<QueuedSave>,
-    /// Bytes of the queue and of the save being written.
-    queued_bytes: u64,
-    /// Evicted from the index, perhaps still in the file.
-    evicted: HashSet<Key>,
-    /// Used or retained since their records were written.
-    touched: HashSet<Key>,
-    /// Met by a load, left to the writer.
-    fault: Option<StoreFault>,
-    /// Whether the writer is in a transaction or recovering.
-    writing: bool,
-    flushing: usize,
-    closing: bool,
-    counts: StoreCounts,
-    /// Why nothing is saved any more.
-    off: Option<StoreError>,
-}
-
-/// Parts for one transaction, which writes those that are still in the index by then.
-struct QueuedSave {
-    parts: Vec<Arc<Part>>,
-    bytes: u64,
-}
-
 impl RedbStore {
-    /// Opens or creates the file at `path`, readable by this user only, for parts of one
+    /// Opens the file at `path`, or creates it, readable by this user only, for parts of one
     /// fingerprint. Parts of other fingerprints stay and share `config.budget_bytes`, the only field
     /// of `config` that is read.
     ///
-    /// A file that is damaged beyond redb's repair or has an unknown format is moved to
-    /// `NAME.damaged-N` with a warning. A file much larger than its content is compacted first.
+    /// A file of the store that is damaged beyond redb's repair or has an unknown format is moved to
+    /// `NAME.damaged-N` with a warning; such files share the budget, too. A file much larger than its
+    /// content is compacted first.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] if another process or store has the file open, [`StoreError::Io`] or
-    /// [`StoreError::Full`] if the file or its folder cannot be written.
+    /// [`StoreError::InUse`] if another process or store has the file open, [`StoreError::Foreign`] if
+    /// it is not the store's, [`StoreError::Io`] or [`StoreError::Full`] if it or its folder cannot be
+    /// written.
     pub fn open(
         path: &Path,
         fingerprint: Fingerprint,
@@ -145,24 +121,16 @@ impl RedbStore {
         let Opened { mut database, records, damaged } = database::open_or_replace(path, &env)?;
         let mut state = StoreState::new(fingerprint, env.clock.clone());
         state.counts.damaged_parts = damaged;
-        let now = env.clock.seconds();
-        for (key, record) in records {
-            let until = record.recency.retained_until;
-            state.index.add(key, record, None);
-            if until > now {
-                state.index.retain(&[key], until, now, budget_bytes / 2);
-            }
-        }
-        state.shrink_to(budget_bytes);
+        state.adopt(path, records, budget_bytes);
         let evictions =
             Transaction { evicted: mem::take(&mut state.evicted), ..Transaction::default() };
         let fit = database::write(&database, &evictions).and_then(|()| {
             let live = state.index.bytes();
-            database::compact_if_large(&mut database, path, live, budget_bytes)
+            database::compact_if_large(&mut database, path, live, state.budget_bytes)
         });
         if let Err(fault) = fit {
             warn!(?path, %fault, "state store could not be reduced to its budget");
-            state.fault = Some(fault);
+            state.reopen = Some(Reopen::Fault(fault));
         }
         debug!(parts = state.index.len(), bytes = state.index.bytes(), ?path,
             elapsed = ?started.elapsed(), "state store opened");
@@ -260,7 +228,6 @@ impl RedbStore {
     /// Returns at once. If the queue is full, or the new parts do not fit the budget, all new ones
     /// are dropped with a warning.
     pub fn save(&self, parts: Vec<Part>) {
-        let budget_bytes = self.shared.budget_bytes;
         let mut state = self.shared.state.lock();
         let used: Vec<u64> = state.ticks(parts.len()).collect();
         let (mut new, mut new_cost) = (Vec::new(), 0);
@@ -276,14 +243,25 @@ impl RedbStore {
         let bytes = new.iter().map(|(part, _)| part.bytes()).sum();
         let waiting = state.queue.len() + usize::from(state.writing);
         let retained = state.index.retained(state.clock.seconds());
-        let room = budget_bytes.saturating_sub(retained.bytes);
+        let room = state.budget_bytes.saturating_sub(retained.bytes);
         let beyond = waiting > 0 && state.queued_bytes + bytes > QUEUE_BYTES;
         if state.off.is_some() || new_cost > room || beyond || waiting >= QUEUE_SAVES {
             state.counts.dropped_saves += 1;
-            if state.off.is_none() && new_cost > room {
-                warn!(new_cost, room, "save dropped: exceeds the store's budget");
-            } else if state.off.is_none() {
-                warn!(waiting, bytes = state.queued_bytes, "save dropped: store's queue is full");
+            let now = state.clock.seconds();
+            match &state.off {
+                Some(off) if off.retry <= now && state.reopen.is_none() => {
+                    state.reopen = Some(Reopen::Retry);
+                    drop(state);
+                    self.shared.changed.notify_all();
+                }
+                Some(_) => {}
+                None if new_cost > room => {
+                    warn!(new_cost, room, "save dropped: exceeds the store's budget");
+                }
+                None => {
+                    let bytes = state.queued_bytes;
+                    warn!(waiting, bytes, "save dropped: store's queue is full");
+                }
             }
             return;
         }
@@ -300,7 +278,7 @@ impl RedbStore {
         state.queued_bytes += bytes;
         let parts = new.into_iter().map(|(part, _)| part).collect();
         state.queue.push_back(QueuedSave { parts, bytes });
-        state.shrink_to(budget_bytes);
+        state.shrink();
         drop(state);
         self.shared.changed.notify_all();
     }
@@ -312,7 +290,7 @@ impl RedbStore {
     pub fn retain(&self, keys: &[Key], until: u64) -> bool {
         let mut state = self.shared.state.lock();
         let now = state.clock.seconds();
-        let most = self.shared.budget_bytes / 2;
+        let most = state.budget_bytes / 2;
         let retained = until > now && state.index.retain(keys, until, now, most);
         if retained && state.off.is_none() {
             state.touched.extend(keys);
@@ -320,8 +298,8 @@ impl RedbStore {
         retained
     }
 
-    /// Waits until everything that was saved, used or retained is on disk.
-    /// Returns the error after which saving was turned off.
+    /// Waits until everything that was saved, used or retained is on disk. Returns the error after
+    /// which saving was turned off, while it is off.
     pub fn flush(&self) -> Result<(), StoreError> {
         let mut state = self.shared.state.lock();
         state.flushing += 1;
@@ -330,7 +308,7 @@ impl RedbStore {
             self.shared.changed.wait(&mut state);
         }
         state.flushing -= 1;
-        state.off.clone().map_or(Ok(()), Err)
+        state.off.as_ref().map_or(Ok(()), |off| Err(off.error.clone()))
     }
 
     /// Current sizes and counters.
@@ -358,121 +336,17 @@ impl Drop for RedbStore {
     }
 }
 
-impl StoreState {
-    fn new(fingerprint: Fingerprint, clock: WallClock) -> Self {
-        Self {
-            clock,
-            index: PartIndex::new(fingerprint),
-            queue: VecDeque::new(),
-            queued_bytes: 0,
-            evicted: HashSet::new(),
-            touched: HashSet::new(),
-            fault: None,
-            writing: false,
-            flushing: 0,
-            closing: false,
-            counts: StoreCounts::default(),
-            off: None,
-        }
-    }
-
-    /// Whether the writer has something to do. Uses alone wait for the next save.
-    fn has_work(&self) -> bool {
-        let uses = !self.touched.is_empty() && (self.flushing > 0 || self.closing);
-        !self.queue.is_empty() || !self.evicted.is_empty() || self.fault.is_some() || uses
-    }
-
-    fn ticks(&mut self, count: usize) -> impl Iterator<Item = u64> + use<> {
-        self.index.ticks(count, self.clock.micros())
-    }
-
-    fn touch(&mut self, keys: &[Key]) {
-        for (key, used) in keys.iter().zip(self.ticks(keys.len())) {
-            self.touch_at(key, used);
-        }
-    }
-
-    /// Records a use; false if there is no such part.
-    fn touch_at(&mut self, key: &Key, used: u64) -> bool {
-        let present = self.index.touch(key, used);
-        if present && self.off.is_none() {
-            self.touched.insert(*key);
-        }
-        present
-    }
-
-    /// Evicts parts until the rest is within the budget.
-    fn shrink_to(&mut self, budget_bytes: u64) {
-        let evicted = self.index.shrink_to(budget_bytes, self.clock.seconds());
-        self.counts.evicted_parts += evicted.len() as u64;
-        evicted.iter().for_each(|key| self.remove_from_file(key));
-    }
-
-    /// Schedules the removal of a part that left the index. If it was still queued, there is nothing
-    /// to remove, and it will not be written either.
-    fn remove_from_file(&mut self, key: &Key) {
-        if self.off.is_none() {
-            self.evicted.insert(*key);
-        }
-        self.touched.remove(key);
-    }
-
-    /// Takes the next transaction, and the save that it completes.
-    fn next_transaction(&mut self) -> (Transaction, Option<QueuedSave>) {
-        let save = self.queue.pop_front();
-        let mut transaction =
-            Transaction { evicted: mem::take(&mut self.evicted), ..Transaction::default() };
-        let touched = mem::take(&mut self.touched);
-        for part in save.iter().flat_map(|save| &save.parts) {
-            // The part may have been evicted since, and perhaps saved again: that one is further
-            // back in the queue.
-            if let Some(entry) = self.index.get(&part.key)
-                && entry.queued.as_ref().is_some_and(|queued| Arc::ptr_eq(queued, part))
-            {
-                transaction.parts.push(part.clone());
-                transaction.records.push((part.key, entry.record.clone()));
-            }
-        }
-        for key in touched {
-            // The records of queued parts are written with them.
-            if let Some(entry) = self.index.get(&key)
-                && entry.queued.is_none()
-            {
-                transaction.records.push((key, entry.record.clone()));
-            }
-        }
-        (transaction, save)
-    }
-
-    /// Completes a save: `parts` of it are in the file, unless the write failed.
-    fn complete(&mut self, save: &QueuedSave, parts: &[Arc<Part>], written: bool) {
-        self.queued_bytes -= save.bytes;
-        for part in parts {
-            let Some(entry) = self.index.get_mut(&part.key) else { continue };
-            // Another one is queued if this one was evicted and saved again meanwhile.
-            if !entry.queued.as_ref().is_some_and(|queued| Arc::ptr_eq(queued, part)) {
-                continue;
-            }
-            entry.queued = None;
-            if !written {
-                self.index.remove(&part.key);
-            }
-        }
-        if written {
-            self.counts.saves += 1;
-            self.counts.saved_parts += parts.len() as u64;
-            self.counts.saved_bytes += parts.iter().map(|part| part.bytes()).sum::<u64>();
-        } else {
-            self.counts.dropped_saves += 1;
-        }
-    }
-}
-
 impl StoreShared {
     pub fn report(&self) -> StoreReport {
-        let file_bytes = database::size_on_disk(&self.path);
-        let state = self.state.lock();
+        let file_bytes = file::size_on_disk(&self.path);
+        let mut state = self.state.lock();
         let [rows, states, others] = state.index.sizes();
+        let mut off = state.off.as_ref().map(|off| off.error.to_string());
+        if state.is_gone(&self.path) && !state.closing {
+            state.reopen.get_or_insert(Reopen::Gone);
+            self.changed.notify_all();
+            off.get_or_insert("the file was deleted or replaced; it is created again".into());
+        }
         StoreReport {
             path: self.path.clone(),
             file_bytes,
@@ -481,9 +355,10 @@ impl StoreShared {
             states,
             others,
             retained: state.index.retained(state.clock.seconds()),
+            set_aside: state.aside,
             queued_bytes: state.queued_bytes,
             counts: state.counts,
-            off: state.off.as_ref().map(ToString::to_string),
+            off,
         }
     }
 
@@ -501,7 +376,7 @@ impl StoreShared {
             state.counts.damaged_parts += 1;
         }
         if !matches!(fault, StoreFault::Part(_)) {
-            state.fault = Some(fault);
+            state.reopen = Some(Reopen::Fault(fault));
         }
         drop(state);
         self.changed.notify_all();
@@ -511,11 +386,18 @@ impl StoreShared {
     fn run_writer(&self) {
         let mut state = self.state.lock();
         loop {
-            if let Some(fault) = state.fault.take() {
+            if state.has_work() && state.off.is_none() && state.is_gone(&self.path) {
+                if state.closing {
+                    warn!(path = ?self.path, "state store was deleted; nothing is saved at the end");
+                    return;
+                }
+                state.reopen = Some(Reopen::Gone);
+            }
+            if let Some(why) = state.reopen.take() {
                 // Otherwise a flush could return before `off` reports the failed save.
                 state.writing = true;
                 drop(state);
-                self.recover(fault);
+                self.reopen(&why);
                 state = self.state.lock();
                 state.writing = false;
             } else if state.has_work() {
@@ -529,7 +411,7 @@ impl StoreShared {
                     state.complete(&save, &transaction.parts, written.is_ok());
                 }
                 if let Err(fault) = written {
-                    state.fault = Some(fault);
+                    state.reopen = Some(Reopen::Fault(fault));
                 }
             } else if state.closing {
                 return;
@@ -550,37 +432,42 @@ impl StoreShared {
         Ok(())
     }
 
-    /// After a failure redb refuses to use the open database. A damaged file is replaced; after any
-    /// other failure (a full disk) the file is opened again for loads only.
-    fn recover(&self, fault: StoreFault) {
+    /// Opens the file again. A damaged file is replaced; after any other failure (a full disk) the
+    /// file is open for loads only until [`Reopen::Retry`].
+    fn reopen(&self, why: &Reopen) {
         let path = &self.path;
         let mut database = self.database.write();
         database::close(database.take());
-        let replace = fault.is_of_the_file();
-        let off = if replace {
-            database::move_aside(path, &fault);
-            let opened = database::open_or_replace(path, &self.env);
-            opened.map(|opened| *database = Some(opened.database)).err()
-        } else {
-            *database = database::open(path, &self.env).ok();
-            Some(fault.at(path))
+        match why {
+            Reopen::Fault(fault) if fault.is_of_the_file() => aside::set_aside(path, fault),
+            Reopen::Gone => warn!(?path, "state store was deleted or replaced while it was open"),
+            Reopen::Fault(_) | Reopen::Retry => {}
+        }
+        let mut records = Vec::new();
+        let mut off = match database::open_or_replace(path, &self.env) {
+            Ok(opened) => {
+                *database = Some(opened.database);
+                records = opened.records;
+                None
+            }
+            Err(error) => Some(error),
         };
+        if let Reopen::Fault(fault) = why
+            && !fault.is_of_the_file()
+        {
+            off = Some(fault.clone().at(path));
+        }
         let mut state = self.state.lock();
         // Any fault met meanwhile was of the database that is closed now.
-        state.fault = None;
-        if let Some(error) = off {
-            warn!(%error, "saving state is off until the next start");
-            state.off = Some(error);
-            state.counts.dropped_saves += state.queue.len() as u64;
-            state.queue.clear();
-            state.queued_bytes = 0;
-            state.evicted.clear();
-            state.touched.clear();
-            let readable = database.is_some() && !replace;
-            state.index.keep_only(|entry| readable && entry.queued.is_none());
-        } else {
-            state.index.keep_only(|entry| entry.queued.is_some());
-            state.evicted.clear();
+        state.reopen = None;
+        match off {
+            Some(error) => state.turn_off(error),
+            None => {
+                if state.off.take().is_some() {
+                    info!(?path, "state is saved again");
+                }
+            }
         }
+        state.adopt(path, records, self.budget_bytes);
     }
 }

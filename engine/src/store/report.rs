@@ -33,7 +33,7 @@ pub struct StoreReport {
     pub path: PathBuf,
     /// Bytes that the file takes on disk.
     pub file_bytes: u64,
-    /// Most bytes that all parts together may take.
+    /// Most bytes that all parts and the files set aside may take.
     pub budget_bytes: u64,
     /// KV parts of the served model.
     pub rows: StoredSize,
@@ -43,6 +43,8 @@ pub struct StoreReport {
     pub others: StoredSize,
     /// Parts of any model that are retained now.
     pub retained: StoredSize,
+    /// Damaged files set aside, which share the budget.
+    pub set_aside: StoredSize,
     /// Bytes of tensors that wait to be written.
     pub queued_bytes: u64,
     /// What was done.

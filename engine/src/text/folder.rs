@@ -6,6 +6,7 @@
 //!
 //! Source: transformers 5.23 `tokenization_utils_base.py`, for the precedence of templates.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -34,6 +35,14 @@ impl Templates {
     /// The template for a request with or without tools.
     pub fn choose(&self, tools: bool) -> &Template {
         self.with_tools.as_ref().filter(|_| tools).unwrap_or(&self.default)
+    }
+
+    /// Whether one of them contains `text`.
+    pub fn contain(&self, text: &str) -> bool {
+        [Some(&self.default), self.with_tools.as_ref()]
+            .into_iter()
+            .flatten()
+            .any(|template| template.source().contains(text))
     }
 }
 
@@ -174,9 +183,12 @@ fn object(file: PathBuf) -> Result<Option<Map<String, Value>>> {
 }
 
 fn read(file: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(file) {
+    let text = crate::file::read(file).and_then(|bytes| {
+        String::from_utf8(bytes).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    });
+    match text {
         Ok(text) => Ok(Some(text)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(bad(file, &format!("cannot be read: {e}"))),
     }
 }

@@ -8,15 +8,16 @@
 //! | file | contents |
 //! |---|---|
 //! | `folder.rs` | the small files of a model folder |
-//! | `template.rs`, `python.rs` | Jinja as transformers runs it; values formatted as in Python |
+//! | `template.rs`, `operators.rs`, `python.rs` | Jinja as transformers runs it, within limits; values formatted as in Python |
+//! | `taint.rs` | which characters of a prompt came with the request |
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
 //! | `reply.rs` | reasoning, answer and tool calls as clients see them |
 //! | `tool_call.rs`, `stop.rs`, `trim.rs` | parsing tool calls, stop strings, white space |
 //!
 //! # Why no `bos` is added
-//! A prompt is encoded as in transformers' `apply_chat_template` and mlx-lm: special tokens in the
-//! rendered text are parsed, and the tokenizer's post-processor adds none. A template that needs a
+//! A prompt is encoded as in transformers' `apply_chat_template` and mlx-lm: special tokens that the
+//! template wrote are parsed, and the tokenizer's post-processor adds none. A template that needs a
 //! `bos` writes it: a second one doubles it for Llama 3, and one that the template does not write
 //! makes a prompt that the model was not trained on.
 
@@ -30,9 +31,11 @@ use crate::request::{Message, Sampling};
 
 mod detokenize;
 mod folder;
+mod operators;
 mod python;
 mod reply;
 mod stop;
+mod taint;
 mod template;
 mod tokenizer;
 mod tool_call;
@@ -45,6 +48,7 @@ pub use reply::{Phase, Piece, Reply};
 pub use template::Template;
 
 use folder::{Folder, Templates};
+use taint::{Origin, Taint};
 use tokenizer::{Marker, Tokenizer};
 
 /// Tokenizer, chat template and text settings of one model; immutable and cheap to clone.
@@ -55,6 +59,9 @@ pub struct Text {
     special_tokens: Map<String, Value>,
     eos: Vec<u32>,
     sampling: Sampling,
+    /// Number of tokens that the model has embeddings of.
+    embeddings: usize,
+    special_tokens_in_text: bool,
 }
 
 impl Text {
@@ -81,13 +88,89 @@ impl Text {
             return Err(Error::Config(ConfigError::Model { path, problem: problem.into() }));
         }
         tokenizer.hide(&eos);
-        Ok(Self {
+        let templates = folder.templates()?;
+        tokenizer.protect(|spelling| templates.contain(spelling));
+        let text = Self {
             tokenizer: Arc::new(tokenizer),
-            templates: Arc::new(folder.templates()?),
+            templates: Arc::new(templates),
             special_tokens,
             eos,
             sampling: folder.sampling(),
-        })
+            embeddings: usize::MAX,
+            special_tokens_in_text: false,
+        };
+        if text.depends_on_special_tokens() {
+            tracing::warn!(
+                folder = %dir.display(),
+                "chat template depends on special tokens in text, which it gets as other text"
+            );
+        }
+        Ok(text)
+    }
+
+    /// Whether the chat template renders tainted text otherwise than plain text.
+    fn depends_on_special_tokens(&self) -> bool {
+        let spelled = self.tokenizer.protected_spellings().concat();
+        let message = |role: &str| Message {
+            role: role.into(),
+            content: format!("{spelled}a{spelled}"),
+            ..Message::default()
+        };
+        let messages = [message("user"), message("assistant"), message("user")];
+        let (tools, variables, reasoning) = (&[], &Map::new(), None);
+        let variables = Variables {
+            messages: &messages,
+            tools,
+            variables,
+            reasoning,
+            add_generation_prompt: true,
+        };
+        let [plain, tainted] = [None, Some(self.tokenizer.taint())]
+            .map(|taint| self.render_with(&variables, taint).unwrap_or_default());
+        plain != taint::plain_text(&tainted)
+    }
+
+    /// For a model with this number of `embeddings`: encoding a text to a token beyond them is an
+    /// error, where the model would read memory that is not its own.
+    pub fn with_embeddings(self, embeddings: usize) -> Self {
+        Self { embeddings, ..self }
+    }
+
+    /// Whether special tokens that the text of a request spells are parsed, which lets clients forge
+    /// turns.
+    pub fn with_special_tokens_in_text(self, special_tokens_in_text: bool) -> Self {
+        Self { special_tokens_in_text, ..self }
+    }
+
+    /// Tokens of the conversation, rendered as [`Text::render`] does. Special tokens are parsed where
+    /// the template writes them; those that the text of the request spells are encoded as text.
+    ///
+    /// # Errors
+    /// As [`Text::render`] and [`Text::encode`].
+    pub fn prompt(
+        &self,
+        messages: &[Message],
+        tools: &[Value],
+        variables: &Map<String, Value>,
+        reasoning: Option<bool>,
+        add_generation_prompt: bool,
+    ) -> Result<Vec<u32>> {
+        let variables = Variables { messages, tools, variables, reasoning, add_generation_prompt };
+        self.encode_rendered(&self.render_prompt(&variables)?)
+    }
+
+    /// The first half of [`Text::prompt`].
+    pub fn render_prompt(&self, variables: &Variables<'_>) -> Result<Rendered> {
+        let taint = (!self.special_tokens_in_text).then(|| self.tokenizer.taint());
+        Ok(Rendered { text: self.render_with(variables, taint)?, is_tainted: taint.is_some() })
+    }
+
+    /// The second half of [`Text::prompt`].
+    pub fn encode_rendered(&self, rendered: &Rendered) -> Result<Vec<u32>> {
+        if !rendered.is_tainted {
+            return self.encode(&rendered.text);
+        }
+        self.embedded(self.tokenizer.encode_tainted(&rendered.text)?)
     }
 
     /// Renders the conversation as transformers' `apply_chat_template` does.
@@ -106,7 +189,14 @@ impl Text {
         reasoning: Option<bool>,
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let mut context = self.special_tokens.clone();
+        let variables = Variables { messages, tools, variables, reasoning, add_generation_prompt };
+        self.render_with(&variables, None)
+    }
+
+    /// [`Text::render`], with the text of the request tainted.
+    fn render_with(&self, variables: &Variables<'_>, taint: Option<&Taint>) -> Result<String> {
+        let &Variables { messages, tools, variables, reasoning, add_generation_prompt } = variables;
+        let mut own = Map::new();
         for (name, value) in variables {
             if ["messages", "tools", "documents", "add_generation_prompt"].contains(&name.as_str())
             {
@@ -116,16 +206,26 @@ impl Text {
                     problem,
                 }));
             }
-            context.insert(name.clone(), value.clone());
-        }
-        if let Some(reasoning) = reasoning {
-            context.insert("enable_thinking".into(), reasoning.into());
+            own.insert(name.clone(), value.clone());
         }
         let template = self.templates.choose(!tools.is_empty());
         let developer = template.source().contains("developer");
         let messages = messages.iter().map(|message| template_message(message, developer));
-        let messages = messages.collect::<Result<Vec<_>>>()?;
-        let tools = if tools.is_empty() { Value::Null } else { tools.into() };
+        let mut messages = messages.collect::<Result<Vec<_>>>()?;
+        let mut tools = if tools.is_empty() { Value::Null } else { tools.into() };
+        if let Some(taint) = taint {
+            taint.map(&mut own, Origin::Client);
+            taint.value(&mut tools, Origin::Client);
+            for message in &mut messages {
+                let is_reply = message["role"] == "assistant";
+                taint.value(message, if is_reply { Origin::Model } else { Origin::Client });
+            }
+        }
+        let mut context = self.special_tokens.clone();
+        context.extend(own);
+        if let Some(reasoning) = reasoning {
+            context.insert("enable_thinking".into(), reasoning.into());
+        }
         context.insert("messages".into(), messages.into());
         context.insert("documents".into(), Value::Null);
         context.insert("add_generation_prompt".into(), add_generation_prompt.into());
@@ -133,12 +233,26 @@ impl Text {
         template.render(&context)
     }
 
+    /// `tokens`, if the model has embeddings of all of them.
+    fn embedded(&self, tokens: Vec<u32>) -> Result<Vec<u32>> {
+        let Some(id) = tokens.iter().find(|id| **id as usize >= self.embeddings) else {
+            return Ok(tokens);
+        };
+        let token = self.tokenizer.token(*id).unwrap_or_default();
+        let problem = format!(
+            "it contains `{token}`, which is token {id}; the model has embeddings of {} tokens",
+            self.embeddings
+        );
+        Err(RequestError::Tokenizer(problem).into())
+    }
+
     /// Tokens of a rendered prompt: special tokens are parsed, none are added (see the module).
     ///
     /// # Errors
-    /// [`RequestError::Tokenizer`] if the tokenizer has no token for part of the text.
+    /// [`RequestError::Tokenizer`] if the tokenizer has no token for part of the text, or the model
+    /// no embedding of a token.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        self.tokenizer.encode(text)
+        self.embedded(self.tokenizer.encode(text)?)
     }
 
     /// Tokens of injected text, which continues other text. Never contains a special token or a
@@ -147,7 +261,7 @@ impl Text {
     /// # Errors
     /// As [`Text::encode`].
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
-        self.tokenizer.encode_plain(text)
+        self.embedded(self.tokenizer.encode_plain(text)?)
     }
 
     /// Text of `tokens` without special tokens.
@@ -155,9 +269,10 @@ impl Text {
         self.tokenizer.decode(tokens)
     }
 
-    /// The largest token id plus one. Logits may be longer: checkpoints pad the vocabulary.
+    /// The largest token id plus one, of the tokens that the model has embeddings of. Logits may be
+    /// longer: checkpoints pad the vocabulary.
     pub fn vocab_size(&self) -> usize {
-        self.tokenizer.size()
+        self.tokenizer.size().min(self.embeddings)
     }
 
     /// Describes how the vocabulary of the model folder `other` differs from this one; `None` if
@@ -201,6 +316,31 @@ impl Text {
     /// whose schemas type the arguments of calls. Without tools nothing is parsed as a call.
     pub fn reply(&self, prompt: &[u32], stop: &[String], tools: &[Value]) -> Reply {
         Reply::new(self.tokenizer.clone(), prompt, stop, tools)
+    }
+}
+
+/// What a chat template renders.
+pub struct Variables<'a> {
+    pub messages: &'a [Message],
+    pub tools: &'a [Value],
+    /// The client's `chat_template_kwargs`.
+    pub variables: &'a Map<String, Value>,
+    /// See [`Text::render`].
+    pub reasoning: Option<bool>,
+    /// Whether to render the beginning of the reply.
+    pub add_generation_prompt: bool,
+}
+
+/// A rendered conversation.
+pub struct Rendered {
+    text: String,
+    is_tainted: bool,
+}
+
+impl Rendered {
+    /// Length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.text.len()
     }
 }
 

@@ -12,6 +12,11 @@ use std::fmt::Write;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
+use super::{operators, taint};
+
+/// Depth of nested values in JSON. Clients' JSON is nested 128 deep at most.
+const JSON_DEPTH: usize = 200;
+
 /// The arguments of `json.dumps`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct JsonStyle {
@@ -25,14 +30,18 @@ pub(super) struct JsonStyle {
     pub sort_keys: bool,
 }
 
-/// `str(value)`; an undefined value is empty.
-pub(super) fn str(value: &Value) -> Cow<'_, str> {
+/// `str(value)`; an undefined value is empty. An error if the text exceeds the budget of the rendering.
+pub(super) fn str(value: &Value) -> Result<Cow<'_, str>, Error> {
     match value.as_str() {
-        Some(text) => Cow::Borrowed(text),
+        Some(text) => Ok(Cow::Borrowed(text)),
         None if value.kind() == ValueKind::Number && !value.is_integer() => {
-            Cow::Owned(number(value, ["nan", "inf", "-inf"]))
+            Ok(Cow::Owned(number(value, ["nan", "inf", "-inf"])))
         }
-        None => Cow::Owned(value.to_string()),
+        None => {
+            let mut out = operators::Bounded::new();
+            write!(out, "{value}").map_err(|_| operators::too_large())?;
+            Ok(Cow::Owned(out.text))
+        }
     }
 }
 
@@ -54,6 +63,13 @@ fn write_json(
     style: &JsonStyle,
     depth: usize,
 ) -> Result<(), Error> {
+    if out.len() > operators::left() {
+        return Err(operators::too_large());
+    }
+    if depth > JSON_DEPTH {
+        let message = format!("JSON nested more than {JSON_DEPTH} deep");
+        return Err(Error::new(ErrorKind::InvalidOperation, message));
+    }
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -72,7 +88,7 @@ fn write_json(
                 pairs.push((json_key(&key)?, item));
             }
             if style.sort_keys {
-                pairs.sort_by(|a, b| a.0.cmp(&b.0));
+                pairs.sort_by(|a, b| taint::plain_text(&a.0).cmp(&taint::plain_text(&b.0)));
             }
             write_json_items(out, ['{', '}'], pairs.len(), style, depth, |out, index| {
                 let (key, item) = &pairs[index];
@@ -131,8 +147,8 @@ fn write_json_text(out: &mut String, text: &str, style: &JsonStyle) {
             '\t' => out.push_str("\\t"),
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
-            c if c < ' ' || (style.ensure_ascii && !c.is_ascii()) => {
-                for unit in c.encode_utf16(&mut [0; 2]) {
+            c if c < ' ' || (style.ensure_ascii && !taint::plain(c).is_ascii()) => {
+                for unit in taint::plain(c).encode_utf16(&mut [0; 2]) {
                     write!(out, "\\u{unit:04x}").expect("writing to a String cannot fail");
                 }
             }

@@ -4,60 +4,75 @@
 //! `lstrip_blocks`, loop controls, the `generation` block, `raise_exception`, `strftime_now` and a
 //! `tojson` that is Python's `json.dumps` ([`python`]). Methods of values (`split`, `strip`,
 //! `items` ...) come from minijinja's pycompat.
+//! Templates come with models and are not trusted: what a rendering computes and makes is limited
+//! ([`operators`]), and a panic costs one request.
 //! Never reads a file and knows nothing of tokens; a template cannot include another one.
 //!
 //! Source: transformers 5.23 `utils/chat_template_utils.py`, `_cached_compile_jinja_template`.
 
 use std::borrow::Cow;
 use std::error::Error as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use jiff::Zoned;
 use jiff::tz::TimeZone;
+use minijinja::machinery::{CodeGenerator, eval, make_string_output, parse};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value, ValueKind};
-use minijinja::{Environment, ErrorKind, State};
+use minijinja::{AutoEscape, Environment, ErrorKind, State};
+use minijinja_contrib::pycompat::unknown_method_callback as pycompat;
 use serde_json::Map;
 
-use super::python;
+use super::taint::{is_value_tainted, plain, plain_text};
+use super::{operators, python};
 use crate::error::{Error, RequestError, Result};
 
-/// Maximum number of instructions of one rendering. Templates come with models and are not
-/// trusted; this ends an endless loop after some seconds. The heaviest known template (Gemma 4,
-/// quadratic in the messages) renders 4,000 messages within it.
-const RENDER_FUEL: u64 = 100_000_000;
+/// Maximum number of instructions of one rendering, which ends an endless loop after some seconds.
+/// The heaviest known template (Gemma 4, quadratic in the messages) renders 4,000 messages within
+/// it.
+const RENDER_FUEL: u64 = 150_000_000;
 
 /// Name of the only template of an environment; error messages show it.
 const NAME: &str = "chat template";
 
-/// A compiled chat template.
+/// A chat template.
 #[derive(Debug)]
 pub struct Template {
     environment: Environment<'static>,
+    /// What is compiled.
+    prepared: String,
     source: String,
 }
 
 impl Template {
-    /// Compiles `source`.
+    /// Checks that `source` compiles.
     ///
     /// # Errors
     /// The compiler's message with the line, if `source` is not valid Jinja.
     pub fn new(source: &str) -> Result<Self, String> {
         let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.expect("only white space is set, no delimiters"));
+        environment.set_syntax(syntax());
         environment.set_fuel(Some(RENDER_FUEL));
-        environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment.set_formatter(|out, _, value| Ok(out.write_str(&python::str(value))?));
+        environment.set_auto_escape_callback(|_| AutoEscape::None);
+        environment.set_formatter(|out, _, value| {
+            let text = python::str(value)?;
+            operators::charge(text.len())?;
+            Ok(out.write_str(&text)?)
+        });
         environment.set_unknown_method_callback(method);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| strftime(format, &Zoned::now()));
+        operators::add_to(&mut environment);
         environment.add_filter("tojson", tojson);
-        environment.add_filter("string", |value: &Value| python::str(value).into_owned());
+        environment
+            .add_filter("string", |value: &Value| python::str(value).map(|text| text.into_owned()));
         environment.add_filter("trim", trim);
         environment.add_test("sequence", is_sequence);
+        environment.add_test("iterable", is_iterable);
+        environment.add_test("divisibleby", is_divisible);
         let prepared = without_generation_blocks(&source.replace("\r\n", "\n").replace('\r', "\n"));
-        environment.add_template_owned(NAME, prepared).map_err(|e| e.to_string())?;
-        Ok(Self { environment, source: source.into() })
+        parse(&prepared, NAME, syntax()).map_err(|e| e.to_string())?;
+        Ok(Self { environment, prepared, source: source.into() })
     }
 
     /// The source text of the template.
@@ -78,17 +93,65 @@ impl Template {
         Ok(self)
     }
 
+    /// Limits its renderings to `fuel` instructions, for tests.
+    #[cfg(test)]
+    pub(super) fn with_fuel(mut self, fuel: u64) -> Self {
+        self.environment.set_fuel(Some(fuel));
+        self
+    }
+
     /// Renders the template with `variables`.
     ///
     /// # Errors
     /// [`Error::Template`] with the message that the template passes to `raise_exception`, or else
     /// minijinja's message with the line.
     pub fn render(&self, variables: &Map<String, serde_json::Value>) -> Result<String> {
-        let template = self.environment.get_template(NAME).expect("compiled in Template::new");
-        template
-            .render(Value::from(Serde(variables)))
-            .map_err(|error| Error::Request(RequestError::Template(explain(&error))))
+        let evaluated = catch_unwind(AssertUnwindSafe(|| self.evaluate(variables)));
+        let message = match evaluated {
+            Ok(Ok(text)) => return Ok(text),
+            Ok(Err(error)) => plain_text(&explain(&error)).into_owned(),
+            Err(panic) => {
+                let text = panic.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+                format!("rendering panicked: {}", text.unwrap_or("no message"))
+            }
+        };
+        Err(Error::Request(RequestError::Template(message)))
     }
+
+    /// Compiles the template and runs it. Compiling takes a small part of the time, and instructions
+    /// borrow their source: they cannot be kept beside it.
+    fn evaluate(
+        &self,
+        variables: &Map<String, serde_json::Value>,
+    ) -> Result<String, minijinja::Error> {
+        operators::start();
+        let mut generator = CodeGenerator::new(NAME, &self.prepared);
+        generator.compile_stmt(&parse(&self.prepared, NAME, syntax())?);
+        let (instructions, blocks) = generator.finish();
+        let tainted = variables.values().any(is_value_tainted);
+        let instructions = operators::prepare(&instructions, tainted);
+        let blocks = blocks
+            .into_iter()
+            .map(|(name, instructions)| (name, operators::prepare(&instructions, tainted)))
+            .collect();
+        let mut out = String::new();
+        let variables = Value::from(Serde(variables));
+        eval(
+            &self.environment,
+            &instructions,
+            variables,
+            &blocks,
+            &mut make_string_output(&mut out),
+            AutoEscape::None,
+        )?;
+        Ok(out)
+    }
+}
+
+fn syntax() -> SyntaxConfig {
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    syntax.expect("only white space is set, no delimiters")
 }
 
 /// An error raised by the template.
@@ -97,7 +160,7 @@ impl Template {
 struct Raised(String);
 
 fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
-    let raised = Raised(python::str(message).into_owned());
+    let raised = Raised(python::str(message)?.into_owned());
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, raised.0.clone()).with_source(raised))
 }
 
@@ -133,7 +196,9 @@ fn tojson(
         indent: match indent {
             None => None,
             Some(text) if text.kind() == ValueKind::String => Some(text.to_string()),
-            Some(width) => Some(" ".repeat(width.as_usize().unwrap_or(0))),
+            Some(width) => {
+                Some(" ".repeat(operators::within(width.as_usize().unwrap_or(0), "tojson")?))
+            }
         },
         separators: match separators.filter(|value| !value.is_none()) {
             None => None,
@@ -149,18 +214,31 @@ fn tojson(
 }
 
 /// Python's `str.strip`, of white space or of `chars`.
-fn trim(value: &Value, chars: Option<&str>) -> String {
-    let text = python::str(value);
-    match chars {
-        Some(chars) => text.trim_matches(|c| chars.contains(c)).into(),
+fn trim(value: &Value, chars: Option<&str>) -> Result<String, minijinja::Error> {
+    let text = python::str(value)?;
+    Ok(match chars {
+        Some(chars) => text.trim_matches(|c| plain_text(chars).contains(plain(c))).into(),
         None => text.trim_matches(python::is_space).into(),
-    }
+    })
 }
 
 /// Jinja2 tests for a length and items by index, which strings and maps have too.
 fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
         || value.is_undefined()
+}
+
+/// Jinja2 tests for an iterator. minijinja's `none` has one.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
+}
+
+/// minijinja panics if `divisor` is 0.
+fn is_divisible(value: &Value, divisor: &Value) -> Result<bool, minijinja::Error> {
+    if matches!(divisor.kind(), ValueKind::Number | ValueKind::Bool) && !divisor.is_true() {
+        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, "modulo by zero"));
+    }
+    Ok(minijinja::tests::is_divisibleby(value, divisor))
 }
 
 /// Python's methods of values: those that pycompat lacks or implements differently, then pycompat.
@@ -170,41 +248,79 @@ fn method(
     method: &str,
     args: &[Value],
 ) -> Result<Value, minijinja::Error> {
-    if let Some(text) = value.as_str() {
-        let argument = args.first().and_then(Value::as_str);
-        match (method, argument) {
-            ("strip", None) => return Ok(text.trim_matches(python::is_space).into()),
-            ("lstrip", None) => return Ok(text.trim_start_matches(python::is_space).into()),
-            ("rstrip", None) => return Ok(text.trim_end_matches(python::is_space).into()),
-            ("removeprefix", Some(prefix)) => {
-                return Ok(text.strip_prefix(prefix).unwrap_or(text).into());
+    let Some(text) = value.as_str() else { return pycompat(state, value, method, args) };
+    let Some(argument) = args.first().and_then(Value::as_str) else {
+        return match (method, args) {
+            ("strip", []) => Ok(text.trim_matches(python::is_space).into()),
+            ("lstrip", []) => Ok(text.trim_start_matches(python::is_space).into()),
+            ("rstrip", []) => Ok(text.trim_end_matches(python::is_space).into()),
+            ("join", [items]) => operators::join(items, value),
+            ("startswith" | "endswith", _) => {
+                pycompat(state, &Value::from(&*plain_text(text)), method, args)
             }
-            ("removesuffix", Some(suffix)) => {
-                return Ok(text.strip_suffix(suffix).unwrap_or(text).into());
+            ("format", _) => {
+                operators::check_format(text, args)?;
+                pycompat(state, value, method, args)
             }
-            ("partition", Some(mark)) => {
-                let (head, tail) = text.split_once(mark).unwrap_or((text, ""));
-                let found = if text.contains(mark) { mark } else { "" };
-                return Ok(list(&[head, found, tail]));
-            }
-            ("rpartition", Some(mark)) => {
-                let (head, tail) = text.rsplit_once(mark).unwrap_or(("", text));
-                let found = if text.contains(mark) { mark } else { "" };
-                return Ok(list(&[head, found, tail]));
-            }
-            ("rsplit", Some(mark)) => {
-                let limit = args.get(1).and_then(Value::as_i64).filter(|limit| *limit >= 0);
-                let mut parts: Vec<&str> = match limit {
-                    Some(limit) => text.rsplitn(limit as usize + 1, mark).collect(),
-                    None => text.rsplit(mark).collect(),
-                };
-                parts.reverse();
-                return Ok(list(&parts));
-            }
-            _ => {}
+            _ => pycompat(state, value, method, args),
+        };
+    };
+    // What is searched is plain, and so is the text where it is found.
+    let argument = &*plain_text(argument);
+    let number = |at: usize| args.get(at).and_then(Value::as_i64);
+    let limit =
+        |at: usize| number(at).and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
+    let exposed = |limit, from_end| operators::expose(text, argument, limit, from_end);
+    let is_argument = |c| argument.contains(plain(c));
+    let length = argument.chars().count();
+    match method {
+        "strip" => Ok(text.trim_matches(is_argument).into()),
+        "lstrip" => Ok(text.trim_start_matches(is_argument).into()),
+        "rstrip" => Ok(text.trim_end_matches(is_argument).into()),
+        "removeprefix" => {
+            let cut = if plain_text(text).starts_with(argument) { length } else { 0 };
+            Ok(text.chars().skip(cut).collect::<String>().into())
         }
+        "removesuffix" => {
+            let cut = if plain_text(text).ends_with(argument) { length } else { 0 };
+            let left = text.chars().count() - cut;
+            Ok(text.chars().take(left).collect::<String>().into())
+        }
+        "partition" => {
+            let text = exposed(1, false);
+            let (head, tail) = text.split_once(argument).unwrap_or((&text, ""));
+            Ok(list(&[head, if text.contains(argument) { argument } else { "" }, tail]))
+        }
+        "rpartition" => {
+            let text = exposed(1, true);
+            let (head, tail) = text.rsplit_once(argument).unwrap_or(("", &text));
+            Ok(list(&[head, if text.contains(argument) { argument } else { "" }, tail]))
+        }
+        "rsplit" => {
+            let (limit, text) = (limit(1), exposed(limit(1), true));
+            let mut parts: Vec<&str> = text.rsplitn(limit.saturating_add(1), argument).collect();
+            parts.reverse();
+            Ok(list(&parts))
+        }
+        "split" => {
+            let args = [&[Value::from(argument)], &args[1..]].concat();
+            pycompat(state, &Value::from(&*exposed(limit(1), false)), method, &args)
+        }
+        "replace" if args.get(1).is_some_and(|new| new.as_str().is_some()) => {
+            let new = args[1].as_str().unwrap_or_default();
+            Ok(operators::replaced(text, argument, new, limit(2))?.into())
+        }
+        "join" => operators::join(&args[0], value),
+        "format" => {
+            operators::check_format(text, args)?;
+            pycompat(state, value, method, args)
+        }
+        "startswith" | "endswith" | "find" | "rfind" | "count" => {
+            let args = [&[Value::from(argument)], &args[1..]].concat();
+            pycompat(state, &Value::from(&*plain_text(text)), method, &args)
+        }
+        _ => pycompat(state, value, method, args),
     }
-    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
 }
 
 fn list(texts: &[&str]) -> Value {
@@ -299,6 +415,107 @@ mod tests {
     #[test]
     fn strftime_now_formats_the_clock() {
         check("{{ strftime_now('%d %B %Y') }}", "01 January 1970");
+    }
+
+    #[test]
+    fn slices_are_those_of_python() {
+        // Reversing an empty list or text panicked in minijinja 3.0.5.
+        check("{{ v.c[::-1] }}|{{ ''[::-1] }}|{{ v.c[1:][::-1] }}", "[]||[]");
+        check("{% for x in [1][1:][::-1] %}x{% else %}none{% endfor %}", "none");
+        check("{{ 'abcde'[::-1] }}|{{ 'abcde'[:0:-1] }}|{{ 'abcde'[3:0:-2] }}", "edcba|edcb|db");
+        check("{{ 'abcde'[1:3:-1] }}|{{ 'abcde'[-9:2] }}|{{ 'abcde'[-2:] }}", "|ab|de");
+        check("{{ [1, 2, 3][5:-9:-1] }}|{{ [1, 2, 3][9:] }}", "[3, 2, 1]|[]");
+        check("{{ [1, 2, 3][::2] }}|{{ (1, 2)[:1] }}|{{ '日本語'[1:] }}", "[1, 3]|(1,)|本語");
+    }
+
+    #[test]
+    fn none_is_not_iterable() {
+        check(
+            "{{ none is iterable }} {{ [] is iterable }} {{ 'a' is iterable }}",
+            "False True True",
+        );
+        check("{{ v.x is iterable }} {{ 1 is iterable }}", "True False");
+    }
+
+    #[test]
+    fn panic_while_rendering_costs_one_request() {
+        let mut template = Template::new("{% if bad %}{{ boom() }}{% endif %}fine").unwrap();
+        template.environment.add_function("boom", || -> String { panic!("a bug") });
+        let bad = Map::from_iter([("bad".to_string(), true.into())]);
+        let error = template.render(&bad).expect_err("it panics").to_string();
+        assert!(error.contains("rendering panicked: a bug"), "{error}");
+        assert_eq!(template.render(&Map::new()).expect("it renders"), "fine");
+    }
+
+    #[test]
+    fn templates_cannot_take_all_memory() {
+        let double = "{% set n = namespace(x='a') %}{% for i in range(99) %}";
+        for source in [
+            "{{ 'a' | indent(99999999999) }}",
+            "{{ 'a' | indent(width=99999999999) }}",
+            "{{ [1] | tojson(indent=99999999999) }}",
+            "{{ [1] | batch(99999999999, 'x') }}",
+            "{{ [1] | slice(99999999999) }}",
+            "{{ '%99999999999d' | format(1) }}",
+            "{{ '%*d' | format(99999999999, 1) }}",
+            "{{ '{:99999999999}'.format(1) }}",
+            "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
+            "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+            "{{ ('a' * 1000000).join('b' * 1000000) }}",
+            "{{ ['a' * 1000000] * 1000000 }}",
+            "{{ (['a' * 1000000] * 1000000) | join }}",
+            &format!("{double}{{% set n.x = n.x ~ n.x %}}{{% endfor %}}"),
+            &format!("{double}{{% set n.x = n.x + n.x %}}{{% endfor %}}"),
+            &format!("{double}{{% set n.x = n.x | string ~ '' ~ n.x %}}{{% endfor %}}"),
+            &format!(
+                "{double}{{% set n.x %}}{{{{ n.x }}}}{{{{ n.x }}}}{{% endset %}}{{% endfor %}}"
+            ),
+            // Nested lists that share their items are short, and their text is not.
+            &format!("{double}{{% set n.x = [n.x, n.x] %}}{{% endfor %}}{{{{ n.x }}}}"),
+            &format!("{double}{{% set n.x = [n.x, n.x] %}}{{% endfor %}}{{{{ n.x | tojson }}}}"),
+            "{% for i in range(99999) %}{% for j in range(99999) %}RAW{{ '' }}{% endfor %}\
+             {% endfor %}",
+            "{% set n = namespace(x=[]) %}{% for i in range(99999) %}\
+             {% set n.x = n.x + [range(99999) | list] %}{% endfor %}",
+            "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('aaaa') }}",
+        ] {
+            let mut template = Template::new(source).expect(source);
+            template.environment.set_fuel(Some(RENDER_FUEL / 10));
+            let error = template.render(&Map::new()).expect_err(source).to_string();
+            let limits = ["more than", "too large", "out of fuel", "recursion limit", "too deep"];
+            assert!(limits.iter().any(|limit| error.contains(limit)), "{source}: {error}");
+        }
+    }
+
+    /// What a template asks of a text has the same answer if the text is tainted.
+    #[test]
+    fn templates_see_through_taint() {
+        use crate::text::taint::{Origin, Taint};
+        let taint = Taint::new(["<x>", "</x>", "[y]"].into_iter());
+        for source in [
+            "{{ t in v }} {{ t not in v }} {{ '<x>' in v }} {{ '<x' == v[:2] }} {{ v != t }}",
+            "{{ v.split('</x>')[-1] }}|{{ v.split('<x>', 1) }}|{{ v.rsplit('[y]', 1)[0] }}",
+            "{{ v.split('\n') }}|{{ v | split('</x>') }}|{{ v.split() | length }}",
+            "{{ v.partition('</x>')[2] }}|{{ v.rpartition('<x>')[0] }}|{{ v.partition('none') }}",
+            "{{ v.startswith('<x>') }} {{ v.endswith('[y]') }} {{ v.find('</x>') }}",
+            "{{ v.startswith(('a', '<x>')) }} {{ v.count('<x>') }} {{ v.rfind('<') }}",
+            "{{ v.removeprefix('<x>') }}|{{ v.removesuffix('[y]') }}|{{ v.removeprefix('z') }}",
+            "{{ v.replace('<x>', '<<') }}|{{ v | replace('</x>', t) }}|{{ v.replace('x', 'z', 1) }}",
+            "{{ v.strip('<x>') }}|{{ v | trim('[y]') }}|{{ v.lstrip('<') }}|{{ v.rstrip(']y[') }}",
+            "{{ v | tojson }}|{{ v | tojson(ensure_ascii=true) }}|{{ [v] }}|{{ {v: v} }}",
+            "{{ v | upper }}|{{ v | length }}|{{ v[::-1] }}|{{ v | e }}|{{ v | indent(2) }}",
+            "{{ [v, v] | join(t) }}|{{ t.join([v, v]) }}|{{ v ~ t }}|{{ v + t }}|{{ '%s' | format(v) }}",
+            "{{ v in [t, '<x>a é</x> <x>[y]'] }}|{% for c in v %}{{ c == '<' }}{% endfor %}",
+            "{{ raise_exception('no ' ~ v) }}",
+        ] {
+            for v in ["<x>a é</x> <x>[y]", "<x></x>\n\n<b> [y", "", "<", "plain"] {
+                let t = "<x>";
+                let expected = render(source, serde_json::json!({"v": v, "t": t}));
+                let v = taint.text(v, Origin::Client);
+                let tainted = render(source, serde_json::json!({"v": v, "t": t}));
+                assert_eq!(plain_text(&tainted), expected, "{source} of {v:?}");
+            }
+        }
     }
 
     #[test]

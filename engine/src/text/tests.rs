@@ -9,6 +9,9 @@ use serde_json::json;
 use super::*;
 use crate::text::detokenize::Detokenizer;
 
+mod fuzz;
+mod prompt;
+
 fn tiny() -> Text {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
     Text::load(&dir).expect("the bundled model loads")

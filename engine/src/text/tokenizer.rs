@@ -1,8 +1,8 @@
 //! The vocabulary of a model: text to tokens, special tokens and markers.
 //!
-//! There are two encodings. In a rendered prompt, special tokens are parsed, because the template
-//! wrote them. Text from policies is encoded plainly: it yields no added token (`<|im_end|>`,
-//! `</think>`, `<tool_call>`), so it cannot forge structure.
+//! In a rendered prompt, special tokens are parsed where the template wrote them, and not in the
+//! text of the request ([`Tokenizer::encode_tainted`]). Text from policies is encoded plainly: it
+//! yields no added token (`<|im_end|>`, `</think>`, `<tool_call>`). Neither can forge structure.
 //! `detokenize` decodes replies; [`Tokenizer::decode`] decodes whole texts only.
 //!
 //! # Why onig
@@ -11,7 +11,7 @@
 //!
 //! Source: `tokenizers` 0.23; transformers' `split_special_tokens` for plain text.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -19,6 +19,7 @@ use std::sync::OnceLock;
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, DecoderWrapper};
 
+use super::taint::{self, Origin, Taint};
 use crate::error::{ConfigError, Error, RequestError, Result};
 
 /// A tag that changes the phase of a reply.
@@ -51,11 +52,17 @@ impl Marker {
 /// The tokenizer of one model.
 pub(super) struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// `inner` without its added tokens; built when plain text first needs it.
-    bare: OnceLock<tokenizers::Tokenizer>,
+    /// Built when a text first spells a token that it must not contain.
+    respelled: OnceLock<Respelled>,
     added: BTreeMap<u32, AddedToken>,
+    /// The added tokens that carry structure, by spelling, and the lengths of these spellings.
+    spellings: HashMap<String, u32>,
+    lengths: BTreeSet<usize>,
     /// Tokens without text in replies: special and end-of-turn tokens.
     hidden: HashSet<u32>,
+    /// Tokens that a client's text cannot contain; see [`Tokenizer::protect`].
+    protected: HashSet<u32>,
+    taint: Taint,
     markers: [Option<u32>; 4],
     /// Whether encoding prepends a blank to the text.
     adds_space: bool,
@@ -63,12 +70,20 @@ pub(super) struct Tokenizer {
     digest: [u8; 32],
 }
 
+/// The tokenizer with its added tokens spelled as no text spells them ([`taint::parsed`]), but for
+/// white space.
+struct Respelled {
+    inner: tokenizers::Tokenizer,
+    /// The token that each spelling stands for.
+    ids: HashMap<String, u32>,
+}
+
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn load(path: &Path) -> Result<Self> {
         let bad =
             |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
-        let bytes = std::fs::read(path).map_err(|e| {
+        let bytes = crate::file::read(path).map_err(|e| {
             bad(format!("cannot be read ({e}); a model folder needs its tokenizer.json"))
         })?;
         let parsed = Self::parse(&bytes);
@@ -83,6 +98,11 @@ impl Tokenizer {
         inner.with_padding(None);
         let added: BTreeMap<_, _> = inner.get_added_tokens_decoder().into_iter().collect();
         let hidden = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        let spellings: HashMap<_, _> = added
+            .iter()
+            .filter(|(_, token)| !is_blank(&token.content))
+            .map(|(id, token)| (token.content.clone(), *id))
+            .collect();
         let largest = inner.get_vocab(true).into_values().max();
         let letter = inner.encode_fast("a", false)?;
         let first = letter.get_ids().first().and_then(|id| inner.id_to_token(*id));
@@ -90,9 +110,13 @@ impl Tokenizer {
             markers: markers(&inner),
             adds_space: first.is_some_and(|token| token.starts_with(['▁', 'Ġ'])),
             inner,
-            bare: OnceLock::new(),
+            respelled: OnceLock::new(),
             added,
+            lengths: spellings.keys().map(String::len).collect(),
+            spellings,
             hidden,
+            protected: HashSet::new(),
+            taint: Taint::default(),
             size: largest.map_or(0, |id| id as usize + 1),
             digest: Sha256::digest(bytes).into(),
         })
@@ -120,9 +144,70 @@ impl Tokenizer {
         self.hidden.extend(ids);
     }
 
+    /// Keeps hidden tokens, markers and the added tokens that `is_used` by the chat template out of
+    /// the text of clients. Other added tokens are ordinary words (Gemma's `<table>`).
+    pub fn protect(&mut self, is_used: impl Fn(&str) -> bool) {
+        let used = self.spellings.iter().filter(|(text, _)| is_used(text)).map(|(_, id)| *id);
+        self.protected = used.chain(self.hidden.iter().copied()).collect();
+        self.protected.extend(self.markers.iter().flatten());
+        let spellings = self.spellings.iter().filter(|(_, id)| self.protected.contains(id));
+        self.taint = Taint::new(spellings.map(|(text, _)| text.as_str()));
+    }
+
+    /// Spellings of up to 64 protected tokens.
+    pub fn protected_spellings(&self) -> Vec<&str> {
+        let tokens = self.protected.iter().filter_map(|id| self.added.get(id));
+        let mut spellings: Vec<_> = tokens.map(|token| token.content.as_str()).collect();
+        spellings.sort_unstable();
+        spellings.truncate(64);
+        spellings
+    }
+
+    /// How to taint the text of a request.
+    pub fn taint(&self) -> &Taint {
+        &self.taint
+    }
+
     /// Tokens of a rendered prompt: special tokens in `text` are parsed, none are added.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(&self.inner, text)
+    }
+
+    /// Tokens of a prompt that was rendered from tainted text. Clients' text yields no protected
+    /// token, and earlier replies no hidden one: a reply may contain the others, so it encodes as it
+    /// was generated. Text that spells none encodes as in [`Tokenizer::encode`].
+    pub fn encode_tainted(&self, rendered: &str) -> Result<Vec<u32>> {
+        let (text, origins) = Taint::restore(rendered);
+        let is_parsed = |id: u32, key: usize| {
+            let origin = origins.binary_search_by_key(&key, |(at, _)| *at).map(|i| origins[i].1);
+            match origin {
+                Ok(Origin::Client) => !self.protected.contains(&id),
+                Ok(Origin::Model) => !self.hidden.contains(&id),
+                Err(_) => true,
+            }
+        };
+        if origins.is_empty() {
+            return self.encode(&text);
+        }
+        let mut respelled = String::with_capacity(text.len());
+        let (mut rest, mut all_parsed) = (&*text, true);
+        while let Some(c) = rest.chars().next() {
+            let mut length = c.len_utf8();
+            let found = self.spelled_at_start(rest);
+            let key = |spelling| taint::key(spelling).map_or(0, |(at, _)| at);
+            match found {
+                Some((spelling, id)) if is_parsed(id, text.len() - rest.len() + key(spelling)) => {
+                    length = spelling.len();
+                    respelled.push_str(&taint::parsed(spelling).unwrap_or_default());
+                }
+                _ => {
+                    all_parsed &= found.is_none();
+                    respelled.push(c);
+                }
+            }
+            rest = &rest[length..];
+        }
+        if all_parsed { self.encode(&text) } else { self.respelled_ids(&respelled) }
     }
 
     /// Tokens of `text` as a continuation of other text. The only added tokens among them are white
@@ -131,23 +216,12 @@ impl Tokenizer {
         if text.is_empty() {
             return Ok(Vec::new());
         }
-        let ids = self.continuation(&self.inner, text)?;
+        let ids = self.continuation(|text| self.encode(text), text)?;
         if !ids.iter().any(|id| self.is_structure(*id)) {
             return Ok(ids);
         }
-        let mut plain = Vec::new();
-        for id in self.continuation(self.bare.get_or_init(|| self.without_added()), text)? {
-            if !self.is_structure(id) {
-                plain.push(id);
-                continue;
-            }
-            // The vocabulary has the token as an ordinary word too (Gemma's `<h1>`): spell it.
-            for c in self.token(id).unwrap_or_default().chars() {
-                plain.extend(self.continuation(&self.inner, c.encode_utf8(&mut [0; 4]))?);
-            }
-        }
-        plain.retain(|id| !self.is_structure(*id));
-        Ok(plain)
+        let text = taint::without_reserved(text);
+        self.continuation(|text| self.respelled_ids(text), &text)
     }
 
     /// The token as spelled in the vocabulary.
@@ -204,37 +278,75 @@ impl Tokenizer {
     fn ids(&self, inner: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
         match inner.encode_fast(text, false) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(error) => Err(RequestError::Tokenizer(error.to_string()).into()),
+            Err(error) => Err(tokenizer_error(error)),
         }
     }
 
     /// Encodes `text` without the blank that sentencepiece-like tokenizers prepend: encodes it after
     /// a prefix with known tokens, and drops those.
-    fn continuation(&self, inner: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
+    fn continuation(
+        &self,
+        encode: impl Fn(&str) -> Result<Vec<u32>>,
+        text: &str,
+    ) -> Result<Vec<u32>> {
         if self.adds_space {
             for prefix in ["\n", ".", "a"] {
-                let head = self.ids(inner, prefix)?;
-                let ids = self.ids(inner, &format!("{prefix}{text}"))?;
+                let head = encode(prefix)?;
+                let ids = encode(&format!("{prefix}{text}"))?;
                 if let Some(tail) = ids.strip_prefix(head.as_slice()) {
                     return Ok(tail.to_vec());
                 }
             }
         }
-        self.ids(inner, text)
+        encode(text)
     }
 
-    fn without_added(&self) -> tokenizers::Tokenizer {
-        let mut bare = self.inner.clone();
-        bare.with_added_vocabulary(AddedVocabulary::new());
-        // A token outside the model's own vocabulary would get another id.
-        let kept = self.added.iter().filter(|(id, token)| {
-            is_blank(&token.content) && bare.token_to_id(&token.content) == Some(**id)
-        });
-        let kept: Vec<AddedToken> = kept.map(|(_, token)| token.clone()).collect();
-        if let Err(error) = bare.add_tokens(kept) {
-            tracing::warn!(%error, "injected text is encoded without white space tokens");
+    /// Tokens of `text`, in which added tokens are parsed only where they are respelled.
+    fn respelled_ids(&self, text: &str) -> Result<Vec<u32>> {
+        let Respelled { inner, ids } = self.respelled.get_or_init(|| self.respell());
+        // `encode_fast` leaves the spellings out.
+        let encoding = inner.encode(text, false).map_err(tokenizer_error)?;
+        let mut plain = Vec::new();
+        for (id, token) in encoding.get_ids().iter().zip(encoding.get_tokens()) {
+            if let Some(id) = ids.get(token) {
+                plain.push(*id);
+            } else if !self.is_structure(*id) {
+                plain.push(*id);
+            } else {
+                // The vocabulary has the token as an ordinary word too (Gemma's `<h1>`): spell it.
+                for c in self.token(*id).unwrap_or_default().chars() {
+                    let encode = |text: &str| self.ids(inner, text);
+                    let spelled = self.continuation(encode, c.encode_utf8(&mut [0; 4]))?;
+                    plain.extend(spelled.into_iter().filter(|id| !self.is_structure(*id)));
+                }
+            }
         }
-        bare
+        Ok(plain)
+    }
+
+    fn respell(&self) -> Respelled {
+        let mut inner = self.inner.clone();
+        inner.with_added_vocabulary(AddedVocabulary::new());
+        let mut ids = HashMap::new();
+        let mut tokens = Vec::new();
+        for (id, token) in &self.added {
+            let blank = is_blank(&token.content).then(|| token.content.clone());
+            let Some(content) = blank.or_else(|| taint::parsed(&token.content)) else { continue };
+            ids.insert(content.clone(), *id);
+            tokens.push(AddedToken { content, ..token.clone() });
+        }
+        if let Err(error) = inner.add_tokens(tokens) {
+            tracing::warn!(%error, "special tokens cannot be kept apart from text that spells them");
+        }
+        Respelled { inner, ids }
+    }
+
+    /// The longest added token that `text` starts with, white space excepted.
+    fn spelled_at_start(&self, text: &str) -> Option<(&str, u32)> {
+        let starts = self.lengths.iter().rev().filter_map(|length| text.get(..*length));
+        let (spelling, id) =
+            starts.filter_map(|start| self.spellings.get_key_value(start)).next()?;
+        Some((spelling, *id))
     }
 
     fn is_structure(&self, id: u32) -> bool {
@@ -247,6 +359,10 @@ impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Tokenizer").field("size", &self.size).finish_non_exhaustive()
     }
+}
+
+fn tokenizer_error(error: tokenizers::Error) -> Error {
+    RequestError::Tokenizer(error.to_string()).into()
 }
 
 /// Ids of the markers. A marker without its counterpart is not one.

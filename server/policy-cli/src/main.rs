@@ -1,18 +1,13 @@
 //! The command `steersman-policy`: `steersman policy` without the server and without MLX.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
 use serde::Deserialize;
-use steersman_policy_cli::{Task, run};
+use steersman_policy_cli::{Task, log_to_stderr, run};
 use steersman_policy_host::{PolicyConfig, Storage};
-use tracing_subscriber::EnvFilter;
-
-/// The default log filter.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,ureq=warn";
 
 /// Creates, builds, tests and measures policies, and manages those of a running server. Needs no
 /// model.
@@ -39,12 +34,7 @@ struct FileConfig {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    log_to_stderr();
     let Cli { config, data_dir, task } = cli;
     let storage = match data_dir.or_else(|| Some(dirs::data_dir()?.join("steersman"))) {
         Some(folder) => Storage::compile_cache(&folder),

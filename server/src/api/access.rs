@@ -6,10 +6,11 @@
 //! keys, everyone may use the profiles that have none.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use secrecy::{ExposeSecret, SecretString};
@@ -17,14 +18,23 @@ use sha2::{Digest, Sha256};
 use steersman_engine::Engine;
 use subtle::ConstantTimeEq;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, sleep_until};
 
 use super::App;
 use super::error::ApiError;
 use crate::config::ServerConfig;
+use crate::connections::Connection;
 use crate::models::Models;
+use crate::throttle::Throttle;
 
 /// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
 type KeyDigest = [u8; 32];
+
+/// Time between two answers to wrong keys, of all clients together.
+const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Longest pause before the answer to a wrong key.
+const FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
 /// Keys of the server and of its profiles.
 pub struct Access {
@@ -32,6 +42,7 @@ pub struct Access {
     /// Keys of operators; without any, operations on policies are closed to everyone.
     admin_keys: Vec<KeyDigest>,
     profiles: BTreeMap<String, ProfileGate>,
+    failures: Failures,
 }
 
 /// Keys and concurrency limit of one profile.
@@ -69,6 +80,7 @@ impl Access {
             server_keys: digests(&config.api_keys),
             admin_keys: digests(&config.admin_keys),
             profiles: profiles.map(|(n, p)| (n.clone(), gate(p.requests, &p.api_keys))).collect(),
+            failures: Failures::default(),
         }
     }
 
@@ -121,7 +133,7 @@ impl Access {
     }
 
     /// Acquires a permit for one request of `profile`, or 429; `None` if the profile has no limit.
-    fn acquire(&self, profile: &str) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+    pub fn acquire(&self, profile: &str) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
         let Some(gate) = self.profiles.get(profile) else { return Ok(None) };
         let Some(permits) = &gate.permits else { return Ok(None) };
         permits.clone().try_acquire_owned().map(Some).map_err(|_| {
@@ -140,8 +152,6 @@ pub struct Admission {
     pub profile: String,
     /// The model in the reply: the client's name for it, or the only model's name.
     pub model: String,
-    /// Counts against the profile's limit until it is dropped.
-    pub permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Admission {
@@ -152,7 +162,7 @@ impl Admission {
     ///
     /// # Errors
     /// 400 or 404 for a model or profile that is missing or not served, 403 for a profile that the
-    /// caller may not use, 429 if the profile is at its limit.
+    /// caller may not use.
     pub fn new(
         models: &Models,
         access: &Access,
@@ -201,7 +211,6 @@ impl Admission {
         Ok(Self {
             engine: engine.clone(),
             profile: profile.into(),
-            permit: access.acquire(profile)?,
             model: model.clone().unwrap_or_else(|| served.clone()),
         })
     }
@@ -215,11 +224,51 @@ fn list(models: &Models) -> String {
 }
 
 /// Rejects HTTP requests without a valid key, and hands their [`Caller`] to the handlers.
+///
+/// Answers to wrong keys are slowed down.
 pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let Some(caller) = app.access.caller(request.headers()) else {
-        app.metrics.unauthorized();
-        return ApiError::unauthorized().into_response();
+    let has_key = request.headers().contains_key(header::AUTHORIZATION);
+    let connection = request.extensions().get::<Arc<Connection>>().cloned();
+    let caller = app.access.caller(request.headers());
+    let may_guess = has_key && matches!(caller, None | Some(Caller::Anonymous));
+    let response = match caller {
+        Some(caller) => {
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        None => {
+            app.metrics.unauthorized();
+            ApiError::unauthorized().into_response()
+        }
     };
-    request.extensions_mut().insert(caller);
-    next.run(request).await
+    if may_guess && [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN].contains(&response.status()) {
+        // Others need not wait for a connection that only waits.
+        connection.inspect(|connection| connection.waits());
+        app.access.failures.pause().await;
+    }
+    response
+}
+
+/// The pace of answers to wrong keys.
+#[derive(Default)]
+struct Failures {
+    /// When the last pause ends.
+    last: Mutex<Option<Instant>>,
+    log: Throttle,
+}
+
+impl Failures {
+    /// Waits for [`FAILURE_INTERVAL`], after the answers to earlier failures.
+    async fn pause(&self) {
+        if let Some(suppressed) = self.log.pass() {
+            tracing::warn!(suppressed, "request refused: wrong key");
+        }
+        let end = {
+            let mut last = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let now = Instant::now();
+            let end = last.map_or(now, |last| last.max(now)) + FAILURE_INTERVAL;
+            *last.insert(end.min(now + FAILURE_PAUSE))
+        };
+        sleep_until(end).await;
+    }
 }

@@ -54,6 +54,8 @@ struct StoreBody {
     states: SizeBody,
     other_models: SizeBody,
     pinned: SizeBody,
+    /// Damaged files, `parts` of them.
+    set_aside: SizeBody,
     queued_bytes: u64,
     counts: StoreCountsBody,
     /// Why saving is off; null while it is on.
@@ -144,6 +146,7 @@ impl From<StoreReport> for StoreBody {
             states: report.states.into(),
             other_models: report.others.into(),
             pinned: report.retained.into(),
+            set_aside: report.set_aside.into(),
             queued_bytes: report.queued_bytes,
             counts: report.counts.into(),
             off: report.off,

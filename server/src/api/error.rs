@@ -9,8 +9,11 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use steersman_engine::{Error, RequestError, policy};
 
-/// `Retry-After` of a 429, in seconds.
+/// `Retry-After` of a 429 and of a 503 for lack of room, in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
+
+/// `code` of errors for lack of room.
+const NO_ROOM: &str = "server_busy";
 
 /// `type` of errors that the client can fix.
 const INVALID: &str = "invalid_request_error";
@@ -97,6 +100,62 @@ impl ApiError {
     pub fn busy(message: impl Into<String>) -> Self {
         let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
         Self::new(status, kind, "too_many_requests", "", message)
+    }
+
+    /// A `Host` that is not a name of this server.
+    pub fn host_not_allowed(host: &str) -> Self {
+        let message = format!(
+            "the host `{host}` is not a name of this server; its operator can add it to server.hosts"
+        );
+        Self::new(StatusCode::FORBIDDEN, "permission_error", "host_not_allowed", "Host", message)
+    }
+
+    /// An `Origin` that may not use this server.
+    pub fn origin_not_allowed(origin: &str) -> Self {
+        let message = format!(
+            "web pages of the origin `{origin}` may not use this server; its operator can add it \
+             to server.cors"
+        );
+        let (kind, code) = ("permission_error", "origin_not_allowed");
+        Self::new(StatusCode::FORBIDDEN, kind, code, "Origin", message)
+    }
+
+    /// No room for a large body.
+    pub fn over_budget() -> Self {
+        Self::no_room("the server has no room for a body of this size now; try again later")
+    }
+
+    /// No room for a connection.
+    pub fn too_many_connections() -> Self {
+        Self::no_room("the server has too many connections; try again later")
+    }
+
+    fn no_room(message: &str) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", NO_ROOM, "", message)
+    }
+
+    /// The server stops before the reply is complete.
+    pub fn stopping() -> Self {
+        let message = "the server is stopping; repeat the request when it runs again";
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(status, "server_error", "server_stopping", "", message)
+    }
+
+    /// Another protocol than HTTP/1.
+    pub fn not_http_1() -> Self {
+        let message = "this server speaks HTTP/1.1 only, without TLS";
+        let status = StatusCode::HTTP_VERSION_NOT_SUPPORTED;
+        Self::new(status, INVALID, "http_version_not_supported", "", message)
+    }
+
+    /// An error of which only the status and a text are known.
+    pub fn of_status(status: StatusCode, text: &str) -> Self {
+        let (kind, code) = if status.is_client_error() {
+            (INVALID, "invalid_request")
+        } else {
+            ("server_error", "internal_error")
+        };
+        Self::new(status, kind, code, "", text)
     }
 
     /// An operation for operators, without one of their keys.
@@ -240,7 +299,7 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.to_json())).into_response();
         let headers = response.headers_mut();
-        if self.status == StatusCode::TOO_MANY_REQUESTS {
+        if self.status == StatusCode::TOO_MANY_REQUESTS || self.code == NO_ROOM {
             headers.insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
         }
         if self.status == StatusCode::UNAUTHORIZED {

@@ -20,7 +20,9 @@ pub struct RequestLog {
     first_event_ms: Option<u64>,
     ended: bool,
     /// Counts against the limit of the profile until the request has ended.
-    _permit: Option<OwnedSemaphorePermit>,
+    pub permit: Option<OwnedSemaphorePermit>,
+    /// Counts the bytes of the body against `server.body_budget_bytes` until the request has ended.
+    pub share: Option<OwnedSemaphorePermit>,
 }
 
 impl RequestLog {
@@ -29,13 +31,13 @@ impl RequestLog {
         let (profile, stream) = (field::Empty, field::Empty);
         let span = info_span!("chat", id, request_id, profile, stream);
         let started = Instant::now();
-        Self { id, span, metrics, started, first_event_ms: None, ended: false, _permit: None }
+        let first_event_ms = None;
+        Self { id, span, metrics, started, first_event_ms, ended: false, permit: None, share: None }
     }
 
-    pub fn admitted(&mut self, profile: &str, stream: bool, permit: Option<OwnedSemaphorePermit>) {
+    pub fn admitted(&mut self, profile: &str, stream: bool) {
         self.span.record("profile", profile);
         self.span.record("stream", stream);
-        self._permit = permit;
     }
 
     /// Records the time of the first event after `Started`.

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
@@ -19,12 +20,16 @@ use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreRep
 use steersman_engine::request::Usage;
 
 use super::App;
+use crate::connections::{Connection, Connections, Counts};
 
 /// OpenMetrics 1.0, which Prometheus also reads.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Outcome of a chat request: `2xx`, `4xx`, `5xx` or `cancelled`.
 type Outcome = [(&'static str, &'static str); 1];
+
+/// The label `reason`.
+type Reason = [(&'static str, &'static str); 1];
 
 /// The label `model`.
 type Model = [(&'static str, String); 1];
@@ -35,6 +40,7 @@ const CANCELLED: &str = "cancelled";
 pub struct Metrics {
     requests: Family<Outcome, Counter>,
     unauthorized: Counter,
+    refused: Family<Reason, Counter>,
     prompt_tokens: Counter,
     cached_tokens: Counter,
     completion_tokens: Counter,
@@ -47,9 +53,14 @@ impl Default for Metrics {
         for class in ["2xx", "4xx", "5xx", CANCELLED] {
             drop(requests.get_or_create(&[("status", class)]));
         }
+        let refused = Family::default();
+        for reason in ["host_not_allowed", "origin_not_allowed", "invalid_host"] {
+            drop(refused.get_or_create(&[("reason", reason)]));
+        }
         Self {
             requests,
             unauthorized: Counter::default(),
+            refused,
             prompt_tokens: Counter::default(),
             cached_tokens: Counter::default(),
             completion_tokens: Counter::default(),
@@ -81,6 +92,11 @@ impl Metrics {
         self.unauthorized.inc();
     }
 
+    /// Counts an HTTP request that was refused for its `Host` or `Origin`.
+    pub fn refused(&self, reason: &'static str) {
+        self.refused.get_or_create(&[("reason", reason)]).inc();
+    }
+
     fn count(&self, outcome: &'static str) {
         self.requests.get_or_create(&[("status", outcome)]).inc();
     }
@@ -88,6 +104,8 @@ impl Metrics {
     fn register(&self, registry: &mut Registry) {
         let help = "Chat requests by status class, `cancelled` if the client disconnected";
         registry.register("requests", help, self.requests.clone());
+        let help = "HTTP requests refused for their Host or Origin";
+        registry.register("refused_requests", help, self.refused.clone());
         for (name, help, counter) in [
             ("unauthorized_requests", "HTTP requests without a valid key", &self.unauthorized),
             ("prompt_tokens", "Prompt tokens of successful requests", &self.prompt_tokens),
@@ -108,9 +126,15 @@ impl Metrics {
 }
 
 /// The current values.
-pub async fn get(State(app): State<Arc<App>>) -> impl IntoResponse {
+pub async fn get(
+    State(app): State<Arc<App>>,
+    connection: Option<Extension<Arc<Connection>>>,
+) -> impl IntoResponse {
     let mut registry = Registry::with_prefix("steersman");
     app.metrics.register(&mut registry);
+    if let Some(Extension(connection)) = connection {
+        register_connections(&mut registry, connection.all());
+    }
     let engines = app.models.engines().iter();
     let reports: Vec<_> = engines.map(EngineSnapshot::new).collect();
     let waiting = |engine: &EngineSnapshot| Some(engine.waiting);
@@ -142,6 +166,21 @@ impl EngineSnapshot {
     fn disk(&self) -> Option<&StoreReport> {
         self.report.disk.as_ref()
     }
+}
+
+fn register_connections(registry: &mut Registry, connections: &Connections) {
+    let gauge = Gauge::<u64, AtomicU64>::default();
+    gauge.set(connections.count() as u64);
+    registry.register("connections", "Open connections", gauge);
+    let closed = Family::<Reason, Counter>::default();
+    let Counts { refused, displaced, timed_out } = &connections.counts;
+    for (reason, count) in
+        [("refused", refused), ("displaced", displaced), ("timed_out", timed_out)]
+    {
+        closed.get_or_create(&[("reason", reason)]).inc_by(count.get());
+    }
+    let help = "Connections that were refused, displaced by new ones, or timed out";
+    registry.register("closed_connections", help, closed);
 }
 
 fn register_cache(registry: &mut Registry, engines: &[EngineSnapshot]) {

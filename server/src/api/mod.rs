@@ -1,9 +1,10 @@
-//! OpenAI's HTTP interface: routes, limits on bodies, request ids, and the chat handler.
+//! OpenAI's HTTP interface: routes, request ids, deadlines, and the chat handler.
 //!
 //! This module speaks HTTP and JSON. It never sees an array, a token id or Wasm: a
 //! [`Request`](steersman_engine::request::Request) goes into the engine, events come out.
 
 mod access;
+mod body;
 mod cache;
 pub mod error;
 pub mod fields;
@@ -11,11 +12,11 @@ mod log;
 mod message;
 mod metrics;
 mod models;
+mod origin;
 mod policies;
 mod reply;
 pub mod request;
 
-use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -23,23 +24,26 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::{self, Next};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
-use http_body_util::LengthLimitError;
 use serde_json::{Value, json};
-use steersman_engine::Engine;
-use steersman_engine::Error;
+use steersman_engine::{Engine, Error};
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 use self::access::{Access, Admission, Caller};
+use self::body::{Bodies, Limit};
 use self::error::ApiError;
 use self::log::RequestLog;
 use self::metrics::Metrics;
-use self::reply::Head;
-use self::request::ChatRequest;
+use self::origin::Origins;
+use self::reply::{Events, Head};
+use self::request::{ChatRequest, Parsed};
 use crate::config::ServerConfig;
 use crate::models::Models;
+use crate::serve::Shutdown;
+use crate::throttle::Throttle;
 
 /// Id of the HTTP request in logs and in the response; generated if the client sends none.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -47,12 +51,21 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Selects a profile, like `model@profile`.
 const PROFILE: HeaderName = HeaderName::from_static("x-steersman-profile");
 
+/// Seconds after which the client has no use for the reply.
+const TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
+
+/// Seconds that OpenAI's Python package waits for the next bytes, and that its JavaScript package
+/// waits for the head of the response. Both are for whole replies what [`TIMEOUT`] is for all.
+const READ_TIMEOUTS: [HeaderName; 2] = [
+    HeaderName::from_static("x-stainless-read-timeout"),
+    HeaderName::from_static("x-stainless-timeout"),
+];
+
 /// Maximum size of a client's request id in bytes; a longer one is replaced, since ids are logged.
 const REQUEST_ID_BYTES: usize = 128;
 
-/// Maximum number of bodies read and parsed at the same time. With `body_limit_bytes` it bounds
-/// memory before the engine's queue limits the number of requests.
-const BODIES: usize = 64;
+/// Bytes of an error in plain text that are kept when it becomes JSON.
+const ERROR_BYTES: usize = 4096;
 
 /// State shared by all handlers.
 pub struct App {
@@ -60,11 +73,14 @@ pub struct App {
     access: Access,
     /// Shared with the logs of running requests, which count their outcomes.
     metrics: Arc<Metrics>,
-    bodies: Semaphore,
+    origins: Origins,
+    /// Of log lines about refused hosts and origins.
+    refusals: Throttle,
+    bodies: Bodies,
     /// Limits uploads of policies to one at a time: compiling a component occupies a core.
     uploads: Semaphore,
     body_limit_bytes: usize,
-    body_timeout_s: u64,
+    request_timeout: Duration,
 }
 
 /// The router of the whole server, to be served or called in a test.
@@ -73,12 +89,14 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         models: models.into(),
         access: Access::new(config),
         metrics: Arc::default(),
-        bodies: Semaphore::new(BODIES),
+        origins: Origins::new(config),
+        refusals: Throttle::default(),
+        bodies: Bodies::new(config),
         uploads: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,
-        body_timeout_s: config.body_timeout_s,
+        request_timeout: Duration::from_secs(config.request_timeout_s),
     });
-    Router::new()
+    let mut router = Router::new()
         .route("/v1/chat/completions", post(chat))
         .route("/v1/models", get(models::list))
         // A name may contain slashes: `owner/name`.
@@ -94,7 +112,13 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .fallback(async |request: Request| ApiError::not_found(request.uri().path()))
         .method_not_allowed_fallback(async |request: Request| {
             ApiError::method_not_allowed(request.method().as_str(), request.uri().path())
-        })
+        });
+    if app.origins.has_cors() {
+        router = router.layer(app.origins.cors_layer());
+    }
+    router
+        .layer(middleware::from_fn_with_state(app.clone(), origin::check))
+        .layer(middleware::map_response(errors_in_json))
         .layer(middleware::from_fn(request_id))
         .with_state(app)
 }
@@ -114,16 +138,19 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
 async fn chat(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
+    shutdown: Option<Extension<Shutdown>>,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
+    let received = Instant::now();
     let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
     let id = format!("chatcmpl-{}", random_hex());
     let mut log = RequestLog::new(id, request_id, app.metrics.clone());
-    let read = read(&app, &caller, &headers, body).await;
+    let read = read(&app, &caller, &headers, body, &mut log).await;
     let (chat, admission) = read.map_err(|error| log.failed(error))?;
     let ChatRequest { mut request, stream, include_usage } = chat;
-    log.admitted(&admission.profile, stream, admission.permit);
+    let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
+    let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
     let head = Head {
         id: log.id.clone(),
         created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
@@ -134,7 +161,9 @@ async fn chat(
     };
     request.id = log.id.clone();
     request.profile = admission.profile;
+    request.deadline = Some(deadline.into_std());
     let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
+    let events = Events::new(events, deadline, shutdown.map(|Extension(shutdown)| shutdown));
     if stream {
         reply::stream(head, events, log).await
     } else {
@@ -142,55 +171,55 @@ async fn chat(
     }
 }
 
-/// Reads, admits and checks a request; at most [`BODIES`] at a time.
+/// Reads, parses, admits and checks a request. `log` gets what limits it.
 async fn read(
     app: &App,
     caller: &Caller,
     headers: &HeaderMap,
     body: Body,
+    log: &mut RequestLog,
 ) -> Result<(ChatRequest, Admission), ApiError> {
-    let _permit = app.bodies.acquire().await.expect("the semaphore is never closed");
-    let limit = Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes" };
-    let body = read_body(app, headers, body, "application/json", limit).await?;
+    let limit =
+        Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes", has_budget: true };
+    let body = app.bodies.read(headers, body, "application/json", limit).await?;
+    log.share = body.share;
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
-    let mut body = request::parse(&body)?;
-    let model = body.model.take();
+    let Parsed { model, stream, chat } = app.bodies.parse(body.bytes).await?;
     let admission = Admission::new(&app.models, &app.access, caller, model, profile)?;
-    Ok((body.check()?, admission))
+    log.admitted(&admission.profile, stream);
+    log.permit = app.access.acquire(&admission.profile)?;
+    Ok((chat?, admission))
 }
 
-/// Maximum size of a body in bytes, and the configuration key that sets it.
-struct Limit {
-    bytes: usize,
-    set_by: &'static str,
+/// The time that the client gives a request, from its headers.
+fn timeout(headers: &HeaderMap, stream: bool) -> Result<Option<Duration>, ApiError> {
+    let seconds = |header: &HeaderName| {
+        let value = headers.get(header)?.to_str().unwrap_or("?");
+        let seconds = value.trim().parse().ok().filter(|seconds: &f64| *seconds > 0.0);
+        Some(seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or(value))
+    };
+    match seconds(&TIMEOUT) {
+        Some(Ok(timeout)) => Ok(Some(timeout)),
+        Some(Err(value)) => {
+            let message = format!("X-Request-Timeout: is `{value}`, must be a number of seconds");
+            Err(ApiError::value("X-Request-Timeout", message))
+        }
+        None if stream => Ok(None),
+        // Packages may change what they send: what is no time is none.
+        None => Ok(READ_TIMEOUTS.iter().find_map(|header| seconds(header)?.ok())),
+    }
 }
 
-/// Reads a body, enforcing its type, size and deadline.
-async fn read_body(
-    app: &App,
-    headers: &HeaderMap,
-    body: Body,
-    content_type: &str,
-    limit: Limit,
-) -> Result<Vec<u8>, ApiError> {
-    // A web page may send cross-origin requests to a local server, but with this content type the
-    // browser first sends a preflight request, which we reject.
-    let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
-    let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-    if !kind.eq_ignore_ascii_case(content_type) {
-        return Err(ApiError::not_of_type(content_type));
+/// Makes JSON of the errors that axum writes as plain text, for a path or a query that cannot be read.
+async fn errors_in_json(response: Response) -> Response {
+    let status = response.status();
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    let is_text = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/plain"));
+    if !is_text || !(status.is_client_error() || status.is_server_error()) {
+        return response;
     }
-    let time = Duration::from_secs(app.body_timeout_s);
-    match tokio::time::timeout(time, axum::body::to_bytes(body, limit.bytes)).await {
-        Ok(Ok(body)) => Ok(body.into()),
-        Ok(Err(error)) if error.source().is_some_and(|e| e.is::<LengthLimitError>()) => {
-            Err(ApiError::too_large(limit.bytes, limit.set_by))
-        }
-        Ok(Err(error)) => {
-            Err(ApiError::invalid("invalid_body", "", format!("the body is incomplete: {error}")))
-        }
-        Err(_elapsed) => Err(ApiError::too_slow(app.body_timeout_s)),
-    }
+    let text = axum::body::to_bytes(response.into_body(), ERROR_BYTES).await.unwrap_or_default();
+    ApiError::of_status(status, &String::from_utf8_lossy(&text)).into_response()
 }
 
 /// Gives each HTTP request an id, and returns it in the response.

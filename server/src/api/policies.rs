@@ -17,9 +17,10 @@ use steersman_engine::policy::{
     Problem, Record, Report, Use, Withdrawn,
 };
 
+use super::App;
 use super::access::Caller;
+use super::body::Limit;
 use super::error::ApiError;
-use super::{App, Limit, read_body};
 
 /// Media type of a component.
 const WASM: &str = "application/wasm";
@@ -141,8 +142,9 @@ pub async fn upload(
         return Err(ApiError::policy_not_found(&name));
     }
     let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
-    let limit = Limit { bytes: COMPONENT_BYTES, set_by: "for a component" };
-    let component = read_body(&app, &headers, body, WASM, limit).await?;
+    // No budget: only operators upload, one at a time.
+    let limit = Limit { bytes: COMPONENT_BYTES, set_by: "for a component", has_budget: false };
+    let component = app.bodies.read(&headers, body, WASM, limit).await?.bytes;
     let activation = blocking(move || policies.upload(&name, &component)).await?;
     Ok(Json(activation.map_err(upload_error)?.into()))
 }
@@ -173,13 +175,13 @@ pub async fn trace(
         return Err(ApiError::no_trace(&request));
     };
     if let Some(record) = records.first() {
-        app.access.allow(&caller, &record.profile)?;
+        app.access.allow(&caller, &record.link.profile)?;
     }
     Ok(Json(TraceBody { request, records }))
 }
 
-/// Runs work that compiles or reads the disk on a thread where it delays no other request.
-async fn blocking<T: Send + 'static>(
+/// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.
+pub async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
     // The error has the message of the panic.

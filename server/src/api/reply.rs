@@ -1,7 +1,7 @@
 //! Writes the engine's events as one JSON object or as a stream of chunks.
 //!
 //! [`whole`] folds the events into one object, [`stream`] sends each as it comes. Both own the
-//! receiver of the events: a client that disconnects drops it, which cancels the request.
+//! [`Events`]: a client that disconnects drops it, which cancels the request.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -12,13 +12,14 @@ use axum::http::{HeaderName, HeaderValue};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
-use steersman_engine::Error;
 use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
+use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error::ApiError;
 use super::log::RequestLog;
+use crate::serve::Shutdown;
 
 /// How long a stream waits for its first event before it responds with 200.
 ///
@@ -28,6 +29,68 @@ const FIRST_EVENT: Duration = Duration::from_secs(10);
 
 /// Interval of comments in an idle stream; common proxies close connections idle for 60 s.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// The events of a request until it ends, its deadline is over, or the server stops.
+pub struct Events {
+    receiver: UnboundedReceiver<Event>,
+    deadline: Instant,
+    shutdown: Option<Shutdown>,
+    started: bool,
+}
+
+/// Why a request has no further events.
+pub enum Failure {
+    /// The engine failed, or the deadline is over.
+    Engine(Error),
+    /// The server stops.
+    Shutdown,
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Engine(error) => error.into(),
+            Failure::Shutdown => Self::stopping(),
+        }
+    }
+}
+
+impl Events {
+    /// Of a request that ends at `deadline`, or when `shutdown` cuts it off.
+    pub fn new(
+        receiver: UnboundedReceiver<Event>,
+        deadline: Instant,
+        shutdown: Option<Shutdown>,
+    ) -> Self {
+        Self { receiver, deadline, shutdown, started: false }
+    }
+
+    /// The next event, which is never `Failed`.
+    async fn next(&mut self) -> Result<Event, Failure> {
+        let cut_off = async {
+            match &mut self.shutdown {
+                Some(shutdown) => shutdown.cuts_off().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            event = self.receiver.recv() => match event.unwrap_or(Event::Failed(Error::Stopped)) {
+                Event::Failed(error) => Err(Failure::Engine(error)),
+                event => {
+                    self.started = true;
+                    Ok(event)
+                }
+            },
+            // The engine has the same deadline; a long step may make it late.
+            () = sleep_until(self.deadline) => {
+                let stage = if self.started { "being decoded" } else { "waiting" };
+                Err(Failure::Engine(RequestError::Deadline { stage }.into()))
+            }
+            () = cut_off => Err(Failure::Shutdown),
+        }
+    }
+}
 
 /// The fields that all chunks of a reply share.
 pub struct Head {
@@ -51,13 +114,13 @@ pub struct Head {
 /// The engine's error.
 pub async fn whole(
     mut head: Head,
-    mut events: UnboundedReceiver<Event>,
+    mut events: Events,
     mut log: RequestLog,
 ) -> Result<Response, ApiError> {
     let mut message = Map::from_iter([("role".to_string(), json!("assistant"))]);
     let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
     let finished = loop {
-        let event = events.recv().await.unwrap_or(Event::Failed(Error::Stopped));
+        let event = events.next().await.map_err(|failure| log.failed(failure))?;
         log.event(&event);
         match event {
             Event::Started { fingerprint } => head.fingerprint = fingerprint,
@@ -100,28 +163,22 @@ pub async fn whole(
 /// chunk of the stream.
 pub async fn stream(
     mut head: Head,
-    mut events: UnboundedReceiver<Event>,
-    log: RequestLog,
+    mut events: Events,
+    mut log: RequestLog,
 ) -> Result<Response, ApiError> {
     let first = timeout(FIRST_EVENT, async {
-        match events.recv().await {
-            Some(Event::Started { fingerprint }) => {
+        match events.next().await {
+            Ok(Event::Started { fingerprint }) => {
                 head.fingerprint = fingerprint;
-                events.recv().await
+                events.next().await
             }
             other => other,
         }
     });
-    let first = first.await;
+    // `None` if there is none yet.
+    let first = first.await.ok().transpose().map_err(|failure| log.failed(failure))?;
     let mut chunks =
         Chunks { head, events, log, ready: VecDeque::new(), tool_calls: 0, ended: false };
-    let first = match first {
-        Ok(event) => Some(event.unwrap_or(Event::Failed(Error::Stopped))),
-        Err(_elapsed) => None,
-    };
-    if let Some(Event::Failed(error)) = first {
-        return Err(chunks.log.failed(error));
-    }
     chunks.delta(json!({"role": "assistant", "content": ""}));
     if let Some(event) = first {
         chunks.log.event(&event);
@@ -142,7 +199,7 @@ pub async fn stream(
 /// A stream in progress.
 struct Chunks {
     head: Head,
-    events: UnboundedReceiver<Event>,
+    events: Events,
     log: RequestLog,
     /// Chunks to be sent.
     ready: VecDeque<sse::Event>,
@@ -156,9 +213,13 @@ impl Chunks {
     /// The next chunk; `None` at the end.
     async fn next(&mut self) -> Option<sse::Event> {
         while self.ready.is_empty() && !self.ended {
-            let event = self.events.recv().await.unwrap_or(Event::Failed(Error::Stopped));
-            self.log.event(&event);
-            self.push(event);
+            match self.events.next().await {
+                Ok(event) => {
+                    self.log.event(&event);
+                    self.push(event);
+                }
+                Err(failure) => self.fail(failure),
+            }
         }
         self.ready.pop_front()
     }
@@ -179,12 +240,14 @@ impl Chunks {
                 self.delta(json!({"tool_calls": [call]}));
             }
             Event::Finished(finished) => self.finish(&finished),
-            Event::Failed(error) => {
-                let error = self.log.failed(error);
-                self.send(&error.to_json());
-                self.ended = true;
-            }
+            Event::Failed(error) => self.fail(Failure::Engine(error)),
         }
+    }
+
+    fn fail(&mut self, failure: Failure) {
+        let error = self.log.failed(failure);
+        self.send(&error.to_json());
+        self.ended = true;
     }
 
     fn delta(&mut self, delta: Value) {

@@ -1,7 +1,7 @@
 //! Parses the body of `POST /v1/chat/completions` into the engine's [`Request`].
 //!
 //! [`parse`] checks the JSON, then the table of [`super::fields`] (which rejects what is not
-//! supported), then types; [`Body::check`] checks values. Each error names the field by its path.
+//! supported), then types, then values. Each error names the field by its path.
 
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, de::DeserializeOwned};
@@ -14,6 +14,10 @@ use super::error::ApiError;
 use super::fields;
 use super::message::{self, MessageBody};
 
+/// Maximum number of JSON values in a body. A value takes up to a hundred bytes of memory, but only
+/// two of the body; a long conversation has some thousands.
+const VALUES: usize = 1 << 18;
+
 /// Maximum number of stop strings of a request; each step searches for all of them.
 const STOPS: usize = 16;
 
@@ -22,6 +26,17 @@ const LOW_EFFORT_TOKENS: u32 = 1024;
 
 /// Reasoning budget of `reasoning_effort: "medium"`.
 const MEDIUM_EFFORT_TOKENS: u32 = 8192;
+
+/// A body, as far as it could be parsed without knowing the profile.
+#[derive(Debug)]
+pub struct Parsed {
+    /// `model`
+    pub model: Option<String>,
+    /// `stream`
+    pub stream: bool,
+    /// The request; or the first invalid value, which is reported after the profile is known.
+    pub chat: Result<ChatRequest, ApiError>,
+}
 
 /// The engine's request and the form of the reply.
 #[derive(Debug)]
@@ -36,8 +51,8 @@ pub struct ChatRequest {
 
 /// The fields of the body that have an effect.
 #[derive(Deserialize)]
-pub struct Body {
-    pub(super) model: Option<String>,
+struct Body {
+    model: Option<String>,
     messages: Option<Vec<MessageBody>>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
@@ -78,7 +93,11 @@ enum Effort {
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn parse(body: &[u8]) -> Result<Body, ApiError> {
+pub fn parse(body: &[u8]) -> Result<Parsed, ApiError> {
+    if values(body) > VALUES {
+        let message = format!("the body has more than {VALUES} JSON values");
+        return Err(ApiError::value("", message));
+    }
     let body: Value = serde_json::from_slice(body).map_err(|error| {
         ApiError::invalid("invalid_json", "", format!("the body is not valid JSON: {error}"))
     })?;
@@ -86,7 +105,24 @@ pub fn parse(body: &[u8]) -> Result<Body, ApiError> {
         return Err(ApiError::invalid("invalid_json", "", "the body must be a JSON object"));
     };
     fields::check(fields)?;
-    typed(body)
+    let mut body: Body = typed(body)?;
+    let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
+    Ok(Parsed { model, stream, chat: body.check() })
+}
+
+/// The number of values of a JSON text, or more: each but the first follows one of `[`, `{`, `,`, `:`.
+fn values(json: &[u8]) -> usize {
+    let (mut values, mut in_string, mut escaped) = (1, false, false);
+    for byte in json {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' | b',' | b':' if !in_string => values += 1,
+            _ => {}
+        }
+    }
+    values
 }
 
 impl Body {
@@ -94,7 +130,7 @@ impl Body {
     ///
     /// # Errors
     /// 400 naming the field.
-    pub fn check(self) -> Result<ChatRequest, ApiError> {
+    fn check(self) -> Result<ChatRequest, ApiError> {
         let stream = self.stream.unwrap_or(false);
         if !stream && self.stream_options.is_some() {
             let message = "stream_options requires \"stream\": true";

@@ -6,6 +6,7 @@ use axum::http::header;
 use serde_json::json;
 use steersman::config::{ProfileAccess, ServerConfig};
 
+use crate::connection::{Lines, until};
 use crate::*;
 
 /// A server with a profile `strict` that has a key and a limit of one request.
@@ -91,6 +92,25 @@ async fn profile_limits_concurrent_requests() {
     assert_eq!(second, (429, "too_many_requests".into()));
     assert_eq!(other, (200, "default".into()), "the limit is that of the profile");
     assert_eq!(strict().await.0, 200, "the permit is free again");
+}
+
+/// Before, it named no profile, since the profile was recorded after admission.
+#[tokio::test]
+async fn log_line_of_a_429_names_the_profile() {
+    let (app, seen) = app_with(&config(&["sk-all"]), || vec![UntilCancelled]);
+    let lines = Lines::default();
+    let _guard = lines.capture();
+    let second = async {
+        until(|| !seen.requests.lock().unwrap().is_empty()).await;
+        ask(&app, "sk-strict", "owner/tiny", "").await
+    };
+    tokio::select! {
+        first = ask(&app, "sk-strict", "owner/tiny", "") => panic!("{first:?}"),
+        second = second => assert_eq!(second, (429, "too_many_requests".into())),
+    }
+    let log = lines.text();
+    let line = log.lines().find(|line| line.contains("too_many_requests")).expect(&log);
+    assert!(line.contains("profile=\"strict\""), "{line}");
 }
 
 #[tokio::test]

@@ -4,37 +4,108 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use axum::Router;
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
 use steersman_engine::request::Event;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::*;
 
-/// Serves on a socket.
-async fn serve(app: Router) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    tokio::spawn(async move { axum::serve(listener, app).await });
-    address
+/// A server on a socket.
+pub struct Served {
+    pub address: SocketAddr,
+    pub seen: Arc<Seen>,
+    stop: Option<oneshot::Sender<()>>,
+    serving: JoinHandle<()>,
 }
 
-/// Sends a chat request over a socket.
-async fn ask(address: SocketAddr, body: Value) -> TcpStream {
-    let mut socket = TcpStream::connect(address).await.unwrap();
+impl Served {
+    pub async fn start(config: ServerConfig, script: fn() -> Vec<Act>) -> Self {
+        let config = ServerConfig { port: 0, ..config };
+        let listener = steersman::serve::listen(&config).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (app, seen) = app_with(&config, script);
+        let (stop, stopped) = oneshot::channel();
+        let serving = tokio::spawn(async move {
+            // A test that does not stop the server drops the sender.
+            let stopped = async { drop(stopped.await) };
+            steersman::serve::run(listener, app, &config, stopped).await;
+        });
+        Self { address, seen, stop: Some(stop), serving }
+    }
+
+    /// Sends raw bytes over a new connection.
+    pub async fn send(&self, bytes: impl AsRef<[u8]>) -> TcpStream {
+        let mut socket = TcpStream::connect(self.address).await.unwrap();
+        // Fails if the server answers before it has read everything.
+        drop(socket.write_all(bytes.as_ref()).await);
+        socket
+    }
+
+    /// Sends a chat request over a new connection.
+    pub async fn ask(&self, body: Value) -> TcpStream {
+        self.send(request(body, "")).await
+    }
+
+    /// Sends a chat request; returns the status and the JSON of the reply.
+    pub async fn chat(&self, body: Value, headers: &str) -> (u16, Value) {
+        parsed(
+            read(self.send(request(body, &format!("Connection: close\r\n{headers}"))).await).await,
+        )
+    }
+
+    /// Stops the server; the returned task ends with it.
+    pub fn stop(mut self) -> JoinHandle<()> {
+        self.stop.take().unwrap().send(()).unwrap();
+        self.serving
+    }
+
+    /// Waits until the engine has seen `count` requests.
+    pub async fn wait_for_requests(&self, count: usize) {
+        until(|| self.seen.requests.lock().unwrap().len() >= count).await;
+    }
+}
+
+/// The bytes of a chat request.
+pub fn request(body: Value, headers: &str) -> String {
     let body = body.to_string();
-    let head = format!(
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
-         Content-Length: {}\r\n\r\n",
+    format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n{headers}\r\n{body}",
         body.len()
-    );
-    socket.write_all(head.as_bytes()).await.unwrap();
-    socket.write_all(body.as_bytes()).await.unwrap();
-    socket
+    )
+}
+
+/// Everything that arrives until the server closes the connection; empty if it resets it.
+pub async fn read(mut socket: TcpStream) -> String {
+    let mut bytes = Vec::new();
+    let read = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut bytes)).await;
+    drop(read.expect("the server closes the connection"));
+    String::from_utf8(bytes).unwrap()
+}
+
+/// Status and JSON of a response.
+pub fn parsed(response: String) -> (u16, Value) {
+    let status = response.split(' ').nth(1).expect("a response").parse().unwrap();
+    let (_, body) = response.split_once("\r\n\r\n").unwrap();
+    (status, serde_json::from_str(body).unwrap_or_else(|_| panic!("no JSON: {response}")))
+}
+
+/// Longest wait for something that has to happen.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `happened`.
+pub async fn until(happened: impl Fn() -> bool) {
+    let waits = async {
+        while !happened() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, waits).await.expect("it happens");
 }
 
 /// A disconnected client must not make others wait for its reply. Both kinds of reply own the
@@ -44,23 +115,21 @@ async fn disconnecting_cancels_the_request() {
     fn endless() -> Vec<Act> {
         vec![Say(Event::Answer("Once".into())), UntilCancelled]
     }
-    let (streaming, seen) = app(endless);
-    let mut socket = ask(serve(streaming).await, body(json!({"stream": true}))).await;
+    let server = Served::start(ServerConfig::default(), endless).await;
+    let mut socket = server.ask(body(json!({"stream": true}))).await;
     let mut head = vec![0; 4096];
     let read = socket.read(&mut head).await.unwrap();
     assert!(head[..read].starts_with(b"HTTP/1.1 200"));
-    assert!(seen.cancelled.lock().unwrap().is_empty());
+    assert!(server.seen.cancelled.lock().unwrap().is_empty());
     drop(socket);
-    seen.wait_for_cancellation().await;
+    server.seen.wait_for_cancellation().await;
 
-    let (whole, seen) = app(endless);
-    let socket = ask(serve(whole).await, body(json!({}))).await;
-    while seen.requests.lock().unwrap().is_empty() {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    assert!(seen.cancelled.lock().unwrap().is_empty());
+    let server = Served::start(ServerConfig::default(), endless).await;
+    let socket = server.ask(body(json!({}))).await;
+    server.wait_for_requests(1).await;
+    assert!(server.seen.cancelled.lock().unwrap().is_empty());
     drop(socket);
-    seen.wait_for_cancellation().await;
+    server.seen.wait_for_cancellation().await;
 }
 
 #[tokio::test]
@@ -68,27 +137,11 @@ async fn disconnecting_before_the_first_event_cancels_the_request() {
     fn silent() -> Vec<Act> {
         vec![UntilCancelled]
     }
-    let (app, seen) = app(silent);
-    let socket = ask(serve(app).await, body(json!({"stream": true}))).await;
-    while seen.requests.lock().unwrap().is_empty() {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    let server = Served::start(ServerConfig::default(), silent).await;
+    let socket = server.ask(body(json!({"stream": true}))).await;
+    server.wait_for_requests(1).await;
     drop(socket);
-    seen.wait_for_cancellation().await;
-}
-
-#[tokio::test]
-async fn slow_body_times_out() {
-    let config = ServerConfig { body_timeout_s: 1, ..ServerConfig::default() };
-    let (app, _) = app_with(&config, answer);
-    let address = serve(app).await;
-    let mut socket = TcpStream::connect(address).await.unwrap();
-    let head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\
-                Content-Type: application/json\r\n\r\n{\"model\":";
-    socket.write_all(head.as_bytes()).await.unwrap();
-    let mut reply = String::new();
-    socket.read_to_string(&mut reply).await.unwrap();
-    assert!(reply.starts_with("HTTP/1.1 408") && reply.contains("request_timeout"), "{reply}");
+    server.seen.wait_for_cancellation().await;
 }
 
 #[tokio::test]
@@ -115,7 +168,20 @@ async fn request_id_is_echoed_or_generated() {
 
 /// A log in memory.
 #[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
+pub struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    /// Captures what this thread logs, until the guard is dropped.
+    pub fn capture(&self) -> impl Sized + use<> {
+        let writer = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
+        subscriber.with_ansi(false).finish().set_default()
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+}
 
 impl std::io::Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
@@ -131,11 +197,9 @@ impl std::io::Write for Lines {
 #[tokio::test]
 async fn log_has_one_line_for_each_request_without_its_text() {
     let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
     // Before capturing the log, since loading policies also logs a line.
     let (app, _) = app(answer);
-    let _guard = subscriber.with_ansi(false).finish().set_default();
+    let _guard = lines.capture();
     let secret = json!([{"role": "user", "content": "my secret"}]);
     for stream in [false, true] {
         let body = body(json!({"messages": secret, "stream": stream}));
@@ -144,7 +208,7 @@ async fn log_has_one_line_for_each_request_without_its_text() {
         bytes(send(&app, request).await).await;
     }
     chat(&app, body(json!({"messages": secret, "n": 3}))).await;
-    let log = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
+    let log = lines.text();
     assert_eq!(log.lines().count(), 3, "{log}");
     for words in
         ["request_id=\"trace-7\"", "profile=\"default\"", "cached_tokens=16", "param=\"n\""]
@@ -154,27 +218,6 @@ async fn log_has_one_line_for_each_request_without_its_text() {
     assert!(!log.contains("secret") && !log.contains("Rome"), "{log}");
 }
 
-/// Serves on a socket with one running request; sending to the returned channel stops the server.
-async fn stoppable(
-    script: fn() -> Vec<Act>,
-    grace: Duration,
-) -> (TcpStream, oneshot::Sender<()>, tokio::task::JoinHandle<()>) {
-    let config = ServerConfig { port: 0, ..ServerConfig::default() };
-    let listener = steersman::serve::listen(&config).await.unwrap();
-    let address = listener.local_addr().unwrap();
-    let (app, seen) = app(script);
-    let (stop, stopped) = oneshot::channel();
-    let stopped = async { stopped.await.unwrap() };
-    let serving = tokio::spawn(async move {
-        steersman::serve::run(listener, app, stopped, grace).await.unwrap();
-    });
-    let socket = ask(address, body(json!({}))).await;
-    while seen.requests.lock().unwrap().is_empty() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    (socket, stop, serving)
-}
-
 #[tokio::test]
 async fn stopping_server_finishes_running_requests() {
     fn slow() -> Vec<Act> {
@@ -182,22 +225,61 @@ async fn stopping_server_finishes_running_requests() {
         acts.insert(0, Wait(Duration::from_millis(200)));
         acts
     }
-    let (mut socket, stop, serving) = stoppable(slow, Duration::from_secs(60)).await;
-    stop.send(()).unwrap();
-    let mut reply = String::new();
-    socket.read_to_string(&mut reply).await.unwrap();
+    let config = ServerConfig { shutdown_s: 60, ..ServerConfig::default() };
+    let server = Served::start(config, slow).await;
+    let socket = server.ask(body(json!({}))).await;
+    server.wait_for_requests(1).await;
+    let stopped = server.stop();
+    let reply = read(socket).await;
     assert!(reply.starts_with("HTTP/1.1 200") && reply.contains("Rome"), "{reply}");
-    serving.await.unwrap();
+    stopped.await.unwrap();
 }
 
+/// Before, the connections were closed without any reply, and streams broke off.
 #[tokio::test]
-async fn stopping_server_aborts_requests_after_the_grace_period() {
+async fn requests_cut_off_at_shutdown_end_with_an_error() {
     fn endless() -> Vec<Act> {
-        vec![UntilCancelled]
+        vec![Say(Event::Answer("Once".into())), UntilCancelled]
     }
-    let (_socket, stop, serving) = stoppable(endless, Duration::from_millis(50)).await;
-    stop.send(()).unwrap();
-    tokio::time::timeout(Duration::from_secs(10), serving).await.unwrap().unwrap();
+    let config = ServerConfig { shutdown_s: 0, ..ServerConfig::default() };
+    let whole = Served::start(config.clone(), endless).await;
+    let socket = whole.ask(body(json!({}))).await;
+    whole.wait_for_requests(1).await;
+    let stopped = whole.stop();
+    let (status, reply) = parsed(read(socket).await);
+    assert_eq!((status, &reply["error"]["code"]), (503, &json!("server_stopping")));
+    stopped.await.unwrap();
+
+    let stream = Served::start(config, endless).await;
+    let mut socket = stream.ask(body(json!({"stream": true}))).await;
+    let mut text = String::new();
+    while !text.contains("Once") {
+        let mut bytes = [0; 4096];
+        let read = socket.read(&mut bytes).await.unwrap();
+        text += std::str::from_utf8(&bytes[..read]).unwrap();
+    }
+    let stopped = stream.stop();
+    text += &read(socket).await;
+    let last = text.lines().rfind(|line| line.starts_with("data: ")).unwrap();
+    assert!(last.contains("server_stopping"), "{text}");
+    stopped.await.unwrap();
+}
+
+/// Before, a half head held the shutdown for the whole grace period.
+#[tokio::test]
+async fn connections_without_a_request_do_not_hold_the_shutdown() {
+    let config = ServerConfig { shutdown_s: 3600, ..ServerConfig::default() };
+    let server = Served::start(config, answer).await;
+    let silent = server.send("").await;
+    let half = server.send("GET /health HTTP/1.1\r\nHost: loc").await;
+    let mut kept = server.send("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").await;
+    let mut reply = [0; 4096];
+    assert!(kept.read(&mut reply).await.unwrap() > 0);
+    kept.write_all(b"GET /health HTTP/1.1\r\nHost: loc").await.unwrap();
+    // The server has read all of them once it answers one more.
+    assert_eq!(server.chat(body(json!({})), "").await.0, 200);
+    tokio::time::timeout(PATIENCE, server.stop()).await.expect("it stops").unwrap();
+    drop((silent, half, kept));
 }
 
 #[tokio::test]

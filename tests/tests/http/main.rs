@@ -6,8 +6,11 @@
 
 mod access;
 mod connection;
+mod fuzz;
+mod limits;
 mod models;
 mod operations;
+mod origin;
 mod refusal;
 mod reply;
 mod request;

@@ -270,7 +270,8 @@ async fn full_queue_is_429_and_health_still_responds() {
         vec![Wait(Duration::from_secs(3600)), finished(FinishReason::Stop)]
     }
     let (engine, _) = engine(1, slow);
-    let app = steersman::app(engine, &ServerConfig::default());
+    let config = ServerConfig { request_timeout_s: 10_000, ..ServerConfig::default() };
+    let app = steersman::app(engine, &config);
     let mut others = Vec::new();
     for _ in 0..2 {
         let app = app.clone();

@@ -78,7 +78,7 @@ impl Site {
 
     fn serve_with(&self, policy: &PolicyConfig) -> Server {
         let config = Config { profiles: self.profiles.clone(), ..Config::default() };
-        let storage = Storage::open(self.data.path());
+        let storage = Storage::open(self.data.path()).unwrap();
         let policies = Policies::load(policy, &config.profile_policies(), &storage);
         let policies = Arc::new(policies.unwrap_or_else(|error| panic!("{error}")));
         policies.watch();

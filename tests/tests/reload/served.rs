@@ -77,7 +77,7 @@ impl Connection {
     /// Posts a body; returns the status and the JSON.
     pub async fn post(&mut self, path: &str, content_type: &str, body: &[u8]) -> (u16, Value) {
         let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ADMIN}\r\n\
+            "POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN}\r\n\
              Content-Type: {content_type}\r\nContent-Length: {}\r\n\r\n",
             body.len()
         );

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use steersman_engine::internals::store::{Part, PartKind};
 
-use super::{MB, ONE, Random, keys, loads, longest, open, part};
+use super::{MB, ONE, Random, keys, loads, longest, open, part, scaled};
 
 /// Save number `i` of the children: KV of two blocks and a state of 0 to 1.5 MB.
 fn numbered(i: u32) -> Vec<Part> {
@@ -26,7 +26,7 @@ fn numbered(i: u32) -> Vec<Part> {
 
 /// Each child saves this many times, then waits to be killed.
 const SAVES: u32 = 300;
-const ROUNDS: u32 = 50;
+const ROUNDS: usize = 50;
 const FILE: &str = "STEERSMAN_TEST_STORE_FILE";
 const FIRST: &str = "STEERSMAN_TEST_STORE_FIRST";
 
@@ -60,7 +60,7 @@ fn store_of_a_killed_process_opens_and_holds_only_whole_parts() {
     let path = folder.path().join("state.redb");
     let mut random = Random(9);
     let mut seen = HashSet::new();
-    for round in 0..ROUNDS {
+    for round in 0..scaled(ROUNDS) as u32 {
         let mut child = child("child_that_saves_until_it_is_killed", &path)
             .env(FIRST, (round * SAVES).to_string())
             .stdout(Stdio::piped())
@@ -87,7 +87,7 @@ fn store_of_a_killed_process_opens_and_holds_only_whole_parts() {
         }
     }
     let files = fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(files, 1, "no file was moved aside");
+    assert_eq!(files, 1, "no file was set aside");
     assert!(seen.len() > 30, "only {} saves survived", seen.len());
 }
 

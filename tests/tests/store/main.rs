@@ -15,7 +15,7 @@ use steersman_engine::internals::store::{
     BLOCK_TOKENS, Fingerprint, Key, KeyChain, Part, PartKind, RedbStore, StoreEnv, Tensor,
     WallClock, state_key,
 };
-use steersman_tests::Random;
+use steersman_tests::{Random, damage, scaled};
 
 const ONE: Fingerprint = [1; 32];
 const TWO: Fingerprint = [2; 32];

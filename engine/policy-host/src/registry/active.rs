@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
-use super::history::Origin;
+use super::history::{History, HistoryEntry, Origin, Withdrawn};
 use super::report::Problem;
 use super::source::{Bundle, ProfileChain};
 use crate::breaker::Breaker;
@@ -34,6 +34,7 @@ pub struct PolicyEntry {
     /// Digest of its file when it was last read: the same bytes are not tried again.
     pub seen: Option<[u8; 32]>,
     pub problem: Option<Problem>,
+    pub history: History,
 }
 
 /// One component of a policy.
@@ -68,20 +69,21 @@ impl Active {
         self.policies.get_mut(name).expect("every named policy has an entry")
     }
 
-    /// Rolls back versions that failed their probation; returns them with the reasons.
-    pub fn roll_back_condemned(&mut self) -> Vec<(String, Arc<Version>, String)> {
-        let mut all = Vec::new();
+    /// Rolls back versions that failed their probation; returns whether there were any.
+    pub fn roll_back_condemned(&mut self) -> bool {
+        let mut any = false;
         for (policy, entry) in &mut self.policies {
             let Some(reason) = entry.current.breaker.condemned() else { continue };
             let Some(before) = entry.earlier.pop() else { continue };
-            let version = std::mem::replace(&mut entry.current, before);
-            let sha256 = hex::encode(version.component.sha256());
+            let sha256 = std::mem::replace(&mut entry.current, before).sha256();
+            tracing::error!(policy, sha256, reason, "policy rolled back");
             entry.problem = Some(Problem::now(format!(
                 "policy `{policy}`: {sha256} {reason}; rolled back to the version before it"
             )));
-            all.push((policy.clone(), version, reason));
+            entry.history.withdraw(&sha256, Withdrawn::Failed(reason));
+            any = true;
         }
-        all
+        any
     }
 
     /// Rebuilds [`Self::profiles`].
@@ -102,12 +104,20 @@ impl Active {
 
 impl PolicyEntry {
     /// A policy that starts with `version`.
-    pub fn new(version: Version) -> Self {
-        Self { current: Arc::new(version), earlier: Vec::new(), seen: None, problem: None }
+    pub fn new(version: Version, history: History) -> Self {
+        Self { current: Arc::new(version), earlier: Vec::new(), seen: None, problem: None, history }
     }
 
-    /// Activates `version`; returns the one before it.
-    pub fn activate(&mut self, version: Version) -> Arc<Version> {
+    /// The versions of the history but the active one, newest first.
+    pub fn earlier(&self) -> Vec<HistoryEntry> {
+        let current = self.current.sha256();
+        let list = self.history.list().iter().rev();
+        list.filter(|entry| entry.sha256 != current).cloned().collect()
+    }
+
+    /// Activates `version` and adds it to the history; returns the one before it.
+    pub fn activate(&mut self, version: Version, bytes: &[u8]) -> Arc<Version> {
+        self.history.add(version.entry(), bytes);
         let before = std::mem::replace(&mut self.current, Arc::new(version));
         self.earlier.push(before.clone());
         let surplus = self.earlier.len().saturating_sub(EARLIER);
@@ -121,6 +131,12 @@ impl Version {
     pub fn new(component: Arc<Component>, bytes: &[u8], origin: Origin, breaker: Breaker) -> Self {
         let breaker = Arc::new(breaker);
         Self { component, bytes: bytes.len(), origin, since: now_seconds(), breaker }
+    }
+
+    /// The version in the history.
+    pub fn entry(&self) -> HistoryEntry {
+        let Self { bytes, origin, since, .. } = *self;
+        HistoryEntry { sha256: self.sha256(), bytes, origin, since, withdrawn: None }
     }
 
     /// SHA-256 of the component, in hex.

@@ -1,19 +1,16 @@
-//! Earlier versions of policies, in redb, for rollbacks and for a start with a broken file.
+//! Earlier versions of a policy, in the database, for rollbacks and for a start with a broken file.
 
 use std::sync::Arc;
 
-use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
+
+use crate::database::{Database, Key};
 
 /// Versions in the history of one policy, and as many that were withdrawn.
 const HISTORY: usize = 8;
 
-/// By name of the policy: its versions as JSON, oldest first.
-const LISTS: TableDefinition<&str, &[u8]> = TableDefinition::new("policy versions");
-
-/// By name of the policy and SHA-256 in hex: the component.
-const COMPONENTS: TableDefinition<(&str, &str), &[u8]> = TableDefinition::new("policy components");
+/// Name of the record with the list of versions; those of components are their SHA-256 in hex.
+const LIST: &str = "versions";
 
 /// Origin of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,112 +63,86 @@ pub enum Withdrawn {
     RolledBack,
 }
 
-/// Versions of all policies.
+/// Versions of one policy. Changes are on disk soon after.
+#[derive(Clone)]
 pub struct History {
     database: Arc<Database>,
+    policy: String,
+    /// Oldest first.
+    list: Vec<HistoryEntry>,
 }
 
 impl History {
-    /// The history in `database`.
-    pub fn new(database: Arc<Database>) -> Self {
-        Self { database }
+    /// The history of `policy` in `database`. A list that cannot be read is replaced by an empty one.
+    pub fn read(database: &Arc<Database>, policy: &str) -> Self {
+        let mut history =
+            Self { database: database.clone(), policy: policy.into(), list: Vec::new() };
+        if let Some(list) = database.get(&history.key(LIST)) {
+            history.list = serde_json::from_slice(&list).unwrap_or_else(|error| {
+                tracing::warn!(policy, %error, "version history unreadable; starting empty");
+                Vec::new()
+            });
+        }
+        history
     }
 
-    /// The versions of a policy, oldest first.
-    ///
-    /// # Errors
-    /// As [`History::record`].
-    pub fn list(&self, policy: &str) -> Result<Vec<HistoryEntry>, redb::Error> {
-        let read = self.database.begin_read()?;
-        match read.open_table(LISTS) {
-            Err(redb::TableError::TableDoesNotExist(_)) => Ok(Vec::new()),
-            table => Ok(parse(policy, table?.get(policy)?.map(|list| list.value().to_vec()))),
+    /// The versions, oldest first.
+    pub fn list(&self) -> &[HistoryEntry] {
+        &self.list
+    }
+
+    /// The versions that a rollback does not skip, newest first.
+    pub fn usable(&self) -> impl Iterator<Item = &HistoryEntry> {
+        self.list.iter().rev().filter(|entry| entry.withdrawn.is_none())
+    }
+
+    /// Why a version failed its probation, if it did.
+    pub fn failure_of(&self, sha256: &str) -> Option<String> {
+        match &self.list.iter().find(|entry| entry.sha256 == sha256)?.withdrawn {
+            Some(Withdrawn::Failed(reason)) => Some(format!("policy `{}`: {reason}", self.policy)),
+            _ => None,
         }
     }
 
     /// The component of a version; `None` if it is missing or damaged.
-    ///
-    /// # Errors
-    /// As [`History::record`].
-    pub fn component(&self, policy: &str, sha256: &str) -> Result<Option<Vec<u8>>, redb::Error> {
-        let read = self.database.begin_read()?;
-        let table = match read.open_table(COMPONENTS) {
-            Err(redb::TableError::TableDoesNotExist(_)) => return Ok(None),
-            table => table?,
-        };
-        let component = table.get((policy, sha256))?.map(|bytes| bytes.value().to_vec());
-        Ok(component.filter(|bytes| hex::encode(Sha256::digest(bytes)) == sha256))
+    pub fn component(&self, sha256: &str) -> Option<Vec<u8>> {
+        self.database.get(&self.key(sha256))
     }
 
     /// Adds a version that was activated.
-    ///
-    /// # Errors
-    /// When the database cannot be used; it is then unchanged.
-    pub fn record(
-        &self,
-        policy: &str,
-        version: HistoryEntry,
-        component: &[u8],
-    ) -> Result<(), redb::Error> {
-        self.change(policy, |list, components| {
-            list.retain(|entry| entry.sha256 != version.sha256);
-            let key = (policy, version.sha256.as_str());
-            if components.get(key)?.is_none() {
-                components.insert(key, component)?;
+    pub fn add(&mut self, version: HistoryEntry, component: &[u8]) {
+        match self.list.iter().position(|entry| entry.sha256 == version.sha256) {
+            Some(known) => drop(self.list.remove(known)),
+            None => self.database.set(self.key(&version.sha256), Some(component)),
+        }
+        self.list.push(version);
+        for withdrawn in [false, true] {
+            let of_kind = |entry: &HistoryEntry| entry.withdrawn.is_some() == withdrawn;
+            while self.list.iter().filter(|entry| of_kind(entry)).count() > HISTORY {
+                let oldest = self.list.iter().position(of_kind).expect("the count is not zero");
+                let oldest = self.list.remove(oldest);
+                self.database.set(self.key(&oldest.sha256), None);
             }
-            list.push(version);
-            for withdrawn in [false, true] {
-                let of_kind = |entry: &HistoryEntry| entry.withdrawn.is_some() == withdrawn;
-                let count = list.iter().filter(|entry| of_kind(entry)).count();
-                for _ in HISTORY..count {
-                    let oldest = list.iter().position(of_kind).expect("count is not zero");
-                    components.remove((policy, list.remove(oldest).sha256.as_str()))?;
-                }
-            }
-            Ok(())
-        })
+        }
+        self.write();
     }
 
     /// Marks a version so that rollbacks skip it.
-    ///
-    /// # Errors
-    /// As [`History::record`].
-    pub fn withdraw(&self, policy: &str, sha256: &str, why: Withdrawn) -> Result<(), redb::Error> {
-        self.change(policy, |list, _| {
-            if let Some(entry) = list.iter_mut().find(|entry| entry.sha256 == sha256) {
-                entry.withdrawn = Some(why);
-            }
-            Ok(())
-        })
-    }
-
-    fn change(
-        &self,
-        policy: &str,
-        change: impl FnOnce(
-            &mut Vec<HistoryEntry>,
-            &mut redb::Table<(&'static str, &'static str), &'static [u8]>,
-        ) -> Result<(), redb::Error>,
-    ) -> Result<(), redb::Error> {
-        let write = self.database.begin_write()?;
-        {
-            let mut lists = write.open_table(LISTS)?;
-            let mut list = parse(policy, lists.get(policy)?.map(|list| list.value().to_vec()));
-            change(&mut list, &mut write.open_table(COMPONENTS)?)?;
-            let list = serde_json::to_vec(&list).expect("plain data serializes");
-            lists.insert(policy, list.as_slice())?;
+    pub fn withdraw(&mut self, sha256: &str, why: Withdrawn) {
+        if let Some(entry) = self.list.iter_mut().find(|entry| entry.sha256 == sha256) {
+            entry.withdrawn = Some(why);
+            self.write();
         }
-        Ok(write.commit()?)
     }
-}
 
-/// A list that cannot be parsed is replaced by an empty one.
-fn parse(policy: &str, list: Option<Vec<u8>>) -> Vec<HistoryEntry> {
-    let Some(list) = list else { return Vec::new() };
-    serde_json::from_slice(&list).unwrap_or_else(|error| {
-        tracing::warn!(policy, %error, "version history unreadable; starting empty");
-        Vec::new()
-    })
+    fn write(&self) {
+        let list = serde_json::to_vec(&self.list).expect("plain data serializes");
+        self.database.set(self.key(LIST), Some(&list));
+    }
+
+    fn key(&self, name: &str) -> Key {
+        (String::new(), self.policy.clone(), name.into())
+    }
 }
 
 #[cfg(test)]
@@ -179,43 +150,34 @@ mod tests {
     use super::*;
     use crate::database::Storage;
 
-    fn version(component: &[u8], since: u64) -> HistoryEntry {
-        let sha256 = hex::encode(Sha256::digest(component));
-        HistoryEntry {
-            sha256,
-            bytes: component.len(),
-            origin: Origin::File,
-            since,
-            withdrawn: None,
-        }
+    fn version(since: u64) -> HistoryEntry {
+        let (sha256, origin) = (since.to_string(), Origin::File);
+        HistoryEntry { sha256, bytes: 1, origin, since, withdrawn: None }
     }
 
     #[test]
     fn old_versions_are_removed_with_their_components() {
-        let history = History::new(Storage::in_memory().database);
-        assert_eq!(history.list("a").unwrap(), []);
-        assert_eq!(history.component("a", "00").unwrap(), None);
-        let bytes: Vec<[u8; 1]> = (0..12).map(|n| [n]).collect();
-        for (since, bytes) in bytes.iter().enumerate() {
-            history.record("a", version(bytes, since as u64), bytes).unwrap();
-            history.record("b", version(bytes, since as u64), bytes).unwrap();
+        let database = Storage::in_memory().database;
+        let read = |policy: &str| History::read(&database, policy);
+        let (mut a, mut b) = (read("a"), read("b"));
+        assert_eq!((a.list(), a.component("0")), (&[][..], None));
+        for since in 0..12 {
+            a.add(version(since), &[since as u8]);
+            b.add(version(since), &[since as u8]);
             if since < 2 {
-                let sha256 = version(bytes, 0).sha256;
-                history.withdraw("a", &sha256, Withdrawn::RolledBack).unwrap();
+                a.withdraw(&version(since).sha256, Withdrawn::RolledBack);
             }
         }
-        let since =
-            |list: Vec<HistoryEntry>| list.into_iter().map(|entry| entry.since).collect::<Vec<_>>();
-        assert_eq!(since(history.list("a").unwrap()), [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]);
-        assert_eq!(since(history.list("b").unwrap()), [4, 5, 6, 7, 8, 9, 10, 11]);
-        for (n, bytes) in bytes.iter().enumerate() {
-            let component = history.component("b", &version(bytes, 0).sha256).unwrap();
-            assert_eq!(component, (n >= 4).then(|| bytes.to_vec()));
+        let since = |history: &History| history.list().iter().map(|e| e.since).collect::<Vec<_>>();
+        assert_eq!(since(&read("a")), [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]);
+        assert_eq!(since(&read("b")), [4, 5, 6, 7, 8, 9, 10, 11]);
+        for n in 0..12 {
+            let component = b.component(&n.to_string());
+            assert_eq!(component, (n >= 4).then(|| vec![n as u8]));
         }
-        // Recording a withdrawn version again makes it the newest, and usable.
-        history.record("a", version(&bytes[0], 12), &bytes[0]).unwrap();
-        let list = history.list("a").unwrap();
-        assert_eq!(since(list.clone()), [1, 5, 6, 7, 8, 9, 10, 11, 12]);
-        assert_eq!(list.last().unwrap().withdrawn, None);
+        // Adding a withdrawn version again makes it the newest, and usable.
+        a.add(HistoryEntry { since: 12, ..version(0) }, &[0]);
+        assert_eq!(since(&a), [1, 5, 6, 7, 8, 9, 10, 11, 12]);
+        assert_eq!(a.usable().next().map(|entry| entry.since), Some(12));
     }
 }

@@ -1,12 +1,11 @@
 //! Sources of policies and parameters: names, files, and policies inside the binary.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 
 use crate::config::{Param, PolicyConfig, ProfilePolicies};
 use crate::error::Error;
+use crate::file::read;
 use crate::sandbox::COMPONENT_BYTES;
 
 /// Bytes of the file of a parameter.
@@ -216,42 +215,8 @@ fn read_text(file: &Path) -> Result<String, String> {
     String::from_utf8(bytes).map_err(|error| format!("{}: {error}", file.display()))
 }
 
-/// A file of at most `limit` bytes; `None` if it does not exist.
-fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
-    let file = match File::open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        file => file,
-    };
-    let mut bytes = Vec::new();
-    // One byte more than the limit shows that the file is longer, even if it grows meanwhile.
-    file.and_then(|file| file.take(limit as u64 + 1).read_to_end(&mut bytes))
-        .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
-    if bytes.len() > limit {
-        return Err(format!("{} is larger than the limit of {limit} bytes", path.display()));
-    }
-    Ok(Some(bytes))
-}
-
-/// Replaces the file at `path` atomically.
-///
-/// # Errors
-/// When it cannot be written; the old file remains.
-pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    // A link remains: its target is replaced.
-    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let mut file = tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
-    file.write_all(bytes)?;
-    // Without it a crash could leave an empty file under the new name.
-    file.as_file().sync_all()?;
-    file.persist(&path)?;
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     #[test]
@@ -274,32 +239,5 @@ mod tests {
             let error = Source::of(entry, folder).err().expect(entry).to_string();
             assert!(error.contains("is not the name of a policy"), "{error}");
         }
-    }
-
-    #[test]
-    fn a_file_is_replaced_atomically_and_leaves_no_temporary_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.wasm");
-        for text in ["one", "two"] {
-            write(&path, text.as_bytes()).unwrap();
-            assert_eq!(fs::read_to_string(&path).unwrap(), text);
-        }
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
-        // A file cannot replace a folder.
-        fs::create_dir(folder.path().join("b")).unwrap();
-        write(&folder.path().join("b"), b"three").unwrap_err();
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
-    }
-
-    #[test]
-    fn a_file_beyond_its_limit_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("param");
-        assert_eq!(read(&path, 3), Ok(None));
-        fs::write(&path, "four").unwrap();
-        assert!(read(&path, 3).unwrap_err().contains("larger than the limit of 3 bytes"));
-        assert_eq!(read(&path, 4), Ok(Some(b"four".to_vec())));
-        fs::write(&path, [0xff]).unwrap();
-        assert!(read_text(&path).unwrap_err().contains("utf-8"));
     }
 }

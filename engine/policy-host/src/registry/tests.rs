@@ -1,11 +1,11 @@
 use std::fs;
-use std::path::Path;
-use std::time::{Duration, Instant};
+
+use steersman_test_support::hostile::stepper;
 
 use super::source::{PARAM_BYTES, SHIPPED};
 use super::*;
 use crate::config::Grant;
-use crate::contract::{Plan, RequestView, no_vocabulary};
+use crate::contract::{RequestView, no_vocabulary};
 use crate::error::Cause;
 
 type Result<T, E = Error> = std::result::Result<T, E>;
@@ -89,17 +89,6 @@ impl Site {
         assert_eq!(mine.file, Some(self.file()));
         start(policies, "default").unwrap().ask(&RequestView::default()).unwrap();
     }
-}
-
-#[test]
-fn the_shipped_policies_load_and_plan() {
-    let policies = load(&[("default", "default"), ("off", "passthrough")]).unwrap();
-    let view = RequestView { can_reason: true, context_left: 4096, ..RequestView::default() };
-    let plan = start(&policies, "default").unwrap().ask(&view).unwrap();
-    assert_eq!(plan.reasoning, Some(true));
-    assert!(plan.loops.is_some());
-    let plan = start(&policies, "off").unwrap().ask(&view).unwrap();
-    assert_eq!(plan, Plan::default());
 }
 
 #[test]
@@ -193,62 +182,6 @@ fn the_digest_changes_with_everything_that_affects_decisions_only() {
 }
 
 #[test]
-fn a_valid_version_is_activated_for_all_profiles_at_once() {
-    let mut site = Site::new();
-    site.profiles.extend(profiles(&[("other", "mine"), ("third", "passthrough")]));
-    let policies = site.load().unwrap();
-    let digests = || ["default", "other", "third"].map(|p| start(&policies, p).unwrap().digest);
-    let before = digests();
-    let running = start(&policies, "default").unwrap();
-    let done = install(&policies, b'b');
-    assert_eq!(done.sha256, sha256(&version(b'b')));
-    assert_eq!(done.replaced, Some(sha256(&version(b'a'))));
-    site.check(&policies, &version(b'b'), Origin::File, "");
-    let after = digests();
-    assert!(before[0] != after[0] && before[1] != after[1] && before[2] == after[2]);
-    assert_eq!(running.digest, before[0]);
-
-    let again = install(&policies, b'b');
-    assert_eq!(again.replaced, None);
-    let kept = policies.history("mine").unwrap();
-    let kept: Vec<_> = kept.iter().map(|entry| entry.sha256.clone()).collect();
-    assert_eq!(kept, [version(b'b'), version(b'a')].map(|bytes| sha256(&bytes)));
-}
-
-#[test]
-fn a_rejected_version_changes_nothing_and_is_reported() {
-    let site = Site::new();
-    let policies = site.load().unwrap();
-    let digest = start(&policies, "default").unwrap().digest;
-    let error = policies.upload("mine", b"text").unwrap_err().to_string();
-    assert!(error.starts_with("policy `mine`: is not a valid component"), "{error}");
-    site.check(&policies, &version(b'a'), Origin::File, &error);
-    assert_eq!(start(&policies, "default").unwrap().digest, digest);
-    assert_eq!(fs::read(site.file()).unwrap(), version(b'a'));
-    let error = policies.upload("other", &version(b'b')).unwrap_err();
-    assert!(error.to_string().contains("no profile names it, only mine"), "{error}");
-    install(&policies, b'b');
-    site.check(&policies, &version(b'b'), Origin::File, "");
-}
-
-#[test]
-fn an_upload_is_written_to_its_file_and_survives_a_restart() {
-    let site = Site::new();
-    let policies = site.load().unwrap();
-    policies.upload("mine", &version(b'b')).unwrap();
-    site.check(&policies, &version(b'b'), Origin::Upload, "");
-    assert_eq!(fs::read(site.file()).unwrap(), version(b'b'));
-    policies.reload();
-    site.check(&policies, &version(b'b'), Origin::Upload, "");
-    site.check(&site.load().unwrap(), &version(b'b'), Origin::File, "");
-
-    let policies = load(&[("default", "passthrough")]).unwrap();
-    let error = policies.upload("passthrough", &version(b'b')).unwrap_err();
-    assert!(error.to_string().starts_with("policy.folder: is not set"), "{error}");
-    assert_eq!(policies.report().policies[0].origin, Origin::Shipped);
-}
-
-#[test]
 fn rollbacks_return_version_by_version_and_update_the_file() {
     let site = Site::new();
     let policies = site.load().unwrap();
@@ -294,38 +227,6 @@ fn fail(policies: &Policies) {
 }
 
 #[test]
-fn a_version_that_fails_its_probation_is_rolled_back_and_not_loaded_again() {
-    let site = Site::new();
-    let policies = site.load().unwrap();
-    fs::write(site.file(), version(b'b')).unwrap();
-    policies.reload();
-    site.check(&policies, &version(b'b'), Origin::File, "");
-    let old = start(&policies, "default").unwrap();
-    fail(&policies);
-    let why = "failed in 3 of its first 4 requests: on-step: trapped: unreachable";
-    site.check(&policies, &version(b'a'), Origin::File, why);
-    assert_ne!(start(&policies, "default").unwrap().digest, old.digest);
-    policies.reload();
-    site.check(&policies, &version(b'a'), Origin::File, why);
-
-    // Nor after a restart, once the history on disk has it.
-    let started = Instant::now();
-    while policies.failed_before("mine", &Sha256::digest(version(b'b')).into()).is_none() {
-        assert!(started.elapsed() < Duration::from_secs(20));
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let policies = site.load().unwrap();
-    site.check(&policies, &version(b'a'), Origin::History, why);
-    policies.reload();
-    site.check(&policies, &version(b'a'), Origin::History, why);
-    for name in [b'c', b'b'] {
-        fs::write(site.file(), version(name)).unwrap();
-        policies.reload();
-        site.check(&policies, &version(name), Origin::File, "");
-    }
-}
-
-#[test]
 fn two_failing_versions_are_rolled_back_in_turn_and_the_first_version_never() {
     let site = Site::new();
     let policies = site.load().unwrap();
@@ -338,53 +239,22 @@ fn two_failing_versions_are_rolled_back_in_turn_and_the_first_version_never() {
     }
 }
 
-#[test]
-fn a_start_with_a_broken_file_loads_the_last_valid_version() {
-    let site = Site::new();
-    drop(site.load().unwrap());
-    fs::write(site.file(), version(b'b')).unwrap();
-    drop(site.load().unwrap());
-    fs::write(site.file(), &version(b'c')[..1000]).unwrap();
-    let policies = site.load().unwrap();
-    site.check(&policies, &version(b'b'), Origin::History, "is not a valid component");
-    fs::write(site.file(), version(b'c')).unwrap();
-    policies.reload();
-    site.check(&policies, &version(b'c'), Origin::File, "");
-    // A missing file was removed on purpose.
-    fs::remove_file(site.file()).unwrap();
-    assert!(site.load().err().unwrap().to_string().contains("does not exist"));
+fn profile_with(policies: &[&str], params: &[(&str, Param)]) -> BTreeMap<String, ProfilePolicies> {
+    let params = params.iter().map(|(name, param)| ((*name).into(), param.clone())).collect();
+    let policies = policies.iter().map(|policy| (*policy).into()).collect();
+    let profile = ProfilePolicies { policies, params, ..ProfilePolicies::default() };
+    BTreeMap::from([("agent".into(), profile)])
 }
 
 #[test]
-fn an_incomplete_or_missing_file_leaves_the_active_version() {
-    let site = Site::new();
-    let policies = site.load().unwrap();
-    let whole = version(b'b');
-    fs::write(site.file(), &whole[..whole.len() / 2]).unwrap();
-    policies.reload();
-    site.check(&policies, &version(b'a'), Origin::File, "is not a valid component");
-    fs::remove_file(site.file()).unwrap();
-    policies.reload();
-    site.check(&policies, &version(b'a'), Origin::File, "no longer exists");
-    fs::write(site.file(), version(b'a')).unwrap();
-    policies.reload();
-    site.check(&policies, &version(b'a'), Origin::File, "");
-    fs::write(site.file(), &whole).unwrap();
-    policies.reload();
-    site.check(&policies, &whole, Origin::File, "");
-}
-
-#[test]
-fn parameters_from_files_are_read_at_the_start_and_when_they_change() {
+fn an_unreadable_parameter_file_is_refused_with_its_name() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("rules.toml");
-    let mut profiles = profiles(&[("default", "passthrough"), ("other", "passthrough")]);
-    let param = Param::File { file: file.clone() };
-    profiles.get_mut("default").unwrap().params.insert("rules".into(), param);
+    let profiles = profile_with(&["passthrough"], &[("rules", Param::File { file: file.clone() })]);
     let load = || load_with(&PolicyConfig::default(), &profiles);
     let refused = |words: &str| {
         let error = load().err().expect(words).to_string();
-        for word in [words, "`default`", "`rules`", file.to_str().unwrap()] {
+        for word in [words, "`agent`", "`rules`", file.to_str().unwrap()] {
             assert!(error.contains(word), "`{word}` is not in {error}");
         }
     };
@@ -393,57 +263,56 @@ fn parameters_from_files_are_read_at_the_start_and_when_they_change() {
     refused("262144 bytes");
     fs::write(&file, [0xff]).unwrap();
     refused("utf-8");
-
     fs::write(&file, "one").unwrap();
-    let policies = load().unwrap();
-    let read = |text: &str, problem: bool| {
-        policies.reload();
-        let session = start(&policies, "default").unwrap();
-        assert_eq!(*session.params, [("rules".to_owned(), text.to_owned())]);
-        let report = policies.report().params.remove(0);
-        assert_eq!((&*report.profile, &*report.param, &report.file), ("default", "rules", &file));
-        assert_eq!(report.problem.is_some(), problem);
-        session.digest
-    };
-    let one = read("one", false);
-    fs::write(&file, "two").unwrap();
-    assert_ne!(read("two", false), one);
-    fs::remove_file(&file).unwrap();
-    read("two", true);
-    fs::write(&file, "one").unwrap();
-    assert_eq!(read("one", false), one);
+    load().unwrap();
 }
 
+/// They were ignored, and only the notes of replies told so.
 #[test]
-fn a_watched_file_is_reloaded_and_the_watch_ends_with_the_policies() {
-    let site = Site::new();
-    let policies = Arc::new(site.load().unwrap());
-    policies.watch();
-    let beside = Path::new(&site.file()).with_extension("new");
-    fs::write(&beside, version(b'b')).unwrap();
-    fs::rename(&beside, site.file()).unwrap();
-    let started = Instant::now();
-    while policies.report().policies[0].sha256 != sha256(&version(b'b')) {
-        assert!(started.elapsed() < Duration::from_secs(20), "the change was not reported");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let weak = Arc::downgrade(&policies);
-    drop(policies);
-    let started = Instant::now();
-    while weak.upgrade().is_some() {
-        assert!(started.elapsed() < Duration::from_secs(20), "the watch holds a handle");
-        std::thread::sleep(Duration::from_millis(10));
+fn a_parameter_that_no_policy_of_the_profile_knows_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let blind = folder.path().join("blind.wasm");
+    fs::write(&blind, stepper("i32.const 0", "")).unwrap();
+    let blind = blind.to_str().unwrap();
+    let nobody = |names: &str| format!("no policy of the profile knows it, neither {names}");
+    let cases: [(&[&str], &str, Option<String>); 11] = [
+        (&["default"], "reasoning_budget", None),
+        (&["default"], "budget", Some(nobody("default"))),
+        (&["default"], "default.reasoning_budget", None),
+        (&["default"], "default.budget", Some(nobody("default"))),
+        (
+            &["default"],
+            "agent.escapes",
+            Some("the profile does not name that policy, only default".into()),
+        ),
+        (&["default", "agent"], "escapes", None),
+        (&["default", "agent"], "agent.escapes", None),
+        (&["default", "agent"], "default.escapes", Some(nobody("default nor agent"))),
+        (&["rules", "default"], "rule", Some(nobody("rules nor default"))),
+        // It notes nothing.
+        (&["default", "passthrough"], "budget", None),
+        // It has no hook that receives parameters.
+        (&[blind], "budget", Some(nobody("blind"))),
+    ];
+    for (policies, param, problem) in cases {
+        let profiles = profile_with(policies, &[(param, "7".into())]);
+        let error = load_with(&PolicyConfig::default(), &profiles).err();
+        let error = error.map(|error| error.to_string());
+        let expected = problem
+            .map(|problem| format!("profiles: params `{param}` of profile `agent`: {problem}"));
+        assert_eq!(error, expected, "{policies:?} {param}");
     }
 }
 
+/// The file of the policy may be broken for a moment, and its parameters must not stop the start then.
 #[test]
-fn parameters_of_a_policy_that_the_profile_does_not_name_are_refused() {
-    let mut profiles = profiles(&[("default", "default")]);
-    let params = &mut profiles.get_mut("default").unwrap().params;
-    params.insert("default.reasoning_budget".into(), "7".into());
-    params.insert("agent.reasoning_budget".into(), "9".into());
-    let error = load_with(&PolicyConfig::default(), &profiles).err().expect("a wrong name");
-    let words = "params `agent.reasoning_budget` of profile `default`: the profile does not name that policy, \
-         only default";
-    assert!(error.to_string().contains(words), "{error}");
+fn an_unknown_parameter_is_accepted_while_an_earlier_version_runs() {
+    let mut site = Site::new();
+    fs::write(site.file(), stepper("i32.const 0", "")).unwrap();
+    drop(site.load().unwrap());
+    let mine = site.profiles.get_mut("default").unwrap();
+    mine.params.insert("budget".into(), "7".into());
+    assert!(site.load().is_err());
+    fs::write(site.file(), "broken").unwrap();
+    assert_eq!(site.load().unwrap().report().policies[0].origin, Origin::History);
 }

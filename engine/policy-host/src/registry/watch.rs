@@ -29,13 +29,8 @@ const MOUNTED: &str = "..data";
 /// A thread that waits for changes. It ends when this is dropped.
 pub struct Watch {
     watcher: Option<RecommendedWatcher>,
-    signals: Option<SyncSender<Signal>>,
+    signals: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
-}
-
-enum Signal {
-    Changed,
-    Stop,
 }
 
 impl Watch {
@@ -58,11 +53,11 @@ impl Watch {
         }
         // One signal is enough: all files are read again.
         let (signals, waiting) = sync_channel(1);
-        let _ = signals.try_send(Signal::Changed);
+        let _ = signals.try_send(());
         let events = signals.clone();
         let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
             if event.map_or(true, |event| is_change(&event, &names)) {
-                let _ = events.try_send(Signal::Changed);
+                let _ = events.try_send(());
             }
         })?;
         for folder in &folders {
@@ -91,14 +86,14 @@ fn is_change(event: &Event, names: &BTreeSet<OsString>) -> bool {
     event.need_rescan() || change && event.paths.iter().any(ours)
 }
 
-fn wait(signals: &Receiver<Signal>, mut changed: impl FnMut() -> bool) {
-    while let Ok(Signal::Changed) = signals.recv() {
+fn wait(signals: &Receiver<()>, mut changed: impl FnMut() -> bool) {
+    while signals.recv().is_ok() {
         let first = Instant::now();
         loop {
             match signals.recv_timeout(QUIET) {
-                Ok(Signal::Changed) if first.elapsed() < LONGEST_DELAY => {}
-                Ok(Signal::Changed) | Err(RecvTimeoutError::Timeout) => break,
-                Ok(Signal::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(()) if first.elapsed() < LONGEST_DELAY => {}
+                Ok(()) | Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => return,
             }
         }
         if !changed() {
@@ -109,11 +104,8 @@ fn wait(signals: &Receiver<Signal>, mut changed: impl FnMut() -> bool) {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        drop(self.watcher.take());
-        if let Some(signals) = self.signals.take() {
-            // If the channel is full, the thread is about to call `changed`, which ends it.
-            let _ = signals.try_send(Signal::Stop);
-        }
+        // Without senders the thread ends.
+        drop((self.watcher.take(), self.signals.take()));
         let thread = self.thread.take();
         // The thread itself may drop the last handle.
         if let Some(thread) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {

@@ -4,7 +4,7 @@
 //! hook may use imports [`MAX_IMPORT_CALLS`] times and pass [`PASSED_BYTES`] through them. Results of
 //! kv and tokenizer are recorded, and a replay returns the same.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -65,8 +65,8 @@ pub struct Imports {
     map: KvMap,
     max_bytes: usize,
     lines: u32,
-    /// Used by the current call of a hook.
-    budget: Budget,
+    /// Uses, and bytes passed, in the current call of a hook.
+    used: (u32, usize),
     hook_seen: bool,
     calls: Vec<ImportCall>,
 }
@@ -81,11 +81,6 @@ enum KvMap {
 
 /// Recorded results by call and arguments, in order.
 type Answers = HashMap<(String, Vec<String>), VecDeque<Option<String>>>;
-
-struct Budget {
-    calls: u32,
-    bytes: usize,
-}
 
 impl Imports {
     /// Imports of a new instance of `policy`.
@@ -113,7 +108,7 @@ impl Imports {
             map,
             max_bytes: passed_bytes(limits),
             lines: 0,
-            budget: Budget { calls: 0, bytes: 0 },
+            used: (0, 0),
             hook_seen: false,
             calls: Vec::new(),
         }
@@ -121,7 +116,7 @@ impl Imports {
 
     /// Resets the limits at the beginning of a call.
     pub fn begin(&mut self) {
-        self.budget = Budget { calls: 0, bytes: 0 };
+        self.used = (0, 0);
         // Calls of the start function are reported with the first call: nobody can take them before.
         if self.hook_seen {
             self.calls.clear();
@@ -135,8 +130,8 @@ impl Imports {
     }
 
     fn charge(&mut self, bytes: usize) -> Result<(), String> {
-        self.budget.bytes = self.budget.bytes.saturating_add(bytes);
-        if self.budget.bytes > self.max_bytes {
+        self.used.1 = self.used.1.saturating_add(bytes);
+        if self.used.1 > self.max_bytes {
             return Err(format!(
                 "passed more than {} bytes through imports in one call",
                 self.max_bytes
@@ -146,122 +141,9 @@ impl Imports {
     }
 
     fn begin_call(&mut self) -> Result<(), String> {
-        self.budget.calls += 1;
-        if self.budget.calls > MAX_IMPORT_CALLS {
+        self.used.0 += 1;
+        if self.used.0 > MAX_IMPORT_CALLS {
             return Err(format!("used imports more than {MAX_IMPORT_CALLS} times in one call"));
-        }
-        Ok(())
-    }
-
-    /// Writes a line.
-    pub fn log(&mut self, level: Level, line: &str) -> Result<(), String> {
-        self.charge(line.len())?;
-        self.lines = self.lines.saturating_add(1);
-        let (policy, request) = (self.policy.as_str(), self.request.as_str());
-        if self.lines > MAX_LINES {
-            if self.lines == MAX_LINES + 1 {
-                tracing::warn!(target: "policy", policy, request, "more than {MAX_LINES} lines; further lines are dropped");
-            }
-            return Ok(());
-        }
-        let line = escaped(&line[..line.floor_char_boundary(LINE_BYTES)]);
-        match level {
-            Level::Debug => tracing::debug!(target: "policy", policy, request, "{line}"),
-            Level::Info => tracing::info!(target: "policy", policy, request, "{line}"),
-            Level::Warn => tracing::warn!(target: "policy", policy, request, "{line}"),
-        }
-        Ok(())
-    }
-
-    /// The value of a key.
-    pub fn get(&mut self, key: String) -> Result<Option<String>, String> {
-        self.charge(key.len())?;
-        let arguments = vec![key];
-        let answer = match (self.recorded("kv.get", &arguments), &self.map) {
-            (Some(answer), _) => answer,
-            (None, KvMap::Stored(space)) => space.get(&arguments[0]),
-            (None, KvMap::Recorded { map, .. }) => map.get(&arguments[0]).map(str::to_owned),
-        };
-        self.charge(answer.as_ref().map_or(0, String::len))?;
-        self.record("kv.get", arguments, answer.clone());
-        Ok(answer)
-    }
-
-    /// Sets it.
-    pub fn set(&mut self, key: String, value: String) -> Result<Result<(), Refusal>, String> {
-        self.charge(key.len().saturating_add(value.len()))?;
-        let arguments = vec![key, value];
-        let recorded = self.recorded("kv.set", &arguments);
-        let [key, value] = &arguments[..] else { unreachable!("a key and a value") };
-        let mut answer = match &mut self.map {
-            KvMap::Stored(space) => space.set(key, value.clone())?,
-            KvMap::Recorded { map, quota, .. } => map.set(key, value.clone(), *quota),
-        };
-        if let Some(recorded) = recorded {
-            answer = match recorded.as_deref() {
-                None => Ok(()),
-                Some("bad-key") => Err(Refusal::BadKey),
-                Some(_) => Err(Refusal::Full),
-            };
-        }
-        let refusal = answer.err().map(|refusal| match refusal {
-            Refusal::BadKey => "bad-key".to_owned(),
-            Refusal::Full => "full".to_owned(),
-        });
-        self.record("kv.set", arguments, refusal);
-        Ok(answer)
-    }
-
-    /// Removes it.
-    pub fn delete(&mut self, key: String) -> Result<bool, String> {
-        self.charge(key.len())?;
-        let arguments = vec![key];
-        let recorded = self.recorded("kv.delete", &arguments).flatten();
-        let deleted = match &mut self.map {
-            KvMap::Stored(space) => space.delete(&arguments[0])?,
-            KvMap::Recorded { map, .. } => map.delete(&arguments[0]),
-        };
-        let deleted = recorded.map_or(deleted, |answer| answer == "true");
-        self.record("kv.delete", arguments, Some(deleted.to_string()));
-        Ok(deleted)
-    }
-
-    /// Tokens of a text.
-    pub fn encode(&mut self, text: String) -> Result<Vec<u32>, String> {
-        if text.len() > ENCODE_BYTES {
-            return Err(format!("text of more than {ENCODE_BYTES} bytes"));
-        }
-        self.charge(text.len())?;
-        let arguments = vec![text];
-        let recorded = self.recorded("tokenizer.encode", &arguments).flatten();
-        let tokens = recorded.and_then(|tokens| serde_json::from_str(&tokens).ok());
-        let tokens: Vec<u32> = tokens
-            .or_else(|| self.vocabulary.encode(&arguments[0]))
-            .ok_or("the tokenizer failed")?;
-        self.charge(size_of_val(&*tokens))?;
-        self.record("tokenizer.encode", arguments, Some(json(&tokens)));
-        Ok(tokens)
-    }
-
-    /// Text of tokens.
-    pub fn decode(&mut self, tokens: &[u32]) -> Result<String, String> {
-        if tokens.len() > DECODE_TOKENS {
-            return Err(format!("more than {DECODE_TOKENS} tokens"));
-        }
-        self.charge(size_of_val(tokens))?;
-        let arguments = vec![json(tokens)];
-        let recorded = self.recorded("tokenizer.decode", &arguments).flatten();
-        let text = recorded.unwrap_or_else(|| self.vocabulary.decode(tokens));
-        self.charge(text.len())?;
-        self.record("tokenizer.decode", arguments, Some(text.clone()));
-        Ok(text)
-    }
-
-    /// Adds to a counter.
-    pub fn count(&mut self, name: &str, by: u64) -> Result<(), String> {
-        self.charge(name.len())?;
-        if matches!(self.map, KvMap::Stored(_)) {
-            self.services.counters.add(&self.policy, name, by);
         }
         Ok(())
     }
@@ -301,68 +183,155 @@ impl failure::Host for State {
 
 impl log::Host for State {
     fn write(&mut self, level: Level, line: String) -> wasmtime::Result<()> {
-        self.serve("log.write", |imports| imports.log(level, &line))
+        self.serve("log.write", |imports| {
+            imports.charge(line.len())?;
+            imports.lines = imports.lines.saturating_add(1);
+            let (policy, request) = (imports.policy.as_str(), imports.request.as_str());
+            if imports.lines > MAX_LINES {
+                if imports.lines == MAX_LINES + 1 {
+                    tracing::warn!(target: "policy", policy, request, "more than {MAX_LINES} lines; further lines are dropped");
+                }
+                return Ok(());
+            }
+            let line = escaped(&line[..line.floor_char_boundary(LINE_BYTES)]);
+            match level {
+                Level::Debug => tracing::debug!(target: "policy", policy, request, "{line}"),
+                Level::Info => tracing::info!(target: "policy", policy, request, "{line}"),
+                Level::Warn => tracing::warn!(target: "policy", policy, request, "{line}"),
+            }
+            Ok(())
+        })
     }
 }
 
 impl kv::Host for State {
     fn get(&mut self, key: String) -> wasmtime::Result<Option<String>> {
-        self.serve("kv.get", |imports| imports.get(key))
+        self.serve("kv.get", |imports| {
+            imports.charge(key.len())?;
+            let arguments = vec![key];
+            let answer = match (imports.recorded("kv.get", &arguments), &imports.map) {
+                (Some(answer), _) => answer,
+                (None, KvMap::Stored(space)) => space.get(&arguments[0]),
+                (None, KvMap::Recorded { map, .. }) => map.get(&arguments[0]).map(str::to_owned),
+            };
+            imports.charge(answer.as_ref().map_or(0, String::len))?;
+            imports.record("kv.get", arguments, answer.clone());
+            Ok(answer)
+        })
     }
 
     fn set(&mut self, key: String, value: String) -> wasmtime::Result<Result<(), Refusal>> {
-        self.serve("kv.set", |imports| imports.set(key, value))
+        self.serve("kv.set", |imports| {
+            imports.charge(key.len().saturating_add(value.len()))?;
+            let made = match &mut imports.map {
+                KvMap::Stored(space) => space.set(&key, value.clone())?,
+                KvMap::Recorded { map, quota, .. } => map.set(&key, value.clone(), *quota),
+            };
+            let arguments = vec![key, value];
+            let answer = match imports.recorded("kv.set", &arguments).as_ref().map(Option::as_deref)
+            {
+                None => made,
+                Some(None) => Ok(()),
+                Some(Some("bad-key")) => Err(Refusal::BadKey),
+                Some(Some(_)) => Err(Refusal::Full),
+            };
+            let refusal = answer.err().map(|refusal| match refusal {
+                Refusal::BadKey => "bad-key".to_owned(),
+                Refusal::Full => "full".to_owned(),
+            });
+            imports.record("kv.set", arguments, refusal);
+            Ok(answer)
+        })
     }
 
     fn delete(&mut self, key: String) -> wasmtime::Result<bool> {
-        self.serve("kv.delete", |imports| imports.delete(key))
+        self.serve("kv.delete", |imports| {
+            imports.charge(key.len())?;
+            let deleted = match &mut imports.map {
+                KvMap::Stored(space) => space.delete(&key)?,
+                KvMap::Recorded { map, .. } => map.delete(&key),
+            };
+            let arguments = vec![key];
+            let recorded = imports.recorded("kv.delete", &arguments).flatten();
+            let deleted = recorded.map_or(deleted, |answer| answer == "true");
+            imports.record("kv.delete", arguments, Some(deleted.to_string()));
+            Ok(deleted)
+        })
     }
 }
 
 impl tokenizer::Host for State {
     fn encode(&mut self, text: String) -> wasmtime::Result<Vec<u32>> {
-        self.serve("tokenizer.encode", |imports| imports.encode(text))
+        self.serve("tokenizer.encode", |imports| {
+            if text.len() > ENCODE_BYTES {
+                return Err(format!("text of more than {ENCODE_BYTES} bytes"));
+            }
+            imports.charge(text.len())?;
+            let arguments = vec![text];
+            let recorded = imports.recorded("tokenizer.encode", &arguments).flatten();
+            let tokens = recorded.and_then(|tokens| serde_json::from_str(&tokens).ok());
+            let tokens: Vec<u32> = tokens
+                .or_else(|| imports.vocabulary.encode(&arguments[0]))
+                .ok_or("the tokenizer failed")?;
+            imports.charge(size_of_val(&*tokens))?;
+            imports.record("tokenizer.encode", arguments, Some(json(&tokens)));
+            Ok(tokens)
+        })
     }
 
     fn decode(&mut self, tokens: Vec<u32>) -> wasmtime::Result<String> {
-        self.serve("tokenizer.decode", |imports| imports.decode(&tokens))
+        self.serve("tokenizer.decode", |imports| {
+            if tokens.len() > DECODE_TOKENS {
+                return Err(format!("more than {DECODE_TOKENS} tokens"));
+            }
+            imports.charge(size_of_val(&*tokens))?;
+            let arguments = vec![json(&tokens)];
+            let recorded = imports.recorded("tokenizer.decode", &arguments).flatten();
+            let text = recorded.unwrap_or_else(|| imports.vocabulary.decode(&tokens));
+            imports.charge(text.len())?;
+            imports.record("tokenizer.decode", arguments, Some(text.clone()));
+            Ok(text)
+        })
     }
 }
 
 impl counters::Host for State {
     fn add(&mut self, name: String, by: u64) -> wasmtime::Result<()> {
-        self.serve("counters.add", |imports| imports.count(&name, by))
+        self.serve("counters.add", |imports| {
+            imports.charge(name.len())?;
+            if matches!(imports.map, KvMap::Stored(_)) {
+                imports.services.counters.add(&imports.policy, &name, by);
+            }
+            Ok(())
+        })
     }
 }
 
 /// Counters by policy and name.
 #[derive(Default)]
-pub struct Counters(Mutex<Counted>);
+pub struct Counters(Mutex<BTreeMap<String, PolicyCounters>>);
 
 #[derive(Default)]
-struct Counted {
-    values: BTreeMap<String, BTreeMap<String, u64>>,
-    /// Policies with dropped calls, each reported once.
-    dropped: BTreeSet<String>,
+struct PolicyCounters {
+    values: BTreeMap<String, u64>,
+    /// Whether a call was dropped, which is reported once.
+    dropped: bool,
 }
 
 impl Counters {
     /// Adds to a counter of `policy`.
     pub fn add(&self, policy: &str, name: &str, by: u64) {
-        let mut counted = self.0.lock();
-        if !counted.values.contains_key(policy) {
-            counted.values.insert(policy.into(), BTreeMap::new());
-        }
-        let counters = counted.values.get_mut(policy).expect("inserted above");
-        if let Some(value) = counters.get_mut(name) {
+        let mut all = self.0.lock();
+        let counters = all.entry(policy.into()).or_default();
+        if let Some(value) = counters.values.get_mut(name) {
             *value = value.saturating_add(by);
             return;
         }
         let is_valid = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let valid = (1..=COUNTER_BYTES).contains(&name.len()) && name.chars().all(is_valid);
-        if valid && counters.len() < MAX_COUNTERS {
-            counters.insert(name.into(), by);
-        } else if counted.dropped.insert(policy.into()) {
+        if valid && counters.values.len() < MAX_COUNTERS {
+            counters.values.insert(name.into(), by);
+        } else if !std::mem::replace(&mut counters.dropped, true) {
             let head = escaped(&name[..name.floor_char_boundary(COUNTER_BYTES)]);
             tracing::warn!(
                 target: "policy",
@@ -376,12 +345,10 @@ impl Counters {
 
     /// Policy, counter and value; sorted.
     pub fn list(&self) -> Vec<(String, String, u64)> {
-        let counted = self.0.lock();
-        let of = |(policy, counters): (&String, &BTreeMap<String, u64>)| {
-            let list = counters.iter().map(|(name, &value)| (policy.clone(), name.clone(), value));
-            list.collect::<Vec<_>>()
-        };
-        counted.values.iter().flat_map(of).collect()
+        let all = self.0.lock();
+        let each =
+            all.iter().flat_map(|(policy, of)| of.values.iter().map(move |one| (policy, one)));
+        each.map(|(policy, (name, value))| (policy.clone(), name.clone(), *value)).collect()
     }
 }
 

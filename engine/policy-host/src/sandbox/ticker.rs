@@ -47,7 +47,7 @@ struct Shared {
 
 #[derive(Default)]
 struct TickerState {
-    alive: u32,
+    alive: usize,
     closed: bool,
 }
 
@@ -66,11 +66,15 @@ impl Ticker {
         Ok(ticker)
     }
 
-    /// Keeps the epoch advancing while the returned value lives.
-    pub fn watch(self: &Arc<Self>) -> Alive {
-        self.0.state.lock().alive += 1;
+    /// Keeps the epoch advancing while the returned value lives; `None` if `most` of them do already.
+    pub fn watch(self: &Arc<Self>, most: usize) -> Option<Alive> {
+        let mut state = self.0.state.lock();
+        if state.alive >= most {
+            return None;
+        }
+        state.alive += 1;
         self.0.changed.notify_one();
-        Alive(self.clone())
+        Some(Alive(self.clone()))
     }
 }
 

@@ -11,28 +11,21 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 
-use super::{Entry, TracedRequest};
+use super::Record;
 use crate::error::Error;
 
-/// Batches in the queue.
+/// Chunks in the queue.
 const QUEUE: usize = 256;
 
 /// Bytes of calls in the queue.
 const QUEUE_BYTES: usize = 16 << 20;
 
 /// Calls of one request that are written together.
-pub struct Batch {
-    /// The request.
-    pub traced: Arc<TracedRequest>,
-    /// The calls.
-    pub chunk: Arc<Vec<Entry>>,
-    /// `dropped` of the last record.
-    pub dropped: u64,
-}
+type Chunk = Arc<Vec<Record>>;
 
 /// Owner of the thread. Dropping it writes the queue and ends the thread.
 pub struct Writer {
-    queue: Option<SyncSender<(Batch, usize)>>,
+    queue: Option<SyncSender<(Chunk, usize)>>,
     queued: Arc<Queued>,
     thread: Option<JoinHandle<()>>,
 }
@@ -40,7 +33,7 @@ pub struct Writer {
 #[derive(Default)]
 struct Queued {
     bytes: AtomicUsize,
-    /// Calls dropped since the last batch was written.
+    /// Calls dropped since the last chunk was written.
     lost: AtomicU64,
 }
 
@@ -63,24 +56,24 @@ impl Writer {
         #[cfg(unix)]
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
         let file = options.open(path).map_err(refuse)?;
-        let (queue, batches) = sync_channel(QUEUE);
+        let (queue, chunks) = sync_channel(QUEUE);
         let queued = Arc::<Queued>::default();
         let (theirs, path) = (queued.clone(), path.to_path_buf());
         let thread = std::thread::Builder::new()
             .name("policy-trace".into())
-            .spawn(move || write(BufWriter::new(file), &path, &batches, &theirs))
+            .spawn(move || write(BufWriter::new(file), &path, &chunks, &theirs))
             .map_err(refuse)?;
         Ok(Self { queue: Some(queue), queued, thread: Some(thread) })
     }
 
     /// Queues calls, or drops them if the queue is full.
-    pub fn write(&self, batch: Batch) {
+    pub fn write(&self, chunk: Chunk) {
         let Some(queue) = &self.queue else { return };
-        let count = batch.chunk.len() as u64;
-        let bytes = batch.chunk.iter().map(Entry::bytes).sum();
+        let count = chunk.len() as u64;
+        let bytes = chunk.iter().map(Record::bytes).sum();
         let before = self.queued.bytes.fetch_add(bytes, Ordering::Relaxed);
         let sent = before + bytes <= QUEUE_BYTES
-            && match queue.try_send((batch, bytes)) {
+            && match queue.try_send((chunk, bytes)) {
                 Ok(()) => true,
                 Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => false,
             };
@@ -108,16 +101,16 @@ impl Drop for Writer {
 fn write(
     mut file: BufWriter<File>,
     path: &Path,
-    batches: &Receiver<(Batch, usize)>,
+    chunks: &Receiver<(Chunk, usize)>,
     queued: &Queued,
 ) {
     let mut failed = false;
-    let mut next = batches.recv().ok();
-    while let Some((batch, bytes)) = next {
+    let mut next = chunks.recv().ok();
+    while let Some((chunk, bytes)) = next {
         let lost = queued.lost.swap(0, Ordering::Relaxed);
-        let written = lines(&mut file, &batch, lost);
+        let written = lines(&mut file, &chunk, lost);
         queued.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        next = match batches.try_recv() {
+        next = match chunks.try_recv() {
             Ok(next) => Some(next),
             Err(mpsc::TryRecvError::Disconnected) => None,
             Err(mpsc::TryRecvError::Empty) => {
@@ -128,7 +121,7 @@ fn write(
                     tracing::warn!(path = %path.display(), %error, "trace file not written");
                 }
                 failed = flushed.is_err();
-                batches.recv().ok()
+                chunks.recv().ok()
             }
         };
     }
@@ -137,18 +130,13 @@ fn write(
     }
 }
 
-fn lines(file: &mut BufWriter<File>, batch: &Batch, lost: u64) -> std::io::Result<()> {
+fn lines(file: &mut BufWriter<File>, chunk: &[Record], lost: u64) -> std::io::Result<()> {
     if lost > 0 {
         tracing::warn!(calls = lost, "trace file lacks calls");
         writeln!(file, "{{\"dropped\":{lost}}}")?;
     }
-    let last = batch.chunk.len() - 1;
-    for (i, entry) in batch.chunk.iter().enumerate() {
-        let mut record = batch.traced.record(entry);
-        if i == last {
-            record.dropped = batch.dropped;
-        }
-        serde_json::to_writer(&mut *file, &record)?;
+    for record in chunk {
+        serde_json::to_writer(&mut *file, record)?;
         file.write_all(b"\n")?;
     }
     Ok(())

@@ -1,5 +1,8 @@
 //! One recorded call, and the line of JSON that it becomes.
 
+use std::io;
+use std::sync::Arc;
+
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 
@@ -18,6 +21,27 @@ use crate::error::Failure;
 /// `error`, `replaced`, `masked`, `imports` and `dropped` are present only if they carry information.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
+    /// The policy that was called, and the request.
+    pub link: Arc<RecordedLink>,
+    /// The call.
+    pub call: Call<'static>,
+    /// The answer; `None` if the policy failed and nothing answered in its place.
+    pub answer: Option<Answer>,
+    /// The failure.
+    pub failure: Option<Failure>,
+    /// Whether the policy has failed, in this call or an earlier one.
+    pub replaced: bool,
+    /// Fuel and time.
+    pub cost: Cost,
+    /// Uses of imports during the call.
+    pub imports: Vec<ImportCall>,
+    /// Calls of this request that were not recorded for lack of room; set in its last record.
+    pub dropped: u64,
+}
+
+/// What all records of a policy in one request share.
+#[derive(Debug, PartialEq)]
+pub struct RecordedLink {
     /// Request id.
     pub request: String,
     /// Profile of the request.
@@ -27,25 +51,11 @@ pub struct Record {
     /// SHA-256 of its component, 64 hex digits.
     pub sha256: String,
     /// Index in the chain of the request.
-    pub link: usize,
+    pub index: usize,
     /// Whether the answer was not applied.
     pub shadow: bool,
-    /// The call.
-    pub call: Call<'static>,
-    /// The answer; `None` if the policy failed and nothing answered in its place.
-    pub answer: Option<Answer>,
-    /// The failure.
-    pub failure: Option<Failure>,
-    /// Whether the policy has failed, in this call or an earlier one.
-    pub replaced: bool,
     /// Whether texts and tokens are masked when the record is serialized.
     pub masked: bool,
-    /// Fuel and time.
-    pub cost: Cost,
-    /// Uses of imports during the call.
-    pub imports: Vec<ImportCall>,
-    /// Calls of this request that were not recorded for lack of room; set in its last record.
-    pub dropped: u64,
 }
 
 #[derive(Serialize)]
@@ -90,15 +100,16 @@ fn is_zero(count: &u64) -> bool {
 
 impl Serialize for Record {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let answer = self.answer.as_ref().filter(|answer| **answer != Answer::Finish);
+        let answer = self.answer.as_ref().filter(|answer| **answer != Answer::Finish(()));
         let imports = (!self.imports.is_empty()).then_some(&self.imports[..]);
+        let RecordedLink { request, profile, policy, sha256, .. } = &*self.link;
         let mut line = Line {
-            request: &self.request,
-            profile: &self.profile,
-            policy: &self.policy,
-            sha256: &self.sha256,
-            link: self.link,
-            shadow: self.shadow,
+            request,
+            profile,
+            policy,
+            sha256,
+            link: self.link.index,
+            shadow: self.link.shadow,
             hook: self.call.hook(),
             step: if let Call::Step(step) = &self.call { Some(step.index) } else { None },
             input: Maybe::Plain(&self.call),
@@ -111,7 +122,7 @@ impl Serialize for Record {
             imports: imports.map(Maybe::Plain),
             dropped: self.dropped,
         };
-        if self.masked {
+        if self.link.masked {
             let mut lengths = Map::new();
             line.input = Maybe::Masked(mask::value("input", &self.call, &mut lengths));
             line.answer = answer.map(|a| Maybe::Masked(mask::value("answer", a, &mut lengths)));
@@ -121,4 +132,43 @@ impl Serialize for Record {
         }
         line.serialize(serializer)
     }
+}
+
+impl Record {
+    /// Size in memory, estimated.
+    pub(super) fn bytes(&self) -> usize {
+        let imports = |call: &ImportCall| {
+            let texts = call.arguments.iter().chain(&call.answer);
+            call.call.len() + texts.map(|text| text.len() + size_of::<String>()).sum::<usize>()
+        };
+        let call = match &self.call {
+            Call::Step(step) => size_of_val(&step.tokens[..]) + step.text.len(),
+            other => json_bytes(other),
+        };
+        let answer = match &self.answer {
+            Some(Answer::Step(actions)) if actions.is_empty() => 0,
+            answer => json_bytes(answer),
+        };
+        size_of::<Self>() + call + answer + self.imports.iter().map(imports).sum::<usize>()
+    }
+}
+
+/// Length of a value as JSON, as an estimate of its texts and lists.
+fn json_bytes(value: &impl Serialize) -> usize {
+    struct Counter(usize);
+
+    impl io::Write for Counter {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    let mut counter = Counter(0);
+    serde_json::to_writer(&mut counter, value).expect("records have string keys only");
+    counter.0
 }

@@ -1,10 +1,10 @@
 use super::*;
 use crate::chain::Chain;
 use crate::contract::{
-    Action, Ban, CallReport, Hook, Plan, Policy, PromptView, Replacement, RequestView, Step,
-    Summary, ToolCallView, Verdict,
+    Action, Ban, CallReport, Cost, Hook, ImportCall, Plan, Policy, PromptView, Replacement,
+    RequestView, Step, Summary, ToolCallView, Verdict,
 };
-use crate::error::Cause;
+use crate::error::{Cause, Failure};
 
 const SECRET: &str = "the password is swordfish";
 
@@ -43,7 +43,7 @@ impl Policy for Parrot {
                 ])
             }
             Call::ToolCall(view) => Answer::ToolCall(Verdict::Repair(self.hear(&view.arguments))),
-            Call::Finish(_) => Answer::Finish,
+            Call::Finish(_) => Answer::Finish(()),
         })
     }
 
@@ -103,7 +103,7 @@ fn a_trace_contains_every_call_with_its_policy_and_cost() {
     let hooks: Vec<_> = records.iter().map(|record| record.call.hook().name()).collect();
     let expected = ["on-prompt", "on-request", "on-step", "on-step", "on-tool-call", "on-finish"];
     assert_eq!(hooks, expected);
-    assert!(records.iter().all(|record| record.sha256 == "ab".repeat(32)));
+    assert!(records.iter().all(|record| record.link.sha256 == "ab".repeat(32)));
     let step = serde_json::to_string(&records[3]).unwrap();
     assert_eq!(
         step,

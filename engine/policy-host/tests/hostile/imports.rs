@@ -80,7 +80,7 @@ fn stop(reason: &str) -> Vec<Action> {
 fn stored_values_outlive_requests_and_servers_and_belong_to_one_profile() {
     let folder = tempfile::tempdir().unwrap();
     for restart in 0..2 {
-        let host = Host::new(&limits(), &Storage::open(folder.path())).unwrap();
+        let host = Host::new(&limits(), &Storage::open(folder.path()).unwrap()).unwrap();
         let component = compile(&host, &remembering());
         let first = if restart == 0 { vec![] } else { stop("seen") };
         assert_eq!(step_once(&component, "agent"), first);
@@ -283,32 +283,4 @@ fn log_lines_are_named_escaped_truncated_and_limited() {
     assert!(lines[1].contains("DEBUG policy:"), "{}", lines[1]);
     assert_eq!(lines[1].matches('ä').count(), 512);
     assert!(lines[64].contains("more than 64 lines; further lines are dropped"), "{}", lines[64]);
-}
-
-#[test]
-fn compile_cache_is_private_and_self_heals() {
-    fn files(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
-        let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-        entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let compiled = folder.path().join("compiled");
-    let acts = || {
-        let host = Host::new(&limits(), &Storage::compile_cache(folder.path())).unwrap();
-        step_once(&compile(&host, &remembering()), "agent")
-    };
-    assert_eq!(acts(), []);
-    let cached = files(&compiled);
-    assert!(!cached.is_empty());
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        let mode = std::fs::metadata(&compiled).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o700);
-    }
-    assert_eq!(acts(), []);
-    for bytes in [&b""[..], b"damaged"] {
-        cached.iter().for_each(|file| std::fs::write(file, bytes).unwrap());
-        assert_eq!(acts(), []);
-    }
 }

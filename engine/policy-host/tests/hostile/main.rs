@@ -5,6 +5,7 @@ mod contract;
 mod imports;
 mod refused;
 mod shipped;
+mod view;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,11 +14,12 @@ use std::time::{Duration, Instant};
 use steersman_policy_host::{
     Action, Breaker, Component, Context, EarlierCall, Error, FAILURES, Failure, Grant, Guard, HINT,
     Host, Instance, LoopReport, OnFailure, Phase, Plan, Policies, Policy, PolicyConfig,
-    ProfilePolicies, PromptView, Replacement, RequestView, Step, Storage, Summary, ToolCallView,
-    Verdict, no_vocabulary,
+    ProfilePolicies, PromptView, Replacement, Step, Storage, Summary, ToolCallView, Verdict,
+    no_vocabulary,
 };
 use steersman_test_support::guest::{Answers, case, list, word};
 use steersman_test_support::hostile::{FOREVER, hostile, stepper};
+use view::view;
 
 /// Limit on the duration of one request's calls: about 10 ms each if fuel runs out, more on a busy
 /// machine.
@@ -59,15 +61,6 @@ fn guarded(component: &Arc<Component>, on_failure: OnFailure) -> Guard {
 
 fn prompt() -> PromptView {
     PromptView { system: vec!["Be brief. Today is Monday.".into()], ..PromptView::default() }
-}
-
-fn view() -> RequestView {
-    RequestView {
-        user: "Who is the tallest?".into(),
-        can_reason: true,
-        context_left: 8192,
-        ..RequestView::default()
-    }
 }
 
 /// A step whose reasoning loops: the native policy closes it.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::apply::INJECTED_TOKENS;
-use crate::decode::rewind::REWOUND_TOKENS;
+use crate::decode::rewind::{RERUN_TOKENS, REWOUND_TOKENS};
 use crate::decode::verify::DecodePath;
 use crate::policy::{
     Action, Ban, Bias, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
@@ -289,6 +289,24 @@ fn endless_rewinds_and_injections_are_stopped() {
     let ran = run_plain(decoder, &request, script);
     let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
     assert_eq!(ran.reason, FinishReason::Policy(reason));
+}
+
+/// One token at a time stayed within [`REWOUND_TOKENS`] for hours: each made the whole reply run
+/// again.
+#[test]
+fn rewinds_that_make_the_model_run_much_again_are_stopped() {
+    for name in FAMILIES {
+        let decoder = &mut family(name, Config::default(), false);
+        let script = markers_banned(|step| match step.index {
+            40.. => vec![Action::Rewind(1)],
+            _ => Vec::new(),
+        });
+        let ran = run_plain(decoder, &ask("Where?", false, 500), script);
+        let reason = format!("the policy made the model run more than {RERUN_TOKENS} tokens again");
+        assert_eq!(ran.reason, FinishReason::Policy(reason), "{name}");
+        // Each counts as 16 tokens at least.
+        assert!(ran.rewound.len() <= RERUN_TOKENS / 16 + 1, "{name}: {}", ran.rewound.len());
+    }
 }
 
 #[test]

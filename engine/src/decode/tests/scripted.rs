@@ -141,7 +141,7 @@ impl Policy for Script {
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(step) => Answer::Step((self.steps)(step)),
             Call::ToolCall(view) => Answer::ToolCall((self.calls)(view)),
-            Call::Finish(_) => Answer::Finish,
+            Call::Finish(_) => Answer::Finish(()),
         })
     }
 }

@@ -3,19 +3,21 @@
 
 use std::any::Any;
 use std::collections::HashSet;
-use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use ::redb::{
-    Builder, Database, ReadableDatabase, ReadableTable, ReadableTableMetadata, TableDefinition,
+    Builder, Database, MultimapTableHandle, ReadableDatabase, ReadableTable, ReadableTableMetadata,
+    TableDefinition, TableHandle,
 };
 use tracing::{info, warn};
 
 use super::super::record::{PartRecord, chunk_lens};
 use super::super::{Key, Part, StoreEnv, StoreError, format};
+use super::aside;
+use super::file::{Owner, owner, size_on_disk, warn_of_other_readers};
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 /// Key of a part: its [`PartRecord`].
@@ -31,8 +33,6 @@ const FORMAT: u64 = 0x2_91ee_e243;
 const CACHE_BYTES: usize = 32 << 20;
 /// Most bytes a file may have beyond twice its live bytes before it is compacted.
 const COMPACT_BYTES: u64 = 64 << 20;
-/// Most files moved aside; the last one is overwritten then.
-const MOST_ASIDE: u32 = 3;
 
 /// The changes of one transaction, in this order.
 #[derive(Default)]
@@ -66,6 +66,9 @@ pub(super) enum StoreFault {
     /// Another version wrote the file, or its format field is damaged: start a new one.
     #[error("unknown format {0:#x?}")]
     UnknownFormat(Option<u64>),
+    /// The file is not the store's: leave it as it is.
+    #[error("{0}")]
+    Foreign(&'static str),
     /// The disk is full, not writable, failing: stop saving.
     #[error("{0}")]
     Io(Arc<io::Error>),
@@ -78,6 +81,7 @@ impl StoreFault {
         match self {
             Self::InUse => StoreError::InUse(path),
             Self::Part(problem) | Self::Damaged(problem) => StoreError::Damaged(path, problem),
+            Self::Foreign(what) => StoreError::Foreign(path, what),
             Self::UnknownFormat(found) => StoreError::UnknownFormat(path, found),
             Self::Io(error) => StoreError::io(path, error),
         }
@@ -104,8 +108,8 @@ impl From<::redb::Error> for StoreFault {
     }
 }
 
-/// Opens the file. Creates a new one if there is none, or if it is damaged or of an unknown format:
-/// that file is moved aside.
+/// Opens the file. Creates a new one if there is none, or if the one of the store is damaged or of an
+/// unknown format: that file is set aside.
 pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, StoreError> {
     let open = || {
         let database = open(path, env)?;
@@ -116,7 +120,7 @@ pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, Sto
         if !fault.is_of_the_file() {
             return Err(fault);
         }
-        move_aside(path, &fault);
+        aside::set_aside(path, &fault);
         open()
     });
     opened.map_err(|fault| fault.at(path))
@@ -124,23 +128,57 @@ pub(super) fn open_or_replace(path: &Path, env: &StoreEnv) -> Result<Opened, Sto
 
 /// Opens the file, and creates it with its tables if there is none.
 pub(super) fn open(path: &Path, env: &StoreEnv) -> Result<Database, StoreFault> {
-    let (database, format) = guarded(|| {
-        let database = (env.open)(Builder::new().set_cache_size(CACHE_BYTES), path)?;
-        let read = database.begin_read()?;
-        if read.list_tables()?.next().is_none() {
-            drop(read);
-            create_tables(&database)?;
-            return Ok((database, Some(FORMAT)));
-        }
-        let format = read.open_table(META)?.get("format")?.map(|format| format.value());
-        drop(read);
-        Ok((database, format))
-    })?;
-    if format != Some(FORMAT) {
-        close(Some(database));
-        return Err(StoreFault::UnknownFormat(format));
+    // Opening a database for writing changes its header, so look into another program's first.
+    if owner(path)? == Owner::Unknown
+        && let Ok(Content::Foreign) = guarded(|| content(&Builder::new().open_read_only(path)?))
+    {
+        return Err(FOREIGN_DATABASE);
     }
-    Ok(database)
+    let (database, content) = guarded(|| {
+        let database = (env.open)(Builder::new().set_cache_size(CACHE_BYTES), path)?;
+        let mut content = content(&database)?;
+        if let Content::Empty = content {
+            create_tables(&database)?;
+            content = Content::Format(Some(FORMAT));
+        }
+        Ok((database, content))
+    })?;
+    let fault = match content {
+        Content::Empty | Content::Format(Some(FORMAT)) => {
+            warn_of_other_readers(path);
+            return Ok(database);
+        }
+        Content::Format(format) => StoreFault::UnknownFormat(format),
+        Content::Foreign => FOREIGN_DATABASE,
+    };
+    close(Some(database));
+    Err(fault)
+}
+
+const FOREIGN_DATABASE: StoreFault = StoreFault::Foreign("is the database of another program");
+
+/// What a database holds, by its tables.
+enum Content {
+    Empty,
+    /// Tables of the store, and their format.
+    Format(Option<u64>),
+    Foreign,
+}
+
+fn content(database: &impl ReadableDatabase) -> Result<Content, ::redb::Error> {
+    let read = database.begin_read()?;
+    let mut names: Vec<String> = read.list_tables()?.map(|table| table.name().to_owned()).collect();
+    names.extend(read.list_multimap_tables()?.map(|table| table.name().to_owned()));
+    if names.is_empty() {
+        return Ok(Content::Empty);
+    }
+    // Two of three: a flipped bit in a name does not make the file another program's.
+    let ours = [META.name(), ENTRIES.name(), CHUNKS.name()];
+    if names.iter().filter(|name| ours.contains(&name.as_str())).count() < 2 {
+        return Ok(Content::Foreign);
+    }
+    let format = read.open_table(META)?.get("format")?.map(|format| format.value());
+    Ok(Content::Format(format))
 }
 
 /// Creates or empties the tables.
@@ -153,45 +191,6 @@ fn create_tables(database: &Database) -> Result<(), ::redb::Error> {
     write.open_table(ENTRIES)?;
     write.open_table(CHUNKS)?;
     Ok(write.commit()?)
-}
-
-/// Opens or creates the file and its folders, for this user only: it holds conversations.
-pub(in super::super) fn open_file(path: &Path) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false);
-    let mut folders = fs::DirBuilder::new();
-    folders.recursive(true);
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
-        folders.mode(0o700);
-        options.mode(0o600);
-        if path.exists() {
-            fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-        }
-    }
-    if let Some(folder) = path.parent() {
-        folders.create(folder)?;
-    }
-    options.open(path)
-}
-
-/// Renames a file that cannot be used, so that a new one can be created and this one be examined.
-///
-/// Two processes that meet the same file at the same moment may move aside each other's new one: the
-/// store starts empty once more, and nothing else happens.
-pub(super) fn move_aside(path: &Path, fault: &StoreFault) {
-    let name = |n| {
-        let mut name = path.as_os_str().to_owned();
-        name.push(format!(".damaged-{n}"));
-        PathBuf::from(name)
-    };
-    let free = (1..MOST_ASIDE).map(name).find(|aside| !aside.exists());
-    let aside = free.unwrap_or_else(|| name(MOST_ASIDE));
-    match fs::rename(path, &aside) {
-        Ok(()) => warn!(?path, ?aside, %fault, "state store unreadable; moved aside"),
-        Err(error) => warn!(?path, %fault, %error, "state store unreadable; moving it failed"),
-    }
 }
 
 /// Closes a database, which may itself fail on a damaged file.
@@ -223,16 +222,6 @@ pub(super) fn compact_if_large(
 /// Compacts the file.
 pub(super) fn compact(database: &mut Database) -> Result<(), StoreFault> {
     guarded(|| database.compact().map(drop).map_err(::redb::Error::from))
-}
-
-/// Bytes that the file takes. redb extends it ahead of need and leaves holes, so its length may be
-/// twice as much.
-pub(super) fn size_on_disk(path: &Path) -> u64 {
-    let Ok(metadata) = fs::metadata(path) else { return 0 };
-    #[cfg(unix)]
-    return std::os::unix::fs::MetadataExt::blocks(&metadata) * 512;
-    #[cfg(not(unix))]
-    return metadata.len();
 }
 
 /// All readable records, and the number of damaged ones. Those are removed with a warning, and with

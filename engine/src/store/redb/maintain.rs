@@ -1,6 +1,6 @@
 //! `steersman cache`: operations on a file that no server has open.
 //!
-//! Nothing here moves a file aside or replaces it: problems are returned as errors.
+//! Nothing here sets a file aside or replaces it: problems are returned as errors.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,9 @@ use tracing::warn;
 
 use super::super::record::PartRecord;
 use super::super::{Fingerprint, Key, PartKind, StoreEnv, StoreError, StoredSize};
+use super::aside;
 use super::database::{self, StoreFault, Transaction};
+use super::file::size_on_disk;
 use super::reader::PartReader;
 
 type Result<T, E = StoreError> = std::result::Result<T, E>;
@@ -90,7 +92,17 @@ impl StoreFile {
 
     /// Bytes that the file takes on disk.
     pub fn bytes_on_disk(&self) -> u64 {
-        database::size_on_disk(&self.path)
+        size_on_disk(&self.path)
+    }
+
+    /// Number and size of the damaged files set aside.
+    pub fn set_aside(&self) -> StoredSize {
+        aside::size(&self.path)
+    }
+
+    /// Deletes the damaged files set aside. Returns their number and size.
+    pub fn clear_set_aside(&self) -> Result<StoredSize> {
+        aside::clear(&self.path).map_err(|error| StoreError::io(&self.path, error))
     }
 
     /// Its parts by fingerprint and kind; the last used fingerprint first.

@@ -26,7 +26,7 @@ use super::maintain::StoreFile;
 
 type Result<T, E = StoreError> = std::result::Result<T, E>;
 
-const MAGIC: &[u8; 8] = b"STEERSEX";
+pub(super) const MAGIC: &[u8; 8] = b"STEERSEX";
 const VERSION: u64 = 1;
 /// Replaces a key after the last part.
 const END: Key = [0; 32];
@@ -98,6 +98,7 @@ impl StoreFile {
     /// [`StoreError::Import`] if that file is not an export or is damaged: nothing is imported then.
     pub fn import(&mut self, path: &Path, budget_bytes: u64) -> Result<ImportReport> {
         let mut imported = ImportReport::default();
+        let budget_bytes = budget_bytes.saturating_sub(self.set_aside().bytes);
         let known: HashSet<Key> = self.records.iter().map(|(key, _)| *key).collect();
         let here =
             self.records.iter().map(|(_, record)| (record.recency.used, record.cost(), None));

@@ -1,0 +1,81 @@
+//! Reads files within limits, replaces them atomically, and creates private folders.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::Path;
+
+/// A file of at most `limit` bytes; `None` if it does not exist.
+///
+/// # Errors
+/// The file and the problem.
+pub fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file,
+    };
+    let mut bytes = Vec::new();
+    // One byte more than the limit shows that the file is longer, even if it grows meanwhile.
+    file.and_then(|file| file.take(limit as u64 + 1).read_to_end(&mut bytes))
+        .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+    if bytes.len() > limit {
+        return Err(format!("{} is larger than the limit of {limit} bytes", path.display()));
+    }
+    Ok(Some(bytes))
+}
+
+/// Replaces the file at `path` atomically.
+///
+/// # Errors
+/// When it cannot be written; the old file remains.
+pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    // A link remains: its target is replaced.
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let mut file = tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
+    file.write_all(bytes)?;
+    // Without it a crash could leave an empty file under the new name.
+    file.as_file().sync_all()?;
+    file.persist(&path)?;
+    Ok(())
+}
+
+/// Creates a folder, if missing, that only its owner can access.
+///
+/// # Errors
+/// When it cannot be created.
+pub fn create_private_folder(folder: &Path) -> io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.recursive(true).create(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_atomically_and_leaves_no_temporary_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.wasm");
+        for text in ["one", "two"] {
+            replace(&path, text.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        // A file cannot replace a folder.
+        fs::create_dir(folder.path().join("b")).unwrap();
+        replace(&folder.path().join("b"), b"three").unwrap_err();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_file_beyond_its_limit_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("param");
+        assert_eq!(read(&path, 3), Ok(None));
+        fs::write(&path, "four").unwrap();
+        assert!(read(&path, 3).unwrap_err().contains("larger than the limit of 3 bytes"));
+        assert_eq!(read(&path, 4), Ok(Some(b"four".to_vec())));
+    }
+}

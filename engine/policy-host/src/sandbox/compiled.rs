@@ -1,0 +1,258 @@
+//! Compiled components on disk, so that a start need not compile them again.
+//!
+//! Compiled components are machine code: a flipped bit crashes the process or changes decisions. So each
+//! file begins with a keyed digest (HMAC-SHA256) over its name and content, which is checked before
+//! wasmtime sees the content. The name is a digest over everything that the content depends on. The key
+//! is generated once, in the same folder. The digest detects damage, and files from elsewhere; whoever
+//! can read the key can already replace the server's own files.
+//!
+//! A damaged file is removed with a warning, and its component is compiled again. Files together take at
+//! most [`MOST_BYTES`]; least recently used ones are removed.
+//!
+//! # Why
+//! wasmtime's own cache loads what it finds: of 400 files with one flipped bit 78 crashed the server, and
+//! 7 changed decisions without notice.
+
+#![allow(unsafe_code, reason = "machine code is loaded, after its digest was checked")]
+
+use std::fs::{self, File, Metadata};
+use std::hash::{Hash, Hasher};
+use std::io::{self, ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use hmac::{Hmac, Mac};
+use sha2::{Digest, Sha256};
+use wasmtime::Engine;
+use wasmtime::component::Component;
+
+use crate::file;
+
+/// Bytes of all files; a component with a JavaScript engine takes 30 MB.
+const MOST_BYTES: u64 = 512 << 20;
+
+/// Name of the file with the key.
+const KEY: &str = "key";
+
+/// A folder of compiled components.
+pub struct Compiled {
+    folder: PathBuf,
+    key: [u8; 32],
+}
+
+impl Compiled {
+    /// Opens or creates the folder and its key, both accessible to their owner only.
+    ///
+    /// # Errors
+    /// If they cannot be created or read, or others have access to them.
+    pub fn open(folder: &Path) -> io::Result<Self> {
+        file::create_private_folder(folder)?;
+        check_private(folder, &fs::metadata(folder)?)?;
+        let path = folder.join(KEY);
+        let mut key = [0; 32];
+        let read = File::open(&path).and_then(|mut file| {
+            check_private(&path, &file.metadata()?)?;
+            file.read_exact(&mut key)
+        });
+        match read {
+            Ok(()) => {}
+            // New, or cut: then nothing below it can be trusted.
+            Err(error)
+                if [ErrorKind::NotFound, ErrorKind::UnexpectedEof].contains(&error.kind()) =>
+            {
+                getrandom::fill(&mut key).map_err(io::Error::other)?;
+                file::replace(&path, &key)?;
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(Self { folder: folder.into(), key })
+    }
+
+    /// The component `bytes`, from its file or else compiled. `sha256` is its digest.
+    ///
+    /// # Errors
+    /// Those of the compiler. Errors of the disk are logged.
+    pub fn component(
+        &self,
+        engine: &Engine,
+        bytes: &[u8],
+        sha256: &[u8; 32],
+    ) -> wasmtime::Result<Component> {
+        let path = self.folder.join(name(engine, sha256));
+        if let Some(component) = self.load(engine, &path) {
+            return Ok(component);
+        }
+        let component = Component::from_binary(engine, bytes)?;
+        let saved = self.save(&path, &component.serialize()?);
+        if let Err(error) = saved.and_then(|()| self.evict()) {
+            let path = path.display();
+            tracing::warn!(%path, %error, "compiled component not saved");
+        }
+        Ok(component)
+    }
+
+    fn load(&self, engine: &Engine, path: &Path) -> Option<Component> {
+        let loaded = file::read(path, MOST_BYTES as usize).and_then(|file| {
+            let Some(file) = file else { return Ok(None) };
+            let intact = |(digest, content): &(&[u8], &[u8])| {
+                self.mac(path, content).verify_slice(digest).is_ok()
+            };
+            let content = file.split_at_checked(32).filter(intact).map(|(_, content)| content);
+            let content = content.ok_or_else(|| format!("{} is damaged", path.display()))?;
+            // SAFETY: the digest shows that `content` is what `serialize` returned to a holder of the
+            // key, for an engine with the version and the settings that the name stands for.
+            let component = unsafe { Component::deserialize(engine, content) };
+            component.map(Some).map_err(|error| format!("{}: {error}", path.display()))
+        });
+        match loaded {
+            Ok(component) => {
+                // The time of modification is that of the last use.
+                let file = File::options().append(true).open(path);
+                let _ = file.and_then(|file| file.set_modified(SystemTime::now()));
+                component
+            }
+            Err(error) => {
+                tracing::warn!(error, "compiled component dropped; compiling again");
+                let _ = fs::remove_file(path);
+                None
+            }
+        }
+    }
+
+    fn save(&self, path: &Path, content: &[u8]) -> io::Result<()> {
+        let digest = self.mac(path, content).finalize().into_bytes();
+        file::replace(path, &[&digest, content].concat())
+    }
+
+    /// Removes the least recently used files beyond the limit, temporary ones of a killed process too.
+    fn evict(&self) -> io::Result<()> {
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            let metadata = entry.metadata()?;
+            if metadata.is_file() && entry.file_name() != KEY {
+                files.push((metadata.modified()?, metadata.len(), entry.path()));
+            }
+        }
+        files.sort();
+        let mut bytes: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
+        for (_, size, path) in files {
+            if bytes <= MOST_BYTES {
+                break;
+            }
+            fs::remove_file(path)?;
+            bytes -= size;
+        }
+        Ok(())
+    }
+
+    fn mac(&self, path: &Path, content: &[u8]) -> Hmac<Sha256> {
+        let name = path.file_name().expect("it was joined").as_encoded_bytes();
+        // The name has a fixed length, so the two cannot be confused.
+        Hmac::new_from_slice(&self.key)
+            .expect("a key may have any length")
+            .chain_update(name)
+            .chain_update(content)
+    }
+}
+
+/// Name of the file of a component: a digest over its own digest, this crate's version, and wasmtime's
+/// version and settings.
+fn name(engine: &Engine, sha256: &[u8; 32]) -> String {
+    struct Hashed(Sha256);
+
+    impl Hasher for Hashed {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0.update(bytes);
+        }
+
+        fn finish(&self) -> u64 {
+            unreachable!("only the SHA-256 is used")
+        }
+    }
+
+    let mut hashed = Hashed(Sha256::new());
+    (sha256, env!("CARGO_PKG_VERSION")).hash(&mut hashed);
+    engine.precompile_compatibility_hash().hash(&mut hashed);
+    hex::encode(hashed.0.finalize())
+}
+
+/// Refuses what others can read or write: they could put their own machine code there.
+fn check_private(path: &Path, metadata: &Metadata) -> io::Result<()> {
+    #[cfg(unix)]
+    if std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o077 != 0 {
+        let problem =
+            format!("{} is accessible to others; remove it, or change its mode", path.display());
+        return Err(io::Error::new(ErrorKind::PermissionDenied, problem));
+    }
+    let _ = (path, metadata);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A component without content.
+    const EMPTY: &[u8] = b"\0asm\x0d\0\x01\0";
+
+    fn compile(compiled: &Compiled, sha256: u8) -> PathBuf {
+        let engine = Engine::default();
+        compiled.component(&engine, EMPTY, &[sha256; 32]).unwrap();
+        compiled.folder.join(name(&engine, &[sha256; 32]))
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn folder_and_files_are_private_and_others_are_refused() {
+        use std::os::unix::fs::PermissionsExt;
+        let data = tempfile::tempdir().unwrap();
+        let folder = data.path().join("compiled");
+        let file = compile(&Compiled::open(&folder).unwrap(), 1);
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let modes = [&folder, &folder.join(KEY), &file].map(|path| mode(path));
+        assert_eq!(modes, [0o700, 0o600, 0o600]);
+        for (path, own) in [(&folder, 0o700), (&folder.join(KEY), 0o600)] {
+            fs::set_permissions(path, fs::Permissions::from_mode(own | 0o040)).unwrap();
+            let error = Compiled::open(&folder).err().unwrap().to_string();
+            assert!(error.starts_with(&path.display().to_string()), "{error}");
+            assert_eq!(mode(path), own | 0o040);
+            fs::set_permissions(path, fs::Permissions::from_mode(own)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_file_is_used_only_under_its_name_and_with_its_key() {
+        let data = tempfile::tempdir().unwrap();
+        let open = || Compiled::open(&data.path().join("compiled")).unwrap();
+        let (one, two) = (compile(&open(), 1), compile(&open(), 2));
+        let engine = Engine::default();
+        assert!(open().load(&engine, &one).is_some());
+        fs::copy(&one, &two).unwrap();
+        assert!(open().load(&engine, &two).is_none());
+        assert!(!two.exists(), "it is removed");
+        fs::write(data.path().join("compiled").join(KEY), [7; 32]).unwrap();
+        assert!(open().load(&engine, &one).is_none());
+        compile(&open(), 1);
+        assert!(open().load(&engine, &one).is_some());
+        let other = Engine::new(wasmtime::Config::new().consume_fuel(true)).unwrap();
+        assert_ne!(name(&other, &[1; 32]), name(&engine, &[1; 32]));
+    }
+
+    #[test]
+    fn the_least_recently_used_files_are_removed() {
+        let data = tempfile::tempdir().unwrap();
+        let compiled = Compiled::open(&data.path().join("compiled")).unwrap();
+        let file = compile(&compiled, 1);
+        for (name, days) in [("old", 3), ("new", 1)] {
+            let file = File::create(compiled.folder.join(name)).unwrap();
+            file.set_len(MOST_BYTES / 2).unwrap();
+            let days = std::time::Duration::from_secs(days * 86_400);
+            file.set_modified(SystemTime::now() - days).unwrap();
+        }
+        compiled.evict().unwrap();
+        let exists = |name: &str| compiled.folder.join(name).exists();
+        assert_eq!((exists("old"), exists("new"), exists(KEY)), (false, true, true));
+        assert!(file.exists());
+    }
+}

@@ -1,0 +1,466 @@
+//! What a chat template does otherwise than with minijinja alone: slices as in Python, limits on the
+//! memory of a rendering, and comparisons that see through [taint](super::taint).
+//!
+//! Operators of minijinja cannot be replaced, so [`prepare`] changes the compiled instructions: some
+//! become calls of filters whose names no template can write, and what may grow is charged to a
+//! budget. Filters and methods that templates call by name are in `filters` and `method`.
+//! Never reads or writes outside of the rendering.
+//!
+//! # Why slices
+//! minijinja 3.0.5 panics when it reverses an empty list or text (`messages[1:][::-1]`, which
+//! published templates of Qwen3.5 contain) and takes `[:0:-1]` for `[::-1]`.
+//!
+//! # Why a budget on what is made
+//! Fuel bounds the number of instructions, and one instruction can double a text. Live memory cannot
+//! be measured from here; what a rendering makes bounds it from above.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::fmt::Write;
+
+use minijinja::filters;
+use minijinja::machinery::{Instruction, Instructions};
+use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
+
+use super::python;
+use super::taint::{is_tainted, plain_text};
+
+/// Bytes that one rendering may make in texts and lists, released ones included. The heaviest
+/// known template makes a hundredth of it for 4,000 messages.
+const BUDGET: usize = 2 << 30;
+
+/// Most columns of an indent, a field of `format`, or a batch.
+const WIDTH: usize = 10_000;
+
+/// Memory of an item of a list.
+const ITEM: usize = size_of::<Value>();
+
+/// Names of the filters that instructions become. They are no identifiers.
+const SLICE: &str = "[:]";
+const CONCAT: &str = "~";
+const MADE: &str = "made";
+const EQUAL: &str = "==";
+const UNEQUAL: &str = "!=";
+const IN: &str = "in";
+
+thread_local! {
+    /// What is left of the budget of the rendering on this thread.
+    static LEFT: Cell<usize> = const { Cell::new(BUDGET) };
+}
+
+/// Adds the filters to `environment`.
+pub(super) fn add_to(environment: &mut Environment<'static>) {
+    environment.add_filter(SLICE, slice);
+    environment.add_filter(CONCAT, concat);
+    environment.add_filter(MADE, made);
+    environment.add_filter(EQUAL, equal);
+    environment.add_filter(UNEQUAL, unequal);
+    environment.add_filter(IN, is_in);
+    environment.add_filter("indent", indent);
+    environment.add_filter("batch", batch);
+    environment.add_filter("slice", columns);
+    environment.add_filter("format", format);
+    environment.add_filter("join", join_filter);
+    environment.add_filter("replace", replace);
+    environment.add_filter("split", split);
+    environment.add_filter("e", escape);
+    environment.add_filter("escape", escape);
+}
+
+/// Starts the budget of a rendering on this thread.
+pub(super) fn start() {
+    LEFT.set(BUDGET);
+}
+
+/// Charges `bytes` to the budget.
+pub(super) fn charge(bytes: usize) -> Result<(), Error> {
+    match LEFT.get().checked_sub(bytes) {
+        Some(left) => {
+            LEFT.set(left);
+            Ok(())
+        }
+        None => Err(too_large()),
+    }
+}
+
+/// What is left of the budget.
+pub(super) fn left() -> usize {
+    LEFT.get()
+}
+
+pub(super) fn too_large() -> Error {
+    let message = format!("the template makes more than {} MiB of text and lists", BUDGET >> 20);
+    Error::new(ErrorKind::InvalidOperation, message)
+}
+
+/// Changes `compiled` as the module describes; comparisons only if texts are `tainted`.
+pub(super) fn prepare<'a>(compiled: &Instructions<'a>, tainted: bool) -> Instructions<'a> {
+    let count = (0..).take_while(|at| compiled.get(*at).is_some()).count() as u32;
+    let filter = |name, arguments| Instruction::ApplyFilter(name, Some(arguments), !0);
+    let replaced = |at: u32| -> Vec<Instruction<'a>> {
+        let Some(instruction) = compiled.get(at) else { return Vec::new() };
+        match instruction {
+            // As any other value, raw text passes the formatter, which charges it.
+            Instruction::EmitRaw(text) => {
+                vec![Instruction::LoadConst(Value::from(*text)), Instruction::Emit]
+            }
+            Instruction::Slice => vec![filter(SLICE, 4)],
+            Instruction::StringConcat => vec![filter(CONCAT, 2)],
+            Instruction::Eq if tainted => vec![filter(EQUAL, 2)],
+            Instruction::Ne if tainted => vec![filter(UNEQUAL, 2)],
+            Instruction::In if tainted => vec![filter(IN, 2)],
+            Instruction::Add
+            | Instruction::Mul
+            | Instruction::BuildList(_)
+            | Instruction::BuildTuple(_)
+            | Instruction::EndCapture
+            | Instruction::ApplyFilter(..)
+            | Instruction::CallFunction(..)
+            | Instruction::CallMethod(..)
+            | Instruction::CallObject(_) => vec![instruction.clone(), filter(MADE, 1)],
+            other => vec![other.clone()],
+        }
+    };
+    // Jumps go to places, which move.
+    let mut places = Vec::with_capacity(count as usize + 1);
+    let mut next = 0;
+    for at in 0..count {
+        places.push(next);
+        next += replaced(at).len() as u32;
+    }
+    places.push(next);
+    let moved = |to: u32| places.get(to as usize).copied().unwrap_or(next);
+    let mut prepared = Instructions::new(compiled.name(), compiled.source());
+    for at in 0..count {
+        for mut instruction in replaced(at) {
+            match &mut instruction {
+                Instruction::Iterate(to)
+                | Instruction::Jump(to)
+                | Instruction::JumpIfFalse(to)
+                | Instruction::JumpIfFalseOrPop(to)
+                | Instruction::JumpIfTrueOrPop(to)
+                | Instruction::BuildMacro(_, to, _) => *to = moved(*to),
+                _ => {}
+            }
+            match (compiled.get_span(at), compiled.get_line(at)) {
+                (Some(span), _) => prepared.add_with_span(instruction, span),
+                (None, Some(line)) => {
+                    prepared.add_with_line(instruction, u16::try_from(line).unwrap_or(u16::MAX))
+                }
+                (None, None) => prepared.add(instruction),
+            };
+        }
+    }
+    prepared
+}
+
+/// Charges a value that was made.
+fn made(value: Value) -> Result<Value, Error> {
+    let bytes = match value.as_str() {
+        Some(text) => text.len(),
+        None => match value.kind() {
+            ValueKind::Seq | ValueKind::Iterable => value.len().unwrap_or(0).saturating_mul(ITEM),
+            _ => 0,
+        },
+    };
+    charge(bytes)?;
+    Ok(value)
+}
+
+/// `value[start:stop:step]` as in Python.
+fn slice(value: &Value, start: Value, stop: Value, step: Value) -> Result<Value, Error> {
+    let bound = |value: Value| -> Result<Option<i64>, Error> {
+        if value.is_none() { Ok(None) } else { Ok(Some(i64::try_from(value)?)) }
+    };
+    let (start, stop, step) = (bound(start)?, bound(stop)?, bound(step)?.unwrap_or(1));
+    if step == 0 {
+        return Err(invalid("slice step cannot be zero"));
+    }
+    if let Some(text) = value.as_str() {
+        charge(text.len())?;
+        if step == 1 && start.is_none_or(|at| at >= 0) && stop.is_none_or(|at| at >= 0) {
+            let start = usize::try_from(start.unwrap_or(0)).unwrap_or(usize::MAX);
+            let stop = stop.map_or(usize::MAX, |at| usize::try_from(at).unwrap_or(usize::MAX));
+            let rest = text.chars().skip(start).take(stop.saturating_sub(start));
+            return Ok(rest.collect::<String>().into());
+        }
+        let chars: Vec<char> = text.chars().collect();
+        let places = places(start, stop, step, chars.len());
+        return Ok(places.map(|at| chars[at]).collect::<String>().into());
+    }
+    match value.kind() {
+        ValueKind::Undefined | ValueKind::None => return Ok(Value::from(Vec::<Value>::new())),
+        ValueKind::Seq | ValueKind::Iterable => {}
+        kind => return Err(invalid(&format!("value of type {kind} cannot be sliced"))),
+    }
+    charge(value.len().unwrap_or(0).saturating_mul(ITEM))?;
+    let items: Vec<Value> = value.try_iter()?.collect();
+    let chosen: Vec<Value> =
+        places(start, stop, step, items.len()).map(|at| items[at].clone()).collect();
+    charge(chosen.len().saturating_mul(ITEM))?;
+    Ok(if value.is_tuple() { Value::from(Tuple::from(chosen)) } else { Value::from(chosen) })
+}
+
+/// The places of `length` items that a slice takes, in its order.
+///
+/// Source: CPython 3.12 `Objects/sliceobject.c`, `PySlice_AdjustIndices`.
+fn places(
+    start: Option<i64>,
+    stop: Option<i64>,
+    step: i64,
+    length: usize,
+) -> impl Iterator<Item = usize> {
+    let length = i64::try_from(length).unwrap_or(i64::MAX);
+    let (lowest, highest) = if step > 0 { (0, length) } else { (-1, length - 1) };
+    let place = |at: Option<i64>, default| match at {
+        None => default,
+        Some(at) if at < 0 => at.saturating_add(length).max(lowest),
+        Some(at) => at.min(highest),
+    };
+    let (first, last) = if step > 0 { (lowest, highest) } else { (highest, lowest) };
+    let (start, stop) = (place(start, first), place(stop, last));
+    std::iter::successors(Some(start), move |at| at.checked_add(step))
+        .take_while(move |at| if step > 0 { *at < stop } else { *at > stop })
+        .filter_map(|at| usize::try_from(at).ok())
+}
+
+/// `a ~ b`
+fn concat(a: &Value, b: &Value) -> Result<Value, Error> {
+    let (a, b) = (python::str(a)?, python::str(b)?);
+    charge(a.len() + b.len())?;
+    Ok(Value::from(format!("{a}{b}")))
+}
+
+fn equal(a: &Value, b: &Value) -> bool {
+    plain(a) == plain(b)
+}
+
+fn unequal(a: &Value, b: &Value) -> bool {
+    plain(a) != plain(b)
+}
+
+/// `value in container`; `container` is the second operand.
+fn is_in(state: &State, value: &Value, container: &Value) -> Result<bool, Error> {
+    match (plain(value).as_str(), plain(container).as_str()) {
+        (Some(part), Some(text)) => return Ok(text.contains(part)),
+        (Some(_), None) if matches!(container.kind(), ValueKind::Seq | ValueKind::Iterable) => {
+            let value = plain(value);
+            return Ok(container.try_iter()?.any(|item| plain(&item) == value));
+        }
+        _ => {}
+    }
+    if matches!(
+        container.kind(),
+        ValueKind::Bool | ValueKind::Number | ValueKind::None | ValueKind::Bytes
+    ) {
+        return Err(invalid("cannot perform a containment check on this value"));
+    }
+    minijinja::tests::is_in(state, value, container)
+}
+
+/// `value` without taint, if it is a text.
+fn plain(value: &Value) -> Value {
+    match value.as_str() {
+        Some(text) if is_tainted(text) => Value::from(plain_text(text)),
+        _ => value.clone(),
+    }
+}
+
+/// `text` with the taint removed from the first `limit` places where it spells `needle`, which is
+/// plain; from the last ones if `from_end`. A search for `needle` then finds just these.
+pub(super) fn expose<'a>(
+    text: &'a str,
+    needle: &str,
+    limit: usize,
+    from_end: bool,
+) -> Cow<'a, str> {
+    if !is_tainted(text) {
+        return Cow::Borrowed(text);
+    }
+    let restored = plain_text(text);
+    let mut found: Vec<usize> = restored.match_indices(needle).map(|(at, _)| at).collect();
+    let most = found.len().min(limit);
+    found = if from_end { found.split_off(found.len() - most) } else { found[..most].to_vec() };
+    let mut found = found.into_iter().peekable();
+    let mut exposed = String::with_capacity(text.len());
+    let (mut at, mut plain_until) = (0, 0);
+    for (tainted, restored) in text.chars().zip(restored.chars()) {
+        if found.next_if_eq(&at).is_some() {
+            plain_until = at + needle.len();
+        }
+        exposed.push(if at < plain_until { restored } else { tainted });
+        at += restored.len_utf8();
+    }
+    Cow::Owned(exposed)
+}
+
+/// All arguments of a filter, named ones included.
+type Arguments = Rest<ValueOrKwargs>;
+
+fn values(arguments: Arguments) -> Vec<Value> {
+    arguments.0.into_iter().map(ValueOrKwargs::into_value).collect()
+}
+
+fn indent(state: &mut State, value: &Value, arguments: Arguments) -> Result<Value, Error> {
+    let arguments = values(arguments);
+    let width = widest("indent", &arguments)?;
+    let text = python::str(value)?;
+    charge(text.matches('\n').count().saturating_mul(width))?;
+    call(state, Value::from_function(filters::indent), &Value::from(&*text), &arguments)
+}
+
+fn batch(state: &mut State, value: &Value, arguments: Arguments) -> Result<Value, Error> {
+    let arguments = values(arguments);
+    widest("batch", &arguments)?;
+    call(state, Value::from_function(filters::batch), value, &arguments)
+}
+
+/// The filter `slice`, which has nothing to do with slices.
+fn columns(state: &mut State, value: &Value, arguments: Arguments) -> Result<Value, Error> {
+    let arguments = values(arguments);
+    widest("slice", &arguments)?;
+    call(state, Value::from_function(filters::slice), value, &arguments)
+}
+
+fn format(state: &mut State, value: &Value, arguments: Arguments) -> Result<Value, Error> {
+    let arguments = values(arguments);
+    check_format(value.as_str().unwrap_or_default(), &arguments)?;
+    call(state, Value::from_function(filters::format), value, &arguments)
+}
+
+/// Calls minijinja's own filter.
+fn call(
+    state: &mut State,
+    filter: Value,
+    value: &Value,
+    arguments: &[Value],
+) -> Result<Value, Error> {
+    filter.call(state, &[std::slice::from_ref(value), arguments].concat())
+}
+
+/// The largest number among `arguments` of `filter`, named ones included.
+fn widest(filter: &str, arguments: &[Value]) -> Result<usize, Error> {
+    let mut widest = 0;
+    for argument in arguments {
+        let named = argument.is_kwargs().then(|| argument.try_iter()).transpose()?;
+        let named = named.into_iter().flatten().filter_map(|name| argument.get_item(&name).ok());
+        for number in named.chain([argument.clone()]).filter_map(|value| value.as_i64()) {
+            widest = widest.max(within(usize::try_from(number).unwrap_or(0), filter)?);
+        }
+    }
+    Ok(widest)
+}
+
+/// Refuses a format that pads its fields without limit.
+pub(super) fn check_format(format: &str, arguments: &[Value]) -> Result<(), Error> {
+    let percent = format.split('%').skip(1).map(|rest| {
+        let rest =
+            rest.strip_prefix('(').and_then(|named| named.split_once(')')).map_or(rest, |s| s.1);
+        rest.split(|c: char| !"-+ #0123456789.*".contains(c)).next().unwrap_or_default()
+    });
+    let braces = format.split('{').skip(1).map(|rest| rest.split('}').next().unwrap_or_default());
+    for field in percent.chain(braces) {
+        let numbers = field.split(|c: char| !c.is_ascii_digit());
+        for number in numbers.filter(|digits| !digits.is_empty()) {
+            within(number.parse().unwrap_or(usize::MAX), "format")?;
+        }
+        // `%*d` and `{:{}}` take the width from the arguments.
+        if field.contains('*') || field.ends_with(':') {
+            widest("format", arguments)?;
+        }
+    }
+    for argument in arguments {
+        python::str(argument)?;
+    }
+    Ok(())
+}
+
+fn join_filter(
+    value: &Value,
+    separator: Option<&Value>,
+    attribute: Option<&str>,
+    kwargs: Kwargs,
+) -> Result<Value, Error> {
+    let named: Option<Value> = kwargs.get("d")?;
+    let attribute = attribute.or(kwargs.get("attribute")?);
+    kwargs.assert_all_used()?;
+    let empty = Value::from("");
+    let separator = separator.or(named.as_ref()).unwrap_or(&empty);
+    let Some(path) = attribute else { return join(value, separator) };
+    let item = |item: Value| path.split('.').try_fold(item, |item, name| item.get_attr(name));
+    let items: Vec<Value> = value.try_iter()?.map(item).collect::<Result<_, _>>()?;
+    join(&Value::from(items), separator)
+}
+
+/// The items of `value` with `separator` between them.
+pub(super) fn join(value: &Value, separator: &Value) -> Result<Value, Error> {
+    let separator = python::str(separator)?;
+    let mut out = String::new();
+    for (number, item) in value.try_iter()?.enumerate() {
+        let text = python::str(&item)?;
+        let between = if number > 0 { &*separator } else { "" };
+        charge(between.len() + text.len())?;
+        out.push_str(between);
+        out.push_str(&text);
+    }
+    Ok(out.into())
+}
+
+fn replace(value: &Value, old: &Value, new: &Value) -> Result<String, Error> {
+    let old = python::str(old)?;
+    replaced(&python::str(value)?, &plain_text(&old), &python::str(new)?, usize::MAX)
+}
+
+/// Python's `str.replace` of `old`, which is plain, at the first `count` places.
+pub(super) fn replaced(text: &str, old: &str, new: &str, count: usize) -> Result<String, Error> {
+    let text = expose(text, old, count, false);
+    let places = text.matches(old).take(count).count();
+    charge(text.len().saturating_add(places.saturating_mul(new.len())))?;
+    Ok(text.replacen(old, new, count))
+}
+
+fn split(value: &Value, separator: Option<&str>, limit: Option<i64>) -> Result<Value, Error> {
+    let Some(separator) = separator else { return filters::split(value, None, limit) };
+    let text = python::str(value)?;
+    let separator = plain_text(separator);
+    let most = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
+    let text = expose(&text, &separator, most, false);
+    filters::split(&Value::from(&*text), Some(separator.into()), limit)
+}
+
+fn escape(state: &mut State, value: &Value) -> Result<Value, Error> {
+    filters::escape(state, &plain(value))
+}
+
+/// `width`, if `filter` accepts it.
+pub(super) fn within(width: usize, filter: &str) -> Result<usize, Error> {
+    if width <= WIDTH {
+        return Ok(width);
+    }
+    Err(invalid(&format!("{filter}: {width} is more than {WIDTH}")))
+}
+
+/// A text that ends where the budget does.
+pub(super) struct Bounded {
+    pub text: String,
+    left: usize,
+}
+
+impl Bounded {
+    pub fn new() -> Self {
+        Self { text: String::new(), left: left() }
+    }
+}
+
+impl Write for Bounded {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        self.left = self.left.checked_sub(text.len()).ok_or(std::fmt::Error)?;
+        self.text.push_str(text);
+        Ok(())
+    }
+}
+
+fn invalid(message: &str) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.to_string())
+}

@@ -1,0 +1,254 @@
+//! Memory: the prefix cache holds as many bytes as it counts, and a request that ended holds none.
+//!
+//! What was kept used to be views of the sequences' buffers: 1.2 MB counted held 1.6 GB, and 500
+//! cancelled requests left 1.7 GB.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype, memory, random};
+use steersman_engine::internals::cache::{
+    Cache, Full, LayerCache, Quantized, Recurrent, Sliding, Span, Writes, owned,
+};
+use steersman_engine::internals::model::{Pass, load};
+use steersman_engine::internals::prefix::{Prefixes, Retention};
+use steersman_tests::{Random, Running, ask, bundled_model, config, message, run, scaled};
+
+/// MLX counts the memory of the whole process, so these tests run one at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn held() -> u64 {
+    memory::active_memory().unwrap() as u64
+}
+
+fn normal(shape: &[i32], seed: usize) -> Array {
+    random::normal::<f32>(shape, None, None, &random::key(seed as u64).unwrap()).unwrap()
+}
+
+/// Checks that `held` is `counted` but for a tenth.
+fn assert_close(held: u64, counted: u64, case: &str) {
+    let apart = held.abs_diff(counted);
+    assert!(apart * 10 <= counted, "{case}: {held} bytes held, {counted} counted");
+}
+
+#[test]
+fn owned_arrays_hold_their_bytes_and_no_more() {
+    let _alone = alone();
+    let before = held();
+    let buffer = normal(&[1, 4, 4096, 64], 1);
+    eval([&buffer]).unwrap();
+    for count in [1, 2, 5] {
+        let views: Vec<Array> =
+            (0..count).map(|_| buffer.split_at_indices(&[100], 2).unwrap()[0].clone()).collect();
+        let copies = owned(&views).unwrap();
+        let bytes: u64 = copies.iter().map(|copy| copy.nbytes() as u64).sum();
+        drop(views);
+        assert_close(held() - before - buffer.nbytes() as u64, bytes, &format!("{count} arrays"));
+        let view = &buffer.split_at_indices(&[100], 2).unwrap()[0];
+        assert!(copies.iter().all(|copy| copy.eq_values(view).unwrap()));
+    }
+    // Of a whole array, too.
+    let copies = owned(std::slice::from_ref(&buffer)).unwrap();
+    assert_close(held() - before, 2 * buffer.nbytes() as u64, "a whole array");
+    drop((copies, buffer));
+    assert_eq!(held(), before);
+}
+
+/// One or several layers of each kind.
+fn kinds() -> Vec<(&'static str, Vec<LayerCache>)> {
+    let full = || LayerCache::Full(Full::new(2, 64));
+    let sliding = || LayerCache::Sliding(Sliding::new(1, 64, 200));
+    let quantized = || LayerCache::Quantized(Quantized::new(&Full::new(2, 64), 8, 40).unwrap());
+    let recurrent = || {
+        LayerCache::Recurrent(
+            Recurrent::new(&[1, 4, 64, 64], &[1, 3, 512], Dtype::Float32).unwrap(),
+        )
+    };
+    vec![
+        ("full", vec![full(), full()]),
+        ("sliding", vec![sliding(), sliding(), full()]),
+        ("quantized", vec![quantized(), quantized(), quantized()]),
+        ("recurrent", vec![recurrent(), recurrent(), recurrent()]),
+        ("hybrid", vec![recurrent(), recurrent(), recurrent(), full()]),
+    ]
+}
+
+/// Appends rows as a model does: keys and values are views of products.
+fn append(cache: &mut Cache, rows: i32, seed: usize) {
+    for layer in &mut cache.layers {
+        let product = |heads: i32| normal(&[1, rows, heads, 64], seed).swap_axes(1, 2).unwrap();
+        match layer {
+            LayerCache::Full(full) => full.append(&product(2), &product(2)).unwrap(),
+            LayerCache::Quantized(quantized) => {
+                quantized.append(&product(2), &product(2)).unwrap();
+            }
+            LayerCache::Sliding(sliding) => sliding.append(&product(1), &product(1)).unwrap(),
+            LayerCache::Recurrent(recurrent) => {
+                recurrent.convolution_input(&normal(&[1, rows, 512], seed)).unwrap();
+                let k = normal(&[1, 4, rows, 64], seed);
+                let log_decay = normal(&[1, 4, rows], seed);
+                let writes = Writes { correction: k.clone(), k, log_decay };
+                recurrent.advance(normal(&[1, 4, 64, 64], seed), writes);
+            }
+        }
+    }
+    Span { rows, cache }.advance();
+    eval(&cache.arrays().unwrap()).unwrap();
+}
+
+/// Conversations that share beginnings are resumed, extended, saved at several positions, cancelled
+/// in between, and evicted.
+#[test]
+fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
+    let _alone = alone();
+    for (kind, layers) in kinds() {
+        let before = held();
+        let budget = 3 << 20;
+        let empty = Cache::new(layers);
+        eval(&empty.recurrent_state().unwrap()).unwrap();
+        let of_empty = held() - before;
+        let mut prefixes = Prefixes::new(empty, budget, None, 0).unwrap();
+        let mut random = Random(7);
+        let mut checked = 0;
+        for round in 0..scaled(60) {
+            let (family, shared) = (random.below(4) as u32, random.below(900));
+            let mut tokens: Vec<u32> = (0..shared as u32).map(|i| 10_000 * family + i).collect();
+            tokens.extend((0..100 + random.below(500)).map(|_| random.below(1_000_000) as u32));
+            let (mut cache, _) = prefixes.restore(&tokens).unwrap();
+            while cache.position < tokens.len() {
+                let rows = (1 + random.below(511)).min(tokens.len() - cache.position);
+                append(&mut cache, rows as i32, round);
+                match random.below(4) {
+                    0 => prefixes
+                        .save(&cache, &tokens[..cache.position], Retention::default())
+                        .unwrap(),
+                    1 if round % 3 == 0 => break,
+                    _ => {}
+                }
+            }
+            drop(cache);
+            let counted = prefixes.reporter().report().memory.bytes;
+            assert!(counted <= budget, "{kind}");
+            if counted > 1 << 20 {
+                assert_close(
+                    held() - before - of_empty,
+                    counted,
+                    &format!("{kind}, round {round}"),
+                );
+                checked += 1;
+            }
+        }
+        assert!(
+            checked > 20 && prefixes.reporter().report().counts.evictions > 0,
+            "{kind}: {checked}"
+        );
+        drop(prefixes);
+        assert_eq!(held(), before, "{kind}");
+    }
+}
+
+/// The inputs of a whole chunk and the spare rows of a window are not part of it.
+#[test]
+fn checkpoint_holds_its_state_and_not_the_buffers_it_was_taken_from() {
+    let _alone = alone();
+    for (kind, layers) in kinds() {
+        let before = held();
+        let mut cache = Cache::new(layers);
+        append(&mut cache, 900, 1);
+        let checkpoint = cache.checkpoint().unwrap();
+        eval(checkpoint.arrays()).unwrap();
+        drop(cache);
+        let bytes: u64 = checkpoint.arrays().iter().map(|array| array.nbytes() as u64).sum();
+        let most = bytes + 16 * 1024 * checkpoint.arrays().len() as u64;
+        assert!(held() - before <= most, "{kind}: {} bytes held for {bytes}", held() - before);
+    }
+}
+
+/// Clients that hang up while the prompt is computed or the reply is generated.
+#[test]
+fn cancelled_requests_leave_nothing_behind() {
+    let _alone = alone();
+    let mut config = config();
+    config.store.memory_bytes = 24 << 20;
+    let engine = Running::without_store(config);
+    let long = |i: usize, words: usize| {
+        let text: Vec<String> = (0..words).map(|word| format!("word {i} {word}")).collect();
+        let mut request = ask(&text.join(" "));
+        request.messages.insert(0, message("system", "Answer in one sentence."));
+        request.max_tokens = Some(40);
+        request
+    };
+    run(&engine, long(0, 10));
+    wait_until_idle(&engine);
+    let report = || engine.info().prefixes.report();
+    let base = held() - report().memory.bytes;
+    let mut random = Random(3);
+    for i in 1..=scaled(30) {
+        let mut events = engine.submit(long(i, random.below(250))).unwrap();
+        for _ in 0..random.below(20) {
+            if events.blocking_recv().is_none() {
+                break;
+            }
+        }
+        drop(events);
+        if i % 10 == 0 {
+            run(&engine, long(i, 30));
+            wait_until_idle(&engine);
+            assert_close(held() - base, report().memory.bytes, &format!("{i} cancelled"));
+        }
+    }
+    assert!(report().counts.evictions > 0 && report().memory.bytes <= 24 << 20, "{:?}", report());
+}
+
+/// Waits until the engine has no prefix left to prefetch.
+fn wait_until_idle(engine: &Running) {
+    let done = || engine.info().prefixes.report().counts;
+    let mut before = Default::default();
+    while before != done() {
+        before = done();
+        std::thread::sleep(std::time::Duration::from_millis(300));
+    }
+}
+
+/// Prints the processor time of prefill and decode with each limit of MLX's cache of freed buffers: the
+/// figures behind `CPU_BUFFER_CACHE_BYTES`.
+#[test]
+#[cfg(target_os = "linux")]
+#[ignore = "a measurement"]
+fn processor_time_with_each_limit_of_the_buffer_cache() {
+    let _alone = alone();
+    let model = load(&bundled_model(), &config().model).unwrap().model;
+    let tokens: Vec<u32> = (0..1024).map(|i| 3 + i % 4000).collect();
+    let pass = |tokens: &[u32], cache: &mut Cache| {
+        let rows = tokens.len() as i32;
+        let ids = Array::from_slice(tokens, &[rows]);
+        let hidden = model.forward(&ids, &mut [Span { rows, cache }], Pass::WHOLE).unwrap();
+        let last = hidden.split_at_indices(&[rows - 1], 1).unwrap().pop().unwrap();
+        eval([&model.logits(&last).unwrap()]).unwrap();
+    };
+    // User and system time of this process, in hundredths of a second.
+    let time = || -> u64 {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+        stat.split(' ').skip(13).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
+    };
+    let limits = [0, 8, 32, 128, 512];
+    let mut totals = [[0; 2]; 5];
+    for _ in 0..3 {
+        for (total, limit) in totals.iter_mut().zip(limits) {
+            memory::set_cache_limit(limit << 20).unwrap();
+            let mut cache = model.new_cache().unwrap();
+            let start = time();
+            tokens.chunks(512).for_each(|chunk| pass(chunk, &mut cache));
+            let prefilled = time();
+            (0..128).for_each(|token| pass(&[token], &mut cache));
+            total[0] += prefilled - start;
+            total[1] += time() - prefilled;
+        }
+    }
+    for (limit, [prefill, decode]) in limits.into_iter().zip(totals) {
+        println!("{limit:4} MiB: prefill {prefill}, decode {decode}");
+    }
+}
