@@ -54,7 +54,7 @@ pub fn damage(bytes: &mut Vec<u8>, kind: usize, random: &mut Random) {
     match kind % 6 {
         // The first pages are redb's header and roots: half of the flipped bits go there.
         0 | 1 => {
-            let extent = if kind % 6 == 0 { bytes.len().min(16 * PAGE) } else { bytes.len() };
+            let extent = [bytes.len().min(16 * PAGE), bytes.len()][kind % 6];
             for _ in 0..1 + random.below(8) {
                 let at = random.below(extent);
                 bytes[at] ^= 1 << random.below(8);

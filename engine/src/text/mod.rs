@@ -321,7 +321,9 @@ impl Text {
 
 /// What a chat template renders.
 pub struct Variables<'a> {
+    /// The conversation.
     pub messages: &'a [Message],
+    /// Definitions of tools, as the client sent them.
     pub tools: &'a [Value],
     /// The client's `chat_template_kwargs`.
     pub variables: &'a Map<String, Value>,

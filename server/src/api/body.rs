@@ -129,7 +129,8 @@ impl Bodies {
         let due = {
             let mut last = self.read_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             let now = Instant::now();
-            *last.insert(last.map_or(now, |last| last.max(now)) + time)
+            let due = last.map_or(now, |last| last.max(now)) + time;
+            *last.insert(due)
         };
         sleep_until(due).await;
     }
