@@ -5,6 +5,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, memory, random};
 use steersman_engine::internals::cache::{
@@ -87,11 +89,13 @@ fn append(cache: &mut Cache, rows: i32, seed: usize) {
             }
             LayerCache::Sliding(sliding) => sliding.append(&product(1), &product(1)).unwrap(),
             LayerCache::Recurrent(recurrent) => {
-                recurrent.convolution_input(&normal(&[1, rows, 512], seed)).unwrap();
+                let x = normal(&[1, rows, 512], seed);
+                let joined = concatenate(&[recurrent.state().1, &x], 1).unwrap();
+                let tail = joined.try_index((.., rows.., ..)).unwrap();
                 let k = normal(&[1, 4, rows, 64], seed);
                 let log_decay = normal(&[1, 4, rows], seed);
                 let writes = Writes { correction: k.clone(), k, log_decay };
-                recurrent.advance(normal(&[1, 4, 64, 64], seed), writes);
+                recurrent.advance(normal(&[1, 4, 64, 64], seed), tail, x, writes);
             }
         }
     }

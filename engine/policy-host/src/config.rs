@@ -124,9 +124,11 @@ impl ProfilePolicies {
             || name.trim() != name
             || name.contains(|c: char| c == '@' || c.is_control())
         {
-            return Err("has a name that requests cannot use; it must not be empty, and have no `@`, \
+            return Err(
+                "has a name that requests cannot use; it must not be empty, and have no `@`, \
                         no control characters and no white space at its ends"
-                .into());
+                    .into(),
+            );
         }
         if self.policies.is_empty() {
             return Err("names no policy; `policies = [\"passthrough\"]` decides nothing".into());
