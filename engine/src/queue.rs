@@ -120,7 +120,7 @@ struct Entry {
 }
 
 enum Stage {
-    Waiting(Job),
+    Waiting(Box<Job>),
     Preparing,
     Ready(Box<Prepared>),
 }
@@ -151,7 +151,7 @@ impl Queue {
             place: state.newest,
             events: events.downgrade(),
             deadline: request.deadline,
-            stage: Stage::Waiting(Job { request, events }),
+            stage: Stage::Waiting(Box::new(Job { request, events })),
         };
         state.entries.push_back(entry);
         self.changed.notify_all();
@@ -330,7 +330,7 @@ impl State {
         let waiting = |entry: &&mut Entry| matches!(entry.stage, Stage::Waiting(_));
         let entry = self.entries.iter_mut().find(waiting)?;
         match std::mem::replace(&mut entry.stage, Stage::Preparing) {
-            Stage::Waiting(job) => Some(Taken { place: entry.place, job }),
+            Stage::Waiting(job) => Some(Taken { place: entry.place, job: *job }),
             Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
         }
     }
