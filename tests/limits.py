@@ -95,6 +95,8 @@ def run(options, limit):
         status, message = server.ask(words)
         print(f"{words} words {status}{': ' + message if message else ''}; ", end="", flush=True)
         allowed &= status in (200, 503)
+    # A process that dies may still write its core.
+    time.sleep(1)
     ended = server.process.poll()
     code = server.stop()
     print("runs on" if ended is None else f"ENDED with {outcome(code)}: {server.last_line()}")

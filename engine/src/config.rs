@@ -310,10 +310,6 @@ impl Config {
             let problem = format!("is {}, must be 8, 4, or 0 for none", self.engine.kv_bits);
             return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits", problem }));
         }
-        if self.engine.kv_bits == 0 && self.engine.kv_bits_from > 0 {
-            let problem = "has no effect without `engine.kv_bits`".into();
-            return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits_from", problem }));
-        }
         within("speculation.depth", self.speculation.depth as u64, 1..=DEPTH as u64)?;
         let StoreConfig { kv_bits, .. } = self.store;
         if ![0, 8].contains(&kv_bits) {
@@ -388,13 +384,12 @@ mod tests {
         fn sampling(config: &mut Config, sampling: Sampling) {
             config.profiles.get_mut("mine").unwrap().sampling = Some(sampling);
         }
-        let cases: [(fn(&mut Config), &[&str]); 12] = [
+        let cases: [(fn(&mut Config), &[&str]); 11] = [
             (|c| c.engine.queue = 0, &["engine.queue: is 0", "from 1 to 4096"]),
             (|c| c.engine.queue = 1 << 61, &["engine.queue", "from 1 to 4096"]),
             (|c| c.engine.prompt_bytes = 1, &["engine.prompt_bytes", "at least 1024"]),
             (|c| c.engine.prefill_chunk = 1 << 40, &["engine.prefill_chunk", "from 1 to 65536"]),
             (|c| c.engine.context = 1, &["engine.context", "at least 2"]),
-            (|c| c.engine.kv_bits_from = 9, &["engine.kv_bits_from", "engine.kv_bits"]),
             (
                 |c| sampling(c, Sampling { temperature: f32::NAN, ..Sampling::default() }),
                 &["`mine`", "temperature is NaN"],

@@ -68,7 +68,7 @@ impl Engine {
 
     /// Number of requests in the queue, without those whose clients have disconnected.
     pub fn waiting(&self) -> usize {
-        self.0.queue.len()
+        self.0.queue.waiting()
     }
 
     /// Whether the engine thread has ended.

@@ -120,7 +120,7 @@ struct Entry {
 }
 
 enum Stage {
-    Waiting(Job),
+    Waiting(Box<Job>),
     Preparing,
     Ready(Box<Prepared>),
 }
@@ -151,7 +151,7 @@ impl Queue {
             place: state.newest,
             events: events.downgrade(),
             deadline: request.deadline,
-            stage: Stage::Waiting(Job { request, events }),
+            stage: Stage::Waiting(Box::new(Job { request, events })),
         };
         state.entries.push_back(entry);
         self.changed.notify_all();
@@ -159,7 +159,7 @@ impl Queue {
     }
 
     /// Number of places taken.
-    pub fn len(&self) -> usize {
+    pub fn waiting(&self) -> usize {
         self.lock().entries.len()
     }
 
@@ -330,7 +330,7 @@ impl State {
         let waiting = |entry: &&mut Entry| matches!(entry.stage, Stage::Waiting(_));
         let entry = self.entries.iter_mut().find(waiting)?;
         match std::mem::replace(&mut entry.stage, Stage::Preparing) {
-            Stage::Waiting(job) => Some(Taken { place: entry.place, job }),
+            Stage::Waiting(job) => Some(Taken { place: entry.place, job: *job }),
             Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
         }
     }
@@ -394,9 +394,9 @@ mod tests {
         ));
         drop(preparing);
         drop(waiting);
-        assert_eq!(queue.len(), 1);
+        assert_eq!(queue.waiting(), 1);
         let _fourth = queue.add(Request::default()).unwrap();
-        assert_eq!(queue.len(), 2);
+        assert_eq!(queue.waiting(), 2);
     }
 
     #[test]
@@ -406,7 +406,7 @@ mod tests {
         let later = Some(Instant::now() + Duration::from_secs(3600));
         let mut expired = queue.add(soon()).unwrap();
         let _other = queue.add(Request { deadline: later, ..Request::default() }).unwrap();
-        assert_eq!(queue.len(), 1);
+        assert_eq!(queue.waiting(), 1);
         let error = failure(&mut expired);
         let expected = RequestError::Deadline { stage: "waiting" };
         assert_eq!(error.to_string(), expected.to_string());

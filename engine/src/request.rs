@@ -284,7 +284,8 @@ mod tests {
             Request { messages: vec![message; 100], ..Request::default() },
         ];
         for request in requests {
-            assert!((1000..1200).contains(&request.text_bytes()), "{request:?}");
+            let bytes = request.text_bytes();
+            assert!((1000..=1200).contains(&bytes), "{bytes}");
         }
     }
 }

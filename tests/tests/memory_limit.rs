@@ -7,7 +7,7 @@ use steersman_engine::request::Request;
 use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, config, run};
 
-/// A request of about `words` tokens.
+/// A request of `words` words.
 fn long(words: usize) -> Request {
     let text = "fox river castle owl ".repeat(words / 4);
     Request { reasoning: Some(false), max_tokens: Some(4), ..ask(&text) }
@@ -17,10 +17,10 @@ fn long(words: usize) -> Request {
 fn a_request_that_does_not_fit_is_refused_and_smaller_ones_are_served() {
     let mut config = config();
     config.speculation.drafts.clear();
-    let weights = {
+    let (weights, tokens_per_word) = {
         let engine = Running::without_store(config.clone());
-        run(&engine, long(8)).finished();
-        active_memory().unwrap() as u64
+        let tokens = run(&engine, long(200)).finished().usage.prompt_tokens;
+        (active_memory().unwrap() as u64, f64::from(tokens) / 200.0)
     };
     // Less than the weights: not even loaded.
     config.engine.memory_limit_bytes = weights / 4;
@@ -30,11 +30,13 @@ fn a_request_that_does_not_fit_is_refused_and_smaller_ones_are_served() {
     let error = error.err().expect("the engine does not start").to_string();
     assert!(error.contains("engine.memory_limit_bytes"), "{error}");
 
-    let limit = weights + (64 << 20);
+    // KV of 30,000 tokens has 60 MB.
+    let limit = weights + (48 << 20);
+    let most_words = (30_000.0 / tokens_per_word) as usize;
     config.engine.memory_limit_bytes = limit;
     let engine = Running::without_store(config);
     for round in 0..2 {
-        let reply = run(&engine, long(24_000));
+        let reply = run(&engine, long(most_words));
         match reply.end {
             Err(Error::Request(RequestError::Memory { needed, available, limit: of })) => {
                 assert!(needed > available && available < limit && of == limit, "round {round}");
@@ -44,8 +46,8 @@ fn a_request_that_does_not_fit_is_refused_and_smaller_ones_are_served() {
         run(&engine, long(200)).finished();
     }
     // Each leaves its state; together they are more than the limit allows.
-    for seed in 0..24 {
-        let request = long(1200);
+    for seed in 0..40 {
+        let request = long(200);
         let mut messages = request.messages.clone();
         messages[0].content.insert_str(0, &format!("{seed} "));
         run(&engine, Request { messages, ..request }).finished();

@@ -57,12 +57,12 @@ fn text_beyond_the_limit_is_refused_before_it_is_tokenized() {
     let engine = engine(0);
     let limit = engine.info().prompt_bytes;
     assert_eq!(limit, 16 * engine.info().context);
-    let error = engine.submit(ask(&" ".repeat(limit))).unwrap_err();
+    let error = engine.submit(ask(&"a".repeat(limit))).unwrap_err();
     let words = format!("the request has {} bytes of text, the limit is {limit}", limit + 12);
     assert!(error.to_string().contains(&words), "{error}");
     assert!(error.to_string().contains("engine.prompt_bytes"), "{error}");
     // The template adds text too.
-    let reply = run(&engine, ask(&" ".repeat(limit - 20)));
+    let reply = run(&engine, ask(&"a".repeat(limit - 20)));
     assert!(matches!(refusal(&reply), RequestError::PromptBytes { bytes, .. } if *bytes > limit));
 }
 
@@ -71,7 +71,7 @@ fn text_beyond_the_limit_is_refused_before_it_is_tokenized() {
 #[test]
 fn a_long_preparation_delays_no_other_request() {
     let engine = engine(64 << 20);
-    let long = || ask(&"The quiet fox walked near the river. ".repeat(40_000));
+    let long = || ask(&"The quiet fox walked near the river. ".repeat(140_000));
     let mut events = engine.submit(long()).unwrap();
     run(&engine, short()).finished();
     assert!(events.try_recv().is_err(), "the long prompt was prepared first");

@@ -120,10 +120,11 @@ impl Memory {
     /// [`RequestError::Memory`] if they are not.
     pub fn check(&self, needed: u64) -> Result<()> {
         let available = self.free()?;
-        if needed <= available {
-            return Ok(());
-        }
-        Err(RequestError::Memory { needed, available, limit: self.limit }.into())
+        if needed <= available { Ok(()) } else { Err(self.refuse(needed, available)) }
+    }
+
+    fn refuse(&self, needed: u64, available: u64) -> Error {
+        RequestError::Memory { needed, available, limit: self.limit }.into()
     }
 }
 
@@ -176,12 +177,17 @@ impl Decoder {
     /// Evicts saved state until `needed` bytes are free.
     ///
     /// # Errors
-    /// [`RequestError::Memory`] if that is not enough.
+    /// [`RequestError::Memory`] if all of it would not be enough; then nothing is evicted.
     pub(super) fn make_room(&mut self, needed: u64) -> Result<()> {
         let free = self.memory.free()?;
-        if needed > free {
-            self.prefixes.make_room(needed - free);
+        if needed <= free {
+            return Ok(());
         }
+        let available = free + self.prefixes.bytes();
+        if needed > available {
+            return Err(self.memory.refuse(needed, available));
+        }
+        self.prefixes.make_room(needed - free);
         self.memory.check(needed)
     }
 

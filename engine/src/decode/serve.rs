@@ -8,7 +8,7 @@ use super::Decoder;
 use super::prefetch::Expected;
 use super::prepare::{self, Prepared, log_refused};
 use super::sequence::Sequence;
-use crate::error::{Error, RequestError, Result, catch_panic};
+use crate::error::{Error, RequestError, catch_panic};
 use crate::queue::{Next, Queue};
 use crate::request::Event;
 

@@ -296,11 +296,16 @@ impl Prefixes {
         self.reporter.resize(self.tree.size());
     }
 
+    /// Bytes of what is saved in memory.
+    pub fn bytes(&self) -> u64 {
+        self.tree.size().bytes
+    }
+
     /// Evicts at least `bytes` from memory, as far as there is something; what is retained last.
     pub fn make_room(&mut self, bytes: u64) {
-        let budget = self.tree.size().bytes.saturating_sub(bytes);
+        let budget = self.bytes().saturating_sub(bytes);
         self.shrink_to(budget);
-        if self.tree.size().bytes > budget {
+        if self.bytes() > budget {
             self.clear_memory();
         }
     }

@@ -2,6 +2,8 @@
 //! is the one that plain decoding samples after the tokens before it, the client has the text of the
 //! remaining tokens, and the saved state is the state of these tokens.
 
+use std::sync::Arc;
+
 use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::apply::INJECTED_TOKENS;
