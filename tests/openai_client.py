@@ -144,7 +144,7 @@ def errors_have_the_types_of_the_package(client, model):
     rejected(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, n=2))
     error = rejected(openai.BadRequestError, 400, "invalid_type", lambda: create(model=model, messages=[{"role": "user", "content": 3}]))
     assert error.param == "messages[0].content", error.param
-    long = [{"role": "user", "content": "What is the capital of Italy? " * 20_000}]
+    long = [{"role": "user", "content": "What is the capital of Italy? " * 15_000}]
     for stream in [False, True]:
         rejected(openai.BadRequestError, 400, "context_length_exceeded", lambda: create(model=model, messages=long, stream=stream))
 
