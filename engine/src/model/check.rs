@@ -47,8 +47,20 @@ const HEADER_BYTES: u64 = 100_000_000;
 /// Tokens of the pass before a model is ready.
 const PROBE: i32 = 4;
 
-/// Checks the counts in `config`, which describes the language model. The error names the key.
-pub(super) fn counts(config: &Value) -> Result<(), String> {
+/// Checks the structure of `config.json` and the counts in it. The error names the key.
+pub(super) fn config(config: &mut Value) -> Result<(), String> {
+    let Some(keys) = config.as_object_mut() else { return Err("is not a JSON object".into()) };
+    match keys.get("text_config") {
+        Some(Value::Null) => drop(keys.remove("text_config")),
+        Some(text @ Value::Object(_)) => counts(text)?,
+        Some(other) => return Err(format!("`text_config` is {other}, must be an object")),
+        None => {}
+    }
+    counts(config)
+}
+
+/// Checks the counts in one object of `config.json`.
+fn counts(config: &Value) -> Result<(), String> {
     let count = |key: &str| config.get(key).filter(|value| !value.is_null());
     for (key, most) in COUNTS {
         let Some(value) = count(key) else { continue };

@@ -62,7 +62,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let problem =
         |text: String| Error::Config(ConfigError::Model { path: path.clone(), problem: text });
     let bytes = crate::file::read(&path).map_err(|e| problem(e.to_string()))?;
-    let json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    let mut json: Value = serde_json::from_slice(&bytes).map_err(|e| problem(e.to_string()))?;
+    check::config(&mut json).map_err(&problem)?;
     let model_type = json.get("model_type").and_then(Value::as_str).unwrap_or_default();
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
         let known: Vec<_> = FAMILIES.iter().map(|family| family.model_type).collect();
@@ -72,7 +73,6 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         )));
     };
     let text = json.get("text_config").unwrap_or(&json);
-    check::counts(text).map_err(&problem)?;
     let on_cpu = choose_device(config.device)?;
     let dtype = choose_dtype(config.dtype, on_cpu, text);
     let dequantize = on_cpu && config.cpu_dequantize;

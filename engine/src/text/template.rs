@@ -69,6 +69,7 @@ impl Template {
         environment.add_filter("trim", trim);
         environment.add_test("sequence", is_sequence);
         environment.add_test("iterable", is_iterable);
+        environment.add_test("divisibleby", is_divisible);
         let prepared = without_generation_blocks(&source.replace("\r\n", "\n").replace('\r', "\n"));
         parse(&prepared, NAME, syntax()).map_err(|e| e.to_string())?;
         Ok(Self { environment, prepared, source: source.into() })
@@ -230,6 +231,14 @@ fn is_sequence(value: &Value) -> bool {
 /// Jinja2 tests for an iterator. minijinja's `none` has one.
 fn is_iterable(value: &Value) -> bool {
     !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
+}
+
+/// minijinja panics if `divisor` is 0.
+fn is_divisible(value: &Value, divisor: &Value) -> Result<bool, minijinja::Error> {
+    if matches!(divisor.kind(), ValueKind::Number | ValueKind::Bool) && !divisor.is_true() {
+        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, "modulo by zero"));
+    }
+    Ok(minijinja::tests::is_divisibleby(value, divisor))
 }
 
 /// Python's methods of values: those that pycompat lacks or implements differently, then pycompat.

@@ -304,7 +304,8 @@ impl Tokenizer {
     /// Tokens of `text`, in which added tokens are parsed only where they are respelled.
     fn respelled_ids(&self, text: &str) -> Result<Vec<u32>> {
         let Respelled { inner, ids } = self.respelled.get_or_init(|| self.respell());
-        let encoding = inner.encode_fast(text, false).map_err(tokenizer_error)?;
+        // `encode_fast` leaves the spellings out.
+        let encoding = inner.encode(text, false).map_err(tokenizer_error)?;
         let mut plain = Vec::new();
         for (id, token) in encoding.get_ids().iter().zip(encoding.get_tokens()) {
             if let Some(id) = ids.get(token) {

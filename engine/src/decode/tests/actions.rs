@@ -302,7 +302,8 @@ fn rewinds_that_make_the_model_run_much_again_are_stopped() {
         let ran = run_plain(decoder, &ask("Where?", false, 500), script);
         let reason = format!("the policy made the model run more than {RERUN_TOKENS} tokens again");
         assert_eq!(ran.reason, FinishReason::Policy(reason), "{name}");
-        assert!(ran.rewound.len() <= RERUN_TOKENS / 16, "{name}: {} rewinds", ran.rewound.len());
+        // Each counts as 16 tokens at least.
+        assert!(ran.rewound.len() <= RERUN_TOKENS / 16 + 1, "{name}: {}", ran.rewound.len());
     }
 }
 
