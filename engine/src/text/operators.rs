@@ -64,8 +64,19 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.add_filter("join", join_filter);
     environment.add_filter("replace", replace);
     environment.add_filter("split", split);
+    environment.add_function("range", range);
     environment.add_filter("e", escape);
     environment.add_filter("escape", escape);
+}
+
+/// `range`; minijinja's own panics where the difference of two arguments exceeds their type.
+fn range(lower: isize, upper: Option<isize>, step: Option<isize>) -> Result<Value, Error> {
+    const MOST: u64 = 1 << 31;
+    if [Some(lower), upper, step].into_iter().flatten().any(|x| x.unsigned_abs() as u64 > MOST) {
+        let problem = format!("range() has an argument beyond {MOST}");
+        return Err(Error::new(ErrorKind::InvalidOperation, problem));
+    }
+    minijinja::functions::range(lower, upper, step)
 }
 
 /// Starts the budget of a rendering on this thread.
