@@ -11,8 +11,6 @@ const WALLS: [(&str, &[&str]); 7] = [
         &[
             "engine/src/store",
             "engine/policy-host/src/database.rs",
-            "engine/policy-host/src/kv.rs",
-            "engine/policy-host/src/registry/history.rs",
             // Damages a store on purpose.
             "tests/tests/store/",
         ],
