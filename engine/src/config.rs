@@ -392,11 +392,13 @@ mod tests {
         fn sampling(config: &mut Config, sampling: Sampling) {
             config.profiles.get_mut("mine").unwrap().sampling = Some(sampling);
         }
-        let cases: [(fn(&mut Config), &[&str]); 11] = [
+        type Change = fn(&mut Config);
+        let cases: [(Change, &[&str]); 12] = [
             (|c| c.engine.queue = 0, &["engine.queue: is 0", "from 1 to 4096"]),
             (|c| c.engine.queue = 1 << 61, &["engine.queue", "from 1 to 4096"]),
             (|c| c.engine.prompt_bytes = 1, &["engine.prompt_bytes", "at least 1024"]),
             (|c| c.engine.prefill_chunk = 1 << 40, &["engine.prefill_chunk", "from 1 to 65536"]),
+            (|c| c.engine.max_running = 1 << 40, &["engine.max_running", "from 0 to 256"]),
             (|c| c.engine.context = 1, &["engine.context", "at least 2"]),
             (
                 |c| sampling(c, Sampling { temperature: f32::NAN, ..Sampling::default() }),
