@@ -33,6 +33,10 @@ use crate::error::{ConfigError, Error, RequestError, Result};
 /// allocator's gaps.
 const RESERVE: u64 = 128 << 20;
 
+/// As [`RESERVE`], for `RLIMIT_AS`: glibc reserves 64 MiB of addresses for each of the first threads that
+/// allocate, used or not.
+const RESERVE_OF_ADDRESSES: u64 = 384 << 20;
+
 /// Rows of the passes that are measured at the start.
 const PROBES: [usize; 2] = [8, 24];
 
@@ -234,22 +238,23 @@ fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
     let arrays = active()?;
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let rlimits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-    for (name, limit, used) in
-        [("RLIMIT_AS", "Max address space", "VmSize:"), ("RLIMIT_DATA", "Max data size", "VmData:")]
-    {
+    for (name, limit, used, reserve) in [
+        ("RLIMIT_AS", "Max address space", "VmSize:", RESERVE_OF_ADDRESSES),
+        ("RLIMIT_DATA", "Max data size", "VmData:", RESERVE),
+    ] {
         if let (Some(limit), Some(used)) = (field(&rlimits, limit), field(&status, used)) {
-            limits.push((for_arrays(limit, used << 10, arrays), name));
+            limits.push((for_arrays(limit, used << 10, arrays, reserve), name));
         }
     }
     if let Some((limit, used)) = cgroup() {
-        limits.push((for_arrays(limit, used, arrays), "the cgroup's memory.max"));
+        limits.push((for_arrays(limit, used, arrays, RESERVE), "the cgroup's memory.max"));
     }
     Ok(limits.into_iter().min().expect("there is at least one limit"))
 }
 
 /// The part of a `limit` on the process that arrays may take. `used` counts the process, with `arrays`.
-fn for_arrays(limit: u64, used: u64, arrays: u64) -> u64 {
-    limit.saturating_sub(used.saturating_sub(arrays)).saturating_sub(RESERVE)
+fn for_arrays(limit: u64, used: u64, arrays: u64, reserve: u64) -> u64 {
+    limit.saturating_sub(used.saturating_sub(arrays)).saturating_sub(reserve)
 }
 
 /// The number after `name` at the beginning of a line; `None` for `unlimited`.
@@ -287,8 +292,8 @@ mod tests {
         assert_eq!(field(limits, "Max address space"), Some(9_600_000_000));
         assert_eq!(field(limits, "Max data size"), None);
         assert_eq!(field("VmPeak:\t  9 kB\nVmSize:\t  123 kB\n", "VmSize:"), Some(123));
-        assert_eq!(for_arrays(1 << 30, 300 << 20, 100 << 20), (1024 - 200 - 128) << 20);
-        assert_eq!(for_arrays(1 << 20, 300 << 20, 0), 0);
+        assert_eq!(for_arrays(1 << 30, 300 << 20, 100 << 20, RESERVE), (1024 - 200 - 128) << 20);
+        assert_eq!(for_arrays(1 << 20, 300 << 20, 0, RESERVE), 0);
     }
 
     #[test]
