@@ -395,7 +395,7 @@ fn readable_in(bytes: &[u8]) -> Changes {
 /// Values by key.
 type Found = BTreeMap<Key, Vec<u8>>;
 
-/// All records from profile `first` on. With an error, those before and behind the damaged ones.
+/// All records from profile `first` on. With an error, those before and after the damaged ones.
 fn readable(redb: &Redb, first: &str) -> Result<Found, (Found, String)> {
     let mut found = Found::new();
     let mut read = |backwards: bool| {

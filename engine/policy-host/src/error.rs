@@ -107,7 +107,7 @@ pub enum Error {
         /// Why.
         problem: String,
     },
-    /// A file in the data folder is not what its name says: move it, or choose another folder.
+    /// A file in the data folder is of another kind than its name: move it, or choose another folder.
     #[error("{}: is not a policy database; move it, or choose another data folder", path.display())]
     NotOurs {
         /// The file.

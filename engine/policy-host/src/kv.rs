@@ -120,7 +120,7 @@ impl Space {
         })
     }
 
-    /// Changes the map, in memory and, if `change` says that it did, on disk.
+    /// Changes the map in memory. If `change` returns that it changed it, also on disk.
     fn change<T>(
         &self,
         key: &str,

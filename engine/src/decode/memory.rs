@@ -29,7 +29,7 @@ use crate::cache::{Cache, Span};
 use crate::config::DEPTH;
 use crate::error::{ConfigError, Error, RequestError, Result};
 
-/// Bytes for everything but arrays that comes after loading: requests, policies, threads and the
+/// Bytes reserved for what is allocated after loading besides arrays: requests, policies, threads and the
 /// allocator's gaps.
 const RESERVE: u64 = 128 << 20;
 

@@ -160,7 +160,7 @@ impl Decoder {
     }
 }
 
-/// Tells the queue that the engine thread has ended.
+/// Marks the queue as ended when it is dropped, after a panic too.
 struct Ended<'a>(&'a Queue);
 
 impl Drop for Ended<'_> {

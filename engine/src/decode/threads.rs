@@ -35,8 +35,8 @@ const GAIN: f32 = 1.05;
 /// Interval of checks whether the process is preempted.
 const CHECK: Duration = Duration::from_millis(100);
 
-/// Preemptions a second beyond which the cores are contended. A quiet machine has fewer than 20, a
-/// thread that shares its core with another process has 100 to 1,000.
+/// Preemptions a second beyond which the cores are contended. The scheduler's slices are some
+/// milliseconds, so a thread that shares its core is preempted more often than this.
 const PREEMPTIONS: f64 = 60.0;
 
 /// First and longest time on one thread before more are tried again; doubled each time.
@@ -122,7 +122,7 @@ impl Threads {
         }
         let before = std::mem::replace(&mut self.preemptions, preemptions());
         self.checked = now;
-        // Tells nothing about several threads while there is one.
+        // With one thread, the rate says nothing about several.
         if mlx_sys::blas_threads() == 1 {
             return;
         }

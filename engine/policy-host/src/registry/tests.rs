@@ -267,7 +267,7 @@ fn an_unreadable_parameter_file_is_refused_with_its_name() {
     load().unwrap();
 }
 
-/// They were ignored, and only the notes of replies told so.
+/// They were ignored, and only the notes of replies reported it.
 #[test]
 fn a_parameter_that_no_policy_of_the_profile_knows_is_refused() {
     let folder = tempfile::tempdir().unwrap();
