@@ -3,14 +3,19 @@
 use std::time::{Duration, Instant};
 
 use steersman_engine::request::{Event, Request};
+use steersman_engine::config::Config;
 use steersman_engine::{Error, RequestError};
 use steersman_tests::{Reply, Running, ask, config, run};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 /// An engine that tokenizes up to `prompt_bytes`.
 fn engine(prompt_bytes: usize) -> Running {
+    with(|config| config.engine.prompt_bytes = prompt_bytes)
+}
+
+fn with(change: impl FnOnce(&mut Config)) -> Running {
     let mut config = config();
-    config.engine.prompt_bytes = prompt_bytes;
+    change(&mut config);
     config.speculation.drafts.clear();
     Running::without_store(config)
 }
@@ -88,7 +93,7 @@ fn a_long_preparation_delays_no_other_request() {
 
 #[test]
 fn a_request_that_waits_too_long_ends_while_another_one_runs() {
-    let engine = engine(0);
+    let engine = with(|config| config.engine.max_running = 1);
     let mut running = engine.submit(endless()).unwrap();
     assert!(matches!(next(&mut running), Event::Started { .. }));
     let deadline = Some(Instant::now() + Duration::from_millis(50));
