@@ -466,8 +466,9 @@ mod tests {
         assert_eq!(taken.len(), AHEAD);
         events.extend(["b", "b", "c"].map(add));
         // Those of others are prepared at once, though enough are ready.
-        let profiles = || std::iter::from_fn(|| queue.try_take()).map(|t| t.job.request.profile);
-        assert_eq!(profiles().collect::<String>(), "bc");
+        let others: Vec<_> = std::iter::from_fn(|| queue.try_take()).collect();
+        let profiles = others.iter().map(|taken| taken.job.request.profile.as_str());
+        assert_eq!(profiles.collect::<String>(), "bc");
         let order = || -> String {
             let state = queue.lock();
             state.order().into_iter().map(|i| state.entries[i].profile.as_str()).collect()
