@@ -3,6 +3,7 @@
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, ensure};
@@ -242,9 +243,26 @@ fn serve(options: Serve) -> Result<()> {
     if !address.ip().is_loopback() && server.api_keys.is_empty() {
         tracing::warn!(%address, "server accepts network connections without a key: set server.api_keys");
     }
+    // Answers 503 while the models are loaded.
+    let loaded_app = Arc::new(OnceLock::new());
+    let (loaded, engines) = tokio::sync::oneshot::channel::<Vec<Engine>>();
+    let stop = async move {
+        // Until then a signal ends the process at once. Fails if loading does, which ends it too.
+        let Ok(engines) = engines.await else { return };
+        let ended = select_all(engines.iter().map(|engine| Box::pin(engine.ended())));
+        tokio::select! {
+            () = serve::stop_signal() => {}
+            // Without its engine the server would refuse every request.
+            _ = ended => {}
+        }
+    };
+    let (app, settings) = (serve::once_loaded(loaded_app.clone()), server.clone());
+    let serving = runtime.spawn(async move { serve::run(listener, app, &settings, stop).await });
+
     let policies = steersman_engine::policies(&config, &data_dir)?;
     let Loaded { models, threads, bundled } =
         models::load(config, &server.profile_models, &data_dir, &policies)?;
+    let engines = models.engines().to_vec();
 
     let Info { model, numbers, .. } = models.first().info();
     let demonstration = if bundled {
@@ -258,20 +276,13 @@ fn serve(options: Serve) -> Result<()> {
     let line = format!(
         "Steersman serves {model}{demonstration}{further} at http://{address}/v1 on {numbers}"
     );
+    loaded_app.get_or_init(|| steersman::app(models, &server));
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
 
-    let engines = models.engines().to_vec();
-    let ended = select_all(engines.iter().map(|engine| Box::pin(engine.ended())));
-    let stop = async move {
-        tokio::select! {
-            () = serve::stop_signal() => {}
-            // Without its engine the server would refuse every request.
-            _ = ended => {}
-        }
-    };
-    let app = steersman::app(models, &server);
-    runtime.block_on(serve::run(listener, app, &server, stop));
+    // Fails if the server has ended, which the next line reports.
+    let _ = loaded.send(engines.clone());
+    runtime.block_on(serving).context("serving")?;
     // Ends the requests that are still running after the grace period.
     engines.iter().for_each(Engine::stop);
     runtime.shutdown_background();

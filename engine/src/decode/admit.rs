@@ -61,6 +61,7 @@ impl Decoder {
             draft: None,
             queued_steps: 0,
             passed_over: 0,
+            preempted: 0,
             skipped_layers: self.skip.len() as u32,
             sampler: Sampler::new(sampling),
             seed,
