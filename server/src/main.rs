@@ -286,11 +286,18 @@ fn serve(options: Serve) -> Result<()> {
     // Ends the requests that are still running after the grace period.
     engines.iter().for_each(Engine::stop);
     runtime.shutdown_background();
-    // Once joined, the engines' saved state is on disk.
-    let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
-    // A supervisor restarts the server.
-    ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
+    join(threads)?;
     tracing::info!("server stopped");
+    Ok(())
+}
+
+/// Waits for the engine threads; then their saved state is on disk.
+///
+/// # Errors
+/// When one has panicked: the process ends with status 1, and a supervisor restarts it.
+fn join(threads: Vec<JoinHandle<()>>) -> Result<()> {
+    let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
+    ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     Ok(())
 }
 
@@ -345,5 +352,13 @@ mod tests {
         };
         assert!(is_broken_pipe(&error(ErrorKind::BrokenPipe)));
         assert!(!is_broken_pipe(&error(ErrorKind::StorageFull)));
+    }
+
+    #[test]
+    fn an_engine_that_panicked_is_an_error() {
+        let thread = |run: fn()| std::thread::spawn(run);
+        assert!(join(vec![thread(|| {}), thread(|| {})]).is_ok());
+        let error = join(vec![thread(|| panic!("on purpose")), thread(|| {})]).unwrap_err();
+        assert!(error.to_string().contains("panicked"), "{error}");
     }
 }

@@ -10,10 +10,12 @@
 //! verdicts.
 
 use std::collections::VecDeque;
+use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::Array;
-use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::transforms::async_eval;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::draft::Drafter;
@@ -21,6 +23,7 @@ use super::governor::{Choice, Costs, Governor};
 use super::loops::Detector;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
+use super::samples::{SampleOf, Samples};
 use super::speculate::Draft;
 use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
@@ -78,7 +81,6 @@ pub struct Sequence {
     /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
     pub sampler: Sampler,
-    pub seed: u64,
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,
@@ -145,10 +147,21 @@ impl Progress {
 pub struct NextLogits {
     /// Position of the token.
     pub position: usize,
-    /// [1, V]
+    /// [R, V] of a pass.
     pub logits: Array,
+    /// Its row in `logits`.
+    pub row: usize,
     /// The cache before the rows of their pass, if rows of other sequences ran in it.
     pub before: Option<Checkpoint>,
+}
+
+impl NextLogits {
+    /// The logits of the token alone, [1, V].
+    pub fn own(&self) -> Result<Array> {
+        // A pass has fewer than 2^31 rows.
+        let row = self.row as i32;
+        Ok(self.logits.try_index(row..row + 1)?)
+    }
 }
 
 /// A sampled token.
@@ -163,24 +176,16 @@ pub enum Sampled {
 /// A token that may still be computed.
 #[derive(Debug, Clone)]
 pub struct Computing {
-    /// u32 [1]
-    pub token: Array,
-    /// After a pass with other sequences: the margin, f32 [1], and the cache before the pass, to which
-    /// a near-tie rewinds.
-    pub check: Option<(Array, Checkpoint)>,
+    pub sample: SampleOf,
+    /// After a pass with other sequences: the cache before the pass, to which a near-tie rewinds.
+    pub before: Option<Checkpoint>,
 }
 
 impl Computing {
-    /// Waits for the token.
-    pub fn read(&self) -> Result<u32> {
-        self.token.try_item_exact::<u32>().map_err(Error::from)
-    }
-
     /// The cache before the pass, if its rounding may have decided the token.
-    pub fn near_tie(self, margin: f32) -> Result<Option<Checkpoint>> {
-        let Some((found, before)) = self.check else { return Ok(None) };
-        let found = found.try_item_exact::<f32>()?;
-        Ok((found < margin).then_some(before))
+    pub fn near_tie(self, least_margin: f32) -> Result<Option<Checkpoint>> {
+        let Some(before) = self.before else { return Ok(None) };
+        Ok((self.sample.margin()? < least_margin).then_some(before))
     }
 }
 
@@ -188,9 +193,9 @@ impl Computing {
 pub enum StepInput {
     /// A chunk of the prompt, or injected text.
     Tokens(Vec<u32>),
-    /// The token sampled last, u32 [1].
-    Sampled(Array),
-    /// The last committed token and a draft, u32 [m + 1].
+    /// The token sampled last.
+    Sampled(SampleOf),
+    /// The last committed token, and this draft after it, u32 [m].
     Draft(Array),
     /// Nothing: the sampled token ends the reply in any case.
     Nothing,
@@ -204,8 +209,7 @@ impl Sequence {
             return Ok(StepInput::Nothing);
         }
         if let Some(draft) = &self.draft {
-            let last = Array::from_slice(&self.tokens[position..], &[1]);
-            return Ok(StepInput::Draft(concatenate(&[&last, &draft.tokens], 0)?));
+            return Ok(StepInput::Draft(draft.tokens.clone()));
         }
         if position < self.tokens.len() {
             let mut end = self.tokens.len().min(position + chunk);
@@ -219,31 +223,22 @@ impl Sequence {
         }
         match &self.sampled {
             Some(Sampled::Computing(next)) if !self.next_token_is_last() => {
-                Ok(StepInput::Sampled(next.token.clone()))
+                Ok(StepInput::Sampled(next.sample.clone()))
             }
             _ => Ok(StepInput::Nothing),
         }
     }
 
-    /// Samples the next token from its logits, with the parameters of step `step`. Returns the arrays to
-    /// evaluate.
-    pub fn sample_next(&mut self, step: u64) -> Result<Vec<Array>> {
-        let Some(NextLogits { position, logits, before }) = &self.next_logits else {
-            return Ok(Vec::new());
-        };
-        let index = *position as u64;
-        let (token, check) = match before {
-            Some(before) => {
-                let (token, margin) =
-                    self.sampler.sample_with_margin(logits, step, self.seed, index)?;
-                (token, Some((margin, before.clone())))
-            }
-            None => (self.sampler.sample(logits, step, self.seed, index)?, None),
-        };
-        let margin = check.as_ref().map(|(margin, _)| margin.clone());
-        let arrays = [token.clone()].into_iter().chain(margin).collect();
-        self.sampled = Some(Sampled::Computing(Computing { token, check }));
-        Ok(arrays)
+    /// Samples the next token from its logits again, with the parameters of the next step.
+    pub fn sample_again(&mut self) -> Result<()> {
+        let Some(next) = &self.next_logits else { return Ok(()) };
+        let row = self.sampler.row(self.sampler.steps(), next.position);
+        let samples = Rc::new(Samples::of(&next.own()?, &[row], next.before.is_some())?);
+        async_eval(samples.arrays())?;
+        let before = next.before.clone();
+        self.sampled =
+            Some(Sampled::Computing(Computing { sample: SampleOf::new(samples, 0), before }));
+        Ok(())
     }
 
     /// Rewinds the cache by the pass that ended in a near-tie, which runs again alone.
@@ -255,10 +250,6 @@ impl Sequence {
 
     /// The governor's choice for the next step; `unread` as in [`Governor::choose`].
     pub fn choose_draft(&self, costs: &Costs, unread: bool) -> Option<Choice> {
-        // The rows of a pass are sampled with the same parameters.
-        if self.sampler.has_temporary_override() {
-            return None;
-        }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
         let answer = self.limits.answer.saturating_sub(self.reply_state.answer_tokens + 1) as usize;
         let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;

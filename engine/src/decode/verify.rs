@@ -16,7 +16,8 @@ use tokio::sync::mpsc;
 
 use super::draft::{DraftContext, Drafter, MovingRate};
 use super::governor::{Governor, Mode};
-use super::sample::{mix, sample_with_margin};
+use super::noise::mix;
+use super::sample::{Row, sample_with_margins};
 use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::Span;
@@ -361,7 +362,7 @@ impl Decoder {
         let hidden = self.model.forward(&ids, &mut [span], self.pass())?;
         let last = hidden.try_index((.., rows - 1..))?;
         let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
-        let (_, margin) = sample_with_margin(&logits, None, &Sampling::default(), 0, 0)?;
+        let (_, margin) = sample_with_margins(&logits, &[Row::new(Sampling::default(), 0)])?;
         margin.try_item_exact::<f32>().map_err(Error::from)
     }
 }

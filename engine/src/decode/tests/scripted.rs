@@ -9,7 +9,8 @@ use tokio::sync::mpsc;
 
 use super::super::Decoder;
 use super::super::governor::Costs;
-use super::super::sample::sample;
+use super::super::noise::mix;
+use super::super::sample::{Row, sample};
 use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
@@ -270,6 +271,8 @@ pub fn plain_samples(
     banned.iter().for_each(|token| never[*token as usize] = f32::NEG_INFINITY);
     let logits = logits.add(Array::from_slice(&never, &[never.len() as i32])).unwrap();
     // The row of the first token samples position 1.
-    let sampled = sample(&logits, sampling, 7, 1).unwrap();
+    let row = |index| Row::new(*sampling, mix(7, index));
+    let rows: Vec<Row> = (1..=logits.dim(0) as u64).map(row).collect();
+    let sampled = sample(&logits, &rows).unwrap();
     sampled.as_slice::<u32>()[ran.prompt - 1..ran.tokens.len() - 1].to_vec()
 }
