@@ -12,6 +12,7 @@ use crate::request::{Message, Request};
 
 mod actions;
 mod failures;
+mod forms;
 mod scripted;
 mod tool_calls;
 

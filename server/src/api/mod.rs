@@ -14,8 +14,10 @@ mod metrics;
 mod models;
 mod origin;
 mod policies;
+mod probability;
 mod reply;
 pub mod request;
+mod structure;
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
