@@ -13,6 +13,7 @@ mod decode;
 mod engine;
 mod error;
 mod file;
+mod grammar;
 mod model;
 mod nn;
 mod prefix;
@@ -60,5 +61,5 @@ pub mod internals {
         )+};
     }
 
-    rooms!(cache, decode, engine, model, nn, prefix, queue, store, text);
+    rooms!(cache, decode, engine, grammar, model, nn, prefix, queue, store, text);
 }

@@ -7,14 +7,18 @@
 //! its next token from its last row. A step builds its graph from tokens that are still being
 //! computed and reads them while it runs, so that neither host nor device waits for the other.
 
+mod adjust;
 mod admit;
 mod apply;
 pub mod calibrate;
+mod constrain;
 mod draft;
 mod governor;
+mod logprobs;
 pub mod loops;
 mod memory;
 mod noise;
+mod penalties;
 mod plan;
 mod preempt;
 mod prefetch;
@@ -60,6 +64,7 @@ use crate::activity::ActivityReporter;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result};
+use crate::grammar::Grammars;
 use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
@@ -282,6 +287,7 @@ impl Decoder {
         };
         let preparer = Arc::new(Preparer {
             text: text.clone(),
+            grammars: Grammars::new(text.clone()),
             policies,
             vocabulary: Arc::new(text.clone()),
             profiles: config.profiles,

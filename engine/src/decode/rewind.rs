@@ -231,6 +231,10 @@ impl Decoder {
     /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
     /// if it was dropped.
     pub(super) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
+        if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some())
+        {
+            sequence.follow_grammar(&self.text)?;
+        }
         if let Some(to) = sequence.stale_from.take() {
             sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
             if sequence.next_logits.as_ref().is_some_and(|next| next.position > to) {

@@ -17,7 +17,9 @@ use mlx_rs::ops::{
 };
 use mlx_rs::{Array, Dtype};
 
+use super::adjust::adjusted;
 use super::noise::{bits, gumbel};
+use super::penalties::Penalty;
 use crate::error::Result;
 use crate::request::Sampling;
 
@@ -34,12 +36,17 @@ pub struct Row {
     pub key: u64,
     /// Added to the logits first: tokens, each once, and finite numbers, or minus infinity to ban one.
     pub offsets: Rc<[(u32, f32)]>,
+    /// Applied after the offsets; each token once.
+    pub penalties: Rc<[Penalty]>,
+    /// The only tokens that may be sampled: bit `id % 32` of word `id / 32`. `None` for all.
+    pub mask: Option<Rc<[u32]>>,
 }
 
 impl Row {
-    /// A row without offsets.
+    /// A row that changes no logits.
     pub fn new(sampling: Sampling, key: u64) -> Self {
-        Self { sampling, key, offsets: Rc::default() }
+        let (offsets, penalties, mask) = (Rc::default(), Rc::default(), None);
+        Self { sampling, key, offsets, penalties, mask }
     }
 
     fn kind(&self, vocabulary: i32) -> Kind {
@@ -105,7 +112,7 @@ pub fn sample_with_margins(logits: &Array, rows: &[Row]) -> Result<(Array, Array
 
 /// Tokens u32 [R] and, if `leads` are wanted, how far the score of each is above the second best: f32 [R].
 fn sample_rows(logits: &Array, rows: &[Row], leads: bool) -> Result<(Array, Option<Array>)> {
-    let logits = with_offsets(logits, rows)?;
+    let logits = adjusted(logits, rows)?;
     let kinds: Vec<Kind> = rows.iter().map(|row| row.kind(logits.dim(1))).collect();
     if kinds.iter().all(|&kind| kind == kinds[0]) {
         return sample_kind(kinds[0], &logits, &rows.iter().collect::<Vec<_>>(), leads);
@@ -131,27 +138,6 @@ fn sample_rows(logits: &Array, rows: &[Row], leads: bool) -> Result<(Array, Opti
     let sorted = |parts: &[Array]| concatenate(parts, 0)?.take_axis(&places, 0);
     let all_leads = leads.then(|| sorted(&all_leads)).transpose()?;
     Ok((sorted(&tokens)?, all_leads))
-}
-
-/// `logits` [R, V] with the offsets of each row added, in f32 if there are any.
-fn with_offsets(logits: &Array, rows: &[Row]) -> Result<Array> {
-    let vocabulary = logits.dim(1);
-    let (mut places, mut values) = (Vec::new(), Vec::new());
-    for (row, start) in rows.iter().zip((0i32..).step_by(vocabulary as usize)) {
-        // A token outside of the vocabulary cannot be sampled anyway.
-        for &(token, value) in row.offsets.iter().filter(|(token, _)| *token < vocabulary as u32) {
-            places.push(start + token as i32);
-            values.push(value);
-        }
-    }
-    if places.is_empty() {
-        return Ok(logits.clone());
-    }
-    let shape = [1, places.len() as i32];
-    let (places, values) = (Array::from_slice(&places, &shape), Array::from_slice(&values, &shape));
-    let flat = logits.as_dtype(Dtype::Float32)?.reshape(&[1, -1])?;
-    let changed = take_along_axis(&flat, &places, -1)?.add(values)?;
-    Ok(put_along_axis(&flat, &places, changed, -1)?.reshape(logits.shape())?)
 }
 
 /// [`sample_rows`] for rows of one kind.

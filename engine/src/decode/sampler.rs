@@ -120,7 +120,7 @@ impl Sampler {
     /// How the token at position `index` is sampled, if it is the one of step `step`.
     pub fn row(&mut self, step: u64, index: usize) -> Row {
         let key = mix(self.seed, index as u64);
-        Row { sampling: self.sampling(step), key, offsets: self.offsets(step) }
+        Row { offsets: self.offsets(step), ..Row::new(self.sampling(step), key) }
     }
 
     /// How the tokens from position `index` on are sampled, if the first is the one of the next step.

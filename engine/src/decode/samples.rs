@@ -12,6 +12,7 @@ use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 
+use super::logprobs::Logprobs;
 use super::sample::{Row, sample, sample_with_margins};
 use super::token_ids;
 use crate::error::Result;
@@ -37,6 +38,11 @@ impl Samples {
             (sample(logits, rows)?, None)
         };
         Ok(Self { tokens, margins, read: OnceCell::new() })
+    }
+
+    /// The probabilities of a single token, sampled from `logits` [1, V], and of the `top` likeliest.
+    pub fn logprobs(&self, logits: &Array, rows: &[Row], top: u32) -> Result<Logprobs> {
+        Logprobs::of(logits, rows, &self.tokens, top)
     }
 
     /// All arrays, to evaluate them.

@@ -18,8 +18,10 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::async_eval;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::constrain::Constraint;
 use super::draft::Drafter;
 use super::governor::{Choice, Costs, Governor};
+use super::logprobs::Logprobs;
 use super::loops::Detector;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
@@ -81,6 +83,10 @@ pub struct Sequence {
     /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
     pub sampler: Sampler,
+    /// The form of the reply; `None` if it is free.
+    pub constraint: Option<Constraint>,
+    /// Of the sampled token, if they are reported.
+    pub logprobs: Option<Logprobs>,
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,
@@ -125,6 +131,8 @@ pub struct Progress {
     pub(super) waiting: Vec<Piece>,
     drafted: u32,
     accepted: u32,
+    /// Tokens that the form left no choice about.
+    pub(super) forced: u32,
     /// Passes that verified a draft.
     verified: u32,
     /// Tokens, prompt included, that the policy has seen or injected.
@@ -232,9 +240,16 @@ impl Sequence {
     /// Samples the next token from its logits again, with the parameters of the next step.
     pub fn sample_again(&mut self) -> Result<()> {
         let Some(next) = &self.next_logits else { return Ok(()) };
-        let row = self.sampler.row(self.sampler.steps(), next.position);
-        let samples = Rc::new(Samples::of(&next.own()?, &[row], next.before.is_some())?);
-        async_eval(samples.arrays())?;
+        let mut row = self.sampler.row(self.sampler.steps(), next.position);
+        row.mask = self.constraint.as_ref().and_then(Constraint::mask);
+        if !self.request.penalties.is_empty() {
+            row.penalties = self.request.penalties.of(&self.tokens, self.prompt);
+        }
+        let (logits, rows) = (next.own()?, [row]);
+        let samples = Rc::new(Samples::of(&logits, &rows, next.before.is_some())?);
+        let logprobs = self.request.logprobs.map(|top| samples.logprobs(&logits, &rows, top));
+        self.logprobs = logprobs.transpose()?;
+        async_eval(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
         let before = next.before.clone();
         self.sampled =
             Some(Sampled::Computing(Computing { sample: SampleOf::new(samples, 0), before }));
@@ -250,6 +265,9 @@ impl Sequence {
 
     /// The governor's choice for the next step; `unread` as in [`Governor::choose`].
     pub fn choose_draft(&self, costs: &Costs, unread: bool) -> Option<Choice> {
+        if self.samples_late() {
+            return None;
+        }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
         let answer = self.limits.answer.saturating_sub(self.reply_state.answer_tokens + 1) as usize;
         let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
@@ -355,14 +373,26 @@ impl Sequence {
             self.end(FinishReason::Policy(reason.into()));
             return Ok(());
         }
+        if !self.is_allowed(token) {
+            self.stale_from = Some(self.tokens.len());
+            return self.end_without_token();
+        }
         if text.eos().contains(&token) {
             return self.end_turn(token, text);
         }
+        self.report_logprobs(token, text)?;
+        let was_late = self.samples_late();
         let mut loop_found = self.append(token);
+        if !was_late && self.samples_late() {
+            // It was sampled without the mask.
+            self.sampled = None;
+        }
         if self.judge(text)? {
             loop_found = None;
         }
-        if self.reply_state.reply.stopped() && !self.has_ended() {
+        let is_last_call =
+            self.request.tool_choice.is_single && !self.progress.tool_calls.is_empty();
+        if (self.reply_state.reply.stopped() || is_last_call) && !self.has_ended() {
             self.end(FinishReason::Stop);
         }
         self.check_limits();
@@ -454,6 +484,14 @@ impl Sequence {
                     Event::Answer(text)
                 }
                 Piece::ToolCall(_) if !is_new_call => continue,
+                Piece::ToolCall(call)
+                    if self.request.tool_choice.is_single
+                        && !self.progress.tool_calls.is_empty() =>
+                {
+                    let name = call.function.name;
+                    self.note(format!("left out a call of `{name}`: parallel_tool_calls is false"));
+                    continue;
+                }
                 Piece::ToolCall(call) => {
                     self.progress.tool_calls.push(call.clone());
                     Event::ToolCall(call)
@@ -547,6 +585,7 @@ impl Sequence {
             answer_tokens: self.reply_state.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
+            forced_tokens: self.progress.forced,
             skipped_layers: self.skipped_layers,
         }
     }

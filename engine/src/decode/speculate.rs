@@ -177,7 +177,8 @@ impl Decoder {
             diverted = sequence.has_ended()
                 || sequence.stale_from.is_some()
                 || sequence.tokens.len() != length + 1;
-            sampling_changed = sequence.sampler.changes() != changes;
+            // The other rows were sampled without the mask of a form that begins here.
+            sampling_changed = sequence.sampler.changes() != changes || sequence.samples_late();
             if diverted || sampling_changed {
                 break;
             }

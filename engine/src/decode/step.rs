@@ -25,6 +25,7 @@ use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepI
 use super::speculate::VerifyPass;
 use crate::cache::{Checkpoint, Span};
 use crate::error::{Result, catch_panic};
+use crate::request::Sampling;
 
 /// What one sequence ran in a pass.
 struct Ran {
@@ -95,6 +96,9 @@ impl Decoder {
             self.accept_draft(sequence, draft)?;
         } else if let Some(sampled) = sampled {
             self.commit_unless_near_tie(sequence, sampled)?;
+        }
+        if sequence.samples_late() {
+            self.settle(sequence)?;
         }
         sequence.take_checkpoint()
     }
@@ -216,7 +220,11 @@ impl Decoder {
                 }
                 sequence.governor.iter_mut().for_each(Governor::count_step);
                 places.push(ran.end - 1);
-                rows.push(sequence.sampler.row(ran.step, position));
+                // A row that is sampled later costs one search for the largest logit here.
+                rows.push(match sequence.samples_late() {
+                    true => Row::new(Sampling::default(), 0),
+                    false => sequence.sampler.row(ran.step, position),
+                });
                 ran.before = ran.before.filter(|_| shared);
                 with_margins |= ran.before.is_some();
             } else {
@@ -255,7 +263,8 @@ impl Decoder {
                 let logits = logits.clone();
                 sequence.next_logits =
                     Some(NextLogits { position, logits, row, before: before.clone() });
-                sequence.sampled = Some(Sampled::Computing(Computing { sample, before }));
+                let sampled = Sampled::Computing(Computing { sample, before });
+                sequence.sampled = (!sequence.samples_late()).then_some(sampled);
                 row += 1;
             }
         }

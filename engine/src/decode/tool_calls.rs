@@ -130,6 +130,11 @@ impl Sequence {
             ));
             return Ok(false);
         }
+        if self.is_form_fixed() {
+            let reason = "the form of the reply is fixed";
+            self.note(format!("accepted a call of `{name}` without repair: {reason}"));
+            return Ok(false);
+        }
         if !self.rewind(start)? {
             let reason = "the client already has the text";
             self.note(format!("accepted a call of `{name}` without repair: {reason}"));

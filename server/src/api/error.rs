@@ -277,6 +277,9 @@ impl From<Error> for ApiError {
                 RequestError::Cancelled => Self::invalid("cancelled", "", message),
                 RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
                 RequestError::Tokenizer(_) => Self::value("messages", message),
+                RequestError::Structure { path, .. } => {
+                    Self::invalid("unsupported_structure", path.clone(), message)
+                }
                 RequestError::Field { field, .. } => Self::value(*field, message),
             },
             Error::Policy(problem) => {

@@ -38,6 +38,27 @@ pub const FIELDS: &[(&str, Rule)] = &[
     ("seed", Read),
     ("stop", Read),
     ("tools", Read),
+    // Read by `super::structure`.
+    ("tool_choice", Read),
+    ("parallel_tool_calls", Read),
+    ("response_format", Read),
+    ("structured_outputs", Read),
+    ("guided_json", Read),
+    ("guided_regex", Read),
+    ("guided_choice", Read),
+    ("guided_grammar", Read),
+    ("json_schema", Read),
+    ("grammar", Read),
+    // Read by `super::probability`.
+    ("logit_bias", Read),
+    ("presence_penalty", Read),
+    ("frequency_penalty", Read),
+    ("repetition_penalty", Read),
+    ("repetition_context_size", Read),
+    ("min_tokens", Read),
+    ("ignore_eos", Read),
+    ("logprobs", Read),
+    ("top_logprobs", Read),
     ("chat_template_kwargs", Read),
     ("reasoning_effort", Read),
     ("max_thinking_tokens", Read),
@@ -47,20 +68,10 @@ pub const FIELDS: &[(&str, Rule)] = &[
     ("safety_identifier", Ignored),
     // Prefixes are found by their tokens and need no key.
     ("prompt_cache_key", Ignored),
-    // Also read: "none" hides the tools.
-    ("tool_choice", Only(r#"["auto", "none"]"#, "leave the choice of a tool to the model")),
-    ("parallel_tool_calls", Only("[true]", "use the first of several calls")),
     ("functions", Only("[]", "send them as `tools`")),
     ("function_call", Only("[]", "send `tools` and `tool_choice`")),
-    ("response_format", Only(r#"[{"type": "text"}]"#, "describe the format in the prompt")),
     ("n", Only("[1]", "send one request for each choice")),
     ("best_of", Only("[1]", "send several requests")),
-    ("logprobs", Only("[false]", "probabilities are not reported yet")),
-    ("top_logprobs", Only("[0]", "probabilities are not reported yet")),
-    ("logit_bias", Only("[{}]", "a policy can ban or prefer tokens")),
-    ("frequency_penalty", Only("[0]", "the policy guards against repetition")),
-    ("presence_penalty", Only("[0]", "the policy guards against repetition")),
-    ("repetition_penalty", Only("[1]", "the policy guards against repetition")),
     ("store", Only("[false]", "replies are not stored")),
     ("service_tier", Only(r#"["auto", "default"]"#, "all requests wait in one queue")),
     ("modalities", Only(r#"[["text"]]"#, "only text is supported")),
@@ -69,6 +80,11 @@ pub const FIELDS: &[(&str, Rule)] = &[
     ("verbosity", Only(r#"["medium"]"#, "ask for the length in the prompt")),
     ("web_search_options", Only("[]", "provide a search tool")),
 ];
+
+/// Takes the fields `names` out of a body.
+pub fn take(body: &mut Map<String, Value>, names: &[&str]) -> Map<String, Value> {
+    names.iter().filter_map(|name| body.shift_remove_entry(*name)).collect()
+}
 
 /// Rejects unknown and unsupported fields.
 ///

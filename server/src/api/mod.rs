@@ -14,8 +14,10 @@ mod metrics;
 mod models;
 mod origin;
 mod policies;
+mod probability;
 mod reply;
 pub mod request;
+mod structure;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -19,6 +19,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error::ApiError;
 use super::log::RequestLog;
+use super::probability;
 use crate::serve::Shutdown;
 
 /// How long a stream waits for its first event before it responds with 200.
@@ -119,12 +120,14 @@ pub async fn whole(
 ) -> Result<Response, ApiError> {
     let mut message = Map::from_iter([("role".to_string(), json!("assistant"))]);
     let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
+    let mut logprobs = Vec::new();
     let finished = loop {
         let event = events.next().await.map_err(|failure| log.failed(failure))?;
         log.event(&event);
         match event {
             Event::Started { fingerprint } => head.fingerprint = fingerprint,
             Event::Reasoning(piece) => reasoning += &piece,
+            Event::Logprob(logprob) => logprobs.push(probability::chat_logprob(&logprob)),
             Event::Answer(piece) => content += &piece,
             Event::Rewound { reasoning: rewound, answer } => {
                 reasoning.truncate(reasoning.len().saturating_sub(rewound));
@@ -147,7 +150,7 @@ pub async fn whole(
     let choice = json!({
         "index": 0,
         "message": message,
-        "logprobs": null,
+        "logprobs": probability::chat_logprobs(logprobs),
         "finish_reason": finish_reason(&finished.reason),
     });
     let mut reply = head.object("chat.completion", json!([choice]));
@@ -177,8 +180,15 @@ pub async fn stream(
     });
     // `None` if there is none yet.
     let first = first.await.ok().transpose().map_err(|failure| log.failed(failure))?;
-    let mut chunks =
-        Chunks { head, events, log, ready: VecDeque::new(), tool_calls: 0, ended: false };
+    let mut chunks = Chunks {
+        head,
+        events,
+        log,
+        ready: VecDeque::new(),
+        logprobs: Vec::new(),
+        tool_calls: 0,
+        ended: false,
+    };
     chunks.delta(json!({"role": "assistant", "content": ""}));
     if let Some(event) = first {
         chunks.log.event(&event);
@@ -203,6 +213,8 @@ struct Chunks {
     log: RequestLog,
     /// Chunks to be sent.
     ready: VecDeque<sse::Event>,
+    /// Probabilities of tokens, for the next chunk.
+    logprobs: Vec<Value>,
     /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
     /// Whether `ready` holds the last chunk.
@@ -232,6 +244,7 @@ impl Chunks {
             // A stream cannot take text back: answers are not revisable, and rewound reasoning
             // continues after the text already sent.
             Event::Rewound { .. } => {}
+            Event::Logprob(logprob) => self.logprobs.push(probability::chat_logprob(&logprob)),
             Event::Answer(piece) => self.delta(json!({"content": piece})),
             Event::ToolCall(call) => {
                 let mut call = tool_call(&call);
@@ -251,7 +264,8 @@ impl Chunks {
     }
 
     fn delta(&mut self, delta: Value) {
-        let mut chunk = self.chunk(json!([choice(delta, None)]));
+        let choice = self.choice(delta, None);
+        let mut chunk = self.chunk(json!([choice]));
         self.add_null_usage(&mut chunk);
         self.send(&chunk.into());
     }
@@ -259,7 +273,8 @@ impl Chunks {
     fn finish(&mut self, finished: &Finished) {
         self.log.finished(finished);
         let reason = finish_reason(&finished.reason);
-        let mut chunk = self.chunk(json!([choice(json!({}), Some(reason))]));
+        let choice = self.choice(json!({}), Some(reason));
+        let mut chunk = self.chunk(json!([choice]));
         self.add_null_usage(&mut chunk);
         chunk.insert("steersman".into(), self.head.extension(finished));
         self.send(&chunk.into());
@@ -270,6 +285,11 @@ impl Chunks {
         }
         self.ready.push_back(sse::Event::default().data("[DONE]"));
         self.ended = true;
+    }
+
+    fn choice(&mut self, delta: Value, finish_reason: Option<&str>) -> Value {
+        let logprobs = probability::chat_logprobs(std::mem::take(&mut self.logprobs));
+        json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
     }
 
     fn chunk(&self, choices: Value) -> Map<String, Value> {
@@ -310,10 +330,6 @@ impl Head {
     }
 }
 
-fn choice(delta: Value, finish_reason: Option<&str>) -> Value {
-    json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish_reason})
-}
-
 fn finish_reason(reason: &FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop | FinishReason::Policy(_) => "stop",
@@ -344,6 +360,7 @@ fn usage(usage: Usage) -> Value {
             // OpenAI counts tokens here that the client predicted; these were drafted.
             "accepted_prediction_tokens": usage.accepted_tokens,
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+            "forced_tokens": usage.forced_tokens,
             "skipped_layers": usage.skipped_layers,
         },
     })

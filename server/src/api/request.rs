@@ -13,6 +13,8 @@ use steersman_engine::request::Request;
 use super::error::ApiError;
 use super::fields;
 use super::message::{self, MessageBody};
+use super::probability::{self, Probability};
+use super::structure;
 
 /// Maximum number of JSON values in a body. A value takes up to a hundred bytes of memory, but only
 /// two of the body; a long conversation has some thousands.
@@ -66,7 +68,6 @@ struct Body {
     seed: Option<u64>,
     stop: Option<Value>,
     tools: Option<Vec<Map<String, Value>>>,
-    tool_choice: Option<String>,
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<Effort>,
     max_thinking_tokens: Option<u32>,
@@ -101,13 +102,16 @@ pub fn parse(body: &[u8]) -> Result<Parsed, ApiError> {
     let body: Value = serde_json::from_slice(body).map_err(|error| {
         ApiError::invalid("invalid_json", "", format!("the body is not valid JSON: {error}"))
     })?;
-    let Value::Object(fields) = &body else {
+    let Value::Object(mut fields) = body else {
         return Err(ApiError::invalid("invalid_json", "", "the body must be a JSON object"));
     };
-    fields::check(fields)?;
-    let mut body: Body = typed(body)?;
+    fields::check(&fields)?;
+    let structure = fields::take(&mut fields, &structure::FIELDS);
+    let probability = fields::take(&mut fields, &probability::FIELDS);
+    let probability: Probability = typed(probability.into())?;
+    let mut body: Body = typed(fields.into())?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, chat: body.check() })
+    Ok(Parsed { model, stream, chat: body.check(structure, probability) })
 }
 
 /// The number of values of a JSON text, or more: each but the first follows one of `[`, `{`, `,`, `:`.
@@ -130,7 +134,11 @@ impl Body {
     ///
     /// # Errors
     /// 400 naming the field.
-    fn check(self) -> Result<ChatRequest, ApiError> {
+    fn check(
+        self,
+        structure: Map<String, Value>,
+        probability: Probability,
+    ) -> Result<ChatRequest, ApiError> {
         let stream = self.stream.unwrap_or(false);
         if !stream && self.stream_options.is_some() {
             let message = "stream_options requires \"stream\": true";
@@ -143,11 +151,9 @@ impl Body {
             tokens: self.max_thinking_tokens,
         };
         let (reasoning, reasoning_budget) = reasoning.resolve()?;
-        let tools_hidden = self.tool_choice.as_deref() == Some("none");
-        let tools = tools(self.tools.unwrap_or_default())?;
-        let request = Request {
+        let mut request = Request {
             messages: message::parse(self.messages)?,
-            tools: if tools_hidden { Vec::new() } else { tools },
+            tools: tools(self.tools.unwrap_or_default())?,
             template_variables,
             reasoning,
             reasoning_budget,
@@ -165,6 +171,8 @@ impl Body {
             revisable: !stream,
             ..Request::default()
         };
+        structure::apply(structure, &mut request)?;
+        probability.apply(&mut request)?;
         let include_usage = self.stream_options.and_then(|options| options.include_usage);
         Ok(ChatRequest { request, stream, include_usage: include_usage.unwrap_or(false) })
     }
@@ -274,11 +282,6 @@ fn tools(tools: Vec<Map<String, Value>>) -> Result<Vec<Value>, ApiError> {
             let param = format!("tools[{i}].function.name");
             let message = format!("{param}: must be the function's name");
             return Err(ApiError::value(param, message));
-        }
-        if function.and_then(|function| function.get("strict")) == Some(&Value::Bool(true)) {
-            let param = format!("tools[{i}].function.strict");
-            let message = format!("{param}: schemas are not enforced yet; leave it out");
-            return Err(ApiError::unsupported(param, message));
         }
     }
     Ok(tools.into_iter().map(Value::Object).collect())

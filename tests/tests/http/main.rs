@@ -14,6 +14,7 @@ mod origin;
 mod refusal;
 mod reply;
 mod request;
+mod structure;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -132,6 +133,7 @@ const USAGE: Usage = Usage {
     answer_tokens: 7,
     drafted_tokens: 6,
     accepted_tokens: 4,
+    forced_tokens: 0,
     skipped_layers: 0,
 };
 

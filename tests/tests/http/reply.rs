@@ -43,6 +43,7 @@ async fn reply_has_openai_format() {
                 "reasoning_tokens": 5,
                 "accepted_prediction_tokens": 4,
                 "rejected_prediction_tokens": 2,
+                "forced_tokens": 0,
                 "skipped_layers": 0
             }
         },
@@ -86,6 +87,7 @@ async fn stream_equals_the_whole_reply_in_chunks() {
                 "reasoning_tokens": 5,
                 "accepted_prediction_tokens": 4,
                 "rejected_prediction_tokens": 2,
+                "forced_tokens": 0,
                 "skipped_layers": 0
             }
     });

@@ -20,7 +20,7 @@ use crate::policy::{
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
-use crate::request::{Event, FinishReason, Message, Request, Sampling, ToolCall, Usage};
+use crate::request::{Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
@@ -155,6 +155,7 @@ pub struct Transcript {
     pub reasoning: String,
     pub answer: String,
     pub calls: Vec<ToolCall>,
+    pub logprobs: Vec<Logprob>,
     /// Bytes of reasoning and answer removed by each rewind.
     pub rewound: Vec<(usize, usize)>,
     pub reason: FinishReason,
@@ -201,10 +202,12 @@ pub fn run(
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let (mut calls, mut rewound) = (Vec::new(), Vec::new());
+    let mut logprobs = Vec::new();
     let finished = loop {
         match receiver.try_recv().unwrap() {
             Event::Started { .. } => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
+            Event::Logprob(logprob) => logprobs.push(logprob),
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => calls.push(call),
             Event::Rewound { reasoning: of_reasoning, answer: of_answer } => {
@@ -234,6 +237,7 @@ pub fn run(
         reasoning,
         answer,
         calls,
+        logprobs,
         rewound,
         prompt: sequence.prompt,
         saved: sequence.cache.position,
