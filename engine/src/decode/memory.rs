@@ -18,11 +18,11 @@
 use std::fs;
 use std::path::Path;
 
-use mlx_rs::Dtype;
 use mlx_rs::memory::{
     active_memory, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
 };
 use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
 
 use super::sequence::STEP_ROWS;
 use super::{Decoder, token_ids};
@@ -189,13 +189,19 @@ impl Decoder {
     /// # Errors
     /// [`Error::Config`] if the model takes more than the limit already.
     pub(super) fn measure_memory(&mut self, configured: u64, before_weights: u64) -> Result<()> {
+        let run = |rows: usize, cache: &mut Cache| -> Result<Array> {
+            let ids = token_ids(&vec![0; rows]);
+            let hidden =
+                self.model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], self.pass())?;
+            eval(cache.arrays()?.iter().chain([&hidden]))?;
+            Ok(hidden)
+        };
+        // Weights are evaluated at their first use: those of the head count from now on.
+        eval([&self.logits(&run(1, &mut self.prefixes.empty())?)?])?;
         let mut bytes = [0.0; PROBES.len()];
         for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
             let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
-            let ids = token_ids(&vec![0; rows]);
-            let spans = &mut [Span { rows: ids.dim(0), cache: &mut cache }];
-            let hidden = self.model.forward(&ids, spans, self.pass())?;
-            eval(cache.arrays()?.iter().chain([&hidden]))?;
+            let _hidden = run(rows, &mut cache)?;
             *bytes = before.transient()? as f64;
         }
         let [few, many] = PROBES.map(|rows| rows as f64);

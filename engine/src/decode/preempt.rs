@@ -6,7 +6,7 @@
 //! far as there is any, and the remaining tokens run again, as after a rewind: that costs time and changes
 //! no token.
 //!
-//! A request is admitted, and a preempted one resumed, if its tokens and the next [`REPLY_TOKENS`] of its
+//! A request is admitted, and a preempted one resumed, if its tokens and the first [`REPLY_TOKENS`] of its
 //! reply fit beside what the running sequences may still take by the same measure. One sequence always
 //! runs.
 
@@ -22,16 +22,16 @@ use crate::error::{Result, catch_panic};
 /// Most bytes that are copied to the store when a sequence is preempted, while all others wait.
 const SAVED_BYTES: u64 = 64 << 20;
 
-/// Tokens of prompt and reply for which there must be room, if there are `tokens` already, of which
-/// `prompt` are the prompt.
-fn expected_length(prompt: usize, tokens: usize, limits: &Limits) -> usize {
-    let reply = limits.reasoning.saturating_add(limits.answer) as usize;
-    tokens.max(prompt + reply.min(REPLY_TOKENS)).min(limits.context)
+/// Tokens of a prompt and of the reply to it for which there must be room.
+fn expected_length(prompt: usize, reasoning: Option<bool>, limits: &Limits) -> usize {
+    let reasoning = if reasoning == Some(true) { limits.reasoning } else { 0 };
+    let reply = reasoning.saturating_add(limits.answer) as usize;
+    (prompt + reply.min(REPLY_TOKENS)).min(limits.context)
 }
 
 impl Sequence {
     fn expected_length(&self) -> usize {
-        expected_length(self.prompt, self.tokens.len(), &self.limits)
+        expected_length(self.prompt, self.reasoning, &self.limits).max(self.tokens.len())
     }
 }
 
@@ -39,8 +39,9 @@ impl Decoder {
     /// Whether there is room for a prepared request beside the running ones. Always if none runs:
     /// admission then refuses what does not fit at all.
     pub(super) fn has_room_for(&self, prepared: &Prepared) -> bool {
-        let tokens = prepared.prompt.len();
-        self.has_room_for_another(tokens, expected_length(tokens, tokens, &prepared.limits))
+        let Prepared { prompt, reasoning, limits, .. } = prepared;
+        let length = expected_length(prompt.len(), *reasoning, limits);
+        self.has_room_for_another(prompt.len(), length)
     }
 
     /// Whether there is room for a sequence of `tokens` tokens that grows to `length`.
