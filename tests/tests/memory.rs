@@ -11,7 +11,7 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, memory, random};
 use steersman_engine::config::StoreConfig;
 use steersman_engine::internals::cache::{
-    Cache, Full, LayerCache, Quantized, Recurrent, Sliding, Span, Writes, owned,
+    Cache, Element, Full, LayerCache, Quantized, Recurrent, Sliding, Span, owned,
 };
 use steersman_engine::internals::model::{Pass, load};
 use steersman_engine::internals::prefix::{Prefixes, Retention};
@@ -93,12 +93,10 @@ fn append(cache: &mut Cache, rows: i32, seed: usize) {
             LayerCache::Sliding(sliding) => sliding.append(&product(1), &product(1)).unwrap(),
             LayerCache::Recurrent(recurrent) => {
                 let x = normal(&[1, rows, 512], seed);
-                let joined = concatenate(&[recurrent.state().1, &x], 1).unwrap();
+                let joined = concatenate(&[recurrent.state().1.array().unwrap(), x], 1).unwrap();
                 let tail = joined.try_index((.., rows.., ..)).unwrap();
-                let k = normal(&[1, 4, rows, 64], seed);
-                let log_decay = normal(&[1, 4, rows], seed);
-                let writes = Writes { correction: k.clone(), k, log_decay };
-                recurrent.advance(normal(&[1, 4, 64, 64], seed), tail, x, writes);
+                let state = normal(&[1, 4, 64, 64], seed);
+                recurrent.advance(Element::alone(state), Element::alone(tail));
             }
         }
     }

@@ -15,7 +15,15 @@ use crate::error::Result;
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     position: usize,
-    recurrent: Vec<Array>,
+    recurrent: RecurrentState,
+}
+
+#[derive(Debug, Clone)]
+enum RecurrentState {
+    /// Copies of what [`Cache::recurrent_state`] returns.
+    Copied(Vec<Array>),
+    /// The layers that cannot be truncated, as they were.
+    Shared(Vec<LayerCache>),
 }
 
 impl Checkpoint {
@@ -24,9 +32,12 @@ impl Checkpoint {
         self.position
     }
 
-    /// All arrays, to evaluate them.
+    /// Copied arrays, to evaluate them.
     pub fn arrays(&self) -> &[Array] {
-        &self.recurrent
+        match &self.recurrent {
+            RecurrentState::Copied(arrays) => arrays,
+            RecurrentState::Shared(_) => &[],
+        }
     }
 }
 
@@ -38,7 +49,17 @@ impl Cache {
         let compact = |array: &Array| array.contiguous();
         let recurrent =
             self.recurrent_state()?.iter().map(compact).collect::<std::result::Result<_, _>>()?;
-        Ok(Checkpoint { position: self.position, recurrent })
+        Ok(Checkpoint { position: self.position, recurrent: RecurrentState::Copied(recurrent) })
+    }
+
+    /// A checkpoint of the current position that copies nothing. It holds whole buffers, which the next
+    /// rows then cannot be written to in place, so it must be dropped after a few steps.
+    pub fn brief_checkpoint(&self) -> Checkpoint {
+        let shared = |layer: &&LayerCache| {
+            matches!(layer, LayerCache::Sliding(_) | LayerCache::Recurrent(_))
+        };
+        let layers = self.layers.iter().filter(shared).cloned().collect();
+        Checkpoint { position: self.position, recurrent: RecurrentState::Shared(layers) }
     }
 
     /// Drops all rows after `checkpoint`, which was taken from this cache or from one that has seen
@@ -55,14 +76,18 @@ impl Cache {
             "the checkpoint is after the current position"
         );
         let len = row(checkpoint.position);
-        let mut recurrent_state = checkpoint.recurrent.iter();
+        let (mut copied, mut shared) = match &checkpoint.recurrent {
+            RecurrentState::Copied(arrays) => (arrays.iter(), [].iter()),
+            RecurrentState::Shared(layers) => ([].iter(), layers.iter()),
+        };
         for layer in &mut self.layers {
             match layer {
                 LayerCache::Full(full) => full.truncate(len),
                 LayerCache::Quantized(quantized) => quantized.truncate(len),
-                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {
-                    layer.restore_recurrent(&mut recurrent_state, len)?;
-                }
+                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => match shared.next() {
+                    Some(old) => *layer = old.clone(),
+                    None => layer.restore_recurrent(&mut copied, len)?,
+                },
             }
         }
         (self.position, self.draft_mark) = (checkpoint.position, None);

@@ -8,6 +8,7 @@
 //! which is how a policy rewinds.
 
 mod checkpoint;
+mod element;
 mod full;
 mod kv_buffer;
 mod quantized;
@@ -16,6 +17,7 @@ mod shared;
 mod sliding;
 
 pub use checkpoint::Checkpoint;
+pub use element::Element;
 pub use full::Full;
 pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};
@@ -171,7 +173,7 @@ impl Cache {
                 LayerCache::Full(full) => full.arrays()?,
                 LayerCache::Quantized(quantized) => quantized.arrays()?,
                 LayerCache::Sliding(sliding) => sliding.arrays()?,
-                LayerCache::Recurrent(recurrent) => recurrent.arrays(),
+                LayerCache::Recurrent(recurrent) => recurrent.arrays()?,
             });
         }
         Ok(arrays)
@@ -219,7 +221,7 @@ impl Cache {
             match layer {
                 LayerCache::Full(_) | LayerCache::Quantized(_) => {}
                 LayerCache::Sliding(sliding) => arrays.extend(sliding.arrays()?),
-                LayerCache::Recurrent(recurrent) => arrays.extend(recurrent.arrays()),
+                LayerCache::Recurrent(recurrent) => arrays.extend(recurrent.arrays()?),
             }
         }
         Ok(arrays)

@@ -10,6 +10,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, exp, matmul};
 use mlx_rs::{Array, Dtype};
 
+use super::element::Element;
 use super::expect_shape;
 use crate::error::Result;
 
@@ -17,17 +18,18 @@ use crate::error::Result;
 #[derive(Debug, Clone)]
 pub struct Recurrent {
     /// The delta rule's matrix, always f32 because errors add up over the whole context.
-    state: Array,
+    state: Element,
     /// The convolution's last inputs, before the convolution and its activation.
-    tail: Array,
+    tail: Element,
     draft_mark: Option<DraftMark>,
 }
 
 /// The state at the draft mark, and the rows since.
 #[derive(Debug, Clone)]
 struct DraftMark {
-    state: Array,
-    /// The convolution's inputs: the tail at the mark, then all rows since.
+    state: Element,
+    tail: Element,
+    /// The convolution's inputs since.
     inputs: Vec<Array>,
     writes: Vec<Writes>,
 }
@@ -86,22 +88,30 @@ impl Recurrent {
     /// Zeros of the shapes `state` and `tail`, the tail in `dtype`.
     pub fn new(state: &[i32], tail: &[i32], dtype: Dtype) -> Result<Self> {
         Ok(Self {
-            state: mlx_rs::ops::zeros_dtype(state, Dtype::Float32)?,
-            tail: mlx_rs::ops::zeros_dtype(tail, dtype)?,
+            state: Element::alone(mlx_rs::ops::zeros_dtype(state, Dtype::Float32)?),
+            tail: Element::alone(mlx_rs::ops::zeros_dtype(tail, dtype)?),
             draft_mark: None,
         })
     }
 
     /// The delta rule's matrix [1, H_v, D_v, D_k] and the convolution's tail [1, K - 1, C], after all
     /// rows.
-    pub fn state(&self) -> (&Array, &Array) {
+    pub fn state(&self) -> (&Element, &Element) {
         (&self.state, &self.tail)
     }
 
-    /// Replaces matrix and tail after further rows: `x` [1, T, C], the convolution's inputs, which
-    /// wrote `writes`.
-    pub fn advance(&mut self, matrix: Array, tail: Array, x: Array, writes: Writes) {
+    /// Replaces matrix and tail after further rows.
+    pub fn advance(&mut self, matrix: Element, tail: Element) {
         (self.state, self.tail) = (matrix, tail);
+    }
+
+    /// Whether a draft mark is set, so that further rows must be recorded.
+    pub fn has_draft_mark(&self) -> bool {
+        self.draft_mark.is_some()
+    }
+
+    /// Records rows after the draft mark: `x` [1, T, C], the convolution's inputs, which wrote `writes`.
+    pub fn record(&mut self, x: Array, writes: Writes) {
         if let Some(mark) = &mut self.draft_mark {
             mark.inputs.push(x);
             mark.writes.push(writes);
@@ -110,8 +120,8 @@ impl Recurrent {
 
     /// Sets the draft mark to the present state.
     pub fn mark_draft(&mut self) {
-        let (state, inputs) = (self.state.clone(), vec![self.tail.clone()]);
-        self.draft_mark = Some(DraftMark { state, inputs, writes: Vec::new() });
+        let (state, tail) = (self.state.clone(), self.tail.clone());
+        self.draft_mark = Some(DraftMark { state, tail, inputs: Vec::new(), writes: Vec::new() });
     }
 
     /// Keeps the first `keep` rows after the draft mark, drops the others, and clears the mark.
@@ -124,23 +134,35 @@ impl Recurrent {
         if keep == written {
             return Ok(());
         }
-        self.state = mark.state;
+        if keep == 0 {
+            (self.state, self.tail) = (mark.state, mark.tail);
+            return Ok(());
+        }
+        let mut state = mark.state.array()?;
         let mut left = keep;
         for writes in &mark.writes {
             let rows = writes.rows().min(left);
             if rows > 0 {
-                self.state = delta_write(&self.state, &writes.first(rows)?)?;
+                state = delta_write(&state, &writes.first(rows)?)?;
                 left -= rows;
             }
         }
-        let taps = self.tail.dim(1);
-        self.tail = concatenate(&mark.inputs, 1)?.try_index((.., keep..keep + taps, ..))?;
+        let tail = mark.tail.array()?;
+        let taps = tail.dim(1);
+        let inputs: Vec<&Array> = [&tail].into_iter().chain(&mark.inputs).collect();
+        let tail = concatenate(&inputs, 1)?.try_index((.., keep..keep + taps, ..))?;
+        (self.state, self.tail) = (Element::alone(state), Element::alone(tail));
         Ok(())
     }
 
     /// State and tail.
-    pub fn arrays(&self) -> Vec<Array> {
-        vec![self.state.clone(), self.tail.clone()]
+    pub fn arrays(&self) -> Result<Vec<Array>> {
+        Ok(vec![self.state.array()?, self.tail.array()?])
+    }
+
+    /// Bytes of state and tail.
+    pub fn bytes(&self) -> u64 {
+        self.state.bytes() + self.tail.bytes()
     }
 
     /// Bytes of state and tail.
@@ -153,9 +175,9 @@ impl Recurrent {
     /// # Errors
     /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub fn restore(&mut self, state: Array, tail: Array) -> Result<()> {
-        expect_shape(&state, self.state.shape())?;
-        expect_shape(&tail, self.tail.shape())?;
-        (self.state, self.tail, self.draft_mark) = (state, tail, None);
+        expect_shape(&state, &self.state.shape())?;
+        expect_shape(&tail, &self.tail.shape())?;
+        *self = Self { state: Element::alone(state), tail: Element::alone(tail), draft_mark: None };
         Ok(())
     }
 }

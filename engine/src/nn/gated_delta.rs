@@ -22,7 +22,7 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype, fast};
 
 use super::{RmsNorm, fused, scaled, silu};
-use crate::cache::{LayerCache, Recurrent, Span, Writes, delta_write};
+use crate::cache::{Element, LayerCache, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
 
 /// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
@@ -71,8 +71,14 @@ pub struct Projected {
 }
 
 impl Projected {
-    fn rows(&self, start: i32, rows: i32) -> Result<Self> {
-        let part = |a: &Array| a.try_index((.., start..start + rows));
+    /// `count` neighbouring spans of `rows` rows each, from row `start` of a pass on, as a batch.
+    fn spans(&self, start: i32, count: i32, rows: i32) -> Result<Self> {
+        let part = |a: &Array| -> Result<Array> {
+            let end = start + count * rows;
+            let part =
+                if end - start == a.dim(1) { a.clone() } else { a.try_index((.., start..end))? };
+            if count == 1 { Ok(part) } else { Ok(part.reshape(&[count, rows, -1])?) }
+        };
         Ok(Self { qkv: part(&self.qkv)?, z: part(&self.z)?, b: part(&self.b)?, a: part(&self.a)? })
     }
 
@@ -89,6 +95,42 @@ impl Projected {
             b: joined(|part| &part.b)?,
             a: joined(|part| &part.a)?,
         })
+    }
+}
+
+/// Neighbouring spans with the same number of rows.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    /// The first of them.
+    first: usize,
+    count: i32,
+    /// Rows of each.
+    rows: i32,
+    /// The first row of the first.
+    start: i32,
+}
+
+impl Run {
+    /// The runs of a pass. Spans that are not short run alone.
+    fn all(spans: &[Span<'_>]) -> Vec<Self> {
+        let mut runs: Vec<Self> = Vec::new();
+        let mut start = 0;
+        for (first, span) in spans.iter().enumerate() {
+            match runs.last_mut() {
+                Some(run) if run.rows == span.rows && run.is_short() => run.count += 1,
+                _ => runs.push(Self { first, count: 1, rows: span.rows, start }),
+            }
+            start += span.rows;
+        }
+        runs
+    }
+
+    fn is_short(&self) -> bool {
+        self.rows <= SHORT_ROWS
+    }
+
+    fn spans(&self) -> std::ops::Range<usize> {
+        self.first..self.first + self.count as usize
     }
 }
 
@@ -110,52 +152,42 @@ impl GatedDelta {
     /// Short spans of the same number of rows, such as the steps of all sequences that decode, are
     /// stacked in one batch. Each element of a batch is computed as if it were alone.
     pub fn forward(&self, x: &Projected, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        if let [span] = spans {
-            return self.run(x, &mut [recurrent(span, layer)]);
-        }
-        let mut starts = Vec::with_capacity(spans.len());
-        let mut end = 0;
-        for span in &*spans {
-            starts.push(end);
-            end += span.rows;
-        }
-        let mut parts: Vec<Option<Array>> = vec![None; spans.len()];
-        for first in 0..spans.len() {
+        let runs = Run::all(spans);
+        let mut parts: Vec<Option<Array>> = vec![None; runs.len()];
+        for (first, run) in runs.iter().enumerate() {
             if parts[first].is_some() {
                 continue;
             }
-            let rows = spans[first].rows;
-            let stacked = |i: usize| i == first || (spans[i].rows == rows && rows <= SHORT_ROWS);
-            let batch: Vec<usize> = (first..spans.len()).filter(|&i| stacked(i)).collect();
-            let own: Vec<Projected> =
-                batch.iter().map(|&i| x.rows(starts[i], rows)).collect::<Result<_>>()?;
-            let mut caches: Vec<&mut Recurrent> = spans
-                .iter_mut()
-                .enumerate()
-                .filter(|(i, _)| batch.contains(i))
-                .map(|(_, span)| recurrent(span, layer))
-                .collect();
-            let y = self.run(&Projected::stack(&own)?, &mut caches)?;
-            for (element, &i) in (0i32..).zip(&batch) {
-                parts[i] = Some(y.try_index(element..element + 1)?);
+            let stacked = |&i: &usize| i == first || (runs[i].rows == run.rows && run.is_short());
+            let batch: Vec<usize> = (first..runs.len()).filter(stacked).collect();
+            let own = batch.iter().map(|&i| x.spans(runs[i].start, runs[i].count, run.rows));
+            let own = Projected::stack(&own.collect::<Result<Vec<_>>>()?)?;
+            let members: Vec<usize> = batch.iter().flat_map(|&i| runs[i].spans()).collect();
+            let caches = spans.iter_mut().enumerate().filter(|(i, _)| members.contains(i));
+            let mut caches: Vec<_> = caches.map(|(_, span)| recurrent(span, layer)).collect();
+            let y = self.run(&own, &mut caches)?;
+            let mut start = 0;
+            for i in batch {
+                let Run { count, rows, .. } = runs[i];
+                let own =
+                    if count == y.dim(0) { y.clone() } else { y.try_index(start..start + count)? };
+                parts[i] = Some(own.reshape(&[1, count * rows, -1])?);
+                start += count;
             }
         }
         let parts: Vec<Array> = parts.into_iter().flatten().collect();
-        Ok(concatenate(&parts, 1)?)
+        match &parts[..] {
+            [part] => Ok(part.clone()),
+            parts => Ok(concatenate(parts, 1)?),
+        }
     }
 
     /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
     fn run(&self, x: &Projected, caches: &mut [&mut Recurrent]) -> Result<Array> {
         let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), self.value_heads * self.value_dim];
         let dtype = x.qkv.dtype();
-        let stacked = |parts: Vec<&Array>| -> Result<Array> {
-            match parts[..] {
-                [part] => Ok(part.clone()),
-                _ => Ok(concatenate(&parts, 0)?),
-            }
-        };
-        let state = stacked(caches.iter().map(|cache| cache.state().0).collect())?;
-        let tail = stacked(caches.iter().map(|cache| cache.state().1).collect())?;
+        let state = Element::stack(caches.iter().map(|cache| cache.state().0))?;
+        let tail = Element::stack(caches.iter().map(|cache| cache.state().1))?;
         let joined = concatenate(&[&tail, &x.qkv], 1)?;
         let tail = joined.try_index((.., rows.., ..))?;
         let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state.clone()];
@@ -167,14 +199,14 @@ impl GatedDelta {
         } else {
             delta_rule_chunked(&delta_inputs(&inputs)?, &state)?
         };
-        match caches {
-            [cache] => cache.advance(state, tail, x.qkv.clone(), writes),
-            _ => {
-                for (i, cache) in (0i32..).zip(caches) {
-                    let own = |a: &Array| a.try_index(i..i + 1);
-                    cache.advance(own(&state)?, own(&tail)?, own(&x.qkv)?, writes.of(i)?);
-                }
+        for (i, cache) in (0i32..).zip(&mut *caches) {
+            if cache.has_draft_mark() {
+                cache.record(x.qkv.try_index(i..i + 1)?, writes.of(i)?);
             }
+        }
+        let elements = Element::all_of(state).zip(Element::all_of(tail));
+        for (cache, (state, tail)) in caches.iter_mut().zip(elements) {
+            cache.advance(state, tail);
         }
 
         let y = self.norm.forward(&y.swap_axes(1, 2)?.as_dtype(dtype)?)?;
@@ -513,7 +545,7 @@ mod tests {
             let mut start = 0;
             let mut expected = Vec::new();
             for (cache, rows) in alone.iter_mut().zip(ROWS) {
-                let own = x.rows(start, rows).unwrap();
+                let own = x.spans(start, 1, rows).unwrap();
                 expected.push(layer.forward(&own, &mut [Span { rows, cache }], 0).unwrap());
                 start += rows;
             }
