@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
+use crate::activity::ActivityReporter;
 use crate::error::{RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
@@ -30,6 +31,8 @@ pub struct Info {
     pub profiles: Vec<String>,
     /// Reports the contents and the use of the prefix cache.
     pub prefixes: prefix::PrefixReporter,
+    /// Reports what runs.
+    pub activity: ActivityReporter,
     /// Load time of the model, in seconds since 1970.
     pub loaded: u64,
 }

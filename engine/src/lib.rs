@@ -6,6 +6,7 @@
 //!
 //! `ARCHITECTURE.md` beside this crate has the map, the invariants and the glossary.
 
+mod activity;
 mod cache;
 pub mod config;
 mod decode;
@@ -35,8 +36,9 @@ pub mod tools {
     };
 }
 
-/// Reports on the prefix cache and the prefix store.
+/// Reports on what runs, the prefix cache and the prefix store.
 pub mod report {
+    pub use crate::activity::{Activity, ActivityReporter, MemoryUse};
     pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
 }

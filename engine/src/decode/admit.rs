@@ -72,6 +72,7 @@ impl Decoder {
             draft: None,
             queued_steps: 0,
             passed_over: 0,
+            preempted: 0,
             skipped_layers: self.skip.len() as u32,
             sampler,
             constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),

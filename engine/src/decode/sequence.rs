@@ -78,6 +78,8 @@ pub struct Sequence {
     pub queued_steps: u32,
     /// Steps in a row in which its prompt waited for those of others.
     pub passed_over: u32,
+    /// How often it was preempted.
+    pub preempted: u32,
     /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
     pub sampler: Sampler,

@@ -180,6 +180,7 @@ impl Decoder {
         if let Some(threads) = &mut self.threads {
             threads.set_for(rows as usize);
         }
+        self.activity.add_pass(joined.dim(0) as usize);
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
         let prefilled = self.sample_after(running, ran, &hidden)?;
         if !prefilled.is_empty() {
@@ -271,7 +272,7 @@ impl Decoder {
     }
 
     /// The rows of prompt that each sequence runs in this step.
-    fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
+    pub(super) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
         let pending = |sequence: &Sequence| Pending {
             rows: sequence.prompt_rows(),
             passed_over: sequence.passed_over,

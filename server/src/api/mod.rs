@@ -19,6 +19,7 @@ mod reply;
 pub mod request;
 mod structure;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -133,7 +134,31 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     }
     let model = &app.models.first().info().model;
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
-    Ok(Json(json!({"status": "ok", "model": model, "waiting": waiting})))
+    let engines: Vec<Value> = engines.iter().map(activity).collect();
+    Ok(Json(json!({"status": "ok", "model": model, "waiting": waiting, "engines": engines})))
+}
+
+/// What an engine does, for `/health`.
+fn activity(engine: &Engine) -> Value {
+    let (info, activity) = (engine.info(), engine.info().activity.report());
+    let mut bytes = BTreeMap::from([("limit", activity.bytes.limit)]);
+    bytes.extend(metrics::accounts(&activity.bytes));
+    json!({
+        "model": info.model,
+        "running": activity.running,
+        "waiting": engine.waiting(),
+        "preempted": activity.preempted,
+        "rows_per_pass": rounded(activity.rows_mean),
+        "tokens_per_second": rounded(activity.tokens_per_second),
+        "preemptions": activity.preemptions,
+        "stalls": activity.stalls,
+        "bytes": bytes,
+    })
+}
+
+/// With one decimal.
+fn rounded(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
 }
 
 /// `POST /v1/chat/completions`

@@ -102,6 +102,7 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
     });
     let info = Info {
         prefixes: Default::default(),
+        activity: Default::default(),
         model: model.into(),
         family: "qwen3_5".into(),
         context: 32768,
