@@ -141,7 +141,7 @@ fn replies_of_a_form_are_equal_on_every_path() {
         add(ToolChoice::default(), true),
         add(ToolChoice { is_required: true, ..ToolChoice::default() }, false),
     ];
-    for outcome in decoder.verify(&requests, &paths, 96, |_| ()).unwrap() {
+    for outcome in decoder.verify(&requests, &paths, 40, |_| ()).unwrap() {
         assert!(outcome.holds() && outcome.equal == requests.len(), "{outcome:?}");
     }
 }
