@@ -73,7 +73,7 @@ use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
 
 /// Requests that run at the same time if the configuration does not say, on a CPU and on a GPU.
-const RUNNING: [usize; 2] = [4, 8];
+const RUNNING: [usize; 2] = [16, 8];
 
 /// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
 /// files change; their state is stored in the folder `data`.
