@@ -21,13 +21,13 @@ pub struct Penalty {
 
 impl Penalties {
     /// Whether they change no logit.
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         let Self { presence, frequency, repetition, window: _ } = *self;
         presence == 0.0 && frequency == 0.0 && repetition == 1.0
     }
 
     /// The changes after `tokens`, of which the first `prompt` are the prompt; each token once.
-    pub fn of(&self, tokens: &[u32], prompt: usize) -> Rc<[Penalty]> {
+    pub(super) fn of(&self, tokens: &[u32], prompt: usize) -> Rc<[Penalty]> {
         let mut penalties: BTreeMap<u32, Penalty> = BTreeMap::new();
         let new = |token| Penalty { token, factor: 1.0, offset: 0.0 };
         if self.repetition != 1.0 {

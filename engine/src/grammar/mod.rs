@@ -290,6 +290,7 @@ fn with_options(mut schema: Value) -> Value {
     if schema == Value::Bool(true) {
         schema = json!({});
     }
+    schema::complete_formats(&mut schema);
     if let Some(keywords) = schema.as_object_mut() {
         keywords.insert("x-guidance".into(), json!({"whitespace_pattern": WHITE_SPACE}));
     }

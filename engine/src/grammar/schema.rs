@@ -1,11 +1,11 @@
-//! Finds what in a JSON schema cannot be enforced.
+//! Finds what in a JSON schema cannot be enforced, and completes the formats that are enforced in part.
 //!
 //! The compiler says that it rejects a schema, and not where. The place is found by compiling parts: the
 //! innermost schema that is rejected on its own, and the keyword of it without which it is accepted.
 
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::refused;
 use crate::error::RequestError;
@@ -14,7 +14,13 @@ use crate::error::RequestError;
 const SEARCH: Duration = Duration::from_secs(1);
 
 /// Keywords that hold schemas by name.
-const BY_NAME: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+const BY_NAME: [&str; 2] = ["properties", "patternProperties"];
+
+/// Keywords that hold schemas which others refer to.
+const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
+
+/// No leap second: which minutes have one is not known in advance, and llguidance allows it in all.
+const NO_LEAP_SECOND: &str = "^[^:]*:[^:]*:[0-5]";
 
 /// Keywords that hold a list of schemas.
 const LISTS: [&str; 5] = ["prefixItems", "anyOf", "oneOf", "allOf", "items"];
@@ -35,7 +41,8 @@ pub fn check(
         return Err(refused(path, "must be a JSON schema: an object, true or false"));
     }
     let Err(problem) = compile(schema) else { return Ok(()) };
-    let mut search = Search { root: schema, compile, end: Instant::now() + SEARCH };
+    let end = Instant::now() + SEARCH;
+    let mut search = Search { root: schema, compile, end, followed: Vec::new() };
     let (place, problem) = search.narrow(String::new(), schema, problem);
     Err(refused(&format!("{path}{place}"), describe(&problem)))
 }
@@ -44,19 +51,31 @@ struct Search<'a> {
     root: &'a Value,
     compile: &'a dyn Fn(&Value) -> Result<(), String>,
     end: Instant,
+    /// References that were followed: a schema may refer to itself.
+    followed: Vec<&'a str>,
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
     /// The path and the problem of the innermost part of `schema`, which stands at `path` and is
     /// rejected because of `problem`.
-    fn narrow(&mut self, path: String, schema: &Value, problem: String) -> (String, String) {
+    fn narrow(&mut self, path: String, schema: &'a Value, problem: String) -> (String, String) {
         for (step, part) in parts(schema) {
             if let Err(problem) = self.try_part(part) {
                 return self.narrow(path + &step, part, problem);
             }
         }
+        if let Some((path, definition)) = self.definition(schema)
+            && let Err(problem) = self.try_part(definition)
+        {
+            return self.narrow(path, definition, problem);
+        }
         let Value::Object(keywords) = schema else { return (path, problem) };
-        for keyword in keywords.keys() {
+        // Several of them may be rejected together.
+        let named = problem.strip_prefix("Unimplemented keys: [\"");
+        if let Some((keyword, _)) = named.and_then(|named| named.split_once('"')) {
+            return (format!("{path}.{keyword}"), problem);
+        }
+        for keyword in keywords.keys().take_while(|_| Instant::now() < self.end) {
             let mut rest = keywords.clone();
             rest.shift_remove(keyword);
             if self.try_part(&Value::Object(rest)).is_ok() {
@@ -66,6 +85,15 @@ impl Search<'_> {
         (path, problem)
     }
 
+    /// The definition to which `schema` refers, with its path, if it was not followed before.
+    fn definition(&mut self, schema: &'a Value) -> Option<(String, &'a Value)> {
+        let target = schema.get("$ref")?.as_str()?;
+        let pointer = target.strip_prefix('#')?;
+        let definition = self.root.pointer(pointer).filter(|_| !self.followed.contains(&target))?;
+        self.followed.push(target);
+        Some((pointer.replace('/', "."), definition))
+    }
+
     /// Compiles a part of the schema, with the definitions to which it may refer.
     fn try_part(&self, part: &Value) -> Result<(), String> {
         if Instant::now() > self.end || refers_elsewhere(part) {
@@ -73,12 +101,40 @@ impl Search<'_> {
         }
         let Value::Object(keywords) = part else { return (self.compile)(part) };
         let mut part = keywords.clone();
-        for keyword in ["$schema", "$defs", "definitions"] {
+        for keyword in ["$schema"].into_iter().chain(DEFINITIONS) {
             if let Some(value) = self.root.get(keyword) {
                 part.entry(keyword).or_insert_with(|| value.clone());
             }
         }
         (self.compile)(&Value::Object(part))
+    }
+}
+
+/// Adds to `schema` and its parts what llguidance leaves out of the formats `date-time` and `time`.
+pub fn complete_formats(schema: &mut Value) {
+    let Value::Object(keywords) = schema else { return };
+    for key in BY_NAME.iter().chain(&DEFINITIONS) {
+        if let Some(Value::Object(parts)) = keywords.get_mut(*key) {
+            parts.values_mut().for_each(complete_formats);
+        }
+    }
+    for key in LISTS {
+        if let Some(Value::Array(parts)) = keywords.get_mut(key) {
+            parts.iter_mut().for_each(complete_formats);
+        }
+    }
+    for key in SINGLE {
+        // Lists are parts already.
+        if let Some(part @ Value::Object(_)) = keywords.get_mut(key) {
+            complete_formats(part);
+        }
+    }
+    let format = keywords.get("format").and_then(Value::as_str);
+    if matches!(format, Some("date-time" | "time")) {
+        let all = keywords.entry("allOf").or_insert_with(|| json!([]));
+        if let Value::Array(all) = all {
+            all.push(json!({"pattern": NO_LEAP_SECOND}));
+        }
     }
 }
 

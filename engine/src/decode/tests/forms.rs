@@ -98,7 +98,7 @@ fn policies_cannot_write_into_a_form() {
     let mut decoder = family("llama", Config::default(), true);
     let script = || {
         Script::new(|step| match step.index {
-            3 => vec![Action::CloseReasoning("So:".into())],
+            1 => vec![Action::CloseReasoning("So:".into())],
             12 => vec![Action::Inject("hello".into())],
             _ => Vec::new(),
         })
