@@ -119,7 +119,7 @@ fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
         let texts = |i| text(engine.submit(request(i)).unwrap(), || ());
         ((0..8).map(texts).collect::<Vec<_>>(), engine.info().activity.report().bytes.weights)
     };
-    let limit = active() + weights + (90 << 20);
+    let limit = active() + weights + (115 << 20);
     config.engine.memory_limit_bytes = limit;
     let engine = Running::without_store(config);
     let events: Vec<_> = (0..8).map(|i| engine.submit(request(i)).unwrap()).collect();
