@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use steersman_engine::request::{Event, Request};
 use steersman_engine::config::Config;
+use steersman_engine::request::{Event, Request};
 use steersman_engine::{Error, RequestError};
 use steersman_tests::{Reply, Running, ask, config, run};
 use tokio::sync::mpsc::UnboundedReceiver;

@@ -369,8 +369,11 @@ impl Sequence {
         if self.judge(text)? {
             loop_found = None;
         }
-        if self.reply_state.reply.stopped() && !self.has_ended() {
-            self.end(FinishReason::Stop);
+        if let Some(stop) = self.reply_state.reply.stopped_by()
+            && !self.has_ended()
+        {
+            let stop = stop.to_string();
+            self.end(FinishReason::StopString(stop));
         }
         self.check_limits();
         if !self.has_ended() {
@@ -481,11 +484,15 @@ impl Sequence {
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
         // The end of the reply may have completed a call.
         let reason = match reason {
-            FinishReason::Stop if !self.progress.tool_calls.is_empty() => FinishReason::ToolCalls,
+            FinishReason::Stop | FinishReason::StopString(_)
+                if !self.progress.tool_calls.is_empty() =>
+            {
+                FinishReason::ToolCalls
+            }
             reason => reason,
         };
         self.tell_policy(match &reason {
-            FinishReason::Stop => "stop",
+            FinishReason::Stop | FinishReason::StopString(_) => "stop",
             FinishReason::Length => "length",
             FinishReason::ToolCalls => "tool-calls",
             FinishReason::Policy(_) => "policy",

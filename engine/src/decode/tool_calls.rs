@@ -47,6 +47,9 @@ impl Sequence {
         }
         let start = self.prompt + self.reply_state.reply.last_call_start();
         let repaired = self.judge_from(start, text)?;
+        if self.has_last_call() && !self.has_ended() {
+            self.end(FinishReason::ToolCalls);
+        }
         if repaired || self.has_ended() {
             return Ok(repaired);
         }
@@ -64,6 +67,10 @@ impl Sequence {
         let mut accepted: Vec<ToolCall> = Vec::new();
         for i in 0..pieces.len() {
             let Some(call) = self.new_call(&pieces[i]) else { continue };
+            if self.request.single_tool_call && !accepted.is_empty() {
+                pieces.truncate(i);
+                break;
+            }
             match self.verdict(&call, &accepted)? {
                 Verdict::Accept => accepted.push(call),
                 Verdict::Repair(words) => {
@@ -92,6 +99,9 @@ impl Sequence {
                 sent.push(piece);
                 continue;
             };
+            if self.has_last_call() || self.request.single_tool_call && !accepted.is_empty() {
+                continue;
+            }
             match self.verdict(&call, &accepted)? {
                 Verdict::Accept => {
                     accepted.push(call);
@@ -105,6 +115,11 @@ impl Sequence {
             }
         }
         Ok(sent)
+    }
+
+    /// Whether the reply has the only call that its client wants.
+    fn has_last_call(&self) -> bool {
+        self.request.single_tool_call && !self.progress.tool_calls.is_empty()
     }
 
     fn new_call(&self, piece: &Piece) -> Option<ToolCall> {
