@@ -55,7 +55,7 @@ class Server:
             return json.load(answer)
 
     def wait(self):
-        for _ in range(600):
+        for _ in range(6000):  # 503 while it loads
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=600):
                     return

@@ -176,12 +176,14 @@ pub struct SpeculationConfig {
     /// Verify a near-tie again in a pass of its own: rounding in a pass over several rows could swap
     /// the two candidates.
     pub exact: bool,
+    /// Commit the tokens that the form of a reply leaves no choice about without sampling them.
+    pub forced: bool,
 }
 
 impl Default for SpeculationConfig {
     fn default() -> Self {
         let drafts = DraftKind::ALL.to_vec();
-        Self { drafts, draft_model: String::new(), depth: DEPTH, exact: true }
+        Self { drafts, draft_model: String::new(), depth: DEPTH, exact: true, forced: true }
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
+use crate::activity::ActivityReporter;
 use crate::error::{RequestError, Result};
 use crate::policy::Policies;
 use crate::prefix;
@@ -33,6 +34,8 @@ pub struct Info {
     pub prefixes: prefix::PrefixReporter,
     /// Tokenizer and chat template.
     pub text: Text,
+    /// Reports what runs.
+    pub activity: ActivityReporter,
     /// Load time of the model, in seconds since 1970.
     pub loaded: u64,
 }

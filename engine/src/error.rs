@@ -114,6 +114,14 @@ pub enum RequestError {
     /// The tokenizer cannot encode a text.
     #[error("the model's tokenizer cannot encode this text: {0}")]
     Tokenizer(String),
+    /// The form that the request demands of the reply cannot be enforced.
+    #[error("{path}: {problem}")]
+    Structure {
+        /// Where in the request, as `response_format.json_schema.schema.properties.a.not`.
+        path: String,
+        /// What is wrong and what would be right.
+        problem: String,
+    },
     /// A field is invalid.
     #[error("{field}: {problem}")]
     Field {

@@ -6,12 +6,14 @@
 //!
 //! `ARCHITECTURE.md` beside this crate has the map, the invariants and the glossary.
 
+mod activity;
 mod cache;
 pub mod config;
 mod decode;
 mod engine;
 mod error;
 mod file;
+mod grammar;
 mod model;
 mod nn;
 mod prefix;
@@ -34,8 +36,9 @@ pub mod tools {
     };
 }
 
-/// Reports on the prefix cache and the prefix store.
+/// Reports on what runs, the prefix cache and the prefix store.
 pub mod report {
+    pub use crate::activity::{Activity, ActivityReporter, MemoryUse};
     pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
 }
@@ -58,5 +61,5 @@ pub mod internals {
         )+};
     }
 
-    rooms!(cache, decode, engine, model, nn, prefix, queue, store, text);
+    rooms!(cache, decode, engine, grammar, model, nn, prefix, queue, store, text);
 }

@@ -1,13 +1,17 @@
 //! Requests from their arrival until the engine thread starts them: waiting, being prepared, or ready.
 //!
 //! Each holds a place until it is started or refused, its client disconnects, or its deadline passes.
-//! The threads of `decode/prepare.rs` take requests in order of arrival and return them prepared; the
-//! engine thread starts the earliest that is ready. A request whose preparation takes long therefore
-//! delays no other.
+//! The threads of `decode/prepare.rs` take requests in order and return them prepared; the engine thread
+//! starts the first that is ready. A request whose preparation takes long therefore delays no other.
+//!
+//! Profiles take turns: the earliest request of each profile comes first, then the second of each, and so
+//! on. Of requests in the same round, that of the profile comes first of which none has been started for
+//! the longest time. So between two requests of a profile at most one of each other profile is started,
+//! however many of them wait.
 //!
 //! Nothing here renders, tokenizes or computes: every method but those that wait returns at once.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -17,7 +21,8 @@ use crate::decode::{Expected, Prefix, Prepared};
 use crate::error::{Error, RequestError, Result};
 use crate::request::{Event, Request};
 
-/// Requests that are prepared ahead of the engine thread. Each holds an instance of its policies.
+/// Requests at the front of the order that are prepared ahead of the engine thread. Each holds an instance
+/// of its policies.
 const AHEAD: usize = 4;
 
 /// Most prefixes that wait to be prefetched.
@@ -89,8 +94,12 @@ pub struct Queue {
 #[derive(Default)]
 struct State {
     /// In order of arrival.
-    entries: VecDeque<Entry>,
+    entries: Vec<Entry>,
     newest: u64,
+    /// Number of requests started so far.
+    started: u64,
+    /// By profile, `started` when one of its requests was started last.
+    turns: BTreeMap<String, u64>,
     /// Prefixes to prefetch, the newest last; tokenized when there is nothing else to prepare.
     expected: VecDeque<Expected>,
     /// Tokenized ones.
@@ -113,6 +122,7 @@ enum Phase {
 
 struct Entry {
     place: u64,
+    profile: String,
     /// Weak: the channel closes when the request is dropped.
     events: mpsc::WeakUnboundedSender<Event>,
     deadline: Option<Instant>,
@@ -149,11 +159,12 @@ impl Queue {
         state.newest += 1;
         let entry = Entry {
             place: state.newest,
+            profile: request.profile.clone(),
             events: events.downgrade(),
             deadline: request.deadline,
             stage: Stage::Waiting(Box::new(Job { request, events })),
         };
-        state.entries.push_back(entry);
+        state.entries.push(entry);
         self.changed.notify_all();
         Ok(receiver)
     }
@@ -163,8 +174,8 @@ impl Queue {
         self.lock().entries.len()
     }
 
-    /// Takes the earliest waiting request, to prepare it. `None` if there is none, or enough requests
-    /// are ready.
+    /// Takes the first waiting request, to prepare it. `None` if there is none, or enough requests before
+    /// it are being prepared or ready.
     pub fn try_take(&self) -> Option<Taken> {
         self.lock().take()
     }
@@ -231,9 +242,10 @@ impl Queue {
         state.entries.len() < before
     }
 
-    /// Takes the earliest request that is ready.
-    pub(crate) fn next(&self) -> Next {
-        let next = self.lock().next();
+    /// Takes the next request that is ready, if it `fits`. If not, it keeps its place and those behind
+    /// it wait too: they would take the room that it waits for.
+    pub(crate) fn next(&self, fits: impl FnOnce(&Prepared) -> bool) -> Next {
+        let next = self.lock().next(fits);
         self.changed.notify_all();
         next
     }
@@ -242,7 +254,7 @@ impl Queue {
     pub(crate) fn wait_for_next(&self) -> Next {
         let mut state = self.lock();
         loop {
-            match state.next() {
+            match state.next(|_| true) {
                 Next::Nothing if state.prefixes.is_empty() => {}
                 next => {
                     self.changed.notify_all();
@@ -322,28 +334,50 @@ impl State {
         });
     }
 
-    fn take(&mut self) -> Option<Taken> {
-        let ready = |entry: &&Entry| matches!(entry.stage, Stage::Ready(_));
-        if self.entries.iter().filter(ready).count() >= AHEAD {
-            return None;
+    /// Indices of the entries in the order in which they are started.
+    fn order(&self) -> Vec<usize> {
+        let mut rounds: BTreeMap<&str, usize> = BTreeMap::new();
+        let mut order = Vec::with_capacity(self.entries.len());
+        for (i, Entry { profile, place, .. }) in self.entries.iter().enumerate() {
+            let round = rounds.entry(profile).or_default();
+            *round += 1;
+            let turn = self.turns.get(profile).copied().unwrap_or(0);
+            order.push((*round, turn, *place, i));
         }
-        let waiting = |entry: &&mut Entry| matches!(entry.stage, Stage::Waiting(_));
-        let entry = self.entries.iter_mut().find(waiting)?;
+        order.sort_unstable();
+        order.into_iter().map(|(.., i)| i).collect()
+    }
+
+    fn take(&mut self) -> Option<Taken> {
+        let waits = |&i: &usize| matches!(self.entries[i].stage, Stage::Waiting(_));
+        let first = self.order().into_iter().take(AHEAD).find(waits)?;
+        let entry = &mut self.entries[first];
         match std::mem::replace(&mut entry.stage, Stage::Preparing) {
             Stage::Waiting(job) => Some(Taken { place: entry.place, job: *job }),
             Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
         }
     }
 
-    fn next(&mut self) -> Next {
-        let ready = |entry: &Entry| matches!(entry.stage, Stage::Ready(_));
-        let first = self.entries.iter().position(ready);
-        match first.and_then(|first| self.entries.remove(first)).map(|entry| entry.stage) {
-            Some(Stage::Ready(prepared)) => Next::Start(prepared),
-            _ if self.phase >= Phase::Stopping => Next::End,
-            _ if self.phase == Phase::Closed && self.entries.is_empty() => Next::End,
-            _ => Next::Nothing,
+    fn next(&mut self, fits: impl FnOnce(&Prepared) -> bool) -> Next {
+        let is_ready = |&i: &usize| matches!(self.entries[i].stage, Stage::Ready(_));
+        if let Some(first) = self.order().into_iter().find(is_ready)
+            && let Stage::Ready(prepared) = &self.entries[first].stage
+        {
+            if !fits(prepared) {
+                return Next::Nothing;
+            }
+            let Entry { profile, stage, .. } = self.entries.remove(first);
+            self.started += 1;
+            self.turns.insert(profile, self.started);
+            if let Stage::Ready(prepared) = stage {
+                return Next::Start(prepared);
+            }
         }
+        if self.phase >= Phase::Stopping || (self.phase == Phase::Closed && self.entries.is_empty())
+        {
+            return Next::End;
+        }
+        Next::Nothing
     }
 }
 
@@ -419,6 +453,35 @@ mod tests {
         });
     }
 
+    /// Before, 30 requests of one profile ran before the first of another.
+    #[test]
+    fn requests_of_profiles_take_turns() {
+        let queue = Queue::new(100);
+        let add = |profile: &str| {
+            queue.add(Request { profile: profile.into(), ..Request::default() }).unwrap()
+        };
+        let mut events: Vec<_> = (0..30).map(|_| add("a")).collect();
+        // Prepared, and not started.
+        let taken: Vec<_> = std::iter::from_fn(|| queue.try_take()).collect();
+        assert_eq!(taken.len(), AHEAD);
+        events.extend(["b", "b", "c"].map(add));
+        // Those of others are prepared at once, though enough are ready.
+        let others: Vec<_> = std::iter::from_fn(|| queue.try_take()).collect();
+        let profiles = others.iter().map(|taken| taken.job.request.profile.as_str());
+        assert_eq!(profiles.collect::<String>(), "bc");
+        let order = || -> String {
+            let state = queue.lock();
+            state.order().into_iter().map(|i| state.entries[i].profile.as_str()).collect()
+        };
+        assert!(order().starts_with("abcabaaa"), "{}", order());
+        // Whose turn was last comes last in its round.
+        queue.lock().turns = BTreeMap::from([("a".into(), 2), ("b".into(), 1), ("c".into(), 3)]);
+        assert!(order().starts_with("bacbaaaa"), "{}", order());
+        // Clients that disconnect give up no turn of their profile.
+        events.drain(..29);
+        assert_eq!(order(), "bacb");
+    }
+
     #[test]
     fn a_stopped_engine_ends_waiting_requests_with_an_error() {
         let queue = Queue::new(2);
@@ -431,7 +494,7 @@ mod tests {
         }
         assert!(!queue.leave(taken.place));
         assert!(matches!(queue.add(Request::default()), Err(Error::Stopped)));
-        assert!(matches!(queue.next(), Next::End));
+        assert!(matches!(queue.next(|_| true), Next::End));
         assert!(!*queue.ended().borrow());
         queue.end();
         assert!(*queue.ended().borrow());

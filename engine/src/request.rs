@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
-use crate::policy::SamplingPatch;
+use crate::policy::{SamplingPatch, TokenBias};
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -24,8 +24,10 @@ pub struct Request {
     pub prompt: Option<RawPrompt>,
     /// Tools that the model may call, as sent by the client: `{"type": "function", "function": ..}`.
     pub tools: Vec<Value>,
-    /// Whether the reply ends after its first tool call.
-    pub single_tool_call: bool,
+    /// Which tools the model may or must call.
+    pub tool_choice: ToolChoice,
+    /// The form of the answer; `None` leaves it free.
+    pub response_format: Option<ResponseFormat>,
     /// Extra variables for the chat template: `chat_template_kwargs` without `enable_thinking`.
     pub template_variables: Map<String, Value>,
     /// Whether the client asks for reasoning; `None` leaves the choice to the policy.
@@ -36,6 +38,16 @@ pub struct Request {
     pub max_tokens: Option<u32>,
     /// Sampling parameters set by the client.
     pub sampling: SamplingPatch,
+    /// What the client adds to the logits of tokens.
+    pub biases: Vec<TokenBias>,
+    /// Penalties of tokens that have occurred.
+    pub penalties: Penalties,
+    /// Tokens before which the reply does not end its turn.
+    pub min_tokens: u32,
+    /// Whether the model cannot end its turn: the reply ends at a limit or a stop string.
+    pub ignores_end: bool,
+    /// Whether [`Event::Logprob`]s are sent, each with so many of the likeliest tokens.
+    pub logprobs: Option<u32>,
     /// Seed of the noise; `None` chooses a random one.
     pub seed: Option<u64>,
     /// Stop strings: each ends the answer and is not part of it.
@@ -58,7 +70,54 @@ impl Request {
             Some(RawPrompt::Text(text)) => text.len(),
             Some(RawPrompt::Tokens(tokens)) => size_of_val(tokens.as_slice()),
         };
-        prompt + messages + tools + map_bytes(&self.template_variables)
+        let format = self.response_format.as_ref().map_or(0, ResponseFormat::text_bytes);
+        prompt + messages + tools + format + map_bytes(&self.template_variables)
+    }
+}
+
+/// Which tools the model may or must call.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ToolChoice {
+    /// Whether the reply must call a tool instead of answering.
+    pub is_required: bool,
+    /// Names of the only tools that may be called; `None` for all.
+    pub allowed: Option<Vec<String>>,
+    /// Whether the reply ends after its first call.
+    pub is_single: bool,
+}
+
+/// The form of an answer, which tokens outside of it cannot leave.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ResponseFormat {
+    /// Where the client demands it, for errors: `response_format.json_schema.schema`.
+    pub field: &'static str,
+    /// The form.
+    pub form: Form,
+}
+
+/// The forms of an answer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Form {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that a schema accepts.
+    JsonSchema(Value),
+    /// Text that a regular expression matches as a whole, in the syntax of the crate `regex`.
+    Regex(String),
+    /// Text of a context-free grammar, in llguidance's dialect of Lark or in GBNF.
+    Lark(String),
+    /// One of these texts.
+    Choice(Vec<String>),
+}
+
+impl ResponseFormat {
+    fn text_bytes(&self) -> usize {
+        match &self.form {
+            Form::JsonObject => VALUE_BYTES,
+            Form::JsonSchema(schema) => value_bytes(schema),
+            Form::Regex(text) | Form::Lark(text) => text.len(),
+            Form::Choice(texts) => texts.iter().map(|text| VALUE_BYTES + text.len()).sum(),
+        }
     }
 }
 
@@ -193,6 +252,46 @@ impl Sampling {
     }
 }
 
+/// Penalties of tokens that have occurred, applied to logits after biases: first `repetition`, then the
+/// others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Penalties {
+    /// Subtracted once from tokens of the reply.
+    pub presence: f32,
+    /// Subtracted from tokens of the reply as often as they occur.
+    pub frequency: f32,
+    /// Positive logits of tokens of prompt and reply are divided by it, negative ones multiplied.
+    pub repetition: f32,
+    /// Number of newest tokens that `repetition` counts; 0 for all.
+    pub window: u32,
+}
+
+impl Default for Penalties {
+    /// None.
+    fn default() -> Self {
+        Self { presence: 0.0, frequency: 0.0, repetition: 1.0, window: 0 }
+    }
+}
+
+/// The probability of a token of the answer, from the logits after biases, penalties and the mask of the
+/// form, before temperature and filters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Logprob {
+    /// The committed token.
+    pub token: TokenLogprob,
+    /// The likeliest tokens, likeliest first.
+    pub top: Vec<TokenLogprob>,
+}
+
+/// A token with its logarithmic probability.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenLogprob {
+    /// Its text, which need not be whole characters.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm of its probability.
+    pub logprob: f32,
+}
+
 /// Progress of a request, in this order: `Started`, pieces of the reply, then one `Finished` or
 /// `Failed`; or `Failed` alone.
 #[derive(Debug)]
@@ -209,6 +308,9 @@ pub enum Event {
     },
     /// The next piece of the reasoning.
     Reasoning(String),
+    /// The next token of the answer, before the piece of which it is a part; only with
+    /// [`Request::logprobs`].
+    Logprob(Logprob),
     /// The next piece of the answer.
     Answer(String),
     /// A policy rewound the reply: the client must drop this much of the text sent so far.
@@ -267,6 +369,9 @@ pub struct Usage {
     pub drafted_tokens: u32,
     /// Drafted tokens that were accepted; they also count as reasoning or answer tokens.
     pub accepted_tokens: u32,
+    /// Tokens that the form of the reply left no choice about, and that were not sampled; they also
+    /// count as answer tokens.
+    pub forced_tokens: u32,
     /// Layers whose feed-forward block every pass skipped, as `engine.skip_kl` allows.
     pub skipped_layers: u32,
 }

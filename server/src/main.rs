@@ -3,6 +3,7 @@
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, ensure};
@@ -243,9 +244,26 @@ fn serve(options: Serve) -> Result<()> {
     if !address.ip().is_loopback() && server.api_keys.is_empty() {
         tracing::warn!(%address, "server accepts network connections without a key: set server.api_keys");
     }
+    // Answers 503 while the models are loaded.
+    let loaded_app = Arc::new(OnceLock::new());
+    let (loaded, engines) = tokio::sync::oneshot::channel::<Vec<Engine>>();
+    let stop = async move {
+        // Until then a signal ends the process at once. Fails if loading does, which ends it too.
+        let Ok(engines) = engines.await else { return };
+        let ended = select_all(engines.iter().map(|engine| Box::pin(engine.ended())));
+        tokio::select! {
+            () = serve::stop_signal() => {}
+            // Without its engine the server would refuse every request.
+            _ = ended => {}
+        }
+    };
+    let (app, settings) = (serve::once_loaded(loaded_app.clone()), server.clone());
+    let serving = runtime.spawn(async move { serve::run(listener, app, &settings, stop).await });
+
     let policies = steersman_engine::policies(&config, &data_dir)?;
     let Loaded { models, threads, bundled } =
         models::load(config, &server.profile_models, &data_dir, &policies)?;
+    let engines = models.engines().to_vec();
 
     let Info { model, numbers, .. } = models.first().info();
     let demonstration = if bundled {
@@ -259,28 +277,28 @@ fn serve(options: Serve) -> Result<()> {
     let line = format!(
         "Steersman serves {model}{demonstration}{further} at http://{address}/v1 on {numbers}"
     );
+    loaded_app.get_or_init(|| steersman::app(models, &server));
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
 
-    let engines = models.engines().to_vec();
-    let ended = select_all(engines.iter().map(|engine| Box::pin(engine.ended())));
-    let stop = async move {
-        tokio::select! {
-            () = serve::stop_signal() => {}
-            // Without its engine the server would refuse every request.
-            _ = ended => {}
-        }
-    };
-    let app = steersman::app(models, &server);
-    runtime.block_on(serve::run(listener, app, &server, stop));
+    // Fails if the server has ended, which the next line reports.
+    let _ = loaded.send(engines.clone());
+    runtime.block_on(serving).context("serving")?;
     // Ends the requests that are still running after the grace period.
     engines.iter().for_each(Engine::stop);
     runtime.shutdown_background();
-    // Once joined, the engines' saved state is on disk.
-    let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
-    // A supervisor restarts the server.
-    ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
+    join(threads)?;
     tracing::info!("server stopped");
+    Ok(())
+}
+
+/// Waits for the engine threads; then their saved state is on disk.
+///
+/// # Errors
+/// When one has panicked: the process ends with status 1, and a supervisor restarts it.
+fn join(threads: Vec<JoinHandle<()>>) -> Result<()> {
+    let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
+    ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     Ok(())
 }
 
@@ -335,5 +353,13 @@ mod tests {
         };
         assert!(is_broken_pipe(&error(ErrorKind::BrokenPipe)));
         assert!(!is_broken_pipe(&error(ErrorKind::StorageFull)));
+    }
+
+    #[test]
+    fn an_engine_that_panicked_is_an_error() {
+        let thread = |run: fn()| std::thread::spawn(run);
+        assert!(join(vec![thread(|| {}), thread(|| {})]).is_ok());
+        let error = join(vec![thread(|| panic!("on purpose")), thread(|| {})]).unwrap_err();
+        assert!(error.to_string().contains("panicked"), "{error}");
     }
 }

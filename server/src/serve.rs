@@ -7,20 +7,22 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::io::ErrorKind;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context as TaskContext, Poll, ready};
 use std::time::Duration;
 
 use anyhow::{Result, anyhow};
-use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::Request;
-use axum::response::Response;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::{Json, Router};
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use serde_json::json;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -88,6 +90,18 @@ pub async fn listen(config: &ServerConfig) -> Result<TcpListener> {
             anyhow!("this user may not listen on port {port}; choose one from 1024 up with --port")
         }
         _ => anyhow!(error).context(format!("listening on {host}, port {port}")),
+    })
+}
+
+/// The app that `app` holds as soon as the models are loaded; until then every answer is a 503.
+pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
+    Router::new().fallback(async move |request: Request| match app.get() {
+        Some(app) => app.clone().oneshot(request).await.into_response(),
+        None if request.uri().path() == "/health" => {
+            let body = Json(json!({"status": "loading"}));
+            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
+        }
+        None => ApiError::loading().into_response(),
     })
 }
 

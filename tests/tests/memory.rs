@@ -9,11 +9,14 @@ use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, memory, random};
+use steersman_engine::config::StoreConfig;
 use steersman_engine::internals::cache::{
     Cache, Full, LayerCache, Quantized, Recurrent, Sliding, Span, Writes, owned,
 };
 use steersman_engine::internals::model::{Pass, load};
 use steersman_engine::internals::prefix::{Prefixes, Retention};
+use steersman_engine::internals::store::RedbStore;
+use steersman_engine::request::Request;
 use steersman_tests::{Random, Running, ask, bundled_model, config, message, run, scaled};
 
 /// MLX counts the memory of the whole process, so these tests run one at a time.
@@ -207,6 +210,35 @@ fn cancelled_requests_leave_nothing_behind() {
     assert!(report().counts.evictions > 0 && report().memory.bytes <= 24 << 20, "{:?}", report());
 }
 
+/// 100 clients hang up while their requests run, or wait.
+#[test]
+fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
+    let _alone = alone();
+    let mut config = config();
+    (config.engine.max_running, config.engine.queue) = (64, 128);
+    (config.store.memory_bytes, config.store.ahead) = (0, false);
+    let engine = Running::without_store(config);
+    let report = || engine.info().activity.report();
+    run(&engine, ask("Hello"));
+    let before = held();
+    let mut random = Random(5);
+    for round in 1..=scaled(3) {
+        let text = |i| format!("{i} {}", "fox river castle owl ".repeat(10 + i));
+        let ask = |i: usize| Request { seed: Some(i as u64), ..ask(&text(i)) };
+        let events: Vec<_> = (0..100).map(|i| engine.submit(ask(i)).unwrap()).collect();
+        let least = 1 + random.below(30);
+        while report().running < least {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        drop(events);
+        while report().running > 0 || engine.waiting() > 0 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let left = held().saturating_sub(before);
+        assert!(left < 64 << 10, "round {round}: {left} bytes are left");
+    }
+}
+
 /// Waits until the engine has no prefix left to prefetch.
 fn wait_until_idle(engine: &Running) {
     let done = || engine.info().prefixes.report().counts;
@@ -254,5 +286,56 @@ fn processor_time_with_each_limit_of_the_buffer_cache() {
     }
     for (limit, [prefill, decode]) in limits.into_iter().zip(totals) {
         println!("{limit:4} MiB: prefill {prefill}, decode {decode}");
+    }
+}
+
+/// Prints how long saving state takes, in memory and with a store, for the bundled model's cache and for one
+/// of the shape of Qwen3.5-9B in 16 bits.
+#[test]
+#[ignore = "a measurement"]
+fn time_of_saving_state() {
+    let _alone = alone();
+    let bundled = load(&bundled_model(), &config().model).unwrap().model;
+    let hybrid = |_| -> Vec<LayerCache> {
+        let recurrent = || {
+            let state = Recurrent::new(&[1, 32, 128, 128], &[1, 3, 8192], Dtype::Bfloat16);
+            LayerCache::Recurrent(state.unwrap())
+        };
+        vec![recurrent(), recurrent(), recurrent(), LayerCache::Full(Full::new(4, 256))]
+    };
+    let large = Cache::new((0..8).flat_map(hybrid).collect());
+    for (name, tokens) in [("bundled", 1024), ("bundled", 4096), ("9B", 1024), ("9B", 4096)] {
+        let ids: Vec<u32> = (0..tokens).map(|i| 3 + i % 4000).collect();
+        let mut cache = large.clone();
+        if name == "bundled" {
+            cache = bundled.new_cache().unwrap();
+            for ids in ids.chunks(512) {
+                let rows = ids.len() as i32;
+                let span = Span { rows, cache: &mut cache };
+                let ids = Array::from_slice(ids, &[rows]);
+                bundled.forward(&ids, &mut [span], Pass::WHOLE).unwrap();
+            }
+        } else {
+            for layer in &mut cache.layers {
+                if let LayerCache::Full(full) = layer {
+                    let kv = normal(&[1, 4, tokens as i32, 256], 1);
+                    let kv = kv.as_dtype(Dtype::Bfloat16).unwrap();
+                    full.append(&kv, &kv).unwrap();
+                }
+            }
+            cache.position = tokens as usize;
+        }
+        eval(&cache.arrays().unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let store = StoreConfig::default();
+        let path = folder.path().join("state.redb");
+        let disk = RedbStore::open(&path, [0; 32], &store).unwrap();
+        for (tiers, disk) in [("memory", None), ("memory and store", Some(disk))] {
+            let empty = if name == "9B" { large.clone() } else { bundled.new_cache().unwrap() };
+            let mut prefixes = Prefixes::new(empty, 4 << 30, disk, 0).unwrap();
+            let start = std::time::Instant::now();
+            prefixes.save(&cache, &ids, Retention::default()).unwrap();
+            println!("{name}, {tokens} tokens, {tiers}: {:?}", start.elapsed());
+        }
     }
 }

@@ -76,7 +76,7 @@ fn text_beyond_the_limit_is_refused_before_it_is_tokenized() {
 #[test]
 fn a_long_preparation_delays_no_other_request() {
     let engine = engine(64 << 20);
-    let long = || ask(&"The quiet fox walked near the river. ".repeat(140_000));
+    let long = || ask(&"The quiet fox walked near the river. ".repeat(250_000));
     let mut events = engine.submit(long()).unwrap();
     run(&engine, short()).finished();
     assert!(events.try_recv().is_err(), "the long prompt was prepared first");

@@ -190,9 +190,7 @@ impl Cache {
                 let held = (sliding.window() + STEP) as u64;
                 kv(sliding.shape(), rows.min(held)) * size
             }
-            LayerCache::Recurrent(recurrent) => {
-                recurrent.arrays().iter().map(|array| array.nbytes() as u64).sum()
-            }
+            LayerCache::Recurrent(recurrent) => recurrent.bytes(),
         };
         self.layers.iter().map(layer).sum()
     }

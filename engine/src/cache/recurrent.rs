@@ -143,6 +143,11 @@ impl Recurrent {
         vec![self.state.clone(), self.tail.clone()]
     }
 
+    /// Bytes of state and tail.
+    pub fn bytes(&self) -> u64 {
+        (self.state.nbytes() + self.tail.nbytes()) as u64
+    }
+
     /// Replaces state and tail.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! Admission: turns a prepared request into a sequence, with saved state.
 
 use super::Decoder;
+use super::constrain::Constraint;
 use super::loops::Detector;
 use super::prepare::Prepared;
 use super::rewind::{PhaseStart, ReplyState};
@@ -19,6 +20,7 @@ impl Decoder {
             events,
             reasoning,
             prompt,
+            grammar,
             reply,
             plan,
             policy,
@@ -48,6 +50,15 @@ impl Decoder {
             cached_tokens: cached as u32,
         });
         let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
+        let mut sampler = Sampler::new(sampling, seed);
+        if !request.biases.is_empty() {
+            sampler.bias(&request.biases, 0);
+        }
+        if request.ignores_end {
+            sampler.ban(self.text.eos(), 0);
+        } else if request.min_tokens > 0 {
+            sampler.ban(self.text.eos(), request.min_tokens);
+        }
         Ok(Sequence {
             reasoning,
             events,
@@ -66,9 +77,11 @@ impl Decoder {
             draft: None,
             queued_steps: 0,
             passed_over: 0,
+            preempted: 0,
             skipped_layers: self.skip.len() as u32,
-            sampler: Sampler::new(sampling),
-            seed,
+            sampler,
+            constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),
+            logprobs: None,
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,

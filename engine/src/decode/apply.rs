@@ -3,6 +3,7 @@
 use super::loops::Detector;
 use super::sequence::Sequence;
 use crate::error::Result;
+use crate::grammar::Scope;
 use crate::policy::{self, Action, LoopReport, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
@@ -81,6 +82,12 @@ impl Sequence {
                 break;
             }
             match action {
+                Action::Inject(_) if self.is_form_fixed() => {
+                    let length = self.reply_len();
+                    self.note(format!(
+                        "did not inject text after {length} tokens ({why}): the form of the reply is fixed"
+                    ));
+                }
                 Action::Inject(words) => {
                     self.inject(text.encode_plain(&words)?, "injected text", why, text)?;
                 }
@@ -125,6 +132,11 @@ impl Sequence {
         if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
+        let is_answer_fixed = self.constraint.as_ref().is_some_and(|c| c.scope() == Scope::Answer);
+        if is_answer_fixed && !hint.is_empty() {
+            self.note(format!("left out a hint ({why}): the form of the answer is fixed"));
+        }
+        let hint = if is_answer_fixed { "" } else { hint };
         let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
         self.inject(tokens, "closed the reasoning", why, text)
     }

@@ -17,7 +17,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 
 use super::draft::{DraftContext, Drafter, MovingRate};
-use super::sample::sample;
+use super::sample::{Row, sample};
 use super::sampler::Sampler;
 use super::token_ids;
 use crate::cache::{Cache, Span};
@@ -126,7 +126,7 @@ impl Costs {
         for drafter in drafters {
             drafter.observe(&hidden, 0)?;
             let row = hidden.try_index((.., ..1))?;
-            let mut sampler = Sampler::new(Sampling::default());
+            let mut sampler = Sampler::new(Sampling::default(), 0);
             // One more token is committed before each draft, as in decoding.
             let mut length = CONTEXT;
             let mut least = |depth| {
@@ -138,7 +138,6 @@ impl Costs {
                         cache: &mut cache,
                         tokens: &tokens[..length],
                         sampler: &mut sampler,
-                        seed: 0,
                         vocabulary: i32::MAX,
                     };
                     let start = Instant::now();
@@ -237,7 +236,8 @@ pub fn greedy_pass(
     let ids = token_ids(tokens);
     let hidden = model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], part)?;
     let logits = model.logits(&hidden)?.squeeze_axes(&[0])?;
-    Ok((hidden, sample(&logits, &Sampling::default(), 0, 0)?))
+    let rows = vec![Row::new(Sampling::default(), 0); tokens.len()];
+    Ok((hidden, sample(&logits, &rows)?))
 }
 
 /// Measures within the time limits [`MEASURING`] and [`COMPILING`].

@@ -1,8 +1,9 @@
 //! Memory: what arrays may take, and what a request will take.
 //!
 //! A failed allocation can end the process: MLX allocates on threads that cannot report it, and BLAS
-//! exits. So a request is admitted only if its cache and its passes fit, and every step is checked
-//! again before it runs. The prefix cache is evicted first to make room.
+//! exits. So bytes are counted before they are allocated, as a sum over all sequences: what the next
+//! step takes, and what a sequence may still take. `preempt.rs` decides by these sums. The prefix cache
+//! is evicted first to make room.
 //!
 //! The limit is `engine.memory_limit_bytes`, or what is least of: what MLX itself takes as its limit (a
 //! part of the machine's memory, or of the GPU's), the limit of the cgroup, and `RLIMIT_AS` and
@@ -23,10 +24,9 @@ use mlx_rs::memory::{
 };
 use mlx_rs::transforms::eval;
 
-use super::sequence::Sequence;
+use super::sequence::STEP_ROWS;
 use super::{Decoder, token_ids};
 use crate::cache::{Cache, Span};
-use crate::config::DEPTH;
 use crate::error::{ConfigError, Error, RequestError, Result};
 
 /// Bytes reserved for what is allocated after loading besides arrays: requests, policies, threads and the
@@ -40,6 +40,14 @@ const RESERVE_OF_ADDRESSES: u64 = 384 << 20;
 /// Rows of the passes that are measured at the start.
 const PROBES: [usize; 2] = [8, 24];
 
+/// Arrays of the vocabulary's length, in f32, that sampling a token takes at most: logits, noise, order,
+/// sorted copies, probabilities.
+const SAMPLING_ARRAYS: u64 = 8;
+
+/// Tokens of a reply for which there must be room when its request is admitted. Longer replies grow
+/// while there is room.
+pub const REPLY_TOKENS: usize = 1024;
+
 /// Rows by which caches grow, and which they hold beyond those that are filled.
 const STEP: usize = crate::cache::STEP as usize;
 
@@ -48,10 +56,15 @@ pub struct Memory {
     limit: u64,
     /// Bytes of an activation.
     size: u64,
+    /// Bytes that sampling a token takes.
+    sampling: u64,
+    /// Bytes of the recurrent state of a cache.
+    state: u64,
     pass: PassBytes,
 }
 
-/// Bytes of a pass besides weights and caches: `fixed + rows * (per_row + per_position * length)`.
+/// Bytes of a pass besides weights and caches: `fixed`, and for each sequence `rows * (per_row +
+/// per_position * length)`.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct PassBytes {
     fixed: f64,
@@ -60,9 +73,12 @@ struct PassBytes {
 }
 
 impl PassBytes {
+    fn of_rows(&self, rows: usize, length: usize) -> u64 {
+        (rows as f64 * (self.per_row + self.per_position * length as f64)) as u64
+    }
+
     fn of(&self, rows: usize, length: usize) -> u64 {
-        let (rows, length) = (rows as f64, length as f64);
-        (self.fixed + rows * (self.per_row + self.per_position * length)) as u64
+        self.fixed as u64 + self.of_rows(rows, length)
     }
 
     /// Learns from a pass over `rows` rows that took `bytes`, after which its cache had `length`. What
@@ -77,10 +93,11 @@ impl PassBytes {
 pub struct Before(u64);
 
 impl Memory {
-    /// No limit. Activations are of `dtype`.
-    pub fn unlimited(dtype: Dtype) -> Self {
+    /// No limit. Activations are of `dtype`, logits have `vocabulary` columns.
+    pub fn unlimited(dtype: Dtype, vocabulary: i32) -> Self {
         let size = if dtype == Dtype::Float32 { 4 } else { 2 };
-        Self { limit: u64::MAX, size, pass: PassBytes::default() }
+        let sampling = SAMPLING_ARRAYS * 4 * u64::try_from(vocabulary).unwrap_or(0);
+        Self { limit: u64::MAX, size, sampling, state: 0, pass: PassBytes::default() }
     }
 
     /// Bytes that arrays may still take.
@@ -93,23 +110,42 @@ impl Memory {
         empty.bytes(tokens + STEP, self.size) + self.pass.of(chunk.min(tokens), tokens)
     }
 
-    /// Bytes that the next `rows` rows of `cache` take.
-    pub fn of_rows(&self, cache: &Cache, rows: usize) -> u64 {
-        let length = cache.position + rows;
-        let grows = length.next_multiple_of(STEP) > cache.position.next_multiple_of(STEP);
-        // A layer that grows is copied; two may be copied at a time.
-        let grown = if grows {
-            let [now, then] = [cache.position, length + STEP].map(|n| cache.bytes(n, self.size));
-            then - now + 2 * then / cache.layers.len().max(1) as u64
-        } else {
-            0
+    /// Bytes that a pass over these rows takes: of each cache, so many.
+    pub fn of_step<'a>(&self, spans: impl IntoIterator<Item = (&'a Cache, usize)>) -> u64 {
+        let of = |(cache, rows): (&Cache, usize)| {
+            let length = cache.position + rows;
+            let grows = length.next_multiple_of(STEP) > cache.position.next_multiple_of(STEP);
+            let grown = if grows { self.growth(cache, length) } else { 0 };
+            let sampled = rows.min(STEP_ROWS) as u64 * self.sampling;
+            // A pass makes a new state beside the old one, which a check of near-ties keeps.
+            grown + self.state + sampled + self.pass.of_rows(rows, length)
         };
-        self.pass.of(rows, length) + grown
+        self.pass.fixed as u64 + spans.into_iter().map(of).sum::<u64>()
     }
 
-    /// Bytes of a saved copy of `cache`.
-    pub fn of_saved(&self, cache: &Cache) -> u64 {
-        cache.bytes(cache.position, self.size)
+    /// Bytes that `cache` takes more when it has grown to `length` rows, and while it grows.
+    pub fn growth(&self, cache: &Cache, length: usize) -> u64 {
+        let then = cache.bytes(length + STEP, self.size);
+        // A layer that grows is copied; two may be copied at a time.
+        then.saturating_sub(self.of_cache(cache)) + 2 * then / cache.layers.len().max(1) as u64
+    }
+
+    /// Bytes of a pass over `rows` rows of a cache that has `length` then, beside other rows.
+    pub fn of_chunk(&self, rows: usize, length: usize) -> u64 {
+        self.pass.of_rows(rows, length)
+    }
+
+    /// Bytes that `cache` takes now.
+    pub fn of_cache(&self, cache: &Cache) -> u64 {
+        match cache.position {
+            0 => 0,
+            position => cache.bytes(position.next_multiple_of(STEP), self.size),
+        }
+    }
+
+    /// Bytes of a saved copy of the state of `cache` and of `rows` of its rows.
+    pub fn of_saved(&self, cache: &Cache, rows: usize) -> u64 {
+        cache.bytes(rows, self.size)
     }
 
     /// Learns from a pass over `rows` rows, which has been evaluated.
@@ -127,7 +163,8 @@ impl Memory {
         if needed <= available { Ok(()) } else { Err(self.refuse(needed, available)) }
     }
 
-    fn refuse(&self, needed: u64, available: u64) -> Error {
+    /// The error of a request that needs more than is available.
+    pub fn refuse(&self, needed: u64, available: u64) -> Error {
         RequestError::Memory { needed, available, limit: self.limit }.into()
     }
 }
@@ -147,11 +184,11 @@ impl Before {
 }
 
 impl Decoder {
-    /// Finds the limit and measures passes, at the end of loading.
+    /// Finds the limit and measures passes, at the end of loading, which began with `before_weights` bytes.
     ///
     /// # Errors
     /// [`Error::Config`] if the model takes more than the limit already.
-    pub(super) fn measure_memory(&mut self, configured: u64) -> Result<()> {
+    pub(super) fn measure_memory(&mut self, configured: u64, before_weights: u64) -> Result<()> {
         let mut bytes = [0.0; PROBES.len()];
         for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
             let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
@@ -172,38 +209,20 @@ impl Decoder {
         // MLX keeps freed buffers of a GPU for reuse, up to this limit.
         set_memory_limit(usize::try_from(limit).unwrap_or(usize::MAX))?;
         self.memory.limit = limit;
+        self.memory.state = self.prefixes.empty().bytes(0, self.memory.size);
+        let weights = used.saturating_sub(before_weights);
+        self.activity.update(|activity| {
+            (activity.bytes.limit, activity.bytes.weights) = (limit, weights);
+        });
         self.memory.pass = PassBytes { fixed, per_row, per_position: 0.0 };
         let pass = &self.memory.pass;
         tracing::info!(limit, set_by, used, ?pass, "memory limit");
         Ok(())
     }
-
-    /// Evicts saved state until `needed` bytes are free.
-    ///
-    /// # Errors
-    /// [`RequestError::Memory`] if all of it would not be enough; then nothing is evicted.
-    pub(super) fn make_room(&mut self, needed: u64) -> Result<()> {
-        let free = self.memory.free()?;
-        if needed <= free {
-            return Ok(());
-        }
-        let available = free + self.prefixes.bytes();
-        if needed > available {
-            return Err(self.memory.refuse(needed, available));
-        }
-        self.prefixes.make_room(needed - free);
-        self.memory.check(needed)
-    }
-
-    /// [`Decoder::make_room`] for the next step of `sequence`.
-    pub(super) fn make_room_for_step(&mut self, sequence: &Sequence) -> Result<()> {
-        let left = sequence.tokens.len().saturating_sub(sequence.cache.position);
-        let rows = left.clamp(1 + DEPTH, self.prefill_chunk.max(1 + DEPTH));
-        self.make_room(self.memory.of_rows(&sequence.cache, rows))
-    }
 }
 
-fn active() -> Result<u64> {
+/// Bytes of all arrays of this process.
+pub fn active() -> Result<u64> {
     Ok(active_memory()? as u64)
 }
 

@@ -7,19 +7,26 @@
 //! its next token from its last row. A step builds its graph from tokens that are still being
 //! computed and reads them while it runs, so that neither host nor device waits for the other.
 
+mod adjust;
 mod admit;
 mod apply;
 pub mod calibrate;
+mod constrain;
 mod draft;
 mod governor;
+mod logprobs;
 pub mod loops;
 mod memory;
+mod noise;
+mod penalties;
 mod plan;
+mod preempt;
 mod prefetch;
 mod prepare;
 mod rewind;
 mod sample;
 mod sampler;
+mod samples;
 mod save_points;
 mod sequence;
 mod serve;
@@ -31,6 +38,7 @@ mod threads;
 mod tool_calls;
 pub mod verify;
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -52,9 +60,11 @@ use self::prepare::Preparer;
 use self::sample::within;
 use self::sequence::Sequence;
 use self::threads::Threads;
+use crate::activity::ActivityReporter;
 use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
 use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result};
+use crate::grammar::Grammars;
 use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage, Vocabulary};
 use crate::prefix::{Prefixes, Retention};
@@ -132,6 +142,7 @@ pub struct Decoder {
     preparer: Arc<Preparer>,
     prefixes: Prefixes,
     memory: Memory,
+    activity: ActivityReporter,
     /// The prefix that is being computed while no request runs.
     prefetch: Option<Prefetch>,
     /// Whether to prefetch the next turn of a conversation.
@@ -167,7 +178,10 @@ pub struct Decoder {
     dtype: Dtype,
     /// See [`speculate::near_tie_margin`].
     near_tie_margin: f32,
+    /// Those that run.
     sequences: Vec<Sequence>,
+    /// Those that have been preempted, the first to resume first.
+    preempted: VecDeque<Sequence>,
 }
 
 impl Decoder {
@@ -183,6 +197,7 @@ impl Decoder {
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
         memory::check_weights(config.engine.memory_limit_bytes, folder)?;
+        let before_weights = memory::active()?;
         let text = Text::load(folder)?;
         // Hashed while the model is loaded from them.
         let weights = WeightsDigest::start(folder, data)?;
@@ -257,6 +272,7 @@ impl Decoder {
         let disk = open_store(&config.store, fingerprint, data);
         let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
         let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits)?;
+        let activity = ActivityReporter::default();
         let info = Info {
             model: name.clone(),
             family: family.into(),
@@ -267,10 +283,12 @@ impl Decoder {
             fingerprint: hex(&sha.clone().finalize()[..6]),
             prefixes: prefixes.reporter(),
             text: text.clone(),
+            activity: activity.clone(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };
         let preparer = Arc::new(Preparer {
             text: text.clone(),
+            grammars: Grammars::new(text.clone()),
             policies,
             vocabulary: Arc::new(text.clone()),
             profiles: config.profiles,
@@ -288,7 +306,8 @@ impl Decoder {
             queue,
             preparer,
             prefixes,
-            memory: Memory::unlimited(dtype),
+            activity,
+            memory: Memory::unlimited(dtype, vocabulary),
             prefetch: None,
             prefetch_turns: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
@@ -313,11 +332,12 @@ impl Decoder {
             dtype,
             near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),
+            preempted: VecDeque::new(),
         };
         decoder.threads =
             Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
-        decoder.measure_memory(config.engine.memory_limit_bytes)?;
+        decoder.measure_memory(config.engine.memory_limit_bytes, before_weights)?;
         Ok((decoder, info))
     }
 
@@ -361,7 +381,7 @@ impl Decoder {
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        let room = self.make_room(self.memory.of_saved(&sequence.cache));
+        let room = self.make_room(self.memory.of_saved(&sequence.cache, tokens.len()));
         let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, retention));
         if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");

@@ -1,4 +1,4 @@
-//! Plans one step: which rows of prompt run beside the decode rows.
+//! Plans one step: which rows of prompt run beside the decode rows, and who is preempted.
 //!
 //! Sequences that have caught up run in every step, so prefill never stops them. A pass that also
 //! prefills takes longer, and every stream waits for it. The rows of prompt are limited so that the
@@ -99,6 +99,25 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     planned
 }
 
+/// A running sequence, as the choice of whom to preempt sees it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Candidate {
+    /// Rows in its cache, which run again when it resumes.
+    pub computed: usize,
+    /// How often it was preempted.
+    pub preempted: u32,
+}
+
+/// The sequence to preempt: one that was preempted least often, of these the one with the least rows to
+/// run again, and of equal ones the last. `None` if there is only one: it would never end.
+pub fn victim(running: &[Candidate]) -> Option<usize> {
+    if running.len() < 2 {
+        return None;
+    }
+    let key = |&i: &usize| (running[i].preempted, running[i].computed);
+    (0..running.len()).rev().min_by_key(key)
+}
+
 #[cfg(test)]
 mod tests {
     use steersman_test_support::Random;
@@ -132,6 +151,19 @@ mod tests {
     fn a_short_prompt_runs_before_a_long_one() {
         let rows = pending(&[32_000, 100, 20, 0]);
         assert_eq!(prefill_rows(&rows, &costs(0.01, 0.0004), BUDGET), [72, 100, 20, 0]);
+    }
+
+    #[test]
+    fn the_least_computed_sequence_is_preempted_and_none_twice_before_all_others() {
+        let running = |all: &[(u32, usize)]| -> Vec<Candidate> {
+            let of = |&(preempted, computed): &(u32, usize)| Candidate { computed, preempted };
+            all.iter().map(of).collect()
+        };
+        assert_eq!(victim(&running(&[(0, 500), (0, 40), (0, 300)])), Some(1));
+        assert_eq!(victim(&running(&[(0, 40), (0, 40), (0, 300)])), Some(1));
+        assert_eq!(victim(&running(&[(0, 9000), (1, 40), (2, 0)])), Some(0));
+        assert_eq!(victim(&running(&[(0, 40)])), None);
+        assert_eq!(victim(&[]), None);
     }
 
     #[test]

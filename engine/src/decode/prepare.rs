@@ -21,6 +21,7 @@ use super::save_points::is_system;
 use super::sequence::Limits;
 use crate::config::{Profile, ProfileLimits};
 use crate::error::{Error, RequestError, Result, catch_panic};
+use crate::grammar::{Grammar, Grammars};
 use crate::policy::{
     Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, Policies, PromptView, Replacement,
     RequestView, SYSTEM_BYTES, Session, USER_BYTES, Vocabulary, apply_replacements,
@@ -39,6 +40,7 @@ const STAGE: &str = "being prepared";
 /// What preparation needs to know of the model, the profiles and their policies.
 pub struct Preparer {
     pub text: Text,
+    pub grammars: Grammars,
     pub policies: Arc<Policies>,
     /// `text` for policies.
     pub vocabulary: Arc<dyn Vocabulary>,
@@ -64,6 +66,8 @@ pub struct Prepared {
     /// Whether the prompt was rendered for reasoning; `None` if the model cannot reason.
     pub reasoning: Option<bool>,
     pub prompt: Vec<u32>,
+    /// What the form of the reply allows; `None` if it is free.
+    pub grammar: Option<Grammar>,
     /// The empty reply to `prompt`.
     pub reply: Reply,
     pub plan: Plan,
@@ -117,6 +121,8 @@ impl Preparer {
 
     /// [`Preparer::prepare`], with the policies given.
     pub fn prepare_with(&self, mut job: Job, mut policy: Session) -> Result<Prepared> {
+        // First, so that a form that cannot be enforced is refused at once.
+        let grammar = self.grammars.compile(&job.request)?;
         let params = policy.params.clone();
         let request = &mut job.request;
         let limits =
@@ -144,6 +150,7 @@ impl Preparer {
         notes.extend(plan.note.clone());
         let Job { request, events } = job;
         Ok(Prepared {
+            grammar,
             reply: self.text.reply(&prompt, &request.stop, &request.tools),
             limits: self.limits(&request, &plan, limits, prompt.len()),
             sampling: self.sampling(&request, &plan),

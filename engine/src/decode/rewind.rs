@@ -12,7 +12,7 @@ use super::Decoder;
 use super::loops::Detector;
 use super::sequence::{NextLogits, Sequence};
 use crate::cache::Checkpoint;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::request::{Event, FinishReason};
 use crate::text::{Phase, Piece, Reply};
 
@@ -192,10 +192,11 @@ impl Sequence {
             return Ok(());
         }
         let cache = self.cache.checkpoint()?;
-        // An unevaluated checkpoint would keep the inputs of its graph alive.
-        async_eval(cache.arrays())?;
         let logits = self.next_logits.as_ref().filter(|next| next.position == position);
-        let logits = logits.map(|next| next.logits.clone());
+        // A copy: the logits of a pass are those of all sequences.
+        let logits = logits.map(|next| Ok::<_, Error>(next.own()?.contiguous()?)).transpose()?;
+        // An unevaluated checkpoint would keep the inputs of its graph alive.
+        async_eval(cache.arrays().iter().chain(&logits))?;
         self.checkpoints.push(ReplyCheckpoint { cache, logits });
         // Rewinds end at the start of the phase, so one checkpoint at or before it is enough.
         let first = self.checkpoints.iter().rposition(|c| c.position() <= phase_start);
@@ -230,6 +231,10 @@ impl Decoder {
     /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
     /// if it was dropped.
     pub(super) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
+        if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some())
+        {
+            sequence.follow_grammar(&self.text)?;
+        }
         if let Some(to) = sequence.stale_from.take() {
             sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);
             if sequence.next_logits.as_ref().is_some_and(|next| next.position > to) {
@@ -248,11 +253,7 @@ impl Decoder {
             sequence.count_rerun();
             return Ok(());
         }
-        let sampled = sequence.sample_next(sequence.sampler.steps())?;
-        if !sampled.is_empty() {
-            async_eval(&sampled)?;
-        }
-        Ok(())
+        sequence.sample_again()
     }
 
     /// Rewinds the cache of `sequence` to at most `to` tokens, so that the next token can be sampled
@@ -275,7 +276,7 @@ impl Decoder {
             let position = checkpoint.position();
             let logits = checkpoint.logits.clone();
             sequence.next_logits =
-                logits.map(|logits| NextLogits { position, logits, before: None });
+                logits.map(|logits| NextLogits { position, logits, row: 0, before: None });
             return Ok(());
         }
         (sequence.cache, _) = self.prefixes.resume(&sequence.tokens)?;

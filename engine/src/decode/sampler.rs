@@ -3,14 +3,14 @@
 //! The duration of a change is counted in sampled tokens: injected and rewound text does not shorten
 //! it. Neither a bias nor a later ban loosens a ban.
 //!
-//! Adjusts logits before [`super::sample`] sees them; knows no policy and no sequence.
+//! Says how [`super::sample`] samples each row of its request ([`Row`]); knows no policy, no sequence and no
+//! array.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
-use mlx_rs::Array;
-
-use super::sample::{sample, sample_with_margin};
-use crate::error::Result;
+use super::noise::mix;
+use super::sample::Row;
 use crate::policy::{SamplingPatch, TokenBias};
 use crate::request::Sampling;
 
@@ -20,6 +20,7 @@ const NEVER: u64 = u64::MAX;
 /// Sampling state of one request. A step, here, is one sampled and committed token.
 #[derive(Debug, Clone)]
 pub struct Sampler {
+    seed: u64,
     sampling: Sampling,
     /// Temporary overrides, each with the step at which it ends. No parameter is in two of them.
     overrides: Vec<(SamplingPatch, u64)>,
@@ -35,18 +36,19 @@ pub struct Sampler {
     offsets: Option<Offsets>,
 }
 
-/// Offsets to logits of `columns` columns, f32 [columns], for the steps `from..until`.
+/// Offsets to logits, as in [`Row`], for the steps `from..until`.
 #[derive(Debug, Clone)]
 struct Offsets {
     from: u64,
     until: u64,
-    columns: i32,
-    array: Option<Array>,
+    values: Rc<[(u32, f32)]>,
 }
 
 impl Sampler {
-    pub fn new(sampling: Sampling) -> Self {
+    /// Samples with the noise of `seed`.
+    pub fn new(sampling: Sampling, seed: u64) -> Self {
         Self {
+            seed,
             sampling,
             overrides: Vec::new(),
             bans: BTreeMap::new(),
@@ -100,11 +102,6 @@ impl Sampler {
         self.steps
     }
 
-    /// Whether a change is active that will end, so that sampling differs between the next tokens.
-    pub fn has_temporary_override(&self) -> bool {
-        self.ends != NEVER
-    }
-
     /// Counts a sampled token that is being committed. Returns false if it is banned, which happens
     /// only if every token is.
     pub fn count_step(&mut self, token: u32) -> bool {
@@ -120,26 +117,15 @@ impl Sampler {
         !banned
     }
 
-    /// [`sample`] from `logits` [R, V], with the parameters of step `step`.
-    pub fn sample(&mut self, logits: &Array, step: u64, seed: u64, index: u64) -> Result<Array> {
-        let sampling = self.sampling(step);
-        match self.offsets(step, logits.dim(-1)) {
-            Some(offsets) => sample(&logits.add(offsets)?, &sampling, seed, index),
-            None => sample(logits, &sampling, seed, index),
-        }
+    /// How the token at position `index` is sampled, if it is the one of step `step`.
+    pub fn row(&mut self, step: u64, index: usize) -> Row {
+        let key = mix(self.seed, index as u64);
+        Row { offsets: self.offsets(step), ..Row::new(self.sampling(step), key) }
     }
 
-    /// [`sample_with_margin`] from `logits` [R, V], with the parameters of step `step`.
-    pub fn sample_with_margin(
-        &mut self,
-        logits: &Array,
-        step: u64,
-        seed: u64,
-        index: u64,
-    ) -> Result<(Array, Array)> {
-        let sampling = self.sampling(step);
-        let offsets = self.offsets(step, logits.dim(-1));
-        sample_with_margin(logits, offsets, &sampling, seed, index)
+    /// How the tokens from position `index` on are sampled, if the first is the one of the next step.
+    pub fn rows(&mut self, count: usize, index: usize) -> Vec<Row> {
+        (0..count).map(|i| self.row(self.steps + i as u64, index + i)).collect()
     }
 
     fn sampling(&self, step: u64) -> Sampling {
@@ -147,32 +133,33 @@ impl Sampler {
         active.fold(self.sampling, |sampling, (values, _)| sampling.with(values))
     }
 
-    /// Biases and bans at `step` as offsets to logits, f32 [columns]; `None` without any.
-    fn offsets(&mut self, step: u64, columns: i32) -> Option<&Array> {
+    /// Biases and bans at `step` as offsets to logits.
+    fn offsets(&mut self, step: u64) -> Rc<[(u32, f32)]> {
         if self.bans.is_empty() && self.biases.is_empty() {
-            return None;
+            return Rc::default();
         }
-        let fits = |o: &Offsets| o.columns == columns && (o.from..o.until).contains(&step);
-        if !self.offsets.as_ref().is_some_and(fits) {
-            self.offsets = Some(self.offsets_from(step, columns));
+        match &self.offsets {
+            Some(offsets) if (offsets.from..offsets.until).contains(&step) => {
+                offsets.values.clone()
+            }
+            _ => {
+                let offsets = self.offsets_from(step);
+                self.offsets.insert(offsets).values.clone()
+            }
         }
-        self.offsets.as_ref().and_then(|offsets| offsets.array.as_ref())
     }
 
-    fn offsets_from(&self, step: u64, columns: i32) -> Offsets {
+    fn offsets_from(&self, step: u64) -> Offsets {
         let biases = self.biases.iter().map(|(&token, &(bias, until))| (token, bias, until));
         // Bans come after the biases, so that no bias loosens a ban.
         let bans = self.bans.iter().map(|(&token, &until)| (token, f32::NEG_INFINITY, until));
-        let mut values = vec![0.0; columns as usize];
-        let (mut ends, mut any) = (NEVER, false);
+        let mut values = BTreeMap::new();
+        let mut ends = NEVER;
         for (token, offset, until) in biases.chain(bans).filter(|(_, _, until)| step < *until) {
             ends = ends.min(until);
-            if let Some(value) = values.get_mut(token as usize) {
-                (*value, any) = (offset, true);
-            }
+            values.insert(token, offset);
         }
-        let array = any.then(|| Array::from_slice(&values, &[columns]));
-        Offsets { from: step, until: ends, columns, array }
+        Offsets { from: step, until: ends, values: values.into_iter().collect() }
     }
 
     fn until(&self, steps: u32) -> u64 {

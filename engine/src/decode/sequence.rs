@@ -10,17 +10,22 @@
 //! verdicts.
 
 use std::collections::VecDeque;
+use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::Array;
-use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::transforms::async_eval;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::constrain::Constraint;
 use super::draft::Drafter;
 use super::governor::{Choice, Costs, Governor};
+use super::logprobs::Logprobs;
 use super::loops::Detector;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
+use super::samples::{SampleOf, Samples};
 use super::speculate::Draft;
 use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
@@ -73,10 +78,15 @@ pub struct Sequence {
     pub queued_steps: u32,
     /// Steps in a row in which its prompt waited for those of others.
     pub passed_over: u32,
+    /// How often it was preempted.
+    pub preempted: u32,
     /// Number of layers with a skipped feed-forward block, for the usage.
     pub skipped_layers: u32,
     pub sampler: Sampler,
-    pub seed: u64,
+    /// The form of the reply; `None` if it is free.
+    pub constraint: Option<Constraint>,
+    /// Of the sampled token, if they are reported.
+    pub logprobs: Option<Logprobs>,
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,
@@ -121,6 +131,8 @@ pub struct Progress {
     pub(super) waiting: Vec<Piece>,
     drafted: u32,
     accepted: u32,
+    /// Tokens that the form left no choice about.
+    pub(super) forced: u32,
     /// Passes that verified a draft.
     verified: u32,
     /// Tokens, prompt included, that the policy has seen or injected.
@@ -143,10 +155,21 @@ impl Progress {
 pub struct NextLogits {
     /// Position of the token.
     pub position: usize,
-    /// [1, V]
+    /// [R, V] of a pass.
     pub logits: Array,
+    /// Its row in `logits`.
+    pub row: usize,
     /// The cache before the rows of their pass, if rows of other sequences ran in it.
     pub before: Option<Checkpoint>,
+}
+
+impl NextLogits {
+    /// The logits of the token alone, [1, V].
+    pub fn own(&self) -> Result<Array> {
+        // A pass has fewer than 2^31 rows.
+        let row = self.row as i32;
+        Ok(self.logits.try_index(row..row + 1)?)
+    }
 }
 
 /// A sampled token.
@@ -161,24 +184,16 @@ pub enum Sampled {
 /// A token that may still be computed.
 #[derive(Debug, Clone)]
 pub struct Computing {
-    /// u32 [1]
-    pub token: Array,
-    /// After a pass with other sequences: the margin, f32 [1], and the cache before the pass, to which
-    /// a near-tie rewinds.
-    pub check: Option<(Array, Checkpoint)>,
+    pub sample: SampleOf,
+    /// After a pass with other sequences: the cache before the pass, to which a near-tie rewinds.
+    pub before: Option<Checkpoint>,
 }
 
 impl Computing {
-    /// Waits for the token.
-    pub fn read(&self) -> Result<u32> {
-        self.token.try_item_exact::<u32>().map_err(Error::from)
-    }
-
     /// The cache before the pass, if its rounding may have decided the token.
-    pub fn near_tie(self, margin: f32) -> Result<Option<Checkpoint>> {
-        let Some((found, before)) = self.check else { return Ok(None) };
-        let found = found.try_item_exact::<f32>()?;
-        Ok((found < margin).then_some(before))
+    pub fn near_tie(self, least_margin: f32) -> Result<Option<Checkpoint>> {
+        let Some(before) = self.before else { return Ok(None) };
+        Ok((self.sample.margin()? < least_margin).then_some(before))
     }
 }
 
@@ -186,9 +201,9 @@ impl Computing {
 pub enum StepInput {
     /// A chunk of the prompt, or injected text.
     Tokens(Vec<u32>),
-    /// The token sampled last, u32 [1].
-    Sampled(Array),
-    /// The last committed token and a draft, u32 [m + 1].
+    /// The token sampled last.
+    Sampled(SampleOf),
+    /// The last committed token, and this draft after it, u32 [m].
     Draft(Array),
     /// Nothing: the sampled token ends the reply in any case.
     Nothing,
@@ -202,8 +217,7 @@ impl Sequence {
             return Ok(StepInput::Nothing);
         }
         if let Some(draft) = &self.draft {
-            let last = Array::from_slice(&self.tokens[position..], &[1]);
-            return Ok(StepInput::Draft(concatenate(&[&last, &draft.tokens], 0)?));
+            return Ok(StepInput::Draft(draft.tokens.clone()));
         }
         if position < self.tokens.len() {
             let mut end = self.tokens.len().min(position + chunk);
@@ -217,31 +231,29 @@ impl Sequence {
         }
         match &self.sampled {
             Some(Sampled::Computing(next)) if !self.next_token_is_last() => {
-                Ok(StepInput::Sampled(next.token.clone()))
+                Ok(StepInput::Sampled(next.sample.clone()))
             }
             _ => Ok(StepInput::Nothing),
         }
     }
 
-    /// Samples the next token from its logits, with the parameters of step `step`. Returns the arrays to
-    /// evaluate.
-    pub fn sample_next(&mut self, step: u64) -> Result<Vec<Array>> {
-        let Some(NextLogits { position, logits, before }) = &self.next_logits else {
-            return Ok(Vec::new());
-        };
-        let index = *position as u64;
-        let (token, check) = match before {
-            Some(before) => {
-                let (token, margin) =
-                    self.sampler.sample_with_margin(logits, step, self.seed, index)?;
-                (token, Some((margin, before.clone())))
-            }
-            None => (self.sampler.sample(logits, step, self.seed, index)?, None),
-        };
-        let margin = check.as_ref().map(|(margin, _)| margin.clone());
-        let arrays = [token.clone()].into_iter().chain(margin).collect();
-        self.sampled = Some(Sampled::Computing(Computing { token, check }));
-        Ok(arrays)
+    /// Samples the next token from its logits again, with the parameters of the next step.
+    pub fn sample_again(&mut self) -> Result<()> {
+        let Some(next) = &self.next_logits else { return Ok(()) };
+        let mut row = self.sampler.row(self.sampler.steps(), next.position);
+        row.mask = self.constraint.as_ref().and_then(Constraint::mask);
+        if !self.request.penalties.is_empty() {
+            row.penalties = self.request.penalties.of(&self.tokens, self.prompt);
+        }
+        let (logits, rows) = (next.own()?, [row]);
+        let samples = Rc::new(Samples::of(&logits, &rows, next.before.is_some())?);
+        let logprobs = self.request.logprobs.map(|top| samples.logprobs(&logits, &rows, top));
+        self.logprobs = logprobs.transpose()?;
+        async_eval(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
+        let before = next.before.clone();
+        self.sampled =
+            Some(Sampled::Computing(Computing { sample: SampleOf::new(samples, 0), before }));
+        Ok(())
     }
 
     /// Rewinds the cache by the pass that ended in a near-tie, which runs again alone.
@@ -253,8 +265,7 @@ impl Sequence {
 
     /// The governor's choice for the next step; `unread` as in [`Governor::choose`].
     pub fn choose_draft(&self, costs: &Costs, unread: bool) -> Option<Choice> {
-        // The rows of a pass are sampled with the same parameters.
-        if self.sampler.has_temporary_override() {
+        if self.samples_late() {
             return None;
         }
         let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
@@ -362,18 +373,28 @@ impl Sequence {
             self.end(FinishReason::Policy(reason.into()));
             return Ok(());
         }
+        if !self.is_allowed(token) {
+            self.stale_from = Some(self.tokens.len());
+            return self.end_without_token();
+        }
         if text.eos().contains(&token) {
             return self.end_turn(token, text);
         }
+        self.report_logprobs(token, text)?;
+        let was_late = self.samples_late();
         let mut loop_found = self.append(token);
+        if !was_late && self.samples_late() {
+            // It was sampled without the mask.
+            self.sampled = None;
+        }
         if self.judge(text)? {
             loop_found = None;
         }
-        if let Some(stop) = self.reply_state.reply.stopped_by()
-            && !self.has_ended()
-        {
-            let stop = stop.to_string();
-            self.end(FinishReason::StopString(stop));
+        let stopped_by = self.reply_state.reply.stopped_by().map(str::to_string);
+        let is_last_call =
+            self.request.tool_choice.is_single && !self.progress.tool_calls.is_empty();
+        if (stopped_by.is_some() || is_last_call) && !self.has_ended() {
+            self.end(stopped_by.map_or(FinishReason::Stop, FinishReason::StopString));
         }
         self.check_limits();
         if !self.has_ended() {
@@ -464,6 +485,14 @@ impl Sequence {
                     Event::Answer(text)
                 }
                 Piece::ToolCall(_) if !is_new_call => continue,
+                Piece::ToolCall(call)
+                    if self.request.tool_choice.is_single
+                        && !self.progress.tool_calls.is_empty() =>
+                {
+                    let name = call.function.name;
+                    self.note(format!("left out a call of `{name}`: parallel_tool_calls is false"));
+                    continue;
+                }
                 Piece::ToolCall(call) => {
                     self.progress.tool_calls.push(call.clone());
                     Event::ToolCall(call)
@@ -561,6 +590,7 @@ impl Sequence {
             answer_tokens: self.reply_state.answer_tokens,
             drafted_tokens: self.progress.drafted,
             accepted_tokens: self.progress.accepted,
+            forced_tokens: self.progress.forced,
             skipped_layers: self.skipped_layers,
         }
     }

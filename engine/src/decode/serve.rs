@@ -4,10 +4,14 @@
 //! a panic, nothing of its sequence is used any more, and the prefix cache, which it may have left
 //! halfway through a change, is emptied: that costs time only.
 
-use super::Decoder;
+use std::collections::VecDeque;
+use std::time::Instant;
+
 use super::prefetch::Expected;
 use super::prepare::{self, Prepared, log_refused};
 use super::sequence::Sequence;
+use super::{Decoder, memory};
+use crate::activity::MemoryUse;
 use crate::error::{Error, RequestError, catch_panic};
 use crate::queue::{Next, Queue};
 use crate::request::Event;
@@ -36,8 +40,8 @@ impl Decoder {
 
     fn serve(&mut self) {
         loop {
-            if self.sequences.is_empty() {
-                let next = match self.queue.next() {
+            if self.sequences.is_empty() && self.preempted.is_empty() {
+                let next = match self.queue.next(|_| true) {
                     Next::Nothing if self.prefetch_chunk() => continue,
                     Next::Nothing => self.queue.wait_for_next(),
                     next => next,
@@ -48,17 +52,28 @@ impl Decoder {
                     Next::End => return,
                 }
             }
-            while self.sequences.len() < self.max_running {
-                let Next::Start(prepared) = self.queue.next() else { break };
-                self.start_request(*prepared);
-            }
+            self.start_requests();
             if self.queue.is_stopping() {
-                for sequence in &mut std::mem::take(&mut self.sequences) {
+                for sequence in &mut self.take_all() {
                     self.fail(sequence, Error::Stopped);
                 }
             }
             self.step();
         }
+    }
+
+    /// Starts requests while there is room. Preempted ones come first.
+    fn start_requests(&mut self) {
+        while self.sequences.len() < self.max_running && self.preempted.is_empty() {
+            let next = self.queue.next(|prepared| self.has_room_for(prepared));
+            let Next::Start(prepared) = next else { return };
+            self.start_request(*prepared);
+        }
+    }
+
+    /// All sequences, running and preempted.
+    fn take_all(&mut self) -> Vec<Sequence> {
+        self.sequences.drain(..).chain(self.preempted.drain(..)).collect()
     }
 
     pub(super) fn start_request(&mut self, prepared: Prepared) {
@@ -76,42 +91,79 @@ impl Decoder {
 
     /// Runs one step of every sequence: one token, one draft, or one chunk of the prompt.
     pub(super) fn step(&mut self) {
-        let mut running = Vec::with_capacity(self.sequences.len());
-        for mut sequence in std::mem::take(&mut self.sequences) {
+        self.end_unwanted();
+        self.resume_preempted();
+        self.make_room_for_step();
+        let mut running = std::mem::take(&mut self.sequences);
+        if !running.is_empty() {
+            self.run_step(&mut running);
+        }
+        self.sequences = running.into_iter().filter_map(|s| self.unless_ended(s)).collect();
+        self.report_sequences();
+    }
+
+    /// Runs the step of all sequences. If their pass fails, so do all: every cache may be damaged.
+    fn run_step(&mut self, running: &mut Vec<Sequence>) {
+        let (stage, start) = (running[0].stage(), Instant::now());
+        let decodes = running.iter().any(|sequence| sequence.prompt_rows() == 0);
+        let length = |running: &[Sequence]| running.iter().map(Sequence::reply_len).sum::<usize>();
+        let before = length(running);
+        if let Err(error) = catch_panic(stage, || self.advance(running)) {
+            for mut sequence in running.drain(..) {
+                self.fail(&mut sequence, error.shared());
+            }
+        }
+        // A policy may have rewound more than was committed.
+        self.activity.add_tokens(length(running).saturating_sub(before));
+        if decodes && start.elapsed() > self.stall {
+            self.activity.update(|activity| activity.stalls += 1);
+        }
+    }
+
+    /// Tells other threads what runs.
+    fn report_sequences(&self) {
+        let arrays = memory::active().unwrap_or_default();
+        let running = self.sequences.iter().map(|s| self.memory.of_cache(&s.cache)).sum();
+        let prefix_cache = self.prefixes.bytes();
+        self.activity.update(|activity| {
+            (activity.running, activity.preempted) = (self.sequences.len(), self.preempted.len());
+            activity.bytes = MemoryUse { arrays, running, prefix_cache, ..activity.bytes };
+        });
+    }
+
+    /// Finishes a request that has ended; returns one that has not.
+    pub(super) fn unless_ended(&mut self, mut sequence: Sequence) -> Option<Sequence> {
+        if let Some(error) = sequence.take_failure() {
+            self.fail(&mut sequence, error);
+        } else if sequence.has_ended() {
+            if self.end(&mut sequence, Sequence::finish) {
+                self.save_reply(&mut sequence);
+            }
+        } else {
+            return Some(sequence);
+        }
+        None
+    }
+
+    /// Ends requests whose client has disconnected or whose deadline has passed.
+    fn end_unwanted(&mut self) {
+        let is_wanted = |sequence: &Sequence| !sequence.is_cancelled() && !sequence.is_late();
+        let (running, unwanted): (Vec<_>, Vec<_>) = self.sequences.drain(..).partition(is_wanted);
+        let (preempted, also): (VecDeque<_>, VecDeque<_>) =
+            self.preempted.drain(..).partition(is_wanted);
+        (self.sequences, self.preempted) = (running, preempted);
+        for mut sequence in unwanted.into_iter().chain(also) {
             if sequence.is_cancelled() {
                 self.end(&mut sequence, Sequence::cancel);
-            } else if sequence.is_late() {
+            } else {
                 let error = RequestError::Deadline { stage: sequence.stage() }.into();
                 self.fail(&mut sequence, error);
-            } else if let Err(error) = self.make_room_for_step(&sequence) {
-                self.fail(&mut sequence, error);
-            } else {
-                running.push(sequence);
-            }
-        }
-        let stage = running.first().map_or("", Sequence::stage);
-        if let Err(error) = catch_panic(stage, || self.advance(&mut running)) {
-            // The pass was shared: every cache may be damaged.
-            for sequence in &mut running {
-                self.fail(sequence, error.shared());
-            }
-            return;
-        }
-        for mut sequence in running {
-            if let Some(error) = sequence.take_failure() {
-                self.fail(&mut sequence, error);
-            } else if sequence.has_ended() {
-                if self.end(&mut sequence, Sequence::finish) {
-                    self.save_reply(&mut sequence);
-                }
-            } else {
-                self.sequences.push(sequence);
             }
         }
     }
 
     /// Ends a request with an error; its sequence is dropped afterwards.
-    fn fail(&mut self, sequence: &mut Sequence, error: Error) {
+    pub(super) fn fail(&mut self, sequence: &mut Sequence, error: Error) {
         if let Error::Panic { .. } = error {
             self.recover_from(&error);
             sequence.abandon(error);

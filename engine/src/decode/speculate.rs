@@ -17,7 +17,6 @@
 use std::time::Instant;
 
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
@@ -25,9 +24,10 @@ use super::draft::{
     DraftContext, Drafter, EarlyExitDrafter, ModelDrafter, MtpDrafter, NgramDrafter, discount_rates,
 };
 use super::governor::{Governor, Mode};
+use super::samples::SampleOf;
 use super::sequence::{Sampled, Sequence};
 use crate::config::DraftKind;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Drafted tokens, from proposal to verification.
 pub struct Draft {
@@ -36,20 +36,18 @@ pub struct Draft {
     /// u32 [m]
     pub tokens: Array,
     /// Position of the row before them, that of the last committed token.
-    position: usize,
+    pub position: usize,
     /// When drafting began.
     start: Instant,
-    pass: Option<VerifyPass>,
+    pub pass: Option<VerifyPass>,
 }
 
 /// Result of the pass over the last committed token and the drafted tokens.
-struct VerifyPass {
+pub struct VerifyPass {
     /// [1, m + 1, D]
-    hidden: Array,
-    /// The token sampled after each row, u32 [m + 1].
-    sampled: Array,
-    /// Margins of the sampled tokens, f32 [m + 1], if near-ties are to be detected.
-    margins: Option<Array>,
+    pub hidden: Array,
+    /// The token sampled after the first row. Those of the other rows follow it.
+    pub first: SampleOf,
 }
 
 /// Margin, relative to the largest logit, below which the rounding of passes of different shapes may
@@ -139,14 +137,13 @@ impl Decoder {
             discount_rates(&mut *sequence.drafters[choice.drafter]);
         }
         let start = Instant::now();
-        let Sequence { drafters, cache, tokens, sampler, seed, .. } = sequence;
+        let Sequence { drafters, cache, tokens, sampler, .. } = sequence;
         let mut context = DraftContext {
             model: &*self.model,
             part: self.pass(),
             cache,
             tokens,
             sampler,
-            seed: *seed,
             vocabulary: self.vocabulary,
         };
         if let Some(tokens) = drafters[choice.drafter].propose(&mut context, choice.depth)? {
@@ -157,39 +154,16 @@ impl Decoder {
         Ok(())
     }
 
-    /// Samples a token after each row of a pass over a draft; `hidden` is [1, m + 1, D].
-    pub(super) fn sample_draft_rows(&self, sequence: &mut Sequence, hidden: Array) -> Result<()> {
-        let draft = sequence.draft.as_mut().expect("these rows belong to a draft");
-        let logits = self.logits(&hidden)?.squeeze_axes(&[0])?;
-        // No drafts run under a temporary override, so the parameters of the first row hold for all.
-        let (step, index) = (sequence.sampler.steps(), draft.position as u64 + 1);
-        let (sampler, seed) = (&mut sequence.sampler, sequence.seed);
-        let (sampled, margins) = if self.speculation.exact {
-            let (sampled, margins) = sampler.sample_with_margin(&logits, step, seed, index)?;
-            (sampled, Some(margins))
-        } else {
-            (sampler.sample(&logits, step, seed, index)?, None)
-        };
-        draft.pass = Some(VerifyPass { hidden, sampled, margins });
-        Ok(())
-    }
-
     /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
     pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
         let Draft { drafter, tokens, position, start, pass } = draft;
-        let VerifyPass { hidden, sampled, margins } =
-            pass.expect("the pass over the draft has run");
-        eval([&tokens, &sampled].into_iter().chain(&margins))?;
+        let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
+        let (sampled, margins) = first.with_next(tokens.size())?;
+        let tokens = tokens.try_as_slice::<u32>()?;
         let seconds = start.elapsed().as_secs_f32();
-        let (tokens, sampled) = (read::<u32>(&tokens)?, read::<u32>(&sampled)?);
-        let equal = equal_tokens(&tokens, &sampled);
-        let near_tie = match &margins {
-            Some(margins) => {
-                let margins = read::<f32>(margins)?;
-                margins.iter().position(|&margin| margin < self.near_tie_margin)
-            }
-            None => None,
-        };
+        let equal = equal_tokens(tokens, sampled);
+        let is_near_tie = |margin: &f32| *margin < self.near_tie_margin;
+        let near_tie = margins.iter().position(is_near_tie).filter(|_| self.speculation.exact);
         let confident = near_tie.map_or(equal, |row| equal.min(row));
 
         let mut accepted = 0;
@@ -203,7 +177,8 @@ impl Decoder {
             diverted = sequence.has_ended()
                 || sequence.stale_from.is_some()
                 || sequence.tokens.len() != length + 1;
-            sampling_changed = sequence.sampler.changes() != changes;
+            // The other rows were sampled without the mask of a form that begins here.
+            sampling_changed = sequence.sampler.changes() != changes || sequence.samples_late();
             if diverted || sampling_changed {
                 break;
             }
@@ -248,15 +223,10 @@ fn equal_tokens(draft: &[u32], sampled: &[u32]) -> usize {
     draft.iter().zip(sampled).take_while(|(draft, sampled)| draft == sampled).count()
 }
 
-/// Copies an array's values to the host.
-fn read<T: mlx_rs::ArrayElement + Clone>(array: &Array) -> Result<Vec<T>> {
-    let values = array.try_as_slice::<T>().map_err(Error::from)?;
-    Ok(values.to_vec())
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::sample::sample;
+    use super::super::noise::mix;
+    use super::super::sample::{Row, sample};
     use super::*;
     use crate::request::Sampling;
 
@@ -283,6 +253,13 @@ mod tests {
         Array::from_slice(&logits, &[tokens.len() as i32, 5])
     }
 
+    /// A token sampled after each row of `logits`, the first for position `index`.
+    fn sampled(logits: &Array, sampling: &Sampling, seed: u64, index: usize) -> Vec<u32> {
+        let row = |i| Row::new(*sampling, mix(seed, (index + i) as u64));
+        let rows: Vec<Row> = (0..logits.dim(0) as usize).map(row).collect();
+        sample(logits, &rows).unwrap().as_slice::<u32>().to_vec()
+    }
+
     /// `count` tokens decoded with drafts of three, and the number of accepted ones.
     fn speculative(count: usize, sampling: &Sampling, seed: u64) -> (Vec<u32>, usize) {
         let (mut text, mut accepted) = (vec![0], 0);
@@ -290,13 +267,10 @@ mod tests {
             let mut draft = vec![text[text.len() - 1]];
             for i in 0..3 {
                 let logits = rows(&DRAFTER, &draft[i..]);
-                let index = (text.len() + i) as u64;
-                draft
-                    .extend(read::<u32>(&sample(&logits, sampling, seed, index).unwrap()).unwrap());
+                draft.extend(sampled(&logits, sampling, seed, text.len() + i));
             }
             let logits = rows(&MODEL, &draft);
-            let sampled = sample(&logits, sampling, seed, text.len() as u64).unwrap();
-            let sampled = read::<u32>(&sampled).unwrap();
+            let sampled = sampled(&logits, sampling, seed, text.len());
             let equal = equal_tokens(&draft[1..], &sampled);
             text.extend(&sampled[..=equal]);
             accepted += equal;
@@ -308,8 +282,7 @@ mod tests {
         let mut text = vec![0];
         while text.len() < count {
             let logits = rows(&MODEL, &text[text.len() - 1..]);
-            let sampled = sample(&logits, sampling, seed, text.len() as u64).unwrap();
-            text.extend(read::<u32>(&sampled).unwrap());
+            text.extend(sampled(&logits, sampling, seed, text.len()));
         }
         text
     }

@@ -8,20 +8,49 @@
 //! logits. In f32, a token of a pass with several sequences whose margin is a near-tie is not committed:
 //! its row runs again in a pass of its own.
 
+use std::rc::Rc;
 use std::time::Instant;
 
-use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Dtype};
 
+use super::Decoder;
 use super::governor::Governor;
 use super::memory::Before;
 use super::plan::{self, Budget, Pending};
-use super::sequence::{NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
-use super::{Decoder, token_ids};
+use super::sample::Row;
+use super::samples::{Input, SampleOf, Samples};
+use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
+use super::speculate::VerifyPass;
 use crate::cache::{Checkpoint, Span};
 use crate::error::{Result, catch_panic};
+use crate::request::Sampling;
+
+/// What one sequence ran in a pass.
+struct Ran {
+    /// Of the sequence.
+    index: usize,
+    /// Its first row in the pass.
+    start: i32,
+    /// The row after its last.
+    end: i32,
+    /// The step of its next token, for the sampler.
+    step: u64,
+    /// Its cache before the pass, if a near-tie is to run again.
+    before: Option<Checkpoint>,
+}
+
+impl Ran {
+    fn rows(&self) -> usize {
+        (self.end - self.start) as usize
+    }
+
+    /// Its part of the hidden states [1, R, D] of the pass.
+    fn own(&self, hidden: &Array) -> Result<Array> {
+        Ok(hidden.try_index((.., self.start..self.end))?)
+    }
+}
 
 impl Decoder {
     /// Runs the rows of all sequences, and commits the tokens sampled in the previous step or accepted
@@ -68,6 +97,9 @@ impl Decoder {
         } else if let Some(sampled) = sampled {
             self.commit_unless_near_tie(sequence, sampled)?;
         }
+        if sequence.samples_late() {
+            self.settle(sequence)?;
+        }
         sequence.take_checkpoint()
     }
 
@@ -81,7 +113,7 @@ impl Decoder {
         let token = match sampled {
             Sampled::Read(token) => token,
             Sampled::Computing(computing) => {
-                let token = computing.read()?;
+                let token = computing.sample.token()?;
                 if let Some(before) = computing.near_tie(self.near_tie_margin)? {
                     sequence.run_again(&before)?;
                     return Ok(false);
@@ -93,10 +125,10 @@ impl Decoder {
         Ok(true)
     }
 
-    /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up.
-    /// Returns the number of rows of prompt among them.
+    /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up, and
+    /// after each row of a draft. Returns the number of rows of prompt among them.
     fn forward(&mut self, running: &mut [Sequence]) -> Result<usize> {
-        let mut ids = Vec::new();
+        let (mut inputs, mut end) = (Vec::new(), 0);
         let mut ran = Vec::new();
         let mut spans = Vec::new();
         // Rounding depends on the number of rows in a pass. In 16 bits near-ties are frequent, and the
@@ -105,109 +137,142 @@ impl Decoder {
         let checks = self.speculation.exact && precise && running.len() > 1;
         let planned = self.plan_prefill(running);
         let prompt_rows = planned.iter().sum();
-        for (i, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
+        for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
             if waits {
                 continue;
             }
             let mut step = sequence.sampler.steps();
-            let rows = match sequence.next_input(planned.max(STEP_ROWS))? {
+            let start = end;
+            match sequence.next_input(planned.max(STEP_ROWS))? {
                 StepInput::Tokens(tokens) => {
                     sequence.queued_steps = 0;
-                    token_ids(&tokens)
+                    Input::push_tokens(&mut inputs, &tokens);
                 }
-                StepInput::Draft(rows) => {
+                StepInput::Draft(draft) => {
                     sequence.queued_steps = 0;
-                    rows
+                    Input::push_tokens(&mut inputs, &sequence.tokens[sequence.cache.position..]);
+                    inputs.push(Input::Tokens(draft));
                 }
-                StepInput::Sampled(rows) => {
+                StepInput::Sampled(sample) => {
                     sequence.queued_steps += 1;
                     // The input is sampled but not committed yet.
                     step += 1;
-                    rows
+                    Input::push_sample(&mut inputs, sample);
                 }
                 StepInput::Nothing => {
                     sequence.sampled = None;
                     continue;
                 }
-            };
+            }
+            end = inputs.iter().map(Input::rows).sum();
             let before = checks.then(|| sequence.cache.checkpoint()).transpose()?;
-            spans.push(Span { rows: rows.dim(0), cache: &mut sequence.cache });
-            ids.push(rows);
-            ran.push((i, step, before));
+            spans.push(Span { rows: end - start, cache: &mut sequence.cache });
+            ran.push(Ran { index, start, end, step, before });
         }
-        if ids.is_empty() {
+        if ran.is_empty() {
             return Ok(0);
         }
-        let before = Before::now()?;
-        let joined = if ids.len() == 1 { ids[0].clone() } else { concatenate(&ids, 0)? };
+        let memory_before = (prompt_rows > 0).then(Before::now).transpose()?;
+        let joined = Input::join(inputs)?;
+        let rows = joined.dim(0);
         if let Some(threads) = &mut self.threads {
-            threads.set_for(joined.dim(0) as usize);
+            threads.set_for(rows as usize);
         }
+        self.activity.add_pass(joined.dim(0) as usize);
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
-
-        let mut end = 0;
-        let (mut prefilled, mut sampling, mut last_rows) = (Vec::new(), Vec::new(), Vec::new());
-        for ((i, step, before), rows) in ran.into_iter().zip(&ids) {
-            let rows = rows.dim(0);
-            end += rows;
-            let sequence = &mut running[i];
-            let own = hidden.try_index((.., end - rows..end))?;
-            if sequence.draft.is_some() {
-                self.sample_draft_rows(sequence, own)?;
-                continue;
-            }
-            if !sequence.is_caught_up() {
-                // Evaluated below: the graphs of all chunks would pile up, and the client could not cancel.
-                prefilled.extend(sequence.cache.arrays()?);
-                continue;
-            }
-            sequence.observe(&own, sequence.cache.position - rows as usize)?;
-            sequence.governor.iter_mut().for_each(Governor::count_step);
-            sampling.push((i, step, before.filter(|_| ids.len() > 1)));
-            last_rows.push(own.try_index((.., rows - 1..))?);
-        }
-        self.sample_next(running, &last_rows, sampling)?;
+        let prefilled = self.sample_after(running, ran, &hidden)?;
         if !prefilled.is_empty() {
             eval(&prefilled)?;
-            let length = running.iter().map(|s| s.cache.position).max().unwrap_or(0);
-            self.memory.learn(&before, joined.dim(0) as usize, length)?;
+            if let Some(before) = memory_before {
+                let length = running.iter().map(|s| s.cache.position).max().unwrap_or(0);
+                self.memory.learn(&before, rows as usize, length)?;
+            }
         }
         Ok(prompt_rows)
     }
 
-    /// Samples the next token of each sequence in `sampling` (its index, its step, and its cache before
-    /// the pass, if others' rows ran in it) after its last row [1, 1, D] in `hidden`.
-    fn sample_next(
+    /// Samples the next token of each sequence that has caught up, and a token after each row of a draft,
+    /// from the hidden states [1, R, D] of a pass, in one graph. Returns the caches of the other
+    /// sequences.
+    fn sample_after(
         &self,
         running: &mut [Sequence],
-        hidden: &[Array],
-        sampling: Vec<(usize, u64, Option<Checkpoint>)>,
-    ) -> Result<()> {
-        let hidden = match hidden {
-            [] => return Ok(()),
-            [row] => row.clone(),
-            rows => concatenate(rows, 1)?,
-        };
-        // One product with the head, the largest matrix of most models.
-        let logits = self.logits(&hidden)?;
-        let mut evaluated = Vec::with_capacity(sampling.len());
-        for (row, (i, step, before)) in (0i32..).zip(sampling) {
-            let sequence = &mut running[i];
-            let logits = logits.try_index((.., row..row + 1))?.squeeze_axes(&[1])?;
+        ran: Vec<Ran>,
+        hidden: &Array,
+    ) -> Result<Vec<Array>> {
+        let shared = ran.len() > 1;
+        let (mut prefilled, mut sampling) = (Vec::new(), Vec::new());
+        // The rows of the pass after which tokens are sampled, and how.
+        let (mut places, mut rows): (Vec<i32>, Vec<Row>) = (Vec::new(), Vec::new());
+        let mut with_margins = false;
+        for mut ran in ran {
+            let sequence = &mut running[ran.index];
             let position = sequence.cache.position;
-            sequence.next_logits = Some(NextLogits { position, logits, before });
-            evaluated.extend(sequence.sample_next(step)?);
+            if let Some(draft) = &sequence.draft {
+                places.extend(ran.start..ran.end);
+                rows.extend(sequence.sampler.rows(ran.rows(), draft.position + 1));
+                with_margins |= self.speculation.exact;
+            } else if sequence.is_caught_up() {
+                if !sequence.drafters.is_empty() {
+                    sequence.observe(&ran.own(hidden)?, position - ran.rows())?;
+                }
+                sequence.governor.iter_mut().for_each(Governor::count_step);
+                places.push(ran.end - 1);
+                // A row that is sampled later costs one search for the largest logit here.
+                rows.push(match sequence.samples_late() {
+                    true => Row::new(Sampling::default(), 0),
+                    false => sequence.sampler.row(ran.step, position),
+                });
+                ran.before = ran.before.filter(|_| shared);
+                with_margins |= ran.before.is_some();
+            } else {
+                // Evaluated by the caller: the graphs of all chunks would pile up, and the client could
+                // not cancel.
+                prefilled.extend(sequence.cache.arrays()?);
+                continue;
+            }
+            sampling.push(ran);
         }
+        if places.is_empty() {
+            return Ok(prefilled);
+        }
+        // One product with the head, the largest matrix of most models.
+        let all = places.len() == hidden.dim(1) as usize;
+        let logits = if all {
+            self.logits(hidden)?
+        } else {
+            let places = Array::from_slice(&places, &[places.len() as i32]);
+            self.logits(&hidden.take_axis(places, 1)?)?
+        };
+        let logits = logits.squeeze_axes(&[0])?;
+        let samples = Rc::new(Samples::of(&logits, &rows, with_margins)?);
         // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
         // one round trip a token.
-        async_eval(&evaluated)?;
-        Ok(())
+        async_eval(samples.arrays())?;
+        let mut row = 0;
+        for ran in sampling {
+            let sequence = &mut running[ran.index];
+            let sample = SampleOf::new(samples.clone(), row);
+            if let Some(draft) = &mut sequence.draft {
+                draft.pass = Some(VerifyPass { hidden: ran.own(hidden)?, first: sample });
+                row += ran.rows();
+            } else {
+                let (position, before) = (sequence.cache.position, ran.before);
+                let logits = logits.clone();
+                sequence.next_logits =
+                    Some(NextLogits { position, logits, row, before: before.clone() });
+                let sampled = Sampled::Computing(Computing { sample, before });
+                sequence.sampled = (!sequence.samples_late()).then_some(sampled);
+                row += 1;
+            }
+        }
+        Ok(prefilled)
     }
 
     /// The rows of prompt that each sequence runs in this step.
-    fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
+    pub(super) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
         let pending = |sequence: &Sequence| Pending {
             rows: sequence.prompt_rows(),
             passed_over: sequence.passed_over,

@@ -12,6 +12,8 @@ use crate::request::{Message, Request};
 
 mod actions;
 mod failures;
+mod forms;
+mod preemption;
 mod scripted;
 mod tool_calls;
 

@@ -47,9 +47,6 @@ impl Sequence {
         }
         let start = self.prompt + self.reply_state.reply.last_call_start();
         let repaired = self.judge_from(start, text)?;
-        if self.has_last_call() && !self.has_ended() {
-            self.end(FinishReason::ToolCalls);
-        }
         if repaired || self.has_ended() {
             return Ok(repaired);
         }
@@ -67,10 +64,6 @@ impl Sequence {
         let mut accepted: Vec<ToolCall> = Vec::new();
         for i in 0..pieces.len() {
             let Some(call) = self.new_call(&pieces[i]) else { continue };
-            if self.request.single_tool_call && !accepted.is_empty() {
-                pieces.truncate(i);
-                break;
-            }
             match self.verdict(&call, &accepted)? {
                 Verdict::Accept => accepted.push(call),
                 Verdict::Repair(words) => {
@@ -99,9 +92,6 @@ impl Sequence {
                 sent.push(piece);
                 continue;
             };
-            if self.has_last_call() || self.request.single_tool_call && !accepted.is_empty() {
-                continue;
-            }
             match self.verdict(&call, &accepted)? {
                 Verdict::Accept => {
                     accepted.push(call);
@@ -115,11 +105,6 @@ impl Sequence {
             }
         }
         Ok(sent)
-    }
-
-    /// Whether the reply has the only call that its client wants.
-    fn has_last_call(&self) -> bool {
-        self.request.single_tool_call && !self.progress.tool_calls.is_empty()
     }
 
     fn new_call(&self, piece: &Piece) -> Option<ToolCall> {
@@ -143,6 +128,11 @@ impl Sequence {
             self.note(format!(
                 "accepted a call of `{name}`: limit of {MAX_REPAIRS} repairs reached"
             ));
+            return Ok(false);
+        }
+        if self.is_form_fixed() {
+            let reason = "the form of the reply is fixed";
+            self.note(format!("accepted a call of `{name}` without repair: {reason}"));
             return Ok(false);
         }
         if !self.rewind(start)? {

@@ -16,7 +16,8 @@ use tokio::sync::mpsc;
 
 use super::draft::{DraftContext, Drafter, MovingRate};
 use super::governor::{Governor, Mode};
-use super::sample::{mix, sample_with_margin};
+use super::noise::mix;
+use super::sample::{Row, sample_with_margins};
 use super::sequence::Sequence;
 use super::{Decoder, token_ids};
 use crate::cache::Span;
@@ -48,8 +49,11 @@ pub enum DecodePath {
     Drafted(DraftKind),
     /// As requests are served: the governor decides.
     Governed,
-    /// Among up to this many other requests, which join and leave at random steps.
+    /// Among up to this many other requests. They join, are cancelled and are preempted at random steps,
+    /// and the request is preempted as well.
     Batched(usize),
+    /// Preempted after every step, or with drafts of a kind after every other.
+    Preempted(Option<DraftKind>),
 }
 
 impl DecodePath {
@@ -63,6 +67,8 @@ impl DecodePath {
             Self::Drafted(kind) => format!("{} drafts", kind.name()),
             Self::Governed => "governor".into(),
             Self::Batched(others) => format!("among {others} other requests"),
+            Self::Preempted(None) => "preempted after every step".into(),
+            Self::Preempted(Some(kind)) => format!("preempted with {} drafts", kind.name()),
         }
     }
 }
@@ -220,8 +226,23 @@ impl Decoder {
         let mut start = Instant::now();
         let mut step = 0;
         while !running[0].has_ended() {
-            if let DecodePath::Batched(others) = path {
-                self.change_others(&mut running, &mut receivers, requests, others, step)?;
+            match path {
+                DecodePath::Batched(others) => {
+                    self.change_others(&mut running, &mut receivers, requests, others, step)?;
+                }
+                // Drafts begin with the second step after it was resumed.
+                DecodePath::Preempted(drafts) => {
+                    let sequence = &mut running[0];
+                    let is_due = drafts.is_none() || mix(1, step).is_multiple_of(2);
+                    if is_due && sequence.is_caught_up() {
+                        self.preempt_and_resume(sequence)?;
+                        self.restrict_drafting(sequence, path, None);
+                    }
+                }
+                _ => {}
+            }
+            if running[0].has_ended() {
+                break;
             }
             self.advance(&mut running)?;
             if running[0].tokens.len() == running[0].prompt {
@@ -286,8 +307,17 @@ impl Decoder {
             running.push(sequence);
         } else if running.len() > 1 && random % 16 == 1 {
             running.remove(1 + random / 16 % (running.len() - 1));
+        } else if random % 16 == 4 {
+            let i = random / 16 % running.len();
+            self.preempt_and_resume(&mut running[i])?;
         }
         Ok(())
+    }
+
+    /// Preempts a sequence, and resumes it at once unless it has ended.
+    fn preempt_and_resume(&mut self, sequence: &mut Sequence) -> Result<()> {
+        self.drop_state(sequence)?;
+        if sequence.has_ended() { Ok(()) } else { self.restore_state(sequence) }
     }
 
     /// Tokens of prompt and reply, computed plainly; errors as those of [`Decoder::verify`].
@@ -307,7 +337,7 @@ impl Decoder {
         let always = |depth| Some(Governor::new(Mode::Always(depth), depth));
         match (path, plain) {
             (DecodePath::Governed, _) => {}
-            (DecodePath::Drafted(kind), _) => {
+            (DecodePath::Drafted(kind) | DecodePath::Preempted(Some(kind)), _) => {
                 sequence.drafters.retain(|drafter| drafter.kind() == kind);
                 sequence.governor = always(DRAFT_DEPTH);
             }
@@ -332,7 +362,7 @@ impl Decoder {
         let hidden = self.model.forward(&ids, &mut [span], self.pass())?;
         let last = hidden.try_index((.., rows - 1..))?;
         let logits = self.model.logits(&last)?.squeeze_axes(&[1])?;
-        let (_, margin) = sample_with_margin(&logits, None, &Sampling::default(), 0, 0)?;
+        let (_, margin) = sample_with_margins(&logits, &[Row::new(Sampling::default(), 0)])?;
         margin.try_item_exact::<f32>().map_err(Error::from)
     }
 }

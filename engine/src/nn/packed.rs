@@ -1,7 +1,7 @@
 //! Quantized matrices: packed numbers, their scales, and MLX's operations on them.
 //!
 //! mlx-rs 0.33 has these operations for affine quantization only, so this file calls mlx-c for every
-//! mode. No other file of the engine does.
+//! mode.
 //!
 //! Source: `mlx.core.quantize` for affine (w = q * scale + bias, one scale and bias for a group of
 //! inputs); the OCP Microscaling specification 1.0 for `mxfp4` and `mxfp8`; NVIDIA's NVFP4 without

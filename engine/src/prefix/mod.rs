@@ -220,6 +220,18 @@ impl Prefixes {
         Ok(())
     }
 
+    /// Saves the state of `cache`, which holds exactly `tokens`, on disk only. Nothing without a store.
+    pub fn save_on_disk(&self, cache: &Cache, tokens: &[u32]) -> Result<()> {
+        self.write(cache, tokens, &self.keys(tokens))
+    }
+
+    /// Number of `tokens` whose KV [`Prefixes::save_on_disk`] would copy; `None` without a store.
+    pub fn tokens_to_write(&self, tokens: &[u32]) -> Option<usize> {
+        let disk = self.disk.as_ref()?;
+        let blocks = tokens.chunks(BLOCK_TOKENS).zip(self.keys(tokens));
+        Some(blocks.filter(|(_, key)| !disk.contains(key)).map(|(block, _)| block.len()).sum())
+    }
+
     /// Protects a saved prefix from eviction, as far as half of each tier allows. Does nothing for a
     /// prefix that is not saved.
     pub fn retain(&mut self, tokens: &[u32], retention: Retention) -> Result<()> {

@@ -125,6 +125,28 @@ impl Detokenizer {
         }
     }
 
+    /// The bytes of token `id` within other text, which need not be whole characters.
+    pub fn bytes(&self, id: u32) -> Vec<u8> {
+        let Some(token) = self.tokenizer.token(id) else { return Vec::new() };
+        match &self.kind {
+            Kind::Bytes { .. } => {
+                let bytes = byte_level();
+                let byte = |c: char| bytes.get(c as usize).copied().flatten();
+                // An added token is plain text, outside the byte alphabet.
+                let bytes: Option<Vec<u8>> = token.chars().map(byte).collect();
+                bytes.unwrap_or_else(|| token.into_bytes())
+            }
+            Kind::Pieces { steps, byte_fallback, .. } => {
+                let token = steps.iter().fold(token, |token, step| step.apply(token, false));
+                match byte_token(&token).filter(|_| *byte_fallback) {
+                    Some(byte) => vec![byte],
+                    None => token.into_bytes(),
+                }
+            }
+            Kind::Window { .. } => self.tokenizer.decode(&[id]).into_bytes(),
+        }
+    }
+
     /// Ends the text, or interrupts it for a marker: incomplete characters become U+FFFD.
     pub fn flush(&mut self, out: &mut String) {
         self.started = true;

@@ -47,6 +47,7 @@ mod tests;
 pub use reply::{Phase, Piece, Reply};
 pub use template::Template;
 
+use detokenize::Detokenizer;
 use folder::{Folder, Templates};
 use taint::{Origin, Taint};
 use tokenizer::{Marker, Tokenizer};
@@ -293,6 +294,40 @@ impl Text {
     /// Text of `tokens` with special tokens.
     pub fn decode_all(&self, tokens: &[u32]) -> String {
         self.tokenizer.decode_all(tokens)
+    }
+
+    /// The bytes of each token within other text, by id; `None` for tokens that carry structure and
+    /// for ids without a token.
+    pub fn token_bytes(&self) -> Vec<Option<Vec<u8>>> {
+        let decoder = Detokenizer::new(self.tokenizer.clone());
+        let bytes = |id: usize| {
+            // Ids fit u32: the tokenizer has them so.
+            let id = id as u32;
+            let bytes = (!self.tokenizer.is_protected(id)).then(|| decoder.bytes(id))?;
+            (!bytes.is_empty()).then_some(bytes)
+        };
+        (0..self.vocab_size()).map(bytes).collect()
+    }
+
+    /// The bytes of a token within other text.
+    pub fn bytes(&self, token: u32) -> Vec<u8> {
+        Detokenizer::new(self.tokenizer.clone()).bytes(token)
+    }
+
+    /// The tokens that open and close a tool call, if they are single tokens.
+    pub fn call_markers(&self) -> Option<[u32; 2]> {
+        let [open, close] = [Marker::OpenCall, Marker::CloseCall];
+        Some([self.tokenizer.marker_id(open)?, self.tokenizer.marker_id(close)?])
+    }
+
+    /// Whether `token` is `</think>`.
+    pub fn closes_reasoning(&self, token: u32) -> bool {
+        self.tokenizer.marker_id(Marker::CloseReasoning) == Some(token)
+    }
+
+    /// Whether the chat template writes tool calls as `<function=name>` blocks, and not as JSON.
+    pub fn writes_function_blocks(&self) -> bool {
+        self.templates.choose(true).source().contains("<function=")
     }
 
     /// Text of `tokens` without special tokens.

@@ -257,6 +257,12 @@ impl Tokenizer {
         self.hidden.contains(&id)
     }
 
+    /// Whether `id` carries structure, which text cannot spell: a hidden token, a marker, or a token of
+    /// the chat template.
+    pub fn is_protected(&self, id: u32) -> bool {
+        self.protected.contains(&id) || self.is_hidden(id)
+    }
+
     /// The largest id plus one.
     pub fn size(&self) -> usize {
         self.size

@@ -6,6 +6,7 @@ use steersman_engine::request::{Event, FinishReason, RawPrompt, Request};
 
 use super::chat::{extension, object, usage};
 use super::error::ApiError;
+use super::probability::{self, Probability};
 use super::protocol::{Call, Parsed, Place, Protocol};
 use super::reply::{self, Frames, Head, Part, Reply};
 use super::{fields, json, params};
@@ -54,26 +55,30 @@ struct StreamOptions {
 }
 
 /// Parses a body.
-fn parse(fields: Map<String, Value>) -> Result<Parsed<Completions>, ApiError> {
+fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Completions>, ApiError> {
     fields::check(fields::COMPLETIONS, &fields)?;
+    fields.shift_remove("logprobs");
+    let probability = fields::take(&mut fields, &probability::FIELDS);
+    let probability: Probability = json::typed_body(probability)?;
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check() })
+    Ok(Parsed { model, stream, call: body.check(probability) })
 }
 
 impl Body {
-    fn check(self) -> Result<Call<Completions>, ApiError> {
+    fn check(self, probability: Probability) -> Result<Call<Completions>, ApiError> {
         let max_tokens = match self.max_tokens {
             None => Some(MAX_TOKENS),
             limit => params::limit("max_tokens", limit)?,
         };
-        let request = Request {
+        let mut request = Request {
             max_tokens,
             sampling: params::sampling(self.temperature, self.top_p, self.top_k, self.min_p)?,
             seed: self.seed,
             stop: params::stops("stop", self.stop)?,
             ..Request::default()
         };
+        probability.apply(&mut request)?;
         let prompts = prompts(self.prompt.unwrap_or_default())?.into_iter();
         let requests =
             prompts.map(|prompt| Request { prompt: Some(prompt), ..request.clone() }).collect();
@@ -169,6 +174,7 @@ impl Protocol for Completions {
             Event::ToolCall(_)
             | Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Logprob(_)
             | Event::Failed(_) => {}
         }
     }

@@ -149,6 +149,13 @@ impl ApiError {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", NO_ROOM, "", message)
     }
 
+    /// The models are still being loaded.
+    pub fn loading() -> Self {
+        let message = "the server is loading its models; repeat the request later";
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(status, "server_error", "server_loading", "", message)
+    }
+
     /// The server stops before the reply is complete.
     pub fn stopping() -> Self {
         let message = "the server is stopping; repeat the request when it runs again";
@@ -363,6 +370,9 @@ impl From<Error> for ApiError {
                 RequestError::Cancelled => Self::invalid("cancelled", "", message),
                 RequestError::Template(_) => Self::invalid("invalid_messages", "messages", message),
                 RequestError::Tokenizer(_) => Self::value("messages", message),
+                RequestError::Structure { path, .. } => {
+                    Self::invalid("unsupported_structure", path.clone(), message)
+                }
                 RequestError::Field { field, .. } => Self::value(*field, message),
             },
             Error::Policy(problem) => {

@@ -41,7 +41,27 @@ pub const FIELDS: &[Field] = &[
     ("seed", Read),
     ("stop", Read),
     ("tools", Read),
+    // Read by `super::structure`.
+    ("tool_choice", Read),
     ("parallel_tool_calls", Read),
+    ("response_format", Read),
+    ("structured_outputs", Read),
+    ("guided_json", Read),
+    ("guided_regex", Read),
+    ("guided_choice", Read),
+    ("guided_grammar", Read),
+    ("json_schema", Read),
+    ("grammar", Read),
+    // Read by `super::probability`.
+    ("logit_bias", Read),
+    ("presence_penalty", Read),
+    ("frequency_penalty", Read),
+    ("repetition_penalty", Read),
+    ("repetition_context_size", Read),
+    ("min_tokens", Read),
+    ("ignore_eos", Read),
+    ("logprobs", Read),
+    ("top_logprobs", Read),
     ("chat_template_kwargs", Read),
     ("reasoning_effort", Read),
     ("max_thinking_tokens", Read),
@@ -58,19 +78,10 @@ pub const FIELDS: &[Field] = &[
     ("service_tier", Ignored),
     // A wish that no model here was trained to follow.
     ("verbosity", Ignored),
-    // Also read: "none" hides the tools.
-    ("tool_choice", Only(r#"["auto", "none"]"#, "leave the choice of a tool to the model")),
     ("functions", Only("[]", "send them as `tools`")),
     ("function_call", Only("[]", "send `tools` and `tool_choice`")),
-    ("response_format", Only(r#"[{"type": "text"}]"#, "describe the format in the prompt")),
     ("n", Only("[1]", "send one request for each choice")),
     ("best_of", Only("[1]", "send several requests")),
-    ("logprobs", Only("[false]", "probabilities are not reported yet")),
-    ("top_logprobs", Only("[0]", "probabilities are not reported yet")),
-    ("logit_bias", Only("[{}]", "a policy can ban or prefer tokens")),
-    ("frequency_penalty", Only("[0]", "the policy guards against repetition")),
-    ("presence_penalty", Only("[0]", "the policy guards against repetition")),
-    ("repetition_penalty", Only("[1]", "the policy guards against repetition")),
     ("modalities", Only(r#"[["text"]]"#, "only text is supported")),
     ("audio", Only("[]", "only text is supported")),
     ("prediction", Only("[]", "leave it out: it affects only the speed")),
@@ -115,6 +126,7 @@ pub const RESPONSES: &[Field] = &[
     ("temperature", Read),
     ("top_p", Read),
     ("tools", Read),
+    ("tool_choice", Read),
     ("parallel_tool_calls", Read),
     ("reasoning", Read),
     ("text", Read),
@@ -135,14 +147,12 @@ pub const RESPONSES: &[Field] = &[
     ("stream_options", Ignored),
     // Limits the calls of tools that run at OpenAI.
     ("max_tool_calls", Ignored),
-    // Also read: "none" hides the tools.
-    ("tool_choice", Only(r#"["auto", "none"]"#, "leave the choice of a tool to the model")),
     ("truncation", Only(r#"["disabled"]"#, "send a shorter input")),
     ("background", Only("[false]", "wait for the reply, or stream it")),
     ("conversation", Only("[]", "send previous_response_id or the whole input")),
     ("context_management", Only("[[]]", "send a shorter input")),
     ("prompt", Only("[]", "send the prompt as instructions and input")),
-    ("top_logprobs", Only("[0]", "probabilities are not reported yet")),
+    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
 ];
 
 /// The fields of the body of `POST /v1/completions`.
@@ -163,11 +173,15 @@ pub const COMPLETIONS: &[Field] = &[
     ("suffix", Only(r#"[""]"#, "write the prompt with the model's own tokens")),
     ("n", Only("[1]", "send the prompt several times")),
     ("best_of", Only("[1]", "send the prompt several times")),
-    ("logprobs", Only("[0]", "probabilities are not reported yet")),
-    ("logit_bias", Only("[{}]", "a policy can ban or prefer tokens")),
-    ("frequency_penalty", Only("[0]", "the policy guards against repetition")),
-    ("presence_penalty", Only("[0]", "the policy guards against repetition")),
-    ("repetition_penalty", Only("[1]", "the policy guards against repetition")),
+    // Read by `super::probability`.
+    ("logit_bias", Read),
+    ("presence_penalty", Read),
+    ("frequency_penalty", Read),
+    ("repetition_penalty", Read),
+    ("repetition_context_size", Read),
+    ("min_tokens", Read),
+    ("ignore_eos", Read),
+    ("logprobs", Only("[0]", "use /v1/chat/completions")),
 ];
 
 /// The fields of the body of `POST /api/chat`.
@@ -180,9 +194,9 @@ pub const OLLAMA_CHAT: &[Field] = &[
     ("options", Read),
     // The model is always loaded.
     ("keep_alive", Ignored),
-    ("format", Only(r#"[""]"#, "describe the format in the prompt")),
-    ("logprobs", Only("[false]", "probabilities are not reported yet")),
-    ("top_logprobs", Only("[0]", "probabilities are not reported yet")),
+    ("format", Read),
+    ("logprobs", Only("[false]", "use /v1/chat/completions")),
+    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
 ];
 
 /// The fields of the body of `POST /api/generate`.
@@ -195,13 +209,13 @@ pub const OLLAMA_GENERATE: &[Field] = &[
     ("stream", Read),
     ("options", Read),
     ("keep_alive", Ignored),
-    ("format", Only(r#"[""]"#, "describe the format in the prompt")),
+    ("format", Read),
     ("suffix", Only(r#"[""]"#, "write the prompt with the model's own tokens, and set `raw`")),
     ("template", Only(r#"[""]"#, "send the prompt rendered, and set `raw`")),
     ("images", Only("[[]]", "only text is supported")),
     ("context", Only("[[]]", "use /api/chat with all messages")),
-    ("logprobs", Only("[false]", "probabilities are not reported yet")),
-    ("top_logprobs", Only("[0]", "probabilities are not reported yet")),
+    ("logprobs", Only("[false]", "use /v1/chat/completions")),
+    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
 ];
 
 /// The fields of `options` in Ollama's bodies.
@@ -245,6 +259,11 @@ const TABLES: &[&[Field]] =
 /// Whether the protocol reads the field `name`.
 pub fn is_read(fields: &[Field], name: &str) -> bool {
     fields.iter().any(|(known, rule)| *known == name && matches!(rule, Read))
+}
+
+/// Takes the fields `names` out of a body.
+pub fn take(body: &mut Map<String, Value>, names: &[&str]) -> Map<String, Value> {
+    names.iter().filter_map(|name| body.shift_remove_entry(*name)).collect()
 }
 
 /// Rejects unknown fields, unless they are null, and unsupported ones.

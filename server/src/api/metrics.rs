@@ -16,7 +16,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use steersman_engine::Engine;
-use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreReport};
+use steersman_engine::report::{
+    Activity, MemoryUse, PrefixCounts, PrefixReport, StoreCounts, StoreReport,
+};
 use steersman_engine::request::Usage;
 
 use super::App;
@@ -137,8 +139,7 @@ pub async fn get(
     }
     let engines = app.models.engines().iter();
     let reports: Vec<_> = engines.map(EngineSnapshot::new).collect();
-    let waiting = |engine: &EngineSnapshot| Some(engine.waiting);
-    gauge(&mut registry, "queue_length", "Requests waiting in the queue", &reports, waiting);
+    register_activity(&mut registry, &reports);
     register_cache(&mut registry, &reports);
     register_policies(&mut registry, app.models.policies().counters());
     let mut body = String::new();
@@ -153,6 +154,7 @@ type Values<T> = [(&'static str, &'static str, fn(&T) -> u64)];
 struct EngineSnapshot {
     model: Model,
     waiting: u64,
+    activity: Activity,
     report: PrefixReport,
 }
 
@@ -160,7 +162,8 @@ impl EngineSnapshot {
     fn new(engine: &Engine) -> Self {
         let info = engine.info();
         let model = [("model", info.model.clone())];
-        Self { model, waiting: engine.waiting() as u64, report: info.prefixes.report() }
+        let (activity, report) = (info.activity.report(), info.prefixes.report());
+        Self { model, waiting: engine.waiting() as u64, activity, report }
     }
 
     fn disk(&self) -> Option<&StoreReport> {
@@ -181,6 +184,49 @@ fn register_connections(registry: &mut Registry, connections: &Connections) {
     }
     let help = "Connections that were refused, displaced by new ones, or timed out";
     registry.register("closed_connections", help, closed);
+}
+
+/// What runs and waits, and the bytes of it.
+fn register_activity(registry: &mut Registry, engines: &[EngineSnapshot]) {
+    let values: &Values<EngineSnapshot> = &[
+        ("queue_length", "Requests waiting in the queue", |e| e.waiting),
+        ("running_requests", "Requests that are decoded", |e| e.activity.running as u64),
+        ("preempted_requests", "Requests that wait for memory", |e| e.activity.preempted as u64),
+        ("memory_limit_bytes", "Most bytes of all arrays", |e| e.activity.bytes.limit),
+    ];
+    for &(name, help, value) in values {
+        gauge(registry, name, help, engines, |engine| Some(value(engine)));
+    }
+    let counts: &Values<Activity> = &[
+        ("passes", "Passes of the model over prompts and replies", |a| a.passes),
+        ("pass_rows", "Rows of these passes", |a| a.rows),
+        ("generated_tokens", "Tokens of replies, those of running requests included", |a| a.tokens),
+        ("preemptions", "Requests that gave up their memory for others", |a| a.preemptions),
+        ("stalls", "Steps longer than engine.stall_ms while a reply was decoded", |a| a.stalls),
+    ];
+    for &(name, help, count) in counts {
+        counter(registry, name, help, engines, |engine| Some(count(&engine.activity)));
+    }
+    let rates = Family::<Model, Gauge<f64, AtomicU64>>::default();
+    let bytes = Family::<[(&str, String); 2], Gauge<u64, AtomicU64>>::default();
+    for EngineSnapshot { model: [(label, name)], activity, .. } in engines {
+        rates.get_or_create(&[(*label, name.clone())]).set(activity.tokens_per_second);
+        for (account, count) in accounts(&activity.bytes) {
+            let labels = [("model", name.clone()), ("account", account.to_string())];
+            bytes.get_or_create(&labels).set(count);
+        }
+    }
+    let help = "Tokens of replies in a second, over about the last ten";
+    registry.register("tokens_per_second", help, rates);
+    registry.register("memory_bytes", "Bytes of arrays by account", bytes);
+}
+
+/// Bytes of arrays by account.
+pub fn accounts(bytes: &MemoryUse) -> [(&'static str, u64); 5] {
+    let MemoryUse { limit: _, arrays, weights, running, prefix_cache, step } = *bytes;
+    let accounts = [arrays, weights, running, prefix_cache, step];
+    let names = ["arrays", "weights", "running", "prefix_cache", "step"];
+    std::array::from_fn(|i| (names[i], accounts[i]))
 }
 
 fn register_cache(registry: &mut Registry, engines: &[EngineSnapshot]) {

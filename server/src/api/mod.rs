@@ -21,11 +21,14 @@ mod ollama;
 mod origin;
 mod params;
 mod policies;
+mod probability;
 pub mod protocol;
 mod reply;
 mod responses;
+mod structure;
 mod tokens;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -156,7 +159,33 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     }
     let model = &app.models.first().info().model;
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
-    Ok(Json(serde_json::json!({"status": "ok", "model": model, "waiting": waiting})))
+    let engines: Vec<Value> = engines.iter().map(activity).collect();
+    Ok(Json(
+        serde_json::json!({"status": "ok", "model": model, "waiting": waiting, "engines": engines}),
+    ))
+}
+
+/// What an engine does, for `/health`.
+fn activity(engine: &Engine) -> Value {
+    let (info, activity) = (engine.info(), engine.info().activity.report());
+    let mut bytes = BTreeMap::from([("limit", activity.bytes.limit)]);
+    bytes.extend(metrics::accounts(&activity.bytes));
+    serde_json::json!({
+        "model": info.model,
+        "running": activity.running,
+        "waiting": engine.waiting(),
+        "preempted": activity.preempted,
+        "rows_per_pass": rounded(activity.rows_mean),
+        "tokens_per_second": rounded(activity.tokens_per_second),
+        "preemptions": activity.preemptions,
+        "stalls": activity.stalls,
+        "bytes": bytes,
+    })
+}
+
+/// With one decimal.
+fn rounded(value: f64) -> f64 {
+    (value * 10.0).round() / 10.0
 }
 
 /// Writes errors as the protocol of the path does, also those that axum writes as plain text, for a

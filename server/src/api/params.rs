@@ -6,7 +6,7 @@ use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use steersman_engine::policy::SamplingPatch;
-use steersman_engine::request::{FunctionCall, Message, ToolCall};
+use steersman_engine::request::{Form, FunctionCall, Message, ResponseFormat, ToolCall};
 
 use super::error::ApiError;
 
@@ -164,13 +164,14 @@ pub fn tool_call(
     ToolCall { id, kind: "function".into(), function: FunctionCall { name, arguments } }
 }
 
-/// A tool in the form that chat templates read.
-pub fn tool(name: &str, description: Option<String>, parameters: Option<Value>) -> Value {
+/// A tool in the form that chat templates read; its schema stands in the field `parameters`.
+pub fn tool(name: &str, mut tool: Map<String, Value>, parameters: &str) -> Value {
     let mut function = Map::from_iter([("name".to_string(), name.into())]);
-    if let Some(description) = description {
-        function.insert("description".into(), description.into());
+    for key in ["description", "strict"] {
+        let value = tool.shift_remove(key).filter(|value| !value.is_null() && *value != false);
+        function.extend(value.map(|value| (key.to_string(), value)));
     }
-    let parameters = parameters.filter(|parameters| !parameters.is_null());
+    let parameters = tool.shift_remove(parameters).filter(|parameters| !parameters.is_null());
     let any = || serde_json::json!({"type": "object", "properties": {}});
     function.insert("parameters".into(), parameters.unwrap_or_else(any));
     serde_json::json!({"type": "function", "function": function})
@@ -194,17 +195,9 @@ pub fn tool_name(path: &str, tool: &Map<String, Value>) -> Result<String, ApiErr
     })
 }
 
-/// Rejects a tool whose arguments must follow its schema.
-///
-/// # Errors
-/// 400 naming `strict`.
-pub fn check_strict(path: &str, tool: &Map<String, Value>) -> Result<(), ApiError> {
-    if tool.get("strict") != Some(&Value::Bool(true)) {
-        return Ok(());
-    }
-    let param = format!("{path}.strict");
-    let message = format!("{param}: schemas are not enforced yet; leave it out");
-    Err(ApiError::unsupported(param, message))
+/// The form of a reply that is JSON: any object, or what `schema` accepts, which stands in `field`.
+pub fn json_form(field: &'static str, schema: Option<Value>) -> ResponseFormat {
+    ResponseFormat { field, form: schema.map_or(Form::JsonObject, Form::JsonSchema) }
 }
 
 /// Puts `instructions` and the system messages that `messages` begins with into one, because templates

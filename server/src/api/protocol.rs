@@ -152,7 +152,8 @@ pub async fn handle<P: Protocol>(
         request.id = if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) };
         request.profile = admission.profile.clone();
         request.deadline = Some(deadline.into_std());
-        request.revisable = !stream;
+        // The probabilities of a rewound token cannot be taken back.
+        request.revisable = !stream && request.logprobs.is_none();
         let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
         receivers.push(events);
     }

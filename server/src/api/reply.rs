@@ -16,7 +16,7 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
 use serde_json::Value;
-use steersman_engine::request::{Event, Finished, ToolCall, Usage};
+use steersman_engine::request::{Event, Finished, Logprob, ToolCall, Usage};
 use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -150,6 +150,8 @@ pub struct Times {
 pub struct Reply {
     /// Its parts in order.
     pub parts: Vec<Part>,
+    /// The probabilities of the tokens of its answer, if the request asks for them.
+    pub logprobs: Vec<Logprob>,
     pub finished: Finished,
 }
 
@@ -200,6 +202,7 @@ pub fn usage(replies: &[Reply]) -> Usage {
             answer_tokens: sum.answer_tokens + usage.answer_tokens,
             drafted_tokens: sum.drafted_tokens + usage.drafted_tokens,
             accepted_tokens: sum.accepted_tokens + usage.accepted_tokens,
+            forced_tokens: sum.forced_tokens + usage.forced_tokens,
             skipped_layers: sum.skipped_layers.max(usage.skipped_layers),
         }
     })
@@ -275,6 +278,7 @@ struct Run<P> {
     events: Events,
     log: RequestLog,
     parts: Vec<Parts>,
+    logprobs: Vec<Vec<Logprob>>,
     finished: Vec<Option<Finished>>,
     /// Whether the client has received the pieces, so that none can be dropped.
     is_stream: bool,
@@ -284,7 +288,8 @@ impl<P: Protocol> Run<P> {
     fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
         let count = events.receivers.len();
         let (parts, finished) = ((0..count).map(|_| Parts::default()).collect(), vec![None; count]);
-        Self { protocol, head, events, log, parts, finished, is_stream }
+        let logprobs = vec![Vec::new(); count];
+        Self { protocol, head, events, log, parts, logprobs, finished, is_stream }
     }
 
     /// The next event that the client sees, and the number of its reply; `None` at the end.
@@ -313,6 +318,10 @@ impl<P: Protocol> Run<P> {
                     }
                     return Ok(Some((index, event)));
                 }
+                Event::Logprob(logprob) => {
+                    self.logprobs[index].push(logprob.clone());
+                    return Ok(Some((index, event)));
+                }
                 Event::Finished(finished) => {
                     self.finished[index] = Some(finished.clone());
                     return Ok(Some((index, event)));
@@ -326,11 +335,13 @@ impl<P: Protocol> Run<P> {
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
         let parts = std::mem::take(&mut self.parts).into_iter();
-        let reply = |(Parts(parts), finished): (Parts, &mut Option<Finished>)| {
-            let finished = finished.take().expect("every request has finished");
-            Reply { parts, finished }
+        let logprobs = std::mem::take(&mut self.logprobs).into_iter();
+        let finished = std::mem::take(&mut self.finished).into_iter();
+        let reply = |((Parts(parts), logprobs), finished): ((Parts, _), Option<Finished>)| {
+            let finished = finished.expect("every request has finished");
+            Reply { parts, logprobs, finished }
         };
-        let replies: Vec<_> = parts.zip(&mut self.finished).map(reply).collect();
+        let replies: Vec<_> = parts.zip(logprobs).zip(finished).map(reply).collect();
         self.log.finished(replies.first().map(|reply| &reply.finished.reason), usage(&replies));
         replies
     }

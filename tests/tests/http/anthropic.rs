@@ -3,7 +3,9 @@
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
-use steersman_engine::request::{Event, FinishReason, FunctionCall, ToolCall};
+use steersman_engine::request::{
+    Event, FinishReason, Form, FunctionCall, ResponseFormat, ToolCall, ToolChoice,
+};
 use steersman_engine::{Error, RequestError};
 
 use crate::*;
@@ -217,6 +219,31 @@ async fn thinking_has_three_types() {
 }
 
 #[tokio::test]
+async fn form_and_tool_choice_reach_the_engine() {
+    let (app, seen) = app(answer);
+    let tools = json!([{"name": "f", "input_schema": {"type": "object"}}]);
+    for (choice, is_required, allowed, is_single) in [
+        (json!({"type": "auto", "disable_parallel_tool_use": true}), false, None, true),
+        (json!({"type": "any"}), true, None, false),
+        (json!({"type": "tool", "name": "f"}), true, Some(vec!["f".to_string()]), false),
+    ] {
+        let (status, reply) =
+            create(&app, with(json!({"tools": tools, "tool_choice": choice}))).await;
+        assert_eq!(status, StatusCode::OK, "{reply}");
+        let expected = ToolChoice { is_required, allowed, is_single };
+        assert_eq!(seen.last().tool_choice, expected);
+    }
+    let hidden = with(json!({"tools": tools, "tool_choice": {"type": "none"}}));
+    assert_eq!(create(&app, hidden).await.0, StatusCode::OK);
+    assert!(seen.last().tools.is_empty());
+    let format = json!({"type": "json_schema", "schema": {"type": "object"}});
+    create(&app, with(json!({"output_config": {"format": format}}))).await;
+    let form = Form::JsonSchema(json!({"type": "object"}));
+    let expected = ResponseFormat { field: "output_config.format.schema", form };
+    assert_eq!(seen.last().response_format, Some(expected));
+}
+
+#[tokio::test]
 async fn reason_for_stopping_is_in_anthropics_words() {
     let cases: [(fn() -> Vec<Act>, &str, Value); 3] = [
         (|| vec![finished(FinishReason::Stop)], "end_turn", Value::Null),
@@ -260,7 +287,12 @@ async fn errors_have_anthropics_format() {
         (json!({"colour": 1}), 400, "invalid_request_error", "`colour`"),
         (json!({"max_tokens": 0}), 400, "invalid_request_error", "max_tokens"),
         (json!({"thinking": {"type": "enabled"}}), 400, "invalid_request_error", "thinking"),
-        (json!({"tool_choice": {"type": "any"}}), 400, "invalid_request_error", "tool_choice.type"),
+        (
+            json!({"tool_choice": {"type": "tool"}}),
+            400,
+            "invalid_request_error",
+            "tool_choice.name",
+        ),
         (json!({"output_config": {"format": {}}}), 400, "invalid_request_error", "output_config"),
         (user(image), 400, "invalid_request_error", "messages[0].content[0].type: is `image`"),
         (

@@ -18,6 +18,7 @@ mod refusal;
 mod reply;
 mod request;
 mod responses;
+mod structure;
 mod tolerance;
 
 use std::sync::{Arc, Mutex};
@@ -111,6 +112,7 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
     let info = Info {
         prefixes: Default::default(),
         text: steersman_tests::bundled_text(),
+        activity: Default::default(),
         model: model.into(),
         family: "qwen3_5".into(),
         context: 32768,
@@ -141,6 +143,7 @@ const USAGE: Usage = Usage {
     answer_tokens: 7,
     drafted_tokens: 6,
     accepted_tokens: 4,
+    forced_tokens: 0,
     skipped_layers: 0,
 };
 

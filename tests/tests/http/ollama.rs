@@ -2,7 +2,7 @@
 
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
-use steersman_engine::request::{Event, FinishReason, FunctionCall, RawPrompt, ToolCall};
+use steersman_engine::request::{Event, FinishReason, Form, FunctionCall, RawPrompt, ToolCall};
 
 use crate::*;
 
@@ -101,6 +101,21 @@ async fn generate_takes_a_prompt_with_or_without_template() {
     assert_eq!(seen.last().prompt, Some(RawPrompt::Text("Hi".into())));
 }
 
+#[tokio::test]
+async fn format_reaches_the_engine() {
+    let (app, seen) = app(answer);
+    let schema = json!({"type": "object"});
+    for (format, form) in [
+        (json!(""), None),
+        (json!("json"), Some(Form::JsonObject)),
+        (schema.clone(), Some(Form::JsonSchema(schema))),
+    ] {
+        let body = json!({"prompt": "a", "format": format, "stream": false});
+        assert_eq!(lines(&app, "/api/generate", &body).await.0, StatusCode::OK);
+        assert_eq!(seen.last().response_format.map(|format| format.form), form);
+    }
+}
+
 /// Clients send it to load a model.
 #[tokio::test]
 async fn request_without_a_prompt_is_answered_at_once() {
@@ -140,7 +155,7 @@ async fn errors_have_ollamas_format_and_name_the_field() {
     };
     for (path, body, status, words) in [
         ("/api/chat", chat(json!({"model": "gpt"})), 404, "no model `gpt`"),
-        ("/api/chat", chat(json!({"format": "json"})), 400, "`format`"),
+        ("/api/chat", chat(json!({"format": "yaml"})), 400, "format"),
         ("/api/chat", chat(json!({"options": {"mirostat": 1}})), 400, "`mirostat`"),
         ("/api/chat", chat(json!({"options": {"temperature": 9}})), 400, "temperature"),
         ("/api/chat", chat(json!({"colour": 1})), 400, "`colour`"),

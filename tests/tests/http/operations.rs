@@ -1,6 +1,7 @@
 //! Metrics and the cache report. `tests/operations.rs` tests them with the real engine.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use steersman_engine::Error;
 use steersman_tests::samples;
@@ -96,6 +97,23 @@ async fn queue_length_counts_waiting_requests() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     panic!("the queue never had two requests");
+}
+
+/// Before, connections of a server that loads were accepted and never answered.
+#[tokio::test]
+async fn a_server_that_loads_its_models_says_so() {
+    let app = Arc::new(OnceLock::new());
+    let server = steersman::serve::once_loaded(app.clone());
+    let response = send(&server, get("/health")).await;
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(json_of(response).await, json!({"status": "loading"}));
+    let response = send(&server, post(body(json!({})).to_string())).await;
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(json_of(response).await["error"]["code"], "server_loading");
+    app.get_or_init(|| self::app(answer).0);
+    assert_eq!(json_of(send(&server, get("/health")).await).await["status"], "ok");
+    let response = send(&server, post(body(json!({})).to_string())).await;
+    assert_eq!(response.status(), StatusCode::OK);
 }
 
 #[tokio::test]

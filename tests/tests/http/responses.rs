@@ -3,7 +3,9 @@
 use axum::http::{Method, StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
-use steersman_engine::request::{Event, FinishReason, FunctionCall, ToolCall};
+use steersman_engine::request::{
+    Event, FinishReason, Form, FunctionCall, ResponseFormat, ToolCall,
+};
 use steersman_engine::{Error, RequestError};
 
 use crate::*;
@@ -231,9 +233,35 @@ async fn items_reach_the_engine_as_a_conversation() {
     assert_eq!(serde_json::to_value(&request.messages).unwrap(), expected);
     let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
     assert_eq!(request.tools, [json!({"type": "function", "function": function})]);
-    assert_eq!((request.max_tokens, request.single_tool_call), (Some(100), true));
+    assert_eq!((request.max_tokens, request.tool_choice.is_single), (Some(100), true));
     let notes = reply["steersman"]["notes"].as_array().unwrap();
     assert_eq!(notes.len(), 6, "{notes:?}");
+}
+
+#[tokio::test]
+async fn form_and_tool_choice_reach_the_engine() {
+    let (app, seen) = app(answer);
+    let schema = json!({"type": "object"});
+    let text = |format: Value| json!({"input": "a", "text": {"format": format}});
+    for (body, field, form) in [
+        (text(json!({"type": "json_object"})), "text.format", Form::JsonObject),
+        (
+            text(json!({"type": "json_schema", "name": "x", "strict": true, "schema": schema})),
+            "text.format.schema",
+            Form::JsonSchema(schema.clone()),
+        ),
+    ] {
+        assert_eq!(create(&app, body).await.0, StatusCode::OK);
+        let expected = Some(ResponseFormat { field, form });
+        assert_eq!(seen.last().response_format, expected);
+    }
+    let tools = json!([{"type": "function", "name": "f", "strict": true, "parameters": schema}]);
+    let choice = json!({"type": "function", "name": "f"});
+    let body = json!({"input": "a", "tools": tools, "tool_choice": choice});
+    assert_eq!(create(&app, body).await.0, StatusCode::OK);
+    let request = seen.last();
+    assert_eq!(request.tool_choice.allowed, Some(vec!["f".to_string()]));
+    assert_eq!(request.tools[0]["function"]["strict"], true);
 }
 
 #[tokio::test]
@@ -352,8 +380,8 @@ async fn errors_name_the_field() {
             "reasoning.effort",
         ),
         (
-            json!({"input": "a", "text": {"format": {"type": "json_object"}}}),
-            "unsupported_parameter",
+            json!({"input": "a", "text": {"format": {"type": "yaml"}}}),
+            "invalid_value",
             "text.format",
         ),
         (item(json!({"role": "robot", "content": "a"})), "invalid_value", "input[0].role"),
@@ -368,11 +396,7 @@ async fn errors_name_the_field() {
             "input[0].type",
         ),
         (item(json!({"type": "function_call", "name": "f"})), "invalid_type", "input[0]"),
-        (
-            json!({"input": "a", "tools": [{"type": "function", "name": "f", "strict": true}]}),
-            "unsupported_parameter",
-            "tools[0].strict",
-        ),
+        (json!({"input": "a", "tool_choice": "sometimes"}), "invalid_value", "tool_choice"),
     ] {
         let (status, reply) = create(&app, body.clone()).await;
         let error = &reply["error"];

@@ -85,6 +85,7 @@ impl Site {
         let info = Info {
             prefixes: Default::default(),
             text: steersman_tests::bundled_text(),
+            activity: Default::default(),
             model: "tiny".into(),
             family: "qwen3_5".into(),
             context: 1024,
@@ -332,6 +333,7 @@ async fn an_admin_key_allows_what_other_keys_allow_and_not_conversely() {
     let info = Info {
         prefixes: Default::default(),
         text: steersman_tests::bundled_text(),
+        activity: Default::default(),
         model: "tiny".into(),
         family: String::new(),
         context: 1,

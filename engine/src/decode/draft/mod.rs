@@ -34,7 +34,7 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::sample::within;
+use super::sample::{sample, within};
 use super::sampler::Sampler;
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
@@ -97,7 +97,6 @@ pub struct DraftContext<'a> {
     /// Prompt and reply, committed.
     pub tokens: &'a [u32],
     pub sampler: &'a mut Sampler,
-    pub seed: u64,
     /// Vocabulary size, without padding columns of the head.
     pub vocabulary: i32,
 }
@@ -116,10 +115,9 @@ impl DraftContext<'_> {
         let mut logits = first.squeeze_axes(&[1])?;
         let mut draft: Vec<Array> = Vec::with_capacity(depth);
         loop {
-            let index = (self.tokens.len() + draft.len()) as u64;
-            let row = within(logits, self.vocabulary)?;
             let step = self.sampler.steps() + draft.len() as u64;
-            let token = self.sampler.sample(&row, step, self.seed, index)?;
+            let row = self.sampler.row(step, self.tokens.len() + draft.len());
+            let token = sample(&within(logits, self.vocabulary)?, &[row])?;
             draft.push(token.clone());
             if draft.len() == depth {
                 return Ok(concatenate(&draft, 0)?);

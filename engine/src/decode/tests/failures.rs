@@ -1,5 +1,7 @@
-//! What goes wrong for one request ends that request: a panic, a deadline, too little memory.
+//! What goes wrong for one request ends that request: a panic, a deadline, too little memory. What goes
+//! wrong for the engine thread ends it, and nobody waits for it.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use tokio::sync::mpsc::{self, UnboundedReceiver};
@@ -70,6 +72,35 @@ fn a_panic_costs_one_request_and_no_later_one() {
         assert_eq!(saved(decoder), 0);
         assert_eq!(run_plain(decoder, &request, script()).tokens, expected.tokens);
     }
+}
+
+/// A policy whose session cannot be dropped: a panic outside of what is done for a request.
+struct PanicsWhenDropped;
+
+impl Policy for PanicsWhenDropped {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        Script::new(|_| Vec::new()).call(call)
+    }
+}
+
+impl Drop for PanicsWhenDropped {
+    fn drop(&mut self) {
+        panic!("on purpose");
+    }
+}
+
+/// The server ends when its engine has ended, with a status for which a supervisor restarts it.
+#[test]
+fn an_engine_thread_that_cannot_go_on_ends_and_refuses_requests() {
+    let mut decoder = family("llama", Config::default(), false);
+    let queue = decoder.queue.clone();
+    let running = start(&mut decoder, ask("Where?", false, 4), PanicsWhenDropped);
+    assert!(!*queue.ended().borrow());
+    assert!(catch_unwind(AssertUnwindSafe(|| decoder.run())).is_err());
+    assert!(*queue.ended().borrow());
+    assert!(running.is_closed());
+    let refused = queue.add(ask("Where?", false, 4));
+    assert!(matches!(refused, Err(Error::Stopped)));
 }
 
 #[test]

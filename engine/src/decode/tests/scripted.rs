@@ -9,7 +9,8 @@ use tokio::sync::mpsc;
 
 use super::super::Decoder;
 use super::super::governor::Costs;
-use super::super::sample::sample;
+use super::super::noise::mix;
+use super::super::sample::{Row, sample};
 use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
@@ -19,7 +20,7 @@ use crate::policy::{
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
-use crate::request::{Event, FinishReason, Message, Request, Sampling, ToolCall, Usage};
+use crate::request::{Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
@@ -154,6 +155,7 @@ pub struct Transcript {
     pub reasoning: String,
     pub answer: String,
     pub calls: Vec<ToolCall>,
+    pub logprobs: Vec<Logprob>,
     /// Bytes of reasoning and answer removed by each rewind.
     pub rewound: Vec<(usize, usize)>,
     pub reason: FinishReason,
@@ -200,10 +202,12 @@ pub fn run(
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let (mut calls, mut rewound) = (Vec::new(), Vec::new());
+    let mut logprobs = Vec::new();
     let finished = loop {
         match receiver.try_recv().unwrap() {
             Event::Started { .. } => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
+            Event::Logprob(logprob) => logprobs.push(logprob),
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => calls.push(call),
             Event::Rewound { reasoning: of_reasoning, answer: of_answer } => {
@@ -233,6 +237,7 @@ pub fn run(
         reasoning,
         answer,
         calls,
+        logprobs,
         rewound,
         prompt: sequence.prompt,
         saved: sequence.cache.position,
@@ -270,6 +275,8 @@ pub fn plain_samples(
     banned.iter().for_each(|token| never[*token as usize] = f32::NEG_INFINITY);
     let logits = logits.add(Array::from_slice(&never, &[never.len() as i32])).unwrap();
     // The row of the first token samples position 1.
-    let sampled = sample(&logits, sampling, 7, 1).unwrap();
+    let row = |index| Row::new(*sampling, mix(7, index));
+    let rows: Vec<Row> = (1..=logits.dim(0) as u64).map(row).collect();
+    let sampled = sample(&logits, &rows).unwrap();
     sampled.as_slice::<u32>()[ran.prompt - 1..ran.tokens.len() - 1].to_vec()
 }

@@ -69,6 +69,7 @@ impl Protocol for Messages {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
         }

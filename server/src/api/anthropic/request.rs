@@ -5,7 +5,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use steersman_engine::request::{Message, Request, ToolCall};
+use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall, ToolChoice};
 
 use super::Messages;
 use crate::api::error::ApiError;
@@ -29,7 +29,7 @@ struct Body {
     top_k: Option<i64>,
     stop_sequences: Option<Value>,
     tools: Option<Vec<Map<String, Value>>>,
-    tool_choice: Option<ToolChoice>,
+    tool_choice: Option<ToolChoiceBody>,
     thinking: Option<Thinking>,
     output_config: Option<OutputConfig>,
 }
@@ -41,12 +41,11 @@ struct MessageBody {
 }
 
 #[derive(Deserialize)]
-struct ToolChoice {
+struct ToolChoiceBody {
     #[serde(rename = "type")]
     kind: String,
     disable_parallel_tool_use: Option<bool>,
-    #[serde(rename = "name")]
-    _name: Option<String>,
+    name: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -105,19 +104,13 @@ impl Body {
     fn check(self) -> Result<Call<Messages>, ApiError> {
         let mut notes = Vec::new();
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
-        let (tools_hidden, single_tool_call) = match &self.tool_choice {
-            Some(choice) => (choice.hides_tools()?, choice.disable_parallel_tool_use == Some(true)),
-            None => (false, false),
-        };
+        let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
+        let tools_hidden = matches!(tool_choice, Some(None));
         let (effort, format) = match self.output_config {
             Some(config) => (config.effort, config.format.filter(|format| !format.is_null())),
             None => (None, None),
         };
-        if format.is_some() {
-            let param = "output_config.format";
-            let message = format!("{param}: schemas are not enforced yet; leave it out");
-            return Err(ApiError::unsupported(param, message));
-        }
+        let response_format = format.map(output_format).transpose()?;
         let (reasoning, reasoning_budget) = match self.thinking {
             Some(Thinking::Enabled { budget_tokens }) => (Some(true), Some(budget_tokens)),
             // The policy decides.
@@ -129,7 +122,8 @@ impl Body {
         let request = Request {
             messages: conversation(self.system, self.messages.unwrap_or_default(), &mut notes)?,
             tools: if tools_hidden { Vec::new() } else { tools },
-            single_tool_call,
+            tool_choice: tool_choice.flatten().unwrap_or_default(),
+            response_format,
             reasoning,
             reasoning_budget: reasoning_budget.or(of_effort),
             max_tokens: params::limit("max_tokens", self.max_tokens)?,
@@ -141,27 +135,43 @@ impl Body {
     }
 }
 
-impl ToolChoice {
-    fn hides_tools(&self) -> Result<bool, ApiError> {
-        match self.kind.as_str() {
-            "auto" => Ok(false),
-            "none" => Ok(true),
-            "any" | "tool" => {
-                let message = "tool_choice.type: is not supported yet: leave the choice of a tool to the model";
-                Err(ApiError::unsupported("tool_choice.type", message))
+impl ToolChoiceBody {
+    /// `None` hides the tools.
+    fn check(self) -> Result<Option<ToolChoice>, ApiError> {
+        let (is_required, allowed) = match (self.kind.as_str(), self.name) {
+            ("auto", _) => (false, None),
+            ("any", _) => (true, None),
+            ("none", _) => return Ok(None),
+            ("tool", Some(name)) => (true, Some(vec![name])),
+            ("tool", None) => {
+                let message = "tool_choice.name: must be the tool's name";
+                return Err(ApiError::missing("tool_choice.name", message));
             }
-            kind => {
-                let message = format!("tool_choice.type: is `{kind}`, must be auto or none");
-                Err(ApiError::value("tool_choice.type", message))
+            (kind, _) => {
+                let message =
+                    format!("tool_choice.type: is `{kind}`, must be auto, any, tool or none");
+                return Err(ApiError::value("tool_choice.type", message));
             }
-        }
+        };
+        let is_single = self.disable_parallel_tool_use == Some(true);
+        Ok(Some(ToolChoice { is_required, allowed, is_single }))
     }
+}
+
+/// `output_config.format`: a schema.
+fn output_format(format: Value) -> Result<ResponseFormat, ApiError> {
+    let schema = format.get("schema").filter(|_| format["type"] == "json_schema");
+    let Some(schema) = schema else {
+        let message = "output_config.format: must have the type json_schema and a schema";
+        return Err(ApiError::value("output_config.format", message));
+    };
+    Ok(params::json_form("output_config.format.schema", Some(schema.clone())))
 }
 
 /// The functions among the tools.
 fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
     let mut functions = Vec::new();
-    for (i, mut tool) in tools.into_iter().enumerate() {
+    for (i, tool) in tools.into_iter().enumerate() {
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or("custom");
         if kind != "custom" {
             notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
@@ -169,9 +179,7 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
         }
         let path = format!("tools[{i}]");
         let name = params::tool_name(&path, &tool)?;
-        params::check_strict(&path, &tool)?;
-        let description = tool.get("description").and_then(Value::as_str).map(str::to_string);
-        functions.push(params::tool(&name, description, tool.shift_remove("input_schema")));
+        functions.push(params::tool(&name, tool, "input_schema"));
     }
     Ok(functions)
 }

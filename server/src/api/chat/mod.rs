@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
 
 use super::error::ApiError;
+use super::probability;
 use super::protocol::{Parsed, Protocol};
 use super::reply::{self, Frames, Head, Reply};
 
@@ -17,15 +18,23 @@ pub struct Chat {
     include_usage: bool,
     /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
+    /// Probabilities of tokens, for the next chunk.
+    logprobs: Vec<Value>,
 }
 
 impl Chat {
     fn new(include_usage: bool) -> Self {
-        Self { include_usage, tool_calls: 0 }
+        Self { include_usage, tool_calls: 0, logprobs: Vec::new() }
     }
 
-    fn delta(&self, head: &Head, delta: Value, out: &mut Frames) {
-        self.chunk(head, json!([choice(delta, None)]), Map::new(), out);
+    fn delta(&mut self, head: &Head, delta: Value, out: &mut Frames) {
+        let choice = self.choice(delta, None);
+        self.chunk(head, json!([choice]), Map::new(), out);
+    }
+
+    fn choice(&mut self, delta: Value, finish_reason: Option<&str>) -> Value {
+        let logprobs = probability::chat_logprobs(std::mem::take(&mut self.logprobs));
+        json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
     }
 
     /// With `include_usage`, the usage is null in all chunks but the last.
@@ -55,6 +64,7 @@ impl Protocol for Chat {
             Event::Reasoning(piece) => {
                 self.delta(head, json!({"reasoning_content": piece, "reasoning": piece}), out);
             }
+            Event::Logprob(logprob) => self.logprobs.push(probability::chat_logprob(&logprob)),
             Event::Answer(piece) => self.delta(head, json!({"content": piece}), out),
             Event::ToolCall(call) => {
                 let mut call = tool_call(&call);
@@ -63,7 +73,8 @@ impl Protocol for Chat {
                 self.delta(head, json!({"tool_calls": [call]}), out);
             }
             Event::Finished(finished) => {
-                let choices = json!([choice(json!({}), Some(finish_reason(&finished.reason)))]);
+                let choices =
+                    json!([self.choice(json!({}), Some(finish_reason(&finished.reason)))]);
                 let extension = extension(head, &finished);
                 let more = Map::from_iter([("steersman".to_string(), extension)]);
                 self.chunk(head, choices, more, out);
@@ -87,10 +98,11 @@ impl Protocol for Chat {
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let mut choices = Vec::new();
         for (index, reply) in replies.iter().enumerate() {
+            let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
             choices.push(json!({
                 "index": index,
                 "message": message(reply),
-                "logprobs": null,
+                "logprobs": probability::chat_logprobs(logprobs.collect()),
                 "finish_reason": finish_reason(&reply.finished.reason),
             }));
         }
@@ -140,10 +152,6 @@ pub fn extension(head: &Head, finished: &Finished) -> Value {
     extension
 }
 
-fn choice(delta: Value, finish_reason: Option<&str>) -> Value {
-    json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish_reason})
-}
-
 fn finish_reason(reason: &FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop | FinishReason::StopString(_) | FinishReason::Policy(_) => "stop",
@@ -175,6 +183,7 @@ pub fn usage(usage: Usage) -> Value {
             // OpenAI counts tokens here that the client predicted; these were drafted.
             "accepted_prediction_tokens": usage.accepted_tokens,
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+            "forced_tokens": usage.forced_tokens,
             "skipped_layers": usage.skipped_layers,
         },
     })

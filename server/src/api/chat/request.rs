@@ -11,8 +11,9 @@ use super::Chat;
 use super::message::{self, MessageBody};
 use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
+use crate::api::probability::{self, Probability};
 use crate::api::protocol::{Call, Parsed};
-use crate::api::{fields, json};
+use crate::api::{fields, json, structure};
 
 /// The fields of the body that have an effect.
 #[derive(Deserialize)]
@@ -31,8 +32,6 @@ struct Body {
     seed: Option<u64>,
     stop: Option<Value>,
     tools: Option<Vec<Map<String, Value>>>,
-    tool_choice: Option<String>,
-    parallel_tool_calls: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<Effort>,
     max_thinking_tokens: Option<u32>,
@@ -53,11 +52,14 @@ struct StreamOptions {
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn parse(fields: Map<String, Value>) -> Result<Parsed<Chat>, ApiError> {
+pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Chat>, ApiError> {
     fields::check(fields::FIELDS, &fields)?;
+    let structure = fields::take(&mut fields, &structure::FIELDS);
+    let probability = fields::take(&mut fields, &probability::FIELDS);
+    let probability: Probability = json::typed_body(probability)?;
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check() })
+    Ok(Parsed { model, stream, call: body.check(structure, probability) })
 }
 
 impl Body {
@@ -65,7 +67,11 @@ impl Body {
     ///
     /// # Errors
     /// 400 naming the field.
-    fn check(self) -> Result<Call<Chat>, ApiError> {
+    fn check(
+        self,
+        structure: Map<String, Value>,
+        probability: Probability,
+    ) -> Result<Call<Chat>, ApiError> {
         let stream = self.stream.unwrap_or(false);
         if !stream && self.stream_options.is_some() {
             let message = "stream_options requires \"stream\": true";
@@ -79,12 +85,10 @@ impl Body {
         };
         let (reasoning, reasoning_budget) = reasoning.resolve()?;
         let mut notes = Vec::new();
-        let tools_hidden = self.tool_choice.as_deref() == Some("none");
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
-        let request = Request {
+        let mut request = Request {
             messages: message::parse(self.messages, &mut notes)?,
-            tools: if tools_hidden { Vec::new() } else { tools },
-            single_tool_call: self.parallel_tool_calls == Some(false),
+            tools,
             template_variables,
             reasoning,
             reasoning_budget,
@@ -94,6 +98,8 @@ impl Body {
             stop: params::stops("stop", self.stop)?,
             ..Request::default()
         };
+        structure::apply(structure, &mut request)?;
+        probability.apply(&mut request)?;
         let include_usage = self.stream_options.and_then(|options| options.include_usage);
         let protocol = Chat::new(include_usage.unwrap_or(false));
         Ok(Call { protocol, requests: vec![request], notes })
@@ -162,7 +168,6 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
         let (path, empty) = (format!("tools[{i}].function"), Map::new());
         let function = tool.get("function").and_then(Value::as_object).unwrap_or(&empty);
         params::tool_name(&path, function)?;
-        params::check_strict(&path, function)?;
         functions.push(Value::Object(tool));
     }
     Ok(functions)

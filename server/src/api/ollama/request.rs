@@ -16,6 +16,7 @@ struct Body {
     stream: Option<bool>,
     think: Option<Think>,
     options: Option<Map<String, Value>>,
+    format: Option<Value>,
     messages: Option<Vec<MessageBody>>,
     tools: Option<Vec<Map<String, Value>>>,
     prompt: Option<String>,
@@ -136,7 +137,18 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
         Some(Think::Flag(think)) => (Some(think), None),
         Some(Think::Effort(effort)) => (Some(effort.reasons()), effort.budget()),
     };
+    let response_format = match body.format.unwrap_or_default() {
+        Value::Null => None,
+        Value::String(format) if format.is_empty() => None,
+        Value::String(format) if format == "json" => Some(params::json_form("format", None)),
+        schema @ Value::Object(_) => Some(params::json_form("format", Some(schema))),
+        _ => {
+            let message = "format: must be \"json\" or a JSON schema";
+            return Err(ApiError::value("format", message));
+        }
+    };
     Ok(Request {
+        response_format,
         reasoning,
         reasoning_budget,
         max_tokens: match options.num_predict {

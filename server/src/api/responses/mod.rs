@@ -96,6 +96,7 @@ impl Protocol for Responses {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
         }

@@ -5,13 +5,13 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Message, Request};
+use steersman_engine::request::{Message, Request, ResponseFormat};
 
 use super::Responses;
 use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
-use crate::api::{fields, json};
+use crate::api::{fields, json, structure};
 
 /// Fields that a response repeats, and what it has in place of absent ones.
 const REPEATED: &[(&str, &str)] = &[
@@ -45,8 +45,6 @@ struct Body {
     temperature: Option<f32>,
     top_p: Option<f32>,
     tools: Option<Vec<Map<String, Value>>>,
-    tool_choice: Option<String>,
-    parallel_tool_calls: Option<bool>,
     reasoning: Option<Reasoning>,
     text: Option<Text>,
     previous_response_id: Option<String>,
@@ -81,7 +79,7 @@ enum Item {
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn parse(fields: Map<String, Value>) -> Result<Parsed<Responses>, ApiError> {
+pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Responses>, ApiError> {
     fields::check(fields::RESPONSES, &fields)?;
     let repeated = REPEATED.iter().map(|(name, default)| {
         let value = fields.get(*name).filter(|value| !value.is_null()).cloned();
@@ -89,20 +87,21 @@ pub fn parse(fields: Map<String, Value>) -> Result<Parsed<Responses>, ApiError> 
         ((*name).to_string(), value.unwrap_or_else(default))
     });
     let repeated = repeated.collect();
+    let structure = fields::take(&mut fields, &structure::TOOL_FIELDS);
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check(repeated) })
+    Ok(Parsed { model, stream, call: body.check(structure, repeated) })
 }
 
 impl Body {
-    fn check(self, repeated: Map<String, Value>) -> Result<Call<Responses>, ApiError> {
+    fn check(
+        self,
+        structure: Map<String, Value>,
+        repeated: Map<String, Value>,
+    ) -> Result<Call<Responses>, ApiError> {
         let mut notes = Vec::new();
         let format = self.text.and_then(|text| text.format);
-        if format.is_some_and(|format| format["type"] != "text") {
-            let message = "text.format: is not supported yet, except for {\"type\": \"text\"}: \
-                           describe the format in the prompt";
-            return Err(ApiError::unsupported("text.format", message));
-        }
+        let response_format = format.map_or(Ok(None), text_format)?;
         let input = self.input.unwrap_or_default();
         let messages = match &input {
             Value::String(text) => vec![plain("user", text.clone())],
@@ -124,16 +123,16 @@ impl Body {
             None => (None, None),
         };
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
-        let tools_hidden = self.tool_choice.as_deref() == Some("none");
-        let request = Request {
-            tools: if tools_hidden { Vec::new() } else { tools },
-            single_tool_call: self.parallel_tool_calls == Some(false),
+        let mut request = Request {
+            tools,
+            response_format,
             reasoning: effort.map(Effort::reasons),
             reasoning_budget: effort.and_then(Effort::budget),
             max_tokens: params::limit("max_output_tokens", self.max_output_tokens)?,
             sampling: params::sampling(self.temperature, self.top_p, None, None)?,
             ..Request::default()
         };
+        structure::choose_tools(structure, &mut request)?;
         let protocol = Responses {
             instructions: self.instructions.unwrap_or_default(),
             messages,
@@ -154,20 +153,34 @@ impl Body {
     }
 }
 
+/// `text.format`: text, any JSON object, or a schema.
+fn text_format(format: Value) -> Result<Option<ResponseFormat>, ApiError> {
+    match (format["type"].as_str(), format.get("schema")) {
+        (Some("text"), _) => Ok(None),
+        (Some("json_object"), _) => Ok(Some(params::json_form("text.format", None))),
+        (Some("json_schema"), Some(schema)) => {
+            Ok(Some(params::json_form("text.format.schema", Some(schema.clone()))))
+        }
+        _ => {
+            let message = "text.format: must have the type text, json_object, or json_schema with \
+                           a schema";
+            Err(ApiError::value("text.format", message))
+        }
+    }
+}
+
 /// The functions among the tools.
 fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
     let mut functions = Vec::new();
-    for (i, mut tool) in tools.into_iter().enumerate() {
+    for (i, tool) in tools.into_iter().enumerate() {
         let path = format!("tools[{i}]");
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or_default();
         if kind != "function" {
             notes.push(params::tool_left_out(&path, kind));
             continue;
         }
-        params::check_strict(&path, &tool)?;
         let name = params::tool_name(&path, &tool)?;
-        let description = tool.get("description").and_then(Value::as_str).map(str::to_string);
-        functions.push(params::tool(&name, description, tool.shift_remove("parameters")));
+        functions.push(params::tool(&name, tool, "parameters"));
     }
     Ok(functions)
 }

@@ -1,0 +1,198 @@
+//! Preemption: a sequence gives up its memory when the next step of all does not fit, and resumes later.
+//!
+//! Before each step the prefix cache is evicted to make room. When that is not enough, a sequence is
+//! preempted: its cache and everything made from it are dropped; tokens, policy and parsed reply stay. It
+//! waits before all requests of the queue. Once it fits again, its cache is restored from saved state as
+//! far as there is any, and the remaining tokens run again, as after a rewind: that costs time and changes
+//! no token.
+//!
+//! A request is admitted, and a preempted one resumed, if its tokens and the next [`REPLY_TOKENS`] of its
+//! reply fit beside what the running sequences may still take by the same measure. One sequence always
+//! runs.
+
+use mlx_rs::transforms::eval;
+
+use super::Decoder;
+use super::memory::REPLY_TOKENS;
+use super::plan::{self, Candidate};
+use super::prepare::Prepared;
+use super::sequence::{Limits, STEP_ROWS, Sequence};
+use crate::error::{Result, catch_panic};
+
+/// Most bytes that are copied to the store when a sequence is preempted, while all others wait.
+const SAVED_BYTES: u64 = 64 << 20;
+
+/// Tokens of prompt and reply for which there must be room, if there are `tokens` already, of which
+/// `prompt` are the prompt.
+fn expected_length(prompt: usize, tokens: usize, limits: &Limits) -> usize {
+    let reply = limits.reasoning.saturating_add(limits.answer) as usize;
+    tokens.max(prompt + reply.min(REPLY_TOKENS)).min(limits.context)
+}
+
+impl Sequence {
+    fn expected_length(&self) -> usize {
+        expected_length(self.prompt, self.tokens.len(), &self.limits)
+    }
+}
+
+impl Decoder {
+    /// Whether there is room for a prepared request beside the running ones. Always if none runs:
+    /// admission then refuses what does not fit at all.
+    pub(super) fn has_room_for(&self, prepared: &Prepared) -> bool {
+        let tokens = prepared.prompt.len();
+        self.has_room_for_another(tokens, expected_length(tokens, tokens, &prepared.limits))
+    }
+
+    /// Whether there is room for a sequence of `tokens` tokens that grows to `length`.
+    fn has_room_for_another(&self, tokens: usize, length: usize) -> bool {
+        if self.sequences.is_empty() {
+            return true;
+        }
+        let Ok(free) = self.memory.free() else { return false };
+        let memory = &self.memory;
+        let running = self.sequences.iter().map(|s| (&s.cache, s.expected_length()));
+        let empty = self.prefixes.empty();
+        let grown = running.clone().chain([(&empty, length)]);
+        let grown: u64 = grown.map(|(cache, length)| memory.growth(cache, length)).sum();
+        // Their steps go on beside its prompt.
+        let step = memory.of_step(running.map(|(cache, _)| (cache, STEP_ROWS)));
+        let chunk = memory.of_chunk(self.prefill_chunk.min(tokens), tokens);
+        grown + step + chunk <= free + self.prefixes.bytes()
+    }
+
+    /// Evicts saved state until `needed` bytes are free.
+    ///
+    /// # Errors
+    /// [`RequestError::Memory`](crate::RequestError::Memory) if all of it would not be enough; then
+    /// nothing is evicted.
+    pub(super) fn make_room(&mut self, needed: u64) -> Result<()> {
+        let free = self.memory.free()?;
+        if needed <= free {
+            return Ok(());
+        }
+        let available = free + self.prefixes.bytes();
+        if needed > available {
+            return Err(self.memory.refuse(needed, available));
+        }
+        self.prefixes.make_room(needed - free);
+        self.memory.check(needed)
+    }
+
+    /// Makes room for the next step of all sequences: evicts saved state, then preempts sequences. The
+    /// last one fails if its step does not fit.
+    pub(super) fn make_room_for_step(&mut self) {
+        loop {
+            let needed = self.bytes_of_step();
+            self.activity.update(|activity| activity.bytes.step = needed);
+            let Err(error) = self.make_room(needed) else { return };
+            let candidate = |sequence: &Sequence| Candidate {
+                computed: sequence.cache.position,
+                preempted: sequence.preempted,
+            };
+            let candidates: Vec<_> = self.sequences.iter().map(candidate).collect();
+            match plan::victim(&candidates) {
+                Some(victim) => {
+                    let sequence = self.sequences.remove(victim);
+                    self.preempt(sequence);
+                }
+                None => {
+                    if let Some(mut last) = self.sequences.pop() {
+                        self.fail(&mut last, error);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Bytes that the next step takes.
+    fn bytes_of_step(&self) -> u64 {
+        let planned = self.plan_prefill(&self.sequences);
+        let rows = |(sequence, planned): (&Sequence, usize)| match sequence.prompt_rows() {
+            0 => STEP_ROWS,
+            _ => planned,
+        };
+        let spans = self.sequences.iter().zip(planned);
+        let spans = spans.map(|(sequence, planned)| (&sequence.cache, rows((sequence, planned))));
+        self.memory.of_step(spans.filter(|&(_, rows)| rows > 0))
+    }
+
+    /// Preempts a sequence, unless that ends it.
+    fn preempt(&mut self, mut sequence: Sequence) {
+        if let Err(error) = catch_panic("being preempted", || self.drop_state(&mut sequence)) {
+            return self.fail(&mut sequence, error);
+        }
+        if let Some(sequence) = self.unless_ended(sequence) {
+            let (tokens, request_id) = (sequence.tokens.len(), &sequence.request.id);
+            tracing::debug!(request_id, tokens, "request preempted");
+            self.activity.update(|activity| activity.preemptions += 1);
+            self.preempted.push_back(sequence);
+        }
+    }
+
+    /// Saves the state of a sequence in the store, if there is one and little is to be copied. In memory
+    /// it would take as much as before.
+    fn save_on_disk(&self, sequence: &Sequence) -> Result<()> {
+        let (cache, position) = (&sequence.cache, sequence.cache.position);
+        let Some(tokens) = sequence.tokens.get(..position) else { return Ok(()) };
+        let Some(unsaved) = self.prefixes.tokens_to_write(tokens) else { return Ok(()) };
+        let bytes = self.memory.of_saved(cache, unsaved);
+        let is_cheap = bytes <= SAVED_BYTES && self.memory.check(bytes).is_ok();
+        if tokens.len() < self.store_min_tokens || !is_cheap {
+            return Ok(());
+        }
+        self.prefixes.save_on_disk(cache, tokens)
+    }
+
+    /// Commits the sampled token, so that there is one to run after the saved state, and drops the arrays
+    /// of the sequence.
+    pub(super) fn drop_state(&mut self, sequence: &mut Sequence) -> Result<()> {
+        if let Some(sampled) = sequence.sampled.take() {
+            self.commit_unless_near_tie(sequence, sampled)?;
+        }
+        if sequence.has_ended() {
+            return Ok(());
+        }
+        // Arrays that are still being computed would not be freed.
+        eval(&sequence.cache.arrays()?)?;
+        if let Err(error) = self.save_on_disk(sequence) {
+            let request_id = &sequence.request.id;
+            tracing::warn!(request_id, %error, "saving a preempted request failed");
+        }
+        self.keep_learned_stats(sequence);
+        sequence.cache = self.prefixes.empty();
+        sequence.checkpoints.clear();
+        sequence.drafters.clear();
+        (sequence.sampled, sequence.next_logits) = (None, None);
+        (sequence.draft, sequence.stale_from) = (None, None);
+        (sequence.runs_alone, sequence.queued_steps) = (false, 0);
+        sequence.preempted += 1;
+        Ok(())
+    }
+
+    /// Resumes preempted sequences as far as there is room.
+    pub(super) fn resume_preempted(&mut self) {
+        while let Some(first) = self.preempted.front()
+            && self.has_room_for_another(first.tokens.len(), first.expected_length())
+            && let Some(mut sequence) = self.preempted.pop_front()
+        {
+            match catch_panic("being resumed", || self.restore_state(&mut sequence)) {
+                Ok(()) => self.sequences.push(sequence),
+                Err(error) => self.fail(&mut sequence, error),
+            }
+        }
+    }
+
+    /// Restores the cache of a preempted sequence from saved state, so that its other tokens run again.
+    pub(super) fn restore_state(&mut self, sequence: &mut Sequence) -> Result<()> {
+        let (empty, tokens) = (self.prefixes.empty(), &sequence.tokens);
+        self.make_room(self.memory.of_prompt(&empty, tokens.len(), self.prefill_chunk))?;
+        (sequence.cache, _) = self.prefixes.resume(tokens)?;
+        if sequence.governor.is_some() {
+            sequence.drafters = self.new_drafters(tokens)?;
+        }
+        let (cached, request_id) = (sequence.cache.position, &sequence.request.id);
+        tracing::debug!(request_id, tokens = tokens.len(), cached, "request resumed");
+        Ok(())
+    }
+}

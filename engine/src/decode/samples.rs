@@ -1,0 +1,158 @@
+//! Tokens that were sampled in one graph, and which of them belongs to whom.
+//!
+//! All of them are read at once, when the first is needed. Until then they may still be computed, and
+//! can be the input of the next pass.
+
+use std::cell::OnceCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::transforms::eval;
+
+use super::logprobs::Logprobs;
+use super::sample::{Row, sample, sample_with_margins};
+use super::token_ids;
+use crate::error::Result;
+
+/// The tokens sampled after the rows of a pass.
+#[derive(Debug)]
+pub struct Samples {
+    /// u32 [R]
+    tokens: Array,
+    /// f32 [R], if near-ties are to be detected.
+    margins: Option<Array>,
+    /// On the host: tokens and margins.
+    read: OnceCell<(Vec<u32>, Vec<f32>)>,
+}
+
+impl Samples {
+    /// Samples a token after each row of `logits` [R, V].
+    pub fn of(logits: &Array, rows: &[Row], with_margins: bool) -> Result<Self> {
+        let (tokens, margins) = if with_margins {
+            let (tokens, margins) = sample_with_margins(logits, rows)?;
+            (tokens, Some(margins))
+        } else {
+            (sample(logits, rows)?, None)
+        };
+        Ok(Self { tokens, margins, read: OnceCell::new() })
+    }
+
+    /// The probabilities of a single token, sampled from `logits` [1, V], and of the `top` likeliest.
+    pub fn logprobs(&self, logits: &Array, rows: &[Row], top: u32) -> Result<Logprobs> {
+        Logprobs::of(logits, rows, &self.tokens, top)
+    }
+
+    /// All arrays, to evaluate them.
+    pub fn arrays(&self) -> impl Iterator<Item = &Array> {
+        [&self.tokens].into_iter().chain(&self.margins)
+    }
+
+    /// Waits for the tokens; also returns their margins, or nothing without margins.
+    pub fn read(&self) -> Result<(&[u32], &[f32])> {
+        if self.read.get().is_none() {
+            eval(self.arrays())?;
+            let tokens = self.tokens.try_as_slice::<u32>()?.to_vec();
+            let margins = match &self.margins {
+                Some(margins) => margins.try_as_slice::<f32>()?.to_vec(),
+                None => Vec::new(),
+            };
+            // Fails if it was set since, which cannot be.
+            let _ = self.read.set((tokens, margins));
+        }
+        let (tokens, margins) = self.read.get().expect("just read");
+        Ok((tokens, margins))
+    }
+}
+
+/// One of the tokens that were sampled together.
+#[derive(Debug, Clone)]
+pub struct SampleOf {
+    samples: Rc<Samples>,
+    row: usize,
+}
+
+impl SampleOf {
+    pub fn new(samples: Rc<Samples>, row: usize) -> Self {
+        Self { samples, row }
+    }
+
+    /// Waits for the token.
+    pub fn token(&self) -> Result<u32> {
+        Ok(self.samples.read()?.0[self.row])
+    }
+
+    /// Waits for the token and the `count` after it; also returns their margins, or nothing if they were
+    /// sampled without.
+    pub fn with_next(&self, count: usize) -> Result<(&[u32], &[f32])> {
+        let (tokens, margins) = self.samples.read()?;
+        let rows = self.row..self.row + count + 1;
+        Ok((&tokens[rows.clone()], margins.get(rows).unwrap_or_default()))
+    }
+
+    /// Waits for the token's margin.
+    ///
+    /// # Panics
+    /// If it was sampled without margins.
+    pub fn margin(&self) -> Result<f32> {
+        Ok(self.samples.read()?.1[self.row])
+    }
+}
+
+/// Tokens to run next: u32 [R], once they are joined.
+#[derive(Debug)]
+pub enum Input {
+    /// Known to the host, or drafted.
+    Tokens(Array),
+    /// Sampled, and possibly still being computed.
+    Sampled(Rc<Samples>, Range<usize>),
+}
+
+impl Input {
+    /// Number of rows.
+    pub fn rows(&self) -> i32 {
+        match self {
+            Self::Tokens(tokens) => tokens.dim(0),
+            Self::Sampled(_, rows) => rows.len() as i32,
+        }
+    }
+
+    /// Adds a sampled token to `inputs`. Neighbours in their pass stay together: as long as the same
+    /// sequences run, the input of a pass is the array that the last one sampled.
+    pub fn push_sample(inputs: &mut Vec<Self>, sample: SampleOf) {
+        let SampleOf { samples, row } = sample;
+        match inputs.last_mut() {
+            Some(Self::Sampled(last, rows)) if rows.end == row && Rc::ptr_eq(last, &samples) => {
+                rows.end += 1;
+            }
+            _ => inputs.push(Self::Sampled(samples, row..row + 1)),
+        }
+    }
+
+    /// Adds known tokens to `inputs`.
+    pub fn push_tokens(inputs: &mut Vec<Self>, tokens: &[u32]) {
+        inputs.push(Self::Tokens(token_ids(tokens)));
+    }
+
+    /// All `inputs` in order: u32 [R].
+    pub fn join(inputs: Vec<Self>) -> Result<Array> {
+        let array = |input| -> Result<Array> {
+            match input {
+                Self::Tokens(tokens) => Ok(tokens),
+                Self::Sampled(samples, rows) if rows.len() == samples.tokens.size() => {
+                    Ok(samples.tokens.clone())
+                }
+                Self::Sampled(samples, rows) => {
+                    Ok(samples.tokens.try_index(rows.start as i32..rows.end as i32)?)
+                }
+            }
+        };
+        let parts = inputs.into_iter().map(array).collect::<Result<Vec<_>>>()?;
+        match &parts[..] {
+            [part] => Ok(part.clone()),
+            parts => Ok(concatenate(parts, 0)?),
+        }
+    }
+}

@@ -1,0 +1,341 @@
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use steersman_test_support::Random;
+
+use super::*;
+use crate::request::ToolChoice;
+
+mod corpus;
+
+/// The tokenizer of the bundled model, or of the model folder `STEERSMAN_TOKENIZER`.
+fn text() -> Text {
+    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let folder = std::env::var_os("STEERSMAN_TOKENIZER").map_or(bundled, Into::into);
+    Text::load(&folder).expect("the bundled model has a tokenizer")
+}
+
+fn of_form(form: Form) -> Request {
+    Request {
+        response_format: Some(ResponseFormat { field: "format", form }),
+        ..Request::default()
+    }
+}
+
+fn allows(mask: &[u32], token: u32) -> bool {
+    mask[token as usize / 32] >> (token % 32) & 1 == 1
+}
+
+/// Times of masks.
+#[derive(Default)]
+struct Times(Vec<Duration>);
+
+/// Samples tokens that the grammar allows, mostly those that end something, until it is complete; `None`
+/// if it is not after 2,000 tokens.
+fn sample(
+    text: &Text,
+    mut grammar: Grammar,
+    random: &mut Random,
+    times: &mut Times,
+) -> Option<String> {
+    let bytes = text.token_bytes();
+    let mut tokens = Vec::new();
+    while !grammar.has_ended() && tokens.len() < 2000 {
+        let forced = grammar.forced();
+        let start = Instant::now();
+        let mask = grammar.mask().expect("the mask is within its limits");
+        if forced.is_empty() {
+            times.0.push(start.elapsed());
+        }
+        let allowed: Vec<u32> =
+            (0..text.vocab_size() as u32).filter(|&token| allows(&mask, token)).collect();
+        assert!(!allowed.is_empty());
+        if let Some(&first) = forced.first() {
+            assert_eq!(allowed, [first], "a forced token is the only one");
+        }
+        let ends: Vec<u32> = allowed.iter().copied().filter(|id| text.eos().contains(id)).collect();
+        if !ends.is_empty() && (random.below(3) > 0 || tokens.len() > 200) {
+            break;
+        }
+        let closes = |id: &u32| {
+            let bytes = bytes[*id as usize].as_deref().unwrap_or_default();
+            matches!(bytes, [b'"' | b'}' | b']' | b'n', ..]) && bytes.len() < 3
+        };
+        let closing: Vec<u32> = allowed.iter().copied().filter(closes).collect();
+        let all: Vec<u32> = allowed.iter().copied().filter(|id| !ends.contains(id)).collect();
+        let close = !closing.is_empty() && (random.below(3) > 0 || tokens.len() > 200);
+        let from = if close { &closing } else { &all };
+        let Some(&token) = from.get(random.below(from.len().max(1))) else { break };
+        assert!(grammar.commit(token).expect("the grammar goes on"), "an allowed token is taken");
+        tokens.push(token);
+    }
+    if tokens.len() == 2000 {
+        return None;
+    }
+    let written = tokens.iter().flat_map(|id| bytes[*id as usize].clone().unwrap_or_default());
+    Some(String::from_utf8(written.collect()).expect("only whole characters"))
+}
+
+/// 200 schemas, or `STEERSMAN_SCHEMAS`. What is sampled under the mask is valid for each schema that is
+/// supported; each other one is refused with the path of its keyword.
+#[test]
+fn sampled_answers_are_valid_or_their_schema_is_refused_by_path() {
+    let count = std::env::var("STEERSMAN_SCHEMAS").ok();
+    let count = count.map_or(200, |count| count.parse().expect("STEERSMAN_SCHEMAS is a number"));
+    let (text, grammars) = (text(), Grammars::new(text()));
+    let mut times = Times::default();
+    let (mut valid, mut refused, mut unfinished, mut wrong) = (0, 0, 0, Vec::new());
+    let mut problems: BTreeMap<String, usize> = BTreeMap::new();
+    let mut compile = Vec::new();
+    for number in 0..count {
+        let corpus::Case { schema, refused: paths } = corpus::case(number);
+        let start = Instant::now();
+        let compiled = grammars.compile(&of_form(Form::JsonSchema(schema.clone())));
+        if paths.is_empty() {
+            compile.push(start.elapsed());
+        }
+        match compiled {
+            Err(RequestError::Structure { path, problem }) => {
+                refused += 1;
+                let path = path.strip_prefix("format").expect("the path begins with the field");
+                if !paths.iter().any(|expected| expected == path) {
+                    wrong.push(format!(
+                        "{number}: refused at {path}, not {paths:?}: {problem} {schema}"
+                    ));
+                }
+                *problems.entry(problem).or_default() += 1;
+            }
+            Err(error) => panic!("{error}"),
+            Ok(grammar) => {
+                if !paths.is_empty() {
+                    wrong.push(format!("{number}: not refused at {paths:?}: {schema}"));
+                    continue;
+                }
+                let validator = jsonschema::options()
+                    .should_validate_formats(true)
+                    .build(&schema)
+                    .expect("the schema is valid");
+                let random = &mut Random(number as u64 + 77);
+                match sample(&text, grammar.expect("a form"), random, &mut times) {
+                    None => unfinished += 1,
+                    Some(answer) => {
+                        let parsed: Value = serde_json::from_str(&answer).expect(&answer);
+                        if let Err(error) = validator.validate(&parsed) {
+                            wrong.push(format!("{number}: {error}: {answer} of {schema}"));
+                        }
+                        valid += 1;
+                    }
+                }
+            }
+        }
+    }
+    compile.sort_unstable();
+    times.0.sort_unstable();
+    let at = |times: &[Duration], part: f64| times[((times.len() - 1) as f64 * part) as usize];
+    println!(
+        "{count} schemas: {valid} valid, {refused} refused, {unfinished} unfinished; {} masks: median \
+         {:?}, p99 {:?}; compiled: median {:?}, p99 {:?}; {problems:#?}",
+        times.0.len(),
+        at(&times.0, 0.5),
+        at(&times.0, 0.99),
+        at(&compile, 0.5),
+        at(&compile, 0.99),
+    );
+    assert!(wrong.is_empty(), "{} wrong:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(unfinished * 50 <= count, "{unfinished} answers have no end");
+}
+
+/// Whether the grammar of `request` takes all of `answer`, and whether it may end there.
+fn takes(request: &Request, answer: &str) -> (bool, bool) {
+    let text = text();
+    let mut grammar = Grammars::new(text.clone()).compile(request).unwrap().expect("a form");
+    for token in text.encode(answer).unwrap() {
+        if !grammar.commit(token).unwrap() {
+            return (false, false);
+        }
+    }
+    let mask = grammar.mask().unwrap();
+    (true, text.eos().iter().all(|&eos| allows(&mask, eos)))
+}
+
+#[test]
+fn each_form_takes_its_texts_only() {
+    let (whole, part, never) = ((true, true), (true, false), (false, false));
+    let cases = [
+        (Form::JsonObject, "{\"a\": [1, {}]}", whole),
+        (Form::JsonObject, "{\n  \"a\": 1", part),
+        (Form::JsonObject, "[1]", never),
+        (Form::Regex("[a-c]+/[0-9]{2}".into()), "abc/42", whole),
+        (Form::Regex("[a-c]+/[0-9]{2}".into()), "abc/4", part),
+        (Form::Regex("[a-c]+".into()), "abd", never),
+        (Form::Choice(vec!["yes".into(), "no \"way\"".into()]), "no \"way\"", whole),
+        (Form::Choice(vec!["yes".into(), "no".into()]), "ye", part),
+        (Form::Choice(vec!["yes".into(), "no".into()]), "maybe", never),
+        (Form::Lark("start: sum\nsum: N (\"+\" N)*\nN: /[0-9]+/".into()), "1+23+4", whole),
+        (Form::Lark("start: \"a\" \"b\"".into()), "ba", never),
+        (Form::Lark("root ::= item (\",\" item)*\nitem ::= [0-9]+".into()), "1,23", whole),
+        (Form::Lark("root ::= item (\",\" item)*\nitem ::= [0-9]+".into()), "1,a", never),
+    ];
+    for (form, answer, expected) in cases {
+        let request = of_form(form);
+        assert_eq!(takes(&request, answer), expected, "{:?} {answer}", request.response_format);
+    }
+}
+
+#[test]
+fn forms_that_are_no_forms_are_refused_with_their_field() {
+    let huge = "x".repeat(FORM_BYTES + 1);
+    for form in [
+        Form::JsonSchema(5.into()),
+        Form::JsonSchema(json!({"type": "strin"})),
+        Form::JsonSchema(Value::Bool(false)),
+        Form::Regex("(".into()),
+        Form::Regex(huge.clone()),
+        Form::Lark("start: missing".into()),
+        Form::Lark(String::new()),
+        Form::Choice(Vec::new()),
+        Form::Choice(vec![huge]),
+    ] {
+        let request = of_form(form);
+        match Grammars::new(text()).compile(&request) {
+            Err(RequestError::Structure { path, .. }) => {
+                assert!(path.starts_with("format"), "{path}")
+            }
+            other => panic!("{other:?} {:?}", request.response_format),
+        }
+    }
+}
+
+#[test]
+fn a_rewound_grammar_equals_one_that_never_went_further() {
+    let text = text();
+    let schema = json!({"type": "object", "properties": {"list": {"type": "array", "items": {"type": "integer"}}}, "required": ["list"]});
+    let request = of_form(Form::JsonSchema(schema));
+    let mut grammar = Grammars::new(text.clone()).compile(&request).unwrap().unwrap();
+    let tokens = text.encode("{\"list\": [1, 22, 3]}").unwrap();
+    let mut masks = Vec::new();
+    for &token in &tokens {
+        masks.push(grammar.mask().unwrap());
+        assert!(grammar.commit(token).unwrap());
+    }
+    assert!(grammar.has_ended());
+    for to in (0..tokens.len()).rev() {
+        let mut rewound = grammar.clone();
+        rewound.rewind(tokens.len() - to).unwrap();
+        assert_eq!(rewound.mask().unwrap(), masks[to], "after {to} tokens");
+        for &token in &tokens[to..] {
+            assert!(rewound.commit(token).unwrap());
+        }
+        assert!(rewound.has_ended());
+    }
+}
+
+fn tools(is_strict: bool) -> Vec<Value> {
+    let parameters = json!({
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["C", "F"]},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": false,
+    });
+    let weather = json!({"name": "weather", "strict": is_strict, "parameters": parameters});
+    let time = json!({"name": "time", "parameters": {"type": "object"}});
+    vec![
+        json!({"type": "function", "function": weather}),
+        json!({"type": "function", "function": time}),
+    ]
+}
+
+#[test]
+fn required_calls_are_well_formed_and_strict_ones_follow_their_schema() {
+    let choice = ToolChoice { is_required: true, ..ToolChoice::default() };
+    let request = |is_strict, tool_choice: &ToolChoice| Request {
+        tools: tools(is_strict),
+        tool_choice: tool_choice.clone(),
+        ..Request::default()
+    };
+    let call = |name: &str, parameters: &str| {
+        format!("<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>")
+    };
+    let days = |days: &str| {
+        call(
+            "weather",
+            &format!(
+                "<parameter=city>\nBonn <b>\n</parameter>\n<parameter=days>\n{days}\n</parameter>\n"
+            ),
+        )
+    };
+    let strict = request(true, &choice);
+    let (whole, never) = ((true, true), (false, false));
+    assert_eq!(takes(&strict, &days("5")), whole);
+    assert_eq!(takes(&strict, &days("12")), never);
+    assert_eq!(takes(&strict, "Hello"), never);
+    assert_eq!(takes(&strict, &call("weather", "")), never);
+    assert_eq!(takes(&strict, &call("other", "")), never);
+    let twice = format!("{}\n{}", days("5"), call("time", ""));
+    assert_eq!(takes(&strict, &twice), whole);
+    assert_eq!(takes(&request(false, &choice), &days("12")), whole);
+    let single = ToolChoice { is_single: true, ..choice.clone() };
+    assert_eq!(takes(&request(true, &single), &twice), never);
+    let named = ToolChoice { allowed: Some(vec!["time".into()]), ..choice };
+    assert_eq!(takes(&request(true, &named), &days("5")), never);
+    assert_eq!(takes(&request(true, &named), &call("time", "")), whole);
+    let missing = ToolChoice { allowed: Some(vec!["no".into()]), ..named };
+    let refused = Grammars::new(text()).compile(&request(true, &missing));
+    assert!(matches!(refused, Err(RequestError::Structure { path, .. }) if path == "tool_choice"));
+}
+
+#[test]
+fn a_request_without_a_form_has_no_grammar() {
+    let grammars = Grammars::new(text());
+    let compile =
+        |request: &Request| grammars.compile(request).unwrap().map(|grammar| grammar.scope);
+    assert_eq!(compile(&Request::default()), None);
+    assert_eq!(compile(&Request { tools: tools(false), ..Request::default() }), None);
+    assert_eq!(compile(&Request { tools: tools(true), ..Request::default() }), Some(Scope::Call));
+    let both = Request { tools: tools(false), ..of_form(Form::JsonObject) };
+    assert_eq!(compile(&both), Some(Scope::Answer));
+    assert_eq!(takes(&both, "{}").0, true);
+    assert_eq!(
+        takes(&both, "<tool_call>\n<function=time>\n</function>\n</tool_call>"),
+        (true, true)
+    );
+}
+
+/// Limits hold for forms that would take exponential time or memory: each is compiled or refused, and so
+/// is each mask.
+#[test]
+fn hostile_forms_are_bounded() {
+    let many: serde_json::Map<String, Value> = (0..2000)
+        .map(|i| (format!("p{i}"), json!({"type": "string", "pattern": "a+b+c+"})))
+        .collect();
+    let deep = (0..100).fold(json!({}), |inner, _| json!({"type": "array", "items": inner}));
+    for form in [
+        Form::Regex("((a{1000}){1000}){1000}".into()),
+        Form::Regex("(a|aa)*(a|b){500}[ab]{500}".into()),
+        Form::Regex("(.*a.*b.*c.*d.*e){20}".into()),
+        Form::Lark("start: start start | \"a\" | \"\"".into()),
+        Form::Lark("start: a\na: b b b b\nb: c c c c\nc: a? a? a? \"x\"?".into()),
+        Form::Choice((0..20_000).map(|i| format!("{i}{i}")).collect()),
+        Form::JsonSchema(json!({"type": "object", "properties": many})),
+        Form::JsonSchema(deep),
+        Form::JsonSchema(json!({"$ref": "#"})),
+        Form::JsonSchema(json!({"type": "string", "minLength": 1_000_000_000})),
+        Form::JsonSchema(json!({"type": "array", "minItems": 1_000_000_000})),
+        Form::JsonSchema(json!({"allOf": [{"$ref": "#"}]})),
+    ] {
+        let request = of_form(form);
+        let Ok(Some(mut grammar)) = Grammars::new(text()).compile(&request) else { continue };
+        for _ in 0..20 {
+            let Ok(mask) = grammar.mask() else { break };
+            let Some(token) = (0..4096).rev().find(|&token| allows(&mask, token)) else { break };
+            if !grammar.commit(token).unwrap_or(false) || grammar.has_ended() {
+                break;
+            }
+        }
+    }
+}
