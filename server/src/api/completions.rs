@@ -147,8 +147,7 @@ impl Protocol for Completions {
                 }
                 None => Ok(String::new()),
             };
-            self.prompts =
-                requests.iter().map(|request| text(request)).collect::<Result<_, _>>()?;
+            self.prompts = requests.iter().map(text).collect::<Result<_, _>>()?;
         }
         Ok(())
     }

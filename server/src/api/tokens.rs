@@ -16,6 +16,9 @@ use super::chat::Chat;
 use super::error::ApiError;
 use super::protocol::{Parsed, Protocol, admit, read_json};
 
+/// The client's name of the model, and the rest of a body.
+type Named<T> = (Option<String>, T);
+
 /// The text that `POST /tokenize` gets.
 struct Tokenize {
     request: Request,
@@ -49,7 +52,7 @@ pub async fn tokenize(
     Ok(Json(reply.await??))
 }
 
-fn parse_tokenize(mut fields: Map<String, Value>) -> Result<(Option<String>, Tokenize), ApiError> {
+fn parse_tokenize(mut fields: Map<String, Value>) -> Result<Named<Tokenize>, ApiError> {
     let mut with_pieces = false;
     for name in ["return_token_strs", "with_pieces"] {
         with_pieces |= fields.shift_remove(name).is_some_and(|value| value == true);
@@ -81,9 +84,7 @@ pub async fn detokenize(
     Ok(Json(json!({"prompt": text, "content": text})))
 }
 
-fn parse_detokenize(
-    mut fields: Map<String, Value>,
-) -> Result<(Option<String>, Vec<u32>), ApiError> {
+fn parse_detokenize(mut fields: Map<String, Value>) -> Result<Named<Vec<u32>>, ApiError> {
     let model = model(&mut fields)?;
     let tokens = fields.shift_remove("tokens").unwrap_or_default();
     end(&fields)?;
@@ -106,7 +107,7 @@ pub async fn apply_template(
     Ok(Json(json!({"prompt": prompt})))
 }
 
-fn parse_chat(fields: Map<String, Value>) -> Result<(Option<String>, Request), ApiError> {
+fn parse_chat(fields: Map<String, Value>) -> Result<Named<Request>, ApiError> {
     let Parsed { model, call, .. } = Chat::parse(fields)?;
     let request = call?.requests.into_iter().next().unwrap_or_default();
     Ok((model, request))
@@ -138,7 +139,7 @@ async fn read<T: Send + 'static>(
     caller: &Caller,
     headers: &HeaderMap,
     body: Body,
-    parse: fn(Map<String, Value>) -> Result<(Option<String>, T), ApiError>,
+    parse: fn(Map<String, Value>) -> Result<Named<T>, ApiError>,
 ) -> Result<(T, Admission), ApiError> {
     let body = read_json(app, headers, body).await?;
     let (model, parsed) = app.bodies.parse(body.bytes, parse).await?;
