@@ -150,6 +150,62 @@ def errors_have_the_types_of_the_package(client, model):
 
 
 @check
+def raw_prompt_is_continued(client, model):
+    asked = dict(model=model, temperature=0, max_tokens=8, stop=["\n"])
+    prompt = "<|im_start|>user\nWhat is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    reply = client.completions.create(prompt=[prompt, prompt], echo=True, **asked)
+    texts = [choice.text for choice in reply.choices]
+    assert texts[0] == texts[1] and texts[0].startswith(prompt) and "Rome" in texts[0], reply
+    assert [choice.index for choice in reply.choices] == [0, 1], reply
+    assert reply.usage.completion_tokens <= 16, reply
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(prompt=prompt, stream=True, **asked)]
+    assert prompt + "".join(pieces) == texts[0], (pieces, texts)
+
+
+@check
+def response_is_continued(client, model):
+    asked = dict(model=model, temperature=0, reasoning={"effort": "none"})
+    first = client.responses.create(input="What is the capital of Italy?", **asked)
+    assert first.status == "completed" and "Rome" in first.output_text, first
+    second = client.responses.create(input="What is the capital of Italy?", previous_response_id=first.id, **asked)
+    assert second.usage.input_tokens > first.usage.input_tokens, (first.usage, second.usage)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    rejected(openai.NotFoundError, 404, "response_not_found", lambda: client.responses.retrieve(first.id))
+
+
+@check
+def stream_of_a_response_adds_up_to_it(client, model):
+    with client.responses.stream(model=model, input="What is the capital of Italy?", temperature=0, reasoning={"effort": "low"}) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    of = lambda kind: "".join(event.delta for event in events if event.type == kind)
+    assert of("response.output_text.delta") == final.output_text and "Rome" in final.output_text, final
+    assert [item.type for item in final.output] == ["reasoning", "message"], final
+    assert of("response.reasoning_text.delta") == final.output[0].content[0].text, final
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == sorted(event.sequence_number for event in events)
+    assert final.usage.output_tokens_details.reasoning_tokens > 0, final.usage
+
+
+@check
+def response_calls_tools_in_several_rounds(client, model):
+    tool = {"type": "function", "strict": False, **WEATHER["function"]}
+    items = [{"role": "user", "content": "What is the weather in Rome?"}]
+    asked = dict(model=model, tools=[tool], temperature=0, reasoning={"effort": "none"})
+    for sky in ["sunny", "rainy"]:
+        reply = client.responses.create(input=items, **asked)
+        call = reply.output[-1]
+        assert call.type == "function_call" and call.name == "get_weather", reply
+        assert json.loads(call.arguments) == {"city": "Rome"}, call
+        # Send the items back unchanged, as most agents do.
+        items += reply.output
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": '{"sky": "%s", "degrees": 21}' % sky})
+        final = client.responses.create(input=items, **asked)
+        assert sky in final.output_text, final
+        items += [*final.output, {"role": "user", "content": "What is the weather in Rome?"}]
+
+
+@check
 def timeout_of_the_client_ends_the_request(client, model):
     create = lambda **more: client.chat.completions.create(model=model, messages=QUESTION, **more)
     for asked in [dict(stream=False), dict(stream=True)]:

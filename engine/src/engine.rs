@@ -10,6 +10,7 @@ use crate::policy::Policies;
 use crate::prefix;
 use crate::queue::Queue;
 use crate::request::{Event, Request};
+use crate::text::Text;
 
 /// Facts about the loaded model, for the server.
 #[derive(Debug, Clone)]
@@ -31,6 +32,8 @@ pub struct Info {
     pub profiles: Vec<String>,
     /// Reports the contents and the use of the prefix cache.
     pub prefixes: prefix::PrefixReporter,
+    /// Tokenizer and chat template.
+    pub text: Text,
     /// Reports what runs.
     pub activity: ActivityReporter,
     /// Load time of the model, in seconds since 1970.
@@ -95,6 +98,48 @@ impl Engine {
         self.0.queue.stop();
     }
 
+    /// The prompt of `request` as text, before its policies change it. Blocks while it renders.
+    ///
+    /// # Errors
+    /// Those of the chat template; [`RequestError::PromptBytes`] if the request has too much text.
+    pub fn render(&self, request: &Request) -> Result<String> {
+        self.check_bytes(request)?;
+        let Request { messages, tools, template_variables, .. } = request;
+        let text = &self.0.info.text;
+        text.render(messages, tools, template_variables, self.reasoning(request), true)
+    }
+
+    /// The prompt of `request` as tokens, before its policies change it. Blocks while it renders and
+    /// encodes.
+    ///
+    /// # Errors
+    /// Those of the chat template and the tokenizer; [`RequestError::PromptBytes`] if the request has
+    /// too much text.
+    pub fn tokenize(&self, request: &Request) -> Result<Vec<u32>> {
+        self.check_bytes(request)?;
+        let Request { messages, tools, template_variables, .. } = request;
+        let text = &self.0.info.text;
+        match &request.prompt {
+            Some(prompt) => text.raw_prompt(prompt),
+            None => text.prompt(messages, tools, template_variables, self.reasoning(request), true),
+        }
+    }
+
+    /// The text of `tokens`, which the client sent as `field`, with special tokens.
+    ///
+    /// # Errors
+    /// [`RequestError::Field`] if one is not in the vocabulary.
+    pub fn detokenize(&self, field: &'static str, tokens: &[u32]) -> Result<String> {
+        self.0.info.text.known(field, tokens)?;
+        Ok(self.0.info.text.decode_all(tokens))
+    }
+
+    /// Whether the prompt of `request` is rendered for reasoning, unless a policy decides otherwise.
+    fn reasoning(&self, request: &Request) -> Option<bool> {
+        let can_reason = self.0.info.text.supports_reasoning();
+        can_reason.then_some(request.reasoning.unwrap_or(true))
+    }
+
     /// Queues a request. Dropping the receiver cancels it.
     ///
     /// # Errors
@@ -102,10 +147,15 @@ impl Engine {
     /// [`RequestError::QueueFull`] if the queue is full; [`Error::Stopped`](crate::Error::Stopped) if
     /// the engine thread ends or has ended.
     pub fn submit(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
+        self.check_bytes(&request)?;
+        self.0.queue.add(request)
+    }
+
+    fn check_bytes(&self, request: &Request) -> Result<()> {
         let (bytes, limit) = (request.text_bytes(), self.0.info.prompt_bytes);
         if bytes > limit {
             return Err(RequestError::PromptBytes { bytes, limit }.into());
         }
-        self.0.queue.add(request)
+        Ok(())
     }
 }

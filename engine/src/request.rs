@@ -11,15 +11,17 @@ use serde_json::{Map, Value};
 use crate::error::Error;
 use crate::policy::{SamplingPatch, TokenBias};
 
-/// One chat request, checked by the server, not yet rendered or tokenized.
+/// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
     /// Id in logs and replies, unique in this process.
     pub id: String,
     /// The profile that steers this request: a key of `[profiles]`.
     pub profile: String,
-    /// The conversation, oldest first; never empty.
+    /// The conversation, oldest first; empty only beside a `prompt`.
     pub messages: Vec<Message>,
+    /// A prompt that takes the place of the rendered conversation.
+    pub prompt: Option<RawPrompt>,
     /// Tools that the model may call, as sent by the client: `{"type": "function", "function": ..}`.
     pub tools: Vec<Value>,
     /// Which tools the model may or must call.
@@ -63,8 +65,13 @@ impl Request {
     pub fn text_bytes(&self) -> usize {
         let messages: usize = self.messages.iter().map(Message::text_bytes).sum();
         let tools: usize = self.tools.iter().map(value_bytes).sum();
+        let prompt = match &self.prompt {
+            None => 0,
+            Some(RawPrompt::Text(text)) => text.len(),
+            Some(RawPrompt::Tokens(tokens)) => size_of_val(tokens.as_slice()),
+        };
         let format = self.response_format.as_ref().map_or(0, ResponseFormat::text_bytes);
-        messages + tools + format + map_bytes(&self.template_variables)
+        prompt + messages + tools + format + map_bytes(&self.template_variables)
     }
 }
 
@@ -112,6 +119,15 @@ impl ResponseFormat {
             Form::Choice(texts) => texts.iter().map(|text| VALUE_BYTES + text.len()).sum(),
         }
     }
+}
+
+/// A prompt as the client wrote it, which no template renders.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RawPrompt {
+    /// Special tokens that the text spells are parsed, and the tokenizer adds its own (`bos`).
+    Text(String),
+    /// Ids of the model's vocabulary.
+    Tokens(Vec<u32>),
 }
 
 /// Bytes that count for what has no text of its own, such as a number or an empty message: it takes
@@ -285,6 +301,10 @@ pub enum Event {
         /// Hex digest over weights, numeric format and policies: equal fingerprints mean equal
         /// replies to equal requests.
         fingerprint: String,
+        /// [`Usage::prompt_tokens`]
+        prompt_tokens: u32,
+        /// [`Usage::cached_tokens`]
+        cached_tokens: u32,
     },
     /// The next piece of the reasoning.
     Reasoning(String),
@@ -322,8 +342,10 @@ pub struct Finished {
 /// Why a request ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FinishReason {
-    /// The model ended its turn, or a stop string was found.
+    /// The model ended its turn.
     Stop,
+    /// This stop string was found.
+    StopString(String),
     /// The answer reached `max_tokens`, or the context is full.
     Length,
     /// The turn ended with tool calls.
@@ -389,6 +411,8 @@ mod tests {
                 ..Request::default()
             },
             Request { messages: vec![message; 100], ..Request::default() },
+            Request { prompt: Some(RawPrompt::Text(text)), ..Request::default() },
+            Request { prompt: Some(RawPrompt::Tokens(vec![1; 250])), ..Request::default() },
         ];
         for request in requests {
             let bytes = request.text_bytes();

@@ -82,8 +82,15 @@ pub struct ServerConfig {
     pub body_timeout_s: u64,
     /// Seconds within which a request must end.
     pub request_timeout_s: u64,
+    /// Maximum number of bytes of stored responses; 0 stores none.
+    pub responses_bytes: u64,
+    /// Days after which a stored response is deleted.
+    pub responses_days: u64,
     /// Seconds that running requests may take to finish after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
+    /// Where responses are stored, if anywhere: in the data folder.
+    #[serde(skip)]
+    pub responses_folder: Option<PathBuf>,
     /// Access to profiles by name, from their own sections.
     #[serde(skip)]
     pub profiles: BTreeMap<String, ProfileAccess>,
@@ -203,7 +210,10 @@ impl Default for ServerConfig {
             body_budget_bytes: 256 << 20,
             body_timeout_s: 30,
             request_timeout_s: 3600,
+            responses_bytes: 256 << 20,
+            responses_days: 30,
             shutdown_s: 10,
+            responses_folder: None,
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
         }
@@ -297,6 +307,8 @@ impl ServerConfig {
             ("server.body_timeout_s", self.body_timeout_s, 1, HOUR_S),
             ("server.request_timeout_s", self.request_timeout_s, 1, WEEK_S),
             ("server.shutdown_s", self.shutdown_s, 0, HOUR_S),
+            ("server.responses_bytes", self.responses_bytes, 0, 1 << 40),
+            ("server.responses_days", self.responses_days, 1, 3650),
         ];
         let ranges = ranges
             .into_iter()
@@ -512,6 +524,7 @@ mod tests {
             ("[server]\nbody_budget_bytes = 2048", "server.body_budget_bytes"),
             ("[server]\nidle_timeout_s = 0", "server.idle_timeout_s"),
             ("[server]\nrequest_timeout_s = 0", "server.request_timeout_s"),
+            ("[server]\nresponses_days = 0", "server.responses_days"),
             ("[server]\nshutdown_s = 9223372036854775807", "server.shutdown_s"),
             ("[server]\nmax_connections = 2305843009213693952", "server.max_connections"),
             ("[server]\nhosts = [\"model.lan:80\"]", "server.hosts"),

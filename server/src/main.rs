@@ -234,7 +234,8 @@ fn serve(options: Serve) -> Result<()> {
     let (mut file, data_dir) = options.common.read(options.model)?;
     file.server.host = options.host.unwrap_or(file.server.host);
     file.server.port = options.port.unwrap_or(file.server.port);
-    let (server, config) = file.check()?;
+    let (mut server, config) = file.check()?;
+    server.responses_folder = Some(data_dir.join("responses"));
 
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
     // Before loading the model: that takes long, and a port in use should fail at once.

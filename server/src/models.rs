@@ -76,8 +76,12 @@ impl Models {
     }
 
     /// The engine and the profile, if any, of a name that a client sends: `model` or
-    /// `model@profile`. `None` if that is not served.
+    /// `model@profile`, also with Ollama's tag `:latest`. `None` if that is not served.
     pub fn resolve<'a>(&self, name: &'a str) -> Option<(&Engine, Option<&'a str>)> {
+        self.resolve_exactly(name).or_else(|| self.resolve_exactly(name.strip_suffix(":latest")?))
+    }
+
+    fn resolve_exactly<'a>(&self, name: &'a str) -> Option<(&Engine, Option<&'a str>)> {
         if let Some(engine) = self.named(name) {
             return Some((engine, None));
         }

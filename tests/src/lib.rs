@@ -3,10 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::thread::JoinHandle;
 
 use serde_json::{Value, json};
 use steersman_engine::config::{Config, Device, Dtype, Profile};
+use steersman_engine::internals::text::Text;
 use steersman_engine::policy::SamplingPatch;
 use steersman_engine::policy::{
     self, Policies, PolicyConfig, ProfilePolicies, Session, Storage, no_vocabulary,
@@ -31,6 +33,13 @@ pub fn fixtures() -> PathBuf {
 /// The bundled demonstration model.
 pub fn bundled_model() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit")
+}
+
+/// Tokenizer and chat template of the bundled model, loaded once.
+pub fn bundled_text() -> Text {
+    static TEXT: LazyLock<Text> =
+        LazyLock::new(|| Text::load(&bundled_model()).expect("the bundled model is complete"));
+    TEXT.clone()
 }
 
 /// `count`, which suits CI, times the variable `STEERSMAN_TEST_SCALE`.
@@ -292,7 +301,7 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
     let mut fingerprint = String::new();
     let end = loop {
         match events.blocking_recv().expect("the last event is Finished or Failed") {
-            Event::Started { fingerprint: value } => fingerprint = value,
+            Event::Started { fingerprint: value, .. } => fingerprint = value,
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::Logprob(_) => {}
             Event::Answer(text) => answer.push_str(&text),

@@ -43,7 +43,12 @@ impl Decoder {
         save_points.retain(|&(at, _)| at > cached);
         let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
         // Fails if the client has disconnected; the first step checks that.
-        let _ = events.send(Event::Started { fingerprint });
+        // Casts: positions fit i32 (see `Decoder::load`).
+        let _ = events.send(Event::Started {
+            fingerprint,
+            prompt_tokens: prompt.len() as u32,
+            cached_tokens: cached as u32,
+        });
         let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
         let mut sampler = Sampler::new(sampling, seed);
         if !request.biases.is_empty() {

@@ -282,6 +282,7 @@ impl Decoder {
             profiles: config.profiles.keys().cloned().collect(),
             fingerprint: hex(&sha.clone().finalize()[..6]),
             prefixes: prefixes.reporter(),
+            text: text.clone(),
             activity: activity.clone(),
             loaded: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         };

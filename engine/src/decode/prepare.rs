@@ -129,7 +129,7 @@ impl Preparer {
             self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
         let mut notes = apply_limits(request, limits, self.max_tokens);
         let replaced = replace_system_text(request, &params, &mut policy)?;
-        let can_reason = self.text.supports_reasoning();
+        let can_reason = request.prompt.is_none() && self.text.supports_reasoning();
         // A budget of zero tokens disables reasoning.
         let wish =
             if request.reasoning_budget == Some(0) { Some(false) } else { request.reasoning };
@@ -169,6 +169,9 @@ impl Preparer {
 
     fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Vec<u32>> {
         job.check(STAGE)?;
+        if let Some(prompt) = &job.request.prompt {
+            return self.text.raw_prompt(prompt);
+        }
         let Request { messages, tools, template_variables: variables, .. } = &job.request;
         let add_generation_prompt = true;
         let prompt = self.text.render_prompt(&Variables {
@@ -190,7 +193,7 @@ impl Preparer {
     fn check_length(&self, prompt: &[u32], profile: &str, limits: ProfileLimits) -> Result<()> {
         let tokens = prompt.len();
         if tokens == 0 {
-            let problem = "the rendered prompt is empty".into();
+            let problem = "the prompt is empty".into();
             return Err(RequestError::Template(problem).into());
         }
         let limit = limits.prompt_tokens;
@@ -240,7 +243,7 @@ impl Preparer {
             system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
             user: user[..user.floor_char_boundary(USER_BYTES)].to_string(),
             tools: request.tools.iter().map(name).collect(),
-            can_reason: self.text.supports_reasoning(),
+            can_reason: request.prompt.is_none() && self.text.supports_reasoning(),
             reasoning: request.reasoning,
             reasoning_budget: request.reasoning_budget,
             max_tokens: request.max_tokens,

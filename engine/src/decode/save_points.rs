@@ -28,6 +28,12 @@ impl Preparer {
         plan: &Plan,
     ) -> Result<Vec<(usize, Retention)>> {
         let every = self.save_interval;
+        if request.prompt.is_some() {
+            // There are no messages: a prompt may continue anywhere.
+            let regular = (1..).map_while(|i| Some(i * every?)).take_while(|at| *at < prompt.len());
+            let end = every.is_none().then_some(prompt.len());
+            return Ok(regular.chain(end).map(|at| (at, Retention::default())).collect());
+        }
         if every.is_none() && plan.retain.is_none() {
             return Ok(vec![(prompt.len(), Retention::default())]);
         }

@@ -390,10 +390,11 @@ impl Sequence {
         if self.judge(text)? {
             loop_found = None;
         }
+        let stopped_by = self.reply_state.reply.stopped_by().map(str::to_string);
         let is_last_call =
             self.request.tool_choice.is_single && !self.progress.tool_calls.is_empty();
-        if (self.reply_state.reply.stopped() || is_last_call) && !self.has_ended() {
-            self.end(FinishReason::Stop);
+        if (stopped_by.is_some() || is_last_call) && !self.has_ended() {
+            self.end(stopped_by.map_or(FinishReason::Stop, FinishReason::StopString));
         }
         self.check_limits();
         if !self.has_ended() {
@@ -512,11 +513,15 @@ impl Sequence {
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
         // The end of the reply may have completed a call.
         let reason = match reason {
-            FinishReason::Stop if !self.progress.tool_calls.is_empty() => FinishReason::ToolCalls,
+            FinishReason::Stop | FinishReason::StopString(_)
+                if !self.progress.tool_calls.is_empty() =>
+            {
+                FinishReason::ToolCalls
+            }
             reason => reason,
         };
         self.tell_policy(match &reason {
-            FinishReason::Stop => "stop",
+            FinishReason::Stop | FinishReason::StopString(_) => "stop",
             FinishReason::Length => "length",
             FinishReason::ToolCalls => "tool-calls",
             FinishReason::Policy(_) => "policy",

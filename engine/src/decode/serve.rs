@@ -192,7 +192,8 @@ impl Decoder {
             self.keep_learned_stats(sequence);
             if let Some(retention) = sequence.reply_retention {
                 self.save(sequence, retention);
-                if self.prefetch_turns {
+                // No template says how a raw prompt continues.
+                if self.prefetch_turns && sequence.request.prompt.is_none() {
                     self.queue.expect(Expected::after(sequence, retention));
                 }
             }

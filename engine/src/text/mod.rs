@@ -27,7 +27,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use crate::error::{ConfigError, Error, RequestError, Result};
-use crate::request::{Message, Sampling};
+use crate::request::{Message, RawPrompt, Sampling};
 
 mod detokenize;
 mod folder;
@@ -256,6 +256,32 @@ impl Text {
         self.embedded(self.tokenizer.encode(text)?)
     }
 
+    /// Tokens of a prompt that no template renders. The tokenizer's post-processor adds its special
+    /// tokens to text, as where models are trained on plain text.
+    ///
+    /// # Errors
+    /// As [`Text::encode`]; [`RequestError::Field`] if a token is not one of the model's.
+    pub fn raw_prompt(&self, prompt: &RawPrompt) -> Result<Vec<u32>> {
+        match prompt {
+            RawPrompt::Text(text) => self.embedded(self.tokenizer.encode_document(text)?),
+            RawPrompt::Tokens(tokens) => {
+                self.known("prompt", tokens)?;
+                Ok(tokens.clone())
+            }
+        }
+    }
+
+    /// Checks that `tokens`, which the client sent as `field`, are ids of the vocabulary.
+    ///
+    /// # Errors
+    /// [`RequestError::Field`] names the first that is not.
+    pub fn known(&self, field: &'static str, tokens: &[u32]) -> Result<()> {
+        let size = self.vocab_size();
+        let Some(id) = tokens.iter().find(|id| **id as usize >= size) else { return Ok(()) };
+        let problem = format!("token {id} is not one of the model's {size} tokens");
+        Err(RequestError::Field { field, problem }.into())
+    }
+
     /// Tokens of injected text, which continues other text. Never contains a special token or a
     /// marker, whatever the text spells.
     ///
@@ -263,6 +289,11 @@ impl Text {
     /// As [`Text::encode`].
     pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
         self.embedded(self.tokenizer.encode_plain(text)?)
+    }
+
+    /// Text of `tokens` with special tokens.
+    pub fn decode_all(&self, tokens: &[u32]) -> String {
+        self.tokenizer.decode_all(tokens)
     }
 
     /// The bytes of each token within other text, by id; `None` for tokens that carry structure and

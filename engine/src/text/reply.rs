@@ -175,6 +175,11 @@ impl Reply {
 
     /// Whether a stop string was found; no piece follows then.
     pub fn stopped(&self) -> bool {
+        self.stopped_by().is_some()
+    }
+
+    /// The stop string that was found, if any.
+    pub fn stopped_by(&self) -> Option<&str> {
         self.answer.stop.found()
     }
 
@@ -373,12 +378,13 @@ impl Reply {
         let text = gap + if line { &text } else { text.trim_start() };
         let text = self.answer.stop.push(&text);
         // Hold white space back while a marker may follow it.
-        let text =
-            if !self.answer.stop.found() && (!self.answer.visible || !self.schemas.is_empty()) {
-                self.answer.tail.push(&text)
-            } else {
-                self.answer.tail.take() + &text
-            };
+        let text = if self.answer.stop.found().is_none()
+            && (!self.answer.visible || !self.schemas.is_empty())
+        {
+            self.answer.tail.push(&text)
+        } else {
+            self.answer.tail.take() + &text
+        };
         self.emit_answer(text);
     }
 

@@ -9,7 +9,8 @@
 pub(super) struct Stop {
     strings: Vec<String>,
     held: String,
-    found: bool,
+    /// Index into `strings`.
+    found: Option<usize>,
 }
 
 impl Stop {
@@ -19,9 +20,9 @@ impl Stop {
         Self { strings, ..Self::default() }
     }
 
-    /// Whether a stop string was found; later text is dropped.
-    pub fn found(&self) -> bool {
-        self.found
+    /// The stop string that was found; later text is dropped.
+    pub fn found(&self) -> Option<&str> {
+        self.found.map(|index| self.strings[index].as_str())
     }
 
     /// The text held back.
@@ -31,13 +32,15 @@ impl Stop {
 
     /// Adds text; returns the text to emit.
     pub fn push(&mut self, text: &str) -> String {
-        if self.found {
+        if self.found.is_some() {
             return String::new();
         }
         let mut text = std::mem::take(&mut self.held) + text;
-        let ends = |stop: &String| text.find(stop.as_str()).map(|at| (at + stop.len(), at));
-        if let Some((_, start)) = self.strings.iter().filter_map(ends).min() {
-            self.found = true;
+        let ends = |(index, stop): (usize, &String)| {
+            text.find(stop.as_str()).map(|at| (at + stop.len(), at, index))
+        };
+        if let Some((_, start, index)) = self.strings.iter().enumerate().filter_map(ends).min() {
+            self.found = Some(index);
             text.truncate(start);
             return text;
         }
@@ -67,7 +70,10 @@ mod tests {
         let mut stop = Stop::new(&stops);
         let mut got: Vec<String> = pieces.iter().map(|piece| stop.push(piece)).collect();
         got.push(stop.flush());
-        assert_eq!((got, stop.found()), (emitted.iter().map(|s| s.to_string()).collect(), found));
+        assert_eq!(
+            (got, stop.found().is_some()),
+            (emitted.iter().map(|s| s.to_string()).collect(), found)
+        );
     }
 
     #[test]

@@ -173,6 +173,12 @@ impl Tokenizer {
         self.ids(&self.inner, text)
     }
 
+    /// Tokens of a text with those that the tokenizer's post-processor adds.
+    pub fn encode_document(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.inner.encode_fast(text, true).map_err(tokenizer_error)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
     /// Tokens of a prompt that was rendered from tainted text. Clients' text yields no protected
     /// token, and earlier replies no hidden one: a reply may contain the others, so it encodes as it
     /// was generated. Text that spells none encodes as in [`Tokenizer::encode`].
@@ -269,6 +275,14 @@ impl Tokenizer {
 
     pub fn decoder(&self) -> Option<&DecoderWrapper> {
         self.inner.get_decoder()
+    }
+
+    /// Text of `ids` with special tokens.
+    pub fn decode_all(&self, ids: &[u32]) -> String {
+        if ids.is_empty() {
+            return String::new(); // as in `decode`
+        }
+        self.inner.decode(ids, false).unwrap_or_default()
     }
 
     /// Text of `ids` without hidden tokens.

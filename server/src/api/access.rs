@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use secrecy::{ExposeSecret, SecretString};
@@ -29,6 +29,9 @@ use crate::throttle::Throttle;
 
 /// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
 type KeyDigest = [u8; 32];
+
+/// Where Anthropic's clients send their key.
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// Time between two answers to wrong keys, of all clients together.
 const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
@@ -84,13 +87,13 @@ impl Access {
         }
     }
 
-    /// The caller, from the `Authorization` header; `None` if a required key is missing or wrong.
+    /// The caller, from the key in the headers; `None` if a required key is missing or wrong.
     pub fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
-        let key = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let key = key.and_then(|value| value.split_once(' ')).map(|(scheme, key)| {
-            let bearer = scheme.eq_ignore_ascii_case("bearer");
-            Sha256::digest(if bearer { key.trim() } else { "" })
-        });
+        let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+        let key = text(&header::AUTHORIZATION).and_then(|value| value.split_once(' '));
+        let bearer =
+            key.map(|(scheme, key)| if scheme.eq_ignore_ascii_case("bearer") { key } else { "" });
+        let key = bearer.or_else(|| text(&API_KEY)).map(|key| Sha256::digest(key.trim()));
         // Compares with every key to the end, so the time taken reveals nothing.
         let is_among = |keys: &[KeyDigest]| {
             key.is_some_and(|key| {
@@ -158,7 +161,7 @@ impl Admission {
     /// Admits a request for `model` with `header`, the value of `X-Steersman-Profile`.
     ///
     /// The profile is that of `model@profile`, of the header, of the caller's key, or `default`.
-    /// `model` may be absent if the server has only one model.
+    /// Without `model` it is that of the profile.
     ///
     /// # Errors
     /// 400 or 404 for a model or profile that is missing or not served, 403 for a profile that the
@@ -177,12 +180,7 @@ impl Admission {
                     "there is no model `{name}`; this server serves {names} (see GET /v1/models)"
                 ))
             })?),
-            None if models.engines().len() == 1 => None,
-            None => {
-                let names = list(models);
-                let message = format!("model: missing; choose one of {names}");
-                return Err(ApiError::missing("model", message));
-            }
+            None => None,
         };
         let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
         let profile = match (named.and_then(|(_, profile)| profile), header) {
@@ -227,7 +225,8 @@ fn list(models: &Models) -> String {
 ///
 /// Answers to wrong keys are slowed down.
 pub async fn authorize(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    let has_key = request.headers().contains_key(header::AUTHORIZATION);
+    let has_key =
+        [header::AUTHORIZATION, API_KEY].iter().any(|name| request.headers().contains_key(name));
     let connection = request.extensions().get::<Arc<Connection>>().cloned();
     let caller = app.access.caller(request.headers());
     let may_guess = has_key && matches!(caller, None | Some(Caller::Anonymous));

@@ -10,12 +10,13 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::http::{HeaderMap, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use serde_json::{Map, Value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
 use super::error::ApiError;
+use super::json;
 use super::policies::blocking;
-use super::request::{self, Parsed};
 use crate::config::ServerConfig;
 
 /// Bytes of a body that count against no budget, so that large requests cannot keep small ones out.
@@ -135,22 +136,37 @@ impl Bodies {
         sleep_until(due).await;
     }
 
-    /// Parses the body of a chat request.
+    /// Parses a JSON body with `parse`.
     ///
     /// # Errors
-    /// As [`request::parse`].
-    pub async fn parse(&self, bytes: Vec<u8>) -> Result<Parsed, ApiError> {
+    /// As [`json::object`] and `parse`.
+    pub async fn parse<T: Send + 'static>(
+        &self,
+        bytes: Vec<u8>,
+        parse: fn(Map<String, Value>) -> Result<T, ApiError>,
+    ) -> Result<T, ApiError> {
         if bytes.len() <= SMALL {
-            return request::parse(&bytes);
+            return parse(json::object(&bytes)?);
         }
+        self.work(move || json::object(&bytes).and_then(parse)).await?
+    }
+
+    /// Does `work`, which takes long, on a thread of its own; there are [`PARSERS`].
+    ///
+    /// # Errors
+    /// 500 if it panics.
+    pub async fn work<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ApiError> {
         let parsers = self.parsers.clone();
         let permit = parsers.acquire_owned().await.expect("the semaphore is never closed");
         // The thread has the permit: it goes on if the client hangs up.
         blocking(move || {
-            let parsed = request::parse(&bytes);
+            let done = work();
             drop(permit);
-            parsed
+            done
         })
-        .await?
+        .await
     }
 }

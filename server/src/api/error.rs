@@ -1,10 +1,10 @@
-//! Errors in OpenAI's format: a status, and `{"error": {"message", "type", "param", "code"}}`.
+//! Errors: a status, and JSON in the format of the protocol whose path was called.
 //!
 //! A client error explains the problem and names the field. Details of a server error go to the log
 //! only.
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use steersman_engine::{Error, RequestError, policy};
@@ -14,6 +14,9 @@ const RETRY_AFTER_SECONDS: u32 = 2;
 
 /// `code` of errors for lack of room.
 const NO_ROOM: &str = "server_busy";
+
+/// `code` of errors about prompts that do not fit.
+const TOO_LONG: &str = "context_length_exceeded";
 
 /// `type` of errors that the client can fix.
 const INVALID: &str = "invalid_request_error";
@@ -71,9 +74,21 @@ impl ApiError {
     }
 
     /// An unknown path.
-    pub fn not_found(path: &str) -> Self {
-        let message = format!("there is no path {path}; see GET /v1/models and the README");
-        Self::new(StatusCode::NOT_FOUND, INVALID, "not_found", "", message)
+    pub fn no_route(method: &str, path: &str) -> Self {
+        let message = format!(
+            "this server has no route {method} {path}; check the client's base URL (the routes are \
+             listed in server/HTTP.md)"
+        );
+        Self::new(StatusCode::NOT_FOUND, INVALID, "route_not_found", "", message)
+    }
+
+    /// A stored response that does not exist.
+    pub fn response_not_found(param: &str, id: &str) -> Self {
+        let message = format!(
+            "there is no response `{id}`: it was never stored, was deleted, or is older than \
+             server.responses_days"
+        );
+        Self::new(StatusCode::NOT_FOUND, INVALID, "response_not_found", param, message)
     }
 
     /// A known path with a wrong method.
@@ -84,8 +99,8 @@ impl ApiError {
 
     /// A missing or wrong key.
     pub fn unauthorized() -> Self {
-        let message = "a key is required: send `Authorization: Bearer KEY`, with one of the \
-                       api_keys of the server's configuration";
+        let message = "a key is required: send `Authorization: Bearer KEY` or `x-api-key: KEY`, \
+                       with one of the api_keys of the server's configuration";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
@@ -236,7 +251,7 @@ impl ApiError {
         Self { status, kind, code, param, message: message.into() }
     }
 
-    /// The JSON body; a failing stream ends with it.
+    /// The JSON body in OpenAI's format; a failing stream ends with it.
     pub fn to_json(&self) -> Value {
         json!({"error": {
             "message": self.message,
@@ -244,6 +259,84 @@ impl ApiError {
             "param": self.param,
             "code": self.code,
         }})
+    }
+
+    /// The JSON body in the format of `dialect`.
+    pub fn body(&self, dialect: Dialect) -> Value {
+        match dialect {
+            Dialect::OpenAi => self.to_json(),
+            Dialect::Anthropic => json!({
+                "type": "error",
+                "error": {
+                    "type": self.anthropic_type(),
+                    "message": self.anthropic_message(),
+                    "param": self.param,
+                    "code": self.code,
+                },
+            }),
+            Dialect::Ollama => json!({"error": self.message}),
+        }
+    }
+
+    fn anthropic_type(&self) -> &'static str {
+        match self.status.as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            404 => "not_found_error",
+            413 => "request_too_large",
+            429 => "rate_limit_error",
+            503 => "overloaded_error",
+            504 => "timeout_error",
+            _ if self.status.is_client_error() => "invalid_request_error",
+            _ => "api_error",
+        }
+    }
+
+    /// Clients recognize a prompt that is too long by these words, and make it shorter.
+    fn anthropic_message(&self) -> String {
+        match self.code {
+            TOO_LONG => format!("prompt is too long: {}", self.message),
+            _ => self.message.clone(),
+        }
+    }
+
+    /// The response in the format of `dialect`.
+    pub fn respond(&self, dialect: Dialect) -> Response {
+        let mut response = (self.status, Json(self.body(dialect))).into_response();
+        let headers = response.headers_mut();
+        if self.status == StatusCode::TOO_MANY_REQUESTS || self.code == NO_ROOM {
+            headers.insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}
+
+/// A format of errors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// `{"error": {"message", "type", "param", "code"}}`
+    OpenAi,
+    /// `{"type": "error", "error": {"type", "message"}}`
+    Anthropic,
+    /// `{"error": "..."}`
+    Ollama,
+}
+
+impl Dialect {
+    /// That of a request: the path decides, and where several protocols have one, the header that
+    /// Anthropic's clients always send.
+    pub fn of(path: &str, headers: &HeaderMap) -> Self {
+        let path = path.strip_prefix("/v1").unwrap_or(path);
+        if path.starts_with("/messages") || headers.contains_key("anthropic-version") {
+            Self::Anthropic
+        } else if path.starts_with("/api/") {
+            Self::Ollama
+        } else {
+            Self::OpenAi
+        }
     }
 }
 
@@ -257,7 +350,7 @@ impl From<Error> for ApiError {
         match &error {
             Error::Request(problem) => match problem {
                 RequestError::ContextTooLong { .. } | RequestError::PromptTooLong { .. } => {
-                    Self::invalid("context_length_exceeded", "messages", message)
+                    Self::invalid(TOO_LONG, "messages", message)
                 }
                 RequestError::QueueFull { .. } => {
                     let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
@@ -306,15 +399,10 @@ impl From<Error> for ApiError {
 }
 
 impl IntoResponse for ApiError {
+    /// In OpenAI's format; the middleware rewrites it for other protocols.
     fn into_response(self) -> Response {
-        let mut response = (self.status, Json(self.to_json())).into_response();
-        let headers = response.headers_mut();
-        if self.status == StatusCode::TOO_MANY_REQUESTS || self.code == NO_ROOM {
-            headers.insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
-        }
-        if self.status == StatusCode::UNAUTHORIZED {
-            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-        }
+        let mut response = self.respond(Dialect::OpenAi);
+        response.extensions_mut().insert(self);
         response
     }
 }

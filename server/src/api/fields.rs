@@ -1,4 +1,4 @@
-//! The table of all fields of a chat request.
+//! The tables of all fields of all protocols.
 //!
 //! A field that is not supported is rejected by name, never ignored, so a reply always honours the
 //! whole request. Neutral values are accepted, since many clients always send them.
@@ -9,7 +9,7 @@ use super::error::ApiError;
 
 /// How a field is handled.
 pub enum Rule {
-    /// Handled by [`super::request`].
+    /// Handled by the protocol.
     Read,
     /// Accepted and ignored: it does not affect the reply.
     Ignored,
@@ -18,13 +18,16 @@ pub enum Rule {
     Only(&'static str, Advice),
 }
 
+/// A field and its rule.
+pub type Field = (&'static str, Rule);
+
 /// What the client can do instead.
 type Advice = &'static str;
 
 use Rule::{Ignored, Only, Read};
 
 /// The fields of the body of `POST /v1/chat/completions`.
-pub const FIELDS: &[(&str, Rule)] = &[
+pub const FIELDS: &[Field] = &[
     ("model", Read),
     ("messages", Read),
     ("stream", Read),
@@ -68,31 +71,211 @@ pub const FIELDS: &[(&str, Rule)] = &[
     ("safety_identifier", Ignored),
     // Prefixes are found by their tokens and need no key.
     ("prompt_cache_key", Ignored),
+    ("prompt_cache_retention", Ignored),
+    // Chats are not listed anywhere, whether stored or not.
+    ("store", Ignored),
+    // All requests wait in one queue.
+    ("service_tier", Ignored),
+    // A wish that no model here was trained to follow.
+    ("verbosity", Ignored),
     ("functions", Only("[]", "send them as `tools`")),
     ("function_call", Only("[]", "send `tools` and `tool_choice`")),
     ("n", Only("[1]", "send one request for each choice")),
     ("best_of", Only("[1]", "send several requests")),
-    ("store", Only("[false]", "replies are not stored")),
-    ("service_tier", Only(r#"["auto", "default"]"#, "all requests wait in one queue")),
     ("modalities", Only(r#"[["text"]]"#, "only text is supported")),
     ("audio", Only("[]", "only text is supported")),
     ("prediction", Only("[]", "leave it out: it affects only the speed")),
-    ("verbosity", Only(r#"["medium"]"#, "ask for the length in the prompt")),
     ("web_search_options", Only("[]", "provide a search tool")),
 ];
+
+/// The fields of the bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`.
+pub const MESSAGES: &[Field] = &[
+    ("model", Read),
+    ("messages", Read),
+    ("system", Read),
+    ("max_tokens", Read),
+    ("stream", Read),
+    ("temperature", Read),
+    ("top_p", Read),
+    ("top_k", Read),
+    ("stop_sequences", Read),
+    ("tools", Read),
+    ("tool_choice", Read),
+    ("thinking", Read),
+    ("output_config", Read),
+    // Labels for the operator of a service.
+    ("metadata", Ignored),
+    ("service_tier", Ignored),
+    ("inference_geo", Ignored),
+    // Every prefix is cached, and found by its tokens.
+    ("cache_control", Ignored),
+    // The conversation is not edited: the client sends what the model reads.
+    ("context_management", Ignored),
+    ("speed", Only(r#"["standard"]"#, "there is one speed")),
+    ("container", Only("[]", "nothing runs on this server but the model")),
+    ("mcp_servers", Only("[[]]", "run the tools in the client")),
+];
+
+/// The fields of the body of `POST /v1/responses`.
+pub const RESPONSES: &[Field] = &[
+    ("model", Read),
+    ("input", Read),
+    ("instructions", Read),
+    ("max_output_tokens", Read),
+    ("stream", Read),
+    ("temperature", Read),
+    ("top_p", Read),
+    ("tools", Read),
+    ("tool_choice", Read),
+    ("parallel_tool_calls", Read),
+    ("reasoning", Read),
+    ("text", Read),
+    ("previous_response_id", Read),
+    ("store", Read),
+    // Labels for the operator of a service; a response repeats them.
+    ("metadata", Ignored),
+    ("user", Ignored),
+    ("safety_identifier", Ignored),
+    ("client_metadata", Ignored),
+    // Prefixes are found by their tokens and need no key.
+    ("prompt_cache_key", Ignored),
+    ("prompt_cache_retention", Ignored),
+    // All requests wait in one queue.
+    ("service_tier", Ignored),
+    // Reasoning is sent in full, never encrypted; there is nothing else to include.
+    ("include", Ignored),
+    ("stream_options", Ignored),
+    // Limits the calls of tools that run at OpenAI.
+    ("max_tool_calls", Ignored),
+    ("truncation", Only(r#"["disabled"]"#, "send a shorter input")),
+    ("background", Only("[false]", "wait for the reply, or stream it")),
+    ("conversation", Only("[]", "send previous_response_id or the whole input")),
+    ("context_management", Only("[[]]", "send a shorter input")),
+    ("prompt", Only("[]", "send the prompt as instructions and input")),
+    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
+];
+
+/// The fields of the body of `POST /v1/completions`.
+pub const COMPLETIONS: &[Field] = &[
+    ("model", Read),
+    ("prompt", Read),
+    ("stream", Read),
+    ("stream_options", Read),
+    ("max_tokens", Read),
+    ("temperature", Read),
+    ("top_p", Read),
+    ("top_k", Read),
+    ("min_p", Read),
+    ("seed", Read),
+    ("stop", Read),
+    ("echo", Read),
+    ("user", Ignored),
+    ("suffix", Only(r#"[""]"#, "write the prompt with the model's own tokens")),
+    ("n", Only("[1]", "send the prompt several times")),
+    ("best_of", Only("[1]", "send the prompt several times")),
+    // Read by `super::probability`.
+    ("logit_bias", Read),
+    ("presence_penalty", Read),
+    ("frequency_penalty", Read),
+    ("repetition_penalty", Read),
+    ("repetition_context_size", Read),
+    ("min_tokens", Read),
+    ("ignore_eos", Read),
+    ("logprobs", Only("[0]", "use /v1/chat/completions")),
+];
+
+/// The fields of the body of `POST /api/chat`.
+pub const OLLAMA_CHAT: &[Field] = &[
+    ("model", Read),
+    ("messages", Read),
+    ("tools", Read),
+    ("think", Read),
+    ("stream", Read),
+    ("options", Read),
+    // The model is always loaded.
+    ("keep_alive", Ignored),
+    ("format", Read),
+    ("logprobs", Only("[false]", "use /v1/chat/completions")),
+    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
+];
+
+/// The fields of the body of `POST /api/generate`.
+pub const OLLAMA_GENERATE: &[Field] = &[
+    ("model", Read),
+    ("prompt", Read),
+    ("system", Read),
+    ("raw", Read),
+    ("think", Read),
+    ("stream", Read),
+    ("options", Read),
+    ("keep_alive", Ignored),
+    ("format", Read),
+    ("suffix", Only(r#"[""]"#, "write the prompt with the model's own tokens, and set `raw`")),
+    ("template", Only(r#"[""]"#, "send the prompt rendered, and set `raw`")),
+    ("images", Only("[[]]", "only text is supported")),
+    ("context", Only("[[]]", "use /api/chat with all messages")),
+    ("logprobs", Only("[false]", "use /v1/chat/completions")),
+    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
+];
+
+/// The fields of `options` in Ollama's bodies.
+pub const OLLAMA_OPTIONS: &[Field] = &[
+    ("temperature", Read),
+    ("top_p", Read),
+    ("top_k", Read),
+    ("min_p", Read),
+    ("seed", Read),
+    ("stop", Read),
+    ("num_predict", Read),
+    // How a model is loaded; here the configuration says.
+    ("num_ctx", Ignored),
+    ("num_batch", Ignored),
+    ("num_gpu", Ignored),
+    ("main_gpu", Ignored),
+    ("num_thread", Ignored),
+    ("num_keep", Ignored),
+    ("use_mmap", Ignored),
+    ("use_mlock", Ignored),
+    ("low_vram", Ignored),
+    ("numa", Ignored),
+    // The window of a penalty.
+    ("repeat_last_n", Ignored),
+    ("repeat_penalty", Only("[1]", "the policy guards against repetition")),
+    ("presence_penalty", Only("[0]", "the policy guards against repetition")),
+    ("frequency_penalty", Only("[0]", "the policy guards against repetition")),
+    ("typical_p", Only("[1]", "use top_p or min_p")),
+    ("tfs_z", Only("[1]", "use top_p or min_p")),
+    ("mirostat", Only("[0]", "use temperature, top_p or min_p")),
+    ("mirostat_tau", Ignored),
+    ("mirostat_eta", Ignored),
+    ("penalize_newline", Ignored),
+];
+
+/// The tables of all protocols.
+#[cfg(test)]
+const TABLES: &[&[Field]] =
+    &[FIELDS, MESSAGES, RESPONSES, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_OPTIONS];
+
+/// Whether the protocol reads the field `name`.
+pub fn is_read(fields: &[Field], name: &str) -> bool {
+    fields.iter().any(|(known, rule)| *known == name && matches!(rule, Read))
+}
 
 /// Takes the fields `names` out of a body.
 pub fn take(body: &mut Map<String, Value>, names: &[&str]) -> Map<String, Value> {
     names.iter().filter_map(|name| body.shift_remove_entry(*name)).collect()
 }
 
-/// Rejects unknown and unsupported fields.
+/// Rejects unknown fields, unless they are null, and unsupported ones.
 ///
 /// # Errors
 /// 400 naming the first such field and what to do instead.
-pub fn check(body: &Map<String, Value>) -> Result<(), ApiError> {
+pub fn check(fields: &[Field], body: &Map<String, Value>) -> Result<(), ApiError> {
     for (name, value) in body {
-        let Some((_, rule)) = FIELDS.iter().find(|(known, _)| known == name) else {
+        let Some((_, rule)) = fields.iter().find(|(known, _)| known == name) else {
+            if value.is_null() {
+                continue;
+            }
             let message = format!("`{name}` is an unknown field; leave it out");
             return Err(ApiError::invalid("unknown_parameter", name, message));
         };
@@ -127,15 +310,17 @@ mod tests {
 
     #[test]
     fn every_neutral_value_in_the_table_is_accepted() {
-        for (name, rule) in FIELDS {
-            let Only(neutral, _) = rule else { continue };
-            let values: Vec<Value> = serde_json::from_str(neutral).unwrap();
-            for value in values.into_iter().chain([Value::Null]) {
-                let body = Map::from_iter([(name.to_string(), value)]);
-                assert_eq!(check(&body), Ok(()), "{body:?}");
+        for table in TABLES {
+            for (name, rule) in *table {
+                let Only(neutral, _) = rule else { continue };
+                let values: Vec<Value> = serde_json::from_str(neutral).unwrap();
+                for value in values.into_iter().chain([Value::Null]) {
+                    let body = Map::from_iter([(name.to_string(), value)]);
+                    assert_eq!(check(table, &body), Ok(()), "{body:?}");
+                }
+                let body = Map::from_iter([(name.to_string(), "an unsupported value".into())]);
+                assert_eq!(check(table, &body).unwrap_err().param.as_deref(), Some(*name));
             }
-            let body = Map::from_iter([(name.to_string(), "an unsupported value".into())]);
-            assert_eq!(check(&body).unwrap_err().param.as_deref(), Some(*name));
         }
     }
 

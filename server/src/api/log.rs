@@ -1,9 +1,9 @@
-//! Logs and counts each chat request once, when it ends. Never logs the text of messages.
+//! Logs and counts each request for replies once, when it ends. Never logs the text of messages.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use steersman_engine::request::{Event, Finished};
+use steersman_engine::request::{Event, FinishReason, Usage};
 use tokio::sync::OwnedSemaphorePermit;
 use tracing::{Span, field, info, info_span};
 
@@ -29,7 +29,7 @@ impl RequestLog {
     /// Starts the clock. `request_id` is that of the HTTP request.
     pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>) -> Self {
         let (profile, stream) = (field::Empty, field::Empty);
-        let span = info_span!("chat", id, request_id, profile, stream);
+        let span = info_span!("request", id, request_id, profile, stream);
         let started = Instant::now();
         let first_event_ms = None;
         Self { id, span, metrics, started, first_event_ms, ended: false, permit: None, share: None }
@@ -49,14 +49,13 @@ impl RequestLog {
         self.first_event_ms.get_or_insert(elapsed);
     }
 
-    /// The request succeeded.
-    pub fn finished(&mut self, finished: &Finished) {
+    /// The request succeeded; `reason` is why its first reply ended.
+    pub fn finished(&mut self, reason: Option<&FinishReason>, usage: Usage) {
         self.ended = true;
-        let usage = finished.usage;
         self.metrics.finished(&usage);
         self.span.in_scope(|| {
             info!(
-                reason = ?finished.reason,
+                reason = ?reason,
                 prompt_tokens = usage.prompt_tokens,
                 cached_tokens = usage.cached_tokens,
                 reasoning_tokens = usage.reasoning_tokens,
@@ -83,6 +82,11 @@ impl RequestLog {
             );
             error
         })
+    }
+
+    /// Nanoseconds since the request arrived.
+    pub fn elapsed_ns(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
     }
 
     fn elapsed_ms(&self) -> u64 {

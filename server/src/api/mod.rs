@@ -1,68 +1,65 @@
-//! OpenAI's HTTP interface: routes, request ids, deadlines, and the chat handler.
+//! The HTTP interface: routes, request ids, errors.
 //!
-//! This module speaks HTTP and JSON. It never sees an array, a token id or Wasm: a
-//! [`Request`](steersman_engine::request::Request) goes into the engine, events come out.
+//! Each protocol is a module: `chat`, `completions`, `responses`, `anthropic`,
+//! `ollama`. It parses a body into the engine's
+//! [`Request`](steersman_engine::request::Request)s and renders their events; `protocol.rs` and
+//! `reply.rs` are the path between, which all share. Nothing here sees an array or Wasm.
 
 mod access;
+mod anthropic;
 mod body;
 mod cache;
+pub mod chat;
+mod completions;
 pub mod error;
 pub mod fields;
+pub mod json;
 mod log;
-mod message;
 mod metrics;
 mod models;
+mod ollama;
 mod origin;
+mod params;
 mod policies;
 mod probability;
+pub mod protocol;
 mod reply;
-pub mod request;
+mod responses;
 mod structure;
+mod tokens;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderName, HeaderValue, header};
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Extension, Json, Router};
-use serde_json::{Value, json};
+use axum::{Json, Router};
+use serde_json::Value;
 use steersman_engine::{Engine, Error};
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
-use self::access::{Access, Admission, Caller};
-use self::body::{Bodies, Limit};
-use self::error::ApiError;
-use self::log::RequestLog;
+use self::access::Access;
+use self::anthropic::Messages;
+use self::body::Bodies;
+use self::chat::Chat;
+use self::completions::Completions;
+use self::error::{ApiError, Dialect};
 use self::metrics::Metrics;
+use self::ollama::Ollama;
 use self::origin::Origins;
-use self::reply::{Events, Head};
-use self::request::{ChatRequest, Parsed};
+use self::protocol::handle;
+use self::responses::Responses;
+use self::responses::store::ResponseStore;
 use crate::config::ServerConfig;
 use crate::models::Models;
-use crate::serve::Shutdown;
 use crate::throttle::Throttle;
 
 /// Id of the HTTP request in logs and in the response; generated if the client sends none.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-
-/// Selects a profile, like `model@profile`.
-const PROFILE: HeaderName = HeaderName::from_static("x-steersman-profile");
-
-/// Seconds after which the client has no use for the reply.
-const TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
-
-/// Seconds that OpenAI's Python package waits for the next bytes, and that its JavaScript package
-/// waits for the head of the response. Both are for whole replies what [`TIMEOUT`] is for all.
-const READ_TIMEOUTS: [HeaderName; 2] = [
-    HeaderName::from_static("x-stainless-read-timeout"),
-    HeaderName::from_static("x-stainless-timeout"),
-];
 
 /// Maximum size of a client's request id in bytes; a longer one is replaced, since ids are logged.
 const REQUEST_ID_BYTES: usize = 128;
@@ -80,6 +77,8 @@ pub struct App {
     /// Of log lines about refused hosts and origins.
     refusals: Throttle,
     bodies: Bodies,
+    /// `None` if no response is stored.
+    responses: Option<Arc<ResponseStore>>,
     /// Limits uploads of policies to one at a time: compiling a component occupies a core.
     uploads: Semaphore,
     body_limit_bytes: usize,
@@ -88,6 +87,10 @@ pub struct App {
 
 /// The router of the whole server, to be served or called in a test.
 pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
+    let lifetime = Duration::from_secs(config.responses_days * 86_400);
+    let folder = config.responses_folder.as_ref().filter(|_| config.responses_bytes > 0);
+    let store = folder
+        .map(|folder| Arc::new(ResponseStore::open(folder, config.responses_bytes, lifetime)));
     let app = Arc::new(App {
         models: models.into(),
         access: Access::new(config),
@@ -95,15 +98,35 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         origins: Origins::new(config),
         refusals: Throttle::default(),
         bodies: Bodies::new(config),
+        responses: store,
         uploads: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
     });
-    let mut router = Router::new()
-        .route("/v1/chat/completions", post(chat))
-        .route("/v1/models", get(models::list))
+    let clients = Router::new()
+        .route("/chat/completions", post(handle::<Chat>))
+        .route("/completions", post(handle::<Completions>))
+        .route("/responses", post(handle::<Responses>))
+        .route("/responses/{id}", get(responses::get).delete(responses::delete))
+        .route("/responses/{id}/input_items", get(responses::input_items))
+        .route("/messages", post(handle::<Messages>))
+        .route("/messages/count_tokens", post(anthropic::count_tokens))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/apply-template", post(tokens::apply_template))
+        .route("/models", get(models::list))
         // A name may contain slashes: `owner/name`.
-        .route("/v1/models/{*name}", get(models::get))
+        .route("/models/{*name}", get(models::get));
+    let mut router = Router::new()
+        // Clients disagree whether `/v1` is part of a server's address.
+        .merge(clients.clone())
+        .nest("/v1", clients)
+        .route("/api/chat", post(handle::<Ollama<true>>))
+        .route("/api/generate", post(handle::<Ollama<false>>))
+        .route("/api/tags", get(ollama::tags))
+        .route("/api/ps", get(ollama::running))
+        .route("/api/show", post(ollama::show))
+        .route("/api/version", get(ollama::version))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
@@ -112,7 +135,9 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
-        .fallback(async |request: Request| ApiError::not_found(request.uri().path()))
+        .fallback(async |request: Request| {
+            ApiError::no_route(request.method().as_str(), request.uri().path())
+        })
         .method_not_allowed_fallback(async |request: Request| {
             ApiError::method_not_allowed(request.method().as_str(), request.uri().path())
         });
@@ -121,7 +146,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     }
     router
         .layer(middleware::from_fn_with_state(app.clone(), origin::check))
-        .layer(middleware::map_response(errors_in_json))
+        .layer(middleware::from_fn(errors))
         .layer(middleware::from_fn(request_id))
         .with_state(app)
 }
@@ -135,7 +160,9 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     let model = &app.models.first().info().model;
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
     let engines: Vec<Value> = engines.iter().map(activity).collect();
-    Ok(Json(json!({"status": "ok", "model": model, "waiting": waiting, "engines": engines})))
+    Ok(Json(
+        serde_json::json!({"status": "ok", "model": model, "waiting": waiting, "engines": engines}),
+    ))
 }
 
 /// What an engine does, for `/health`.
@@ -143,7 +170,7 @@ fn activity(engine: &Engine) -> Value {
     let (info, activity) = (engine.info(), engine.info().activity.report());
     let mut bytes = BTreeMap::from([("limit", activity.bytes.limit)]);
     bytes.extend(metrics::accounts(&activity.bytes));
-    json!({
+    serde_json::json!({
         "model": info.model,
         "running": activity.running,
         "waiting": engine.waiting(),
@@ -161,84 +188,17 @@ fn rounded(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
 }
 
-/// `POST /v1/chat/completions`
-async fn chat(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-    shutdown: Option<Extension<Shutdown>>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let received = Instant::now();
-    let request_id = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).unwrap_or_default();
-    let id = format!("chatcmpl-{}", random_hex());
-    let mut log = RequestLog::new(id, request_id, app.metrics.clone());
-    let read = read(&app, &caller, &headers, body, &mut log).await;
-    let (chat, admission) = read.map_err(|error| log.failed(error))?;
-    let ChatRequest { mut request, stream, include_usage } = chat;
-    let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
-    let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
-    let head = Head {
-        id: log.id.clone(),
-        created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
-        model: admission.model,
-        fingerprint: String::new(),
-        profile: admission.profile.clone(),
-        include_usage,
-    };
-    request.id = log.id.clone();
-    request.profile = admission.profile;
-    request.deadline = Some(deadline.into_std());
-    let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
-    let events = Events::new(events, deadline, shutdown.map(|Extension(shutdown)| shutdown));
-    if stream {
-        reply::stream(head, events, log).await
-    } else {
-        reply::whole(head, events, log).await
+/// Writes errors as the protocol of the path does, also those that axum writes as plain text, for a
+/// path or a query that cannot be read.
+async fn errors(request: Request, next: Next) -> Response {
+    let dialect = Dialect::of(request.uri().path(), request.headers());
+    let mut response = next.run(request).await;
+    if let Some(error) = response.extensions_mut().remove::<ApiError>() {
+        return match dialect {
+            Dialect::OpenAi => response,
+            dialect => error.respond(dialect),
+        };
     }
-}
-
-/// Reads, parses, admits and checks a request. `log` gets what limits it.
-async fn read(
-    app: &App,
-    caller: &Caller,
-    headers: &HeaderMap,
-    body: Body,
-    log: &mut RequestLog,
-) -> Result<(ChatRequest, Admission), ApiError> {
-    let limit =
-        Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes", has_budget: true };
-    let body = app.bodies.read(headers, body, "application/json", limit).await?;
-    log.share = body.share;
-    let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
-    let Parsed { model, stream, chat } = app.bodies.parse(body.bytes).await?;
-    let admission = Admission::new(&app.models, &app.access, caller, model, profile)?;
-    log.admitted(&admission.profile, stream);
-    log.permit = app.access.acquire(&admission.profile)?;
-    Ok((chat?, admission))
-}
-
-/// The time that the client gives a request, from its headers.
-fn timeout(headers: &HeaderMap, stream: bool) -> Result<Option<Duration>, ApiError> {
-    let seconds = |header: &HeaderName| {
-        let value = headers.get(header)?.to_str().unwrap_or("?");
-        let seconds = value.trim().parse().ok().filter(|seconds: &f64| *seconds > 0.0);
-        Some(seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or(value))
-    };
-    match seconds(&TIMEOUT) {
-        Some(Ok(timeout)) => Ok(Some(timeout)),
-        Some(Err(value)) => {
-            let message = format!("X-Request-Timeout: is `{value}`, must be a number of seconds");
-            Err(ApiError::value("X-Request-Timeout", message))
-        }
-        None if stream => Ok(None),
-        // Packages may change what they send: what is no time is none.
-        None => Ok(READ_TIMEOUTS.iter().find_map(|header| seconds(header)?.ok())),
-    }
-}
-
-/// Makes JSON of the errors that axum writes as plain text, for a path or a query that cannot be read.
-async fn errors_in_json(response: Response) -> Response {
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
     let is_text = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/plain"));
@@ -246,7 +206,7 @@ async fn errors_in_json(response: Response) -> Response {
         return response;
     }
     let text = axum::body::to_bytes(response.into_body(), ERROR_BYTES).await.unwrap_or_default();
-    ApiError::of_status(status, &String::from_utf8_lossy(&text)).into_response()
+    ApiError::of_status(status, &String::from_utf8_lossy(&text)).respond(dialect)
 }
 
 /// Gives each HTTP request an id, and returns it in the response.

@@ -96,8 +96,6 @@ impl Probability {
             return Err(ApiError::value("top_logprobs", message));
         }
         request.logprobs = wanted.then_some(top);
-        // The probabilities of a rewound token cannot be taken back.
-        request.revisable &= !wanted;
         Ok(())
     }
 }

@@ -1,25 +1,29 @@
-//! Writes the engine's events as one JSON object or as a stream of chunks.
+//! Writes the engine's events as one object or as a stream, in the words of a [`Protocol`].
 //!
-//! [`whole`] folds the events into one object, [`stream`] sends each as it comes. Both own the
-//! [`Events`]: a client that disconnects drops it, which cancels the request.
+//! Both fold the events into [`Reply`]s; [`stream`] sends each event as it comes. Both own the
+//! [`Events`]: a client that disconnects drops it, which cancels the requests.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::future::poll_fn;
+use std::task::Poll;
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::{HeaderName, HeaderValue};
+use axum::body::{Body, Bytes};
+use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
+use futures_util::StreamExt;
+use serde_json::Value;
+use steersman_engine::request::{Event, Finished, Logprob, ToolCall, Usage};
 use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error::ApiError;
 use super::log::RequestLog;
-use super::probability;
+use super::protocol::{Framing, Protocol};
 use crate::serve::Shutdown;
 
 /// How long a stream waits for its first event before it responds with 200.
@@ -31,9 +35,11 @@ const FIRST_EVENT: Duration = Duration::from_secs(10);
 /// Interval of comments in an idle stream; common proxies close connections idle for 60 s.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// The events of a request until it ends, its deadline is over, or the server stops.
+/// The events of requests until all end, their deadline is over, or the server stops.
 pub struct Events {
-    receiver: UnboundedReceiver<Event>,
+    receivers: Vec<UnboundedReceiver<Event>>,
+    /// Whether each request has ended.
+    ended: Vec<bool>,
     deadline: Instant,
     shutdown: Option<Shutdown>,
     started: bool,
@@ -57,17 +63,33 @@ impl From<Failure> for ApiError {
 }
 
 impl Events {
-    /// Of a request that ends at `deadline`, or when `shutdown` cuts it off.
+    /// Of requests that end at `deadline`, or when `shutdown` cuts them off.
     pub fn new(
-        receiver: UnboundedReceiver<Event>,
+        receivers: Vec<UnboundedReceiver<Event>>,
         deadline: Instant,
         shutdown: Option<Shutdown>,
     ) -> Self {
-        Self { receiver, deadline, shutdown, started: false }
+        let ended = vec![false; receivers.len()];
+        Self { receivers, ended, deadline, shutdown, started: false }
     }
 
-    /// The next event, which is never `Failed`.
-    async fn next(&mut self) -> Result<Event, Failure> {
+    /// The next event, which is never `Failed`, and the number of its request; `None` after all have
+    /// ended. The first failure ends all requests.
+    async fn next(&mut self) -> Result<Option<(usize, Event)>, Failure> {
+        if self.ended.iter().all(|ended| *ended) {
+            return Ok(None);
+        }
+        let (receivers, ended) = (&mut self.receivers, &self.ended);
+        let received = poll_fn(|context| {
+            for (index, receiver) in receivers.iter_mut().enumerate() {
+                if !ended[index]
+                    && let Poll::Ready(event) = receiver.poll_recv(context)
+                {
+                    return Poll::Ready((index, event));
+                }
+            }
+            Poll::Pending
+        });
         let cut_off = async {
             match &mut self.shutdown {
                 Some(shutdown) => shutdown.cuts_off().await,
@@ -76,11 +98,12 @@ impl Events {
         };
         tokio::select! {
             biased;
-            event = self.receiver.recv() => match event.unwrap_or(Event::Failed(Error::Stopped)) {
+            (index, event) = received => match event.unwrap_or(Event::Failed(Error::Stopped)) {
                 Event::Failed(error) => Err(Failure::Engine(error)),
                 event => {
                     self.started = true;
-                    Ok(event)
+                    self.ended[index] = matches!(event, Event::Finished(_));
+                    Ok(Some((index, event)))
                 }
             },
             // The engine has the same deadline; a long step may make it late.
@@ -93,113 +116,291 @@ impl Events {
     }
 }
 
-/// The fields that all chunks of a reply share.
+/// What all parts of a response share.
+#[derive(Debug, Default)]
 pub struct Head {
-    /// `chatcmpl-...`
+    /// The protocol's prefix and 24 hex digits.
     pub id: String,
     /// Unix time in seconds.
     pub created: u64,
     /// The client's name for the model.
     pub model: String,
-    /// `system_fingerprint`; empty until the engine starts the request.
-    pub fingerprint: String,
-    /// The profile of the request.
+    /// The profile of the requests.
     pub profile: String,
-    /// Whether a stream ends with a usage chunk.
-    pub include_usage: bool,
+    /// What was left out of the requests, in words.
+    pub notes: Vec<String>,
+    /// Digest over weights and policies; empty until the engine starts the first request.
+    pub fingerprint: String,
+    /// Tokens of the prompts that the engine has started, and how many of them were saved.
+    pub usage: Usage,
+    /// Nanoseconds from the arrival of the requests to the first piece of a reply, and to their end.
+    pub times: Times,
 }
 
-/// The reply as one object.
+/// Nanoseconds since the requests arrived.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Times {
+    pub started: u64,
+    pub first_piece: u64,
+    pub ended: u64,
+}
+
+/// One reply, folded.
+#[derive(Debug)]
+pub struct Reply {
+    /// Its parts in order.
+    pub parts: Vec<Part>,
+    /// The probabilities of the tokens of its answer, if the request asks for them.
+    pub logprobs: Vec<Logprob>,
+    pub finished: Finished,
+}
+
+/// A part of a reply.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Part {
+    Reasoning(String),
+    Answer(String),
+    ToolCall(ToolCall),
+}
+
+impl Reply {
+    /// The whole reasoning.
+    pub fn reasoning(&self) -> String {
+        let text = |part: &Part| match part {
+            Part::Reasoning(text) => text.clone(),
+            Part::Answer(_) | Part::ToolCall(_) => String::new(),
+        };
+        self.parts.iter().map(text).collect()
+    }
+
+    /// The whole answer.
+    pub fn answer(&self) -> String {
+        let text = |part: &Part| match part {
+            Part::Answer(text) => text.clone(),
+            Part::Reasoning(_) | Part::ToolCall(_) => String::new(),
+        };
+        self.parts.iter().map(text).collect()
+    }
+
+    /// The tool calls.
+    pub fn tool_calls(&self) -> impl Iterator<Item = &ToolCall> {
+        self.parts.iter().filter_map(|part| match part {
+            Part::ToolCall(call) => Some(call),
+            Part::Reasoning(_) | Part::Answer(_) => None,
+        })
+    }
+}
+
+/// The counts of several replies together.
+pub fn usage(replies: &[Reply]) -> Usage {
+    replies.iter().fold(Usage::default(), |sum, reply| {
+        let usage = reply.finished.usage;
+        Usage {
+            prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
+            cached_tokens: sum.cached_tokens + usage.cached_tokens,
+            reasoning_tokens: sum.reasoning_tokens + usage.reasoning_tokens,
+            answer_tokens: sum.answer_tokens + usage.answer_tokens,
+            drafted_tokens: sum.drafted_tokens + usage.drafted_tokens,
+            accepted_tokens: sum.accepted_tokens + usage.accepted_tokens,
+            forced_tokens: sum.forced_tokens + usage.forced_tokens,
+            skipped_layers: sum.skipped_layers.max(usage.skipped_layers),
+        }
+    })
+}
+
+/// Parts of a reply, in order.
+#[derive(Debug, Default)]
+struct Parts(Vec<Part>);
+
+impl Parts {
+    /// Adds a piece; consecutive pieces of one kind form one part.
+    fn push(&mut self, event: &Event) {
+        match (event, self.0.last_mut()) {
+            (Event::Reasoning(piece), Some(Part::Reasoning(text)))
+            | (Event::Answer(piece), Some(Part::Answer(text))) => *text += piece,
+            (Event::Reasoning(piece), _) => self.0.push(Part::Reasoning(piece.clone())),
+            (Event::Answer(piece), _) => self.0.push(Part::Answer(piece.clone())),
+            (Event::ToolCall(call), _) => self.0.push(Part::ToolCall(call.clone())),
+            _ => {}
+        }
+    }
+
+    /// Drops bytes from the end of the reasoning and of the answer.
+    fn rewind(&mut self, mut reasoning: usize, mut answer: usize) {
+        for part in self.0.iter_mut().rev() {
+            let (text, left) = match part {
+                Part::Reasoning(text) => (text, &mut reasoning),
+                Part::Answer(text) => (text, &mut answer),
+                Part::ToolCall(_) => continue,
+            };
+            let dropped = text.len().min(*left);
+            text.truncate(text.len() - dropped);
+            *left -= dropped;
+        }
+        self.0.retain(
+            |part| !matches!(part, Part::Reasoning(text) | Part::Answer(text) if text.is_empty()),
+        );
+    }
+}
+
+/// The parts of a stream that are to be sent.
+#[derive(Debug, Default)]
+pub struct Frames(VecDeque<Frame>);
+
+#[derive(Debug)]
+struct Frame {
+    /// The type of the server-sent event, where the protocol names it.
+    event: Option<&'static str>,
+    data: String,
+}
+
+impl Frames {
+    /// Adds an object.
+    pub fn data(&mut self, data: &Value) {
+        self.0.push_back(Frame { event: None, data: data.to_string() });
+    }
+
+    /// Adds an object as an event of this type.
+    pub fn event(&mut self, event: &'static str, data: &Value) {
+        self.0.push_back(Frame { event: Some(event), data: data.to_string() });
+    }
+
+    /// Adds OpenAI's last line.
+    pub fn done(&mut self) {
+        self.0.push_back(Frame { event: None, data: "[DONE]".into() });
+    }
+}
+
+/// The replies to one body while they are generated.
+struct Run<P> {
+    protocol: P,
+    head: Head,
+    events: Events,
+    log: RequestLog,
+    parts: Vec<Parts>,
+    logprobs: Vec<Vec<Logprob>>,
+    finished: Vec<Option<Finished>>,
+    /// Whether the client has received the pieces, so that none can be dropped.
+    is_stream: bool,
+}
+
+impl<P: Protocol> Run<P> {
+    fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
+        let count = events.receivers.len();
+        let (parts, finished) = ((0..count).map(|_| Parts::default()).collect(), vec![None; count]);
+        let logprobs = vec![Vec::new(); count];
+        Self { protocol, head, events, log, parts, logprobs, finished, is_stream }
+    }
+
+    /// The next event that the client sees, and the number of its reply; `None` at the end.
+    async fn next(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
+        loop {
+            let next = self.events.next().await.map_err(|failure| self.log.failed(failure))?;
+            let Some((index, event)) = next else { return Ok(None) };
+            self.log.event(&event);
+            self.parts[index].push(&event);
+            match &event {
+                Event::Started { fingerprint, prompt_tokens, cached_tokens } => {
+                    self.head.fingerprint.clone_from(fingerprint);
+                    self.head.usage.prompt_tokens += prompt_tokens;
+                    self.head.usage.cached_tokens += cached_tokens;
+                    self.head.times.started = self.log.elapsed_ns();
+                }
+                // A stream cannot take text back: answers are not revisable, and rewound reasoning
+                // continues after the text already sent.
+                Event::Rewound { .. } if self.is_stream => {}
+                &Event::Rewound { reasoning, answer } => {
+                    self.parts[index].rewind(reasoning, answer);
+                }
+                Event::Reasoning(_) | Event::Answer(_) | Event::ToolCall(_) => {
+                    if self.head.times.first_piece == 0 {
+                        self.head.times.first_piece = self.log.elapsed_ns();
+                    }
+                    return Ok(Some((index, event)));
+                }
+                Event::Logprob(logprob) => {
+                    self.logprobs[index].push(logprob.clone());
+                    return Ok(Some((index, event)));
+                }
+                Event::Finished(finished) => {
+                    self.finished[index] = Some(finished.clone());
+                    return Ok(Some((index, event)));
+                }
+                Event::Failed(_) => unreachable!("`Events` makes it a failure"),
+            }
+        }
+    }
+
+    /// The replies, after the last event.
+    fn replies(&mut self) -> Vec<Reply> {
+        self.head.times.ended = self.log.elapsed_ns();
+        let parts = std::mem::take(&mut self.parts).into_iter();
+        let logprobs = std::mem::take(&mut self.logprobs).into_iter();
+        let finished = std::mem::take(&mut self.finished).into_iter();
+        let reply = |((Parts(parts), logprobs), finished): ((Parts, _), Option<Finished>)| {
+            let finished = finished.expect("every request has finished");
+            Reply { parts, logprobs, finished }
+        };
+        let replies: Vec<_> = parts.zip(logprobs).zip(finished).map(reply).collect();
+        self.log.finished(replies.first().map(|reply| &reply.finished.reason), usage(&replies));
+        replies
+    }
+}
+
+/// The replies as one object.
 ///
 /// # Errors
 /// The engine's error.
-pub async fn whole(
-    mut head: Head,
-    mut events: Events,
-    mut log: RequestLog,
+pub async fn whole<P: Protocol>(
+    protocol: P,
+    head: Head,
+    events: Events,
+    log: RequestLog,
 ) -> Result<Response, ApiError> {
-    let mut message = Map::from_iter([("role".to_string(), json!("assistant"))]);
-    let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
-    let mut logprobs = Vec::new();
-    let finished = loop {
-        let event = events.next().await.map_err(|failure| log.failed(failure))?;
-        log.event(&event);
-        match event {
-            Event::Started { fingerprint } => head.fingerprint = fingerprint,
-            Event::Reasoning(piece) => reasoning += &piece,
-            Event::Logprob(logprob) => logprobs.push(probability::chat_logprob(&logprob)),
-            Event::Answer(piece) => content += &piece,
-            Event::Rewound { reasoning: rewound, answer } => {
-                reasoning.truncate(reasoning.len().saturating_sub(rewound));
-                content.truncate(content.len().saturating_sub(answer));
-            }
-            Event::ToolCall(call) => calls.push(tool_call(&call)),
-            Event::Finished(finished) => break finished,
-            Event::Failed(error) => return Err(log.failed(error)),
-        }
-    };
-    log.finished(&finished);
-    let calls_only = content.is_empty() && !calls.is_empty();
-    message.insert("content".into(), if calls_only { Value::Null } else { content.into() });
-    if !reasoning.is_empty() {
-        message.insert("reasoning_content".into(), reasoning.into());
-    }
-    if !calls.is_empty() {
-        message.insert("tool_calls".into(), calls.into());
-    }
-    let choice = json!({
-        "index": 0,
-        "message": message,
-        "logprobs": probability::chat_logprobs(logprobs),
-        "finish_reason": finish_reason(&finished.reason),
-    });
-    let mut reply = head.object("chat.completion", json!([choice]));
-    reply.insert("usage".into(), usage(finished.usage));
-    reply.insert("steersman".into(), head.extension(&finished));
-    Ok(Json(reply).into_response())
+    let mut run = Run::new(protocol, head, events, log, false);
+    while run.next().await?.is_some() {}
+    let replies = run.replies();
+    Ok(Json(run.protocol.whole(&run.head, &replies)).into_response())
 }
 
-/// The reply as a stream of server-sent events.
+/// The replies as a stream.
 ///
 /// # Errors
-/// The engine's error, if it comes first and within [`FIRST_EVENT`]. A later error is the last
-/// chunk of the stream.
-pub async fn stream(
-    mut head: Head,
-    mut events: Events,
-    mut log: RequestLog,
+/// The engine's error, if it comes first and within [`FIRST_EVENT`]. A later error ends the stream.
+pub async fn stream<P: Protocol>(
+    protocol: P,
+    head: Head,
+    events: Events,
+    log: RequestLog,
 ) -> Result<Response, ApiError> {
-    let first = timeout(FIRST_EVENT, async {
-        match events.next().await {
-            Ok(Event::Started { fingerprint }) => {
-                head.fingerprint = fingerprint;
-                events.next().await
-            }
-            other => other,
-        }
-    });
+    let run = Run::new(protocol, head, events, log, true);
+    let mut stream = Stream { run, ready: Frames::default(), ended: false };
     // `None` if there is none yet.
-    let first = first.await.ok().transpose().map_err(|failure| log.failed(failure))?;
-    let mut chunks = Chunks {
-        head,
-        events,
-        log,
-        ready: VecDeque::new(),
-        logprobs: Vec::new(),
-        tool_calls: 0,
-        ended: false,
-    };
-    chunks.delta(json!({"role": "assistant", "content": ""}));
-    if let Some(event) = first {
-        chunks.log.event(&event);
-        chunks.push(event);
+    let first = timeout(FIRST_EVENT, stream.run.next()).await.ok().transpose()?;
+    stream.run.protocol.begin(&stream.run.head, &mut stream.ready);
+    if let Some(first) = first {
+        stream.push(first);
     }
-    let chunks = futures_util::stream::unfold(chunks, async |mut chunks| {
-        let chunk = chunks.next().await?;
-        Some((Ok::<_, Infallible>(chunk), chunks))
+    let frames = futures_util::stream::unfold(stream, async |mut stream| {
+        let frame = stream.next().await?;
+        Some((frame, stream))
     });
-    let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).text("still working");
-    let mut response = Sse::new(Box::pin(chunks)).keep_alive(keep_alive).into_response();
+    let mut response = match P::FRAMING {
+        Framing::Sse => {
+            let keep_alive = KeepAlive::new().interval(KEEP_ALIVE).event(P::keep_alive());
+            let events = frames.map(|frame| {
+                let event = sse::Event::default();
+                let event = frame.event.into_iter().fold(event, sse::Event::event);
+                Ok::<_, Infallible>(event.data(frame.data))
+            });
+            Sse::new(Box::pin(events)).keep_alive(keep_alive).into_response()
+        }
+        Framing::Lines => {
+            let lines = frames.map(|frame| Ok::<_, Infallible>(Bytes::from(frame.data + "\n")));
+            let kind = [(header::CONTENT_TYPE, "application/x-ndjson")];
+            (kind, Body::from_stream(lines)).into_response()
+        }
+    };
     // Tells nginx not to buffer the stream.
     let unbuffered = (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
     response.headers_mut().extend([unbuffered]);
@@ -207,161 +408,35 @@ pub async fn stream(
 }
 
 /// A stream in progress.
-struct Chunks {
-    head: Head,
-    events: Events,
-    log: RequestLog,
-    /// Chunks to be sent.
-    ready: VecDeque<sse::Event>,
-    /// Probabilities of tokens, for the next chunk.
-    logprobs: Vec<Value>,
-    /// Number of tool calls so far: the index of the next one.
-    tool_calls: usize,
-    /// Whether `ready` holds the last chunk.
+struct Stream<P> {
+    run: Run<P>,
+    ready: Frames,
+    /// Whether `ready` holds the last frame.
     ended: bool,
 }
 
-impl Chunks {
-    /// The next chunk; `None` at the end.
-    async fn next(&mut self) -> Option<sse::Event> {
-        while self.ready.is_empty() && !self.ended {
-            match self.events.next().await {
-                Ok(event) => {
-                    self.log.event(&event);
-                    self.push(event);
+impl<P: Protocol> Stream<P> {
+    /// The next frame; `None` at the end.
+    async fn next(&mut self) -> Option<Frame> {
+        while self.ready.0.is_empty() && !self.ended {
+            match self.run.next().await {
+                Ok(event) => self.push(event),
+                Err(error) => {
+                    self.run.protocol.fail(&self.run.head, &error, &mut self.ready);
+                    self.ended = true;
                 }
-                Err(failure) => self.fail(failure),
             }
         }
-        self.ready.pop_front()
+        self.ready.0.pop_front()
     }
 
-    fn push(&mut self, event: Event) {
-        match event {
-            // Only after `FIRST_EVENT`; later chunks contain it.
-            Event::Started { fingerprint } => self.head.fingerprint = fingerprint,
-            Event::Reasoning(piece) => self.delta(json!({"reasoning_content": piece})),
-            // A stream cannot take text back: answers are not revisable, and rewound reasoning
-            // continues after the text already sent.
-            Event::Rewound { .. } => {}
-            Event::Logprob(logprob) => self.logprobs.push(probability::chat_logprob(&logprob)),
-            Event::Answer(piece) => self.delta(json!({"content": piece})),
-            Event::ToolCall(call) => {
-                let mut call = tool_call(&call);
-                call["index"] = self.tool_calls.into();
-                self.tool_calls += 1;
-                self.delta(json!({"tool_calls": [call]}));
-            }
-            Event::Finished(finished) => self.finish(&finished),
-            Event::Failed(error) => self.fail(Failure::Engine(error)),
-        }
+    fn push(&mut self, next: Option<(usize, Event)>) {
+        let Some((index, event)) = next else {
+            let replies = self.run.replies();
+            self.run.protocol.end(&self.run.head, &replies, &mut self.ready);
+            self.ended = true;
+            return;
+        };
+        self.run.protocol.event(&self.run.head, index, event, &mut self.ready);
     }
-
-    fn fail(&mut self, failure: Failure) {
-        let error = self.log.failed(failure);
-        self.send(&error.to_json());
-        self.ended = true;
-    }
-
-    fn delta(&mut self, delta: Value) {
-        let choice = self.choice(delta, None);
-        let mut chunk = self.chunk(json!([choice]));
-        self.add_null_usage(&mut chunk);
-        self.send(&chunk.into());
-    }
-
-    fn finish(&mut self, finished: &Finished) {
-        self.log.finished(finished);
-        let reason = finish_reason(&finished.reason);
-        let choice = self.choice(json!({}), Some(reason));
-        let mut chunk = self.chunk(json!([choice]));
-        self.add_null_usage(&mut chunk);
-        chunk.insert("steersman".into(), self.head.extension(finished));
-        self.send(&chunk.into());
-        if self.head.include_usage {
-            let mut chunk = self.chunk(json!([]));
-            chunk.insert("usage".into(), usage(finished.usage));
-            self.send(&chunk.into());
-        }
-        self.ready.push_back(sse::Event::default().data("[DONE]"));
-        self.ended = true;
-    }
-
-    fn choice(&mut self, delta: Value, finish_reason: Option<&str>) -> Value {
-        let logprobs = probability::chat_logprobs(std::mem::take(&mut self.logprobs));
-        json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
-    }
-
-    fn chunk(&self, choices: Value) -> Map<String, Value> {
-        self.head.object("chat.completion.chunk", choices)
-    }
-
-    /// With `include_usage`, the usage is null in all chunks but the last.
-    fn add_null_usage(&self, chunk: &mut Map<String, Value>) {
-        if self.head.include_usage {
-            chunk.insert("usage".into(), Value::Null);
-        }
-    }
-
-    fn send(&mut self, chunk: &Value) {
-        self.ready.push_back(sse::Event::default().data(chunk.to_string()));
-    }
-}
-
-impl Head {
-    fn object(&self, object: &str, choices: Value) -> Map<String, Value> {
-        Map::from_iter([
-            ("id".to_string(), json!(self.id)),
-            ("object".to_string(), json!(object)),
-            ("created".to_string(), json!(self.created)),
-            ("model".to_string(), json!(self.model)),
-            ("system_fingerprint".to_string(), json!(self.fingerprint)),
-            ("choices".to_string(), choices),
-        ])
-    }
-
-    /// `steersman`: what OpenAI's format has no place for.
-    fn extension(&self, finished: &Finished) -> Value {
-        let mut extension = json!({"profile": self.profile, "notes": finished.notes});
-        if let FinishReason::Policy(reason) = &finished.reason {
-            extension["stop_reason"] = json!(reason);
-        }
-        extension
-    }
-}
-
-fn finish_reason(reason: &FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Stop | FinishReason::Policy(_) => "stop",
-        FinishReason::Length => "length",
-        FinishReason::ToolCalls => "tool_calls",
-    }
-}
-
-/// A call in the API's format, with the arguments as JSON in a string.
-fn tool_call(call: &ToolCall) -> Value {
-    let arguments = Value::from(call.function.arguments.clone()).to_string();
-    json!({
-        "id": call.id,
-        "type": call.kind,
-        "function": {"name": call.function.name, "arguments": arguments},
-    })
-}
-
-fn usage(usage: Usage) -> Value {
-    let completion_tokens = usage.reasoning_tokens + usage.answer_tokens;
-    json!({
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": usage.prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {
-            "reasoning_tokens": usage.reasoning_tokens,
-            // OpenAI counts tokens here that the client predicted; these were drafted.
-            "accepted_prediction_tokens": usage.accepted_tokens,
-            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
-            "forced_tokens": usage.forced_tokens,
-            "skipped_layers": usage.skipped_layers,
-        },
-    })
 }

@@ -22,38 +22,45 @@ pub const FIELDS: [&str; 10] = [
     "parallel_tool_calls",
 ];
 
+/// Those among them that are about tools.
+pub const TOOL_FIELDS: [&str; 2] = ["tool_choice", "parallel_tool_calls"];
+
 /// Reads `fields`, a part of a body, into `request`, which has its tools.
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn apply(fields: Map<String, Value>, request: &mut Request) -> Result<(), ApiError> {
-    let mut choice = None;
+pub fn apply(mut fields: Map<String, Value>, request: &mut Request) -> Result<(), ApiError> {
+    let of_tools = super::fields::take(&mut fields, &TOOL_FIELDS);
     let mut format: Option<(String, Option<ResponseFormat>)> = None;
-    for (name, value) in fields {
-        if value.is_null() {
-            continue;
+    for (name, value) in fields.into_iter().filter(|(_, value)| !value.is_null()) {
+        let form = form(&name, value)?;
+        if let Some((other, Some(_))) = &format
+            && form.is_some()
+        {
+            let message = format!("{name}: `{other}` fixes the form already; drop one");
+            return Err(ApiError::value(name, message));
         }
-        match name.as_str() {
-            "tool_choice" => choice = Some(value),
-            "parallel_tool_calls" => {
-                request.tool_choice.is_single = !boolean(&name, &value)?;
-            }
-            _ => {
-                let form = form(&name, value)?;
-                if let Some((other, Some(_))) = &format
-                    && form.is_some()
-                {
-                    let message = format!("{name}: `{other}` fixes the form already; drop one");
-                    return Err(ApiError::value(name, message));
-                }
-                if form.is_some() || format.is_none() {
-                    format = Some((name, form));
-                }
-            }
+        if form.is_some() || format.is_none() {
+            format = Some((name, form));
         }
     }
     request.response_format = format.and_then(|(_, form)| form);
-    choice.map_or(Ok(()), |choice| tool_choice(choice, request))
+    choose_tools(of_tools, request)
+}
+
+/// Reads `tool_choice` and `parallel_tool_calls` of `fields` into `request`, which has its tools.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn choose_tools(fields: Map<String, Value>, request: &mut Request) -> Result<(), ApiError> {
+    for (name, value) in fields.into_iter().filter(|(_, value)| !value.is_null()) {
+        if name == "tool_choice" {
+            tool_choice(value, request)?;
+        } else {
+            request.tool_choice.is_single = !boolean(&name, &value)?;
+        }
+    }
+    Ok(())
 }
 
 /// The form that one field demands; `None` for text.

@@ -1,7 +1,9 @@
 //! Arbitrary bodies and configurations are accepted or rejected with a message, never with a panic.
 //! `STEERSMAN_FUZZ_INPUTS` sets the number of inputs of each test; they are the same in every run.
 
-use steersman::api::request;
+use steersman::api::chat::Chat;
+use steersman::api::json;
+use steersman::api::protocol::Protocol;
 use steersman::config::FileConfig;
 use steersman_tests::Random;
 
@@ -110,14 +112,15 @@ fn arbitrary_bodies_are_parsed_or_rejected_with_a_message() {
         if random.below(50) > 0 {
             damage(random, &mut body, &JSON);
         }
-        let parsed = request::parse(&body).and_then(|parsed| parsed.chat);
+        let parsed = json::object(&body).and_then(Chat::parse).and_then(|parsed| parsed.call);
         if let Err(error) = &parsed {
             assert_eq!(error.status.as_u16(), 400, "{error:?}");
             assert!(!error.message.is_empty(), "{error:?}");
         }
         if let Ok(chat) = &parsed {
-            assert!(!chat.request.messages.is_empty());
-            let sampling = chat.request.sampling;
+            let request = &chat.requests[0];
+            assert!(!request.messages.is_empty());
+            let sampling = request.sampling;
             assert!(sampling.temperature.is_none_or(|t| (0.0..=2.0).contains(&t)));
         }
         parsed.is_ok()

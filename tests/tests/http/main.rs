@@ -5,16 +5,21 @@
 //! a model. `openai_client.py` makes similar requests with OpenAI's package and the real engine.
 
 mod access;
+mod anthropic;
+mod completions;
 mod connection;
 mod fuzz;
 mod limits;
 mod models;
+mod ollama;
 mod operations;
 mod origin;
 mod refusal;
 mod reply;
 mod request;
+mod responses;
 mod structure;
+mod tolerance;
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -86,7 +91,11 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
             waiting.leave(place);
             let id = request.id.clone();
             records.requests.lock().unwrap().push(request);
-            let started = Event::Started { fingerprint: "fp_test".into() };
+            let started = Event::Started {
+                fingerprint: "fp_test".into(),
+                prompt_tokens: USAGE.prompt_tokens,
+                cached_tokens: USAGE.cached_tokens,
+            };
             drop(events.send(started));
             for act in script() {
                 match act {
@@ -102,6 +111,7 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
     });
     let info = Info {
         prefixes: Default::default(),
+        text: steersman_tests::bundled_text(),
         activity: Default::default(),
         model: model.into(),
         family: "qwen3_5".into(),

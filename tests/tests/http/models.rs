@@ -65,7 +65,7 @@ async fn profile_uses_its_own_model() {
 }
 
 #[tokio::test]
-async fn model_may_be_absent_if_there_is_only_one() {
+async fn absent_model_is_that_of_the_profile() {
     let absent = |stream: bool| {
         let mut body = body(json!({"stream": stream}));
         body.as_object_mut().unwrap().remove("model");
@@ -83,10 +83,12 @@ async fn model_may_be_absent_if_there_is_only_one() {
     assert_eq!(seen.last().profile, "strict");
 
     let (several, _, _) = two();
-    for stream in [false, true] {
-        let names = "`owner/tiny`, `large@v2`";
-        rejected(&several, absent(stream), 400, "missing_required_parameter", "model", names).await;
-    }
+    let (status, reply) = chat(&several, absent(false)).await;
+    assert_eq!((status, &reply["model"]), (StatusCode::OK, &json!("owner/tiny")), "{reply}");
+    let mut request = post(absent(false).to_string());
+    request.headers_mut().insert("x-steersman-profile", "coder".parse().unwrap());
+    let reply = json_of(send(&several, request).await).await;
+    assert_eq!(reply["model"], "large@v2", "{reply}");
 }
 
 #[tokio::test]

@@ -15,12 +15,9 @@ async fn unsupported_fields_are_rejected_by_name() {
         ("best_of", json!(3)),
         ("functions", json!([{"name": "f"}])),
         ("function_call", json!("auto")),
-        ("store", json!(true)),
-        ("service_tier", json!("priority")),
         ("modalities", json!(["text", "audio"])),
         ("audio", json!({"voice": "alloy", "format": "wav"})),
         ("prediction", json!({"type": "content", "content": "x"})),
-        ("verbosity", json!("low")),
         ("web_search_options", json!({})),
     ];
     let rows = unsupported.len();
@@ -40,11 +37,6 @@ async fn invalid_values_are_rejected_by_path() {
     let (app, seen) = app(answer);
     let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
     let second = |message: Value| json!({"messages": [{"role": "user", "content": "a"}, message]});
-    let call = |arguments: Value| {
-        let function = json!({"name": "f", "arguments": arguments});
-        let call = json!({"id": "c", "type": "function", "function": function});
-        second(json!({"role": "assistant", "tool_calls": [call]}))
-    };
     let tool = |tool: Value| json!({"tools": [tool]});
     let think = |on: Value| json!({"chat_template_kwargs": {"enable_thinking": on}});
     let both = |mut one: Value, other: Value| {
@@ -85,7 +77,7 @@ async fn invalid_values_are_rejected_by_path() {
             "robot",
         ),
         (second(json!({"content": "a"})), "invalid_value", "messages[1].role", "missing"),
-        (second(json!({"role": "assistant"})), "invalid_value", content, "missing"),
+        (second(json!({"role": "user"})), "invalid_value", content, "missing"),
         (second(json!({"role": 1, "content": "a"})), "invalid_type", "messages[1].role", "string"),
         (
             second(json!({"role": "user", "content": "a", "colour": 1})),
@@ -124,25 +116,14 @@ async fn invalid_values_are_rejected_by_path() {
             "messages[1].reasoning",
             "drop one",
         ),
-        (
-            call(json!("[1]")),
-            "invalid_value",
-            "messages[1].tool_calls[0].function.arguments",
-            "object",
-        ),
-        (call(json!("{")), "invalid_value", "messages[1].tool_calls[0].function.arguments", "EOF"),
-        (
-            call(json!({"a": 1})),
-            "invalid_type",
-            "messages[1].tool_calls[0].function.arguments",
-            "expected a string",
-        ),
         (json!({"temperature": 2.5}), "invalid_value", "temperature", "from 0 to 2"),
         (json!({"temperature": "hot"}), "invalid_type", "temperature", "temperature"),
         (json!({"top_p": 0}), "invalid_value", "top_p", "above 0"),
         (json!({"top_p": 1.1}), "invalid_value", "top_p", "at most 1"),
         (json!({"min_p": -0.1}), "invalid_value", "min_p", "from 0 to 1"),
-        (json!({"top_k": -1}), "invalid_type", "top_k", "top_k"),
+        (json!({"top_k": -2}), "invalid_value", "top_k", "at least 1"),
+        (json!({"top_k": 2.5}), "invalid_type", "top_k", "top_k"),
+        (json!({"max_tokens": -2}), "invalid_value", "max_tokens", "at least 1"),
         (json!({"seed": 0.5}), "invalid_type", "seed", "integer"),
         (json!({"max_tokens": 0}), "invalid_value", "max_tokens", "at least 1"),
         (json!({"max_completion_tokens": 0}), "invalid_value", "max_completion_tokens", "least 1"),
@@ -169,7 +150,7 @@ async fn invalid_values_are_rejected_by_path() {
             "stream_options.colour",
             "unknown field",
         ),
-        (tool(json!({"type": "custom"})), "unsupported_parameter", "tools[0].type", "function"),
+        (tool(json!({})), "missing_required_parameter", "tools[0].type", "function"),
         (tool(json!({"type": "function"})), "invalid_value", "tools[0].function.name", "name"),
         (
             think(json!("yes")),
@@ -278,9 +259,9 @@ async fn body_has_a_content_type_and_a_maximum_size() {
 async fn unknown_paths_and_methods_are_errors_in_openai_format() {
     let (app, _) = app(answer);
     for (method, path, status, code) in [
-        (Method::GET, "/", 404, "not_found"),
-        (Method::POST, "/v1/embeddings", 404, "not_found"),
-        (Method::POST, "/v1/completions", 404, "not_found"),
+        (Method::GET, "/", 404, "route_not_found"),
+        (Method::POST, "/v1/embeddings", 404, "route_not_found"),
+        (Method::POST, "/v1/v1/chat/completions", 404, "route_not_found"),
         (Method::GET, "/v1/chat/completions", 405, "method_not_allowed"),
         (Method::DELETE, "/v1/models", 405, "method_not_allowed"),
         (Method::POST, "/health", 405, "method_not_allowed"),

@@ -29,7 +29,8 @@ async fn reply_has_openai_format() {
             "message": {
                 "role": "assistant",
                 "content": "Rome\n.",
-                "reasoning_content": "It is Rome."
+                "reasoning_content": "It is Rome.",
+                "reasoning": "It is Rome."
             },
             "logprobs": null,
             "finish_reason": "stop"
@@ -93,8 +94,8 @@ async fn stream_equals_the_whole_reply_in_chunks() {
     });
     let expected = vec![
         delta(json!({"role": "assistant", "content": ""}), Value::Null),
-        delta(json!({"reasoning_content": "It is"}), Value::Null),
-        delta(json!({"reasoning_content": " Rome."}), Value::Null),
+        delta(json!({"reasoning_content": "It is", "reasoning": "It is"}), Value::Null),
+        delta(json!({"reasoning_content": " Rome.", "reasoning": " Rome."}), Value::Null),
         delta(json!({"content": "Rome"}), Value::Null),
         delta(json!({"content": "\n."}), Value::Null),
         last,

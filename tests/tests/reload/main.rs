@@ -84,6 +84,7 @@ impl Site {
         policies.watch();
         let info = Info {
             prefixes: Default::default(),
+            text: steersman_tests::bundled_text(),
             activity: Default::default(),
             model: "tiny".into(),
             family: "qwen3_5".into(),
@@ -331,6 +332,7 @@ async fn an_admin_key_allows_what_other_keys_allow_and_not_conversely() {
         ServerConfig { api_keys, admin_keys: vec![ADMIN.into()], ..ServerConfig::default() };
     let info = Info {
         prefixes: Default::default(),
+        text: steersman_tests::bundled_text(),
         activity: Default::default(),
         model: "tiny".into(),
         family: String::new(),

@@ -3,10 +3,11 @@
 //! Text parts are joined and arguments of calls parsed; fields that a role may not have are errors.
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
-use steersman_engine::request::{FunctionCall, Message, ToolCall};
+use serde_json::Value;
+use steersman_engine::request::{Message, ToolCall};
 
-use super::error::ApiError;
+use crate::api::error::ApiError;
+use crate::api::params;
 
 /// One message as the client sends it.
 #[derive(Deserialize)]
@@ -25,23 +26,39 @@ pub struct MessageBody {
     annotations: Option<Value>,
     audio: Option<Value>,
     function_call: Option<Value>,
+    // Libraries add these to replies of other servers, and send them back.
+    #[serde(rename = "provider_specific_fields")]
+    _provider_specific_fields: Option<Value>,
+    #[serde(rename = "thinking_blocks")]
+    _thinking_blocks: Option<Value>,
+    #[serde(rename = "reasoning_details")]
+    _reasoning_details: Option<Value>,
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
 }
 
 #[derive(Deserialize)]
 struct CallBody {
-    id: String,
+    id: Option<String>,
     #[serde(rename = "type", default = "function")]
     kind: String,
     function: FunctionBody,
     /// Chunks of a stream contain it, and some clients send it back.
     #[serde(rename = "index")]
     _index: Option<u32>,
+    #[serde(rename = "provider_specific_fields")]
+    _provider_specific_fields: Option<Value>,
+    #[serde(rename = "cache_control")]
+    _cache_control: Option<Value>,
 }
 
 #[derive(Deserialize)]
 struct FunctionBody {
     name: String,
-    arguments: String,
+    #[serde(default)]
+    arguments: Value,
+    #[serde(rename = "provider_specific_fields")]
+    _provider_specific_fields: Option<Value>,
 }
 
 fn function() -> String {
@@ -52,16 +69,19 @@ fn function() -> String {
 ///
 /// # Errors
 /// 400 naming the field by its path.
-pub fn parse(messages: Option<Vec<MessageBody>>) -> Result<Vec<Message>, ApiError> {
+pub fn parse(
+    messages: Option<Vec<MessageBody>>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Message>, ApiError> {
     let messages = messages.unwrap_or_default();
     if messages.is_empty() {
         let message = "messages: must be a list of at least one message";
         return Err(ApiError::missing("messages", message));
     }
-    messages.into_iter().enumerate().map(|(i, body)| message(i, body)).collect()
+    messages.into_iter().enumerate().map(|(i, body)| message(i, body, notes)).collect()
 }
 
-fn message(i: usize, body: MessageBody) -> Result<Message, ApiError> {
+fn message(i: usize, body: MessageBody, notes: &mut Vec<String>) -> Result<Message, ApiError> {
     let at = |field: &str| format!("messages[{i}].{field}");
     let wrong = |field: &str, problem: &str| {
         let param = at(field);
@@ -113,15 +133,15 @@ fn message(i: usize, body: MessageBody) -> Result<Message, ApiError> {
     if !tool && body.tool_call_id.is_some() {
         return Err(wrong("tool_call_id", "only a tool message may have it"));
     }
-    let may_be_empty = assistant && (reasoning.is_some() || !tool_calls.is_empty());
     let content = match body.content {
-        None if !may_be_empty => return Err(wrong("content", "missing")),
+        // Clients send back replies without an answer, and results of tools that return nothing.
+        None if !assistant && !tool => return Err(wrong("content", "missing")),
         content => text(&at("content"), content)?,
     };
     let tool_calls = tool_calls
         .into_iter()
         .enumerate()
-        .map(|(k, call)| tool_call(&at(&format!("tool_calls[{k}]")), call))
+        .map(|(k, call)| tool_call(&at(&format!("tool_calls[{k}]")), call, notes))
         .collect::<Result<_, _>>()?;
     Ok(Message {
         role,
@@ -167,22 +187,14 @@ fn text(path: &str, content: Option<Value>) -> Result<String, ApiError> {
     parts.iter().enumerate().map(part).collect()
 }
 
-/// Parses the arguments of a call, which the API sends as JSON in a string.
-fn tool_call(path: &str, call: CallBody) -> Result<ToolCall, ApiError> {
+/// A call, whose arguments the API sends as JSON in a string.
+fn tool_call(path: &str, call: CallBody, notes: &mut Vec<String>) -> Result<ToolCall, ApiError> {
     if call.kind != "function" {
         let param = format!("{path}.type");
         let message = format!("{param}: only \"function\" is supported");
         return Err(ApiError::unsupported(param, message));
     }
-    let FunctionBody { name, arguments } = call.function;
-    let arguments: Map<String, Value> = if arguments.trim().is_empty() {
-        Map::new()
-    } else {
-        serde_json::from_str(&arguments).map_err(|error| {
-            let param = format!("{path}.function.arguments");
-            let message = format!("{param}: must contain a JSON object: {error}");
-            ApiError::value(param, message)
-        })?
-    };
-    Ok(ToolCall { id: call.id, kind: call.kind, function: FunctionCall { name, arguments } })
+    let FunctionBody { name, arguments, .. } = call.function;
+    let path = format!("{path}.function.arguments");
+    Ok(params::tool_call(&path, call.id.unwrap_or_default(), name, arguments, notes))
 }

@@ -1,0 +1,337 @@
+//! Parses the body of `POST /v1/messages` into the engine's [`Request`].
+//!
+//! One message of Anthropic's may hold text, reasoning, calls and results of tools. It becomes the
+//! messages that chat templates read: results are messages of their own, and the rest of a turn is one.
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall, ToolChoice};
+
+use super::Messages;
+use crate::api::error::ApiError;
+use crate::api::params::{self, Effort};
+use crate::api::protocol::{Call, Parsed};
+use crate::api::{fields, json};
+
+/// What separates the blocks of one text.
+const BETWEEN_BLOCKS: &str = "\n\n";
+
+/// The fields of the body that have an effect.
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    messages: Option<Vec<MessageBody>>,
+    system: Option<Value>,
+    max_tokens: Option<i64>,
+    stream: Option<bool>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    stop_sequences: Option<Value>,
+    tools: Option<Vec<Map<String, Value>>>,
+    tool_choice: Option<ToolChoiceBody>,
+    thinking: Option<Thinking>,
+    output_config: Option<OutputConfig>,
+}
+
+#[derive(Deserialize)]
+struct MessageBody {
+    role: String,
+    content: Value,
+}
+
+#[derive(Deserialize)]
+struct ToolChoiceBody {
+    #[serde(rename = "type")]
+    kind: String,
+    disable_parallel_tool_use: Option<bool>,
+    name: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "lowercase")]
+enum Thinking {
+    Enabled { budget_tokens: u32 },
+    Disabled,
+    Adaptive,
+}
+
+#[derive(Deserialize)]
+struct OutputConfig {
+    effort: Option<Effort>,
+    format: Option<Value>,
+}
+
+/// A block of a message.
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Block {
+    Text {
+        text: String,
+    },
+    Thinking {
+        thinking: String,
+    },
+    RedactedThinking {
+        #[serde(rename = "data")]
+        _data: Option<Value>,
+    },
+    ToolUse {
+        id: String,
+        name: String,
+        #[serde(default)]
+        input: Value,
+    },
+    ToolResult {
+        tool_use_id: String,
+        content: Option<Value>,
+        is_error: Option<bool>,
+    },
+}
+
+/// Parses a body. Without `max_tokens`, which Anthropic requires, the server's default applies.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn parse(fields: Map<String, Value>) -> Result<Parsed<Messages>, ApiError> {
+    fields::check(fields::MESSAGES, &fields)?;
+    let mut body: Body = json::typed_body(fields)?;
+    let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
+    Ok(Parsed { model, stream, call: body.check() })
+}
+
+impl Body {
+    fn check(self) -> Result<Call<Messages>, ApiError> {
+        let mut notes = Vec::new();
+        let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
+        let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
+        let tools_hidden = matches!(tool_choice, Some(None));
+        let (effort, format) = match self.output_config {
+            Some(config) => (config.effort, config.format.filter(|format| !format.is_null())),
+            None => (None, None),
+        };
+        let response_format = format.map(output_format).transpose()?;
+        let (reasoning, reasoning_budget) = match self.thinking {
+            Some(Thinking::Enabled { budget_tokens }) => (Some(true), Some(budget_tokens)),
+            // The policy decides.
+            Some(Thinking::Adaptive) => (None, None),
+            // Clients that do not ask for it may not know blocks of that type.
+            Some(Thinking::Disabled) | None => (Some(false), None),
+        };
+        let of_effort = effort.and_then(Effort::budget).filter(|_| reasoning != Some(false));
+        let request = Request {
+            messages: conversation(self.system, self.messages.unwrap_or_default(), &mut notes)?,
+            tools: if tools_hidden { Vec::new() } else { tools },
+            tool_choice: tool_choice.flatten().unwrap_or_default(),
+            response_format,
+            reasoning,
+            reasoning_budget: reasoning_budget.or(of_effort),
+            max_tokens: params::limit("max_tokens", self.max_tokens)?,
+            sampling: params::sampling(self.temperature, self.top_p, self.top_k, None)?,
+            stop: params::stops("stop_sequences", self.stop_sequences)?,
+            ..Request::default()
+        };
+        Ok(Call { protocol: Messages::default(), requests: vec![request], notes })
+    }
+}
+
+impl ToolChoiceBody {
+    /// `None` hides the tools.
+    fn check(self) -> Result<Option<ToolChoice>, ApiError> {
+        let (is_required, allowed) = match (self.kind.as_str(), self.name) {
+            ("auto", _) => (false, None),
+            ("any", _) => (true, None),
+            ("none", _) => return Ok(None),
+            ("tool", Some(name)) => (true, Some(vec![name])),
+            ("tool", None) => {
+                let message = "tool_choice.name: must be the tool's name";
+                return Err(ApiError::missing("tool_choice.name", message));
+            }
+            (kind, _) => {
+                let message =
+                    format!("tool_choice.type: is `{kind}`, must be auto, any, tool or none");
+                return Err(ApiError::value("tool_choice.type", message));
+            }
+        };
+        let is_single = self.disable_parallel_tool_use == Some(true);
+        Ok(Some(ToolChoice { is_required, allowed, is_single }))
+    }
+}
+
+/// `output_config.format`: a schema.
+fn output_format(format: Value) -> Result<ResponseFormat, ApiError> {
+    let schema = format.get("schema").filter(|_| format["type"] == "json_schema");
+    let Some(schema) = schema else {
+        let message = "output_config.format: must have the type json_schema and a schema";
+        return Err(ApiError::value("output_config.format", message));
+    };
+    Ok(params::json_form("output_config.format.schema", Some(schema.clone())))
+}
+
+/// The functions among the tools.
+fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+    let mut functions = Vec::new();
+    for (i, tool) in tools.into_iter().enumerate() {
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or("custom");
+        if kind != "custom" {
+            notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
+            continue;
+        }
+        let path = format!("tools[{i}]");
+        let name = params::tool_name(&path, &tool)?;
+        functions.push(params::tool(&name, tool, "input_schema"));
+    }
+    Ok(functions)
+}
+
+/// The conversation as templates read it.
+fn conversation(
+    system: Option<Value>,
+    messages: Vec<MessageBody>,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Message>, ApiError> {
+    if messages.is_empty() {
+        let message = "messages: must be a list of at least one message";
+        return Err(ApiError::missing("messages", message));
+    }
+    let system = system.map_or(Ok(String::new()), |system| text("system", &system))?;
+    let mut turns = Vec::new();
+    for (i, MessageBody { role, content }) in messages.into_iter().enumerate() {
+        let path = format!("messages[{i}].content");
+        match role.as_str() {
+            "system" => turns.push(plain("system", text(&path, &content)?)),
+            "user" => user_turn(&path, content, &mut turns)?,
+            "assistant" => turns.push(assistant_turn(&path, content, notes)?),
+            _ => {
+                let param = format!("messages[{i}].role");
+                let message = format!("{param}: is `{role}`, must be user, assistant or system");
+                return Err(ApiError::value(param, message));
+            }
+        }
+    }
+    Ok(params::with_system(&system, &turns))
+}
+
+fn plain(role: &str, content: String) -> Message {
+    Message { role: role.into(), content, ..Message::default() }
+}
+
+/// Results of tools, each a message, and the user's text after them.
+fn user_turn(path: &str, content: Value, turns: &mut Vec<Message>) -> Result<(), ApiError> {
+    let mut said = String::new();
+    let blocks = blocks(path, content)?;
+    let is_empty = blocks.is_empty();
+    for (k, block) in blocks.into_iter().enumerate() {
+        match block {
+            Block::Text { text } => append(&mut said, &text),
+            Block::ToolResult { tool_use_id, content, is_error } => {
+                if !said.is_empty() {
+                    turns.push(plain("user", std::mem::take(&mut said)));
+                }
+                let path = format!("{path}[{k}].content");
+                let result = content.map_or(Ok(String::new()), |content| text(&path, &content))?;
+                let failed = if is_error == Some(true) { "Error: " } else { "" };
+                turns.push(Message {
+                    tool_call_id: Some(tool_use_id),
+                    ..plain("tool", format!("{failed}{result}"))
+                });
+            }
+            Block::Thinking { .. } | Block::RedactedThinking { .. } | Block::ToolUse { .. } => {
+                return Err(misplaced(&format!("{path}[{k}]"), "an assistant"));
+            }
+        }
+    }
+    if !said.is_empty() || is_empty {
+        turns.push(plain("user", said));
+    }
+    Ok(())
+}
+
+fn assistant_turn(
+    path: &str,
+    content: Value,
+    notes: &mut Vec<String>,
+) -> Result<Message, ApiError> {
+    let (mut said, mut reasoning) = (String::new(), String::new());
+    let mut tool_calls: Vec<ToolCall> = Vec::new();
+    for (k, block) in blocks(path, content)?.into_iter().enumerate() {
+        match block {
+            Block::Text { text } => append(&mut said, &text),
+            Block::Thinking { thinking } => append(&mut reasoning, &thinking),
+            // Only its author can read it.
+            Block::RedactedThinking { .. } => {}
+            Block::ToolUse { id, name, input } => {
+                let path = format!("{path}[{k}].input");
+                tool_calls.push(params::tool_call(&path, id, name, input, notes));
+            }
+            Block::ToolResult { .. } => {
+                return Err(misplaced(&format!("{path}[{k}]"), "a user"));
+            }
+        }
+    }
+    let reasoning_content = Some(reasoning).filter(|reasoning| !reasoning.is_empty());
+    Ok(Message { reasoning_content, tool_calls, ..plain("assistant", said) })
+}
+
+fn misplaced(path: &str, role: &str) -> ApiError {
+    let param = format!("{path}.type");
+    let message = format!("{param}: only {role} message may have such a block");
+    ApiError::value(param, message)
+}
+
+/// The blocks of a string or a list.
+fn blocks(path: &str, content: Value) -> Result<Vec<Block>, ApiError> {
+    let parts = match content {
+        Value::String(text) => return Ok(vec![Block::Text { text }]),
+        Value::Array(parts) => parts,
+        _ => {
+            let message = format!("{path}: must be a string or a list of blocks");
+            return Err(ApiError::invalid("invalid_type", path, message));
+        }
+    };
+    let block = |(k, part): (usize, &Value)| {
+        let path = format!("{path}[{k}]");
+        let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+        if !["text", "thinking", "redacted_thinking", "tool_use", "tool_result"].contains(&kind) {
+            let param = format!("{path}.type");
+            let message = format!(
+                "{param}: is `{kind}`; supported are text, thinking, tool_use and tool_result"
+            );
+            return Err(ApiError::unsupported(param, message));
+        }
+        json::typed(&path, part)
+    };
+    parts.iter().enumerate().map(block).collect()
+}
+
+/// The text of a string or a list of text blocks.
+fn text(path: &str, content: &Value) -> Result<String, ApiError> {
+    let parts = match content {
+        Value::Null => return Ok(String::new()),
+        Value::String(text) => return Ok(text.clone()),
+        Value::Array(parts) => parts,
+        _ => {
+            let message = format!("{path}: must be a string or a list of text blocks");
+            return Err(ApiError::invalid("invalid_type", path, message));
+        }
+    };
+    let mut joined = String::new();
+    for (k, part) in parts.iter().enumerate() {
+        let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+        let (Some(text), "text") = (part.get("text").and_then(Value::as_str), kind) else {
+            let param = format!("{path}[{k}].type");
+            let message = format!("{param}: is `{kind}`; only blocks of type text are supported");
+            return Err(ApiError::unsupported(param, message));
+        };
+        append(&mut joined, text);
+    }
+    Ok(joined)
+}
+
+/// Adds a block to a text.
+fn append(text: &mut String, block: &str) {
+    if !text.is_empty() && !block.is_empty() {
+        *text += BETWEEN_BLOCKS;
+    }
+    *text += block;
+}

@@ -1,0 +1,190 @@
+//! OpenAI's chat completions: `POST /v1/chat/completions`.
+
+mod message;
+mod request;
+
+use serde_json::{Map, Value, json};
+use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
+
+use super::error::ApiError;
+use super::probability;
+use super::protocol::{Parsed, Protocol};
+use super::reply::{self, Frames, Head, Reply};
+
+/// The state of one response.
+#[derive(Debug)]
+pub struct Chat {
+    /// Whether a stream ends with a chunk that contains the usage.
+    include_usage: bool,
+    /// Number of tool calls so far: the index of the next one.
+    tool_calls: usize,
+    /// Probabilities of tokens, for the next chunk.
+    logprobs: Vec<Value>,
+}
+
+impl Chat {
+    fn new(include_usage: bool) -> Self {
+        Self { include_usage, tool_calls: 0, logprobs: Vec::new() }
+    }
+
+    fn delta(&mut self, head: &Head, delta: Value, out: &mut Frames) {
+        let choice = self.choice(delta, None);
+        self.chunk(head, json!([choice]), Map::new(), out);
+    }
+
+    fn choice(&mut self, delta: Value, finish_reason: Option<&str>) -> Value {
+        let logprobs = probability::chat_logprobs(std::mem::take(&mut self.logprobs));
+        json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+    }
+
+    /// With `include_usage`, the usage is null in all chunks but the last.
+    fn chunk(&self, head: &Head, choices: Value, more: Map<String, Value>, out: &mut Frames) {
+        let mut chunk = object(head, "chat.completion.chunk", choices);
+        if self.include_usage {
+            chunk.insert("usage".into(), Value::Null);
+        }
+        chunk.extend(more);
+        out.data(&chunk.into());
+    }
+}
+
+impl Protocol for Chat {
+    const ID: &'static str = "chatcmpl-";
+
+    fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
+        request::parse(body)
+    }
+
+    fn begin(&mut self, head: &Head, out: &mut Frames) {
+        self.delta(head, json!({"role": "assistant", "content": ""}), out);
+    }
+
+    fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
+        match event {
+            Event::Reasoning(piece) => {
+                self.delta(head, json!({"reasoning_content": piece, "reasoning": piece}), out);
+            }
+            Event::Logprob(logprob) => self.logprobs.push(probability::chat_logprob(&logprob)),
+            Event::Answer(piece) => self.delta(head, json!({"content": piece}), out),
+            Event::ToolCall(call) => {
+                let mut call = tool_call(&call);
+                call["index"] = self.tool_calls.into();
+                self.tool_calls += 1;
+                self.delta(head, json!({"tool_calls": [call]}), out);
+            }
+            Event::Finished(finished) => {
+                let choices =
+                    json!([self.choice(json!({}), Some(finish_reason(&finished.reason)))]);
+                let extension = extension(head, &finished);
+                let more = Map::from_iter([("steersman".to_string(), extension)]);
+                self.chunk(head, choices, more, out);
+            }
+            Event::Started { .. } | Event::Rewound { .. } | Event::Failed(_) => {}
+        }
+    }
+
+    fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
+        if self.include_usage {
+            let usage = Map::from_iter([("usage".to_string(), usage(reply::usage(replies)))]);
+            self.chunk(head, json!([]), usage, out);
+        }
+        out.done();
+    }
+
+    fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
+        out.data(&error.to_json());
+    }
+
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+        let mut choices = Vec::new();
+        for (index, reply) in replies.iter().enumerate() {
+            let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
+            choices.push(json!({
+                "index": index,
+                "message": message(reply),
+                "logprobs": probability::chat_logprobs(logprobs.collect()),
+                "finish_reason": finish_reason(&reply.finished.reason),
+            }));
+        }
+        let mut whole = object(head, "chat.completion", choices.into());
+        whole.insert("usage".into(), usage(reply::usage(replies)));
+        let first = replies.first().map(|reply| extension(head, &reply.finished));
+        whole.insert("steersman".into(), first.unwrap_or_default());
+        whole.into()
+    }
+}
+
+fn message(reply: &Reply) -> Value {
+    let mut message = Map::from_iter([("role".to_string(), json!("assistant"))]);
+    let calls: Vec<_> = reply.tool_calls().map(tool_call).collect();
+    let (content, reasoning) = (reply.answer(), reply.reasoning());
+    let calls_only = content.is_empty() && !calls.is_empty();
+    message.insert("content".into(), if calls_only { Value::Null } else { content.into() });
+    if !reasoning.is_empty() {
+        message.insert("reasoning_content".into(), reasoning.clone().into());
+        message.insert("reasoning".into(), reasoning.into());
+    }
+    if !calls.is_empty() {
+        message.insert("tool_calls".into(), calls.into());
+    }
+    message.into()
+}
+
+/// The fields that whole replies and chunks share.
+pub fn object(head: &Head, object: &str, choices: Value) -> Map<String, Value> {
+    Map::from_iter([
+        ("id".to_string(), json!(head.id)),
+        ("object".to_string(), json!(object)),
+        ("created".to_string(), json!(head.created)),
+        ("model".to_string(), json!(head.model)),
+        ("system_fingerprint".to_string(), json!(head.fingerprint)),
+        ("choices".to_string(), choices),
+    ])
+}
+
+/// `steersman`: what OpenAI's format has no place for.
+pub fn extension(head: &Head, finished: &Finished) -> Value {
+    let notes: Vec<_> = head.notes.iter().chain(&finished.notes).collect();
+    let mut extension = json!({"profile": head.profile, "notes": notes});
+    if let FinishReason::Policy(reason) = &finished.reason {
+        extension["stop_reason"] = json!(reason);
+    }
+    extension
+}
+
+fn finish_reason(reason: &FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop | FinishReason::StopString(_) | FinishReason::Policy(_) => "stop",
+        FinishReason::Length => "length",
+        FinishReason::ToolCalls => "tool_calls",
+    }
+}
+
+/// A call in the API's format, with the arguments as JSON in a string.
+fn tool_call(call: &ToolCall) -> Value {
+    let arguments = Value::from(call.function.arguments.clone()).to_string();
+    json!({
+        "id": call.id,
+        "type": call.kind,
+        "function": {"name": call.function.name, "arguments": arguments},
+    })
+}
+
+/// `usage`, in the words of chats and completions.
+pub fn usage(usage: Usage) -> Value {
+    let completion_tokens = usage.reasoning_tokens + usage.answer_tokens;
+    json!({
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": usage.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            // OpenAI counts tokens here that the client predicted; these were drafted.
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+            "forced_tokens": usage.forced_tokens,
+            "skipped_layers": usage.skipped_layers,
+        },
+    })
+}

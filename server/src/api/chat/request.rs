@@ -1,0 +1,186 @@
+//! Parses the body of `POST /v1/chat/completions` into the engine's [`Request`].
+//!
+//! [`parse`] checks the table of [`fields`] (which rejects what is not supported), then types, then
+//! values. Each error names the field by its path.
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use steersman_engine::request::Request;
+
+use super::Chat;
+use super::message::{self, MessageBody};
+use crate::api::error::ApiError;
+use crate::api::params::{self, Effort};
+use crate::api::probability::{self, Probability};
+use crate::api::protocol::{Call, Parsed};
+use crate::api::{fields, json, structure};
+
+/// The fields of the body that have an effect.
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    messages: Option<Vec<MessageBody>>,
+    stream: Option<bool>,
+    stream_options: Option<StreamOptions>,
+    max_tokens: Option<i64>,
+    max_completion_tokens: Option<i64>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    #[serde(default, deserialize_with = "params::seed")]
+    seed: Option<u64>,
+    stop: Option<Value>,
+    tools: Option<Vec<Map<String, Value>>>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<Effort>,
+    max_thinking_tokens: Option<u32>,
+}
+
+#[derive(Deserialize)]
+struct StreamOptions {
+    include_usage: Option<bool>,
+    /// The last chunk has the usage: earlier ones would count what may be rewound.
+    #[serde(rename = "continuous_usage_stats")]
+    _continuous_usage_stats: Option<bool>,
+    /// Padding against observers of encrypted traffic.
+    #[serde(rename = "include_obfuscation")]
+    _include_obfuscation: Option<bool>,
+}
+
+/// Parses a body.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Chat>, ApiError> {
+    fields::check(fields::FIELDS, &fields)?;
+    let structure = fields::take(&mut fields, &structure::FIELDS);
+    let probability = fields::take(&mut fields, &probability::FIELDS);
+    let probability: Probability = json::typed_body(probability)?;
+    let mut body: Body = json::typed_body(fields)?;
+    let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
+    Ok(Parsed { model, stream, call: body.check(structure, probability) })
+}
+
+impl Body {
+    /// Checks the values.
+    ///
+    /// # Errors
+    /// 400 naming the field.
+    fn check(
+        self,
+        structure: Map<String, Value>,
+        probability: Probability,
+    ) -> Result<Call<Chat>, ApiError> {
+        let stream = self.stream.unwrap_or(false);
+        if !stream && self.stream_options.is_some() {
+            let message = "stream_options requires \"stream\": true";
+            return Err(ApiError::value("stream_options", message));
+        }
+        let mut template_variables = self.chat_template_kwargs.unwrap_or_default();
+        let reasoning = Reasoning {
+            enabled: take_enable_thinking(&mut template_variables)?,
+            effort: self.reasoning_effort,
+            tokens: self.max_thinking_tokens,
+        };
+        let (reasoning, reasoning_budget) = reasoning.resolve()?;
+        let mut notes = Vec::new();
+        let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
+        let mut request = Request {
+            messages: message::parse(self.messages, &mut notes)?,
+            tools,
+            template_variables,
+            reasoning,
+            reasoning_budget,
+            max_tokens: max_tokens(self.max_tokens, self.max_completion_tokens)?,
+            sampling: params::sampling(self.temperature, self.top_p, self.top_k, self.min_p)?,
+            seed: self.seed,
+            stop: params::stops("stop", self.stop)?,
+            ..Request::default()
+        };
+        structure::apply(structure, &mut request)?;
+        probability.apply(&mut request)?;
+        let include_usage = self.stream_options.and_then(|options| options.include_usage);
+        let protocol = Chat::new(include_usage.unwrap_or(false));
+        Ok(Call { protocol, requests: vec![request], notes })
+    }
+}
+
+/// The three parameters for reasoning, which may not contradict each other.
+struct Reasoning {
+    /// `chat_template_kwargs.enable_thinking`
+    enabled: Option<bool>,
+    /// `reasoning_effort`
+    effort: Option<Effort>,
+    /// `max_thinking_tokens`
+    tokens: Option<u32>,
+}
+
+impl Reasoning {
+    /// Whether to reason, and the budget in tokens; `None` if the client does not say.
+    ///
+    /// `max_thinking_tokens` takes precedence over the budget of `reasoning_effort`.
+    fn resolve(self) -> Result<(Option<bool>, Option<u32>), ApiError> {
+        let parameters = [
+            ("chat_template_kwargs.enable_thinking", self.enabled),
+            ("reasoning_effort", self.effort.map(Effort::reasons)),
+            ("max_thinking_tokens", self.tokens.map(|tokens| tokens > 0)),
+        ];
+        let mut given = parameters.iter().filter_map(|(name, on)| Some((name, (*on)?)));
+        let Some((first, reasoning)) = given.next() else { return Ok((None, None)) };
+        if let Some((other, _)) = given.find(|(_, on)| *on != reasoning) {
+            let (on, off) = if reasoning { (first, other) } else { (other, first) };
+            let message = format!("{on} enables reasoning, {off} disables it; drop one of them");
+            return Err(ApiError::value(*other, message));
+        }
+        let of_effort = self.effort.and_then(Effort::budget);
+        let budget = self.tokens.or(of_effort).filter(|_| reasoning);
+        Ok((Some(reasoning), budget))
+    }
+}
+
+/// Removes `enable_thinking` from the template variables, because the policy decides it.
+fn take_enable_thinking(variables: &mut Map<String, Value>) -> Result<Option<bool>, ApiError> {
+    match variables.shift_remove("enable_thinking") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Bool(enabled)) => Ok(Some(enabled)),
+        Some(_) => {
+            let param = "chat_template_kwargs.enable_thinking";
+            let message = format!("{param}: must be true or false");
+            Err(ApiError::invalid("invalid_type", param, message))
+        }
+    }
+}
+
+/// Checks the tools, and returns the functions among them unchanged.
+fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+    let mut functions = Vec::new();
+    for (i, tool) in tools.into_iter().enumerate() {
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or_default();
+        if kind.is_empty() {
+            let param = format!("tools[{i}].type");
+            return Err(ApiError::missing(&param, format!("{param}: must be \"function\"")));
+        }
+        if kind != "function" {
+            notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
+            continue;
+        }
+        let (path, empty) = (format!("tools[{i}].function"), Map::new());
+        let function = tool.get("function").and_then(Value::as_object).unwrap_or(&empty);
+        params::tool_name(&path, function)?;
+        functions.push(Value::Object(tool));
+    }
+    Ok(functions)
+}
+
+/// Maximum number of answer tokens. Both names mean the same here: reasoning is not counted.
+fn max_tokens(old: Option<i64>, new: Option<i64>) -> Result<Option<u32>, ApiError> {
+    if let (Some(old), Some(new)) = (old, new)
+        && old != new
+    {
+        let message = format!("max_tokens is {old}, max_completion_tokens is {new}; drop one");
+        return Err(ApiError::value("max_completion_tokens", message));
+    }
+    let name = if new.is_some() { "max_completion_tokens" } else { "max_tokens" };
+    params::limit(name, new.or(old))
+}

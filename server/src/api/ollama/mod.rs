@@ -1,0 +1,202 @@
+//! Ollama's protocol: `POST /api/chat`, `POST /api/generate`, and the routes that describe models.
+
+mod request;
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::{Extension, Json};
+use jiff::Timestamp;
+use serde_json::{Map, Value, json};
+use steersman_engine::Engine;
+use steersman_engine::request::{Event, FinishReason, ToolCall};
+
+use super::App;
+use super::access::Caller;
+use super::chat::extension;
+use super::error::{ApiError, Dialect};
+use super::protocol::{Framing, Parsed, Protocol, admit, read_json};
+use super::reply::{self, Frames, Head, Reply};
+
+/// The state of one response: of `/api/chat` if `CHAT`, else of `/api/generate`.
+#[derive(Debug, Default)]
+pub struct Ollama<const CHAT: bool>;
+
+impl<const CHAT: bool> Protocol for Ollama<CHAT> {
+    const ID: &'static str = "ollama-";
+    const FRAMING: Framing = Framing::Lines;
+
+    fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
+        if CHAT { request::parse_chat(body) } else { request::parse_generate(body) }
+    }
+
+    fn begin(&mut self, _: &Head, _: &mut Frames) {}
+
+    fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
+        let line = match event {
+            Event::Reasoning(piece) => line::<CHAT>(head, "", &piece, &[], false),
+            Event::Answer(piece) => line::<CHAT>(head, &piece, "", &[], false),
+            Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
+            Event::Started { .. }
+            | Event::Rewound { .. }
+            | Event::Logprob(_)
+            | Event::Finished(_)
+            | Event::Failed(_) => return,
+        };
+        out.data(&line);
+    }
+
+    fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
+        out.data(&ended(head, replies, line::<CHAT>(head, "", "", &[], true)));
+    }
+
+    fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
+        out.data(&error.body(Dialect::Ollama));
+    }
+
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+        let Some(reply) = replies.first() else {
+            return ended(head, replies, line::<CHAT>(head, "", "", &[], true));
+        };
+        let calls: Vec<_> = reply.tool_calls().collect();
+        let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), &calls, true);
+        ended(head, replies, line)
+    }
+}
+
+/// One object of a reply.
+fn line<const CHAT: bool>(
+    head: &Head,
+    answer: &str,
+    thinking: &str,
+    calls: &[&ToolCall],
+    done: bool,
+) -> Value {
+    let mut line =
+        json!({"model": head.model, "created_at": Timestamp::now().to_string(), "done": done});
+    let mut content = if CHAT {
+        json!({"role": "assistant", "content": answer})
+    } else {
+        json!({"response": answer})
+    };
+    if !thinking.is_empty() {
+        content["thinking"] = thinking.into();
+    }
+    if !calls.is_empty() {
+        let call = |(index, call): (usize, &&ToolCall)| {
+            let (name, arguments) = (&call.function.name, &call.function.arguments);
+            let function = json!({"index": index, "name": name, "arguments": arguments});
+            json!({"id": call.id, "function": function})
+        };
+        content["tool_calls"] = calls.iter().enumerate().map(call).collect();
+    }
+    match (content, &mut line) {
+        (content, line) if CHAT => line["message"] = content,
+        (Value::Object(content), Value::Object(line)) => line.extend(content),
+        _ => {}
+    }
+    line
+}
+
+/// The last object of a reply: `line` with reason, counts and times in nanoseconds.
+fn ended(head: &Head, replies: &[Reply], mut line: Value) -> Value {
+    let Some(reply) = replies.first() else {
+        line["done_reason"] = "load".into();
+        return line;
+    };
+    let reason = match reply.finished.reason {
+        FinishReason::Length => "length",
+        _ => "stop",
+    };
+    let (usage, times) = (reply::usage(replies), head.times);
+    let first_piece = if times.first_piece == 0 { times.ended } else { times.first_piece };
+    let more = json!({
+        "done_reason": reason,
+        "total_duration": times.ended,
+        // The model is loaded; the request waited.
+        "load_duration": times.started,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": first_piece.saturating_sub(times.started),
+        "eval_count": usage.reasoning_tokens + usage.answer_tokens,
+        "eval_duration": times.ended - first_piece,
+        "steersman": extension(head, &reply.finished),
+    });
+    if let (Some(line), Value::Object(more)) = (line.as_object_mut(), more) {
+        line.extend(more);
+    }
+    line
+}
+
+/// `GET /api/version`
+pub async fn version() -> Json<Value> {
+    Json(json!({"version": env!("CARGO_PKG_VERSION")}))
+}
+
+/// `GET /api/tags`: the models, as in `GET /v1/models`.
+pub async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
+    let names = app.models.names();
+    let models: Vec<_> = names.iter().map(|(name, engine)| model(name, engine)).collect();
+    Json(json!({"models": models}))
+}
+
+/// `GET /api/ps`: the models in memory, which are all.
+pub async fn running(state: State<Arc<App>>) -> Json<Value> {
+    tags(state).await
+}
+
+fn model(name: &str, engine: &Engine) -> Value {
+    let info = engine.info();
+    let loaded = Timestamp::from_second(info.loaded.cast_signed()).unwrap_or_default();
+    json!({
+        "name": name,
+        "model": name,
+        "modified_at": loaded.to_string(),
+        // Weights are not counted again here.
+        "size": 0,
+        "digest": info.fingerprint,
+        "details": details(engine),
+    })
+}
+
+fn details(engine: &Engine) -> Value {
+    let info = engine.info();
+    json!({
+        "parent_model": "",
+        "format": "safetensors",
+        "family": info.family,
+        "families": [info.family],
+        "parameter_size": "",
+        "quantization_level": info.numbers,
+    })
+}
+
+/// `POST /api/show`: facts about one model.
+pub async fn show(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Json<Value>, ApiError> {
+    let body = read_json(&app, &headers, body).await?;
+    let name = app.bodies.parse(body.bytes, request::shown).await?;
+    let admission = admit(&app, &caller, &headers, name)?;
+    let info = admission.engine.info();
+    let mut capabilities = vec!["completion", "tools"];
+    if info.text.supports_reasoning() {
+        capabilities.push("thinking");
+    }
+    let model_info = Map::from_iter([
+        ("general.architecture".to_string(), json!(info.family)),
+        (format!("{}.context_length", info.family), json!(info.context)),
+    ]);
+    Ok(Json(json!({
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": details(&admission.engine),
+        "model_info": model_info,
+        "capabilities": capabilities,
+    })))
+}

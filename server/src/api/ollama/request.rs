@@ -1,0 +1,227 @@
+//! Parses the bodies of `POST /api/chat` and `POST /api/generate` into the engine's [`Request`].
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use steersman_engine::request::{Message, RawPrompt, Request};
+
+use crate::api::error::ApiError;
+use crate::api::params::{self, Effort};
+use crate::api::protocol::{Call, Parsed};
+use crate::api::{fields, json};
+
+/// The fields of both bodies that have an effect.
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    stream: Option<bool>,
+    think: Option<Think>,
+    options: Option<Map<String, Value>>,
+    format: Option<Value>,
+    messages: Option<Vec<MessageBody>>,
+    tools: Option<Vec<Map<String, Value>>>,
+    prompt: Option<String>,
+    system: Option<String>,
+    raw: Option<bool>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Think {
+    Flag(bool),
+    Effort(Effort),
+}
+
+/// The options that have an effect.
+#[derive(Deserialize, Default)]
+struct Options {
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+    #[serde(default, deserialize_with = "params::seed")]
+    seed: Option<u64>,
+    stop: Option<Value>,
+    num_predict: Option<i64>,
+}
+
+#[derive(Deserialize)]
+struct MessageBody {
+    role: String,
+    content: Option<String>,
+    thinking: Option<String>,
+    images: Option<Vec<Value>>,
+    tool_calls: Option<Vec<CallBody>>,
+    tool_name: Option<String>,
+    tool_call_id: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct CallBody {
+    id: Option<String>,
+    #[serde(rename = "type")]
+    _kind: Option<String>,
+    function: FunctionBody,
+}
+
+#[derive(Deserialize)]
+struct FunctionBody {
+    name: String,
+    #[serde(default)]
+    arguments: Value,
+    #[serde(rename = "index")]
+    _index: Option<u32>,
+}
+
+/// Parses a body of `POST /api/chat`.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn parse_chat<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P>, ApiError> {
+    fields::check(fields::OLLAMA_CHAT, &fields)?;
+    parse(fields, |body, notes| {
+        let messages = body.messages.take().unwrap_or_default();
+        let messages = messages.into_iter().enumerate().map(|(i, body)| message(i, body, notes));
+        let messages = messages.collect::<Result<_, _>>()?;
+        let tools = tools(body.tools.take().unwrap_or_default(), notes)?;
+        let request = Request { messages, tools, ..Request::default() };
+        // Without messages, the client only wants the model to be loaded.
+        Ok((!request.messages.is_empty()).then_some(request))
+    })
+}
+
+/// Parses a body of `POST /api/generate`.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn parse_generate<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P>, ApiError> {
+    fields::check(fields::OLLAMA_GENERATE, &fields)?;
+    parse(fields, |body, _| {
+        let prompt = body.prompt.take().unwrap_or_default();
+        if prompt.is_empty() {
+            return Ok(None);
+        }
+        if body.raw == Some(true) {
+            let prompt = Some(RawPrompt::Text(prompt));
+            return Ok(Some(Request { prompt, ..Request::default() }));
+        }
+        let user = Message { role: "user".into(), content: prompt, ..Message::default() };
+        let messages = params::with_system(&body.system.take().unwrap_or_default(), &[user]);
+        Ok(Some(Request { messages, ..Request::default() }))
+    })
+}
+
+/// Parses what both have in common; `content` takes the rest, `None` if there is nothing to generate.
+fn parse<P: Default>(
+    fields: Map<String, Value>,
+    content: impl FnOnce(&mut Body, &mut Vec<String>) -> Result<Option<Request>, ApiError>,
+) -> Result<Parsed<P>, ApiError> {
+    let mut body: Body = json::typed_body(fields)?;
+    let (model, stream) = (body.model.take(), body.stream.unwrap_or(true));
+    let mut notes = Vec::new();
+    let call = content(&mut body, &mut notes).and_then(|request| {
+        let request = request.map(|request| with_options(request, body)).transpose()?;
+        Ok(Call { protocol: P::default(), requests: request.into_iter().collect(), notes })
+    });
+    Ok(Parsed { model, stream, call })
+}
+
+fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
+    let mut options = body.options.unwrap_or_default();
+    json::whole_numbers(&mut options);
+    fields::check(fields::OLLAMA_OPTIONS, &options)?;
+    let ignored = |name: &String| !fields::is_read(fields::OLLAMA_OPTIONS, name);
+    options.retain(|name, _| !ignored(name));
+    let options: Options = json::typed("options", &Value::Object(options))?;
+    let (reasoning, reasoning_budget) = match body.think {
+        None => (None, None),
+        Some(Think::Flag(think)) => (Some(think), None),
+        Some(Think::Effort(effort)) => (Some(effort.reasons()), effort.budget()),
+    };
+    let response_format = match body.format.unwrap_or_default() {
+        Value::Null => None,
+        Value::String(format) if format.is_empty() => None,
+        Value::String(format) if format == "json" => Some(params::json_form("format", None)),
+        schema @ Value::Object(_) => Some(params::json_form("format", Some(schema))),
+        _ => {
+            let message = "format: must be \"json\" or a JSON schema";
+            return Err(ApiError::value("format", message));
+        }
+    };
+    Ok(Request {
+        response_format,
+        reasoning,
+        reasoning_budget,
+        max_tokens: match options.num_predict {
+            // As many as the context has room for.
+            Some(-2) => Some(u32::MAX),
+            limit => params::limit("num_predict", limit)?,
+        },
+        sampling: params::sampling(
+            options.temperature,
+            options.top_p,
+            options.top_k,
+            options.min_p,
+        )?,
+        seed: options.seed,
+        stop: params::stops("stop", options.stop)?,
+        ..request
+    })
+}
+
+/// The functions among the tools.
+fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+    let mut functions = Vec::new();
+    for (i, tool) in tools.into_iter().enumerate() {
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or("function");
+        if kind != "function" {
+            notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
+            continue;
+        }
+        let function = tool.get("function").and_then(Value::as_object);
+        params::tool_name(&format!("tools[{i}].function"), function.unwrap_or(&Map::new()))?;
+        functions.push(Value::Object(tool));
+    }
+    Ok(functions)
+}
+
+fn message(i: usize, body: MessageBody, notes: &mut Vec<String>) -> Result<Message, ApiError> {
+    if body.images.is_some_and(|images| !images.is_empty()) {
+        let param = format!("messages[{i}].images");
+        let message = format!("{param}: only text is supported");
+        return Err(ApiError::unsupported(param, message));
+    }
+    if !["system", "user", "assistant", "tool"].contains(&body.role.as_str()) {
+        let param = format!("messages[{i}].role");
+        let message =
+            format!("{param}: is `{}`, must be system, user, assistant or tool", body.role);
+        return Err(ApiError::value(param, message));
+    }
+    let call = |(k, call): (usize, CallBody)| {
+        let path = format!("messages[{i}].tool_calls[{k}].function.arguments");
+        // Ollama's calls have no ids: results follow in the order of the calls.
+        let id = call.id.unwrap_or_else(|| format!("call_{i}_{k}"));
+        params::tool_call(&path, id, call.function.name, call.function.arguments, notes)
+    };
+    let calls = body.tool_calls.unwrap_or_default();
+    Ok(Message {
+        role: body.role,
+        content: body.content.unwrap_or_default(),
+        reasoning_content: body.thinking.filter(|thinking| !thinking.is_empty()),
+        tool_calls: calls.into_iter().enumerate().map(call).collect(),
+        tool_call_id: body.tool_call_id,
+        name: body.tool_name,
+    })
+}
+
+/// Parses a body of `POST /api/show`: the name of a model.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn shown(mut fields: Map<String, Value>) -> Result<Option<String>, ApiError> {
+    let name = fields.shift_remove("model").or(fields.shift_remove("name")).unwrap_or_default();
+    match name {
+        Value::Null => Ok(None),
+        Value::String(name) => Ok(Some(name)),
+        _ => Err(ApiError::invalid("invalid_type", "model", "model: must be a string")),
+    }
+}

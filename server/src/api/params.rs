@@ -1,0 +1,221 @@
+//! Parameters that several protocols have: numbers, stop strings, tools, reasoning.
+//!
+//! Each protocol names its own field in errors.
+
+use serde::de::{Deserializer, Error as _};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use steersman_engine::policy::SamplingPatch;
+use steersman_engine::request::{Form, FunctionCall, Message, ResponseFormat, ToolCall};
+
+use super::error::ApiError;
+
+/// Maximum number of stop strings of a request; each step searches for all of them.
+const STOPS: usize = 16;
+
+/// Reasoning budget of the effort `low`.
+const LOW_EFFORT_TOKENS: u32 = 1024;
+
+/// Reasoning budget of the effort `medium`.
+const MEDIUM_EFFORT_TOKENS: u32 = 8192;
+
+/// Levels of reasoning.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Effort {
+    None,
+    Minimal,
+    Low,
+    Medium,
+    High,
+    XHigh,
+    Max,
+}
+
+impl Effort {
+    /// Whether to reason.
+    pub fn reasons(self) -> bool {
+        !matches!(self, Self::None | Self::Minimal)
+    }
+
+    /// Reasoning tokens; `None` for as many as the policy allows.
+    pub fn budget(self) -> Option<u32> {
+        match self {
+            Self::Low => Some(LOW_EFFORT_TOKENS),
+            Self::Medium => Some(MEDIUM_EFFORT_TOKENS),
+            Self::None | Self::Minimal | Self::High | Self::XHigh | Self::Max => None,
+        }
+    }
+}
+
+/// The sampling parameters of a request, checked. -1 and 0 for `top_k` keep all tokens.
+pub fn sampling(
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    top_k: Option<i64>,
+    min_p: Option<f32>,
+) -> Result<SamplingPatch, ApiError> {
+    let top_k = top_k.map(|top_k| match top_k {
+        -1 => Ok(0),
+        top_k => u32::try_from(top_k).map_err(|_| {
+            let message = format!("top_k: is {top_k}, must be at least 1, or 0 or -1 for all");
+            ApiError::value("top_k", message)
+        }),
+    });
+    Ok(SamplingPatch {
+        temperature: within("temperature", temperature, "from 0 to 2", |t| {
+            (0.0..=2.0).contains(&t)
+        })?,
+        top_p: within("top_p", top_p, "above 0, at most 1", |p| p > 0.0 && p <= 1.0)?,
+        top_k: top_k.transpose()?,
+        min_p: within("min_p", min_p, "from 0 to 1", |p| (0.0..=1.0).contains(&p))?,
+    })
+}
+
+/// Checks that `value` is in `range`.
+fn within(
+    name: &str,
+    value: Option<f32>,
+    range: &str,
+    contains: impl Fn(f32) -> bool,
+) -> Result<Option<f32>, ApiError> {
+    match value {
+        Some(value) if !contains(value) => {
+            Err(ApiError::value(name, format!("{name}: is {value}, must be {range}")))
+        }
+        value => Ok(value),
+    }
+}
+
+/// A number of tokens; -1 is no limit.
+pub fn limit(name: &str, tokens: Option<i64>) -> Result<Option<u32>, ApiError> {
+    match tokens {
+        None | Some(-1) => Ok(None),
+        Some(tokens) if tokens < 1 => {
+            let message = format!("{name}: must be at least 1, or -1 for the server's default");
+            Err(ApiError::value(name, message))
+        }
+        Some(tokens) => Ok(Some(u32::try_from(tokens).unwrap_or(u32::MAX))),
+    }
+}
+
+/// A string or a list of strings, in the field `name`.
+pub fn stops(name: &str, stop: Option<Value>) -> Result<Vec<String>, ApiError> {
+    let stops: Vec<String> = match stop {
+        None | Some(Value::Null) => Vec::new(),
+        Some(Value::String(stop)) => vec![stop],
+        Some(list @ Value::Array(_)) => {
+            serde_path_to_error::deserialize(list).map_err(|error| {
+                let path = format!("{name}{}", error.path());
+                let message = format!("{path}: {}", error.inner());
+                ApiError::invalid("invalid_type", path, message)
+            })?
+        }
+        Some(_) => {
+            let message = format!("{name}: must be a string or a list of strings");
+            return Err(ApiError::invalid("invalid_type", name, message));
+        }
+    };
+    if stops.len() > STOPS {
+        let message = format!("{name}: {} strings, at most {STOPS} are allowed", stops.len());
+        return Err(ApiError::value(name, message));
+    }
+    if stops.iter().any(String::is_empty) {
+        let message =
+            format!("{name}: must not contain an empty string, which would end every answer");
+        return Err(ApiError::value(name, message));
+    }
+    Ok(stops)
+}
+
+/// A seed is any 64-bit integer; a negative one stands for its two's complement.
+pub fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    let Some(number) = Option::<serde_json::Number>::deserialize(deserializer)? else {
+        return Ok(None);
+    };
+    let bits = number.as_u64().or_else(|| number.as_i64().map(i64::cast_unsigned));
+    bits.map(Some).ok_or_else(|| D::Error::custom(format!("{number} is not a 64-bit integer")))
+}
+
+/// A call in a conversation; `arguments` is a JSON object, or one in a string.
+///
+/// What is no object becomes the value of `arguments` in one, with a note: a malformed call must not
+/// block the rest of its conversation.
+pub fn tool_call(
+    path: &str,
+    id: String,
+    name: String,
+    arguments: Value,
+    notes: &mut Vec<String>,
+) -> ToolCall {
+    let arguments = match arguments {
+        Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
+        Value::String(text) => serde_json::from_str(&text).unwrap_or(Value::String(text)),
+        arguments => arguments,
+    };
+    let arguments = match arguments {
+        Value::Object(arguments) => arguments,
+        Value::Null => Map::new(),
+        other => {
+            notes.push(format!("{path}: is no JSON object; the model sees it as `arguments`"));
+            Map::from_iter([("arguments".to_string(), other)])
+        }
+    };
+    ToolCall { id, kind: "function".into(), function: FunctionCall { name, arguments } }
+}
+
+/// A tool in the form that chat templates read; its schema stands in the field `parameters`.
+pub fn tool(name: &str, mut tool: Map<String, Value>, parameters: &str) -> Value {
+    let mut function = Map::from_iter([("name".to_string(), name.into())]);
+    for key in ["description", "strict"] {
+        let value = tool.shift_remove(key).filter(|value| !value.is_null() && *value != false);
+        function.extend(value.map(|value| (key.to_string(), value)));
+    }
+    let parameters = tool.shift_remove(parameters).filter(|parameters| !parameters.is_null());
+    let any = || serde_json::json!({"type": "object", "properties": {}});
+    function.insert("parameters".into(), parameters.unwrap_or_else(any));
+    serde_json::json!({"type": "function", "function": function})
+}
+
+/// The note on a tool that only its vendor's servers can run.
+pub fn tool_left_out(path: &str, kind: &str) -> String {
+    format!("{path}: left out, because tools of type `{kind}` run at their vendor only")
+}
+
+/// The name of a tool.
+///
+/// # Errors
+/// 400 if it has none.
+pub fn tool_name(path: &str, tool: &Map<String, Value>) -> Result<String, ApiError> {
+    let name = tool.get("name").and_then(Value::as_str).filter(|name| !name.is_empty());
+    name.map(str::to_string).ok_or_else(|| {
+        let param = format!("{path}.name");
+        let message = format!("{param}: must be the function's name");
+        ApiError::value(param, message)
+    })
+}
+
+/// The form of a reply that is JSON: any object, or what `schema` accepts, which stands in `field`.
+pub fn json_form(field: &'static str, schema: Option<Value>) -> ResponseFormat {
+    ResponseFormat { field, form: schema.map_or(Form::JsonObject, Form::JsonSchema) }
+}
+
+/// Puts `instructions` and the system messages that `messages` begins with into one, because templates
+/// read one system text before all turns. Later ones become messages of the user.
+pub fn with_system(instructions: &str, messages: &[Message]) -> Vec<Message> {
+    let is_system = |message: &&Message| matches!(message.role.as_str(), "system" | "developer");
+    let leading = messages.iter().take_while(is_system);
+    let turns = messages.iter().skip_while(is_system);
+    let texts = std::iter::once(instructions).chain(leading.map(|m| m.content.as_str()));
+    let system: Vec<_> = texts.filter(|text| !text.is_empty()).collect();
+    let system = (!system.is_empty()).then(|| Message {
+        role: "system".into(),
+        content: system.join("\n\n"),
+        ..Message::default()
+    });
+    let turn = |message: &Message| match message {
+        message if is_system(&message) => Message { role: "user".into(), ..message.clone() },
+        message => message.clone(),
+    };
+    system.into_iter().chain(turns.map(turn)).collect()
+}

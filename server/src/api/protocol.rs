@@ -1,0 +1,261 @@
+//! The path of a request through the server, which all protocols share.
+//!
+//! A [`Protocol`] parses a body into the engine's requests and renders the events of their replies.
+//! Everything between is here: reading the body, profile and limits, deadline, log, and the choice
+//! between a stream and one object. A body may ask for several replies, which are numbered.
+
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use axum::Extension;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName};
+use axum::response::{Response, sse};
+use serde_json::{Map, Value};
+use steersman_engine::request::{Event, Request};
+use steersman_engine::{Error, RequestError};
+use tokio::time::Instant;
+
+use super::access::{Admission, Caller};
+use super::body::{Limit, ReadBody};
+use super::error::ApiError;
+use super::log::RequestLog;
+use super::reply::{self, Events, Frames, Head, Reply};
+use super::{App, random_hex};
+use crate::serve::Shutdown;
+
+/// Selects a profile, like `model@profile`.
+const PROFILE: HeaderName = HeaderName::from_static("x-steersman-profile");
+
+/// Seconds after which the client has no use for the reply.
+const TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
+
+/// Seconds that OpenAI's Python package waits for the next bytes, and that its JavaScript package
+/// waits for the head of the response. Both are for whole replies what [`TIMEOUT`] is for all.
+const READ_TIMEOUTS: [HeaderName; 2] = [
+    HeaderName::from_static("x-stainless-read-timeout"),
+    HeaderName::from_static("x-stainless-timeout"),
+];
+
+/// Text with fewer bytes a token is rare.
+const BYTES_PER_TOKEN: usize = 3;
+
+/// How a protocol separates the parts of a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Framing {
+    /// Server-sent events.
+    Sse,
+    /// One JSON object a line.
+    Lines,
+}
+
+/// A protocol, with the state that rendering one reply needs.
+pub trait Protocol: Sized + Send + Sync + 'static {
+    /// What ids of replies begin with.
+    const ID: &'static str;
+
+    /// How streams are written.
+    const FRAMING: Framing = Framing::Sse;
+
+    /// Parses a body.
+    ///
+    /// # Errors
+    /// 400 for what is wrong with it for any profile.
+    fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError>;
+
+    /// Completes the requests of a body with what only the server knows.
+    ///
+    /// # Errors
+    /// 400 or 404 naming the field.
+    fn resolve(&mut self, _at: &Place<'_>, _requests: &mut [Request]) -> Result<(), ApiError> {
+        Ok(())
+    }
+
+    /// The beginning of a stream.
+    fn begin(&mut self, head: &Head, out: &mut Frames);
+
+    /// One event of reply `index` in a stream; never `Started`, `Rewound` or `Failed`.
+    fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames);
+
+    /// The end of a stream with these replies.
+    fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames);
+
+    /// The end of a stream that fails.
+    fn fail(&mut self, head: &Head, error: &ApiError, out: &mut Frames);
+
+    /// The replies as one object.
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value;
+
+    /// What an idle stream of server-sent events sends, so that proxies do not close it.
+    fn keep_alive() -> sse::Event {
+        sse::Event::default().comment("still working")
+    }
+}
+
+/// A body, as far as it can be parsed without knowing the profile.
+#[derive(Debug)]
+pub struct Parsed<P> {
+    /// The client's name of the model.
+    pub model: Option<String>,
+    /// Whether to stream the reply.
+    pub stream: bool,
+    /// The rest; or the first invalid value, which is reported after the profile is known.
+    pub call: Result<Call<P>, ApiError>,
+}
+
+/// What a body asks for.
+#[derive(Debug)]
+pub struct Call<P> {
+    /// Renders the reply.
+    pub protocol: P,
+    /// Without ids, profile and deadline.
+    pub requests: Vec<Request>,
+    /// What was left out of the requests, in words.
+    pub notes: Vec<String>,
+}
+
+/// Where an admitted body goes.
+pub struct Place<'a> {
+    /// What all handlers share.
+    pub app: &'a App,
+    /// What the client's key opens.
+    pub caller: &'a Caller,
+    /// Engine and profile.
+    pub admission: &'a Admission,
+}
+
+/// The handler of a protocol's route.
+pub async fn handle<P: Protocol>(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    shutdown: Option<Extension<Shutdown>>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let received = Instant::now();
+    let request_id = headers.get(super::REQUEST_ID).and_then(|id| id.to_str().ok());
+    let id = format!("{}{}", P::ID, random_hex());
+    let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
+    let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
+    let (stream, call, admission) = read.map_err(|error| log.failed(error))?;
+    let Call { mut protocol, mut requests, notes } = call;
+    let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
+    let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
+    let place = Place { app: &app, caller: &caller, admission: &admission };
+    protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
+    let requests = check_lengths(&app, &admission, requests).await;
+    let requests = requests.map_err(|error| log.failed(error))?;
+    let mut receivers = Vec::new();
+    for (index, mut request) in requests.into_iter().enumerate() {
+        // Traces are found by the id of the reply.
+        request.id = if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) };
+        request.profile = admission.profile.clone();
+        request.deadline = Some(deadline.into_std());
+        // The probabilities of a rewound token cannot be taken back.
+        request.revisable = !stream && request.logprobs.is_none();
+        let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
+        receivers.push(events);
+    }
+    let head = Head {
+        id: log.id.clone(),
+        created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
+        model: admission.model,
+        profile: admission.profile,
+        notes,
+        ..Head::default()
+    };
+    let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
+    let events = Events::new(receivers, deadline, shutdown);
+    if stream {
+        reply::stream(protocol, head, events, log).await
+    } else {
+        reply::whole(protocol, head, events, log).await
+    }
+}
+
+/// Reads, parses, admits and checks a body. `log` gets what limits it.
+async fn read<P: Protocol>(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    body: Body,
+    log: &mut RequestLog,
+) -> Result<(bool, Call<P>, Admission), ApiError> {
+    let body = read_json(app, headers, body).await?;
+    log.share = body.share;
+    let Parsed { model, stream, call } = app.bodies.parse(body.bytes, P::parse).await?;
+    let admission = admit(app, caller, headers, model)?;
+    log.admitted(&admission.profile, stream);
+    log.permit = app.access.acquire(&admission.profile)?;
+    Ok((stream, call?, admission))
+}
+
+/// Refuses prompts that do not fit into the context at once, not when their turn comes. Only texts that
+/// are likely too long are tokenized here, and again in their turn.
+async fn check_lengths(
+    app: &App,
+    admission: &Admission,
+    requests: Vec<Request>,
+) -> Result<Vec<Request>, ApiError> {
+    let limit = admission.engine.info().context.saturating_sub(1);
+    let is_long = |request: &Request| request.text_bytes() / BYTES_PER_TOKEN > limit;
+    if !requests.iter().any(is_long) {
+        return Ok(requests);
+    }
+    let engine = admission.engine.clone();
+    let check = move || {
+        for request in &requests {
+            let tokens = engine.tokenize(request)?.len();
+            if tokens > limit {
+                let error = RequestError::ContextTooLong { tokens, limit };
+                return Err(ApiError::from(Error::Request(error)));
+            }
+        }
+        Ok(requests)
+    };
+    app.bodies.work(check).await?
+}
+
+/// Reads a JSON body.
+///
+/// # Errors
+/// As [`super::body::Bodies::read`].
+pub async fn read_json(app: &App, headers: &HeaderMap, body: Body) -> Result<ReadBody, ApiError> {
+    let limit =
+        Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes", has_budget: true };
+    app.bodies.read(headers, body, "application/json", limit).await
+}
+
+/// Admits a body for `model`.
+///
+/// # Errors
+/// As [`Admission::new`].
+pub fn admit(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    model: Option<String>,
+) -> Result<Admission, ApiError> {
+    let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
+    Admission::new(&app.models, &app.access, caller, model, profile)
+}
+
+/// The time that the client gives a request, from its headers.
+fn timeout(headers: &HeaderMap, stream: bool) -> Result<Option<Duration>, ApiError> {
+    let seconds = |header: &HeaderName| {
+        let value = headers.get(header)?.to_str().unwrap_or("?");
+        let seconds = value.trim().parse().ok().filter(|seconds: &f64| *seconds > 0.0);
+        Some(seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).ok_or(value))
+    };
+    match seconds(&TIMEOUT) {
+        Some(Ok(timeout)) => Ok(Some(timeout)),
+        Some(Err(value)) => {
+            let message = format!("X-Request-Timeout: is `{value}`, must be a number of seconds");
+            Err(ApiError::value("X-Request-Timeout", message))
+        }
+        None if stream => Ok(None),
+        // Packages may change what they send: what is no time is none.
+        None => Ok(READ_TIMEOUTS.iter().find_map(|header| seconds(header)?.ok())),
+    }
+}

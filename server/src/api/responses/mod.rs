@@ -1,0 +1,407 @@
+//! OpenAI's responses: `POST /v1/responses`, and what was stored of them.
+
+mod request;
+pub mod store;
+
+use std::sync::Arc;
+
+use axum::extract::{Path, State};
+use axum::{Extension, Json};
+use serde_json::{Map, Value, json};
+use steersman_engine::request::{Event, FinishReason, Message, Request, Usage};
+
+use self::store::{ResponseStore, Stored};
+use super::access::Caller;
+use super::chat::extension;
+use super::error::ApiError;
+use super::protocol::{Parsed, Place, Protocol};
+use super::reply::{self, Frames, Head, Part, Reply};
+use super::{App, params};
+
+/// The state of one response.
+#[derive(Debug, Default)]
+pub struct Responses {
+    instructions: String,
+    /// The conversation without instructions; first only the input, then what it continues too.
+    messages: Vec<Message>,
+    /// `previous_response_id`
+    previous: Option<String>,
+    /// The items of the input.
+    input: Value,
+    /// The fields of the request that a response repeats.
+    repeated: Map<String, Value>,
+    /// Whether to store the response.
+    stores: bool,
+    /// Whether the client reads reasoning as a summary; otherwise it is the content of its item.
+    summarizes: bool,
+    /// Where to store the response.
+    store: Option<Arc<ResponseStore>>,
+    /// Number of events sent.
+    sequence: u64,
+    /// The item that a stream has begun and not ended, as far as it has arrived.
+    open: Option<Part>,
+    /// Number of items that a stream has ended.
+    items: usize,
+}
+
+impl Protocol for Responses {
+    const ID: &'static str = "resp_";
+
+    fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
+        request::parse(body)
+    }
+
+    fn resolve(&mut self, place: &Place<'_>, requests: &mut [Request]) -> Result<(), ApiError> {
+        let store = place.app.responses.clone();
+        if let Some(id) = &self.previous {
+            let stored = store.as_ref().and_then(|store| store.get(id));
+            let param = "previous_response_id";
+            let stored = stored.ok_or_else(|| ApiError::response_not_found(param, id))?;
+            place.app.access.allow(place.caller, &stored.profile)?;
+            self.messages.splice(0..0, stored.messages);
+        }
+        if self.messages.is_empty() {
+            return Err(ApiError::missing("input", "input: must have at least one message"));
+        }
+        self.store = store.filter(|_| self.stores);
+        for request in requests {
+            request.messages = params::with_system(&self.instructions, &self.messages);
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, head: &Head, out: &mut Frames) {
+        let response = self.response(head, "in_progress", &[]);
+        self.send("response.created", json!({"response": response}), out);
+        self.send("response.in_progress", json!({"response": response}), out);
+    }
+
+    fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
+        match event {
+            Event::Reasoning(piece) => {
+                if !matches!(self.open, Some(Part::Reasoning(_))) {
+                    self.open(head, Part::Reasoning(String::new()), out);
+                }
+                self.delta(head, piece, out);
+            }
+            Event::Answer(piece) => {
+                if !matches!(self.open, Some(Part::Answer(_))) {
+                    self.open(head, Part::Answer(String::new()), out);
+                }
+                self.delta(head, piece, out);
+            }
+            Event::ToolCall(call) => {
+                self.open(head, Part::ToolCall(call), out);
+                self.close(head, out);
+            }
+            Event::Started { .. }
+            | Event::Rewound { .. }
+            | Event::Logprob(_)
+            | Event::Finished(_)
+            | Event::Failed(_) => {}
+        }
+    }
+
+    fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
+        self.close(head, out);
+        let response = self.whole(head, replies);
+        let name = match response["status"].as_str() {
+            Some("incomplete") => "response.incomplete",
+            _ => "response.completed",
+        };
+        self.send(name, json!({"response": response}), out);
+    }
+
+    fn fail(&mut self, head: &Head, error: &ApiError, out: &mut Frames) {
+        let mut response = self.response(head, "failed", &[]);
+        response["error"] = json!({"code": error.code, "message": error.message});
+        self.send("response.failed", json!({"response": response}), out);
+    }
+
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+        let Some(reply) = replies.first() else { return Value::Null };
+        let finished = &reply.finished;
+        let is_whole = finished.reason != FinishReason::Length;
+        let status = if is_whole { "completed" } else { "incomplete" };
+        let mut response = self.response(head, status, &reply.parts);
+        if !is_whole {
+            response["incomplete_details"] = json!({"reason": "max_output_tokens"});
+        }
+        response["usage"] = usage(reply::usage(replies));
+        response["steersman"] = extension(head, finished);
+        if let Some(store) = &self.store {
+            let mut messages = std::mem::take(&mut self.messages);
+            messages.push(message(reply));
+            let (profile, input) = (head.profile.clone(), std::mem::take(&mut self.input));
+            let stored = Stored { profile, messages, input, response: response.clone() };
+            // Before the client has the id, with which its next request may come at once.
+            store.put(&head.id, &stored);
+        }
+        response
+    }
+}
+
+impl Responses {
+    /// A response with the items of these parts.
+    fn response(&self, head: &Head, status: &str, parts: &[Part]) -> Value {
+        let items = parts.iter().enumerate();
+        let output: Vec<_> =
+            items.map(|(index, part)| self.item(head, index, part, "completed")).collect();
+        let mut response = json!({
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "status": status,
+            "background": false,
+            "error": null,
+            "incomplete_details": null,
+            "model": head.model,
+            "output": output,
+            "usage": null,
+        });
+        if let Some(response) = response.as_object_mut() {
+            response.extend(self.repeated.clone());
+            response.insert("store".into(), self.store.is_some().into());
+        }
+        response
+    }
+
+    /// Item `index` of the output.
+    fn item(&self, head: &Head, index: usize, part: &Part, status: &str) -> Value {
+        let id = item_id(head, index, part);
+        match part {
+            Part::Reasoning(_) => {
+                let content = self.content(part);
+                let (summary, content) =
+                    if self.summarizes { (content, json!([])) } else { (json!([]), content) };
+                json!({"id": id, "type": "reasoning", "summary": summary, "content": content,
+                       "status": status})
+            }
+            Part::Answer(_) => json!({
+                "id": id, "type": "message", "role": "assistant", "status": status,
+                "content": self.content(part),
+            }),
+            Part::ToolCall(call) => json!({
+                "id": id, "type": "function_call", "call_id": call.id, "status": status,
+                "name": call.function.name,
+                "arguments": Value::from(call.function.arguments.clone()).to_string(),
+            }),
+        }
+    }
+
+    /// The content of an item with text; empty before its text has begun.
+    fn content(&self, part: &Part) -> Value {
+        match part {
+            Part::Reasoning(text) | Part::Answer(text) if text.is_empty() => json!([]),
+            part => json!([self.text_part(part)]),
+        }
+    }
+
+    fn text_part(&self, part: &Part) -> Value {
+        match part {
+            Part::Reasoning(text) if self.summarizes => {
+                json!({"type": "summary_text", "text": text})
+            }
+            Part::Reasoning(text) => json!({"type": "reasoning_text", "text": text}),
+            Part::Answer(text) => {
+                json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+            }
+            Part::ToolCall(_) => Value::Null,
+        }
+    }
+
+    /// The words in which events speak of the text of `part`: of the part, of a piece, of the end, and
+    /// the name of its index.
+    fn words(&self, part: &Part) -> [&'static str; 5] {
+        const CONTENT: [&str; 2] = ["response.content_part.added", "response.content_part.done"];
+        match part {
+            Part::Reasoning(_) if self.summarizes => [
+                "response.reasoning_summary_part.added",
+                "response.reasoning_summary_text.delta",
+                "response.reasoning_summary_text.done",
+                "response.reasoning_summary_part.done",
+                "summary_index",
+            ],
+            Part::Reasoning(_) => [
+                CONTENT[0],
+                "response.reasoning_text.delta",
+                "response.reasoning_text.done",
+                CONTENT[1],
+                "content_index",
+            ],
+            Part::Answer(_) | Part::ToolCall(_) => [
+                CONTENT[0],
+                "response.output_text.delta",
+                "response.output_text.done",
+                CONTENT[1],
+                "content_index",
+            ],
+        }
+    }
+
+    /// Begins an item with an empty part.
+    fn open(&mut self, head: &Head, part: Part, out: &mut Frames) {
+        self.close(head, out);
+        let mut item = self.item(head, self.items, &part, "in_progress");
+        if let Part::ToolCall(_) = part {
+            item["arguments"] = json!("");
+        }
+        let added = json!({"output_index": self.items, "item": item});
+        self.send("response.output_item.added", added, out);
+        if !matches!(part, Part::ToolCall(_)) {
+            let [added, .., index] = self.words(&part);
+            let fields = json!({index: 0, "part": self.text_part(&part)});
+            self.send_of_item(head, &part, added, fields, out);
+        }
+        self.open = Some(part);
+    }
+
+    /// Adds a piece to the open item.
+    fn delta(&mut self, head: &Head, piece: String, out: &mut Frames) {
+        let Some(mut part) = self.open.take() else { return };
+        if let Part::Reasoning(text) | Part::Answer(text) = &mut part {
+            *text += &piece;
+        }
+        let [_, delta, .., index] = self.words(&part);
+        let mut fields = json!({index: 0, "delta": piece});
+        if let Part::Answer(_) = part {
+            fields["logprobs"] = json!([]);
+        }
+        self.send_of_item(head, &part, delta, fields, out);
+        self.open = Some(part);
+    }
+
+    /// Ends the open item.
+    fn close(&mut self, head: &Head, out: &mut Frames) {
+        let Some(part) = self.open.take() else { return };
+        match &part {
+            Part::ToolCall(call) => {
+                let arguments = Value::from(call.function.arguments.clone()).to_string();
+                let name = &call.function.name;
+                let delta = json!({"delta": arguments});
+                self.send_of_item(
+                    head,
+                    &part,
+                    "response.function_call_arguments.delta",
+                    delta,
+                    out,
+                );
+                let done = json!({"name": name, "arguments": arguments});
+                self.send_of_item(head, &part, "response.function_call_arguments.done", done, out);
+            }
+            Part::Reasoning(text) | Part::Answer(text) => {
+                let [_, _, text_done, part_done, index] = self.words(&part);
+                let mut fields = json!({index: 0, "text": text});
+                if let Part::Answer(_) = part {
+                    fields["logprobs"] = json!([]);
+                }
+                self.send_of_item(head, &part, text_done, fields, out);
+                let fields = json!({index: 0, "part": self.text_part(&part)});
+                self.send_of_item(head, &part, part_done, fields, out);
+            }
+        }
+        let item = self.item(head, self.items, &part, "completed");
+        let done = json!({"output_index": self.items, "item": item});
+        self.send("response.output_item.done", done, out);
+        self.items += 1;
+    }
+
+    /// Sends an event about the open item.
+    fn send_of_item(
+        &mut self,
+        head: &Head,
+        part: &Part,
+        name: &'static str,
+        fields: Value,
+        out: &mut Frames,
+    ) {
+        let mut event = json!({
+            "item_id": item_id(head, self.items, part), "output_index": self.items,
+        });
+        if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
+            event.extend(fields);
+        }
+        self.send(name, event, out);
+    }
+
+    fn send(&mut self, name: &'static str, fields: Value, out: &mut Frames) {
+        let mut event = json!({"type": name, "sequence_number": self.sequence});
+        if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
+            event.extend(fields);
+        }
+        self.sequence += 1;
+        out.event(name, &event);
+    }
+}
+
+/// `GET /v1/responses/{id}`
+pub async fn get(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    Ok(Json(stored(&app, &caller, &id)?.response))
+}
+
+/// `GET /v1/responses/{id}/input_items`
+pub async fn input_items(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    let items = stored(&app, &caller, &id)?.input;
+    Ok(Json(json!({"object": "list", "data": items, "has_more": false})))
+}
+
+/// `DELETE /v1/responses/{id}`
+pub async fn delete(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    stored(&app, &caller, &id)?;
+    let deleted = app.responses.as_ref().is_some_and(|store| store.delete(&id));
+    Ok(Json(json!({"id": id, "object": "response", "deleted": deleted})))
+}
+
+/// A stored response of a profile that the caller may use.
+fn stored(app: &App, caller: &Caller, id: &str) -> Result<Stored, ApiError> {
+    let stored = app.responses.as_ref().and_then(|store| store.get(id));
+    let stored = stored.ok_or_else(|| ApiError::response_not_found("", id))?;
+    app.access.allow(caller, &stored.profile)?;
+    Ok(stored)
+}
+
+/// The reply as a message of the conversation.
+fn message(reply: &Reply) -> Message {
+    let reasoning = reply.reasoning();
+    Message {
+        role: "assistant".into(),
+        content: reply.answer(),
+        reasoning_content: Some(reasoning).filter(|reasoning| !reasoning.is_empty()),
+        tool_calls: reply.tool_calls().cloned().collect(),
+        ..Message::default()
+    }
+}
+
+/// The id of item `index` of the output.
+fn item_id(head: &Head, index: usize, part: &Part) -> String {
+    let prefix = match part {
+        Part::Reasoning(_) => "rs",
+        Part::Answer(_) => "msg",
+        Part::ToolCall(_) => "fc",
+    };
+    let digits = head.id.trim_start_matches(Responses::ID);
+    format!("{prefix}_{digits}_{index}")
+}
+
+fn usage(usage: Usage) -> Value {
+    let output_tokens = usage.reasoning_tokens + usage.answer_tokens;
+    json!({
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + output_tokens,
+    })
+}

@@ -1,0 +1,293 @@
+//! Parses the body of `POST /v1/responses` into the engine's [`Request`].
+//!
+//! Items become the messages that chat templates read: consecutive items of the assistant (reasoning,
+//! text, calls) are one message.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use steersman_engine::request::{Message, Request, ResponseFormat};
+
+use super::Responses;
+use crate::api::error::ApiError;
+use crate::api::params::{self, Effort};
+use crate::api::protocol::{Call, Parsed};
+use crate::api::{fields, json, structure};
+
+/// Fields that a response repeats, and what it has in place of absent ones.
+const REPEATED: &[(&str, &str)] = &[
+    ("instructions", "null"),
+    ("max_output_tokens", "null"),
+    ("metadata", "{}"),
+    ("parallel_tool_calls", "true"),
+    ("previous_response_id", "null"),
+    ("prompt_cache_key", "null"),
+    ("reasoning", r#"{"effort": null, "summary": null}"#),
+    ("safety_identifier", "null"),
+    ("service_tier", r#""default""#),
+    ("store", "true"),
+    ("temperature", "null"),
+    ("text", r#"{"format": {"type": "text"}}"#),
+    ("tool_choice", r#""auto""#),
+    ("tools", "[]"),
+    ("top_p", "null"),
+    ("truncation", r#""disabled""#),
+    ("user", "null"),
+];
+
+/// The fields of the body that have an effect.
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    input: Option<Value>,
+    instructions: Option<String>,
+    max_output_tokens: Option<i64>,
+    stream: Option<bool>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
+    tools: Option<Vec<Map<String, Value>>>,
+    reasoning: Option<Reasoning>,
+    text: Option<Text>,
+    previous_response_id: Option<String>,
+    store: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct Reasoning {
+    effort: Option<Effort>,
+    summary: Option<String>,
+    generate_summary: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Text {
+    format: Option<Value>,
+    #[serde(rename = "verbosity")]
+    _verbosity: Option<String>,
+}
+
+/// An item of the input.
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Item {
+    Message { role: String, content: Value },
+    FunctionCall { call_id: String, name: String, arguments: Value },
+    FunctionCallOutput { call_id: String, output: Value },
+    Reasoning { summary: Option<Value>, content: Option<Value> },
+}
+
+/// Parses a body.
+///
+/// # Errors
+/// 400 naming the field.
+pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Responses>, ApiError> {
+    fields::check(fields::RESPONSES, &fields)?;
+    let repeated = REPEATED.iter().map(|(name, default)| {
+        let value = fields.get(*name).filter(|value| !value.is_null()).cloned();
+        let default = || serde_json::from_str(default).expect("the table contains JSON");
+        ((*name).to_string(), value.unwrap_or_else(default))
+    });
+    let repeated = repeated.collect();
+    let structure = fields::take(&mut fields, &structure::TOOL_FIELDS);
+    let mut body: Body = json::typed_body(fields)?;
+    let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
+    Ok(Parsed { model, stream, call: body.check(structure, repeated) })
+}
+
+impl Body {
+    fn check(
+        self,
+        structure: Map<String, Value>,
+        repeated: Map<String, Value>,
+    ) -> Result<Call<Responses>, ApiError> {
+        let mut notes = Vec::new();
+        let format = self.text.and_then(|text| text.format);
+        let response_format = format.map_or(Ok(None), text_format)?;
+        let input = self.input.unwrap_or_default();
+        let messages = match &input {
+            Value::String(text) => vec![plain("user", text.clone())],
+            Value::Array(items) => conversation(items, &mut notes)?,
+            Value::Null if self.previous_response_id.is_none() => {
+                let message = "input: must be a string or a list of items";
+                return Err(ApiError::missing("input", message));
+            }
+            Value::Null => Vec::new(),
+            _ => {
+                let message = "input: must be a string or a list of items";
+                return Err(ApiError::invalid("invalid_type", "input", message));
+            }
+        };
+        let (effort, summary) = match self.reasoning {
+            Some(Reasoning { effort, summary, generate_summary }) => {
+                (effort, summary.or(generate_summary))
+            }
+            None => (None, None),
+        };
+        let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
+        let mut request = Request {
+            tools,
+            response_format,
+            reasoning: effort.map(Effort::reasons),
+            reasoning_budget: effort.and_then(Effort::budget),
+            max_tokens: params::limit("max_output_tokens", self.max_output_tokens)?,
+            sampling: params::sampling(self.temperature, self.top_p, None, None)?,
+            ..Request::default()
+        };
+        structure::choose_tools(structure, &mut request)?;
+        let protocol = Responses {
+            instructions: self.instructions.unwrap_or_default(),
+            messages,
+            previous: self.previous_response_id,
+            input: match input {
+                Value::String(text) => json!([{
+                    "type": "message", "role": "user",
+                    "content": [{"type": "input_text", "text": text}],
+                }]),
+                input => input,
+            },
+            repeated,
+            stores: self.store != Some(false),
+            summarizes: summary.is_some(),
+            ..Responses::default()
+        };
+        Ok(Call { protocol, requests: vec![request], notes })
+    }
+}
+
+/// `text.format`: text, any JSON object, or a schema.
+fn text_format(format: Value) -> Result<Option<ResponseFormat>, ApiError> {
+    match (format["type"].as_str(), format.get("schema")) {
+        (Some("text"), _) => Ok(None),
+        (Some("json_object"), _) => Ok(Some(params::json_form("text.format", None))),
+        (Some("json_schema"), Some(schema)) => {
+            Ok(Some(params::json_form("text.format.schema", Some(schema.clone()))))
+        }
+        _ => {
+            let message = "text.format: must have the type text, json_object, or json_schema with \
+                           a schema";
+            Err(ApiError::value("text.format", message))
+        }
+    }
+}
+
+/// The functions among the tools.
+fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<Value>, ApiError> {
+    let mut functions = Vec::new();
+    for (i, tool) in tools.into_iter().enumerate() {
+        let path = format!("tools[{i}]");
+        let kind = tool.get("type").and_then(Value::as_str).unwrap_or_default();
+        if kind != "function" {
+            notes.push(params::tool_left_out(&path, kind));
+            continue;
+        }
+        let name = params::tool_name(&path, &tool)?;
+        functions.push(params::tool(&name, tool, "parameters"));
+    }
+    Ok(functions)
+}
+
+fn plain(role: &str, content: String) -> Message {
+    Message { role: role.into(), content, ..Message::default() }
+}
+
+/// The messages of a list of items.
+fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>, ApiError> {
+    let mut messages: Vec<Message> = Vec::new();
+    for (i, item) in items.iter().enumerate() {
+        let path = format!("input[{i}]");
+        let kind = item.get("type").and_then(Value::as_str).unwrap_or("message");
+        if kind == "item_reference" {
+            let param = format!("{path}.type");
+            let message = format!("{param}: send the item itself, or previous_response_id");
+            return Err(ApiError::unsupported(param, message));
+        }
+        if !["message", "function_call", "function_call_output", "reasoning"].contains(&kind) {
+            notes.push(format!("{path}: left out, because items of type `{kind}` are not known"));
+            continue;
+        }
+        let mut tagged = item.clone();
+        if let Some(item) = tagged.as_object_mut() {
+            item.insert("type".into(), kind.into());
+        }
+        match json::typed(&path, &tagged)? {
+            Item::Message { role, content } => {
+                let text = text(&format!("{path}.content"), &content)?;
+                match role.as_str() {
+                    "assistant" => append(&mut assistant(&mut messages).content, &text),
+                    "user" | "system" | "developer" => messages.push(plain(&role, text)),
+                    _ => {
+                        let param = format!("{path}.role");
+                        let message = format!(
+                            "{param}: is `{role}`, must be user, assistant, system or developer"
+                        );
+                        return Err(ApiError::value(param, message));
+                    }
+                }
+            }
+            Item::FunctionCall { call_id, name, arguments } => {
+                let path = format!("{path}.arguments");
+                let call = params::tool_call(&path, call_id, name, arguments, notes);
+                assistant(&mut messages).tool_calls.push(call);
+            }
+            Item::FunctionCallOutput { call_id, output } => {
+                let output = text(&format!("{path}.output"), &output)?;
+                messages.push(Message { tool_call_id: Some(call_id), ..plain("tool", output) });
+            }
+            Item::Reasoning { summary, content } => {
+                let parts = [(content, "content"), (summary, "summary")];
+                let mut reasoning = String::new();
+                for (part, name) in parts {
+                    if let Some(part) = part.filter(|_| reasoning.is_empty()) {
+                        reasoning = text(&format!("{path}.{name}"), &part)?;
+                    }
+                }
+                if !reasoning.is_empty() {
+                    let message = assistant(&mut messages);
+                    append(message.reasoning_content.get_or_insert_default(), &reasoning);
+                }
+            }
+        }
+    }
+    Ok(messages)
+}
+
+/// The assistant's message at the end; adds one if another ends there.
+fn assistant(messages: &mut Vec<Message>) -> &mut Message {
+    if messages.last().is_none_or(|last| last.role != "assistant") {
+        messages.push(plain("assistant", String::new()));
+    }
+    messages.last_mut().expect("there is one now")
+}
+
+/// The text of a string or a list of parts.
+fn text(path: &str, content: &Value) -> Result<String, ApiError> {
+    const KINDS: [&str; 6] =
+        ["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"];
+    let parts = match content {
+        Value::Null => return Ok(String::new()),
+        Value::String(text) => return Ok(text.clone()),
+        Value::Array(parts) => parts,
+        _ => {
+            let message = format!("{path}: must be a string or a list of text parts");
+            return Err(ApiError::invalid("invalid_type", path, message));
+        }
+    };
+    let mut joined = String::new();
+    for (k, part) in parts.iter().enumerate() {
+        let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
+        let text = part.get("text").or(part.get("refusal")).and_then(Value::as_str);
+        let Some(text) = text.filter(|_| KINDS.contains(&kind)) else {
+            let param = format!("{path}[{k}].type");
+            let message = format!("{param}: is `{kind}`; only parts with text are supported");
+            return Err(ApiError::unsupported(param, message));
+        };
+        joined += text;
+    }
+    Ok(joined)
+}
+
+fn append(text: &mut String, more: &str) {
+    if !text.is_empty() && !more.is_empty() {
+        *text += "\n\n";
+    }
+    *text += more;
+}

@@ -1,0 +1,147 @@
+//! `POST /tokenize`, `/detokenize` and `/apply-template`: the text side of the model, without
+//! generation. The names of the fields are those of vLLM and llama.cpp.
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::{Extension, Json};
+use serde_json::{Map, Value, json};
+use steersman_engine::request::{RawPrompt, Request};
+
+use super::App;
+use super::access::{Admission, Caller};
+use super::chat::Chat;
+use super::error::ApiError;
+use super::protocol::{Parsed, Protocol, admit, read_json};
+
+/// The client's name of the model, and the rest of a body.
+type Named<T> = (Option<String>, T);
+
+/// The text that `POST /tokenize` gets.
+struct Tokenize {
+    request: Request,
+    /// Whether the answer has the text of each token.
+    with_pieces: bool,
+}
+
+/// `POST /tokenize`: the tokens of a text (`prompt` or `content`), or of a conversation.
+pub async fn tokenize(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Json<Value>, ApiError> {
+    let (call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
+    let reply = app.bodies.work(move || {
+        let engine = &admission.engine;
+        let tokens = engine.tokenize(&call.request)?;
+        let mut reply = json!({
+            "count": tokens.len(),
+            "max_model_len": engine.info().context,
+            "tokens": tokens,
+        });
+        if call.with_pieces {
+            let pieces: Result<Vec<_>, _> =
+                tokens.iter().map(|token| engine.detokenize("tokens", &[*token])).collect();
+            reply["token_strs"] = pieces?.into();
+        }
+        Ok::<_, ApiError>(reply)
+    });
+    Ok(Json(reply.await??))
+}
+
+fn parse_tokenize(mut fields: Map<String, Value>) -> Result<Named<Tokenize>, ApiError> {
+    let mut with_pieces = false;
+    for name in ["return_token_strs", "with_pieces"] {
+        with_pieces |= fields.shift_remove(name).is_some_and(|value| value == true);
+    }
+    if fields.contains_key("messages") {
+        let (model, request) = parse_chat(fields)?;
+        return Ok((model, Tokenize { request, with_pieces }));
+    }
+    let model = model(&mut fields)?;
+    let text = fields.shift_remove("prompt").or(fields.shift_remove("content"));
+    let Some(Value::String(text)) = text else {
+        let message = "prompt: must be a string; or send messages";
+        return Err(ApiError::missing("prompt", message));
+    };
+    end(&fields)?;
+    let request = Request { prompt: Some(RawPrompt::Text(text)), ..Request::default() };
+    Ok((model, Tokenize { request, with_pieces }))
+}
+
+/// `POST /detokenize`: the text of `tokens`, with special tokens.
+pub async fn detokenize(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Json<Value>, ApiError> {
+    let (tokens, admission) = read(&app, &caller, &headers, body, parse_detokenize).await?;
+    let text = app.bodies.work(move || admission.engine.detokenize("tokens", &tokens)).await??;
+    Ok(Json(json!({"prompt": text, "content": text})))
+}
+
+fn parse_detokenize(mut fields: Map<String, Value>) -> Result<Named<Vec<u32>>, ApiError> {
+    let model = model(&mut fields)?;
+    let tokens = fields.shift_remove("tokens").unwrap_or_default();
+    end(&fields)?;
+    let tokens = serde_path_to_error::deserialize(tokens).map_err(|error| {
+        let path = format!("tokens{}", error.path().to_string().trim_start_matches('.'));
+        ApiError::invalid("invalid_type", &path, format!("{path}: {}", error.inner()))
+    })?;
+    Ok((model, tokens))
+}
+
+/// `POST /apply-template`: the prompt of a chat request as text, before policies change it.
+pub async fn apply_template(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Json<Value>, ApiError> {
+    let (request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
+    let prompt = app.bodies.work(move || admission.engine.render(&request)).await??;
+    Ok(Json(json!({"prompt": prompt})))
+}
+
+fn parse_chat(fields: Map<String, Value>) -> Result<Named<Request>, ApiError> {
+    let Parsed { model, call, .. } = Chat::parse(fields)?;
+    let request = call?.requests.into_iter().next().unwrap_or_default();
+    Ok((model, request))
+}
+
+/// Takes the field `model`.
+fn model(fields: &mut Map<String, Value>) -> Result<Option<String>, ApiError> {
+    match fields.shift_remove("model") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(model)) => Ok(Some(model)),
+        Some(_) => Err(ApiError::invalid("invalid_type", "model", "model: must be a string")),
+    }
+}
+
+/// Rejects fields that are left.
+fn end(fields: &Map<String, Value>) -> Result<(), ApiError> {
+    match fields.iter().find(|(_, value)| !value.is_null()) {
+        None => Ok(()),
+        Some((name, _)) => {
+            let message = format!("`{name}` is an unknown field; leave it out");
+            Err(ApiError::invalid("unknown_parameter", name, message))
+        }
+    }
+}
+
+/// Reads, parses and admits a body.
+async fn read<T: Send + 'static>(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    body: Body,
+    parse: fn(Map<String, Value>) -> Result<Named<T>, ApiError>,
+) -> Result<(T, Admission), ApiError> {
+    let body = read_json(app, headers, body).await?;
+    let (model, parsed) = app.bodies.parse(body.bytes, parse).await?;
+    Ok((parsed, admit(app, caller, headers, model)?))
+}

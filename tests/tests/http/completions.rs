@@ -1,0 +1,159 @@
+//! OpenAI's completions, and the routes of the tokenizer.
+
+use axum::http::{StatusCode, header};
+use serde_json::{Value, json};
+use steersman_engine::request::RawPrompt;
+
+use crate::*;
+
+async fn post_to(app: &Router, path: &str, body: &Value) -> (StatusCode, Value) {
+    let request = axum::http::Request::post(path)
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.to_string().into())
+        .unwrap();
+    let response = send(app, request).await;
+    (response.status(), json_of(response).await)
+}
+
+async fn complete(app: &Router, body: Value) -> (StatusCode, Value) {
+    post_to(app, "/v1/completions", &body).await
+}
+
+#[tokio::test]
+async fn completion_has_openai_format() {
+    let (app, seen) = app(answer);
+    let (status, mut reply) =
+        complete(&app, json!({"prompt": "The capital is", "echo": true})).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert!(reply["id"].take().as_str().unwrap().starts_with("cmpl-"));
+    assert_eq!(reply["object"], "text_completion");
+    let text = "The capital isIt is Rome.Rome\n.";
+    let choice = json!({"index": 0, "text": text, "logprobs": null, "finish_reason": "stop"});
+    assert_eq!(reply["choices"], json!([choice]));
+    assert_eq!(reply["usage"]["prompt_tokens"], 20);
+    let request = seen.last();
+    assert_eq!(request.prompt, Some(RawPrompt::Text("The capital is".into())));
+    assert_eq!((request.messages.len(), request.max_tokens), (0, Some(16)));
+}
+
+#[tokio::test]
+async fn each_prompt_has_a_choice() {
+    let (app, seen) = app(answer);
+    for (prompt, prompts) in [
+        (json!([1, 2, 3]), vec![RawPrompt::Tokens(vec![1, 2, 3])]),
+        (json!([[1], [2, 3]]), vec![RawPrompt::Tokens(vec![1]), RawPrompt::Tokens(vec![2, 3])]),
+        (json!(["a", "b"]), vec![RawPrompt::Text("a".into()), RawPrompt::Text("b".into())]),
+    ] {
+        seen.requests.lock().unwrap().clear();
+        let (status, reply) = complete(&app, json!({"prompt": prompt, "max_tokens": 3})).await;
+        assert_eq!(status, StatusCode::OK, "{reply}");
+        let requests = seen.requests.lock().unwrap().clone();
+        let got: Vec<_> = requests.into_iter().filter_map(|request| request.prompt).collect();
+        assert_eq!(got, prompts);
+        assert_eq!(reply["choices"].as_array().unwrap().len(), prompts.len());
+        assert_eq!(reply["choices"][prompts.len() - 1]["index"], prompts.len() - 1);
+        assert_eq!(reply["usage"]["prompt_tokens"], 20 * prompts.len());
+    }
+}
+
+#[tokio::test]
+async fn stream_of_several_prompts_adds_up_to_the_whole_reply() {
+    let (app, _) = app(answer);
+    let body = json!({"prompt": ["a", "b"], "echo": true, "stream": true,
+                      "stream_options": {"include_usage": true}});
+    let request = axum::http::Request::post("/v1/completions")
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.to_string().into())
+        .unwrap();
+    let stream = bytes(send(&app, request).await).await;
+    let lines = std::str::from_utf8(&stream).unwrap().lines();
+    let chunks: Vec<&str> = lines.filter_map(|line| line.strip_prefix("data: ")).collect();
+    let (last, chunks) = chunks.split_last().unwrap();
+    assert_eq!(*last, "[DONE]");
+    let mut texts = [String::new(), String::new()];
+    let mut ended = 0;
+    for chunk in chunks {
+        let chunk: Value = serde_json::from_str(chunk).unwrap();
+        assert_eq!(chunk["object"], "text_completion");
+        let Some(choice) = chunk["choices"].get(0) else {
+            assert_eq!(chunk["usage"]["completion_tokens"], 24);
+            continue;
+        };
+        texts[choice["index"].as_u64().unwrap() as usize] += choice["text"].as_str().unwrap();
+        ended += usize::from(choice["finish_reason"] == "stop");
+    }
+    assert_eq!(texts, ["aIt is Rome.Rome\n.", "bIt is Rome.Rome\n."]);
+    assert_eq!(ended, 2);
+}
+
+#[tokio::test]
+async fn errors_of_completions_name_the_field() {
+    let (app, _) = app(answer);
+    for (body, code, param) in [
+        (json!({}), "missing_required_parameter", "prompt"),
+        (json!({"prompt": 3}), "invalid_type", "prompt"),
+        (json!({"prompt": []}), "invalid_value", "prompt"),
+        (json!({"prompt": [1, "a"]}), "invalid_type", "prompt[1]"),
+        (json!({"prompt": [[1], [-2]]}), "invalid_type", "prompt[1][0]"),
+        (json!({"prompt": ["a", null]}), "invalid_type", "prompt[1]"),
+        (json!({"prompt": "a", "suffix": "b"}), "unsupported_parameter", "suffix"),
+        (json!({"prompt": "a", "logprobs": 5}), "unsupported_parameter", "logprobs"),
+        (json!({"prompt": "a", "n": 2}), "unsupported_parameter", "n"),
+        (json!({"prompt": [99_999_999], "echo": true}), "invalid_value", "prompt"),
+    ] {
+        let (status, reply) = complete(&app, body.clone()).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{body} {reply}");
+        let error = &reply["error"];
+        assert_eq!(
+            (&error["code"], &error["param"]),
+            (&json!(code), &json!(param)),
+            "{body} {error}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn text_is_tokenized_and_back() {
+    let (app, seen) = app(answer);
+    let text = "Grüße, world <|im_end|>";
+    let (status, reply) =
+        post_to(&app, "/tokenize", &json!({"prompt": text, "return_token_strs": true})).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let tokens = reply["tokens"].as_array().unwrap();
+    assert_eq!(reply["count"], tokens.len());
+    assert_eq!(reply["max_model_len"], 32768);
+    assert_eq!(reply["token_strs"].as_array().unwrap().last().unwrap(), "<|im_end|>");
+    let (_, other) = post_to(&app, "/v1/tokenize", &json!({"content": text})).await;
+    assert_eq!(other["tokens"], reply["tokens"]);
+    let (status, back) = post_to(&app, "/detokenize", &json!({"tokens": tokens})).await;
+    assert_eq!((status, &back["prompt"]), (StatusCode::OK, &json!(text)));
+
+    let chat = json!({"messages": [{"role": "user", "content": "Hi"}],
+                      "chat_template_kwargs": {"enable_thinking": false}});
+    let (_, rendered) = post_to(&app, "/apply-template", &chat).await;
+    let prompt = rendered["prompt"].as_str().unwrap();
+    assert!(prompt.starts_with("<|im_start|>user\nHi<|im_end|>\n"), "{prompt}");
+    assert!(prompt.ends_with("<think>\n\n</think>\n\n"), "{prompt}");
+    let (_, of_chat) = post_to(&app, "/tokenize", &chat).await;
+    let (_, of_text) = post_to(&app, "/tokenize", &json!({"prompt": prompt})).await;
+    assert_eq!(of_chat["tokens"], of_text["tokens"]);
+    assert!(seen.requests.lock().unwrap().is_empty(), "nothing reaches the engine's queue");
+}
+
+#[tokio::test]
+async fn errors_of_the_tokenizer_name_the_field() {
+    let (app, _) = app(answer);
+    for (path, body, param) in [
+        ("/tokenize", json!({}), "prompt"),
+        ("/tokenize", json!({"prompt": "a", "colour": 1}), "colour"),
+        ("/tokenize", json!({"messages": []}), "messages"),
+        ("/detokenize", json!({"tokens": [1, "a"]}), "tokens[1]"),
+        ("/detokenize", json!({"tokens": [99_999_999]}), "tokens"),
+        ("/apply-template", json!({"prompt": "a"}), "prompt"),
+        ("/tokenize", json!({"model": "gpt", "prompt": "a"}), "model"),
+    ] {
+        let (status, reply) = post_to(&app, path, &body).await;
+        assert!(status.is_client_error(), "{path} {body} {reply}");
+        assert_eq!(reply["error"]["param"], param, "{path} {body} {reply}");
+    }
+}

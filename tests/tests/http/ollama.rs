@@ -1,0 +1,171 @@
+//! Ollama's protocol: chats, generation, and the routes that describe models.
+
+use axum::http::{StatusCode, header};
+use serde_json::{Value, json};
+use steersman_engine::request::{Event, FinishReason, Form, FunctionCall, RawPrompt, ToolCall};
+
+use crate::*;
+
+async fn lines(app: &Router, path: &str, body: &Value) -> (StatusCode, Vec<Value>) {
+    let request = axum::http::Request::post(path)
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.to_string().into())
+        .unwrap();
+    let response = send(app, request).await;
+    let status = response.status();
+    let text = String::from_utf8(bytes(response).await.to_vec()).unwrap();
+    (status, text.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
+}
+
+async fn get(app: &Router, path: &str) -> Value {
+    let request = axum::http::Request::get(path).body(Body::empty()).unwrap();
+    json_of(send(app, request).await).await
+}
+
+fn calls() -> Vec<Act> {
+    let arguments = json!({"city": "Rome"}).as_object().unwrap().clone();
+    let function = FunctionCall { name: "weather".into(), arguments };
+    let call = ToolCall { id: "call_a".into(), kind: "function".into(), function };
+    vec![Say(Event::ToolCall(call)), finished(FinishReason::ToolCalls)]
+}
+
+#[tokio::test]
+async fn chat_is_streamed_in_lines_by_default() {
+    let (app, seen) = app(answer);
+    let body = json!({
+        "model": "owner/tiny:latest", "messages": [{"role": "user", "content": "Hi"}],
+        "think": true, "keep_alive": "5m",
+        "options": {"temperature": 0.5, "num_predict": 7, "num_ctx": 4096, "top_k": 3.0,
+                    "stop": ["X"], "seed": 1}
+    });
+    let (status, lines) = lines(&app, "/api/chat", &body).await;
+    assert_eq!(status, StatusCode::OK, "{lines:?}");
+    let of = |field: &str| -> String {
+        lines.iter().filter_map(|line| line["message"][field].as_str()).collect()
+    };
+    assert_eq!((of("thinking"), of("content")), ("It is Rome.".into(), "Rome\n.".into()));
+    let (last, others) = lines.split_last().unwrap();
+    assert!(others.iter().all(|line| line["done"] == false));
+    assert_eq!((&last["done"], &last["done_reason"]), (&json!(true), &json!("stop")));
+    assert_eq!((&last["prompt_eval_count"], &last["eval_count"]), (&json!(20), &json!(12)));
+    for field in ["total_duration", "load_duration", "prompt_eval_duration", "eval_duration"] {
+        assert!(last[field].is_u64(), "{field}");
+    }
+    assert!(last["created_at"].as_str().unwrap().ends_with('Z'));
+    let request = seen.last();
+    assert_eq!(
+        (request.reasoning, request.max_tokens, request.seed),
+        (Some(true), Some(7), Some(1))
+    );
+    assert_eq!((request.sampling.top_k, request.stop.len()), (Some(3), 1));
+}
+
+#[tokio::test]
+async fn chat_has_tools_in_several_rounds() {
+    let (app, seen) = app(calls);
+    let function = json!({"name": "weather", "parameters": {"type": "object"}});
+    let body = json!({
+        "stream": false,
+        "tools": [{"type": "function", "function": function}],
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "", "thinking": "hm",
+             "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Bonn"}}}]},
+            {"role": "tool", "tool_name": "weather", "content": "sunny"}
+        ]
+    });
+    let (status, lines) = lines(&app, "/api/chat", &body).await;
+    assert_eq!((status, lines.len()), (StatusCode::OK, 1), "{lines:?}");
+    let call = &lines[0]["message"]["tool_calls"][0]["function"];
+    assert_eq!((&call["name"], &call["arguments"]), (&json!("weather"), &json!({"city": "Rome"})));
+    let messages = seen.last().messages;
+    assert_eq!(messages[1].tool_calls[0].function.arguments["city"], "Bonn");
+    assert_eq!(messages[1].reasoning_content.as_deref(), Some("hm"));
+    assert_eq!((messages[2].role.as_str(), messages[2].content.as_str()), ("tool", "sunny"));
+}
+
+#[tokio::test]
+async fn generate_takes_a_prompt_with_or_without_template() {
+    let (app, seen) = app(answer);
+    let body = json!({"prompt": "Hi", "system": "Be brief.", "stream": false, "think": false});
+    let (status, reply) = lines(&app, "/api/generate", &body).await;
+    assert_eq!(status, StatusCode::OK, "{reply:?}");
+    assert_eq!((&reply[0]["response"], &reply[0]["done"]), (&json!("Rome\n."), &json!(true)));
+    assert_eq!(reply[0]["thinking"], "It is Rome.");
+    let request = seen.last();
+    assert_eq!(request.reasoning, Some(false));
+    let roles: Vec<_> = request.messages.iter().map(|message| message.role.as_str()).collect();
+    assert_eq!(roles, ["system", "user"]);
+    let body = json!({"prompt": "Hi", "raw": true, "stream": false});
+    lines(&app, "/api/generate", &body).await;
+    assert_eq!(seen.last().prompt, Some(RawPrompt::Text("Hi".into())));
+}
+
+#[tokio::test]
+async fn format_reaches_the_engine() {
+    let (app, seen) = app(answer);
+    let schema = json!({"type": "object"});
+    for (format, form) in [
+        (json!(""), None),
+        (json!("json"), Some(Form::JsonObject)),
+        (schema.clone(), Some(Form::JsonSchema(schema))),
+    ] {
+        let body = json!({"prompt": "a", "format": format, "stream": false});
+        assert_eq!(lines(&app, "/api/generate", &body).await.0, StatusCode::OK);
+        assert_eq!(seen.last().response_format.map(|format| format.form), form);
+    }
+}
+
+/// Clients send it to load a model.
+#[tokio::test]
+async fn request_without_a_prompt_is_answered_at_once() {
+    let (app, seen) = app(answer);
+    for (path, body) in [
+        ("/api/generate", json!({"model": "owner/tiny"})),
+        ("/api/chat", json!({"model": "owner/tiny", "messages": [], "stream": false})),
+    ] {
+        let (status, reply) = lines(&app, path, &body).await;
+        assert_eq!((status, reply.len()), (StatusCode::OK, 1));
+        assert_eq!((&reply[0]["done"], &reply[0]["done_reason"]), (&json!(true), &json!("load")));
+    }
+    assert!(seen.requests.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn models_are_described() {
+    let (app, _) = app(answer);
+    let tags = get(&app, "/api/tags").await;
+    let names: Vec<_> = tags["models"].as_array().unwrap().iter().map(|m| &m["name"]).collect();
+    assert_eq!(names, ["owner/tiny", "owner/tiny@strict"]);
+    assert_eq!(tags["models"][0]["details"]["family"], "qwen3_5");
+    assert!(get(&app, "/api/version").await["version"].is_string());
+    let (status, shown) = lines(&app, "/api/show", &json!({"model": "owner/tiny:latest"})).await;
+    assert_eq!(status, StatusCode::OK);
+    assert_eq!(shown[0]["model_info"]["qwen3_5.context_length"], 32768);
+    assert_eq!(shown[0]["capabilities"], json!(["completion", "tools", "thinking"]));
+}
+
+#[tokio::test]
+async fn errors_have_ollamas_format_and_name_the_field() {
+    let (app, _) = app(answer);
+    let chat = |extra: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        body
+    };
+    for (path, body, status, words) in [
+        ("/api/chat", chat(json!({"model": "gpt"})), 404, "no model `gpt`"),
+        ("/api/chat", chat(json!({"format": "yaml"})), 400, "format"),
+        ("/api/chat", chat(json!({"options": {"mirostat": 1}})), 400, "`mirostat`"),
+        ("/api/chat", chat(json!({"options": {"temperature": 9}})), 400, "temperature"),
+        ("/api/chat", chat(json!({"colour": 1})), 400, "`colour`"),
+        ("/api/generate", json!({"prompt": "a", "suffix": "b"}), 400, "`suffix`"),
+        ("/api/generate", json!({"prompt": "a", "images": ["x"]}), 400, "`images`"),
+        ("/api/embed", json!({}), 404, "no route"),
+    ] {
+        let (got, reply) = lines(&app, path, &body).await;
+        assert_eq!(got.as_u16(), status, "{body} {reply:?}");
+        let message = reply[0]["error"].as_str().unwrap();
+        assert!(message.contains(words), "`{words}` is not in `{message}`");
+    }
+}

@@ -1,0 +1,410 @@
+//! OpenAI's responses: items, typed events, and responses that continue others.
+
+use axum::http::{Method, StatusCode, header};
+use serde_json::{Value, json};
+use steersman::config::ServerConfig;
+use steersman_engine::request::{
+    Event, FinishReason, Form, FunctionCall, ResponseFormat, ToolCall,
+};
+use steersman_engine::{Error, RequestError};
+
+use crate::*;
+
+fn request(method: Method, path: &str, body: &Value) -> axum::http::Request<Body> {
+    axum::http::Request::builder()
+        .method(method)
+        .uri(path)
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.to_string().into())
+        .unwrap()
+}
+
+async fn create(app: &Router, body: Value) -> (StatusCode, Value) {
+    let response = send(app, request(Method::POST, "/v1/responses", &body)).await;
+    (response.status(), json_of(response).await)
+}
+
+async fn call(app: &Router, method: Method, path: &str) -> (u16, Value) {
+    let response = send(app, request(method, path, &json!({}))).await;
+    (response.status().as_u16(), json_of(response).await)
+}
+
+/// The events of a stream, each checked to have its type as its name, and to be numbered.
+async fn events(app: &Router, body: Value) -> Vec<Value> {
+    let response = send(app, request(Method::POST, "/v1/responses", &body)).await;
+    assert_eq!(response.headers()[header::CONTENT_TYPE], "text/event-stream");
+    let text = String::from_utf8(bytes(response).await.to_vec()).unwrap();
+    let event = |(number, event): (usize, &str)| {
+        let (name, data) = event.split_once("\ndata: ").unwrap();
+        let data: Value = serde_json::from_str(data).unwrap();
+        assert_eq!(name, format!("event: {}", data["type"].as_str().unwrap()));
+        assert_eq!(data["sequence_number"], number);
+        data
+    };
+    text.split_terminator("\n\n").enumerate().map(event).collect()
+}
+
+fn reasons_and_calls() -> Vec<Act> {
+    let arguments = json!({"city": "Rome"}).as_object().unwrap().clone();
+    let function = FunctionCall { name: "weather".into(), arguments };
+    let call = ToolCall { id: "call_a".into(), kind: "function".into(), function };
+    vec![
+        Say(Event::Reasoning("The city".into())),
+        Say(Event::Reasoning(" is Rome.".into())),
+        Say(Event::Answer("I look.".into())),
+        Say(Event::ToolCall(call)),
+        finished(FinishReason::ToolCalls),
+    ]
+}
+
+/// An app that stores responses in `folder`.
+fn storing(folder: &std::path::Path) -> (Router, Arc<Seen>) {
+    let responses_folder = Some(folder.to_path_buf());
+    let config = ServerConfig { responses_folder, ..ServerConfig::default() };
+    app_with(&config, answer)
+}
+
+#[tokio::test]
+async fn response_has_an_item_for_each_part_of_the_reply() {
+    let (app, _) = app(reasons_and_calls);
+    let (status, reply) = create(&app, json!({"input": "Hi", "metadata": {"k": "v"}})).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let digits = reply["id"].as_str().unwrap().strip_prefix("resp_").unwrap();
+    assert_eq!(
+        reply["output"],
+        json!([
+            {"id": format!("rs_{digits}_0"), "type": "reasoning", "summary": [],
+             "content": [{"type": "reasoning_text", "text": "The city is Rome."}],
+             "status": "completed"},
+            {"id": format!("msg_{digits}_1"), "type": "message", "role": "assistant",
+             "status": "completed", "content": [{"type": "output_text", "text": "I look.",
+                                                 "annotations": [], "logprobs": []}]},
+            {"id": format!("fc_{digits}_2"), "type": "function_call", "call_id": "call_a",
+             "status": "completed", "name": "weather", "arguments": "{\"city\":\"Rome\"}"}
+        ])
+    );
+    assert_eq!(
+        reply["usage"],
+        json!({"input_tokens": 20, "input_tokens_details": {"cached_tokens": 16},
+               "output_tokens": 12, "output_tokens_details": {"reasoning_tokens": 5},
+               "total_tokens": 32})
+    );
+    for (field, value) in [
+        ("object", json!("response")),
+        ("status", json!("completed")),
+        ("model", json!("owner/tiny")),
+        ("metadata", json!({"k": "v"})),
+        ("error", Value::Null),
+        ("incomplete_details", Value::Null),
+        ("tool_choice", json!("auto")),
+        ("tools", json!([])),
+        ("parallel_tool_calls", json!(true)),
+        ("text", json!({"format": {"type": "text"}})),
+        ("store", json!(false)),
+    ] {
+        assert_eq!(reply[field], value, "{field}");
+    }
+}
+
+#[tokio::test]
+async fn stream_has_typed_events_that_add_up_to_the_response() {
+    let (app, _) = app(reasons_and_calls);
+    let events = events(&app, json!({"input": "Hi", "stream": true})).await;
+    let kinds: Vec<_> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    assert_eq!(
+        kinds,
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.reasoning_text.delta",
+            "response.reasoning_text.delta",
+            "response.reasoning_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    );
+    let response = &events.last().unwrap()["response"];
+    let done: Vec<_> = events.iter().filter(|e| e["type"] == "response.output_item.done").collect();
+    for (index, event) in done.iter().enumerate() {
+        assert_eq!(
+            (&event["item"], &event["output_index"]),
+            (&response["output"][index], &json!(index))
+        );
+    }
+    assert_eq!(events[0]["response"]["id"], response["id"]);
+    assert_eq!(events[0]["response"]["status"], "in_progress");
+    assert_eq!(events[2]["item"]["content"], json!([]));
+    assert_eq!(events[4]["delta"], "The city");
+    assert_eq!(events[6]["text"], "The city is Rome.");
+    assert_eq!(events[15]["item"]["arguments"], "");
+    assert_eq!(events[17]["arguments"], "{\"city\":\"Rome\"}");
+    assert_eq!(events[17]["item_id"], response["output"][2]["id"]);
+}
+
+#[tokio::test]
+async fn reasoning_is_a_summary_for_clients_that_ask_for_one() {
+    let (app, seen) = app(reasons_and_calls);
+    let body = json!({"input": "Hi", "stream": true,
+                      "reasoning": {"effort": "low", "summary": "auto"}});
+    let events = events(&app, body).await;
+    let kinds: Vec<_> = events[3..8].iter().map(|event| event["type"].as_str().unwrap()).collect();
+    assert_eq!(
+        kinds,
+        [
+            "response.reasoning_summary_part.added",
+            "response.reasoning_summary_text.delta",
+            "response.reasoning_summary_text.delta",
+            "response.reasoning_summary_text.done",
+            "response.reasoning_summary_part.done",
+        ]
+    );
+    let item = &events.last().unwrap()["response"]["output"][0];
+    assert_eq!(item["summary"], json!([{"type": "summary_text", "text": "The city is Rome."}]));
+    assert_eq!(item["content"], json!([]));
+    let request = seen.last();
+    assert_eq!((request.reasoning, request.reasoning_budget), (Some(true), Some(1024)));
+}
+
+/// The shape of Codex's requests.
+#[tokio::test]
+async fn items_reach_the_engine_as_a_conversation() {
+    let (app, seen) = app(answer);
+    let text = |kind: &str, text: &str| json!([{"type": kind, "text": text}]);
+    let body = json!({
+        "model": "owner/tiny",
+        "instructions": "You are an agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": text("input_text", "Be brief.")},
+            {"role": "user", "content": "a"},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": null,
+             "content": text("reasoning_text", "hm")},
+            {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+             "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+            {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f",
+             "arguments": "{\"z\": 1}", "status": "completed"},
+            {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{"},
+            {"type": "function_call_output", "call_id": "c1", "output": "one"},
+            {"type": "function_call_output", "call_id": "c2",
+             "output": text("input_text", "two")},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+            {"type": "message", "role": "developer", "content": text("input_text", "Late.")},
+            {"type": "message", "role": "user", "content": text("input_text", "b")}
+        ],
+        "tools": [
+            {"type": "function", "name": "f", "description": "d", "strict": false,
+             "parameters": {"type": "object"}},
+            {"type": "namespace", "name": "n", "tools": []},
+            {"type": "web_search", "external_web_access": false},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}
+        ],
+        "tool_choice": "auto", "parallel_tool_calls": false, "store": false, "stream": false,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+        "text": {"verbosity": "low"}, "client_metadata": {"x": "y"},
+        "max_output_tokens": 100, "temperature": 0.5, "top_p": 0.9
+    });
+    let (status, reply) = create(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let request = seen.last();
+    let function = |arguments: Value| json!({"name": "f", "arguments": arguments});
+    let call = |id: &str, arguments: Value| json!({"id": id, "type": "function", "function": function(arguments)});
+    let expected = json!([
+        {"role": "system", "content": "You are an agent.\n\nBe brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm",
+         "tool_calls": [call("c1", json!({"z": 1})), call("c2", json!({"arguments": "{"}))]},
+        {"role": "tool", "content": "one", "tool_call_id": "c1"},
+        {"role": "tool", "content": "two", "tool_call_id": "c2"},
+        {"role": "user", "content": "Late."},
+        {"role": "user", "content": "b"}
+    ]);
+    assert_eq!(serde_json::to_value(&request.messages).unwrap(), expected);
+    let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
+    assert_eq!(request.tools, [json!({"type": "function", "function": function})]);
+    assert_eq!((request.max_tokens, request.tool_choice.is_single), (Some(100), true));
+    let notes = reply["steersman"]["notes"].as_array().unwrap();
+    assert_eq!(notes.len(), 6, "{notes:?}");
+}
+
+#[tokio::test]
+async fn form_and_tool_choice_reach_the_engine() {
+    let (app, seen) = app(answer);
+    let schema = json!({"type": "object"});
+    let text = |format: Value| json!({"input": "a", "text": {"format": format}});
+    for (body, field, form) in [
+        (text(json!({"type": "json_object"})), "text.format", Form::JsonObject),
+        (
+            text(json!({"type": "json_schema", "name": "x", "strict": true, "schema": schema})),
+            "text.format.schema",
+            Form::JsonSchema(schema.clone()),
+        ),
+    ] {
+        assert_eq!(create(&app, body).await.0, StatusCode::OK);
+        let expected = Some(ResponseFormat { field, form });
+        assert_eq!(seen.last().response_format, expected);
+    }
+    let tools = json!([{"type": "function", "name": "f", "strict": true, "parameters": schema}]);
+    let choice = json!({"type": "function", "name": "f"});
+    let body = json!({"input": "a", "tools": tools, "tool_choice": choice});
+    assert_eq!(create(&app, body).await.0, StatusCode::OK);
+    let request = seen.last();
+    assert_eq!(request.tool_choice.allowed, Some(vec!["f".to_string()]));
+    assert_eq!(request.tools[0]["function"]["strict"], true);
+}
+
+#[tokio::test]
+async fn response_continues_a_stored_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let (app, seen) = storing(folder.path());
+    let (_, first) = create(&app, json!({"input": "one", "instructions": "Old."})).await;
+    assert_eq!(first["store"], true);
+    let id = first["id"].as_str().unwrap();
+    // A new process finds it.
+    let (app, seen_later) = storing(folder.path());
+    let body = json!({"input": "two", "previous_response_id": id, "instructions": "New."});
+    let (status, second) = create(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{second}");
+    assert_eq!(second["previous_response_id"], id);
+    let expected = json!([
+        {"role": "system", "content": "New."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "Rome\n.", "reasoning_content": "It is Rome."},
+        {"role": "user", "content": "two"}
+    ]);
+    assert_eq!(serde_json::to_value(&seen_later.last().messages).unwrap(), expected);
+    assert_eq!(seen.last().messages.len(), 2);
+
+    let path = format!("/v1/responses/{id}");
+    let (status, stored) = call(&app, Method::GET, &path).await;
+    assert_eq!((status, &stored), (200, &first));
+    let (_, items) = call(&app, Method::GET, &format!("{path}/input_items")).await;
+    assert_eq!(items["data"][0]["content"][0]["text"], "one");
+    let (status, deleted) = call(&app, Method::DELETE, &path).await;
+    assert_eq!((status, &deleted["deleted"]), (200, &json!(true)));
+    for (method, path) in [(Method::GET, path.as_str()), (Method::DELETE, "/v1/responses/..%2Fx")] {
+        let (status, reply) = call(&app, method, path).await;
+        assert_eq!((status, &reply["error"]["code"]), (404, &json!("response_not_found")));
+    }
+    let (status, reply) = create(&app, json!({"input": "three", "previous_response_id": id})).await;
+    assert_eq!(status, StatusCode::NOT_FOUND);
+    assert_eq!(reply["error"]["param"], "previous_response_id");
+}
+
+#[tokio::test]
+async fn response_that_is_not_to_be_stored_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (app, _) = storing(folder.path());
+    let (_, reply) = create(&app, json!({"input": "one", "store": false})).await;
+    assert_eq!(reply["store"], false);
+    let path = format!("/v1/responses/{}", reply["id"].as_str().unwrap());
+    assert_eq!(call(&app, Method::GET, &path).await.0, 404);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    // A stream is stored like a whole reply.
+    let events = events(&app, json!({"input": "one", "stream": true})).await;
+    let response = &events.last().unwrap()["response"];
+    let path = format!("/v1/responses/{}", response["id"].as_str().unwrap());
+    assert_eq!(call(&app, Method::GET, &path).await, (200, response.clone()));
+}
+
+#[tokio::test]
+async fn stored_response_belongs_to_its_profile() {
+    let folder = tempfile::tempdir().unwrap();
+    let access =
+        |key: &str| steersman::config::ProfileAccess { api_keys: vec![key.into()], requests: 0 };
+    let config = ServerConfig {
+        responses_folder: Some(folder.path().into()),
+        profiles: [("strict".to_string(), access("sk-strict"))].into(),
+        ..ServerConfig::default()
+    };
+    let (app, _) = app_with(&config, answer);
+    let mut with_key = request(Method::POST, "/v1/responses", &json!({"input": "secret"}));
+    with_key.headers_mut().insert("authorization", "Bearer sk-strict".parse().unwrap());
+    let reply = json_of(send(&app, with_key).await).await;
+    let id = reply["id"].as_str().unwrap();
+    assert_eq!(call(&app, Method::GET, &format!("/v1/responses/{id}")).await.0, 403);
+    let body = json!({"input": "what was it?", "previous_response_id": id});
+    assert_eq!(create(&app, body).await.0, StatusCode::FORBIDDEN);
+}
+
+#[tokio::test]
+async fn reply_that_is_cut_or_fails_says_so() {
+    let (cut, _) = app(|| vec![Say(Event::Answer("a".into())), finished(FinishReason::Length)]);
+    let (_, reply) = create(&cut, json!({"input": "Hi"})).await;
+    assert_eq!(reply["status"], "incomplete");
+    assert_eq!(reply["incomplete_details"], json!({"reason": "max_output_tokens"}));
+    let last = events(&cut, json!({"input": "Hi", "stream": true})).await.pop().unwrap();
+    assert_eq!(last["type"], "response.incomplete");
+
+    fn fails() -> Vec<Act> {
+        vec![Say(Event::Answer("a".into())), Say(Event::Failed(Error::Array("x".into())))]
+    }
+    let (failing, _) = app(fails);
+    let last = events(&failing, json!({"input": "Hi", "stream": true})).await.pop().unwrap();
+    assert_eq!(last["type"], "response.failed");
+    assert_eq!(last["response"]["error"]["code"], "internal_error");
+    let (long, _) = app(|| {
+        let error = RequestError::ContextTooLong { tokens: 99, limit: 10 };
+        vec![Say(Event::Failed(error.into()))]
+    });
+    let (status, reply) = create(&long, json!({"input": "Hi", "stream": true})).await;
+    assert_eq!(status, StatusCode::BAD_REQUEST);
+    assert_eq!(reply["error"]["code"], "context_length_exceeded");
+}
+
+#[tokio::test]
+async fn errors_name_the_field() {
+    let (app, _) = app(answer);
+    let item = |item: Value| json!({"input": [item]});
+    for (body, code, param) in [
+        (json!({}), "missing_required_parameter", "input"),
+        (json!({"input": 3}), "invalid_type", "input"),
+        (json!({"input": []}), "missing_required_parameter", "input"),
+        (json!({"input": "a", "colour": 1}), "unknown_parameter", "colour"),
+        (json!({"input": "a", "background": true}), "unsupported_parameter", "background"),
+        (json!({"input": "a", "max_output_tokens": 0}), "invalid_value", "max_output_tokens"),
+        (
+            json!({"input": "a", "reasoning": {"effort": "huge"}}),
+            "invalid_type",
+            "reasoning.effort",
+        ),
+        (
+            json!({"input": "a", "text": {"format": {"type": "yaml"}}}),
+            "invalid_value",
+            "text.format",
+        ),
+        (item(json!({"role": "robot", "content": "a"})), "invalid_value", "input[0].role"),
+        (
+            item(json!({"role": "user", "content": [{"type": "input_image"}]})),
+            "unsupported_parameter",
+            "input[0].content[0].type",
+        ),
+        (
+            item(json!({"type": "item_reference", "id": "x"})),
+            "unsupported_parameter",
+            "input[0].type",
+        ),
+        (item(json!({"type": "function_call", "name": "f"})), "invalid_type", "input[0]"),
+        (json!({"input": "a", "tool_choice": "sometimes"}), "invalid_value", "tool_choice"),
+    ] {
+        let (status, reply) = create(&app, body.clone()).await;
+        let error = &reply["error"];
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{body} {reply}");
+        assert_eq!(
+            (&error["code"], &error["param"]),
+            (&json!(code), &json!(param)),
+            "{body} {error}"
+        );
+    }
+}
