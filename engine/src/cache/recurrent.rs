@@ -165,11 +165,6 @@ impl Recurrent {
         self.state.bytes() + self.tail.bytes()
     }
 
-    /// Bytes of state and tail.
-    pub fn bytes(&self) -> u64 {
-        (self.state.nbytes() + self.tail.nbytes()) as u64
-    }
-
     /// Replaces state and tail.
     ///
     /// # Errors
