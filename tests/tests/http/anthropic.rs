@@ -245,13 +245,14 @@ async fn form_and_tool_choice_reach_the_engine() {
 
 #[tokio::test]
 async fn reason_for_stopping_is_in_anthropics_words() {
-    let cases = [
-        (FinishReason::Stop, "end_turn", Value::Null),
-        (FinishReason::Length, "max_tokens", Value::Null),
-        (FinishReason::StopString("X".into()), "stop_sequence", json!("X")),
+    type Script = fn() -> Vec<Act>;
+    let cases: [(Script, &str, Value); 3] = [
+        (|| vec![finished(FinishReason::Stop)], "end_turn", Value::Null),
+        (|| vec![finished(FinishReason::Length)], "max_tokens", Value::Null),
+        (|| vec![finished(FinishReason::StopString("X".into()))], "stop_sequence", json!("X")),
     ];
-    for (end, reason, sequence) in cases {
-        let (app, _) = app(move || vec![finished(end.clone())]);
+    for (script, reason, sequence) in cases {
+        let (app, _) = app(script);
         let (_, reply) = create(&app, with(json!({}))).await;
         assert_eq!((&reply["stop_reason"], &reply["stop_sequence"]), (&json!(reason), &sequence));
     }
