@@ -173,6 +173,7 @@ pub struct Lines(Arc<Mutex<Vec<u8>>>);
 impl Lines {
     /// Captures what this thread logs, until the guard is dropped.
     pub fn capture(&self) -> impl Sized + use<> {
+        enable_log();
         let writer = self.clone();
         let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
         subscriber.with_ansi(false).finish().set_default()

@@ -128,8 +128,16 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
 }
 
 fn app_with(config: &ServerConfig, script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {
+    enable_log();
     let (engine, seen) = engine(8, script);
     (steersman::app(engine, config), seen)
+}
+
+/// Enables every log line in all threads, and discards it. Otherwise a line that another test reaches while
+/// [`connection::Lines`] begins to capture the log may stay disabled: `tracing` keeps which are enabled.
+fn enable_log() {
+    // Fails if it is enabled already.
+    let _ = tracing_subscriber::fmt().with_writer(std::io::sink).try_init();
 }
 
 fn app(script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {

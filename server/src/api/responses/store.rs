@@ -145,7 +145,7 @@ mod tests {
         }
         // One more takes the space of the oldest.
         let store = ResponseStore::open(&folder, 1000, day);
-        store.put("resp_3", &stored(&"x".repeat(800)));
+        store.put("resp_3", &stored(&"x".repeat(900)));
         assert!(store.get("resp_3").is_some() && store.get("resp_2").is_none());
         let store = ResponseStore::open(&folder, 1000, Duration::ZERO);
         assert!(store.get("resp_3").is_none());
