@@ -81,12 +81,19 @@ impl PassBytes {
         self.fixed as u64 + self.of_rows(rows, length)
     }
 
-    /// Learns from a pass over `rows` rows that took `bytes`, after which its cache had `length`. What
-    /// is more than expected is due to `length`.
-    fn learn(&mut self, rows: usize, length: usize, bytes: u64) {
-        let rest = bytes as f64 - self.fixed - self.per_row * rows as f64;
-        self.per_position = self.per_position.max(rest / (rows * length).max(1) as f64);
+    /// Learns from a pass that took `unexpected` bytes more than expected, which are due to the lengths of
+    /// its caches: the sum over them of rows times length is `positions`.
+    fn learn(&mut self, unexpected: u64, positions: usize) {
+        self.per_position += unexpected as f64 / positions.max(1) as f64;
     }
+}
+
+/// What a step is expected to take.
+#[derive(Debug, Clone, Copy)]
+pub struct Expected {
+    pub bytes: u64,
+    /// The sum over all caches of rows times length.
+    positions: usize,
 }
 
 /// Bytes of arrays before a pass.
@@ -148,9 +155,16 @@ impl Memory {
         cache.bytes(rows, self.size)
     }
 
-    /// Learns from a pass over `rows` rows, which has been evaluated.
-    pub fn learn(&mut self, before: &Before, rows: usize, length: usize) -> Result<()> {
-        self.pass.learn(rows, length, before.transient()?);
+    /// [`Memory::of_step`], to learn from.
+    pub fn expect<'a>(&self, spans: impl Iterator<Item = (&'a Cache, usize)> + Clone) -> Expected {
+        let positions = |(cache, rows): (&Cache, usize)| rows * (cache.position + rows);
+        Expected { positions: spans.clone().map(positions).sum(), bytes: self.of_step(spans) }
+    }
+
+    /// Learns from a step that was expected to take `expected` and has been evaluated.
+    pub fn learn(&mut self, before: &Before, expected: Expected) -> Result<()> {
+        let taken = (peak_memory()? as u64).saturating_sub(before.0);
+        self.pass.learn(taken.saturating_sub(expected.bytes), expected.positions);
         Ok(())
     }
 
@@ -325,10 +339,10 @@ mod tests {
     fn passes_take_what_longer_ones_took() {
         let mut pass = PassBytes { fixed: 1e6, per_row: 1e3, per_position: 0.0 };
         assert_eq!(pass.of(10, 1000), 1_010_000);
-        pass.learn(10, 1000, 1_110_000);
+        pass.learn(100_000, 10 * 1000);
         assert_eq!(pass.of(10, 1000), 1_110_000);
         assert_eq!(pass.of(10, 2000), 1_210_000);
-        pass.learn(10, 1000, 0);
+        pass.learn(0, 10 * 1000);
         assert_eq!(pass.of(10, 2000), 1_210_000);
     }
 }

@@ -13,7 +13,7 @@
 use mlx_rs::transforms::eval;
 
 use super::Decoder;
-use super::memory::REPLY_TOKENS;
+use super::memory::{Expected, REPLY_TOKENS};
 use super::plan::{self, Candidate};
 use super::prepare::Prepared;
 use super::sequence::{Limits, STEP_ROWS, Sequence};
@@ -83,7 +83,7 @@ impl Decoder {
     /// last one fails if its step does not fit.
     pub(super) fn make_room_for_step(&mut self) {
         loop {
-            let needed = self.bytes_of_step();
+            let needed = self.expect_step(&self.sequences).bytes;
             self.activity.update(|activity| activity.bytes.step = needed);
             let Err(error) = self.make_room(needed) else { return };
             let candidate = |sequence: &Sequence| Candidate {
@@ -106,16 +106,16 @@ impl Decoder {
         }
     }
 
-    /// Bytes that the next step takes.
-    fn bytes_of_step(&self) -> u64 {
-        let planned = self.plan_prefill(&self.sequences);
+    /// What the next step of these sequences takes.
+    pub(super) fn expect_step(&self, sequences: &[Sequence]) -> Expected {
+        let planned = self.plan_prefill(sequences);
         let rows = |(sequence, planned): (&Sequence, usize)| match sequence.prompt_rows() {
             0 => STEP_ROWS,
             _ => planned,
         };
-        let spans = self.sequences.iter().zip(planned);
+        let spans = sequences.iter().zip(planned.iter().copied());
         let spans = spans.map(|(sequence, planned)| (&sequence.cache, rows((sequence, planned))));
-        self.memory.of_step(spans.filter(|&(_, rows)| rows > 0))
+        self.memory.expect(spans.filter(|&(_, rows)| rows > 0))
     }
 
     /// Preempts a sequence, unless that ends it.

@@ -24,7 +24,7 @@ use super::samples::{Input, SampleOf, Samples};
 use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
 use super::speculate::VerifyPass;
 use crate::cache::{Checkpoint, Span};
-use crate::error::{Result, catch_panic};
+use crate::error::{Error, Result, catch_panic};
 use crate::request::Sampling;
 
 /// What one sequence ran in a pass.
@@ -137,6 +137,7 @@ impl Decoder {
         let checks = self.speculation.exact && precise && running.len() > 1;
         let planned = self.plan_prefill(running);
         let prompt_rows = planned.iter().sum();
+        let expected = (prompt_rows > 0).then(|| self.expect_step(running));
         for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
@@ -174,20 +175,20 @@ impl Decoder {
         if ran.is_empty() {
             return Ok(0);
         }
-        let memory_before = (prompt_rows > 0).then(Before::now).transpose()?;
+        let before =
+            expected.map(|expected| Ok::<_, Error>((Before::now()?, expected))).transpose()?;
         let joined = Input::join(inputs)?;
-        let rows = joined.dim(0);
+        let rows = joined.dim(0) as usize;
         if let Some(threads) = &mut self.threads {
-            threads.set_for(rows as usize);
+            threads.set_for(rows);
         }
-        self.activity.add_pass(joined.dim(0) as usize);
+        self.activity.add_pass(rows);
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
         let prefilled = self.sample_after(running, ran, &hidden)?;
         if !prefilled.is_empty() {
             eval(&prefilled)?;
-            if let Some(before) = memory_before {
-                let length = running.iter().map(|s| s.cache.position).max().unwrap_or(0);
-                self.memory.learn(&before, rows as usize, length)?;
+            if let Some((before, expected)) = before {
+                self.memory.learn(&before, expected)?;
             }
         }
         Ok(prompt_rows)
