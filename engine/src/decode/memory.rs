@@ -17,6 +17,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use mlx_rs::memory::{
     active_memory, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
@@ -270,7 +271,7 @@ pub fn check_weights(configured: u64, folder: &Path) -> Result<()> {
 
 /// Most bytes of arrays, and what sets this limit.
 fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
-    let mut limits = vec![(memory_limit()? as u64, "the machine's memory")];
+    let mut limits = vec![(machine_limit()?, "the machine's memory")];
     if configured > 0 {
         limits = vec![(configured, "engine.memory_limit_bytes")];
     }
@@ -289,6 +290,14 @@ fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
         limits.push((for_arrays(limit, used, arrays, RESERVE), "the cgroup's memory.max"));
     }
     Ok(limits.into_iter().min().expect("there is at least one limit"))
+}
+
+/// MLX's own limit. [`Decoder::measure_memory`] replaces it, so that of an earlier engine of this process
+/// must not be taken for the machine's.
+fn machine_limit() -> Result<u64> {
+    static LIMIT: OnceLock<u64> = OnceLock::new();
+    let limit = memory_limit()? as u64;
+    Ok(*LIMIT.get_or_init(|| limit))
 }
 
 /// The part of a `limit` on the process that arrays may take. `used` counts the process, with `arrays`.
