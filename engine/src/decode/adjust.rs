@@ -25,14 +25,8 @@ fn with_offsets(logits: &Array, rows: &[Row]) -> Result<Array> {
             values.push(value);
         }
     }
-    if places.is_empty() {
-        return Ok(logits.clone());
-    }
-    let shape = [1, places.len() as i32];
-    let (places, values) = (Array::from_slice(&places, &shape), Array::from_slice(&values, &shape));
-    let flat = logits.as_dtype(Dtype::Float32)?.reshape(&[1, -1])?;
-    let changed = take_along_axis(&flat, &places, -1)?.add(values)?;
-    Ok(put_along_axis(&flat, &places, changed, -1)?.reshape(logits.shape())?)
+    let values = [&values[..]];
+    changed_at(logits, &places, values, |own, [values]| Ok(own.add(values)?))
 }
 
 /// `logits` [R, V] after the penalties of each row, in f32 if there are any.
@@ -46,17 +40,29 @@ fn with_penalties(logits: &Array, rows: &[Row]) -> Result<Array> {
             offsets.push(penalty.offset);
         }
     }
+    changed_at(logits, &places, [&factors[..], &offsets[..]], |own, [factors, offsets]| {
+        let is_negative = own.lt(Array::from_f32(0.0))?;
+        let scaled = select(is_negative, own.multiply(&factors)?, own.divide(&factors)?)?;
+        Ok(scaled.subtract(offsets)?)
+    })
+}
+
+/// `logits` [R, V] with those at `places`, indices into all R * V of them, replaced by what `change` makes
+/// of them and of the numbers in `values`, one for each place: [1, P] each. In f32 if there are places.
+fn changed_at<const N: usize>(
+    logits: &Array,
+    places: &[i32],
+    values: [&[f32]; N],
+    change: impl FnOnce(Array, [Array; N]) -> Result<Array>,
+) -> Result<Array> {
     if places.is_empty() {
         return Ok(logits.clone());
     }
     let shape = [1, places.len() as i32];
-    let places = Array::from_slice(&places, &shape);
-    let [factors, offsets] = [&factors, &offsets].map(|values| Array::from_slice(values, &shape));
+    let places = Array::from_slice(places, &shape);
+    let values = values.map(|values| Array::from_slice(values, &shape));
     let flat = logits.as_dtype(Dtype::Float32)?.reshape(&[1, -1])?;
-    let own = take_along_axis(&flat, &places, -1)?;
-    let is_negative = own.lt(Array::from_f32(0.0))?;
-    let scaled = select(is_negative, own.multiply(&factors)?, own.divide(&factors)?)?;
-    let changed = scaled.subtract(offsets)?;
+    let changed = change(take_along_axis(&flat, &places, -1)?, values)?;
     Ok(put_along_axis(&flat, &places, changed, -1)?.reshape(logits.shape())?)
 }
 

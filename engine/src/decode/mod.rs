@@ -117,14 +117,8 @@ pub fn start(
     };
     let thread =
         std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
-    match loaded.recv() {
-        Ok(Ok((info, queue))) => Ok((Engine::new(queue, info, policies), thread)),
-        failed => {
-            // What was loaded is freed before the error is seen.
-            let _ = thread.join();
-            Err(failed.map_or(Error::Stopped, |failed| failed.err().unwrap_or(Error::Stopped)))
-        }
-    }
+    let (info, queue) = loaded.recv().map_err(|_| Error::Stopped)??;
+    Ok((Engine::new(queue, info, policies), thread))
 }
 
 /// Fewest tokens of a context: one of a prompt and one of a reply.
