@@ -4,11 +4,11 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Event, FinishReason, RawPrompt, Request};
 
-use super::chat::{extension, object, usage};
+use super::chat::{Chunks, whole};
 use super::error::ApiError;
 use super::probability::{self, Probability};
 use super::protocol::{Call, Parsed, Place, Protocol};
-use super::reply::{self, Frames, Head, Part, Reply};
+use super::reply::{Frames, Head, Part, Reply};
 use super::{fields, json, params};
 
 /// Most prompts of a body: each is a request of its own.
@@ -20,7 +20,7 @@ const MAX_TOKENS: u32 = 16;
 /// The state of one response.
 #[derive(Debug)]
 pub struct Completions {
-    include_usage: bool,
+    chunks: Chunks,
     /// Whether each text begins with its prompt.
     echo: bool,
     /// The text of each prompt, if `echo`.
@@ -33,7 +33,7 @@ struct Body {
     model: Option<String>,
     prompt: Option<Value>,
     stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
+    stream_options: Option<params::StreamOptions>,
     max_tokens: Option<i64>,
     temperature: Option<f32>,
     top_p: Option<f32>,
@@ -43,15 +43,6 @@ struct Body {
     seed: Option<u64>,
     stop: Option<Value>,
     echo: Option<bool>,
-}
-
-#[derive(Deserialize)]
-struct StreamOptions {
-    include_usage: Option<bool>,
-    #[serde(rename = "continuous_usage_stats")]
-    _continuous_usage_stats: Option<bool>,
-    #[serde(rename = "include_obfuscation")]
-    _include_obfuscation: Option<bool>,
 }
 
 /// Parses a body.
@@ -82,9 +73,8 @@ impl Body {
         let prompts = prompts(self.prompt.unwrap_or_default())?.into_iter();
         let requests =
             prompts.map(|prompt| Request { prompt: Some(prompt), ..request.clone() }).collect();
-        let include_usage = self.stream_options.and_then(|options| options.include_usage);
         let protocol = Completions {
-            include_usage: include_usage.unwrap_or(false),
+            chunks: Chunks::new("text_completion", self.stream_options),
             echo: self.echo.unwrap_or(false),
             prompts: Vec::new(),
         };
@@ -154,20 +144,18 @@ impl Protocol for Completions {
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
         for (index, prompt) in self.prompts.iter().enumerate() {
-            self.chunk(head, json!([choice(index, prompt, None)]), Map::new(), out);
+            self.chunks.choice(head, choice(index, prompt, None), out);
         }
     }
 
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames) {
         match event {
             Event::Reasoning(piece) | Event::Answer(piece) => {
-                self.chunk(head, json!([choice(index, &piece, None)]), Map::new(), out);
+                self.chunks.choice(head, choice(index, &piece, None), out);
             }
             Event::Finished(finished) => {
-                let choices = json!([choice(index, "", Some(&finished.reason))]);
-                let extension = extension(head, &finished);
-                let more = Map::from_iter([("steersman".to_string(), extension)]);
-                self.chunk(head, choices, more, out);
+                let last = choice(index, "", Some(&finished.reason));
+                self.chunks.last_choice(head, last, &finished, out);
             }
             // There are no tools.
             Event::ToolCall(_)
@@ -179,11 +167,7 @@ impl Protocol for Completions {
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
-        if self.include_usage {
-            let usage = Map::from_iter([("usage".to_string(), usage(reply::usage(replies)))]);
-            self.chunk(head, json!([]), usage, out);
-        }
-        out.done();
+        self.chunks.end(head, replies, out);
     }
 
     fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
@@ -201,23 +185,7 @@ impl Protocol for Completions {
             }
             choices.push(choice(index, &text, Some(&reply.finished.reason)));
         }
-        let mut whole = object(head, "text_completion", choices.into());
-        whole.insert("usage".into(), usage(reply::usage(replies)));
-        let first = replies.first().map(|reply| extension(head, &reply.finished));
-        whole.insert("steersman".into(), first.unwrap_or_default());
-        whole.into()
-    }
-}
-
-impl Completions {
-    /// With `include_usage`, the usage is null in all chunks but the last.
-    fn chunk(&self, head: &Head, choices: Value, more: Map<String, Value>, out: &mut Frames) {
-        let mut chunk = object(head, "text_completion", choices);
-        if self.include_usage {
-            chunk.insert("usage".into(), Value::Null);
-        }
-        chunk.extend(more);
-        out.data(&chunk.into());
+        whole(head, "text_completion", choices, replies)
     }
 }
 

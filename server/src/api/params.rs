@@ -48,6 +48,19 @@ impl Effort {
     }
 }
 
+/// `stream_options` of OpenAI's chats and completions.
+#[derive(Deserialize)]
+pub struct StreamOptions {
+    /// Whether a stream ends with a chunk that contains the usage.
+    pub include_usage: Option<bool>,
+    /// The last chunk has the usage: earlier ones would count what may be rewound.
+    #[serde(rename = "continuous_usage_stats")]
+    _continuous_usage_stats: Option<bool>,
+    /// Padding against observers of encrypted traffic.
+    #[serde(rename = "include_obfuscation")]
+    _include_obfuscation: Option<bool>,
+}
+
 /// The sampling parameters of a request, checked. -1 and 0 for `top_k` keep all tokens.
 pub fn sampling(
     temperature: Option<f32>,
@@ -180,6 +193,25 @@ pub fn tool(name: &str, mut tool: Map<String, Value>, parameters: &str) -> Value
 /// The note on a tool that only its vendor's servers can run.
 pub fn tool_left_out(path: &str, kind: &str) -> String {
     format!("{path}: left out, because tools of type `{kind}` run at their vendor only")
+}
+
+/// Whether `tools[i]`, which is of type `kind`, is a function; otherwise it is left out, with a note.
+///
+/// # Errors
+/// 400 if a function has no name.
+pub fn function(
+    i: usize,
+    kind: &str,
+    tool: &Map<String, Value>,
+    notes: &mut Vec<String>,
+) -> Result<bool, ApiError> {
+    if kind != "function" {
+        notes.push(tool_left_out(&format!("tools[{i}]"), kind));
+        return Ok(false);
+    }
+    let function = tool.get("function").and_then(Value::as_object);
+    tool_name(&format!("tools[{i}].function"), function.unwrap_or(&Map::new()))?;
+    Ok(true)
 }
 
 /// The name of a tool.

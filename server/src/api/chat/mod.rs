@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
 
 use super::error::ApiError;
+use super::params::StreamOptions;
 use super::probability;
 use super::protocol::{Parsed, Protocol};
 use super::reply::{self, Frames, Head, Reply};
@@ -14,8 +15,7 @@ use super::reply::{self, Frames, Head, Reply};
 /// The state of one response.
 #[derive(Debug)]
 pub struct Chat {
-    /// Whether a stream ends with a chunk that contains the usage.
-    include_usage: bool,
+    chunks: Chunks,
     /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
     /// Probabilities of tokens, for the next chunk.
@@ -23,28 +23,19 @@ pub struct Chat {
 }
 
 impl Chat {
-    fn new(include_usage: bool) -> Self {
-        Self { include_usage, tool_calls: 0, logprobs: Vec::new() }
+    fn new(options: Option<StreamOptions>) -> Self {
+        let chunks = Chunks::new("chat.completion.chunk", options);
+        Self { chunks, tool_calls: 0, logprobs: Vec::new() }
     }
 
     fn delta(&mut self, head: &Head, delta: Value, out: &mut Frames) {
         let choice = self.choice(delta, None);
-        self.chunk(head, json!([choice]), Map::new(), out);
+        self.chunks.choice(head, choice, out);
     }
 
     fn choice(&mut self, delta: Value, finish_reason: Option<&str>) -> Value {
         let logprobs = probability::chat_logprobs(std::mem::take(&mut self.logprobs));
         json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
-    }
-
-    /// With `include_usage`, the usage is null in all chunks but the last.
-    fn chunk(&self, head: &Head, choices: Value, more: Map<String, Value>, out: &mut Frames) {
-        let mut chunk = object(head, "chat.completion.chunk", choices);
-        if self.include_usage {
-            chunk.insert("usage".into(), Value::Null);
-        }
-        chunk.extend(more);
-        out.data(&chunk.into());
     }
 }
 
@@ -73,22 +64,15 @@ impl Protocol for Chat {
                 self.delta(head, json!({"tool_calls": [call]}), out);
             }
             Event::Finished(finished) => {
-                let choices =
-                    json!([self.choice(json!({}), Some(finish_reason(&finished.reason)))]);
-                let extension = extension(head, &finished);
-                let more = Map::from_iter([("steersman".to_string(), extension)]);
-                self.chunk(head, choices, more, out);
+                let last = self.choice(json!({}), Some(finish_reason(&finished.reason)));
+                self.chunks.last_choice(head, last, &finished, out);
             }
             Event::Started { .. } | Event::Rewound { .. } | Event::Failed(_) => {}
         }
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
-        if self.include_usage {
-            let usage = Map::from_iter([("usage".to_string(), usage(reply::usage(replies)))]);
-            self.chunk(head, json!([]), usage, out);
-        }
-        out.done();
+        self.chunks.end(head, replies, out);
     }
 
     fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
@@ -106,11 +90,7 @@ impl Protocol for Chat {
                 "finish_reason": finish_reason(&reply.finished.reason),
             }));
         }
-        let mut whole = object(head, "chat.completion", choices.into());
-        whole.insert("usage".into(), usage(reply::usage(replies)));
-        let first = replies.first().map(|reply| extension(head, &reply.finished));
-        whole.insert("steersman".into(), first.unwrap_or_default());
-        whole.into()
+        whole(head, "chat.completion", choices, replies)
     }
 }
 
@@ -130,8 +110,62 @@ fn message(reply: &Reply) -> Value {
     message.into()
 }
 
+/// Writes the chunks of a stream of chats or completions.
+#[derive(Debug)]
+pub struct Chunks {
+    /// `object` of each chunk.
+    object: &'static str,
+    /// Whether a stream ends with a chunk that contains the usage.
+    include_usage: bool,
+}
+
+impl Chunks {
+    /// Chunks whose `object` is this.
+    pub fn new(object: &'static str, options: Option<StreamOptions>) -> Self {
+        let include_usage = options.and_then(|options| options.include_usage).unwrap_or(false);
+        Self { object, include_usage }
+    }
+
+    /// A chunk with one choice.
+    pub fn choice(&self, head: &Head, choice: Value, out: &mut Frames) {
+        self.chunk(head, json!([choice]), None, out);
+    }
+
+    /// The last chunk of a choice.
+    pub fn last_choice(&self, head: &Head, choice: Value, finished: &Finished, out: &mut Frames) {
+        self.chunk(head, json!([choice]), Some(("steersman", extension(head, finished))), out);
+    }
+
+    /// The end of the stream.
+    pub fn end(&self, head: &Head, replies: &[Reply], out: &mut Frames) {
+        if self.include_usage {
+            self.chunk(head, json!([]), Some(("usage", usage(reply::usage(replies)))), out);
+        }
+        out.done();
+    }
+
+    /// With `include_usage`, the usage is null in all chunks but the last.
+    fn chunk(&self, head: &Head, choices: Value, more: Option<(&str, Value)>, out: &mut Frames) {
+        let mut chunk = object(head, self.object, choices);
+        if self.include_usage {
+            chunk.insert("usage".into(), Value::Null);
+        }
+        chunk.extend(more.map(|(name, value)| (name.to_string(), value)));
+        out.data(&chunk.into());
+    }
+}
+
+/// Replies as one object of chats or completions.
+pub fn whole(head: &Head, name: &str, choices: Vec<Value>, replies: &[Reply]) -> Value {
+    let mut whole = object(head, name, choices.into());
+    whole.insert("usage".into(), usage(reply::usage(replies)));
+    let first = replies.first().map(|reply| extension(head, &reply.finished));
+    whole.insert("steersman".into(), first.unwrap_or_default());
+    whole.into()
+}
+
 /// The fields that whole replies and chunks share.
-pub fn object(head: &Head, object: &str, choices: Value) -> Map<String, Value> {
+fn object(head: &Head, object: &str, choices: Value) -> Map<String, Value> {
     Map::from_iter([
         ("id".to_string(), json!(head.id)),
         ("object".to_string(), json!(object)),
@@ -171,7 +205,7 @@ fn tool_call(call: &ToolCall) -> Value {
 }
 
 /// `usage`, in the words of chats and completions.
-pub fn usage(usage: Usage) -> Value {
+fn usage(usage: Usage) -> Value {
     let completion_tokens = usage.reasoning_tokens + usage.answer_tokens;
     json!({
         "prompt_tokens": usage.prompt_tokens,

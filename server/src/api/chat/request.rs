@@ -21,7 +21,7 @@ struct Body {
     model: Option<String>,
     messages: Option<Vec<MessageBody>>,
     stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
+    stream_options: Option<params::StreamOptions>,
     max_tokens: Option<i64>,
     max_completion_tokens: Option<i64>,
     temperature: Option<f32>,
@@ -35,17 +35,6 @@ struct Body {
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<Effort>,
     max_thinking_tokens: Option<u32>,
-}
-
-#[derive(Deserialize)]
-struct StreamOptions {
-    include_usage: Option<bool>,
-    /// The last chunk has the usage: earlier ones would count what may be rewound.
-    #[serde(rename = "continuous_usage_stats")]
-    _continuous_usage_stats: Option<bool>,
-    /// Padding against observers of encrypted traffic.
-    #[serde(rename = "include_obfuscation")]
-    _include_obfuscation: Option<bool>,
 }
 
 /// Parses a body.
@@ -100,8 +89,7 @@ impl Body {
         };
         structure::apply(structure, &mut request)?;
         probability.apply(&mut request)?;
-        let include_usage = self.stream_options.and_then(|options| options.include_usage);
-        let protocol = Chat::new(include_usage.unwrap_or(false));
+        let protocol = Chat::new(self.stream_options);
         Ok(Call { protocol, requests: vec![request], notes })
     }
 }
@@ -161,14 +149,7 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
             let param = format!("tools[{i}].type");
             return Err(ApiError::missing(&param, format!("{param}: must be \"function\"")));
         }
-        if kind != "function" {
-            notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
-            continue;
-        }
-        let (path, empty) = (format!("tools[{i}].function"), Map::new());
-        let function = tool.get("function").and_then(Value::as_object).unwrap_or(&empty);
-        params::tool_name(&path, function)?;
-        functions.push(Value::Object(tool));
+        functions.extend(params::function(i, kind, &tool, notes)?.then(|| Value::Object(tool)));
     }
     Ok(functions)
 }

@@ -173,13 +173,7 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
     let mut functions = Vec::new();
     for (i, tool) in tools.into_iter().enumerate() {
         let kind = tool.get("type").and_then(Value::as_str).unwrap_or("function");
-        if kind != "function" {
-            notes.push(params::tool_left_out(&format!("tools[{i}]"), kind));
-            continue;
-        }
-        let function = tool.get("function").and_then(Value::as_object);
-        params::tool_name(&format!("tools[{i}].function"), function.unwrap_or(&Map::new()))?;
-        functions.push(Value::Object(tool));
+        functions.extend(params::function(i, kind, &tool, notes)?.then(|| Value::Object(tool)));
     }
     Ok(functions)
 }
