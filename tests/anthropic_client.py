@@ -8,9 +8,10 @@ the exit code is nonzero if any failed.
 """
 
 import sys
-import traceback
 
 import anthropic
+
+from sdk_checks import check, run
 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER_QUESTION = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -22,13 +23,6 @@ WEATHER = {
 # The package has no parameter for it.
 GREEDY = {"temperature": 0}
 THINKING = {"type": "enabled", "budget_tokens": 1024}
-CHECKS = []
-
-
-def check(function):
-    CHECKS.append(function)
-    return function
-
 
 def text(message):
     return "".join(block.text for block in message.content if block.type == "text")
@@ -139,19 +133,7 @@ def errors_have_the_types_of_the_package(client, model):
 
 def main(url, key="none"):
     client = anthropic.Anthropic(base_url=url.rstrip("/"), api_key=key, max_retries=0, timeout=300)
-    model = next(iter(client.models.list())).id
-    print(f"anthropic {anthropic.__version__}, model {model} at {url}")
-    failures = 0
-    for function in CHECKS:
-        try:
-            function(client, model)
-            verdict = "ok"
-        except Exception:
-            failures += 1
-            verdict = "FAILED\n" + traceback.format_exc()
-        print(f"  {function.__name__.replace('_', ' ')}: {verdict}", flush=True)
-    print(f"{len(CHECKS) - failures} of {len(CHECKS)} checks passed")
-    return 1 if failures else 0
+    return run(anthropic, client, url)
 
 
 if __name__ == "__main__":

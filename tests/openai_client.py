@@ -9,9 +9,10 @@ the exit code is nonzero if any failed.
 
 import json
 import sys
-import traceback
 
 import openai
+
+from sdk_checks import check, run
 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER = {
@@ -22,13 +23,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-CHECKS = []
-
-
-def check(function):
-    CHECKS.append(function)
-    return function
-
 
 def reasoning(on):
     return {"chat_template_kwargs": {"enable_thinking": on}}
@@ -229,19 +223,7 @@ def client_may_close_a_stream(client, model):
 
 def main(url, key="none"):
     client = openai.OpenAI(base_url=url.rstrip("/") + "/v1", api_key=key, max_retries=0, timeout=300)
-    model = next(iter(client.models.list())).id
-    print(f"openai {openai.__version__}, model {model} at {url}")
-    failures = 0
-    for function in CHECKS:
-        try:
-            function(client, model)
-            verdict = "ok"
-        except Exception:
-            failures += 1
-            verdict = "FAILED\n" + traceback.format_exc()
-        print(f"  {function.__name__.replace('_', ' ')}: {verdict}", flush=True)
-    print(f"{len(CHECKS) - failures} of {len(CHECKS)} checks passed")
-    return 1 if failures else 0
+    return run(openai, client, url)
 
 
 if __name__ == "__main__":

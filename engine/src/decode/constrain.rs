@@ -51,7 +51,7 @@ struct Running {
     tokens: Vec<u32>,
 }
 
-/// What a grammar says of the tokens so far.
+/// The state of the tokens so far in the grammar.
 #[derive(Debug, PartialEq, Eq)]
 enum Followed {
     /// They are in the form, or outside of its scope.

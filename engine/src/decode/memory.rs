@@ -118,7 +118,7 @@ impl Memory {
         empty.bytes(tokens + STEP, self.size) + self.pass.of(chunk.min(tokens), tokens)
     }
 
-    /// Bytes that a pass over these rows takes: of each cache, so many.
+    /// Bytes that a pass takes which runs the given number of rows of each cache.
     pub fn of_step<'a>(&self, spans: impl IntoIterator<Item = (&'a Cache, usize)>) -> u64 {
         let of = |(cache, rows): (&Cache, usize)| {
             let length = cache.position + rows;

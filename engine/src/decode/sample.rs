@@ -1,7 +1,7 @@
 //! Samples the next token of every row of a pass, inside MLX's graph, so that nothing waits for it.
 //!
-//! A [`Row`] says how the token after one row of logits is sampled. What changes the logits of one row is
-//! data of its [`Row`], so that rows of different requests are sampled in one graph. Rows of the same
+//! A [`Row`] holds the parameters of one sample: everything that changes the logits of a row is data in it,
+//! so that rows of different requests are sampled in one graph. Rows of the same
 //! [`Kind`] are computed together, and a row is sampled as if it were alone.
 //!
 //! Order of the filters: temperature, top-k, top-p over the remaining tokens, min-p.

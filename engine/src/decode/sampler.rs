@@ -3,7 +3,7 @@
 //! The duration of a change is counted in sampled tokens: injected and rewound text does not shorten
 //! it. Neither a bias nor a later ban loosens a ban.
 //!
-//! Says how [`super::sample`] samples each row of its request ([`Row`]); knows no policy, no sequence and no
+//! Makes the [`Row`] of each token of its request for [`super::sample`]; knows no policy, no sequence and no
 //! array.
 
 use std::collections::BTreeMap;

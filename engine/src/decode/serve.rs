@@ -120,7 +120,7 @@ impl Decoder {
         }
     }
 
-    /// Tells other threads what runs.
+    /// Publishes the sequences and their bytes to other threads.
     fn report_sequences(&self) {
         let arrays = memory::active().unwrap_or_default();
         let running = self.sequences.iter().map(|s| self.memory.of_cache(&s.cache)).sum();
@@ -192,7 +192,7 @@ impl Decoder {
             self.keep_learned_stats(sequence);
             if let Some(retention) = sequence.reply_retention {
                 self.save(sequence, retention);
-                // No template says how a raw prompt continues.
+                // The next turn after a raw prompt is unknown: no template rendered it.
                 if self.prefetch_turns && sequence.request.prompt.is_none() {
                     self.queue.expect(Expected::after(sequence, retention));
                 }
