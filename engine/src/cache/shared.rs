@@ -3,7 +3,7 @@
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, zeros_dtype};
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::async_eval;
 
 use super::row;
 use crate::error::Result;
@@ -80,8 +80,8 @@ fn joined(kvs: &[&LayerKv], n: usize) -> Result<Array> {
     Ok(concatenate(&arrays, 2)?)
 }
 
-/// Evaluated copies of `arrays` [1, ..]: the buffers that they are views of can be freed or written
-/// in place.
+/// Copies of `arrays` [1, ..], which are being computed: the buffers that they are views of can be freed
+/// or written in place.
 ///
 /// Copies of one shape and type share a buffer. MLX may give a buffer 8 KiB more than was asked for,
 /// or twice as much: a buffer for each small array would take far more than its bytes.
@@ -108,6 +108,6 @@ pub fn owned(arrays: &[Array]) -> Result<Vec<Array>> {
         }
         left = others;
     }
-    eval(&copies)?;
+    async_eval(&copies)?;
     Ok(copies)
 }

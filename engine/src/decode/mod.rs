@@ -381,7 +381,10 @@ impl Decoder {
         if tokens.len() < self.store_min_tokens {
             return;
         }
-        let room = self.make_room(self.memory.of_saved(&sequence.cache, tokens.len()));
+        let bytes = |rows| self.memory.of_saved(&sequence.cache, rows);
+        // The store has a copy of its own until it is written.
+        let to_write = self.prefixes.tokens_to_write(tokens).map_or(0, bytes);
+        let room = self.make_room(bytes(tokens.len()) + to_write);
         let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, retention));
         if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");

@@ -1,11 +1,11 @@
 //! Conversion between arrays and the tensors of the prefix store.
 
-use mlx_rs::ops::{dequantize, quantize};
-use mlx_rs::transforms::eval;
+use mlx_rs::ops::{concatenate, dequantize, quantize, zeros};
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
-use crate::error::{Error, Result};
-use crate::store::Tensor;
+use crate::error::{Error, Result, catch_panic};
+use crate::store::{Key, Layout, PartKind, QueuedPart, Tensor};
 
 /// Element types that are stored, by safetensors' names, with their size in bytes.
 const DTYPES: &[(&str, Dtype, usize)] = &[
@@ -28,7 +28,12 @@ pub enum KvFormat {
 }
 
 impl KvFormat {
-    pub fn to_tensors<'a>(self, arrays: impl Iterator<Item = &'a Array>) -> Result<Vec<Tensor>> {
+    /// [`to_part`] of the arrays as they are stored.
+    pub fn to_part<'a>(
+        self,
+        place: (Key, PartKind, usize),
+        arrays: impl Iterator<Item = &'a Array>,
+    ) -> Result<QueuedPart> {
         let mut stored = Vec::new();
         for array in arrays {
             match self {
@@ -39,10 +44,10 @@ impl KvFormat {
                 }
             }
         }
-        to_tensors(&stored)
+        to_part(place, &stored)
     }
 
-    /// Inverts [`KvFormat::to_tensors`], up to rounding.
+    /// Inverts [`KvFormat::to_part`], up to rounding.
     ///
     /// # Errors
     /// [`Error::SavedState`] if the tensors are invalid or have another format.
@@ -59,23 +64,50 @@ impl KvFormat {
     }
 }
 
-/// Copies arrays to tensors without a change of precision.
-pub fn to_tensors(arrays: &[Array]) -> Result<Vec<Tensor>> {
-    let bytes = |array: &Array| -> Result<Array> { Ok(array.contiguous()?.view::<u8>()?) };
-    let bytes = arrays.iter().map(bytes).collect::<Result<Vec<_>>>()?;
-    eval(&bytes)?;
-    arrays.iter().zip(&bytes).map(|(array, bytes)| to_tensor(array, bytes)).collect()
+/// A part of these arrays without a change of precision. They are copied on the device when they have
+/// been computed; the store's writer, which reads the copy, waits for it.
+///
+/// # Why
+/// The engine's thread waits for neither the device nor the copy to the host. On CUDA, MLX moves a buffer
+/// that the host reads to memory that both share, so it must not be that of a running cache. One copy of
+/// all arrays is read at once.
+pub fn to_part(place: (Key, PartKind, usize), arrays: &[Array]) -> Result<QueuedPart> {
+    let layouts = arrays.iter().map(layout).collect::<Result<Vec<_>>>()?;
+    let size = layouts.iter().map(|layout| layout.bytes).sum::<usize>();
+    if i32::try_from(size).is_err() {
+        return Err(Error::Array(format!("state of {size} bytes is too large to be saved")));
+    }
+    let bytes = joined_bytes(arrays, layouts.iter().all(|layout| layout.bytes % 8 == 0))?;
+    async_eval([&bytes])?;
+    // Only one thread reads an array at a time.
+    Ok(QueuedPart::later(place, layouts, move || {
+        let read = || Ok(bytes.try_as_slice::<u8>().map_err(Error::from)?.to_vec());
+        catch_panic("being saved", read).map_err(|error| error.to_string())
+    }))
 }
 
-fn to_tensor(array: &Array, bytes: &Array) -> Result<Tensor> {
+fn layout(array: &Array) -> Result<Layout> {
     let Some((name, ..)) = DTYPES.iter().find(|(_, dtype, _)| *dtype == array.dtype()) else {
         return Err(Error::Array(format!("state of type {:?} cannot be saved", array.dtype())));
     };
-    let bytes = bytes.try_as_slice::<u8>().map_err(Error::from)?.to_vec();
-    Ok(Tensor { dtype: (*name).into(), shape: array.shape().to_vec(), bytes })
+    Ok(Layout { dtype: (*name).into(), shape: array.shape().to_vec(), bytes: array.nbytes() })
 }
 
-/// Inverts [`to_tensors`].
+/// The elements of all arrays, one after the other, in a buffer of their own: u8 [bytes].
+fn joined_bytes(arrays: &[Array], in_words: bool) -> Result<Array> {
+    let flat = |array: &Array| -> Result<Array> {
+        let flat = array.flatten(None, None)?;
+        // MLX copies element by element.
+        Ok(if in_words { flat.view::<u64>()? } else { flat.view::<u8>()? })
+    };
+    let flat = arrays.iter().map(flat).collect::<Result<Vec<_>>>()?;
+    // The concatenation of one array is that array.
+    let nothing = if in_words { zeros::<u64>(&[0])? } else { zeros::<u8>(&[0])? };
+    let parts: Vec<&Array> = flat.iter().chain([&nothing]).collect();
+    Ok(concatenate(&parts, 0)?.view::<u8>()?)
+}
+
+/// The arrays of a part that [`to_part`] made.
 ///
 /// # Errors
 /// [`Error::SavedState`] if a tensor is invalid.

@@ -20,7 +20,9 @@ pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, owned};
 use crate::error::{ConfigError, Error, Result};
-use crate::store::{BLOCK_TOKENS, Key, KeyChain, Part, PartKind, RedbStore, WallClock, state_key};
+use crate::store::{
+    BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, WallClock, state_key,
+};
 
 /// Recurrent state, two arrays a layer.
 struct StateArrays(Vec<Array>);
@@ -212,7 +214,10 @@ impl Prefixes {
             self.reporter.count(|counts| counts.saves += 1);
         }
         let keys = self.keys(tokens);
-        self.write(cache, tokens, &keys)?;
+        if let Some(disk) = &self.disk {
+            disk.save(self.unsaved_parts(disk, cache, tokens, &keys)?);
+            disk.touch(&keys);
+        }
         if retention.seconds > 0 && length > 0 {
             self.retain_keys(tokens, &keys, retention)?;
         }
@@ -220,9 +225,18 @@ impl Prefixes {
         Ok(())
     }
 
-    /// Saves the state of `cache`, which holds exactly `tokens`, on disk only. Nothing without a store.
+    /// Saves the state of `cache`, which holds exactly `tokens`, on disk only, and holds no array of it
+    /// afterwards. Does nothing without a store.
     pub fn save_on_disk(&self, cache: &Cache, tokens: &[u32]) -> Result<()> {
-        self.write(cache, tokens, &self.keys(tokens))
+        let Some(disk) = &self.disk else { return Ok(()) };
+        let keys = self.keys(tokens);
+        let parts = self.unsaved_parts(disk, cache, tokens, &keys)?;
+        for part in &parts {
+            part.tensors().map_err(|problem| Error::Array(problem.into()))?;
+        }
+        disk.save(parts);
+        disk.touch(&keys);
+        Ok(())
     }
 
     /// Number of `tokens` whose KV [`Prefixes::save_on_disk`] would copy; `None` without a store.
@@ -256,31 +270,31 @@ impl Prefixes {
         Ok(())
     }
 
-    /// Queues those parts of a prefix that the store does not have.
-    fn write(&self, cache: &Cache, tokens: &[u32], keys: &[Key]) -> Result<()> {
-        let Some(disk) = &self.disk else { return Ok(()) };
+    /// Those parts of a prefix that the store does not have.
+    fn unsaved_parts(
+        &self,
+        disk: &RedbStore,
+        cache: &Cache,
+        tokens: &[u32],
+        keys: &[Key],
+    ) -> Result<Vec<QueuedPart>> {
         let mut parts = Vec::new();
         for (i, block) in tokens.chunks(BLOCK_TOKENS).enumerate() {
             let (key, from) = (keys[i], i * BLOCK_TOKENS);
             let end = from + block.len();
             if !disk.contains(&key) {
                 let kv = cache.key_values(from, end)?;
-                let tensors = self.kv_format.to_tensors(kv.arrays())?;
-                parts.push(Part { key, kind: PartKind::Kv, end, tensors });
+                parts.push(self.kv_format.to_part((key, PartKind::Kv, end), kv.arrays())?);
             }
         }
         if self.needs_state
             && let Some(&key) = keys.last()
             && !disk.contains(&key)
         {
-            let tensors = bytes::to_tensors(&cache.recurrent_state()?)?;
-            parts.push(Part { key, kind: PartKind::State, end: tokens.len(), tensors });
+            let place = (key, PartKind::State, tokens.len());
+            parts.push(bytes::to_part(place, &cache.recurrent_state()?)?);
         }
-        if !parts.is_empty() {
-            disk.save(parts);
-        }
-        disk.touch(keys);
-        Ok(())
+        Ok(parts)
     }
 
     /// Keys of a prefix in the store: its KV, first to last, then its state.

@@ -29,7 +29,7 @@ use std::io::{BufRead, Error, ErrorKind, Read, Result};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::{Key, Tensor};
+use super::{Key, Layout, Tensor};
 
 /// The first bytes of every encoded part.
 pub(super) const MAGIC: [u8; 8] = *b"STEERSNP";
@@ -77,12 +77,23 @@ pub(super) fn encode<'a>(key: &Key, tensors: &'a [Tensor]) -> Encoded<'a> {
 
 /// Bytes that [`encode`] yields, without encoding.
 pub(super) fn encoded_len(tensors: &[Tensor]) -> u64 {
-    (head_len(tensors) + CHECKSUM) as u64 + super::element_bytes(tensors)
+    head_len(tensors) as u64 + super::element_bytes(tensors) + CHECKSUM as u64
+}
+
+/// [`encoded_len`] of tensors of these layouts.
+pub(super) fn encoded_len_of(layouts: &[Layout]) -> u64 {
+    let described = layouts.iter().map(|layout| described_len(&layout.dtype, &layout.shape));
+    let elements = layouts.iter().map(|layout| layout.bytes);
+    (FIXED + described.chain(elements).sum::<usize>() + CHECKSUM) as u64
 }
 
 fn head_len(tensors: &[Tensor]) -> usize {
-    let described = |tensor: &Tensor| LEAST_TENSOR + tensor.dtype.len() + 4 * tensor.shape.len();
-    FIXED + tensors.iter().map(described).sum::<usize>()
+    FIXED + tensors.iter().map(|t| described_len(&t.dtype, &t.shape)).sum::<usize>()
+}
+
+/// Bytes of the description of a tensor in the head.
+fn described_len(dtype: &str, shape: &[i32]) -> usize {
+    LEAST_TENSOR + dtype.len() + 4 * shape.len()
 }
 
 impl Read for Encoded<'_> {

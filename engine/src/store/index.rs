@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::record::PartRecord;
 use super::{
-    BLOCK_TOKENS, Fingerprint, Key, KeyChain, Lru, Part, PartKind, Recency, SavedPrefix,
+    BLOCK_TOKENS, Fingerprint, Key, KeyChain, Lru, PartKind, QueuedPart, Recency, SavedPrefix,
     StoredSize, state_key,
 };
 
@@ -28,7 +28,7 @@ pub(super) struct PartIndex {
 pub(super) struct IndexEntry {
     pub record: PartRecord,
     /// Present until the part is in the file.
-    pub queued: Option<Arc<Part>>,
+    pub queued: Option<Arc<QueuedPart>>,
 }
 
 impl PartIndex {
@@ -91,7 +91,7 @@ impl PartIndex {
 
     /// Adds or replaces a part. It is not retained, whatever its record says:
     /// [`PartIndex::retain`] checks the bound.
-    pub fn add(&mut self, key: Key, mut record: PartRecord, queued: Option<Arc<Part>>) {
+    pub fn add(&mut self, key: Key, mut record: PartRecord, queued: Option<Arc<QueuedPart>>) {
         self.remove(&key);
         record.recency.retained_until = 0;
         let cost = record.cost();

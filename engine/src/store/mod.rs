@@ -16,6 +16,7 @@
 //! record.rs    what the store knows of a part without reading it, and what the part costs
 //! format.rs    a part's tensors as bytes
 //! index.rs     all parts; which one to evict
+//! queued.rs    a part that waits to be written, perhaps to be read first
 //! lru.rs       eviction order, shared with the prefix cache
 //! report.rs    counters and sizes
 //! env.rs       clock and storage, replaced by tests
@@ -34,6 +35,7 @@ mod format;
 mod index;
 mod keys;
 mod lru;
+mod queued;
 mod record;
 mod redb;
 mod report;
@@ -42,6 +44,7 @@ pub use self::env::{StoreEnv, WallClock};
 pub use self::error::StoreError;
 pub use self::keys::{BLOCK_TOKENS, Key, KeyChain, state_key};
 pub(crate) use self::lru::{Lru, Recency};
+pub use self::queued::{Layout, QueuedPart};
 pub use self::record::PartKind;
 pub use self::redb::{ImportReport, KindSize, RedbStore, StoreFile, StoredPrefix, VerifyReport};
 pub use self::report::{StoreCounts, StoreReport, StoreReporter, StoredSize};

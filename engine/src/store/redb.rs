@@ -8,7 +8,7 @@
 //!
 //! - A save, its evictions and the uses since the last save are one transaction, so a killed process
 //!   or a power loss loses the saves still queued and nothing else.
-//! - A queued part can be found and loaded, from memory.
+//! - A queued part can be found and loaded, from memory. What it is read from is read by the writer.
 //! - A damaged part is dropped when it is read. A file of the store that redb cannot read, or that has
 //!   an unknown format, is set aside and a new one created. Another program's file is an error.
 //! - A failed write (the disk is full) turns saving off for a minute. Loads continue.
@@ -57,13 +57,13 @@ use self::reader::{PartReader, in_parallel};
 use self::state::{QueuedSave, Reopen, StoreState};
 use super::record::{PartRecord, cost};
 use super::{
-    Fingerprint, Key, Part, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport, StoreReporter,
-    Tensor, element_bytes, format,
+    Fingerprint, Key, QueuedPart, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport,
+    StoreReporter, Tensor, element_bytes,
 };
 use crate::config::StoreConfig;
 
 /// Most saves that may wait to be written, the one being written included.
-const QUEUE_SAVES: usize = 16;
+const QUEUE_SAVES: usize = 64;
 /// Most bytes of them, unless a single save has more.
 const QUEUE_BYTES: u64 = 512 << 20;
 
@@ -192,7 +192,10 @@ impl RedbStore {
             let reader = PartReader::new(database.as_ref()?);
             let total = places.iter().map(|(_, bytes, _)| bytes).sum();
             in_parallel(&places, total, |(key, bytes, queued)| match (queued, &reader) {
-                (Some(part), _) => Ok(part.tensors.clone()),
+                (Some(part), _) => part
+                    .tensors()
+                    .map(<[Tensor]>::to_vec)
+                    .map_err(|problem| StoreFault::Part(problem.into())),
                 (None, Ok(reader)) => reader.tensors(key, *bytes),
                 (None, Err(fault)) => Err(fault.clone()),
             })
@@ -227,20 +230,21 @@ impl RedbStore {
     ///
     /// Returns at once. If the queue is full, or the new parts do not fit the budget, all new ones
     /// are dropped with a warning.
-    pub fn save(&self, parts: Vec<Part>) {
+    pub fn save(&self, parts: Vec<impl Into<QueuedPart>>) {
         let mut state = self.shared.state.lock();
         let used: Vec<u64> = state.ticks(parts.len()).collect();
         let (mut new, mut new_cost) = (Vec::new(), 0);
         for (part, used) in parts.into_iter().zip(used) {
+            let part = part.into();
             if !state.touch_at(&part.key, used) {
-                new_cost += cost(format::encoded_len(&part.tensors));
+                new_cost += cost(part.encoded_len);
                 new.push((Arc::new(part), used));
             }
         }
         if new.is_empty() {
             return;
         }
-        let bytes = new.iter().map(|(part, _)| part.bytes()).sum();
+        let bytes = new.iter().map(|(part, _)| part.bytes).sum();
         let waiting = state.queue.len() + usize::from(state.writing);
         let retained = state.index.retained(state.clock.seconds());
         let room = state.budget_bytes.saturating_sub(retained.bytes);
@@ -270,7 +274,7 @@ impl RedbStore {
                 fingerprint: self.shared.fingerprint,
                 kind: part.kind,
                 end: part.end,
-                bytes: format::encoded_len(&part.tensors),
+                bytes: part.encoded_len,
                 recency: Recency { used: *used, retained_until: 0 },
             };
             state.index.add(part.key, record, Some(part.clone()));
@@ -367,7 +371,7 @@ impl StoreShared {
         let mut state = self.state.lock();
         // Unless it was evicted between the look into the index and the one into the file.
         if let Some(entry) = state.index.get(key)
-            && entry.queued.is_none()
+            && entry.queued.as_ref().is_none_or(|part| part.tensors().is_err())
         {
             let (kind, end) = (entry.record.kind.name(), entry.record.end);
             warn!(kind, end, %fault, "damaged part dropped");
@@ -401,9 +405,13 @@ impl StoreShared {
                 state = self.state.lock();
                 state.writing = false;
             } else if state.has_work() {
-                let (transaction, save) = state.next_transaction();
+                let (mut transaction, save) = state.next_transaction();
                 state.writing = true;
                 drop(state);
+                for part in transaction.read_parts() {
+                    let problem = part.tensors().err().unwrap_or_default();
+                    self.drop_damaged(&part.key, StoreFault::Part(problem.into()));
+                }
                 let written = self.write(&transaction);
                 state = self.state.lock();
                 state.writing = false;

@@ -15,7 +15,7 @@ use ::redb::{
 use tracing::{info, warn};
 
 use super::super::record::{PartRecord, chunk_lens};
-use super::super::{Key, Part, StoreEnv, StoreError, format};
+use super::super::{Key, QueuedPart, StoreEnv, StoreError, format};
 use super::aside;
 use super::file::{Owner, owner, size_on_disk, warn_of_other_readers};
 
@@ -38,9 +38,19 @@ const COMPACT_BYTES: u64 = 64 << 20;
 #[derive(Default)]
 pub(super) struct Transaction {
     pub evicted: HashSet<Key>,
-    /// Parts to add; their records are among `records`.
-    pub parts: Vec<Arc<Part>>,
+    /// Parts to add; their records are among `records`. All of them have been read.
+    pub parts: Vec<Arc<QueuedPart>>,
     pub records: Vec<(Key, PartRecord)>,
+}
+
+impl Transaction {
+    /// Reads the parts. Takes those that cannot be read out of the transaction, and returns them.
+    pub fn read_parts(&mut self) -> Vec<Arc<QueuedPart>> {
+        let unreadable: Vec<_> =
+            self.parts.extract_if(.., |part| part.tensors().is_err()).collect();
+        self.records.retain(|(key, _)| !unreadable.iter().any(|part| part.key == *key));
+        unreadable
+    }
 }
 
 /// An open file and its content.
@@ -289,9 +299,11 @@ pub(super) fn write(database: &Database, transaction: &Transaction) -> Result<()
                 entries.remove(key)?;
                 chunks.retain_in((key, 0)..=(key, u32::MAX), |_, _| false)?;
             }
-            for Part { key, tensors, .. } in parts.iter().map(|part| &**part) {
+            for part in parts {
+                let Ok(tensors) = part.tensors() else { continue };
+                let key = &part.key;
                 let mut encoded = format::encode(key, tensors);
-                for (n, len) in (0..).zip(chunk_lens(format::encoded_len(tensors))) {
+                for (n, len) in (0..).zip(chunk_lens(part.encoded_len)) {
                     let mut place = chunks.insert_reserve((key, n), len as usize)?;
                     encoded.read_exact(place.as_mut())?;
                 }

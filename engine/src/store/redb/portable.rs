@@ -132,7 +132,7 @@ impl StoreFile {
             imported.added.add(record.cost());
             let part = Part { key, kind: record.kind, end: record.end, tensors };
             bytes += part.bytes();
-            transaction.parts.push(Arc::new(part));
+            transaction.parts.push(Arc::new(part.into()));
             let recency = Recency { retained_until: 0, ..record.recency };
             transaction.records.push((key, PartRecord { recency, ..record }));
             if bytes >= TRANSACTION_BYTES {

@@ -9,7 +9,7 @@ use tracing::warn;
 
 use super::super::index::PartIndex;
 use super::super::record::PartRecord;
-use super::super::{Fingerprint, Key, Part, StoreCounts, StoreError, StoredSize, WallClock};
+use super::super::{Fingerprint, Key, QueuedPart, StoreCounts, StoreError, StoredSize, WallClock};
 use super::aside;
 use super::database::{StoreFault, Transaction};
 use super::file::file_id;
@@ -67,7 +67,7 @@ pub(super) struct Off {
 
 /// Parts for one transaction, which writes those that are still in the index by then.
 pub(super) struct QueuedSave {
-    pub parts: Vec<Arc<Part>>,
+    pub parts: Vec<Arc<QueuedPart>>,
     pub bytes: u64,
 }
 
@@ -200,7 +200,7 @@ impl StoreState {
     }
 
     /// Completes a save: `parts` of it are in the file, unless the write failed.
-    pub fn complete(&mut self, save: &QueuedSave, parts: &[Arc<Part>], written: bool) {
+    pub fn complete(&mut self, save: &QueuedSave, parts: &[Arc<QueuedPart>], written: bool) {
         self.queued_bytes -= save.bytes;
         for part in parts {
             let Some(entry) = self.index.get_mut(&part.key) else { continue };
@@ -216,7 +216,7 @@ impl StoreState {
         if written {
             self.counts.saves += 1;
             self.counts.saved_parts += parts.len() as u64;
-            self.counts.saved_bytes += parts.iter().map(|part| part.bytes()).sum::<u64>();
+            self.counts.saved_bytes += parts.iter().map(|part| part.bytes).sum::<u64>();
         } else {
             self.counts.dropped_saves += 1;
         }

@@ -1,12 +1,13 @@
 //! Tests that need the store's internals: damage inside a part, and a stalled writer.
 
 use std::fs;
+use std::sync::mpsc;
 
 use ::redb::{ReadableDatabase, ReadableTableMetadata};
 use tempfile::TempDir;
 
 use super::super::record::CHUNK_BYTES;
-use super::super::{BLOCK_TOKENS, KeyChain, PartKind, state_key};
+use super::super::{BLOCK_TOKENS, KeyChain, Layout, Part, PartKind, format, state_key};
 use super::database::CHUNKS;
 use super::*;
 
@@ -147,19 +148,76 @@ fn full_queue_drops_the_newest_save_as_a_whole() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(&folder);
     let stalled = store.shared.database.write();
-    for name in 0..40 {
+    let saves = QUEUE_SAVES as u32 + 24;
+    for name in 0..saves {
         store.save(vec![part(2 * name, 100), part(2 * name + 1, 100)]);
     }
-    let count = |store: &RedbStore| (0..80).filter(|name| store.contains(&key(*name))).count();
+    let last = 2 * saves - 1;
+    let count = |store: &RedbStore| (0..=last).filter(|name| store.contains(&key(*name))).count();
     assert_eq!(count(&store), 2 * QUEUE_SAVES);
     assert_eq!(store.report().queued_bytes, 200 * QUEUE_SAVES as u64);
     drop(stalled);
     store.flush().unwrap();
     let counts = store.report().counts;
-    assert_eq!((counts.saves, counts.dropped_saves), (QUEUE_SAVES as u64, 40 - QUEUE_SAVES as u64));
+    assert_eq!((counts.saves, counts.dropped_saves), (QUEUE_SAVES as u64, 24));
     assert_eq!(store.report().queued_bytes, 0);
-    store.save(vec![part(79, 100)]);
+    store.save(vec![part(last, 100)]);
     assert_eq!(count(&store), 2 * QUEUE_SAVES + 1);
+}
+
+/// `part`, whose elements are what `read` returns.
+fn later(
+    part: &Part,
+    read: impl FnOnce() -> Result<Vec<u8>, String> + Send + 'static,
+) -> QueuedPart {
+    let Tensor { dtype, shape, bytes } = part.tensors[0].clone();
+    let layouts = vec![Layout { dtype, shape, bytes: bytes.len() }];
+    QueuedPart::later((part.key, part.kind, part.end), layouts, read)
+}
+
+/// A save that waited for the device stopped all running requests.
+#[test]
+fn saving_does_not_wait_until_the_elements_are_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(&folder);
+    let part = part(1, 3000);
+    let (device, elements) = mpsc::channel();
+    store.save(vec![later(&part, move || Ok(elements.recv().unwrap()))]);
+    assert!(store.contains(&part.key));
+    device.send(part.tensors[0].bytes.clone()).unwrap();
+    assert!(has(&store, &part), "a load reads or waits for the writer");
+    store.flush().unwrap();
+    drop(store);
+    assert!(has(&open(&folder), &part), "the file has it");
+}
+
+#[test]
+fn part_that_cannot_be_read_is_dropped_and_the_store_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(&folder);
+    let (tokens, parts) = prefix(500);
+    let failing = |i: usize| later(&parts[i], || Err("device lost".into()));
+    // The state cannot be read by the writer, the second block not by a load.
+    store.save(vec![parts[0].clone().into(), parts[1].clone().into(), failing(3)]);
+    store.flush().unwrap();
+    assert_eq!(longest(&store, &tokens, false), Some(128));
+    assert!(!store.contains(&parts[3].key));
+    let stalled = store.shared.database.write();
+    store.save(vec![failing(2)]);
+    let loaded = std::thread::scope(|scope| {
+        let load = scope.spawn(|| store.load(&[parts[2].key]));
+        drop(stalled);
+        load.join().unwrap()
+    });
+    assert_eq!(loaded, None);
+    store.flush().unwrap();
+    assert_eq!(longest(&store, &tokens, false), Some(128), "a lost part is found no more");
+    assert_eq!(store.report().counts.damaged_parts, 2);
+    store.save(parts.clone());
+    store.flush().unwrap();
+    assert_eq!(longest(&store, &tokens, true), Some(150));
+    drop(store);
+    assert_eq!(longest(&open(&folder), &tokens, true), Some(150));
 }
 
 /// A part can be evicted while it is queued, and saved again: it is in the file in the end.
