@@ -135,12 +135,28 @@ def rejected(kind, status, code, create):
 def errors_have_the_types_of_the_package(client, model):
     create = client.chat.completions.create
     rejected(openai.NotFoundError, 404, "model_not_found", lambda: create(model="gpt-4", messages=QUESTION))
-    rejected(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, n=2))
+    rejected(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, modalities=["audio"]))
     error = rejected(openai.BadRequestError, 400, "invalid_type", lambda: create(model=model, messages=[{"role": "user", "content": 3}]))
     assert error.param == "messages[0].content", error.param
     long = [{"role": "user", "content": "What is the capital of Italy? " * 15_000}]
     for stream in [False, True]:
         rejected(openai.BadRequestError, 400, "context_length_exceeded", lambda: create(model=model, messages=long, stream=stream))
+
+
+@check
+def choices_share_a_prompt(client, model):
+    asked = dict(model=model, messages=QUESTION, temperature=1, seed=3, max_tokens=20, extra_body=reasoning(False))
+    alone = client.chat.completions.create(**asked)
+    reply = client.chat.completions.create(n=4, **asked)
+    answers = [choice.message.content for choice in reply.choices]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3], reply
+    assert answers[0] == alone.choices[0].message.content, (answers, alone)
+    assert reply.usage.prompt_tokens == alone.usage.prompt_tokens, (reply.usage, alone.usage)
+    pieces = ["", "", "", ""]
+    for chunk in client.chat.completions.create(n=4, stream=True, **asked):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.delta.content or ""
+    assert pieces == answers, (pieces, answers)
 
 
 @check

@@ -8,13 +8,31 @@ use super::rewind::{PhaseStart, ReplyState};
 use super::sampler::Sampler;
 use super::save_points::retention;
 use super::sequence::{Progress, Sequence};
+use crate::cache::Cache;
 use crate::error::Result;
 use crate::policy::SavePoint;
 use crate::request::Event;
 
 impl Decoder {
-    /// The sequence of a prepared request. Does not run the model.
+    /// The sequence of a prepared request, with saved state. Does not run the model.
     pub(super) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
+        let (prompt, empty) = (&prepared.prompt, self.prefixes.empty());
+        self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
+        let (cache, cached) = self.prefixes.restore(prompt)?;
+        for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {
+            if at < self.store_min_tokens {
+                continue;
+            }
+            if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
+                let request_id = &prepared.request.id;
+                tracing::warn!(request_id, %error, "retaining saved state failed");
+            }
+        }
+        self.sequence(prepared, cache)
+    }
+
+    /// The sequence of a prepared request whose `cache` holds the beginning of its prompt.
+    pub(super) fn sequence(&mut self, prepared: Prepared, cache: Cache) -> Result<Sequence> {
         let Prepared {
             request,
             events,
@@ -30,17 +48,10 @@ impl Decoder {
             limits,
             sampling,
             fingerprint,
+            others,
         } = prepared;
-        let empty = self.prefixes.empty();
-        self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
-        let (cache, cached) = self.prefixes.restore(&prompt)?;
-        save_points.retain(|&(at, _)| at >= self.store_min_tokens);
-        for &(at, retention) in save_points.iter().take_while(|&&(at, _)| at <= cached) {
-            if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
-                tracing::warn!(request_id = request.id, %error, "retaining saved state failed");
-            }
-        }
-        save_points.retain(|&(at, _)| at > cached);
+        let cached = cache.position;
+        save_points.retain(|&(at, _)| at >= self.store_min_tokens && at > cached);
         let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
         // Fails if the client has disconnected; the first step checks that.
         // Casts: positions fit i32 (see `Decoder::load`).
@@ -90,6 +101,7 @@ impl Decoder {
             limits,
             progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,
+            others,
             request,
         })
     }

@@ -11,6 +11,7 @@ mod adjust;
 mod admit;
 mod apply;
 pub mod calibrate;
+mod choices;
 mod constrain;
 mod draft;
 mod governor;

@@ -99,6 +99,7 @@ impl Decoder {
             self.run_step(&mut running);
         }
         self.sequences = running.into_iter().filter_map(|s| self.unless_ended(s)).collect();
+        self.start_choices();
         self.report_sequences();
     }
 

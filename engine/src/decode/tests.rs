@@ -11,6 +11,7 @@ use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request};
 
 mod actions;
+mod choices;
 mod failures;
 mod forms;
 mod preemption;

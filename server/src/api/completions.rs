@@ -14,6 +14,9 @@ use super::{fields, json, params};
 /// Most prompts of a body: each is a request of its own.
 const PROMPTS: usize = 128;
 
+/// Most replies to a body.
+const REPLIES: usize = 128;
+
 /// Tokens of a reply if the client does not say, as OpenAI documents.
 const MAX_TOKENS: u32 = 16;
 
@@ -23,6 +26,8 @@ pub struct Completions {
     chunks: Chunks,
     /// Whether each text begins with its prompt.
     echo: bool,
+    /// Choices of each prompt.
+    choices: usize,
     /// The text of each prompt, if `echo`.
     prompts: Vec<String>,
 }
@@ -43,6 +48,8 @@ struct Body {
     seed: Option<u64>,
     stop: Option<Value>,
     echo: Option<bool>,
+    n: Option<u64>,
+    best_of: Option<u64>,
 }
 
 /// Parses a body.
@@ -71,14 +78,21 @@ impl Body {
         };
         probability.apply(&mut request)?;
         let prompts = prompts(self.prompt.unwrap_or_default())?.into_iter();
-        let requests =
+        let requests: Vec<_> =
             prompts.map(|prompt| Request { prompt: Some(prompt), ..request.clone() }).collect();
+        let choices = params::choices(self.n, self.best_of)?;
+        if choices * requests.len() > REPLIES {
+            let count = requests.len();
+            let message = format!("n: {choices} choices of {count} prompts, at most {REPLIES}");
+            return Err(ApiError::value("n", message));
+        }
         let protocol = Completions {
             chunks: Chunks::new("text_completion", self.stream_options),
             echo: self.echo.unwrap_or(false),
+            choices,
             prompts: Vec::new(),
         };
-        Ok(Call { protocol, requests, notes: Vec::new() })
+        Ok(Call { protocol, requests, choices, notes: Vec::new() })
     }
 }
 
@@ -143,8 +157,10 @@ impl Protocol for Completions {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        for (index, prompt) in self.prompts.iter().enumerate() {
-            self.chunks.choice(head, choice(index, prompt, None), out);
+        for (request, prompt) in self.prompts.iter().enumerate() {
+            for index in request * self.choices..(request + 1) * self.choices {
+                self.chunks.choice(head, choice(index, prompt, None), out);
+            }
         }
     }
 
@@ -177,7 +193,7 @@ impl Protocol for Completions {
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let mut choices = Vec::new();
         for (index, reply) in replies.iter().enumerate() {
-            let mut text = self.prompts.get(index).cloned().unwrap_or_default();
+            let mut text = self.prompts.get(index / self.choices).cloned().unwrap_or_default();
             for part in &reply.parts {
                 if let Part::Reasoning(piece) | Part::Answer(piece) = part {
                     text += piece;

@@ -111,6 +111,8 @@ pub struct Call<P> {
     pub protocol: P,
     /// Without ids, profile and deadline.
     pub requests: Vec<Request>,
+    /// Choices of each request, at least 1. They are numbered request by request.
+    pub choices: usize,
     /// What was left out of the requests, in words.
     pub notes: Vec<String>,
 }
@@ -139,7 +141,7 @@ pub async fn handle<P: Protocol>(
     let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
     let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
     let (stream, call, admission) = read.map_err(|error| log.failed(error))?;
-    let Call { mut protocol, mut requests, notes } = call;
+    let Call { mut protocol, mut requests, choices, notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
     let place = Place { app: &app, caller: &caller, admission: &admission };
@@ -147,21 +149,27 @@ pub async fn handle<P: Protocol>(
     let requests = check_lengths(&app, &admission, requests).await;
     let requests = requests.map_err(|error| log.failed(error))?;
     let mut receivers = Vec::new();
-    for (index, mut request) in requests.into_iter().enumerate() {
-        // Traces are found by the id of the reply.
-        request.id = if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) };
+    for mut request in requests {
         request.profile = admission.profile.clone();
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
-        let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
-        receivers.push(events);
+        let mut all = (0..choices as u64).zip(receivers.len()..).map(|(choice, index)| Request {
+            // Traces are found by the id of the reply.
+            id: if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) },
+            seed: request.seed.map(|seed| seed.wrapping_add(choice)),
+            ..request.clone()
+        });
+        let first = all.next().expect("a request has a choice");
+        let events = admission.engine.submit_choices(first, all.collect());
+        receivers.extend(events.map_err(|error| log.failed(error))?);
     }
     let head = Head {
         id: log.id.clone(),
         created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
         model: admission.model,
         profile: admission.profile,
+        choices,
         notes,
         ..Head::default()
     };

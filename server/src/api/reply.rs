@@ -127,6 +127,8 @@ pub struct Head {
     pub model: String,
     /// The profile of the requests.
     pub profile: String,
+    /// Choices of each request: as many replies in a row have one prompt.
+    pub choices: usize,
     /// What was left out of the requests, in words.
     pub notes: Vec<String>,
     /// Digest over weights and policies; empty until the engine starts the first request.
@@ -135,6 +137,13 @@ pub struct Head {
     pub usage: Usage,
     /// Nanoseconds from the arrival of the requests to the first piece of a reply, and to their end.
     pub times: Times,
+}
+
+impl Head {
+    /// Whether reply `index` is the first choice of its request, which counts the prompt.
+    fn is_first_choice(&self, index: usize) -> bool {
+        index.is_multiple_of(self.choices)
+    }
 }
 
 /// Nanoseconds since the requests arrived.
@@ -191,13 +200,14 @@ impl Reply {
     }
 }
 
-/// The counts of several replies together.
-pub fn usage(replies: &[Reply]) -> Usage {
-    replies.iter().fold(Usage::default(), |sum, reply| {
+/// The counts of several replies together. A prompt with several choices counts once.
+pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
+    replies.iter().enumerate().fold(Usage::default(), |sum, (index, reply)| {
         let usage = reply.finished.usage;
+        let has_prompt = u32::from(head.is_first_choice(index));
         Usage {
-            prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
-            cached_tokens: sum.cached_tokens + usage.cached_tokens,
+            prompt_tokens: sum.prompt_tokens + has_prompt * usage.prompt_tokens,
+            cached_tokens: sum.cached_tokens + has_prompt * usage.cached_tokens,
             reasoning_tokens: sum.reasoning_tokens + usage.reasoning_tokens,
             answer_tokens: sum.answer_tokens + usage.answer_tokens,
             drafted_tokens: sum.drafted_tokens + usage.drafted_tokens,
@@ -302,8 +312,10 @@ impl<P: Protocol> Run<P> {
             match &event {
                 Event::Started { fingerprint, prompt_tokens, cached_tokens } => {
                     self.head.fingerprint.clone_from(fingerprint);
-                    self.head.usage.prompt_tokens += prompt_tokens;
-                    self.head.usage.cached_tokens += cached_tokens;
+                    if self.head.is_first_choice(index) {
+                        self.head.usage.prompt_tokens += prompt_tokens;
+                        self.head.usage.cached_tokens += cached_tokens;
+                    }
                     self.head.times.started = self.log.elapsed_ns();
                 }
                 // A stream cannot take text back: answers are not revisable, and rewound reasoning
@@ -342,7 +354,8 @@ impl<P: Protocol> Run<P> {
             Reply { parts, logprobs, finished }
         };
         let replies: Vec<_> = parts.zip(logprobs).zip(finished).map(reply).collect();
-        self.log.finished(replies.first().map(|reply| &reply.finished.reason), usage(&replies));
+        let reason = replies.first().map(|reply| &reply.finished.reason);
+        self.log.finished(reason, usage(&self.head, &replies));
         replies
     }
 }

@@ -98,7 +98,9 @@ async fn errors_of_completions_name_the_field() {
         (json!({"prompt": ["a", null]}), "invalid_type", "prompt[1]"),
         (json!({"prompt": "a", "suffix": "b"}), "unsupported_parameter", "suffix"),
         (json!({"prompt": "a", "logprobs": 5}), "unsupported_parameter", "logprobs"),
-        (json!({"prompt": "a", "n": 2}), "unsupported_parameter", "n"),
+        (json!({"prompt": "a", "n": 0}), "invalid_value", "n"),
+        (json!({"prompt": vec!["a"; 128], "n": 2}), "invalid_value", "n"),
+        (json!({"prompt": "a", "n": 2, "best_of": 3}), "unsupported_parameter", "best_of"),
         (json!({"prompt": [99_999_999], "echo": true}), "invalid_value", "prompt"),
     ] {
         let (status, reply) = complete(&app, body.clone()).await;

@@ -11,7 +11,6 @@ use crate::*;
 async fn unsupported_fields_are_rejected_by_name() {
     let (app, seen) = app(answer);
     let unsupported = [
-        ("n", json!(2)),
         ("best_of", json!(3)),
         ("functions", json!([{"name": "f"}])),
         ("function_call", json!("auto")),

@@ -131,7 +131,7 @@ impl Body {
             stop: params::stops("stop_sequences", self.stop_sequences)?,
             ..Request::default()
         };
-        Ok(Call { protocol: Messages::default(), requests: vec![request], notes })
+        Ok(Call { protocol: Messages::default(), requests: vec![request], choices: 1, notes })
     }
 }
 

@@ -120,7 +120,12 @@ fn parse<P: Default>(
     let mut notes = Vec::new();
     let call = content(&mut body, &mut notes).and_then(|request| {
         let request = request.map(|request| with_options(request, body)).transpose()?;
-        Ok(Call { protocol: P::default(), requests: request.into_iter().collect(), notes })
+        Ok(Call {
+            protocol: P::default(),
+            requests: request.into_iter().collect(),
+            choices: 1,
+            notes,
+        })
     });
     Ok(Parsed { model, stream, call })
 }

@@ -127,7 +127,7 @@ impl Protocol for Responses {
         if !is_whole {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
         }
-        response["usage"] = usage(reply::usage(replies));
+        response["usage"] = usage(reply::usage(head, replies));
         response["steersman"] = extension(head, finished);
         if let Some(store) = &self.store {
             let mut messages = std::mem::take(&mut self.messages);
