@@ -18,7 +18,10 @@ impl Decoder {
     pub(super) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
         let (prompt, empty) = (&prepared.prompt, self.prefixes.empty());
         self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
-        let (cache, cached) = self.prefixes.restore(prompt)?;
+        let (cache, cached) = match prepared.request.prompt_logprobs {
+            Some(_) => (empty, 0),
+            None => self.prefixes.restore(prompt)?,
+        };
         for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {
             if at < self.store_min_tokens {
                 continue;
@@ -81,7 +84,7 @@ impl Decoder {
             next_logits: None,
             runs_alone: false,
             save_points: save_points.into(),
-            reply_retention: retention(&plan, SavePoint::Reply),
+            reply_retention: retention(&plan, &request.retain, SavePoint::Reply),
             sampled: None,
             drafters,
             governor: self.new_governor(),
@@ -93,6 +96,7 @@ impl Decoder {
             sampler,
             constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),
             logprobs: None,
+            reported: 0,
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,

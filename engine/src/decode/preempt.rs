@@ -190,7 +190,10 @@ impl Decoder {
         let (empty, tokens) = (self.prefixes.empty(), &sequence.tokens);
         self.make_room(self.memory.of_prompt(&empty, tokens.len(), self.prefill_chunk))?;
         let cached;
-        (sequence.cache, cached) = self.prefixes.resume(tokens)?;
+        (sequence.cache, cached) = match sequence.request.prompt_logprobs {
+            Some(_) if sequence.reported < sequence.prompt => (empty, 0),
+            _ => self.prefixes.resume(tokens)?,
+        };
         // Another request may have saved more of the prompt than had run.
         sequence.save_points.retain(|&(at, _)| at > cached);
         if sequence.governor.is_some() {

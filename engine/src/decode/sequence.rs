@@ -88,6 +88,8 @@ pub struct Sequence {
     pub constraint: Option<Constraint>,
     /// Of the sampled token, if they are reported.
     pub logprobs: Option<Logprobs>,
+    /// Tokens of the prompt that the client has received, if they are reported.
+    pub reported: usize,
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,

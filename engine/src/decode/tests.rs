@@ -14,6 +14,7 @@ mod actions;
 mod choices;
 mod failures;
 mod forms;
+mod logprobs;
 mod preemption;
 mod scripted;
 mod tool_calls;

@@ -75,7 +75,7 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// The beginning of a stream.
     fn begin(&mut self, head: &Head, out: &mut Frames);
 
-    /// One event of reply `index` in a stream; never `Started`, `Rewound` or `Failed`.
+    /// One event of reply `index` in a stream; never `Started`, `PromptToken`, `Rewound` or `Failed`.
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames);
 
     /// The end of a stream with these replies.
@@ -158,6 +158,8 @@ pub async fn handle<P: Protocol>(
             // Traces are found by the id of the reply.
             id: if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) },
             seed: request.seed.map(|seed| seed.wrapping_add(choice)),
+            // The prompt of the others does not run.
+            prompt_logprobs: request.prompt_logprobs.filter(|_| choice == 0),
             ..request.clone()
         });
         let first = all.next().expect("a request has a choice");

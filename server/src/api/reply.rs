@@ -16,7 +16,7 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
 use serde_json::Value;
-use steersman_engine::request::{Event, Finished, Logprob, ToolCall, Usage};
+use steersman_engine::request::{Event, Finished, Logprob, PromptToken, ToolCall, Usage};
 use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -159,6 +159,8 @@ pub struct Times {
 pub struct Reply {
     /// Its parts in order.
     pub parts: Vec<Part>,
+    /// The tokens of its prompt, if the request asks for them.
+    pub prompt: Vec<PromptToken>,
     /// The probabilities of the tokens of its answer, if the request asks for them.
     pub logprobs: Vec<Logprob>,
     pub finished: Finished,
@@ -288,6 +290,7 @@ struct Run<P> {
     events: Events,
     log: RequestLog,
     parts: Vec<Parts>,
+    prompts: Vec<Vec<PromptToken>>,
     logprobs: Vec<Vec<Logprob>>,
     finished: Vec<Option<Finished>>,
     /// Whether the client has received the pieces, so that none can be dropped.
@@ -298,8 +301,8 @@ impl<P: Protocol> Run<P> {
     fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
         let count = events.receivers.len();
         let (parts, finished) = ((0..count).map(|_| Parts::default()).collect(), vec![None; count]);
-        let logprobs = vec![Vec::new(); count];
-        Self { protocol, head, events, log, parts, logprobs, finished, is_stream }
+        let (prompts, logprobs) = (vec![Vec::new(); count], vec![Vec::new(); count]);
+        Self { protocol, head, events, log, parts, prompts, logprobs, finished, is_stream }
     }
 
     /// The next event that the client sees, and the number of its reply; `None` at the end.
@@ -330,6 +333,7 @@ impl<P: Protocol> Run<P> {
                     }
                     return Ok(Some((index, event)));
                 }
+                Event::PromptToken(token) => self.prompts[index].push(token.clone()),
                 Event::Logprob(logprob) => {
                     self.logprobs[index].push(logprob.clone());
                     return Ok(Some((index, event)));
@@ -347,13 +351,16 @@ impl<P: Protocol> Run<P> {
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
         let parts = std::mem::take(&mut self.parts).into_iter();
+        let prompts = std::mem::take(&mut self.prompts).into_iter();
         let logprobs = std::mem::take(&mut self.logprobs).into_iter();
         let finished = std::mem::take(&mut self.finished).into_iter();
-        let reply = |((Parts(parts), logprobs), finished): ((Parts, _), Option<Finished>)| {
-            let finished = finished.expect("every request has finished");
-            Reply { parts, logprobs, finished }
-        };
-        let replies: Vec<_> = parts.zip(logprobs).zip(finished).map(reply).collect();
+        let all = parts.zip(prompts).zip(logprobs).zip(finished);
+        let reply =
+            |(((Parts(parts), prompt), logprobs), finished): (((Parts, _), _), Option<_>)| {
+                let finished = finished.expect("every request has finished");
+                Reply { parts, prompt, logprobs, finished }
+            };
+        let replies: Vec<_> = all.map(reply).collect();
         let reason = replies.first().map(|reply| &reply.finished.reason);
         self.log.finished(reason, usage(&self.head, &replies));
         replies

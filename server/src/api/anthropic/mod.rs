@@ -69,6 +69,7 @@ impl Protocol for Messages {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::PromptToken(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}

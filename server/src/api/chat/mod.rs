@@ -80,7 +80,10 @@ impl Protocol for Chat {
                 let last = self.choice(index, json!({}), Some(finish_reason(&finished.reason)));
                 self.chunks.last_choice(head, last, &finished, out);
             }
-            Event::Started { .. } | Event::Rewound { .. } | Event::Failed(_) => {}
+            Event::Started { .. }
+            | Event::PromptToken(_)
+            | Event::Rewound { .. }
+            | Event::Failed(_) => {}
         }
     }
 

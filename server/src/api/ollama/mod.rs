@@ -41,6 +41,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::PromptToken(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => return,

@@ -96,6 +96,7 @@ impl Protocol for Responses {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::PromptToken(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
