@@ -9,6 +9,7 @@ mod anthropic;
 mod choices;
 mod completions;
 mod connection;
+mod fields;
 mod fuzz;
 mod limits;
 mod models;
