@@ -160,6 +160,22 @@ def choices_share_a_prompt(client, model):
 
 
 @check
+def texts_are_embedded(client, model):
+    texts = ["The capital of Italy is Rome.", "Rome is the capital of Italy.", "SELECT * FROM items"]
+    reply = client.embeddings.create(model=model, input=texts)
+    vectors = [item.embedding for item in reply.data]
+    assert [item.index for item in reply.data] == [0, 1, 2] and reply.usage.prompt_tokens > 10, reply.usage
+    dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+    assert all(abs(dot(vector, vector) - 1) < 1e-4 for vector in vectors)
+    assert dot(vectors[0], vectors[1]) > dot(vectors[0], vectors[2]), vectors
+    floats = client.embeddings.create(model=model, input=texts[0], encoding_format="float").data[0].embedding
+    assert all(abs(x - y) < 1e-4 for x, y in zip(floats, vectors[0])), floats
+    few = client.embeddings.create(model=model, input=texts[0], dimensions=64).data[0].embedding
+    assert len(few) == 64 and abs(dot(few, few) - 1) < 1e-4, few
+    rejected(openai.BadRequestError, 400, "invalid_value", lambda: client.embeddings.create(model=model, input="a", dimensions=10**6))
+
+
+@check
 def raw_prompt_is_continued(client, model):
     asked = dict(model=model, temperature=0, max_tokens=8, stop=["\n"])
     prompt = "<|im_start|>user\nWhat is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -51,6 +51,9 @@ pub struct Request {
     /// Whether [`Event::PromptToken`]s are sent, each with so many of the likeliest tokens. The whole
     /// prompt then runs, saved or not.
     pub prompt_logprobs: Option<u32>,
+    /// Asks for the embedding of the prompt instead of a reply. Policies do not see such a request, its
+    /// whole prompt runs, and nothing of it is saved.
+    pub embedding: Option<Embedding>,
     /// How long saved state is protected at save points where the plan saves it, at least.
     pub retain: Vec<Retention>,
     /// Seed of the noise; `None` chooses a random one.
@@ -66,6 +69,11 @@ pub struct Request {
 }
 
 impl Request {
+    /// Whether all tokens of its prompt must run, saved or not.
+    pub(crate) fn needs_whole_prompt(&self) -> bool {
+        self.prompt_logprobs.is_some() || self.embedding.is_some()
+    }
+
     /// Bytes of its text: messages, tools and template variables.
     pub fn text_bytes(&self) -> usize {
         let messages: usize = self.messages.iter().map(Message::text_bytes).sum();
@@ -296,6 +304,13 @@ pub struct Logprob {
     pub top: Vec<TokenLogprob>,
 }
 
+/// The embedding that a request asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Embedding {
+    /// Number of its first dimensions to keep; `None` for all.
+    pub dimensions: Option<u32>,
+}
+
 /// A token of the prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PromptToken {
@@ -333,6 +348,8 @@ pub enum Event {
     /// The next token of the prompt; only with [`Request::prompt_logprobs`], and never from a choice
     /// beside the first, whose prompt does not run.
     PromptToken(PromptToken),
+    /// The embedding of the prompt, of length 1; only with [`Request::embedding`].
+    Embedding(Vec<f32>),
     /// The next piece of the reasoning.
     Reasoning(String),
     /// The next token of the answer, before the piece of which it is a part; only with

@@ -18,9 +18,9 @@ impl Decoder {
     pub(super) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
         let (prompt, empty) = (&prepared.prompt, self.prefixes.empty());
         self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
-        let (cache, cached) = match prepared.request.prompt_logprobs {
-            Some(_) => (empty, 0),
-            None => self.prefixes.restore(prompt)?,
+        let (cache, cached) = match prepared.request.needs_whole_prompt() {
+            true => (empty, 0),
+            false => self.prefixes.restore(prompt)?,
         };
         for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {
             if at < self.store_min_tokens {
@@ -54,7 +54,8 @@ impl Decoder {
             others,
         } = prepared;
         let cached = cache.position;
-        save_points.retain(|&(at, _)| at >= self.store_min_tokens && at > cached);
+        let is_saved = request.embedding.is_none();
+        save_points.retain(|&(at, _)| is_saved && at >= self.store_min_tokens && at > cached);
         let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
         // Fails if the client has disconnected; the first step checks that.
         // Casts: positions fit i32 (see `Decoder::load`).
@@ -84,7 +85,8 @@ impl Decoder {
             next_logits: None,
             runs_alone: false,
             save_points: save_points.into(),
-            reply_retention: retention(&plan, &request.retain, SavePoint::Reply),
+            reply_retention: retention(&plan, &request.retain, SavePoint::Reply)
+                .filter(|_| is_saved),
             sampled: None,
             drafters,
             governor: self.new_governor(),
@@ -97,6 +99,7 @@ impl Decoder {
             constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),
             logprobs: None,
             reported: 0,
+            pooled: None,
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,

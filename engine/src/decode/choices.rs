@@ -6,7 +6,7 @@
 //! other one what a request with its seed gets.
 //!
 //! A choice for which there is no room waits like a preempted sequence, before all requests of the queue. So
-//! does a choice whose policies changed the prompt: it starts alone.
+//! does a choice with another prompt, which its policies may have changed: it starts alone.
 
 use mlx_rs::transforms::eval;
 
@@ -99,8 +99,9 @@ impl Decoder {
 }
 
 impl Sequence {
+    /// Whether the prompt of `other` has run with its own.
     fn has_prompt_of(&self, other: &Prepared) -> bool {
-        self.tokens[..self.prompt] == other.prompt
+        !other.request.needs_whole_prompt() && self.tokens[..self.prompt] == other.prompt
     }
 
     /// Ends the request, and the choices that wait for its prompt, with an error.

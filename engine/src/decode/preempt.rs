@@ -190,10 +190,12 @@ impl Decoder {
         let (empty, tokens) = (self.prefixes.empty(), &sequence.tokens);
         self.make_room(self.memory.of_prompt(&empty, tokens.len(), self.prefill_chunk))?;
         let cached;
-        (sequence.cache, cached) = match sequence.request.prompt_logprobs {
-            Some(_) if sequence.reported < sequence.prompt => (empty, 0),
-            _ => self.prefixes.resume(tokens)?,
+        let is_whole = sequence.reported == sequence.prompt;
+        (sequence.cache, cached) = match sequence.request.needs_whole_prompt() && !is_whole {
+            true => (empty, 0),
+            false => self.prefixes.resume(tokens)?,
         };
+        sequence.pooled = None;
         // Another request may have saved more of the prompt than had run.
         sequence.save_points.retain(|&(at, _)| at > cached);
         if sequence.governor.is_some() {

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use super::embed::unsteered;
 use super::hex;
 use super::save_points::is_system;
 use super::sequence::Limits;
@@ -126,8 +127,11 @@ impl Preparer {
 
     /// Prepares a request.
     pub fn prepare(&self, job: Job) -> Result<Prepared> {
-        let Request { profile, id, .. } = &job.request;
-        let session = self.policies.start(profile, id, &self.vocabulary)?;
+        let Request { profile, id, embedding, .. } = &job.request;
+        let session = match embedding {
+            Some(_) => unsteered(),
+            None => self.policies.start(profile, id, &self.vocabulary)?,
+        };
         self.prepare_with(job, session)
     }
 

@@ -90,6 +90,8 @@ pub struct Sequence {
     pub logprobs: Option<Logprobs>,
     /// Tokens of the prompt that the client has received, if they are reported.
     pub reported: usize,
+    /// Sum of the hidden states so far, f32 [1, D], if it becomes an embedding.
+    pub pooled: Option<Array>,
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,

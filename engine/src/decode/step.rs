@@ -220,6 +220,10 @@ impl Decoder {
             if sequence.request.prompt_logprobs.is_some() {
                 self.report_prompt(sequence, &ran.own(hidden)?)?;
             }
+            if let Some(wish) = sequence.request.embedding {
+                let pooled = self.pool(sequence, wish, &ran.own(hidden)?);
+                sequence.check(pooled);
+            }
             if let Some(draft) = &sequence.draft {
                 places.extend(ran.start..ran.end);
                 rows.extend(sequence.sampler.rows(ran.rows(), draft.position + 1));

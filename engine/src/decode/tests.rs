@@ -12,6 +12,7 @@ use crate::request::{Message, Request};
 
 mod actions;
 mod choices;
+mod embed;
 mod failures;
 mod forms;
 mod logprobs;

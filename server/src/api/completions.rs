@@ -90,7 +90,7 @@ impl Body {
             let message = "echo: the probabilities of a prompt are not streamed; drop stream";
             return Err(ApiError::unsupported("echo", message));
         }
-        let prompts = prompts(self.prompt.unwrap_or_default())?;
+        let prompts = prompts("prompt", self.prompt.unwrap_or_default(), PROMPTS)?;
         let prompts = match self.suffix.filter(|suffix| !suffix.is_empty()) {
             Some(suffix) => infill(prompts, &suffix, &request)?,
             None => prompts,
@@ -131,8 +131,8 @@ fn infill(
     prompts.into_iter().map(one).collect()
 }
 
-/// `prompt`: a text, several, token ids, or several lists of them.
-fn prompts(prompt: Value) -> Result<Vec<RawPrompt>, ApiError> {
+/// The prompts in the field `name`: a text, several, token ids, or several lists of them; at most `most`.
+pub fn prompts(name: &str, prompt: Value, most: usize) -> Result<Vec<RawPrompt>, ApiError> {
     let invalid = |path: &str| {
         let message =
             format!("{path}: must be a string or a list of token ids, or a list of these");
@@ -147,26 +147,27 @@ fn prompts(prompt: Value) -> Result<Vec<RawPrompt>, ApiError> {
     };
     match prompt {
         Value::Null => {
-            let message = "prompt: must be a string or a list of token ids, or a list of these";
-            Err(ApiError::missing("prompt", message))
+            let message =
+                format!("{name}: must be a string or a list of token ids, or a list of these");
+            Err(ApiError::missing(name, message))
         }
         Value::String(text) => Ok(vec![RawPrompt::Text(text)]),
         Value::Array(list) if list.first().is_some_and(Value::is_number) => {
-            Ok(vec![tokens("prompt", &list)?])
+            Ok(vec![tokens(name, &list)?])
         }
-        Value::Array(list) if list.is_empty() || list.len() > PROMPTS => {
-            let message = format!("prompt: {} prompts, must be 1 to {PROMPTS}", list.len());
-            Err(ApiError::value("prompt", message))
+        Value::Array(list) if list.is_empty() || list.len() > most => {
+            let message = format!("{name}: {} texts, must be 1 to {most}", list.len());
+            Err(ApiError::value(name, message))
         }
         Value::Array(list) => {
             let one = |(i, prompt): (usize, Value)| match prompt {
                 Value::String(text) => Ok(RawPrompt::Text(text)),
-                Value::Array(ids) => tokens(&format!("prompt[{i}]"), &ids),
-                _ => Err(invalid(&format!("prompt[{i}]"))),
+                Value::Array(ids) => tokens(&format!("{name}[{i}]"), &ids),
+                _ => Err(invalid(&format!("{name}[{i}]"))),
             };
             list.into_iter().enumerate().map(one).collect()
         }
-        _ => Err(invalid("prompt")),
+        _ => Err(invalid(name)),
     }
 }
 
@@ -219,6 +220,7 @@ impl Protocol for Completions {
             Event::ToolCall(_)
             | Event::Started { .. }
             | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Rewound { .. }
             | Event::Failed(_) => {}
         }

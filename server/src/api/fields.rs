@@ -199,6 +199,16 @@ pub const COMPLETIONS: &[Field] = &[
     ("logprobs", Read),
 ];
 
+/// The fields of the body of `POST /v1/embeddings`.
+pub const EMBEDDINGS: &[Field] = &[
+    ("model", Read),
+    ("input", Read),
+    ("dimensions", Read),
+    ("encoding_format", Read),
+    // A label for the operator of a service.
+    ("user", Ignored),
+];
+
 /// The fields of the body of `POST /api/chat`.
 pub const OLLAMA_CHAT: &[Field] = &[
     ("model", Read),
@@ -274,8 +284,16 @@ pub const OLLAMA_OPTIONS: &[Field] = &[
 
 /// The tables of all protocols.
 #[cfg(test)]
-const TABLES: &[&[Field]] =
-    &[FIELDS, MESSAGES, RESPONSES, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_OPTIONS];
+const TABLES: &[&[Field]] = &[
+    FIELDS,
+    MESSAGES,
+    RESPONSES,
+    COMPLETIONS,
+    EMBEDDINGS,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_OPTIONS,
+];
 
 /// Whether the protocol reads the field `name`.
 pub fn is_read(fields: &[Field], name: &str) -> bool {

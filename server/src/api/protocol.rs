@@ -55,6 +55,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// What ids of replies begin with.
     const ID: &'static str;
 
+    /// Whether all requests of a body take one place in the queue.
+    const HAS_ONE_PLACE: bool = false;
+
     /// How streams are written.
     const FRAMING: Framing = Framing::Sse;
 
@@ -148,13 +151,15 @@ pub async fn handle<P: Protocol>(
     protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
     let requests = check_lengths(&app, &admission, requests).await;
     let requests = requests.map_err(|error| log.failed(error))?;
-    let mut receivers = Vec::new();
+    // Of each place in the queue.
+    let mut places: Vec<Vec<Request>> = Vec::new();
+    let mut count = 0;
     for mut request in requests {
         request.profile = admission.profile.clone();
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
-        let mut all = (0..choices as u64).zip(receivers.len()..).map(|(choice, index)| Request {
+        let all = (0..choices as u64).zip(count..).map(|(choice, index)| Request {
             // Traces are found by the id of the reply.
             id: if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) },
             seed: request.seed.map(|seed| seed.wrapping_add(choice)),
@@ -162,8 +167,16 @@ pub async fn handle<P: Protocol>(
             prompt_logprobs: request.prompt_logprobs.filter(|_| choice == 0),
             ..request.clone()
         });
-        let first = all.next().expect("a request has a choice");
-        let events = admission.engine.submit_choices(first, all.collect());
+        count += choices;
+        match places.last_mut().filter(|_| P::HAS_ONE_PLACE) {
+            Some(place) => place.extend(all),
+            None => places.push(all.collect()),
+        }
+    }
+    let mut receivers = Vec::new();
+    for mut place in places {
+        let first = place.remove(0);
+        let events = admission.engine.submit_choices(first, place);
         receivers.extend(events.map_err(|error| log.failed(error))?);
     }
     let head = Head {

@@ -159,6 +159,8 @@ pub struct Times {
 pub struct Reply {
     /// Its parts in order.
     pub parts: Vec<Part>,
+    /// The embedding of its prompt, if the request asks for it.
+    pub embedding: Vec<f32>,
     /// The tokens of its prompt, if the request asks for them.
     pub prompt: Vec<PromptToken>,
     /// The probabilities of the tokens of its answer, if the request asks for them.
@@ -283,16 +285,23 @@ impl Frames {
     }
 }
 
+/// A reply while it is generated.
+#[derive(Debug, Default)]
+struct Partial {
+    parts: Parts,
+    prompt: Vec<PromptToken>,
+    embedding: Vec<f32>,
+    logprobs: Vec<Logprob>,
+    finished: Option<Finished>,
+}
+
 /// The replies to one body while they are generated.
 struct Run<P> {
     protocol: P,
     head: Head,
     events: Events,
     log: RequestLog,
-    parts: Vec<Parts>,
-    prompts: Vec<Vec<PromptToken>>,
-    logprobs: Vec<Vec<Logprob>>,
-    finished: Vec<Option<Finished>>,
+    replies: Vec<Partial>,
     /// Whether the client has received the pieces, so that none can be dropped.
     is_stream: bool,
 }
@@ -300,9 +309,8 @@ struct Run<P> {
 impl<P: Protocol> Run<P> {
     fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
         let count = events.receivers.len();
-        let (parts, finished) = ((0..count).map(|_| Parts::default()).collect(), vec![None; count]);
-        let (prompts, logprobs) = (vec![Vec::new(); count], vec![Vec::new(); count]);
-        Self { protocol, head, events, log, parts, prompts, logprobs, finished, is_stream }
+        let replies = (0..count).map(|_| Partial::default()).collect();
+        Self { protocol, head, events, log, replies, is_stream }
     }
 
     /// The next event that the client sees, and the number of its reply; `None` at the end.
@@ -311,7 +319,8 @@ impl<P: Protocol> Run<P> {
             let next = self.events.next().await.map_err(|failure| self.log.failed(failure))?;
             let Some((index, event)) = next else { return Ok(None) };
             self.log.event(&event);
-            self.parts[index].push(&event);
+            let reply = &mut self.replies[index];
+            reply.parts.push(&event);
             match &event {
                 Event::Started { fingerprint, prompt_tokens, cached_tokens } => {
                     self.head.fingerprint.clone_from(fingerprint);
@@ -325,7 +334,7 @@ impl<P: Protocol> Run<P> {
                 // continues after the text already sent.
                 Event::Rewound { .. } if self.is_stream => {}
                 &Event::Rewound { reasoning, answer } => {
-                    self.parts[index].rewind(reasoning, answer);
+                    reply.parts.rewind(reasoning, answer);
                 }
                 Event::Reasoning(_) | Event::Answer(_) | Event::ToolCall(_) => {
                     if self.head.times.first_piece == 0 {
@@ -333,13 +342,14 @@ impl<P: Protocol> Run<P> {
                     }
                     return Ok(Some((index, event)));
                 }
-                Event::PromptToken(token) => self.prompts[index].push(token.clone()),
+                Event::PromptToken(token) => reply.prompt.push(token.clone()),
+                Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
                 Event::Logprob(logprob) => {
-                    self.logprobs[index].push(logprob.clone());
+                    reply.logprobs.push(logprob.clone());
                     return Ok(Some((index, event)));
                 }
                 Event::Finished(finished) => {
-                    self.finished[index] = Some(finished.clone());
+                    reply.finished = Some(finished.clone());
                     return Ok(Some((index, event)));
                 }
                 Event::Failed(_) => unreachable!("`Events` makes it a failure"),
@@ -350,17 +360,12 @@ impl<P: Protocol> Run<P> {
     /// The replies, after the last event.
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
-        let parts = std::mem::take(&mut self.parts).into_iter();
-        let prompts = std::mem::take(&mut self.prompts).into_iter();
-        let logprobs = std::mem::take(&mut self.logprobs).into_iter();
-        let finished = std::mem::take(&mut self.finished).into_iter();
-        let all = parts.zip(prompts).zip(logprobs).zip(finished);
-        let reply =
-            |(((Parts(parts), prompt), logprobs), finished): (((Parts, _), _), Option<_>)| {
-                let finished = finished.expect("every request has finished");
-                Reply { parts, prompt, logprobs, finished }
-            };
-        let replies: Vec<_> = all.map(reply).collect();
+        let whole = |Partial { parts: Parts(parts), prompt, embedding, logprobs, finished }| {
+            let finished: Option<Finished> = finished;
+            let finished = finished.expect("every request has finished");
+            Reply { parts, prompt, embedding, logprobs, finished }
+        };
+        let replies: Vec<_> = std::mem::take(&mut self.replies).into_iter().map(whole).collect();
         let reason = replies.first().map(|reply| &reply.finished.reason);
         self.log.finished(reason, usage(&self.head, &replies));
         replies

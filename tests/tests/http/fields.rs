@@ -53,6 +53,7 @@ fn smallest(heading: &str) -> (&'static str, Value) {
     match heading {
         "POST /v1/chat/completions" => ("/v1/chat/completions", json!({"messages": messages})),
         "POST /v1/completions" => ("/v1/completions", json!({"prompt": "Hi"})),
+        "POST /v1/embeddings" => ("/v1/embeddings", json!({"input": "Hi"})),
         "POST /v1/responses" => ("/v1/responses", json!({"input": "Hi"})),
         "POST /v1/messages" => ("/v1/messages", json!({"messages": messages, "max_tokens": 9})),
         "POST /v1/messages/count_tokens" => {

@@ -9,6 +9,7 @@ mod anthropic;
 mod choices;
 mod completions;
 mod connection;
+mod embeddings;
 mod fields;
 mod fuzz;
 mod limits;

@@ -70,6 +70,7 @@ impl Protocol for Messages {
             Event::Started { .. }
             | Event::Rewound { .. }
             | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}

@@ -82,6 +82,7 @@ impl Protocol for Chat {
             }
             Event::Started { .. }
             | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Rewound { .. }
             | Event::Failed(_) => {}
         }

@@ -42,6 +42,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::Started { .. }
             | Event::Rewound { .. }
             | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => return,

@@ -97,6 +97,7 @@ impl Protocol for Responses {
             Event::Started { .. }
             | Event::Rewound { .. }
             | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
