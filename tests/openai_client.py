@@ -135,12 +135,44 @@ def rejected(kind, status, code, create):
 def errors_have_the_types_of_the_package(client, model):
     create = client.chat.completions.create
     rejected(openai.NotFoundError, 404, "model_not_found", lambda: create(model="gpt-4", messages=QUESTION))
-    rejected(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, n=2))
+    rejected(openai.BadRequestError, 400, "unsupported_parameter", lambda: create(model=model, messages=QUESTION, modalities=["audio"]))
     error = rejected(openai.BadRequestError, 400, "invalid_type", lambda: create(model=model, messages=[{"role": "user", "content": 3}]))
     assert error.param == "messages[0].content", error.param
     long = [{"role": "user", "content": "What is the capital of Italy? " * 15_000}]
     for stream in [False, True]:
         rejected(openai.BadRequestError, 400, "context_length_exceeded", lambda: create(model=model, messages=long, stream=stream))
+
+
+@check
+def choices_share_a_prompt(client, model):
+    asked = dict(model=model, messages=QUESTION, temperature=1, seed=3, max_tokens=20, extra_body=reasoning(False))
+    alone = client.chat.completions.create(**asked)
+    reply = client.chat.completions.create(n=4, **asked)
+    answers = [choice.message.content for choice in reply.choices]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3], reply
+    assert answers[0] == alone.choices[0].message.content, (answers, alone)
+    assert reply.usage.prompt_tokens == alone.usage.prompt_tokens, (reply.usage, alone.usage)
+    pieces = ["", "", "", ""]
+    for chunk in client.chat.completions.create(n=4, stream=True, **asked):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.delta.content or ""
+    assert pieces == answers, (pieces, answers)
+
+
+@check
+def texts_are_embedded(client, model):
+    texts = ["The capital of Italy is Rome.", "Rome is the capital of Italy.", "SELECT * FROM items"]
+    reply = client.embeddings.create(model=model, input=texts)
+    vectors = [item.embedding for item in reply.data]
+    assert [item.index for item in reply.data] == [0, 1, 2] and reply.usage.prompt_tokens > 10, reply.usage
+    dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+    assert all(abs(dot(vector, vector) - 1) < 1e-4 for vector in vectors)
+    assert dot(vectors[0], vectors[1]) > dot(vectors[0], vectors[2]), vectors
+    floats = client.embeddings.create(model=model, input=texts[0], encoding_format="float").data[0].embedding
+    assert all(abs(x - y) < 1e-4 for x, y in zip(floats, vectors[0])), floats
+    few = client.embeddings.create(model=model, input=texts[0], dimensions=64).data[0].embedding
+    assert len(few) == 64 and abs(dot(few, few) - 1) < 1e-4, few
+    rejected(openai.BadRequestError, 400, "invalid_value", lambda: client.embeddings.create(model=model, input="a", dimensions=10**6))
 
 
 @check

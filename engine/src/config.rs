@@ -56,6 +56,19 @@ pub struct ModelConfig {
     pub compile: Compile,
     /// Parse special tokens that the text of a request spells. Clients can then forge turns.
     pub special_tokens_in_text: bool,
+    /// How the embedding of a text is made of its hidden states.
+    pub pooling: Pooling,
+}
+
+/// How the embedding of a text is made of the hidden states of its tokens, after the final norm.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pooling {
+    /// That of the last token, which has seen all others.
+    #[default]
+    Last,
+    /// The mean of all.
+    Mean,
 }
 
 impl Default for ModelConfig {
@@ -68,6 +81,7 @@ impl Default for ModelConfig {
             cpu_dequantize: true,
             compile: Compile::Auto,
             special_tokens_in_text: false,
+            pooling: Pooling::Last,
         }
     }
 }

@@ -151,6 +151,22 @@ impl Engine {
         self.0.queue.add(request)
     }
 
+    /// Queues several choices of one request, which differ in id and seed: the prompt is computed once.
+    /// Returns a receiver for each. Dropping a receiver cancels its choice; before the prompt has run,
+    /// dropping the first cancels all.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    pub fn submit_choices(
+        &self,
+        request: Request,
+        others: Vec<Request>,
+    ) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
+        self.check_bytes(&request)?;
+        others.iter().try_for_each(|other| self.check_bytes(other))?;
+        self.0.queue.add_choices(request, others)
+    }
+
     fn check_bytes(&self, request: &Request) -> Result<()> {
         let (bytes, limit) = (request.text_bytes(), self.0.info.prompt_bytes);
         if bytes > limit {

@@ -46,7 +46,7 @@ pub enum Error {
 }
 
 /// A request that the client must change or repeat.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum RequestError {
     /// The prompt does not fit into the context.
     #[error("the prompt has {tokens} tokens, the model's context holds {limit}")]
@@ -164,11 +164,13 @@ pub enum ConfigError {
 }
 
 impl Error {
-    /// This error of a shared pass, for one of its requests.
+    /// This error of several requests, for one of them.
     pub(crate) fn shared(&self) -> Self {
         match self {
             Self::Panic { stage, message } => Self::Panic { stage, message: message.clone() },
             Self::Array(problem) => Self::Array(problem.clone()),
+            Self::Request(error) => Self::Request(error.clone()),
+            Self::Stopped => Self::Stopped,
             error => Self::Array(error.to_string()),
         }
     }

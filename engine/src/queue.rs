@@ -70,6 +70,8 @@ pub struct Taken {
     pub place: u64,
     /// The request.
     pub job: Job,
+    /// The other choices of the same request, which share its place.
+    pub others: Vec<Job>,
 }
 
 /// What the engine thread does next.
@@ -123,14 +125,14 @@ enum Phase {
 struct Entry {
     place: u64,
     profile: String,
-    /// Weak: the channel closes when the request is dropped.
-    events: mpsc::WeakUnboundedSender<Event>,
+    /// Of the request, then of its other choices. Weak: a channel closes when its request is dropped.
+    events: Vec<mpsc::WeakUnboundedSender<Event>>,
     deadline: Option<Instant>,
     stage: Stage,
 }
 
 enum Stage {
-    Waiting(Box<Job>),
+    Waiting(Box<Job>, Vec<Job>),
     Preparing,
     Ready(Box<Prepared>),
 }
@@ -148,6 +150,20 @@ impl Queue {
     /// [`RequestError::QueueFull`] if no place is free; [`Error::Stopped`] if the engine accepts no
     /// requests any more.
     pub fn add(&self, request: Request) -> Result<mpsc::UnboundedReceiver<Event>> {
+        let mut receivers = self.add_choices(request, Vec::new())?;
+        Ok(receivers.pop().expect("a request has a channel"))
+    }
+
+    /// Adds a request and the `others` of its choices, which take one place together and are started
+    /// together. Returns a receiver for each.
+    ///
+    /// # Errors
+    /// As [`Queue::add`].
+    pub fn add_choices(
+        &self,
+        request: Request,
+        others: Vec<Request>,
+    ) -> Result<Vec<mpsc::UnboundedReceiver<Event>>> {
         let mut state = self.lock();
         if state.phase >= Phase::Stopping {
             return Err(Error::Stopped);
@@ -155,18 +171,22 @@ impl Queue {
         if state.entries.len() >= self.places {
             return Err(Error::Request(RequestError::QueueFull { limit: self.places }));
         }
-        let (events, receiver) = mpsc::unbounded_channel();
-        state.newest += 1;
-        let entry = Entry {
-            place: state.newest,
-            profile: request.profile.clone(),
-            events: events.downgrade(),
-            deadline: request.deadline,
-            stage: Stage::Waiting(Box::new(Job { request, events })),
+        let (mut senders, mut receivers) = (Vec::new(), Vec::new());
+        let mut job = |request| {
+            let (events, receiver) = mpsc::unbounded_channel();
+            senders.push(events.downgrade());
+            receivers.push(receiver);
+            Job { request, events }
         };
-        state.entries.push(entry);
+        state.newest += 1;
+        let (profile, deadline) = (request.profile.clone(), request.deadline);
+        let first = Box::new(job(request));
+        let others = others.into_iter().map(job).collect();
+        let place = state.newest;
+        let stage = Stage::Waiting(first, others);
+        state.entries.push(Entry { place, profile, events: senders, deadline, stage });
         self.changed.notify_all();
-        Ok(receiver)
+        Ok(receivers)
     }
 
     /// Number of places taken.
@@ -322,7 +342,8 @@ impl State {
     fn sweep(&mut self) {
         let now = Instant::now();
         self.entries.retain(|entry| {
-            if entry.events.upgrade().is_none_or(|events| events.is_closed()) {
+            let first = entry.events.first().and_then(mpsc::WeakUnboundedSender::upgrade);
+            if first.is_none_or(|events| events.is_closed()) {
                 return false;
             }
             let in_time = entry.deadline.is_none_or(|deadline| now < deadline);
@@ -349,11 +370,11 @@ impl State {
     }
 
     fn take(&mut self) -> Option<Taken> {
-        let waits = |&i: &usize| matches!(self.entries[i].stage, Stage::Waiting(_));
+        let waits = |&i: &usize| matches!(self.entries[i].stage, Stage::Waiting(..));
         let first = self.order().into_iter().take(AHEAD).find(waits)?;
         let entry = &mut self.entries[first];
         match std::mem::replace(&mut entry.stage, Stage::Preparing) {
-            Stage::Waiting(job) => Some(Taken { place: entry.place, job: *job }),
+            Stage::Waiting(job, others) => Some(Taken { place: entry.place, job: *job, others }),
             Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
         }
     }
@@ -383,10 +404,8 @@ impl State {
 
 impl Entry {
     fn fail(&self, error: Error) {
-        if let Some(events) = self.events.upgrade() {
-            // Fails if the client has disconnected.
-            let _ = events.send(Event::Failed(error));
-        }
+        let channels = self.events.iter().filter_map(mpsc::WeakUnboundedSender::upgrade);
+        fail_all(channels.collect(), error);
     }
 }
 
@@ -394,9 +413,18 @@ impl Stage {
     /// For [`RequestError::Deadline`].
     fn name(&self) -> &'static str {
         match self {
-            Self::Waiting(_) | Self::Ready(_) => "waiting",
+            Self::Waiting(..) | Self::Ready(_) => "waiting",
             Self::Preparing => "being prepared",
         }
+    }
+}
+
+/// Ends the choices of a request with `error`, the first of them first.
+pub(crate) fn fail_all(channels: Vec<mpsc::UnboundedSender<Event>>, error: Error) {
+    let copies: Vec<Error> = channels.iter().skip(1).map(|_| error.shared()).collect();
+    for (events, error) in channels.into_iter().zip(std::iter::once(error).chain(copies)) {
+        // Fails if the client has disconnected.
+        let _ = events.send(Event::Failed(error));
     }
 }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
-use crate::policy::{SamplingPatch, TokenBias};
+use crate::policy::{Retention, SamplingPatch, TokenBias};
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -48,6 +48,14 @@ pub struct Request {
     pub ignores_end: bool,
     /// Whether [`Event::Logprob`]s are sent, each with so many of the likeliest tokens.
     pub logprobs: Option<u32>,
+    /// Whether [`Event::PromptToken`]s are sent, each with so many of the likeliest tokens. The whole
+    /// prompt then runs, saved or not.
+    pub prompt_logprobs: Option<u32>,
+    /// Asks for the embedding of the prompt instead of a reply. Policies do not see such a request, its
+    /// whole prompt runs, and nothing of it is saved.
+    pub embedding: Option<Embedding>,
+    /// How long saved state is protected at save points where the plan saves it, at least.
+    pub retain: Vec<Retention>,
     /// Seed of the noise; `None` chooses a random one.
     pub seed: Option<u64>,
     /// Stop strings: each ends the answer and is not part of it.
@@ -61,6 +69,11 @@ pub struct Request {
 }
 
 impl Request {
+    /// Whether all tokens of its prompt must run, saved or not.
+    pub(crate) fn needs_whole_prompt(&self) -> bool {
+        self.prompt_logprobs.is_some() || self.embedding.is_some()
+    }
+
     /// Bytes of its text: messages, tools and template variables.
     pub fn text_bytes(&self) -> usize {
         let messages: usize = self.messages.iter().map(Message::text_bytes).sum();
@@ -69,6 +82,7 @@ impl Request {
             None => 0,
             Some(RawPrompt::Text(text)) => text.len(),
             Some(RawPrompt::Tokens(tokens)) => size_of_val(tokens.as_slice()),
+            Some(RawPrompt::Infill { prefix, suffix }) => prefix.len() + suffix.len(),
         };
         let format = self.response_format.as_ref().map_or(0, ResponseFormat::text_bytes);
         prompt + messages + tools + format + map_bytes(&self.template_variables)
@@ -128,6 +142,13 @@ pub enum RawPrompt {
     Text(String),
     /// Ids of the model's vocabulary.
     Tokens(Vec<u32>),
+    /// What stands before and after the text that the model fills in. Spells no special tokens.
+    Infill {
+        /// The text before.
+        prefix: String,
+        /// The text after.
+        suffix: String,
+    },
 }
 
 /// Bytes that count for what has no text of its own, such as a number or an empty message: it takes
@@ -283,6 +304,24 @@ pub struct Logprob {
     pub top: Vec<TokenLogprob>,
 }
 
+/// The embedding that a request asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Embedding {
+    /// Number of its first dimensions to keep; `None` for all.
+    pub dimensions: Option<u32>,
+}
+
+/// A token of the prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PromptToken {
+    /// Its text, which need not be whole characters.
+    pub bytes: Vec<u8>,
+    /// Natural logarithm of its probability after the tokens before it; `None` for the first.
+    pub logprob: Option<f32>,
+    /// The likeliest tokens in its place, likeliest first.
+    pub top: Vec<TokenLogprob>,
+}
+
 /// A token with its logarithmic probability.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenLogprob {
@@ -306,10 +345,15 @@ pub enum Event {
         /// [`Usage::cached_tokens`]
         cached_tokens: u32,
     },
+    /// The next token of the prompt; only with [`Request::prompt_logprobs`], and never from a choice
+    /// beside the first, whose prompt does not run.
+    PromptToken(PromptToken),
+    /// The embedding of the prompt, of length 1; only with [`Request::embedding`].
+    Embedding(Vec<f32>),
     /// The next piece of the reasoning.
     Reasoning(String),
     /// The next token of the answer, before the piece of which it is a part; only with
-    /// [`Request::logprobs`].
+    /// [`Request::logprobs`]. After a raw prompt, reasoning is part of the answer.
     Logprob(Logprob),
     /// The next piece of the answer.
     Answer(String),
@@ -411,8 +455,15 @@ mod tests {
                 ..Request::default()
             },
             Request { messages: vec![message; 100], ..Request::default() },
-            Request { prompt: Some(RawPrompt::Text(text)), ..Request::default() },
+            Request { prompt: Some(RawPrompt::Text(text.clone())), ..Request::default() },
             Request { prompt: Some(RawPrompt::Tokens(vec![1; 250])), ..Request::default() },
+            Request {
+                prompt: Some(RawPrompt::Infill {
+                    prefix: text[..400].into(),
+                    suffix: text[400..].into(),
+                }),
+                ..Request::default()
+            },
         ];
         for request in requests {
             let bytes = request.text_bytes();

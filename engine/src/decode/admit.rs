@@ -8,13 +8,34 @@ use super::rewind::{PhaseStart, ReplyState};
 use super::sampler::Sampler;
 use super::save_points::retention;
 use super::sequence::{Progress, Sequence};
+use crate::cache::Cache;
 use crate::error::Result;
 use crate::policy::SavePoint;
 use crate::request::Event;
 
 impl Decoder {
-    /// The sequence of a prepared request. Does not run the model.
+    /// The sequence of a prepared request, with saved state. Does not run the model.
     pub(super) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
+        let (prompt, empty) = (&prepared.prompt, self.prefixes.empty());
+        self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
+        let (cache, cached) = match prepared.request.needs_whole_prompt() {
+            true => (empty, 0),
+            false => self.prefixes.restore(prompt)?,
+        };
+        for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {
+            if at < self.store_min_tokens {
+                continue;
+            }
+            if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
+                let request_id = &prepared.request.id;
+                tracing::warn!(request_id, %error, "retaining saved state failed");
+            }
+        }
+        self.sequence(prepared, cache)
+    }
+
+    /// The sequence of a prepared request whose `cache` holds the beginning of its prompt.
+    pub(super) fn sequence(&mut self, prepared: Prepared, cache: Cache) -> Result<Sequence> {
         let Prepared {
             request,
             events,
@@ -30,17 +51,11 @@ impl Decoder {
             limits,
             sampling,
             fingerprint,
+            others,
         } = prepared;
-        let empty = self.prefixes.empty();
-        self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
-        let (cache, cached) = self.prefixes.restore(&prompt)?;
-        save_points.retain(|&(at, _)| at >= self.store_min_tokens);
-        for &(at, retention) in save_points.iter().take_while(|&&(at, _)| at <= cached) {
-            if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
-                tracing::warn!(request_id = request.id, %error, "retaining saved state failed");
-            }
-        }
-        save_points.retain(|&(at, _)| at > cached);
+        let cached = cache.position;
+        let is_saved = request.embedding.is_none();
+        save_points.retain(|&(at, _)| is_saved && at >= self.store_min_tokens && at > cached);
         let drafters = if self.costs.is_some() { self.new_drafters(&prompt)? } else { Vec::new() };
         // Fails if the client has disconnected; the first step checks that.
         // Casts: positions fit i32 (see `Decoder::load`).
@@ -70,7 +85,8 @@ impl Decoder {
             next_logits: None,
             runs_alone: false,
             save_points: save_points.into(),
-            reply_retention: retention(&plan, SavePoint::Reply),
+            reply_retention: retention(&plan, &request.retain, SavePoint::Reply)
+                .filter(|_| is_saved),
             sampled: None,
             drafters,
             governor: self.new_governor(),
@@ -82,6 +98,8 @@ impl Decoder {
             sampler,
             constraint: grammar.map(|grammar| Constraint::new(grammar, self.speculation.forced)),
             logprobs: None,
+            reported: 0,
+            pooled: None,
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,
@@ -90,6 +108,7 @@ impl Decoder {
             limits,
             progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,
+            others,
             request,
         })
     }

@@ -3,39 +3,49 @@
 //! They are those of the logits after biases, penalties and the mask of the form, before temperature and
 //! filters. A sequence that reports them drafts nothing, so each is of the pass that sampled its token.
 
-use mlx_rs::Array;
-use mlx_rs::Dtype;
 use mlx_rs::ops::argsort_axis;
 use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
+use mlx_rs::{Array, Dtype};
 
 use super::adjust::adjusted;
 use super::sample::Row;
 use super::sequence::Sequence;
+use super::{Decoder, token_ids};
 use crate::error::Result;
-use crate::request::{Event, Logprob, TokenLogprob};
+use crate::request::{Event, Logprob, PromptToken, TokenLogprob};
 use crate::text::{Phase, Text};
 
-/// Logarithmic probabilities of a sampled token and of the likeliest ones; possibly still being computed.
+/// Rows of a prompt whose logits are computed at once: those of a whole chunk would take gigabytes.
+const PROMPT_ROWS: usize = 16;
+
+/// Logarithmic probabilities of a token for each row, and of the likeliest ones; possibly still being
+/// computed.
 #[derive(Debug)]
 pub struct Logprobs {
-    /// f32 [1, 1 + k]: of the sampled token, then of `top`.
+    /// f32 [R, 1 + k]: of the token, then of `top`.
     values: Array,
-    /// u32 [1, k], likeliest first; `None` for none.
+    /// u32 [R, k], likeliest first; `None` for none.
     top: Option<Array>,
 }
 
 impl Logprobs {
     /// Of the token u32 [1] sampled from `logits` [1, V], and of the `top` likeliest.
     pub fn of(logits: &Array, rows: &[Row], token: &Array, top: u32) -> Result<Self> {
-        let logits = adjusted(logits, rows)?.as_dtype(Dtype::Float32)?;
+        Self::of_rows(&adjusted(logits, rows)?, token, top)
+    }
+
+    /// Of the token of each row, u32 [R], after `logits` [R, V], and of the `top` likeliest.
+    fn of_rows(logits: &Array, tokens: &Array, top: u32) -> Result<Self> {
+        let logits = logits.as_dtype(Dtype::Float32)?;
         let logprobs = logits.subtract(logits.logsumexp_axis(-1, true)?)?;
-        let token = token.reshape(&[1, 1])?;
+        let token = tokens.reshape(&[-1, 1])?;
         let count = i32::try_from(top).unwrap_or(i32::MAX).min(logits.dim(1));
         if count == 0 {
             return Ok(Self { values: take_along_axis(&logprobs, &token, -1)?, top: None });
         }
         let order = argsort_axis(logprobs.negative()?, -1)?.try_index((.., ..count))?;
-        let order = order.as_dtype(Dtype::Uint32)?;
+        // Part of each row: the host reads whole ones.
+        let order = order.as_dtype(Dtype::Uint32)?.contiguous()?;
         let places = mlx_rs::ops::concatenate(&[&token, &order], -1)?;
         Ok(Self { values: take_along_axis(&logprobs, &places, -1)?, top: Some(order) })
     }
@@ -61,7 +71,8 @@ impl Sequence {
     /// client asks for them. A token that was forced is certain.
     pub(super) fn report_logprobs(&mut self, token: u32, text: &Text) -> Result<()> {
         let found = self.logprobs.take();
-        if self.request.logprobs.is_none() || self.reply_state.reply.phase() != Phase::Answer {
+        let is_answer = self.reply_state.reply.phase() == Phase::Answer;
+        if self.request.logprobs.is_none() || !(is_answer || self.request.prompt.is_some()) {
             return Ok(());
         }
         let one = |token: u32, logprob: f32| TokenLogprob { bytes: text.bytes(token), logprob };
@@ -84,6 +95,50 @@ impl Sequence {
         };
         // Fails if the client has disconnected; the next step checks that.
         let _ = self.events.send(Event::Logprob(logprob));
+        Ok(())
+    }
+}
+
+impl Decoder {
+    /// Sends the probabilities of the tokens of the prompt of `sequence` that come after the rows whose
+    /// `hidden` states [1, R, D] are the newest of its cache, and that the client does not have yet.
+    pub(super) fn report_prompt(&self, sequence: &mut Sequence, hidden: &Array) -> Result<()> {
+        let top = sequence.request.prompt_logprobs.unwrap_or(0);
+        let one =
+            |token: u32, logprob: f32| TokenLogprob { bytes: self.text.bytes(token), logprob };
+        // Fails if the client has disconnected; the next step checks that.
+        let send = |token| drop(sequence.events.send(Event::PromptToken(token)));
+        if sequence.reported == 0 {
+            let bytes = self.text.bytes(sequence.tokens[0]);
+            send(PromptToken { bytes, logprob: None, top: Vec::new() });
+            sequence.reported = 1;
+        }
+        let end = sequence.cache.position;
+        let start = end - hidden.dim(1) as usize;
+        // Row `r` predicts token `start + r + 1`.
+        let mut next = sequence.reported.max(start + 1);
+        while next < sequence.prompt.min(end + 1) {
+            let until = sequence.prompt.min(end + 1).min(next + PROMPT_ROWS);
+            let (first, last) = (next - 1 - start, until - 1 - start);
+            let rows = hidden.try_index((.., first as i32..last as i32))?;
+            let logits = self.logits(&rows)?.squeeze_axes(&[0])?;
+            let tokens = &sequence.tokens[next..until];
+            let (values, likeliest) =
+                Logprobs::of_rows(&logits, &token_ids(tokens), top)?.read()?;
+            let width = values.len() / tokens.len();
+            for (row, &token) in tokens.iter().enumerate() {
+                let values = &values[row * width..(row + 1) * width];
+                let likeliest = &likeliest[row * (width - 1)..(row + 1) * (width - 1)];
+                let top = likeliest.iter().zip(&values[1..]);
+                send(PromptToken {
+                    bytes: self.text.bytes(token),
+                    logprob: Some(values[0]),
+                    top: top.map(|(&token, &logprob)| one(token, logprob)).collect(),
+                });
+            }
+            next = until;
+            sequence.reported = until;
+        }
         Ok(())
     }
 }

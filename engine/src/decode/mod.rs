@@ -11,8 +11,10 @@ mod adjust;
 mod admit;
 mod apply;
 pub mod calibrate;
+mod choices;
 mod constrain;
 mod draft;
+mod embed;
 mod governor;
 mod logprobs;
 pub mod loops;
@@ -61,7 +63,9 @@ use self::sample::within;
 use self::sequence::Sequence;
 use self::threads::Threads;
 use crate::activity::ActivityReporter;
-use crate::config::{Config, DraftKind, EngineConfig, ModelConfig, SpeculationConfig, StoreConfig};
+use crate::config::{
+    Config, DraftKind, EngineConfig, ModelConfig, Pooling, SpeculationConfig, StoreConfig,
+};
 use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
@@ -162,6 +166,8 @@ pub struct Decoder {
     exit_layers: Option<usize>,
     /// Path of the calibration file.
     calibration_path: PathBuf,
+    /// How embeddings are made.
+    pooling: Pooling,
     /// Bits of KV in the cache; 0 if not quantized.
     kv_bits: u32,
     /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
@@ -322,6 +328,7 @@ impl Decoder {
             speculation: config.speculation,
             draft_model,
             exit_layers: calibration.exit_layers,
+            pooling: config.model.pooling,
             kv_bits,
             skip,
             calibration_path: path,

@@ -173,7 +173,8 @@ impl Decoder {
 
     /// Resumes preempted sequences as far as there is room.
     pub(super) fn resume_preempted(&mut self) {
-        while let Some(first) = self.preempted.front()
+        while self.sequences.len() < self.max_running
+            && let Some(first) = self.preempted.front()
             && self.has_room_for_another(first.tokens.len(), first.expected_length())
             && let Some(mut sequence) = self.preempted.pop_front()
         {
@@ -188,11 +189,19 @@ impl Decoder {
     pub(super) fn restore_state(&mut self, sequence: &mut Sequence) -> Result<()> {
         let (empty, tokens) = (self.prefixes.empty(), &sequence.tokens);
         self.make_room(self.memory.of_prompt(&empty, tokens.len(), self.prefill_chunk))?;
-        (sequence.cache, _) = self.prefixes.resume(tokens)?;
+        let cached;
+        let is_whole = sequence.reported == sequence.prompt;
+        (sequence.cache, cached) = match sequence.request.needs_whole_prompt() && !is_whole {
+            true => (empty, 0),
+            false => self.prefixes.resume(tokens)?,
+        };
+        sequence.pooled = None;
+        // Another request may have saved more of the prompt than had run.
+        sequence.save_points.retain(|&(at, _)| at > cached);
         if sequence.governor.is_some() {
             sequence.drafters = self.new_drafters(tokens)?;
         }
-        let (cached, request_id) = (sequence.cache.position, &sequence.request.id);
+        let request_id = &sequence.request.id;
         tracing::debug!(request_id, tokens = tokens.len(), cached, "request resumed");
         Ok(())
     }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use super::embed::unsteered;
 use super::hex;
 use super::save_points::is_system;
 use super::sequence::Limits;
@@ -27,7 +28,7 @@ use crate::policy::{
     RequestView, SYSTEM_BYTES, Session, USER_BYTES, Vocabulary, apply_replacements,
 };
 use crate::prefix::Retention;
-use crate::queue::{Job, Queue, Taken, Work};
+use crate::queue::{Job, Queue, Taken, Work, fail_all};
 use crate::request::{Event, Message, Request, Sampling};
 use crate::text::{Reply, Text, Variables};
 
@@ -81,6 +82,8 @@ pub struct Prepared {
     pub sampling: Sampling,
     /// For [`Event::Started`].
     pub fingerprint: String,
+    /// The other choices of the same request.
+    pub others: Vec<Prepared>,
 }
 
 impl Preparer {
@@ -98,24 +101,37 @@ impl Preparer {
         }
     }
 
-    fn serve_request(&self, queue: &Queue, Taken { place, job }: Taken) {
-        let (id, events) = (job.request.id.clone(), job.events.clone());
-        match catch_panic(STAGE, || self.prepare(job)) {
+    fn serve_request(&self, queue: &Queue, Taken { place, job, others }: Taken) {
+        let id = job.request.id.clone();
+        let jobs = std::iter::once(&job).chain(&others);
+        let channels = jobs.map(|job| job.events.clone()).collect();
+        match catch_panic(STAGE, || self.prepare_choices(job, others)) {
             Ok(prepared) => queue.ready(place, Box::new(prepared)),
             Err(error) => {
                 log_refused(&id, &error);
                 // Otherwise it has ended already.
                 if queue.leave(place) {
-                    let _ = events.send(Event::Failed(error));
+                    fail_all(channels, error);
                 }
             }
         }
     }
 
+    /// Prepares a request with its other choices. The policies of each decide on their own.
+    pub(super) fn prepare_choices(&self, job: Job, others: Vec<Job>) -> Result<Prepared> {
+        let mut first = self.prepare(job)?;
+        let others = others.into_iter().map(|job| self.prepare(job));
+        first.others = others.collect::<Result<_>>()?;
+        Ok(first)
+    }
+
     /// Prepares a request.
     pub fn prepare(&self, job: Job) -> Result<Prepared> {
-        let Request { profile, id, .. } = &job.request;
-        let session = self.policies.start(profile, id, &self.vocabulary)?;
+        let Request { profile, id, embedding, .. } = &job.request;
+        let session = match embedding {
+            Some(_) => unsteered(),
+            None => self.policies.start(profile, id, &self.vocabulary)?,
+        };
         self.prepare_with(job, session)
     }
 
@@ -164,6 +180,7 @@ impl Preparer {
             seed,
             notes,
             save_points,
+            others: Vec::new(),
         })
     }
 

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use super::prepare::Preparer;
 use crate::error::Result;
-use crate::policy::{MAX_RETENTION_SECONDS, Plan, SavePoint};
+use crate::policy::{self, MAX_RETENTION_SECONDS, Plan, SavePoint};
 use crate::prefix::Retention;
 use crate::request::{Message, Request};
 
@@ -34,11 +34,12 @@ impl Preparer {
             let end = every.is_none().then_some(prompt.len());
             return Ok(regular.chain(end).map(|at| (at, Retention::default())).collect());
         }
-        if every.is_none() && plan.retain.is_none() {
+        if every.is_none() && plan.retain.is_none() && request.retain.is_empty() {
             return Ok(vec![(prompt.len(), Retention::default())]);
         }
         let mut save_points = Vec::new();
-        if let Some(retention) = retention(plan, SavePoint::System) {
+        let retention = |at| retention(plan, &request.retain, at);
+        if let Some(retention) = retention(SavePoint::System) {
             let system = request.messages.iter().take_while(|m| is_system(m)).count();
             // A template may refuse such a short conversation; then there is no such save point.
             let head = self.shared_prefix(request, system, reasoning, "user").unwrap_or_default();
@@ -48,7 +49,7 @@ impl Preparer {
         let ends = prompt.iter().enumerate().filter(|(_, token)| is_end(token));
         let mut turns: Vec<usize> = ends.map(|(at, _)| at + 1).collect();
         let end = turns.pop_if(|last| *last + GENERATION_PROMPT >= prompt.len());
-        if let Some(retention) = retention(plan, SavePoint::Prompt) {
+        if let Some(retention) = retention(SavePoint::Prompt) {
             let at = match (every, end) {
                 (None, _) => prompt.len(),
                 (_, Some(end)) => end,
@@ -62,7 +63,7 @@ impl Preparer {
             };
             save_points.push((at, retention));
         }
-        if let Some(retention) = retention(plan, SavePoint::Turns) {
+        if let Some(retention) = retention(SavePoint::Turns) {
             if every.is_none() {
                 // The last of them includes all others.
                 turns.drain(..turns.len().saturating_sub(1));
@@ -105,10 +106,18 @@ impl Preparer {
     }
 }
 
-/// Retention of these save points under `plan`; `None` if they are not saved.
-pub(super) fn retention(plan: &Plan, at: SavePoint) -> Option<Retention> {
-    let Some(list) = &plan.retain else { return Some(Retention::default()) };
-    let seconds = list.iter().filter(|entry| entry.at == at).map(|entry| entry.seconds).max()?;
+/// Retention of these save points under `plan`; `None` if they are not saved. The `wish` of the client
+/// extends it.
+pub(super) fn retention(
+    plan: &Plan,
+    wish: &[policy::Retention],
+    at: SavePoint,
+) -> Option<Retention> {
+    let longest = |list: &[policy::Retention]| {
+        list.iter().filter(|entry| entry.at == at).map(|entry| entry.seconds).max()
+    };
+    let planned = plan.retain.as_ref().map_or(Some(0), |list| longest(list))?;
+    let seconds = planned.max(longest(wish).unwrap_or(0));
     Some(Retention { seconds: seconds.min(MAX_RETENTION_SECONDS) })
 }
 
@@ -124,7 +133,6 @@ fn common_prefix(a: &[u32], b: &[u32]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy;
 
     #[test]
     fn retention_takes_the_longest_time_of_a_save_point_and_at_most_a_day() {
@@ -135,11 +143,19 @@ mod tests {
             entry(SavePoint::Reply, u32::MAX),
         ];
         let plan = Plan { retain: Some(retain), ..Plan::default() };
-        let seconds = |at| retention(&plan, at).map(|retention| retention.seconds);
+        let seconds = |at| retention(&plan, &[], at).map(|retention| retention.seconds);
         assert_eq!(seconds(SavePoint::System), Some(9));
         assert_eq!(seconds(SavePoint::Reply), Some(86_400));
         assert_eq!(seconds(SavePoint::Prompt), None);
-        let all = retention(&Plan::default(), SavePoint::Prompt).map(|r| r.seconds);
+        let all = retention(&Plan::default(), &[], SavePoint::Prompt).map(|r| r.seconds);
         assert_eq!(all, Some(0), "without a list everything is saved");
+        // A client extends retention, and saves nothing that the plan does not.
+        let wish = [entry(SavePoint::System, 300), entry(SavePoint::Prompt, u32::MAX)];
+        let wished = |plan: &Plan| {
+            [SavePoint::System, SavePoint::Prompt, SavePoint::Reply]
+                .map(|at| retention(plan, &wish, at).map(|retention| retention.seconds))
+        };
+        assert_eq!(wished(&plan), [Some(300), None, Some(86_400)]);
+        assert_eq!(wished(&Plan::default()), [Some(300), Some(86_400), Some(0)]);
     }
 }

@@ -23,6 +23,7 @@ use super::draft::Drafter;
 use super::governor::{Choice, Costs, Governor};
 use super::logprobs::Logprobs;
 use super::loops::Detector;
+use super::prepare::Prepared;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
 use super::samples::{SampleOf, Samples};
@@ -87,6 +88,10 @@ pub struct Sequence {
     pub constraint: Option<Constraint>,
     /// Of the sampled token, if they are reported.
     pub logprobs: Option<Logprobs>,
+    /// Tokens of the prompt that the client has received, if they are reported.
+    pub reported: usize,
+    /// Sum of the hidden states so far, f32 [1, D], if it becomes an embedding.
+    pub pooled: Option<Array>,
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,
@@ -96,6 +101,8 @@ pub struct Sequence {
     pub detector: Option<Detector>,
     pub limits: Limits,
     pub progress: Progress,
+    /// The other choices of the same request, until its prompt has run.
+    pub others: Vec<Prepared>,
 }
 
 /// Limits of one request.
@@ -548,13 +555,13 @@ impl Sequence {
     pub fn fail(&mut self, error: Error) {
         tracing::debug!(request_id = self.request.id, %error, "request failed");
         self.tell_policy("error");
-        let _ = self.events.send(Event::Failed(error));
+        self.send_failure(error);
     }
 
     /// Ends the request after a panic: nothing of the sequence is used any more, its policy included.
     pub fn abandon(&mut self, error: Error) {
         tracing::error!(request_id = self.request.id, %error, "request panicked");
-        let _ = self.events.send(Event::Failed(error));
+        self.send_failure(error);
     }
 
     /// Ends the request after its client has disconnected.

@@ -98,6 +98,10 @@ impl Decoder {
         if !running.is_empty() {
             self.run_step(&mut running);
         }
+        self.sequences = running;
+        // Before those that have ended are dropped: the reply to a prompt may be empty.
+        self.start_choices();
+        let running = std::mem::take(&mut self.sequences);
         self.sequences = running.into_iter().filter_map(|s| self.unless_ended(s)).collect();
         self.report_sequences();
     }

@@ -25,7 +25,7 @@ use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepI
 use super::speculate::VerifyPass;
 use crate::cache::{Checkpoint, Span};
 use crate::error::{Error, Result, catch_panic};
-use crate::request::Sampling;
+use crate::request::{FinishReason, Sampling};
 
 /// What one sequence ran in a pass.
 struct Ran {
@@ -92,6 +92,12 @@ impl Decoder {
     /// Commits the tokens of one sequence that are known after a pass.
     fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
         self.save_at_save_point(sequence);
+        if sequence.limits.answer == 0 && sequence.is_caught_up() {
+            // The client wants the probabilities of its prompt only.
+            sequence.sampled = None;
+            sequence.end(FinishReason::Length);
+            return Ok(());
+        }
         if let Some(draft) = sequence.draft.take() {
             self.accept_draft(sequence, draft)?;
         } else if let Some(sampled) = sampled {
@@ -211,6 +217,13 @@ impl Decoder {
         for mut ran in ran {
             let sequence = &mut running[ran.index];
             let position = sequence.cache.position;
+            if sequence.request.prompt_logprobs.is_some() {
+                self.report_prompt(sequence, &ran.own(hidden)?)?;
+            }
+            if let Some(wish) = sequence.request.embedding {
+                let pooled = self.pool(sequence, wish, &ran.own(hidden)?);
+                sequence.check(pooled);
+            }
             if let Some(draft) = &sequence.draft {
                 places.extend(ran.start..ran.end);
                 rows.extend(sequence.sampler.rows(ran.rows(), draft.position + 1));

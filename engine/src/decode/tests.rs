@@ -11,8 +11,11 @@ use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request};
 
 mod actions;
+mod choices;
+mod embed;
 mod failures;
 mod forms;
+mod logprobs;
 mod preemption;
 mod scripted;
 mod tool_calls;

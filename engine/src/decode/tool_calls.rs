@@ -20,6 +20,10 @@ use crate::text::{Piece, Text};
 impl Sequence {
     /// The model ends the reply with `token`; a call that this completes gets its verdict first.
     pub(super) fn end_turn(&mut self, token: u32, text: &Text) -> Result<()> {
+        // Clients that score a prompt count one token after it, whichever it is.
+        if self.request.prompt.is_some() {
+            self.report_logprobs(token, text)?;
+        }
         if self.reply_state.reply.in_call() {
             let mut ended = self.reply_state.reply.clone();
             self.progress.waiting = ended.finish();

@@ -52,6 +52,15 @@ use folder::{Folder, Templates};
 use taint::{Origin, Taint};
 use tokenizer::{Marker, Tokenizer};
 
+/// The special tokens before the prefix, before the suffix, and before what the model fills in: of Qwen's
+/// coders and CodeGemma, of StarCoder, of SantaCoder, of DeepSeek's coders.
+const INFILL_MARKS: [[&str; 3]; 4] = [
+    ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+    ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"],
+    ["<fim-prefix>", "<fim-suffix>", "<fim-middle>"],
+    ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
+];
+
 /// Tokenizer, chat template and text settings of one model; immutable and cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Text {
@@ -268,7 +277,26 @@ impl Text {
                 self.known("prompt", tokens)?;
                 Ok(tokens.clone())
             }
+            RawPrompt::Infill { prefix, suffix } => self.embedded(self.infill(prefix, suffix)?),
         }
+    }
+
+    /// The prompt for what stands between `prefix` and `suffix`.
+    fn infill(&self, prefix: &str, suffix: &str) -> Result<Vec<u32>> {
+        let ids = |marks: &[&str; 3]| -> Option<Vec<u32>> {
+            marks.iter().map(|mark| self.tokenizer.id(mark)).collect()
+        };
+        let Some(marks) = INFILL_MARKS.iter().find_map(ids) else {
+            let problem = "the model has no tokens to fill in text; leave it out".into();
+            return Err(RequestError::Field { field: "suffix", problem }.into());
+        };
+        // The tokenizer's own first token, if it has one.
+        let mut tokens = self.tokenizer.encode_document("")?;
+        for (mark, text) in marks.into_iter().zip([prefix, suffix, ""]) {
+            tokens.push(mark);
+            tokens.extend(self.tokenizer.encode_plain(text)?);
+        }
+        Ok(tokens)
     }
 
     /// Checks that `tokens`, which the client sent as `field`, are ids of the vocabulary.

@@ -2,17 +2,20 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, RawPrompt, Request};
+use steersman_engine::request::{Event, FinishReason, Logprob, PromptToken, RawPrompt, Request};
 
 use super::chat::{Chunks, whole};
 use super::error::ApiError;
-use super::probability::{self, Probability};
+use super::probability::{self, Probability, TextLogprobs};
 use super::protocol::{Call, Parsed, Place, Protocol};
 use super::reply::{Frames, Head, Part, Reply};
 use super::{fields, json, params};
 
 /// Most prompts of a body: each is a request of its own.
 const PROMPTS: usize = 128;
+
+/// Most replies to a body.
+const REPLIES: usize = 128;
 
 /// Tokens of a reply if the client does not say, as OpenAI documents.
 const MAX_TOKENS: u32 = 16;
@@ -23,8 +26,12 @@ pub struct Completions {
     chunks: Chunks,
     /// Whether each text begins with its prompt.
     echo: bool,
+    /// Choices of each prompt.
+    choices: usize,
     /// The text of each prompt, if `echo`.
     prompts: Vec<String>,
+    /// Probabilities of tokens of each choice, for its next chunk.
+    logprobs: Vec<TextLogprobs>,
 }
 
 /// The fields of the body that have an effect.
@@ -43,12 +50,14 @@ struct Body {
     seed: Option<u64>,
     stop: Option<Value>,
     echo: Option<bool>,
+    suffix: Option<String>,
+    n: Option<u64>,
+    best_of: Option<u64>,
 }
 
 /// Parses a body.
 fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Completions>, ApiError> {
     fields::check(fields::COMPLETIONS, &fields)?;
-    fields.shift_remove("logprobs");
     let probability = fields::take(&mut fields, &probability::FIELDS);
     let probability: Probability = json::typed_body(probability)?;
     let mut body: Body = json::typed_body(fields)?;
@@ -58,8 +67,12 @@ fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Completions>, ApiError
 
 impl Body {
     fn check(self, probability: Probability) -> Result<Call<Completions>, ApiError> {
+        let echo = self.echo.unwrap_or(false);
+        let choices = params::choices(self.n, self.best_of)?;
         let max_tokens = match self.max_tokens {
             None => Some(MAX_TOKENS),
+            // Only the probabilities of the prompt.
+            Some(0) if echo && choices == 1 => Some(0),
             limit => params::limit("max_tokens", limit)?,
         };
         let mut request = Request {
@@ -70,20 +83,56 @@ impl Body {
             ..Request::default()
         };
         probability.apply(&mut request)?;
-        let prompts = prompts(self.prompt.unwrap_or_default())?.into_iter();
-        let requests =
+        if echo {
+            request.prompt_logprobs = request.logprobs;
+        }
+        if request.prompt_logprobs.is_some() && self.stream == Some(true) {
+            let message = "echo: the probabilities of a prompt are not streamed; drop stream";
+            return Err(ApiError::unsupported("echo", message));
+        }
+        let prompts = prompts("prompt", self.prompt.unwrap_or_default(), PROMPTS)?;
+        let prompts = match self.suffix.filter(|suffix| !suffix.is_empty()) {
+            Some(suffix) => infill(prompts, &suffix, &request)?,
+            None => prompts,
+        };
+        let prompts = prompts.into_iter();
+        let requests: Vec<_> =
             prompts.map(|prompt| Request { prompt: Some(prompt), ..request.clone() }).collect();
+        if choices * requests.len() > REPLIES {
+            let count = requests.len();
+            let message = format!("n: {choices} choices of {count} prompts, at most {REPLIES}");
+            return Err(ApiError::value("n", message));
+        }
         let protocol = Completions {
             chunks: Chunks::new("text_completion", self.stream_options),
-            echo: self.echo.unwrap_or(false),
+            echo,
+            choices,
             prompts: Vec::new(),
+            logprobs: vec![TextLogprobs::default(); choices * requests.len()],
         };
-        Ok(Call { protocol, requests, notes: Vec::new() })
+        Ok(Call { protocol, requests, choices, notes: Vec::new() })
     }
 }
 
-/// `prompt`: a text, several, token ids, or several lists of them.
-fn prompts(prompt: Value) -> Result<Vec<RawPrompt>, ApiError> {
+/// Prompts for what stands between each of `prompts` and `suffix`.
+fn infill(
+    prompts: Vec<RawPrompt>,
+    suffix: &str,
+    request: &Request,
+) -> Result<Vec<RawPrompt>, ApiError> {
+    let refused = |message: &str| ApiError::unsupported("suffix", message);
+    if request.prompt_logprobs.is_some() {
+        return Err(refused("suffix: the prompt has no probabilities; drop echo or logprobs"));
+    }
+    let one = |prompt| match prompt {
+        RawPrompt::Text(prefix) => Ok(RawPrompt::Infill { prefix, suffix: suffix.into() }),
+        _ => Err(refused("suffix: the prompt must be text")),
+    };
+    prompts.into_iter().map(one).collect()
+}
+
+/// The prompts in the field `name`: a text, several, token ids, or several lists of them; at most `most`.
+pub fn prompts(name: &str, prompt: Value, most: usize) -> Result<Vec<RawPrompt>, ApiError> {
     let invalid = |path: &str| {
         let message =
             format!("{path}: must be a string or a list of token ids, or a list of these");
@@ -98,26 +147,27 @@ fn prompts(prompt: Value) -> Result<Vec<RawPrompt>, ApiError> {
     };
     match prompt {
         Value::Null => {
-            let message = "prompt: must be a string or a list of token ids, or a list of these";
-            Err(ApiError::missing("prompt", message))
+            let message =
+                format!("{name}: must be a string or a list of token ids, or a list of these");
+            Err(ApiError::missing(name, message))
         }
         Value::String(text) => Ok(vec![RawPrompt::Text(text)]),
         Value::Array(list) if list.first().is_some_and(Value::is_number) => {
-            Ok(vec![tokens("prompt", &list)?])
+            Ok(vec![tokens(name, &list)?])
         }
-        Value::Array(list) if list.is_empty() || list.len() > PROMPTS => {
-            let message = format!("prompt: {} prompts, must be 1 to {PROMPTS}", list.len());
-            Err(ApiError::value("prompt", message))
+        Value::Array(list) if list.is_empty() || list.len() > most => {
+            let message = format!("{name}: {} texts, must be 1 to {most}", list.len());
+            Err(ApiError::value(name, message))
         }
         Value::Array(list) => {
             let one = |(i, prompt): (usize, Value)| match prompt {
                 Value::String(text) => Ok(RawPrompt::Text(text)),
-                Value::Array(ids) => tokens(&format!("prompt[{i}]"), &ids),
-                _ => Err(invalid(&format!("prompt[{i}]"))),
+                Value::Array(ids) => tokens(&format!("{name}[{i}]"), &ids),
+                _ => Err(invalid(&format!("{name}[{i}]"))),
             };
             list.into_iter().enumerate().map(one).collect()
         }
-        _ => Err(invalid("prompt")),
+        _ => Err(invalid(name)),
     }
 }
 
@@ -131,7 +181,9 @@ impl Protocol for Completions {
     fn resolve(&mut self, place: &Place<'_>, requests: &mut [Request]) -> Result<(), ApiError> {
         if self.echo {
             let text = |request: &Request| match &request.prompt {
-                Some(RawPrompt::Text(text)) => Ok(text.clone()),
+                Some(RawPrompt::Text(text) | RawPrompt::Infill { prefix: text, .. }) => {
+                    Ok(text.clone())
+                }
                 Some(RawPrompt::Tokens(tokens)) => {
                     place.admission.engine.detokenize("prompt", tokens)
                 }
@@ -143,25 +195,33 @@ impl Protocol for Completions {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        for (index, prompt) in self.prompts.iter().enumerate() {
-            self.chunks.choice(head, choice(index, prompt, None), out);
+        for (request, prompt) in self.prompts.iter().enumerate() {
+            for index in request * self.choices..(request + 1) * self.choices {
+                self.chunks.choice(head, choice(index, prompt, Value::Null, None), out);
+            }
         }
     }
 
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames) {
         match event {
             Event::Reasoning(piece) | Event::Answer(piece) => {
-                self.chunks.choice(head, choice(index, &piece, None), out);
+                let logprobs = self.logprobs[index].take();
+                self.chunks.choice(head, choice(index, &piece, logprobs, None), out);
+            }
+            Event::Logprob(Logprob { token, top }) => {
+                self.logprobs[index].push(&token.bytes, Some(token.logprob), &top);
             }
             Event::Finished(finished) => {
-                let last = choice(index, "", Some(&finished.reason));
+                let logprobs = self.logprobs[index].take();
+                let last = choice(index, "", logprobs, Some(&finished.reason));
                 self.chunks.last_choice(head, last, &finished, out);
             }
             // There are no tools.
             Event::ToolCall(_)
             | Event::Started { .. }
+            | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Rewound { .. }
-            | Event::Logprob(_)
             | Event::Failed(_) => {}
         }
     }
@@ -177,22 +237,32 @@ impl Protocol for Completions {
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let mut choices = Vec::new();
         for (index, reply) in replies.iter().enumerate() {
-            let mut text = self.prompts.get(index).cloned().unwrap_or_default();
+            let mut text = self.prompts.get(index / self.choices).cloned().unwrap_or_default();
             for part in &reply.parts {
                 if let Part::Reasoning(piece) | Part::Answer(piece) = part {
                     text += piece;
                 }
             }
-            choices.push(choice(index, &text, Some(&reply.finished.reason)));
+            // The prompt has run for the first choice.
+            let prompt = &replies[index - index % self.choices].prompt;
+            let mut logprobs = TextLogprobs::default();
+            for PromptToken { bytes, logprob, top } in prompt {
+                logprobs.push(bytes, *logprob, top);
+            }
+            for Logprob { token, top } in &reply.logprobs {
+                logprobs.push(&token.bytes, Some(token.logprob), top);
+            }
+            let reason = Some(&reply.finished.reason);
+            choices.push(choice(index, &text, logprobs.take(), reason));
         }
         whole(head, "text_completion", choices, replies)
     }
 }
 
-fn choice(index: usize, text: &str, reason: Option<&FinishReason>) -> Value {
+fn choice(index: usize, text: &str, logprobs: Value, reason: Option<&FinishReason>) -> Value {
     let reason = reason.map(|reason| match reason {
         FinishReason::Length => "length",
         _ => "stop",
     });
-    json!({"index": index, "text": text, "logprobs": null, "finish_reason": reason})
+    json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
 }

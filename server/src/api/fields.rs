@@ -71,6 +71,7 @@ pub const FIELDS: &[Field] = &[
     ("safety_identifier", Ignored),
     // Prefixes are found by their tokens and need no key.
     ("prompt_cache_key", Ignored),
+    ("prompt_cache_options", Ignored),
     ("prompt_cache_retention", Ignored),
     // Chats are not listed anywhere, whether stored or not.
     ("store", Ignored),
@@ -80,12 +81,13 @@ pub const FIELDS: &[Field] = &[
     ("verbosity", Ignored),
     ("functions", Only("[]", "send them as `tools`")),
     ("function_call", Only("[]", "send `tools` and `tool_choice`")),
-    ("n", Only("[1]", "send one request for each choice")),
-    ("best_of", Only("[1]", "send several requests")),
+    ("n", Read),
+    ("best_of", Read),
     ("modalities", Only(r#"[["text"]]"#, "only text is supported")),
     ("audio", Only("[]", "only text is supported")),
     ("prediction", Only("[]", "leave it out: it affects only the speed")),
     ("web_search_options", Only("[]", "provide a search tool")),
+    ("moderation", Only("[]", "check texts in the client")),
 ];
 
 /// The fields of the bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`.
@@ -107,13 +109,21 @@ pub const MESSAGES: &[Field] = &[
     ("metadata", Ignored),
     ("service_tier", Ignored),
     ("inference_geo", Ignored),
-    // Every prefix is cached, and found by its tokens.
-    ("cache_control", Ignored),
+    ("cache_control", Read),
+    // Nobody is billed.
+    ("billing_policy", Ignored),
+    // No request is declined, so there is nothing to fall back from.
+    ("fallbacks", Ignored),
+    // Asks why saved state was not found: the usage says how much was.
+    ("diagnostics", Ignored),
     // The conversation is not edited: the client sends what the model reads.
     ("context_management", Ignored),
     ("speed", Only(r#"["standard"]"#, "there is one speed")),
     ("container", Only("[]", "nothing runs on this server but the model")),
     ("mcp_servers", Only("[[]]", "run the tools in the client")),
+    ("compaction", Only("[]", "ask the model for a summary")),
+    ("thread", Only("[]", "send all messages")),
+    ("fallback_credit_token", Only("[]", "no request is declined here; leave it out")),
 ];
 
 /// The fields of the body of `POST /v1/responses`.
@@ -139,6 +149,7 @@ pub const RESPONSES: &[Field] = &[
     ("client_metadata", Ignored),
     // Prefixes are found by their tokens and need no key.
     ("prompt_cache_key", Ignored),
+    ("prompt_cache_options", Ignored),
     ("prompt_cache_retention", Ignored),
     // All requests wait in one queue.
     ("service_tier", Ignored),
@@ -151,6 +162,10 @@ pub const RESPONSES: &[Field] = &[
     ("background", Only("[false]", "wait for the reply, or stream it")),
     ("conversation", Only("[]", "send previous_response_id or the whole input")),
     ("context_management", Only("[[]]", "send a shorter input")),
+    ("access_programs", Only("[]", "there are none here")),
+    ("background_options", Only("[]", "wait for the reply, or stream it")),
+    ("image", Only("[]", "only text is supported")),
+    ("moderation", Only("[]", "check texts in the client")),
     ("prompt", Only("[]", "send the prompt as instructions and input")),
     ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
 ];
@@ -170,9 +185,9 @@ pub const COMPLETIONS: &[Field] = &[
     ("stop", Read),
     ("echo", Read),
     ("user", Ignored),
-    ("suffix", Only(r#"[""]"#, "write the prompt with the model's own tokens")),
-    ("n", Only("[1]", "send the prompt several times")),
-    ("best_of", Only("[1]", "send the prompt several times")),
+    ("suffix", Read),
+    ("n", Read),
+    ("best_of", Read),
     // Read by `super::probability`.
     ("logit_bias", Read),
     ("presence_penalty", Read),
@@ -181,7 +196,17 @@ pub const COMPLETIONS: &[Field] = &[
     ("repetition_context_size", Read),
     ("min_tokens", Read),
     ("ignore_eos", Read),
-    ("logprobs", Only("[0]", "use /v1/chat/completions")),
+    ("logprobs", Read),
+];
+
+/// The fields of the body of `POST /v1/embeddings`.
+pub const EMBEDDINGS: &[Field] = &[
+    ("model", Read),
+    ("input", Read),
+    ("dimensions", Read),
+    ("encoding_format", Read),
+    // A label for the operator of a service.
+    ("user", Ignored),
 ];
 
 /// The fields of the body of `POST /api/chat`.
@@ -210,9 +235,12 @@ pub const OLLAMA_GENERATE: &[Field] = &[
     ("options", Read),
     ("keep_alive", Ignored),
     ("format", Read),
-    ("suffix", Only(r#"[""]"#, "write the prompt with the model's own tokens, and set `raw`")),
+    ("suffix", Read),
     ("template", Only(r#"[""]"#, "send the prompt rendered, and set `raw`")),
     ("images", Only("[[]]", "only text is supported")),
+    ("width", Only("[0]", "only text is supported")),
+    ("height", Only("[0]", "only text is supported")),
+    ("steps", Only("[0]", "only text is supported")),
     ("context", Only("[[]]", "use /api/chat with all messages")),
     ("logprobs", Only("[false]", "use /v1/chat/completions")),
     ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
@@ -227,6 +255,10 @@ pub const OLLAMA_OPTIONS: &[Field] = &[
     ("seed", Read),
     ("stop", Read),
     ("num_predict", Read),
+    ("repeat_penalty", Read),
+    ("repeat_last_n", Read),
+    ("presence_penalty", Read),
+    ("frequency_penalty", Read),
     // How a model is loaded; here the configuration says.
     ("num_ctx", Ignored),
     ("num_batch", Ignored),
@@ -238,11 +270,10 @@ pub const OLLAMA_OPTIONS: &[Field] = &[
     ("use_mlock", Ignored),
     ("low_vram", Ignored),
     ("numa", Ignored),
-    // The window of a penalty.
-    ("repeat_last_n", Ignored),
-    ("repeat_penalty", Only("[1]", "the policy guards against repetition")),
-    ("presence_penalty", Only("[0]", "the policy guards against repetition")),
-    ("frequency_penalty", Only("[0]", "the policy guards against repetition")),
+    ("f16_kv", Ignored),
+    ("logits_all", Ignored),
+    ("vocab_only", Ignored),
+    ("embedding_only", Ignored),
     ("typical_p", Only("[1]", "use top_p or min_p")),
     ("tfs_z", Only("[1]", "use top_p or min_p")),
     ("mirostat", Only("[0]", "use temperature, top_p or min_p")),
@@ -253,8 +284,16 @@ pub const OLLAMA_OPTIONS: &[Field] = &[
 
 /// The tables of all protocols.
 #[cfg(test)]
-const TABLES: &[&[Field]] =
-    &[FIELDS, MESSAGES, RESPONSES, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_OPTIONS];
+const TABLES: &[&[Field]] = &[
+    FIELDS,
+    MESSAGES,
+    RESPONSES,
+    COMPLETIONS,
+    EMBEDDINGS,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_OPTIONS,
+];
 
 /// Whether the protocol reads the field `name`.
 pub fn is_read(fields: &[Field], name: &str) -> bool {

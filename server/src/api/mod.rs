@@ -11,6 +11,7 @@ mod body;
 mod cache;
 pub mod chat;
 mod completions;
+mod embeddings;
 pub mod error;
 pub mod fields;
 pub mod json;
@@ -47,6 +48,7 @@ use self::anthropic::Messages;
 use self::body::Bodies;
 use self::chat::Chat;
 use self::completions::Completions;
+use self::embeddings::Embeddings;
 use self::error::{ApiError, Dialect};
 use self::metrics::Metrics;
 use self::ollama::Ollama;
@@ -106,6 +108,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let clients = Router::new()
         .route("/chat/completions", post(handle::<Chat>))
         .route("/completions", post(handle::<Completions>))
+        .route("/embeddings", post(handle::<Embeddings>))
         .route("/responses", post(handle::<Responses>))
         .route("/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/responses/{id}/input_items", get(responses::input_items))

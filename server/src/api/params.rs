@@ -13,6 +13,9 @@ use super::error::ApiError;
 /// Maximum number of stop strings of a request; each step searches for all of them.
 const STOPS: usize = 16;
 
+/// Most choices of a request: each holds an instance of its policies while it waits.
+const CHOICES: u64 = 32;
+
 /// Reasoning budget of the effort `low`.
 const LOW_EFFORT_TOKENS: u32 = 1024;
 
@@ -110,6 +113,22 @@ pub fn limit(name: &str, tokens: Option<i64>) -> Result<Option<u32>, ApiError> {
         }
         Some(tokens) => Ok(Some(u32::try_from(tokens).unwrap_or(u32::MAX))),
     }
+}
+
+/// Choices of one request: `n`. `best_of` may only say the same, since nothing here picks the best.
+pub fn choices(n: Option<u64>, best_of: Option<u64>) -> Result<usize, ApiError> {
+    let n = n.unwrap_or(1);
+    if !(1..=CHOICES).contains(&n) {
+        return Err(ApiError::value("n", format!("n: is {n}, must be 1 to {CHOICES}")));
+    }
+    if let Some(best_of) = best_of.filter(|best_of| *best_of != n) {
+        let message = format!(
+            "best_of: is {best_of}, must be equal to n, which is {n}: send n and choose the best"
+        );
+        return Err(ApiError::unsupported("best_of", message));
+    }
+    // Cast: at most CHOICES.
+    Ok(n as usize)
 }
 
 /// A string or a list of strings, in the field `name`.

@@ -37,7 +37,7 @@ pub struct Probability {
     repetition_context_size: Option<u32>,
     min_tokens: Option<u32>,
     ignore_eos: Option<bool>,
-    logprobs: Option<bool>,
+    logprobs: Option<Value>,
     top_logprobs: Option<u32>,
 }
 
@@ -48,24 +48,11 @@ impl Probability {
     /// 400 naming the field.
     pub fn apply(mut self, request: &mut Request) -> Result<(), ApiError> {
         request.biases = self.logit_bias.take().map_or_else(|| Ok(Vec::new()), biases)?;
-        let none = Penalties::default();
-        let penalty = |name, value: Option<f32>| match value {
-            Some(value) if !(-2.0..=2.0).contains(&value) => {
-                Err(ApiError::value(name, format!("{name}: is {value}, must be from -2 to 2")))
-            }
-            value => Ok(value.unwrap_or(0.0)),
-        };
-        let repetition = self.repetition_penalty.unwrap_or(none.repetition);
-        if !(repetition > 0.0 && repetition <= 10.0) {
-            let name = "repetition_penalty";
-            let message = format!("{name}: is {repetition}, must be above 0, at most 10");
-            return Err(ApiError::value(name, message));
-        }
         request.penalties = Penalties {
             presence: penalty("presence_penalty", self.presence_penalty)?,
             frequency: penalty("frequency_penalty", self.frequency_penalty)?,
-            repetition,
-            window: self.repetition_context_size.unwrap_or(none.window),
+            repetition: repetition("repetition_penalty", self.repetition_penalty)?,
+            window: self.repetition_context_size.unwrap_or(0),
         };
         request.min_tokens = self.min_tokens.unwrap_or(0);
         request.ignores_end = self.ignore_eos.unwrap_or(false);
@@ -85,8 +72,26 @@ impl Probability {
     }
 
     fn logprobs_of(&self, request: &mut Request) -> Result<(), ApiError> {
-        let wanted = self.logprobs.unwrap_or(false);
-        let top = self.top_logprobs.unwrap_or(0);
+        let invalid = || {
+            let message = "logprobs: must be true, false, or a number of likeliest tokens";
+            ApiError::invalid("invalid_type", "logprobs", message)
+        };
+        let (wanted, count) = match self.logprobs.as_ref().unwrap_or(&Value::Null) {
+            Value::Null => (false, 0),
+            Value::Bool(wanted) => (*wanted, 0),
+            // What mlx_lm's clients send for none.
+            Value::Number(count) if count.as_i64() == Some(-1) => (false, 0),
+            Value::Number(count) => {
+                let count = count.as_u64().ok_or_else(invalid)?;
+                (true, u32::try_from(count).unwrap_or(u32::MAX))
+            }
+            _ => return Err(invalid()),
+        };
+        if count > TOP_LOGPROBS {
+            let message = format!("logprobs: is {count}, at most {TOP_LOGPROBS} are reported");
+            return Err(ApiError::value("logprobs", message));
+        }
+        let top = self.top_logprobs.unwrap_or(count);
         if top > TOP_LOGPROBS {
             let message = format!("top_logprobs: is {top}, at most {TOP_LOGPROBS} are reported");
             return Err(ApiError::value("top_logprobs", message));
@@ -98,6 +103,25 @@ impl Probability {
         request.logprobs = wanted.then_some(top);
         Ok(())
     }
+}
+
+/// What is subtracted from the logits of tokens that have occurred, in the field `name`.
+pub fn penalty(name: &str, value: Option<f32>) -> Result<f32, ApiError> {
+    match value {
+        Some(value) if !(-2.0..=2.0).contains(&value) => {
+            Err(ApiError::value(name, format!("{name}: is {value}, must be from -2 to 2")))
+        }
+        value => Ok(value.unwrap_or(0.0)),
+    }
+}
+
+/// What the logits of tokens that have occurred are divided by, in the field `name`.
+pub fn repetition(name: &str, value: Option<f32>) -> Result<f32, ApiError> {
+    let value = value.unwrap_or(1.0);
+    if value > 0.0 && value <= 10.0 {
+        return Ok(value);
+    }
+    Err(ApiError::value(name, format!("{name}: is {value}, must be above 0, at most 10")))
 }
 
 /// `logprobs` of a choice: null without any.
@@ -113,6 +137,63 @@ pub fn chat_logprob(Logprob { token, top }: &Logprob) -> Value {
     let mut value = one(token);
     value["top_logprobs"] = top.iter().map(one).collect();
     value
+}
+
+/// `logprobs` of a completion, which grows token by token.
+#[derive(Debug, Clone, Default)]
+pub struct TextLogprobs {
+    tokens: Vec<Value>,
+    token_logprobs: Vec<Value>,
+    top_logprobs: Vec<Value>,
+    text_offset: Vec<Value>,
+    /// Characters of the tokens so far.
+    offset: usize,
+}
+
+impl TextLogprobs {
+    /// Adds a token. `top` gets the token itself too.
+    pub fn push(&mut self, bytes: &[u8], logprob: Option<f32>, top: &[TokenLogprob]) {
+        let token = spelled(bytes);
+        let mut likeliest = Map::new();
+        for TokenLogprob { bytes, logprob } in top {
+            likeliest.entry(spelled(bytes)).or_insert(finite(*logprob).into());
+        }
+        if let Some(logprob) = logprob {
+            likeliest.entry(token.clone()).or_insert(finite(logprob).into());
+        }
+        self.tokens.push(token.into());
+        self.token_logprobs.push(logprob.map(finite).into());
+        self.top_logprobs.push(logprob.map(|_| likeliest).into());
+        self.text_offset.push(self.offset.into());
+        // A character counts where it begins.
+        self.offset += bytes.iter().filter(|byte| **byte & 0xC0 != 0x80).count();
+    }
+
+    /// The tokens since the last call: null if there are none.
+    pub fn take(&mut self) -> Value {
+        let Self { tokens, token_logprobs, top_logprobs, text_offset, .. } = self;
+        if tokens.is_empty() {
+            return Value::Null;
+        }
+        let take = std::mem::take::<Vec<Value>>;
+        json!({
+            "tokens": take(tokens),
+            "token_logprobs": take(token_logprobs),
+            "top_logprobs": take(top_logprobs),
+            "text_offset": take(text_offset),
+        })
+    }
+}
+
+/// The text of a token; what is not whole characters as OpenAI writes it: `bytes:\xf0\x9f`.
+fn spelled(bytes: &[u8]) -> String {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => text.into(),
+        Err(_) => {
+            let hex: String = bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect();
+            format!("bytes:{hex}")
+        }
+    }
 }
 
 fn one(TokenLogprob { bytes, logprob }: &TokenLogprob) -> Value {

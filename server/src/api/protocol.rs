@@ -55,6 +55,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// What ids of replies begin with.
     const ID: &'static str;
 
+    /// Whether all requests of a body take one place in the queue.
+    const HAS_ONE_PLACE: bool = false;
+
     /// How streams are written.
     const FRAMING: Framing = Framing::Sse;
 
@@ -75,7 +78,7 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// The beginning of a stream.
     fn begin(&mut self, head: &Head, out: &mut Frames);
 
-    /// One event of reply `index` in a stream; never `Started`, `Rewound` or `Failed`.
+    /// One event of reply `index` in a stream; never `Started`, `PromptToken`, `Rewound` or `Failed`.
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames);
 
     /// The end of a stream with these replies.
@@ -111,6 +114,8 @@ pub struct Call<P> {
     pub protocol: P,
     /// Without ids, profile and deadline.
     pub requests: Vec<Request>,
+    /// Choices of each request, at least 1. They are numbered request by request.
+    pub choices: usize,
     /// What was left out of the requests, in words.
     pub notes: Vec<String>,
 }
@@ -139,29 +144,47 @@ pub async fn handle<P: Protocol>(
     let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
     let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
     let (stream, call, admission) = read.map_err(|error| log.failed(error))?;
-    let Call { mut protocol, mut requests, notes } = call;
+    let Call { mut protocol, mut requests, choices, notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
     let place = Place { app: &app, caller: &caller, admission: &admission };
     protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
     let requests = check_lengths(&app, &admission, requests).await;
     let requests = requests.map_err(|error| log.failed(error))?;
-    let mut receivers = Vec::new();
-    for (index, mut request) in requests.into_iter().enumerate() {
-        // Traces are found by the id of the reply.
-        request.id = if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) };
+    // Of each place in the queue.
+    let mut places: Vec<Vec<Request>> = Vec::new();
+    let mut count = 0;
+    for mut request in requests {
         request.profile = admission.profile.clone();
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
-        let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
-        receivers.push(events);
+        let all = (0..choices as u64).zip(count..).map(|(choice, index)| Request {
+            // Traces are found by the id of the reply.
+            id: if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) },
+            seed: request.seed.map(|seed| seed.wrapping_add(choice)),
+            // The prompt of the others does not run.
+            prompt_logprobs: request.prompt_logprobs.filter(|_| choice == 0),
+            ..request.clone()
+        });
+        count += choices;
+        match places.last_mut().filter(|_| P::HAS_ONE_PLACE) {
+            Some(place) => place.extend(all),
+            None => places.push(all.collect()),
+        }
+    }
+    let mut receivers = Vec::new();
+    for mut place in places {
+        let first = place.remove(0);
+        let events = admission.engine.submit_choices(first, place);
+        receivers.extend(events.map_err(|error| log.failed(error))?);
     }
     let head = Head {
         id: log.id.clone(),
         created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
         model: admission.model,
         profile: admission.profile,
+        choices,
         notes,
         ..Head::default()
     };

@@ -16,7 +16,7 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
 use serde_json::Value;
-use steersman_engine::request::{Event, Finished, Logprob, ToolCall, Usage};
+use steersman_engine::request::{Event, Finished, Logprob, PromptToken, ToolCall, Usage};
 use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -127,6 +127,8 @@ pub struct Head {
     pub model: String,
     /// The profile of the requests.
     pub profile: String,
+    /// Choices of each request: as many replies in a row have one prompt.
+    pub choices: usize,
     /// What was left out of the requests, in words.
     pub notes: Vec<String>,
     /// Digest over weights and policies; empty until the engine starts the first request.
@@ -135,6 +137,13 @@ pub struct Head {
     pub usage: Usage,
     /// Nanoseconds from the arrival of the requests to the first piece of a reply, and to their end.
     pub times: Times,
+}
+
+impl Head {
+    /// Whether reply `index` is the first choice of its request, which counts the prompt.
+    fn is_first_choice(&self, index: usize) -> bool {
+        index.is_multiple_of(self.choices)
+    }
 }
 
 /// Nanoseconds since the requests arrived.
@@ -150,6 +159,10 @@ pub struct Times {
 pub struct Reply {
     /// Its parts in order.
     pub parts: Vec<Part>,
+    /// The embedding of its prompt, if the request asks for it.
+    pub embedding: Vec<f32>,
+    /// The tokens of its prompt, if the request asks for them.
+    pub prompt: Vec<PromptToken>,
     /// The probabilities of the tokens of its answer, if the request asks for them.
     pub logprobs: Vec<Logprob>,
     pub finished: Finished,
@@ -191,13 +204,14 @@ impl Reply {
     }
 }
 
-/// The counts of several replies together.
-pub fn usage(replies: &[Reply]) -> Usage {
-    replies.iter().fold(Usage::default(), |sum, reply| {
+/// The counts of several replies together. A prompt with several choices counts once.
+pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
+    replies.iter().enumerate().fold(Usage::default(), |sum, (index, reply)| {
         let usage = reply.finished.usage;
+        let has_prompt = u32::from(head.is_first_choice(index));
         Usage {
-            prompt_tokens: sum.prompt_tokens + usage.prompt_tokens,
-            cached_tokens: sum.cached_tokens + usage.cached_tokens,
+            prompt_tokens: sum.prompt_tokens + has_prompt * usage.prompt_tokens,
+            cached_tokens: sum.cached_tokens + has_prompt * usage.cached_tokens,
             reasoning_tokens: sum.reasoning_tokens + usage.reasoning_tokens,
             answer_tokens: sum.answer_tokens + usage.answer_tokens,
             drafted_tokens: sum.drafted_tokens + usage.drafted_tokens,
@@ -271,15 +285,23 @@ impl Frames {
     }
 }
 
+/// A reply while it is generated.
+#[derive(Debug, Default)]
+struct Partial {
+    parts: Parts,
+    prompt: Vec<PromptToken>,
+    embedding: Vec<f32>,
+    logprobs: Vec<Logprob>,
+    finished: Option<Finished>,
+}
+
 /// The replies to one body while they are generated.
 struct Run<P> {
     protocol: P,
     head: Head,
     events: Events,
     log: RequestLog,
-    parts: Vec<Parts>,
-    logprobs: Vec<Vec<Logprob>>,
-    finished: Vec<Option<Finished>>,
+    replies: Vec<Partial>,
     /// Whether the client has received the pieces, so that none can be dropped.
     is_stream: bool,
 }
@@ -287,9 +309,8 @@ struct Run<P> {
 impl<P: Protocol> Run<P> {
     fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
         let count = events.receivers.len();
-        let (parts, finished) = ((0..count).map(|_| Parts::default()).collect(), vec![None; count]);
-        let logprobs = vec![Vec::new(); count];
-        Self { protocol, head, events, log, parts, logprobs, finished, is_stream }
+        let replies = (0..count).map(|_| Partial::default()).collect();
+        Self { protocol, head, events, log, replies, is_stream }
     }
 
     /// The next event that the client sees, and the number of its reply; `None` at the end.
@@ -298,19 +319,22 @@ impl<P: Protocol> Run<P> {
             let next = self.events.next().await.map_err(|failure| self.log.failed(failure))?;
             let Some((index, event)) = next else { return Ok(None) };
             self.log.event(&event);
-            self.parts[index].push(&event);
+            let reply = &mut self.replies[index];
+            reply.parts.push(&event);
             match &event {
                 Event::Started { fingerprint, prompt_tokens, cached_tokens } => {
                     self.head.fingerprint.clone_from(fingerprint);
-                    self.head.usage.prompt_tokens += prompt_tokens;
-                    self.head.usage.cached_tokens += cached_tokens;
+                    if self.head.is_first_choice(index) {
+                        self.head.usage.prompt_tokens += prompt_tokens;
+                        self.head.usage.cached_tokens += cached_tokens;
+                    }
                     self.head.times.started = self.log.elapsed_ns();
                 }
                 // A stream cannot take text back: answers are not revisable, and rewound reasoning
                 // continues after the text already sent.
                 Event::Rewound { .. } if self.is_stream => {}
                 &Event::Rewound { reasoning, answer } => {
-                    self.parts[index].rewind(reasoning, answer);
+                    reply.parts.rewind(reasoning, answer);
                 }
                 Event::Reasoning(_) | Event::Answer(_) | Event::ToolCall(_) => {
                     if self.head.times.first_piece == 0 {
@@ -318,12 +342,14 @@ impl<P: Protocol> Run<P> {
                     }
                     return Ok(Some((index, event)));
                 }
+                Event::PromptToken(token) => reply.prompt.push(token.clone()),
+                Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
                 Event::Logprob(logprob) => {
-                    self.logprobs[index].push(logprob.clone());
+                    reply.logprobs.push(logprob.clone());
                     return Ok(Some((index, event)));
                 }
                 Event::Finished(finished) => {
-                    self.finished[index] = Some(finished.clone());
+                    reply.finished = Some(finished.clone());
                     return Ok(Some((index, event)));
                 }
                 Event::Failed(_) => unreachable!("`Events` makes it a failure"),
@@ -334,15 +360,14 @@ impl<P: Protocol> Run<P> {
     /// The replies, after the last event.
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
-        let parts = std::mem::take(&mut self.parts).into_iter();
-        let logprobs = std::mem::take(&mut self.logprobs).into_iter();
-        let finished = std::mem::take(&mut self.finished).into_iter();
-        let reply = |((Parts(parts), logprobs), finished): ((Parts, _), Option<Finished>)| {
+        let whole = |Partial { parts: Parts(parts), prompt, embedding, logprobs, finished }| {
+            let finished: Option<Finished> = finished;
             let finished = finished.expect("every request has finished");
-            Reply { parts, logprobs, finished }
+            Reply { parts, prompt, embedding, logprobs, finished }
         };
-        let replies: Vec<_> = parts.zip(logprobs).zip(finished).map(reply).collect();
-        self.log.finished(replies.first().map(|reply| &reply.finished.reason), usage(&replies));
+        let replies: Vec<_> = std::mem::take(&mut self.replies).into_iter().map(whole).collect();
+        let reason = replies.first().map(|reply| &reply.finished.reason);
+        self.log.finished(reason, usage(&self.head, &replies));
         replies
     }
 }

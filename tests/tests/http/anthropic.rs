@@ -3,6 +3,7 @@
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
+use steersman_engine::policy::SavePoint;
 use steersman_engine::request::{
     Event, FinishReason, Form, FunctionCall, ResponseFormat, ToolCall, ToolChoice,
 };
@@ -198,6 +199,9 @@ async fn conversation_reaches_the_engine() {
     assert_eq!((request.reasoning, request.reasoning_budget), (None, Some(8192)));
     assert_eq!((request.max_tokens, request.sampling.top_k), (Some(32000), Some(5)));
     assert_eq!(request.stop, ["X"]);
+    let retain: Vec<_> = request.retain.iter().map(|entry| (entry.at, entry.seconds)).collect();
+    let (system, turns) = ((SavePoint::System, 300), (SavePoint::Turns, 300));
+    assert_eq!(retain, [system, system, turns]);
     assert!(reply["steersman"]["notes"][0].as_str().unwrap().starts_with("tools[1]: left out"));
 }
 
@@ -314,6 +318,45 @@ async fn errors_have_anthropics_format() {
     let response = send(&app, request).await;
     assert_eq!(response.status(), StatusCode::UNAUTHORIZED);
     assert_eq!(json_of(response).await["error"]["type"], "authentication_error");
+}
+
+#[tokio::test]
+async fn cache_control_protects_saved_state() {
+    let (app, seen) = app(answer);
+    let hour = json!({"type": "ephemeral", "ttl": "1h"});
+    let result = json!([{"type": "text", "text": "one", "cache_control": hour}]);
+    let user = |content: Value| json!({"role": "user", "content": content});
+    for (extra, expected) in [
+        (json!({}), vec![]),
+        (json!({"cache_control": null}), vec![]),
+        (json!({"cache_control": {"type": "ephemeral"}}), vec![(SavePoint::Prompt, 300)]),
+        (
+            json!({"messages": [
+                user(json!([{"type": "text", "text": "a", "cache_control": hour}])),
+                {"role": "assistant", "content": [
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                user(json!([{"type": "tool_result", "tool_use_id": "c", "content": result}])),
+            ]}),
+            vec![(SavePoint::Turns, 3600), (SavePoint::Prompt, 3600)],
+        ),
+    ] {
+        let (status, reply) = create(&app, with(extra)).await;
+        assert_eq!(status, StatusCode::OK, "{reply}");
+        let retain = seen.last().retain;
+        let retain: Vec<_> = retain.iter().map(|entry| (entry.at, entry.seconds)).collect();
+        assert_eq!(retain, expected);
+    }
+    for (extra, param) in [
+        (json!({"cache_control": {"type": "forever"}}), "cache_control"),
+        (
+            json!({"system": [{"type": "text", "text": "a",
+                               "cache_control": {"type": "ephemeral", "ttl": "2d"}}]}),
+            "system[0].cache_control",
+        ),
+    ] {
+        let (status, reply) = create(&app, with(extra)).await;
+        assert_eq!((status, &reply["error"]["param"]), (StatusCode::BAD_REQUEST, &json!(param)));
+    }
 }
 
 /// Clients recognize the words and make the conversation shorter.

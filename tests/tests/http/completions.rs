@@ -2,7 +2,7 @@
 
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
-use steersman_engine::request::RawPrompt;
+use steersman_engine::request::{Logprob, PromptToken, RawPrompt, TokenLogprob};
 
 use crate::*;
 
@@ -86,6 +86,94 @@ async fn stream_of_several_prompts_adds_up_to_the_whole_reply() {
     assert_eq!(ended, 2);
 }
 
+fn with_logprobs() -> Vec<Act> {
+    let one = |text: &[u8], logprob| TokenLogprob { bytes: text.to_vec(), logprob };
+    let prompt = |text: &[u8], logprob, top: Vec<TokenLogprob>| {
+        Say(Event::PromptToken(PromptToken { bytes: text.to_vec(), logprob, top }))
+    };
+    vec![
+        prompt("é".as_bytes(), None, Vec::new()),
+        prompt(b"b", Some(-1.5), vec![one(b"x", -0.5)]),
+        Say(Event::Logprob(Logprob { token: one(b"\xf0\x9f", -0.25), top: Vec::new() })),
+        Say(Event::Logprob(Logprob { token: one(b"\x98\x80", 0.0), top: Vec::new() })),
+        Say(Event::Answer("😀".into())),
+        finished(FinishReason::Length),
+    ]
+}
+
+/// What lm-eval's `local-completions` sends and reads.
+#[tokio::test]
+async fn echo_with_logprobs_reports_the_tokens_of_the_prompt() {
+    let (app, seen) = app(with_logprobs);
+    let body = json!({"prompt": [[65, 66]], "echo": true, "logprobs": 1, "max_tokens": 1, "n": 2,
+                      "temperature": 0, "seed": 1234});
+    let (status, reply) = complete(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let bytes = ["bytes:\\xf0\\x9f", "bytes:\\x98\\x80"];
+    let expected = json!({
+        "tokens": ["é", "b", bytes[0], bytes[1]],
+        "token_logprobs": [null, -1.5, -0.25, 0.0],
+        "top_logprobs": [null, {"x": -0.5, "b": -1.5}, {bytes[0]: -0.25}, {bytes[1]: 0.0}],
+        "text_offset": [0, 1, 2, 3],
+    });
+    assert_eq!(reply["choices"][0]["logprobs"], expected);
+    let text = reply["choices"][0]["text"].as_str().unwrap();
+    assert!(text.ends_with("😀") && text.len() > 4, "{text}");
+    let requests = seen.requests.lock().unwrap().clone();
+    assert_eq!(requests[0].prompt, Some(RawPrompt::Tokens(vec![65, 66])));
+    let wanted: Vec<_> = requests.iter().map(|r| (r.logprobs, r.prompt_logprobs)).collect();
+    assert_eq!(wanted, [(Some(1), Some(1)), (Some(1), None)], "the prompt runs once");
+    let (status, reply) =
+        complete(&app, json!({"prompt": "a", "echo": true, "logprobs": 0, "max_tokens": 0})).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert_eq!(seen.last().max_tokens, Some(0));
+    assert_eq!(seen.last().prompt_logprobs, Some(0));
+}
+
+#[tokio::test]
+async fn logprobs_of_a_stream_add_up_to_those_of_the_reply() {
+    let (app, seen) = app(with_logprobs);
+    let (_, whole) = complete(&app, json!({"prompt": "a", "logprobs": 2})).await;
+    let expected = &whole["choices"][0]["logprobs"];
+    assert_eq!(seen.last().prompt_logprobs, None);
+    let request = axum::http::Request::post("/v1/completions")
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(json!({"prompt": "a", "logprobs": 2, "stream": true}).to_string().into())
+        .unwrap();
+    let stream = bytes(send(&app, request).await).await;
+    let lines = std::str::from_utf8(&stream).unwrap().lines();
+    let mut found =
+        json!({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []});
+    for chunk in lines.filter_map(|line| line.strip_prefix("data: {")) {
+        let chunk: Value = serde_json::from_str(&format!("{{{chunk}")).unwrap();
+        let logprobs = &chunk["choices"][0]["logprobs"];
+        for (name, list) in found.as_object_mut().unwrap() {
+            let more = logprobs[name.as_str()].as_array().cloned().unwrap_or_default();
+            list.as_array_mut().unwrap().extend(more);
+        }
+    }
+    // The tokens of the prompt belong to the echo only.
+    let own = |name: &str| expected[name].as_array().unwrap()[2..].to_vec();
+    assert_eq!(found["tokens"], json!(own("tokens")));
+    assert_eq!(found["token_logprobs"], json!(own("token_logprobs")));
+    assert_eq!(found["text_offset"], json!([0, 1]));
+}
+
+#[tokio::test]
+async fn suffix_asks_for_what_stands_between() {
+    let (app, seen) = app(answer);
+    let body = json!({"prompt": "def f(", "suffix": "):\n", "echo": true});
+    let (status, reply) = complete(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert!(reply["choices"][0]["text"].as_str().unwrap().starts_with("def f("), "{reply}");
+    let infill = RawPrompt::Infill { prefix: "def f(".into(), suffix: "):\n".into() };
+    assert_eq!(seen.last().prompt, Some(infill.clone()));
+    let generate = json!({"prompt": "def f(", "suffix": "):\n", "stream": false});
+    let (status, reply) = post_to(&app, "/api/generate", &generate).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert_eq!(seen.last().prompt, Some(infill));
+}
+
 #[tokio::test]
 async fn errors_of_completions_name_the_field() {
     let (app, _) = app(answer);
@@ -96,9 +184,28 @@ async fn errors_of_completions_name_the_field() {
         (json!({"prompt": [1, "a"]}), "invalid_type", "prompt[1]"),
         (json!({"prompt": [[1], [-2]]}), "invalid_type", "prompt[1][0]"),
         (json!({"prompt": ["a", null]}), "invalid_type", "prompt[1]"),
-        (json!({"prompt": "a", "suffix": "b"}), "unsupported_parameter", "suffix"),
-        (json!({"prompt": "a", "logprobs": 5}), "unsupported_parameter", "logprobs"),
-        (json!({"prompt": "a", "n": 2}), "unsupported_parameter", "n"),
+        (json!({"prompt": [1], "suffix": "b"}), "unsupported_parameter", "suffix"),
+        (
+            json!({"prompt": "a", "suffix": "b", "echo": true, "logprobs": 1}),
+            "unsupported_parameter",
+            "suffix",
+        ),
+        (json!({"prompt": "a", "logprobs": 21}), "invalid_value", "logprobs"),
+        (json!({"prompt": "a", "logprobs": "all"}), "invalid_type", "logprobs"),
+        (
+            json!({"prompt": "a", "logprobs": 1, "echo": true, "stream": true}),
+            "unsupported_parameter",
+            "echo",
+        ),
+        (json!({"prompt": "a", "max_tokens": 0}), "invalid_value", "max_tokens"),
+        (
+            json!({"prompt": "a", "max_tokens": 0, "echo": true, "n": 2}),
+            "invalid_value",
+            "max_tokens",
+        ),
+        (json!({"prompt": "a", "n": 0}), "invalid_value", "n"),
+        (json!({"prompt": vec!["a"; 128], "n": 2}), "invalid_value", "n"),
+        (json!({"prompt": "a", "n": 2, "best_of": 3}), "unsupported_parameter", "best_of"),
         (json!({"prompt": [99_999_999], "echo": true}), "invalid_value", "prompt"),
     ] {
         let (status, reply) = complete(&app, body.clone()).await;

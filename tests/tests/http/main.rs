@@ -6,8 +6,11 @@
 
 mod access;
 mod anthropic;
+mod choices;
 mod completions;
 mod connection;
+mod embeddings;
+mod fields;
 mod fuzz;
 mod limits;
 mod models;
@@ -36,6 +39,7 @@ use steersman_engine::internals::queue::{Job, Queue, Taken};
 use steersman_engine::request::{Event, FinishReason, Finished, Request, Usage};
 use steersman_engine::{config::Profile, policy::PolicyConfig};
 use steersman_tests::policies;
+use tokio::sync::mpsc::UnboundedSender;
 use tower::ServiceExt;
 
 /// One step of the scripted engine.
@@ -77,6 +81,28 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     engine_of("owner/tiny", queue, script)
 }
 
+/// Plays `script` for one request.
+async fn play(request: Request, events: UnboundedSender<Event>, records: &Seen, script: Vec<Act>) {
+    let id = request.id.clone();
+    records.requests.lock().unwrap().push(request);
+    let started = Event::Started {
+        fingerprint: "fp_test".into(),
+        prompt_tokens: USAGE.prompt_tokens,
+        cached_tokens: USAGE.cached_tokens,
+    };
+    drop(events.send(started));
+    for act in script {
+        match act {
+            Say(event) => drop(events.send(event)),
+            Wait(time) => tokio::time::sleep(time).await,
+            UntilCancelled => {
+                events.closed().await;
+                records.cancelled.lock().unwrap().push(id.clone());
+            }
+        }
+    }
+}
+
 fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     let queue = Arc::new(Queue::new(queue));
     let waiting = queue.clone();
@@ -84,28 +110,13 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
     let records = seen.clone();
     tokio::spawn(async move {
         while !*waiting.ended().borrow() {
-            let Some(Taken { place, job: Job { request, events } }) = waiting.try_take() else {
+            let Some(Taken { place, job, others }) = waiting.try_take() else {
                 tokio::time::sleep(Duration::from_millis(1)).await;
                 continue;
             };
             waiting.leave(place);
-            let id = request.id.clone();
-            records.requests.lock().unwrap().push(request);
-            let started = Event::Started {
-                fingerprint: "fp_test".into(),
-                prompt_tokens: USAGE.prompt_tokens,
-                cached_tokens: USAGE.cached_tokens,
-            };
-            drop(events.send(started));
-            for act in script() {
-                match act {
-                    Say(event) => drop(events.send(event)),
-                    Wait(time) => tokio::time::sleep(time).await,
-                    UntilCancelled => {
-                        events.closed().await;
-                        records.cancelled.lock().unwrap().push(id.clone());
-                    }
-                }
+            for Job { request, events } in std::iter::once(job).chain(others) {
+                play(request, events, &records, script()).await;
             }
         }
     });

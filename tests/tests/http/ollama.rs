@@ -2,7 +2,9 @@
 
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
-use steersman_engine::request::{Event, FinishReason, Form, FunctionCall, RawPrompt, ToolCall};
+use steersman_engine::request::{
+    Event, FinishReason, Form, FunctionCall, Penalties, RawPrompt, ToolCall,
+};
 
 use crate::*;
 
@@ -102,6 +104,33 @@ async fn generate_takes_a_prompt_with_or_without_template() {
 }
 
 #[tokio::test]
+async fn penalties_reach_the_engine() {
+    let (app, seen) = app(answer);
+    let none = Penalties::default();
+    for (options, expected) in [
+        (json!({}), Penalties { window: 64, ..none }),
+        (
+            json!({"repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -1}),
+            Penalties { presence: 0.5, frequency: -1.0, repetition: 1.5, window: 64 },
+        ),
+        (
+            json!({"repeat_penalty": 1.5, "repeat_last_n": 9}),
+            Penalties { repetition: 1.5, window: 9, ..none },
+        ),
+        (
+            json!({"repeat_penalty": 1.5, "repeat_last_n": -1}),
+            Penalties { repetition: 1.5, ..none },
+        ),
+        (json!({"repeat_penalty": 1.5, "repeat_last_n": 0}), Penalties { window: 64, ..none }),
+    ] {
+        let body = json!({"messages": [{"role": "user", "content": "Hi"}], "options": options});
+        let (status, reply) = lines(&app, "/api/chat", &body).await;
+        assert_eq!(status, StatusCode::OK, "{reply:?}");
+        assert_eq!(seen.last().penalties, expected, "{options}");
+    }
+}
+
+#[tokio::test]
 async fn format_reaches_the_engine() {
     let (app, seen) = app(answer);
     let schema = json!({"type": "object"});
@@ -159,7 +188,10 @@ async fn errors_have_ollamas_format_and_name_the_field() {
         ("/api/chat", chat(json!({"options": {"mirostat": 1}})), 400, "`mirostat`"),
         ("/api/chat", chat(json!({"options": {"temperature": 9}})), 400, "temperature"),
         ("/api/chat", chat(json!({"colour": 1})), 400, "`colour`"),
-        ("/api/generate", json!({"prompt": "a", "suffix": "b"}), 400, "`suffix`"),
+        ("/api/generate", json!({"prompt": "a", "width": 512}), 400, "`width`"),
+        ("/api/chat", chat(json!({"options": {"repeat_penalty": 0}})), 400, "repeat_penalty"),
+        ("/api/chat", chat(json!({"options": {"repeat_last_n": -2}})), 400, "repeat_last_n"),
+        ("/api/chat", chat(json!({"options": {"presence_penalty": 3}})), 400, "presence_penalty"),
         ("/api/generate", json!({"prompt": "a", "images": ["x"]}), 400, "`images`"),
         ("/api/embed", json!({}), 404, "no route"),
     ] {

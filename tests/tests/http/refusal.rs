@@ -11,7 +11,6 @@ use crate::*;
 async fn unsupported_fields_are_rejected_by_name() {
     let (app, seen) = app(answer);
     let unsupported = [
-        ("n", json!(2)),
         ("best_of", json!(3)),
         ("functions", json!([{"name": "f"}])),
         ("function_call", json!("auto")),
@@ -260,7 +259,7 @@ async fn unknown_paths_and_methods_are_errors_in_openai_format() {
     let (app, _) = app(answer);
     for (method, path, status, code) in [
         (Method::GET, "/", 404, "route_not_found"),
-        (Method::POST, "/v1/embeddings", 404, "route_not_found"),
+        (Method::POST, "/v1/rerank", 404, "route_not_found"),
         (Method::POST, "/v1/v1/chat/completions", 404, "route_not_found"),
         (Method::GET, "/v1/chat/completions", 405, "method_not_allowed"),
         (Method::DELETE, "/v1/models", 405, "method_not_allowed"),

@@ -20,9 +20,13 @@ use crate::policy::{
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
-use crate::request::{Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage};
+use crate::request::{
+    Event, FinishReason, Logprob, Message, PromptToken, Request, Sampling, ToolCall, Usage,
+};
 use crate::text::Piece;
 
+/// The tokens before a prefix, before a suffix, and before what is filled in.
+pub const INFILL: [u32; 3] = [248, 249, 250];
 pub const CLOSE_CALL: u32 = 251;
 pub const OPEN_CALL: u32 = 252;
 pub const CLOSE_REASONING: u32 = 253;
@@ -50,9 +54,9 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
         if call_tokens { ["<tool_call>", "</tool_call>"] } else { ["<unused4>", "<unused5>"] };
     let added = [
         "<unused0>",
-        "<unused1>",
-        "<unused2>",
-        "<unused3>",
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
         close_call,
         open_call,
         "</think>",
@@ -155,6 +159,7 @@ pub struct Transcript {
     pub reasoning: String,
     pub answer: String,
     pub calls: Vec<ToolCall>,
+    pub prompt_tokens: Vec<PromptToken>,
     pub logprobs: Vec<Logprob>,
     /// Bytes of reasoning and answer removed by each rewind.
     pub rewound: Vec<(usize, usize)>,
@@ -202,11 +207,12 @@ pub fn run(
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let (mut calls, mut rewound) = (Vec::new(), Vec::new());
-    let mut logprobs = Vec::new();
+    let (mut prompt_tokens, mut logprobs) = (Vec::new(), Vec::new());
     let finished = loop {
         match receiver.try_recv().unwrap() {
-            Event::Started { .. } => {}
+            Event::Started { .. } | Event::Embedding(_) => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
+            Event::PromptToken(token) => prompt_tokens.push(token),
             Event::Logprob(logprob) => logprobs.push(logprob),
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => calls.push(call),
@@ -237,6 +243,7 @@ pub fn run(
         reasoning,
         answer,
         calls,
+        prompt_tokens,
         logprobs,
         rewound,
         prompt: sequence.prompt,

@@ -69,6 +69,8 @@ impl Protocol for Messages {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
@@ -80,7 +82,7 @@ impl Protocol for Messages {
         let Some(reply) = replies.first() else { return };
         let (stop_reason, stop_sequence) = stop(&reply.finished.reason);
         let delta = json!({"stop_reason": stop_reason, "stop_sequence": stop_sequence});
-        let usage = usage(reply::usage(replies));
+        let usage = usage(reply::usage(head, replies));
         let extension = extension(head, &reply.finished);
         let data = json!({
             "type": "message_delta", "delta": delta, "usage": usage, "steersman": extension,
@@ -95,7 +97,7 @@ impl Protocol for Messages {
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let Some(reply) = replies.first() else { return Value::Null };
-        let usage = reply::usage(replies);
+        let usage = reply::usage(head, replies);
         let mut message = message(head, &reply.parts, Some(&reply.finished.reason), usage);
         message["steersman"] = extension(head, &reply.finished);
         message

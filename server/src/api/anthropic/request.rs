@@ -5,6 +5,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use steersman_engine::policy::{Retention, SavePoint};
 use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall, ToolChoice};
 
 use super::Messages;
@@ -32,6 +33,7 @@ struct Body {
     tool_choice: Option<ToolChoiceBody>,
     thinking: Option<Thinking>,
     output_config: Option<OutputConfig>,
+    cache_control: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -103,6 +105,7 @@ pub fn parse(fields: Map<String, Value>) -> Result<Parsed<Messages>, ApiError> {
 impl Body {
     fn check(self) -> Result<Call<Messages>, ApiError> {
         let mut notes = Vec::new();
+        let retain = self.retain()?;
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
         let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
         let tools_hidden = matches!(tool_choice, Some(None));
@@ -129,9 +132,74 @@ impl Body {
             max_tokens: params::limit("max_tokens", self.max_tokens)?,
             sampling: params::sampling(self.temperature, self.top_p, self.top_k, None)?,
             stop: params::stops("stop_sequences", self.stop_sequences)?,
+            retain,
             ..Request::default()
         };
-        Ok(Call { protocol: Messages::default(), requests: vec![request], notes })
+        Ok(Call { protocol: Messages::default(), requests: vec![request], choices: 1, notes })
+    }
+}
+
+impl Body {
+    /// How long the marks `cache_control` protect saved state: those of tools and system text the state
+    /// after both, one of the last message or of the whole body the state after the prompt, others the
+    /// states after messages.
+    fn retain(&self) -> Result<Vec<Retention>, ApiError> {
+        let mut retain = Vec::new();
+        let mut add = |at, path: &str, value: &Value| -> Result<(), ApiError> {
+            let seconds = marks(path, value)?.into_iter();
+            retain.extend(seconds.map(|seconds| Retention { at, seconds }));
+            Ok(())
+        };
+        for (i, tool) in self.tools.iter().flatten().enumerate() {
+            add(SavePoint::System, &format!("tools[{i}]"), &Value::Object(tool.clone()))?;
+        }
+        add(SavePoint::System, "system", self.system.as_ref().unwrap_or(&Value::Null))?;
+        let messages = self.messages.as_deref().unwrap_or_default();
+        for (i, message) in messages.iter().enumerate() {
+            let is_last = i + 1 == messages.len();
+            let at = if is_last { SavePoint::Prompt } else { SavePoint::Turns };
+            add(at, &format!("messages[{i}].content"), &message.content)?;
+        }
+        if let Some(mark) = &self.cache_control {
+            let seconds = mark_seconds("cache_control", mark)?;
+            retain.push(Retention { at: SavePoint::Prompt, seconds });
+        }
+        Ok(retain)
+    }
+}
+
+/// Seconds of all marks `cache_control` of a tool, or of the blocks in `value`.
+fn marks(path: &str, value: &Value) -> Result<Vec<u32>, ApiError> {
+    match value {
+        Value::Array(blocks) => {
+            let of = |(k, block): (usize, &Value)| marks(&format!("{path}[{k}]"), block);
+            Ok(blocks.iter().enumerate().map(of).collect::<Result<Vec<_>, _>>()?.concat())
+        }
+        Value::Object(block) => {
+            let mark = block.get("cache_control").filter(|mark| !mark.is_null());
+            let own = mark.map(|mark| mark_seconds(&format!("{path}.cache_control"), mark));
+            // The result of a tool has blocks of its own.
+            let inner = block.get("content").unwrap_or(&Value::Null);
+            let mut all = marks(&format!("{path}.content"), inner)?;
+            all.extend(own.transpose()?);
+            Ok(all)
+        }
+        _ => Ok(Vec::new()),
+    }
+}
+
+/// Seconds of a mark: five minutes or an hour.
+fn mark_seconds(path: &str, mark: &Value) -> Result<u32, ApiError> {
+    let ttl = mark.get("ttl").unwrap_or(&Value::Null);
+    match (mark["type"].as_str(), ttl) {
+        (Some("ephemeral"), Value::Null) => Ok(300),
+        (Some("ephemeral"), ttl) if ttl == "5m" => Ok(300),
+        (Some("ephemeral"), ttl) if ttl == "1h" => Ok(3600),
+        _ => {
+            let message =
+                format!("{path}: must be of type `ephemeral`, with a ttl of `5m` or `1h` if any");
+            Err(ApiError::value(path, message))
+        }
     }
 }
 

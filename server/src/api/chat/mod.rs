@@ -16,6 +16,12 @@ use super::reply::{self, Frames, Head, Reply};
 #[derive(Debug)]
 pub struct Chat {
     chunks: Chunks,
+    choices: Vec<Choice>,
+}
+
+/// The state of one choice.
+#[derive(Debug, Default)]
+struct Choice {
     /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
     /// Probabilities of tokens, for the next chunk.
@@ -23,19 +29,20 @@ pub struct Chat {
 }
 
 impl Chat {
-    fn new(options: Option<StreamOptions>) -> Self {
+    fn new(options: Option<StreamOptions>, choices: usize) -> Self {
         let chunks = Chunks::new("chat.completion.chunk", options);
-        Self { chunks, tool_calls: 0, logprobs: Vec::new() }
+        Self { chunks, choices: (0..choices).map(|_| Choice::default()).collect() }
     }
 
-    fn delta(&mut self, head: &Head, delta: Value, out: &mut Frames) {
-        let choice = self.choice(delta, None);
+    fn delta(&mut self, head: &Head, index: usize, delta: Value, out: &mut Frames) {
+        let choice = self.choice(index, delta, None);
         self.chunks.choice(head, choice, out);
     }
 
-    fn choice(&mut self, delta: Value, finish_reason: Option<&str>) -> Value {
-        let logprobs = probability::chat_logprobs(std::mem::take(&mut self.logprobs));
-        json!({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+    fn choice(&mut self, index: usize, delta: Value, finish_reason: Option<&str>) -> Value {
+        let logprobs = std::mem::take(&mut self.choices[index].logprobs);
+        let logprobs = probability::chat_logprobs(logprobs);
+        json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
     }
 }
 
@@ -47,27 +54,37 @@ impl Protocol for Chat {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        self.delta(head, json!({"role": "assistant", "content": ""}), out);
+        for index in 0..self.choices.len() {
+            self.delta(head, index, json!({"role": "assistant", "content": ""}), out);
+        }
     }
 
-    fn event(&mut self, head: &Head, _: usize, event: Event, out: &mut Frames) {
+    fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames) {
         match event {
             Event::Reasoning(piece) => {
-                self.delta(head, json!({"reasoning_content": piece, "reasoning": piece}), out);
+                let delta = json!({"reasoning_content": piece, "reasoning": piece});
+                self.delta(head, index, delta, out);
             }
-            Event::Logprob(logprob) => self.logprobs.push(probability::chat_logprob(&logprob)),
-            Event::Answer(piece) => self.delta(head, json!({"content": piece}), out),
+            Event::Logprob(logprob) => {
+                self.choices[index].logprobs.push(probability::chat_logprob(&logprob));
+            }
+            Event::Answer(piece) => self.delta(head, index, json!({"content": piece}), out),
             Event::ToolCall(call) => {
                 let mut call = tool_call(&call);
-                call["index"] = self.tool_calls.into();
-                self.tool_calls += 1;
-                self.delta(head, json!({"tool_calls": [call]}), out);
+                let count = &mut self.choices[index].tool_calls;
+                call["index"] = (*count).into();
+                *count += 1;
+                self.delta(head, index, json!({"tool_calls": [call]}), out);
             }
             Event::Finished(finished) => {
-                let last = self.choice(json!({}), Some(finish_reason(&finished.reason)));
+                let last = self.choice(index, json!({}), Some(finish_reason(&finished.reason)));
                 self.chunks.last_choice(head, last, &finished, out);
             }
-            Event::Started { .. } | Event::Rewound { .. } | Event::Failed(_) => {}
+            Event::Started { .. }
+            | Event::PromptToken(_)
+            | Event::Embedding(_)
+            | Event::Rewound { .. }
+            | Event::Failed(_) => {}
         }
     }
 
@@ -139,7 +156,7 @@ impl Chunks {
     /// The end of the stream.
     pub fn end(&self, head: &Head, replies: &[Reply], out: &mut Frames) {
         if self.include_usage {
-            self.chunk(head, json!([]), Some(("usage", usage(reply::usage(replies)))), out);
+            self.chunk(head, json!([]), Some(("usage", usage(reply::usage(head, replies)))), out);
         }
         out.done();
     }
@@ -156,9 +173,14 @@ impl Chunks {
 }
 
 /// Replies as one object of chats or completions.
-pub fn whole(head: &Head, name: &str, choices: Vec<Value>, replies: &[Reply]) -> Value {
+pub fn whole(head: &Head, name: &str, mut choices: Vec<Value>, replies: &[Reply]) -> Value {
+    if choices.len() > 1 {
+        for (choice, reply) in choices.iter_mut().zip(replies) {
+            choice["steersman"] = extension(head, &reply.finished);
+        }
+    }
     let mut whole = object(head, name, choices.into());
-    whole.insert("usage".into(), usage(reply::usage(replies)));
+    whole.insert("usage".into(), usage(reply::usage(head, replies)));
     let first = replies.first().map(|reply| extension(head, &reply.finished));
     whole.insert("steersman".into(), first.unwrap_or_default());
     whole.into()

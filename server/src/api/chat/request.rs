@@ -31,6 +31,8 @@ struct Body {
     #[serde(default, deserialize_with = "params::seed")]
     seed: Option<u64>,
     stop: Option<Value>,
+    n: Option<u64>,
+    best_of: Option<u64>,
     tools: Option<Vec<Map<String, Value>>>,
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<Effort>,
@@ -89,8 +91,9 @@ impl Body {
         };
         structure::apply(structure, &mut request)?;
         probability.apply(&mut request)?;
-        let protocol = Chat::new(self.stream_options);
-        Ok(Call { protocol, requests: vec![request], notes })
+        let choices = params::choices(self.n, self.best_of)?;
+        let protocol = Chat::new(self.stream_options, choices);
+        Ok(Call { protocol, requests: vec![request], choices, notes })
     }
 }
 

@@ -41,6 +41,8 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => return,
@@ -110,7 +112,7 @@ fn ended(head: &Head, replies: &[Reply], mut line: Value) -> Value {
         FinishReason::Length => "length",
         _ => "stop",
     };
-    let (usage, times) = (reply::usage(replies), head.times);
+    let (usage, times) = (reply::usage(head, replies), head.times);
     let first_piece = if times.first_piece == 0 { times.ended } else { times.first_piece };
     let more = json!({
         "done_reason": reason,

@@ -2,12 +2,16 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
-use steersman_engine::request::{Message, RawPrompt, Request};
+use steersman_engine::request::{Message, Penalties, RawPrompt, Request};
 
 use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
+use crate::api::probability;
 use crate::api::protocol::{Call, Parsed};
 use crate::api::{fields, json};
+
+/// Tokens that `repeat_penalty` counts if the client does not say.
+const REPEAT_LAST_N: u32 = 64;
 
 /// The fields of both bodies that have an effect.
 #[derive(Deserialize)]
@@ -21,6 +25,7 @@ struct Body {
     tools: Option<Vec<Map<String, Value>>>,
     prompt: Option<String>,
     system: Option<String>,
+    suffix: Option<String>,
     raw: Option<bool>,
 }
 
@@ -42,6 +47,35 @@ struct Options {
     seed: Option<u64>,
     stop: Option<Value>,
     num_predict: Option<i64>,
+    repeat_penalty: Option<f32>,
+    repeat_last_n: Option<i64>,
+    presence_penalty: Option<f32>,
+    frequency_penalty: Option<f32>,
+}
+
+impl Options {
+    /// Ollama's window: 64 tokens unless set, 0 for no penalty, -1 for all tokens.
+    fn penalties(&self) -> Result<Penalties, ApiError> {
+        let mut penalties = Penalties {
+            presence: probability::penalty("presence_penalty", self.presence_penalty)?,
+            frequency: probability::penalty("frequency_penalty", self.frequency_penalty)?,
+            repetition: probability::repetition("repeat_penalty", self.repeat_penalty)?,
+            window: REPEAT_LAST_N,
+        };
+        match self.repeat_last_n {
+            None => {}
+            Some(-1) => penalties.window = 0,
+            Some(0) => penalties.repetition = Penalties::default().repetition,
+            Some(window) => {
+                penalties.window = u32::try_from(window).map_err(|_| {
+                    let name = "repeat_last_n";
+                    let message = format!("{name}: is {window}, must be 0 or more, or -1 for all");
+                    ApiError::value(name, message)
+                })?;
+            }
+        }
+        Ok(penalties)
+    }
 }
 
 #[derive(Deserialize)]
@@ -100,6 +134,10 @@ pub fn parse_generate<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P
         if prompt.is_empty() {
             return Ok(None);
         }
+        if let Some(suffix) = body.suffix.take().filter(|suffix| !suffix.is_empty()) {
+            let prompt = Some(RawPrompt::Infill { prefix: prompt, suffix });
+            return Ok(Some(Request { prompt, ..Request::default() }));
+        }
         if body.raw == Some(true) {
             let prompt = Some(RawPrompt::Text(prompt));
             return Ok(Some(Request { prompt, ..Request::default() }));
@@ -120,7 +158,12 @@ fn parse<P: Default>(
     let mut notes = Vec::new();
     let call = content(&mut body, &mut notes).and_then(|request| {
         let request = request.map(|request| with_options(request, body)).transpose()?;
-        Ok(Call { protocol: P::default(), requests: request.into_iter().collect(), notes })
+        Ok(Call {
+            protocol: P::default(),
+            requests: request.into_iter().collect(),
+            choices: 1,
+            notes,
+        })
     });
     Ok(Parsed { model, stream, call })
 }
@@ -148,6 +191,7 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
         }
     };
     Ok(Request {
+        penalties: options.penalties()?,
         response_format,
         reasoning,
         reasoning_budget,

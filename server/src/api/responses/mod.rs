@@ -96,6 +96,8 @@ impl Protocol for Responses {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::PromptToken(_)
+            | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
@@ -127,7 +129,7 @@ impl Protocol for Responses {
         if !is_whole {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
         }
-        response["usage"] = usage(reply::usage(replies));
+        response["usage"] = usage(reply::usage(head, replies));
         response["steersman"] = extension(head, finished);
         if let Some(store) = &self.store {
             let mut messages = std::mem::take(&mut self.messages);

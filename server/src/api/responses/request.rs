@@ -149,7 +149,7 @@ impl Body {
             summarizes: summary.is_some(),
             ..Responses::default()
         };
-        Ok(Call { protocol, requests: vec![request], notes })
+        Ok(Call { protocol, requests: vec![request], choices: 1, notes })
     }
 }
 

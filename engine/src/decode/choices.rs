@@ -1,0 +1,112 @@
+//! Several choices of one request: its prompt runs once.
+//!
+//! The first choice is a sequence like any other. The others wait with it, prepared, until its prompt has
+//! run. Then each becomes a sequence with a copy of its cache, and samples its first token from the
+//! same logits, with its own seed. So the first choice is what a request for a single choice gets, and each
+//! other one what a request with its seed gets.
+//!
+//! A choice for which there is no room waits like a preempted sequence, before all requests of the queue. So
+//! does a choice with another prompt, which its policies may have changed: it starts alone.
+
+use mlx_rs::transforms::eval;
+
+use super::Decoder;
+use super::prepare::{Prepared, log_refused};
+use super::sequence::Sequence;
+use crate::cache::Cache;
+use crate::error::{Error, Result, catch_panic};
+use crate::prefix::Retention;
+use crate::queue::fail_all;
+use crate::request::Event;
+
+impl Decoder {
+    /// Starts the choices of requests whose prompts have run.
+    pub(super) fn start_choices(&mut self) {
+        let is_due = |sequence: &Sequence| {
+            !sequence.others.is_empty() && sequence.cache.position >= sequence.prompt
+        };
+        while let Some(at) = self.sequences.iter().position(is_due) {
+            for other in std::mem::take(&mut self.sequences[at].others) {
+                if other.events.is_closed() {
+                    continue;
+                }
+                let has_room = self.sequences.len() < self.max_running
+                    && self.preempted.is_empty()
+                    && self.has_room_for(&other);
+                let (id, events) = (other.request.id.clone(), other.events.clone());
+                let first = self.sequences.remove(at);
+                let started = catch_panic("being admitted", || match has_room {
+                    true => self.start_choice(&first, other),
+                    false => self.postpone_choice(&first, other),
+                });
+                self.sequences.insert(at, first);
+                match started {
+                    Ok(sequence) => self.sequences.extend(sequence),
+                    Err(error) => {
+                        log_refused(&id, &error);
+                        self.recover_from(&error);
+                        let _ = events.send(Event::Failed(error));
+                    }
+                }
+            }
+        }
+    }
+
+    /// The sequence of a choice beside `first`, unless it waits.
+    fn start_choice(&mut self, first: &Sequence, other: Prepared) -> Result<Option<Sequence>> {
+        if !first.has_prompt_of(&other) {
+            return self.postpone_choice(first, other);
+        }
+        let cache = self.copy(&first.cache)?;
+        let mut sequence = self.sequence(other, cache)?;
+        self.sample_first(first, &mut sequence)?;
+        sequence.take_checkpoint()?;
+        Ok(Some(sequence))
+    }
+
+    /// Lets a choice beside `first` wait for room. It keeps its first token, and resumes from the state
+    /// after the prompt.
+    fn postpone_choice(&mut self, first: &Sequence, other: Prepared) -> Result<Option<Sequence>> {
+        let has_prompt = first.has_prompt_of(&other);
+        // Shared: it is dropped before anything is written to it.
+        let cache = if has_prompt { first.cache.clone() } else { self.prefixes.empty() };
+        let mut sequence = self.sequence(other, cache)?;
+        if has_prompt {
+            self.save(first, Retention::default());
+            self.sample_first(first, &mut sequence)?;
+            self.drop_state(&mut sequence)?;
+        }
+        let waiting = self.unless_ended(sequence);
+        self.preempted.extend(waiting);
+        Ok(None)
+    }
+
+    /// Samples the first token of `sequence` from the logits after the prompt of `first`.
+    fn sample_first(&mut self, first: &Sequence, sequence: &mut Sequence) -> Result<()> {
+        sequence.next_logits.clone_from(&first.next_logits);
+        self.settle(sequence)
+    }
+
+    /// A copy that shares no buffer that is written in place.
+    fn copy(&mut self, cache: &Cache) -> Result<Cache> {
+        let mut copy = self.prefixes.empty();
+        self.make_room(self.memory.growth(&copy, cache.position))?;
+        let (kv, state) = (cache.key_values(0, cache.position)?, cache.recurrent_state()?);
+        copy.restore(&[kv], &state, cache.position)?;
+        eval(&copy.arrays()?)?;
+        Ok(copy)
+    }
+}
+
+impl Sequence {
+    /// Whether the prompt of `other` has run with its own.
+    fn has_prompt_of(&self, other: &Prepared) -> bool {
+        !other.request.needs_whole_prompt() && self.tokens[..self.prompt] == other.prompt
+    }
+
+    /// Ends the request, and the choices that wait for its prompt, with an error.
+    pub(super) fn send_failure(&mut self, error: Error) {
+        let others = self.others.drain(..).map(|other| other.events);
+        fail_all(std::iter::once(self.events.clone()).chain(others).collect(), error);
+    }
+}

@@ -1,0 +1,101 @@
+//! OpenAI's embeddings: `POST /v1/embeddings`.
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use steersman_engine::request::{Embedding, Event, Request};
+
+use super::completions::prompts;
+use super::error::ApiError;
+use super::protocol::{Call, Parsed, Protocol};
+use super::reply::{self, Frames, Head, Reply};
+use super::{fields, json};
+
+/// Most texts of a body.
+const TEXTS: usize = 256;
+
+/// The state of one response.
+#[derive(Debug)]
+pub struct Embeddings {
+    /// Whether each embedding is written as base64 of its f32, little endian.
+    is_base64: bool,
+}
+
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    input: Option<Value>,
+    dimensions: Option<u32>,
+    encoding_format: Option<String>,
+}
+
+impl Body {
+    fn check(self) -> Result<Call<Embeddings>, ApiError> {
+        let is_base64 = match self.encoding_format.as_deref() {
+            None | Some("float") => false,
+            Some("base64") => true,
+            Some(format) => {
+                let message = format!("encoding_format: is `{format}`, must be float or base64");
+                return Err(ApiError::value("encoding_format", message));
+            }
+        };
+        if self.dimensions == Some(0) {
+            let message = "dimensions: must be at least 1";
+            return Err(ApiError::value("dimensions", message));
+        }
+        let embedding = Some(Embedding { dimensions: self.dimensions });
+        let texts = prompts("input", self.input.unwrap_or_default(), TEXTS)?;
+        let request = |prompt| Request {
+            prompt: Some(prompt),
+            embedding,
+            max_tokens: Some(0),
+            ..Request::default()
+        };
+        let requests = texts.into_iter().map(request).collect();
+        Ok(Call { protocol: Embeddings { is_base64 }, requests, choices: 1, notes: Vec::new() })
+    }
+}
+
+impl Protocol for Embeddings {
+    const ID: &'static str = "embd-";
+
+    const HAS_ONE_PLACE: bool = true;
+
+    fn parse(fields: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
+        fields::check(fields::EMBEDDINGS, &fields)?;
+        let mut body: Body = json::typed_body(fields)?;
+        Ok(Parsed { model: body.model.take(), stream: false, call: body.check() })
+    }
+
+    // Nothing is streamed.
+    fn begin(&mut self, _: &Head, _: &mut Frames) {}
+
+    fn event(&mut self, _: &Head, _: usize, _: Event, _: &mut Frames) {}
+
+    fn end(&mut self, _: &Head, _: &[Reply], _: &mut Frames) {}
+
+    fn fail(&mut self, _: &Head, _: &ApiError, _: &mut Frames) {}
+
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+        let embedding = |values: &[f32]| match self.is_base64 {
+            true => {
+                let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                json!(BASE64_STANDARD.encode(bytes))
+            }
+            false => json!(values),
+        };
+        let one = |(index, reply): (usize, &Reply)| {
+            let embedding = embedding(&reply.embedding);
+            json!({"object": "embedding", "index": index, "embedding": embedding})
+        };
+        let data: Vec<Value> = replies.iter().enumerate().map(one).collect();
+        let tokens = reply::usage(head, replies).prompt_tokens;
+        json!({
+            "object": "list",
+            "data": data,
+            "model": head.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        })
+    }
+}
