@@ -82,40 +82,17 @@ pub trait Policy: Default {
 
 /// Exports a [`Policy`] as the hooks of the component. Expands to nothing on targets other than Wasm,
 /// so that the same crate can be tested natively.
+///
+/// `export!(MyPolicy, without on_tool_call)` leaves that hook out. Where no policy of a request has it,
+/// tool calls are sent to the client while they are written; otherwise they wait for their verdicts.
 #[macro_export]
 macro_rules! export {
     ($policy:ty) => {
         #[cfg(target_family = "wasm")]
         const _: () = {
-            use ::std::cell::RefCell;
             use $crate::bindings::exports::steersman::policy as hooks;
 
-            ::std::thread_local! {
-                static POLICY: RefCell<$policy> = {
-                    $crate::failure::report_panics();
-                    RefCell::default()
-                };
-            }
-
-            struct Shim;
-
-            impl hooks::on_prompt::Guest for Shim {
-                fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
-                    POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
-                }
-            }
-
-            impl hooks::on_request::Guest for Shim {
-                fn on_request(request: $crate::RequestView) -> $crate::Plan {
-                    POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
-                }
-            }
-
-            impl hooks::on_step::Guest for Shim {
-                fn on_step(step: $crate::Step) -> ::std::vec::Vec<$crate::Action> {
-                    POLICY.with_borrow_mut(|p| $crate::Policy::on_step(p, step))
-                }
-            }
+            $crate::shim!($policy);
 
             impl hooks::on_tool_call::Guest for Shim {
                 fn on_tool_call(call: $crate::ToolCallView) -> $crate::Verdict {
@@ -123,14 +100,61 @@ macro_rules! export {
                 }
             }
 
-            impl hooks::on_finish::Guest for Shim {
-                fn on_finish(summary: $crate::Summary) {
-                    POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
-                }
-            }
-
-    $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
+            $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
         };
+    };
+    ($policy:ty, without on_tool_call) => {
+        #[cfg(target_family = "wasm")]
+        const _: () = {
+            use $crate::bindings::without_verdicts;
+            use without_verdicts::exports::steersman::policy as hooks;
+
+            $crate::shim!($policy);
+
+            without_verdicts::export_without_verdicts!(Shim with_types_in without_verdicts);
+        };
+    };
+}
+
+/// `Shim`, which calls a [`Policy`] in the hooks that every component has.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! shim {
+    ($policy:ty) => {
+        use ::std::cell::RefCell;
+
+        ::std::thread_local! {
+            static POLICY: RefCell<$policy> = {
+                $crate::failure::report_panics();
+                RefCell::default()
+            };
+        }
+
+        struct Shim;
+
+        impl hooks::on_prompt::Guest for Shim {
+            fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
+                POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
+            }
+        }
+
+        impl hooks::on_request::Guest for Shim {
+            fn on_request(request: $crate::RequestView) -> $crate::Plan {
+                POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
+            }
+        }
+
+        impl hooks::on_step::Guest for Shim {
+            fn on_step(step: $crate::Step) -> ::std::vec::Vec<$crate::Action> {
+                POLICY.with_borrow_mut(|p| $crate::Policy::on_step(p, step))
+            }
+        }
+
+        impl hooks::on_finish::Guest for Shim {
+            fn on_finish(summary: $crate::Summary) {
+                POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
+            }
+        }
     };
 }
 

@@ -158,7 +158,8 @@ impl Protocol for Completions {
                 self.chunks.last_choice(head, last, &finished, out);
             }
             // There are no tools.
-            Event::ToolCall(_)
+            Event::CallDelta(_)
+            | Event::ToolCall(_)
             | Event::Started { .. }
             | Event::Rewound { .. }
             | Event::Logprob(_)

@@ -58,6 +58,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// How streams are written.
     const FRAMING: Framing = Framing::Sse;
 
+    /// Whether streams have the calls of tools while they are written.
+    const STREAMS_CALLS: bool = true;
+
     /// Parses a body.
     ///
     /// # Errors
@@ -154,6 +157,7 @@ pub async fn handle<P: Protocol>(
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
+        request.streams_calls = stream && P::STREAMS_CALLS;
         let events = admission.engine.submit(request).map_err(|error| log.failed(error))?;
         receivers.push(events);
     }

@@ -20,7 +20,7 @@ use crate::policy::{
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
-use crate::request::{Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage};
+use crate::request::{CallDelta, Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage};
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
@@ -155,6 +155,7 @@ pub struct Transcript {
     pub reasoning: String,
     pub answer: String,
     pub calls: Vec<ToolCall>,
+    pub deltas: Vec<CallDelta>,
     pub logprobs: Vec<Logprob>,
     /// Bytes of reasoning and answer removed by each rewind.
     pub rewound: Vec<(usize, usize)>,
@@ -186,7 +187,7 @@ pub fn run(
     let (events, mut receiver) = mpsc::unbounded_channel();
     let rewound = script.rewound;
     let job = Job { request: request.clone(), events };
-    let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
+    let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32], judges_calls: true };
     let prepared = decoder.preparer.prepare_with(job, session).unwrap();
     let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;
@@ -201,7 +202,7 @@ pub fn run(
     decoder.save(&sequence, Retention::default());
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
-    let (mut calls, mut rewound) = (Vec::new(), Vec::new());
+    let (mut calls, mut deltas, mut rewound) = (Vec::new(), Vec::new(), Vec::new());
     let mut logprobs = Vec::new();
     let finished = loop {
         match receiver.try_recv().unwrap() {
@@ -209,6 +210,7 @@ pub fn run(
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::Logprob(logprob) => logprobs.push(logprob),
             Event::Answer(text) => answer.push_str(&text),
+            Event::CallDelta(delta) => deltas.push(delta),
             Event::ToolCall(call) => calls.push(call),
             Event::Rewound { reasoning: of_reasoning, answer: of_answer } => {
                 rewound.push((of_reasoning, of_answer));
@@ -229,7 +231,7 @@ pub fn run(
         match piece {
             Piece::Reasoning(text) => expected_reasoning.push_str(&text),
             Piece::Answer(text) => expected_answer.push_str(&text),
-            Piece::ToolCall(_) => {}
+            Piece::CallDelta(_) | Piece::ToolCall(_) | Piece::Note(_) => {}
         }
     }
     assert_eq!((&reasoning, &answer), (&expected_reasoning, &expected_answer));
@@ -237,6 +239,7 @@ pub fn run(
         reasoning,
         answer,
         calls,
+        deltas,
         logprobs,
         rewound,
         prompt: sequence.prompt,

@@ -4,7 +4,7 @@ mod message;
 mod request;
 
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
+use steersman_engine::request::{CallDelta, Event, FinishReason, Finished, ToolCall, Usage};
 
 use super::error::ApiError;
 use super::params::StreamOptions;
@@ -18,6 +18,8 @@ pub struct Chat {
     chunks: Chunks,
     /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
+    /// Id of the call whose pieces are being sent.
+    open_call: Option<String>,
     /// Probabilities of tokens, for the next chunk.
     logprobs: Vec<Value>,
 }
@@ -25,7 +27,7 @@ pub struct Chat {
 impl Chat {
     fn new(options: Option<StreamOptions>) -> Self {
         let chunks = Chunks::new("chat.completion.chunk", options);
-        Self { chunks, tool_calls: 0, logprobs: Vec::new() }
+        Self { chunks, tool_calls: 0, open_call: None, logprobs: Vec::new() }
     }
 
     fn delta(&mut self, head: &Head, delta: Value, out: &mut Frames) {
@@ -57,6 +59,20 @@ impl Protocol for Chat {
             }
             Event::Logprob(logprob) => self.logprobs.push(probability::chat_logprob(&logprob)),
             Event::Answer(piece) => self.delta(head, json!({"content": piece}), out),
+            Event::CallDelta(CallDelta { id, name: Some(name), arguments }) => {
+                let function = json!({"name": name, "arguments": arguments});
+                let call = json!({
+                    "index": self.tool_calls, "id": id, "type": "function", "function": function,
+                });
+                (self.tool_calls, self.open_call) = (self.tool_calls + 1, Some(id));
+                self.delta(head, json!({"tool_calls": [call]}), out);
+            }
+            Event::CallDelta(CallDelta { arguments, .. }) => {
+                let index = self.tool_calls.saturating_sub(1);
+                let call = json!({"index": index, "function": {"arguments": arguments}});
+                self.delta(head, json!({"tool_calls": [call]}), out);
+            }
+            Event::ToolCall(call) if self.open_call.take().as_ref() == Some(&call.id) => {}
             Event::ToolCall(call) => {
                 let mut call = tool_call(&call);
                 call["index"] = self.tool_calls.into();
