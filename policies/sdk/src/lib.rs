@@ -88,73 +88,64 @@ pub trait Policy: Default {
 #[macro_export]
 macro_rules! export {
     ($policy:ty) => {
-        #[cfg(target_family = "wasm")]
-        const _: () = {
-            use $crate::bindings::exports::steersman::policy as hooks;
+        $crate::export!($policy, {
+            use $crate::bindings::verdicts;
 
-            $crate::shim!($policy);
-
-            impl hooks::on_tool_call::Guest for Shim {
+            impl verdicts::exports::steersman::policy::on_tool_call::Guest for Shim {
                 fn on_tool_call(call: $crate::ToolCallView) -> $crate::Verdict {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
                 }
             }
 
-            $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
-        };
+            verdicts::export_verdicts!(Shim with_types_in verdicts);
+        });
     };
     ($policy:ty, without on_tool_call) => {
+        $crate::export!($policy, {});
+    };
+    ($policy:ty, { $($verdicts:tt)* }) => {
         #[cfg(target_family = "wasm")]
         const _: () = {
-            use $crate::bindings::without_verdicts;
-            use without_verdicts::exports::steersman::policy as hooks;
+            use ::std::cell::RefCell;
+            use $crate::bindings::exports::steersman::policy as hooks;
 
-            $crate::shim!($policy);
+            ::std::thread_local! {
+                static POLICY: RefCell<$policy> = {
+                    $crate::failure::report_panics();
+                    RefCell::default()
+                };
+            }
 
-            without_verdicts::export_without_verdicts!(Shim with_types_in without_verdicts);
+            struct Shim;
+
+            impl hooks::on_prompt::Guest for Shim {
+                fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
+                }
+            }
+
+            impl hooks::on_request::Guest for Shim {
+                fn on_request(request: $crate::RequestView) -> $crate::Plan {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
+                }
+            }
+
+            impl hooks::on_step::Guest for Shim {
+                fn on_step(step: $crate::Step) -> ::std::vec::Vec<$crate::Action> {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_step(p, step))
+                }
+            }
+
+            impl hooks::on_finish::Guest for Shim {
+                fn on_finish(summary: $crate::Summary) {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
+                }
+            }
+
+            $crate::bindings::export_hooks!(Shim with_types_in $crate::bindings);
+
+            $($verdicts)*
         };
-    };
-}
-
-/// `Shim`, which calls a [`Policy`] in the hooks that every component has.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! shim {
-    ($policy:ty) => {
-        use ::std::cell::RefCell;
-
-        ::std::thread_local! {
-            static POLICY: RefCell<$policy> = {
-                $crate::failure::report_panics();
-                RefCell::default()
-            };
-        }
-
-        struct Shim;
-
-        impl hooks::on_prompt::Guest for Shim {
-            fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
-                POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
-            }
-        }
-
-        impl hooks::on_request::Guest for Shim {
-            fn on_request(request: $crate::RequestView) -> $crate::Plan {
-                POLICY.with_borrow_mut(|p| $crate::Policy::on_request(p, request))
-            }
-        }
-
-        impl hooks::on_step::Guest for Shim {
-            fn on_step(step: $crate::Step) -> ::std::vec::Vec<$crate::Action> {
-                POLICY.with_borrow_mut(|p| $crate::Policy::on_step(p, step))
-            }
-        }
-
-        impl hooks::on_finish::Guest for Shim {
-            fn on_finish(summary: $crate::Summary) {
-                POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
-            }
-        }
     };
 }
 
