@@ -240,7 +240,8 @@ impl Calls {
             Spelling::Bare | Spelling::Json => "",
         };
         if let Some(choices) = choices.filter(|_| text != Spelling::Json) {
-            let choice = |choice: &Value| choice.as_str().map(|text| format!("{quote}{text}{quote}"));
+            let choice =
+                |choice: &Value| choice.as_str().map(|text| format!("{quote}{text}{quote}"));
             let choices: Vec<_> =
                 choices.iter().filter_map(choice).map(|text| self.terms(&text)).collect();
             return format!("({}) {tag}", choices.join(" | "));

@@ -20,7 +20,9 @@ use crate::policy::{
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
-use crate::request::{CallDelta, Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage};
+use crate::request::{
+    CallDelta, Event, FinishReason, Logprob, Message, Request, Sampling, ToolCall, Usage,
+};
 use crate::text::Piece;
 
 pub const CLOSE_CALL: u32 = 251;
@@ -120,6 +122,8 @@ pub struct Script {
     pub calls: Calls,
     /// Tokens that count as rewound from the start.
     pub rewound: usize,
+    /// Whether it has the hook `on-tool-call`.
+    pub judges_calls: bool,
 }
 
 impl Script {
@@ -131,6 +135,7 @@ impl Script {
             steps: Box::new(steps),
             calls: Box::new(|_| Verdict::Accept),
             rewound: 0,
+            judges_calls: true,
         }
     }
 }
@@ -185,9 +190,10 @@ pub fn run(
     plain: Option<&[u32]>,
 ) -> Transcript {
     let (events, mut receiver) = mpsc::unbounded_channel();
-    let rewound = script.rewound;
+    let (rewound, judges_calls) = (script.rewound, script.judges_calls);
     let job = Job { request: request.clone(), events };
-    let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32], judges_calls: true };
+    let session =
+        Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32], judges_calls };
     let prepared = decoder.preparer.prepare_with(job, session).unwrap();
     let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;

@@ -53,10 +53,22 @@ impl Reply {
         if !self.stopped() {
             self.flush_text();
         }
-        if let Some(call) = self.call.take() {
-            let reading = self.read(&call, true);
-            self.end_call(call, reading, ending, "");
+        let Some(mut call) = self.call.take() else { return };
+        let mut reading = self.read(&call, true);
+        // A value without an end holds the closing tag too.
+        if ending == Ending::Model
+            && let Some(close) = self.tokenizer.format().close
+            && reading.state == (State::Early { is_in_value: true })
+            && let Some(content) = call.content.trim_end().strip_suffix(close)
+        {
+            let shorter = Call { content: content.into(), ..call.clone() };
+            let without_tag = self.read(&shorter, true);
+            let sent = without_tag.calls.get(call.emitted).map_or(0, |draft| draft.arguments.len());
+            if call.sent <= sent {
+                (call, reading) = (shorter, without_tag);
+            }
         }
+        self.end_call(call, reading, ending, "");
     }
 
     /// Whether the answer begins with `text` as a call without a tag begins.

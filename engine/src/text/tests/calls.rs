@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::*;
 use crate::request::CallDelta;
-use crate::text::tool_call::{Arguments, FORMATS, Format, Text as Spelling, Written};
+use crate::text::tool_call::{Arguments, FORMATS, Format, Text as Spelling};
 
 const CALLS: usize = 200;
 
@@ -18,8 +18,7 @@ fn tokenizer(format: &'static Format, has_tags: bool) -> Arc<Tokenizer> {
         char::from_u32(if hidden(&byte) { number } else { byte }).unwrap().to_string()
     };
     let vocab: Map<String, Value> = (0..256).map(|byte| (letter(byte), byte.into())).collect();
-    let tags = format.open.iter().chain(&format.close).chain(format.inner);
-    let tags = tags.copied().filter(|_| has_tags).chain(["<|im_end|>"]);
+    let tags = format.tags().filter(|_| has_tags).chain(["<|im_end|>"]);
     let added = (256..).zip(tags).map(|(id, content)| {
         json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
             "rstrip": false, "normalized": false})
@@ -51,10 +50,43 @@ fn tools() -> Vec<Value> {
 impl Random {
     fn string(&mut self) -> String {
         const PARTS: &[&str] = &[
-            "a", "word ", " ", "\n", "\t", "\"", "'", "\\", "\\n", "{", "}", "[", "]", "(", ")", ":",
-            ",", "=", "<", ">", "é", "日本", "🙂", "</parameter>", "<tool_call>", "</tool_call>",
-            "```", "null", "5", "[TOOL_CALLS]", "<｜tool▁calls▁end｜>", "<|tool_call_end|>", "&lt;",
-            "\u{7f}", "</arg_value>", "<think>", "\r",
+            "a",
+            "word ",
+            " ",
+            "\n",
+            "\t",
+            "\"",
+            "'",
+            "\\",
+            "\\n",
+            "{",
+            "}",
+            "[",
+            "]",
+            "(",
+            ")",
+            ":",
+            ",",
+            "=",
+            "<",
+            ">",
+            "é",
+            "日本",
+            "🙂",
+            "</parameter>",
+            "<tool_call>",
+            "</tool_call>",
+            "```",
+            "null",
+            "5",
+            "[TOOL_CALLS]",
+            "<｜tool▁calls▁end｜>",
+            "<|tool_call_end|>",
+            "&lt;",
+            "\u{7f}",
+            "</arg_value>",
+            "<think>",
+            "\r",
         ];
         let text: String = (0..self.below(9)).map(|_| self.pick(PARTS)).collect();
         // The bare values of some formats cannot end so.
@@ -102,49 +134,40 @@ impl Random {
     }
 }
 
-/// A value between quotes of the format, where it has some.
-fn written_value(value: &Value, quote: &str) -> String {
-    match value {
-        Value::String(text) => format!("{quote}{text}{quote}"),
-        Value::Array(all) => {
-            let all: Vec<_> = all.iter().map(|value| written_value(value, quote)).collect();
-            format!("[{}]", all.join(","))
-        }
-        Value::Object(all) => {
-            let member = |(key, value): (&String, &Value)| {
-                format!("{key}:{}", written_value(value, quote))
-            };
-            format!("{{{}}}", all.iter().map(member).collect::<Vec<_>>().join(","))
-        }
-        other => other.to_string(),
+/// The calls as a model writes them, JSON in one line or in many. Each format has samples below, too.
+fn written(format: &Format, calls: &[(&str, Map<String, Value>)], random: &mut Random) -> String {
+    let pairs = |arguments: &Map<String, Value>| -> Vec<(String, Value)> {
+        arguments.iter().map(|(key, value)| (key.clone(), value.clone())).collect()
+    };
+    let calls: Vec<_> = calls.iter().map(|(name, arguments)| (*name, pairs(arguments))).collect();
+    let calls: Vec<(&str, Vec<(&str, Value)>)> = calls
+        .iter()
+        .map(|(name, all)| (*name, all.iter().map(|(k, v)| (k.as_str(), v.clone())).collect()))
+        .collect();
+    let calls: Vec<(&str, &[(&str, Value)])> =
+        calls.iter().map(|(name, all)| (*name, &all[..])).collect();
+    let source = format.written.spell(&calls);
+    match format.written.arguments {
+        Arguments::Json if random.below(3) == 0 => spaced(&source),
+        _ => source,
     }
 }
 
-/// The calls as a model writes them. Each format has its samples below, too.
-fn written(format: &Format, calls: &[(&str, Map<String, Value>)], random: &mut Random) -> String {
-    let Written { section, call, is_numbered, between, arguments: kind } = &format.written;
-    let mut parts = Vec::new();
-    for (name, arguments) in calls {
-        let arguments = match kind {
-            Arguments::Json if random.below(3) == 0 => serde_json::to_string_pretty(arguments),
-            Arguments::Json => serde_json::to_string(arguments),
-            Arguments::Parameters { key: [open, after], text, close, separator } => {
-                let parameter = |(key, value): (&String, &Value)| {
-                    let value = match (text, value) {
-                        (Spelling::Bare, Value::String(text)) => text.clone(),
-                        (Spelling::Quoted(quote), value) => written_value(value, quote),
-                        (_, value) => value.to_string(),
-                    };
-                    format!("{open}{key}{after}{value}{close}")
-                };
-                Ok(arguments.iter().map(parameter).collect::<Vec<_>>().join(separator))
-            }
-        };
-        let number = if *is_numbered { ":0" } else { "" };
-        let arguments = arguments.expect("a map is JSON");
-        parts.push(format!("{}{name}{number}{}{arguments}{}", call[0], call[1], call[2]));
+/// White space around the commas and colons of JSON that are not in strings.
+fn spaced(source: &str) -> String {
+    let (mut out, mut is_string, mut is_escaped) = (String::new(), false, false);
+    for (at, c) in source.char_indices() {
+        out.push(c);
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' if is_string => is_escaped = true,
+            '"' => is_string = !is_string,
+            ',' | '{' if !is_string => out.push_str("\n  "),
+            ':' if !is_string && source[..at].ends_with('"') => out.push(' '),
+            _ => {}
+        }
     }
-    format!("{}{}{}", section[0], parts.join(between), section[1])
+    out
 }
 
 /// Each tag of `format` as its token, if it has one, and all else byte by byte. Within values no tag is a
@@ -152,10 +175,10 @@ fn written(format: &Format, calls: &[(&str, Map<String, Value>)], random: &mut R
 fn tokens(tokenizer: &Tokenizer, format: &Format, source: &str, values: &[String]) -> Vec<u32> {
     let mut tokens = Vec::new();
     let mut rest = source;
-    let tags: Vec<_> = format.open.iter().chain(&format.close).chain(format.inner).collect();
+    let tags: Vec<_> = format.tags().collect();
     while !rest.is_empty() {
         let value = values.iter().find(|value| !value.is_empty() && rest.starts_with(*value));
-        let tag = tags.iter().find(|tag| rest.starts_with(**tag));
+        let tag = tags.iter().find(|tag| rest.starts_with(*tag));
         let length = match (value, tag) {
             (Some(value), _) => {
                 tokens.extend(value.bytes().map(u32::from));
@@ -205,7 +228,9 @@ fn strings(value: &Value, format: &Format, out: &mut Vec<String>) {
 /// Names and arguments of the whole calls among `pieces`.
 fn whole(pieces: &[Piece]) -> Vec<(String, Map<String, Value>)> {
     let call = |piece: &Piece| match piece {
-        Piece::ToolCall(call) => Some((call.function.name.clone(), call.function.arguments.clone())),
+        Piece::ToolCall(call) => {
+            Some((call.function.name.clone(), call.function.arguments.clone()))
+        }
         _ => None,
     };
     pieces.iter().filter_map(call).collect()
@@ -237,7 +262,7 @@ fn check_format(format: &'static Format, has_tags: bool) {
             strings(&Value::from(arguments.clone()), format, &mut values);
         }
         values.sort_by_key(|value| std::cmp::Reverse(value.len()));
-        values.retain(|value| format.inner.iter().chain(&format.open).chain(&format.close).any(|tag| value.contains(tag)));
+        values.retain(|value| format.tags().any(|tag| value.contains(tag)));
         let tokens = tokens(&tokenizer, format, &source, &values);
         let about = format!("{} {number}: {source}", format.name);
         let expected: Vec<_> =
@@ -252,7 +277,10 @@ fn check_format(format: &'static Format, has_tags: bool) {
         let others = pieces.iter().filter(|piece| !matches!(piece, Piece::ToolCall(_)));
         let shown = summary(others.cloned().collect());
         let answer = before.trim_end();
-        assert_eq!(shown, if answer.is_empty() { String::new() } else { format!("answer[{answer}]") });
+        assert_eq!(
+            shown,
+            if answer.is_empty() { String::new() } else { format!("answer[{answer}]") }
+        );
 
         let mut streamed = reply.clone();
         streamed.stream_calls();
@@ -280,7 +308,8 @@ fn check_format(format: &'static Format, has_tags: bool) {
         }
         assert!(!pieces.iter().any(|piece| matches!(piece, Piece::Note(_))), "{about}");
         // They are written as the call is: long ones come in many pieces.
-        let longest = expected.iter().map(|(_, all)| Value::from(all.clone()).to_string().len()).max();
+        let longest =
+            expected.iter().map(|(_, all)| Value::from(all.clone()).to_string().len()).max();
         let deltas = pieces.iter().filter(|piece| matches!(piece, Piece::CallDelta(_))).count();
         assert!(deltas >= longest.unwrap_or(0) / 80, "{deltas} pieces: {about}");
     }
@@ -300,7 +329,9 @@ fn check_cut(
     for ((_, name, arguments), (of_call, values)) in reassembled(&pieces).iter().zip(expected) {
         assert_eq!(name, of_call, "{about}");
         let whole = Value::from(values.clone()).to_string();
-        assert!(whole.starts_with(arguments.as_str()), "{arguments}: {about}");
+        // What is left of a character that was cut.
+        let certain = arguments.trim_end_matches('\u{fffd}');
+        assert!(whole.starts_with(certain), "{arguments}: {about}");
     }
 }
 
@@ -340,7 +371,10 @@ fn every_format_reads_what_its_template_writes() {
     let call = r#"call[f {"text":"a b","count":5}]"#;
     let json = r#"{"text": "a b", "count": 5}"#;
     for (name, source) in [
-        ("hermes", format!("<tool_call>\n{{\"name\": \"f\", \"arguments\": {json}}}\n</tool_call>")),
+        (
+            "hermes",
+            format!("<tool_call>\n{{\"name\": \"f\", \"arguments\": {json}}}\n</tool_call>"),
+        ),
         (
             "qwen",
             "<tool_call>\n<function=f>\n<parameter=text>\na b\n</parameter>\n\
@@ -354,7 +388,9 @@ fn every_format_reads_what_its_template_writes() {
         ("mistral", format!("[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{json}")),
         (
             "mistral-list",
-            format!("[TOOL_CALLS][{{\"name\": \"f\", \"arguments\": {json}, \"id\": \"abc123def\"}}]"),
+            format!(
+                "[TOOL_CALLS][{{\"name\": \"f\", \"arguments\": {json}, \"id\": \"abc123def\"}}]"
+            ),
         ),
         (
             "glm",
@@ -400,7 +436,8 @@ fn every_format_reads_what_its_template_writes() {
         ("gemma-4", "<|tool_call>call:f{text:<|\"|>a b<|\"|>,count:5}<tool_call|>".into()),
         (
             "function-gemma",
-            "<start_function_call>call:f{text:<escape>a b<escape>,count:5}<end_function_call>".into(),
+            "<start_function_call>call:f{text:<escape>a b<escape>,count:5}<end_function_call>"
+                .into(),
         ),
     ] {
         check(name, &source, call);
@@ -433,7 +470,7 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
         (
             "qwen",
             "<tool_call><function=f><parameter=text>a</parameter></function> So.</tool_call>",
-            format!("{call} {repaired} answer[So.]"),
+            format!("{call} {repaired} answer[ So.]"),
         ),
         ("llama-3", r#"{"name": "f", "parameters": {"text": "a"}"#, format!("{call} {repaired}")),
         ("pythonic", "[f(text='a'", format!("{call} {repaired}")),
@@ -477,7 +514,8 @@ fn streamed_calls_are_closed_where_they_become_malformed_and_stay_open_at_a_limi
          answer[oops}]"
     );
 
-    let (mut reply, mut pieces) = start(r#"<tool_call>{"name": "f", "arguments": {"text": "rm -r /tmp"#);
+    let (mut reply, mut pieces) =
+        start(r#"<tool_call>{"name": "f", "arguments": {"text": "rm -r /tmp"#);
     pieces.extend(reply.finish());
     assert_eq!(reassembled(&pieces)[0].2, r#"{"text":"rm -r /tmp"#);
     assert_eq!(summary(pieces), "note[did not complete a call of `f`]");

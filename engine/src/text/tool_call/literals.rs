@@ -9,7 +9,10 @@ pub fn pythonic(reader: &mut Reader<'_>) -> Read {
     reader.expect("[")?;
     loop {
         reader.skip_space();
-        if reader.is_bare && !reader.rest.contains('(') && !reader.schemas.has_name_with(reader.rest) {
+        if reader.is_bare
+            && !reader.rest.contains('(')
+            && !reader.schemas.has_name_with(reader.rest)
+        {
             return Err(Stop::Malformed);
         }
         let name = reader.name_until("(")?;

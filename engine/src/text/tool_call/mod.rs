@@ -161,12 +161,7 @@ pub static FORMATS: &[Format] = &[
             call: ["<invoke name=\"", "\">\n", "</invoke>\n"],
             is_numbered: false,
             between: "",
-            arguments: parameters(
-                ["<parameter name=\"", "\">"],
-                Text::Bare,
-                "</parameter>\n",
-                "",
-            ),
+            arguments: parameters(["<parameter name=\"", "\">"], Text::Bare, "</parameter>\n", ""),
         },
     },
     Format {
@@ -314,10 +309,7 @@ pub static FORMATS: &[Format] = &[
         ids: Ids::Call,
         dialect: Dialect::Python,
         read: literals::pythonic,
-        written: Written {
-            section: ["<|tool_call_start|>[", "]<|tool_call_end|>"],
-            ..PYTHONIC
-        },
+        written: Written { section: ["<|tool_call_start|>[", "]<|tool_call_end|>"], ..PYTHONIC },
     },
     Format {
         name: "qwen",
@@ -334,12 +326,7 @@ pub static FORMATS: &[Format] = &[
             call: ["<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"],
             is_numbered: false,
             between: "\n",
-            arguments: parameters(
-                ["<parameter=", ">\n"],
-                Text::Bare,
-                "\n</parameter>\n",
-                "",
-            ),
+            arguments: parameters(["<parameter=", ">\n"], Text::Bare, "\n</parameter>\n", ""),
         },
     },
     Format {
@@ -438,6 +425,60 @@ impl Format {
             state,
             is_repaired: reader.is_repaired,
         }
+    }
+}
+
+#[cfg(test)]
+impl Format {
+    /// Texts of a chat template that name the format.
+    pub fn signs(&self) -> &'static [&'static str] {
+        self.signs[0]
+    }
+
+    /// All tags.
+    pub fn tags(&self) -> impl Iterator<Item = &'static str> {
+        self.open.into_iter().chain(self.close).chain(self.inner.iter().copied())
+    }
+}
+
+#[cfg(test)]
+impl Written {
+    /// These calls, as a model writes them.
+    pub fn spell(&self, calls: &[(&str, &[(&str, Value)])]) -> String {
+        fn value(of: &Value, text: Text) -> String {
+            match (text, of) {
+                (Text::Bare, Value::String(text)) => text.clone(),
+                (Text::Quoted(quote), Value::String(text)) => format!("{quote}{text}{quote}"),
+                (Text::Quoted(_), Value::Array(all)) => {
+                    let all: Vec<_> = all.iter().map(|one| value(one, text)).collect();
+                    format!("[{}]", all.join(","))
+                }
+                (Text::Quoted(_), Value::Object(all)) => {
+                    let all = all.iter().map(|(key, one)| format!("{key}:{}", value(one, text)));
+                    format!("{{{}}}", all.collect::<Vec<_>>().join(","))
+                }
+                (_, other) => other.to_string(),
+            }
+        }
+        let call = |(name, all): &(&str, &[(&str, Value)])| {
+            let arguments = match &self.arguments {
+                Arguments::Json => {
+                    let all = all.iter().map(|(key, value)| (key.to_string(), value.clone()));
+                    Value::from(all.collect::<Map<_, _>>()).to_string()
+                }
+                Arguments::Parameters { key: [open, after], text, close, separator } => {
+                    let one = |(key, one): &(&str, Value)| {
+                        format!("{open}{key}{after}{}{close}", value(one, *text))
+                    };
+                    all.iter().map(one).collect::<Vec<_>>().join(separator)
+                }
+            };
+            let number = if self.is_numbered { ":0" } else { "" };
+            let [head, before, after] = self.call;
+            format!("{head}{name}{number}{before}{arguments}{after}")
+        };
+        let calls: Vec<_> = calls.iter().map(call).collect();
+        format!("{}{}{}", self.section[0], calls.join(self.between), self.section[1])
     }
 }
 

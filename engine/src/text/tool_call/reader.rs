@@ -102,7 +102,8 @@ impl<'a> Reader<'a> {
     /// A name before `end` that has none of `<`, `{` and line breaks.
     pub fn name_until(&mut self, end: &str) -> Read<&'a str> {
         let Some(at) = self.rest.find(end) else {
-            let is_name = !self.rest[..self.rest.len() - partial(self.rest, end)].contains(FORBIDDEN);
+            let is_name =
+                !self.rest[..self.rest.len() - partial(self.rest, end)].contains(FORBIDDEN);
             return Err(if is_name { Stop::Early } else { Stop::Malformed });
         };
         let name = self.rest[..at].trim();

@@ -122,4 +122,3 @@ fn whole(number: f64) -> Option<Value> {
     const EXACT: f64 = 9_007_199_254_740_992.0; // 2^53
     (number.fract() == 0.0 && number.abs() < EXACT).then(|| (number as i64).into())
 }
-
