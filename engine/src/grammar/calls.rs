@@ -156,7 +156,8 @@ impl Calls {
                 Spelling::Json => writeln!(lark, "text: %json {{\"type\": \"string\"}}"),
                 Spelling::Quoted(quote) => {
                     let quote = self.terms(quote);
-                    writeln!(lark, "text: {quote} /(?s:.*)/ {quote}")
+                    let lazy = if quote.starts_with('<') { "" } else { "[lazy]" };
+                    writeln!(lark, "text{lazy}: {quote} /(?s:.*)/ {quote}")
                 }
             };
             let free = match text {

@@ -230,6 +230,9 @@ pub fn run(
     // After any rewinds, the client has the text of the remaining tokens.
     let (prompt, reply) = sequence.tokens.split_at(sequence.prompt);
     let mut again = decoder.text.reply(prompt, &request.stop, &request.tools);
+    if request.streams_calls && !judges_calls {
+        again.stream_calls();
+    }
     let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
     pieces.extend(again.finish());
     let (mut expected_reasoning, mut expected_answer) = (String::new(), String::new());

@@ -54,7 +54,7 @@ impl Reply {
             self.flush_text();
         }
         let Some(mut call) = self.call.take() else { return };
-        let mut reading = self.read(&call, true);
+        let mut reading = self.read(&call, ending == Ending::Model);
         // A value without an end holds the closing tag too.
         if ending == Ending::Model
             && let Some(close) = self.tokenizer.format().close
