@@ -89,6 +89,8 @@ impl Random {
             "\r",
         ];
         let text: String = (0..self.below(9)).map(|_| self.pick(PARTS)).collect();
+        // The tokens of tags are told apart from values by their text.
+        let text = if text.starts_with(['<', '[']) { format!("x{text}") } else { text };
         // The bare values of some formats cannot end so.
         if text.trim_end().ends_with("</arg_value>") { text + "." } else { text }
     }
