@@ -91,6 +91,9 @@ impl Random {
         let text: String = (0..self.below(9)).map(|_| self.pick(PARTS)).collect();
         // The tokens of tags are told apart from values by their text.
         let text = if text.starts_with(['<', '[']) { format!("x{text}") } else { text };
+        // Where GLM's tags are text, these two together end a call anywhere.
+        let both = text.contains("</arg_value>") && text.contains("</tool_call>");
+        let text = if both { text.replace("</tool_call>", "tag") } else { text };
         // The bare values of some formats cannot end so.
         if text.trim_end().ends_with("</arg_value>") { text + "." } else { text }
     }
