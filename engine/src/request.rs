@@ -63,6 +63,8 @@ pub struct Request {
     /// Whether a policy may rewind answer text: false for a stream, whose client has already
     /// received it.
     pub revisable: bool,
+    /// Whether calls are sent while they are written, unless a policy gives verdicts on calls.
+    pub streams_calls: bool,
     /// When the request ends with [`RequestError::Deadline`](crate::RequestError::Deadline) unless it
     /// has ended before; `None` for never.
     pub deadline: Option<Instant>,
@@ -215,6 +217,17 @@ pub struct ToolCall {
     pub function: FunctionCall,
 }
 
+/// The next piece of a call that is being written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CallDelta {
+    /// [`ToolCall::id`]
+    pub id: String,
+    /// Name of the function, in the first piece only.
+    pub name: Option<String>,
+    /// The next piece of the arguments as JSON. All pieces of a complete call are its arguments.
+    pub arguments: String,
+}
+
 /// A function with its arguments.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FunctionCall {
@@ -364,7 +377,10 @@ pub enum Event {
         /// Bytes to drop from the end of the answer; 0 unless [`Request::revisable`].
         answer: usize,
     },
-    /// A complete tool call.
+    /// The next piece of a tool call that is being written; only with [`Request::streams_calls`].
+    CallDelta(CallDelta),
+    /// A complete tool call, after its pieces if there were any. A call that a limit cut off has pieces
+    /// only.
     ToolCall(ToolCall),
     /// The request succeeded; nothing follows.
     Finished(Finished),

@@ -303,7 +303,10 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
         match events.blocking_recv().expect("the last event is Finished or Failed") {
             Event::Started { fingerprint: value, .. } => fingerprint = value,
             Event::Reasoning(text) => reasoning.push_str(&text),
-            Event::PromptToken(_) | Event::Embedding(_) | Event::Logprob(_) => {}
+            Event::PromptToken(_)
+            | Event::Embedding(_)
+            | Event::Logprob(_)
+            | Event::CallDelta(_) => {}
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => tool_calls.push(call),
             Event::Rewound { reasoning: reasoning_len, answer: answer_len } => {

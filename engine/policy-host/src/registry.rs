@@ -78,6 +78,8 @@ pub struct Session {
     /// SHA-256 over everything that determines their decisions: names and SHA-256 of the policies in
     /// order, parameters, failure mode, grants and limits. Shadows are not included.
     pub digest: [u8; 32],
+    /// Whether one of them gives verdicts on tool calls; shadows do not.
+    pub judges_calls: bool,
 }
 
 impl Session {
@@ -180,12 +182,16 @@ impl Policies {
                 policy: Box::new(guard),
             })
         };
+        let judges_calls = resolved.links.iter().any(|(version, shadow)| {
+            !shadow && version.component.hooks().contains(&"on-tool-call")
+        });
         let links = resolved.links.iter().map(link).collect::<Result<_, Failure>>()?;
         let recorder = self.traces.recorder(request, profile, chain.settings.trace_text);
         Ok(Session {
             policy: Box::new(Chain::new(links, recorder)),
             params: resolved.params.clone(),
             digest: resolved.digest,
+            judges_calls,
         })
     }
 

@@ -5,8 +5,9 @@
 //!
 //! # Where it begins
 //! With [`Scope::Answer`], where the answer begins; reasoning stays free. The line breaks after
-//! `</think>`, which models write there, are committed first. With [`Scope::Call`], after the tag of each
-//! call outside of reasoning, up to its closing tag.
+//! `</think>`, which models write there, are committed first. With [`Scope::Opening`], there too, until the
+//! answer is text. With [`Scope::Call`], after the tag of each call outside of reasoning, up to its closing
+//! tag.
 //!
 //! # When the mask is computed
 //! The mask of a token needs the token before it on the host. The pass of that token is queued before it
@@ -136,9 +137,13 @@ impl Sequence {
 
     /// Whether a grammar applies to the next token.
     fn is_in_form(&self) -> bool {
-        let phase = self.reply_state.reply.phase();
+        let reply = &self.reply_state.reply;
+        let phase = reply.phase();
         self.constraint.as_ref().is_some_and(|constraint| match constraint.scope() {
             Scope::Answer => phase != Phase::Reasoning,
+            Scope::Opening => {
+                phase == Phase::ToolCall || phase == Phase::Answer && reply.is_answer_blank()
+            }
             Scope::Call => phase == Phase::ToolCall,
         })
     }

@@ -165,9 +165,14 @@ impl Preparer {
         notes.extend(replaced);
         notes.extend(plan.note.clone());
         let Job { request, events } = job;
+        let mut reply = self.text.reply(&prompt, &request.stop, &request.tools);
+        // A verdict is on a whole call, which the client must not have before it.
+        if request.streams_calls && !policy.judges_calls {
+            reply.stream_calls();
+        }
         Ok(Prepared {
             grammar,
-            reply: self.text.reply(&prompt, &request.stop, &request.tools),
+            reply,
             limits: self.limits(&request, &plan, limits, prompt.len()),
             sampling: self.sampling(&request, &plan),
             fingerprint: self.fingerprint(&policy.digest),

@@ -62,7 +62,7 @@ impl ReplyState {
             match piece {
                 Piece::Reasoning(text) => self.reasoning_bytes += text.len(),
                 Piece::Answer(text) => self.answer_bytes += text.len(),
-                Piece::ToolCall(_) => {}
+                Piece::CallDelta(_) | Piece::ToolCall(_) | Piece::Note(_) => {}
             }
         }
         pieces

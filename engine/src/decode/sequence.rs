@@ -95,7 +95,8 @@ pub struct Sequence {
     pub reply_state: ReplyState,
     /// The reply is not rewound past this.
     pub phase_start: PhaseStart,
-    /// The reply is not rewound past this position either: the client has a tool call before it.
+    /// The reply is not rewound past this position either: the client has a tool call before it, or a
+    /// part of one.
     pub rewind_limit: usize,
     pub policy: Session,
     pub detector: Option<Detector>,
@@ -482,6 +483,8 @@ impl Sequence {
     pub(super) fn send(&mut self, pieces: Vec<Piece>) {
         for piece in pieces {
             let is_new_call = self.is_new_call(&piece);
+            let is_left_out =
+                self.request.tool_choice.is_single && !self.progress.tool_calls.is_empty();
             let event = match piece {
                 Piece::Reasoning(text) => {
                     self.progress.reasoning += text.len();
@@ -492,10 +495,16 @@ impl Sequence {
                     Event::Answer(text)
                 }
                 Piece::ToolCall(_) if !is_new_call => continue,
-                Piece::ToolCall(call)
-                    if self.request.tool_choice.is_single
-                        && !self.progress.tool_calls.is_empty() =>
-                {
+                Piece::Note(note) => {
+                    self.note(note);
+                    continue;
+                }
+                Piece::CallDelta(_) if is_left_out => continue,
+                Piece::CallDelta(delta) => {
+                    self.rewind_limit = self.tokens.len();
+                    Event::CallDelta(delta)
+                }
+                Piece::ToolCall(call) if is_left_out => {
                     let name = call.function.name;
                     self.note(format!("left out a call of `{name}`: parallel_tool_calls is false"));
                     continue;

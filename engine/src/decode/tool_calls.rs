@@ -4,6 +4,10 @@
 //! policy's text there. Several calls between one pair of tags are removed together. A call completed
 //! by the end of the reply gets its verdict before the reply ends. One completed by the limits of the
 //! reply gets a verdict too, but no tokens are left for a repair: it is dropped, with a note.
+//!
+//! Where no policy of a request gives verdicts, calls may be sent while they are written
+//! ([`Request::streams_calls`](crate::request::Request::streams_calls)): the reply is not rewound past what
+//! the client has of them.
 
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -26,7 +30,7 @@ impl Sequence {
         }
         if self.reply_state.reply.in_call() {
             let mut ended = self.reply_state.reply.clone();
-            self.progress.waiting = ended.finish();
+            self.progress.waiting = ended.finish_turn();
             let start = self.prompt + ended.last_call_start();
             if self.judge_from(start, text)? {
                 return Ok(());
@@ -56,7 +60,7 @@ impl Sequence {
         }
         // The client has the calls now. The tag of a next call can still be rewound.
         match self.reply_state.reply.call_start() {
-            Some(next) => self.rewind_limit = self.prompt + next,
+            Some(next) => self.rewind_limit = self.rewind_limit.max(self.prompt + next),
             None => self.start_phase(),
         }
         Ok(false)

@@ -1,5 +1,4 @@
-//! The grammar of tool calls, in the two formats that [`crate::text`] parses: `<function=name>` blocks and
-//! JSON. The model's chat template decides which.
+//! The grammar of tool calls, as the model's [`Format`] writes them ([`Written`]).
 //!
 //! Arguments of a strict tool follow its schema, with their properties in its order. Those of other tools
 //! are free: only the markup and the name are enforced.
@@ -12,6 +11,7 @@ use super::{Scope, refused, schema, with_options};
 use crate::error::RequestError;
 use crate::request::Request;
 use crate::text::Text;
+use crate::text::tool_call::{Arguments, Format, Text as Spelling, Written};
 
 /// The rule for an answer instead of calls.
 pub const ANSWER: &str = "answer";
@@ -24,9 +24,8 @@ pub struct Calls {
     /// Whether the reply must contain a call.
     pub is_required: bool,
     is_single: bool,
-    /// The tags, as terms of a grammar.
-    tags: [String; 2],
-    has_blocks: bool,
+    text: Text,
+    format: &'static Format,
     tools: Vec<Tool>,
 }
 
@@ -63,17 +62,18 @@ impl Calls {
         if is_free && request.response_format.is_none() {
             return Ok(None);
         }
-        let tags = match text.call_markers() {
-            Some(ids) => ids.map(|id| format!("<[{id}]>")),
-            None => ["<tool_call>", "</tool_call>"].map(|tag| json!(tag).to_string()),
-        };
         Ok(Some(Self {
             is_required: choice.is_required,
             is_single: choice.is_single,
-            tags,
-            has_blocks: text.writes_function_blocks(),
+            text: text.clone(),
+            format: text.call_format(),
             tools,
         }))
+    }
+
+    /// Where the grammar of calls begins that an answer may stand instead of.
+    pub fn lazy_scope(&self) -> Scope {
+        if self.format.bare.is_some() { Scope::Opening } else { Scope::Call }
     }
 
     /// Checks that the schemas of strict tools can be enforced.
@@ -88,38 +88,198 @@ impl Calls {
             let Some(parameters) = parameters else { continue };
             let path = format!("tools[{index}].function.parameters");
             schema::check(&path, parameters, compile)?;
-            if self.has_blocks {
-                check_block(&path, parameters)?;
+            match &self.format.written.arguments {
+                Arguments::Parameters { text: Spelling::Bare | Spelling::Quoted(_), .. } => {
+                    check_block(&path, parameters)?;
+                }
+                Arguments::Parameters { .. } | Arguments::Json => {}
             }
         }
         Ok(())
     }
 
     /// The Lark grammar. With [`Scope::Answer`] the reply consists of calls, or of the rule [`ANSWER`] if
-    /// it `may_answer`; with [`Scope::Call`] it is one call after its opening tag.
+    /// it `may_answer`; with [`Scope::Opening`] of calls, or of text that does not begin as a call does;
+    /// with [`Scope::Call`] it is what follows the opening tag, with its closing tag.
     pub fn lark(&self, scope: Scope, may_answer: bool) -> String {
-        let [open, close] = &self.tags;
-        let more = if self.is_single { "" } else { " (\"\\n\" call)*" };
-        let mut lark = match (scope, may_answer) {
-            (Scope::Call, _) => "start: body\n".to_string(),
-            (Scope::Answer, false) => format!("start: call{more}\n"),
-            (Scope::Answer, true) => format!("start: @{ANSWER} | call{more}\n"),
+        let Written { section: [begin, end], call: [head, ..], between, .. } = self.format.written;
+        let mut lark = String::new();
+        let tools = |rule: &str| {
+            let names: Vec<_> = (0..self.tools.len()).map(|i| format!("{rule}_{i}")).collect();
+            format!("({})", names.join(" | "))
         };
-        let names: Vec<String> = (0..self.tools.len()).map(|i| format!("tool_{i}")).collect();
-        if scope == Scope::Answer {
-            let _ = writeln!(lark, "call: {open} body");
-        }
-        let _ = writeln!(lark, "body: \"\\n\" ({}) \"\\n\" {close}", names.join(" | "));
+        let more = match self.is_single {
+            true => String::new(),
+            false => format!(" ({} {})*", self.terms(between), tools("tool")),
+        };
+        // What the opening tag stands in: the section of all calls, or each call.
+        let open = self.format.open.unwrap_or_default();
+        let start = match scope {
+            Scope::Call if begin.is_empty() && head.starts_with(open) => {
+                // Without a closing tag the scope lasts to the end of the reply.
+                let more = if self.format.close.is_some() { "" } else { &more };
+                for (i, tool) in self.tools.iter().enumerate() {
+                    let rule = self.tool(i, tool, head.strip_prefix(open).unwrap_or(head));
+                    let _ = writeln!(lark, "rest_{i}: {rule}");
+                }
+                format!("{}{more}", tools("rest"))
+            }
+            Scope::Call => {
+                let begin = begin.strip_prefix(open).unwrap_or(begin);
+                format!("{} {}{more} {}", self.terms(begin), tools("tool"), self.terms(end))
+            }
+            Scope::Answer | Scope::Opening => {
+                format!("{} {}{more} {}", self.terms(begin), tools("tool"), self.terms(end))
+            }
+        };
+        let _ = match (scope, may_answer, self.format.bare) {
+            (Scope::Opening, _, Some(bare)) => {
+                writeln!(lark, "start: {start} | /(?s:\\s*([^\\s\\{bare}].*)?)/")
+            }
+            (_, true, _) => writeln!(lark, "start: @{ANSWER} | {start}"),
+            (_, false, _) => writeln!(lark, "start: {start}"),
+        };
         for (i, tool) in self.tools.iter().enumerate() {
-            let rule = if self.has_blocks { tool.block() } else { tool.json() };
+            let rule = self.tool(i, tool, head);
             let _ = writeln!(lark, "tool_{i}: {rule}");
+            lark.push_str(&self.parameters(i, tool));
         }
-        if self.has_blocks {
+        if let Arguments::Parameters { key: [open, after], text, close, separator } =
+            &self.format.written.arguments
+        {
             // The first closing tag ends a text, as models write it.
-            lark.push_str("text[lazy]: /(?s:.*)/ \"\\n</parameter>\\n\"\n");
-            lark.push_str("parameter: \"<parameter=\" /[^<>\\n]+/ \">\\n\" text\n");
+            let tag = self.terms(close);
+            let _ = match text {
+                // No text has a token that is a tag.
+                Spelling::Bare if tag.starts_with('<') => writeln!(lark, "text: /(?s:.*)/ {tag}"),
+                Spelling::Bare => writeln!(lark, "text[lazy]: /(?s:.*)/ {tag}"),
+                Spelling::Json => writeln!(lark, "text: %json {{\"type\": \"string\"}}"),
+                Spelling::Quoted(quote) => {
+                    let quote = self.terms(quote);
+                    let lazy = if quote.starts_with('<') { "" } else { "[lazy]" };
+                    writeln!(lark, "text{lazy}: {quote} /(?s:.*)/ {quote}")
+                }
+            };
+            let free = match text {
+                Spelling::Bare => "text".to_string(),
+                Spelling::Json | Spelling::Quoted(_) => {
+                    let kinds = json!({"type": ["number", "boolean", "null", "array", "object"]});
+                    format!("(text | %json {}) {}", with_options(kinds), tag)
+                }
+            };
+            let (open, after) = (self.terms(open), self.terms(after));
+            let key = if *separator == "" { "/[^<>\"\\n]+/" } else { "/[A-Za-z_][A-Za-z0-9_]*/" };
+            let separator = self.terms(separator);
+            let _ = writeln!(lark, "parameter: {open} {key} {after} {free}");
+            let _ = writeln!(lark, "free: (parameter ({separator} parameter)*)?");
         }
         lark
+    }
+
+    /// The rule of a call that begins with `head`.
+    fn tool(&self, index: usize, tool: &Tool, head: &str) -> String {
+        let Written { call: [_, before, after], is_numbered, arguments, .. } = &self.format.written;
+        // In JSON the name stands in quotes.
+        let name = match head.ends_with("{\"name\": \"") {
+            true => json!(tool.name).to_string().trim_matches('"').to_string(),
+            false => tool.name.clone(),
+        };
+        let number = if *is_numbered { "\":\" /[0-9]+/ " } else { "" };
+        let arguments = match arguments {
+            Arguments::Json => {
+                let schema = tool.parameters.clone().unwrap_or_else(|| json!({"type": "object"}));
+                format!("%json {}", with_options(schema))
+            }
+            Arguments::Parameters { .. } if tool.parameters.is_none() => "free".into(),
+            Arguments::Parameters { .. } => format!("first_{index}_0"),
+        };
+        let (head, before) = (self.terms(&format!("{head}{name}")), self.terms(before));
+        format!("{head} {number}{before} {arguments} {}", self.terms(after))
+    }
+
+    /// The rules of the parameters of a strict tool: `first_TOOL_N` is those from the `N`th on, and
+    /// `more_TOOL_N` too, after another one.
+    fn parameters(&self, index: usize, tool: &Tool) -> String {
+        let mut rules = String::new();
+        let (Some(schema), Arguments::Parameters { key: [open, after], text, close, separator }) =
+            (&tool.parameters, &self.format.written.arguments)
+        else {
+            return rules;
+        };
+        let required = schema.get("required").and_then(Value::as_array);
+        let is_required =
+            |key: &str| required.is_some_and(|all| all.iter().any(|name| name == key));
+        let separator = self.terms(separator);
+        let mut count = 0;
+        for (n, (key, value)) in properties(schema).enumerate() {
+            let open = self.terms(&format!("{open}{key}{after}"));
+            let parameter = format!("{open} {}", self.value(value, schema, *text, close));
+            let next = n + 1;
+            let (skip_first, skip_more) = match is_required(key) {
+                true => (String::new(), String::new()),
+                false => (format!(" | first_{index}_{next}"), format!(" | more_{index}_{next}")),
+            };
+            let _ = writeln!(
+                rules,
+                "first_{index}_{n}: {parameter} more_{index}_{next}{skip_first}\n\
+                 more_{index}_{n}: {separator} {parameter} more_{index}_{next}{skip_more}"
+            );
+            count = next;
+        }
+        let _ = writeln!(rules, "first_{index}_{count}: \"\"\nmore_{index}_{count}: \"\"");
+        rules
+    }
+
+    /// The value of a parameter and what closes it, as terms.
+    fn value(&self, value: &Value, root: &Value, text: Spelling, close: &str) -> String {
+        let choices = value.get("enum").and_then(Value::as_array);
+        let choices = choices.filter(|all| all.iter().all(Value::is_string));
+        let tag = self.terms(close);
+        let is_text = may_be_text(value, root, SCHEMA_DEPTH);
+        let quote = match text {
+            Spelling::Quoted(quote) => quote,
+            Spelling::Bare | Spelling::Json => "",
+        };
+        if let Some(choices) = choices.filter(|_| text != Spelling::Json) {
+            let choice =
+                |choice: &Value| choice.as_str().map(|text| format!("{quote}{text}{quote}"));
+            let choices: Vec<_> =
+                choices.iter().filter_map(choice).map(|text| self.terms(&text)).collect();
+            return format!("({}) {tag}", choices.join(" | "));
+        }
+        match text {
+            Spelling::Bare if is_text => return "text".into(),
+            Spelling::Quoted(_) if is_text => return format!("text {tag}"),
+            Spelling::Bare | Spelling::Json | Spelling::Quoted(_) => {}
+        }
+        let mut schema = value.clone();
+        for keyword in ["$defs", "definitions"] {
+            if let (Some(part), Some(definitions)) = (schema.as_object_mut(), root.get(keyword)) {
+                part.entry(keyword).or_insert_with(|| definitions.clone());
+            }
+        }
+        format!("%json {} {tag}", with_options(schema))
+    }
+
+    /// `text` as terms: the tags in it that are tokens, and literals between them.
+    fn terms(&self, text: &str) -> String {
+        let Format { open, close, inner, .. } = self.format;
+        let tags = open.iter().chain(close).chain(*inner);
+        let tags: Vec<_> =
+            tags.filter_map(|tag| Some((*tag, self.text.call_token(tag)?))).collect();
+        let (mut terms, mut rest) = (Vec::new(), text);
+        while !rest.is_empty() {
+            let first = tags.iter().filter_map(|&(tag, id)| Some((rest.find(tag)?, tag, id))).min();
+            let (at, tag, id) = first.unwrap_or((rest.len(), "", 0));
+            if at > 0 {
+                terms.push(json!(&rest[..at]).to_string());
+            }
+            if !tag.is_empty() {
+                terms.push(format!("<[{id}]>"));
+            }
+            rest = &rest[at + tag.len()..];
+        }
+        terms.join(" ")
     }
 }
 
@@ -130,54 +290,6 @@ fn tool((index, tool): (usize, &Value)) -> Option<Tool> {
     let parameters = function.get("parameters").filter(|schema| !schema.is_null());
     let parameters = parameters.cloned().unwrap_or_else(|| json!({"type": "object"}));
     Some(Tool { index, name, parameters: is_strict.then_some(parameters) })
-}
-
-impl Tool {
-    /// `{"name": .., "arguments": ..}`
-    fn json(&self) -> String {
-        let head = format!("{{\"name\": {}, \"arguments\": ", json!(self.name));
-        let schema = self.parameters.clone().unwrap_or_else(|| json!({"type": "object"}));
-        format!("{} %json {} \"}}\"", json!(head), with_options(schema))
-    }
-
-    /// `<function=name>` with `<parameter=key>` blocks.
-    fn block(&self) -> String {
-        let head = json!(format!("<function={}>\n", self.name));
-        let tail = "\"</function>\"";
-        let Some(schema) = &self.parameters else {
-            return format!("{head} parameter* {tail}");
-        };
-        let required = schema.get("required").and_then(Value::as_array);
-        let is_required =
-            |key: &str| required.is_some_and(|all| all.iter().any(|name| name == key));
-        let mut rule = head.to_string();
-        for (key, value) in properties(schema) {
-            let open = json!(format!("<parameter={key}>\n"));
-            let optional = if is_required(key) { "" } else { "?" };
-            let _ = write!(rule, " ({open} {}){optional}", parameter(value, schema));
-        }
-        rule + " " + tail
-    }
-}
-
-/// The value of a parameter and its closing tag, as terms of a grammar.
-fn parameter(value: &Value, root: &Value) -> String {
-    let close = "\"\\n</parameter>\\n\"";
-    let choices = value.get("enum").and_then(Value::as_array);
-    if let Some(choices) = choices.filter(|all| all.iter().all(Value::is_string)) {
-        let choices: Vec<String> = choices.iter().map(Value::to_string).collect();
-        return format!("({}) {close}", choices.join(" | "));
-    }
-    if may_be_text(value, root, SCHEMA_DEPTH) {
-        return "text".into();
-    }
-    let mut schema = value.clone();
-    for keyword in ["$defs", "definitions"] {
-        if let (Some(part), Some(definitions)) = (schema.as_object_mut(), root.get(keyword)) {
-            part.entry(keyword).or_insert_with(|| definitions.clone());
-        }
-    }
-    format!("%json {} {close}", with_options(schema))
 }
 
 /// Whether strings are among the values of `schema`: they stand in a block without quotes.

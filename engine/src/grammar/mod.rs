@@ -55,6 +55,9 @@ pub struct Grammars {
 pub enum Scope {
     /// Where the answer begins; it covers the rest of the reply.
     Answer,
+    /// Where the answer begins, until it is certain that it is no call: for models that write calls
+    /// without a tag.
+    Opening,
     /// After each tag that opens a tool call; it covers the call with its closing tag.
     Call,
 }
@@ -92,7 +95,7 @@ impl Grammars {
             _ => None,
         };
         let scope = match &calls {
-            Some(calls) if answer.is_none() && !calls.is_required => Scope::Call,
+            Some(calls) if answer.is_none() && !calls.is_required => calls.lazy_scope(),
             _ => Scope::Answer,
         };
         let grammar = match (answer, calls) {

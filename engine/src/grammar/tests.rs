@@ -6,6 +6,7 @@ use steersman_test_support::Random;
 
 use super::*;
 use crate::request::ToolChoice;
+use crate::text::tool_call::{FORMATS, Format};
 
 mod corpus;
 
@@ -294,6 +295,92 @@ fn required_calls_are_well_formed_and_strict_ones_follow_their_schema() {
     let missing = ToolChoice { allowed: Some(vec!["no".into()]), ..named };
     let refused = Grammars::new(text()).compile(&request(true, &missing));
     assert!(matches!(refused, Err(RequestError::Structure { path, .. }) if path == "tool_choice"));
+}
+
+/// The bundled model's tokenizer with the tags of `format` as tokens if `has_tags`, and a chat template
+/// that names it.
+fn text_of(format: &Format, has_tags: bool) -> Text {
+    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "tokenizer_config.json", "generation_config.json"] {
+        std::fs::copy(bundled.join(file), folder.path().join(file)).unwrap();
+    }
+    let mut tokenizer: Value =
+        serde_json::from_slice(&std::fs::read(bundled.join("tokenizer.json")).unwrap()).unwrap();
+    let added = tokenizer["added_tokens"].as_array_mut().unwrap();
+    added.retain(|token| !token["content"].as_str().unwrap().contains("tool_call"));
+    for (id, tag) in (4096..).zip(format.tags().filter(|_| has_tags)) {
+        added.push(json!({"id": id, "content": tag, "special": true, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false}));
+    }
+    let signs = format.signs().join(" ");
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    std::fs::write(folder.path().join("chat_template.jinja"), format!("{{# {signs} #}}")).unwrap();
+    let text = Text::load(folder.path()).unwrap();
+    assert_eq!(text.call_format().name, format.name);
+    text
+}
+
+/// What is written here is what [`crate::text`] reads: its tests have the calls of each template.
+#[test]
+fn calls_of_every_format_follow_the_schema() {
+    for format in FORMATS {
+        for has_tags in [true, false] {
+            let text = text_of(format, has_tags);
+            let call = |name: &str, arguments: &[(&str, Value)]| {
+                format.written.spell(&[(name, arguments)])
+            };
+            let choice = ToolChoice { is_required: true, ..ToolChoice::default() };
+            let strict =
+                Request { tools: tools(true), tool_choice: choice.clone(), ..Request::default() };
+            let check = |request: &Request, source: &str, expected: bool| {
+                let grammar = Grammars::new(text.clone()).compile(request);
+                let mut grammar =
+                    grammar.unwrap_or_else(|e| panic!("{}: {e}", format.name)).unwrap();
+                let tokens = text.encode(source).unwrap();
+                let takes = tokens.iter().all(|token| grammar.commit(*token).unwrap());
+                let is_whole = takes && {
+                    let mask = grammar.mask().unwrap();
+                    text.eos().iter().any(|&id| allows(&mask, id))
+                };
+                assert_eq!(is_whole, expected, "{} {has_tags}: {source}", format.name);
+            };
+            let city = ("city", json!("Bonn b"));
+            let days = |days: u32| [city.clone(), ("days", json!(days))];
+            let unit = |unit: &str| [city.clone(), ("days", json!(5)), ("unit", json!(unit))];
+            check(&strict, &call("weather", &days(5)), true);
+            check(&strict, &call("weather", &unit("C")), true);
+            check(&strict, &call("weather", &unit("K")), false);
+            check(&strict, &call("weather", &days(12)), false);
+            check(&strict, &call("weather", &[]), false);
+            check(&strict, &call("other", &[]), false);
+            check(&strict, "Hello", false);
+            check(&strict, &call("time", &[]), true);
+            check(&strict, &call("time", &[("zone", json!("CET")), ("at", json!("now"))]), true);
+            let twice = format.written.spell(&[("weather", &days(5)), ("time", &[])]);
+            check(&strict, &twice, true);
+            let single = ToolChoice { is_single: true, ..choice };
+            let single = Request { tool_choice: single, ..strict.clone() };
+            check(&single, &call("weather", &days(5)), true);
+            check(&single, &twice, false);
+            // From the tag on, where nothing requires a call.
+            let lazy = Request { tool_choice: ToolChoice::default(), ..strict };
+            let source = call("weather", &days(5));
+            let wrong = call("weather", &days(12));
+            match (format.bare, format.open) {
+                (Some(_), _) => {
+                    check(&lazy, &source, true);
+                    check(&lazy, &wrong, false);
+                    check(&lazy, "Hello {", true);
+                }
+                (None, Some(open)) => {
+                    check(&lazy, source.strip_prefix(open).unwrap(), true);
+                    check(&lazy, wrong.strip_prefix(open).unwrap(), false);
+                }
+                (None, None) => panic!("{} has no beginning", format.name),
+            }
+        }
+    }
 }
 
 #[test]

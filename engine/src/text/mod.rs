@@ -13,7 +13,8 @@
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
 //! | `reply.rs` | reasoning, answer and tool calls as clients see them |
-//! | `tool_call.rs`, `stop.rs`, `trim.rs` | parsing tool calls, stop strings, white space |
+//! | `tool_call/` | the formats of tool calls: reading them, and how grammars write them |
+//! | `stop.rs`, `trim.rs` | stop strings, white space |
 //!
 //! # Why no `bos` is added
 //! A prompt is encoded as in transformers' `apply_chat_template` and mlx-lm: special tokens that the
@@ -38,7 +39,7 @@ mod stop;
 mod taint;
 mod template;
 mod tokenizer;
-mod tool_call;
+pub mod tool_call;
 mod trim;
 
 #[cfg(test)]
@@ -51,6 +52,7 @@ use detokenize::Detokenizer;
 use folder::{Folder, Templates};
 use taint::{Origin, Taint};
 use tokenizer::{Marker, Tokenizer};
+use tool_call::Format;
 
 /// The special tokens before the prefix, before the suffix, and before what the model fills in: of Qwen's
 /// coders and CodeGemma, of StarCoder, of SantaCoder, of DeepSeek's coders.
@@ -99,6 +101,7 @@ impl Text {
         }
         tokenizer.hide(&eos);
         let templates = folder.templates()?;
+        tokenizer.set_format(Format::of(templates.choose(true).source()));
         tokenizer.protect(|spelling| templates.contain(spelling));
         let text = Self {
             tokenizer: Arc::new(tokenizer),
@@ -342,20 +345,22 @@ impl Text {
         Detokenizer::new(self.tokenizer.clone()).bytes(token)
     }
 
-    /// The tokens that open and close a tool call, if they are single tokens.
-    pub fn call_markers(&self) -> Option<[u32; 2]> {
-        let [open, close] = [Marker::OpenCall, Marker::CloseCall];
-        Some([self.tokenizer.marker_id(open)?, self.tokenizer.marker_id(close)?])
+    /// How the model writes tool calls.
+    pub fn call_format(&self) -> &'static Format {
+        self.tokenizer.format()
+    }
+
+    /// The id of the special token spelled `text` with which calls are written; `None` if it is text.
+    pub fn call_token(&self, text: &str) -> Option<u32> {
+        let id = self.tokenizer.id(text)?;
+        let marker = self.tokenizer.marker(id);
+        let is_tag = matches!(marker, Some(Marker::OpenCall | Marker::CloseCall));
+        (is_tag || self.tokenizer.call_token(id).is_some()).then_some(id)
     }
 
     /// Whether `token` is `</think>`.
     pub fn closes_reasoning(&self, token: u32) -> bool {
         self.tokenizer.marker_id(Marker::CloseReasoning) == Some(token)
-    }
-
-    /// Whether the chat template writes tool calls as `<function=name>` blocks, and not as JSON.
-    pub fn writes_function_blocks(&self) -> bool {
-        self.templates.choose(true).source().contains("<function=")
     }
 
     /// Text of `tokens` without special tokens.
@@ -396,7 +401,7 @@ impl Text {
     /// template uses them.
     pub fn supports_reasoning(&self) -> bool {
         let source = self.templates.choose(false).source();
-        let uses = |marker: Marker| source.contains(marker.text());
+        let uses = |marker: Marker| source.contains(self.tokenizer.marker_text(marker));
         self.tokenizer.marker_id(Marker::OpenReasoning).is_some()
             && (uses(Marker::OpenReasoning) || uses(Marker::CloseReasoning))
     }

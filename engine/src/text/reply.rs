@@ -2,19 +2,27 @@
 //!
 //! A reply consists of reasoning, an answer and tool calls, separated by markers. A marker is
 //! recognized by its token id, so text that spells it (injected by a policy, or quoted by the
-//! model) stays text. If `<tool_call>` is not a single token, it is searched in the text;
-//! reasoning is always delimited by token ids.
+//! model) stays text. If the tag of calls is not a single token, it is searched in the text; some models
+//! write calls without a tag ([`super::tool_call::Format::bare`]). Reasoning is always delimited by token ids.
 //! Never decides when to stop, and drops only markers and the white space next to them.
 //!
 //! Markers in unusual places:
 //! - `<think>` before any visible answer starts reasoning (again); at the start of reasoning it is
 //!   dropped; elsewhere it is text, and so is the `</think>` after it.
 //! - `</think>` outside reasoning is dropped.
-//! - `<tool_call>` is a marker if the request has tools. In reasoning, a well-formed call is a call
+//! - The tag of calls is a marker if the request has tools. In reasoning, a well-formed call is a call
 //!   and a malformed one is reasoning; the tokens of both count as reasoning, so budgets hold.
-//! - Content after `<tool_call>` that cannot become a call, or is malformed, is emitted as text
-//!   with its markers. Inside a value of a call all markers are text (a model may write a file
-//!   about calls), so a value without an end lasts to the end of the reply.
+//! - Content after the tag that cannot become a call, or is malformed, is emitted as text with its
+//!   markers. Inside a value of a call all markers are text (a model may write a file about calls),
+//!   so a value without an end lasts to the end of the reply.
+//!
+//! # Malformed calls
+//! A call that only lacks its end, where the model ended it, is closed. One that a limit cut off is not:
+//! half a command must not run. What cannot be repaired comes as text. Each comes with a note.
+//!
+//! With [`Reply::stream_calls`], the answer's calls are emitted while they are written. A call that turns
+//! out to be malformed then cannot become text: it is closed, and what follows is text. One that a limit
+//! cuts off stays open, so that its arguments are not JSON.
 //!
 //! Stop strings are searched in the answer only, as clients see it, before white space next to a
 //! call is removed.
@@ -29,14 +37,14 @@ use super::Text;
 use super::detokenize::Detokenizer;
 use super::stop::{Stop, partial};
 use super::tokenizer::{Marker, Tokenizer};
-use super::tool_call::{self, Malformed, Schemas};
+use super::tool_call::{Ids, Schemas};
 use super::trim::{Lead, Tail};
 use crate::error::{RequestError, Result};
-use crate::request::{FunctionCall, ToolCall};
+use crate::request::{CallDelta, ToolCall};
 
-/// Maximum size of a call; a larger one is emitted as text. Models write files in calls, but an
-/// endless call must not fill the memory.
-const CALL_BYTES: usize = 1 << 20;
+mod call;
+
+use call::{Call, Ending};
 
 /// Raw text held for a policy that does not take it: the newest bytes.
 const RAW_BYTES: usize = 64 << 10;
@@ -48,7 +56,7 @@ pub enum Phase {
     Reasoning,
     /// The part that the user reads.
     Answer,
-    /// Between `<tool_call>` and `</tool_call>`, outside reasoning.
+    /// Between the tags of a call, outside reasoning.
     ToolCall,
 }
 
@@ -59,8 +67,12 @@ pub enum Piece {
     Reasoning(String),
     /// The next piece of the answer.
     Answer(String),
+    /// The next piece of a call that is being written; only with [`Reply::stream_calls`].
+    CallDelta(CallDelta),
     /// A complete tool call.
     ToolCall(ToolCall),
+    /// What became of a malformed call.
+    Note(String),
 }
 
 /// The state of one reply; see the module.
@@ -69,7 +81,7 @@ pub struct Reply {
     tokenizer: Arc<Tokenizer>,
     detokenizer: Detokenizer,
     schemas: Schemas,
-    /// If `<tool_call>` is not a token: the text held back because it may start a tag.
+    /// If the tag of calls is not a token: the text held back because it may start one.
     spelled: Option<String>,
     /// The tokens of `spelled`: for each, the number of tokens before it and its bytes.
     spans: VecDeque<(usize, usize)>,
@@ -83,6 +95,7 @@ pub struct Reply {
     reasoning: Reasoning,
     answer: Answer,
     call: Option<Call>,
+    streams_calls: bool,
     calls: usize,
     /// Digest of the prompt: call ids are unique in a conversation and equal on repetition.
     prompt: [u8; 32],
@@ -112,14 +125,6 @@ struct Answer {
     quoted: usize,
 }
 
-/// An incomplete tool call.
-#[derive(Debug, Clone, Default)]
-struct Call {
-    content: String,
-    /// Number of tokens of the reply before its tag.
-    start: usize,
-}
-
 impl Reply {
     pub(super) fn new(
         tokenizer: Arc<Tokenizer>,
@@ -137,12 +142,17 @@ impl Reply {
             .find(|marker| matches!(marker, Marker::OpenReasoning | Marker::CloseReasoning));
         let is_reasoning = last == Some(Marker::OpenReasoning);
         let schemas = Schemas::new(tools);
-        let has_token = tokenizer.marker_id(Marker::OpenCall).is_some();
+        let is_spelled =
+            tokenizer.format().open.is_some() && tokenizer.marker_id(Marker::OpenCall).is_none();
+        // The calls of the conversation, where they are numbered.
+        let is_call = |id: &&u32| tokenizer.call_token(**id) == Some("<|tool_call_begin|>");
+        let is_numbered = tokenizer.format().ids == Ids::Function;
+        let calls = if is_numbered { prompt.iter().filter(is_call).count() } else { 0 };
         let mut digest = Sha256::new();
         prompt.iter().for_each(|id| digest.update(id.to_le_bytes()));
         Self {
             detokenizer: Detokenizer::new(tokenizer.clone()),
-            spelled: (!schemas.is_empty() && !has_token).then(String::new),
+            spelled: (!schemas.is_empty() && is_spelled).then(String::new),
             spans: VecDeque::new(),
             tokens: 0,
             tag: 0,
@@ -157,11 +167,17 @@ impl Reply {
                 ..Answer::default()
             },
             call: None,
-            calls: 0,
+            streams_calls: false,
+            calls,
             prompt: digest.finalize().into(),
             raw: String::new(),
             out: Vec::new(),
         }
+    }
+
+    /// Emits the answer's calls while they are written.
+    pub fn stream_calls(&mut self) {
+        self.streams_calls = true;
     }
 
     /// The phase of the next token.
@@ -194,8 +210,12 @@ impl Reply {
         if let Some(marker) = marker {
             self.flush_text();
             self.tag = before;
-            self.add_raw(marker.text());
+            self.add_raw(self.tokenizer.marker_text(marker));
             self.marker(marker);
+        } else if let Some(text) = self.tokenizer.call_token(token).filter(|_| self.in_call()) {
+            self.flush_text();
+            self.add_raw(text);
+            self.add_to_phase(text);
         } else if !self.tokenizer.is_hidden(token) {
             let mut text = String::new();
             self.detokenizer.push(token, &mut text);
@@ -204,19 +224,19 @@ impl Reply {
         std::mem::take(&mut self.out)
     }
 
-    /// Ends the reply; returns the text held back.
+    /// Ends the reply where the model ends its turn; returns the text held back.
+    ///
+    /// A call without its closing tag is a call if it is complete or can be repaired, and text otherwise.
+    pub fn finish_turn(&mut self) -> Vec<Piece> {
+        self.finish_call(Ending::Model);
+        self.finish()
+    }
+
+    /// Ends the reply at a limit; returns the text held back.
     ///
     /// A call without its closing tag is a call if it is complete, and text otherwise.
     pub fn finish(&mut self) -> Vec<Piece> {
-        if !self.stopped() {
-            self.flush_text();
-        }
-        if let Some(call) = self.call.take() {
-            match tool_call::parse(&call.content, &self.schemas) {
-                Ok(calls) => self.emit_calls(calls, call.start),
-                Err(_) => self.emit_malformed_call(call, None),
-            }
-        }
+        self.finish_call(Ending::Limit);
         let rest = self.reasoning.tail.take();
         if self.is_reasoning && self.reasoning.visible {
             self.emit_reasoning(rest);
@@ -233,6 +253,11 @@ impl Reply {
         let mut text = std::mem::take(&mut self.raw);
         cut_front(&mut text, RAW_BYTES);
         text
+    }
+
+    /// Whether the answer has no text yet.
+    pub fn is_answer_blank(&self) -> bool {
+        self.answer.is_blank()
     }
 
     /// Whether a tool call is incomplete, in reasoning or in the answer.
@@ -257,7 +282,7 @@ impl Reply {
     pub fn close_call_tokens(&self, text: &Text) -> Result<Vec<u32>> {
         match self.tokenizer.marker_id(Marker::CloseCall) {
             Some(close) => Ok(vec![close]),
-            None => text.encode_plain(Marker::CloseCall.text()),
+            None => text.encode_plain(self.tokenizer.marker_text(Marker::CloseCall)),
         }
     }
 
@@ -311,9 +336,13 @@ impl Reply {
         self.spans.push_back((self.tokens.saturating_sub(1), text.len()));
         let mut rest = held + text;
         loop {
-            let marker = if self.call.is_some() { Marker::CloseCall } else { Marker::OpenCall };
-            let Some(at) = rest.find(marker.text()) else {
-                let held = rest.split_off(rest.len() - partial(&rest, marker.text()));
+            let marker = match self.call.is_some() && self.tokenizer.format().close.is_some() {
+                true => Marker::CloseCall,
+                false => Marker::OpenCall,
+            };
+            let tag = self.tokenizer.marker_text(marker);
+            let Some(at) = rest.find(tag) else {
+                let held = rest.split_off(rest.len() - partial(&rest, tag));
                 self.spelled = Some(held);
                 self.consume(rest.len());
                 return self.add_to_phase(&rest);
@@ -322,8 +351,8 @@ impl Reply {
             self.consume(at);
             self.tag = self.spans.front().map_or(self.tokens, |&(before, _)| before);
             self.marker(marker);
-            self.consume(marker.text().len());
-            rest.drain(..at + marker.text().len());
+            self.consume(tag.len());
+            rest.drain(..at + tag.len());
         }
     }
 
@@ -347,18 +376,21 @@ impl Reply {
         if self.is_reasoning {
             self.reasoning.on_new_line = text.ends_with('\n');
         }
-        let Some(call) = &mut self.call else {
-            return if self.is_reasoning {
-                self.add_reasoning(text)
-            } else {
-                self.add_answer(text)
-            };
-        };
-        call.content.push_str(text);
-        if call.content.len() > CALL_BYTES || !tool_call::is_plausible(&call.content) {
-            let call = self.call.take().unwrap_or_default();
-            self.emit_malformed_call(call, None);
+        if self.call.is_none() && self.may_be_bare_call(text) {
+            self.call = Some(Call::bare(self.tokens.saturating_sub(1)));
         }
+        match &mut self.call {
+            Some(call) => {
+                call.content.push_str(text);
+                self.read_more();
+            }
+            None => self.add_text(text),
+        }
+    }
+
+    /// Adds text that is not part of a call.
+    fn add_text(&mut self, text: &str) {
+        if self.is_reasoning { self.add_reasoning(text) } else { self.add_answer(text) }
     }
 
     fn add_reasoning(&mut self, text: &str) {
@@ -397,55 +429,17 @@ impl Reply {
             Some(call) => self.marker_in_call(marker, call),
             None => match marker {
                 Marker::OpenCall => self.open_call(),
-                Marker::CloseCall => self.add_to_phase(marker.text()),
+                Marker::CloseCall => self.add_text(self.tokenizer.marker_text(marker)),
                 Marker::OpenReasoning => self.open_reasoning(),
                 Marker::CloseReasoning => self.close_reasoning(),
             },
         }
     }
 
-    fn marker_in_call(&mut self, marker: Marker, mut call: Call) {
-        let ends = match marker {
-            Marker::CloseCall | Marker::OpenCall => true,
-            Marker::CloseReasoning => self.is_reasoning,
-            Marker::OpenReasoning => false,
-        };
-        if !ends {
-            call.content.push_str(marker.text());
-            self.call = Some(call);
-            return;
-        }
-        let closed = call.content.trim_end().ends_with(Marker::CloseCall.text());
-        match tool_call::parse(&call.content, &self.schemas) {
-            Ok(calls) => self.emit_calls(calls, call.start),
-            // Inside a value tags are text: the call may write a file about calls.
-            Err(Malformed::InsideValue)
-                if marker != Marker::CloseReasoning && !(marker == Marker::OpenCall && closed) =>
-            {
-                call.content.push_str(marker.text());
-                self.call = Some(call);
-                return;
-            }
-            Err(_) => {
-                let end = (marker == Marker::CloseCall).then_some(marker);
-                self.emit_malformed_call(call, end);
-            }
-        }
-        match marker {
-            Marker::OpenCall => self.open_call(),
-            Marker::CloseReasoning => self.close_reasoning(),
-            Marker::CloseCall | Marker::OpenReasoning => {}
-        }
-    }
-
-    fn open_call(&mut self) {
-        self.call = Some(Call { content: String::new(), start: self.tag });
-    }
-
     fn open_reasoning(&mut self) {
         if self.is_reasoning {
             if self.reasoning.visible {
-                self.add_to_phase(Marker::OpenReasoning.text());
+                self.add_text(self.tokenizer.marker_text(Marker::OpenReasoning));
             }
         } else if self.answer.is_blank() {
             self.answer.drop_blank();
@@ -453,7 +447,7 @@ impl Reply {
             self.reasoning = Reasoning::new();
         } else {
             self.answer.quoted += 1;
-            self.add_to_phase(Marker::OpenReasoning.text());
+            self.add_text(self.tokenizer.marker_text(Marker::OpenReasoning));
         }
     }
 
@@ -464,42 +458,10 @@ impl Reply {
             self.answer.lead = Lead::new(true);
         } else if self.answer.quoted > 0 {
             self.answer.quoted -= 1;
-            self.add_to_phase(Marker::CloseReasoning.text());
+            self.add_text(self.tokenizer.marker_text(Marker::CloseReasoning));
         } else if self.answer.is_blank() {
             self.answer.drop_blank();
         }
-    }
-
-    /// Emits malformed tool-call markup as text of the current phase.
-    fn emit_malformed_call(&mut self, call: Call, end: Option<Marker>) {
-        tracing::warn!(bytes = call.content.len(), "malformed tool call emitted as text");
-        self.call = None;
-        let end = end.map_or("", Marker::text);
-        self.add_to_phase(&format!("{}{}{end}", Marker::OpenCall.text(), call.content));
-    }
-
-    fn emit_calls(&mut self, calls: Vec<FunctionCall>, start: usize) {
-        self.last_call = start;
-        if !self.is_reasoning {
-            let held = self.answer.stop.flush();
-            let text = self.answer.tail.push(&held);
-            self.emit_answer(text);
-            let gap = self.answer.tail.take();
-            if self.answer.visible && self.answer.gap.is_empty() {
-                self.answer.gap = gap;
-            }
-            self.answer.lead = Lead::new(true);
-        }
-        for function in calls {
-            let id = self.call_id();
-            self.out.push(Piece::ToolCall(ToolCall { id, kind: "function".into(), function }));
-        }
-    }
-
-    fn call_id(&mut self) -> String {
-        let digest = Sha256::new().chain_update(self.prompt).chain_update(self.calls.to_le_bytes());
-        self.calls += 1;
-        format!("call_{}", hex::encode(&digest.finalize()[..12]))
     }
 
     fn emit_reasoning(&mut self, text: String) {

@@ -9,6 +9,7 @@ use serde_json::json;
 use super::*;
 use crate::text::detokenize::Detokenizer;
 
+mod calls;
 mod fuzz;
 mod prompt;
 
@@ -90,6 +91,8 @@ fn summary(pieces: Vec<Piece>) -> String {
         let (kind, text) = match piece {
             Piece::Reasoning(text) => ("reasoning", text),
             Piece::Answer(text) => ("answer", text),
+            Piece::CallDelta(_) => continue,
+            Piece::Note(note) => ("note", note),
             Piece::ToolCall(call) => {
                 let arguments = serde_json::to_string(&call.function.arguments);
                 ("call", format!("{} {}", call.function.name, arguments.expect("a map is JSON")))
@@ -214,6 +217,14 @@ fn calls_are_emitted_whole_and_typed_after_the_text_before_them() {
 }
 
 #[test]
+fn call_that_a_limit_cuts_off_is_text() {
+    let text = "<tool_call>\n<function=f>\n<parameter=n>\n5";
+    let note = "note[sent a malformed call as text of `f`]";
+    check("", text, &format!("{note} answer[{text}]"));
+    check(REASONING, &format!("Hm: {text}"), &format!("reasoning[Hm: {text}]"));
+}
+
+#[test]
 fn complete_call_needs_no_closing_tag() {
     let open = CALL.trim_end_matches("</tool_call>");
     check(ANSWERING, open, "call[f {\"n\":5}]");
@@ -229,8 +240,8 @@ fn complete_call_needs_no_closing_tag() {
 fn malformed_calls_are_emitted_as_text_unchanged() {
     for text in [
         "A <tool_call> is a tag",
-        "<tool_call>\n<function=f>\n<parameter=n>\n5",
-        "<tool_call>\n{\"name\": \"f\", \"arguments\": {}\n</tool_call>\nSo.",
+        "<tool_call>\n<function",
+        "<tool_call>\n{\"name\": f}\n</tool_call>\nSo.",
         "See:\n\n<tool_call>\n</tool_call>\n",
         "<tool_call><tool_call></tool_call>",
         "</tool_call>",

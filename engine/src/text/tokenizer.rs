@@ -20,6 +20,7 @@ use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, DecoderWrapper};
 
 use super::taint::{self, Origin, Taint};
+use super::tool_call::Format;
 use crate::error::{ConfigError, Error, RequestError, Result};
 
 /// A tag that changes the phase of a reply.
@@ -29,9 +30,9 @@ pub(super) enum Marker {
     OpenReasoning,
     /// `</think>`
     CloseReasoning,
-    /// `<tool_call>`
+    /// The tag before calls, [`Format::open`].
     OpenCall,
-    /// `</tool_call>`
+    /// The tag after calls, [`Format::close`].
     CloseCall,
 }
 
@@ -39,12 +40,13 @@ impl Marker {
     pub const ALL: [Self; 4] =
         [Self::OpenReasoning, Self::CloseReasoning, Self::OpenCall, Self::CloseCall];
 
-    pub const fn text(self) -> &'static str {
+    /// Its text, where calls are written in `format`; `None` if the format has no such tag.
+    pub fn text(self, format: &Format) -> Option<&'static str> {
         match self {
-            Self::OpenReasoning => "<think>",
-            Self::CloseReasoning => "</think>",
-            Self::OpenCall => "<tool_call>",
-            Self::CloseCall => "</tool_call>",
+            Self::OpenReasoning => Some("<think>"),
+            Self::CloseReasoning => Some("</think>"),
+            Self::OpenCall => format.open,
+            Self::CloseCall => format.close,
         }
     }
 }
@@ -63,7 +65,11 @@ pub(super) struct Tokenizer {
     /// Tokens that a client's text cannot contain; see [`Tokenizer::protect`].
     protected: HashSet<u32>,
     taint: Taint,
+    /// How the model writes calls.
+    format: &'static Format,
     markers: [Option<u32>; 4],
+    /// The tokens within calls.
+    call_tokens: HashMap<u32, &'static str>,
     /// Whether encoding prepends a blank to the text.
     adds_space: bool,
     size: usize,
@@ -105,9 +111,12 @@ impl Tokenizer {
             .collect();
         let largest = inner.get_vocab(true).into_values().max();
         let letter = inner.encode_fast("a", false)?;
+        let format = Format::of("");
         let first = letter.get_ids().first().and_then(|id| inner.id_to_token(*id));
         Ok(Self {
-            markers: markers(&inner),
+            format,
+            markers: markers(&inner, format),
+            call_tokens: HashMap::new(),
             adds_space: first.is_some_and(|token| token.starts_with(['▁', 'Ġ'])),
             inner,
             respelled: OnceLock::new(),
@@ -137,6 +146,29 @@ impl Tokenizer {
             None => "no token".into(),
         };
         Some(format!("`{token}` is {} there and {} here", id(&mine), id(&theirs)))
+    }
+
+    /// Sets how the model writes calls; before [`Tokenizer::protect`].
+    pub fn set_format(&mut self, format: &'static Format) {
+        self.format = format;
+        self.markers = markers(&self.inner, format);
+        let token = |text: &&'static str| Some((self.inner.token_to_id(text)?, *text));
+        self.call_tokens = format.inner.iter().filter_map(token).collect();
+    }
+
+    /// How the model writes calls.
+    pub fn format(&self) -> &'static Format {
+        self.format
+    }
+
+    /// The text of `marker`; empty if the model has no such tag.
+    pub fn marker_text(&self, marker: Marker) -> &'static str {
+        marker.text(self.format).unwrap_or_default()
+    }
+
+    /// The text of `id`, if it is a special token within calls.
+    pub fn call_token(&self, id: u32) -> Option<&'static str> {
+        self.call_tokens.get(&id).copied()
     }
 
     /// Hides tokens in replies: end-of-turn tokens are not always marked special.
@@ -385,11 +417,14 @@ fn tokenizer_error(error: tokenizers::Error) -> Error {
     RequestError::Tokenizer(error.to_string()).into()
 }
 
-/// Ids of the markers. A marker without its counterpart is not one.
-fn markers(inner: &tokenizers::Tokenizer) -> [Option<u32>; 4] {
+/// Ids of the markers. A marker without its counterpart is not one, unless the format has none.
+fn markers(inner: &tokenizers::Tokenizer, format: &Format) -> [Option<u32>; 4] {
     let [think, end_think, call, end_call] =
-        Marker::ALL.map(|marker| inner.token_to_id(marker.text()));
+        Marker::ALL.map(|marker| inner.token_to_id(marker.text(format)?));
     let (think, end_think) = think.zip(end_think).unzip();
+    if format.close.is_none() {
+        return [think, end_think, call, None];
+    }
     let (call, end_call) = call.zip(end_call).unzip();
     [think, end_think, call, end_call]
 }

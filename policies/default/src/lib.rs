@@ -58,7 +58,7 @@ impl Policy for DefaultPolicy {
     }
 }
 
-steersman_policy::export!(DefaultPolicy);
+steersman_policy::export!(DefaultPolicy, without on_tool_call);
 
 /// The plan for a request.
 fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> Plan {

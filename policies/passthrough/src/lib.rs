@@ -19,7 +19,7 @@ impl Policy for Passthrough {
     }
 }
 
-steersman_policy::export!(Passthrough);
+steersman_policy::export!(Passthrough, without on_tool_call);
 
 #[cfg(test)]
 mod tests {

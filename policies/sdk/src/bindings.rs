@@ -4,11 +4,46 @@
 #![allow(unsafe_code, reason = "the canonical ABI passes pointers")]
 #![allow(missing_docs, reason = "generated; the records are documented in wit/")]
 
-// All hooks and all imports: the linker drops the imports that a guest does not call.
+// All imports: the linker drops those that a guest does not call. A guest exports all hooks of the worlds
+// whose export macros it calls; so `on-tool-call`, which some leave out, has a world of its own.
 wit_bindgen::generate!({
     path: "wit",
-    world: "policy-with-host",
+    inline: "
+        package steersman:sdk;
+
+        world hooks {
+            import steersman:policy/failure@0.3.0;
+            import steersman:policy/log@0.3.0;
+            import steersman:policy/kv@0.3.0;
+            import steersman:policy/tokenizer@0.3.0;
+            import steersman:policy/counters@0.3.0;
+
+            export steersman:policy/on-prompt@0.3.0;
+            export steersman:policy/on-request@0.3.0;
+            export steersman:policy/on-step@0.3.0;
+            export steersman:policy/on-finish@0.3.0;
+        }
+    ",
     pub_export_macro: true,
-    export_macro_name: "export_policy",
+    export_macro_name: "export_hooks",
     additional_derives: [PartialEq],
+    generate_all,
 });
+
+/// The hook `on-tool-call`.
+pub mod verdicts {
+    wit_bindgen::generate!({
+        path: "wit",
+        inline: "
+            package steersman:sdk;
+
+            world verdicts {
+                export steersman:policy/on-tool-call@0.3.0;
+            }
+        ",
+        pub_export_macro: true,
+        export_macro_name: "export_verdicts",
+        with: {"steersman:policy/types@0.3.0": crate::bindings::steersman::policy::types},
+        generate_all,
+    });
+}

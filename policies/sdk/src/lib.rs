@@ -82,9 +82,28 @@ pub trait Policy: Default {
 
 /// Exports a [`Policy`] as the hooks of the component. Expands to nothing on targets other than Wasm,
 /// so that the same crate can be tested natively.
+///
+/// `export!(MyPolicy, without on_tool_call)` leaves that hook out. Where no policy of a request has it,
+/// tool calls are sent to the client while they are written; otherwise they wait for their verdicts.
 #[macro_export]
 macro_rules! export {
     ($policy:ty) => {
+        $crate::export!($policy, {
+            use $crate::bindings::verdicts;
+
+            impl verdicts::exports::steersman::policy::on_tool_call::Guest for Shim {
+                fn on_tool_call(call: $crate::ToolCallView) -> $crate::Verdict {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
+                }
+            }
+
+            verdicts::export_verdicts!(Shim with_types_in verdicts);
+        });
+    };
+    ($policy:ty, without on_tool_call) => {
+        $crate::export!($policy, {});
+    };
+    ($policy:ty, { $($verdicts:tt)* }) => {
         #[cfg(target_family = "wasm")]
         const _: () = {
             use ::std::cell::RefCell;
@@ -117,19 +136,15 @@ macro_rules! export {
                 }
             }
 
-            impl hooks::on_tool_call::Guest for Shim {
-                fn on_tool_call(call: $crate::ToolCallView) -> $crate::Verdict {
-                    POLICY.with_borrow_mut(|p| $crate::Policy::on_tool_call(p, call))
-                }
-            }
-
             impl hooks::on_finish::Guest for Shim {
                 fn on_finish(summary: $crate::Summary) {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
                 }
             }
 
-    $crate::bindings::export_policy!(Shim with_types_in $crate::bindings);
+            $crate::bindings::export_hooks!(Shim with_types_in $crate::bindings);
+
+            $($verdicts)*
         };
     };
 }

@@ -217,7 +217,8 @@ impl Protocol for Completions {
                 self.chunks.last_choice(head, last, &finished, out);
             }
             // There are no tools.
-            Event::ToolCall(_)
+            Event::CallDelta(_)
+            | Event::ToolCall(_)
             | Event::Started { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)

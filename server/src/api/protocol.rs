@@ -61,6 +61,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// How streams are written.
     const FRAMING: Framing = Framing::Sse;
 
+    /// Whether streams have the calls of tools while they are written.
+    const STREAMS_CALLS: bool = true;
+
     /// Parses a body.
     ///
     /// # Errors
@@ -159,6 +162,7 @@ pub async fn handle<P: Protocol>(
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
+        request.streams_calls = stream && P::STREAMS_CALLS;
         let all = (0..choices as u64).zip(count..).map(|(choice, index)| Request {
             // Traces are found by the id of the reply.
             id: if index == 0 { log.id.clone() } else { format!("{}-{index}", log.id) },

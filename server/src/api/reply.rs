@@ -16,7 +16,9 @@ use axum::response::sse::{self, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
 use serde_json::Value;
-use steersman_engine::request::{Event, Finished, Logprob, PromptToken, ToolCall, Usage};
+use steersman_engine::request::{
+    CallDelta, Event, Finished, Logprob, PromptToken, ToolCall, Usage,
+};
 use steersman_engine::{Error, RequestError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -173,6 +175,12 @@ pub struct Reply {
 pub enum Part {
     Reasoning(String),
     Answer(String),
+    /// A call that is being written, or that a limit cut off: its id, its name, and the arguments so far.
+    OpenCall {
+        id: String,
+        name: String,
+        arguments: String,
+    },
     ToolCall(ToolCall),
 }
 
@@ -181,7 +189,7 @@ impl Reply {
     pub fn reasoning(&self) -> String {
         let text = |part: &Part| match part {
             Part::Reasoning(text) => text.clone(),
-            Part::Answer(_) | Part::ToolCall(_) => String::new(),
+            Part::Answer(_) | Part::OpenCall { .. } | Part::ToolCall(_) => String::new(),
         };
         self.parts.iter().map(text).collect()
     }
@@ -190,7 +198,7 @@ impl Reply {
     pub fn answer(&self) -> String {
         let text = |part: &Part| match part {
             Part::Answer(text) => text.clone(),
-            Part::Reasoning(_) | Part::ToolCall(_) => String::new(),
+            Part::Reasoning(_) | Part::OpenCall { .. } | Part::ToolCall(_) => String::new(),
         };
         self.parts.iter().map(text).collect()
     }
@@ -199,8 +207,23 @@ impl Reply {
     pub fn tool_calls(&self) -> impl Iterator<Item = &ToolCall> {
         self.parts.iter().filter_map(|part| match part {
             Part::ToolCall(call) => Some(call),
-            Part::Reasoning(_) | Part::Answer(_) => None,
+            Part::Reasoning(_) | Part::Answer(_) | Part::OpenCall { .. } => None,
         })
+    }
+}
+
+impl Part {
+    /// The call that `delta` begins.
+    pub fn open_call(delta: &CallDelta) -> Self {
+        let CallDelta { id, name, arguments } = delta.clone();
+        Self::OpenCall { id, name: name.unwrap_or_default(), arguments }
+    }
+
+    /// Adds a piece to an open call.
+    pub fn add(&mut self, delta: &CallDelta) {
+        if let Self::OpenCall { arguments, .. } = self {
+            arguments.push_str(&delta.arguments);
+        }
     }
 }
 
@@ -234,7 +257,14 @@ impl Parts {
             | (Event::Answer(piece), Some(Part::Answer(text))) => *text += piece,
             (Event::Reasoning(piece), _) => self.0.push(Part::Reasoning(piece.clone())),
             (Event::Answer(piece), _) => self.0.push(Part::Answer(piece.clone())),
-            (Event::ToolCall(call), _) => self.0.push(Part::ToolCall(call.clone())),
+            (Event::CallDelta(delta), Some(last)) if delta.name.is_none() => last.add(delta),
+            (Event::CallDelta(delta), _) => self.0.push(Part::open_call(delta)),
+            (Event::ToolCall(call), last) => {
+                if matches!(last, Some(Part::OpenCall { id, .. }) if *id == call.id) {
+                    self.0.pop();
+                }
+                self.0.push(Part::ToolCall(call.clone()));
+            }
             _ => {}
         }
     }
@@ -245,7 +275,7 @@ impl Parts {
             let (text, left) = match part {
                 Part::Reasoning(text) => (text, &mut reasoning),
                 Part::Answer(text) => (text, &mut answer),
-                Part::ToolCall(_) => continue,
+                Part::OpenCall { .. } | Part::ToolCall(_) => continue,
             };
             let dropped = text.len().min(*left);
             text.truncate(text.len() - dropped);
@@ -336,7 +366,10 @@ impl<P: Protocol> Run<P> {
                 &Event::Rewound { reasoning, answer } => {
                     reply.parts.rewind(reasoning, answer);
                 }
-                Event::Reasoning(_) | Event::Answer(_) | Event::ToolCall(_) => {
+                Event::Reasoning(_)
+                | Event::Answer(_)
+                | Event::CallDelta(_)
+                | Event::ToolCall(_) => {
                     if self.head.times.first_piece == 0 {
                         self.head.times.first_piece = self.log.elapsed_ns();
                     }

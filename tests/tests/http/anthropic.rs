@@ -385,3 +385,25 @@ async fn late_error_is_the_last_event() {
     let last = events.last().unwrap();
     assert_eq!((&last["type"], &last["error"]["type"]), (&json!("error"), &json!("api_error")));
 }
+
+#[tokio::test]
+async fn input_of_a_call_is_streamed_while_it_is_written() {
+    let (app, _) = app(|| call_in_pieces(FinishReason::ToolCalls));
+    let events = events(&app, with(json!({"stream": true}))).await;
+    let kinds: Vec<_> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+    let block =
+        ["content_block_start", "content_block_delta", "content_block_delta", "content_block_stop"];
+    assert_eq!(kinds[2..6], block);
+    assert_eq!(
+        events[2]["content_block"],
+        json!({"type": "tool_use", "id": "call_a", "name": "weather", "input": {}})
+    );
+    assert_eq!(
+        events[4]["delta"],
+        json!({"type": "input_json_delta", "partial_json": "\"Rome\"}"})
+    );
+    assert_eq!(
+        (&events[6]["content_block"]["id"], &events[6]["index"]),
+        (&json!("call_b"), &json!(1))
+    );
+}

@@ -36,7 +36,9 @@ use serde_json::{Value, json};
 use steersman::config::ServerConfig;
 use steersman_engine::internals::engine::{Engine, Info};
 use steersman_engine::internals::queue::{Job, Queue, Taken};
-use steersman_engine::request::{Event, FinishReason, Finished, Request, Usage};
+use steersman_engine::request::{
+    CallDelta, Event, FinishReason, Finished, FunctionCall, Request, ToolCall, Usage,
+};
 use steersman_engine::{config::Profile, policy::PolicyConfig};
 use steersman_tests::policies;
 use tokio::sync::mpsc::UnboundedSender;
@@ -168,6 +170,33 @@ const USAGE: Usage = Usage {
 
 fn finished(reason: FinishReason) -> Act {
     Say(Event::Finished(Finished { reason, usage: USAGE, notes: vec!["routed: plain".into()] }))
+}
+
+/// A call that arrives in pieces, and one that arrives whole.
+fn call_in_pieces(reason: FinishReason) -> Vec<Act> {
+    let delta = |name: Option<&str>, arguments: &str| {
+        let (id, name) = ("call_a".into(), name.map(Into::into));
+        Say(Event::CallDelta(CallDelta { id, name, arguments: arguments.into() }))
+    };
+    let call = |id: &str| {
+        let arguments = json!({"town": "Rome"}).as_object().unwrap().clone();
+        let function = FunctionCall { name: "weather".into(), arguments };
+        Say(Event::ToolCall(ToolCall { id: id.into(), kind: "function".into(), function }))
+    };
+    vec![
+        delta(Some("weather"), "{\"town\":"),
+        delta(None, "\"Rome\"}"),
+        call("call_a"),
+        call("call_b"),
+        finished(reason),
+    ]
+}
+
+/// A call that a limit cuts off.
+fn cut_call() -> Vec<Act> {
+    let mut acts = call_in_pieces(FinishReason::Length);
+    acts.drain(1..4);
+    acts
 }
 
 fn answer() -> Vec<Act> {

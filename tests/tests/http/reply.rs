@@ -155,6 +155,25 @@ async fn tool_calls_are_whole_with_arguments_as_json_in_a_string() {
 }
 
 #[tokio::test]
+async fn tool_calls_are_streamed_with_their_name_first() {
+    let (app, seen) = app(|| call_in_pieces(FinishReason::ToolCalls));
+    let body = body(json!({"stream": true}));
+    let chunks = data(&bytes(send(&app, post(body.to_string())).await).await);
+    assert!(seen.last().streams_calls);
+    let deltas: Vec<_> =
+        chunks[1..5].iter().map(|c| &c["choices"][0]["delta"]["tool_calls"][0]).collect();
+    let function = json!({"name": "weather", "arguments": "{\"town\":"});
+    assert_eq!(
+        *deltas[0],
+        json!({"index": 0, "id": "call_a", "type": "function", "function": function})
+    );
+    assert_eq!(*deltas[1], json!({"index": 0, "function": {"arguments": "\"Rome\"}"}}));
+    // The whole call is not sent again; the next one came whole.
+    assert_eq!((&deltas[2]["index"], &deltas[2]["id"]), (&json!(1), &json!("call_b")));
+    assert!(deltas[3].is_null());
+}
+
+#[tokio::test]
 async fn engine_errors_have_their_status_in_streams_too() {
     type Case = (fn() -> Vec<Act>, u16, &'static str, &'static str, &'static str);
     let cases: [Case; 6] = [

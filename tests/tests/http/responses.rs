@@ -408,3 +408,34 @@ async fn errors_name_the_field() {
         );
     }
 }
+
+#[tokio::test]
+async fn calls_are_streamed_while_they_are_written() {
+    let (app, _) = app(|| call_in_pieces(FinishReason::ToolCalls));
+    let events = events(&app, json!({"input": "Hi", "stream": true})).await;
+    let of = |kind: &str| -> Vec<&Value> { events.iter().filter(|e| e["type"] == kind).collect() };
+    let deltas = of("response.function_call_arguments.delta");
+    let pieces: Vec<_> = deltas.iter().map(|e| e["delta"].as_str().unwrap()).collect();
+    assert_eq!(pieces, ["{\"town\":", "\"Rome\"}", "{\"town\":\"Rome\"}"]);
+    let done = of("response.function_call_arguments.done");
+    assert_eq!(done[0]["arguments"], "{\"town\":\"Rome\"}");
+    assert_eq!((done[0]["name"].as_str(), done.len()), (Some("weather"), 2));
+    let added = of("response.output_item.added");
+    assert_eq!(
+        (&added[0]["item"]["call_id"], &added[0]["item"]["arguments"]),
+        (&json!("call_a"), &json!(""))
+    );
+    let items: Vec<_> = of("response.output_item.done").iter().map(|e| e["item"].clone()).collect();
+    assert_eq!(json!(items), events.last().unwrap()["response"]["output"]);
+}
+
+#[tokio::test]
+async fn call_that_a_limit_cuts_off_is_incomplete() {
+    let (app, _) = app(cut_call);
+    let events = events(&app, json!({"input": "Hi", "stream": true})).await;
+    let last = &events.last().unwrap()["response"];
+    let call = &last["output"][0];
+    assert_eq!((&last["status"], &call["status"]), (&json!("incomplete"), &json!("incomplete")));
+    assert_eq!((&call["name"], &call["arguments"]), (&json!("weather"), &json!("{\"town\":")));
+    assert!(events.iter().all(|e| e["type"] != "response.function_call_arguments.done"));
+}

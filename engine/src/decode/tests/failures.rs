@@ -31,7 +31,12 @@ fn start(
     policy: impl Policy + 'static,
 ) -> UnboundedReceiver<Event> {
     let (events, receiver) = mpsc::unbounded_channel();
-    let session = Session { policy: Box::new(policy), params: Default::default(), digest: [0; 32] };
+    let session = Session {
+        policy: Box::new(policy),
+        params: Default::default(),
+        digest: [0; 32],
+        judges_calls: true,
+    };
     let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
     decoder.start_request(prepared);
     receiver

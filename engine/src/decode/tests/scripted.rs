@@ -21,7 +21,8 @@ use crate::policy::{
 use crate::prefix::Retention;
 use crate::queue::Job;
 use crate::request::{
-    Event, FinishReason, Logprob, Message, PromptToken, Request, Sampling, ToolCall, Usage,
+    CallDelta, Event, FinishReason, Logprob, Message, PromptToken, Request, Sampling, ToolCall,
+    Usage,
 };
 use crate::text::Piece;
 
@@ -124,6 +125,8 @@ pub struct Script {
     pub calls: Calls,
     /// Tokens that count as rewound from the start.
     pub rewound: usize,
+    /// Whether it has the hook `on-tool-call`.
+    pub judges_calls: bool,
 }
 
 impl Script {
@@ -135,6 +138,7 @@ impl Script {
             steps: Box::new(steps),
             calls: Box::new(|_| Verdict::Accept),
             rewound: 0,
+            judges_calls: true,
         }
     }
 }
@@ -160,6 +164,7 @@ pub struct Transcript {
     pub answer: String,
     pub calls: Vec<ToolCall>,
     pub prompt_tokens: Vec<PromptToken>,
+    pub deltas: Vec<CallDelta>,
     pub logprobs: Vec<Logprob>,
     /// Bytes of reasoning and answer removed by each rewind.
     pub rewound: Vec<(usize, usize)>,
@@ -189,9 +194,10 @@ pub fn run(
     plain: Option<&[u32]>,
 ) -> Transcript {
     let (events, mut receiver) = mpsc::unbounded_channel();
-    let rewound = script.rewound;
+    let (rewound, judges_calls) = (script.rewound, script.judges_calls);
     let job = Job { request: request.clone(), events };
-    let session = Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32] };
+    let session =
+        Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32], judges_calls };
     let prepared = decoder.preparer.prepare_with(job, session).unwrap();
     let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;
@@ -206,7 +212,7 @@ pub fn run(
     decoder.save(&sequence, Retention::default());
 
     let (mut reasoning, mut answer) = (String::new(), String::new());
-    let (mut calls, mut rewound) = (Vec::new(), Vec::new());
+    let (mut calls, mut deltas, mut rewound) = (Vec::new(), Vec::new(), Vec::new());
     let (mut prompt_tokens, mut logprobs) = (Vec::new(), Vec::new());
     let finished = loop {
         match receiver.try_recv().unwrap() {
@@ -215,6 +221,7 @@ pub fn run(
             Event::PromptToken(token) => prompt_tokens.push(token),
             Event::Logprob(logprob) => logprobs.push(logprob),
             Event::Answer(text) => answer.push_str(&text),
+            Event::CallDelta(delta) => deltas.push(delta),
             Event::ToolCall(call) => calls.push(call),
             Event::Rewound { reasoning: of_reasoning, answer: of_answer } => {
                 rewound.push((of_reasoning, of_answer));
@@ -228,6 +235,9 @@ pub fn run(
     // After any rewinds, the client has the text of the remaining tokens.
     let (prompt, reply) = sequence.tokens.split_at(sequence.prompt);
     let mut again = decoder.text.reply(prompt, &request.stop, &request.tools);
+    if request.streams_calls && !judges_calls {
+        again.stream_calls();
+    }
     let mut pieces: Vec<Piece> = reply.iter().flat_map(|&token| again.push(token)).collect();
     pieces.extend(again.finish());
     let (mut expected_reasoning, mut expected_answer) = (String::new(), String::new());
@@ -235,7 +245,7 @@ pub fn run(
         match piece {
             Piece::Reasoning(text) => expected_reasoning.push_str(&text),
             Piece::Answer(text) => expected_answer.push_str(&text),
-            Piece::ToolCall(_) => {}
+            Piece::CallDelta(_) | Piece::ToolCall(_) | Piece::Note(_) => {}
         }
     }
     assert_eq!((&reasoning, &answer), (&expected_reasoning, &expected_answer));
@@ -244,6 +254,7 @@ pub fn run(
         answer,
         calls,
         prompt_tokens,
+        deltas,
         logprobs,
         rewound,
         prompt: sequence.prompt,

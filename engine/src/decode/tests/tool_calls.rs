@@ -270,3 +270,69 @@ fn policy_sees_calls_and_results_of_the_conversation() {
     assert_eq!(one.answered.as_deref(), Some("0967115f2813a354"));
     assert_eq!((&two.answered, &three.answered), (&one.answered, &None));
 }
+
+/// The arguments of the calls that a client was sent in pieces.
+fn streamed(ran: &Transcript) -> Vec<(String, String)> {
+    let mut calls: Vec<(String, String)> = Vec::new();
+    for delta in &ran.deltas {
+        match (&delta.name, calls.last_mut()) {
+            (Some(name), _) => calls.push((name.clone(), delta.arguments.clone())),
+            (None, Some((_, all))) => all.push_str(&delta.arguments),
+            (None, None) => panic!("{delta:?}"),
+        }
+    }
+    calls
+}
+
+fn without_verdicts(steps: impl FnMut(&Step) -> Vec<Action> + Send + 'static) -> Script {
+    Script { judges_calls: false, ..Script::new(steps) }
+}
+
+/// A verdict is on a whole call, so pieces are sent only where no policy gives verdicts.
+#[test]
+fn calls_are_sent_while_they_are_written_only_without_verdicts() {
+    let decoder = &mut tokens_model();
+    let whole = with_tools(false, 400);
+    let request = Request { streams_calls: true, ..whole.clone() };
+    let second = r#"{"name": "look", "arguments": {"c": 3}}"#;
+    let text = call(&format!("[{CALL}, {second}]"), CLOSE_CALL);
+    let end = |_: &Step| vec![Action::Stop("enough".into())];
+    let script = || without_verdicts(writes(text.clone(), end));
+    for drafted in [DecodePath::Plain, DecodePath::Drafted(DraftKind::Ngram)] {
+        let ran = run(decoder, &request, script(), drafted, None);
+        let arguments = [r#"{"b":2,"a":[1,{"d":0,"c":"é"}]}"#, r#"{"c":3}"#];
+        let expected = arguments.map(|all| ("look".to_string(), all.to_string()));
+        assert_eq!(streamed(&ran), expected);
+        assert!(ran.deltas.len() > 10, "{:?}", ran.deltas);
+        assert_eq!(ran.calls.len(), 2);
+        assert_eq!(ran.deltas[0].id, ran.calls[0].id);
+    }
+    let ran = run_plain(decoder, &request, judged(writes(text.clone(), end), &[]).0);
+    assert_eq!((ran.deltas.len(), ran.calls.len()), (0, 2));
+    let ran = run_plain(decoder, &whole, script());
+    assert_eq!((ran.deltas.len(), ran.calls.len()), (0, 2));
+    // With one call only, nothing of the second is sent.
+    let mut single = request;
+    single.tool_choice.is_single = true;
+    let ran = run_plain(decoder, &single, script());
+    assert_eq!((streamed(&ran).len(), ran.calls.len()), (1, 1), "{ran:?}");
+}
+
+#[test]
+fn rewind_does_not_remove_what_the_client_has_of_a_call() {
+    let decoder = &mut tokens_model();
+    let request = Request { streams_calls: true, ..with_tools(false, 300) };
+    let text = [&[OPEN_CALL][..], &bytes(r#"{"name": "look", "arguments": {"a": "xyz"#)].concat();
+    let length = 1 + text.len() as u32;
+    let steps = writes(text.clone(), move |step| {
+        if step.index != length {
+            return Vec::new();
+        }
+        vec![Action::Rewind(1000), Action::Inject("Done.".into()), Action::Stop("why".into())]
+    });
+    let ran = run_plain(decoder, &request, without_verdicts(steps));
+    assert_eq!(ran.reply()[1..=text.len()], text);
+    assert_eq!(streamed(&ran), [("look".to_string(), r#"{"a":"xyzDone."#.to_string())]);
+    assert_eq!(ran.calls.len(), 0);
+    assert!(ran.noted("did not complete a call of `look`"), "{:?}", ran.notes);
+}

@@ -10,7 +10,7 @@ use axum::http::HeaderMap;
 use axum::response::sse;
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, ToolCall, Usage};
+use steersman_engine::request::{CallDelta, Event, FinishReason, ToolCall, Usage};
 
 use super::App;
 use super::access::Caller;
@@ -33,6 +33,7 @@ pub struct Messages {
 enum Kind {
     Thinking,
     Text,
+    ToolUse,
 }
 
 impl Protocol for Messages {
@@ -58,14 +59,20 @@ impl Protocol for Messages {
                 self.open(head, Kind::Text, out);
                 self.delta(&json!({"type": "text_delta", "text": piece}), out);
             }
+            Event::CallDelta(CallDelta { id, name, arguments }) => {
+                if let Some(name) = name {
+                    self.open_tool_use(head, &id, &name, out);
+                }
+                if !arguments.is_empty() {
+                    self.input(&arguments, out);
+                }
+            }
             Event::ToolCall(call) => {
+                if self.open != Some(Kind::ToolUse) {
+                    self.open_tool_use(head, &call.id, &call.function.name, out);
+                    self.input(&Value::from(call.function.arguments).to_string(), out);
+                }
                 self.close(head, out);
-                let mut block = tool_use(&call);
-                block["input"] = json!({});
-                self.start(&block, out);
-                let input = Value::from(call.function.arguments).to_string();
-                self.delta(&json!({"type": "input_json_delta", "partial_json": input}), out);
-                self.stop(out);
             }
             Event::Started { .. }
             | Event::Rewound { .. }
@@ -117,10 +124,22 @@ impl Messages {
         self.close(head, out);
         let part = match kind {
             Kind::Thinking => Part::Reasoning(String::new()),
-            Kind::Text => Part::Answer(String::new()),
+            Kind::Text | Kind::ToolUse => Part::Answer(String::new()),
         };
         self.start(&block(&part, ""), out);
         self.open = Some(kind);
+    }
+
+    /// Begins a block of a call, whose input follows.
+    fn open_tool_use(&mut self, head: &Head, id: &str, name: &str, out: &mut Frames) {
+        self.close(head, out);
+        self.start(&json!({"type": "tool_use", "id": id, "name": name, "input": {}}), out);
+        self.open = Some(Kind::ToolUse);
+    }
+
+    /// A piece of the input of a call.
+    fn input(&self, json: &str, out: &mut Frames) {
+        self.delta(&json!({"type": "input_json_delta", "partial_json": json}), out);
     }
 
     /// Ends the open block.
@@ -189,6 +208,8 @@ fn block(part: &Part, signature: &str) -> Value {
             json!({"type": "thinking", "thinking": text, "signature": signature})
         }
         Part::Answer(text) => json!({"type": "text", "text": text}),
+        // Only streams have it, and they send their parts as they come.
+        Part::OpenCall { .. } => Value::Null,
         Part::ToolCall(call) => tool_use(call),
     }
 }

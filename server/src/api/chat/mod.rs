@@ -4,7 +4,7 @@ mod message;
 mod request;
 
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, Finished, ToolCall, Usage};
+use steersman_engine::request::{CallDelta, Event, FinishReason, Finished, ToolCall, Usage};
 
 use super::error::ApiError;
 use super::params::StreamOptions;
@@ -24,6 +24,8 @@ pub struct Chat {
 struct Choice {
     /// Number of tool calls so far: the index of the next one.
     tool_calls: usize,
+    /// Id of the call whose pieces are being sent.
+    open_call: Option<String>,
     /// Probabilities of tokens, for the next chunk.
     logprobs: Vec<Value>,
 }
@@ -69,6 +71,22 @@ impl Protocol for Chat {
                 self.choices[index].logprobs.push(probability::chat_logprob(&logprob));
             }
             Event::Answer(piece) => self.delta(head, index, json!({"content": piece}), out),
+            Event::CallDelta(CallDelta { id, name: Some(name), arguments }) => {
+                let choice = &mut self.choices[index];
+                let function = json!({"name": name, "arguments": arguments});
+                let call = json!({
+                    "index": choice.tool_calls, "id": id, "type": "function", "function": function,
+                });
+                (choice.tool_calls, choice.open_call) = (choice.tool_calls + 1, Some(id));
+                self.delta(head, index, json!({"tool_calls": [call]}), out);
+            }
+            Event::CallDelta(CallDelta { arguments, .. }) => {
+                let open = self.choices[index].tool_calls.saturating_sub(1);
+                let call = json!({"index": open, "function": {"arguments": arguments}});
+                self.delta(head, index, json!({"tool_calls": [call]}), out);
+            }
+            Event::ToolCall(call)
+                if self.choices[index].open_call.take().as_ref() == Some(&call.id) => {}
             Event::ToolCall(call) => {
                 let mut call = tool_call(&call);
                 let count = &mut self.choices[index].tool_calls;

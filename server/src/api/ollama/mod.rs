@@ -27,6 +27,7 @@ pub struct Ollama<const CHAT: bool>;
 impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     const ID: &'static str = "ollama-";
     const FRAMING: Framing = Framing::Lines;
+    const STREAMS_CALLS: bool = false;
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         if CHAT { request::parse_chat(body) } else { request::parse_generate(body) }
@@ -39,7 +40,9 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::Reasoning(piece) => line::<CHAT>(head, "", &piece, &[], false),
             Event::Answer(piece) => line::<CHAT>(head, &piece, "", &[], false),
             Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
-            Event::Started { .. }
+            // Calls are sent whole.
+            Event::CallDelta(_)
+            | Event::Started { .. }
             | Event::Rewound { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use axum::extract::{Path, State};
 use axum::{Extension, Json};
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Event, FinishReason, Message, Request, Usage};
+use steersman_engine::request::{
+    CallDelta, Event, FinishReason, Message, Request, ToolCall, Usage,
+};
 
 use self::store::{ResponseStore, Stored};
 use super::access::Caller;
@@ -90,8 +92,21 @@ impl Protocol for Responses {
                 }
                 self.delta(head, piece, out);
             }
+            Event::CallDelta(delta) => {
+                if delta.name.is_some() {
+                    let empty = CallDelta { arguments: String::new(), ..delta.clone() };
+                    self.open(head, Part::open_call(&empty), out);
+                }
+                self.delta(head, delta.arguments, out);
+            }
             Event::ToolCall(call) => {
-                self.open(head, Part::ToolCall(call), out);
+                if !matches!(&self.open, Some(Part::OpenCall { id, .. }) if *id == call.id) {
+                    let (id, name) = (call.id.clone(), call.function.name.clone());
+                    let arguments = String::new();
+                    self.open(head, Part::OpenCall { id, name, arguments }, out);
+                    self.delta(head, arguments_of(&call), out);
+                }
+                self.open = Some(Part::ToolCall(call));
                 self.close(head, out);
             }
             Event::Started { .. }
@@ -148,7 +163,7 @@ impl Responses {
     fn response(&self, head: &Head, status: &str, parts: &[Part]) -> Value {
         let items = parts.iter().enumerate();
         let output: Vec<_> =
-            items.map(|(index, part)| self.item(head, index, part, "completed")).collect();
+            items.map(|(index, part)| self.item(head, index, part, ended(part))).collect();
         let mut response = json!({
             "id": head.id,
             "object": "response",
@@ -183,10 +198,13 @@ impl Responses {
                 "id": id, "type": "message", "role": "assistant", "status": status,
                 "content": self.content(part),
             }),
+            Part::OpenCall { id: call_id, name, arguments } => json!({
+                "id": id, "type": "function_call", "call_id": call_id, "status": status,
+                "name": name, "arguments": arguments,
+            }),
             Part::ToolCall(call) => json!({
                 "id": id, "type": "function_call", "call_id": call.id, "status": status,
-                "name": call.function.name,
-                "arguments": Value::from(call.function.arguments.clone()).to_string(),
+                "name": call.function.name, "arguments": arguments_of(call),
             }),
         }
     }
@@ -208,12 +226,12 @@ impl Responses {
             Part::Answer(text) => {
                 json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
             }
-            Part::ToolCall(_) => Value::Null,
+            Part::OpenCall { .. } | Part::ToolCall(_) => Value::Null,
         }
     }
 
     /// The words in which events speak of the text of `part`: of the part, of a piece, of the end, and
-    /// the name of its index.
+    /// the name of its index. The arguments of a call are no part of an item, and have no index.
     fn words(&self, part: &Part) -> [&'static str; 5] {
         const CONTENT: [&str; 2] = ["response.content_part.added", "response.content_part.done"];
         match part {
@@ -231,7 +249,14 @@ impl Responses {
                 CONTENT[1],
                 "content_index",
             ],
-            Part::Answer(_) | Part::ToolCall(_) => [
+            Part::OpenCall { .. } | Part::ToolCall(_) => [
+                "",
+                "response.function_call_arguments.delta",
+                "response.function_call_arguments.done",
+                "",
+                "",
+            ],
+            Part::Answer(_) => [
                 CONTENT[0],
                 "response.output_text.delta",
                 "response.output_text.done",
@@ -244,13 +269,10 @@ impl Responses {
     /// Begins an item with an empty part.
     fn open(&mut self, head: &Head, part: Part, out: &mut Frames) {
         self.close(head, out);
-        let mut item = self.item(head, self.items, &part, "in_progress");
-        if let Part::ToolCall(_) = part {
-            item["arguments"] = json!("");
-        }
+        let item = self.item(head, self.items, &part, "in_progress");
         let added = json!({"output_index": self.items, "item": item});
         self.send("response.output_item.added", added, out);
-        if !matches!(part, Part::ToolCall(_)) {
+        if !matches!(part, Part::OpenCall { .. }) {
             let [added, .., index] = self.words(&part);
             let fields = json!({index: 0, "part": self.text_part(&part)});
             self.send_of_item(head, &part, added, fields, out);
@@ -261,11 +283,16 @@ impl Responses {
     /// Adds a piece to the open item.
     fn delta(&mut self, head: &Head, piece: String, out: &mut Frames) {
         let Some(mut part) = self.open.take() else { return };
-        if let Part::Reasoning(text) | Part::Answer(text) = &mut part {
+        if let Part::Reasoning(text) | Part::Answer(text) | Part::OpenCall { arguments: text, .. } =
+            &mut part
+        {
             *text += &piece;
         }
         let [_, delta, .., index] = self.words(&part);
-        let mut fields = json!({index: 0, "delta": piece});
+        let mut fields = json!({"delta": piece});
+        if !index.is_empty() {
+            fields[index] = json!(0);
+        }
         if let Part::Answer(_) = part {
             fields["logprobs"] = json!([]);
         }
@@ -277,19 +304,12 @@ impl Responses {
     fn close(&mut self, head: &Head, out: &mut Frames) {
         let Some(part) = self.open.take() else { return };
         match &part {
+            // A limit cut it off.
+            Part::OpenCall { .. } => {}
             Part::ToolCall(call) => {
-                let arguments = Value::from(call.function.arguments.clone()).to_string();
-                let name = &call.function.name;
-                let delta = json!({"delta": arguments});
-                self.send_of_item(
-                    head,
-                    &part,
-                    "response.function_call_arguments.delta",
-                    delta,
-                    out,
-                );
-                let done = json!({"name": name, "arguments": arguments});
-                self.send_of_item(head, &part, "response.function_call_arguments.done", done, out);
+                let [_, _, done, ..] = self.words(&part);
+                let fields = json!({"name": call.function.name, "arguments": arguments_of(call)});
+                self.send_of_item(head, &part, done, fields, out);
             }
             Part::Reasoning(text) | Part::Answer(text) => {
                 let [_, _, text_done, part_done, index] = self.words(&part);
@@ -302,7 +322,7 @@ impl Responses {
                 self.send_of_item(head, &part, part_done, fields, out);
             }
         }
-        let item = self.item(head, self.items, &part, "completed");
+        let item = self.item(head, self.items, &part, ended(&part));
         let done = json!({"output_index": self.items, "item": item});
         self.send("response.output_item.done", done, out);
         self.items += 1;
@@ -374,6 +394,19 @@ fn stored(app: &App, caller: &Caller, id: &str) -> Result<Stored, ApiError> {
     Ok(stored)
 }
 
+/// The status of an ended item.
+fn ended(part: &Part) -> &'static str {
+    match part {
+        Part::OpenCall { .. } => "incomplete",
+        Part::Reasoning(_) | Part::Answer(_) | Part::ToolCall(_) => "completed",
+    }
+}
+
+/// The arguments of a call as JSON.
+fn arguments_of(call: &ToolCall) -> String {
+    Value::from(call.function.arguments.clone()).to_string()
+}
+
 /// The reply as a message of the conversation.
 fn message(reply: &Reply) -> Message {
     let reasoning = reply.reasoning();
@@ -391,7 +424,7 @@ fn item_id(head: &Head, index: usize, part: &Part) -> String {
     let prefix = match part {
         Part::Reasoning(_) => "rs",
         Part::Answer(_) => "msg",
-        Part::ToolCall(_) => "fc",
+        Part::OpenCall { .. } | Part::ToolCall(_) => "fc",
     };
     let digits = head.id.trim_start_matches(Responses::ID);
     format!("{prefix}_{digits}_{index}")

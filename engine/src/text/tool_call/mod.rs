@@ -1,0 +1,551 @@
+//! Tool calls: how each family of models writes them.
+//!
+//! A [`Format`] is a row of [`FORMATS`]: where calls begin and end, how they are read, and how a grammar
+//! writes them. The chat template of a model says which one it is ([`Format::of`]). Each is read by one
+//! function over a [`Reader`]; [`read`] calls it with the text that has arrived, as often as there is
+//! more of it. What it says of a call is certain: more text only adds to it.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `reader.rs` | reads text as far as it has arrived, writes arguments as JSON |
+//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi |
+//! | `blocks.rs` | formats with tags around bare values: Qwen, GLM, MiniMax |
+//! | `literals.rs` | pythonic calls, Gemma |
+//! | `schema.rs` | types of bare values |
+//!
+//! # Why the text is read again
+//! A parser that keeps its state at every byte is several times as long for each of these formats, and
+//! its states are hard to test. Reading again costs time that grows with the square of a call, unless
+//! it is done less often for long ones: [`next_read`] bounds the bytes read to 256 times those written.
+//!
+//! Sources: the chat templates of the models; Qwen3-Coder `qwen3coder_tool_parser.py`; Hermes function
+//! calling format.
+
+use serde_json::{Map, Value};
+
+mod blocks;
+mod json;
+mod literals;
+mod reader;
+mod schema;
+pub use reader::CallDraft;
+use reader::{Dialect, Read, Reader, Stop};
+pub use schema::Schemas;
+
+/// How a family of models writes calls.
+#[derive(Debug)]
+pub struct Format {
+    /// For tests and messages.
+    pub name: &'static str,
+    /// A chat template that contains all of one of these lists writes calls so.
+    signs: &'static [&'static [&'static str]],
+    /// The tag before a call; `None` if there is none.
+    pub open: Option<&'static str>,
+    /// The tag after it; `None` if calls last to the end of the reply, or to the next tag.
+    pub close: Option<&'static str>,
+    /// Special tokens within calls.
+    pub inner: &'static [&'static str],
+    /// The character with which an answer begins that may be a call without a tag.
+    pub bare: Option<char>,
+    /// What ids of calls look like.
+    pub ids: Ids,
+    dialect: Dialect,
+    read: fn(&mut Reader<'_>) -> Read,
+    /// How a grammar writes it.
+    pub written: Written,
+}
+
+/// What ids of calls look like: the templates of some models show them to the model, or check them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ids {
+    /// `call_` and 24 hexadecimal digits.
+    Call,
+    /// Nine letters and digits.
+    Nine,
+    /// `functions.name:0`, numbered in the conversation.
+    Function,
+}
+
+/// How a grammar writes calls. Tags are part of it.
+#[derive(Debug)]
+pub struct Written {
+    /// Before the first call, and after the last.
+    pub section: [&'static str; 2],
+    /// Before the name, between name and arguments, and after these.
+    pub call: [&'static str; 3],
+    /// Whether a number stands after the name.
+    pub is_numbered: bool,
+    /// Between two calls.
+    pub between: &'static str,
+    /// How arguments are written.
+    pub arguments: Arguments,
+}
+
+/// How a grammar writes arguments.
+#[derive(Debug)]
+pub enum Arguments {
+    /// As a JSON object.
+    Json,
+    /// One parameter after the other.
+    Parameters {
+        /// Before and after the key.
+        key: [&'static str; 2],
+        /// How strings are written; other values are JSON.
+        text: Text,
+        /// After the value.
+        close: &'static str,
+        /// Between two parameters.
+        separator: &'static str,
+    },
+}
+
+/// How a parameter that is a string is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Text {
+    /// Bare, up to what comes after the value.
+    Bare,
+    /// As in JSON.
+    Json,
+    /// Between two of these tokens.
+    Quoted(&'static str),
+}
+
+const GEMMA_QUOTE: &str = "<|\"|>";
+
+const fn parameters(
+    key: [&'static str; 2],
+    text: Text,
+    close: &'static str,
+    separator: &'static str,
+) -> Arguments {
+    Arguments::Parameters { key, text, close, separator }
+}
+
+/// The formats. The first whose signs a template has is its format; the last is that of templates that
+/// have none.
+pub static FORMATS: &[Format] = &[
+    Format {
+        name: "kimi",
+        signs: &[&["<|tool_calls_section_begin|>"]],
+        open: Some("<|tool_calls_section_begin|>"),
+        close: Some("<|tool_calls_section_end|>"),
+        inner: &["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
+        bare: None,
+        ids: Ids::Function,
+        dialect: Dialect::Json,
+        read: json::kimi,
+        written: Written {
+            section: ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"],
+            call: [
+                "<|tool_call_begin|>functions.",
+                "<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+            ],
+            is_numbered: true,
+            between: "",
+            arguments: Arguments::Json,
+        },
+    },
+    Format {
+        name: "minimax",
+        signs: &[&["<minimax:tool_call>"]],
+        open: Some("<minimax:tool_call>"),
+        close: Some("</minimax:tool_call>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: blocks::minimax,
+        written: Written {
+            section: ["<minimax:tool_call>\n", "</minimax:tool_call>"],
+            call: ["<invoke name=\"", "\">\n", "</invoke>\n"],
+            is_numbered: false,
+            between: "",
+            arguments: parameters(["<parameter name=\"", "\">"], Text::Bare, "</parameter>\n", ""),
+        },
+    },
+    Format {
+        name: "deepseek-v3",
+        signs: &[&["<｜tool▁calls▁begin｜>", "```json"]],
+        open: Some("<｜tool▁calls▁begin｜>"),
+        close: Some("<｜tool▁calls▁end｜>"),
+        inner: &["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::deepseek,
+        written: Written {
+            section: ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
+            call: [
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+                "\n```json\n",
+                "\n```<｜tool▁call▁end｜>",
+            ],
+            is_numbered: false,
+            between: "\n",
+            arguments: Arguments::Json,
+        },
+    },
+    Format {
+        name: "deepseek-v3.1",
+        signs: &[&["<｜tool▁calls▁begin｜>"]],
+        open: Some("<｜tool▁calls▁begin｜>"),
+        close: Some("<｜tool▁calls▁end｜>"),
+        inner: &["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::deepseek,
+        written: Written {
+            section: ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
+            call: ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+            is_numbered: false,
+            between: "",
+            arguments: Arguments::Json,
+        },
+    },
+    Format {
+        name: "gemma-4",
+        signs: &[&["<|tool_call>"]],
+        open: Some("<|tool_call>"),
+        close: Some("<tool_call|>"),
+        inner: &[GEMMA_QUOTE],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Quoted(GEMMA_QUOTE),
+        read: literals::gemma,
+        written: Written {
+            section: ["", ""],
+            call: ["<|tool_call>call:", "{", "}<tool_call|>"],
+            is_numbered: false,
+            between: "",
+            arguments: parameters(["", ":"], Text::Quoted(GEMMA_QUOTE), "", ","),
+        },
+    },
+    Format {
+        name: "function-gemma",
+        signs: &[&["<start_function_call>"]],
+        open: Some("<start_function_call>"),
+        close: Some("<end_function_call>"),
+        inner: &["<escape>"],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Quoted("<escape>"),
+        read: literals::gemma,
+        written: Written {
+            section: ["", ""],
+            call: ["<start_function_call>call:", "{", "}<end_function_call>"],
+            is_numbered: false,
+            between: "",
+            arguments: parameters(["", ":"], Text::Quoted("<escape>"), "", ","),
+        },
+    },
+    Format {
+        name: "mistral",
+        signs: &[&["[TOOL_CALLS]", "[ARGS]"]],
+        open: Some("[TOOL_CALLS]"),
+        close: None,
+        inner: &["[CALL_ID]", "[ARGS]"],
+        bare: None,
+        ids: Ids::Nine,
+        dialect: Dialect::Json,
+        read: json::mistral,
+        written: Written {
+            section: ["", ""],
+            call: ["[TOOL_CALLS]", "[ARGS]", ""],
+            is_numbered: false,
+            between: "",
+            arguments: Arguments::Json,
+        },
+    },
+    Format {
+        name: "mistral-list",
+        signs: &[&["[TOOL_CALLS]"]],
+        open: Some("[TOOL_CALLS]"),
+        close: None,
+        inner: &["[CALL_ID]", "[ARGS]"],
+        bare: None,
+        ids: Ids::Nine,
+        dialect: Dialect::Json,
+        read: json::mistral,
+        written: Written {
+            section: ["[TOOL_CALLS][", "]"],
+            call: ["{\"name\": \"", "\", \"arguments\": ", "}"],
+            is_numbered: false,
+            between: ", ",
+            arguments: Arguments::Json,
+        },
+    },
+    Format {
+        name: "glm",
+        signs: &[&["<tool_call>", "<arg_key>"]],
+        open: Some("<tool_call>"),
+        close: Some("</tool_call>"),
+        inner: &["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: blocks::glm,
+        written: Written {
+            section: ["", ""],
+            call: ["<tool_call>", "\n", "</tool_call>"],
+            is_numbered: false,
+            between: "\n",
+            arguments: parameters(
+                ["<arg_key>", "</arg_key>\n<arg_value>"],
+                Text::Bare,
+                "</arg_value>\n",
+                "",
+            ),
+        },
+    },
+    Format {
+        name: "lfm2",
+        signs: &[&["<|tool_call_start|>"]],
+        open: Some("<|tool_call_start|>"),
+        close: Some("<|tool_call_end|>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Python,
+        read: literals::pythonic,
+        written: Written { section: ["<|tool_call_start|>[", "]<|tool_call_end|>"], ..PYTHONIC },
+    },
+    Format {
+        name: "qwen",
+        signs: &[&["<function="]],
+        open: Some("<tool_call>"),
+        close: Some("</tool_call>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: blocks::qwen,
+        written: Written {
+            section: ["", ""],
+            call: ["<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"],
+            is_numbered: false,
+            between: "\n",
+            arguments: parameters(["<parameter=", ">\n"], Text::Bare, "\n</parameter>\n", ""),
+        },
+    },
+    Format {
+        name: "llama-3",
+        signs: &[&["<|start_header_id|>", "\"parameters\": "]],
+        open: Some("<|python_tag|>"),
+        close: None,
+        inner: &[],
+        bare: Some('{'),
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::objects,
+        written: Written {
+            section: ["", ""],
+            call: ["{\"name\": \"", "\", \"parameters\": ", "}"],
+            is_numbered: false,
+            between: "; ",
+            arguments: Arguments::Json,
+        },
+    },
+    Format {
+        name: "pythonic",
+        signs: &[&["[func_name1("], &["<|python_start|>"]],
+        open: Some("<|python_start|>"),
+        close: Some("<|python_end|>"),
+        inner: &[],
+        bare: Some('['),
+        ids: Ids::Call,
+        dialect: Dialect::Python,
+        read: literals::pythonic,
+        written: PYTHONIC,
+    },
+    Format {
+        name: "hermes",
+        signs: &[&["<tool_call>"], &[]],
+        open: Some("<tool_call>"),
+        close: Some("</tool_call>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: blocks::qwen,
+        written: Written {
+            section: ["", ""],
+            call: ["<tool_call>\n{\"name\": \"", "\", \"arguments\": ", "}\n</tool_call>"],
+            is_numbered: false,
+            between: "\n",
+            arguments: Arguments::Json,
+        },
+    },
+];
+
+const PYTHONIC: Written = Written {
+    section: ["[", "]"],
+    call: ["", "(", ")"],
+    is_numbered: false,
+    between: ", ",
+    arguments: parameters(["", "="], Text::Json, "", ", "),
+};
+
+impl Format {
+    /// The format in which this chat template writes calls.
+    pub fn of(template: &str) -> &'static Self {
+        let has = |sign: &&str| template.contains(sign);
+        let is_format = |format: &&Self| format.signs.iter().any(|all| all.iter().all(has));
+        FORMATS.iter().find(is_format).unwrap_or(&FORMATS[FORMATS.len() - 1])
+    }
+
+    /// Reads `text`, what has arrived of one or several calls between their tags; `has_ended` if it is
+    /// all. Without tags it `is_bare`.
+    pub fn read(&self, text: &str, schemas: &Schemas, has_ended: bool, is_bare: bool) -> Reading {
+        let mut reader = Reader {
+            rest: text,
+            has_ended,
+            schemas,
+            dialect: self.dialect,
+            is_bare,
+            calls: Vec::new(),
+            left: text.len(),
+            is_in_value: false,
+            is_repaired: false,
+        };
+        let state = match (self.read)(&mut reader) {
+            Ok(()) => State::Complete,
+            Err(Stop::Early) => State::Early { is_in_value: reader.is_in_value },
+            Err(Stop::Malformed) => State::Malformed,
+        };
+        let is_begun = |call: &CallDraft| !call.is_complete && !call.name.is_empty();
+        let left = match reader.calls.last().is_some_and(is_begun) {
+            true => reader.rest.len(),
+            false => reader.left,
+        };
+        Reading {
+            rest: text.len() - left,
+            calls: reader.calls,
+            state,
+            is_repaired: reader.is_repaired,
+        }
+    }
+}
+
+#[cfg(test)]
+impl Format {
+    /// Texts of a chat template that name the format.
+    pub fn signs(&self) -> &'static [&'static str] {
+        self.signs[0]
+    }
+
+    /// All tags.
+    pub fn tags(&self) -> impl Iterator<Item = &'static str> {
+        self.open.into_iter().chain(self.close).chain(self.inner.iter().copied())
+    }
+}
+
+#[cfg(test)]
+impl Written {
+    /// These calls, as a model writes them.
+    pub fn spell(&self, calls: &[(&str, &[(&str, Value)])]) -> String {
+        fn value(of: &Value, text: Text) -> String {
+            match (text, of) {
+                (Text::Bare, Value::String(text)) => text.clone(),
+                (Text::Quoted(quote), Value::String(text)) => format!("{quote}{text}{quote}"),
+                (Text::Quoted(_), Value::Array(all)) => {
+                    let all: Vec<_> = all.iter().map(|one| value(one, text)).collect();
+                    format!("[{}]", all.join(","))
+                }
+                (Text::Quoted(_), Value::Object(all)) => {
+                    let all = all.iter().map(|(key, one)| format!("{key}:{}", value(one, text)));
+                    format!("{{{}}}", all.collect::<Vec<_>>().join(","))
+                }
+                (_, other) => other.to_string(),
+            }
+        }
+        let call = |(name, all): &(&str, &[(&str, Value)])| {
+            let arguments = match &self.arguments {
+                Arguments::Json => {
+                    let all = all.iter().map(|(key, value)| (key.to_string(), value.clone()));
+                    Value::from(all.collect::<Map<_, _>>()).to_string()
+                }
+                Arguments::Parameters { key: [open, after], text, close, separator } => {
+                    let one = |(key, one): &(&str, Value)| {
+                        format!("{open}{key}{after}{}{close}", value(one, *text))
+                    };
+                    all.iter().map(one).collect::<Vec<_>>().join(separator)
+                }
+            };
+            let number = if self.is_numbered { ":0" } else { "" };
+            let [head, before, after] = self.call;
+            format!("{head}{name}{number}{before}{arguments}{after}")
+        };
+        let calls: Vec<_> = calls.iter().map(call).collect();
+        format!("{}{}{}", self.section[0], calls.join(self.between), self.section[1])
+    }
+}
+
+/// What was read of calls.
+#[derive(Debug)]
+pub struct Reading {
+    /// The calls, the last of which may be incomplete.
+    pub calls: Vec<CallDraft>,
+    /// How reading ended.
+    pub state: State,
+    /// Where the text begins that is not part of the calls.
+    pub rest: usize,
+    /// Whether something was read that the format does not allow.
+    pub is_repaired: bool,
+}
+
+/// How reading ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// At the end, and nothing is missing.
+    Complete,
+    /// At the end of a text that is not complete.
+    Early {
+        /// Whether that is within a value, so that a tag there may belong to the value.
+        is_in_value: bool,
+    },
+    /// At a text that is not in the format.
+    Malformed,
+}
+
+impl Reading {
+    /// Whether a name has been read.
+    pub fn has_name(&self) -> bool {
+        self.calls.iter().any(|call| !call.name.is_empty())
+    }
+
+    /// Whether only tags are missing after the last call.
+    pub fn lacks_tags_only(&self) -> bool {
+        let is_early = matches!(self.state, State::Early { .. });
+        is_early && self.calls.last().is_some_and(|call| call.is_complete)
+    }
+
+    /// Closes what the text of the last call leaves open, if nothing else is missing.
+    pub fn repair(&mut self, schemas: &Schemas) -> bool {
+        let Some(last) = self.calls.last_mut() else { return false };
+        let is_early = matches!(self.state, State::Early { .. });
+        if !last.is_complete && is_early && schemas.has(&last.name) {
+            last.close();
+        }
+        last.is_complete
+    }
+}
+
+impl CallDraft {
+    /// Closes what the arguments leave open.
+    pub fn close(&mut self) {
+        self.arguments = reader::closed(&self.arguments);
+        self.is_complete = true;
+    }
+
+    /// The arguments; complete ones are JSON.
+    pub fn values(&self) -> Map<String, Value> {
+        serde_json::from_str(&self.arguments).unwrap_or_default()
+    }
+}
+
+/// At which length a text of `length` bytes is read again.
+pub fn next_read(length: usize) -> usize {
+    length + length / 256 + 1
+}

@@ -1,0 +1,478 @@
+//! Reads what a model writes in a call, as far as it has arrived.
+//!
+//! A [`Reader`] is a place in the text. Its methods take what the text must have next; [`Stop::Early`]
+//! means that the text ends before it. What was read is in [`Reader::calls`] then. Arguments are written
+//! as compact JSON, only as far as they are certain: more text only adds to them, and an open string,
+//! list or object can be closed anywhere.
+
+use serde_json::Value;
+
+use super::super::stop::partial;
+use super::schema::Schemas;
+
+/// Most lists and objects within one another, as in `serde_json`.
+const DEPTH: usize = 128;
+
+/// Why reading stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// The text ends early.
+    Early,
+    /// The text is not in the format.
+    Malformed,
+}
+
+pub type Read<T = ()> = Result<T, Stop>;
+
+/// A call as far as it was read.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CallDraft {
+    /// Empty if it is not known yet.
+    pub name: String,
+    /// The certain part of the arguments.
+    pub arguments: String,
+    /// Whether nothing will be added.
+    pub is_complete: bool,
+}
+
+/// How values are written that are not JSON.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// They are JSON.
+    Json,
+    /// As in Python: `'text'`, `True`, `None`.
+    Python,
+    /// Strings stand between two of these, with nothing escaped; keys stand bare.
+    Quoted(&'static str),
+}
+
+/// A place in the text of calls.
+pub struct Reader<'a> {
+    pub rest: &'a str,
+    /// Whether no more text will come.
+    pub has_ended: bool,
+    pub schemas: &'a Schemas,
+    pub dialect: Dialect,
+    /// Whether a text is a call only if it names one of the tools, since no tag says that it is one.
+    pub is_bare: bool,
+    pub calls: Vec<CallDraft>,
+    /// Bytes of the text after the last complete call.
+    pub left: usize,
+    /// Whether the text ends within a value, so that a tag after it may belong to the value.
+    pub is_in_value: bool,
+    /// Whether something was read that the format does not allow.
+    pub is_repaired: bool,
+}
+
+impl<'a> Reader<'a> {
+    /// The next character.
+    pub fn peek(&self) -> Read<char> {
+        self.rest.chars().next().ok_or(Stop::Early)
+    }
+
+    pub fn is_at_end(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    pub fn skip_space(&mut self) {
+        self.rest = self.rest.trim_start();
+    }
+
+    /// Whether `literal` comes next, which is skipped then.
+    pub fn take(&mut self, literal: &str) -> Read<bool> {
+        if let Some(rest) = self.rest.strip_prefix(literal) {
+            self.rest = rest;
+            return Ok(true);
+        }
+        if literal.starts_with(self.rest) { Err(Stop::Early) } else { Ok(false) }
+    }
+
+    /// Skips `literal`, which must come next.
+    pub fn expect(&mut self, literal: &str) -> Read {
+        if self.take(literal)? { Ok(()) } else { Err(Stop::Malformed) }
+    }
+
+    /// The text before `literal`, which is skipped too.
+    pub fn until(&mut self, literal: &str) -> Read<&'a str> {
+        let (text, rest) = self.rest.split_once(literal).ok_or(Stop::Early)?;
+        self.rest = rest;
+        Ok(text)
+    }
+
+    /// A name before `end` that has none of `<`, `{` and line breaks.
+    pub fn name_until(&mut self, end: &str) -> Read<&'a str> {
+        let Some(at) = self.rest.find(end) else {
+            let is_name =
+                !self.rest[..self.rest.len() - partial(self.rest, end)].contains(FORBIDDEN);
+            return Err(if is_name { Stop::Early } else { Stop::Malformed });
+        };
+        let name = self.rest[..at].trim();
+        if name.is_empty() || name.contains(FORBIDDEN) {
+            return Err(Stop::Malformed);
+        }
+        self.rest = &self.rest[at + end.len()..];
+        Ok(name)
+    }
+
+    /// Begins a call of `name`.
+    pub fn begin(&mut self, name: &str) {
+        self.calls.push(CallDraft { name: name.into(), ..CallDraft::default() });
+    }
+
+    /// Reads the arguments of the last call with `read`, which writes them.
+    pub fn arguments(&mut self, read: impl FnOnce(&mut Self, &mut String) -> Read) -> Read {
+        let mut arguments = String::new();
+        let result = read(self, &mut arguments);
+        if let Some(call) = self.calls.last_mut() {
+            call.arguments = arguments;
+        }
+        result
+    }
+
+    /// Ends the last call.
+    pub fn complete(&mut self) {
+        if let Some(call) = self.calls.last_mut() {
+            call.is_complete = true;
+        }
+        self.left = self.rest.len();
+    }
+
+    /// Adds an element to a list or object: `head`, with a comma before it if it is not the first, and
+    /// the value that `read` writes. An element without a certain value is left out.
+    pub fn element(
+        &mut self,
+        out: &mut String,
+        head: &str,
+        read: impl FnOnce(&mut Self, &mut String) -> Read,
+    ) -> Read {
+        let start = out.len();
+        if !out.ends_with(['{', '[']) {
+            out.push(',');
+        }
+        out.push_str(head);
+        let before = out.len();
+        let result = read(self, out);
+        if out.len() == before {
+            out.truncate(start);
+        }
+        result
+    }
+
+    /// A value; `depth` counts the lists and objects that it is in.
+    pub fn value(&mut self, out: &mut String, depth: usize) -> Read {
+        if depth > DEPTH {
+            return Err(Stop::Malformed);
+        }
+        match (self.dialect, self.peek()?) {
+            (Dialect::Quoted(quote), _) if self.rest.starts_with(quote) => {
+                self.expect(quote)?;
+                self.quoted(out, quote)
+            }
+            (Dialect::Quoted(quote), _) if quote.starts_with(self.rest) => Err(Stop::Early),
+            (_, '"') | (Dialect::Python, '\'') => self.string(out),
+            (_, '{') => self.object(out, depth),
+            (_, '[') => self.list(out, "[", "]", depth),
+            (Dialect::Python, '(') => self.list(out, "(", ")", depth),
+            _ => self.scalar(out),
+        }
+    }
+
+    /// `{..}`
+    pub fn object(&mut self, out: &mut String, depth: usize) -> Read {
+        self.expect("{")?;
+        out.push('{');
+        self.members("}", |reader, key| {
+            reader.element(out, &head(&key), |reader, out| reader.value(out, depth + 1))
+        })?;
+        out.push('}');
+        Ok(())
+    }
+
+    /// `key: value` and so on up to `close`; `read` reads the value.
+    pub fn members(
+        &mut self,
+        close: &str,
+        mut read: impl FnMut(&mut Self, String) -> Read,
+    ) -> Read {
+        let mut is_first = true;
+        loop {
+            self.skip_space();
+            if self.take(close)? {
+                return Ok(());
+            }
+            if !std::mem::replace(&mut is_first, false) {
+                self.expect(",")?;
+                self.skip_space();
+                if self.take(close)? {
+                    self.is_repaired = true;
+                    return Ok(());
+                }
+            }
+            let key = self.key()?;
+            self.skip_space();
+            self.expect(":")?;
+            self.skip_space();
+            read(self, key)?;
+        }
+    }
+
+    /// The key of a member.
+    fn key(&mut self) -> Read<String> {
+        let is_quoted = match (self.dialect, self.peek()?) {
+            (Dialect::Quoted(quote), c) => {
+                c == '"' || quote.starts_with(self.rest) || self.rest.starts_with(quote)
+            }
+            (Dialect::Python, c) => c == '"' || c == '\'',
+            (Dialect::Json, c) if c != '"' => return Err(Stop::Malformed),
+            (Dialect::Json, _) => true,
+        };
+        if !is_quoted {
+            let end = self.rest.find([':', ',', '}', '\n']).ok_or(Stop::Early)?;
+            let key = self.rest[..end].trim();
+            self.rest = &self.rest[end..];
+            return if key.is_empty() { Err(Stop::Malformed) } else { Ok(key.into()) };
+        }
+        let mut json = String::new();
+        let result = self.value(&mut json, DEPTH);
+        // A tag in a key is not text of a value.
+        self.is_in_value = false;
+        result?;
+        serde_json::from_str(&json).map_err(|_| Stop::Malformed)
+    }
+
+    fn list(&mut self, out: &mut String, open: &str, close: &str, depth: usize) -> Read {
+        self.expect(open)?;
+        out.push('[');
+        let mut is_first = true;
+        loop {
+            self.skip_space();
+            if self.take(close)? {
+                break;
+            }
+            if !std::mem::replace(&mut is_first, false) {
+                self.expect(",")?;
+                self.skip_space();
+                if self.take(close)? {
+                    self.is_repaired |= self.dialect != Dialect::Python;
+                    break;
+                }
+            }
+            self.element(out, "", |reader, out| reader.value(out, depth + 1))?;
+        }
+        out.push(']');
+        Ok(())
+    }
+
+    /// A string in quotes with escapes.
+    fn string(&mut self, out: &mut String) -> Read {
+        let quote = self.peek()?;
+        self.rest = &self.rest[1..];
+        self.is_in_value = true;
+        out.push('"');
+        loop {
+            let special = |c: char| c == quote || c == '\\' || c < ' ';
+            let Some(at) = self.rest.find(special) else {
+                push_text(out, self.rest);
+                self.rest = "";
+                return Err(Stop::Early);
+            };
+            push_text(out, &self.rest[..at]);
+            self.rest = &self.rest[at..];
+            match self.peek()? {
+                '\\' => self.escape(out)?,
+                c if c == quote => break,
+                c => {
+                    // A line break in a string, which JSON escapes.
+                    self.is_repaired = true;
+                    push_text(out, c.encode_utf8(&mut [0; 4]));
+                    self.rest = &self.rest[1..];
+                }
+            }
+        }
+        self.rest = &self.rest[1..];
+        self.is_in_value = false;
+        out.push('"');
+        Ok(())
+    }
+
+    /// An escape in a string.
+    fn escape(&mut self, out: &mut String) -> Read {
+        let escaped = self.rest[1..].chars().next().ok_or(Stop::Early)?;
+        let length = 1 + escaped.len_utf8();
+        let text = match escaped {
+            '"' | '\\' | '/' => escaped.to_string(),
+            '\'' if self.dialect == Dialect::Python => escaped.to_string(),
+            '\n' if self.dialect == Dialect::Python => String::new(),
+            'b' => "\u{8}".into(),
+            'f' => "\u{c}".into(),
+            'n' => "\n".into(),
+            'r' => "\r".into(),
+            't' => "\t".into(),
+            'u' => return self.unicode(out),
+            other => {
+                // As in a path or an expression whose backslash should be escaped.
+                self.is_repaired = true;
+                format!("\\{other}")
+            }
+        };
+        push_text(out, &text);
+        self.rest = &self.rest[length..];
+        Ok(())
+    }
+
+    /// `\u00e9`, or two of these for one character.
+    fn unicode(&mut self, out: &mut String) -> Read {
+        let unit = |text: &str| -> Read<u16> {
+            let digits = text.get(..4).ok_or_else(|| match text.len() < 4 {
+                true => Stop::Early,
+                false => Stop::Malformed,
+            })?;
+            let is_hex = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+            u16::from_str_radix(digits, 16).ok().filter(|_| is_hex).ok_or(Stop::Malformed)
+        };
+        let first = unit(&self.rest[2..])?;
+        let mut units = vec![first];
+        if (0xd800..0xdc00).contains(&first) {
+            let rest = &self.rest[6..];
+            match rest.strip_prefix("\\u") {
+                Some(rest) => units.push(unit(rest)?),
+                None if "\\u".starts_with(rest) => return Err(Stop::Early),
+                None => return Err(Stop::Malformed),
+            }
+        }
+        let text = String::from_utf16(&units).map_err(|_| Stop::Malformed)?;
+        push_text(out, &text);
+        self.rest = &self.rest[6 * units.len()..];
+        Ok(())
+    }
+
+    /// The rest of a string up to `quote`, with nothing escaped.
+    fn quoted(&mut self, out: &mut String, quote: &str) -> Read {
+        out.push('"');
+        let Some((text, rest)) = self.rest.split_once(quote) else {
+            self.is_in_value = true;
+            let certain = self.rest.len() - partial(self.rest, quote);
+            push_text(out, &self.rest[..certain]);
+            return Err(Stop::Early);
+        };
+        push_text(out, text);
+        out.push('"');
+        self.rest = rest;
+        Ok(())
+    }
+
+    /// A number, a truth value or null.
+    fn scalar(&mut self, out: &mut String) -> Read {
+        let is_end = |c: char| ",}])<".contains(c) || c.is_whitespace();
+        let end = match self.rest.find(is_end) {
+            Some(end) => end,
+            None if self.has_ended => self.rest.len(),
+            None if self.rest.len() > 512 => return Err(Stop::Malformed),
+            None => return Err(Stop::Early),
+        };
+        let text = &self.rest[..end];
+        let json = match text {
+            "True" | "False" | "None" => {
+                self.is_repaired |= self.dialect != Dialect::Python;
+                text.to_lowercase().replace("none", "null")
+            }
+            _ => match serde_json::from_str(text) {
+                Ok(value @ (Value::Number(_) | Value::Bool(_) | Value::Null)) => value.to_string(),
+                _ => return Err(Stop::Malformed),
+            },
+        };
+        out.push_str(&json);
+        self.rest = &self.rest[end..];
+        Ok(())
+    }
+
+    /// A value that stands bare between tags, the last of which is `close`, and is typed by the schema.
+    ///
+    /// The text may contain `close` (in code that writes XML): only one that precedes one of `follow`
+    /// ends it. With an empty text in `follow`, the end of the calls is such a place.
+    pub fn bare_value(
+        &mut self,
+        out: &mut String,
+        [function, parameter]: [&str; 2],
+        value: BareValue<'_>,
+    ) -> Read {
+        let BareValue { close, follow, has_lines } = value;
+        let body = self.rest;
+        let (mut end, mut certain) = (None, body.len() - partial(body, close));
+        for (at, _) in body.match_indices(close) {
+            let after = body[at + close.len()..].trim_start();
+            let follows = |next: &&str| match next.is_empty() {
+                true => self.has_ended && after.is_empty(),
+                false => after.starts_with(*next),
+            };
+            if follow.iter().any(|next| follows(next)) {
+                end = Some((at, after));
+                break;
+            }
+            if !self.has_ended && follow.iter().any(|next| next.starts_with(after)) {
+                certain = at;
+                break;
+            }
+        }
+        let text = &body[..end.map_or(certain, |(at, _)| at)];
+        let text = text.strip_prefix('\n').filter(|_| has_lines).unwrap_or(text);
+        let text = text.strip_suffix('\n').filter(|_| has_lines).unwrap_or(text);
+        if self.schemas.is_text(function, parameter) {
+            out.push('"');
+            push_text(out, text);
+            if end.is_some() {
+                out.push('"');
+            }
+        } else if end.is_some() || self.has_ended {
+            out.push_str(&self.schemas.typed(function, parameter, text).to_string());
+        }
+        let Some((_, after)) = end else {
+            self.is_in_value = true;
+            return Err(Stop::Early);
+        };
+        self.rest = after;
+        Ok(())
+    }
+}
+
+/// How a bare value ends.
+#[derive(Debug, Clone, Copy)]
+pub struct BareValue<'a> {
+    pub close: &'a str,
+    pub follow: &'a [&'a str],
+    /// Whether it stands on lines of its own.
+    pub has_lines: bool,
+}
+
+const FORBIDDEN: [char; 3] = ['<', '{', '\n'];
+
+/// `"key":`
+pub fn head(key: &str) -> String {
+    Value::from(key).to_string() + ":"
+}
+
+/// Adds `text` to an open JSON string.
+fn push_text(out: &mut String, text: &str) {
+    let json = Value::from(text).to_string();
+    out.push_str(&json[1..json.len() - 1]);
+}
+
+/// `json`, with what is open closed.
+pub fn closed(json: &str) -> String {
+    let (mut open, mut is_string, mut is_escaped) = (Vec::new(), false, false);
+    for c in json.chars() {
+        match c {
+            _ if is_escaped => is_escaped = false,
+            '\\' if is_string => is_escaped = true,
+            '"' => is_string = !is_string,
+            _ if is_string => {}
+            '{' => open.push('}'),
+            '[' => open.push(']'),
+            '}' | ']' => drop(open.pop()),
+            _ => {}
+        }
+    }
+    let quote = if is_string { "\"" } else { "" };
+    let brackets: String = open.into_iter().rev().collect();
+    if json.is_empty() { "{}".into() } else { format!("{json}{quote}{brackets}") }
+}
