@@ -13,6 +13,7 @@ use crate::request::{Message, Request};
 mod actions;
 mod failures;
 mod forms;
+mod hooks;
 mod preemption;
 mod scripted;
 mod tool_calls;

@@ -15,8 +15,8 @@ use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::policy::{
-    Action, Answer, Call, Failure, Plan, Policy, Replacement, SamplingPatch, Session, Step,
-    ToolCallView, Verdict,
+    Action, Answer, Call, Failure, Hook, Plan, Policy, Replacement, SamplingPatch, Session, Step,
+    Summary, ToolCallView, Verdict,
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
@@ -111,6 +111,7 @@ pub fn message(role: &str, content: &str) -> Message {
 
 type Steps = Box<dyn FnMut(&Step) -> Vec<Action> + Send>;
 type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict + Send>;
+type Finishes = Box<dyn FnMut(&Summary) + Send>;
 
 /// A policy that a test scripts.
 pub struct Script {
@@ -118,6 +119,9 @@ pub struct Script {
     pub plan: Plan,
     pub steps: Steps,
     pub calls: Calls,
+    pub finish: Finishes,
+    /// Whether its calls run on the engine thread.
+    pub is_quick: bool,
     /// Tokens that count as rewound from the start.
     pub rewound: usize,
 }
@@ -130,6 +134,8 @@ impl Script {
             plan: Plan { every: 1, ..Plan::default() },
             steps: Box::new(steps),
             calls: Box::new(|_| Verdict::Accept),
+            finish: Box::new(|_| ()),
+            is_quick: true,
             rewound: 0,
         }
     }
@@ -142,9 +148,29 @@ impl Policy for Script {
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(step) => Answer::Step((self.steps)(step)),
             Call::ToolCall(view) => Answer::ToolCall((self.calls)(view)),
-            Call::Finish(_) => Answer::Finish(()),
+            Call::Finish(summary) => {
+                (self.finish)(summary);
+                Answer::Finish(())
+            }
         })
     }
+
+    fn is_quick(&self, _: Hook) -> bool {
+        self.is_quick
+    }
+}
+
+/// Starts a request under `policy`.
+pub fn start(
+    decoder: &mut Decoder,
+    request: Request,
+    policy: impl Policy + 'static,
+) -> mpsc::UnboundedReceiver<Event> {
+    let (events, receiver) = mpsc::unbounded_channel();
+    let session = Session { policy: Box::new(policy), params: Arc::default(), digest: [0; 32] };
+    let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
+    decoder.start_request(prepared);
+    receiver
 }
 
 /// A reply, and what the client received.
@@ -193,10 +219,14 @@ pub fn run(
     decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
     while !running[0].has_ended() {
+        decoder.wait_for_policies(&running);
         decoder.advance(&mut running).unwrap();
     }
+    assert!(running[0].take_failure().is_none());
+    while !running[0].complete(&decoder.text).unwrap() {
+        decoder.wait_for_policies(&running);
+    }
     let mut sequence = running.pop().unwrap();
-    assert!(sequence.take_failure().is_none());
     sequence.finish();
     decoder.save(&sequence, Retention::default());
 
@@ -204,7 +234,7 @@ pub fn run(
     let (mut calls, mut rewound) = (Vec::new(), Vec::new());
     let mut logprobs = Vec::new();
     let finished = loop {
-        match receiver.try_recv().unwrap() {
+        match receiver.blocking_recv().unwrap() {
             Event::Started { .. } => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::Logprob(logprob) => logprobs.push(logprob),
