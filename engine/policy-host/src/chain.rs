@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 
 use crate::check::apply_replacements;
 use crate::contract::{
-    Action, Answer, Call, CallReport, Hook, HookInput, Params, Plan, Policy, PromptView, Replacement,
-    RequestView, SYSTEM_BYTES, Step, Verdict,
+    Action, Answer, Call, CallReport, Hook, HookInput, Params, Plan, Policy, PromptView,
+    Replacement, RequestView, SYSTEM_BYTES, Step, Verdict,
 };
 use crate::error::{Cause, Failure};
 use crate::trace::Recorder;

@@ -182,10 +182,11 @@ impl Hooks {
                 Away::Calling | Away::Abandoned(_) => *state = Away::Abandoned(summary.clone()),
             }
         }
-        let Some(mut session) = self.session.take() else { return then(Ok(Vec::new())) };
-        let Some(jobs) = self.threads.for_call(&session, Hook::OnFinish) else {
-            return then(Ok(finish(&mut session, &summary)));
+        let Some(session) = &mut self.session else { return then(Ok(Vec::new())) };
+        let Some(jobs) = self.threads.for_call(session, Hook::OnFinish) else {
+            return then(Ok(finish(session, &summary)));
         };
+        let mut session = self.session.take().expect("it is here");
         let finishing = Finishing::new(self.threads.finishing.clone());
         self.threads.run(jobs, move || {
             then(catch_panic(ENDING, || Ok(finish(&mut session, &summary))));

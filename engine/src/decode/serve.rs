@@ -36,6 +36,9 @@ impl Decoder {
                 spawned.expect("the system has room for another thread");
             }
             self.serve();
+            while self.hook_threads.finishing() > 0 {
+                self.queue.wait_unless(|| false, POLL);
+            }
             if let Err(error) = self.prefixes.flush() {
                 tracing::warn!(%error, "flushing the prefix store failed");
             }

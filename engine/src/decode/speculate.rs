@@ -126,9 +126,7 @@ impl Decoder {
             return Ok(());
         }
         let position = sequence.cache.position;
-        if sequence.has_ended()
-            || sequence.hooks.is_away()
-            || sequence.tokens.len() != position + 1
+        if sequence.has_ended() || sequence.hooks.is_away() || sequence.tokens.len() != position + 1
         {
             return Ok(());
         }

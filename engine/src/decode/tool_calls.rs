@@ -41,7 +41,9 @@ impl Sequence {
                     }
                     Verdict::Repair(_) => {
                         let name = &call.function.name;
-                        self.note(format!("dropped a call of `{name}`: no tokens left to repair it"));
+                        self.note(format!(
+                            "dropped a call of `{name}`: no tokens left to repair it"
+                        ));
                         self.progress.waiting.pop_front();
                         continue;
                     }

@@ -264,7 +264,8 @@ fn a_panic_on_a_thread_ends_one_request() {
         panics.is_quick = false;
         let broken = start(decoder, request.clone(), panics);
         let slow = Script { is_quick: false, ..quiet() };
-        let events = [start(decoder, request.clone(), quiet()), start(decoder, request.clone(), slow)];
+        let events =
+            [start(decoder, request.clone(), quiet()), start(decoder, request.clone(), slow)];
         step_until(decoder, 0);
         match read(broken).1 {
             Event::Failed(Error::Panic { message, .. }) => assert_eq!(message, "on purpose"),
@@ -287,21 +288,30 @@ fn a_request_preempted_while_its_policy_is_called_equals_one_that_never_was() {
             let alone = run_plain(decoder, &request, Script::new(acts));
             let (script, allow, _finish) = gated(acts);
             let events = start(decoder, request, script);
+            let mut preemptions = 0;
             while let Some(sequence) = decoder.sequences.first() {
                 if sequence.hooks.is_away() && !sequence.hooks.is_back() {
                     let mut sequence = decoder.sequences.remove(0);
                     decoder.drop_state(&mut sequence).unwrap();
-                    decoder.preempted.push_back(sequence);
+                    preemptions += 1;
                     // Every other answer comes while it is preempted.
-                    if tokens_of(decoder).len() % 2 == 0 {
+                    if preemptions % 2 == 0 {
+                        allow.send(()).unwrap();
+                        while !sequence.hooks.is_back() {
+                            std::thread::yield_now();
+                        }
+                    }
+                    decoder.preempted.push_back(sequence);
+                    decoder.step();
+                    if preemptions % 2 == 1 {
+                        assert!(decoder.sequences[0].hooks.is_away());
                         allow.send(()).unwrap();
                     }
-                    decoder.step();
-                    let _ = allow.send(());
                 }
                 decoder.wait_for_policies(&decoder.sequences);
                 decoder.step();
             }
+            assert!(preemptions > 20);
             assert_eq!(read(events).0, text(&alone), "{name} {temperature}");
         }
     }
@@ -314,7 +324,9 @@ fn on_finish_on_a_thread_delays_its_own_request_only() {
     let (allow, gate) = channel::<()>();
     let mut script = quiet();
     script.is_quick = false;
-    script.finish = Box::new(move |_| drop(gate.recv()));
+    script.finish = Box::new(move |_| {
+        let _ = gate.recv();
+    });
     let mut slow = start(decoder, ask("Where?", false, 4), script);
     step_until(decoder, 0);
     assert_eq!(decoder.hook_threads.finishing(), 1);
