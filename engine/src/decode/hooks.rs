@@ -3,7 +3,11 @@
 //! A call that is not known to be quick ([`Policy::is_quick`]) goes to a thread, and the session with it.
 //! Until both are back the sequence sits out: none of its rows is in a pass, and it keeps its cache. The
 //! others go on. Where a call runs changes no token: its answer applies to the same tokens, and what was
-//! sampled ahead is kept or sampled again with the same noise.
+//! sampled ahead is kept or sampled again with the same noise. The rest of a draft after a call that is
+//! away runs again, so a slow policy that is called after each token has no drafts.
+//!
+//! Deadlines and clients that disconnect end a sequence while a call is away, and it can be preempted;
+//! `on-finish` follows on the same thread.
 //!
 //! A sequence has one call at a time, and the calls of `on-finish` count as running requests
 //! ([`HookThreads::finishing`]), so that at most that many calls wait for a thread.
