@@ -47,7 +47,11 @@ impl HookThreads {
             std::thread::Builder::new().name("policy".into()).spawn(move || {
                 while let Ok(job) = next() {
                     // A session may panic when it is dropped.
-                    if let Err(error) = catch_panic(ENDING, || Ok(job())) {
+                    let called = catch_panic(ENDING, || {
+                        job();
+                        Ok(())
+                    });
+                    if let Err(error) = called {
                         tracing::error!(%error, "policy panicked");
                     }
                 }
