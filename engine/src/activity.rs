@@ -16,6 +16,8 @@ const NEWEST: f64 = 1.0 / 16.0;
 pub struct Activity {
     /// Sequences that run.
     pub running: usize,
+    /// Of these, those whose policy is called on a thread.
+    pub awaiting_policy: usize,
     /// Sequences that were preempted and wait for memory.
     pub preempted: usize,
     /// Passes of the model over prompts and replies.

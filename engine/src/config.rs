@@ -17,6 +17,9 @@ const MAX_QUEUE: u64 = 4096;
 /// Most requests that run at the same time.
 const MAX_RUNNING: u64 = 256;
 
+/// Most threads for calls of policies.
+const MAX_THREADS: u64 = 64;
+
 /// Most prompt tokens of a chunk.
 const MAX_CHUNK: u64 = 65_536;
 
@@ -138,6 +141,9 @@ pub struct EngineConfig {
     pub max_running: usize,
     /// Milliseconds that a pass with rows of prompt may take while other requests decode.
     pub stall_ms: u32,
+    /// Threads for calls of policies that are not known to be quick; 0 calls every policy on the engine
+    /// thread.
+    pub policy_threads: usize,
     /// Bytes of text in a request, before it is tokenized; 0 is 16 for each token of the context.
     pub prompt_bytes: usize,
     /// Most bytes of weights, running requests and prefix cache together, for all models; 0 is what
@@ -164,6 +170,7 @@ impl Default for EngineConfig {
             queue: 32,
             max_running: 0,
             stall_ms: 100,
+            policy_threads: 2,
             prompt_bytes: 0,
             memory_limit_bytes: 0,
             prefill_chunk: 512,
@@ -315,6 +322,7 @@ impl Config {
             self.engine;
         within("engine.max_running", self.engine.max_running as u64, 0..=MAX_RUNNING)?;
         at_least("engine.stall_ms", self.engine.stall_ms.into(), 1)?;
+        within("engine.policy_threads", self.engine.policy_threads as u64, 0..=MAX_THREADS)?;
         within("engine.queue", queue as u64, 1..=MAX_QUEUE)?;
         if prompt_bytes > 0 {
             at_least("engine.prompt_bytes", prompt_bytes as u64, 1024)?;

@@ -12,7 +12,7 @@
 //! Nothing here renders, tokenizes or computes: every method but those that wait returns at once.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::{mpsc, watch};
@@ -289,6 +289,21 @@ impl Queue {
         }
     }
 
+    /// Wakes the engine thread from [`Queue::wait_unless`].
+    pub(crate) fn wake(&self) {
+        // The lock: the engine thread has either seen what changed, or waits.
+        let _state = self.state.lock();
+        self.changed.notify_all();
+    }
+
+    /// Waits for any change, [`Queue::wake`] or `timeout`, unless something `is_due` already.
+    pub(crate) fn wait_unless(&self, is_due: impl FnOnce() -> bool, timeout: Duration) {
+        let mut state = self.lock();
+        if !is_due() {
+            self.changed.wait_for(&mut state, timeout);
+        }
+    }
+
     /// Whether running requests end with [`Error::Stopped`].
     pub fn is_stopping(&self) -> bool {
         self.lock().phase >= Phase::Stopping
@@ -430,8 +445,6 @@ pub(crate) fn fail_all(channels: Vec<mpsc::UnboundedSender<Event>>, error: Error
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn failure(events: &mut mpsc::UnboundedReceiver<Event>) -> Error {

@@ -9,6 +9,7 @@ use steersman_engine::policy::{
     Answer, Call, Component, Golden, Host, PolicyConfig, Record, Storage, shipped,
 };
 use steersman_engine::request::Request;
+use steersman_test_support::hostile::counting;
 use steersman_tests::{Reply, Running, ask, message, run};
 
 const QUESTION: &str =
@@ -88,6 +89,39 @@ fn a_recorded_request_replays_to_the_same_decisions_bit_for_bit() {
     }
     // Another policy makes other decisions.
     assert_ne!(golden.check(&compiled("passthrough")), []);
+}
+
+/// A policy that computes for long at every step, beside two other requests.
+#[test]
+fn calls_on_threads_are_recorded_and_replay_as_those_on_the_engine_thread() {
+    let guest = counting(400_000);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("counting.wasm");
+    std::fs::write(&path, &guest).unwrap();
+    let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
+    let component = Arc::new(Component::load(&host, "counting", &guest).unwrap());
+    let traces = [0, 2].map(|threads| {
+        let mut config = steersman_tests::config();
+        (config.store.enabled, config.engine.policy_threads) = (false, threads);
+        let mut profile = steersman_tests::profile(path.display().to_string());
+        profile.policy.trace_text = true;
+        config.profiles.insert("slow".into(), profile);
+        let engine = Running::start(config, folder.path());
+        let reply = std::thread::scope(|scope| {
+            for question in ["What is the capital of Italy?", QUESTION] {
+                scope.spawn(|| run(&engine, ask(question)));
+            }
+            run(&engine, reasoner("slow"))
+        });
+        let mut records = engine.policies().traces().get("of slow").unwrap();
+        let golden = Golden::parse(&lines(&records)).unwrap();
+        assert_eq!(golden.inexact(), None);
+        assert_eq!(golden.check(&component), []);
+        records.iter_mut().for_each(|record| record.cost.nanoseconds = 0);
+        assert!(records.len() > 40, "{}", records.len());
+        (reply.reasoning + &reply.answer, lines(&records))
+    });
+    assert_eq!(traces[0], traces[1]);
 }
 
 #[test]

@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 
 use crate::check::apply_replacements;
 use crate::contract::{
-    Action, Answer, Call, CallReport, HookInput, Params, Plan, Policy, PromptView, Replacement,
-    RequestView, SYSTEM_BYTES, Step, Verdict,
+    Action, Answer, Call, CallReport, Hook, HookInput, Params, Plan, Policy, PromptView,
+    Replacement, RequestView, SYSTEM_BYTES, Step, Verdict,
 };
 use crate::error::{Cause, Failure};
 use crate::trace::Recorder;
@@ -214,6 +214,10 @@ impl Policy for Chain {
                 finished.map(|()| Answer::Finish(()))
             }
         }
+    }
+
+    fn is_quick(&self, hook: Hook) -> bool {
+        self.links.iter().all(|active| active.ended || active.link.policy.is_quick(hook))
     }
 
     fn take_report(&mut self) -> CallReport {

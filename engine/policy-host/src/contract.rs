@@ -275,6 +275,12 @@ pub trait Policy: Send {
     /// [`Failure`] if the policy failed and its profile fails closed.
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure>;
 
+    /// Whether calls of `hook` are known to be quick, so that they may run on a thread for which other
+    /// requests wait.
+    fn is_quick(&self, _hook: Hook) -> bool {
+        true
+    }
+
     /// What the last call took, and what happened during it. Resets the report.
     fn take_report(&mut self) -> CallReport {
         CallReport::default()

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::breaker::Breaker;
 use crate::config::OnFailure;
-use crate::contract::{Answer, Call, CallReport, Policy};
+use crate::contract::{Answer, Call, CallReport, Hook, Policy};
 use crate::error::{Cause, Failure};
 use crate::native;
 
@@ -110,6 +110,10 @@ impl Policy for Guard {
             None => {}
         }
         Ok(native::answer(call))
+    }
+
+    fn is_quick(&self, hook: Hook) -> bool {
+        self.guest.as_ref().is_none_or(|guest| guest.is_quick(hook))
     }
 
     fn take_report(&mut self) -> CallReport {

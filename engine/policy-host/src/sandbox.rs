@@ -32,6 +32,7 @@
 mod compiled;
 mod engine;
 mod imports;
+mod pace;
 mod ticker;
 
 use std::fmt::Write as _;
@@ -52,6 +53,7 @@ use crate::contract::{
 use crate::error::{Cause, Error, Failure};
 pub use engine::Host;
 use imports::{Imports, Services};
+use pace::Pace;
 use ticker::{Deadline, Ticker};
 
 /// Largest component; those with a JavaScript or Python interpreter have up to 20 MB.
@@ -126,6 +128,7 @@ pub struct Component {
     imports: Vec<Grant>,
     pre: InstancePre<State>,
     indices: HookIndices,
+    pace: Pace,
     ticker: Arc<Ticker>,
     services: Arc<Services>,
     limits: PolicyConfig,
@@ -176,6 +179,7 @@ impl Component {
         Ok(Self {
             name: name.into(),
             sha256,
+            pace: Pace::new(&hooks),
             hooks,
             imports,
             indices,
@@ -326,6 +330,7 @@ impl Policy for Instance {
             fuel: limits.fuel - self.store.get_fuel().unwrap_or(limits.fuel),
             nanoseconds: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX),
         };
+        self.component.pace.learn(call.hook(), self.cost.nanoseconds);
         let hook = call.hook().name();
         let answer = answer.map_err(|error| {
             self.component.failure(&mut self.store, hook, self.deadline, &error)
@@ -337,6 +342,10 @@ impl Policy for Instance {
                 Err(Failure { policy, hook, cause: Cause::Answer(problem) })
             }
         }
+    }
+
+    fn is_quick(&self, hook: Hook) -> bool {
+        self.component.pace.is_quick(hook)
     }
 
     fn take_report(&mut self) -> CallReport {

@@ -2,12 +2,14 @@
 
 use super::Decoder;
 use super::constrain::Constraint;
+use super::hooks::Hooks;
 use super::loops::Detector;
 use super::prepare::Prepared;
 use super::rewind::{PhaseStart, ReplyState};
 use super::sampler::Sampler;
 use super::save_points::retention;
 use super::sequence::{Progress, Sequence};
+use super::steer::Todo;
 use crate::cache::Cache;
 use crate::error::Result;
 use crate::policy::SavePoint;
@@ -103,7 +105,9 @@ impl Decoder {
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,
-            policy,
+            hooks: Hooks::new(self.hook_threads.clone(), policy),
+            todo: Todo::Nothing,
+            injection: None,
             detector: plan.loops.map(Detector::new),
             limits,
             progress: Progress::new(notes, prompt_tokens),

@@ -1,7 +1,9 @@
-//! Calls `on-step` and applies the actions of its answer, in the order that the contract defines.
+//! When `on-step` is called, and the actions of its answer, in the order that the contract defines.
 
-use super::loops::Detector;
+use std::collections::VecDeque;
+
 use super::sequence::Sequence;
+use super::steer::{Ask, Todo};
 use crate::error::Result;
 use crate::grammar::Scope;
 use crate::policy::{self, Action, LoopReport, SamplingPatch, Step};
@@ -12,21 +14,19 @@ use crate::text::{Phase, Text};
 /// would otherwise never let it end.
 pub const INJECTED_TOKENS: usize = 4096;
 
-const BUDGET_REACHED: &str = "budget reached";
+/// Why the reasoning is closed, for notes.
+pub const BUDGET_REACHED: &str = "budget reached";
 
 impl Sequence {
-    /// Calls the policy if a call is due, and applies its actions.
-    ///
-    /// # Errors
-    /// [`crate::Error::Policy`] when the policy failed and the profile fails closed.
-    pub(super) fn ask_policy(&mut self, loop_found: Option<LoopReport>, text: &Text) -> Result<()> {
+    /// The call of `on-step` after a commit, if one is due.
+    pub(super) fn due_call(&mut self, loop_found: Option<LoopReport>) -> Todo {
         let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
         let budget_reached =
             is_reasoning && self.reply_state.reasoning_tokens >= self.limits.reasoning;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
         if loop_found.is_none() && !budget_reached && !due {
-            return Ok(());
+            return Todo::Nothing;
         }
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let step = Step {
@@ -46,25 +46,21 @@ impl Sequence {
         };
         self.progress.loops += u32::from(loop_found.is_some());
         self.progress.seen = self.tokens.len();
-        let actions = self.policy.ask(&step)?;
-        self.note_policy();
         let why = match (loop_found, budget_reached) {
             (Some(found), _) => format!("loop of {} tokens", found.period),
             (None, true) => BUDGET_REACHED.to_string(),
             (None, false) => "periodic call".to_string(),
         };
-        self.apply(actions, &why, text)?;
-        // The budget is enforced for any answer.
-        if budget_reached && self.reply_state.reply.phase() == Phase::Reasoning && !self.has_ended()
-        {
-            self.close_reasoning("", BUDGET_REACHED, text)?;
-        }
-        Ok(())
+        Todo::Ask(Box::new(Ask { step, why, budget_reached }))
     }
 
-    /// Applies `actions`: first the longest rewind; then sampling, biases and bans; then texts in
-    /// order; then stop. Actions after a stop are dropped.
-    pub(super) fn apply(&mut self, mut actions: Vec<Action>, why: &str, text: &Text) -> Result<()> {
+    /// Applies the actions that write nothing: the longest rewind; then sampling, biases and bans.
+    /// Returns the others, up to the first stop, in order.
+    pub(super) fn apply(
+        &mut self,
+        mut actions: Vec<Action>,
+        why: &str,
+    ) -> Result<VecDeque<Action>> {
         let stop = actions.iter().position(|action| matches!(action, Action::Stop(_)));
         actions.truncate(stop.map_or(actions.len(), |at| at + 1));
         let rewinds = actions.iter().filter_map(|action| match action {
@@ -77,24 +73,28 @@ impl Sequence {
         for action in &actions {
             self.change_sampling(action, why);
         }
-        for action in actions {
-            if self.has_ended() {
-                break;
+        let writes = |action: &Action| match action {
+            Action::Inject(_) | Action::CloseReasoning(_) | Action::Stop(_) => true,
+            Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => false,
+        };
+        Ok(actions.into_iter().filter(writes).collect())
+    }
+
+    /// Carries out an action that [`Sequence::apply`] returned.
+    pub(super) fn write(&mut self, action: Action, why: &str, text: &Text) -> Result<()> {
+        match action {
+            Action::Inject(_) if self.is_form_fixed() => {
+                let length = self.reply_len();
+                self.note(format!(
+                    "did not inject text after {length} tokens ({why}): the form of the reply is fixed"
+                ));
             }
-            match action {
-                Action::Inject(_) if self.is_form_fixed() => {
-                    let length = self.reply_len();
-                    self.note(format!(
-                        "did not inject text after {length} tokens ({why}): the form of the reply is fixed"
-                    ));
-                }
-                Action::Inject(words) => {
-                    self.inject(text.encode_plain(&words)?, "injected text", why, text)?;
-                }
-                Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
-                Action::Stop(reason) => self.stop(reason, why),
-                Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {}
+            Action::Inject(words) => {
+                self.inject(text.encode_plain(&words)?, "injected text", why);
             }
+            Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
+            Action::Stop(reason) => self.stop(reason, why),
+            Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => {}
         }
         Ok(())
     }
@@ -128,7 +128,7 @@ impl Sequence {
         self.sampled = None;
     }
 
-    fn close_reasoning(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
+    pub(super) fn close_reasoning(&mut self, hint: &str, why: &str, text: &Text) -> Result<()> {
         if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
@@ -138,55 +138,13 @@ impl Sequence {
         }
         let hint = if is_answer_fixed { "" } else { hint };
         let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
-        self.inject(tokens, "closed the reasoning", why, text)
+        self.inject(tokens, "closed the reasoning", why);
+        Ok(())
     }
 
     fn stop(&mut self, reason: String, why: &str) {
         self.note(format!("stopped after {} tokens ({why}): {reason}", self.reply_len()));
         self.end(FinishReason::Policy(reason));
-    }
-
-    /// Commits `tokens` as if the model had sampled them; `what` describes this in the note.
-    pub(super) fn inject(
-        &mut self,
-        tokens: Vec<u32>,
-        what: &str,
-        why: &str,
-        text: &Text,
-    ) -> Result<()> {
-        let length = self.reply_len();
-        self.progress.injected += tokens.len();
-        if self.progress.injected > INJECTED_TOKENS {
-            let reason = format!("the policy injected more than {INJECTED_TOKENS} tokens");
-            self.note(reason.clone());
-            self.end(FinishReason::Policy(reason));
-            return Ok(());
-        }
-        if self.tokens.len() + tokens.len() > self.limits.context {
-            self.note(format!("{what} after {length} tokens ({why}): the context is full"));
-            self.end(FinishReason::Length);
-            return Ok(());
-        }
-        self.note(format!("{what} after {length} tokens ({why})"));
-        if tokens.is_empty() {
-            return Ok(());
-        }
-        self.sampled = None;
-        let all_seen = self.progress.seen == self.tokens.len();
-        for token in tokens {
-            self.append(token);
-            // A repaired call replaces the rest of the text.
-            if self.judge(text)? || self.has_ended() {
-                break;
-            }
-        }
-        // A policy does not see its own text as new tokens.
-        if all_seen {
-            self.progress.seen = self.tokens.len();
-            self.reply_state.reply.take_text();
-        }
-        self.detector.iter_mut().for_each(Detector::reset);
-        Ok(())
     }
 }
 

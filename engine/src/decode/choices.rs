@@ -9,6 +9,7 @@
 //! does a choice with another prompt, which its policies may have changed: it starts alone.
 
 use mlx_rs::transforms::eval;
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::Decoder;
 use super::prepare::{Prepared, log_refused};
@@ -16,7 +17,6 @@ use super::sequence::Sequence;
 use crate::cache::Cache;
 use crate::error::{Error, Result, catch_panic};
 use crate::prefix::Retention;
-use crate::queue::fail_all;
 use crate::request::Event;
 
 impl Decoder {
@@ -104,9 +104,10 @@ impl Sequence {
         !other.request.needs_whole_prompt() && self.tokens[..self.prompt] == other.prompt
     }
 
-    /// Ends the request, and the choices that wait for its prompt, with an error.
-    pub(super) fn send_failure(&mut self, error: Error) {
+    /// Where the events of the request go, and those of the choices that wait for its prompt, which end
+    /// with it.
+    pub(super) fn take_receivers(&mut self) -> Vec<UnboundedSender<Event>> {
         let others = self.others.drain(..).map(|other| other.events);
-        fail_all(std::iter::once(self.events.clone()).chain(others).collect(), error);
+        std::iter::once(self.events.clone()).chain(others).collect()
     }
 }

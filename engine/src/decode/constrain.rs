@@ -194,6 +194,9 @@ impl Sequence {
                 let length = self.tokens.len();
                 self.commit_sampled(token, text);
                 self.progress.forced += 1;
+                if self.hooks.is_away() {
+                    return Ok(());
+                }
                 // A policy rewound or injected text, or the tag of a call was reached.
                 if self.tokens.len() != length + 1 {
                     break;

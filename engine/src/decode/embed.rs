@@ -24,7 +24,8 @@ impl Policy for Unsteered {
 
 /// The policies of a request without a reply.
 pub fn unsteered() -> Session {
-    Session { policy: Box::new(Unsteered), params: Default::default(), digest: [0; 32] }
+    let policy = Box::new(Unsteered);
+    Session { policy, params: Default::default(), digest: [0; 32], judges_calls: false }
 }
 
 impl Decoder {

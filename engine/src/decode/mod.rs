@@ -16,6 +16,7 @@ mod constrain;
 mod draft;
 mod embed;
 mod governor;
+mod hooks;
 mod logprobs;
 pub mod loops;
 mod memory;
@@ -33,6 +34,7 @@ mod save_points;
 mod sequence;
 mod serve;
 mod speculate;
+mod steer;
 mod step;
 #[cfg(test)]
 mod tests;
@@ -53,6 +55,7 @@ use sha2::{Digest, Sha256};
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
+use self::hooks::HookThreads;
 use self::memory::Memory;
 use self::plan::PassCosts;
 use self::prefetch::Prefetch;
@@ -144,6 +147,7 @@ pub struct Decoder {
     text: Text,
     queue: Arc<Queue>,
     preparer: Arc<Preparer>,
+    hook_threads: Rc<HookThreads>,
     prefixes: Prefixes,
     memory: Memory,
     activity: ActivityReporter,
@@ -306,11 +310,14 @@ impl Decoder {
             prompt_bytes,
             save_interval: prefixes.save_interval(),
         });
+        let hook_threads = HookThreads::start(config.engine.policy_threads, queue.clone())
+            .map_err(|_| Error::Stopped)?;
         let mut decoder = Self {
             model,
             text,
             queue,
             preparer,
+            hook_threads,
             prefixes,
             activity,
             memory: Memory::unlimited(dtype, vocabulary),

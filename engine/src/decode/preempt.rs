@@ -135,6 +135,10 @@ impl Decoder {
     /// it would take as much as before.
     fn save_on_disk(&self, sequence: &Sequence) -> Result<()> {
         let (cache, position) = (&sequence.cache, sequence.cache.position);
+        // While its policy is called on a thread, the cache may hold tokens that were rewound.
+        if sequence.stale_from.is_some() {
+            return Ok(());
+        }
         let Some(tokens) = sequence.tokens.get(..position) else { return Ok(()) };
         let Some(unsaved) = self.prefixes.tokens_to_write(tokens) else { return Ok(()) };
         let bytes = self.memory.of_saved(cache, unsaved);
@@ -146,9 +150,11 @@ impl Decoder {
     }
 
     /// Commits the sampled token, so that there is one to run after the saved state, and drops the arrays
-    /// of the sequence.
+    /// of the sequence. A call of its policy that is away goes on.
     pub(super) fn drop_state(&mut self, sequence: &mut Sequence) -> Result<()> {
-        if let Some(sampled) = sequence.sampled.take() {
+        // It is not committed before the policy has answered, but sampled again.
+        let sampled = sequence.sampled.take().filter(|_| !sequence.hooks.is_away());
+        if let Some(sampled) = sampled {
             self.commit_unless_near_tie(sequence, sampled)?;
         }
         if sequence.has_ended() {

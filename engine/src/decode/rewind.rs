@@ -188,7 +188,8 @@ impl Sequence {
         });
         let valid = (phase_start..=self.tokens.len()).contains(&position)
             && newest.is_none_or(|newest| newest < position);
-        if !(due && valid && self.takes_checkpoints()) || self.has_ended() {
+        let is_final = !self.has_ended() && !self.hooks.is_away();
+        if !(due && valid && self.takes_checkpoints() && is_final) {
             return Ok(());
         }
         let cache = self.cache.checkpoint()?;
@@ -229,11 +230,17 @@ impl Decoder {
     }
 
     /// Rewinds the cache of `sequence` if its tokens were rewound, and samples the next token again
-    /// if it was dropped.
+    /// if it was dropped. While its policy is called on a thread, its tokens are not final: later.
     pub(super) fn settle(&mut self, sequence: &mut Sequence) -> Result<()> {
+        if sequence.hooks.is_away() {
+            return Ok(());
+        }
         if sequence.sampled.is_none() && (sequence.is_caught_up() || sequence.stale_from.is_some())
         {
             sequence.follow_grammar(&self.text)?;
+            if sequence.hooks.is_away() {
+                return Ok(());
+            }
         }
         if let Some(to) = sequence.stale_from.take() {
             sequence.checkpoints.retain(|checkpoint| checkpoint.position() <= to);

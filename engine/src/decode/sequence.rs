@@ -6,8 +6,8 @@
 //!
 //! Positions and counts of tokens fit i32, which casts rely on: `Decoder::load` limits the context.
 //!
-//! [`super::apply`] and [`super::rewind`] carry out the policy's actions, [`super::tool_calls`] its
-//! verdicts.
+//! [`super::steer`] does what follows a commit: [`super::apply`] and [`super::rewind`] carry out the
+//! policy's actions, [`super::tool_calls`] its verdicts. [`super::hooks`] calls it.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -21,6 +21,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::constrain::Constraint;
 use super::draft::Drafter;
 use super::governor::{Choice, Costs, Governor};
+use super::hooks::Hooks;
 use super::logprobs::Logprobs;
 use super::loops::Detector;
 use super::prepare::Prepared;
@@ -28,11 +29,13 @@ use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
 use super::samples::{SampleOf, Samples};
 use super::speculate::Draft;
+use super::steer::{Injection, Todo};
 use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
 use crate::error::{Error, Result};
-use crate::policy::{LoopReport, Session, Summary};
+use crate::policy::{LoopReport, Summary};
 use crate::prefix::Retention;
+use crate::queue::fail_all;
 use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
 use crate::text::{Phase, Piece, Text};
 
@@ -98,7 +101,12 @@ pub struct Sequence {
     /// The reply is not rewound past this position either: the client has a tool call before it, or a
     /// part of one.
     pub rewind_limit: usize,
-    pub policy: Session,
+    /// The policies. While a call of them is away, no row of the sequence runs.
+    pub hooks: Hooks,
+    /// What is left to do for the committed tokens.
+    pub todo: Todo,
+    /// The text that is being injected.
+    pub injection: Option<Injection>,
     pub detector: Option<Detector>,
     pub limits: Limits,
     pub progress: Progress,
@@ -135,8 +143,10 @@ pub struct Progress {
     /// The answer as sent to the client, which will send it back in the next turn.
     pub(super) answer: String,
     pub(super) tool_calls: Vec<ToolCall>,
-    /// Pieces of the last token, if they contain a tool call that has no verdict yet.
-    pub(super) waiting: Vec<Piece>,
+    /// Pieces of the last token from a tool call on that has no verdict yet.
+    pub(super) waiting: VecDeque<Piece>,
+    /// The pieces before them, which are sent together with them.
+    pub(super) judged: Vec<Piece>,
     drafted: u32,
     accepted: u32,
     /// Tokens that the form left no choice about.
@@ -320,10 +330,10 @@ impl Sequence {
     }
 
     /// Rows of the prompt, or of a long text after a rewind, that must run before the next token can be
-    /// sampled. 0 if there are so few that they run as a step.
+    /// sampled. 0 if there are so few that they run as a step, or none may run.
     pub fn prompt_rows(&self) -> usize {
         let rows = self.tokens.len().saturating_sub(self.cache.position);
-        if rows > STEP_ROWS && !self.has_ended() { rows } else { 0 }
+        if rows > STEP_ROWS && !self.has_ended() && !self.hooks.is_away() { rows } else { 0 }
     }
 
     /// Whether all committed tokens have run, so that the next one can be sampled.
@@ -386,30 +396,22 @@ impl Sequence {
             return self.end_without_token();
         }
         if text.eos().contains(&token) {
-            return self.end_turn(token, text);
+            // Clients that score a prompt count one token after it, whichever it is.
+            if self.request.prompt.is_some() {
+                self.report_logprobs(token, text)?;
+            }
+            self.end_turn(token);
+            return self.steer(text);
         }
         self.report_logprobs(token, text)?;
         let was_late = self.samples_late();
-        let mut loop_found = self.append(token);
+        let loop_found = self.append(token);
         if !was_late && self.samples_late() {
             // It was sampled without the mask.
             self.sampled = None;
         }
-        if self.judge(text)? {
-            loop_found = None;
-        }
-        let stopped_by = self.reply_state.reply.stopped_by().map(str::to_string);
-        let is_last_call =
-            self.request.tool_choice.is_single && !self.progress.tool_calls.is_empty();
-        if (stopped_by.is_some() || is_last_call) && !self.has_ended() {
-            self.end(stopped_by.map_or(FinishReason::Stop, FinishReason::StopString));
-        }
-        self.check_limits();
-        if !self.has_ended() {
-            self.ask_policy(loop_found, text)?;
-            self.check_limits();
-        }
-        Ok(())
+        self.todo = Todo::Committed { loop_found };
+        self.steer(text)
     }
 
     /// Appends one token to the reply and sends the text that it completes; returns a loop if it
@@ -420,7 +422,7 @@ impl Sequence {
         self.drafters.iter_mut().for_each(|drafter| drafter.read(&self.tokens));
         let pieces = self.reply_state.push(token);
         if pieces.iter().any(|piece| self.is_new_call(piece)) {
-            self.progress.waiting = pieces;
+            self.progress.waiting = pieces.into();
         } else {
             self.send(pieces);
         }
@@ -443,7 +445,7 @@ impl Sequence {
         self.tokens.len() - self.prompt
     }
 
-    fn check_limits(&mut self) {
+    pub(super) fn check_limits(&mut self) {
         let answered = self.reply_state.answer_tokens >= self.limits.answer;
         let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
         if !self.has_ended()
@@ -459,17 +461,12 @@ impl Sequence {
 
     /// Adds a note on an action of the policy.
     pub(super) fn note(&mut self, note: String) {
-        let notes = &mut self.progress.notes;
-        if notes.len() < NOTES {
-            notes.push(note);
-        } else if notes.len() == NOTES {
-            notes.push("further notes dropped".into());
-        }
+        add_note(&mut self.progress.notes, note);
     }
 
     /// Adds the policy's own notes.
     pub(super) fn note_policy(&mut self) {
-        self.policy.take_notes().into_iter().for_each(|note| self.note(note));
+        self.hooks.take_notes().into_iter().for_each(|note| self.note(note));
     }
 
     /// Whether this is a tool call that the client does not have.
@@ -519,13 +516,8 @@ impl Sequence {
         }
     }
 
-    /// Ends the request: sends the rest of the reply and calls `on-finish`. Leaves the cache as it is.
+    /// Ends the request after [`Sequence::complete`]: calls `on-finish`. Leaves the cache as it is.
     pub fn finish(&mut self) {
-        let pieces = self.reply_state.reply.finish();
-        match self.judge_last(pieces) {
-            Ok(pieces) => self.send(pieces),
-            Err(error) => return self.fail(error),
-        }
         let reason = self.progress.end.clone().unwrap_or(FinishReason::Stop);
         // The end of the reply may have completed a call.
         let reason = match reason {
@@ -536,15 +528,16 @@ impl Sequence {
             }
             reason => reason,
         };
-        self.tell_policy(match &reason {
+        let summary = self.summary(match &reason {
             FinishReason::Stop | FinishReason::StopString(_) => "stop",
             FinishReason::Length => "length",
             FinishReason::ToolCalls => "tool-calls",
             FinishReason::Policy(_) => "policy",
         });
-        let usage = self.usage();
+        let (usage, events, request_id) =
+            (self.usage(), self.events.clone(), self.request.id.clone());
         tracing::debug!(
-            request_id = self.request.id,
+            request_id,
             prompt_tokens = usage.prompt_tokens,
             cached_tokens = usage.cached_tokens,
             reasoning_tokens = usage.reasoning_tokens,
@@ -556,21 +549,30 @@ impl Sequence {
             notes = ?self.progress.notes,
             "request finished"
         );
-        let notes = std::mem::take(&mut self.progress.notes);
-        let _ = self.events.send(Event::Finished(Finished { reason, usage, notes }));
+        let mut notes = std::mem::take(&mut self.progress.notes);
+        self.hooks.finish(summary, move |finished| match finished {
+            Ok(of_policy) => {
+                of_policy.into_iter().for_each(|note| add_note(&mut notes, note));
+                let _ = events.send(Event::Finished(Finished { reason, usage, notes }));
+            }
+            Err(error) => {
+                tracing::error!(request_id, %error, "request panicked");
+                let _ = events.send(Event::Failed(error));
+            }
+        });
     }
 
     /// Ends the request with an error.
     pub fn fail(&mut self, error: Error) {
         tracing::debug!(request_id = self.request.id, %error, "request failed");
-        self.tell_policy("error");
-        self.send_failure(error);
+        let (summary, events) = (self.summary("error"), self.take_receivers());
+        self.hooks.finish(summary, move |_| fail_all(events, error));
     }
 
     /// Ends the request after a panic: nothing of the sequence is used any more, its policy included.
     pub fn abandon(&mut self, error: Error) {
         tracing::error!(request_id = self.request.id, %error, "request panicked");
-        self.send_failure(error);
+        fail_all(self.take_receivers(), error);
     }
 
     /// Ends the request after its client has disconnected.
@@ -580,22 +582,19 @@ impl Sequence {
             tokens = self.tokens.len(),
             "request cancelled"
         );
-        self.tell_policy("cancelled");
+        self.hooks.finish(self.summary("cancelled"), |_| ());
     }
 
-    fn tell_policy(&mut self, reason: &str) {
-        let ended = self.policy.ask(&Summary {
+    /// For `on-finish`.
+    fn summary(&self, reason: &str) -> Summary {
+        Summary {
             reason: reason.into(),
             prompt_tokens: self.prompt as u32,
             reasoning_tokens: self.reply_state.reasoning_tokens,
             answer_tokens: self.reply_state.answer_tokens,
             loops: self.progress.loops,
             tool_calls: self.progress.tool_calls.len() as u32,
-        });
-        if let Err(error) = ended {
-            self.note(error.to_string());
         }
-        self.note_policy();
     }
 
     fn usage(&self) -> Usage {
@@ -609,5 +608,13 @@ impl Sequence {
             forced_tokens: self.progress.forced,
             skipped_layers: self.skipped_layers,
         }
+    }
+}
+
+fn add_note(notes: &mut Vec<String>, note: String) {
+    if notes.len() < NOTES {
+        notes.push(note);
+    } else if notes.len() == NOTES {
+        notes.push("further notes dropped".into());
     }
 }

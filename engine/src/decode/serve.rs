@@ -5,7 +5,7 @@
 //! halfway through a change, is emptied: that costs time only.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::prefetch::Expected;
 use super::prepare::{self, Prepared, log_refused};
@@ -16,8 +16,12 @@ use crate::error::{Error, RequestError, catch_panic};
 use crate::queue::{Next, Queue};
 use crate::request::Event;
 
+/// Longest wait for an answer of a policy, after which clients that have disconnected and deadlines are
+/// noticed.
+const POLL: Duration = Duration::from_millis(5);
+
 /// The stage of a request at its end, for errors.
-const ENDING: &str = "being finished";
+pub const ENDING: &str = "being finished";
 
 impl Decoder {
     /// Serves requests until every handle is dropped or the engine is stopped, then flushes the store.
@@ -32,6 +36,9 @@ impl Decoder {
                 spawned.expect("the system has room for another thread");
             }
             self.serve();
+            while self.hook_threads.finishing() > 0 {
+                self.queue.wait_unless(|| false, POLL);
+            }
             if let Err(error) = self.prefixes.flush() {
                 tracing::warn!(%error, "flushing the prefix store failed");
             }
@@ -41,6 +48,10 @@ impl Decoder {
     fn serve(&mut self) {
         loop {
             if self.sequences.is_empty() && self.preempted.is_empty() {
+                if self.hook_threads.finishing() >= self.max_running {
+                    self.queue.wait_unless(|| false, POLL);
+                    continue;
+                }
                 let next = match self.queue.next(|_| true) {
                     Next::Nothing if self.prefetch_chunk() => continue,
                     Next::Nothing => self.queue.wait_for_next(),
@@ -58,13 +69,23 @@ impl Decoder {
                     self.fail(sequence, Error::Stopped);
                 }
             }
+            self.wait_for_policies(&self.sequences);
             self.step();
+        }
+    }
+
+    /// Waits for a moment if all `running` sequences wait for their policies.
+    pub(super) fn wait_for_policies(&self, running: &[Sequence]) {
+        if !running.is_empty() && running.iter().all(|sequence| sequence.hooks.is_away()) {
+            let is_back = || running.iter().any(|sequence| sequence.hooks.is_back());
+            self.queue.wait_unless(is_back, POLL);
         }
     }
 
     /// Starts requests while there is room. Preempted ones come first.
     fn start_requests(&mut self) {
-        while self.sequences.len() < self.max_running && self.preempted.is_empty() {
+        let running = |decoder: &Self| decoder.sequences.len() + decoder.hook_threads.finishing();
+        while running(self) < self.max_running && self.preempted.is_empty() {
             let next = self.queue.next(|prepared| self.has_room_for(prepared));
             let Next::Start(prepared) = next else { return };
             self.start_request(*prepared);
@@ -129,22 +150,28 @@ impl Decoder {
         let arrays = memory::active().unwrap_or_default();
         let running = self.sequences.iter().map(|s| self.memory.of_cache(&s.cache)).sum();
         let prefix_cache = self.prefixes.bytes();
+        let awaiting_policy = self.sequences.iter().filter(|s| s.hooks.is_away()).count();
         self.activity.update(|activity| {
             (activity.running, activity.preempted) = (self.sequences.len(), self.preempted.len());
+            activity.awaiting_policy = awaiting_policy;
             activity.bytes = MemoryUse { arrays, running, prefix_cache, ..activity.bytes };
         });
     }
 
-    /// Finishes a request that has ended; returns one that has not.
+    /// Finishes a request that has ended; returns one that has not, or whose policy is called on a thread.
     pub(super) fn unless_ended(&mut self, mut sequence: Sequence) -> Option<Sequence> {
         if let Some(error) = sequence.take_failure() {
             self.fail(&mut sequence, error);
-        } else if sequence.has_ended() {
-            if self.end(&mut sequence, Sequence::finish) {
-                self.save_reply(&mut sequence);
-            }
-        } else {
+            return None;
+        }
+        if !sequence.has_ended() || sequence.hooks.is_away() {
             return Some(sequence);
+        }
+        match catch_panic(ENDING, || sequence.complete(&self.text)) {
+            Ok(false) => return Some(sequence),
+            Ok(true) if self.end(&mut sequence, Sequence::finish) => self.save_reply(&mut sequence),
+            Ok(true) => {}
+            Err(error) => self.fail(&mut sequence, error),
         }
         None
     }

@@ -126,7 +126,8 @@ impl Decoder {
             return Ok(());
         }
         let position = sequence.cache.position;
-        if sequence.has_ended() || sequence.tokens.len() != position + 1 {
+        if sequence.has_ended() || sequence.hooks.is_away() || sequence.tokens.len() != position + 1
+        {
             return Ok(());
         }
         if !permitted {
@@ -179,11 +180,13 @@ impl Decoder {
                 || sequence.tokens.len() != length + 1;
             // The other rows were sampled without the mask of a form that begins here.
             sampling_changed = sequence.sampler.changes() != changes || sequence.samples_late();
-            if diverted || sampling_changed {
+            if diverted || sampling_changed || sequence.hooks.is_away() {
                 break;
             }
         }
-        let run_again = !diverted && (sampling_changed || near_tie == Some(accepted));
+        // What a policy will answer, the rows after its call do not know.
+        let run_again = !diverted
+            && (sampling_changed || sequence.hooks.is_away() || near_tie == Some(accepted));
         // The row of the last accepted token stays, unless it runs again.
         let rows = accepted + usize::from(!run_again);
         sequence.cache.rewind_draft(position + rows)?;

@@ -59,13 +59,17 @@ impl Decoder {
     /// # Errors
     /// [`Error::Array`]. The failure of a single sequence ends that sequence, without an error here.
     pub(super) fn advance(&mut self, mut running: &mut [Sequence]) -> Result<()> {
+        for sequence in running.iter_mut().filter(|sequence| sequence.hooks.is_back()) {
+            let steered = catch_panic(sequence.stage(), || self.take_answer(sequence));
+            sequence.check(steered);
+        }
         if let Some(i) = running.iter().position(|sequence| sequence.runs_alone) {
             running = &mut running[i..=i];
             running[0].runs_alone = false;
         }
         let start = Instant::now();
-        let alone = running.len() == 1;
-        for sequence in &mut *running {
+        let alone = running.iter().filter(|sequence| !sequence.hooks.is_away()).count() == 1;
+        for sequence in running.iter_mut().filter(|sequence| !sequence.hooks.is_away()) {
             // The costs of drafting are those of one sequence.
             let proposed = catch_panic(sequence.stage(), || self.propose_draft(sequence, alone));
             sequence.check(proposed);
@@ -73,7 +77,7 @@ impl Decoder {
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
         for (sequence, sampled) in running.iter_mut().zip(pending) {
-            if sequence.has_ended() {
+            if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
             }
             let committed = catch_panic(sequence.stage(), || self.commit(sequence, sampled));
@@ -85,7 +89,9 @@ impl Decoder {
                 costs.learn_plain(start.elapsed().as_secs_f32());
             }
         }
-        self.pass_costs.learn(prompt_rows, start.elapsed().as_secs_f32());
+        if let Some(rows) = prompt_rows {
+            self.pass_costs.learn(rows, start.elapsed().as_secs_f32());
+        }
         Ok(())
     }
 
@@ -106,6 +112,14 @@ impl Decoder {
         if sequence.samples_late() {
             self.settle(sequence)?;
         }
+        sequence.take_checkpoint()
+    }
+
+    /// Goes on with a sequence whose policy has answered on a thread.
+    fn take_answer(&mut self, sequence: &mut Sequence) -> Result<()> {
+        sequence.queued_steps = 0;
+        sequence.steer(&self.text)?;
+        self.settle(sequence)?;
         sequence.take_checkpoint()
     }
 
@@ -132,8 +146,8 @@ impl Decoder {
     }
 
     /// Joins the rows of all sequences, runs them, and samples a token for each that has caught up, and
-    /// after each row of a draft. Returns the number of rows of prompt among them.
-    fn forward(&mut self, running: &mut [Sequence]) -> Result<usize> {
+    /// after each row of a draft. Returns the number of rows of prompt among them; `None` if no row ran.
+    fn forward(&mut self, running: &mut [Sequence]) -> Result<Option<usize>> {
         let (mut inputs, mut end) = (Vec::new(), 0);
         let mut ran = Vec::new();
         let mut spans = Vec::new();
@@ -147,7 +161,7 @@ impl Decoder {
         for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
-            if waits {
+            if waits || sequence.hooks.is_away() {
                 continue;
             }
             let mut step = sequence.sampler.steps();
@@ -179,7 +193,7 @@ impl Decoder {
             ran.push(Ran { index, start, end, step, before });
         }
         if ran.is_empty() {
-            return Ok(0);
+            return Ok(None);
         }
         let before =
             expected.map(|expected| Ok::<_, Error>((Before::now()?, expected))).transpose()?;
@@ -197,7 +211,7 @@ impl Decoder {
                 self.memory.learn(&before, expected)?;
             }
         }
-        Ok(prompt_rows)
+        Ok(Some(prompt_rows))
     }
 
     /// Samples the next token of each sequence that has caught up, and a token after each row of a draft,

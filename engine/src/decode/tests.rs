@@ -16,6 +16,7 @@ mod embed;
 mod failures;
 mod forms;
 mod logprobs;
+mod hooks;
 mod preemption;
 mod scripted;
 mod tool_calls;

@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::hex;
 use super::sequence::Sequence;
+use super::steer::Todo;
 use crate::error::Result;
 use crate::policy::{
     ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, MAX_REPAIRS, ToolCallView, Verdict,
@@ -22,97 +23,56 @@ use crate::request::{FinishReason, Message, ToolCall};
 use crate::text::{Piece, Text};
 
 impl Sequence {
-    /// The model ends the reply with `token`; a call that this completes gets its verdict first.
-    pub(super) fn end_turn(&mut self, token: u32, text: &Text) -> Result<()> {
-        // Clients that score a prompt count one token after it, whichever it is.
-        if self.request.prompt.is_some() {
-            self.report_logprobs(token, text)?;
-        }
-        if self.reply_state.reply.in_call() {
-            let mut ended = self.reply_state.reply.clone();
-            self.progress.waiting = ended.finish_turn();
-            let start = self.prompt + ended.last_call_start();
-            if self.judge_from(start, text)? {
-                return Ok(());
-            }
-            self.reply_state.reply = ended;
-        }
-        self.tokens.push(token);
-        if !self.has_ended() {
-            self.end(FinishReason::Stop);
-        }
-        Ok(())
-    }
-
-    /// Gets verdicts on the waiting calls, if any, and carries them out; returns whether the calls were
-    /// rewound.
+    /// Gets verdicts on the waiting calls, if any, and carries them out. False while the policy is called on
+    /// a thread: then again after its answer.
     ///
     /// # Errors
     /// [`crate::Error::Policy`] when the policy failed and the profile fails closed.
     pub(super) fn judge(&mut self, text: &Text) -> Result<bool> {
         if self.progress.waiting.is_empty() {
-            return Ok(false);
+            return Ok(true);
         }
-        let start = self.prompt + self.reply_state.reply.last_call_start();
-        let repaired = self.judge_from(start, text)?;
-        if repaired || self.has_ended() {
-            return Ok(repaired);
+        let has_tokens = !matches!(self.todo, Todo::Finish);
+        while let Some(piece) = self.progress.waiting.front() {
+            if let Some(call) = self.new_call(piece) {
+                let Some(verdict) = self.verdict(&call)? else { return Ok(false) };
+                match verdict {
+                    Verdict::Accept => {}
+                    Verdict::Repair(words) if has_tokens => {
+                        if self.repair(&call, &words, text)? {
+                            return Ok(true);
+                        }
+                    }
+                    Verdict::Repair(_) => {
+                        let name = &call.function.name;
+                        self.note(format!(
+                            "dropped a call of `{name}`: no tokens left to repair it"
+                        ));
+                        self.progress.waiting.pop_front();
+                        continue;
+                    }
+                    Verdict::Stop(reason) => {
+                        self.refuse(&call, reason);
+                        let rest = if has_tokens { self.progress.waiting.len() } else { 1 };
+                        self.progress.waiting.drain(..rest);
+                        continue;
+                    }
+                }
+            }
+            let judged = self.progress.waiting.pop_front();
+            self.progress.judged.extend(judged);
+        }
+        let pieces = std::mem::take(&mut self.progress.judged);
+        self.send(pieces);
+        if self.has_ended() || matches!(self.todo, Todo::EndTurn { .. } | Todo::Finish) {
+            return Ok(true);
         }
         // The client has the calls now. The tag of a next call can still be rewound.
         match self.reply_state.reply.call_start() {
             Some(next) => self.rewind_limit = self.rewind_limit.max(self.prompt + next),
             None => self.start_phase(),
         }
-        Ok(false)
-    }
-
-    /// Gets verdicts on the waiting calls, the first of which starts at token `start`.
-    fn judge_from(&mut self, start: usize, text: &Text) -> Result<bool> {
-        let mut pieces = std::mem::take(&mut self.progress.waiting);
-        let mut accepted: Vec<ToolCall> = Vec::new();
-        for i in 0..pieces.len() {
-            let Some(call) = self.new_call(&pieces[i]) else { continue };
-            match self.verdict(&call, &accepted)? {
-                Verdict::Accept => accepted.push(call),
-                Verdict::Repair(words) => {
-                    if self.repair(start, &call, &words, text)? {
-                        return Ok(true);
-                    }
-                    accepted.push(call);
-                }
-                Verdict::Stop(reason) => {
-                    self.refuse(&call, reason);
-                    pieces.truncate(i);
-                    break;
-                }
-            }
-        }
-        self.send(pieces);
-        Ok(false)
-    }
-
-    /// Gets verdicts on the calls among the last `pieces` of the reply; returns the pieces to send.
-    /// Errors are those of [`Sequence::judge`].
-    pub(super) fn judge_last(&mut self, pieces: Vec<Piece>) -> Result<Vec<Piece>> {
-        let (mut sent, mut accepted): (Vec<Piece>, Vec<ToolCall>) = (Vec::new(), Vec::new());
-        for piece in pieces {
-            let Some(call) = self.new_call(&piece) else {
-                sent.push(piece);
-                continue;
-            };
-            match self.verdict(&call, &accepted)? {
-                Verdict::Accept => {
-                    accepted.push(call);
-                    sent.push(piece);
-                }
-                Verdict::Repair(_) => {
-                    let name = &call.function.name;
-                    self.note(format!("dropped a call of `{name}`: no tokens left to repair it"));
-                }
-                Verdict::Stop(reason) => self.refuse(&call, reason),
-            }
-        }
-        Ok(sent)
+        Ok(true)
     }
 
     fn new_call(&self, piece: &Piece) -> Option<ToolCall> {
@@ -122,15 +82,24 @@ impl Sequence {
         }
     }
 
-    fn verdict(&mut self, call: &ToolCall, accepted: &[ToolCall]) -> Result<Verdict> {
-        let view = view(call, &self.request.messages, &self.progress.tool_calls, accepted);
-        let verdict = self.policy.ask(&view)?;
+    /// `None` while the policy is called on a thread.
+    fn verdict(&mut self, call: &ToolCall) -> Result<Option<Verdict>> {
+        let accepted = self.progress.judged.iter().filter_map(|piece| self.new_call(piece));
+        let accepted: Vec<ToolCall> = accepted.collect();
+        let view = view(call, &self.request.messages, &self.progress.tool_calls, &accepted);
+        let verdict = self.hooks.ask(&view)?;
         self.note_policy();
         Ok(verdict)
     }
 
-    /// Replaces the tokens from `start` on with `words`; returns false if the call is accepted instead.
-    fn repair(&mut self, start: usize, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
+    /// Replaces the waiting calls, and all tokens from the first one on, with `words`. Returns false if the
+    /// call is accepted instead.
+    fn repair(&mut self, call: &ToolCall, words: &str, text: &Text) -> Result<bool> {
+        let reply = match &self.todo {
+            Todo::EndTurn { ended, .. } => ended,
+            _ => &self.reply_state.reply,
+        };
+        let start = self.prompt + reply.last_call_start();
         let (name, length) = (&call.function.name, self.reply_len());
         if self.progress.repairs == MAX_REPAIRS {
             self.note(format!(
@@ -148,6 +117,15 @@ impl Sequence {
             self.note(format!("accepted a call of `{name}` without repair: {reason}"));
             return Ok(false);
         }
+        self.progress.waiting.clear();
+        self.progress.judged.clear();
+        // The rest of an injected text is replaced too.
+        self.injection.iter_mut().for_each(|injection| injection.tokens.clear());
+        match &mut self.todo {
+            Todo::Committed { loop_found } => *loop_found = None,
+            Todo::EndTurn { .. } => self.todo = Todo::Nothing,
+            Todo::Nothing | Todo::Ask(_) | Todo::Act { .. } | Todo::Finish => {}
+        }
         if self.has_ended() {
             return Ok(true);
         }
@@ -159,7 +137,7 @@ impl Sequence {
             tokens.extend(self.reply_state.reply.close_call_tokens(text)?);
         }
         tokens.extend(text.encode_plain(words)?);
-        self.inject(tokens, "injected text", "tool call repair", text)?;
+        self.inject(tokens, "injected text", "tool call repair");
         Ok(true)
     }
 

@@ -244,6 +244,7 @@ impl Decoder {
             if running[0].has_ended() {
                 break;
             }
+            self.wait_for_policies(&running);
             self.advance(&mut running)?;
             if running[0].tokens.len() == running[0].prompt {
                 start = Instant::now();

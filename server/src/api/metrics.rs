@@ -191,6 +191,9 @@ fn register_activity(registry: &mut Registry, engines: &[EngineSnapshot]) {
     let values: &Values<EngineSnapshot> = &[
         ("queue_length", "Requests waiting in the queue", |e| e.waiting),
         ("running_requests", "Requests that are decoded", |e| e.activity.running as u64),
+        ("awaiting_policy_requests", "Running requests whose policy is called on a thread", |e| {
+            e.activity.awaiting_policy as u64
+        }),
         ("preempted_requests", "Requests that wait for memory", |e| e.activity.preempted as u64),
         ("memory_limit_bytes", "Most bytes of all arrays", |e| e.activity.bytes.limit),
     ];

@@ -176,6 +176,7 @@ fn activity(engine: &Engine) -> Value {
     serde_json::json!({
         "model": info.model,
         "running": activity.running,
+        "awaiting_policy": activity.awaiting_policy,
         "waiting": engine.waiting(),
         "preempted": activity.preempted,
         "rows_per_pass": rounded(activity.rows_mean),

@@ -13,6 +13,21 @@ pub fn stepper(body: &str, extra: &str) -> Vec<u8> {
     component(&[("on-step", body)], extra)
 }
 
+/// Is called after every token, and counts `rounds` rounds of a loop before it answers with nothing. A
+/// round takes about five units of fuel.
+pub fn counting(rounds: u32) -> Vec<u8> {
+    let mut answers = Answers::default();
+    let plan = answers.add("on-request", &record([("every", word(1))]));
+    let nothing = answers.add("on-step", &list([]));
+    let plan = format!("i32.const {plan}");
+    let count = format!(
+        "(local $left i32) (local.set $left (i32.const {rounds}))
+        (loop $l (br_if $l (local.tee $left (i32.sub (local.get $left) (i32.const 1)))))
+        i32.const {nothing}"
+    );
+    component(&[("on-request", &plan), ("on-step", &count)], &answers.data())
+}
+
 /// A component that always answers with one action.
 pub fn acting(action: &'static str, payload: Value) -> Vec<u8> {
     answering("on-step", &list([case(action, payload)]))

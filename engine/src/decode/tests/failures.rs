@@ -4,15 +4,14 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::scripted::*;
 use crate::config::Config;
 use crate::decode::Decoder;
 use crate::error::{Error, RequestError};
-use crate::policy::{Answer, Call, Failure, Hook, Policy, Session};
-use crate::queue::Job;
-use crate::request::{Event, Request};
+use crate::policy::{Answer, Call, Failure, Hook, Policy};
+use crate::request::Event;
 
 /// A policy that panics in one hook.
 struct Panics(Hook);
@@ -22,24 +21,6 @@ impl Policy for Panics {
         assert!(call.hook() != self.0, "on purpose");
         Script::new(|_| Vec::new()).call(call)
     }
-}
-
-/// Starts a request under `policy`.
-fn start(
-    decoder: &mut Decoder,
-    request: Request,
-    policy: impl Policy + 'static,
-) -> UnboundedReceiver<Event> {
-    let (events, receiver) = mpsc::unbounded_channel();
-    let session = Session {
-        policy: Box::new(policy),
-        params: Default::default(),
-        digest: [0; 32],
-        judges_calls: true,
-    };
-    let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
-    decoder.start_request(prepared);
-    receiver
 }
 
 /// Steps until no sequence is left; returns the last event.

@@ -15,8 +15,8 @@ use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::policy::{
-    Action, Answer, Call, Failure, Plan, Policy, Replacement, SamplingPatch, Session, Step,
-    ToolCallView, Verdict,
+    Action, Answer, Call, Failure, Hook, Plan, Policy, Replacement, SamplingPatch, Session, Step,
+    Summary, ToolCallView, Verdict,
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
@@ -116,6 +116,7 @@ pub fn message(role: &str, content: &str) -> Message {
 
 type Steps = Box<dyn FnMut(&Step) -> Vec<Action> + Send>;
 type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict + Send>;
+type Finishes = Box<dyn FnMut(&Summary) + Send>;
 
 /// A policy that a test scripts.
 pub struct Script {
@@ -123,6 +124,9 @@ pub struct Script {
     pub plan: Plan,
     pub steps: Steps,
     pub calls: Calls,
+    pub finish: Finishes,
+    /// Whether its calls run on the engine thread.
+    pub is_quick: bool,
     /// Tokens that count as rewound from the start.
     pub rewound: usize,
     /// Whether it has the hook `on-tool-call`.
@@ -137,6 +141,8 @@ impl Script {
             plan: Plan { every: 1, ..Plan::default() },
             steps: Box::new(steps),
             calls: Box::new(|_| Verdict::Accept),
+            finish: Box::new(|_| ()),
+            is_quick: true,
             rewound: 0,
             judges_calls: true,
         }
@@ -150,9 +156,34 @@ impl Policy for Script {
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(step) => Answer::Step((self.steps)(step)),
             Call::ToolCall(view) => Answer::ToolCall((self.calls)(view)),
-            Call::Finish(_) => Answer::Finish(()),
+            Call::Finish(summary) => {
+                (self.finish)(summary);
+                Answer::Finish(())
+            }
         })
     }
+
+    fn is_quick(&self, _: Hook) -> bool {
+        self.is_quick
+    }
+}
+
+/// Starts a request under `policy`.
+pub fn start(
+    decoder: &mut Decoder,
+    request: Request,
+    policy: impl Policy + 'static,
+) -> mpsc::UnboundedReceiver<Event> {
+    let (events, receiver) = mpsc::unbounded_channel();
+    let session = Session {
+        policy: Box::new(policy),
+        params: Arc::default(),
+        digest: [0; 32],
+        judges_calls: true,
+    };
+    let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
+    decoder.start_request(prepared);
+    receiver
 }
 
 /// A reply, and what the client received.
@@ -204,10 +235,14 @@ pub fn run(
     decoder.restrict_drafting(&mut sequence, path, plain);
     let mut running = vec![sequence];
     while !running[0].has_ended() {
+        decoder.wait_for_policies(&running);
         decoder.advance(&mut running).unwrap();
     }
+    assert!(running[0].take_failure().is_none());
+    while !running[0].complete(&decoder.text).unwrap() {
+        decoder.wait_for_policies(&running);
+    }
     let mut sequence = running.pop().unwrap();
-    assert!(sequence.take_failure().is_none());
     sequence.finish();
     decoder.save(&sequence, Retention::default());
 
@@ -215,7 +250,7 @@ pub fn run(
     let (mut calls, mut deltas, mut rewound) = (Vec::new(), Vec::new(), Vec::new());
     let (mut prompt_tokens, mut logprobs) = (Vec::new(), Vec::new());
     let finished = loop {
-        match receiver.try_recv().unwrap() {
+        match receiver.blocking_recv().unwrap() {
             Event::Started { .. } | Event::Embedding(_) => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::PromptToken(token) => prompt_tokens.push(token),
