@@ -65,8 +65,7 @@ pub fn glm(reader: &mut Reader<'_>) -> Read {
             let key = reader.name_until("</arg_key>")?;
             reader.skip_space();
             reader.expect("<arg_value>")?;
-            // A limit may cut the closing tag off.
-            let follow = &["<arg_key>", "", "</tool_call>"];
+            let follow = &["<arg_key>", ""];
             let value = BareValue { close: "</arg_value>", follow, has_lines: false };
             reader.element(out, &head(key), |reader, out| {
                 reader.bare_value(out, [name, key], value)
