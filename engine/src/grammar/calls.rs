@@ -168,7 +168,8 @@ impl Calls {
                 }
             };
             let (open, after) = (self.terms(open), self.terms(after));
-            let key = if *separator == "" { "/[^<>\"\\n]+/" } else { "/[A-Za-z_][A-Za-z0-9_]*/" };
+            let key =
+                if separator.is_empty() { "/[^<>\"\\n]+/" } else { "/[A-Za-z_][A-Za-z0-9_]*/" };
             let separator = self.terms(separator);
             let _ = writeln!(lark, "parameter: {open} {key} {after} {free}");
             let _ = writeln!(lark, "free: (parameter ({separator} parameter)*)?");

@@ -292,7 +292,8 @@ fn check_format(format: &'static Format, has_tags: bool) {
         let mut pieces = Vec::new();
         for token in &tokens {
             pieces.extend(streamed.push(*token));
-            if number % 20 == 0 {
+            // Where tags are text, a limit may cut one off, whose beginning is then taken for a value's.
+            if number % 20 == 0 && has_tags {
                 check_cut(&streamed, &pieces, &expected, &about);
             }
         }

@@ -323,10 +323,8 @@ impl<'a> Reader<'a> {
     /// `\u00e9`, or two of these for one character.
     fn unicode(&mut self, out: &mut String) -> Read {
         let unit = |text: &str| -> Read<u16> {
-            let digits = text.get(..4).ok_or_else(|| match text.len() < 4 {
-                true => Stop::Early,
-                false => Stop::Malformed,
-            })?;
+            let stop = if text.len() < 4 { Stop::Early } else { Stop::Malformed };
+            let digits = text.get(..4).ok_or(stop)?;
             let is_hex = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
             u16::from_str_radix(digits, 16).ok().filter(|_| is_hex).ok_or(Stop::Malformed)
         };
@@ -405,7 +403,7 @@ impl<'a> Reader<'a> {
                 true => self.has_ended && after.is_empty(),
                 false => after.starts_with(*next),
             };
-            if follow.iter().any(|next| follows(next)) {
+            if follow.iter().any(follows) {
                 end = Some((at, after));
                 break;
             }
