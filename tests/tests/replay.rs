@@ -111,7 +111,7 @@ fn calls_on_threads_are_recorded_and_replay_as_those_on_the_engine_thread() {
             for question in ["What is the capital of Italy?", QUESTION] {
                 scope.spawn(|| run(&engine, ask(question)));
             }
-            run(&engine, reasoner("slow"))
+            run(&engine, Request { seed: Some(7), ..reasoner("slow") })
         });
         let mut records = engine.policies().traces().get("of slow").unwrap();
         let golden = Golden::parse(&lines(&records)).unwrap();
