@@ -15,7 +15,7 @@ use super::Decoder;
 use super::prepare::{Prepared, log_refused};
 use super::sequence::Sequence;
 use crate::cache::Cache;
-use crate::error::{Error, Result, catch_panic};
+use crate::error::{Result, catch_panic};
 use crate::prefix::Retention;
 use crate::request::Event;
 

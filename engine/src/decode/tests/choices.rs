@@ -184,8 +184,12 @@ fn a_choice_with_another_prompt_starts_alone() {
     request.messages.insert(0, message("system", "Be brief."));
     let prepared = |request: Request, script: Script| {
         let (events, receiver) = mpsc::unbounded_channel();
-        let session =
-            Session { policy: Box::new(script), params: Default::default(), digest: [0; 32], judges_calls: true };
+        let session = Session {
+            policy: Box::new(script),
+            params: Default::default(),
+            digest: [0; 32],
+            judges_calls: true,
+        };
         (decoder.preparer.prepare_with(Job { request, events }, session).unwrap(), receiver)
     };
     let quiet = || Script::new(|_| Vec::new());
