@@ -27,7 +27,7 @@ use crate::connections::{Connection, Connections, Counts};
 /// OpenMetrics 1.0, which Prometheus also reads.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Outcome of a chat request: `2xx`, `4xx`, `5xx` or `cancelled`.
+/// Outcome of a request for a reply: `2xx`, `4xx`, `5xx` or `cancelled`.
 type Outcome = [(&'static str, &'static str); 1];
 
 /// The label `reason`.
@@ -104,7 +104,7 @@ impl Metrics {
     }
 
     fn register(&self, registry: &mut Registry) {
-        let help = "Chat requests by status class, `cancelled` if the client disconnected";
+        let help = "Requests for replies by status class, `cancelled` if the client disconnected";
         registry.register("requests", help, self.requests.clone());
         let help = "HTTP requests refused for their Host or Origin";
         registry.register("refused_requests", help, self.refused.clone());
