@@ -21,8 +21,8 @@
 //!
 //! A policy in JavaScript or Python contains an interpreter of 10 to 20 MB with an initial memory of
 //! 9.5 or 12.9 MB, the latter in 38 core instances. `memory_bytes` and [`MAX_CORE_INSTANCES`] allow
-//! them and cost a small policy nothing: untouched pages are address space only. Both can be built with
-//! WASI stubbed out, so the host provides none.
+//! them and cost a small policy nothing: untouched pages are address space only. Policies in
+//! both languages can be built with WASI stubbed out, so the host provides none.
 //!
 //! Measured on two x86-64 cores under load (10 runnable threads): a step of the default policy takes
 //! 0.85 us at the median and 1.2 us at the 99th percentile, including fuel and time readings.

@@ -18,7 +18,8 @@ use super::shared::LayerKv;
 use super::{Full, column, expect_rows};
 use crate::error::{ConfigError, Error, Result};
 
-/// Elements that share a scale: the first entry that divides the head's dimension.
+/// Candidates for the number of elements that share a scale. The first one that divides the head's
+/// dimension is used.
 const GROUPS: [i32; 2] = [64, 32];
 
 /// Dense keys and values up to a position, quantized ones from there on.

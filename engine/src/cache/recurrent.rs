@@ -110,7 +110,8 @@ impl Recurrent {
         self.draft_mark.is_some()
     }
 
-    /// Records rows after the draft mark: `x` [1, T, C], the convolution's inputs, which wrote `writes`.
+    /// Records rows after the draft mark: `x` [1, T, C] are the inputs of the convolution, `writes` the
+    /// updates of the state computed from them.
     pub fn record(&mut self, x: Array, writes: Writes) {
         if let Some(mark) = &mut self.draft_mark {
             mark.inputs.push(x);

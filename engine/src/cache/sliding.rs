@@ -3,7 +3,7 @@
 //! Rows lie in order in two buffers. When they are full, the rows that the window still needs move
 //! to the front of new buffers, at most once in [`STEP`] rows. A ring would overwrite its oldest
 //! row with the first drafted one and could not rewind.
-//! Never masks and never rotates: `nn::attention` does both.
+//! The cache applies neither masks nor rotary embeddings: `nn::attention` does both.
 //!
 //! Source: Mistral 7B (arXiv:2310.06825, section 2); for the content of a window, mlx-lm
 //! `models/cache.py`, `RotatingKVCache`.

@@ -59,7 +59,7 @@ impl Samples {
                 Some(margins) => margins.try_as_slice::<f32>()?.to_vec(),
                 None => Vec::new(),
             };
-            // Fails if it was set since, which cannot be.
+            // Cannot fail: the cell was empty above, and nothing else sets it.
             let _ = self.read.set((tokens, margins));
         }
         let (tokens, margins) = self.read.get().expect("just read");

@@ -77,7 +77,7 @@ impl Preparer {
             }
         }
         save_points.retain(|&(at, _)| at > 0 && (at < prompt.len() || every.is_none()));
-        // Of two at one position, the longer retention stays.
+        // If two save points share a position, the one with the longer retention stays.
         save_points.sort_unstable_by_key(|&(at, retention)| (at, Reverse(retention.seconds)));
         save_points.dedup_by_key(|&mut (at, _)| at);
         Ok(save_points)

@@ -108,8 +108,8 @@ impl Decoder {
         self.costs.map(|_| self.learned_governor.clone().unwrap_or_else(new))
     }
 
-    /// Drafts for `sequence` if that is `permitted` and pays. Its sampled token is then read and
-    /// committed first.
+    /// Proposes a draft for `sequence` if `permitted` is true and the governor expects a gain. The sampled
+    /// token is then read and committed first.
     pub(super) fn propose_draft(&mut self, sequence: &mut Sequence, permitted: bool) -> Result<()> {
         if !sequence.is_caught_up() || sequence.sampled.is_none() {
             return Ok(());

@@ -324,7 +324,8 @@ impl Prefixes {
         self.tree.size().bytes
     }
 
-    /// Evicts at least `bytes` from memory, as far as there is something; what is retained last.
+    /// Evicts at least `bytes` from memory, or everything if less is cached. Retained entries are evicted
+    /// last.
     pub fn make_room(&mut self, bytes: u64) {
         let budget = self.bytes().saturating_sub(bytes);
         self.shrink_to(budget);

@@ -31,7 +31,7 @@ pub struct PrefixCounts {
 /// Counters and sizes of both tiers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PrefixReport {
-    /// What was done.
+    /// Counters since the engine started.
     pub counts: PrefixCounts,
     /// Content of the prefix cache.
     pub memory: CacheSize,

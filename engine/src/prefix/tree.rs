@@ -4,8 +4,8 @@
 //! a recurrent state. A model with recurrent state can resume only from a state; any other resumes
 //! wherever there is KV.
 //!
-//! The least recently used is evicted first. A state is evicted alone, and KV only from leaves: KV
-//! that several prefixes share outlives the states along the way.
+//! Entries are evicted in order of their last use. A state can be evicted on its own, KV only from leaf
+//! nodes: KV that several prefixes share outlives the states along the way.
 //!
 //! Knows neither models nor disks: KV and states are [`KvRun`] and [`Footprint`].
 //!

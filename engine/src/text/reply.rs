@@ -132,7 +132,7 @@ impl Reply {
         stop: &[String],
         tools: &[Value],
     ) -> Self {
-        // The prompt's last turn, without text of the user: no hidden token follows its start.
+        // The generation prompt: the tokens after the last hidden one. It contains no text of the user.
         let turn = prompt
             .iter()
             .rev()

@@ -76,8 +76,8 @@ pub(super) struct Tokenizer {
     digest: [u8; 32],
 }
 
-/// The tokenizer with its added tokens spelled as no text spells them ([`taint::parsed`]), but for
-/// white space.
+/// A copy of the tokenizer whose added tokens, except white space, are renamed to strings that cannot
+/// occur in text; see [`taint::parsed`].
 struct Respelled {
     inner: tokenizers::Tokenizer,
     /// The token that each spelling stands for.

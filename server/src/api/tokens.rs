@@ -122,7 +122,7 @@ fn model(fields: &mut Map<String, Value>) -> Result<Option<String>, ApiError> {
     }
 }
 
-/// Rejects fields that are left.
+/// Rejects any field that is left and not null as unknown.
 fn end(fields: &Map<String, Value>) -> Result<(), ApiError> {
     match fields.iter().find(|(_, value)| !value.is_null()) {
         None => Ok(()),

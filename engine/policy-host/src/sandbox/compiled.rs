@@ -56,7 +56,7 @@ impl Compiled {
         });
         match read {
             Ok(()) => {}
-            // New, or cut: then nothing below it can be trusted.
+            // The key is missing or truncated, so existing compiled files cannot be verified.
             Err(error)
                 if [ErrorKind::NotFound, ErrorKind::UnexpectedEof].contains(&error.kind()) =>
             {

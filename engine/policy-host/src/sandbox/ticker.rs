@@ -29,7 +29,8 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// A deadline of `ms` with the tick that belongs to `policy.deadline_ms`.
+    /// A deadline in `ms` milliseconds, in ticks whose period follows from `deadline_ms`, the value of
+    /// `policy.deadline_ms`.
     pub fn new(ms: u64, deadline_ms: u64) -> Self {
         let ticks = Duration::from_millis(ms).as_micros().div_ceil(tick(deadline_ms).as_micros());
         // The current tick has already begun: without one more the deadline could come early.

@@ -230,8 +230,8 @@ impl Responses {
         }
     }
 
-    /// The words in which events speak of the text of `part`: of the part, of a piece, of the end, and
-    /// the name of its index. The arguments of a call are no part of an item, and have no index.
+    /// Names of the events of `part`: part added, text delta, text done, part done; then the name of its
+    /// index field. The arguments of a call are not a part of an item and have no index.
     fn words(&self, part: &Part) -> [&'static str; 5] {
         const CONTENT: [&str; 2] = ["response.content_part.added", "response.content_part.done"];
         match part {

@@ -250,7 +250,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
     Ok(messages)
 }
 
-/// The assistant's message at the end; adds one if another ends there.
+/// The last message if it is the assistant's; otherwise a new one, appended.
 fn assistant(messages: &mut Vec<Message>) -> &mut Message {
     if messages.last().is_none_or(|last| last.role != "assistant") {
         messages.push(plain("assistant", String::new()));
