@@ -15,7 +15,7 @@ use super::Decoder;
 use super::prepare::{Prepared, log_refused};
 use super::sequence::Sequence;
 use crate::cache::Cache;
-use crate::error::{Result, catch_panic};
+use crate::error::{Error, RequestError, Result, catch_panic};
 use crate::prefix::Retention;
 use crate::request::Event;
 
@@ -23,7 +23,10 @@ impl Decoder {
     /// Starts the choices of requests whose prompts have run.
     pub(super) fn start_choices(&mut self) {
         let is_due = |sequence: &Sequence| {
-            !sequence.others.is_empty() && sequence.cache.position >= sequence.prompt
+            // The others fail with a first choice that has failed.
+            !sequence.others.is_empty()
+                && sequence.cache.position >= sequence.prompt
+                && !sequence.has_failed()
         };
         while let Some(at) = self.sequences.iter().position(is_due) {
             for other in std::mem::take(&mut self.sequences[at].others) {
@@ -57,7 +60,12 @@ impl Decoder {
         if !first.has_prompt_of(&other) {
             return self.postpone_choice(first, other);
         }
-        let cache = self.copy(&first.cache)?;
+        let cache = match self.copy(&first.cache) {
+            Err(Error::Request(RequestError::Memory { .. })) => {
+                return self.postpone_choice(first, other);
+            }
+            cache => cache?,
+        };
         let mut sequence = self.sequence(other, cache)?;
         self.sample_first(first, &mut sequence)?;
         sequence.take_checkpoint()?;

@@ -107,7 +107,7 @@ enum Away {
     /// It has ended; an error if it panicked.
     Back(Result<(Session, Result<Answer, Failure>)>),
     /// The request has ended in the meantime: `on-finish` follows on the same thread.
-    Abandoned(Summary),
+    Abandoned(Summary, Finishing),
 }
 
 impl Hooks {
@@ -147,11 +147,12 @@ impl Hooks {
             });
             let mut state = called.lock();
             match std::mem::replace(&mut *state, Away::Calling) {
-                Away::Abandoned(summary) => {
+                Away::Abandoned(summary, finishing) => {
                     drop(state);
                     if let Ok((mut session, _)) = back {
                         finish(&mut session, &summary);
                     }
+                    drop(finishing);
                 }
                 Away::Calling | Away::Back(_) => *state = Away::Back(back),
             }
@@ -187,7 +188,10 @@ impl Hooks {
             match std::mem::replace(&mut *state, Away::Calling) {
                 Away::Back(Ok((session, _))) => self.session = Some(session),
                 Away::Back(Err(_)) => {}
-                Away::Calling | Away::Abandoned(_) => *state = Away::Abandoned(summary.clone()),
+                Away::Calling | Away::Abandoned(..) => {
+                    let finishing = Finishing::new(self.threads.finishing.clone());
+                    *state = Away::Abandoned(summary.clone(), finishing);
+                }
             }
         }
         let Some(session) = &mut self.session else { return then(Ok(Vec::new())) };

@@ -95,6 +95,7 @@ impl Sequence {
         };
         // Fails if the client has disconnected; the next step checks that.
         let _ = self.events.send(Event::Logprob(logprob));
+        self.progress.reported_end = self.tokens.len() + 1;
         Ok(())
     }
 }

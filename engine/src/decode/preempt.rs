@@ -123,7 +123,12 @@ impl Decoder {
         if let Err(error) = catch_panic("being preempted", || self.drop_state(&mut sequence)) {
             return self.fail(&mut sequence, error);
         }
-        if let Some(sequence) = self.unless_ended(sequence) {
+        if let Some(mut sequence) = self.unless_ended(sequence) {
+            if sequence.has_ended() {
+                // The verdict on its last call is away. Its state is not saved.
+                sequence.reply_retention = None;
+                self.drop_arrays(&mut sequence);
+            }
             let (tokens, request_id) = (sequence.tokens.len(), &sequence.request.id);
             tracing::debug!(request_id, tokens, "request preempted");
             self.activity.update(|activity| activity.preemptions += 1);
@@ -167,14 +172,18 @@ impl Decoder {
             tracing::warn!(request_id, %error, "saving a preempted request failed");
         }
         self.keep_learned_stats(sequence);
+        self.drop_arrays(sequence);
+        sequence.preempted += 1;
+        Ok(())
+    }
+
+    fn drop_arrays(&self, sequence: &mut Sequence) {
         sequence.cache = self.prefixes.empty();
         sequence.checkpoints.clear();
         sequence.drafters.clear();
         (sequence.sampled, sequence.next_logits) = (None, None);
         (sequence.draft, sequence.stale_from) = (None, None);
         (sequence.runs_alone, sequence.queued_steps) = (false, 0);
-        sequence.preempted += 1;
-        Ok(())
     }
 
     /// Resumes preempted sequences as far as there is room.
@@ -184,6 +193,11 @@ impl Decoder {
             && self.has_room_for_another(first.tokens.len(), first.expected_length())
             && let Some(mut sequence) = self.preempted.pop_front()
         {
+            if sequence.has_ended() {
+                // It waits for a verdict only.
+                self.sequences.push(sequence);
+                continue;
+            }
             match catch_panic("being resumed", || self.restore_state(&mut sequence)) {
                 Ok(()) => self.sequences.push(sequence),
                 Err(error) => self.fail(&mut sequence, error),

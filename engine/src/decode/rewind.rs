@@ -121,8 +121,11 @@ impl Sequence {
     }
 
     /// Rewinds to `to` tokens, which must not be before the start of the phase. Returns false and
-    /// changes nothing if the client has text of the answer that it cannot drop.
+    /// changes nothing if the client has text or probabilities of the answer that it cannot drop.
     pub(super) fn rewind(&mut self, to: usize) -> Result<bool> {
+        if to < self.progress.reported_end {
+            return Ok(false);
+        }
         let mut reply_state = self.phase_start.reply_state.clone();
         for position in self.phase_start.position..to {
             if position == self.progress.seen {

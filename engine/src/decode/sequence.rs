@@ -134,6 +134,8 @@ pub struct Limits {
 pub struct Progress {
     pub(super) injected: usize,
     pub(super) rewound: usize,
+    /// End of the tokens whose probabilities the client has.
+    pub(super) reported_end: usize,
     /// Tokens that ran again after rewinds.
     pub(super) rerun: usize,
     pub(super) repairs: u32,
@@ -365,6 +367,11 @@ impl Sequence {
         if let Err(error) = result {
             self.progress.failure = Some(error);
         }
+    }
+
+    /// Whether an error has ended the request.
+    pub fn has_failed(&self) -> bool {
+        self.progress.failure.is_some()
     }
 
     /// The error that ended the request, if any.

@@ -55,6 +55,7 @@ pub use self::maintain::{KindSize, StoreFile, StoredPrefix, VerifyReport};
 pub use self::portable::ImportReport;
 use self::reader::{PartReader, in_parallel};
 use self::state::{QueuedSave, Reopen, StoreState};
+use super::index::IndexEntry;
 use super::record::{PartRecord, cost};
 use super::{
     Fingerprint, Key, QueuedPart, Recency, SavedPrefix, StoreEnv, StoreError, StoreReport,
@@ -368,10 +369,19 @@ impl StoreShared {
 
     /// Drops a part that could not be read, and leaves any worse fault to the writer.
     fn drop_damaged(&self, key: &Key, fault: StoreFault) {
+        // It may have been evicted and saved again since the look into the index. Tensors are not read under
+        // the lock.
+        let queued = self.state.lock().index.get(key).and_then(|entry| entry.queued.clone());
+        let is_whole = queued.as_ref().is_some_and(|part| part.tensors().is_ok());
         let mut state = self.state.lock();
-        // Unless it was evicted between the look into the index and the one into the file.
+        let is_same = |entry: &IndexEntry| match (&entry.queued, &queued) {
+            (Some(now), Some(then)) => Arc::ptr_eq(now, then),
+            (None, None) => true,
+            _ => false,
+        };
         if let Some(entry) = state.index.get(key)
-            && entry.queued.as_ref().is_none_or(|part| part.tensors().is_err())
+            && !is_whole
+            && is_same(entry)
         {
             let (kind, end) = (entry.record.kind.name(), entry.record.end);
             warn!(kind, end, %fault, "damaged part dropped");
@@ -407,7 +417,13 @@ impl StoreShared {
             } else if state.has_work() {
                 let (mut transaction, save) = state.next_transaction();
                 state.writing = true;
+                let queued = state.queued_parts();
                 drop(state);
+                // All of them, so that what they are read from is freed before this save is written.
+                for part in &queued {
+                    // A failure is reported when the part's save is written.
+                    let _ = part.tensors();
+                }
                 for part in transaction.read_parts() {
                     let problem = part.tensors().err().unwrap_or_default();
                     self.drop_damaged(&part.key, StoreFault::Part(problem.into()));

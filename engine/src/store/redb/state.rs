@@ -199,6 +199,11 @@ impl StoreState {
         (transaction, save)
     }
 
+    /// The parts of all queued saves.
+    pub fn queued_parts(&self) -> Vec<Arc<QueuedPart>> {
+        self.queue.iter().flat_map(|save| &save.parts).cloned().collect()
+    }
+
     /// Completes a save: `parts` of it are in the file, unless the write failed.
     pub fn complete(&mut self, save: &QueuedSave, parts: &[Arc<QueuedPart>], written: bool) {
         self.queued_bytes -= save.bytes;
