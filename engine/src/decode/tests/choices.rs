@@ -1,13 +1,12 @@
 //! Several choices of a request cost one prefill, and equal the requests with their seeds.
 
-use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::scripted::*;
 use crate::config::Config;
 use crate::decode::Decoder;
 use crate::error::{Error, RequestError};
-use crate::policy::{Replacement, SamplingPatch, Session};
-use crate::queue::Job;
+use crate::policy::{Replacement, SamplingPatch};
 use crate::request::{Event, Penalties, Request, Usage};
 
 /// A sampled request, whose prompt has some hundred tokens.
@@ -21,26 +20,6 @@ fn question(max_tokens: u32) -> Request {
 fn choices(request: &Request, count: u64) -> Vec<Request> {
     let seed = |choice| request.seed.map(|seed| seed + choice);
     (0..count).map(|choice| Request { seed: seed(choice), ..request.clone() }).collect()
-}
-
-/// Starts requests as choices of one.
-fn start(decoder: &mut Decoder, requests: Vec<Request>) -> Vec<UnboundedReceiver<Event>> {
-    let (mut jobs, mut receivers) = (Vec::new(), Vec::new());
-    for request in requests {
-        let (events, receiver) = mpsc::unbounded_channel();
-        jobs.push(Job { request, events });
-        receivers.push(receiver);
-    }
-    let first = jobs.remove(0);
-    let prepared = decoder.preparer.prepare_choices(first, jobs).unwrap();
-    decoder.start_request(prepared);
-    receivers
-}
-
-fn finish(decoder: &mut Decoder) {
-    while !decoder.sequences.is_empty() || !decoder.preempted.is_empty() {
-        decoder.step();
-    }
 }
 
 /// The answer and the usage of a request that has succeeded.
@@ -58,7 +37,7 @@ fn reply(mut events: UnboundedReceiver<Event>) -> (String, Usage) {
 }
 
 fn replies(decoder: &mut Decoder, requests: Vec<Request>) -> Vec<(String, Usage)> {
-    let events = start(decoder, requests);
+    let events = start_together(decoder, requests);
     finish(decoder);
     events.into_iter().map(reply).collect()
 }
@@ -123,7 +102,7 @@ fn choices_without_room_wait_and_equal_those_that_run_at_once() {
         (config.engine.prefill_chunk, config.engine.max_running) = (64, 3);
         config.store.min_tokens = 1;
         let few = &mut family(name, config, false);
-        let events = start(few, choices(&question(12), 8));
+        let events = start_together(few, choices(&question(12), 8));
         while few.preempted.is_empty() {
             few.step();
         }
@@ -144,7 +123,7 @@ fn choices_without_room_wait_and_equal_those_that_run_at_once() {
 fn cancelled_choices_are_dropped_before_the_next_step() {
     let decoder = &mut decoder("qwen3_next", 4);
     for steps in [1, 12] {
-        let events = start(decoder, choices(&question(4000), 8));
+        let events = start_together(decoder, choices(&question(4000), 8));
         (0..steps).for_each(|_| decoder.step());
         assert_eq!(decoder.sequences.len(), if steps == 1 { 1 } else { 4 });
         drop(events);
@@ -152,7 +131,7 @@ fn cancelled_choices_are_dropped_before_the_next_step() {
         assert!(decoder.sequences.is_empty() && decoder.preempted.is_empty());
     }
     // One of them alone.
-    let mut events = start(decoder, choices(&question(12), 3));
+    let mut events = start_together(decoder, choices(&question(12), 3));
     drop(events.remove(1));
     finish(decoder);
     assert_eq!(events.into_iter().map(|events| reply(events).1.answer_tokens).max(), Some(12));
@@ -161,7 +140,7 @@ fn cancelled_choices_are_dropped_before_the_next_step() {
 #[test]
 fn a_failure_before_the_prompt_has_run_ends_every_choice() {
     let decoder = &mut decoder("qwen3_next", 8);
-    let events = start(decoder, choices(&question(12), 3));
+    let events = start_together(decoder, choices(&question(12), 3));
     decoder.step();
     let mut first = decoder.sequences.pop().unwrap();
     let stage = first.stage();
@@ -182,23 +161,13 @@ fn a_choice_with_another_prompt_starts_alone() {
     let decoder = &mut decoder("qwen3_next", 8);
     let mut request = question(12);
     request.messages.insert(0, message("system", "Be brief."));
-    let prepared = |request: Request, script: Script| {
-        let (events, receiver) = mpsc::unbounded_channel();
-        let session = Session {
-            policy: Box::new(script),
-            params: Default::default(),
-            digest: [0; 32],
-            judges_calls: true,
-        };
-        (decoder.preparer.prepare_with(Job { request, events }, session).unwrap(), receiver)
-    };
     let quiet = || Script::new(|_| Vec::new());
     let other = Script {
         replacements: vec![Replacement { message: 0, old: "brief".into(), new: "kind".into() }],
         ..quiet()
     };
-    let (mut first, first_events) = prepared(request.clone(), quiet());
-    let (second, second_events) = prepared(request.clone(), other);
+    let (mut first, first_events) = prepare(decoder, request.clone(), quiet());
+    let (second, second_events) = prepare(decoder, request.clone(), other);
     assert_ne!(first.prompt, second.prompt);
     first.others = vec![second];
     decoder.start_request(first);

@@ -3,13 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::scripted::*;
 use crate::config::{Config, Pooling};
 use crate::decode::Decoder;
 use crate::error::{Error, RequestError};
-use crate::queue::Job;
 use crate::request::{Embedding, Event, RawPrompt, Request};
 
 const POOLINGS: [(&str, Pooling); 2] = [("last", Pooling::Last), ("mean", Pooling::Mean)];
@@ -39,26 +38,6 @@ fn decoder(name: &str, pooling: Pooling) -> Decoder {
     (config.engine.prefill_chunk, config.engine.max_running) = (21, 4);
     (config.model.pooling, config.store.min_tokens) = (pooling, 1);
     family(name, config, false)
-}
-
-/// Starts the requests of one body.
-fn start(decoder: &mut Decoder, requests: Vec<Request>) -> Vec<UnboundedReceiver<Event>> {
-    let (mut jobs, mut receivers) = (Vec::new(), Vec::new());
-    for request in requests {
-        let (events, receiver) = mpsc::unbounded_channel();
-        jobs.push(Job { request, events });
-        receivers.push(receiver);
-    }
-    let first = jobs.remove(0);
-    let prepared = decoder.preparer.prepare_choices(first, jobs).unwrap();
-    decoder.start_request(prepared);
-    receivers
-}
-
-fn finish(decoder: &mut Decoder) {
-    while !decoder.sequences.is_empty() || !decoder.preempted.is_empty() {
-        decoder.step();
-    }
 }
 
 /// The embedding of a request that has ended.
@@ -96,7 +75,7 @@ fn embeddings_equal_those_of_mlx_lm() {
                 serde_json::from_value(reference[name][pooling].clone()).unwrap();
             // Nothing is saved that the second could resume from.
             for _ in 0..2 {
-                let events = start(decoder, vec![embed(&prompt(name), None)]);
+                let events = start_together(decoder, vec![embed(&prompt(name), None)]);
                 finish(decoder);
                 let found = embedding(events.into_iter().next().unwrap()).unwrap();
                 close(&found, &expected, &format!("{name} {pooling}"));
@@ -115,12 +94,12 @@ fn texts_of_one_body_equal_texts_alone() {
         let lengths = [70, 3, 70, 1, 44, 25, 60, 9, 33];
         let mut alone = Vec::new();
         for length in lengths {
-            let events = start(decoder, vec![embed(&prompt[..length], None)]);
+            let events = start_together(decoder, vec![embed(&prompt[..length], None)]);
             finish(decoder);
             alone.extend(events.into_iter().map(|events| embedding(events).unwrap()));
         }
         let requests = lengths.map(|length| embed(&prompt[..length], None));
-        let events = start(decoder, requests.to_vec());
+        let events = start_together(decoder, requests.to_vec());
         finish(decoder);
         for (events, alone) in events.into_iter().zip(&alone) {
             close(&embedding(events).unwrap(), alone, pooling);
@@ -132,7 +111,7 @@ fn texts_of_one_body_equal_texts_alone() {
 fn fewer_dimensions_are_the_first_ones_at_length_one() {
     let decoder = &mut decoder("llama", Pooling::Last);
     let mut run = |dimensions| {
-        let events = start(decoder, vec![embed(&prompt("llama"), dimensions)]);
+        let events = start_together(decoder, vec![embed(&prompt("llama"), dimensions)]);
         finish(decoder);
         embedding(events.into_iter().next().unwrap())
     };
@@ -151,7 +130,7 @@ fn a_preempted_text_is_embedded_whole() {
     let reference = json("embeddings.json");
     for (pooling, value) in POOLINGS {
         let decoder = &mut decoder("qwen3_next", value);
-        let events = start(decoder, vec![embed(&prompt("qwen3_next"), None)]);
+        let events = start_together(decoder, vec![embed(&prompt("qwen3_next"), None)]);
         (0..2).for_each(|_| decoder.step());
         let mut sequence = decoder.sequences.pop().unwrap();
         decoder.drop_state(&mut sequence).unwrap();
@@ -167,7 +146,7 @@ fn a_preempted_text_is_embedded_whole() {
 fn a_client_that_hangs_up_ends_its_texts() {
     let decoder = &mut decoder("qwen3_5", Pooling::Mean);
     let prompt = prompt("qwen3_5");
-    let events = start(decoder, vec![embed(&prompt, None); 9]);
+    let events = start_together(decoder, vec![embed(&prompt, None); 9]);
     decoder.step();
     drop(events);
     decoder.step();

@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use super::super::Decoder;
 use super::super::governor::Costs;
 use super::super::noise::mix;
+use super::super::prepare::Prepared;
 use super::super::sample::{Row, sample};
 use super::super::verify::DecodePath;
 use crate::cache::Span;
@@ -174,6 +175,17 @@ pub fn start(
     request: Request,
     policy: impl Policy + 'static,
 ) -> mpsc::UnboundedReceiver<Event> {
+    let (prepared, receiver) = prepare(decoder, request, policy);
+    decoder.start_request(prepared);
+    receiver
+}
+
+/// Prepares a request under `policy`.
+pub fn prepare(
+    decoder: &Decoder,
+    request: Request,
+    policy: impl Policy + 'static,
+) -> (Prepared, mpsc::UnboundedReceiver<Event>) {
     let (events, receiver) = mpsc::unbounded_channel();
     let session = Session {
         policy: Box::new(policy),
@@ -182,8 +194,31 @@ pub fn start(
         judges_calls: true,
     };
     let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
+    (prepared, receiver)
+}
+
+/// Starts requests that take one place: choices of one, or the texts of a body.
+pub fn start_together(
+    decoder: &mut Decoder,
+    requests: Vec<Request>,
+) -> Vec<mpsc::UnboundedReceiver<Event>> {
+    let (mut jobs, mut receivers) = (Vec::new(), Vec::new());
+    for request in requests {
+        let (events, receiver) = mpsc::unbounded_channel();
+        jobs.push(Job { request, events });
+        receivers.push(receiver);
+    }
+    let first = jobs.remove(0);
+    let prepared = decoder.preparer.prepare_choices(first, jobs).unwrap();
     decoder.start_request(prepared);
-    receiver
+    receivers
+}
+
+/// Steps until no sequence is left, preempted ones included.
+pub fn finish(decoder: &mut Decoder) {
+    while !decoder.sequences.is_empty() || !decoder.preempted.is_empty() {
+        decoder.step();
+    }
 }
 
 /// A reply, and what the client received.

@@ -10,32 +10,13 @@ pub fn qwen(reader: &mut Reader<'_>) -> Read {
     if "[{".contains(reader.peek()?) {
         return json::objects(reader);
     }
-    loop {
-        reader.expect("<function=")?;
-        let name = reader.name_until(">")?;
-        reader.begin(name);
-        reader.arguments(|reader, out| {
-            out.push('{');
-            reader.skip_space();
-            while reader.take("<parameter=")? {
-                let key = reader.name_until(">")?;
-                let follow = &["<parameter=", "</function>"];
-                let value = BareValue { close: "</parameter>", follow, has_lines: true };
-                reader.element(out, &head(key), |reader, out| {
-                    reader.bare_value(out, [name, key], value)
-                })?;
-                reader.skip_space();
-            }
-            reader.expect("</function>")?;
-            out.push('}');
-            Ok(())
-        })?;
-        reader.complete();
-        reader.skip_space();
-        if reader.is_at_end() {
-            return Ok(());
-        }
-    }
+    let tags = Tags {
+        call: ["<function=", ">", "</function>"],
+        parameter: ["<parameter=", ">", "</parameter>"],
+        follow: &["<parameter=", "</function>"],
+        has_lines: true,
+    };
+    calls(reader, tags)
 }
 
 /// A name, and then `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each parameter.
@@ -81,24 +62,48 @@ pub fn glm(reader: &mut Reader<'_>) -> Read {
 
 /// `<invoke name="name">` with `<parameter name="key">` blocks.
 pub fn minimax(reader: &mut Reader<'_>) -> Read {
+    reader.skip_space();
+    let tags = Tags {
+        call: ["<invoke name=\"", "\">", "</invoke>"],
+        parameter: ["<parameter name=\"", "\">", "</parameter>"],
+        follow: &["<parameter name=", "</invoke>"],
+        has_lines: false,
+    };
+    calls(reader, tags)
+}
+
+/// The tags of a call, and those of its parameters.
+#[derive(Clone, Copy)]
+struct Tags {
+    /// Before and after the name, and after the parameters.
+    call: [&'static str; 3],
+    /// Before and after the key, and after the value.
+    parameter: [&'static str; 3],
+    /// What may follow a value.
+    follow: &'static [&'static str],
+    /// Whether a value stands on lines of its own.
+    has_lines: bool,
+}
+
+/// One call after the other, up to the end.
+fn calls(reader: &mut Reader<'_>, tags: Tags) -> Read {
+    let Tags { call, parameter, follow, has_lines } = tags;
     loop {
-        reader.skip_space();
-        reader.expect("<invoke name=\"")?;
-        let name = reader.name_until("\">")?;
+        reader.expect(call[0])?;
+        let name = reader.name_until(call[1])?;
         reader.begin(name);
         reader.arguments(|reader, out| {
             out.push('{');
             reader.skip_space();
-            while reader.take("<parameter name=\"")? {
-                let key = reader.name_until("\">")?;
-                let follow = &["<parameter name=", "</invoke>"];
-                let value = BareValue { close: "</parameter>", follow, has_lines: false };
+            while reader.take(parameter[0])? {
+                let key = reader.name_until(parameter[1])?;
+                let value = BareValue { close: parameter[2], follow, has_lines };
                 reader.element(out, &head(key), |reader, out| {
                     reader.bare_value(out, [name, key], value)
                 })?;
                 reader.skip_space();
             }
-            reader.expect("</invoke>")?;
+            reader.expect(call[2])?;
             out.push('}');
             Ok(())
         })?;
