@@ -1,7 +1,9 @@
 //! Each external library is used in few places, so that it can be replaced there.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// A crate as it is written in paths, and the beginnings of the paths that may use it.
 const WALLS: [(&str, &[&str]); 7] = [
@@ -212,4 +214,26 @@ fn the_check_finds_uses_and_ignores_comments_and_texts() {
     for line in allowed {
         assert_eq!(offenders("server/src/main.rs", line), [""; 0], "{line}");
     }
+}
+
+/// `name version features` of each package in the build of the given kinds of dependencies.
+fn resolved(kinds: &str) -> BTreeSet<String> {
+    let output = Command::new(env!("CARGO"))
+        .args(["tree", "--workspace", "--locked", "--offline", "--prefix=none"])
+        .args(["--edges", kinds, "--format", "{p} {f}"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    lines.lines().map(|line| line.trim_end_matches(" (*)").trim_end().to_owned()).collect()
+}
+
+/// Otherwise `cargo run` compiles most dependencies a second time after `cargo test`. A crate that enables more
+/// features as a dev-dependency becomes a plain dependency of `steersman-tests` too.
+#[test]
+fn dev_dependencies_enable_no_features_of_their_own() {
+    let (binary, tests) = (resolved("normal,build"), resolved("normal,build,dev"));
+    let differing: Vec<_> = binary.difference(&tests).collect();
+    assert!(differing.is_empty(), "with other features in tests: {differing:#?}");
 }
