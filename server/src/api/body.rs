@@ -79,7 +79,8 @@ impl Bodies {
     ) -> Result<ReadBody, ApiError> {
         let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
         let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-        if let Some(expected) = content_type.filter(|expected| !kind.eq_ignore_ascii_case(expected)) {
+        if let Some(expected) = content_type.filter(|expected| !kind.eq_ignore_ascii_case(expected))
+        {
             return Err(ApiError::not_of_type(expected));
         }
         let time = Duration::from_secs(self.timeout_s);
