@@ -357,7 +357,8 @@ impl Decoder {
             Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
         decoder.pass_costs = decoder.measure_prefill(TIMED_ROWS[usize::from(!on_cpu)])?;
-        decoder.prefixes.set_token_cost(decoder.pass_costs.row());
+        let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
+        decoder.prefixes.set_compute_costs(costs);
         decoder.measure_memory(config.engine.memory_limit_bytes, before_weights)?;
         Ok((decoder, info))
     }

@@ -15,6 +15,8 @@
 use std::cmp::Reverse;
 use std::time::Duration;
 
+use crate::prefix::ComputeCosts;
+
 /// Fewest rows of prompt in a step with prefill: the chunk of the gated delta rule, which costs the
 /// same for fewer rows.
 pub const LEAST_ROWS: usize = 64;
@@ -70,9 +72,9 @@ impl PassCosts {
         Self { prefill: (short.1 - row * short.0 as f32).max(0.0), row, decode: 0.0 }
     }
 
-    /// Seconds that a row of prompt takes in a long pass.
-    pub fn row(&self) -> f32 {
-        self.row
+    /// What a prompt costs in passes over `chunk` rows.
+    pub fn of_prompts(&self, chunk: usize) -> ComputeCosts {
+        ComputeCosts { token: self.row, pass: self.prefill, pass_tokens: chunk.max(1) }
     }
 
     /// Learns from a pass that took `seconds`, of which `rows` were rows of prompt.

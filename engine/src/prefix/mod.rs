@@ -18,6 +18,7 @@ use std::time::Instant;
 use mlx_rs::Array;
 
 use self::bytes::KvFormat;
+pub use self::cost::ComputeCosts;
 use self::cost::ReadCosts;
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
 pub use self::tree::CacheSize;
@@ -130,10 +131,9 @@ impl Prefixes {
         Self { clock, ..self }
     }
 
-    /// Sets how many seconds computing a token of a prompt takes. State on disk is written and read if
-    /// reading it is faster.
-    pub fn set_token_cost(&mut self, seconds: f32) {
-        self.read_costs.set_token(seconds);
+    /// Sets how long computing a prompt takes. State on disk is written and read if reading it is faster.
+    pub fn set_compute_costs(&mut self, costs: ComputeCosts) {
+        self.read_costs.set_compute(costs);
     }
 
     /// Reports from any thread.
