@@ -357,6 +357,7 @@ impl Decoder {
             Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
         decoder.pass_costs = decoder.measure_prefill(TIMED_ROWS[usize::from(!on_cpu)])?;
+        // As measured on a machine that does nothing else: not what prompts take beside other requests.
         let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
         decoder.prefixes.set_compute_costs(costs);
         decoder.measure_memory(config.engine.memory_limit_bytes, before_weights)?;

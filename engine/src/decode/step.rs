@@ -94,7 +94,6 @@ impl Decoder {
         let elapsed = start.elapsed();
         if let Some(rows) = prompt_rows {
             self.pass_costs.learn(rows, elapsed.as_secs_f32());
-            self.prefixes.set_compute_costs(self.pass_costs.of_prompts(self.prefill_chunk));
         }
         if elapsed > self.stall {
             let (prompt_rows, costs) = (prompt_rows.unwrap_or(0), self.pass_costs);
