@@ -507,8 +507,10 @@ mod tests {
             let error = error.unwrap_err().to_string();
             let (_, known) = error.split_once("expected one of").expect("the keys are listed");
             for key in known.split('`').skip(1).step_by(2) {
-                let shown =
-                    |line: &str| line.starts_with(key) || line.contains(&format!(".{key}]"));
+                let is_section = |line: &str| {
+                    line.contains(&format!(".{key}]")) || line.contains(&format!(".{key}."))
+                };
+                let shown = |line: &str| line.starts_with(key) || is_section(line);
                 // A key without a default is in a comment.
                 let lines = text.lines().map(|line| line.trim_start_matches("# "));
                 assert!(lines.into_iter().any(shown), "{section}.{key} is not in steersman.toml");

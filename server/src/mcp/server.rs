@@ -159,7 +159,8 @@ impl Server {
         let failed = |problem: String| Output::error(format!("the server `{name}` {problem}"));
         let ready = match self.ready(PATIENCE).await {
             Ok(ready) => ready,
-            Err(reason) => return failed(format!("is not available: {reason}")),
+            // The reason is for the operator: it may quote what the server wrote.
+            Err(_) => return failed("is not available".into()),
         };
         let mut params = CallToolRequestParams::new(tool.to_string());
         params.arguments = Some(arguments);
