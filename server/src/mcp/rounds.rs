@@ -42,10 +42,21 @@ pub fn start(
     tokio::spawn(async move {
         let id = request.id.clone();
         let (usage, notes) = (Usage::default(), Vec::new());
-        let mut rounds = Rounds { toolbox, engine, request, id, out, round: 0, usage, notes };
-        let out = rounds.out.clone();
+        let closed = out.clone();
+        let mut rounds = Rounds {
+            toolbox,
+            engine,
+            request,
+            id,
+            out,
+            round: 0,
+            has_reasoning: false,
+            has_answer: false,
+            usage,
+            notes,
+        };
         tokio::select! {
-            () = out.closed() => {}
+            () = closed.closed() => {}
             () = rounds.run(events) => {}
         }
     });
@@ -62,6 +73,9 @@ struct Rounds {
     out: UnboundedSender<Progress>,
     /// Rounds of calls so far.
     round: u32,
+    /// Whether earlier rounds had reasoning, and an answer: an empty line separates what follows.
+    has_reasoning: bool,
+    has_answer: bool,
     /// Of the rounds that have ended.
     usage: Usage,
     notes: Vec<String>,
@@ -110,13 +124,13 @@ impl Rounds {
             match &event {
                 Event::Started { .. } if self.round > 0 => continue,
                 Event::Reasoning(piece) => {
-                    if self.round > 0 && reply.reasoning.is_empty() {
+                    if self.has_reasoning && reply.reasoning.is_empty() {
                         self.send(Event::Reasoning("\n\n".into()));
                     }
                     reply.reasoning += piece;
                 }
                 Event::Answer(piece) => {
-                    if self.round > 0 && reply.answer.is_empty() {
+                    if self.has_answer && reply.answer.is_empty() {
                         self.send(Event::Answer("\n\n".into()));
                     }
                     reply.answer += piece;
@@ -234,6 +248,8 @@ impl Rounds {
     /// Makes the request of the next round. `used` is what the last one used of the client's limits.
     fn extend(&mut self, reply: Reply, results: Vec<Message>, used: Usage) {
         let Reply { reasoning, answer, calls, .. } = reply;
+        self.has_reasoning |= !reasoning.is_empty();
+        self.has_answer |= !answer.is_empty();
         let request = &mut self.request;
         request.messages.push(Message {
             role: "assistant".into(),
@@ -274,7 +290,7 @@ impl Rounds {
 
     /// Ends the reply, whose results of tools do not fit.
     fn too_long(&mut self, error: &RequestError) {
-        self.notes.push(format!("mcp: the reply ends after {} rounds: {error}", self.round));
+        self.notes.push(format!("mcp: the reply ends after round {}: {error}", self.round));
         self.finish(FinishReason::Length);
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rmcp::model::{
     CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ContentBlock,
-    Implementation, ResourceContents, Tool as Listed,
+    Implementation, ProtocolVersion, ResourceContents, Tool as Listed,
 };
 use rmcp::service::{NotificationContext, RunningService};
 use rmcp::transport::StreamableHttpClientTransport;
@@ -106,7 +106,11 @@ impl ClientHandler for Client {
 
     fn get_info(&self) -> ClientConfig {
         let version = env!("CARGO_PKG_VERSION");
-        ClientConfig::new(ClientCapabilities::default(), Implementation::new("steersman", version))
+        let name = Implementation::new("steersman", version);
+        let mut config = ClientConfig::new(ClientCapabilities::default(), name);
+        // Later versions have no handshake, and no server needs them yet.
+        config.protocol_version = ProtocolVersion::LATEST_WITH_INITIALIZE;
+        config
     }
 }
 

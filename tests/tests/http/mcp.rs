@@ -19,7 +19,8 @@ use crate::*;
 /// The fixture as a program with a log in `folder`.
 fn program(folder: &Path) -> McpServerConfig {
     let script = steersman_tests::fixtures().join("mcp_server.py");
-    let command = ["python3", script.to_str().unwrap(), "--log", log(folder).to_str().unwrap()];
+    let log = log(folder);
+    let command = ["python3", script.to_str().unwrap(), "--log", log.to_str().unwrap()];
     McpServerConfig { command: command.map(Into::into).to_vec(), ..McpServerConfig::default() }
 }
 
@@ -294,7 +295,7 @@ async fn results_that_do_not_fit_into_the_context_end_the_reply() {
     assert_eq!(reply["choices"][0]["finish_reason"], "length");
     assert_eq!(reply["choices"][0]["message"]["content"], "Let me look.");
     let notes = reply["steersman"]["notes"].to_string();
-    assert!(notes.contains("the reply ends after 1 rounds: the prompt has 9000"), "{notes}");
+    assert!(notes.contains("the reply ends after round 1: the prompt has 9000"), "{notes}");
 }
 
 #[tokio::test]
@@ -338,6 +339,14 @@ async fn servers_that_never_start_are_missing_with_a_note() {
         assert_eq!(notes[0], "mcp: the tools of `files` are missing: it is not available");
         assert!(seen.last().tools.is_empty());
     }
+}
+
+#[tokio::test]
+async fn a_round_without_text_leaves_no_empty_line() {
+    let folder = folder();
+    let (app, _) = app_that(&config(program(folder.path())), calls_all(&["files__fail"]));
+    let (_, reply) = chat(&app, body(json!({}))).await;
+    assert_eq!(reply["choices"][0]["message"]["content"], "Rome\n.");
 }
 
 fn client_tool(name: &str) -> Value {
