@@ -640,12 +640,13 @@ async fn counted_tokens_include_offered_tools() {
         let reply = posted(&app, "/v1/messages/count_tokens", request.clone()).await;
         let counted = json_of(reply).await["input_tokens"].as_u64().unwrap();
         let reply = json_of(posted(&app, "/tokenize", request).await).await;
-        assert_eq!(reply["count"], counted);
-        counted
+        [counted, reply["count"].as_u64().unwrap()]
     };
     let without = count(&ServerConfig::default()).await;
     let with = count(&config(program(folder.path()))).await;
-    assert!(with > without + 100, "{with} {without}");
+    for (with, without) in with.into_iter().zip(without) {
+        assert!(with > without + 100, "{with} {without}");
+    }
 }
 
 /// `steersman mcp`, which has a runtime of its own.

@@ -446,24 +446,29 @@ fn arguments_of(call: &ToolCall) -> String {
 /// The reply as messages of the conversation: calls that this server ran are followed by their results.
 fn turns(reply: &Reply) -> Vec<Message> {
     let mut turns: Vec<Message> = Vec::new();
+    // An empty line separates the rounds of a reply.
+    let mut has_run = false;
+    let own = |text: &str, before: &str, has_run: bool| {
+        let text = if has_run && before.is_empty() { text.trim_start() } else { text };
+        text.to_string()
+    };
     for part in &reply.parts {
-        let follows_run = turns.last().is_some_and(|last| last.role == "tool");
         match part {
-            // An empty line separates rounds.
-            Part::Reasoning(text) | Part::Answer(text) if follows_run && text.trim().is_empty() => {
-            }
             Part::Reasoning(text) => {
-                let text = if follows_run { text.trim_start() } else { text };
-                *assistant(&mut turns).reasoning_content.get_or_insert_default() += text;
+                let reasoning = assistant(&mut turns).reasoning_content.get_or_insert_default();
+                *reasoning += &own(text, reasoning, has_run);
             }
             Part::Answer(text) => {
-                let text = if follows_run { text.trim_start() } else { text };
-                assistant(&mut turns).content += text;
+                let answer = &mut assistant(&mut turns).content;
+                *answer += &own(text, answer, has_run);
             }
             // A limit cut it off.
             Part::OpenCall { .. } => {}
             Part::ToolCall(call) => assistant(&mut turns).tool_calls.push(call.clone()),
-            Part::Ran(ran) => request::add_call(&mut turns, ran.call(), ran.result()),
+            Part::Ran(ran) => {
+                request::add_call(&mut turns, ran.call(), ran.result());
+                has_run = true;
+            }
         }
     }
     if turns.last().is_none_or(|last| last.role != "assistant") {
