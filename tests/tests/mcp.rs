@@ -15,16 +15,17 @@ use tower::ServiceExt;
 
 const TOOL: &str = "files__get_weather";
 
-/// An app with the tool for the profile `default`, and for `denies`, whose policy stops at its calls.
+/// An app with the tool for the profiles `default` and `denies`; the policy of the latter stops at its calls.
 fn app(log: &str) -> (Router, Running) {
     let mut config = config();
     config.store.ahead = false;
-    config.profiles.insert("default".into(), profile("passthrough"));
-    let rule =
-        format!("[[rule]]\nwhen = {{ tool_called = '{TOOL}' }}\ndo = {{ stop = 'not here' }}\n");
-    let mut denies = profile("rules");
-    denies.policy.params.insert("rules".into(), Param::Text(rule));
-    config.profiles.insert("denies".into(), denies);
+    for (name, tool) in [("default", "other"), ("denies", TOOL)] {
+        let when = format!("when = {{ tool_called = '{tool}' }}");
+        let rule = format!("[[rule]]\n{when}\ndo = {{ stop = 'not here' }}\n");
+        let mut ruled = profile("rules");
+        ruled.policy.params.insert("rules".into(), Param::Text(rule));
+        config.profiles.insert(name.into(), ruled);
+    }
     let engine = Running::without_store(config);
     let script = fixtures().join("mcp_server.py");
     let command = ["python3", script.to_str().unwrap(), "--log", log].map(Into::into).to_vec();
@@ -96,8 +97,9 @@ async fn a_policy_judges_calls_before_they_are_run_and_the_trace_has_both() {
         assert_eq!(of_request, [id.to_string()].into_iter().chain(rounds).collect::<Vec<_>>());
         let of_tools = trace["tool_runs"].as_array().map_or(0, Vec::len);
         assert_eq!(of_tools, runs, "{trace}");
-        let judged = records.iter().any(|record| record["hook"] == "on-tool-call");
-        assert_eq!(judged, runs == 0, "only `rules` has the hook");
+        let judged = records.iter().filter(|record| record["hook"] == "on-tool-call");
+        let judged: Vec<_> = judged.map(|record| record["policy"].as_str().unwrap()).collect();
+        assert_eq!(judged, vec!["rules"; runs.max(1)], "{trace}");
     }
     drop((app, engine));
 }
