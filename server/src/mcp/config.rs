@@ -113,7 +113,8 @@ impl McpServerConfig {
     fn problems(&self, key: &str) -> Vec<String> {
         let mut problems = Vec::new();
         let is_program = !self.command.is_empty();
-        if is_program == !self.url.is_empty() {
+        let has_address = !self.url.is_empty();
+        if is_program == has_address {
             let both = if is_program { "has both; drop one" } else { "has neither" };
             problems.push(format!("{key}: needs `command` or `url`, and {both}"));
             return problems;
@@ -124,10 +125,11 @@ impl McpServerConfig {
         if is_program && !self.headers.is_empty() {
             problems.push(format!("{key}.headers: only a server with `url` has them"));
         }
-        if !is_program && !(self.env.is_empty() && self.folder.as_os_str().is_empty()) {
+        let is_for_programs = !self.env.is_empty() || !self.folder.as_os_str().is_empty();
+        if has_address && is_for_programs {
             problems.push(format!("{key}: only a server with `command` has `env` and `folder`"));
         }
-        if !is_program && self.uri().is_none() {
+        if has_address && self.uri().is_none() {
             problems
                 .push(format!("{key}.url: must begin with http:// or https:// and name a host"));
         }
