@@ -50,8 +50,8 @@ pub fn start(
             id,
             out,
             round: 0,
-            has_reasoning: false,
-            has_answer: false,
+            separates_reasoning: false,
+            separates_answer: false,
             usage,
             notes,
         };
@@ -73,9 +73,9 @@ struct Rounds {
     out: UnboundedSender<Progress>,
     /// Rounds of calls so far.
     round: u32,
-    /// Whether earlier rounds had reasoning, and an answer: an empty line separates what follows.
-    has_reasoning: bool,
-    has_answer: bool,
+    /// Whether an empty line separates the next reasoning, and the next answer, from those of earlier rounds.
+    separates_reasoning: bool,
+    separates_answer: bool,
     /// Of the rounds that have ended.
     usage: Usage,
     notes: Vec<String>,
@@ -124,13 +124,13 @@ impl Rounds {
             match &event {
                 Event::Started { .. } if self.round > 0 => continue,
                 Event::Reasoning(piece) => {
-                    if self.has_reasoning && reply.reasoning.is_empty() {
+                    if std::mem::take(&mut self.separates_reasoning) {
                         self.send(Event::Reasoning("\n\n".into()));
                     }
                     reply.reasoning += piece;
                 }
                 Event::Answer(piece) => {
-                    if self.has_answer && reply.answer.is_empty() {
+                    if std::mem::take(&mut self.separates_answer) {
                         self.send(Event::Answer("\n\n".into()));
                     }
                     reply.answer += piece;
@@ -248,8 +248,8 @@ impl Rounds {
     /// Makes the request of the next round. `used` is what the last one used of the client's limits.
     fn extend(&mut self, reply: Reply, results: Vec<Message>, used: Usage) {
         let Reply { reasoning, answer, calls, .. } = reply;
-        self.has_reasoning |= !reasoning.is_empty();
-        self.has_answer |= !answer.is_empty();
+        self.separates_reasoning |= !reasoning.is_empty();
+        self.separates_answer |= !answer.is_empty();
         let request = &mut self.request;
         request.messages.push(Message {
             role: "assistant".into(),
