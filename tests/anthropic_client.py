@@ -10,8 +10,9 @@ the exit code is nonzero if any failed.
 import sys
 
 import anthropic
+from anthropic import beta_tool
 
-from sdk_checks import check, run
+from sdk_checks import CITY, ROUNDS, check, run
 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER_QUESTION = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -78,6 +79,23 @@ def tools_are_called_in_several_rounds(client, model):
         final = client.messages.create(messages=messages, **asked)
         assert final.stop_reason == "end_turn" and sky in text(final), final
         messages += [{"role": "assistant", "content": final.content}, *WEATHER_QUESTION]
+
+
+@check
+def tools_are_called_in_twenty_rounds(client, model):
+    seen = []
+
+    @beta_tool(name="get_weather", description="get weather", input_schema=CITY)
+    def weather(city):
+        seen.append(city)
+        return '{"round": %d}' % len(seen)
+
+    runner = client.beta.messages.tool_runner(
+        model=model, max_tokens=2000, tools=[weather], messages=WEATHER_QUESTION, tool_choice={"type": "any"}, max_iterations=ROUNDS, extra_body=GREEDY
+    )
+    replies = list(runner)
+    assert len(replies) == len(seen) == ROUNDS and {reply.stop_reason for reply in replies} == {"tool_use"}, replies[-1]
+    assert replies[-1].usage.cache_read_input_tokens > 0, replies[-1]
 
 
 @check

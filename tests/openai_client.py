@@ -12,7 +12,7 @@ import sys
 
 import openai
 
-from sdk_checks import check, run
+from sdk_checks import CITY, ROUNDS, check, run
 
 QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 WEATHER = {
@@ -119,6 +119,23 @@ def tool_is_called_in_a_stream(client, model):
             calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
     assert reason == "tool_calls" and list(calls) == [0], (reason, calls)
     assert calls[0][0] == "get_weather" and json.loads(calls[0][1]) == {"city": "Rome"}, calls
+
+
+@check
+def tools_are_called_in_twenty_rounds(client, model):
+    tool = {"type": "function", "function": {**WEATHER["function"], "parameters": CITY, "strict": True}}
+    messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+    asked = dict(model=model, tools=[tool], temperature=0, reasoning_effort="none")
+    for round in range(ROUNDS):
+        choice = "required" if round % 2 else {"type": "function", "function": {"name": "get_weather"}}
+        # The package parses the arguments of strict tools, and its message has them when it is sent back.
+        reply = client.chat.completions.parse(messages=messages, tool_choice=choice, **asked).choices[0]
+        assert reply.finish_reason == "tool_calls", reply
+        call = reply.message.tool_calls[0]
+        assert call.function.parsed_arguments["city"] in CITY["properties"]["city"]["enum"], call
+        messages += [reply.message, {"role": "tool", "tool_call_id": call.id, "content": '{"round": %d}' % round}]
+    usage = client.chat.completions.create(messages=messages, max_tokens=5, **asked).usage
+    assert usage.prompt_tokens > 20 * ROUNDS and usage.prompt_tokens_details.cached_tokens > 0, usage
 
 
 def rejected(kind, status, code, create):

@@ -4,6 +4,16 @@ import traceback
 
 CHECKS = []
 
+# Rounds of the longest loops of tools.
+ROUNDS = 20
+# A schema whose value the bundled model need not know: the form of a strict tool leaves it a choice of two.
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
 
 def check(function):
     """Adds a check: a function of the package's client and the name of the model."""

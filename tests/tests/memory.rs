@@ -129,9 +129,11 @@ fn counted_bytes_are_the_bytes_held_for_each_kind_of_cache() {
                 let rows = (1 + random.below(511)).min(tokens.len() - cache.position);
                 append(&mut cache, rows as i32, round);
                 match random.below(4) {
-                    0 => prefixes
-                        .save(&cache, &tokens[..cache.position], Retention::default())
-                        .unwrap(),
+                    0 => {
+                        let saved = &tokens[..cache.position];
+                        let plan = prefixes.plan_save(&cache, saved, Retention::default());
+                        prefixes.save(&cache, saved, &plan).unwrap();
+                    }
                     1 if round % 3 == 0 => break,
                     _ => {}
                 }
@@ -334,7 +336,8 @@ fn time_of_saving_state() {
             let empty = if name == "9B" { large.clone() } else { bundled.new_cache().unwrap() };
             let mut prefixes = Prefixes::new(empty, 4 << 30, disk, 0).unwrap();
             let start = std::time::Instant::now();
-            prefixes.save(&cache, &ids, Retention::default()).unwrap();
+            let plan = prefixes.plan_save(&cache, &ids, Retention::default());
+            prefixes.save(&cache, &ids, &plan).unwrap();
             println!("{name}, {tokens} tokens, {tiers}: {:?}", start.elapsed());
         }
     }

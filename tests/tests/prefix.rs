@@ -95,7 +95,7 @@ impl Family {
             let end = stop.min(at + CHUNK);
             next = self.run(&prompt[at..end], &mut cache);
             if save_points.contains(&end) {
-                prefixes.save(&cache, &prompt[..end], Retention::default()).unwrap();
+                save(prefixes, &cache, &prompt[..end]);
             }
         }
         let mut tokens = prompt.to_vec();
@@ -103,7 +103,7 @@ impl Family {
             tokens.push(next);
             next = self.run(&[next], &mut cache);
         }
-        prefixes.save(&cache, &tokens, Retention::default()).unwrap();
+        save(prefixes, &cache, &tokens);
         CountedReply { tokens, cached }
     }
 
@@ -124,6 +124,11 @@ impl Family {
         assert!(resumed.cached >= least, "{}, {case}: {} cached", self.name, resumed.cached);
         assert!(resumed.tokens == whole.tokens, "{}, {case}: another reply", self.name);
     }
+}
+
+fn save(prefixes: &mut Prefixes, cache: &Cache, tokens: &[u32]) {
+    let plan = prefixes.plan_save(cache, tokens, Retention::default());
+    prefixes.save(cache, tokens, &plan).unwrap();
 }
 
 /// The same arbitrary tokens for each seed.

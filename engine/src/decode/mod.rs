@@ -49,6 +49,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
 
@@ -66,6 +67,7 @@ use self::sample::within;
 use self::sequence::Sequence;
 use self::threads::Threads;
 use crate::activity::ActivityReporter;
+use crate::cache::Span;
 use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Pooling, SpeculationConfig, StoreConfig,
 };
@@ -80,7 +82,10 @@ use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
 
 /// Requests that run at the same time if the configuration does not say, on a CPU and on a GPU.
-const RUNNING: [usize; 2] = [16, 8];
+const RUNNING: [usize; 2] = [16, 32];
+
+/// Rows of the passes whose times are measured at the start, on a CPU and on a GPU.
+const TIMED_ROWS: [[usize; 2]; 2] = [[8, 32], [plan::LEAST_ROWS, 512]];
 
 /// Loads the policies of all profiles of `config`, for all models to share. Reloads them when their
 /// files change; their state is stored in the folder `data`.
@@ -351,6 +356,9 @@ impl Decoder {
         decoder.threads =
             Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
         decoder.measure_costs()?;
+        decoder.pass_costs = decoder.measure_prefill(TIMED_ROWS[usize::from(!on_cpu)])?;
+        let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
+        decoder.prefixes.set_compute_costs(costs);
         decoder.measure_memory(config.engine.memory_limit_bytes, before_weights)?;
         Ok((decoder, info))
     }
@@ -381,6 +389,25 @@ impl Decoder {
         Ok(())
     }
 
+    /// Measures passes with two numbers of rows on this machine. The first run of each compiles kernels, which
+    /// the first request need not wait for then.
+    fn measure_prefill(&self, rows: [usize; 2]) -> Result<PassCosts> {
+        let measure = |rows: usize| -> Result<(usize, f32)> {
+            let (mut start, ids) = (Instant::now(), token_ids(&vec![0; rows]));
+            for _ in 0..2 {
+                start = Instant::now();
+                let mut cache = self.prefixes.empty();
+                let mut span = [Span { rows: ids.dim(0), cache: &mut cache }];
+                let hidden = self.model.forward(&ids, &mut span, self.pass())?;
+                eval(cache.arrays()?.iter().chain([&hidden]))?;
+            }
+            Ok((rows, start.elapsed().as_secs_f32()))
+        };
+        let passes = [measure(rows[0])?, measure(rows[1])?];
+        tracing::info!(?passes, "prefill measured");
+        Ok(PassCosts::measured(passes))
+    }
+
     /// Saves the state of the prompt if the cache is at its next save point.
     fn save_at_save_point(&mut self, sequence: &mut Sequence) {
         let is_here = |&mut (position, _): &mut (usize, _)| position == sequence.cache.position;
@@ -395,11 +422,11 @@ impl Decoder {
         if tokens.len() < self.store_min_tokens {
             return;
         }
+        let plan = self.prefixes.plan_save(&sequence.cache, tokens, retention);
         let bytes = |rows| self.memory.of_saved(&sequence.cache, rows);
         // The store has a copy of its own until it is written.
-        let to_write = self.prefixes.tokens_to_write(tokens).map_or(0, bytes);
-        let room = self.make_room(bytes(tokens.len()) + to_write);
-        let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, retention));
+        let room = self.make_room(bytes(tokens.len()) + plan.to_write.map_or(0, bytes));
+        let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, &plan));
         if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }

@@ -2,8 +2,8 @@
 //!
 //! Sequences that have caught up run in every step, so prefill never stops them. A pass that also
 //! prefills takes longer, and every stream waits for it. The rows of prompt are limited so that the
-//! pass is expected to take at most [`Budget::stall`], but never fewer than [`LEAST_ROWS`], so decoding
-//! never stops prefill either. Without a stream to wait for it, a pass runs a whole chunk.
+//! pass is expected to take at most [`Budget::stall`], or twice what prefill of one row takes, but never
+//! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. Without a stream to wait for it, a pass runs a whole chunk.
 //!
 //! The shortest remaining prompt runs first: a short prompt after a long one waits for one step. A
 //! sequence that was passed over [`AGING`] times runs before shorter ones.
@@ -14,6 +14,8 @@
 
 use std::cmp::Reverse;
 use std::time::Duration;
+
+use crate::prefix::ComputeCosts;
 
 /// Fewest rows of prompt in a step with prefill: the chunk of the gated delta rule, which costs the
 /// same for fewer rows.
@@ -40,11 +42,16 @@ pub struct Budget {
     pub chunk: usize,
 }
 
-/// Seconds that passes take on this machine, learned while it serves.
-#[derive(Debug, Clone, Copy, Default)]
+/// Seconds that passes take on this machine: measured at the start, and learned while it serves.
+///
+/// A pass that prefills takes `prefill + row * rows` longer than one that only decodes. On a GPU the first
+/// part, which is the same for any number of rows, is the larger one for short prompts.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct PassCosts {
     /// A pass without prefill; 0 if none has run.
     decode: f32,
+    /// What any pass with prefill takes in addition.
+    prefill: f32,
     /// Each row of prompt in addition; 0 if none has run.
     row: f32,
 }
@@ -53,24 +60,55 @@ impl PassCosts {
     /// Weight of the newest pass.
     const NEWEST: f32 = 0.2;
 
-    /// Learns from a pass that took `seconds`, of which `rows` were rows of prompt.
-    pub fn learn(&mut self, rows: usize, seconds: f32) {
-        let learn = |cost: &mut f32, seconds: f32| {
-            *cost = if *cost > 0.0 { *cost + Self::NEWEST * (seconds - *cost) } else { seconds };
-        };
-        if rows == 0 {
-            learn(&mut self.decode, seconds);
-        } else {
-            learn(&mut self.row, ((seconds - self.decode) / rows as f32).max(0.0));
-        }
+    /// Weight of a pass that was faster than expected: the first passes compile kernels.
+    const NEWEST_FASTER: f32 = 0.5;
+
+    /// Rows whose cost is learned as fast as that of the pass.
+    const ROWS: f32 = 256.0;
+
+    /// Costs from two measured passes over a prompt: rows and seconds of a short one and of a long one.
+    pub fn measured([short, long]: [(usize, f32); 2]) -> Self {
+        let row = ((long.1 - short.1) / (long.0 - short.0) as f32).max(0.0);
+        Self { prefill: (short.1 - row * short.0 as f32).max(0.0), row, decode: 0.0 }
     }
 
-    /// Rows of prompt with which a pass takes `stall`.
+    /// What a prompt costs in passes over `chunk` rows.
+    pub fn of_prompts(&self, chunk: usize) -> ComputeCosts {
+        ComputeCosts { token: self.row, pass: self.prefill, pass_tokens: chunk.max(1) }
+    }
+
+    /// Learns from a pass that took `seconds`, of which `rows` were rows of prompt.
+    pub fn learn(&mut self, rows: usize, seconds: f32) {
+        let weight = |error: f32| if error < 0.0 { Self::NEWEST_FASTER } else { Self::NEWEST };
+        if rows == 0 {
+            let error = seconds - self.decode;
+            self.decode += if self.decode > 0.0 { weight(error) * error } else { error };
+            return;
+        }
+        let added = (seconds - self.decode).max(0.0);
+        let expected = self.prefill + self.row * rows as f32;
+        if expected == 0.0 {
+            self.row = added / rows as f32;
+            return;
+        }
+        // One slow pass, which compiles a kernel or waits for a busy machine, says little.
+        let error = (added - expected).min(expected);
+        // Normalized least mean squares over (1, rows / ROWS): both parts change, none below zero.
+        let (change, scaled) = (weight(error) * error, rows as f32 / Self::ROWS);
+        let of_prefill = (change / (1.0 + scaled * scaled)).max(-self.prefill);
+        let of_rows = (change - of_prefill).max(-self.row * rows as f32);
+        self.prefill = (self.prefill + change - of_rows).max(0.0);
+        self.row += of_rows / rows as f32;
+    }
+
+    /// Rows of prompt with which a pass takes `stall`. If prefill of any length takes about as long, so
+    /// many that their own cost is as large: fewer rows would stop the streams more often.
     fn rows_within(&self, stall: Duration) -> usize {
         if self.row <= 0.0 {
             return LEAST_ROWS;
         }
-        ((stall.as_secs_f32() - self.decode).max(0.0) / self.row) as usize
+        let left = stall.as_secs_f32() - self.decode - self.prefill;
+        (left.max(self.prefill) / self.row) as usize
     }
 }
 
@@ -127,7 +165,7 @@ mod tests {
     const BUDGET: Budget = Budget { stall: Duration::from_millis(100), chunk: 512 };
 
     fn costs(decode: f32, row: f32) -> PassCosts {
-        PassCosts { decode, row }
+        PassCosts { decode, prefill: 0.0, row }
     }
 
     fn pending(rows: &[usize]) -> Vec<Pending> {
@@ -169,14 +207,37 @@ mod tests {
     #[test]
     fn costs_follow_the_passes() {
         let mut costs = PassCosts::default();
-        for _ in 0..50 {
+        for i in 0..200 {
             costs.learn(0, 0.02);
-            costs.learn(100, 0.05);
+            let rows = [64, 200, 512][i % 3];
+            costs.learn(rows, 0.02 + 0.04 + 0.000_1 * rows as f32);
         }
         assert!((costs.decode - 0.02).abs() < 1e-4, "{costs:?}");
-        assert!((costs.row - 0.0003).abs() < 1e-5, "{costs:?}");
+        assert!((costs.prefill - 0.04).abs() < 1e-3, "{costs:?}");
+        assert!((costs.row - 0.000_1).abs() < 1e-5, "{costs:?}");
         costs.learn(100, 0.01);
-        assert!(costs.row >= 0.0);
+        assert!(costs.row >= 0.0 && costs.prefill >= 0.0);
+    }
+
+    #[test]
+    fn a_few_slow_passes_are_forgotten() {
+        let start = PassCosts::measured([(64, 0.045), (512, 0.09)]);
+        assert!((start.prefill - 0.038_571).abs() < 1e-5, "{start:?}");
+        assert!((start.row - 0.000_100).abs() < 1e-6, "{start:?}");
+        // Compiling kernels, once or from the first pass on.
+        for mut costs in [start, PassCosts::default()] {
+            costs.learn(66, 10.0);
+            (0..12).for_each(|_| costs.learn(66, 0.045));
+            assert!((costs.prefill + 66.0 * costs.row - 0.045).abs() < 0.005, "{costs:?}");
+        }
+    }
+
+    /// Short passes would stop the streams almost as long as these, and more often.
+    #[test]
+    fn a_pass_whose_cost_hardly_depends_on_its_rows_runs_many() {
+        let costs = PassCosts { decode: 0.01, prefill: 0.12, row: 0.000_1 };
+        assert_eq!(prefill_rows(&pending(&[0, 66, 66, 66]), &costs, BUDGET), [0, 66, 66, 66]);
+        assert_eq!(prefill_rows(&pending(&[0, 9000]), &costs, BUDGET), [0, 512]);
     }
 
     /// Random arrivals and lengths. Every step keeps to its limits, every prompt gets rows again within

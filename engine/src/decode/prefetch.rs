@@ -151,10 +151,12 @@ impl Decoder {
         eval(&cache.arrays()?)?;
         self.prefixes.reporter().count(|counts| counts.ahead_tokens += (end - start) as u64);
         if end == tokens.len() {
-            self.prefixes.save(cache, tokens, *retention)?;
+            let plan = self.prefixes.plan_save(cache, tokens, *retention);
+            self.prefixes.save(cache, tokens, &plan)?;
         } else if end == stop {
             // Limits the work lost when a request interrupts.
-            self.prefixes.save(cache, &tokens[..end], Retention::default())?;
+            let plan = self.prefixes.plan_save(cache, &tokens[..end], Retention::default());
+            self.prefixes.save(cache, &tokens[..end], &plan)?;
         }
         Ok(())
     }

@@ -74,8 +74,10 @@ impl Decoder {
             let proposed = catch_panic(sequence.stage(), || self.propose_draft(sequence, alone));
             sequence.check(proposed);
         }
+        let proposed = start.elapsed();
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
+        let ran = start.elapsed() - proposed;
         for (sequence, sampled) in running.iter_mut().zip(pending) {
             if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
@@ -89,8 +91,22 @@ impl Decoder {
                 costs.learn_plain(start.elapsed().as_secs_f32());
             }
         }
+        let elapsed = start.elapsed();
         if let Some(rows) = prompt_rows {
-            self.pass_costs.learn(rows, start.elapsed().as_secs_f32());
+            self.pass_costs.learn(rows, elapsed.as_secs_f32());
+            self.prefixes.set_compute_costs(self.pass_costs.of_prompts(self.prefill_chunk));
+        }
+        if elapsed > self.stall {
+            let (prompt_rows, costs) = (prompt_rows.unwrap_or(0), self.pass_costs);
+            tracing::debug!(
+                sequences = running.len(),
+                prompt_rows,
+                ?elapsed,
+                ?proposed,
+                ?ran,
+                ?costs,
+                "step took longer than engine.stall_ms"
+            );
         }
         Ok(())
     }

@@ -54,6 +54,16 @@ const CONTEXT: u64 = 4096;
 /// `tests/tests/memory.rs` repeats it).
 const CPU_BUFFER_CACHE_BYTES: usize = 8 << 20;
 
+/// Most bytes of freed buffers that MLX keeps on a GPU, where allocation is slow. Without a limit it keeps
+/// almost all of the GPU's memory: the passes of a server have many shapes, and buffers of other sizes are
+/// not reused.
+const GPU_BUFFER_CACHE_BYTES: usize = 4 << 30;
+
+/// [`GPU_BUFFER_CACHE_BYTES`], or an eighth of a small memory.
+fn gpu_buffer_cache_bytes() -> Result<usize> {
+    Ok(GPU_BUFFER_CACHE_BYTES.min(memory::memory_limit()? / 8))
+}
+
 impl Loaded {
     /// Digest of weights, config and numeric format; `weights` is from
     /// [`WeightsDigest`](super::WeightsDigest). State is shared between models of equal digest.
@@ -92,9 +102,8 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         config::Compile::Off => false,
     };
     compile_steps(compile);
-    if on_cpu {
-        memory::set_cache_limit(CPU_BUFFER_CACHE_BYTES)?;
-    }
+    let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
+    memory::set_cache_limit(buffers)?;
 
     let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
     let model = (family.load)(&json, &mut weights)?;

@@ -9,19 +9,24 @@
 //! writer and [`PrefixReporter`].
 
 mod bytes;
+mod cost;
 mod report;
 mod tree;
+
+use std::time::Instant;
 
 use mlx_rs::Array;
 
 use self::bytes::KvFormat;
+pub use self::cost::ComputeCosts;
+use self::cost::ReadCosts;
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
 pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, owned};
 use crate::error::{ConfigError, Error, Result};
 use crate::store::{
-    BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, WallClock, state_key,
+    BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, SavedPrefix, WallClock, state_key,
 };
 
 /// Recurrent state, two arrays a layer.
@@ -50,6 +55,15 @@ impl KvRun for KeyValues {
     }
 }
 
+/// Bytes of an element of KV, when it is estimated what the store will read.
+const KV_BYTES: u64 = 2;
+
+/// Number of `tokens` in blocks that the store does not have.
+fn missing_tokens(disk: &RedbStore, tokens: &[u32], keys: &[Key]) -> usize {
+    let blocks = tokens.chunks(BLOCK_TOKENS).zip(keys);
+    blocks.filter(|(_, key)| !disk.contains(key)).map(|(block, _)| block.len()).sum()
+}
+
 /// The prefix cache and the prefix store.
 pub struct Prefixes {
     tree: PrefixTree<KeyValues, StateArrays>,
@@ -59,8 +73,17 @@ pub struct Prefixes {
     /// Cloned and filled by [`Prefixes::resume`].
     empty: Cache,
     needs_state: bool,
+    read_costs: ReadCosts,
     clock: WallClock,
     reporter: PrefixReporter,
+}
+
+/// What saving a prefix writes to the store.
+pub struct SavePlan {
+    retention: Retention,
+    keys: Vec<Key>,
+    /// Number of tokens whose KV is copied for the store; `None` if nothing is written.
+    pub to_write: Option<usize>,
 }
 
 /// How long saved state is protected from eviction.
@@ -97,6 +120,7 @@ impl Prefixes {
             kv_format: if kv_bits == 8 { KvFormat::Bits8 } else { KvFormat::Exact },
             empty,
             needs_state,
+            read_costs: ReadCosts::default(),
             clock: WallClock::default(),
         })
     }
@@ -105,6 +129,11 @@ impl Prefixes {
     #[must_use]
     pub fn with_clock(self, clock: WallClock) -> Self {
         Self { clock, ..self }
+    }
+
+    /// Sets how long computing a prompt takes. State on disk is written and read if reading it is faster.
+    pub fn set_compute_costs(&mut self, costs: ComputeCosts) {
+        self.read_costs.set_compute(costs);
     }
 
     /// Reports from any thread.
@@ -153,6 +182,7 @@ impl Prefixes {
         while let Some(disk) = &self.disk
             && let Some(saved) = disk.longest(prompt, limit, self.needs_state)
             && saved.tokens > length
+            && self.is_worth_reading(disk, &saved, length)
         {
             match self.read(&prompt[..saved.tokens], &saved.keys) {
                 Ok(true) => length = saved.tokens,
@@ -173,6 +203,12 @@ impl Prefixes {
         Ok((cache, length))
     }
 
+    /// Whether reading a prefix on disk is better than computing the tokens after the first `known`.
+    fn is_worth_reading(&self, disk: &RedbStore, saved: &SavedPrefix, known: usize) -> bool {
+        let bytes = disk.bytes(&saved.keys[known / BLOCK_TOKENS..]);
+        self.read_costs.favours_reading(bytes, saved.tokens - known)
+    }
+
     /// Copies a prefix with these keys from disk to memory; false if a part is damaged or gone.
     fn read(&mut self, prefix: &[u32], keys: &[Key]) -> Result<bool> {
         let Some(disk) = &self.disk else { return Ok(false) };
@@ -180,6 +216,7 @@ impl Prefixes {
         let blocks = prefix.len().div_ceil(BLOCK_TOKENS);
         // The KV in memory may end within a block: read that block again.
         let first = if known == prefix.len() { blocks } else { known / BLOCK_TOKENS };
+        let start = Instant::now();
         let Some(parts) = disk.load(&keys[first..]) else { return Ok(false) };
         disk.touch(keys);
         let (saved_kv, saved_state) = parts.split_at(blocks - first);
@@ -197,13 +234,31 @@ impl Prefixes {
             _ => None,
         };
         self.tree.put(prefix, kv, state)?;
+        let bytes = parts.iter().flatten().map(|tensor| tensor.bytes.len() as u64).sum();
+        self.read_costs.learn(bytes, start.elapsed());
         self.reporter.count(|counts| counts.read_tokens += prefix.len() as u64);
         Ok(true)
     }
 
-    /// Saves the state of `cache`, which holds exactly `tokens`.
-    pub fn save(&mut self, cache: &Cache, tokens: &[u32], retention: Retention) -> Result<()> {
+    /// Plans [`Prefixes::save`]. On disk, state is saved if it is retained, or if reading it will be better
+    /// than computing what the store does not have.
+    pub fn plan_save(&self, cache: &Cache, tokens: &[u32], retention: Retention) -> SavePlan {
+        let keys = self.keys(tokens);
+        let to_write = self.disk.as_ref().and_then(|disk| {
+            let rows = missing_tokens(disk, tokens, &keys);
+            let is_saved = rows == 0 && keys.iter().all(|key| disk.contains(key));
+            let saved = disk.longest(tokens, tokens.len(), self.needs_state);
+            let new = tokens.len() - saved.map_or(0, |saved| saved.tokens);
+            let is_worth = self.read_costs.favours_reading(cache.bytes(new, KV_BYTES), new);
+            (!is_saved && (retention.seconds > 0 || is_worth)).then_some(rows)
+        });
+        SavePlan { retention, keys, to_write }
+    }
+
+    /// Saves the state of `cache`, which holds exactly `tokens`, for which the plan was made.
+    pub fn save(&mut self, cache: &Cache, tokens: &[u32], plan: &SavePlan) -> Result<()> {
         debug_assert_eq!(cache.position, tokens.len());
+        let SavePlan { retention, keys, to_write } = plan;
         let length = tokens.len();
         let known = self.tree.find(tokens, length);
         if known.resume < length || known.kv < length {
@@ -213,13 +268,14 @@ impl Prefixes {
             self.tree.put(tokens, kv.transpose()?, state.transpose()?)?;
             self.reporter.count(|counts| counts.saves += 1);
         }
-        let keys = self.keys(tokens);
         if let Some(disk) = &self.disk {
-            disk.save(self.unsaved_parts(disk, cache, tokens, &keys)?);
-            disk.touch(&keys);
+            if to_write.is_some() {
+                disk.save(self.unsaved_parts(disk, cache, tokens, keys)?);
+            }
+            disk.touch(keys);
         }
         if retention.seconds > 0 && length > 0 {
-            self.retain_keys(tokens, &keys, retention)?;
+            self.retain_keys(tokens, keys, *retention)?;
         }
         self.shrink();
         Ok(())
@@ -242,8 +298,7 @@ impl Prefixes {
     /// Number of `tokens` whose KV [`Prefixes::save_on_disk`] would copy; `None` without a store.
     pub fn tokens_to_write(&self, tokens: &[u32]) -> Option<usize> {
         let disk = self.disk.as_ref()?;
-        let blocks = tokens.chunks(BLOCK_TOKENS).zip(self.keys(tokens));
-        Some(blocks.filter(|(_, key)| !disk.contains(key)).map(|(block, _)| block.len()).sum())
+        Some(missing_tokens(disk, tokens, &self.keys(tokens)))
     }
 
     /// Protects a saved prefix from eviction, as far as half of each tier allows. Does nothing for a

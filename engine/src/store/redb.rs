@@ -174,6 +174,12 @@ impl RedbStore {
         self.shared.state.lock().index.get(key).is_some()
     }
 
+    /// Bytes of the elements of these parts; those that are missing count as none.
+    pub fn bytes(&self, keys: &[Key]) -> u64 {
+        let state = self.shared.state.lock();
+        keys.iter().filter_map(|key| state.index.get(key)).map(|entry| entry.record.bytes).sum()
+    }
+
     /// The tensors of these parts, in order. `None` if one of them is missing or damaged; a damaged
     /// part is dropped with a warning, and [`RedbStore::longest`] finds what is left. A use, like
     /// [`RedbStore::touch`].

@@ -66,7 +66,7 @@ impl Bodies {
         }
     }
 
-    /// Reads a body of `content_type`.
+    /// Reads a body of `content_type`, or of any if there is none.
     ///
     /// # Errors
     /// 415, 413, 408, 400 if the connection breaks, and 503 if the budget is used up.
@@ -74,13 +74,14 @@ impl Bodies {
         &self,
         headers: &HeaderMap,
         body: Body,
-        content_type: &str,
+        content_type: Option<&str>,
         limit: Limit,
     ) -> Result<ReadBody, ApiError> {
         let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
         let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-        if !kind.eq_ignore_ascii_case(content_type) {
-            return Err(ApiError::not_of_type(content_type));
+        if let Some(expected) = content_type.filter(|expected| !kind.eq_ignore_ascii_case(expected))
+        {
+            return Err(ApiError::not_of_type(expected));
         }
         let time = Duration::from_secs(self.timeout_s);
         match tokio::time::timeout(time, self.collect(body, limit)).await {

@@ -9,6 +9,7 @@ use super::error::ApiError;
 use super::probability::{self, Probability, TextLogprobs};
 use super::protocol::{Call, Parsed, Place, Protocol};
 use super::reply::{Frames, Head, Part, Reply};
+use super::sampling::Sampling;
 use super::{fields, json, params};
 
 /// Most prompts of a body: each is a request of its own.
@@ -42,10 +43,6 @@ struct Body {
     stream: Option<bool>,
     stream_options: Option<params::StreamOptions>,
     max_tokens: Option<i64>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    top_k: Option<i64>,
-    min_p: Option<f32>,
     #[serde(default, deserialize_with = "params::seed")]
     seed: Option<u64>,
     stop: Option<Value>,
@@ -60,13 +57,18 @@ fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Completions>, ApiError
     fields::check(fields::COMPLETIONS, &fields)?;
     let probability = fields::take(&mut fields, &probability::FIELDS);
     let probability: Probability = json::typed_body(probability)?;
+    let sampling = Sampling::take("", &mut fields)?;
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check(probability) })
+    Ok(Parsed { model, stream, call: body.check(sampling, probability) })
 }
 
 impl Body {
-    fn check(self, probability: Probability) -> Result<Call<Completions>, ApiError> {
+    fn check(
+        self,
+        sampling: Sampling,
+        probability: Probability,
+    ) -> Result<Call<Completions>, ApiError> {
         let echo = self.echo.unwrap_or(false);
         let choices = params::choices(self.n, self.best_of)?;
         let max_tokens = match self.max_tokens {
@@ -77,7 +79,7 @@ impl Body {
         };
         let mut request = Request {
             max_tokens,
-            sampling: params::sampling(self.temperature, self.top_p, self.top_k, self.min_p)?,
+            sampling: sampling.check()?,
             seed: self.seed,
             stop: params::stops("stop", self.stop)?,
             ..Request::default()

@@ -265,15 +265,20 @@ impl ApiError {
     pub fn body(&self, dialect: Dialect) -> Value {
         match dialect {
             Dialect::OpenAi => self.to_json(),
-            Dialect::Anthropic => json!({
-                "type": "error",
-                "error": {
+            Dialect::Anthropic => {
+                let mut error = json!({
                     "type": self.anthropic_type(),
                     "message": self.anthropic_message(),
                     "param": self.param,
                     "code": self.code,
-                },
-            }),
+                });
+                // Anthropic's tool runners ask for a thread first. After this code they send the whole conversation.
+                if self.param.as_deref() == Some("thread") {
+                    let code = "thread_unsupported_request";
+                    error["details"] = json!({"error_code": code, "unsupported": ["thread"]});
+                }
+                json!({"type": "error", "error": error})
+            }
             Dialect::Ollama => json!({"error": self.message}),
         }
     }

@@ -26,6 +26,7 @@ mod probability;
 pub mod protocol;
 mod reply;
 mod responses;
+mod sampling;
 mod structure;
 mod tokens;
 

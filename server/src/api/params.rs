@@ -5,7 +5,6 @@
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use steersman_engine::policy::SamplingPatch;
 use steersman_engine::request::{Form, FunctionCall, Message, ResponseFormat, ToolCall};
 
 use super::error::ApiError;
@@ -62,45 +61,6 @@ pub struct StreamOptions {
     /// Padding against observers of encrypted traffic.
     #[serde(rename = "include_obfuscation")]
     _include_obfuscation: Option<bool>,
-}
-
-/// The sampling parameters of a request, checked. -1 and 0 for `top_k` keep all tokens.
-pub fn sampling(
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    top_k: Option<i64>,
-    min_p: Option<f32>,
-) -> Result<SamplingPatch, ApiError> {
-    let top_k = top_k.map(|top_k| match top_k {
-        -1 => Ok(0),
-        top_k => u32::try_from(top_k).map_err(|_| {
-            let message = format!("top_k: is {top_k}, must be at least 1, or 0 or -1 for all");
-            ApiError::value("top_k", message)
-        }),
-    });
-    Ok(SamplingPatch {
-        temperature: within("temperature", temperature, "from 0 to 2", |t| {
-            (0.0..=2.0).contains(&t)
-        })?,
-        top_p: within("top_p", top_p, "above 0, at most 1", |p| p > 0.0 && p <= 1.0)?,
-        top_k: top_k.transpose()?,
-        min_p: within("min_p", min_p, "from 0 to 1", |p| (0.0..=1.0).contains(&p))?,
-    })
-}
-
-/// Checks that `value` is in `range`.
-fn within(
-    name: &str,
-    value: Option<f32>,
-    range: &str,
-    contains: impl Fn(f32) -> bool,
-) -> Result<Option<f32>, ApiError> {
-    match value {
-        Some(value) if !contains(value) => {
-            Err(ApiError::value(name, format!("{name}: is {value}, must be {range}")))
-        }
-        value => Ok(value),
-    }
 }
 
 /// A number of tokens; -1 is no limit.

@@ -148,7 +148,7 @@ pub async fn upload(
     let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
     // No budget: only operators upload, one at a time.
     let limit = Limit { bytes: COMPONENT_BYTES, set_by: "for a component", has_budget: false };
-    let component = app.bodies.read(&headers, body, WASM, limit).await?.bytes;
+    let component = app.bodies.read(&headers, body, Some(WASM), limit).await?.bytes;
     let activation = blocking(move || policies.upload(&name, &component)).await?;
     Ok(Json(activation.map_err(upload_error)?.into()))
 }

@@ -26,6 +26,9 @@ use super::{App, random_hex};
 use crate::mcp::{Ran, rounds};
 use crate::serve::Shutdown;
 
+/// The content type of bodies.
+pub const JSON: Option<&str> = Some("application/json");
+
 /// Selects a profile, like `model@profile`.
 const PROFILE: HeaderName = HeaderName::from_static("x-steersman-profile");
 
@@ -58,6 +61,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
 
     /// Whether all requests of a body take one place in the queue.
     const HAS_ONE_PLACE: bool = false;
+
+    /// The content type that bodies must have, if any.
+    const CONTENT_TYPE: Option<&'static str> = JSON;
 
     /// How streams are written.
     const FRAMING: Framing = Framing::Sse;
@@ -230,7 +236,7 @@ async fn read<P: Protocol>(
     body: Body,
     log: &mut RequestLog,
 ) -> Result<(bool, Call<P>, Admission), ApiError> {
-    let body = read_json(app, headers, body).await?;
+    let body = read_json(app, headers, body, P::CONTENT_TYPE).await?;
     log.share = body.share;
     let Parsed { model, stream, call } = app.bodies.parse(body.bytes, P::parse).await?;
     let admission = admit(app, caller, headers, model)?;
@@ -265,14 +271,19 @@ async fn check_lengths(
     app.bodies.work(check).await?
 }
 
-/// Reads a JSON body.
+/// Reads a JSON body of `content_type`, or of any if there is none.
 ///
 /// # Errors
 /// As [`super::body::Bodies::read`].
-pub async fn read_json(app: &App, headers: &HeaderMap, body: Body) -> Result<ReadBody, ApiError> {
+pub async fn read_json(
+    app: &App,
+    headers: &HeaderMap,
+    body: Body,
+    content_type: Option<&str>,
+) -> Result<ReadBody, ApiError> {
     let limit =
         Limit { bytes: app.body_limit_bytes, set_by: "server.body_limit_bytes", has_budget: true };
-    app.bodies.read(headers, body, "application/json", limit).await
+    app.bodies.read(headers, body, content_type, limit).await
 }
 
 /// Admits a body for `model`.

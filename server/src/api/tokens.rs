@@ -14,7 +14,7 @@ use super::App;
 use super::access::{Admission, Caller};
 use super::chat::Chat;
 use super::error::ApiError;
-use super::protocol::{Parsed, Protocol, admit, read_json};
+use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
 
 /// The client's name of the model, and the rest of a body.
 type Named<T> = (Option<String>, T);
@@ -143,7 +143,7 @@ async fn read<T: Send + 'static>(
     body: Body,
     parse: fn(Map<String, Value>) -> Result<Named<T>, ApiError>,
 ) -> Result<(T, Admission), ApiError> {
-    let body = read_json(app, headers, body).await?;
+    let body = read_json(app, headers, body, JSON).await?;
     let (model, parsed) = app.bodies.parse(body.bytes, parse).await?;
     Ok((parsed, admit(app, caller, headers, model)?))
 }

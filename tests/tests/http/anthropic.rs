@@ -313,6 +313,10 @@ async fn errors_have_anthropics_format() {
         let message = reply["error"]["message"].as_str().unwrap();
         assert!(message.contains(words), "`{words}` is not in `{message}`");
     }
+    // By this code, Anthropic's tool runners know that they have to send whole conversations.
+    let (_, reply) = create(&app, with(json!({"thread": {"type": "create"}}))).await;
+    let details = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
+    assert_eq!(reply["error"]["details"], details);
     let mut request = messages("/v1/messages", &with(json!({})));
     request.headers_mut().insert("x-api-key", "sk-two".parse().unwrap());
     let response = send(&app, request).await;

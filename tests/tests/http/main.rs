@@ -7,6 +7,7 @@
 mod access;
 mod anthropic;
 mod choices;
+mod clients;
 mod completions;
 mod connection;
 mod embeddings;

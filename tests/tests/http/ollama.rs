@@ -31,6 +31,26 @@ fn calls() -> Vec<Act> {
     vec![Say(Event::ToolCall(call)), finished(FinishReason::ToolCalls)]
 }
 
+/// Before, `curl -d` as in Ollama's documentation and the clients that send no type got a 415.
+#[tokio::test]
+async fn content_type_may_be_any() {
+    let (app, _) = app(answer);
+    for (path, body) in [
+        ("/api/chat", json!({"messages": [{"role": "user", "content": "Hi"}]})),
+        ("/api/generate", json!({"prompt": "Hi"})),
+        ("/api/show", json!({"model": "owner/tiny"})),
+    ] {
+        for kind in [None, Some("application/x-www-form-urlencoded")] {
+            let mut request = axum::http::Request::post(path);
+            if let Some(kind) = kind {
+                request = request.header(header::CONTENT_TYPE, kind);
+            }
+            let response = send(&app, request.body(body.to_string().into()).unwrap()).await;
+            assert_eq!(response.status(), StatusCode::OK, "{path} {kind:?}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn chat_is_streamed_in_lines_by_default() {
     let (app, seen) = app(answer);

@@ -64,13 +64,14 @@ async fn malformed_call_in_a_history_blocks_no_later_turn() {
         (json!("[1]"), json!({"arguments": [1]}), 2),
         (json!("{\"a\": "), json!({"arguments": "{\"a\": "}), 2),
     ] {
-        let function = json!({"name": "f", "arguments": arguments, "provider_specific_fields": {}});
+        let function = json!({"name": "f", "arguments": arguments, "provider_specific_fields": {},
+                              "parsed_arguments": {"a": 1}});
         let call = json!({"id": "c", "type": "function", "function": function,
                           "provider_specific_fields": {"signature": "x"}});
         let messages = json!([
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": null, "tool_calls": [call],
-             "provider_specific_fields": {"citations": null}},
+             "provider_specific_fields": {"citations": null}, "parsed": {"a": 1}},
             {"role": "tool", "tool_call_id": "c", "content": null},
         ]);
         let (status, reply) = chat(&app, body(json!({"messages": messages}))).await;

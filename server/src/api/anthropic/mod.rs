@@ -16,7 +16,7 @@ use super::App;
 use super::access::Caller;
 use super::chat::extension;
 use super::error::{ApiError, Dialect};
-use super::protocol::{Parsed, Protocol, admit, read_json};
+use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
 use super::reply::{self, Frames, Head, Part, Reply};
 use crate::mcp::Ran;
 
@@ -180,7 +180,7 @@ pub async fn count_tokens(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
-    let body = read_json(&app, &headers, body).await?;
+    let body = read_json(&app, &headers, body, JSON).await?;
     let Parsed { model, call, .. } = app.bodies.parse(body.bytes, request::parse).await?;
     let admission = admit(&app, &caller, &headers, model)?;
     let mut requests = call?.requests;

@@ -12,6 +12,7 @@ use super::Messages;
 use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
+use crate::api::sampling::Sampling;
 use crate::api::{fields, json};
 
 /// What separates the blocks of one text.
@@ -25,9 +26,6 @@ struct Body {
     system: Option<Value>,
     max_tokens: Option<i64>,
     stream: Option<bool>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    top_k: Option<i64>,
     stop_sequences: Option<Value>,
     tools: Option<Vec<Map<String, Value>>>,
     tool_choice: Option<ToolChoiceBody>,
@@ -95,15 +93,16 @@ enum Block {
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn parse(fields: Map<String, Value>) -> Result<Parsed<Messages>, ApiError> {
+pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Messages>, ApiError> {
     fields::check(fields::MESSAGES, &fields)?;
+    let sampling = Sampling::take("", &mut fields)?;
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check() })
+    Ok(Parsed { model, stream, call: body.check(sampling) })
 }
 
 impl Body {
-    fn check(self) -> Result<Call<Messages>, ApiError> {
+    fn check(self, sampling: Sampling) -> Result<Call<Messages>, ApiError> {
         let mut notes = Vec::new();
         let retain = self.retain()?;
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
@@ -131,7 +130,7 @@ impl Body {
             reasoning,
             reasoning_budget: reasoning_budget.or(of_effort),
             max_tokens: params::limit("max_tokens", self.max_tokens)?,
-            sampling: params::sampling(self.temperature, self.top_p, self.top_k, None)?,
+            sampling: sampling.check()?,
             stop: params::stops("stop_sequences", self.stop_sequences)?,
             retain,
             ..Request::default()

@@ -35,6 +35,9 @@ pub struct MessageBody {
     _reasoning_details: Option<Value>,
     #[serde(rename = "cache_control")]
     _cache_control: Option<Value>,
+    // OpenAI's packages add what they parsed of a reply, here and in calls, and send it back.
+    #[serde(rename = "parsed")]
+    _parsed: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -59,6 +62,8 @@ struct FunctionBody {
     arguments: Value,
     #[serde(rename = "provider_specific_fields")]
     _provider_specific_fields: Option<Value>,
+    #[serde(rename = "parsed_arguments")]
+    _parsed_arguments: Option<Value>,
 }
 
 fn function() -> String {

@@ -13,6 +13,7 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::probability::{self, Probability};
 use crate::api::protocol::{Call, Parsed};
+use crate::api::sampling::Sampling;
 use crate::api::{fields, json, structure};
 
 /// The fields of the body that have an effect.
@@ -24,10 +25,6 @@ struct Body {
     stream_options: Option<params::StreamOptions>,
     max_tokens: Option<i64>,
     max_completion_tokens: Option<i64>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    top_k: Option<i64>,
-    min_p: Option<f32>,
     #[serde(default, deserialize_with = "params::seed")]
     seed: Option<u64>,
     stop: Option<Value>,
@@ -48,9 +45,10 @@ pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Chat>, ApiError> {
     let structure = fields::take(&mut fields, &structure::FIELDS);
     let probability = fields::take(&mut fields, &probability::FIELDS);
     let probability: Probability = json::typed_body(probability)?;
+    let sampling = Sampling::take("", &mut fields)?;
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check(structure, probability) })
+    Ok(Parsed { model, stream, call: body.check(structure, sampling, probability) })
 }
 
 impl Body {
@@ -61,6 +59,7 @@ impl Body {
     fn check(
         self,
         structure: Map<String, Value>,
+        sampling: Sampling,
         probability: Probability,
     ) -> Result<Call<Chat>, ApiError> {
         let stream = self.stream.unwrap_or(false);
@@ -84,7 +83,7 @@ impl Body {
             reasoning,
             reasoning_budget,
             max_tokens: max_tokens(self.max_tokens, self.max_completion_tokens)?,
-            sampling: params::sampling(self.temperature, self.top_p, self.top_k, self.min_p)?,
+            sampling: sampling.check()?,
             seed: self.seed,
             stop: params::stops("stop", self.stop)?,
             ..Request::default()

@@ -26,6 +26,8 @@ pub struct Ollama<const CHAT: bool>;
 
 impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     const ID: &'static str = "ollama-";
+    // Clients send none, or that of a form. Web pages of other sites are refused by their origin.
+    const CONTENT_TYPE: Option<&'static str> = None;
     const FRAMING: Framing = Framing::Lines;
     const STREAMS_CALLS: bool = false;
 
@@ -184,7 +186,7 @@ pub async fn show(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
-    let body = read_json(&app, &headers, body).await?;
+    let body = read_json(&app, &headers, body, None).await?;
     let name = app.bodies.parse(body.bytes, request::shown).await?;
     let admission = admit(&app, &caller, &headers, name)?;
     let info = admission.engine.info();

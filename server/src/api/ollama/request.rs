@@ -8,6 +8,7 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::probability;
 use crate::api::protocol::{Call, Parsed};
+use crate::api::sampling::Sampling;
 use crate::api::{fields, json};
 
 /// Tokens that `repeat_penalty` counts if the client does not say.
@@ -39,10 +40,6 @@ enum Think {
 /// The options that have an effect.
 #[derive(Deserialize, Default)]
 struct Options {
-    temperature: Option<f32>,
-    top_p: Option<f32>,
-    top_k: Option<i64>,
-    min_p: Option<f32>,
     #[serde(default, deserialize_with = "params::seed")]
     seed: Option<u64>,
     stop: Option<Value>,
@@ -174,6 +171,7 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
     fields::check(fields::OLLAMA_OPTIONS, &options)?;
     let ignored = |name: &String| !fields::is_read(fields::OLLAMA_OPTIONS, name);
     options.retain(|name, _| !ignored(name));
+    let sampling = Sampling::take("options", &mut options)?;
     let options: Options = json::typed("options", &Value::Object(options))?;
     let (reasoning, reasoning_budget) = match body.think {
         None => (None, None),
@@ -200,12 +198,7 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
             Some(-2) => Some(u32::MAX),
             limit => params::limit("num_predict", limit)?,
         },
-        sampling: params::sampling(
-            options.temperature,
-            options.top_p,
-            options.top_k,
-            options.min_p,
-        )?,
+        sampling: sampling.check()?,
         seed: options.seed,
         stop: params::stops("stop", options.stop)?,
         ..request

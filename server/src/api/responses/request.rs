@@ -11,6 +11,7 @@ use super::Responses;
 use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
+use crate::api::sampling::Sampling;
 use crate::api::{fields, json, structure};
 use crate::mcp;
 
@@ -43,8 +44,6 @@ struct Body {
     instructions: Option<String>,
     max_output_tokens: Option<i64>,
     stream: Option<bool>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
     tools: Option<Vec<Map<String, Value>>>,
     reasoning: Option<Reasoning>,
     text: Option<Text>,
@@ -114,15 +113,17 @@ pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Responses>, ApiErr
     });
     let repeated = repeated.collect();
     let structure = fields::take(&mut fields, &structure::TOOL_FIELDS);
+    let sampling = Sampling::take("", &mut fields)?;
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(false));
-    Ok(Parsed { model, stream, call: body.check(structure, repeated) })
+    Ok(Parsed { model, stream, call: body.check(structure, sampling, repeated) })
 }
 
 impl Body {
     fn check(
         self,
         structure: Map<String, Value>,
+        sampling: Sampling,
         repeated: Map<String, Value>,
     ) -> Result<Call<Responses>, ApiError> {
         let mut notes = Vec::new();
@@ -155,7 +156,7 @@ impl Body {
             reasoning: effort.map(Effort::reasons),
             reasoning_budget: effort.and_then(Effort::budget),
             max_tokens: params::limit("max_output_tokens", self.max_output_tokens)?,
-            sampling: params::sampling(self.temperature, self.top_p, None, None)?,
+            sampling: sampling.check()?,
             ..Request::default()
         };
         structure::choose_tools(structure, &mut request)?;
