@@ -18,6 +18,8 @@ use steersman_engine::policy::{
 };
 use steersman_engine::request::Sampling;
 
+use crate::mcp::McpConfig;
+
 /// Most requests of a profile that wait or run.
 const REQUESTS: u64 = 1 << 16;
 
@@ -47,6 +49,8 @@ pub struct FileConfig {
     pub store: StoreConfig,
     /// Limits and locations of policies.
     pub policy: PolicyConfig,
+    /// Servers whose tools profiles grant to their requests.
+    pub mcp: McpConfig,
     /// Profiles by name.
     pub profiles: BTreeMap<String, ProfileConfig>,
 }
@@ -91,6 +95,12 @@ pub struct ServerConfig {
     /// Where responses are stored, if anywhere: in the data folder.
     #[serde(skip)]
     pub responses_folder: Option<PathBuf>,
+    /// `[mcp]`
+    #[serde(skip)]
+    pub mcp: McpConfig,
+    /// [`PolicyConfig::trace_requests`]
+    #[serde(skip)]
+    pub trace_requests: usize,
     /// Access to profiles by name, from their own sections.
     #[serde(skip)]
     pub profiles: BTreeMap<String, ProfileAccess>,
@@ -99,13 +109,17 @@ pub struct ServerConfig {
     pub profile_models: BTreeMap<String, String>,
 }
 
-/// Access to one profile.
+/// Access to one profile, and what it grants.
 #[derive(Debug, Clone, Default)]
 pub struct ProfileAccess {
     /// Keys that select this profile and open no other.
     pub api_keys: Vec<SecretString>,
     /// Maximum number of requests that wait or run; 0 for no limit.
     pub requests: usize,
+    /// MCP servers (SERVER) and tools (SERVER__TOOL) that its requests may use.
+    pub mcp: Vec<String>,
+    /// [`ProfilePolicies::trace_text`]
+    pub trace_text: bool,
 }
 
 /// `[profiles.NAME]`: the policies, limits and keys of a group of requests.
@@ -129,6 +143,8 @@ pub struct ProfileConfig {
     pub trace_text: bool,
     /// [`ProfileAccess::api_keys`]
     pub api_keys: Vec<SecretString>,
+    /// [`ProfileAccess::mcp`]
+    pub mcp: Vec<String>,
     /// Limits of the requests of this profile.
     pub limits: LimitsConfig,
     /// [`Profile::warm`]
@@ -165,6 +181,7 @@ impl Default for ProfileConfig {
             params,
             trace_text,
             api_keys: Vec::new(),
+            mcp: Vec::new(),
             limits: LimitsConfig::default(),
             warm: Vec::new(),
             sampling: None,
@@ -190,7 +207,8 @@ impl ProfileConfig {
             warm: self.warm,
             sampling: self.sampling,
         };
-        (profile, ProfileAccess { api_keys: self.api_keys, requests })
+        let Self { api_keys, mcp, trace_text, .. } = self;
+        (profile, ProfileAccess { api_keys, requests, mcp, trace_text })
     }
 }
 
@@ -214,6 +232,8 @@ impl Default for ServerConfig {
             responses_days: 30,
             shutdown_s: 10,
             responses_folder: None,
+            mcp: McpConfig::default(),
+            trace_requests: PolicyConfig::default().trace_requests,
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
         }
@@ -264,8 +284,11 @@ impl FileConfig {
             ("server.admin_keys".to_string(), self.server.admin_keys.as_slice()),
         ];
         problems.extend(problems_of_keys(of_server.into_iter().chain(keys)));
+        problems.extend(self.mcp.problems());
         for (name, profile) in &self.profiles {
             problems.extend(profile.problems(name));
+            let key = format!("profiles.{name}.mcp");
+            problems.extend(self.mcp.problems_of_grants(&key, &profile.mcp));
         }
         problems.extend(problems_of_engine(&self.clone().split().1));
         problems
@@ -273,8 +296,9 @@ impl FileConfig {
 
     /// The server's part and the engine's.
     pub fn split(self) -> (ServerConfig, Config) {
-        let Self { mut server, model, engine, speculation, store, policy, profiles: sections } =
+        let Self { mut server, model, engine, speculation, store, policy, mcp, profiles: sections } =
             self;
+        (server.mcp, server.trace_requests) = (mcp, policy.trace_requests);
         let mut profiles = BTreeMap::new();
         for (name, mut section) in sections {
             let model = std::mem::take(&mut section.model);
@@ -369,7 +393,7 @@ fn problems_of_engine(config: &Config) -> Vec<String> {
 }
 
 /// The problem of `value` if it is not from `least` to `most`.
-fn out_of(key: &str, value: u64, least: u64, most: u64) -> Option<String> {
+pub fn out_of(key: &str, value: u64, least: u64, most: u64) -> Option<String> {
     let range = least..=most;
     (!range.contains(&value)).then(|| format!("{key}: is {value}, must be from {least} to {most}"))
 }
@@ -473,6 +497,8 @@ mod tests {
             "speculation",
             "store",
             "policy",
+            "mcp",
+            "mcp.servers.x",
             "profiles.x",
             "profiles.x.sampling",
             "profiles.x.limits",
@@ -481,8 +507,10 @@ mod tests {
             let error = error.unwrap_err().to_string();
             let (_, known) = error.split_once("expected one of").expect("the keys are listed");
             for key in known.split('`').skip(1).step_by(2) {
-                let shown =
-                    |line: &str| line.starts_with(key) || line.contains(&format!(".{key}]"));
+                let is_section = |line: &str| {
+                    line.contains(&format!(".{key}]")) || line.contains(&format!(".{key}."))
+                };
+                let shown = |line: &str| line.starts_with(key) || is_section(line);
                 // A key without a default is in a comment.
                 let lines = text.lines().map(|line| line.trim_start_matches("# "));
                 assert!(lines.into_iter().any(shown), "{section}.{key} is not in steersman.toml");

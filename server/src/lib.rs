@@ -15,6 +15,7 @@
 //! connections.rs limits on open connections
 //! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
+//! mcp/         tools of MCP servers, and `steersman mcp`
 //! cache.rs     `steersman cache`: manages the prefix store
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
 //! api/         OpenAI's HTTP interface
@@ -33,6 +34,7 @@ pub mod check;
 pub mod config;
 mod connections;
 pub mod hub;
+pub mod mcp;
 pub mod models;
 pub mod serve;
 mod throttle;

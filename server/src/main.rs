@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
+use steersman::mcp::command;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, check, policy, serve, verify};
 use steersman_engine::config::Device;
@@ -44,6 +45,8 @@ enum Command {
     /// Inspect and maintain the state saved on disk, while no server has it open. A running server
     /// reports its state at GET /v1/cache.
     Cache(Cache),
+    /// List and call the tools of the MCP servers in the configuration.
+    Mcp(Mcp),
     /// Create, build, test, replay and measure policies, and manage those of a running server.
     Policy(Policy),
 }
@@ -121,6 +124,15 @@ struct Cache {
     place: Place,
     #[command(subcommand)]
     task: cache::CacheTask,
+}
+
+/// Starts the servers of the configuration (--config) that it needs, and ends them.
+#[derive(Args)]
+struct Mcp {
+    #[command(flatten)]
+    place: Place,
+    #[command(subcommand)]
+    task: command::Task,
 }
 
 /// Policies are WebAssembly components; see policies/README.md.
@@ -211,6 +223,7 @@ fn main() -> ExitCode {
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
+        Command::Mcp(options) => mcp(options),
         Command::Policy(options) => policy(options),
     };
     match done {
@@ -277,7 +290,10 @@ fn serve(options: Serve) -> Result<()> {
     let line = format!(
         "Steersman serves {model}{demonstration}{further} at http://{address}/v1 on {numbers}"
     );
+    // The servers of `[mcp]` are started within it.
+    let entered = runtime.enter();
     loaded_app.get_or_init(|| steersman::app(models, &server));
+    drop(entered);
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
 
@@ -332,6 +348,11 @@ fn cache(options: Cache) -> Result<()> {
     let (file, data_dir) = options.place.read()?;
     let (_, config) = file.check()?;
     cache::run(options.task, &config.store, &data_dir)
+}
+
+fn mcp(options: Mcp) -> Result<()> {
+    let (server, _) = configured(options.place.config.as_deref())?.check()?;
+    command::run(options.task, &server.mcp, &mut std::io::stdout().lock())
 }
 
 fn policy(options: Policy) -> Result<()> {

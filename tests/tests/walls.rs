@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A crate as it is written in paths, and the beginnings of the paths that may use it.
-const WALLS: [(&str, &[&str]); 7] = [
+const WALLS: [(&str, &[&str]); 8] = [
     ("wasmtime", &["engine/policy-host/src/"]),
     (
         "redb",
@@ -33,6 +33,7 @@ const WALLS: [(&str, &[&str]); 7] = [
     ("tokenizers", &["engine/src/text"]),
     ("minijinja", &["engine/src/text"]),
     ("hf_hub", &["server/src/hub.rs"]),
+    ("rmcp", &["server/src/mcp/"]),
 ];
 
 /// Folders with the sources of the workspace.

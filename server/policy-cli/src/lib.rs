@@ -26,7 +26,7 @@ use steersman_policy_host::{
 use tracing_subscriber::EnvFilter;
 
 /// Default log filter; RUST_LOG overrides it.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,ureq=warn";
+const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=warn,ureq=warn";
 
 /// The commands.
 #[derive(Subcommand)]

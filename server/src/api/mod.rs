@@ -58,6 +58,7 @@ use self::protocol::handle;
 use self::responses::Responses;
 use self::responses::store::ResponseStore;
 use crate::config::ServerConfig;
+use crate::mcp::Mcp;
 use crate::models::Models;
 use crate::throttle::Throttle;
 
@@ -80,6 +81,7 @@ pub struct App {
     /// Of log lines about refused hosts and origins.
     refusals: Throttle,
     bodies: Bodies,
+    mcp: Arc<Mcp>,
     /// `None` if no response is stored.
     responses: Option<Arc<ResponseStore>>,
     /// Limits uploads of policies to one at a time: compiling a component occupies a core.
@@ -89,6 +91,9 @@ pub struct App {
 }
 
 /// The router of the whole server, to be served or called in a test.
+///
+/// # Panics
+/// Outside of a runtime, if a profile grants MCP servers.
 pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let lifetime = Duration::from_secs(config.responses_days * 86_400);
     let folder = config.responses_folder.as_ref().filter(|_| config.responses_bytes > 0);
@@ -101,6 +106,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         origins: Origins::new(config),
         refusals: Throttle::default(),
         bodies: Bodies::new(config),
+        mcp: Mcp::start(config),
         responses: store,
         uploads: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,

@@ -21,6 +21,7 @@ use super::App;
 use super::access::Caller;
 use super::body::Limit;
 use super::error::ApiError;
+use crate::mcp::{Entry, Ran};
 
 /// Media type of a component.
 const WASM: &str = "application/wasm";
@@ -116,6 +117,9 @@ pub struct ActivationBody {
 pub struct TraceBody {
     request: String,
     records: Vec<Record>,
+    /// Calls of MCP tools.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_runs: Vec<Ran>,
 }
 
 /// `GET /v1/policies`
@@ -171,13 +175,22 @@ pub async fn trace(
     Extension(caller): Extension<Caller>,
     Path(request): Path<String>,
 ) -> Result<Json<TraceBody>, ApiError> {
-    let Some(records) = app.models.policies().traces().get(&request) else {
-        return Err(ApiError::no_trace(&request));
+    let traces = app.models.policies().traces();
+    let (records, tool_runs) = match app.mcp.journal.get(&request) {
+        Some(Entry { profile, rounds, calls, .. }) => {
+            app.access.allow(&caller, &profile)?;
+            let records = rounds.iter().filter_map(|round| traces.get(round));
+            (records.flatten().collect(), calls)
+        }
+        None => {
+            let records = traces.get(&request);
+            (records.ok_or_else(|| ApiError::no_trace(&request))?, Vec::new())
+        }
     };
     if let Some(record) = records.first() {
         app.access.allow(&caller, &record.link.profile)?;
     }
-    Ok(Json(TraceBody { request, records }))
+    Ok(Json(TraceBody { request, records, tool_runs }))
 }
 
 /// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.

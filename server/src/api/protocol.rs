@@ -21,8 +21,9 @@ use super::access::{Admission, Caller};
 use super::body::{Limit, ReadBody};
 use super::error::ApiError;
 use super::log::RequestLog;
-use super::reply::{self, Events, Frames, Head, Reply};
+use super::reply::{self, Events, Frames, Head, Reply, Source};
 use super::{App, random_hex};
+use crate::mcp::{Ran, rounds};
 use crate::serve::Shutdown;
 
 /// The content type of bodies.
@@ -90,6 +91,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// One event of reply `index` in a stream; never `Started`, `PromptToken`, `Rewound` or `Failed`.
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames);
 
+    /// A call that this server ran for reply `index` of a stream. The end names all of them.
+    fn ran(&mut self, _head: &Head, _index: usize, _ran: &Ran, _out: &mut Frames) {}
+
     /// The end of a stream with these replies.
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames);
 
@@ -153,17 +157,24 @@ pub async fn handle<P: Protocol>(
     let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
     let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
     let (stream, call, admission) = read.map_err(|error| log.failed(error))?;
-    let Call { mut protocol, mut requests, choices, notes } = call;
+    let Call { mut protocol, mut requests, choices, mut notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
     let place = Place { app: &app, caller: &caller, admission: &admission };
     protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
+    let mut toolboxes = Vec::new();
+    for request in &mut requests {
+        let toolbox = app.mcp.offer(&admission.profile, request, &mut notes).await;
+        toolboxes.push(toolbox.map(Arc::new));
+    }
     let requests = check_lengths(&app, &admission, requests).await;
     let requests = requests.map_err(|error| log.failed(error))?;
     // Of each place in the queue.
     let mut places: Vec<Vec<Request>> = Vec::new();
     let mut count = 0;
-    for mut request in requests {
+    // The requests with MCP tools, by number.
+    let mut followed = Vec::new();
+    for (mut request, toolbox) in requests.into_iter().zip(toolboxes) {
         request.profile = admission.profile.clone();
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
@@ -178,9 +189,12 @@ pub async fn handle<P: Protocol>(
             ..request.clone()
         });
         count += choices;
+        let all: Vec<_> = all.collect();
+        let follow = |request: &Request| Some((toolbox.clone()?, request.clone()));
+        followed.extend(all.iter().map(follow));
         match places.last_mut().filter(|_| P::HAS_ONE_PLACE) {
             Some(place) => place.extend(all),
-            None => places.push(all.collect()),
+            None => places.push(all),
         }
     }
     let mut receivers = Vec::new();
@@ -189,6 +203,7 @@ pub async fn handle<P: Protocol>(
         let events = admission.engine.submit_choices(first, place);
         receivers.extend(events.map_err(|error| log.failed(error))?);
     }
+    let engine = admission.engine;
     let head = Head {
         id: log.id.clone(),
         created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
@@ -199,7 +214,13 @@ pub async fn handle<P: Protocol>(
         ..Head::default()
     };
     let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
-    let events = Events::new(receivers, deadline, shutdown);
+    let sources = receivers.into_iter().zip(followed).map(|(events, followed)| match followed {
+        None => Source::Engine(events),
+        Some((toolbox, request)) => {
+            Source::Rounds(rounds::start(toolbox, engine.clone(), request, events))
+        }
+    });
+    let events = Events::new(sources.collect(), deadline, shutdown);
     if stream {
         reply::stream(protocol, head, events, log).await
     } else {

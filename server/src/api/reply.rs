@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::poll_fn;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Json;
@@ -26,6 +26,8 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::error::ApiError;
 use super::log::RequestLog;
 use super::protocol::{Framing, Protocol};
+use crate::mcp::Ran;
+use crate::mcp::rounds::Progress;
 use crate::serve::Shutdown;
 
 /// How long a stream waits for its first event before it responds with 200.
@@ -39,12 +41,31 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 /// The events of requests until all end, their deadline is over, or the server stops.
 pub struct Events {
-    receivers: Vec<UnboundedReceiver<Event>>,
+    sources: Vec<Source>,
     /// Whether each request has ended.
     ended: Vec<bool>,
     deadline: Instant,
     shutdown: Option<Shutdown>,
     started: bool,
+}
+
+/// Where the events of a request come from.
+pub enum Source {
+    /// The engine.
+    Engine(UnboundedReceiver<Event>),
+    /// The rounds of a request with MCP tools.
+    Rounds(UnboundedReceiver<Progress>),
+}
+
+impl Source {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Progress>> {
+        match self {
+            Self::Engine(receiver) => {
+                receiver.poll_recv(context).map(|event| event.map(Progress::Event))
+            }
+            Self::Rounds(receiver) => receiver.poll_recv(context),
+        }
+    }
 }
 
 /// Why a request has no further events.
@@ -66,28 +87,24 @@ impl From<Failure> for ApiError {
 
 impl Events {
     /// Of requests that end at `deadline`, or when `shutdown` cuts them off.
-    pub fn new(
-        receivers: Vec<UnboundedReceiver<Event>>,
-        deadline: Instant,
-        shutdown: Option<Shutdown>,
-    ) -> Self {
-        let ended = vec![false; receivers.len()];
-        Self { receivers, ended, deadline, shutdown, started: false }
+    pub fn new(sources: Vec<Source>, deadline: Instant, shutdown: Option<Shutdown>) -> Self {
+        let ended = vec![false; sources.len()];
+        Self { sources, ended, deadline, shutdown, started: false }
     }
 
     /// The next event, which is never `Failed`, and the number of its request; `None` after all have
     /// ended. The first failure ends all requests.
-    async fn next(&mut self) -> Result<Option<(usize, Event)>, Failure> {
+    async fn next(&mut self) -> Result<Option<(usize, Progress)>, Failure> {
         if self.ended.iter().all(|ended| *ended) {
             return Ok(None);
         }
-        let (receivers, ended) = (&mut self.receivers, &self.ended);
+        let (sources, ended) = (&mut self.sources, &self.ended);
         let received = poll_fn(|context| {
-            for (index, receiver) in receivers.iter_mut().enumerate() {
+            for (index, source) in sources.iter_mut().enumerate() {
                 if !ended[index]
-                    && let Poll::Ready(event) = receiver.poll_recv(context)
+                    && let Poll::Ready(progress) = source.poll(context)
                 {
-                    return Poll::Ready((index, event));
+                    return Poll::Ready((index, progress));
                 }
             }
             Poll::Pending
@@ -100,12 +117,13 @@ impl Events {
         };
         tokio::select! {
             biased;
-            (index, event) = received => match event.unwrap_or(Event::Failed(Error::Stopped)) {
-                Event::Failed(error) => Err(Failure::Engine(error)),
-                event => {
+            (index, progress) = received => match progress {
+                None => Err(Failure::Engine(Error::Stopped)),
+                Some(Progress::Event(Event::Failed(error))) => Err(Failure::Engine(error)),
+                Some(progress) => {
                     self.started = true;
-                    self.ended[index] = matches!(event, Event::Finished(_));
-                    Ok(Some((index, event)))
+                    self.ended[index] = matches!(progress, Progress::Event(Event::Finished(_)));
+                    Ok(Some((index, progress)))
                 }
             },
             // The engine has the same deadline; a long step may make it late.
@@ -137,6 +155,8 @@ pub struct Head {
     pub fingerprint: String,
     /// Tokens of the prompts that the engine has started, and how many of them were saved.
     pub usage: Usage,
+    /// Calls that this server ran, each with the number of its reply.
+    pub ran: Vec<(usize, Ran)>,
     /// Nanoseconds from the arrival of the requests to the first piece of a reply, and to their end.
     pub times: Times,
 }
@@ -182,6 +202,8 @@ pub enum Part {
         arguments: String,
     },
     ToolCall(ToolCall),
+    /// A call that this server ran.
+    Ran(Ran),
 }
 
 impl Reply {
@@ -189,7 +211,9 @@ impl Reply {
     pub fn reasoning(&self) -> String {
         let text = |part: &Part| match part {
             Part::Reasoning(text) => text.clone(),
-            Part::Answer(_) | Part::OpenCall { .. } | Part::ToolCall(_) => String::new(),
+            Part::Answer(_) | Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => {
+                String::new()
+            }
         };
         self.parts.iter().map(text).collect()
     }
@@ -198,16 +222,18 @@ impl Reply {
     pub fn answer(&self) -> String {
         let text = |part: &Part| match part {
             Part::Answer(text) => text.clone(),
-            Part::Reasoning(_) | Part::OpenCall { .. } | Part::ToolCall(_) => String::new(),
+            Part::Reasoning(_) | Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => {
+                String::new()
+            }
         };
         self.parts.iter().map(text).collect()
     }
 
-    /// The tool calls.
+    /// The tool calls that the client runs.
     pub fn tool_calls(&self) -> impl Iterator<Item = &ToolCall> {
         self.parts.iter().filter_map(|part| match part {
             Part::ToolCall(call) => Some(call),
-            Part::Reasoning(_) | Part::Answer(_) | Part::OpenCall { .. } => None,
+            Part::Reasoning(_) | Part::Answer(_) | Part::OpenCall { .. } | Part::Ran(_) => None,
         })
     }
 }
@@ -275,7 +301,7 @@ impl Parts {
             let (text, left) = match part {
                 Part::Reasoning(text) => (text, &mut reasoning),
                 Part::Answer(text) => (text, &mut answer),
-                Part::OpenCall { .. } | Part::ToolCall(_) => continue,
+                Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => continue,
             };
             let dropped = text.len().min(*left);
             text.truncate(text.len() - dropped);
@@ -338,16 +364,24 @@ struct Run<P> {
 
 impl<P: Protocol> Run<P> {
     fn new(protocol: P, head: Head, events: Events, log: RequestLog, is_stream: bool) -> Self {
-        let count = events.receivers.len();
+        let count = events.sources.len();
         let replies = (0..count).map(|_| Partial::default()).collect();
         Self { protocol, head, events, log, replies, is_stream }
     }
 
     /// The next event that the client sees, and the number of its reply; `None` at the end.
-    async fn next(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
+    async fn next(&mut self) -> Result<Option<(usize, Progress)>, ApiError> {
         loop {
             let next = self.events.next().await.map_err(|failure| self.log.failed(failure))?;
-            let Some((index, event)) = next else { return Ok(None) };
+            let Some((index, progress)) = next else { return Ok(None) };
+            let event = match progress {
+                Progress::Event(event) => event,
+                Progress::Ran(ran) => {
+                    self.replies[index].parts.0.push(Part::Ran(ran.clone()));
+                    self.head.ran.push((index, ran.clone()));
+                    return Ok(Some((index, Progress::Ran(ran))));
+                }
+            };
             self.log.event(&event);
             let reply = &mut self.replies[index];
             reply.parts.push(&event);
@@ -373,17 +407,17 @@ impl<P: Protocol> Run<P> {
                     if self.head.times.first_piece == 0 {
                         self.head.times.first_piece = self.log.elapsed_ns();
                     }
-                    return Ok(Some((index, event)));
+                    return Ok(Some((index, Progress::Event(event))));
                 }
                 Event::PromptToken(token) => reply.prompt.push(token.clone()),
                 Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
                 Event::Logprob(logprob) => {
                     reply.logprobs.push(logprob.clone());
-                    return Ok(Some((index, event)));
+                    return Ok(Some((index, Progress::Event(event))));
                 }
                 Event::Finished(finished) => {
                     reply.finished = Some(finished.clone());
-                    return Ok(Some((index, event)));
+                    return Ok(Some((index, Progress::Event(event))));
                 }
                 Event::Failed(_) => unreachable!("`Events` makes it a failure"),
             }
@@ -488,13 +522,17 @@ impl<P: Protocol> Stream<P> {
         self.ready.0.pop_front()
     }
 
-    fn push(&mut self, next: Option<(usize, Event)>) {
-        let Some((index, event)) = next else {
+    fn push(&mut self, next: Option<(usize, Progress)>) {
+        let Some((index, progress)) = next else {
             let replies = self.run.replies();
             self.run.protocol.end(&self.run.head, &replies, &mut self.ready);
             self.ended = true;
             return;
         };
-        self.run.protocol.event(&self.run.head, index, event, &mut self.ready);
+        let (protocol, head) = (&mut self.run.protocol, &self.run.head);
+        match progress {
+            Progress::Event(event) => protocol.event(head, index, event, &mut self.ready),
+            Progress::Ran(ran) => protocol.ran(head, index, &ran, &mut self.ready),
+        }
     }
 }

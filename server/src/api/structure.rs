@@ -161,7 +161,10 @@ fn tool_choice(value: Value, request: &mut Request) -> Result<(), ApiError> {
     };
     match (value.as_str(), value.get("type").and_then(Value::as_str)) {
         (Some("auto"), _) => {}
-        (Some("none"), _) => request.tools.clear(),
+        (Some("none"), _) => {
+            request.tools.clear();
+            choice.allowed = Some(Vec::new());
+        }
         (Some("required" | "any"), _) => choice.is_required = true,
         (None, Some("function")) => {
             let Some(name) = name_of(&value) else {

@@ -33,7 +33,8 @@ pub async fn tokenize(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
-    let (call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
+    let (mut call, admission) = read(&app, &caller, &headers, body, parse_tokenize).await?;
+    app.mcp.offer(&admission.profile, &mut call.request, &mut Vec::new()).await;
     let reply = app.bodies.work(move || {
         let engine = &admission.engine;
         let tokens = engine.tokenize(&call.request)?;
@@ -102,7 +103,8 @@ pub async fn apply_template(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, ApiError> {
-    let (request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
+    let (mut request, admission) = read(&app, &caller, &headers, body, parse_chat).await?;
+    app.mcp.offer(&admission.profile, &mut request, &mut Vec::new()).await;
     let prompt = app.bodies.work(move || admission.engine.render(&request)).await??;
     Ok(Json(json!({"prompt": prompt})))
 }

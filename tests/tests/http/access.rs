@@ -11,7 +11,11 @@ use crate::*;
 
 /// A server with a profile `strict` that has a key and a limit of one request.
 fn config(server_keys: &[&str]) -> ServerConfig {
-    let strict = ProfileAccess { api_keys: vec!["sk-strict".into()], requests: 1 };
+    let strict = ProfileAccess {
+        api_keys: vec!["sk-strict".into()],
+        requests: 1,
+        ..ProfileAccess::default()
+    };
     ServerConfig {
         api_keys: server_keys.iter().map(|key| (*key).into()).collect(),
         profiles: BTreeMap::from([

@@ -14,6 +14,7 @@ mod embeddings;
 mod fields;
 mod fuzz;
 mod limits;
+mod mcp;
 mod models;
 mod ollama;
 mod operations;
@@ -107,6 +108,15 @@ async fn play(request: Request, events: UnboundedSender<Event>, records: &Seen, 
 }
 
 fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
+    engine_that(model, queue, move |_| script())
+}
+
+/// As [`engine_of`], with a script that reads the request.
+fn engine_that(
+    model: &str,
+    queue: usize,
+    script: impl Fn(&Request) -> Vec<Act> + Send + 'static,
+) -> (Engine, Arc<Seen>) {
     let queue = Arc::new(Queue::new(queue));
     let waiting = queue.clone();
     let seen = Arc::new(Seen::default());
@@ -119,7 +129,8 @@ fn engine_of(model: &str, queue: usize, script: fn() -> Vec<Act>) -> (Engine, Ar
             };
             waiting.leave(place);
             for Job { request, events } in std::iter::once(job).chain(others) {
-                play(request, events, &records, script()).await;
+                let acts = script(&request);
+                play(request, events, &records, acts).await;
             }
         }
     });

@@ -2,7 +2,7 @@
 
 use axum::http::{Method, StatusCode, header};
 use serde_json::{Value, json};
-use steersman::config::ServerConfig;
+use steersman::config::{ProfileAccess, ServerConfig};
 use steersman_engine::request::{
     Event, FinishReason, Form, FunctionCall, ResponseFormat, ToolCall,
 };
@@ -322,7 +322,7 @@ async fn response_that_is_not_to_be_stored_is_not() {
 async fn stored_response_belongs_to_its_profile() {
     let folder = tempfile::tempdir().unwrap();
     let access =
-        |key: &str| steersman::config::ProfileAccess { api_keys: vec![key.into()], requests: 0 };
+        |key: &str| ProfileAccess { api_keys: vec![key.into()], ..ProfileAccess::default() };
     let config = ServerConfig {
         responses_folder: Some(folder.path().into()),
         profiles: [("strict".to_string(), access("sk-strict"))].into(),

@@ -18,6 +18,7 @@ use super::chat::extension;
 use super::error::{ApiError, Dialect};
 use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
 use super::reply::{self, Frames, Head, Part, Reply};
+use crate::mcp::Ran;
 
 /// The state of one response.
 #[derive(Debug, Default)]
@@ -82,6 +83,10 @@ impl Protocol for Messages {
             | Event::Finished(_)
             | Event::Failed(_) => {}
         }
+    }
+
+    fn ran(&mut self, head: &Head, _: usize, _: &Ran, out: &mut Frames) {
+        self.close(head, out);
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
@@ -178,7 +183,10 @@ pub async fn count_tokens(
     let body = read_json(&app, &headers, body, JSON).await?;
     let Parsed { model, call, .. } = app.bodies.parse(body.bytes, request::parse).await?;
     let admission = admit(&app, &caller, &headers, model)?;
-    let requests = call?.requests;
+    let mut requests = call?.requests;
+    for request in &mut requests {
+        app.mcp.offer(&admission.profile, request, &mut Vec::new()).await;
+    }
     let tokens = app.bodies.work(move || {
         let counts = requests.iter().map(|request| Ok(admission.engine.tokenize(request)?.len()));
         counts.sum::<Result<usize, steersman_engine::Error>>()
@@ -188,7 +196,8 @@ pub async fn count_tokens(
 
 fn message(head: &Head, parts: &[Part], reason: Option<&FinishReason>, count: Usage) -> Value {
     let (stop_reason, stop_sequence) = reason.map_or((None, None), stop);
-    let content: Vec<_> = parts.iter().map(|part| block(part, &head.id)).collect();
+    let content = parts.iter().filter(|part| !matches!(part, Part::Ran(_)));
+    let content: Vec<_> = content.map(|part| block(part, &head.id)).collect();
     json!({
         "id": head.id,
         "type": "message",
@@ -208,8 +217,9 @@ fn block(part: &Part, signature: &str) -> Value {
             json!({"type": "thinking", "thinking": text, "signature": signature})
         }
         Part::Answer(text) => json!({"type": "text", "text": text}),
-        // Only streams have it, and they send their parts as they come.
-        Part::OpenCall { .. } => Value::Null,
+        // Only streams have open calls, and they send their parts as they come. What this server ran is no
+        // block: official clients know none for it.
+        Part::OpenCall { .. } | Part::Ran(_) => Value::Null,
         Part::ToolCall(call) => tool_use(call),
     }
 }

@@ -107,7 +107,8 @@ impl Body {
         let retain = self.retain()?;
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
         let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
-        let tools_hidden = matches!(tool_choice, Some(None));
+        let tool_choice = tool_choice.unwrap_or_default();
+        let tools_hidden = tool_choice.allowed.as_ref().is_some_and(Vec::is_empty);
         let (effort, format) = match self.output_config {
             Some(config) => (config.effort, config.format.filter(|format| !format.is_null())),
             None => (None, None),
@@ -124,7 +125,7 @@ impl Body {
         let request = Request {
             messages: conversation(self.system, self.messages.unwrap_or_default(), &mut notes)?,
             tools: if tools_hidden { Vec::new() } else { tools },
-            tool_choice: tool_choice.flatten().unwrap_or_default(),
+            tool_choice,
             response_format,
             reasoning,
             reasoning_budget: reasoning_budget.or(of_effort),
@@ -203,12 +204,12 @@ fn mark_seconds(path: &str, mark: &Value) -> Result<u32, ApiError> {
 }
 
 impl ToolChoiceBody {
-    /// `None` hides the tools.
-    fn check(self) -> Result<Option<ToolChoice>, ApiError> {
+    /// An empty list of allowed tools hides all.
+    fn check(self) -> Result<ToolChoice, ApiError> {
         let (is_required, allowed) = match (self.kind.as_str(), self.name) {
             ("auto", _) => (false, None),
             ("any", _) => (true, None),
-            ("none", _) => return Ok(None),
+            ("none", _) => (false, Some(Vec::new())),
             ("tool", Some(name)) => (true, Some(vec![name])),
             ("tool", None) => {
                 let message = "tool_choice.name: must be the tool's name";
@@ -221,7 +222,7 @@ impl ToolChoiceBody {
             }
         };
         let is_single = self.disable_parallel_tool_use == Some(true);
-        Ok(Some(ToolChoice { is_required, allowed, is_single }))
+        Ok(ToolChoice { is_required, allowed, is_single })
     }
 }
 

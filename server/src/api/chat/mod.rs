@@ -11,6 +11,7 @@ use super::params::StreamOptions;
 use super::probability;
 use super::protocol::{Parsed, Protocol};
 use super::reply::{self, Frames, Head, Reply};
+use crate::mcp::Ran;
 
 /// The state of one response.
 #[derive(Debug)]
@@ -106,6 +107,11 @@ impl Protocol for Chat {
         }
     }
 
+    fn ran(&mut self, head: &Head, index: usize, ran: &Ran, out: &mut Frames) {
+        let choice = self.choice(index, json!({}), None);
+        self.chunks.ran(head, choice, &tool_run(index, ran), out);
+    }
+
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
         self.chunks.end(head, replies, out);
     }
@@ -171,6 +177,12 @@ impl Chunks {
         self.chunk(head, json!([choice]), Some(("steersman", extension(head, finished))), out);
     }
 
+    /// A chunk about a call that this server ran.
+    pub fn ran(&self, head: &Head, choice: Value, tool_run: &Value, out: &mut Frames) {
+        let extension = json!({"profile": head.profile, "tool_run": tool_run});
+        self.chunk(head, json!([choice]), Some(("steersman", extension)), out);
+    }
+
     /// The end of the stream.
     pub fn end(&self, head: &Head, replies: &[Reply], out: &mut Frames) {
         if self.include_usage {
@@ -223,7 +235,18 @@ pub fn extension(head: &Head, finished: &Finished) -> Value {
     if let FinishReason::Policy(reason) = &finished.reason {
         extension["stop_reason"] = json!(reason);
     }
+    if !head.ran.is_empty() {
+        let runs = head.ran.iter().map(|(index, ran)| tool_run(*index, ran));
+        extension["tool_runs"] = runs.collect();
+    }
     extension
+}
+
+/// A call that this server ran for choice `index`. Its output is for the model.
+fn tool_run(index: usize, ran: &Ran) -> Value {
+    let mut run = json!(Ran { output: None, ..ran.clone() });
+    run["index"] = index.into();
+    run
 }
 
 fn finish_reason(reason: &FinishReason) -> &'static str {

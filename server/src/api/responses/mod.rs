@@ -12,6 +12,7 @@ use steersman_engine::request::{
     CallDelta, Event, FinishReason, Message, Request, ToolCall, Usage,
 };
 
+use self::request::assistant;
 use self::store::{ResponseStore, Stored};
 use super::access::Caller;
 use super::chat::extension;
@@ -19,6 +20,7 @@ use super::error::ApiError;
 use super::protocol::{Parsed, Place, Protocol};
 use super::reply::{self, Frames, Head, Part, Reply};
 use super::{App, params};
+use crate::mcp::Ran;
 
 /// The state of one response.
 #[derive(Debug, Default)]
@@ -119,6 +121,29 @@ impl Protocol for Responses {
         }
     }
 
+    fn ran(&mut self, head: &Head, _: usize, ran: &Ran, out: &mut Frames) {
+        self.close(head, out);
+        let part = Part::Ran(ran.clone());
+        let (index, mut begun) = (self.items, self.item(head, self.items, &part, "in_progress"));
+        let whole = self.item(head, index, &part, ended(&part));
+        begun["arguments"] = "".into();
+        begun["output"] = Value::Null;
+        begun["error"] = Value::Null;
+        let added = json!({"output_index": index, "item": begun});
+        self.send("response.output_item.added", added, out);
+        let arguments = json!({"arguments": ran.arguments});
+        self.send_of_item(head, &part, "response.mcp_call.in_progress", json!({}), out);
+        self.send_of_item(head, &part, "response.mcp_call_arguments.done", arguments, out);
+        let name = match ran.is_error {
+            true => "response.mcp_call.failed",
+            false => "response.mcp_call.completed",
+        };
+        self.send_of_item(head, &part, name, json!({}), out);
+        let done = json!({"output_index": index, "item": whole});
+        self.send("response.output_item.done", done, out);
+        self.items += 1;
+    }
+
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
         self.close(head, out);
         let response = self.whole(head, replies);
@@ -148,7 +173,7 @@ impl Protocol for Responses {
         response["steersman"] = extension(head, finished);
         if let Some(store) = &self.store {
             let mut messages = std::mem::take(&mut self.messages);
-            messages.push(message(reply));
+            messages.extend(turns(reply));
             let (profile, input) = (head.profile.clone(), std::mem::take(&mut self.input));
             let stored = Stored { profile, messages, input, response: response.clone() };
             // Before the client has the id, with which its next request may come at once.
@@ -206,6 +231,16 @@ impl Responses {
                 "id": id, "type": "function_call", "call_id": call.id, "status": status,
                 "name": call.function.name, "arguments": arguments_of(call),
             }),
+            Part::Ran(ran) => {
+                let (server, name) = ran.server_and_tool();
+                let (output, error) =
+                    if ran.is_error { (None, &ran.output) } else { (ran.output.as_ref(), &None) };
+                json!({
+                    "id": id, "type": "mcp_call", "status": status, "server_label": server,
+                    "name": name, "arguments": ran.arguments, "output": output, "error": error,
+                    "approval_request_id": null,
+                })
+            }
         }
     }
 
@@ -226,7 +261,7 @@ impl Responses {
             Part::Answer(text) => {
                 json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
             }
-            Part::OpenCall { .. } | Part::ToolCall(_) => Value::Null,
+            Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => Value::Null,
         }
     }
 
@@ -249,7 +284,7 @@ impl Responses {
                 CONTENT[1],
                 "content_index",
             ],
-            Part::OpenCall { .. } | Part::ToolCall(_) => [
+            Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => [
                 "",
                 "response.function_call_arguments.delta",
                 "response.function_call_arguments.done",
@@ -305,7 +340,7 @@ impl Responses {
         let Some(part) = self.open.take() else { return };
         match &part {
             // A limit cut it off.
-            Part::OpenCall { .. } => {}
+            Part::OpenCall { .. } | Part::Ran(_) => {}
             Part::ToolCall(call) => {
                 let [_, _, done, ..] = self.words(&part);
                 let fields = json!({"name": call.function.name, "arguments": arguments_of(call)});
@@ -398,7 +433,8 @@ fn stored(app: &App, caller: &Caller, id: &str) -> Result<Stored, ApiError> {
 fn ended(part: &Part) -> &'static str {
     match part {
         Part::OpenCall { .. } => "incomplete",
-        Part::Reasoning(_) | Part::Answer(_) | Part::ToolCall(_) => "completed",
+        Part::Ran(ran) if ran.is_error => "failed",
+        Part::Reasoning(_) | Part::Answer(_) | Part::ToolCall(_) | Part::Ran(_) => "completed",
     }
 }
 
@@ -407,16 +443,38 @@ fn arguments_of(call: &ToolCall) -> String {
     Value::from(call.function.arguments.clone()).to_string()
 }
 
-/// The reply as a message of the conversation.
-fn message(reply: &Reply) -> Message {
-    let reasoning = reply.reasoning();
-    Message {
-        role: "assistant".into(),
-        content: reply.answer(),
-        reasoning_content: Some(reasoning).filter(|reasoning| !reasoning.is_empty()),
-        tool_calls: reply.tool_calls().cloned().collect(),
-        ..Message::default()
+/// The reply as messages of the conversation: calls that this server ran are followed by their results.
+fn turns(reply: &Reply) -> Vec<Message> {
+    let mut turns: Vec<Message> = Vec::new();
+    // An empty line separates the rounds of a reply.
+    let mut has_run = false;
+    let own = |text: &str, before: &str, has_run: bool| {
+        let text = if has_run && before.is_empty() { text.trim_start() } else { text };
+        text.to_string()
+    };
+    for part in &reply.parts {
+        match part {
+            Part::Reasoning(text) => {
+                let reasoning = assistant(&mut turns).reasoning_content.get_or_insert_default();
+                *reasoning += &own(text, reasoning, has_run);
+            }
+            Part::Answer(text) => {
+                let answer = &mut assistant(&mut turns).content;
+                *answer += &own(text, answer, has_run);
+            }
+            // A limit cut it off.
+            Part::OpenCall { .. } => {}
+            Part::ToolCall(call) => assistant(&mut turns).tool_calls.push(call.clone()),
+            Part::Ran(ran) => {
+                request::add_call(&mut turns, ran.call(), ran.result());
+                has_run = true;
+            }
+        }
     }
+    if turns.last().is_none_or(|last| last.role != "assistant") {
+        assistant(&mut turns);
+    }
+    turns
 }
 
 /// The id of item `index` of the output.
@@ -425,6 +483,7 @@ fn item_id(head: &Head, index: usize, part: &Part) -> String {
         Part::Reasoning(_) => "rs",
         Part::Answer(_) => "msg",
         Part::OpenCall { .. } | Part::ToolCall(_) => "fc",
+        Part::Ran(_) => "mcp",
     };
     let digits = head.id.trim_start_matches(Responses::ID);
     format!("{prefix}_{digits}_{index}")

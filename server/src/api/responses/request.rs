@@ -5,7 +5,7 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Message, Request, ResponseFormat};
+use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall};
 
 use super::Responses;
 use crate::api::error::ApiError;
@@ -13,6 +13,7 @@ use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
 use crate::api::{fields, json, structure};
+use crate::mcp;
 
 /// Fields that a response repeats, and what it has in place of absent ones.
 const REPEATED: &[(&str, &str)] = &[
@@ -68,11 +69,36 @@ struct Text {
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Item {
-    Message { role: String, content: Value },
-    FunctionCall { call_id: String, name: String, arguments: Value },
-    FunctionCallOutput { call_id: String, output: Value },
-    Reasoning { summary: Option<Value>, content: Option<Value> },
+    Message {
+        role: String,
+        content: Value,
+    },
+    FunctionCall {
+        call_id: String,
+        name: String,
+        arguments: Value,
+    },
+    FunctionCallOutput {
+        call_id: String,
+        output: Value,
+    },
+    Reasoning {
+        summary: Option<Value>,
+        content: Option<Value>,
+    },
+    McpCall {
+        id: String,
+        server_label: String,
+        name: String,
+        arguments: Value,
+        output: Option<String>,
+        error: Option<Value>,
+    },
 }
+
+/// Types of [`Item`]s.
+const KINDS: [&str; 5] =
+    ["message", "function_call", "function_call_output", "reasoning", "mcp_call"];
 
 /// Parses a body.
 ///
@@ -201,7 +227,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
             let message = format!("{param}: send the item itself, or previous_response_id");
             return Err(ApiError::unsupported(param, message));
         }
-        if !["message", "function_call", "function_call_output", "reasoning"].contains(&kind) {
+        if !KINDS.contains(&kind) {
             notes.push(format!("{path}: left out, because items of type `{kind}` are not known"));
             continue;
         }
@@ -233,6 +259,17 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
                 let output = text(&format!("{path}.output"), &output)?;
                 messages.push(Message { tool_call_id: Some(call_id), ..plain("tool", output) });
             }
+            Item::McpCall { id, server_label, name, arguments, output, error } => {
+                let name = mcp::full_name(&server_label, &name);
+                let path = format!("{path}.arguments");
+                let call = params::tool_call(&path, id, name, arguments, notes);
+                let result = match error {
+                    Some(Value::String(error)) => mcp::error_result(&error),
+                    Some(error) if !error.is_null() => mcp::error_result(&error.to_string()),
+                    _ => output.unwrap_or_default(),
+                };
+                add_call(&mut messages, call, result);
+            }
             Item::Reasoning { summary, content } => {
                 let parts = [(content, "content"), (summary, "summary")];
                 let mut reasoning = String::new();
@@ -251,8 +288,25 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
     Ok(messages)
 }
 
+/// Adds a call that this server ran, and its result. Calls in a row belong to one message.
+pub fn add_call(messages: &mut Vec<Message>, call: ToolCall, result: String) {
+    let results = messages.iter().rev().take_while(|message| message.role == "tool").count();
+    let at = messages.len() - results;
+    let result = Message {
+        tool_call_id: Some(call.id.clone()),
+        name: Some(call.function.name.clone()),
+        ..plain("tool", result)
+    };
+    match messages[..at].last_mut().filter(|before| before.role == "assistant") {
+        Some(before) => before.tool_calls.push(call),
+        None => messages
+            .insert(at, Message { tool_calls: vec![call], ..plain("assistant", String::new()) }),
+    }
+    messages.push(result);
+}
+
 /// The last message if it is the assistant's; otherwise a new one, appended.
-fn assistant(messages: &mut Vec<Message>) -> &mut Message {
+pub fn assistant(messages: &mut Vec<Message>) -> &mut Message {
     if messages.last().is_none_or(|last| last.role != "assistant") {
         messages.push(plain("assistant", String::new()));
     }

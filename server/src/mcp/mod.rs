@@ -1,0 +1,206 @@
+//! Servers of the Model Context Protocol: their tools are offered to the requests of the profiles that grant
+//! them, and this server runs the calls.
+//!
+//! A request takes this way: [`Mcp::offer`] adds tools to it before it goes to the engine, and
+//! [`rounds::start`] stands between the engine's events and the protocol. It runs the calls of a reply, and
+//! asks the engine to continue with their results, so that protocols see one reply. Policies judge calls in
+//! the engine, before their events come here.
+//!
+//! ```text
+//! config.rs    the section `[mcp]`, and grants of profiles
+//! server.rs    one server: its connection, its tools, calls
+//! stdio.rs     a server that is a program
+//! http.rs      the HTTP client for servers with an address
+//! rounds.rs    calls and their results within one reply
+//! journal.rs   the calls of recent requests, for traces
+//! command.rs   `steersman mcp`
+//! ```
+
+pub mod command;
+mod config;
+mod http;
+mod journal;
+pub mod rounds;
+mod server;
+mod stdio;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use futures_util::future::join_all;
+use serde_json::{Map, Value};
+use steersman_engine::request::Request;
+
+pub use config::{McpConfig, McpServerConfig};
+pub use journal::{Entry, Journal, Ran};
+pub use server::{Server, Tool};
+
+use self::server::PATIENCE;
+use crate::config::ServerConfig;
+
+/// What separates the name of a server from that of its tool. No server's name contains it.
+const SEPARATOR: &str = "__";
+
+/// Longest message of a server.
+const MESSAGE_BYTES: usize = 16 << 20;
+
+/// The servers, and what profiles may do with them.
+pub struct Mcp {
+    servers: BTreeMap<String, Server>,
+    /// Servers and tools by profile.
+    grants: BTreeMap<String, Vec<String>>,
+    /// Profiles whose traces have texts.
+    traced: BTreeSet<String>,
+    rounds: u32,
+    /// The calls of recent requests.
+    pub journal: Journal,
+}
+
+/// The tools of one request.
+pub struct Toolbox {
+    mcp: Arc<Mcp>,
+    profile: String,
+    /// Servers and names on the server, by the names that the model uses.
+    tools: BTreeMap<String, (String, String)>,
+    /// Names of the client's own tools.
+    client: BTreeSet<String>,
+}
+
+/// What a call returned, as text for the model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    /// The text.
+    pub text: String,
+    /// Whether the tool failed, or could not be called.
+    pub is_error: bool,
+}
+
+impl Output {
+    fn error(text: String) -> Self {
+        Self { text, is_error: true }
+    }
+
+    /// Cuts the text after `bytes`, with a note.
+    fn cut(mut self, bytes: usize) -> Self {
+        let whole = self.text.len();
+        if whole > bytes {
+            self.text.truncate(self.text.floor_char_boundary(bytes));
+            self.text += &format!("\n[cut off: {} of {whole} bytes]", self.text.len());
+        }
+        self
+    }
+}
+
+/// The name that the model uses for a tool.
+pub fn full_name(server: &str, tool: &str) -> String {
+    format!("{server}{SEPARATOR}{tool}")
+}
+
+/// The result of a call that failed, as the model gets it.
+pub fn error_result(text: &str) -> String {
+    format!("Error: {text}")
+}
+
+impl Mcp {
+    /// Starts the servers that profiles grant.
+    ///
+    /// # Panics
+    /// Outside of a runtime, if there are any.
+    pub fn start(config: &ServerConfig) -> Arc<Self> {
+        let grants: BTreeMap<_, _> =
+            config.profiles.iter().map(|(n, p)| (n.clone(), p.mcp.clone())).collect();
+        let granted: BTreeSet<&str> =
+            grants.values().flatten().map(|grant| config::split(grant).0).collect();
+        for name in config.mcp.servers.keys().filter(|name| !granted.contains(name.as_str())) {
+            tracing::warn!(server = name, "mcp server not started: no profile grants it");
+        }
+        let servers =
+            granted.into_iter().map(|name| (name.to_string(), Server::start(&config.mcp, name)));
+        let traced = config.profiles.iter().filter(|(_, profile)| profile.trace_text);
+        Arc::new(Self {
+            servers: servers.collect(),
+            traced: traced.map(|(name, _)| name.clone()).collect(),
+            grants,
+            rounds: config.mcp.rounds,
+            journal: Journal::new(config.trace_requests),
+        })
+    }
+
+    /// Adds to a request the tools that `profile` grants. `None` if there are none. What is missing is noted.
+    ///
+    /// A client's tool takes precedence over one of the same name. A client that names the tools that may be
+    /// called gets no others.
+    pub async fn offer(
+        self: &Arc<Self>,
+        profile: &str,
+        request: &mut Request,
+        notes: &mut Vec<String>,
+    ) -> Option<Toolbox> {
+        let grants = self.grants.get(profile).filter(|grants| !grants.is_empty())?;
+        let has_turns = request.prompt.is_none() && request.embedding.is_none();
+        let allowed = request.tool_choice.allowed.clone();
+        if !has_turns || allowed.as_ref().is_some_and(Vec::is_empty) {
+            return None;
+        }
+        let name_of = |tool: &Value| Some(tool["function"]["name"].as_str()?.to_string());
+        let client: BTreeSet<_> = request.tools.iter().filter_map(name_of).collect();
+        let mut tools = BTreeMap::new();
+        let granted: BTreeSet<_> = grants.iter().map(|grant| config::split(grant).0).collect();
+        let listed = join_all(granted.iter().map(|name| self.servers[*name].tools(PATIENCE))).await;
+        for (server, listed) in granted.into_iter().zip(listed) {
+            let listed = match listed {
+                Ok(listed) => listed,
+                Err(_) => {
+                    notes.push(format!(
+                        "mcp: the tools of `{server}` are missing: it is not available"
+                    ));
+                    continue;
+                }
+            };
+            for tool in listed.iter() {
+                let name = full_name(server, &tool.name);
+                let is_granted = grants.iter().any(|grant| grant == server || *grant == name);
+                if !is_granted || allowed.as_ref().is_some_and(|allowed| !allowed.contains(&name)) {
+                    continue;
+                }
+                if client.contains(&name) {
+                    notes.push(format!(
+                        "mcp: `{name}` is left out: the client has a tool of this name"
+                    ));
+                    continue;
+                }
+                request.tools.push(tool.definition.clone());
+                tools.insert(name, (server.to_string(), tool.name.clone()));
+            }
+        }
+        let (mcp, profile) = (self.clone(), profile.to_string());
+        (!tools.is_empty()).then_some(Toolbox { mcp, profile, tools, client })
+    }
+}
+
+impl Toolbox {
+    /// Whether the client runs calls of `name`. Others are this server's, also those of tools that do not exist.
+    fn is_clients(&self, name: &str) -> bool {
+        self.client.contains(name)
+    }
+
+    /// Calls a tool.
+    async fn call(&self, name: &str, arguments: Map<String, Value>) -> Output {
+        match self.tools.get(name) {
+            Some((server, tool)) => self.mcp.servers[server].call(tool, arguments).await,
+            None => Output::error(format!("there is no tool `{name}`")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_results_are_cut_at_a_character_with_a_note() {
+        let output = |text: &str| Output { text: text.into(), is_error: false };
+        assert_eq!(output("Zürich").cut(7), output("Zürich"));
+        assert_eq!(output("Zürich").cut(2), output("Z\n[cut off: 1 of 7 bytes]"));
+    }
+}

@@ -1,0 +1,346 @@
+//! One MCP server: its connection, which is opened again when it is lost, its tools, and calls of them.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rmcp::model::{
+    CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ContentBlock,
+    Implementation, ProtocolVersion, ResourceContents, Tool as Listed,
+};
+use rmcp::service::{NotificationContext, RunningService};
+use rmcp::transport::StreamableHttpClientTransport;
+use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
+use rmcp::{ClientHandler, Peer, RoleClient, ServiceError, ServiceExt};
+use serde_json::{Map, Value, json};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::config::{McpConfig, McpServerConfig, header};
+use super::http::HttpClient;
+use super::stdio::Program;
+use super::{Output, full_name};
+
+/// Time in which a server must list its tools after its start; a program may have to be downloaded.
+const START: Duration = Duration::from_secs(60);
+
+/// How long a request waits for a server that has just been started.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Pause before a lost server is started again; it doubles up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The longest pause. A server that was ready for longer begins with [`FIRST_PAUSE`] again.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Most tools of a server.
+const TOOLS: usize = 256;
+
+/// Most bytes of the definition of a tool.
+const TOOL_BYTES: usize = 64 << 10;
+
+/// Longest name of a tool.
+const TOOL_NAME_BYTES: usize = 128;
+
+/// A configured server. Dropping it ends its connection.
+pub struct Server {
+    shared: Arc<Shared>,
+    task: AbortHandle,
+}
+
+struct Shared {
+    name: String,
+    config: McpServerConfig,
+    call_timeout: Duration,
+    result_bytes: usize,
+    state: watch::Sender<State>,
+}
+
+/// Whether a server can be used.
+#[derive(Clone)]
+enum State {
+    /// It has not been ready yet, and has not failed.
+    Starting,
+    Ready(Ready),
+    /// It failed, for this reason, and is started again after a pause.
+    Lost(String),
+}
+
+/// What calls need of a connection.
+#[derive(Clone)]
+struct Ready {
+    peer: Peer<RoleClient>,
+    tools: Arc<[Tool]>,
+    /// Tells the task of the connection that it is broken.
+    broken: Arc<Notify>,
+}
+
+/// A tool of a server.
+#[derive(Debug, Clone)]
+pub struct Tool {
+    /// Its name on the server.
+    pub name: String,
+    /// What it does, for people.
+    pub description: String,
+    /// In the form that chat templates read, with the name SERVER__TOOL.
+    pub definition: Value,
+}
+
+/// An open connection.
+struct Connection {
+    service: RunningService<RoleClient, Client>,
+    program: Option<Program>,
+    changed: Arc<Notify>,
+}
+
+/// This side of a connection: offers the server nothing, and notes when its tools change.
+struct Client {
+    changed: Arc<Notify>,
+}
+
+impl ClientHandler for Client {
+    async fn on_tool_list_changed(&self, _: NotificationContext<RoleClient>) {
+        self.changed.notify_one();
+    }
+
+    fn get_info(&self) -> ClientConfig {
+        let version = env!("CARGO_PKG_VERSION");
+        let name = Implementation::new("steersman", version);
+        let mut config = ClientConfig::new(ClientCapabilities::default(), name);
+        // Later versions have no handshake, and no server needs them yet.
+        config.protocol_version = ProtocolVersion::LATEST_WITH_INITIALIZE;
+        config
+    }
+}
+
+impl Server {
+    /// Starts the server `name` of `config`, and starts it again whenever it is lost.
+    ///
+    /// # Panics
+    /// If there is no such server, or outside of a runtime.
+    pub fn start(config: &McpConfig, name: &str) -> Self {
+        let shared = Arc::new(Shared {
+            name: name.into(),
+            config: config.servers[name].clone(),
+            call_timeout: Duration::from_secs(config.call_timeout_s),
+            result_bytes: config.result_bytes,
+            state: watch::Sender::new(State::Starting),
+        });
+        let task = tokio::spawn(shared.clone().run()).abort_handle();
+        Self { shared, task }
+    }
+
+    /// Its name in the configuration.
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// Its tools. Waits for `patience` until a server that has just been started is ready or has failed.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub async fn tools(&self, patience: Duration) -> Result<Arc<[Tool]>, String> {
+        self.ready(patience).await.map(|ready| ready.tools)
+    }
+
+    async fn ready(&self, patience: Duration) -> Result<Ready, String> {
+        let mut state = self.shared.state.subscribe();
+        let has_started = state.wait_for(|state| !matches!(state, State::Starting));
+        match timeout(patience, has_started).await {
+            Ok(Ok(state)) => match &*state {
+                State::Ready(ready) => Ok(ready.clone()),
+                State::Lost(reason) => Err(reason.clone()),
+                State::Starting => Err("is starting".into()),
+            },
+            Ok(Err(_)) | Err(_) => Err("is starting".into()),
+        }
+    }
+
+    /// Calls a tool. Whatever fails is the result, marked as an error. Dropping the future cancels the call.
+    pub async fn call(&self, tool: &str, arguments: Map<String, Value>) -> Output {
+        let Shared { name, call_timeout, result_bytes, .. } = &*self.shared;
+        let failed = |problem: String| Output::error(format!("the server `{name}` {problem}"));
+        let ready = match self.ready(PATIENCE).await {
+            Ok(ready) => ready,
+            // The reason is for the operator: it may quote what the server wrote.
+            Err(_) => return failed("is not available".into()),
+        };
+        let mut params = CallToolRequestParams::new(tool.to_string());
+        params.arguments = Some(arguments);
+        let output = match timeout(*call_timeout, ready.peer.call_tool(params)).await {
+            Ok(Ok(result)) => output(result),
+            Ok(Err(ServiceError::McpError(error))) => Output::error(error.message.into_owned()),
+            Ok(Err(error)) => {
+                if matches!(error, ServiceError::TransportSend(_) | ServiceError::TransportClosed) {
+                    ready.broken.notify_one();
+                }
+                failed(format!("failed: {error}"))
+            }
+            Err(_) => failed(format!("did not answer within {} s", call_timeout.as_secs())),
+        };
+        output.cut(*result_bytes)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Shared {
+    /// Connects, for ever.
+    async fn run(self: Arc<Self>) {
+        let (server, place) = (&self.name, self.config.place());
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let start = Instant::now();
+            let reason = match timeout(START, self.connect()).await {
+                Ok(Ok(connection)) => self.watch(connection).await,
+                Ok(Err(problem)) => problem,
+                Err(_) => format!("no connection within {} s", START.as_secs()),
+            };
+            if start.elapsed() > LONGEST_PAUSE {
+                pause = FIRST_PAUSE;
+            }
+            let retry_s = pause.as_secs();
+            tracing::warn!(
+                server,
+                place,
+                reason,
+                retry_s,
+                "mcp server lost; its tools are missing"
+            );
+            self.state.send_replace(State::Lost(reason));
+            sleep(pause).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Opens a connection.
+    async fn connect(&self) -> Result<Connection, String> {
+        let changed = Arc::<Notify>::default();
+        let client = Client { changed: changed.clone() };
+        if self.config.url.is_empty() {
+            let started = Program::start(&self.name, &self.config);
+            let (program, output, input) = started.map_err(|error| format!("no start: {error}"))?;
+            match client.serve((output, input)).await {
+                Ok(service) => Ok(Connection { service, program: Some(program), changed }),
+                Err(error) => Err(format!("no handshake: {error}; {}", program.end().await)),
+            }
+        } else {
+            let headers = self.config.headers.iter();
+            let headers = headers.filter_map(|(name, value)| header(name, value)).collect();
+            let config = StreamableHttpClientTransportConfig::with_uri(self.config.url.as_str());
+            let transport =
+                StreamableHttpClientTransport::with_client(HttpClient::new(headers), config);
+            let service = client.serve(transport).await;
+            let service = service.map_err(|error| format!("no handshake: {error}"))?;
+            Ok(Connection { service, program: None, changed })
+        }
+    }
+
+    /// Lists the tools whenever they change, until the connection is lost. Returns why.
+    async fn watch(&self, connection: Connection) -> String {
+        let Connection { service, program, changed } = connection;
+        let (peer, broken) = (service.peer().clone(), Arc::<Notify>::default());
+        let reason = {
+            let mut closed = pin!(service.waiting());
+            loop {
+                let listed = tokio::select! {
+                    listed = timeout(START, peer.list_all_tools()) => listed,
+                    _ = &mut closed => break "the connection was closed".to_string(),
+                };
+                let tools: Arc<[Tool]> = match listed {
+                    Ok(Ok(tools)) => self.tools(tools).into(),
+                    Ok(Err(error)) => break format!("the tools cannot be listed: {error}"),
+                    Err(_) => break format!("no list of tools within {} s", START.as_secs()),
+                };
+                let place = self.config.place();
+                tracing::info!(server = self.name, place, tools = tools.len(), "mcp server ready");
+                let (peer, broken) = (peer.clone(), broken.clone());
+                self.state.send_replace(State::Ready(Ready {
+                    peer,
+                    tools,
+                    broken: broken.clone(),
+                }));
+                tokio::select! {
+                    _ = &mut closed => break "the connection was closed".to_string(),
+                    () = broken.notified() => break "a call could not be sent".to_string(),
+                    () = changed.notified() => {}
+                }
+            }
+        };
+        match program {
+            Some(program) => format!("{reason}; {}", program.end().await),
+            None => reason,
+        }
+    }
+
+    /// The tools that can be offered to a model.
+    fn tools(&self, listed: Vec<Listed>) -> Vec<Tool> {
+        let mut tools: Vec<Tool> = Vec::new();
+        for tool in listed {
+            let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            let is_valid =
+                tool.name.chars().all(is_name) && (1..=TOOL_NAME_BYTES).contains(&tool.name.len());
+            let tool = self.tool(&tool);
+            let problem = match () {
+                () if !is_valid => "its name is not supported",
+                () if tools.iter().any(|other| other.name == tool.name) => "its name occurs twice",
+                () if tool.definition.to_string().len() > TOOL_BYTES => {
+                    "its definition is too long"
+                }
+                () if tools.len() == TOOLS => "there are too many",
+                () => {
+                    tools.push(tool);
+                    continue;
+                }
+            };
+            let name = tool.name.escape_debug().to_string();
+            tracing::warn!(server = self.name, tool = name, problem, "mcp tool left out");
+        }
+        tools
+    }
+
+    fn tool(&self, tool: &Listed) -> Tool {
+        let description = tool.description.as_deref().or(tool.title.as_deref()).unwrap_or_default();
+        let mut parameters = Map::clone(&tool.input_schema);
+        parameters.shift_remove("$schema");
+        let full_name = full_name(&self.name, &tool.name);
+        let function =
+            json!({"name": full_name, "description": description, "parameters": parameters});
+        Tool {
+            name: tool.name.to_string(),
+            description: description.to_string(),
+            definition: json!({"type": "function", "function": function}),
+        }
+    }
+}
+
+/// The result as text: a model reads nothing else.
+fn output(result: CallToolResult) -> Output {
+    let left_out = |kind: &str, mime: &str, base64: &str| {
+        format!("[{kind} left out: {mime}, {} bytes]", base64.len() / 4 * 3)
+    };
+    let text = |block: &ContentBlock| match block {
+        ContentBlock::Text(text) => text.text.clone(),
+        ContentBlock::Image(image) => left_out("image", &image.mime_type, &image.data),
+        ContentBlock::Audio(audio) => left_out("audio", &audio.mime_type, &audio.data),
+        ContentBlock::Resource(resource) => match &resource.resource {
+            ResourceContents::TextResourceContents { text, .. } => text.clone(),
+            ResourceContents::BlobResourceContents { mime_type, blob, .. } => {
+                left_out("resource", mime_type.as_deref().unwrap_or_default(), blob)
+            }
+            _ => "[resource left out]".into(),
+        },
+        ContentBlock::ResourceLink(link) => format!("[resource: {}]", link.uri),
+        _ => "[content left out]".into(),
+    };
+    let mut texts: Vec<String> = result.content.iter().map(text).collect();
+    if texts.is_empty() {
+        texts.extend(result.structured_content.map(|content| content.to_string()));
+    }
+    Output { text: texts.join("\n"), is_error: result.is_error == Some(true) }
+}
