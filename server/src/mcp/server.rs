@@ -8,7 +8,7 @@ use rmcp::model::{
     CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ContentBlock,
     Implementation, ProtocolVersion, ResourceContents, Tool as Listed,
 };
-use rmcp::service::{NotificationContext, RunningService};
+use rmcp::service::{ClientInitializeError, NotificationContext, RunningService};
 use rmcp::transport::StreamableHttpClientTransport;
 use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
 use rmcp::{ClientHandler, Peer, RoleClient, ServiceError, ServiceExt};
@@ -227,7 +227,7 @@ impl Shared {
             let (program, output, input) = started.map_err(|error| format!("no start: {error}"))?;
             match client.serve((output, input)).await {
                 Ok(service) => Ok(Connection { service, program: Some(program), changed }),
-                Err(error) => Err(format!("no handshake: {error}; {}", program.end().await)),
+                Err(error) => Err(format!("{}; {}", no_handshake(&error), program.end().await)),
             }
         } else {
             let headers = self.config.headers.iter();
@@ -236,7 +236,7 @@ impl Shared {
             let transport =
                 StreamableHttpClientTransport::with_client(HttpClient::new(headers), config);
             let service = client.serve(transport).await;
-            let service = service.map_err(|error| format!("no handshake: {error}"))?;
+            let service = service.map_err(|error| no_handshake(&error))?;
             Ok(Connection { service, program: None, changed })
         }
     }
@@ -316,6 +316,16 @@ impl Shared {
             description: description.to_string(),
             definition: json!({"type": "function", "function": function}),
         }
+    }
+}
+
+/// Why a server cannot be connected to, without the name of rmcp's type that the error begins with.
+fn no_handshake(error: &ClientInitializeError) -> String {
+    match error {
+        ClientInitializeError::TransportError { error, .. } => {
+            format!("no handshake: {}", error.error)
+        }
+        error => format!("no handshake: {error}"),
     }
 }
 
