@@ -4,8 +4,8 @@
 //! whatever happened to them since: commits, rewinds, injected text.
 //!
 //! # Where it begins
-//! With [`Scope::Answer`], where the answer begins; reasoning stays free. The line breaks after
-//! `</think>`, which models write there, are committed first. With [`Scope::Opening`], there too, until the
+//! With [`Scope::Answer`], where the answer begins; reasoning stays free, and is closed if the model ends its
+//! turn there. The line breaks after `</think>`, which models write there, are committed first. With [`Scope::Opening`], there too, until the
 //! answer is text. With [`Scope::Call`], after the tag of each call outside of reasoning, up to its closing
 //! tag.
 //!
@@ -146,6 +146,12 @@ impl Sequence {
             }
             Scope::Call => phase == Phase::ToolCall,
         })
+    }
+
+    /// Whether the reply reasons, and an answer in a form must follow.
+    pub(super) fn awaits_form(&self) -> bool {
+        let is_answer = self.constraint.as_ref().is_some_and(|c| c.scope() == Scope::Answer);
+        is_answer && self.reply_state.reply.phase() == Phase::Reasoning
     }
 
     /// Whether policies cannot write here: the form covers the rest of the reply.

@@ -83,6 +83,25 @@ fn answers_of_random_models_follow_their_schema_on_every_path() {
     }
 }
 
+/// The model would end its turn at once.
+#[test]
+fn an_answer_follows_reasoning_in_which_the_model_ends_its_turn() {
+    for family in ["qwen3_next", "gemma3_text", "llama"] {
+        let mut decoder = super::scripted::family(family, Config::default(), true);
+        let biases: Vec<_> =
+            decoder.text.eos().iter().map(|&token| TokenBias { token, bias: 100.0 }).collect();
+        let choice = Form::Choice(vec!["a certain text".into(), "another text".into()]);
+        for seed in 0..2 {
+            let request = Request { biases: biases.clone(), ..warm(ask("Which?", true, 80), seed) };
+            let request = with_form(choice.clone(), request);
+            let ran = on_all_paths(&mut decoder, &request);
+            assert!(["a certain text", "another text"].contains(&ran.answer.as_str()), "{ran:?}");
+            assert_eq!(ran.reason, FinishReason::Stop);
+            assert!(ran.noted("closed the reasoning"), "{:?}", ran.notes);
+        }
+    }
+}
+
 #[test]
 fn forced_tokens_take_no_pass_of_their_own() {
     let mut decoder = family("llama", Config::default(), true);
