@@ -46,10 +46,10 @@ pub struct Request {
     pub min_tokens: u32,
     /// Whether the model cannot end its turn: the reply ends at a limit or a stop string.
     pub ignores_end: bool,
-    /// Whether [`Event::Logprob`]s are sent, each with so many of the likeliest tokens.
+    /// Number of likeliest tokens in each [`Event::Logprob`]; `None` sends no such events.
     pub logprobs: Option<u32>,
-    /// Whether [`Event::PromptToken`]s are sent, each with so many of the likeliest tokens. The whole
-    /// prompt then runs, saved or not.
+    /// Number of likeliest tokens in each [`Event::PromptToken`]; `None` sends no such events. With them, the
+    /// whole prompt runs, even if its state is saved.
     pub prompt_logprobs: Option<u32>,
     /// Asks for the embedding of the prompt instead of a reply. Policies do not see such a request, its
     /// whole prompt runs, and nothing of it is saved.

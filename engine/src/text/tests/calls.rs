@@ -89,7 +89,7 @@ impl Random {
             "\r",
         ];
         let text: String = (0..self.below(9)).map(|_| self.pick(PARTS)).collect();
-        // The tokens of tags are told apart from values by their text.
+        // A test token counts as a tag if its text begins like one.
         let text = if text.starts_with(['<', '[']) { format!("x{text}") } else { text };
         // Where GLM's tags are text, these two together end a call anywhere.
         let both = text.contains("</arg_value>") && text.contains("</tool_call>");

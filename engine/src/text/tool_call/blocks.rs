@@ -3,8 +3,8 @@
 use super::json;
 use super::reader::{BareValue, Read, Reader, Stop, head};
 
-/// `<function=name>` with `<parameter=key>` blocks; or JSON, as [`json::objects`]. The text tells which
-/// one, since a model may write either.
+/// `<function=name>` with `<parameter=key>` blocks, or JSON as [`json::objects`] reads it. A model may write
+/// either; text that begins with a bracket is JSON.
 pub fn qwen(reader: &mut Reader<'_>) -> Read {
     reader.skip_space();
     if "[{".contains(reader.peek()?) {
@@ -25,7 +25,7 @@ pub fn glm(reader: &mut Reader<'_>) -> Read {
     let end = reader.rest.find(['\n', '<']).filter(|&at| at > 0);
     let end = end.or(reader.has_ended.then_some(reader.rest.len()));
     let Some(end) = end else {
-        // No tag says that a name comes here.
+        // The name has no tag of its own.
         let may_be_name = reader.schemas.has_name_with(reader.rest);
         return Err(if may_be_name { Stop::Early } else { Stop::Malformed });
     };

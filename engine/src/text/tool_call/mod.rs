@@ -1,9 +1,9 @@
 //! Tool calls: how each family of models writes them.
 //!
 //! A [`Format`] is a row of [`FORMATS`]: where calls begin and end, how they are read, and how a grammar
-//! writes them. The chat template of a model says which one it is ([`Format::of`]). Each is read by one
-//! function over a [`Reader`]; [`read`] calls it with the text that has arrived, as often as there is
-//! more of it. What it says of a call is certain: more text only adds to it.
+//! writes them. It is chosen by the chat template of the model ([`Format::of`]). Each is read by one
+//! function over a [`Reader`]; [`read`] calls it with all text that has arrived, whenever more arrives.
+//! Its results are final: more text adds to them and changes nothing.
 //!
 //! | file | contents |
 //! |---|---|
