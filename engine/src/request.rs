@@ -436,6 +436,24 @@ pub struct Usage {
     pub skipped_layers: u32,
 }
 
+impl std::ops::Add for Usage {
+    type Output = Self;
+
+    /// The counts of two requests together.
+    fn add(self, other: Self) -> Self {
+        Self {
+            prompt_tokens: self.prompt_tokens + other.prompt_tokens,
+            cached_tokens: self.cached_tokens + other.cached_tokens,
+            reasoning_tokens: self.reasoning_tokens + other.reasoning_tokens,
+            answer_tokens: self.answer_tokens + other.answer_tokens,
+            drafted_tokens: self.drafted_tokens + other.drafted_tokens,
+            accepted_tokens: self.accepted_tokens + other.accepted_tokens,
+            forced_tokens: self.forced_tokens + other.forced_tokens,
+            skipped_layers: self.skipped_layers.max(other.skipped_layers),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;

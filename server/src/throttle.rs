@@ -1,7 +1,8 @@
 //! A limit on equal log lines: an attacker must not fill the log.
 
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Time between two lines.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -19,7 +20,7 @@ struct State {
 impl Throttle {
     /// `Some` if a line may be logged now, with the number of lines suppressed since the last one.
     pub fn pass(&self) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut state = self.0.lock();
         if state.last.is_some_and(|last| last.elapsed() < INTERVAL) {
             state.suppressed += 1;
             return None;

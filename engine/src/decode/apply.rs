@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use super::sequence::Sequence;
 use super::steer::{Ask, Todo};
 use crate::error::Result;
-use crate::grammar::Scope;
 use crate::policy::{self, Action, LoopReport, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
@@ -132,7 +131,7 @@ impl Sequence {
         if self.reply_state.reply.phase() != Phase::Reasoning {
             return Ok(());
         }
-        let is_answer_fixed = self.constraint.as_ref().is_some_and(|c| c.scope() == Scope::Answer);
+        let is_answer_fixed = self.is_answer_fixed();
         if is_answer_fixed && !hint.is_empty() {
             self.note(format!("left out a hint ({why}): the form of the answer is fixed"));
         }

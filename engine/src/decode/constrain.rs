@@ -5,9 +5,9 @@
 //!
 //! # Where it begins
 //! With [`Scope::Answer`], where the answer begins; reasoning stays free, and is closed if the model ends its
-//! turn there. The line breaks after `</think>`, which models write there, are committed first. With [`Scope::Opening`], there too, until the
-//! answer is text. With [`Scope::Call`], after the tag of each call outside of reasoning, up to its closing
-//! tag.
+//! turn there. The line breaks after `</think>`, which models write there, are committed first. With
+//! [`Scope::Opening`], there too, until the answer is text. With [`Scope::Call`], after the tag of each call
+//! outside of reasoning, up to its closing tag.
 //!
 //! # When the mask is computed
 //! The mask of a token needs the token before it on the host. The pass of that token is queued before it
@@ -150,14 +150,17 @@ impl Sequence {
 
     /// Whether the reply reasons, and an answer in a form must follow.
     pub(super) fn awaits_form(&self) -> bool {
-        let is_answer = self.constraint.as_ref().is_some_and(|c| c.scope() == Scope::Answer);
-        is_answer && self.reply_state.reply.phase() == Phase::Reasoning
+        self.is_answer_fixed() && self.reply_state.reply.phase() == Phase::Reasoning
+    }
+
+    /// Whether a form covers the whole answer.
+    pub(super) fn is_answer_fixed(&self) -> bool {
+        self.constraint.as_ref().is_some_and(|constraint| constraint.scope() == Scope::Answer)
     }
 
     /// Whether policies cannot write here: the form covers the rest of the reply.
     pub(super) fn is_form_fixed(&self) -> bool {
-        let is_answer = self.constraint.as_ref().is_some_and(|c| c.scope() == Scope::Answer);
-        is_answer && self.is_in_form()
+        self.is_answer_fixed() && self.is_in_form()
     }
 
     /// Whether the mask of the next token has `token`.

@@ -19,15 +19,15 @@ use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use mlx_rs::Dtype;
 use mlx_rs::memory::{
     active_memory, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
 };
 use mlx_rs::transforms::eval;
-use mlx_rs::{Array, Dtype};
 
+use super::Decoder;
 use super::sequence::STEP_ROWS;
-use super::{Decoder, token_ids};
-use crate::cache::{Cache, Span};
+use crate::cache::Cache;
 use crate::error::{ConfigError, Error, RequestError, Result};
 
 /// Bytes reserved for what is allocated after loading besides arrays: requests, policies, threads and the
@@ -204,19 +204,12 @@ impl Decoder {
     /// # Errors
     /// [`Error::Config`] if the model takes more than the limit already.
     pub(super) fn measure_memory(&mut self, configured: u64, before_weights: u64) -> Result<()> {
-        let run = |rows: usize, cache: &mut Cache| -> Result<Array> {
-            let ids = token_ids(&vec![0; rows]);
-            let hidden =
-                self.model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], self.pass())?;
-            eval(cache.arrays()?.iter().chain([&hidden]))?;
-            Ok(hidden)
-        };
         // Weights are evaluated at their first use: those of the head count from now on.
-        eval([&self.logits(&run(1, &mut self.prefixes.empty())?)?])?;
+        eval([&self.logits(&self.run_probe(1, &mut self.prefixes.empty())?)?])?;
         let mut bytes = [0.0; PROBES.len()];
         for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
             let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
-            let _hidden = run(rows, &mut cache)?;
+            let _hidden = self.run_probe(rows, &mut cache)?;
             *bytes = before.transient()? as f64;
         }
         let [few, many] = PROBES.map(|rows| rows as f64);

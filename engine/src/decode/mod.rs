@@ -67,7 +67,7 @@ use self::sample::within;
 use self::sequence::Sequence;
 use self::threads::Threads;
 use crate::activity::ActivityReporter;
-use crate::cache::Span;
+use crate::cache::{Cache, Span};
 use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Pooling, SpeculationConfig, StoreConfig,
 };
@@ -394,19 +394,23 @@ impl Decoder {
     /// the first request need not wait for then.
     fn measure_prefill(&self, rows: [usize; 2]) -> Result<PassCosts> {
         let measure = |rows: usize| -> Result<(usize, f32)> {
-            let (mut start, ids) = (Instant::now(), token_ids(&vec![0; rows]));
-            for _ in 0..2 {
-                start = Instant::now();
-                let mut cache = self.prefixes.empty();
-                let mut span = [Span { rows: ids.dim(0), cache: &mut cache }];
-                let hidden = self.model.forward(&ids, &mut span, self.pass())?;
-                eval(cache.arrays()?.iter().chain([&hidden]))?;
-            }
+            self.run_probe(rows, &mut self.prefixes.empty())?;
+            let start = Instant::now();
+            self.run_probe(rows, &mut self.prefixes.empty())?;
             Ok((rows, start.elapsed().as_secs_f32()))
         };
         let passes = [measure(rows[0])?, measure(rows[1])?];
         tracing::info!(?passes, "prefill measured");
         Ok(PassCosts::measured(passes))
+    }
+
+    /// Runs a pass of `rows` equal tokens, to measure it; returns its hidden states.
+    fn run_probe(&self, rows: usize, cache: &mut Cache) -> Result<Array> {
+        let ids = token_ids(&vec![0; rows]);
+        let mut span = [Span { rows: ids.dim(0), cache }];
+        let hidden = self.model.forward(&ids, &mut span, self.pass())?;
+        eval(cache.arrays()?.iter().chain([&hidden]))?;
+        Ok(hidden)
     }
 
     /// Saves the state of the prompt if the cache is at its next save point.

@@ -91,7 +91,7 @@ impl PassCosts {
             self.row = added / rows as f32;
             return;
         }
-        // One slow pass, which compiles a kernel or waits for a busy machine, says little.
+        // A single slow pass has compiled a kernel or waited for a busy machine: it counts as twice as slow at most.
         let error = (added - expected).min(expected);
         // Normalized least mean squares over (1, rows / ROWS): both parts change, none below zero.
         let (change, scaled) = (weight(error) * error, rows as f32 / Self::ROWS);

@@ -402,13 +402,13 @@ impl Sequence {
             self.stale_from = Some(self.tokens.len());
             return self.end_without_token();
         }
-        if text.eos().contains(&token) && self.awaits_form() {
-            // The cache may have run the token already.
-            self.stale_from = Some(self.tokens.len());
-            self.close_reasoning("", "the model ended its turn before the answer", text)?;
-            return self.steer(text);
-        }
         if text.eos().contains(&token) {
+            if self.awaits_form() {
+                // The cache may have run the token already.
+                self.stale_from = Some(self.tokens.len());
+                self.close_reasoning("", "the model ended its turn before the answer", text)?;
+                return self.steer(text);
+            }
             // Clients that score a prompt count one token after it, whichever it is.
             if self.request.prompt.is_some() {
                 self.report_logprobs(token, text)?;

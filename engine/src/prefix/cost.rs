@@ -44,6 +44,11 @@ impl ComputeCosts {
     }
 }
 
+/// Whether state of `bytes` bytes is always saved and read.
+pub fn is_small(bytes: u64) -> bool {
+    bytes <= SMALL
+}
+
 impl Default for ReadCosts {
     fn default() -> Self {
         // 1 GB/s: a common solid-state disk, with the check of what was read.
@@ -59,14 +64,14 @@ impl ReadCosts {
 
     /// Learns from a read.
     pub fn learn(&mut self, bytes: u64, elapsed: Duration) {
-        if bytes > SMALL {
+        if !is_small(bytes) {
             self.byte += NEWEST * (elapsed.as_secs_f32() / bytes as f32 - self.byte);
         }
     }
 
     /// Whether reading `bytes` is better than computing `tokens`, at least one.
     pub fn favours_reading(&self, bytes: u64, tokens: usize) -> bool {
-        bytes <= SMALL || bytes as f32 * self.byte <= PATIENCE * self.compute.of(tokens)
+        is_small(bytes) || bytes as f32 * self.byte <= PATIENCE * self.compute.of(tokens)
     }
 }
 
@@ -100,7 +105,7 @@ mod tests {
         (0..20).for_each(|_| costs.learn(50_000_000, Duration::from_secs(1)));
         assert!(!costs.favours_reading(50_000_000, 3000));
         assert!(costs.favours_reading(50_000_000, 6000));
-        // A small read says nothing about the rate.
+        // Small reads are not learned from: most of their time is not spent on bytes.
         (0..20).for_each(|_| costs.learn(1000, Duration::from_secs(1)));
         assert!(costs.favours_reading(50_000_000, 6000));
     }

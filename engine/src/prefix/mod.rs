@@ -245,14 +245,22 @@ impl Prefixes {
     pub fn plan_save(&self, cache: &Cache, tokens: &[u32], retention: Retention) -> SavePlan {
         let keys = self.keys(tokens);
         let to_write = self.disk.as_ref().and_then(|disk| {
-            let rows = missing_tokens(disk, tokens, &keys);
-            let is_saved = rows == 0 && keys.iter().all(|key| disk.contains(key));
-            let saved = disk.longest(tokens, tokens.len(), self.needs_state);
-            let new = tokens.len() - saved.map_or(0, |saved| saved.tokens);
-            let is_worth = self.read_costs.favours_reading(cache.bytes(new, KV_BYTES), new);
-            (!is_saved && (retention.seconds > 0 || is_worth)).then_some(rows)
+            let is_written = !keys.iter().all(|key| disk.contains(key))
+                && (retention.seconds > 0 || self.is_worth_writing(disk, cache, tokens));
+            is_written.then(|| missing_tokens(disk, tokens, &keys))
         });
         SavePlan { retention, keys, to_write }
+    }
+
+    /// Whether reading the state of `cache` will be better than computing what the store does not have.
+    fn is_worth_writing(&self, disk: &RedbStore, cache: &Cache, tokens: &[u32]) -> bool {
+        // To find what the store has, all tokens are hashed.
+        if cost::is_small(cache.bytes(tokens.len(), KV_BYTES)) {
+            return true;
+        }
+        let saved = disk.longest(tokens, tokens.len(), self.needs_state);
+        let new = tokens.len() - saved.map_or(0, |saved| saved.tokens);
+        self.read_costs.favours_reading(cache.bytes(new, KV_BYTES), new)
     }
 
     /// Saves the state of `cache`, which holds exactly `tokens`, for which the plan was made.

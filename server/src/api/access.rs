@@ -6,13 +6,14 @@
 //! keys, everyone may use the profiles that have none.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use parking_lot::Mutex;
 use secrecy::{ExposeSecret, SecretString};
 use sha2::{Digest, Sha256};
 use steersman_engine::Engine;
@@ -263,7 +264,7 @@ impl Failures {
             tracing::warn!(suppressed, "request refused: wrong key");
         }
         let end = {
-            let mut last = self.last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut last = self.last.lock();
             let now = Instant::now();
             let end = last.map_or(now, |last| last.max(now)) + FAILURE_INTERVAL;
             *last.insert(end.min(now + FAILURE_PAUSE))

@@ -4,12 +4,13 @@
 //! Small bodies are parsed at once. Larger ones count against a budget for as long as their request
 //! is in memory, share a rate, and are parsed on a thread of their own, one at a time.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{HeaderMap, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use parking_lot::Mutex;
 use serde_json::{Map, Value};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
@@ -77,10 +78,7 @@ impl Bodies {
         content_type: Option<&str>,
         limit: Limit,
     ) -> Result<ReadBody, ApiError> {
-        let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok());
-        let kind = kind.unwrap_or_default().split(';').next().unwrap_or_default().trim();
-        if let Some(expected) = content_type.filter(|expected| !kind.eq_ignore_ascii_case(expected))
-        {
+        if let Some(expected) = content_type.filter(|expected| !is_type(headers, expected)) {
             return Err(ApiError::not_of_type(expected));
         }
         let time = Duration::from_secs(self.timeout_s);
@@ -129,7 +127,7 @@ impl Bodies {
     async fn pace(&self, bytes: usize) {
         let time = Duration::from_secs_f64(bytes as f64 / f64::from(BYTES_PER_SECOND));
         let due = {
-            let mut last = self.read_until.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut last = self.read_until.lock();
             let now = Instant::now();
             let due = last.map_or(now, |last| last.max(now)) + time;
             *last.insert(due)
@@ -170,4 +168,11 @@ impl Bodies {
         })
         .await
     }
+}
+
+/// Whether a body with these headers has this media type, with any parameters.
+pub fn is_type(headers: &HeaderMap, media_type: &str) -> bool {
+    let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let named = value.unwrap_or_default().split(';').next().unwrap_or_default();
+    named.trim().eq_ignore_ascii_case(media_type)
 }

@@ -7,7 +7,7 @@
 
 mod access;
 mod anthropic;
-mod body;
+pub(crate) mod body;
 mod cache;
 pub mod chat;
 mod completions;

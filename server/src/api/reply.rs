@@ -256,18 +256,11 @@ impl Part {
 /// The counts of several replies together. A prompt with several choices counts once.
 pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
     replies.iter().enumerate().fold(Usage::default(), |sum, (index, reply)| {
-        let usage = reply.finished.usage;
-        let has_prompt = u32::from(head.is_first_choice(index));
-        Usage {
-            prompt_tokens: sum.prompt_tokens + has_prompt * usage.prompt_tokens,
-            cached_tokens: sum.cached_tokens + has_prompt * usage.cached_tokens,
-            reasoning_tokens: sum.reasoning_tokens + usage.reasoning_tokens,
-            answer_tokens: sum.answer_tokens + usage.answer_tokens,
-            drafted_tokens: sum.drafted_tokens + usage.drafted_tokens,
-            accepted_tokens: sum.accepted_tokens + usage.accepted_tokens,
-            forced_tokens: sum.forced_tokens + usage.forced_tokens,
-            skipped_layers: sum.skipped_layers.max(usage.skipped_layers),
+        let mut usage = reply.finished.usage;
+        if !head.is_first_choice(index) {
+            (usage.prompt_tokens, usage.cached_tokens) = (0, 0);
         }
+        sum + usage
     })
 }
 

@@ -1,16 +1,13 @@
 //! `steersman mcp`: lists and calls the tools of the configured servers.
 
 use std::io::Write;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Subcommand;
 use serde_json::{Map, Value};
 
+use super::server::START;
 use super::{McpConfig, SEPARATOR, Server, Tool, full_name};
-
-/// Time in which a server must be ready.
-const START: Duration = Duration::from_secs(60);
 
 /// What to do.
 #[derive(Debug, Subcommand)]

@@ -31,6 +31,7 @@ use rmcp::transport::streamable_http_client::{
 use sse_stream::{Sse, SseStream};
 
 use super::MESSAGE_BYTES;
+use crate::api::body::is_type;
 
 /// Time in which a connection must be opened.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -133,10 +134,10 @@ impl StreamableHttpClient for HttpClient {
         }
         let session = response.headers().get(HEADER_SESSION_ID);
         let session = session.and_then(|id| id.to_str().ok()).map(str::to_string);
-        if status.is_success() && is(&response, EVENT_STREAM_MIME_TYPE) {
+        if status.is_success() && is_type(response.headers(), EVENT_STREAM_MIME_TYPE) {
             return Ok(StreamableHttpPostResponse::Sse(events(response), session));
         }
-        let is_json = is(&response, JSON_MIME_TYPE);
+        let is_json = is_type(response.headers(), JSON_MIME_TYPE);
         let body = Limited::new(response.into_body(), MESSAGE_BYTES).collect().await;
         let body = body.map_err(|error| StreamableHttpError::Client(Failed::boxed(error)))?;
         let body = body.to_bytes();
@@ -182,7 +183,9 @@ impl StreamableHttpClient for HttpClient {
         let response = self.send(Method::GET, &uri, session, headers, Bytes::new()).await?;
         match response.status() {
             StatusCode::METHOD_NOT_ALLOWED => Err(StreamableHttpError::ServerDoesNotSupportSse),
-            status if status.is_success() && is(&response, EVENT_STREAM_MIME_TYPE) => {
+            status
+                if status.is_success() && is_type(response.headers(), EVENT_STREAM_MIME_TYPE) =>
+            {
                 Ok(events(response))
             }
             status => Err(unexpected(status, "")),
@@ -194,13 +197,6 @@ impl StreamableHttpClient for HttpClient {
 fn events(response: Response<Incoming>) -> BoxStream<'static, Result<Sse, SseError>> {
     let body = Limited::new(response.into_body(), MESSAGE_BYTES).map_err(Failed::boxed);
     SseStream::new(body).boxed()
-}
-
-/// Whether the response has this media type.
-fn is(response: &Response<Incoming>, media_type: &str) -> bool {
-    let value = response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
-    let named = value.unwrap_or_default().split(';').next().unwrap_or_default();
-    named.trim().eq_ignore_ascii_case(media_type)
 }
 
 fn unexpected(status: StatusCode, body: &str) -> Error {

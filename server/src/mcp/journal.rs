@@ -1,8 +1,8 @@
 //! The calls of recent requests, for their traces.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use steersman_engine::request::{FunctionCall, ToolCall};
 
@@ -89,7 +89,7 @@ pub struct Entry {
 }
 
 impl Journal {
-    /// Keeps the calls of so many requests.
+    /// Keeps the calls of the newest `limit` requests.
     pub fn new(limit: usize) -> Self {
         Self { limit, entries: Mutex::default() }
     }
@@ -106,7 +106,7 @@ impl Journal {
 
     /// The calls of `request`, if it had any and they were not displaced.
     pub fn get(&self, request: &str) -> Option<Entry> {
-        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = self.entries.lock();
         entries.iter().rev().find(|entry| entry.request == request).cloned()
     }
 
@@ -114,7 +114,7 @@ impl Journal {
         if self.limit == 0 {
             return;
         }
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = self.entries.lock();
         match entries.iter_mut().rev().find(|entry| entry.request == request) {
             Some(entry) => change(entry),
             None => {

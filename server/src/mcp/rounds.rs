@@ -95,7 +95,7 @@ struct Reply {
 impl Rounds {
     async fn run(&mut self, mut events: UnboundedReceiver<Event>) {
         while let Some((reply, finished)) = self.read(&mut events).await {
-            self.usage = sum(self.usage, finished.usage);
+            self.usage = self.usage + finished.usage;
             self.notes.extend(finished.notes);
             let stopped = self.stopped(&reply, &finished.reason, finished.usage);
             if let Some((reason, why)) = stopped {
@@ -313,17 +313,4 @@ fn name_of(call: &ToolCall) -> String {
 fn is_too_long(error: &RequestError) -> bool {
     use RequestError::{ContextTooLong, PromptBytes, PromptTooLong};
     matches!(error, ContextTooLong { .. } | PromptBytes { .. } | PromptTooLong { .. })
-}
-
-fn sum(one: Usage, other: Usage) -> Usage {
-    Usage {
-        prompt_tokens: one.prompt_tokens + other.prompt_tokens,
-        cached_tokens: one.cached_tokens + other.cached_tokens,
-        reasoning_tokens: one.reasoning_tokens + other.reasoning_tokens,
-        answer_tokens: one.answer_tokens + other.answer_tokens,
-        drafted_tokens: one.drafted_tokens + other.drafted_tokens,
-        accepted_tokens: one.accepted_tokens + other.accepted_tokens,
-        forced_tokens: one.forced_tokens + other.forced_tokens,
-        skipped_layers: one.skipped_layers.max(other.skipped_layers),
-    }
 }

@@ -23,7 +23,7 @@ use super::stdio::Program;
 use super::{Output, full_name};
 
 /// Time in which a server must list its tools after its start; a program may have to be downloaded.
-const START: Duration = Duration::from_secs(60);
+pub const START: Duration = Duration::from_secs(60);
 
 /// How long a request waits for a server that has just been started.
 pub const PATIENCE: Duration = Duration::from_secs(10);
@@ -72,7 +72,7 @@ enum State {
 struct Ready {
     peer: Peer<RoleClient>,
     tools: Arc<[Tool]>,
-    /// Tells the task of the connection that it is broken.
+    /// Notified when a call finds the connection broken, so that it is opened again.
     broken: Arc<Notify>,
 }
 
@@ -190,7 +190,7 @@ impl Drop for Server {
 }
 
 impl Shared {
-    /// Connects, for ever.
+    /// Keeps a connection open: opens it, and opens it again whenever it is lost.
     async fn run(self: Arc<Self>) {
         let (server, place) = (&self.name, self.config.place());
         let mut pause = FIRST_PAUSE;

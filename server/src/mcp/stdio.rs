@@ -3,10 +3,11 @@
 use std::io;
 use std::pin::Pin;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use secrecy::ExposeSecret;
 use tokio::io::{AsyncRead, AsyncReadExt, ReadBuf};
 use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
@@ -87,7 +88,7 @@ impl Program {
             // Dropping it kills it.
             Err(_) => "killed: did not end after its input was closed".into(),
         };
-        let words = self.stderr.lock().unwrap_or_else(PoisonError::into_inner);
+        let words = self.stderr.lock();
         let words = String::from_utf8_lossy(&words).trim().escape_debug().to_string();
         if words.is_empty() { status } else { format!("{status}; stderr: {words}") }
     }
@@ -99,7 +100,7 @@ async fn listen(server: String, mut stderr: ChildStderr, last: Arc<Mutex<Vec<u8>
     while let Ok(length @ 1..) = stderr.read(&mut buffer).await {
         let text = &buffer[..length];
         tracing::debug!(server, text = %String::from_utf8_lossy(text).escape_debug(), "mcp server wrote to stderr");
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = last.lock();
         last.extend_from_slice(text);
         let surplus = last.len().saturating_sub(LAST_WORDS);
         last.drain(..surplus);

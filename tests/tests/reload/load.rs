@@ -11,7 +11,7 @@ use super::served::{Connection, Served};
 use super::{broken, replace, version};
 
 const CONNECTIONS: usize = 8;
-/// At least so many requests.
+/// Least number of requests.
 const REQUESTS: usize = 2000;
 const SWAP: Duration = Duration::from_millis(50);
 

@@ -7,9 +7,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use steersman_engine::request::Message;
@@ -57,7 +57,7 @@ impl ResponseStore {
     pub fn put(&self, id: &str, stored: &Stored) {
         match self.write(id, stored) {
             Ok(bytes) => {
-                self.lock().insert((SystemTime::now(), id.into(), bytes));
+                self.files.lock().insert((SystemTime::now(), id.into(), bytes));
                 self.evict();
             }
             Err(error) => tracing::warn!(id, %error, "response not stored"),
@@ -67,13 +67,13 @@ impl ResponseStore {
     /// The response `id`.
     pub fn get(&self, id: &str) -> Option<Stored> {
         self.evict();
-        let known = self.lock().iter().any(|(_, known, _)| known == id);
+        let known = self.files.lock().iter().any(|(_, known, _)| known == id);
         serde_json::from_slice(&fs::read(known.then(|| self.path(id))?).ok()?).ok()
     }
 
     /// Deletes the response `id`; false if there is none.
     pub fn delete(&self, id: &str) -> bool {
-        let mut files = self.lock();
+        let mut files = self.files.lock();
         let Some(file) = files.iter().find(|(_, known, _)| known == id).cloned() else {
             return false;
         };
@@ -95,7 +95,7 @@ impl ResponseStore {
 
     /// Deletes responses that are too old, and the oldest while there are too many bytes.
     fn evict(&self) {
-        let mut files = self.lock();
+        let mut files = self.files.lock();
         let mut bytes: u64 = files.iter().map(|(_, _, bytes)| bytes).sum();
         while let Some((time, id, size)) = files.first() {
             let age = time.elapsed().unwrap_or_default();
@@ -112,10 +112,6 @@ impl ResponseStore {
     /// Only ids of [`ResponseStore::files`] are paths: a client's id may contain anything.
     fn path(&self, id: &str) -> PathBuf {
         self.folder.join(format!("{id}.json"))
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<(SystemTime, String, u64)>> {
-        self.files.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
