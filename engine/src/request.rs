@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
-use crate::policy::{Retention, SamplingPatch, TokenBias};
+use crate::policy::{AnswerForm, FORM_BYTES, Retention, SamplingPatch, TokenBias};
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -127,6 +127,36 @@ pub enum Form {
 }
 
 impl ResponseFormat {
+    /// The form that a policy plans.
+    ///
+    /// # Errors
+    /// If its schema is not JSON.
+    pub fn planned(form: AnswerForm) -> Result<Self, String> {
+        let form = match form {
+            AnswerForm::JsonObject => Form::JsonObject,
+            AnswerForm::JsonSchema(schema) => {
+                let schema = serde_json::from_str(&schema);
+                Form::JsonSchema(schema.map_err(|error| format!("the schema of `form`: {error}"))?)
+            }
+            AnswerForm::Regex(regex) => Form::Regex(regex),
+            AnswerForm::Grammar(grammar) => Form::Lark(grammar),
+            AnswerForm::Choice(texts) => Form::Choice(texts),
+        };
+        Ok(Self { field: "form", form })
+    }
+
+    /// The form as policies see it, each text truncated.
+    pub fn seen(&self) -> AnswerForm {
+        let cut = |text: &str| text[..text.floor_char_boundary(FORM_BYTES)].to_string();
+        match &self.form {
+            Form::JsonObject => AnswerForm::JsonObject,
+            Form::JsonSchema(schema) => AnswerForm::JsonSchema(cut(&schema.to_string())),
+            Form::Regex(regex) => AnswerForm::Regex(cut(regex)),
+            Form::Lark(grammar) => AnswerForm::Grammar(cut(grammar)),
+            Form::Choice(texts) => AnswerForm::Choice(texts.iter().map(|text| cut(text)).collect()),
+        }
+    }
+
     fn text_bytes(&self) -> usize {
         match &self.form {
             Form::JsonObject => VALUE_BYTES,

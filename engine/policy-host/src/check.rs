@@ -3,9 +3,11 @@
 //! A violation is a failure of the policy. Values that the engine clamps or ignores (a rewind that is
 //! too long, thresholds out of range) are not checked here.
 
+use serde::de::IgnoredAny;
+
 use crate::contract::{
-    Action, Answer, Call, MAX_ACTIONS, MAX_BIAS, MAX_REPLACEMENTS, MAX_RETENTIONS, MAX_TEMPERATURE,
-    MAX_TOKENS, Replacement, SamplingPatch, Verdict, Vocabulary,
+    Action, Answer, AnswerForm, Call, MAX_ACTIONS, MAX_BIAS, MAX_REPLACEMENTS, MAX_RETENTIONS,
+    MAX_TEMPERATURE, MAX_TOKENS, Replacement, SamplingPatch, Verdict, Vocabulary,
 };
 
 /// Checks the answer to a call.
@@ -32,7 +34,9 @@ pub fn answer(
             sampling(&plan.sampling)?;
             let retentions = plan.retain.as_ref().map_or(0, Vec::len);
             at_most(MAX_RETENTIONS, retentions, "entries in `retain`")?;
-            text(plan.note.iter().map(String::len), output_bytes)
+            let note = plan.note.iter().map(String::len);
+            text(note.chain(plan.form.iter().map(form_bytes)), output_bytes)?;
+            plan.form.as_ref().map_or(Ok(()), form)
         }
         // Most steps have no actions; asking for the size of the vocabulary may cost.
         Answer::Step(list) if list.is_empty() => Ok(()),
@@ -98,6 +102,29 @@ fn text_bytes(action: &Action) -> usize {
     match action {
         Action::Inject(text) | Action::CloseReasoning(text) | Action::Stop(text) => text.len(),
         Action::Rewind(_) | Action::Ban(_) | Action::Bias(_) | Action::Sampling(_) => 0,
+    }
+}
+
+fn form_bytes(form: &AnswerForm) -> usize {
+    match form {
+        AnswerForm::JsonObject => 0,
+        AnswerForm::JsonSchema(text) | AnswerForm::Regex(text) | AnswerForm::Grammar(text) => {
+            text.len()
+        }
+        AnswerForm::Choice(texts) => texts.iter().map(String::len).sum(),
+    }
+}
+
+/// Only the engine can tell whether it can enforce a form.
+fn form(form: &AnswerForm) -> Result<(), String> {
+    match form {
+        AnswerForm::JsonSchema(schema) => serde_json::from_str::<IgnoredAny>(schema)
+            .map(|_| ())
+            .map_err(|problem| format!("the schema of `form` is not JSON: {problem}")),
+        AnswerForm::Choice(texts) if texts.is_empty() => {
+            Err("`form` is a choice without texts".into())
+        }
+        _ => Ok(()),
     }
 }
 

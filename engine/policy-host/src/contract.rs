@@ -35,9 +35,9 @@ pub(crate) mod bindings {
 
 use bindings::exports::steersman::policy as exports;
 pub use bindings::steersman::policy::types::{
-    Action, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView, Replacement,
-    RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias,
-    ToolCallView, Verdict,
+    Action, AnswerForm, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView,
+    Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary,
+    TokenBias, ToolCallView, Verdict,
 };
 
 /// Version of the contract in `wit/`.
@@ -51,6 +51,8 @@ pub const MAX_REPLACEMENTS: usize = 16;
 pub const MAX_TEMPERATURE: f32 = 10.0;
 /// Bytes of the last user message that a policy sees.
 pub const USER_BYTES: usize = 16 * 1024;
+/// Bytes of each text of the client's form that a policy sees.
+pub const FORM_BYTES: usize = 16 * 1024;
 /// Fewest tokens between two checkpoints of a reply.
 pub const MIN_CHECKPOINT_EVERY: u32 = 16;
 /// Entries of `plan.retain`.
@@ -411,11 +413,12 @@ empty_by_default! {
     SamplingPatch { temperature, top_p, top_k, min_p }
     RequestView {
         id, profile, model, family, params, prompt_tokens, context_left, messages, system_chars,
-        user, tools, can_reason, reasoning, reasoning_budget, max_tokens, sampling, seed,
+        user, tools, can_reason, reasoning, reasoning_budget, max_tokens, form, sampling,
+        seed,
     }
     Plan {
         reasoning, reasoning_budget, answer_reserve, sampling, loops, every, checkpoint_every, note,
-        retain,
+        retain, form,
     }
     Step {
         index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,

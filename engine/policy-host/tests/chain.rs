@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use steersman_policy_host::{
-    Action, Answer, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Link, LoopReport, LoopRule,
-    Phase, Plan, Policy, PolicyConfig, PromptView, Recorder, Replacement, RequestView, Retention,
-    STEP_TOKENS, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias, ToolCallView,
-    Traces, Verdict,
+    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Link,
+    LoopReport, LoopRule, Phase, Plan, Policy, PolicyConfig, PromptView, Recorder, Replacement,
+    RequestView, Retention, STEP_TOKENS, SamplingChange, SamplingPatch, SavePoint, Step, Summary,
+    TokenBias, ToolCallView, Traces, Verdict,
 };
 use steersman_test_support::Random;
 
@@ -106,6 +106,10 @@ fn some_plan(random: &mut Random) -> Plan {
         checkpoint_every: random.below(4) as u32 * 16,
         note: maybe(random, format!("note {budget}")),
         retain: maybe(random, retain),
+        form: {
+            let form = AnswerForm::Regex(format!("a{{{}}}", random.below(9)));
+            maybe(random, form)
+        },
     }
 }
 
@@ -267,6 +271,7 @@ fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
             plans.iter().find_map(of)
         }
         assert_eq!(merged.reasoning, first(&plans, |plan| plan.reasoning), "{shown}");
+        assert_eq!(merged.form, first(&plans, |plan| plan.form.clone()), "{shown}");
         assert_eq!(merged.loops, first(&plans, |plan| plan.loops), "{shown}");
         let temperature = |plan: &Plan| plan.sampling.temperature;
         assert_eq!(merged.sampling.temperature, first(&plans, temperature), "{shown}");

@@ -24,12 +24,12 @@ use crate::config::{Profile, ProfileLimits};
 use crate::error::{Error, RequestError, Result, catch_panic};
 use crate::grammar::{Grammar, Grammars};
 use crate::policy::{
-    Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, Policies, PromptView, Replacement,
-    RequestView, SYSTEM_BYTES, Session, USER_BYTES, Vocabulary, apply_replacements,
+    AnswerForm, Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, Policies, PromptView,
+    Replacement, RequestView, SYSTEM_BYTES, Session, USER_BYTES, Vocabulary, apply_replacements,
 };
 use crate::prefix::Retention;
 use crate::queue::{Job, Queue, Taken, Work, fail_all};
-use crate::request::{Event, Message, Request, Sampling};
+use crate::request::{Event, Message, Request, ResponseFormat, Sampling};
 use crate::text::{Reply, Text, Variables};
 
 /// Threads that prepare requests.
@@ -138,7 +138,7 @@ impl Preparer {
     /// [`Preparer::prepare`], with the policies given.
     pub fn prepare_with(&self, mut job: Job, mut policy: Session) -> Result<Prepared> {
         // First, so that a form that cannot be enforced is refused at once.
-        let grammar = self.grammars.compile(&job.request)?;
+        let mut grammar = self.grammars.compile(&job.request)?;
         let params = policy.params.clone();
         let request = &mut job.request;
         let limits =
@@ -152,7 +152,15 @@ impl Preparer {
         let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(&job, reasoning)?;
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-        let plan = policy.ask(&self.view(&job.request, &params, prompt.len(), seed))?;
+        let mut plan = policy.ask(&self.view(&job.request, &params, prompt.len(), seed))?;
+        if let Some(form) = plan.form.take() {
+            if job.request.response_format.is_none() {
+                grammar = self.plan_form(&mut job.request, form)?;
+            } else {
+                notes
+                    .push("left out the form that a policy planned: the client demands one".into());
+            }
+        }
         let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
         if planned != reasoning {
             reasoning = planned;
@@ -187,6 +195,19 @@ impl Preparer {
             save_points,
             others: Vec::new(),
         })
+    }
+
+    /// Gives the answer the form that the policy plans; returns the grammar of the reply.
+    fn plan_form(&self, request: &mut Request, form: AnswerForm) -> Result<Option<Grammar>> {
+        let policy = request.profile.clone();
+        let failure = |problem| Failure {
+            policy: policy.clone(),
+            hook: "on-request",
+            cause: Cause::Answer(problem),
+        };
+        request.response_format = Some(ResponseFormat::planned(form).map_err(failure)?);
+        let grammar = self.grammars.compile(request);
+        Ok(grammar.map_err(|error| failure(error.to_string()))?)
     }
 
     fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Vec<u32>> {
@@ -269,6 +290,7 @@ impl Preparer {
             reasoning: request.reasoning,
             reasoning_budget: request.reasoning_budget,
             max_tokens: request.max_tokens,
+            form: request.response_format.as_ref().map(ResponseFormat::seen),
             sampling: request.sampling,
             seed,
         }

@@ -85,9 +85,9 @@ steersman_policy::export!(Agent);
 
 /// The plan for a request.
 fn plan(request: &RequestView, settings: &Settings, notes: Vec<String>) -> Plan {
-    let reserve = request.max_tokens.unwrap_or(settings.answer_reserve);
-    let reserve = reserve.min(request.context_left / 2);
-    let room = request.context_left.saturating_sub(reserve).saturating_sub(HEAD_TOKENS);
+    let left = request.context_left.min(request.max_tokens.unwrap_or(u32::MAX));
+    let reserve = settings.answer_reserve.min(left / 2);
+    let room = left.saturating_sub(reserve).saturating_sub(HEAD_TOKENS);
     let budget =
         request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
     let reasoning = match (request.reasoning, request.reasoning_budget) {

@@ -1,10 +1,13 @@
 //! The policy `default`: enables or disables reasoning, limits it, and closes it if it loops or uses up
 //! its budget.
 //!
+//! - **Prompt**: the line `x-anthropic-billing-header: ...` at the front of system text, which differs
+//!   between conversations, is removed, so that the prefix after it can be reused.
 //! - **Reasoning**: an explicit choice of the client takes precedence. Otherwise a short question about
 //!   a long system text enables reasoning (needle routing: models that answer such questions at once
 //!   tend to refuse, or to miss the passage). Otherwise the parameter `reasoning` decides.
 //! - **Budget**: the smallest of the client's, the configured one, and the room that the context leaves
+//!   or the client's `max_tokens` leaves
 //!   beside the answer's reserve.
 //! - **Loops**: a loop or a used-up budget closes the reasoning, with a hint for the kind of answer that
 //!   the user asked for. A long exact loop in an answer ends the request.
@@ -17,13 +20,18 @@ mod settings;
 mod task;
 
 use settings::{Reasoning, Settings};
-use steersman_policy::{Action, LoopReport, Phase, Plan, Policy, RequestView, Step};
+use steersman_policy::{
+    Action, LoopReport, Phase, Plan, Policy, PromptView, Replacement, RequestView, Step,
+};
 
 /// Tokens reserved for the marker and the hint that close the reasoning.
 const HINT_TOKENS: u32 = 32;
 
 /// Reasoning with room for fewer tokens is disabled, unless the client asked for it.
 const MIN_REASONING: u32 = 64;
+
+/// Number of lines of each system text that are examined for a billing header.
+const BILLING_LINES: usize = 4;
 
 /// The policy `default`, with the state of one request.
 #[derive(Default)]
@@ -34,6 +42,11 @@ pub struct DefaultPolicy {
 }
 
 impl Policy for DefaultPolicy {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
+        let is_billing = |line: &str| line.starts_with("x-anthropic-billing-header:");
+        prompt.edit_lines(BILLING_LINES, |line| is_billing(line).then(String::new))
+    }
+
     fn on_request(&mut self, request: RequestView) -> Plan {
         let (settings, problems) = Settings::read(&request);
         let plan = plan(&request, &settings, problems);
@@ -62,16 +75,16 @@ steersman_policy::export!(DefaultPolicy, without on_tool_call);
 
 /// The plan for a request.
 fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> Plan {
-    let reserve = request.max_tokens.unwrap_or(settings.answer_reserve);
-    let reserve = reserve.min(request.context_left / 2);
-    let room = request.context_left.saturating_sub(reserve).saturating_sub(HINT_TOKENS);
+    let left = request.context_left.min(request.max_tokens.unwrap_or(u32::MAX));
+    let reserve = settings.answer_reserve.min(left / 2);
+    let room = left.saturating_sub(reserve).saturating_sub(HINT_TOKENS);
     let mut budget =
         request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
     let reasoning = match client_choice(request) {
         _ if !request.can_reason => false,
         Some(choice) => choice,
         None if room < MIN_REASONING => {
-            notes.push("reasoning disabled: the context is almost full".into());
+            notes.push("reasoning disabled: context or max_tokens leave no room for it".into());
             false
         }
         None if is_needle(request, settings) => {

@@ -66,8 +66,10 @@ fn the_smallest_budget_applies_and_leaves_room_for_the_answer() {
         ((None, None, 200_000), (32_768, 1024)),
         ((Some(500), None, 200_000), (500, 1024)),
         ((Some(99_999), None, 200_000), (32_768, 1024)),
-        ((None, Some(100), 8192), (8192 - 100 - 32, 100)),
-        ((None, Some(30_000), 32_768), (16_384 - 32, 16_384)),
+        ((None, Some(4096), 200_000), (4096 - 1024 - 32, 1024)),
+        ((None, Some(400), 8192), (200 - 32, 200)),
+        ((None, Some(30_000), 32_768), (30_000 - 1024 - 32, 1024)),
+        ((None, Some(30_000), 1000), (500 - 32, 500)),
         ((None, None, 1000), (500 - 32, 500)),
         ((None, None, 40), (0, 20)),
         ((None, None, 0), (0, 0)),
@@ -82,7 +84,31 @@ fn the_smallest_budget_applies_and_leaves_room_for_the_answer() {
         assert_eq!(got, expected, "{reasoning_budget:?} {max_tokens:?} {context_left}");
         assert!(got.0 + got.1 <= context_left);
     }
-    assert_eq!(request(|r| r.context_left = 100).reasoning, Some(false));
+    for (context_left, max_tokens) in [(100, None), (32_768, Some(100))] {
+        let small = |reasoning| {
+            request(|r| {
+                r.context_left = context_left;
+                r.max_tokens = max_tokens;
+                r.reasoning = reasoning;
+            })
+        };
+        assert_eq!(small(None).reasoning, Some(false));
+        assert_eq!(small(Some(true)).reasoning, Some(true));
+    }
+}
+
+#[test]
+fn the_billing_header_is_removed_from_system_text() {
+    let header = "x-anthropic-billing-header: cc_version=2.1; cch=41c7b;";
+    let removed = |system: &str| {
+        let prompt = PromptView { system: vec![system.into()], ..PromptView::default() };
+        let found = DefaultPolicy::default().on_prompt(prompt);
+        found.iter().fold(system.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
+    };
+    assert_eq!(removed(&format!("{header}\n\nYou are X.")), "\nYou are X.");
+    assert_eq!(removed("You are X."), "You are X.");
+    let quoted = format!("Never send `{header}`.");
+    assert_eq!(removed(&quoted), quoted);
 }
 
 #[test]

@@ -198,12 +198,10 @@ fn plan<'a>(
                 plan.reasoning = plan.reasoning.or(set.reasoning);
                 plan.reasoning_budget = plan.reasoning_budget.or(set.reasoning_budget);
                 plan.answer_reserve = plan.answer_reserve.or(set.answer_reserve);
-                plan.sampling.temperature = plan.sampling.temperature.or(set.sampling.temperature);
-                plan.sampling.top_p = plan.sampling.top_p.or(set.sampling.top_p);
-                plan.sampling.top_k = plan.sampling.top_k.or(set.sampling.top_k);
-                plan.sampling.min_p = plan.sampling.min_p.or(set.sampling.min_p);
+                plan.sampling = plan.sampling.or(set.sampling);
                 plan.loops = plan.loops.or(set.loops);
                 plan.retain = plan.retain.take().or(set.retain.clone());
+                plan.form = plan.form.take().or(set.form.clone());
                 notes.extend(set.note.clone());
             }
             Effect::Step(effects) => {

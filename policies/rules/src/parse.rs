@@ -4,8 +4,8 @@
 //! A rule applies in one hook: the first in which all its keys are available.
 
 use steersman_policy::{
-    Action, Ban, Bias, LoopRule, Phase, Plan, Retention, SamplingChange, SamplingPatch, SavePoint,
-    TokenBias, Verdict,
+    Action, AnswerForm, Ban, Bias, LoopRule, Phase, Plan, Retention, SamplingChange, SamplingPatch,
+    SavePoint, TokenBias, Verdict,
 };
 use toml::de::{DeTable, DeValue};
 
@@ -37,6 +37,7 @@ pub const WHEN: &[(&str, Hooks)] = &[
     ("tools", REQUEST | STEP | TOOL_CALL),
     ("reasoning_requested", REQUEST | STEP | TOOL_CALL),
     ("can_reason", REQUEST | STEP | TOOL_CALL),
+    ("form_requested", REQUEST | STEP | TOOL_CALL),
     ("phase", STEP),
     ("loop", STEP),
     ("budget_reached", STEP),
@@ -58,6 +59,7 @@ pub const DO: &[(&str, Hooks)] = &[
     ("answer_reserve", REQUEST),
     ("loops", REQUEST),
     ("retain", REQUEST),
+    ("form", REQUEST),
     ("note", REQUEST),
     ("temperature", REQUEST | STEP),
     ("top_p", REQUEST | STEP),
@@ -329,6 +331,7 @@ fn when(entries: &[(&str, Entry)]) -> Result<When, String> {
             },
             "reasoning_requested" => when.reasoning_requested = Some(entry.bool()?),
             "can_reason" => when.can_reason = Some(entry.bool()?),
+            "form_requested" => when.form_requested = Some(entry.bool()?),
             "phase" => {
                 when.phase = Some(match entry.value.as_str() {
                     Some("reasoning") => Phase::Reasoning,
@@ -372,6 +375,7 @@ fn request_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             "answer_reserve" => plan.answer_reserve = Some(entry.number()?),
             "loops" => plan.loops = Some(loops(entry)?),
             "retain" => plan.retain = Some(retain(entry)?),
+            "form" => plan.form = Some(form(entry)?),
             "note" => plan.note = Some(entry.text()?),
             _ => {}
         }
@@ -434,6 +438,21 @@ fn retain(entry: &Entry) -> Result<Vec<Retention>, String> {
         retained.push(Retention { at, seconds });
     }
     Ok(retained)
+}
+
+fn form(entry: &Entry) -> Result<AnswerForm, String> {
+    if entry.value.as_str() == Some("json") {
+        return Ok(AnswerForm::JsonObject);
+    }
+    let problem =
+        "must be \"json\" or a table with one of the keys json_schema, regex, grammar, choice";
+    match entry.entries("do.form").as_deref() {
+        Ok([("json_schema", schema)]) => Ok(AnswerForm::JsonSchema(schema.text()?)),
+        Ok([("regex", regex)]) => Ok(AnswerForm::Regex(regex.text()?)),
+        Ok([("grammar", grammar)]) => Ok(AnswerForm::Grammar(grammar.text()?)),
+        Ok([("choice", choice)]) => Ok(AnswerForm::Choice(choice.texts()?)),
+        _ => entry.error(problem),
+    }
 }
 
 fn step_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {

@@ -1,5 +1,6 @@
 use steersman_policy::{
-    Ban, EarlierCall, LoopReport, Phase, Retention, SamplingChange, SamplingPatch, SavePoint,
+    AnswerForm, Ban, EarlierCall, LoopReport, Phase, Retention, SamplingChange, SamplingPatch,
+    SavePoint,
 };
 
 use super::*;
@@ -226,6 +227,26 @@ fn retention_is_given_in_seconds() {
 }
 
 #[test]
+fn a_form_is_planned_unless_the_client_demands_one() {
+    let rules =
+        "[[rule]]\nwhen = { form_requested = false }\ndo = { form = { choice = ['yes', 'no'] } }
+        [[rule]]\ndo = { form = 'json' }";
+    let planned = |form| with(rules, RequestView { form, ..RequestView::default() }).1.form;
+    assert_eq!(planned(None), Some(AnswerForm::Choice(vec!["yes".into(), "no".into()])));
+    let demanded = AnswerForm::Regex("a+".into());
+    assert_eq!(planned(Some(demanded)), Some(AnswerForm::JsonObject));
+    let texts = [
+        ("json_schema = '{}'", AnswerForm::JsonSchema("{}".into())),
+        ("regex = 'a+'", AnswerForm::Regex("a+".into())),
+        ("grammar = 'start: \"a\"'", AnswerForm::Grammar("start: \"a\"".into())),
+    ];
+    for (text, form) in texts {
+        let rules = format!("[[rule]]\ndo = {{ form = {{ {text} }} }}");
+        assert_eq!(with(&rules, RequestView::default()).1.form, Some(form));
+    }
+}
+
+#[test]
 fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
     let cases = [
         ("[[rule]]\ndo = { reasoning = ", "line 2: "),
@@ -271,6 +292,9 @@ fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
             "unknown key `do.loops.period`; expected one of max_period, ",
         ),
         ("[[rule]]\ndo = { retain = [{ at = 'all' }] }", "`do.retain` must be a list of { at = "),
+        ("[[rule]]\ndo = { form = 'xml' }", "`do.form` must be \"json\" or a table with one of"),
+        ("[[rule]]\ndo = { form = { regex = 'a', choice = ['b'] } }", "`do.form` must be \"json\""),
+        ("[[rule]]\ndo = { form = { regex = 1 } }", "`do.form.regex` must be a text"),
         (
             "[[rule]]\nwhen = { phase = 'think' }\ndo = { stop = 'x' }",
             "`when.phase` must be \"reasoning\", ",

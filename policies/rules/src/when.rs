@@ -23,6 +23,7 @@ pub struct When {
     pub tools: Vec<String>,
     pub reasoning_requested: Option<bool>,
     pub can_reason: Option<bool>,
+    pub form_requested: Option<bool>,
     pub phase: Option<Phase>,
     /// From `loop`.
     pub looping: Option<bool>,
@@ -114,6 +115,7 @@ impl When {
             && any(&self.tools, |name| request.tools.iter().any(|tool| tool == name))
             && self.reasoning_requested.is_none_or(|it| request.reasoning == Some(it))
             && equals(self.can_reason, request.can_reason)
+            && equals(self.form_requested, request.form.is_some())
     }
 
     /// Whether the conditions on a step hold. Must see every step, to find text that arrives in parts.

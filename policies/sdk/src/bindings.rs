@@ -18,10 +18,7 @@ wit_bindgen::generate!({
             import steersman:policy/tokenizer@0.3.0;
             import steersman:policy/counters@0.3.0;
 
-            export steersman:policy/on-prompt@0.3.0;
-            export steersman:policy/on-request@0.3.0;
-            export steersman:policy/on-step@0.3.0;
-            export steersman:policy/on-finish@0.3.0;
+            include steersman:policy/hooks@0.3.0;
         }
     ",
     pub_export_macro: true,

@@ -35,9 +35,9 @@ mod prompt;
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView, Replacement,
-    RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias,
-    ToolCallView, Verdict,
+    Action, AnswerForm, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView,
+    Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary,
+    TokenBias, ToolCallView, Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
 pub use prompt::REPLACEMENTS;
@@ -216,6 +216,18 @@ impl Default for PromptView {
     }
 }
 
+impl SamplingPatch {
+    /// These values, and those of `other` for values that are not set.
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            temperature: self.temperature.or(other.temperature),
+            top_p: self.top_p.or(other.top_p),
+            top_k: self.top_k.or(other.top_k),
+            min_p: self.min_p.or(other.min_p),
+        }
+    }
+}
+
 #[allow(clippy::derivable_impls, reason = "the record is generated")]
 impl Default for SamplingPatch {
     /// Changes nothing.
@@ -243,6 +255,7 @@ impl Default for RequestView {
             reasoning: None,
             reasoning_budget: None,
             max_tokens: None,
+            form: None,
             sampling: SamplingPatch::default(),
             seed: 0,
         }
@@ -262,6 +275,7 @@ impl Default for Plan {
             checkpoint_every: 0,
             note: None,
             retain: None,
+            form: None,
         }
     }
 }

@@ -30,6 +30,7 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
         },
         note: (!notes.is_empty()).then(|| notes.join("; ")),
         retain: both(earlier.retain, later.retain, retentions),
+        form: earlier.form.or(later.form),
     }
 }
 

@@ -1,12 +1,12 @@
 //! Every record of the contract, as it passes from the host to a guest and back.
 
 use steersman_policy_host::{
-    Action, Ban, Bias, CONTRACT, Hook, Plan, PromptView, Replacement, RequestView, SamplingChange,
-    SamplingPatch, Summary, TokenBias, ToolCallView, Verdict,
+    Action, AnswerForm, Ban, Bias, CONTRACT, Hook, Plan, PromptView, Replacement, RequestView,
+    SamplingChange, SamplingPatch, Summary, TokenBias, ToolCallView, Verdict,
 };
 use steersman_test_support::guest::{
-    Answers, ELEMENT, case, component, data, float, full_name, hooks, importing, input, list,
-    offset, payload, record, some, text, word,
+    Answers, ELEMENT, Value, case, component, data, float, full_name, hooks, importing, input,
+    list, offset, payload, record, some, text, word,
 };
 use steersman_test_support::hostile::{acting, stepper};
 
@@ -15,7 +15,12 @@ use super::{compile, dry_run, host, limits, looping, policy, prompt, run, start,
 #[test]
 fn the_host_has_the_version_and_the_hooks_of_the_contract() {
     assert_eq!(full_name("on-step"), format!("steersman:policy/on-step@{CONTRACT}"));
-    assert_eq!(hooks(), Hook::ALL.map(Hook::name));
+    // The order is that of the calls in a request here, that of a world there.
+    let mut exported = hooks();
+    exported.sort_unstable();
+    let mut known = Hook::ALL.map(Hook::name);
+    known.sort_unstable();
+    assert_eq!(exported, known);
 }
 
 #[test]
@@ -97,6 +102,39 @@ fn every_action_reaches_the_host_unchanged() {
     let host = host(&limits());
     for (bytes, action) in cases {
         assert_eq!(policy(&mut dry_run(&host, &bytes)).ask(&looping()).unwrap(), [action]);
+    }
+}
+
+#[test]
+fn every_form_reaches_the_host_unchanged_and_a_wrong_one_is_a_failure() {
+    let host = host(&limits());
+    let plan = |form: Value| {
+        let mut answers = Answers::default();
+        let answer = answers.add("on-request", &record([("form", some(form))]));
+        let body = format!("i32.const {answer}");
+        let mut guest = dry_run(&host, &component(&[("on-request", &body)], &answers.data()));
+        policy(&mut guest).ask(&view()).map(|plan| plan.form.unwrap())
+    };
+    for (form, expected) in [
+        (case("json-object", word(0)), AnswerForm::JsonObject),
+        (case("json-schema", text("{}")), AnswerForm::JsonSchema("{}".into())),
+        (case("regex", text("a text")), AnswerForm::Regex("a text".into())),
+        (case("grammar", text("a text")), AnswerForm::Grammar("a text".into())),
+        (
+            case("choice", list([text("yes"), text("no")])),
+            AnswerForm::Choice(vec!["yes".into(), "no".into()]),
+        ),
+    ] {
+        assert_eq!(plan(form).unwrap(), expected);
+    }
+    let long = "x".repeat(20_000);
+    for (form, expected) in [
+        (case("json-schema", text("a text")), "the schema of `form` is not JSON"),
+        (case("choice", list([])), "`form` is a choice without texts"),
+        (case("regex", text(&long)), "answered with more than 16384 bytes"),
+    ] {
+        let failure = plan(form).unwrap_err().to_string();
+        assert!(failure.contains(expected), "{failure}");
     }
 }
 

@@ -7,7 +7,7 @@ use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
 use crate::decode::verify::DecodePath;
-use crate::policy::{Action, SamplingPatch, TokenBias};
+use crate::policy::{Action, AnswerForm, Plan, SamplingPatch, TokenBias};
 use crate::request::{FinishReason, Form, Penalties, Request, ResponseFormat, ToolChoice};
 
 const PATHS: [DecodePath; 4] = [
@@ -126,6 +126,46 @@ fn policies_cannot_write_into_a_form() {
     let ran = run_plain(&mut decoder, &request, script());
     assert!(ran.answer.len() == 20 && ran.answer.bytes().all(|b| b.is_ascii_digit()), "{ran:?}");
     assert!(ran.noted("left out a hint") && ran.noted("did not inject"), "{:?}", ran.notes);
+}
+
+/// A policy that plans a form.
+fn planning(form: AnswerForm) -> Script {
+    Script { plan: Plan { form: Some(form), ..Plan::default() }, ..idle() }
+}
+
+#[test]
+fn a_policy_plans_the_form_unless_the_client_demands_one() {
+    let mut decoder = family("llama", Config::default(), true);
+    let texts = ["a certain text", "another text"].map(String::from).to_vec();
+    let request = warm(ask("Which?", true, 80), 3);
+    let request = Request { reasoning_budget: Some(9), ..request };
+    let demanded = with_form(Form::Choice(texts.clone()), request.clone());
+    let expected = run_plain(&mut decoder, &demanded, idle());
+    assert!(texts.contains(&expected.answer), "{expected:?}");
+    let planned = run_plain(&mut decoder, &request, planning(AnswerForm::Choice(texts)));
+    assert_eq!((planned.tokens, planned.answer), (expected.tokens, expected.answer));
+    assert!(!planned.notes.iter().any(|note| note.contains("form")), "{:?}", planned.notes);
+
+    let demanded = with_form(Form::Regex("[0-9]{20}".into()), request);
+    let both = run_plain(&mut decoder, &demanded, planning(AnswerForm::JsonObject));
+    assert!(both.answer.len() == 20 && both.answer.bytes().all(|b| b.is_ascii_digit()), "{both:?}");
+    assert!(both.noted("left out the form that a policy planned"), "{:?}", both.notes);
+}
+
+#[test]
+fn a_planned_form_that_cannot_be_enforced_is_a_failure_of_the_policy() {
+    let decoder = family("llama", Config::default(), true);
+    for (form, expected) in [
+        (AnswerForm::Regex("(".into()), "form"),
+        (
+            AnswerForm::JsonSchema(r#"{"properties": {"a": {"not": {}}}}"#.into()),
+            "form.properties.a.not",
+        ),
+        (AnswerForm::JsonSchema("{".into()), "the schema of `form`"),
+    ] {
+        let error = refused(&decoder, ask("Which?", false, 80), planning(form)).to_string();
+        assert!(error.contains("on-request") && error.contains(expected), "{error}");
+    }
 }
 
 #[test]

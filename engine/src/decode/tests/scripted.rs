@@ -15,6 +15,7 @@ use super::super::sample::{Row, sample};
 use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
+use crate::error::Error;
 use crate::policy::{
     Action, Answer, Call, Failure, Hook, Plan, Policy, Replacement, SamplingPatch, Session, Step,
     Summary, ToolCallView, Verdict,
@@ -187,14 +188,23 @@ pub fn prepare(
     policy: impl Policy + 'static,
 ) -> (Prepared, mpsc::UnboundedReceiver<Event>) {
     let (events, receiver) = mpsc::unbounded_channel();
-    let session = Session {
+    let prepared = decoder.preparer.prepare_with(Job { request, events }, session(policy)).unwrap();
+    (prepared, receiver)
+}
+
+/// Why a request under `policy` is refused.
+pub fn refused(decoder: &Decoder, request: Request, policy: impl Policy + 'static) -> Error {
+    let job = Job { request, events: mpsc::unbounded_channel().0 };
+    decoder.preparer.prepare_with(job, session(policy)).err().expect("it is refused")
+}
+
+fn session(policy: impl Policy + 'static) -> Session {
+    Session {
         policy: Box::new(policy),
         params: Arc::default(),
         digest: [0; 32],
         judges_calls: true,
-    };
-    let prepared = decoder.preparer.prepare_with(Job { request, events }, session).unwrap();
-    (prepared, receiver)
+    }
 }
 
 /// Starts requests that take one place: choices of one, or the texts of a body.
@@ -262,8 +272,7 @@ pub fn run(
     let (events, mut receiver) = mpsc::unbounded_channel();
     let (rewound, judges_calls) = (script.rewound, script.judges_calls);
     let job = Job { request: request.clone(), events };
-    let session =
-        Session { policy: Box::new(script), params: Arc::default(), digest: [0; 32], judges_calls };
+    let session = Session { judges_calls, ..session(script) };
     let prepared = decoder.preparer.prepare_with(job, session).unwrap();
     let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;
