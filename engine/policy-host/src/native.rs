@@ -8,7 +8,7 @@ use crate::contract::{Action, Answer, Call, LoopRule, Phase, Plan, RequestView, 
 /// Limit on reasoning tokens.
 const REASONING_BUDGET: u32 = 32_768;
 
-/// Tokens of the context reserved for the answer, if the context is large enough.
+/// Tokens reserved for the answer, if there is room for twice as many.
 const ANSWER_RESERVE: u32 = 1024;
 
 /// Text after reasoning that was closed. `</think>` alone does not end a loop: it continues in the
@@ -33,7 +33,8 @@ pub fn answer(call: &Call<'_>) -> Answer {
 }
 
 fn plan(request: &RequestView) -> Plan {
-    let reserve = request.max_tokens.unwrap_or(ANSWER_RESERVE).min(request.context_left / 2);
+    let room = request.max_tokens.unwrap_or(u32::MAX).min(request.context_left);
+    let reserve = ANSWER_RESERVE.min(room / 2);
     let budget = request.reasoning_budget.unwrap_or(REASONING_BUDGET).min(REASONING_BUDGET);
     Plan {
         reasoning: if request.can_reason { request.reasoning } else { Some(false) },
@@ -83,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_the_smaller_budget_and_reserves_half_of_a_small_context_for_the_answer() {
+    fn plans_the_smaller_budget_and_reserves_half_of_a_short_reply_for_the_answer() {
         let view = RequestView {
             context_left: 600,
             can_reason: true,
@@ -92,6 +93,8 @@ mod tests {
         };
         let made = plan(&view);
         assert_eq!((made.reasoning_budget, made.answer_reserve), (Some(100), Some(300)));
+        let short = RequestView { max_tokens: Some(80), ..view.clone() };
+        assert_eq!(plan(&short).answer_reserve, Some(40));
         let made = plan(&RequestView { reasoning_budget: None, ..view });
         assert_eq!((made.reasoning_budget, made.reasoning), (Some(REASONING_BUDGET), None));
         assert_eq!(plan(&RequestView::default()).reasoning, Some(false));

@@ -77,7 +77,7 @@ fn results(request: &Request) -> Vec<&str> {
     tools.map(|message| message.content.as_str()).collect()
 }
 
-/// Calls this tool, and says what it returned.
+/// A model that calls this tool once, and then answers with its result.
 fn calls(name: &'static str, arguments: Value) -> impl Fn(&Request) -> Vec<Act> + Send + 'static {
     move |request| match results(request).last() {
         Some(result) => vec![
@@ -237,14 +237,17 @@ async fn a_reply_ends_at_the_limit_of_rounds() {
 async fn limits_of_the_client_hold_for_all_rounds_together() {
     let folder = folder();
     let (app, seen) = app_that(&config(program(folder.path())), reads());
-    let extra = json!({"max_tokens": 50, "max_thinking_tokens": 9, "tool_choice": "required"});
+    let extra = json!({"max_tokens": 50, "min_tokens": 20, "max_thinking_tokens": 9,
+                       "tool_choice": "required"});
     chat(&app, body(extra)).await;
     let [first, second] = &requests(&seen)[..] else { panic!("two rounds") };
-    assert_eq!((first.max_tokens, second.max_tokens), (Some(50), Some(50 - USAGE.answer_tokens)));
+    let used = USAGE.reasoning_tokens + USAGE.answer_tokens;
+    assert_eq!((first.max_tokens, second.max_tokens), (Some(50), Some(50 - used)));
+    assert_eq!((first.min_tokens, second.min_tokens), (20, 20 - used));
     let budget = 9 - USAGE.reasoning_tokens;
     assert_eq!((first.reasoning_budget, second.reasoning_budget), (Some(9), Some(budget)));
     assert!(first.tool_choice.is_required && !second.tool_choice.is_required);
-    let (_, reply) = chat(&app, body(json!({"max_tokens": USAGE.answer_tokens}))).await;
+    let (_, reply) = chat(&app, body(json!({"max_tokens": used}))).await;
     assert_eq!(reply["choices"][0]["finish_reason"], "length");
     let notes = reply["steersman"]["notes"].to_string();
     assert!(notes.contains("the limit on tokens is reached"), "{notes}");

@@ -126,7 +126,7 @@ fn ended(head: &Head, replies: &[Reply], mut line: Value) -> Value {
         "load_duration": times.started,
         "prompt_eval_count": usage.prompt_tokens,
         "prompt_eval_duration": first_piece.saturating_sub(times.started),
-        "eval_count": usage.reasoning_tokens + usage.answer_tokens,
+        "eval_count": usage.reply_tokens(),
         "eval_duration": times.ended - first_piece,
         "steersman": extension(head, &reply.finished),
     });

@@ -490,7 +490,7 @@ fn item_id(head: &Head, index: usize, part: &Part) -> String {
 }
 
 fn usage(usage: Usage) -> Value {
-    let output_tokens = usage.reasoning_tokens + usage.answer_tokens;
+    let output_tokens = usage.reply_tokens();
     json!({
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
