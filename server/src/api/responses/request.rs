@@ -12,7 +12,7 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
-use crate::api::{fields, json, structure};
+use crate::api::{fields, json, probability, structure};
 use crate::mcp;
 
 /// Fields that a response repeats, and what it has in place of absent ones.
@@ -31,10 +31,14 @@ const REPEATED: &[(&str, &str)] = &[
     ("text", r#"{"format": {"type": "text"}}"#),
     ("tool_choice", r#""auto""#),
     ("tools", "[]"),
+    ("top_logprobs", "0"),
     ("top_p", "null"),
     ("truncation", r#""disabled""#),
     ("user", "null"),
 ];
+
+/// In `include`: asks for the probabilities of the tokens of the text.
+const LOGPROBS: &str = "message.output_text.logprobs";
 
 /// The fields of the body that have an effect.
 #[derive(Deserialize)]
@@ -49,6 +53,8 @@ struct Body {
     text: Option<Text>,
     previous_response_id: Option<String>,
     store: Option<bool>,
+    include: Option<Vec<String>>,
+    top_logprobs: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -149,6 +155,9 @@ impl Body {
             }
             None => (None, None),
         };
+        let wants_logprobs = self.include.iter().flatten().any(|name| name == LOGPROBS);
+        let condition = format!("\"{LOGPROBS}\" in include");
+        let logprobs = probability::logprobs(wants_logprobs, self.top_logprobs, &condition)?;
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
         let mut request = Request {
             tools,
@@ -157,6 +166,7 @@ impl Body {
             reasoning_budget: effort.and_then(Effort::budget),
             max_tokens: params::limit("max_output_tokens", self.max_output_tokens)?,
             sampling: sampling.check()?,
+            logprobs,
             ..Request::default()
         };
         structure::choose_tools(structure, &mut request)?;
