@@ -29,6 +29,7 @@ mod responses;
 mod sampling;
 mod structure;
 mod tokens;
+mod unknown;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -238,6 +238,37 @@ async fn items_reach_the_engine_as_a_conversation() {
     assert_eq!(notes.len(), 6, "{notes:?}");
 }
 
+/// Before, they were dropped without a word.
+#[tokio::test]
+async fn unknown_fields_of_items_are_noted() {
+    let (app, seen) = app(answer);
+    let body = json!({"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a", "colour": "red"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "depth": 3,
+         "content": [{"type": "reasoning_text", "text": "hm"}], "status": "completed"},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "phase": "final_answer", "mood": null,
+         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}",
+         "status": "completed", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one", "seconds": 2},
+        {"type": "function_call_output", "call_id": "c2", "output": "two", "seconds": 3},
+        {"role": "user", "content": "c"}
+    ]});
+    let (status, reply) = create(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert_eq!(seen.last().messages.len(), 5, "the conversation is whole");
+    let left_out = "left out, because the field is not known";
+    let expected = [
+        format!("input[0].content[0].colour: {left_out}"),
+        format!("input[1].depth: {left_out}"),
+        format!("input[3].namespace: {left_out}"),
+        format!("input[4].seconds: {left_out}, also in 1 other places"),
+        "routed: plain".into(),
+    ];
+    assert_eq!(reply["steersman"]["notes"], json!(expected));
+}
+
 fn with_logprobs() -> Vec<Act> {
     let logprob = |text: &str| {
         let one = |bytes: &[u8], logprob| TokenLogprob { bytes: bytes.to_vec(), logprob };
