@@ -209,6 +209,20 @@ pub const EMBEDDINGS: &[Field] = &[
     ("user", Ignored),
 ];
 
+/// The fields of the body of `POST /v1/rerank`.
+pub const RERANK: &[Field] = &[
+    ("model", Read),
+    ("query", Read),
+    ("documents", Read),
+    ("top_n", Read),
+    ("return_documents", Read),
+    // A label for the operator of a service.
+    ("user", Ignored),
+    ("max_tokens_per_doc", Only("[]", "send shorter documents")),
+    ("max_chunks_per_doc", Only("[]", "send shorter documents")),
+    ("rank_fields", Only(r#"[["text"]]"#, "send the text to rank by")),
+];
+
 /// The fields of the body of `POST /api/chat`.
 pub const OLLAMA_CHAT: &[Field] = &[
     ("model", Read),
@@ -290,6 +304,7 @@ const TABLES: &[&[Field]] = &[
     RESPONSES,
     COMPLETIONS,
     EMBEDDINGS,
+    RERANK,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OLLAMA_OPTIONS,

@@ -22,6 +22,7 @@ mod origin;
 mod refusal;
 mod reply;
 mod request;
+mod rerank;
 mod responses;
 mod structure;
 mod tolerance;
