@@ -151,7 +151,7 @@ pub struct EngineConfig {
     pub memory_limit_bytes: u64,
     /// Prompt tokens of one prefill chunk. A cancelled request stops after at most one chunk.
     pub prefill_chunk: usize,
-    /// Answer tokens of a request without `max_tokens`.
+    /// Tokens of a reply, reasoning included, whose request has no `max_tokens`.
     pub max_tokens: u32,
     /// Tokens of prompt and reply together; 0 uses the model's own limit.
     pub context: usize,
@@ -174,7 +174,7 @@ impl Default for EngineConfig {
             prompt_bytes: 0,
             memory_limit_bytes: 0,
             prefill_chunk: 512,
-            max_tokens: 4096,
+            max_tokens: 16_384,
             context: 0,
             skip_kl: 0.0,
             kv_bits: 0,
@@ -303,7 +303,7 @@ pub struct ProfileLimits {
     pub prompt_tokens: usize,
     /// Reasoning tokens, whatever client and policy ask for.
     pub reasoning_budget: u32,
-    /// Answer tokens, whatever the client asks for.
+    /// Tokens of a reply, reasoning included, whatever the client asks for.
     pub max_tokens: u32,
 }
 

@@ -34,7 +34,7 @@ pub struct Request {
     pub reasoning: Option<bool>,
     /// Maximum number of reasoning tokens, if the client sets one.
     pub reasoning_budget: Option<u32>,
-    /// Maximum number of answer tokens, without reasoning; `None` takes the configured default.
+    /// Maximum number of tokens of the reply, reasoning included; `None` takes the configured default.
     pub max_tokens: Option<u32>,
     /// Sampling parameters set by the client.
     pub sampling: SamplingPatch,
@@ -436,7 +436,7 @@ pub enum FinishReason {
     Stop,
     /// This stop string was found.
     StopString(String),
-    /// The answer reached `max_tokens`, or the context is full.
+    /// The reply reached `max_tokens`, or the context is full.
     Length,
     /// The turn ended with tool calls.
     ToolCalls,
@@ -464,6 +464,13 @@ pub struct Usage {
     pub forced_tokens: u32,
     /// Layers whose feed-forward block every pass skipped, as `engine.skip_kl` allows.
     pub skipped_layers: u32,
+}
+
+impl Usage {
+    /// Tokens of the reply.
+    pub fn reply_tokens(&self) -> u32 {
+        self.reasoning_tokens + self.answer_tokens
+    }
 }
 
 impl std::ops::Add for Usage {

@@ -118,15 +118,48 @@ fn reasoning_budget_is_enforced_and_an_answer_follows() {
 }
 
 #[test]
-fn max_tokens_limits_the_answer_and_not_the_reasoning() {
+fn max_tokens_limits_reasoning_and_answer_together() {
     let engine = engine();
-    let question = "What is the capital of Italy?";
-    let whole = run(&engine, Request { reasoning: Some(true), ..ask(question) });
-    let cut = run(&engine, Request { reasoning: Some(true), max_tokens: Some(3), ..ask(question) });
-    assert_eq!(cut.reasoning, whole.reasoning);
-    assert_eq!(cut.finished().usage.answer_tokens, 3);
-    assert_eq!(cut.finished().reason, FinishReason::Length);
-    assert!(whole.answer.starts_with(&cut.answer) && cut.answer.len() < whole.answer.len());
+    let question = ask("What is the capital of Italy?");
+    let question = Request { profile: "passthrough".into(), reasoning: Some(true), ..question };
+    let whole = run(&engine, question.clone());
+    let usage = whole.finished().usage;
+    assert!(usage.reasoning_tokens > 2 && usage.answer_tokens > 2, "{usage:?}");
+    let in_reasoning = usage.reasoning_tokens - 1;
+    for limit in [1, in_reasoning, usage.reasoning_tokens + 2, usage.reply_tokens() - 1] {
+        let cut = run(&engine, Request { max_tokens: Some(limit), ..question.clone() });
+        let finished = cut.finished();
+        assert_eq!(
+            (&finished.reason, finished.usage.reply_tokens()),
+            (&FinishReason::Length, limit)
+        );
+        // Line breaks before the end of the reasoning are not part of it.
+        assert!(whole.reasoning.starts_with(cut.reasoning.trim_end()), "{cut:?}");
+        assert!(whole.answer.starts_with(&cut.answer), "{cut:?}");
+        assert_eq!(cut.answer.is_empty(), limit <= in_reasoning, "{cut:?}");
+    }
+}
+
+/// The default policy leaves room for an answer within `max_tokens`; its hint counts too.
+#[test]
+fn a_reply_that_ignores_the_end_has_exactly_max_tokens() {
+    let engine = engine();
+    let looping = ask("Optimize this SQL query: SELECT * FROM items WHERE price = 26;");
+    for limit in [1, 3, 60] {
+        let request = Request {
+            reasoning: Some(true),
+            max_tokens: Some(limit),
+            ignores_end: true,
+            ..looping.clone()
+        };
+        let reply = run(&engine, request);
+        let finished = reply.finished();
+        assert_eq!(
+            (&finished.reason, finished.usage.reply_tokens()),
+            (&FinishReason::Length, limit)
+        );
+        assert_eq!(reply.answer.is_empty(), limit < 60, "{reply:?}");
+    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use steersman_engine::request::{FinishReason, Request};
 use steersman_engine::{Error, RequestError};
 use steersman_tests::{Running, ask, config, run, tiny_model};
 
-fn engine(limits: ProfileLimits) -> Running {
+fn engine_with(limits: ProfileLimits) -> Running {
     let mut config = config();
     let profile = Profile { limits, ..Profile::default() };
     config.profiles.insert("limited".into(), profile);
@@ -22,9 +22,9 @@ fn limited(question: &str, max_tokens: Option<u32>, reasoning: bool) -> Request 
 }
 
 #[test]
-fn a_profile_limits_prompt_reasoning_and_answer_and_notes_it() {
+fn a_profile_limits_prompt_reasoning_and_reply_and_notes_it() {
     let limits = ProfileLimits { prompt_tokens: 60, reasoning_budget: 7, max_tokens: 2 };
-    let engine = engine(limits);
+    let engine = engine_with(limits);
 
     let reply = run(&engine, limited(&"one more word ".repeat(40), None, false));
     let Err(Error::Request(RequestError::PromptTooLong { tokens, limit: 60, profile })) =
@@ -42,6 +42,13 @@ fn a_profile_limits_prompt_reasoning_and_answer_and_notes_it() {
         assert_eq!(noted, cut, "{:?}", finished.notes);
     }
 
+    // Reasoning counts too.
+    let reply = run(&engine, limited("Who is the tallest?", None, true));
+    let finished = reply.finished();
+    assert_eq!((&finished.reason, finished.usage.reply_tokens()), (&FinishReason::Length, 2));
+
+    let limits = ProfileLimits { reasoning_budget: 7, ..ProfileLimits::default() };
+    let engine = engine_with(limits);
     let reply = run(&engine, limited("Who is the tallest?", None, true));
     let usage = reply.finished().usage;
     // The hint counts as reasoning or as answer; the marker ends the reasoning.

@@ -41,7 +41,7 @@ fn an_answer_follows_its_schema_and_reasoning_stays_free() {
         let request = Request {
             reasoning: Some(reasoning),
             reasoning_budget: Some(40),
-            max_tokens: Some(200),
+            max_tokens: Some(250),
             ..ask("Who is Nora?")
         };
         let reply = run(&engine, with_form(Form::JsonSchema(person()), request));

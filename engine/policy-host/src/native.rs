@@ -8,7 +8,7 @@ use crate::contract::{Action, Answer, Call, LoopRule, Phase, Plan, RequestView, 
 /// Limit on reasoning tokens.
 const REASONING_BUDGET: u32 = 32_768;
 
-/// Tokens reserved for the answer, if context and limit allow that many twice.
+/// Tokens reserved for the answer, if there is room for twice as many.
 const ANSWER_RESERVE: u32 = 1024;
 
 /// Text after reasoning that was closed. `</think>` alone does not end a loop: it continues in the
@@ -33,8 +33,8 @@ pub fn answer(call: &Call<'_>) -> Answer {
 }
 
 fn plan(request: &RequestView) -> Plan {
-    let left = request.context_left.min(request.max_tokens.unwrap_or(u32::MAX));
-    let reserve = ANSWER_RESERVE.min(left / 2);
+    let room = request.max_tokens.unwrap_or(u32::MAX).min(request.context_left);
+    let reserve = ANSWER_RESERVE.min(room / 2);
     let budget = request.reasoning_budget.unwrap_or(REASONING_BUDGET).min(REASONING_BUDGET);
     Plan {
         reasoning: if request.can_reason { request.reasoning } else { Some(false) },
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_the_smaller_budget_and_reserves_half_of_a_small_context_or_limit_for_the_answer() {
+    fn plans_the_smaller_budget_and_reserves_half_of_a_short_reply_for_the_answer() {
         let view = RequestView {
             context_left: 600,
             can_reason: true,
@@ -93,8 +93,8 @@ mod tests {
         };
         let made = plan(&view);
         assert_eq!((made.reasoning_budget, made.answer_reserve), (Some(100), Some(300)));
-        let made = plan(&RequestView { max_tokens: Some(200), ..view.clone() });
-        assert_eq!(made.answer_reserve, Some(100));
+        let short = RequestView { max_tokens: Some(80), ..view.clone() };
+        assert_eq!(plan(&short).answer_reserve, Some(40));
         let made = plan(&RequestView { reasoning_budget: None, ..view });
         assert_eq!((made.reasoning_budget, made.reasoning), (Some(REASONING_BUDGET), None));
         assert_eq!(plan(&RequestView::default()).reasoning, Some(false));

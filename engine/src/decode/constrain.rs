@@ -182,6 +182,10 @@ impl Sequence {
     pub(super) fn follow_grammar(&mut self, text: &Text) -> Result<()> {
         while !self.has_ended() {
             let start = self.grammar_start(text)?;
+            self.check_limits();
+            if self.has_ended() {
+                return Ok(());
+            }
             let Some(constraint) = &mut self.constraint else { return Ok(()) };
             match constraint.follow(&self.tokens, start)? {
                 Followed::Open => {}
@@ -224,7 +228,9 @@ impl Sequence {
         let start = constraint.start().filter(|&start| start <= self.tokens.len());
         if start.is_none() && constraint.scope() == Scope::Answer && self.is_after_reasoning(text) {
             for token in text.encode_plain("\n\n")? {
-                self.append(token);
+                if self.tokens_left() > 0 {
+                    self.append(token);
+                }
             }
         }
         Ok(Some(start.unwrap_or(self.tokens.len())))

@@ -23,15 +23,13 @@ use crate::error::{Result, catch_panic};
 const SAVED_BYTES: u64 = 64 << 20;
 
 /// Tokens of a prompt and of the reply to it for which there must be room.
-fn expected_length(prompt: usize, reasoning: Option<bool>, limits: &Limits) -> usize {
-    let reasoning = if reasoning == Some(true) { limits.reasoning } else { 0 };
-    let reply = reasoning.saturating_add(limits.answer) as usize;
-    (prompt + reply.min(REPLY_TOKENS)).min(limits.context)
+fn expected_length(prompt: usize, limits: &Limits) -> usize {
+    (prompt + REPLY_TOKENS.min(limits.reply as usize)).min(limits.context)
 }
 
 impl Sequence {
     fn expected_length(&self) -> usize {
-        expected_length(self.prompt, self.reasoning, &self.limits).max(self.tokens.len())
+        expected_length(self.prompt, &self.limits).max(self.tokens.len())
     }
 }
 
@@ -39,8 +37,8 @@ impl Decoder {
     /// Whether there is room for a prepared request beside the running ones. Always if none runs:
     /// admission then refuses what does not fit at all.
     pub(super) fn has_room_for(&self, prepared: &Prepared) -> bool {
-        let Prepared { prompt, reasoning, limits, .. } = prepared;
-        let length = expected_length(prompt.len(), *reasoning, limits);
+        let Prepared { prompt, limits, .. } = prepared;
+        let length = expected_length(prompt.len(), limits);
         self.has_room_for_another(prompt.len(), length)
     }
 

@@ -52,7 +52,7 @@ pub struct Preparer {
     pub model_digest: Sha256,
     /// Tokens of prompt and reply together.
     pub context: usize,
-    /// Answer tokens of a request without its own limit.
+    /// Most tokens of a reply whose request sets no limit.
     pub max_tokens: u32,
     /// Most bytes of a rendered conversation.
     pub prompt_bytes: usize,
@@ -305,12 +305,15 @@ impl Preparer {
         prompt: usize,
     ) -> Limits {
         let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
-        let reasoning = left.saturating_sub(plan.answer_reserve.unwrap_or(0));
+        let reply = request.max_tokens.unwrap_or(self.max_tokens);
+        let reserve = plan.answer_reserve.unwrap_or(0);
+        // A policy may reserve more of the context than the whole reply may have: half of it is left.
+        let reasoning = left.saturating_sub(reserve).min(reply - reserve.min(reply / 2));
         let of_profile = (profile.reasoning_budget > 0).then_some(profile.reasoning_budget);
         let budgets = [plan.reasoning_budget, request.reasoning_budget, of_profile];
         Limits {
             reasoning: budgets.into_iter().flatten().fold(reasoning, u32::min),
-            answer: request.max_tokens.unwrap_or(self.max_tokens),
+            reply,
             context: self.context,
             every: plan.every,
             checkpoint_every: match plan.checkpoint_every {
@@ -378,7 +381,7 @@ fn split_seen(text: &str) -> (&str, &str) {
 }
 
 /// Applies the limits of the profile to `request`; returns a note for each value reduced. `max_tokens`
-/// is the engine's limit on an answer, for requests without their own.
+/// is the engine's limit on a reply, for requests without their own.
 fn apply_limits(request: &mut Request, limits: ProfileLimits, max_tokens: u32) -> Vec<String> {
     let mut notes = Vec::new();
     let mut apply = |name: &str, value: &mut Option<u32>, limit: u32| {

@@ -51,6 +51,11 @@ impl ReplyState {
         Self { reply, reasoning_tokens: 0, answer_tokens: 0, reasoning_bytes: 0, answer_bytes: 0 }
     }
 
+    /// Tokens of the reply.
+    pub fn tokens(&self) -> u32 {
+        self.reasoning_tokens + self.answer_tokens
+    }
+
     /// Adds a token; returns the pieces that it completes.
     pub fn push(&mut self, token: u32) -> Vec<Piece> {
         match self.reply.phase() {

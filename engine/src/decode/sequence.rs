@@ -119,8 +119,8 @@ pub struct Sequence {
 pub struct Limits {
     /// Reasoning tokens.
     pub reasoning: u32,
-    /// Answer tokens.
-    pub answer: u32,
+    /// Tokens of the reply: reasoning, answer and tool calls.
+    pub reply: u32,
     /// Tokens of prompt and reply together.
     pub context: usize,
     /// Tokens between two calls of `on-step`; 0 calls it on events only.
@@ -288,10 +288,7 @@ impl Sequence {
         if self.samples_late() {
             return None;
         }
-        let context = self.limits.context.saturating_sub(self.tokens.len() + 1);
-        let answer = self.limits.answer.saturating_sub(self.reply_state.answer_tokens + 1) as usize;
-        let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
-        let room = if is_reasoning { context } else { context.min(answer) };
+        let room = self.tokens_left().saturating_sub(1);
         self.governor.as_ref()?.choose(costs, &self.drafters, room, unread)
     }
 
@@ -326,9 +323,13 @@ impl Sequence {
 
     /// Whether the next token ends the reply in any case, so that it need not run.
     fn next_token_is_last(&self) -> bool {
-        let full = self.tokens.len() + 1 >= self.limits.context;
-        full || (self.reply_state.reply.phase() != Phase::Reasoning
-            && self.reply_state.answer_tokens + 1 >= self.limits.answer)
+        self.tokens_left() <= 1
+    }
+
+    /// Tokens that the limits of reply and context leave.
+    pub(super) fn tokens_left(&self) -> usize {
+        let context = self.limits.context.saturating_sub(self.tokens.len());
+        context.min(self.limits.reply.saturating_sub(self.reply_state.tokens()) as usize)
     }
 
     /// Rows of the prompt, or of a long text after a rewind, that must run before the next token can be
@@ -459,11 +460,7 @@ impl Sequence {
     }
 
     pub(super) fn check_limits(&mut self) {
-        let answered = self.reply_state.answer_tokens >= self.limits.answer;
-        let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
-        if !self.has_ended()
-            && ((answered && !is_reasoning) || self.tokens.len() >= self.limits.context)
-        {
+        if !self.has_ended() && self.tokens_left() == 0 {
             self.end(FinishReason::Length);
         }
     }

@@ -56,16 +56,17 @@ impl Sequence {
             if !self.judge(text)? {
                 return Ok(());
             }
-            let has_ended = self.has_ended();
-            if let Some(Injection { tokens, .. }) = &mut self.injection {
-                match tokens.pop_front() {
-                    Some(token) if !has_ended => {
+            if self.injection.is_some() {
+                self.check_limits();
+                match self.next_injected() {
+                    Some(token) if !self.has_ended() => {
                         self.append(token);
                     }
                     _ => self.end_injection(),
                 }
                 continue;
             }
+            let has_ended = self.has_ended();
             match std::mem::take(&mut self.todo) {
                 Todo::Nothing => return Ok(()),
                 Todo::Committed { loop_found } => {
@@ -132,8 +133,8 @@ impl Sequence {
         self.todo = Todo::EndTurn { token, ended };
     }
 
-    /// Commits `tokens` as if the model had sampled them, in [`Sequence::steer`]; `what` describes this in
-    /// the note.
+    /// Commits `tokens` as if the model had sampled them, in [`Sequence::steer`], up to the limits of the
+    /// reply; `what` describes this in the note.
     pub(super) fn inject(&mut self, tokens: Vec<u32>, what: &str, why: &str) {
         let length = self.reply_len();
         self.progress.injected += tokens.len();
@@ -143,12 +144,8 @@ impl Sequence {
             self.end(FinishReason::Policy(reason));
             return;
         }
-        if self.tokens.len() + tokens.len() > self.limits.context {
-            self.note(format!("{what} after {length} tokens ({why}): the context is full"));
-            self.end(FinishReason::Length);
-            return;
-        }
-        self.note(format!("{what} after {length} tokens ({why})"));
+        let cut = if tokens.len() > self.tokens_left() { ", cut off by a limit" } else { "" };
+        self.note(format!("{what} after {length} tokens ({why}){cut}"));
         if tokens.is_empty() {
             return;
         }
@@ -157,6 +154,10 @@ impl Sequence {
         let all_seen = self.progress.seen == self.tokens.len()
             || self.injection.as_ref().is_some_and(|injection| injection.all_seen);
         self.injection = Some(Injection { tokens: tokens.into(), all_seen });
+    }
+
+    fn next_injected(&mut self) -> Option<u32> {
+        self.injection.as_mut()?.tokens.pop_front()
     }
 
     fn end_injection(&mut self) {

@@ -113,7 +113,7 @@ impl Decoder {
     /// Commits the tokens of one sequence that are known after a pass.
     fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
         self.save_at_save_point(sequence);
-        if sequence.limits.answer == 0 && sequence.is_caught_up() {
+        if sequence.limits.reply == 0 && sequence.is_caught_up() {
             // The client wants the probabilities of its prompt only.
             sequence.sampled = None;
             sequence.end(FinishReason::Length);

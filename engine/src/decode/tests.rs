@@ -16,6 +16,7 @@ mod embed;
 mod failures;
 mod forms;
 mod hooks;
+mod limits;
 mod logprobs;
 mod preemption;
 mod scripted;

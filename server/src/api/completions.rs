@@ -1,5 +1,7 @@
 //! OpenAI's completions: `POST /v1/completions`, whose prompts no template renders.
 
+use std::ops::Range;
+
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Event, FinishReason, Logprob, PromptToken, RawPrompt, Request};
@@ -31,8 +33,20 @@ pub struct Completions {
     choices: usize,
     /// The text of each prompt, if `echo`.
     prompts: Vec<String>,
+    /// Whether the echo has the probabilities of the prompt.
+    reports_prompts: bool,
+    /// Of each prompt, if `reports_prompts`.
+    echoes: Vec<Echo>,
     /// Probabilities of tokens of each choice, for its next chunk.
     logprobs: Vec<TextLogprobs>,
+}
+
+/// The echo of one prompt with its probabilities, which a stream sends when they are complete.
+#[derive(Debug, Default)]
+struct Echo {
+    is_sent: bool,
+    /// Events of choices that came before it.
+    held: Vec<(usize, Event)>,
 }
 
 /// The fields of the body that have an effect.
@@ -88,10 +102,6 @@ impl Body {
         if echo {
             request.prompt_logprobs = request.logprobs;
         }
-        if request.prompt_logprobs.is_some() && self.stream == Some(true) {
-            let message = "echo: the probabilities of a prompt are not streamed; drop stream";
-            return Err(ApiError::unsupported("echo", message));
-        }
         let prompts = prompts("prompt", self.prompt.unwrap_or_default(), PROMPTS)?;
         let prompts = match self.suffix.filter(|suffix| !suffix.is_empty()) {
             Some(suffix) => infill(prompts, &suffix, &request)?,
@@ -110,6 +120,8 @@ impl Body {
             echo,
             choices,
             prompts: Vec::new(),
+            reports_prompts: request.prompt_logprobs.is_some(),
+            echoes: requests.iter().map(|_| Echo::default()).collect(),
             logprobs: vec![TextLogprobs::default(); choices * requests.len()],
         };
         Ok(Call { protocol, requests, choices, notes: Vec::new() })
@@ -197,35 +209,32 @@ impl Protocol for Completions {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        for (request, prompt) in self.prompts.iter().enumerate() {
-            for index in request * self.choices..(request + 1) * self.choices {
-                self.chunks.choice(head, choice(index, prompt, Value::Null, None), out);
-            }
+        if !self.reports_prompts {
+            (0..self.prompts.len()).for_each(|prompt| self.echo(head, prompt, out));
         }
     }
 
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames) {
+        let prompt = index / self.choices;
+        if !self.reports_prompts || self.echoes[prompt].is_sent {
+            return self.write(head, index, event, out);
+        }
         match event {
-            Event::Reasoning(piece) | Event::Answer(piece) => {
-                let logprobs = self.logprobs[index].take();
-                self.chunks.choice(head, choice(index, &piece, logprobs, None), out);
+            Event::PromptToken(PromptToken { bytes, logprob, top }) => {
+                for index in self.choices_of(prompt) {
+                    self.logprobs[index].push(&bytes, logprob, &top);
+                }
             }
-            Event::Logprob(Logprob { token, top }) => {
-                self.logprobs[index].push(&token.bytes, Some(token.logprob), &top);
+            // The prompt runs for the first choice, which begins when it has run.
+            event if index == self.choices_of(prompt).start => {
+                self.echo(head, prompt, out);
+                self.write(head, index, event, out);
+                self.echoes[prompt].is_sent = true;
+                for (index, event) in std::mem::take(&mut self.echoes[prompt].held) {
+                    self.write(head, index, event, out);
+                }
             }
-            Event::Finished(finished) => {
-                let logprobs = self.logprobs[index].take();
-                let last = choice(index, "", logprobs, Some(&finished.reason));
-                self.chunks.last_choice(head, last, &finished, out);
-            }
-            // There are no tools.
-            Event::CallDelta(_)
-            | Event::ToolCall(_)
-            | Event::Started { .. }
-            | Event::PromptToken(_)
-            | Event::Embedding(_)
-            | Event::Rewound { .. }
-            | Event::Failed(_) => {}
+            event => self.echoes[prompt].held.push((index, event)),
         }
     }
 
@@ -259,6 +268,47 @@ impl Protocol for Completions {
             choices.push(choice(index, &text, logprobs.take(), reason));
         }
         whole(head, "text_completion", choices, replies)
+    }
+}
+
+impl Completions {
+    fn choices_of(&self, prompt: usize) -> Range<usize> {
+        prompt * self.choices..(prompt + 1) * self.choices
+    }
+
+    /// The first chunk of each choice of a prompt: the prompt, and the probabilities so far.
+    fn echo(&mut self, head: &Head, prompt: usize, out: &mut Frames) {
+        for index in self.choices_of(prompt) {
+            let logprobs = self.logprobs[index].take();
+            let first = choice(index, &self.prompts[prompt], logprobs, None);
+            self.chunks.choice(head, first, out);
+        }
+    }
+
+    /// An event after the echo, if any.
+    fn write(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames) {
+        match event {
+            Event::Reasoning(piece) | Event::Answer(piece) => {
+                let logprobs = self.logprobs[index].take();
+                self.chunks.choice(head, choice(index, &piece, logprobs, None), out);
+            }
+            Event::Logprob(Logprob { token, top }) => {
+                self.logprobs[index].push(&token.bytes, Some(token.logprob), &top);
+            }
+            Event::Finished(finished) => {
+                let logprobs = self.logprobs[index].take();
+                let last = choice(index, "", logprobs, Some(&finished.reason));
+                self.chunks.last_choice(head, last, &finished, out);
+            }
+            // There are no tools.
+            Event::CallDelta(_)
+            | Event::ToolCall(_)
+            | Event::Started { .. }
+            | Event::PromptToken(_)
+            | Event::Embedding(_)
+            | Event::Rewound { .. }
+            | Event::Failed(_) => {}
+        }
     }
 }
 

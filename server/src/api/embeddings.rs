@@ -13,7 +13,7 @@ use super::reply::{self, Frames, Head, Reply};
 use super::{fields, json};
 
 /// Most texts of a body.
-const TEXTS: usize = 256;
+pub const TEXTS: usize = 256;
 
 /// The state of one response.
 #[derive(Debug)]

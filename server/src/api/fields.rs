@@ -142,6 +142,9 @@ pub const RESPONSES: &[Field] = &[
     ("text", Read),
     ("previous_response_id", Read),
     ("store", Read),
+    // Probabilities of the text. Reasoning is sent in full, never encrypted.
+    ("include", Read),
+    ("top_logprobs", Read),
     // Labels for the operator of a service; a response repeats them.
     ("metadata", Ignored),
     ("user", Ignored),
@@ -153,8 +156,6 @@ pub const RESPONSES: &[Field] = &[
     ("prompt_cache_retention", Ignored),
     // All requests wait in one queue.
     ("service_tier", Ignored),
-    // Reasoning is sent in full, never encrypted; there is nothing else to include.
-    ("include", Ignored),
     ("stream_options", Ignored),
     // Limits the calls of tools that run at OpenAI.
     ("max_tool_calls", Ignored),
@@ -167,7 +168,6 @@ pub const RESPONSES: &[Field] = &[
     ("image", Only("[]", "only text is supported")),
     ("moderation", Only("[]", "check texts in the client")),
     ("prompt", Only("[]", "send the prompt as instructions and input")),
-    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
 ];
 
 /// The fields of the body of `POST /v1/completions`.
@@ -209,6 +209,20 @@ pub const EMBEDDINGS: &[Field] = &[
     ("user", Ignored),
 ];
 
+/// The fields of the body of `POST /v1/rerank`.
+pub const RERANK: &[Field] = &[
+    ("model", Read),
+    ("query", Read),
+    ("documents", Read),
+    ("top_n", Read),
+    ("return_documents", Read),
+    // A label for the operator of a service.
+    ("user", Ignored),
+    ("max_tokens_per_doc", Only("[]", "send shorter documents")),
+    ("max_chunks_per_doc", Only("[]", "send shorter documents")),
+    ("rank_fields", Only(r#"[["text"]]"#, "send the text to rank by")),
+];
+
 /// The fields of the body of `POST /api/chat`.
 pub const OLLAMA_CHAT: &[Field] = &[
     ("model", Read),
@@ -220,8 +234,8 @@ pub const OLLAMA_CHAT: &[Field] = &[
     // The model is always loaded.
     ("keep_alive", Ignored),
     ("format", Read),
-    ("logprobs", Only("[false]", "use /v1/chat/completions")),
-    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
+    ("logprobs", Read),
+    ("top_logprobs", Read),
 ];
 
 /// The fields of the body of `POST /api/generate`.
@@ -242,8 +256,8 @@ pub const OLLAMA_GENERATE: &[Field] = &[
     ("height", Only("[0]", "only text is supported")),
     ("steps", Only("[0]", "only text is supported")),
     ("context", Only("[[]]", "use /api/chat with all messages")),
-    ("logprobs", Only("[false]", "use /v1/chat/completions")),
-    ("top_logprobs", Only("[0]", "use /v1/chat/completions")),
+    ("logprobs", Read),
+    ("top_logprobs", Read),
 ];
 
 /// The fields of `options` in Ollama's bodies.
@@ -290,6 +304,7 @@ const TABLES: &[&[Field]] = &[
     RESPONSES,
     COMPLETIONS,
     EMBEDDINGS,
+    RERANK,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OLLAMA_OPTIONS,

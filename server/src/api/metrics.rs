@@ -76,7 +76,7 @@ impl Metrics {
         self.count("2xx");
         self.prompt_tokens.inc_by(usage.prompt_tokens.into());
         self.cached_tokens.inc_by(usage.cached_tokens.into());
-        self.completion_tokens.inc_by((usage.reasoning_tokens + usage.answer_tokens).into());
+        self.completion_tokens.inc_by(usage.reply_tokens().into());
     }
 
     /// Counts a chat request that was rejected or failed.

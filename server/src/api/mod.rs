@@ -1,6 +1,6 @@
 //! The HTTP interface: routes, request ids, errors.
 //!
-//! Each protocol is a module: `chat`, `completions`, `responses`, `anthropic`,
+//! Each protocol is a module: `chat`, `completions`, `responses`, `embeddings`, `rerank`, `anthropic`,
 //! `ollama`. It parses a body into the engine's
 //! [`Request`](steersman_engine::request::Request)s and renders their events; `protocol.rs` and
 //! `reply.rs` are the path between, which all share. Nothing here sees an array or Wasm.
@@ -25,10 +25,12 @@ mod policies;
 mod probability;
 pub mod protocol;
 mod reply;
+mod rerank;
 mod responses;
 mod sampling;
 mod structure;
 mod tokens;
+mod unknown;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -55,6 +57,7 @@ use self::metrics::Metrics;
 use self::ollama::Ollama;
 use self::origin::Origins;
 use self::protocol::handle;
+use self::rerank::Rerank;
 use self::responses::Responses;
 use self::responses::store::ResponseStore;
 use crate::config::ServerConfig;
@@ -116,6 +119,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/chat/completions", post(handle::<Chat>))
         .route("/completions", post(handle::<Completions>))
         .route("/embeddings", post(handle::<Embeddings>))
+        .route("/rerank", post(handle::<Rerank>))
         .route("/responses", post(handle::<Responses>))
         .route("/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/responses/{id}/input_items", get(responses::input_items))
@@ -145,6 +149,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
+        .route("/", get(root))
         .fallback(async |request: Request| {
             ApiError::no_route(request.method().as_str(), request.uri().path())
         })
@@ -159,6 +164,11 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .layer(middleware::from_fn(errors))
         .layer(middleware::from_fn(request_id))
         .with_state(app)
+}
+
+/// `GET /` and `HEAD /`, by which clients find out whether a server is there: needs no key.
+async fn root() -> &'static str {
+    "Steersman is running\n"
 }
 
 /// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped.

@@ -92,17 +92,27 @@ impl Probability {
             return Err(ApiError::value("logprobs", message));
         }
         let top = self.top_logprobs.unwrap_or(count);
-        if top > TOP_LOGPROBS {
-            let message = format!("top_logprobs: is {top}, at most {TOP_LOGPROBS} are reported");
-            return Err(ApiError::value("top_logprobs", message));
-        }
-        if top > 0 && !wanted {
-            let message = "top_logprobs: requires \"logprobs\": true";
-            return Err(ApiError::value("top_logprobs", message));
-        }
-        request.logprobs = wanted.then_some(top);
+        request.logprobs = logprobs(wanted, Some(top), "\"logprobs\": true")?;
         Ok(())
     }
+}
+
+/// [`Request::logprobs`], if the client wants them and `top_logprobs` likeliest tokens beside; `condition`
+/// is what must be in its body for these.
+///
+/// # Errors
+/// 400 naming `top_logprobs`.
+pub fn logprobs(wanted: bool, top: Option<u32>, condition: &str) -> Result<Option<u32>, ApiError> {
+    let top = top.unwrap_or(0);
+    if top > TOP_LOGPROBS {
+        let message = format!("top_logprobs: is {top}, at most {TOP_LOGPROBS} are reported");
+        return Err(ApiError::value("top_logprobs", message));
+    }
+    if top > 0 && !wanted {
+        let message = format!("top_logprobs: requires {condition}");
+        return Err(ApiError::value("top_logprobs", message));
+    }
+    Ok(wanted.then_some(top))
 }
 
 /// What is subtracted from the logits of tokens that have occurred, in the field `name`.
@@ -132,7 +142,7 @@ pub fn chat_logprobs(content: Vec<Value>) -> Value {
     }
 }
 
-/// An element of `logprobs.content`.
+/// The probabilities of a token in chats, in responses and for Ollama.
 pub fn chat_logprob(Logprob { token, top }: &Logprob) -> Value {
     let mut value = one(token);
     value["top_logprobs"] = top.iter().map(one).collect();

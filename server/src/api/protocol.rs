@@ -88,7 +88,7 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// The beginning of a stream.
     fn begin(&mut self, head: &Head, out: &mut Frames);
 
-    /// One event of reply `index` in a stream; never `Started`, `PromptToken`, `Rewound` or `Failed`.
+    /// One event of reply `index` in a stream; never `Started`, `Embedding`, `Rewound` or `Failed`.
     fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames);
 
     /// A call that this server ran for reply `index` of a stream. The end names all of them.

@@ -187,6 +187,8 @@ pub struct Reply {
     pub prompt: Vec<PromptToken>,
     /// The probabilities of the tokens of its answer, if the request asks for them.
     pub logprobs: Vec<Logprob>,
+    /// Of each part, how many of `logprobs` came before the next part.
+    logprobs_before: Vec<usize>,
     pub finished: Finished,
 }
 
@@ -229,6 +231,16 @@ impl Reply {
         self.parts.iter().map(text).collect()
     }
 
+    /// The probabilities of the tokens of part `index`, if it is an answer. Those of its first token came
+    /// before it, while the part before it was the last one.
+    pub fn logprobs_of(&self, index: usize) -> &[Logprob] {
+        let start = index.checked_sub(2).map_or(0, |before| self.logprobs_before[before]);
+        match self.parts[index] {
+            Part::Answer(_) => &self.logprobs[start..self.logprobs_before[index]],
+            _ => &[],
+        }
+    }
+
     /// The tool calls that the client runs.
     pub fn tool_calls(&self) -> impl Iterator<Item = &ToolCall> {
         self.parts.iter().filter_map(|part| match part {
@@ -266,31 +278,48 @@ pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
 
 /// Parts of a reply, in order.
 #[derive(Debug, Default)]
-struct Parts(Vec<Part>);
+struct Parts {
+    /// Each with the number of `logprobs` before the next one.
+    parts: Vec<(Part, usize)>,
+    logprobs: Vec<Logprob>,
+}
 
 impl Parts {
     /// Adds a piece; consecutive pieces of one kind form one part.
-    fn push(&mut self, event: &Event) {
-        match (event, self.0.last_mut()) {
+    fn add(&mut self, event: &Event) {
+        match (event, self.parts.last_mut().map(|(part, _)| part)) {
             (Event::Reasoning(piece), Some(Part::Reasoning(text)))
             | (Event::Answer(piece), Some(Part::Answer(text))) => *text += piece,
-            (Event::Reasoning(piece), _) => self.0.push(Part::Reasoning(piece.clone())),
-            (Event::Answer(piece), _) => self.0.push(Part::Answer(piece.clone())),
+            (Event::Reasoning(piece), _) => self.push(Part::Reasoning(piece.clone())),
+            (Event::Answer(piece), _) => self.push(Part::Answer(piece.clone())),
             (Event::CallDelta(delta), Some(last)) if delta.name.is_none() => last.add(delta),
-            (Event::CallDelta(delta), _) => self.0.push(Part::open_call(delta)),
+            (Event::CallDelta(delta), _) => self.push(Part::open_call(delta)),
             (Event::ToolCall(call), last) => {
-                if matches!(last, Some(Part::OpenCall { id, .. }) if *id == call.id) {
-                    self.0.pop();
+                let whole = Part::ToolCall(call.clone());
+                let is_open =
+                    |last: &&mut Part| matches!(last, Part::OpenCall { id, .. } if *id == call.id);
+                match last.filter(is_open) {
+                    Some(open) => *open = whole,
+                    None => self.push(whole),
                 }
-                self.0.push(Part::ToolCall(call.clone()));
+            }
+            (Event::Logprob(logprob), _) => {
+                self.logprobs.push(logprob.clone());
+                if let Some((_, count)) = self.parts.last_mut() {
+                    *count = self.logprobs.len();
+                }
             }
             _ => {}
         }
     }
 
+    fn push(&mut self, part: Part) {
+        self.parts.push((part, self.logprobs.len()));
+    }
+
     /// Drops bytes from the end of the reasoning and of the answer.
     fn rewind(&mut self, mut reasoning: usize, mut answer: usize) {
-        for part in self.0.iter_mut().rev() {
+        for (part, _) in self.parts.iter_mut().rev() {
             let (text, left) = match part {
                 Part::Reasoning(text) => (text, &mut reasoning),
                 Part::Answer(text) => (text, &mut answer),
@@ -300,9 +329,9 @@ impl Parts {
             text.truncate(text.len() - dropped);
             *left -= dropped;
         }
-        self.0.retain(
-            |part| !matches!(part, Part::Reasoning(text) | Part::Answer(text) if text.is_empty()),
-        );
+        self.parts.retain(|(part, _)| {
+            !matches!(part, Part::Reasoning(text) | Part::Answer(text) if text.is_empty())
+        });
     }
 }
 
@@ -340,7 +369,6 @@ struct Partial {
     parts: Parts,
     prompt: Vec<PromptToken>,
     embedding: Vec<f32>,
-    logprobs: Vec<Logprob>,
     finished: Option<Finished>,
 }
 
@@ -370,14 +398,14 @@ impl<P: Protocol> Run<P> {
             let event = match progress {
                 Progress::Event(event) => event,
                 Progress::Ran(ran) => {
-                    self.replies[index].parts.0.push(Part::Ran(ran.clone()));
+                    self.replies[index].parts.push(Part::Ran(ran.clone()));
                     self.head.ran.push((index, ran.clone()));
                     return Ok(Some((index, Progress::Ran(ran))));
                 }
             };
             self.log.event(&event);
             let reply = &mut self.replies[index];
-            reply.parts.push(&event);
+            reply.parts.add(&event);
             match &event {
                 Event::Started { fingerprint, prompt_tokens, cached_tokens } => {
                     self.head.fingerprint.clone_from(fingerprint);
@@ -402,12 +430,12 @@ impl<P: Protocol> Run<P> {
                     }
                     return Ok(Some((index, Progress::Event(event))));
                 }
-                Event::PromptToken(token) => reply.prompt.push(token.clone()),
-                Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
-                Event::Logprob(logprob) => {
-                    reply.logprobs.push(logprob.clone());
+                Event::PromptToken(token) => {
+                    reply.prompt.push(token.clone());
                     return Ok(Some((index, Progress::Event(event))));
                 }
+                Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
+                Event::Logprob(_) => return Ok(Some((index, Progress::Event(event)))),
                 Event::Finished(finished) => {
                     reply.finished = Some(finished.clone());
                     return Ok(Some((index, Progress::Event(event))));
@@ -420,10 +448,11 @@ impl<P: Protocol> Run<P> {
     /// The replies, after the last event.
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
-        let whole = |Partial { parts: Parts(parts), prompt, embedding, logprobs, finished }| {
+        let whole = |Partial { parts: Parts { parts, logprobs }, prompt, embedding, finished }| {
             let finished: Option<Finished> = finished;
             let finished = finished.expect("every request has finished");
-            Reply { parts, prompt, embedding, logprobs, finished }
+            let (parts, logprobs_before) = parts.into_iter().unzip();
+            Reply { parts, prompt, embedding, logprobs, logprobs_before, finished }
         };
         let replies: Vec<_> = std::mem::take(&mut self.replies).into_iter().map(whole).collect();
         let reason = replies.first().map(|reply| &reply.finished.reason);

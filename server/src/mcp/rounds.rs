@@ -189,7 +189,7 @@ impl Rounds {
         } else if self.round == limit {
             let why = format!("the limit of {limit} rounds is reached (mcp.rounds)");
             Some((FinishReason::Length, Some(why)))
-        } else if tokens.is_some_and(|tokens| tokens <= used.answer_tokens) {
+        } else if tokens.is_some_and(|tokens| tokens <= used.reply_tokens()) {
             Some((FinishReason::Length, Some("the limit on tokens is reached".into())))
         } else {
             None
@@ -260,10 +260,11 @@ impl Rounds {
         });
         request.messages.extend(results);
         request.id = format!("{}-round{}", self.id, self.round + 1);
-        request.max_tokens = request.max_tokens.map(|most| most.saturating_sub(used.answer_tokens));
+        let tokens = used.reply_tokens();
+        request.max_tokens = request.max_tokens.map(|most| most.saturating_sub(tokens));
         let budget = &mut request.reasoning_budget;
         *budget = budget.map(|budget| budget.saturating_sub(used.reasoning_tokens));
-        request.min_tokens = request.min_tokens.saturating_sub(used.answer_tokens);
+        request.min_tokens = request.min_tokens.saturating_sub(tokens);
         // The call that the client requires has been made.
         request.tool_choice.is_required = false;
     }

@@ -205,6 +205,41 @@ async fn conversation_reaches_the_engine() {
     assert!(reply["steersman"]["notes"][0].as_str().unwrap().starts_with("tools[1]: left out"));
 }
 
+/// Before, they were dropped without a word.
+#[tokio::test]
+async fn unknown_fields_of_blocks_are_noted() {
+    let (app, seen) = app(answer);
+    let text = |text: &str| json!({"type": "text", "text": text, "citations": null});
+    let body = with(json!({
+        "system": [{"type": "text", "text": "Be brief.", "style": "terse"}],
+        "thinking": {"type": "adaptive", "display": "summarized", "depth": 3},
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a", "colour": "red"}, text("b")]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s", "depth": 1},
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {}, "toolset_name": "t",
+                 "caller": {"type": "direct"}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "is_error": false,
+                 "content": [{"type": "text", "text": "one", "colour": "blue"}]}]}
+        ]
+    }));
+    let (status, reply) = create(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    let contents: Vec<_> = seen.last().messages.into_iter().map(|m| m.content).collect();
+    assert_eq!(contents, ["Be brief.", "a\n\nb", "", "one"], "the conversation is whole");
+    let left_out = "left out, because the field is not known";
+    let expected = [
+        format!("thinking.depth: {left_out}"),
+        format!("system[0].style: {left_out}"),
+        format!("messages[0].content[0].colour: {left_out}, also in 1 other places"),
+        format!("messages[1].content[0].depth: {left_out}"),
+        format!("messages[1].content[1].toolset_name: {left_out}"),
+        "routed: plain".into(),
+    ];
+    assert_eq!(reply["steersman"]["notes"], json!(expected));
+}
+
 #[tokio::test]
 async fn thinking_has_three_types() {
     let (app, seen) = app(answer);

@@ -19,6 +19,35 @@ async fn complete(app: &Router, body: Value) -> (StatusCode, Value) {
     post_to(app, "/v1/completions", &body).await
 }
 
+/// The chunks of a stream.
+async fn stream(app: &Router, body: Value) -> Vec<Value> {
+    let mut body = body;
+    body["stream"] = true.into();
+    let request = axum::http::Request::post("/v1/completions")
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(body.to_string().into())
+        .unwrap();
+    let stream = bytes(send(app, request).await).await;
+    let lines = std::str::from_utf8(&stream).unwrap().lines();
+    let data = lines.filter_map(|line| line.strip_prefix("data: "));
+    let chunks = data.filter(|data| *data != "[DONE]");
+    chunks.map(|chunk| serde_json::from_str(chunk).unwrap()).collect()
+}
+
+/// The probabilities in chunks of one choice.
+fn added_up(chunks: &[&Value]) -> Value {
+    let mut sum =
+        json!({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []});
+    for chunk in chunks {
+        let logprobs = &chunk["choices"][0]["logprobs"];
+        for (name, list) in sum.as_object_mut().unwrap() {
+            let more = logprobs[name.as_str()].as_array().cloned().unwrap_or_default();
+            list.as_array_mut().unwrap().extend(more);
+        }
+    }
+    sum
+}
+
 #[tokio::test]
 async fn completion_has_openai_format() {
     let (app, seen) = app(answer);
@@ -136,27 +165,59 @@ async fn logprobs_of_a_stream_add_up_to_those_of_the_reply() {
     let (_, whole) = complete(&app, json!({"prompt": "a", "logprobs": 2})).await;
     let expected = &whole["choices"][0]["logprobs"];
     assert_eq!(seen.last().prompt_logprobs, None);
-    let request = axum::http::Request::post("/v1/completions")
-        .header(header::CONTENT_TYPE, "application/json")
-        .body(json!({"prompt": "a", "logprobs": 2, "stream": true}).to_string().into())
-        .unwrap();
-    let stream = bytes(send(&app, request).await).await;
-    let lines = std::str::from_utf8(&stream).unwrap().lines();
-    let mut found =
-        json!({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []});
-    for chunk in lines.filter_map(|line| line.strip_prefix("data: {")) {
-        let chunk: Value = serde_json::from_str(&format!("{{{chunk}")).unwrap();
-        let logprobs = &chunk["choices"][0]["logprobs"];
-        for (name, list) in found.as_object_mut().unwrap() {
-            let more = logprobs[name.as_str()].as_array().cloned().unwrap_or_default();
-            list.as_array_mut().unwrap().extend(more);
-        }
-    }
+    let chunks = stream(&app, json!({"prompt": "a", "logprobs": 2})).await;
+    let found = added_up(&chunks.iter().collect::<Vec<_>>());
     // The tokens of the prompt belong to the echo only.
     let own = |name: &str| expected[name].as_array().unwrap()[2..].to_vec();
     assert_eq!(found["tokens"], json!(own("tokens")));
     assert_eq!(found["token_logprobs"], json!(own("token_logprobs")));
     assert_eq!(found["text_offset"], json!([0, 1]));
+}
+
+/// Before, a stream with both was refused.
+#[tokio::test]
+async fn echo_with_logprobs_is_streamed_before_each_choice() {
+    let (app, _) = app(with_logprobs);
+    let body = json!({"prompt": ["a", [65, 66]], "echo": true, "logprobs": 1, "n": 2});
+    let (status, whole) = complete(&app, body.clone()).await;
+    assert_eq!(status, StatusCode::OK, "{whole}");
+    let chunks = stream(&app, body).await;
+    for (index, whole) in whole["choices"].as_array().unwrap().iter().enumerate() {
+        let of_choice = |chunk: &&Value| chunk["choices"][0]["index"] == index;
+        let chunks: Vec<&Value> = chunks.iter().filter(of_choice).collect();
+        let texts = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap());
+        assert_eq!(texts.collect::<String>(), whole["text"]);
+        assert_eq!(added_up(&chunks), whole["logprobs"], "choice {index}");
+        let first = &chunks[0]["choices"][0];
+        assert_eq!(first["logprobs"]["tokens"], json!(["é", "b"]), "{first}");
+        assert!(whole["text"].as_str().unwrap().starts_with(first["text"].as_str().unwrap()));
+        assert_ne!(first["text"], "");
+    }
+    // Without a reply, the last chunk follows the prompt at once.
+    let body = json!({"prompt": "a", "echo": true, "logprobs": 0, "max_tokens": 0});
+    let chunks = stream(&app, body).await;
+    assert_eq!(chunks[0]["choices"][0]["logprobs"]["token_logprobs"], json!([null, -1.5]));
+    assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
+}
+
+/// A choice whose events come before the prompt's is written after it.
+#[tokio::test]
+async fn choices_wait_for_the_echo() {
+    enable_log();
+    let (engine, _) = engine_that("owner/tiny", 8, |request| {
+        let mut acts = with_logprobs();
+        if request.prompt_logprobs.is_some() {
+            acts.insert(0, Wait(Duration::from_millis(50)));
+        } else {
+            acts.drain(..2);
+        }
+        acts
+    });
+    let app = steersman::app(engine, &ServerConfig::default());
+    let body = json!({"prompt": "a", "echo": true, "logprobs": 1, "n": 2, "stream": true});
+    for chunk in stream(&app, body).await.iter().take(2) {
+        assert_eq!(chunk["choices"][0]["text"], "a", "{chunk}");
+    }
 }
 
 #[tokio::test]
@@ -192,11 +253,6 @@ async fn errors_of_completions_name_the_field() {
         ),
         (json!({"prompt": "a", "logprobs": 21}), "invalid_value", "logprobs"),
         (json!({"prompt": "a", "logprobs": "all"}), "invalid_type", "logprobs"),
-        (
-            json!({"prompt": "a", "logprobs": 1, "echo": true, "stream": true}),
-            "unsupported_parameter",
-            "echo",
-        ),
         (json!({"prompt": "a", "max_tokens": 0}), "invalid_value", "max_tokens"),
         (
             json!({"prompt": "a", "max_tokens": 0, "echo": true, "n": 2}),

@@ -22,6 +22,7 @@ mod origin;
 mod refusal;
 mod reply;
 mod request;
+mod rerank;
 mod responses;
 mod structure;
 mod tolerance;
@@ -80,15 +81,13 @@ impl Seen {
     }
 }
 
-/// An engine with a queue of `queue` that plays `script` for each request, one at a time.
+/// An engine with a queue of `queue` that plays `script` for each request, one body at a time.
 fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     engine_of("owner/tiny", queue, script)
 }
 
-/// Plays `script` for one request.
-async fn play(request: Request, events: UnboundedSender<Event>, records: &Seen, script: Vec<Act>) {
-    let id = request.id.clone();
-    records.requests.lock().unwrap().push(request);
+/// Plays `script` for the request `id`.
+async fn play(id: String, events: UnboundedSender<Event>, records: Arc<Seen>, script: Vec<Act>) {
     let started = Event::Started {
         fingerprint: "fp_test".into(),
         prompt_tokens: USAGE.prompt_tokens,
@@ -128,9 +127,16 @@ fn engine_that(
                 continue;
             };
             waiting.leave(place);
+            // The choices of a request run together.
+            let mut choices = Vec::new();
             for Job { request, events } in std::iter::once(job).chain(others) {
                 let acts = script(&request);
-                play(request, events, &records, acts).await;
+                let id = request.id.clone();
+                records.requests.lock().unwrap().push(request);
+                choices.push(tokio::spawn(play(id, events, records.clone(), acts)));
+            }
+            for choice in choices {
+                choice.await.unwrap();
             }
         }
     });

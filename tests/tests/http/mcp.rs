@@ -1,12 +1,13 @@
 //! Tools of MCP servers: rounds within one reply, limits, failures, and the client's own tools. The servers are
-//! `fixtures/mcp_server.py`.
+//! `fixtures/mcp_server.py`. [`protocols`] has what each protocol shows of the rounds.
+
+mod protocols;
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use axum::http::Method;
 use serde_json::{Value, json};
 use steersman::config::{ProfileAccess, ServerConfig};
 use steersman::mcp::{McpConfig, McpServerConfig, command};
@@ -77,7 +78,7 @@ fn results(request: &Request) -> Vec<&str> {
     tools.map(|message| message.content.as_str()).collect()
 }
 
-/// Calls this tool, and says what it returned.
+/// A model that calls this tool once, and then answers with its result.
 fn calls(name: &'static str, arguments: Value) -> impl Fn(&Request) -> Vec<Act> + Send + 'static {
     move |request| match results(request).last() {
         Some(result) => vec![
@@ -237,14 +238,17 @@ async fn a_reply_ends_at_the_limit_of_rounds() {
 async fn limits_of_the_client_hold_for_all_rounds_together() {
     let folder = folder();
     let (app, seen) = app_that(&config(program(folder.path())), reads());
-    let extra = json!({"max_tokens": 50, "max_thinking_tokens": 9, "tool_choice": "required"});
+    let extra = json!({"max_tokens": 50, "min_tokens": 20, "max_thinking_tokens": 9,
+                       "tool_choice": "required"});
     chat(&app, body(extra)).await;
     let [first, second] = &requests(&seen)[..] else { panic!("two rounds") };
-    assert_eq!((first.max_tokens, second.max_tokens), (Some(50), Some(50 - USAGE.answer_tokens)));
+    let used = USAGE.reasoning_tokens + USAGE.answer_tokens;
+    assert_eq!((first.max_tokens, second.max_tokens), (Some(50), Some(50 - used)));
+    assert_eq!((first.min_tokens, second.min_tokens), (20, 20 - used));
     let budget = 9 - USAGE.reasoning_tokens;
     assert_eq!((first.reasoning_budget, second.reasoning_budget), (Some(9), Some(budget)));
     assert!(first.tool_choice.is_required && !second.tool_choice.is_required);
-    let (_, reply) = chat(&app, body(json!({"max_tokens": USAGE.answer_tokens}))).await;
+    let (_, reply) = chat(&app, body(json!({"max_tokens": used}))).await;
     assert_eq!(reply["choices"][0]["finish_reason"], "length");
     let notes = reply["steersman"]["notes"].to_string();
     assert!(notes.contains("the limit on tokens is reached"), "{notes}");
@@ -513,140 +517,6 @@ async fn programs_get_their_variables_and_no_secrets_of_this_server() {
     // Cargo sets it for this test.
     assert!(std::env::var_os("CARGO_MANIFEST_DIR").is_some());
     assert!(!variables.contains(&"CARGO_MANIFEST_DIR"), "{variables:?}");
-}
-
-async fn posted(app: &Router, path: &str, body: Value) -> Response {
-    let request = axum::http::Request::builder().method(Method::POST).uri(path);
-    let request = request.header(header::CONTENT_TYPE, "application/json");
-    send(app, request.body(body.to_string().into()).unwrap()).await
-}
-
-#[tokio::test]
-async fn responses_have_calls_as_items_and_keep_them_in_the_conversation() {
-    let (folder, stored) = (folder(), folder());
-    let mut config = config(program(folder.path()));
-    config.responses_folder = Some(stored.path().into());
-    let (app, seen) = app_that(&config, reads());
-    let request = json!({"input": "Read it.", "stream": true});
-    let text = bytes(posted(&app, "/v1/responses", request).await).await;
-    let text = std::str::from_utf8(&text).unwrap();
-    let events: Vec<Value> = text
-        .lines()
-        .filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok())
-        .collect();
-    let of_call: Vec<_> = events
-        .iter()
-        .filter(|event| event["output_index"] == 2)
-        .map(|event| event["type"].as_str().unwrap())
-        .collect();
-    let expected = [
-        "response.output_item.added",
-        "response.mcp_call.in_progress",
-        "response.mcp_call_arguments.done",
-        "response.mcp_call.completed",
-        "response.output_item.done",
-    ];
-    assert_eq!(of_call, expected);
-    let response = &events.last().unwrap()["response"];
-    let output = response["output"].as_array().unwrap();
-    let kinds: Vec<_> = output.iter().map(|item| item["type"].as_str().unwrap()).collect();
-    assert_eq!(kinds, ["reasoning", "message", "mcp_call", "reasoning", "message"]);
-    let mut call = output[2].clone();
-    assert!(call["id"].take().as_str().unwrap().starts_with("mcp_"));
-    let expected = json!({
-        "id": null, "type": "mcp_call", "status": "completed", "server_label": "files",
-        "name": "read", "arguments": "{\"path\":\"a.txt\"}", "output": "contents of a.txt",
-        "error": null, "approval_request_id": null,
-    });
-    assert_eq!(call, expected);
-    let done = events
-        .iter()
-        .rfind(|event| event["output_index"] == 2 && event["type"] == "response.output_item.done");
-    assert_eq!(done.unwrap()["item"], output[2]);
-
-    // The next turn has the call, whether the server kept it or the client sends it back.
-    let turns = |request: &Request| {
-        let turn = |message: &steersman_engine::request::Message| {
-            let calls = message.tool_calls.iter().map(|call| call.function.name.clone());
-            (message.role.clone(), message.content.clone(), calls.collect::<Vec<_>>())
-        };
-        request.messages.iter().map(turn).collect::<Vec<_>>()
-    };
-    let text = |role: &str, content: &str| (role.to_string(), content.to_string(), Vec::new());
-    let mut asks = text("assistant", "Let me look.");
-    asks.2.push("files__read".into());
-    let expected = [
-        text("user", "Read it."),
-        asks,
-        text("tool", "contents of a.txt"),
-        text("assistant", "It returned: contents of a.txt"),
-        text("user", "And now?"),
-    ];
-    let next = json!({"input": "And now?", "previous_response_id": response["id"]});
-    posted(&app, "/v1/responses", next).await;
-    assert_eq!(turns(&seen.last()), expected);
-    let mut items = vec![json!({"role": "user", "content": "Read it."})];
-    items.extend(output.clone());
-    items.push(json!({"role": "user", "content": "And now?"}));
-    posted(&app, "/v1/responses", json!({"input": items})).await;
-    let sent_back: Vec<_> = turns(&seen.last())
-        .into_iter()
-        .map(|(role, content, calls)| (role, content.trim().to_string(), calls))
-        .collect();
-    assert_eq!(sent_back, expected);
-}
-
-#[tokio::test]
-async fn a_failed_call_is_an_item_with_an_error() {
-    let folder = folder();
-    let (app, _) = app_that(&config(program(folder.path())), calls("files__fail", json!({})));
-    let response = json_of(posted(&app, "/v1/responses", json!({"input": "Read."})).await).await;
-    let call = &response["output"][2];
-    assert_eq!((&call["error"], &call["output"]), (&json!("no such file"), &Value::Null));
-    assert_eq!(call["status"], "failed");
-}
-
-#[tokio::test]
-async fn messages_and_ollamas_chats_have_the_text_of_all_rounds() {
-    let folder = folder();
-    let (app, _) = app_that(&config(program(folder.path())), reads());
-    let turns = json!([{"role": "user", "content": "Read it."}]);
-    let request = json!({"model": "owner/tiny", "max_tokens": 100, "messages": turns});
-    let message = json_of(posted(&app, "/v1/messages", request.clone()).await).await;
-    let kinds = message["content"].as_array().unwrap().iter().map(|block| &block["type"]);
-    assert_eq!(kinds.collect::<Vec<_>>(), ["thinking", "text", "thinking", "text"]);
-    assert_eq!(message["stop_reason"], "end_turn");
-    assert_eq!(message["steersman"]["tool_runs"][0]["name"], "files__read");
-    let mut streamed = request;
-    streamed["stream"] = true.into();
-    let stream = bytes(posted(&app, "/v1/messages", streamed).await).await;
-    let stream = std::str::from_utf8(&stream).unwrap();
-    assert_eq!(stream.matches("event: content_block_start").count(), 4);
-    assert!(!stream.contains("tool_use"), "{stream}");
-    let request = json!({"model": "owner/tiny", "messages": turns, "stream": false});
-    let reply = json_of(posted(&app, "/api/chat", request).await).await;
-    let content = "Let me look.\n\nIt returned: contents of a.txt";
-    assert_eq!(reply["message"]["content"], content);
-    assert_eq!(reply["steersman"]["tool_runs"][0]["name"], "files__read");
-}
-
-#[tokio::test]
-async fn counted_tokens_include_offered_tools() {
-    let folder = folder();
-    let count = async |config: &ServerConfig| {
-        let (app, _) = app_that(config, |_| answer());
-        let turns = json!([{"role": "user", "content": "Read it."}]);
-        let request = json!({"model": "owner/tiny", "messages": turns});
-        let reply = posted(&app, "/v1/messages/count_tokens", request.clone()).await;
-        let counted = json_of(reply).await["input_tokens"].as_u64().unwrap();
-        let reply = json_of(posted(&app, "/tokenize", request).await).await;
-        [counted, reply["count"].as_u64().unwrap()]
-    };
-    let without = count(&ServerConfig::default()).await;
-    let with = count(&config(program(folder.path()))).await;
-    for (with, without) in with.into_iter().zip(without) {
-        assert!(with > without + 100, "{with} {without}");
-    }
 }
 
 /// `steersman mcp`, which has a runtime of its own.

@@ -3,7 +3,7 @@
 use axum::http::{StatusCode, header};
 use serde_json::{Value, json};
 use steersman_engine::request::{
-    Event, FinishReason, Form, FunctionCall, Penalties, RawPrompt, ToolCall,
+    Event, FinishReason, Form, FunctionCall, Logprob, Penalties, RawPrompt, TokenLogprob, ToolCall,
 };
 
 use crate::*;
@@ -148,6 +148,57 @@ async fn penalties_reach_the_engine() {
         assert_eq!(status, StatusCode::OK, "{reply:?}");
         assert_eq!(seen.last().penalties, expected, "{options}");
     }
+}
+
+/// As Ollama writes them since 0.12.11. Before, the fields were refused.
+#[tokio::test]
+async fn logprobs_are_in_the_lines_of_their_tokens() {
+    let one = |text: &str, logprob| TokenLogprob { bytes: text.into(), logprob };
+    let (app, seen) = app(|| {
+        let one = |text: &str, logprob| TokenLogprob { bytes: text.into(), logprob };
+        let logprob = |text: &str| {
+            Say(Event::Logprob(Logprob { token: one(text, -0.5), top: vec![one("x", -2.0)] }))
+        };
+        vec![
+            Say(Event::Reasoning("hm".into())),
+            logprob("Ro"),
+            logprob("me"),
+            Say(Event::Answer("Rome".into())),
+            logprob("<|im_end|>"),
+            finished(FinishReason::Stop),
+        ]
+    });
+    let entry = |text: &str| {
+        let TokenLogprob { bytes, logprob } = one(text, -0.5);
+        json!({"token": text, "logprob": logprob, "bytes": bytes,
+               "top_logprobs": [{"token": "x", "logprob": -2.0, "bytes": b"x"}]})
+    };
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    for (path, mut body) in [
+        ("/api/chat", json!({"messages": messages, "logprobs": true, "top_logprobs": 1})),
+        ("/api/generate", json!({"prompt": "Hi", "logprobs": true, "top_logprobs": 1})),
+    ] {
+        let (status, streamed) = lines(&app, path, &body).await;
+        assert_eq!(status, StatusCode::OK, "{streamed:?}");
+        assert_eq!(seen.last().logprobs, Some(1));
+        let logprobs: Vec<_> = streamed.iter().map(|line| line.get("logprobs").cloned()).collect();
+        let last = json!([entry("<|im_end|>")]);
+        assert_eq!(logprobs, [None, Some(json!([entry("Ro"), entry("me")])), Some(last)]);
+        body["stream"] = false.into();
+        let (_, whole) = lines(&app, path, &body).await;
+        let all = json!([entry("Ro"), entry("me"), entry("<|im_end|>")]);
+        assert_eq!(whole[0]["logprobs"], all);
+    }
+    for (body, words) in [
+        (json!({"prompt": "Hi", "top_logprobs": 2}), "top_logprobs: requires"),
+        (json!({"prompt": "Hi", "logprobs": true, "top_logprobs": 21}), "top_logprobs"),
+    ] {
+        let (status, reply) = lines(&app, "/api/generate", &body).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{reply:?}");
+        assert!(reply[0]["error"].as_str().unwrap().contains(words), "{reply:?}");
+    }
+    lines(&app, "/api/generate", &json!({"prompt": "Hi", "logprobs": false})).await;
+    assert_eq!(seen.last().logprobs, None);
 }
 
 #[tokio::test]

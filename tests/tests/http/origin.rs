@@ -8,7 +8,7 @@ use steersman_tests::samples;
 use crate::*;
 
 /// Every route, with its method.
-const ROUTES: [(&str, &str); 9] = [
+const ROUTES: [(&str, &str); 11] = [
     ("POST", "/v1/chat/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/owner/tiny"),
@@ -18,6 +18,8 @@ const ROUTES: [(&str, &str); 9] = [
     ("GET", "/v1/requests/x/trace"),
     ("GET", "/metrics"),
     ("GET", "/health"),
+    ("GET", "/"),
+    ("POST", "/v1/rerank"),
 ];
 
 fn request(method: &str, uri: &str, headers: &[(&str, &str)]) -> axum::http::Request<Body> {

@@ -254,12 +254,27 @@ async fn body_has_a_content_type_and_a_maximum_size() {
     assert_eq!(send(&app, request).await.status(), StatusCode::OK);
 }
 
+/// Claude Code sends `HEAD /` before its first request, without a key. Before, it got a 404.
+#[tokio::test]
+async fn a_server_is_found_at_its_root_without_a_key() {
+    let config = ServerConfig { api_keys: vec!["sk-one".into()], ..ServerConfig::default() };
+    let (app, seen) = app_with(&config, answer);
+    for (method, has_text) in [(Method::HEAD, false), (Method::GET, true)] {
+        let request = axum::http::Request::builder().method(method.clone()).uri("/");
+        let response = send(&app, request.body(Body::empty()).unwrap()).await;
+        assert_eq!(response.status(), StatusCode::OK, "{method}");
+        assert_eq!(!bytes(response).await.is_empty(), has_text, "{method}");
+    }
+    assert!(seen.requests.lock().unwrap().is_empty());
+}
+
 #[tokio::test]
 async fn unknown_paths_and_methods_are_errors_in_openai_format() {
     let (app, _) = app(answer);
     for (method, path, status, code) in [
-        (Method::GET, "/", 404, "route_not_found"),
-        (Method::POST, "/v1/rerank", 404, "route_not_found"),
+        (Method::GET, "/v1", 404, "route_not_found"),
+        (Method::POST, "/", 405, "method_not_allowed"),
+        (Method::POST, "/v2/rerank", 404, "route_not_found"),
         (Method::POST, "/v1/v1/chat/completions", 404, "route_not_found"),
         (Method::GET, "/v1/chat/completions", 405, "method_not_allowed"),
         (Method::DELETE, "/v1/models", 405, "method_not_allowed"),

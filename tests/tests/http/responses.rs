@@ -4,7 +4,7 @@ use axum::http::{Method, StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::{ProfileAccess, ServerConfig};
 use steersman_engine::request::{
-    Event, FinishReason, Form, FunctionCall, ResponseFormat, ToolCall,
+    Event, FinishReason, Form, FunctionCall, Logprob, ResponseFormat, TokenLogprob, ToolCall,
 };
 use steersman_engine::{Error, RequestError};
 
@@ -236,6 +236,119 @@ async fn items_reach_the_engine_as_a_conversation() {
     assert_eq!((request.max_tokens, request.tool_choice.is_single), (Some(100), true));
     let notes = reply["steersman"]["notes"].as_array().unwrap();
     assert_eq!(notes.len(), 6, "{notes:?}");
+}
+
+/// Before, they were dropped without a word.
+#[tokio::test]
+async fn unknown_fields_of_items_are_noted() {
+    let (app, seen) = app(answer);
+    let body = json!({"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a", "colour": "red"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "depth": 3,
+         "content": [{"type": "reasoning_text", "text": "hm"}], "status": "completed"},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "phase": "final_answer", "mood": null,
+         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}",
+         "status": "completed", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one", "seconds": 2},
+        {"type": "function_call_output", "call_id": "c2", "output": "two", "seconds": 3},
+        {"role": "user", "content": "c"}
+    ]});
+    let (status, reply) = create(&app, body).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert_eq!(seen.last().messages.len(), 5, "the conversation is whole");
+    let left_out = "left out, because the field is not known";
+    let expected = [
+        format!("input[0].content[0].colour: {left_out}"),
+        format!("input[1].depth: {left_out}"),
+        format!("input[3].namespace: {left_out}"),
+        format!("input[4].seconds: {left_out}, also in 1 other places"),
+        "routed: plain".into(),
+    ];
+    assert_eq!(reply["steersman"]["notes"], json!(expected));
+}
+
+fn with_logprobs() -> Vec<Act> {
+    let logprob = |text: &str| {
+        let one = |bytes: &[u8], logprob| TokenLogprob { bytes: bytes.to_vec(), logprob };
+        let token = one(text.as_bytes(), -0.5);
+        Say(Event::Logprob(Logprob { top: vec![token.clone(), one(b"x", -1.5)], token }))
+    };
+    let mut acts = vec![
+        Say(Event::Reasoning("hm".into())),
+        logprob("I"),
+        Say(Event::Answer("I".into())),
+        logprob(" lo"),
+        logprob("ok"),
+        Say(Event::Answer(" look".into())),
+        // The tag of a call has no text.
+        logprob("<tool_call>"),
+    ];
+    acts.extend(call_in_pieces(FinishReason::ToolCalls).drain(..3));
+    acts.extend([
+        logprob("<tool_call>"),
+        Say(Event::Reasoning("hm".into())),
+        logprob("So"),
+        Say(Event::Answer("So".into())),
+        logprob("<|im_end|>"),
+        finished(FinishReason::Stop),
+    ]);
+    acts
+}
+
+fn tokens(logprobs: &Value) -> Vec<&str> {
+    let all = logprobs.as_array().unwrap().iter();
+    all.map(|logprob| logprob["token"].as_str().unwrap()).collect()
+}
+
+#[tokio::test]
+async fn logprobs_belong_to_the_text_of_their_tokens() {
+    let (app, seen) = app(with_logprobs);
+    let body = json!({"input": "Hi", "include": ["message.output_text.logprobs"],
+                      "top_logprobs": 2});
+    let (status, reply) = create(&app, body.clone()).await;
+    assert_eq!(status, StatusCode::OK, "{reply}");
+    assert_eq!((seen.last().logprobs, &reply["top_logprobs"]), (Some(2), &json!(2)));
+    let logprobs = |item: usize| &reply["output"][item]["content"][0]["logprobs"];
+    let one = |token: &str, logprob: f32| json!({"token": token, "logprob": logprob, "bytes": token.as_bytes()});
+    let mut expected = one("I", -0.5);
+    expected["top_logprobs"] = json!([one("I", -0.5), one("x", -1.5)]);
+    assert_eq!(logprobs(1)[0], expected);
+    assert_eq!(tokens(logprobs(1)), ["I", " lo", "ok", "<tool_call>"]);
+    assert_eq!(tokens(logprobs(4)), ["So", "<|im_end|>"]);
+
+    let mut body = body;
+    body["stream"] = true.into();
+    let events = events(&app, body).await;
+    let of = |kind: &'static str| events.iter().filter(move |event| event["type"] == kind);
+    let deltas: Vec<_> = of("response.output_text.delta").map(|e| tokens(&e["logprobs"])).collect();
+    assert_eq!(deltas, [vec!["I"], vec![" lo", "ok"], vec!["So"]]);
+    let done: Vec<_> = of("response.output_text.done").map(|event| &event["logprobs"]).collect();
+    assert_eq!(done, [logprobs(1), logprobs(4)]);
+    let items: Vec<_> = of("response.output_item.done").map(|event| &event["item"]).collect();
+    let output = events.last().unwrap()["response"]["output"].as_array().unwrap();
+    assert_eq!(items, output.iter().collect::<Vec<_>>());
+    assert_eq!(&output[1]["content"][0]["logprobs"], logprobs(1));
+    assert_eq!(&output[4]["content"][0]["logprobs"], logprobs(4));
+
+    // Without `include`, there are none.
+    create(&app, json!({"input": "Hi", "include": ["reasoning.encrypted_content"]})).await;
+    assert_eq!(seen.last().logprobs, None);
+    create(&app, json!({"input": "Hi", "include": ["message.output_text.logprobs"]})).await;
+    assert_eq!(seen.last().logprobs, Some(0));
+    for (body, param) in [
+        (json!({"input": "Hi", "top_logprobs": 2}), "top_logprobs"),
+        (
+            json!({"input": "Hi", "top_logprobs": 21, "include": ["message.output_text.logprobs"]}),
+            "top_logprobs",
+        ),
+        (json!({"input": "Hi", "include": "all"}), "include"),
+    ] {
+        let (status, reply) = create(&app, body).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST, "{reply}");
+        assert_eq!(reply["error"]["param"], param, "{reply}");
+    }
 }
 
 #[tokio::test]

@@ -134,7 +134,7 @@ fn rewound_reply_continues_as_if_the_rewound_tokens_never_existed() {
     let greedy = Sampling::default();
     for (name, bits) in FAMILIES.map(|name| (name, 0)).into_iter().chain([("qwen3_next", 8)]) {
         let decoder = &mut family(name, quantized(bits), false);
-        let request = ask("Where does the fox live?", true, 80);
+        let request = ask("Where does the fox live?", true, 160);
         for count in [1, 7, 30, 1000] {
             let plain = on_all_paths(decoder, &request, || rewinds(count, 0));
             let checkpoints = on_all_paths(decoder, &request, || rewinds(count, 16));
@@ -243,7 +243,7 @@ fn saved_state_of_a_rewound_reply_is_the_state_of_its_tokens() {
 #[test]
 fn streamed_answer_is_not_rewound_but_streamed_reasoning_is() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
-    let request = Request { revisable: false, ..ask("Where?", true, 60) };
+    let request = Request { revisable: false, ..ask("Where?", true, 140) };
     let ran = on_all_paths(decoder, &request, || rewinds(10, 16));
     assert!(ran.noted("rewound 10 tokens after 45 tokens"), "{:?}", ran.notes);
     assert!(ran.noted("the client already has the text"), "{:?}", ran.notes);

@@ -25,7 +25,8 @@ fn choices(request: &Request, count: u64) -> Vec<Request> {
 /// The answer and the usage of a request that has succeeded.
 fn reply(mut events: UnboundedReceiver<Event>) -> (String, Usage) {
     let mut answer = String::new();
-    while let Ok(event) = events.try_recv() {
+    // A thread may send the last event, after `on-finish`.
+    while let Some(event) = events.blocking_recv() {
         match event {
             Event::Answer(piece) => answer += &piece,
             Event::Finished(finished) => return (answer, finished.usage),

@@ -91,7 +91,7 @@ fn quiet() -> Script {
 #[test]
 fn a_policy_that_does_not_answer_stops_no_other_request() {
     let decoder = &mut family("qwen3_next", Config::default(), false);
-    let request = ask("Where is the river?", true, 40);
+    let request = ask("Where is the river?", true, 80);
     let mut quick = Script::new(acts);
     quick.plan.reasoning_budget = Some(60);
     let alone = run_plain(decoder, &request, quick);
@@ -131,7 +131,7 @@ fn where_a_policy_is_called_changes_no_token() {
     for name in ["qwen3_next", "gemma3_text", "llama"] {
         let decoder = &mut family(name, Config::default(), false);
         for (temperature, every) in [(0.0, 1), (0.9, 1), (0.0, 3), (0.9, 3)] {
-            let mut request = ask("Where does the hare live?", true, 40);
+            let mut request = ask("Where does the hare live?", true, 80);
             request.sampling.temperature = Some(temperature);
             let script = |is_quick| {
                 let mut script = Script::new(acts);
@@ -287,7 +287,7 @@ fn a_request_preempted_while_its_policy_is_called_equals_one_that_never_was() {
     for name in ["qwen3_next", "gemma3_text", "llama"] {
         let decoder = &mut family(name, Config::default(), false);
         for temperature in [0.0, 0.9] {
-            let mut request = ask("Where does the hare live?", true, 40);
+            let mut request = ask("Where does the hare live?", true, 80);
             request.sampling.temperature = Some(temperature);
             let alone = run_plain(decoder, &request, Script::new(acts));
             let (script, allow, _finish) = gated(acts);

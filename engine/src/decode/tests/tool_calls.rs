@@ -224,7 +224,7 @@ fn rewind_inside_a_call_stops_at_its_opening_tag() {
 #[test]
 fn call_in_reasoning_is_repaired_in_reasoning() {
     let decoder = &mut tokens_model();
-    let request = with_tools(true, 40);
+    let request = with_tools(true, 200);
     let text = [&call(CALL, CLOSE_REASONING)[..], &bytes("x")].concat();
     let steps = writes(text, |_| vec![Action::Stop("enough".into())]);
     let (script, _) = judged(steps, &[Verdict::Repair("Hm, ".into())]);

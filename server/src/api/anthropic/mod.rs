@@ -245,6 +245,6 @@ fn usage(usage: Usage) -> Value {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.reasoning_tokens + usage.answer_tokens,
+        "output_tokens": usage.reply_tokens(),
     })
 }

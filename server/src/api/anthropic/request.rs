@@ -13,6 +13,7 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
+use crate::api::unknown::Unknown;
 use crate::api::{fields, json};
 
 /// What separates the blocks of one text.
@@ -29,7 +30,7 @@ struct Body {
     stop_sequences: Option<Value>,
     tools: Option<Vec<Map<String, Value>>>,
     tool_choice: Option<ToolChoiceBody>,
-    thinking: Option<Thinking>,
+    thinking: Option<Value>,
     output_config: Option<OutputConfig>,
     cache_control: Option<Value>,
 }
@@ -89,6 +90,19 @@ enum Block {
     },
 }
 
+/// Types of [`Block`]s, and the fields that each may have: those that are read, and those of Anthropic's that do
+/// not change what the model reads.
+const BLOCKS: &[(&str, &[&str])] = &[
+    ("text", TEXT),
+    ("thinking", &["thinking", "signature"]),
+    ("redacted_thinking", &["data"]),
+    ("tool_use", &["id", "name", "input", "caller", "cache_control"]),
+    ("tool_result", &["tool_use_id", "content", "is_error", "cache_control"]),
+];
+
+/// The fields of a block of text.
+const TEXT: &[&str] = &["text", "citations", "cache_control"];
+
 /// Parses a body. Without `max_tokens`, which Anthropic requires, the server's default applies.
 ///
 /// # Errors
@@ -104,6 +118,7 @@ pub fn parse(mut fields: Map<String, Value>) -> Result<Parsed<Messages>, ApiErro
 impl Body {
     fn check(self, sampling: Sampling) -> Result<Call<Messages>, ApiError> {
         let mut notes = Vec::new();
+        let mut unknown = Unknown::default();
         let retain = self.retain()?;
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
         let tool_choice = self.tool_choice.map(ToolChoiceBody::check).transpose()?;
@@ -114,7 +129,12 @@ impl Body {
             None => (None, None),
         };
         let response_format = format.map(output_format).transpose()?;
-        let (reasoning, reasoning_budget) = match self.thinking {
+        let thinking = self.thinking.filter(|thinking| !thinking.is_null());
+        let thinking = thinking.map(|thinking| {
+            unknown.check("thinking", "body", &thinking, &["budget_tokens", "display"]);
+            json::typed("thinking", &thinking)
+        });
+        let (reasoning, reasoning_budget) = match thinking.transpose()? {
             Some(Thinking::Enabled { budget_tokens }) => (Some(true), Some(budget_tokens)),
             // The policy decides.
             Some(Thinking::Adaptive) => (None, None),
@@ -122,8 +142,11 @@ impl Body {
             Some(Thinking::Disabled) | None => (Some(false), None),
         };
         let of_effort = effort.and_then(Effort::budget).filter(|_| reasoning != Some(false));
+        let (system, messages) = (self.system, self.messages.unwrap_or_default());
+        let messages = conversation(system, messages, &mut notes, &mut unknown)?;
+        notes.extend(unknown.notes());
         let request = Request {
-            messages: conversation(self.system, self.messages.unwrap_or_default(), &mut notes)?,
+            messages,
             tools: if tools_hidden { Vec::new() } else { tools },
             tool_choice,
             response_format,
@@ -257,19 +280,23 @@ fn conversation(
     system: Option<Value>,
     messages: Vec<MessageBody>,
     notes: &mut Vec<String>,
+    unknown: &mut Unknown,
 ) -> Result<Vec<Message>, ApiError> {
     if messages.is_empty() {
         let message = "messages: must be a list of at least one message";
         return Err(ApiError::missing("messages", message));
     }
-    let system = system.map_or(Ok(String::new()), |system| text("system", &system))?;
+    let system = text("system", &system.unwrap_or_default(), unknown)?;
     let mut turns = Vec::new();
     for (i, MessageBody { role, content }) in messages.into_iter().enumerate() {
         let path = format!("messages[{i}].content");
         match role.as_str() {
-            "system" => turns.push(plain("system", text(&path, &content)?)),
-            "user" => user_turn(&path, content, &mut turns)?,
-            "assistant" => turns.push(assistant_turn(&path, content, notes)?),
+            "system" => turns.push(plain("system", text(&path, &content, unknown)?)),
+            "user" => user_turn(&path, content, &mut turns, unknown)?,
+            "assistant" => {
+                let blocks = blocks(&path, content, unknown)?;
+                turns.push(assistant_turn(&path, blocks, notes)?);
+            }
             _ => {
                 let param = format!("messages[{i}].role");
                 let message = format!("{param}: is `{role}`, must be user, assistant or system");
@@ -285,9 +312,14 @@ fn plain(role: &str, content: String) -> Message {
 }
 
 /// Results of tools, each a message, and the user's text after them.
-fn user_turn(path: &str, content: Value, turns: &mut Vec<Message>) -> Result<(), ApiError> {
+fn user_turn(
+    path: &str,
+    content: Value,
+    turns: &mut Vec<Message>,
+    unknown: &mut Unknown,
+) -> Result<(), ApiError> {
     let mut said = String::new();
-    let blocks = blocks(path, content)?;
+    let blocks = blocks(path, content, unknown)?;
     let is_empty = blocks.is_empty();
     for (k, block) in blocks.into_iter().enumerate() {
         match block {
@@ -297,7 +329,7 @@ fn user_turn(path: &str, content: Value, turns: &mut Vec<Message>) -> Result<(),
                     turns.push(plain("user", std::mem::take(&mut said)));
                 }
                 let path = format!("{path}[{k}].content");
-                let result = content.map_or(Ok(String::new()), |content| text(&path, &content))?;
+                let result = text(&path, &content.unwrap_or_default(), unknown)?;
                 let failed = if is_error == Some(true) { "Error: " } else { "" };
                 turns.push(Message {
                     tool_call_id: Some(tool_use_id),
@@ -317,12 +349,12 @@ fn user_turn(path: &str, content: Value, turns: &mut Vec<Message>) -> Result<(),
 
 fn assistant_turn(
     path: &str,
-    content: Value,
+    blocks: Vec<Block>,
     notes: &mut Vec<String>,
 ) -> Result<Message, ApiError> {
     let (mut said, mut reasoning) = (String::new(), String::new());
     let mut tool_calls: Vec<ToolCall> = Vec::new();
-    for (k, block) in blocks(path, content)?.into_iter().enumerate() {
+    for (k, block) in blocks.into_iter().enumerate() {
         match block {
             Block::Text { text } => append(&mut said, &text),
             Block::Thinking { thinking } => append(&mut reasoning, &thinking),
@@ -348,7 +380,7 @@ fn misplaced(path: &str, role: &str) -> ApiError {
 }
 
 /// The blocks of a string or a list.
-fn blocks(path: &str, content: Value) -> Result<Vec<Block>, ApiError> {
+fn blocks(path: &str, content: Value, unknown: &mut Unknown) -> Result<Vec<Block>, ApiError> {
     let parts = match content {
         Value::String(text) => return Ok(vec![Block::Text { text }]),
         Value::Array(parts) => parts,
@@ -360,20 +392,21 @@ fn blocks(path: &str, content: Value) -> Result<Vec<Block>, ApiError> {
     let block = |(k, part): (usize, &Value)| {
         let path = format!("{path}[{k}]");
         let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
-        if !["text", "thinking", "redacted_thinking", "tool_use", "tool_result"].contains(&kind) {
+        let Some((_, known)) = BLOCKS.iter().find(|(known, _)| *known == kind) else {
             let param = format!("{path}.type");
             let message = format!(
                 "{param}: is `{kind}`; supported are text, thinking, tool_use and tool_result"
             );
             return Err(ApiError::unsupported(param, message));
-        }
+        };
+        unknown.check(&path, kind, part, known);
         json::typed(&path, part)
     };
     parts.iter().enumerate().map(block).collect()
 }
 
 /// The text of a string or a list of text blocks.
-fn text(path: &str, content: &Value) -> Result<String, ApiError> {
+fn text(path: &str, content: &Value, unknown: &mut Unknown) -> Result<String, ApiError> {
     let parts = match content {
         Value::Null => return Ok(String::new()),
         Value::String(text) => return Ok(text.clone()),
@@ -391,6 +424,7 @@ fn text(path: &str, content: &Value) -> Result<String, ApiError> {
             let message = format!("{param}: is `{kind}`; only blocks of type text are supported");
             return Err(ApiError::unsupported(param, message));
         };
+        unknown.check(&format!("{path}[{k}]"), kind, part, TEXT);
         append(&mut joined, text);
     }
     Ok(joined)

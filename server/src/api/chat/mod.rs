@@ -269,7 +269,7 @@ fn tool_call(call: &ToolCall) -> Value {
 
 /// `usage`, in the words of chats and completions.
 fn usage(usage: Usage) -> Value {
-    let completion_tokens = usage.reasoning_tokens + usage.answer_tokens;
+    let completion_tokens = usage.reply_tokens();
     json!({
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -17,12 +17,16 @@ use super::App;
 use super::access::Caller;
 use super::chat::extension;
 use super::error::{ApiError, Dialect};
+use super::probability;
 use super::protocol::{Framing, Parsed, Protocol, admit, read_json};
 use super::reply::{self, Frames, Head, Reply};
 
 /// The state of one response: of `/api/chat` if `CHAT`, else of `/api/generate`.
 #[derive(Debug, Default)]
-pub struct Ollama<const CHAT: bool>;
+pub struct Ollama<const CHAT: bool> {
+    /// Probabilities of tokens, for the next line of a stream.
+    logprobs: Vec<Value>,
+}
 
 impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     const ID: &'static str = "ollama-";
@@ -42,21 +46,26 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::Reasoning(piece) => line::<CHAT>(head, "", &piece, &[], false),
             Event::Answer(piece) => line::<CHAT>(head, &piece, "", &[], false),
             Event::ToolCall(call) => line::<CHAT>(head, "", "", &[&call], false),
+            Event::Logprob(logprob) => {
+                self.logprobs.push(probability::chat_logprob(&logprob));
+                return;
+            }
             // Calls are sent whole.
             Event::CallDelta(_)
             | Event::Started { .. }
             | Event::Rewound { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)
-            | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => return,
         };
-        out.data(&line);
+        out.data(&with_logprobs(line, std::mem::take(&mut self.logprobs)));
     }
 
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
-        out.data(&ended(head, replies, line::<CHAT>(head, "", "", &[], true)));
+        let last = line::<CHAT>(head, "", "", &[], true);
+        let last = with_logprobs(last, std::mem::take(&mut self.logprobs));
+        out.data(&ended(head, replies, last));
     }
 
     fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
@@ -69,8 +78,17 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
         };
         let calls: Vec<_> = reply.tool_calls().collect();
         let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), &calls, true);
-        ended(head, replies, line)
+        let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
+        ended(head, replies, with_logprobs(line, logprobs.collect()))
     }
+}
+
+/// `line` with the probabilities of its tokens, if there are any.
+fn with_logprobs(mut line: Value, logprobs: Vec<Value>) -> Value {
+    if !logprobs.is_empty() {
+        line["logprobs"] = logprobs.into();
+    }
+    line
 }
 
 /// One object of a reply.
@@ -126,7 +144,7 @@ fn ended(head: &Head, replies: &[Reply], mut line: Value) -> Value {
         "load_duration": times.started,
         "prompt_eval_count": usage.prompt_tokens,
         "prompt_eval_duration": first_piece.saturating_sub(times.started),
-        "eval_count": usage.reasoning_tokens + usage.answer_tokens,
+        "eval_count": usage.reply_tokens(),
         "eval_duration": times.ended - first_piece,
         "steersman": extension(head, &reply.finished),
     });

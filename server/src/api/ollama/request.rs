@@ -28,6 +28,8 @@ struct Body {
     system: Option<String>,
     suffix: Option<String>,
     raw: Option<bool>,
+    logprobs: Option<bool>,
+    top_logprobs: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -188,8 +190,10 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
             return Err(ApiError::value("format", message));
         }
     };
+    let wants_logprobs = body.logprobs.unwrap_or(false);
     Ok(Request {
         penalties: options.penalties()?,
+        logprobs: probability::logprobs(wants_logprobs, body.top_logprobs, "\"logprobs\": true")?,
         response_format,
         reasoning,
         reasoning_budget,

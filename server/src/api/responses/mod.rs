@@ -17,6 +17,7 @@ use self::store::{ResponseStore, Stored};
 use super::access::Caller;
 use super::chat::extension;
 use super::error::ApiError;
+use super::probability;
 use super::protocol::{Parsed, Place, Protocol};
 use super::reply::{self, Frames, Head, Part, Reply};
 use super::{App, params};
@@ -44,6 +45,10 @@ pub struct Responses {
     sequence: u64,
     /// The item that a stream has begun and not ended, as far as it has arrived.
     open: Option<Part>,
+    /// Probabilities of the tokens of the open item.
+    logprobs: Vec<Value>,
+    /// Probabilities of tokens whose text has not arrived.
+    next_logprobs: Vec<Value>,
     /// Number of items that a stream has ended.
     items: usize,
 }
@@ -75,7 +80,7 @@ impl Protocol for Responses {
     }
 
     fn begin(&mut self, head: &Head, out: &mut Frames) {
-        let response = self.response(head, "in_progress", &[]);
+        let response = self.response(head, "in_progress", Vec::new());
         self.send("response.created", json!({"response": response}), out);
         self.send("response.in_progress", json!({"response": response}), out);
     }
@@ -111,11 +116,13 @@ impl Protocol for Responses {
                 self.open = Some(Part::ToolCall(call));
                 self.close(head, out);
             }
+            Event::Logprob(logprob) => {
+                self.next_logprobs.push(probability::chat_logprob(&logprob));
+            }
             Event::Started { .. }
             | Event::Rewound { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)
-            | Event::Logprob(_)
             | Event::Finished(_)
             | Event::Failed(_) => {}
         }
@@ -124,8 +131,10 @@ impl Protocol for Responses {
     fn ran(&mut self, head: &Head, _: usize, ran: &Ran, out: &mut Frames) {
         self.close(head, out);
         let part = Part::Ran(ran.clone());
-        let (index, mut begun) = (self.items, self.item(head, self.items, &part, "in_progress"));
-        let whole = self.item(head, index, &part, ended(&part));
+        self.next_logprobs.clear();
+        let index = self.items;
+        let mut begun = self.item(head, index, &part, &[], "in_progress");
+        let whole = self.item(head, index, &part, &[], ended(&part));
         begun["arguments"] = "".into();
         begun["output"] = Value::Null;
         begun["error"] = Value::Null;
@@ -155,7 +164,7 @@ impl Protocol for Responses {
     }
 
     fn fail(&mut self, head: &Head, error: &ApiError, out: &mut Frames) {
-        let mut response = self.response(head, "failed", &[]);
+        let mut response = self.response(head, "failed", Vec::new());
         response["error"] = json!({"code": error.code, "message": error.message});
         self.send("response.failed", json!({"response": response}), out);
     }
@@ -165,7 +174,12 @@ impl Protocol for Responses {
         let finished = &reply.finished;
         let is_whole = finished.reason != FinishReason::Length;
         let status = if is_whole { "completed" } else { "incomplete" };
-        let mut response = self.response(head, status, &reply.parts);
+        let item = |(index, part): (usize, &Part)| {
+            let logprobs = reply.logprobs_of(index).iter().map(probability::chat_logprob);
+            self.item(head, index, part, &logprobs.collect::<Vec<_>>(), ended(part))
+        };
+        let output = reply.parts.iter().enumerate().map(item).collect();
+        let mut response = self.response(head, status, output);
         if !is_whole {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
         }
@@ -184,11 +198,8 @@ impl Protocol for Responses {
 }
 
 impl Responses {
-    /// A response with the items of these parts.
-    fn response(&self, head: &Head, status: &str, parts: &[Part]) -> Value {
-        let items = parts.iter().enumerate();
-        let output: Vec<_> =
-            items.map(|(index, part)| self.item(head, index, part, ended(part))).collect();
+    /// A response with these items.
+    fn response(&self, head: &Head, status: &str, output: Vec<Value>) -> Value {
         let mut response = json!({
             "id": head.id,
             "object": "response",
@@ -208,12 +219,19 @@ impl Responses {
         response
     }
 
-    /// Item `index` of the output.
-    fn item(&self, head: &Head, index: usize, part: &Part, status: &str) -> Value {
+    /// Item `index` of the output, with the probabilities of its tokens.
+    fn item(
+        &self,
+        head: &Head,
+        index: usize,
+        part: &Part,
+        logprobs: &[Value],
+        status: &str,
+    ) -> Value {
         let id = item_id(head, index, part);
         match part {
             Part::Reasoning(_) => {
-                let content = self.content(part);
+                let content = self.content(part, logprobs);
                 let (summary, content) =
                     if self.summarizes { (content, json!([])) } else { (json!([]), content) };
                 json!({"id": id, "type": "reasoning", "summary": summary, "content": content,
@@ -221,7 +239,7 @@ impl Responses {
             }
             Part::Answer(_) => json!({
                 "id": id, "type": "message", "role": "assistant", "status": status,
-                "content": self.content(part),
+                "content": self.content(part, logprobs),
             }),
             Part::OpenCall { id: call_id, name, arguments } => json!({
                 "id": id, "type": "function_call", "call_id": call_id, "status": status,
@@ -245,22 +263,22 @@ impl Responses {
     }
 
     /// The content of an item with text; empty before its text has begun.
-    fn content(&self, part: &Part) -> Value {
+    fn content(&self, part: &Part, logprobs: &[Value]) -> Value {
         match part {
             Part::Reasoning(text) | Part::Answer(text) if text.is_empty() => json!([]),
-            part => json!([self.text_part(part)]),
+            part => json!([self.text_part(part, logprobs)]),
         }
     }
 
-    fn text_part(&self, part: &Part) -> Value {
+    fn text_part(&self, part: &Part, logprobs: &[Value]) -> Value {
         match part {
             Part::Reasoning(text) if self.summarizes => {
                 json!({"type": "summary_text", "text": text})
             }
             Part::Reasoning(text) => json!({"type": "reasoning_text", "text": text}),
-            Part::Answer(text) => {
-                json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
-            }
+            Part::Answer(text) => json!({
+                "type": "output_text", "text": text, "annotations": [], "logprobs": logprobs,
+            }),
             Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => Value::Null,
         }
     }
@@ -304,12 +322,16 @@ impl Responses {
     /// Begins an item with an empty part.
     fn open(&mut self, head: &Head, part: Part, out: &mut Frames) {
         self.close(head, out);
-        let item = self.item(head, self.items, &part, "in_progress");
+        if !matches!(part, Part::Answer(_)) {
+            // Of tokens without a text, such as the tag of a call.
+            self.next_logprobs.clear();
+        }
+        let item = self.item(head, self.items, &part, &[], "in_progress");
         let added = json!({"output_index": self.items, "item": item});
         self.send("response.output_item.added", added, out);
         if !matches!(part, Part::OpenCall { .. }) {
             let [added, .., index] = self.words(&part);
-            let fields = json!({index: 0, "part": self.text_part(&part)});
+            let fields = json!({index: 0, "part": self.text_part(&part, &[])});
             self.send_of_item(head, &part, added, fields, out);
         }
         self.open = Some(part);
@@ -329,7 +351,9 @@ impl Responses {
             fields[index] = json!(0);
         }
         if let Part::Answer(_) = part {
-            fields["logprobs"] = json!([]);
+            let logprobs = std::mem::take(&mut self.next_logprobs);
+            self.logprobs.extend(logprobs.iter().cloned());
+            fields["logprobs"] = logprobs.into();
         }
         self.send_of_item(head, &part, delta, fields, out);
         self.open = Some(part);
@@ -338,6 +362,10 @@ impl Responses {
     /// Ends the open item.
     fn close(&mut self, head: &Head, out: &mut Frames) {
         let Some(part) = self.open.take() else { return };
+        let mut logprobs = std::mem::take(&mut self.logprobs);
+        if let Part::Answer(_) = part {
+            logprobs.append(&mut self.next_logprobs);
+        }
         match &part {
             // A limit cut it off.
             Part::OpenCall { .. } | Part::Ran(_) => {}
@@ -350,14 +378,14 @@ impl Responses {
                 let [_, _, text_done, part_done, index] = self.words(&part);
                 let mut fields = json!({index: 0, "text": text});
                 if let Part::Answer(_) = part {
-                    fields["logprobs"] = json!([]);
+                    fields["logprobs"] = json!(logprobs);
                 }
                 self.send_of_item(head, &part, text_done, fields, out);
-                let fields = json!({index: 0, "part": self.text_part(&part)});
+                let fields = json!({index: 0, "part": self.text_part(&part, &logprobs)});
                 self.send_of_item(head, &part, part_done, fields, out);
             }
         }
-        let item = self.item(head, self.items, &part, ended(&part));
+        let item = self.item(head, self.items, &part, &logprobs, ended(&part));
         let done = json!({"output_index": self.items, "item": item});
         self.send("response.output_item.done", done, out);
         self.items += 1;
@@ -490,7 +518,7 @@ fn item_id(head: &Head, index: usize, part: &Part) -> String {
 }
 
 fn usage(usage: Usage) -> Value {
-    let output_tokens = usage.reasoning_tokens + usage.answer_tokens;
+    let output_tokens = usage.reply_tokens();
     json!({
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},

@@ -12,7 +12,8 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
-use crate::api::{fields, json, structure};
+use crate::api::unknown::Unknown;
+use crate::api::{fields, json, probability, structure};
 use crate::mcp;
 
 /// Fields that a response repeats, and what it has in place of absent ones.
@@ -31,10 +32,14 @@ const REPEATED: &[(&str, &str)] = &[
     ("text", r#"{"format": {"type": "text"}}"#),
     ("tool_choice", r#""auto""#),
     ("tools", "[]"),
+    ("top_logprobs", "0"),
     ("top_p", "null"),
     ("truncation", r#""disabled""#),
     ("user", "null"),
 ];
+
+/// In `include`: asks for the probabilities of the tokens of the text.
+const LOGPROBS: &str = "message.output_text.logprobs";
 
 /// The fields of the body that have an effect.
 #[derive(Deserialize)]
@@ -49,6 +54,8 @@ struct Body {
     text: Option<Text>,
     previous_response_id: Option<String>,
     store: Option<bool>,
+    include: Option<Vec<String>>,
+    top_logprobs: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -96,9 +103,46 @@ enum Item {
     },
 }
 
-/// Types of [`Item`]s.
-const KINDS: [&str; 5] =
-    ["message", "function_call", "function_call_output", "reasoning", "mcp_call"];
+/// Types of [`Item`]s, and the fields that each may have: those that are read, and those of our own items and
+/// OpenAI's that do not change what the model reads.
+const ITEMS: &[(&str, &[&str])] = &[
+    ("message", &["id", "role", "content", "status", "phase"]),
+    ("function_call", &["id", "call_id", "name", "arguments", "status", "caller"]),
+    ("function_call_output", &["id", "call_id", "output", "status", "caller", "name"]),
+    ("reasoning", &["id", "summary", "content", "encrypted_content", "status"]),
+    (
+        "mcp_call",
+        &[
+            "id",
+            "server_label",
+            "name",
+            "arguments",
+            "output",
+            "error",
+            "status",
+            "approval_request_id",
+        ],
+    ),
+];
+
+/// Types of parts of a content, and the fields that each may have.
+const PARTS: &[(&str, &[&str])] = &[
+    // Every prefix is cached.
+    ("input_text", &["text", "prompt_cache_breakpoint"]),
+    ("output_text", &["text", "annotations", "logprobs"]),
+    ("text", &["text"]),
+    ("summary_text", &["text"]),
+    ("reasoning_text", &["text"]),
+    ("refusal", &["refusal"]),
+];
+
+/// The fields of `kind` in one of these tables.
+fn fields_of(
+    table: &[(&str, &'static [&'static str])],
+    kind: &str,
+) -> Option<&'static [&'static str]> {
+    table.iter().find(|(known, _)| *known == kind).map(|(_, fields)| *fields)
+}
 
 /// Parses a body.
 ///
@@ -149,6 +193,9 @@ impl Body {
             }
             None => (None, None),
         };
+        let wants_logprobs = self.include.iter().flatten().any(|name| name == LOGPROBS);
+        let condition = format!("\"{LOGPROBS}\" in include");
+        let logprobs = probability::logprobs(wants_logprobs, self.top_logprobs, &condition)?;
         let tools = tools(self.tools.unwrap_or_default(), &mut notes)?;
         let mut request = Request {
             tools,
@@ -157,6 +204,7 @@ impl Body {
             reasoning_budget: effort.and_then(Effort::budget),
             max_tokens: params::limit("max_output_tokens", self.max_output_tokens)?,
             sampling: sampling.check()?,
+            logprobs,
             ..Request::default()
         };
         structure::choose_tools(structure, &mut request)?;
@@ -219,6 +267,7 @@ fn plain(role: &str, content: String) -> Message {
 /// The messages of a list of items.
 fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>, ApiError> {
     let mut messages: Vec<Message> = Vec::new();
+    let mut unknown = Unknown::default();
     for (i, item) in items.iter().enumerate() {
         let path = format!("input[{i}]");
         let kind = item.get("type").and_then(Value::as_str).unwrap_or("message");
@@ -227,17 +276,18 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
             let message = format!("{param}: send the item itself, or previous_response_id");
             return Err(ApiError::unsupported(param, message));
         }
-        if !KINDS.contains(&kind) {
+        let Some(known) = fields_of(ITEMS, kind) else {
             notes.push(format!("{path}: left out, because items of type `{kind}` are not known"));
             continue;
-        }
+        };
+        unknown.check(&path, kind, item, known);
         let mut tagged = item.clone();
         if let Some(item) = tagged.as_object_mut() {
             item.insert("type".into(), kind.into());
         }
         match json::typed(&path, &tagged)? {
             Item::Message { role, content } => {
-                let text = text(&format!("{path}.content"), &content)?;
+                let text = text(&format!("{path}.content"), &content, &mut unknown)?;
                 match role.as_str() {
                     "assistant" => append(&mut assistant(&mut messages).content, &text),
                     "user" | "system" | "developer" => messages.push(plain(&role, text)),
@@ -256,7 +306,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
                 assistant(&mut messages).tool_calls.push(call);
             }
             Item::FunctionCallOutput { call_id, output } => {
-                let output = text(&format!("{path}.output"), &output)?;
+                let output = text(&format!("{path}.output"), &output, &mut unknown)?;
                 messages.push(Message { tool_call_id: Some(call_id), ..plain("tool", output) });
             }
             Item::McpCall { id, server_label, name, arguments, output, error } => {
@@ -275,7 +325,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
                 let mut reasoning = String::new();
                 for (part, name) in parts {
                     if let Some(part) = part.filter(|_| reasoning.is_empty()) {
-                        reasoning = text(&format!("{path}.{name}"), &part)?;
+                        reasoning = text(&format!("{path}.{name}"), &part, &mut unknown)?;
                     }
                 }
                 if !reasoning.is_empty() {
@@ -285,6 +335,7 @@ fn conversation(items: &[Value], notes: &mut Vec<String>) -> Result<Vec<Message>
             }
         }
     }
+    notes.extend(unknown.notes());
     Ok(messages)
 }
 
@@ -314,9 +365,7 @@ pub fn assistant(messages: &mut Vec<Message>) -> &mut Message {
 }
 
 /// The text of a string or a list of parts.
-fn text(path: &str, content: &Value) -> Result<String, ApiError> {
-    const KINDS: [&str; 6] =
-        ["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"];
+fn text(path: &str, content: &Value, unknown: &mut Unknown) -> Result<String, ApiError> {
     let parts = match content {
         Value::Null => return Ok(String::new()),
         Value::String(text) => return Ok(text.clone()),
@@ -330,11 +379,12 @@ fn text(path: &str, content: &Value) -> Result<String, ApiError> {
     for (k, part) in parts.iter().enumerate() {
         let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
         let text = part.get("text").or(part.get("refusal")).and_then(Value::as_str);
-        let Some(text) = text.filter(|_| KINDS.contains(&kind)) else {
+        let (Some(text), Some(known)) = (text, fields_of(PARTS, kind)) else {
             let param = format!("{path}[{k}].type");
             let message = format!("{param}: is `{kind}`; only parts with text are supported");
             return Err(ApiError::unsupported(param, message));
         };
+        unknown.check(&format!("{path}[{k}]"), kind, part, known);
         joined += text;
     }
     Ok(joined)

@@ -1,0 +1,140 @@
+//! Reranking of documents by their similarity to a query: `POST /v1/rerank`, in the shape of Jina's and Cohere's.
+//!
+//! A bi-encoder: query and documents are embedded each for itself, as for `POST /v1/embeddings`, and a score is the
+//! cosine similarity of two embeddings. No model reads query and document together.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use steersman_engine::request::{Embedding, Event, RawPrompt, Request};
+
+use super::embeddings::TEXTS;
+use super::error::ApiError;
+use super::protocol::{Call, Parsed, Protocol};
+use super::reply::{self, Frames, Head, Reply};
+use super::{fields, json};
+
+/// The state of one response.
+#[derive(Debug)]
+pub struct Rerank {
+    /// Most results.
+    top_n: usize,
+    documents: Vec<String>,
+    /// Whether the results have the documents.
+    returns_documents: bool,
+}
+
+#[derive(Deserialize)]
+struct Body {
+    model: Option<String>,
+    query: Option<String>,
+    documents: Option<Vec<Value>>,
+    top_n: Option<usize>,
+    return_documents: Option<bool>,
+}
+
+impl Body {
+    fn check(self) -> Result<Call<Rerank>, ApiError> {
+        let Some(query) = self.query else {
+            return Err(ApiError::missing("query", "query: must be a string"));
+        };
+        let Some(documents) = self.documents else {
+            let message = "documents: must be a list of strings, or of objects with a `text`";
+            return Err(ApiError::missing("documents", message));
+        };
+        if documents.is_empty() || documents.len() > TEXTS {
+            let message = format!("documents: {} texts, must be 1 to {TEXTS}", documents.len());
+            return Err(ApiError::value("documents", message));
+        }
+        if self.top_n == Some(0) {
+            return Err(ApiError::value("top_n", "top_n: must be at least 1"));
+        }
+        let documents = documents.into_iter().enumerate().map(|(i, value)| text(i, value));
+        let documents = documents.collect::<Result<Vec<_>, _>>()?;
+        let request = |text: &String| Request {
+            prompt: Some(RawPrompt::Text(text.clone())),
+            embedding: Some(Embedding { dimensions: None }),
+            max_tokens: Some(0),
+            ..Request::default()
+        };
+        let requests = std::iter::once(&query).chain(&documents).map(request).collect();
+        let protocol = Rerank {
+            top_n: self.top_n.unwrap_or(usize::MAX),
+            documents,
+            returns_documents: self.return_documents.unwrap_or(false),
+        };
+        Ok(Call { protocol, requests, choices: 1, notes: Vec::new() })
+    }
+}
+
+/// The text of document `i`: a string, or an object with nothing but a `text`.
+fn text(i: usize, document: Value) -> Result<String, ApiError> {
+    let path = format!("documents[{i}]");
+    match document {
+        Value::String(text) => Ok(text),
+        Value::Object(_) => Ok(json::typed::<Document>(&path, &document)?.text),
+        _ => {
+            let message = format!("{path}: must be a string, or an object with a `text`");
+            Err(ApiError::invalid("invalid_type", path, message))
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Document {
+    text: String,
+}
+
+impl Protocol for Rerank {
+    const ID: &'static str = "rerank-";
+
+    const HAS_ONE_PLACE: bool = true;
+
+    fn parse(fields: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
+        fields::check(fields::RERANK, &fields)?;
+        let mut body: Body = json::typed_body(fields)?;
+        Ok(Parsed { model: body.model.take(), stream: false, call: body.check() })
+    }
+
+    // Nothing is streamed.
+    fn begin(&mut self, _: &Head, _: &mut Frames) {}
+
+    fn event(&mut self, _: &Head, _: usize, _: Event, _: &mut Frames) {}
+
+    fn end(&mut self, _: &Head, _: &[Reply], _: &mut Frames) {}
+
+    fn fail(&mut self, _: &Head, _: &ApiError, _: &mut Frames) {}
+
+    fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
+        // The first text is the query.
+        let scores = replies.split_first().map_or_else(Vec::new, |(query, documents)| {
+            let score = |document: &Reply| cosine(&query.embedding, &document.embedding);
+            documents.iter().map(score).collect()
+        });
+        let mut ranked: Vec<(usize, f32)> = scores.into_iter().enumerate().collect();
+        // Equal documents stay in their order.
+        ranked.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        ranked.truncate(self.top_n);
+        let result = |(index, score): (usize, f32)| {
+            let mut result = json!({"index": index, "relevance_score": score});
+            if self.returns_documents {
+                result["document"] = json!({"text": self.documents[index]});
+            }
+            result
+        };
+        let results: Vec<Value> = ranked.into_iter().map(result).collect();
+        let tokens = reply::usage(head, replies).prompt_tokens;
+        json!({
+            "id": head.id,
+            "object": "list",
+            "model": head.model,
+            "results": results,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        })
+    }
+}
+
+/// The cosine of the angle between two embeddings, which have the length 1.
+fn cosine(a: &[f32], b: &[f32]) -> f32 {
+    let product: f64 = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+    product.clamp(-1.0, 1.0) as f32
+}
