@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
-use crate::policy::{AnswerForm, FORM_BYTES, Retention, SamplingPatch, TokenBias};
+use crate::policy::{AnswerForm, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias};
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -145,15 +145,23 @@ impl ResponseFormat {
         Ok(Self { field: "form", form })
     }
 
-    /// The form as policies see it, each text truncated.
+    /// The form as policies see it, truncated.
     pub fn seen(&self) -> AnswerForm {
         let cut = |text: &str| text[..text.floor_char_boundary(FORM_BYTES)].to_string();
+        let mut left = FORM_BYTES;
+        let mut fits = |text: &&String| {
+            let fits = text.len() <= left;
+            left = left.saturating_sub(text.len());
+            fits
+        };
         match &self.form {
             Form::JsonObject => AnswerForm::JsonObject,
             Form::JsonSchema(schema) => AnswerForm::JsonSchema(cut(&schema.to_string())),
             Form::Regex(regex) => AnswerForm::Regex(cut(regex)),
             Form::Lark(grammar) => AnswerForm::Grammar(cut(grammar)),
-            Form::Choice(texts) => AnswerForm::Choice(texts.iter().map(|text| cut(text)).collect()),
+            Form::Choice(texts) => AnswerForm::Choice(
+                texts.iter().take(FORM_CHOICES).take_while(|text| fits(text)).cloned().collect(),
+            ),
         }
     }
 
@@ -387,6 +395,8 @@ pub enum Event {
         prompt_tokens: u32,
         /// [`Usage::cached_tokens`]
         cached_tokens: u32,
+        /// Most tokens of the reply: the smallest limit of client, profile and engine.
+        max_tokens: u32,
     },
     /// The next token of the prompt; only with [`Request::prompt_logprobs`], and never from a choice
     /// beside the first, whose prompt does not run.

@@ -12,9 +12,9 @@
 // twice as many misses in the life of a process it throws at every further miss ("Cache thrashing is
 // happening"), which a server with many prompt lengths reaches in days.
 //
-// To make a new graph of 100 operations, MLX's default on a H100, takes CUDA 4 to 20 ms, and each pass with
-// other sequences or prompts than the last has 50 to 100 new ones. Graphs of 20 operations repeat from layer
-// to layer: on a H200, 8 streams of a 9B shape gave 197 to 214 tokens/s instead of 58, and one stream no less.
+// CUDA takes 4 to 20 ms to instantiate a graph of 100 operations, MLX's default on an H100, and a pass with
+// other sequences or prompts than the last has 50 to 100 new graphs. Graphs of 20 operations repeat from layer
+// to layer: on an H200, 8 streams of a 9B shape gave 197 to 214 tokens/s instead of 58, and one stream no less.
 // Graphs of 5 or 10 operations gave 8 streams 150 to 179. Without graphs (MLX_USE_CUDA_GRAPHS=0) it was 206 to
 // 215, but one stream lost up to a third.
 //

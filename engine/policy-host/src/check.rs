@@ -3,8 +3,6 @@
 //! A violation is a failure of the policy. Values that the engine clamps or ignores (a rewind that is
 //! too long, thresholds out of range) are not checked here.
 
-use serde::de::IgnoredAny;
-
 use crate::contract::{
     Action, Answer, AnswerForm, Call, MAX_ACTIONS, MAX_BIAS, MAX_REPLACEMENTS, MAX_RETENTIONS,
     MAX_TEMPERATURE, MAX_TOKENS, Replacement, SamplingPatch, Verdict, Vocabulary,
@@ -36,7 +34,12 @@ pub fn answer(
             at_most(MAX_RETENTIONS, retentions, "entries in `retain`")?;
             let note = plan.note.iter().map(String::len);
             text(note.chain(plan.form.iter().map(form_bytes)), output_bytes)?;
-            plan.form.as_ref().map_or(Ok(()), form)
+            match &plan.form {
+                Some(form) => {
+                    vocabulary.check_form(form).map_err(|problem| format!("`form`: {problem}"))
+                }
+                None => Ok(()),
+            }
         }
         // Most steps have no actions; asking for the size of the vocabulary may cost.
         Answer::Step(list) if list.is_empty() => Ok(()),
@@ -112,19 +115,6 @@ fn form_bytes(form: &AnswerForm) -> usize {
             text.len()
         }
         AnswerForm::Choice(texts) => texts.iter().map(String::len).sum(),
-    }
-}
-
-/// Only the engine can tell whether it can enforce a form.
-fn form(form: &AnswerForm) -> Result<(), String> {
-    match form {
-        AnswerForm::JsonSchema(schema) => serde_json::from_str::<IgnoredAny>(schema)
-            .map(|_| ())
-            .map_err(|problem| format!("the schema of `form` is not JSON: {problem}")),
-        AnswerForm::Choice(texts) if texts.is_empty() => {
-            Err("`form` is a choice without texts".into())
-        }
-        _ => Ok(()),
     }
 }
 

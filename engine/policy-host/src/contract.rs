@@ -51,8 +51,10 @@ pub const MAX_REPLACEMENTS: usize = 16;
 pub const MAX_TEMPERATURE: f32 = 10.0;
 /// Bytes of the last user message that a policy sees.
 pub const USER_BYTES: usize = 16 * 1024;
-/// Bytes of each text of the client's form that a policy sees.
+/// Bytes of the client's form that a policy sees.
 pub const FORM_BYTES: usize = 16 * 1024;
+/// Choices of the client's form that a policy sees.
+pub const FORM_CHOICES: usize = 256;
 /// Fewest tokens between two checkpoints of a reply.
 pub const MIN_CHECKPOINT_EVERY: u32 = 16;
 /// Entries of `plan.retain`.
@@ -337,7 +339,7 @@ pub struct ImportCall {
     pub answer: Option<String>,
 }
 
-/// The tokenizer of the served model.
+/// The served model as far as policies depend on it: its tokenizer, and the forms that it can enforce.
 pub trait Vocabulary: Send + Sync {
     /// Tokens of a text, without special tokens; `None` if the tokenizer fails.
     fn encode(&self, text: &str) -> Option<Vec<u32>>;
@@ -347,6 +349,14 @@ pub trait Vocabulary: Send + Sync {
 
     /// One more than the largest token.
     fn size(&self) -> u32;
+
+    /// Checks that a form can be enforced.
+    ///
+    /// # Errors
+    /// What cannot be enforced, in one line.
+    fn check_form(&self, _form: &AnswerForm) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 /// A vocabulary for use without a model: it has every token, and none has text.

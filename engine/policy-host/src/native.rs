@@ -8,7 +8,7 @@ use crate::contract::{Action, Answer, Call, LoopRule, Phase, Plan, RequestView, 
 /// Limit on reasoning tokens.
 const REASONING_BUDGET: u32 = 32_768;
 
-/// Tokens reserved for the answer, if there is room for twice as many.
+/// Tokens reserved for the answer, at most half of those that the reply can have.
 const ANSWER_RESERVE: u32 = 1024;
 
 /// Text after reasoning that was closed. `</think>` alone does not end a loop: it continues in the

@@ -65,6 +65,7 @@ impl Decoder {
             fingerprint,
             prompt_tokens: prompt.len() as u32,
             cached_tokens: cached as u32,
+            max_tokens: limits.reply,
         });
         let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
         let mut sampler = Sampler::new(sampling, seed);

@@ -75,7 +75,7 @@ use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
 use crate::model::{Loaded, Model, Pass, WeightsDigest};
-use crate::policy::{Policies, Storage, Vocabulary};
+use crate::policy::{Policies, Storage};
 use crate::prefix::{Prefixes, Retention};
 use crate::queue::Queue;
 use crate::store::{Fingerprint, RedbStore, StoreError};
@@ -303,9 +303,8 @@ impl Decoder {
         };
         let preparer = Arc::new(Preparer {
             text: text.clone(),
-            grammars: Grammars::new(text.clone()),
+            grammars: Arc::new(Grammars::new(text.clone())),
             policies,
-            vocabulary: Arc::new(text.clone()),
             profiles: config.profiles,
             name,
             family,
@@ -435,20 +434,6 @@ impl Decoder {
         if let Err(error) = saved {
             tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
         }
-    }
-}
-
-impl Vocabulary for Text {
-    fn encode(&self, text: &str) -> Option<Vec<u32>> {
-        self.encode_plain(text).ok()
-    }
-
-    fn decode(&self, tokens: &[u32]) -> String {
-        Self::decode(self, tokens)
-    }
-
-    fn size(&self) -> u32 {
-        u32::try_from(self.vocab_size()).unwrap_or(u32::MAX)
     }
 }
 

@@ -41,10 +41,8 @@ const STAGE: &str = "being prepared";
 /// What preparation needs to know of the model, the profiles and their policies.
 pub struct Preparer {
     pub text: Text,
-    pub grammars: Grammars,
+    pub grammars: Arc<Grammars>,
     pub policies: Arc<Policies>,
-    /// `text` for policies.
-    pub vocabulary: Arc<dyn Vocabulary>,
     pub profiles: BTreeMap<String, Profile>,
     pub name: String,
     pub family: &'static str,
@@ -130,7 +128,10 @@ impl Preparer {
         let Request { profile, id, embedding, .. } = &job.request;
         let session = match embedding {
             Some(_) => unsteered(),
-            None => self.policies.start(profile, id, &self.vocabulary)?,
+            None => {
+                let vocabulary: Arc<dyn Vocabulary> = self.grammars.clone();
+                self.policies.start(profile, id, &vocabulary)?
+            }
         };
         self.prepare_with(job, session)
     }
@@ -154,11 +155,9 @@ impl Preparer {
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let mut plan = policy.ask(&self.view(&job.request, &params, prompt.len(), seed))?;
         if let Some(form) = plan.form.take() {
-            if job.request.response_format.is_none() {
-                grammar = self.plan_form(&mut job.request, form)?;
-            } else {
-                notes
-                    .push("left out the form that a policy planned: the client demands one".into());
+            match self.plan_form(&mut job.request, form) {
+                Ok(planned) => grammar = planned,
+                Err(why) => notes.push(format!("left out the form that a policy planned: {why}")),
             }
         }
         let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
@@ -198,16 +197,29 @@ impl Preparer {
     }
 
     /// Gives the answer the form that the policy plans; returns the grammar of the reply.
-    fn plan_form(&self, request: &mut Request, form: AnswerForm) -> Result<Option<Grammar>> {
-        let policy = request.profile.clone();
-        let failure = |problem| Failure {
-            policy: policy.clone(),
-            hook: "on-request",
-            cause: Cause::Answer(problem),
-        };
-        request.response_format = Some(ResponseFormat::planned(form).map_err(failure)?);
-        let grammar = self.grammars.compile(request);
-        Ok(grammar.map_err(|error| failure(error.to_string()))?)
+    ///
+    /// # Errors
+    /// Why the form does not apply.
+    fn plan_form(
+        &self,
+        request: &mut Request,
+        form: AnswerForm,
+    ) -> std::result::Result<Option<Grammar>, String> {
+        let obstacles = [
+            (request.response_format.is_some(), "the client demands one"),
+            (request.tool_choice.is_required, "the client demands a tool call"),
+            (request.ignores_end, "the client set ignore_eos"),
+            (request.min_tokens > 0, "the client set min_tokens"),
+        ];
+        if let Some((_, why)) = obstacles.iter().find(|(is_there, _)| *is_there) {
+            return Err((*why).into());
+        }
+        request.response_format = Some(ResponseFormat::planned(form)?);
+        // The form alone can be enforced, or the policy would have failed: so this is about the tools.
+        self.grammars.compile(request).map_err(|error| {
+            request.response_format = None;
+            error.to_string()
+        })
     }
 
     fn tokenize(&self, job: &Job, reasoning: Option<bool>) -> Result<Vec<u32>> {
@@ -289,7 +301,7 @@ impl Preparer {
             can_reason: request.prompt.is_none() && self.text.supports_reasoning(),
             reasoning: request.reasoning,
             reasoning_budget: request.reasoning_budget,
-            max_tokens: request.max_tokens,
+            max_tokens: Some(request.max_tokens.unwrap_or(self.max_tokens)),
             form: request.response_format.as_ref().map(ResponseFormat::seen),
             sampling: request.sampling,
             seed,
@@ -307,7 +319,7 @@ impl Preparer {
         let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
         let reply = request.max_tokens.unwrap_or(self.max_tokens);
         let reserve = plan.answer_reserve.unwrap_or(0);
-        // A policy may reserve more of the context than the whole reply may have: half of it is left.
+        // At most half of the reply is reserved: a policy may reserve more than the reply can have.
         let reasoning = left.saturating_sub(reserve).min(reply - reserve.min(reply / 2));
         let of_profile = (profile.reasoning_budget > 0).then_some(profile.reasoning_budget);
         let budgets = [plan.reasoning_budget, request.reasoning_budget, of_profile];

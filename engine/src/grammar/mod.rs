@@ -28,6 +28,7 @@ use llguidance::{Matcher, ParserFactory, regex_to_lark};
 use serde_json::{Value, json};
 
 use crate::error::{RequestError, Result};
+use crate::policy::{self, AnswerForm};
 use crate::request::{Form, Request, ResponseFormat};
 use crate::text::Text;
 
@@ -113,6 +114,14 @@ impl Grammars {
         Ok(Some(Grammar { scope, matcher }))
     }
 
+    /// Checks that a form can be enforced.
+    ///
+    /// # Errors
+    /// [`RequestError::Structure`] names what cannot be enforced.
+    fn check(&self, format: &ResponseFormat) -> Result<(), RequestError> {
+        answer(self.factory()?, format).map(|_| ())
+    }
+
     fn factory(&self) -> Result<&ParserFactory, RequestError> {
         let factory = self.factory.get_or_init(|| {
             let start = std::time::Instant::now();
@@ -121,6 +130,25 @@ impl Grammars {
             factory
         });
         factory.as_ref().map_err(|problem| refused("response_format", problem))
+    }
+}
+
+impl policy::Vocabulary for Grammars {
+    fn encode(&self, text: &str) -> Option<Vec<u32>> {
+        self.text.encode_plain(text).ok()
+    }
+
+    fn decode(&self, tokens: &[u32]) -> String {
+        self.text.decode(tokens)
+    }
+
+    fn size(&self) -> u32 {
+        u32::try_from(self.text.vocab_size()).unwrap_or(u32::MAX)
+    }
+
+    fn check_form(&self, form: &AnswerForm) -> Result<(), String> {
+        let format = ResponseFormat::planned(form.clone())?;
+        self.check(&format).map_err(|error| error.to_string())
     }
 }
 

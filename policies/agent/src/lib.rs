@@ -29,6 +29,9 @@ use steersman_policy::{
 /// Tokens reserved for the marker and the head that close the reasoning.
 const HEAD_TOKENS: u32 = 32;
 
+/// Reasoning with room for fewer tokens is disabled, unless the client asked for it.
+const MIN_REASONING: u32 = 64;
+
 /// The policy `agent`, with the state of one request.
 #[derive(Default)]
 pub struct Agent {
@@ -84,10 +87,8 @@ impl Policy for Agent {
 steersman_policy::export!(Agent);
 
 /// The plan for a request.
-fn plan(request: &RequestView, settings: &Settings, notes: Vec<String>) -> Plan {
-    let left = request.context_left.min(request.max_tokens.unwrap_or(u32::MAX));
-    let reserve = settings.answer_reserve.min(left / 2);
-    let room = left.saturating_sub(reserve).saturating_sub(HEAD_TOKENS);
+fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> Plan {
+    let (room, reserve) = request.divide_tokens(settings.answer_reserve, HEAD_TOKENS);
     let budget =
         request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
     let reasoning = match (request.reasoning, request.reasoning_budget) {
@@ -95,6 +96,10 @@ fn plan(request: &RequestView, settings: &Settings, notes: Vec<String>) -> Plan 
         (_, Some(0)) => false,
         (Some(choice), _) => choice,
         (None, Some(_)) => true,
+        (None, None) if room < MIN_REASONING => {
+            notes.push("reasoning disabled: context or max_tokens leave no room for it".into());
+            false
+        }
         (None, None) => settings.reasoning == Reasoning::On,
     };
     Plan {

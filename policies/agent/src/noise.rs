@@ -14,7 +14,7 @@
 
 use std::str::FromStr;
 
-use steersman_policy::{PromptView, Replacement};
+use steersman_policy::{PromptView, Replacement, is_billing_header};
 
 /// Number of lines examined in each text.
 pub const LINES: usize = 16;
@@ -69,7 +69,7 @@ fn denoised(line: &str, prefixes: &[String]) -> Option<String> {
     }
     let lower = words.to_ascii_lowercase();
     let is_noise = prefixes.iter().any(|prefix| words.starts_with(prefix.as_str()))
-        || lower.starts_with("x-anthropic-billing-header:")
+        || is_billing_header(words)
         || is_uuid(words)
         || is_id(&lower)
         || iso_time(words) == Some((0, words.len()));

@@ -6,9 +6,8 @@
 //! - **Reasoning**: an explicit choice of the client takes precedence. Otherwise a short question about
 //!   a long system text enables reasoning (needle routing: models that answer such questions at once
 //!   tend to refuse, or to miss the passage). Otherwise the parameter `reasoning` decides.
-//! - **Budget**: the smallest of the client's, the configured one, and the room that the context leaves
-//!   or the client's `max_tokens` leaves
-//!   beside the answer's reserve.
+//! - **Budget**: the smallest of the client's, the configured one, and what context and `max_tokens`
+//!   leave beside the tokens reserved for the answer.
 //! - **Loops**: a loop or a used-up budget closes the reasoning, with a hint for the kind of answer that
 //!   the user asked for. A long exact loop in an answer ends the request.
 //!
@@ -22,6 +21,7 @@ mod task;
 use settings::{Reasoning, Settings};
 use steersman_policy::{
     Action, LoopReport, Phase, Plan, Policy, PromptView, Replacement, RequestView, Step,
+    is_billing_header,
 };
 
 /// Tokens reserved for the marker and the hint that close the reasoning.
@@ -43,8 +43,7 @@ pub struct DefaultPolicy {
 
 impl Policy for DefaultPolicy {
     fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
-        let is_billing = |line: &str| line.starts_with("x-anthropic-billing-header:");
-        prompt.edit_lines(BILLING_LINES, |line| is_billing(line).then(String::new))
+        prompt.edit_lines(BILLING_LINES, |line| is_billing_header(line).then(String::new))
     }
 
     fn on_request(&mut self, request: RequestView) -> Plan {
@@ -75,9 +74,7 @@ steersman_policy::export!(DefaultPolicy, without on_tool_call);
 
 /// The plan for a request.
 fn plan(request: &RequestView, settings: &Settings, mut notes: Vec<String>) -> Plan {
-    let left = request.context_left.min(request.max_tokens.unwrap_or(u32::MAX));
-    let reserve = settings.answer_reserve.min(left / 2);
-    let room = left.saturating_sub(reserve).saturating_sub(HINT_TOKENS);
+    let (room, reserve) = request.divide_tokens(settings.answer_reserve, HINT_TOKENS);
     let mut budget =
         request.reasoning_budget.unwrap_or(u32::MAX).min(settings.reasoning_budget).min(room);
     let reasoning = match client_choice(request) {

@@ -40,7 +40,7 @@ pub use bindings::steersman::policy::types::{
     TokenBias, ToolCallView, Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
-pub use prompt::REPLACEMENTS;
+pub use prompt::{REPLACEMENTS, is_billing_header};
 
 /// A policy. One value serves one request; `Default` creates it before the first hook.
 ///
@@ -157,6 +157,22 @@ impl PromptView {
 }
 
 impl RequestView {
+    /// Divides the tokens that context and limit leave for the reply: those for reasoning, and those
+    /// reserved for the answer, which are `reserve` or half of all if that is less. Further `closing`
+    /// tokens are left for the text that closes the reasoning.
+    ///
+    /// ```
+    /// use steersman_policy::RequestView;
+    ///
+    /// let request = RequestView { max_tokens: Some(4096), ..RequestView::default() };
+    /// assert_eq!(request.divide_tokens(1024, 32), (3040, 1024));
+    /// ```
+    pub fn divide_tokens(&self, reserve: u32, closing: u32) -> (u32, u32) {
+        let all = self.context_left.min(self.max_tokens.unwrap_or(u32::MAX));
+        let reserve = reserve.min(all / 2);
+        (all.saturating_sub(reserve).saturating_sub(closing), reserve)
+    }
+
     /// The value of a parameter (`[profiles.NAME.params]`).
     pub fn param(&self, name: &str) -> Option<&str> {
         param(&self.params, name)

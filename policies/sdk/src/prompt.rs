@@ -5,6 +5,14 @@ use crate::{PromptView, Replacement};
 /// Most replacements that the host accepts from one call of `on_prompt`.
 pub const REPLACEMENTS: usize = 16;
 
+/// Whether a line is the billing header that Claude Code puts in front of its system text. It differs
+/// between conversations.
+pub fn is_billing_header(line: &str) -> bool {
+    const PREFIX: &str = "x-anthropic-billing-header:";
+    let start = line.trim_start().get(..PREFIX.len());
+    start.is_some_and(|start| start.eq_ignore_ascii_case(PREFIX))
+}
+
 impl PromptView {
     /// Replaces lines among the first `lines` of each system text, at most [`REPLACEMENTS`] in all.
     /// `edit` gets a line without its newline and returns the new line, an empty text to remove the

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::poll_fn;
+use std::ops::Range;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -187,8 +188,8 @@ pub struct Reply {
     pub prompt: Vec<PromptToken>,
     /// The probabilities of the tokens of its answer, if the request asks for them.
     pub logprobs: Vec<Logprob>,
-    /// Of each part, how many of `logprobs` came before the next part.
-    logprobs_before: Vec<usize>,
+    /// Of each part, which of `logprobs` are those of its tokens.
+    logprobs_of: Vec<Range<usize>>,
     pub finished: Finished,
 }
 
@@ -231,14 +232,9 @@ impl Reply {
         self.parts.iter().map(text).collect()
     }
 
-    /// The probabilities of the tokens of part `index`, if it is an answer. Those of its first token came
-    /// before it, while the part before it was the last one.
+    /// The probabilities of the tokens of part `index`, if it is an answer.
     pub fn logprobs_of(&self, index: usize) -> &[Logprob] {
-        let start = index.checked_sub(2).map_or(0, |before| self.logprobs_before[before]);
-        match self.parts[index] {
-            Part::Answer(_) => &self.logprobs[start..self.logprobs_before[index]],
-            _ => &[],
-        }
+        &self.logprobs[self.logprobs_of[index].clone()]
     }
 
     /// The tool calls that the client runs.
@@ -279,9 +275,12 @@ pub fn usage(head: &Head, replies: &[Reply]) -> Usage {
 /// Parts of a reply, in order.
 #[derive(Debug, Default)]
 struct Parts {
-    /// Each with the number of `logprobs` before the next one.
-    parts: Vec<(Part, usize)>,
+    /// With the probabilities of the tokens of an answer.
+    parts: Vec<(Part, Range<usize>)>,
     logprobs: Vec<Logprob>,
+    /// How many probabilities belong to a part already, or to a token without text, such as the tag of a call.
+    /// The others came before the text of their tokens.
+    assigned: usize,
 }
 
 impl Parts {
@@ -305,8 +304,9 @@ impl Parts {
             }
             (Event::Logprob(logprob), _) => {
                 self.logprobs.push(logprob.clone());
-                if let Some((_, count)) = self.parts.last_mut() {
-                    *count = self.logprobs.len();
+                if let Some((Part::Answer(_), own)) = self.parts.last_mut() {
+                    own.end = self.logprobs.len();
+                    self.assigned = own.end;
                 }
             }
             _ => {}
@@ -314,7 +314,10 @@ impl Parts {
     }
 
     fn push(&mut self, part: Part) {
-        self.parts.push((part, self.logprobs.len()));
+        let end = self.logprobs.len();
+        let start = if let Part::Answer(_) = part { self.assigned } else { end };
+        self.assigned = end;
+        self.parts.push((part, start..end));
     }
 
     /// Drops bytes from the end of the reasoning and of the answer.
@@ -407,7 +410,7 @@ impl<P: Protocol> Run<P> {
             let reply = &mut self.replies[index];
             reply.parts.add(&event);
             match &event {
-                Event::Started { fingerprint, prompt_tokens, cached_tokens } => {
+                Event::Started { fingerprint, prompt_tokens, cached_tokens, .. } => {
                     self.head.fingerprint.clone_from(fingerprint);
                     if self.head.is_first_choice(index) {
                         self.head.usage.prompt_tokens += prompt_tokens;
@@ -448,12 +451,13 @@ impl<P: Protocol> Run<P> {
     /// The replies, after the last event.
     fn replies(&mut self) -> Vec<Reply> {
         self.head.times.ended = self.log.elapsed_ns();
-        let whole = |Partial { parts: Parts { parts, logprobs }, prompt, embedding, finished }| {
-            let finished: Option<Finished> = finished;
-            let finished = finished.expect("every request has finished");
-            let (parts, logprobs_before) = parts.into_iter().unzip();
-            Reply { parts, prompt, embedding, logprobs, logprobs_before, finished }
-        };
+        let whole =
+            |Partial { parts: Parts { parts, logprobs, .. }, prompt, embedding, finished }| {
+                let finished: Option<Finished> = finished;
+                let finished = finished.expect("every request has finished");
+                let (parts, logprobs_of) = parts.into_iter().unzip();
+                Reply { parts, prompt, embedding, logprobs, logprobs_of, finished }
+            };
         let replies: Vec<_> = std::mem::take(&mut self.replies).into_iter().map(whole).collect();
         let reason = replies.first().map(|reply| &reply.finished.reason);
         self.log.finished(reason, usage(&self.head, &replies));

@@ -8,6 +8,14 @@ use serde_json::Value;
 /// Most fields that are named in notes.
 const NAMED: usize = 32;
 
+/// A row for each type of element: its fields.
+pub type Fields = [(&'static str, &'static [&'static str])];
+
+/// The fields of elements of type `kind`; `None` if there is no such type.
+pub fn fields_of(table: &Fields, kind: &str) -> Option<&'static [&'static str]> {
+    table.iter().find(|(known, _)| *known == kind).map(|(_, fields)| *fields)
+}
+
 /// The unknown fields of one body.
 #[derive(Debug, Default)]
 pub struct Unknown {

@@ -123,6 +123,8 @@ impl Rounds {
             let event = events.recv().await?;
             match &event {
                 Event::Started { .. } if self.round > 0 => continue,
+                // The rounds share the limit of the reply, whoever set it.
+                Event::Started { max_tokens, .. } => self.request.max_tokens = Some(*max_tokens),
                 Event::Reasoning(piece) => {
                     if std::mem::take(&mut self.separates_reasoning) {
                         self.send(Event::Reasoning("\n\n".into()));
@@ -161,10 +163,7 @@ impl Rounds {
                     self.send(event);
                     return None;
                 }
-                Event::Started { .. }
-                | Event::PromptToken(_)
-                | Event::Embedding(_)
-                | Event::Logprob(_) => {}
+                Event::PromptToken(_) | Event::Embedding(_) | Event::Logprob(_) => {}
             }
             self.send(event);
         }

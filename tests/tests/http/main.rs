@@ -92,6 +92,7 @@ async fn play(id: String, events: UnboundedSender<Event>, records: Arc<Seen>, sc
         fingerprint: "fp_test".into(),
         prompt_tokens: USAGE.prompt_tokens,
         cached_tokens: USAGE.cached_tokens,
+        max_tokens: MAX_TOKENS,
     };
     drop(events.send(started));
     for act in script {
@@ -174,6 +175,9 @@ fn enable_log() {
 fn app(script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {
     app_with(&ServerConfig::default(), script)
 }
+
+/// The limit of every reply.
+const MAX_TOKENS: u32 = 50;
 
 const USAGE: Usage = Usage {
     prompt_tokens: 20,

@@ -235,6 +235,16 @@ async fn a_reply_ends_at_the_limit_of_rounds() {
 }
 
 #[tokio::test]
+async fn rounds_share_the_limit_of_the_reply_if_the_client_sets_none() {
+    let folder = folder();
+    let (app, seen) = app_that(&config(program(folder.path())), reads());
+    chat(&app, body(json!({}))).await;
+    let [first, second] = &requests(&seen)[..] else { panic!("two rounds") };
+    let used = USAGE.reasoning_tokens + USAGE.answer_tokens;
+    assert_eq!((first.max_tokens, second.max_tokens), (None, Some(MAX_TOKENS - used)));
+}
+
+#[tokio::test]
 async fn limits_of_the_client_hold_for_all_rounds_together() {
     let folder = folder();
     let (app, seen) = app_that(&config(program(folder.path())), reads());

@@ -1,8 +1,11 @@
 //! Every record of the contract, as it passes from the host to a guest and back.
 
+use std::sync::Arc;
+
 use steersman_policy_host::{
-    Action, AnswerForm, Ban, Bias, CONTRACT, Hook, Plan, PromptView, Replacement, RequestView,
-    SamplingChange, SamplingPatch, Summary, TokenBias, ToolCallView, Verdict,
+    Action, AnswerForm, Ban, Bias, CONTRACT, Context, Hook, Plan, PromptView, Replacement,
+    RequestView, SamplingChange, SamplingPatch, Summary, TokenBias, ToolCallView, Verdict,
+    Vocabulary, no_vocabulary,
 };
 use steersman_test_support::guest::{
     Answers, ELEMENT, Value, case, component, data, float, full_name, hooks, importing, input,
@@ -15,7 +18,7 @@ use super::{compile, dry_run, host, limits, looping, policy, prompt, run, start,
 #[test]
 fn the_host_has_the_version_and_the_hooks_of_the_contract() {
     assert_eq!(full_name("on-step"), format!("steersman:policy/on-step@{CONTRACT}"));
-    // The order is that of the calls in a request here, that of a world there.
+    // The order differs: `Hook` has that of the calls in a request, a world that of its text.
     let mut exported = hooks();
     exported.sort_unstable();
     let mut known = Hook::ALL.map(Hook::name);
@@ -105,14 +108,40 @@ fn every_action_reaches_the_host_unchanged() {
     }
 }
 
+/// An engine that cannot enforce regular expressions.
+struct NoRegex;
+
+impl Vocabulary for NoRegex {
+    fn encode(&self, _: &str) -> Option<Vec<u32>> {
+        None
+    }
+
+    fn decode(&self, _: &[u32]) -> String {
+        String::new()
+    }
+
+    fn size(&self) -> u32 {
+        0
+    }
+
+    fn check_form(&self, form: &AnswerForm) -> Result<(), String> {
+        match form {
+            AnswerForm::Regex(_) => Err("is no regex".into()),
+            _ => Ok(()),
+        }
+    }
+}
+
 #[test]
-fn every_form_reaches_the_host_unchanged_and_a_wrong_one_is_a_failure() {
+fn every_form_reaches_the_host_unchanged_and_one_that_the_engine_refuses_is_a_failure() {
     let host = host(&limits());
-    let plan = |form: Value| {
+    let context = |vocabulary| Context { vocabulary, ..Context::dry_run() };
+    let plan = |form: Value, vocabulary| {
         let mut answers = Answers::default();
         let answer = answers.add("on-request", &record([("form", some(form))]));
         let body = format!("i32.const {answer}");
-        let mut guest = dry_run(&host, &component(&[("on-request", &body)], &answers.data()));
+        let component = compile(&host, &component(&[("on-request", &body)], &answers.data()));
+        let mut guest = component.instantiate(&context(vocabulary)).unwrap();
         policy(&mut guest).ask(&view()).map(|plan| plan.form.unwrap())
     };
     for (form, expected) in [
@@ -125,15 +154,14 @@ fn every_form_reaches_the_host_unchanged_and_a_wrong_one_is_a_failure() {
             AnswerForm::Choice(vec!["yes".into(), "no".into()]),
         ),
     ] {
-        assert_eq!(plan(form).unwrap(), expected);
+        assert_eq!(plan(form, no_vocabulary()).unwrap(), expected);
     }
     let long = "x".repeat(20_000);
     for (form, expected) in [
-        (case("json-schema", text("a text")), "the schema of `form` is not JSON"),
-        (case("choice", list([])), "`form` is a choice without texts"),
+        (case("regex", text("a")), "`form`: is no regex"),
         (case("regex", text(&long)), "answered with more than 16384 bytes"),
     ] {
-        let failure = plan(form).unwrap_err().to_string();
+        let failure = plan(form, Arc::new(NoRegex)).unwrap_err().to_string();
         assert!(failure.contains(expected), "{failure}");
     }
 }

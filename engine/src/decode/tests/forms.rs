@@ -7,7 +7,7 @@ use super::scripted::*;
 use crate::config::{Config, DraftKind};
 use crate::decode::Decoder;
 use crate::decode::verify::DecodePath;
-use crate::policy::{Action, AnswerForm, Plan, SamplingPatch, TokenBias};
+use crate::policy::{Action, AnswerForm, Plan, SamplingPatch, TokenBias, Vocabulary};
 use crate::request::{FinishReason, Form, Penalties, Request, ResponseFormat, ToolChoice};
 
 const PATHS: [DecodePath; 4] = [
@@ -156,16 +156,38 @@ fn a_policy_plans_the_form_unless_the_client_demands_one() {
 fn a_planned_form_that_cannot_be_enforced_is_a_failure_of_the_policy() {
     let decoder = family("llama", Config::default(), true);
     for (form, expected) in [
-        (AnswerForm::Regex("(".into()), "form"),
+        (AnswerForm::Regex("(".into()), "form: "),
         (
             AnswerForm::JsonSchema(r#"{"properties": {"a": {"not": {}}}}"#.into()),
             "form.properties.a.not",
         ),
         (AnswerForm::JsonSchema("{".into()), "the schema of `form`"),
+        (AnswerForm::Choice(Vec::new()), "has no choice"),
     ] {
-        let error = refused(&decoder, ask("Which?", false, 80), planning(form)).to_string();
-        assert!(error.contains("on-request") && error.contains(expected), "{error}");
+        let problem = decoder.preparer.grammars.check_form(&form).unwrap_err();
+        assert!(problem.contains(expected), "{problem}");
     }
+    let choice = AnswerForm::Choice(vec!["yes".into()]);
+    assert_eq!(decoder.preparer.grammars.check_form(&choice), Ok(()));
+}
+
+#[test]
+fn a_planned_form_gives_way_to_what_the_client_demands() {
+    let mut decoder = family("llama", Config::default(), true);
+    let request = ask("Which?", false, 8);
+    let choice = || planning(AnswerForm::Choice(vec!["yes".into()]));
+    for (request, expected) in [
+        (Request { min_tokens: 3, ..request.clone() }, "min_tokens"),
+        (Request { ignores_end: true, ..request.clone() }, "ignore_eos"),
+    ] {
+        let expected =
+            format!("left out the form that a policy planned: the client set {expected}");
+        let free = run_plain(&mut decoder, &request, idle());
+        let ran = run_plain(&mut decoder, &request, choice());
+        assert_eq!(ran.tokens, free.tokens);
+        assert!(ran.notes.contains(&expected), "{:?}", ran.notes);
+    }
+    assert_eq!(run_plain(&mut decoder, &request, choice()).answer, "yes");
 }
 
 #[test]

@@ -15,7 +15,6 @@ use super::super::sample::{Row, sample};
 use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
-use crate::error::Error;
 use crate::policy::{
     Action, Answer, Call, Failure, Hook, Plan, Policy, Replacement, SamplingPatch, Session, Step,
     Summary, ToolCallView, Verdict,
@@ -190,12 +189,6 @@ pub fn prepare(
     let (events, receiver) = mpsc::unbounded_channel();
     let prepared = decoder.preparer.prepare_with(Job { request, events }, session(policy)).unwrap();
     (prepared, receiver)
-}
-
-/// Why a request under `policy` is refused.
-pub fn refused(decoder: &Decoder, request: Request, policy: impl Policy + 'static) -> Error {
-    let job = Job { request, events: mpsc::unbounded_channel().0 };
-    decoder.preparer.prepare_with(job, session(policy)).err().expect("it is refused")
 }
 
 fn session(policy: impl Policy + 'static) -> Session {

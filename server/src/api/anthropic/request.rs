@@ -13,7 +13,7 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
-use crate::api::unknown::Unknown;
+use crate::api::unknown::{Unknown, fields_of};
 use crate::api::{fields, json};
 
 /// What separates the blocks of one text.
@@ -392,7 +392,7 @@ fn blocks(path: &str, content: Value, unknown: &mut Unknown) -> Result<Vec<Block
     let block = |(k, part): (usize, &Value)| {
         let path = format!("{path}[{k}]");
         let kind = part.get("type").and_then(Value::as_str).unwrap_or_default();
-        let Some((_, known)) = BLOCKS.iter().find(|(known, _)| *known == kind) else {
+        let Some(known) = fields_of(BLOCKS, kind) else {
             let param = format!("{path}.type");
             let message = format!(
                 "{param}: is `{kind}`; supported are text, thinking, tool_use and tool_result"

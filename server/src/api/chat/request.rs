@@ -156,7 +156,7 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
     Ok(functions)
 }
 
-/// Maximum number of answer tokens. Both names mean the same here: reasoning is not counted.
+/// Most tokens of the reply, reasoning included. Both names mean the same.
 fn max_tokens(old: Option<i64>, new: Option<i64>) -> Result<Option<u32>, ApiError> {
     if let (Some(old), Some(new)) = (old, new)
         && old != new

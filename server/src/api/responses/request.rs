@@ -12,7 +12,7 @@ use crate::api::error::ApiError;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
-use crate::api::unknown::Unknown;
+use crate::api::unknown::{Unknown, fields_of};
 use crate::api::{fields, json, probability, structure};
 use crate::mcp;
 
@@ -135,14 +135,6 @@ const PARTS: &[(&str, &[&str])] = &[
     ("reasoning_text", &["text"]),
     ("refusal", &["refusal"]),
 ];
-
-/// The fields of `kind` in one of these tables.
-fn fields_of(
-    table: &[(&str, &'static [&'static str])],
-    kind: &str,
-) -> Option<&'static [&'static str]> {
-    table.iter().find(|(known, _)| *known == kind).map(|(_, fields)| *fields)
-}
 
 /// Parses a body.
 ///
