@@ -89,10 +89,8 @@ impl Calls {
             let path = format!("tools[{index}].function.parameters");
             schema::check(&path, parameters, compile)?;
             match &self.format.written.arguments {
-                Arguments::Parameters { text: Spelling::Bare | Spelling::Quoted(_), .. } => {
-                    check_block(&path, parameters)?;
-                }
-                Arguments::Parameters { .. } | Arguments::Json => {}
+                Arguments::Json | Arguments::Parameters { text: Spelling::Json, .. } => {}
+                Arguments::Parameters { .. } => check_block(&path, parameters)?,
             }
         }
         Ok(())
@@ -147,34 +145,51 @@ impl Calls {
         if let Arguments::Parameters { key: [open, after], text, close, separator } =
             &self.format.written.arguments
         {
-            // The first closing tag ends a text, as models write it.
-            let tag = self.terms(close);
-            let _ = match text {
-                // No text has a token that is a tag.
-                Spelling::Bare if tag.starts_with('<') => writeln!(lark, "text: /(?s:.*)/ {tag}"),
-                Spelling::Bare => writeln!(lark, "text[lazy]: /(?s:.*)/ {tag}"),
-                Spelling::Json => writeln!(lark, "text: %json {{\"type\": \"string\"}}"),
-                Spelling::Quoted(quote) => {
-                    let quote = self.terms(quote);
-                    let lazy = if quote.starts_with('<') { "" } else { "[lazy]" };
-                    writeln!(lark, "text{lazy}: {quote} /(?s:.*)/ {quote}")
-                }
+            lark.push_str(&self.text_rule(*text, close));
+            let json = || {
+                let kinds = json!({"type": ["number", "boolean", "null", "array", "object"]});
+                format!("%json {}", with_options(kinds))
             };
-            let free = match text {
-                Spelling::Bare => "text".to_string(),
+            let (tag, open, after) = (self.terms(close), self.terms(open), self.terms(after));
+            let value = match text {
+                Spelling::Bare => format!("{after} text"),
+                Spelling::Declared(other) => {
+                    format!("({after} text | {} {} {tag})", self.terms(other), json())
+                }
                 Spelling::Json | Spelling::Quoted(_) => {
-                    let kinds = json!({"type": ["number", "boolean", "null", "array", "object"]});
-                    format!("(text | %json {}) {}", with_options(kinds), tag)
+                    format!("{after} (text | {}) {tag}", json())
                 }
             };
-            let (open, after) = (self.terms(open), self.terms(after));
             let key =
                 if separator.is_empty() { "/[^<>\"\\n]+/" } else { "/[A-Za-z_][A-Za-z0-9_]*/" };
             let separator = self.terms(separator);
-            let _ = writeln!(lark, "parameter: {open} {key} {after} {free}");
+            let _ = writeln!(lark, "parameter: {open} {key} {value}");
             let _ = writeln!(lark, "free: (parameter ({separator} parameter)*)?");
         }
         lark
+    }
+
+    /// The rule of a parameter that is a string, with what closes it if it stands bare.
+    fn text_rule(&self, text: Spelling, close: &str) -> String {
+        let is_token = |term: &String| term.starts_with('<');
+        match text {
+            // The first closing tag ends a text, as models write it. No text has a token that is a tag.
+            Spelling::Bare | Spelling::Declared(_) => match &self.split(close)[..] {
+                all @ [first, ..] if is_token(first) => {
+                    format!("text: /(?s:.*)/ {}\n", all.join(" "))
+                }
+                [first, all @ ..] if all.first().is_some_and(is_token) => {
+                    format!("TEXT: /(?s:.*)/ {first}\ntext: TEXT {}\n", all.join(" "))
+                }
+                all => format!("text[lazy]: /(?s:.*)/ {}\n", all.join(" ")),
+            },
+            Spelling::Json => "text: %json {\"type\": \"string\"}\n".into(),
+            Spelling::Quoted(quote) => {
+                let quote = self.terms(quote);
+                let lazy = if is_token(&quote) { "" } else { "[lazy]" };
+                format!("text{lazy}: {quote} /(?s:.*)/ {quote}\n")
+            }
+        }
     }
 
     /// The rule of a call that begins with `head`.
@@ -213,8 +228,21 @@ impl Calls {
         let separator = self.terms(separator);
         let mut count = 0;
         for (n, (key, value)) in properties(schema).enumerate() {
-            let open = self.terms(&format!("{open}{key}{after}"));
-            let parameter = format!("{open} {}", self.value(value, schema, *text, close));
+            let parameter = |after: &str, text| {
+                let open = self.terms(&format!("{open}{key}{after}"));
+                format!("{open} {}", self.value(value, schema, text, close))
+            };
+            let parameter = match *text {
+                Spelling::Declared(other) => match may_be_text(value, schema, SCHEMA_DEPTH) {
+                    true if is_text(value) => parameter(after, Spelling::Bare),
+                    true => {
+                        let other = parameter(other, Spelling::Json);
+                        format!("({} | {other})", parameter(after, Spelling::Bare))
+                    }
+                    false => parameter(other, Spelling::Json),
+                },
+                text => parameter(after, text),
+            };
             let next = n + 1;
             let (skip_first, skip_more) = match is_required(key) {
                 true => (String::new(), String::new()),
@@ -239,7 +267,7 @@ impl Calls {
         let is_text = may_be_text(value, root, SCHEMA_DEPTH);
         let quote = match text {
             Spelling::Quoted(quote) => quote,
-            Spelling::Bare | Spelling::Json => "",
+            Spelling::Bare | Spelling::Declared(_) | Spelling::Json => "",
         };
         if let Some(choices) = choices.filter(|_| text != Spelling::Json) {
             let choice =
@@ -251,7 +279,7 @@ impl Calls {
         match text {
             Spelling::Bare if is_text => return "text".into(),
             Spelling::Quoted(_) if is_text => return format!("text {tag}"),
-            Spelling::Bare | Spelling::Json | Spelling::Quoted(_) => {}
+            _ => {}
         }
         let mut schema = value.clone();
         for keyword in ["$defs", "definitions"] {
@@ -264,6 +292,10 @@ impl Calls {
 
     /// `text` as terms: the tags in it that are tokens, and literals between them.
     fn terms(&self, text: &str) -> String {
+        self.split(text).join(" ")
+    }
+
+    fn split(&self, text: &str) -> Vec<String> {
         let Format { open, close, inner, .. } = self.format;
         let tags = open.iter().chain(close).chain(*inner);
         let tags: Vec<_> =
@@ -280,7 +312,7 @@ impl Calls {
             }
             rest = &rest[at + tag.len()..];
         }
-        terms.join(" ")
+        terms
     }
 }
 
@@ -319,6 +351,13 @@ fn may_be_text(schema: &Value, root: &Value, depth: usize) -> bool {
         }
     }
     true
+}
+
+/// Whether only strings are among the values of `schema`, which says so itself.
+fn is_text(schema: &Value) -> bool {
+    let choices = schema.get("enum").and_then(Value::as_array);
+    let all_text = choices.is_some_and(|all| all.iter().all(Value::is_string));
+    all_text || schema.get("type").is_some_and(|kind| kind == "string")
 }
 
 fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {

@@ -212,10 +212,10 @@ impl Reply {
             self.tag = before;
             self.add_raw(self.tokenizer.marker_text(marker));
             self.marker(marker);
-        } else if let Some(text) = self.tokenizer.call_token(token).filter(|_| self.in_call()) {
-            self.flush_text();
-            self.add_raw(text);
-            self.add_to_phase(text);
+        } else if let Some(spelling) = self.call_token(token) {
+            let mut text = String::new();
+            self.detokenizer.flush(&mut text);
+            self.text(&(text + spelling));
         } else if !self.tokenizer.is_hidden(token) {
             let mut text = String::new();
             self.detokenizer.push(token, &mut text);
@@ -304,6 +304,13 @@ impl Reply {
         tokens.push(close);
         tokens.extend(text.encode_plain(&format!("\n\n{hint}"))?);
         Ok(tokens)
+    }
+
+    /// The text of `token` if it is a special token of a call, or of the tag before one.
+    fn call_token(&self, token: u32) -> Option<&'static str> {
+        let text = self.tokenizer.call_token(token)?;
+        let open = self.tokenizer.format().open.filter(|_| self.spelled.is_some());
+        (self.in_call() || open.is_some_and(|open| open.contains(text))).then_some(text)
     }
 
     fn is_marker(&self, marker: Marker) -> bool {
