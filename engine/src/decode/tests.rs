@@ -17,6 +17,7 @@ mod failures;
 mod forms;
 mod hooks;
 mod logprobs;
+mod messages;
 mod preemption;
 mod scripted;
 mod tool_calls;

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use super::{Scope, refused, schema, with_options};
 use crate::error::RequestError;
 use crate::request::Request;
-use crate::text::Text;
 use crate::text::tool_call::{Arguments, Format, Text as Spelling, Written};
+use crate::text::{Text, harmony};
 
 /// The rule for an answer instead of calls.
 pub const ANSWER: &str = "answer";
@@ -71,6 +71,17 @@ impl Calls {
         }))
     }
 
+    /// No calls, for a grammar of messages.
+    pub fn none(text: &Text) -> Self {
+        Self {
+            is_required: false,
+            is_single: true,
+            text: text.clone(),
+            format: text.call_format(),
+            tools: Vec::new(),
+        }
+    }
+
     /// Where the grammar of calls begins that an answer may stand instead of.
     pub fn lazy_scope(&self) -> Scope {
         if self.format.bare.is_some() { Scope::Opening } else { Scope::Call }
@@ -126,7 +137,7 @@ impl Calls {
                 let begin = begin.strip_prefix(open).unwrap_or(begin);
                 format!("{} {}{more} {}", self.terms(begin), tools("tool"), self.terms(end))
             }
-            Scope::Answer | Scope::Opening => {
+            Scope::Answer | Scope::Opening | Scope::Message { .. } => {
                 format!("{} {}{more} {}", self.terms(begin), tools("tool"), self.terms(end))
             }
         };
@@ -166,6 +177,38 @@ impl Calls {
             let _ = writeln!(lark, "parameter: {open} {key} {value}");
             let _ = writeln!(lark, "free: (parameter ({separator} parameter)*)?");
         }
+        lark
+    }
+
+    /// The Lark grammar of messages ([`Scope::Message`]): a header, and the body of a call, or of an answer
+    /// that has the rule [`ANSWER`]. The body of reasoning is free, and so is that of another answer.
+    pub fn lark_of_messages(&self, has_answer: bool) -> String {
+        let begin = self.terms(harmony::GENERATION_PROMPT);
+        let header = |header: &str| {
+            self.terms(header.strip_prefix(harmony::GENERATION_PROMPT).unwrap_or(header))
+        };
+        let mut bodies = vec![header(harmony::REASONING_HEADER)];
+        if has_answer {
+            bodies.push(format!("{} @{ANSWER}", header(harmony::ANSWER_HEADER)));
+        } else if !self.is_required {
+            bodies.extend([harmony::ANSWER_HEADER, harmony::PREAMBLE_HEADER].map(header));
+        }
+        let mut lark = String::new();
+        for (i, tool) in self.tools.iter().enumerate() {
+            let head = harmony::CALL_HEADER;
+            let head = head.strip_prefix(harmony::GENERATION_PROMPT).unwrap_or(head);
+            let _ = writeln!(lark, "tool_{i}: {}", self.tool(i, tool, head));
+        }
+        if !self.tools.is_empty() {
+            let names: Vec<_> = (0..self.tools.len()).map(|i| format!("tool_{i}")).collect();
+            let _ = writeln!(lark, "call: {}", names.join(" | "));
+            let between = self.terms(self.format.written.between);
+            bodies.push(match self.is_single {
+                true => "call".into(),
+                false => format!("call ({between} {begin} call)*"),
+            });
+        }
+        let _ = writeln!(lark, "start: ({begin})? ({})", bodies.join(" | "));
         lark
     }
 

@@ -32,6 +32,14 @@ fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
     Arc::new(tokenizer)
 }
 
+/// The end of a prompt, where the format needs it.
+fn prompt(tokenizer: &Tokenizer, format: &Format) -> Vec<u32> {
+    match format.has_messages() {
+        true => tokenizer.encode("<|start|>assistant").expect("it encodes"),
+        false => Vec::new(),
+    }
+}
+
 fn tools() -> Vec<Value> {
     let parameters = json!({
         "type": "object",
@@ -259,10 +267,12 @@ fn reassembled(pieces: &[Piece]) -> Vec<(String, String, String)> {
 fn check_format(format: &'static Format, tags: &[&str]) {
     let tokenizer = tokenizer(format, tags);
     let has_tags = format.tags().all(|tag| tags.contains(&tag));
+    let prompt = prompt(&tokenizer, format);
     let mut random = Random(format.name.len() as u64 + tags.len() as u64);
     for number in 0..CALLS {
         let calls = random.calls();
-        let before = if format.bare.is_none() && number % 3 == 0 { "Let me see.\n" } else { "" };
+        let has_text = format.bare.is_none() && !format.has_messages();
+        let before = if has_text && number % 3 == 0 { "Let me see.\n" } else { "" };
         let source = format!("{before}{}", written(format, &calls, &mut random));
         let mut values = Vec::new();
         for (_, arguments) in &calls {
@@ -274,7 +284,7 @@ fn check_format(format: &'static Format, tags: &[&str]) {
         let about = format!("{} {number}: {source}", format.name);
         let expected: Vec<_> =
             calls.iter().map(|(name, arguments)| (name.to_string(), arguments.clone())).collect();
-        let reply = Reply::new(tokenizer.clone(), &[], &[], &tools());
+        let reply = Reply::new(tokenizer.clone(), &prompt, &[], &tools());
 
         let mut plain = reply.clone();
         let mut pieces: Vec<_> = tokens.iter().flat_map(|token| plain.push(*token)).collect();
@@ -348,6 +358,10 @@ fn calls_of_every_format_are_read_whole_and_cut_at_every_byte() {
     for format in FORMATS {
         let all: Vec<_> = format.tags().collect();
         check_format(format, &all);
+        if format.has_messages() {
+            // Its tags are tokens always.
+            continue;
+        }
         check_format(format, &[]);
         // DeepSeek's vocabulary has the middle of its tags only.
         check_format(format, format.inner);
@@ -363,7 +377,8 @@ fn check(name: &str, source: &str, expected: &str) {
     let format = format(name);
     let tokenizer = tokenizer(format, &format.tags().collect::<Vec<_>>());
     let tokens = tokens(&tokenizer, format, source, &[]);
-    let reply = Reply::new(tokenizer, &[], &[], &tools());
+    let prompt = prompt(&tokenizer, format);
+    let reply = Reply::new(tokenizer, &prompt, &[], &tools());
     for streams in [false, true] {
         let mut reply = reply.clone();
         if streams {
@@ -449,6 +464,14 @@ fn every_format_reads_what_its_template_writes() {
              string=\"true\">a b</｜DSML｜parameter>\n<｜DSML｜parameter name=\"count\" \
              string=\"false\">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
                 .into(),
+        ),
+        (
+            "harmony",
+            format!("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{json}<|call|>"),
+        ),
+        (
+            "harmony",
+            format!(" to=functions.f<|channel|>commentary json<|message|>{json}<|call|>"),
         ),
         ("gemma-4", "<|tool_call>call:f{text:<|\"|>a b<|\"|>,count:5}<tool_call|>".into()),
         (
@@ -575,6 +598,7 @@ fn the_chat_template_names_the_format() {
         ("<|tool_call>", "gemma-4"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("｜DSML｜ function_calls", "deepseek-v3.2"),
+        ("<|channel|> <|message|>", "harmony"),
     ] {
         assert_eq!(Format::of(template).name, name, "{template}");
     }

@@ -1,5 +1,6 @@
 //! The table of formats; see [`Format`].
 
+use super::super::harmony;
 use super::reader::Dialect;
 use super::{Arguments, Format, Ids, Text, Written, blocks, json, literals};
 
@@ -17,6 +18,24 @@ const fn parameters(
 /// The formats. The first whose signs a template has is its format; the last is that of templates that
 /// have none.
 pub static FORMATS: &[Format] = &[
+    Format {
+        name: "harmony",
+        signs: &[&["<|channel|>", "<|message|>"]],
+        open: None,
+        close: None,
+        inner: harmony::TAGS,
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::harmony,
+        written: Written {
+            section: ["", ""],
+            call: [harmony::CALL_HEADER, " <|constrain|>json<|message|>", ""],
+            is_numbered: false,
+            between: "<|end|>",
+            arguments: Arguments::Json,
+        },
+    },
     Format {
         name: "kimi",
         signs: &[&["<|tool_calls_section_begin|>"]],

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | `formats.rs` | the table of formats |
 //! | `reader.rs` | reads text as far as it has arrived, writes arguments as JSON |
-//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi |
+//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Harmony |
 //! | `blocks.rs` | formats with tags around bare values: Qwen, GLM, MiniMax, DeepSeek from V3.2 |
 //! | `literals.rs` | pythonic calls, Gemma |
 //! | `schema.rs` | types of bare values |
@@ -122,6 +122,11 @@ impl Format {
         let has = |sign: &&str| template.contains(sign);
         let is_format = |format: &&Self| format.signs.iter().any(|all| all.iter().all(has));
         FORMATS.iter().find(is_format).unwrap_or(&FORMATS[FORMATS.len() - 1])
+    }
+
+    /// Whether a reply consists of messages, and calls are some of them; see [`super::harmony`].
+    pub fn has_messages(&self) -> bool {
+        self.open.is_none() && self.bare.is_none()
     }
 
     /// Reads `text`, what has arrived of one or several calls between their tags; `has_ended` if it is
