@@ -20,8 +20,10 @@ impl Sequence {
     /// The call of `on-step` after a commit, if one is due.
     pub(super) fn due_call(&mut self, loop_found: Option<LoopReport>) -> Todo {
         let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
-        let budget_reached =
-            is_reasoning && self.reply_state.reasoning_tokens >= self.limits.reasoning;
+        // A header may begin an answer or a call.
+        let budget_reached = is_reasoning
+            && !self.reply_state.reply.in_header()
+            && self.reply_state.reasoning_tokens >= self.limits.reasoning;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
         if loop_found.is_none() && !budget_reached && !due {
@@ -89,7 +91,16 @@ impl Sequence {
                 ));
             }
             Action::Inject(words) => {
-                self.inject(text.encode_plain(&words)?, "injected text", why);
+                let reply = &self.reply_state.reply;
+                let Some(mut tokens) = reply.open_message_tokens(text, reply.phase())? else {
+                    let length = self.reply_len();
+                    self.note(format!(
+                        "did not inject text after {length} tokens ({why}): a header is incomplete"
+                    ));
+                    return Ok(());
+                };
+                tokens.extend(text.encode_plain(&words)?);
+                self.inject(tokens, "injected text", why);
             }
             Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
             Action::Stop(reason) => self.stop(reason, why),
@@ -137,6 +148,9 @@ impl Sequence {
         }
         let hint = if is_answer_fixed { "" } else { hint };
         let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
+        if tokens.is_empty() {
+            return Ok(());
+        }
         self.inject(tokens, "closed the reasoning", why);
         Ok(())
     }

@@ -7,7 +7,8 @@
 //! With [`Scope::Answer`], where the answer begins; reasoning stays free, and is closed if the model ends its
 //! turn there. The line breaks after `</think>`, which models write there, are committed first. With
 //! [`Scope::Opening`], there too, until the answer is text. With [`Scope::Call`], after the tag of each call
-//! outside of reasoning, up to its closing tag.
+//! outside of reasoning, up to its closing tag. With [`Scope::Message`], where each message begins, up to the
+//! end of its header, or of its body if that is a call or an answer in a form.
 //!
 //! # When the mask is computed
 //! The mask of a token needs the token before it on the host. The pass of that token is queued before it
@@ -145,6 +146,9 @@ impl Sequence {
                 phase == Phase::ToolCall || phase == Phase::Answer && reply.is_answer_blank()
             }
             Scope::Call => phase == Phase::ToolCall,
+            Scope::Message { is_fixed } => {
+                reply.in_header() || phase == Phase::ToolCall || is_fixed && phase == Phase::Answer
+            }
         })
     }
 
@@ -155,7 +159,9 @@ impl Sequence {
 
     /// Whether a form covers the whole answer.
     pub(super) fn is_answer_fixed(&self) -> bool {
-        self.constraint.as_ref().is_some_and(|constraint| constraint.scope() == Scope::Answer)
+        self.constraint.as_ref().is_some_and(|constraint| {
+            matches!(constraint.scope(), Scope::Answer | Scope::Message { is_fixed: true })
+        })
     }
 
     /// Whether policies cannot write here: the form covers the rest of the reply.
@@ -189,7 +195,9 @@ impl Sequence {
             let Some(constraint) = &mut self.constraint else { return Ok(()) };
             match constraint.follow(&self.tokens, start)? {
                 Followed::Open => {}
-                Followed::Ended if constraint.scope() == Scope::Answer => {
+                Followed::Ended
+                    if matches!(constraint.scope(), Scope::Answer | Scope::Message { .. }) =>
+                {
                     self.end(FinishReason::Stop);
                     return Ok(());
                 }
@@ -224,6 +232,9 @@ impl Sequence {
         let Some(constraint) = self.constraint.as_ref().filter(|_| self.is_in_form()) else {
             return Ok(None);
         };
+        if matches!(constraint.scope(), Scope::Message { .. }) {
+            return Ok(self.reply_state.reply.message_start(self.prompt));
+        }
         // A rewind may have taken its first tokens too.
         let start = constraint.start().filter(|&start| start <= self.tokens.len());
         if start.is_none() && constraint.scope() == Scope::Answer && self.is_after_reasoning(text) {

@@ -177,6 +177,9 @@ impl Preparer {
         if request.streams_calls && !policy.judges_calls {
             reply.stream_calls();
         }
+        if request.tool_choice.is_required {
+            reply.require_call();
+        }
         Ok(Prepared {
             grammar,
             reply,

@@ -442,8 +442,8 @@ impl Sequence {
         }
         let now = self.reply_state.reply.phase();
         let reasoning_changed = (before == Phase::Reasoning) != (now == Phase::Reasoning);
-        // A call without a verdict may still be rewound.
-        if reasoning_changed && self.progress.waiting.is_empty() {
+        // A call without a verdict may still be rewound, to before the header that ended the reasoning.
+        if reasoning_changed && now != Phase::ToolCall && self.progress.waiting.is_empty() {
             self.start_phase();
         }
         let detector = self.detector.as_mut()?;

@@ -18,6 +18,7 @@ mod forms;
 mod hooks;
 mod limits;
 mod logprobs;
+mod messages;
 mod preemption;
 mod scripted;
 mod tool_calls;

@@ -20,7 +20,7 @@ use crate::policy::{
     ARGUMENT_BYTES, EARLIER_CALLS, EarlierCall, MAX_REPAIRS, ToolCallView, Verdict,
 };
 use crate::request::{FinishReason, Message, ToolCall};
-use crate::text::{Piece, Text};
+use crate::text::{Phase, Piece, Text};
 
 impl Sequence {
     /// Gets verdicts on the waiting calls, if any, and carries them out. False while the policy is called on
@@ -136,6 +136,8 @@ impl Sequence {
         if self.reply_state.reply.in_call() {
             tokens.extend(self.reply_state.reply.close_call_tokens(text)?);
         }
+        let header = self.reply_state.reply.open_message_tokens(text, Phase::Answer)?;
+        tokens.extend(header.unwrap_or_default());
         tokens.extend(text.encode_plain(words)?);
         self.inject(tokens, "injected text", "tool call repair");
         Ok(true)

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use super::{Scope, refused, schema, with_options};
 use crate::error::RequestError;
 use crate::request::Request;
-use crate::text::Text;
 use crate::text::tool_call::{Arguments, Format, Text as Spelling, Written};
+use crate::text::{Text, harmony};
 
 /// The rule for an answer instead of calls.
 pub const ANSWER: &str = "answer";
@@ -71,6 +71,17 @@ impl Calls {
         }))
     }
 
+    /// No calls, for a grammar of messages.
+    pub fn none(text: &Text) -> Self {
+        Self {
+            is_required: false,
+            is_single: true,
+            text: text.clone(),
+            format: text.call_format(),
+            tools: Vec::new(),
+        }
+    }
+
     /// Where the grammar of calls begins that an answer may stand instead of.
     pub fn lazy_scope(&self) -> Scope {
         if self.format.bare.is_some() { Scope::Opening } else { Scope::Call }
@@ -89,10 +100,8 @@ impl Calls {
             let path = format!("tools[{index}].function.parameters");
             schema::check(&path, parameters, compile)?;
             match &self.format.written.arguments {
-                Arguments::Parameters { text: Spelling::Bare | Spelling::Quoted(_), .. } => {
-                    check_block(&path, parameters)?;
-                }
-                Arguments::Parameters { .. } | Arguments::Json => {}
+                Arguments::Json | Arguments::Parameters { text: Spelling::Json, .. } => {}
+                Arguments::Parameters { .. } => check_block(&path, parameters)?,
             }
         }
         Ok(())
@@ -128,7 +137,7 @@ impl Calls {
                 let begin = begin.strip_prefix(open).unwrap_or(begin);
                 format!("{} {}{more} {}", self.terms(begin), tools("tool"), self.terms(end))
             }
-            Scope::Answer | Scope::Opening => {
+            Scope::Answer | Scope::Opening | Scope::Message { .. } => {
                 format!("{} {}{more} {}", self.terms(begin), tools("tool"), self.terms(end))
             }
         };
@@ -147,34 +156,83 @@ impl Calls {
         if let Arguments::Parameters { key: [open, after], text, close, separator } =
             &self.format.written.arguments
         {
-            // The first closing tag ends a text, as models write it.
-            let tag = self.terms(close);
-            let _ = match text {
-                // No text has a token that is a tag.
-                Spelling::Bare if tag.starts_with('<') => writeln!(lark, "text: /(?s:.*)/ {tag}"),
-                Spelling::Bare => writeln!(lark, "text[lazy]: /(?s:.*)/ {tag}"),
-                Spelling::Json => writeln!(lark, "text: %json {{\"type\": \"string\"}}"),
-                Spelling::Quoted(quote) => {
-                    let quote = self.terms(quote);
-                    let lazy = if quote.starts_with('<') { "" } else { "[lazy]" };
-                    writeln!(lark, "text{lazy}: {quote} /(?s:.*)/ {quote}")
-                }
+            lark.push_str(&self.text_rule(*text, close));
+            let json = || {
+                let kinds = json!({"type": ["number", "boolean", "null", "array", "object"]});
+                format!("%json {}", with_options(kinds))
             };
-            let free = match text {
-                Spelling::Bare => "text".to_string(),
+            let (tag, open, after) = (self.terms(close), self.terms(open), self.terms(after));
+            let value = match text {
+                Spelling::Bare => format!("{after} text"),
+                Spelling::Declared(other) => {
+                    format!("({after} text | {} {} {tag})", self.terms(other), json())
+                }
                 Spelling::Json | Spelling::Quoted(_) => {
-                    let kinds = json!({"type": ["number", "boolean", "null", "array", "object"]});
-                    format!("(text | %json {}) {}", with_options(kinds), tag)
+                    format!("{after} (text | {}) {tag}", json())
                 }
             };
-            let (open, after) = (self.terms(open), self.terms(after));
             let key =
                 if separator.is_empty() { "/[^<>\"\\n]+/" } else { "/[A-Za-z_][A-Za-z0-9_]*/" };
             let separator = self.terms(separator);
-            let _ = writeln!(lark, "parameter: {open} {key} {after} {free}");
+            let _ = writeln!(lark, "parameter: {open} {key} {value}");
             let _ = writeln!(lark, "free: (parameter ({separator} parameter)*)?");
         }
         lark
+    }
+
+    /// The Lark grammar of messages ([`Scope::Message`]): a header, and the body of a call, or of an answer
+    /// that has the rule [`ANSWER`]. The body of reasoning is free, and so is that of another answer.
+    pub fn lark_of_messages(&self, has_answer: bool) -> String {
+        let begin = self.terms(harmony::GENERATION_PROMPT);
+        let header = |header: &str| {
+            self.terms(header.strip_prefix(harmony::GENERATION_PROMPT).unwrap_or(header))
+        };
+        let mut bodies = vec![header(harmony::REASONING_HEADER)];
+        if has_answer {
+            bodies.push(format!("{} @{ANSWER}", header(harmony::ANSWER_HEADER)));
+        } else if !self.is_required {
+            bodies.extend([harmony::ANSWER_HEADER, harmony::PREAMBLE_HEADER].map(header));
+        }
+        let mut lark = String::new();
+        for (i, tool) in self.tools.iter().enumerate() {
+            let head = harmony::CALL_HEADER;
+            let head = head.strip_prefix(harmony::GENERATION_PROMPT).unwrap_or(head);
+            let _ = writeln!(lark, "tool_{i}: {}", self.tool(i, tool, head));
+        }
+        if !self.tools.is_empty() {
+            let names: Vec<_> = (0..self.tools.len()).map(|i| format!("tool_{i}")).collect();
+            let _ = writeln!(lark, "call: {}", names.join(" | "));
+            let between = self.terms(self.format.written.between);
+            bodies.push(match self.is_single {
+                true => "call".into(),
+                false => format!("call ({between} {begin} call)*"),
+            });
+        }
+        let _ = writeln!(lark, "start: ({begin})? ({})", bodies.join(" | "));
+        lark
+    }
+
+    /// The rule of a parameter that is a string, with what closes it if it stands bare.
+    fn text_rule(&self, text: Spelling, close: &str) -> String {
+        let is_token = |term: &String| term.starts_with('<');
+        match text {
+            // The first closing tag ends a text, as models write it. No text has a token that is a tag.
+            Spelling::Bare | Spelling::Declared(_) => match &self.split(close)[..] {
+                all @ [first, ..] if is_token(first) => {
+                    format!("text: /(?s:.*)/ {}\n", all.join(" "))
+                }
+                [first, all @ ..] if all.first().is_some_and(is_token) => {
+                    format!("TEXT: /(?s:.*)/ {first}\ntext: TEXT {}\n", all.join(" "))
+                }
+                all => format!("text[lazy]: /(?s:.*)/ {}\n", all.join(" ")),
+            },
+            Spelling::Json => "text: %json {\"type\": \"string\"}\n".into(),
+            Spelling::Quoted(quote) => {
+                let quote = self.terms(quote);
+                let lazy = if is_token(&quote) { "" } else { "[lazy]" };
+                format!("text{lazy}: {quote} /(?s:.*)/ {quote}\n")
+            }
+        }
     }
 
     /// The rule of a call that begins with `head`.
@@ -213,8 +271,21 @@ impl Calls {
         let separator = self.terms(separator);
         let mut count = 0;
         for (n, (key, value)) in properties(schema).enumerate() {
-            let open = self.terms(&format!("{open}{key}{after}"));
-            let parameter = format!("{open} {}", self.value(value, schema, *text, close));
+            let parameter = |after: &str, text| {
+                let open = self.terms(&format!("{open}{key}{after}"));
+                format!("{open} {}", self.value(value, schema, text, close))
+            };
+            let parameter = match *text {
+                Spelling::Declared(other) => match may_be_text(value, schema, SCHEMA_DEPTH) {
+                    true if is_text(value) => parameter(after, Spelling::Bare),
+                    true => {
+                        let other = parameter(other, Spelling::Json);
+                        format!("({} | {other})", parameter(after, Spelling::Bare))
+                    }
+                    false => parameter(other, Spelling::Json),
+                },
+                text => parameter(after, text),
+            };
             let next = n + 1;
             let (skip_first, skip_more) = match is_required(key) {
                 true => (String::new(), String::new()),
@@ -239,7 +310,7 @@ impl Calls {
         let is_text = may_be_text(value, root, SCHEMA_DEPTH);
         let quote = match text {
             Spelling::Quoted(quote) => quote,
-            Spelling::Bare | Spelling::Json => "",
+            Spelling::Bare | Spelling::Declared(_) | Spelling::Json => "",
         };
         if let Some(choices) = choices.filter(|_| text != Spelling::Json) {
             let choice =
@@ -251,7 +322,7 @@ impl Calls {
         match text {
             Spelling::Bare if is_text => return "text".into(),
             Spelling::Quoted(_) if is_text => return format!("text {tag}"),
-            Spelling::Bare | Spelling::Json | Spelling::Quoted(_) => {}
+            _ => {}
         }
         let mut schema = value.clone();
         for keyword in ["$defs", "definitions"] {
@@ -264,6 +335,10 @@ impl Calls {
 
     /// `text` as terms: the tags in it that are tokens, and literals between them.
     fn terms(&self, text: &str) -> String {
+        self.split(text).join(" ")
+    }
+
+    fn split(&self, text: &str) -> Vec<String> {
         let Format { open, close, inner, .. } = self.format;
         let tags = open.iter().chain(close).chain(*inner);
         let tags: Vec<_> =
@@ -280,7 +355,7 @@ impl Calls {
             }
             rest = &rest[at + tag.len()..];
         }
-        terms.join(" ")
+        terms
     }
 }
 
@@ -319,6 +394,13 @@ fn may_be_text(schema: &Value, root: &Value, depth: usize) -> bool {
         }
     }
     true
+}
+
+/// Whether only strings are among the values of `schema`, which says so itself.
+fn is_text(schema: &Value) -> bool {
+    let choices = schema.get("enum").and_then(Value::as_array);
+    let all_text = choices.is_some_and(|all| all.iter().all(Value::is_string));
+    all_text || schema.get("type").is_some_and(|kind| kind == "string")
 }
 
 fn properties(schema: &Value) -> impl Iterator<Item = (&String, &Value)> {

@@ -61,6 +61,12 @@ pub enum Scope {
     Opening,
     /// After each tag that opens a tool call; it covers the call with its closing tag.
     Call,
+    /// Where each message begins, in replies that consist of messages; it covers the header and the body of
+    /// a call.
+    Message {
+        /// Whether it covers the body of the answer too, or the reply must have a call.
+        is_fixed: bool,
+    },
 }
 
 /// The grammar of a reply, after some of its tokens.
@@ -96,15 +102,29 @@ impl Grammars {
             _ => None,
         };
         let scope = match &calls {
+            _ if self.text.call_format().has_messages() => {
+                let is_required = calls.as_ref().is_some_and(|calls| calls.is_required);
+                Scope::Message { is_fixed: answer.is_some() || is_required }
+            }
             Some(calls) if answer.is_none() && !calls.is_required => calls.lazy_scope(),
             _ => Scope::Answer,
         };
+        let named_answer = |grammar: &mut TopLevelGrammar, answer: Option<GrammarWithLexer>| {
+            grammar.grammars.extend(answer.map(|part| named(part, calls::ANSWER)));
+        };
         let grammar = match (answer, calls) {
+            (answer, calls) if matches!(scope, Scope::Message { .. }) => {
+                let calls = calls.unwrap_or_else(|| calls::Calls::none(&self.text));
+                let lark = calls.lark_of_messages(answer.is_some());
+                let mut grammar = TopLevelGrammar::from_lark(lark);
+                named_answer(&mut grammar, answer);
+                grammar
+            }
             (Some(answer), None) => TopLevelGrammar::from_grammar(answer),
             (answer, Some(calls)) => {
                 let lark = calls.lark(scope, answer.is_some());
                 let mut grammar = TopLevelGrammar::from_lark(lark);
-                grammar.grammars.extend(answer.map(|part| named(part, calls::ANSWER)));
+                named_answer(&mut grammar, answer);
                 grammar
             }
             (None, None) => return Ok(None),

@@ -80,6 +80,7 @@ impl Config {
             scores: Scores {
                 scale: self.query_pre_attn_scalar.powf(-0.5),
                 softcap: self.attn_logit_softcapping,
+                sinks: None,
             },
             window: self.is_sliding(layer).then_some(self.sliding_window),
         }

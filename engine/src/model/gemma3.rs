@@ -96,7 +96,11 @@ impl Config {
             eps: self.rms_norm_eps,
             rope: self.rope(sliding),
             growth: None,
-            scores: Scores { scale: self.query_pre_attn_scalar.powf(-0.5), softcap: None },
+            scores: Scores {
+                scale: self.query_pre_attn_scalar.powf(-0.5),
+                softcap: None,
+                sinks: None,
+            },
             window: sliding.then_some(self.sliding_window),
         }
     }

@@ -413,7 +413,7 @@ struct SelfAttn {
 }
 
 /// Norms of queries and keys replace the scale.
-const SCORES: Scores = Scores { scale: 1.0, softcap: None };
+const SCORES: Scores = Scores { scale: 1.0, softcap: None, sinks: None };
 
 impl SelfAttn {
     fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
@@ -467,10 +467,10 @@ impl SelfAttn {
             let (k, v) = kv.forward(x, &[1, rows, self.kv_heads, d])?;
             let k = self.rope.forward(&k, spans)?;
             by_span([q, k, v], spans, |[q, k, v], span| {
-                attention([&q, &k, &v], SCORES, &mut span.cache.layers[self.source])
+                attention([&q, &k, &v], &SCORES, &mut span.cache.layers[self.source])
             })?
         } else {
-            by_span([q], spans, |[q], span| attend(&q, SCORES, &span.cache.layers[self.source]))?
+            by_span([q], spans, |[q], span| attend(&q, &SCORES, &span.cache.layers[self.source]))?
         };
         self.o_proj.forward(&mixed)
     }

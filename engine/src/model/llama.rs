@@ -2,8 +2,8 @@
 //! grouped-query attention and SwiGLU.
 //!
 //! [`Llama`] also runs the families that deviate little: `mistral.rs` (windows), `qwen2.rs`
-//! (biases), `qwen3.rs` (norms of queries and keys, experts). [`SelfAttn`] serves Gemma 2 and 3 as
-//! well.
+//! (biases), `qwen3.rs` (norms of queries and keys, experts), `gpt_oss.rs` (sinks, experts).
+//! [`SelfAttn`] serves Gemma 2 and 3 as well.
 //!
 //! Source: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; `transformers` `models/llama`;
 //! mlx-lm `models/llama.py`, checked by the reference logits in `tests/fixtures`.
@@ -60,7 +60,7 @@ impl Config {
             eps: self.rms_norm_eps,
             rope: self.rope.rope(head_dim, theta),
             growth: None,
-            scores: Scores { scale: (head_dim as f32).powf(-0.5), softcap: None },
+            scores: Scores { scale: (head_dim as f32).powf(-0.5), softcap: None, sinks: None },
             window: None,
         }
     }
@@ -204,7 +204,8 @@ pub(super) struct Growth {
 }
 
 impl SelfAttn {
-    pub fn load(weights: &mut Weights, at: &str, config: AttentionConfig) -> Result<Self> {
+    /// Takes the layer at `at`, with norms of heads, biases and sinks if the checkpoint has them.
+    pub fn load(weights: &mut Weights, at: &str, mut config: AttentionConfig) -> Result<Self> {
         let mut head_norm = |name: &str| {
             let name = format!("{at}.{name}");
             let present = weights.has(&format!("{name}.weight"));
@@ -212,6 +213,10 @@ impl SelfAttn {
         };
         let (q_norm, k_norm) = (head_norm("q_norm")?, head_norm("k_norm")?);
         let AttentionConfig { hidden, heads, kv_heads, head_dim, .. } = config;
+        let sinks = format!("{at}.sinks");
+        if weights.has(&sinks) {
+            config.scores.sinks = Some(weights.take(&sinks)?);
+        }
         let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {
             q_proj: weights.linear_of(&format!("{at}.q_proj"), [queries, hidden])?,
@@ -244,7 +249,7 @@ impl SelfAttn {
             if let Some(growth) = self.config.growth {
                 q = q.multiply(growth.factors(span.offset(), span.rows, q.dtype())?)?;
             }
-            attention([&q, &k, &v], self.config.scores, &mut span.cache.layers[layer])
+            attention([&q, &k, &v], &self.config.scores, &mut span.cache.layers[layer])
         })?;
         self.o_proj.forward(&mixed)
     }

@@ -13,6 +13,7 @@ mod fuzz;
 mod gemma2;
 mod gemma3;
 mod gemma4;
+mod gpt_oss;
 mod llama;
 mod load;
 mod mistral;
@@ -112,6 +113,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "gemma3_text", load: gemma3::load },
     Family { model_type: "gemma4", load: gemma4::load },
     Family { model_type: "gemma4_text", load: gemma4::load },
+    Family { model_type: "gpt_oss", load: gpt_oss::load },
     Family { model_type: "llama", load: llama::load },
     Family { model_type: "ministral3", load: mistral::load },
     Family { model_type: "mistral", load: mistral::load },

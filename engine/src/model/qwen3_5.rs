@@ -255,9 +255,9 @@ impl SelfAttn {
         let k = self.k_norm.forward(&self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
         let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
         let (q, k) = (self.rope.forward(&q, spans)?, self.rope.forward(&k, spans)?);
-        let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None };
+        let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None, sinks: None };
         let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
-            attention([&q, &k, &v], scores, &mut span.cache.layers[layer])
+            attention([&q, &k, &v], &scores, &mut span.cache.layers[layer])
         })?;
         self.o_proj.forward(&sigmoid_gated(gate, mixed)?)
     }

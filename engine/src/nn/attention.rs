@@ -2,7 +2,9 @@
 
 use mlx_rs::fast::{ScaledDotProductAttentionMask, scaled_dot_product_attention};
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{arange, concatenate, matmul, quantized_matmul, select, softmax_axis};
+use mlx_rs::ops::{
+    arange, broadcast_to, concatenate, matmul, quantized_matmul, select, softmax_axis,
+};
 use mlx_rs::{Array, Dtype};
 
 use super::{scaled, softcap};
@@ -10,18 +12,21 @@ use crate::cache::{LayerCache, QuantizedKv};
 use crate::error::Result;
 
 /// How products of queries and keys become scores for the softmax.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Scores {
     /// Factor, usually D^-0.5.
     pub scale: f32,
     /// If set, scores s become c tanh(s / c) (Gemma 2, arXiv:2408.00118).
     pub softcap: Option<f32>,
+    /// [H_q]: for each head, a score that the softmax counts besides those of the keys, without a value
+    /// (gpt-oss; arXiv:2309.17453).
+    pub sinks: Option<Array>,
 }
 
 /// Causal attention of the rows of a span over `cache`, after appending their keys and values to it.
 ///
 /// `q` [1, T, H_q, D]; `k`, `v` [1, T, H_kv, D]; returns [1, T, H_q D] in `q`'s dtype.
-pub fn attention([q, k, v]: [&Array; 3], scores: Scores, cache: &mut LayerCache) -> Result<Array> {
+pub fn attention([q, k, v]: [&Array; 3], scores: &Scores, cache: &mut LayerCache) -> Result<Array> {
     let (k, v) = (k.swap_axes(1, 2)?, v.swap_axes(1, 2)?);
     match cache {
         LayerCache::Full(full) => full.append(&k, &v)?,
@@ -33,14 +38,14 @@ pub fn attention([q, k, v]: [&Array; 3], scores: Scores, cache: &mut LayerCache)
 }
 
 /// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].
-pub fn attend(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
+pub fn attend(q: &Array, scores: &Scores, cache: &LayerCache) -> Result<Array> {
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let y = attend_heads(&q.swap_axes(1, 2)?, scores, cache)?;
     Ok(y.swap_axes(1, 2)?.reshape(&[1, rows, heads * dim])?)
 }
 
 /// [`attend`] with heads first: `q` and the result are [1, H_q, T, D].
-fn attend_heads(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> {
+fn attend_heads(q: &Array, scores: &Scores, cache: &LayerCache) -> Result<Array> {
     let rows = q.dim(2);
     let (k, v, window) = match cache {
         LayerCache::Full(full) => {
@@ -64,12 +69,13 @@ fn attend_heads(q: &Array, scores: Scores, cache: &LayerCache) -> Result<Array> 
     }
     // One query attends to all keys in view, so only longer spans need a mask.
     let keys = k.dim(2);
+    let sinks = scores.sinks.as_ref();
     if rows == 1 || keys <= window {
         let causal = (rows > 1).then_some(ScaledDotProductAttentionMask::Causal);
-        return Ok(scaled_dot_product_attention(q, k, v, scores.scale, causal, None)?);
+        return Ok(scaled_dot_product_attention(q, k, v, scores.scale, causal, sinks)?);
     }
     let mask = mask(rows, keys, window)?;
-    Ok(scaled_dot_product_attention(q, k, v, scores.scale, Some((&mask).into()), None)?)
+    Ok(scaled_dot_product_attention(q, k, v, scores.scale, Some((&mask).into()), sinks)?)
 }
 
 /// bool [T, K]: true if query t, at the position of key K - T + t, attends to a key: to itself and
@@ -126,7 +132,7 @@ impl QuantizedKv {
 
 /// Attention in plain operations, for cases without a fused kernel in MLX: capped scores, and
 /// quantized keys and values.
-fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Result<Array> {
+fn attend_parts(q: &Array, parts: &[Part], scores: &Scores, window: i32) -> Result<Array> {
     let [heads, rows, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let dtype = q.dtype();
     let kv_heads = match &parts[0] {
@@ -143,6 +149,11 @@ fn attend_parts(q: &Array, parts: &[Part], scores: Scores, window: i32) -> Resul
     if rows > 1 || keys > window {
         let never = Array::from_f32(f32::NEG_INFINITY).as_dtype(dtype)?;
         products = select(mask(rows, keys, window)?, products, never)?;
+    }
+    if let Some(sinks) = &scores.sinks {
+        let sinks = sinks.as_dtype(dtype)?.reshape(&[1, kv_heads, heads / kv_heads, 1, 1])?;
+        let column = broadcast_to(sinks, &[1, kv_heads, heads / kv_heads, rows, 1])?;
+        products = concatenate(&[products, column], 4)?;
     }
     // The softmax sums in f32, as fused kernels do.
     let weights = softmax_axis(products.as_dtype(Dtype::Float32)?, -1, true)?.as_dtype(dtype)?;
@@ -178,7 +189,14 @@ mod tests {
     fn quantized_attention_equals_attention_over_dequantized_kv() {
         let (k, v) = (normal(1, &[1, 40, 2, 64]), normal(2, &[1, 40, 2, 64]));
         let q = normal(3, &[1, 40, 6, 64]);
-        let scores = Scores { scale: 0.125, softcap: None };
+        let plain = Scores { scale: 0.125, softcap: None, sinks: None };
+        let sinks = Some(Array::from_slice(&[0.5f32, -1.0, 2.0, 0.0, 1.0, 3.0], &[6]));
+        for scores in [plain.clone(), Scores { sinks, ..plain }] {
+            check_quantized(&scores, [&q, &k, &v]);
+        }
+    }
+
+    fn check_quantized(scores: &Scores, [q, k, v]: [&Array; 3]) {
         for (bits, from) in [(8, 0), (4, 0), (8, 13), (4, 39), (4, 40)] {
             let stored = |a: &Array| {
                 let (w, s, b) = quantize(a, 64, bits).unwrap();
@@ -188,12 +206,12 @@ mod tests {
                 concatenate(&[head, tail], 1).unwrap()
             };
             let mut full = LayerCache::Full(Full::new(2, 64));
-            let expected = attention([&q, &stored(&k), &stored(&v)], scores, &mut full).unwrap();
+            let expected = attention([q, &stored(k), &stored(v)], scores, &mut full).unwrap();
             for pieces in [vec![], vec![1, 2, 17], vec![13], vec![39]] {
                 let quantized = Quantized::new(&Full::new(2, 64), bits, from).unwrap();
                 let mut cache = LayerCache::Quantized(quantized);
                 let split = |a: &Array| a.split_at_indices(&pieces, 1).unwrap();
-                let parts = split(&q).into_iter().zip(split(&k)).zip(split(&v));
+                let parts = split(q).into_iter().zip(split(k)).zip(split(v));
                 let ys: Vec<Array> = parts
                     .map(|((q, k), v)| attention([&q, &k, &v], scores, &mut cache).unwrap())
                     .collect();

@@ -70,7 +70,7 @@ where
 mod tests {
     use super::*;
     use crate::cache::{Cache, LayerCache, Span};
-    use crate::nn::{GatedDelta, Projected, RmsNorm, geglu, sigmoid_gated, swiglu};
+    use crate::nn::{GatedDelta, Projected, RmsNorm, clamped_swiglu, geglu, sigmoid_gated, swiglu};
     use mlx_rs::{Device, Dtype, random};
     use std::process::Command;
 
@@ -139,6 +139,7 @@ mod tests {
                     check(&format!("{what}, {rows} rows, {dtype:?}"), bound, formula);
                 };
                 check("swiglu", &|| vec![swiglu(x(), y()).unwrap()]);
+                check("clamped_swiglu", &|| vec![clamped_swiglu(x(), y()).unwrap()]);
                 check("geglu", &|| vec![geglu(x(), y()).unwrap()]);
                 check("sigmoid_gated", &|| vec![sigmoid_gated(x(), y()).unwrap()]);
                 for taps in [4, 2] {
@@ -148,7 +149,7 @@ mod tests {
             }
         }
         let formulas = FORMULAS.with_borrow(HashMap::len);
-        assert_eq!(formulas, 5, "each formula was compiled");
+        assert_eq!(formulas, 6, "each formula was compiled");
     }
 
     /// An error while MLX records the graph is an error at the second call, too.

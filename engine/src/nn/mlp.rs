@@ -8,7 +8,7 @@ use crate::error::Result;
 /// `down(gated(gate x, up x))`. A stack of them has a leading dimension E.
 #[derive(Debug, Clone)]
 pub struct GatedMlp {
-    /// [`super::swiglu`] or [`super::geglu`].
+    /// [`super::swiglu`], [`super::geglu`] or [`super::clamped_swiglu`].
     pub gated: fn(Array, Array) -> Result<Array>,
     /// [F, D]
     pub gate_proj: Linear,

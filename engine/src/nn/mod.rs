@@ -28,7 +28,7 @@ pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 use mlx_rs::Array;
 use mlx_rs::error::{AsSliceError, ConversionError, Exception};
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{concatenate, sigmoid, tanh};
+use mlx_rs::ops::{concatenate, maximum, minimum, sigmoid, tanh};
 
 use crate::cache::Span;
 use crate::error::{Error, Result};
@@ -82,6 +82,22 @@ pub fn gelu(x: &Array) -> Result<Array> {
 /// `silu(gate) * up`, element by element.
 pub fn swiglu(gate: Array, up: Array) -> Result<Array> {
     let [y] = fused(&[gate, up], |x| Ok([silu(&x[0])?.multiply(&x[1])?]))?;
+    Ok(y)
+}
+
+/// Bound of the clamped SwiGLU.
+pub const SWIGLU_LIMIT: f32 = 7.0;
+
+/// `gate * sigmoid(1.702 gate) * (up + 1)`, element by element, with the gate at most [`SWIGLU_LIMIT`] and
+/// `up` clamped to it on both sides (gpt-oss).
+pub fn clamped_swiglu(gate: Array, up: Array) -> Result<Array> {
+    let [y] = fused(&[gate, up], |x| {
+        let number = |number: f32| Array::from_f32(number).as_dtype(x[0].dtype());
+        let gate = minimum(&x[0], number(SWIGLU_LIMIT)?)?;
+        let up = maximum(minimum(&x[1], number(SWIGLU_LIMIT)?)?, number(-SWIGLU_LIMIT)?)?;
+        let gated = gate.multiply(sigmoid(scaled(&gate, 1.702)?)?)?;
+        Ok([gated.multiply(up.add(number(1.0)?)?)?])
+    })?;
     Ok(y)
 }
 

@@ -12,6 +12,7 @@
 //! | `taint.rs` | which characters of a prompt came with the request |
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
+//! | `harmony.rs` | replies that consist of messages, as gpt-oss writes them |
 //! | `reply.rs` | reasoning, answer and tool calls as clients see them |
 //! | `tool_call/` | the formats of tool calls: reading them, and how grammars write them |
 //! | `stop.rs`, `trim.rs` | stop strings, white space |
@@ -32,6 +33,7 @@ use crate::request::{Message, RawPrompt, Sampling};
 
 mod detokenize;
 mod folder;
+pub mod harmony;
 mod operators;
 mod python;
 mod reply;
@@ -93,6 +95,13 @@ impl Text {
         {
             eos.push(id);
         }
+        let templates = folder.templates()?;
+        tokenizer.set_format(Format::of(templates.choose(true).source()));
+        if tokenizer.format().has_messages() {
+            let ends = harmony::ENDS.iter().filter_map(|end| tokenizer.id(end));
+            let new: Vec<u32> = ends.filter(|id| !eos.contains(id)).collect();
+            eos.extend(new);
+        }
         if eos.is_empty() {
             let path = folder.file("generation_config.json");
             let problem = "has no eos_token_id, nor do config.json and tokenizer_config.json: \
@@ -100,8 +109,6 @@ impl Text {
             return Err(Error::Config(ConfigError::Model { path, problem: problem.into() }));
         }
         tokenizer.hide(&eos);
-        let templates = folder.templates()?;
-        tokenizer.set_format(Format::of(templates.choose(true).source()));
         tokenizer.protect(|spelling| templates.contain(spelling));
         let text = Self {
             tokenizer: Arc::new(tokenizer),
@@ -175,7 +182,17 @@ impl Text {
     /// The first half of [`Text::prompt`].
     pub fn render_prompt(&self, variables: &Variables<'_>) -> Result<Rendered> {
         let taint = (!self.special_tokens_in_text).then(|| self.tokenizer.taint());
-        Ok(Rendered { text: self.render_with(variables, taint)?, is_tainted: taint.is_some() })
+        let mut text = self.render_with(variables, taint)?;
+        // These templates cannot turn reasoning off. With tools, the model chooses the channel.
+        if self.call_format().has_messages()
+            && variables.add_generation_prompt
+            && variables.reasoning == Some(false)
+            && variables.tools.is_empty()
+            && text.ends_with(harmony::GENERATION_PROMPT)
+        {
+            text.push_str(harmony::ANSWER);
+        }
+        Ok(Rendered { text, is_tainted: taint.is_some() })
     }
 
     /// The second half of [`Text::prompt`].
@@ -398,8 +415,11 @@ impl Text {
     }
 
     /// Whether the model can reason: `<think>` and `</think>` are single tokens, and the chat
-    /// template uses them.
+    /// template uses them; or replies consist of messages.
     pub fn supports_reasoning(&self) -> bool {
+        if self.call_format().has_messages() {
+            return true;
+        }
         let source = self.templates.choose(false).source();
         let uses = |marker: Marker| source.contains(self.tokenizer.marker_text(marker));
         self.tokenizer.marker_id(Marker::OpenReasoning).is_some()

@@ -3,7 +3,8 @@
 //! A reply consists of reasoning, an answer and tool calls, separated by markers. A marker is
 //! recognized by its token id, so text that spells it (injected by a policy, or quoted by the
 //! model) stays text. If the tag of calls is not a single token, it is searched in the text; some models
-//! write calls without a tag ([`super::tool_call::Format::bare`]). Reasoning is always delimited by token ids.
+//! write calls without a tag ([`super::tool_call::Format::bare`]), or messages with headers (`message.rs`).
+//! Reasoning is always delimited by token ids.
 //! Never decides when to stop, and drops only markers and the white space next to them.
 //!
 //! Markers in unusual places:
@@ -43,8 +44,10 @@ use crate::error::{RequestError, Result};
 use crate::request::{CallDelta, ToolCall};
 
 mod call;
+mod message;
 
 use call::{Call, Ending};
+use message::Message;
 
 /// Raw text held for a policy that does not take it: the newest bytes.
 const RAW_BYTES: usize = 64 << 10;
@@ -52,7 +55,7 @@ const RAW_BYTES: usize = 64 << 10;
 /// The part of a reply to which the next token belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// Between `<think>` and `</think>`.
+    /// Between `<think>` and `</think>`, or in messages of that kind and the headers around them.
     Reasoning,
     /// The part that the user reads.
     Answer,
@@ -95,6 +98,9 @@ pub struct Reply {
     reasoning: Reasoning,
     answer: Answer,
     call: Option<Call>,
+    /// The newest message, if the reply consists of messages.
+    message: Option<Message>,
+    must_call: bool,
     streams_calls: bool,
     calls: usize,
     /// Digest of the prompt: call ids are unique in a conversation and equal on repetition.
@@ -140,7 +146,11 @@ impl Reply {
         let last = turn
             .filter_map(|id| tokenizer.marker(*id))
             .find(|marker| matches!(marker, Marker::OpenReasoning | Marker::CloseReasoning));
-        let is_reasoning = last == Some(Marker::OpenReasoning);
+        let message = Message::of_prompt(&tokenizer, prompt);
+        let (message, is_reasoning) = match message {
+            Some((message, is_reasoning)) => (Some(message), is_reasoning),
+            None => (None, last == Some(Marker::OpenReasoning)),
+        };
         let schemas = Schemas::new(tools);
         let is_spelled =
             tokenizer.format().open.is_some() && tokenizer.marker_id(Marker::OpenCall).is_none();
@@ -162,11 +172,13 @@ impl Reply {
             is_reasoning,
             reasoning: Reasoning::new(),
             answer: Answer {
-                lead: Lead::new(last.is_some()),
+                lead: Lead::new(last.is_some() || message.is_some()),
                 stop: Stop::new(stop),
                 ..Answer::default()
             },
             call: None,
+            message,
+            must_call: false,
             streams_calls: false,
             calls,
             prompt: digest.finalize().into(),
@@ -178,6 +190,11 @@ impl Reply {
     /// Emits the answer's calls while they are written.
     pub fn stream_calls(&mut self) {
         self.streams_calls = true;
+    }
+
+    /// The reply must have a call: none of its reasoning is closed for an answer.
+    pub fn require_call(&mut self) {
+        self.must_call = true;
     }
 
     /// The phase of the next token.
@@ -206,16 +223,21 @@ impl Reply {
         }
         let before = self.tokens;
         self.tokens += 1;
+        let tag = self.message.as_ref().and_then(|_| self.tokenizer.message_tag(token));
         let marker = self.tokenizer.marker(token).filter(|marker| self.is_marker(*marker));
-        if let Some(marker) = marker {
+        if let Some(tag) = tag {
+            self.flush_text();
+            self.add_raw(tag.text());
+            self.message_tag(tag, before);
+        } else if let Some(marker) = marker {
             self.flush_text();
             self.tag = before;
             self.add_raw(self.tokenizer.marker_text(marker));
             self.marker(marker);
-        } else if let Some(text) = self.tokenizer.call_token(token).filter(|_| self.in_call()) {
-            self.flush_text();
-            self.add_raw(text);
-            self.add_to_phase(text);
+        } else if let Some(spelling) = self.call_token(token) {
+            let mut text = String::new();
+            self.detokenizer.flush(&mut text);
+            self.text(&(text + spelling));
         } else if !self.tokenizer.is_hidden(token) {
             let mut text = String::new();
             self.detokenizer.push(token, &mut text);
@@ -237,6 +259,7 @@ impl Reply {
     /// A call without its closing tag is a call if it is complete, and text otherwise.
     pub fn finish(&mut self) -> Vec<Piece> {
         self.finish_call(Ending::Limit);
+        self.finish_header();
         let rest = self.reasoning.tail.take();
         if self.is_reasoning && self.reasoning.visible {
             self.emit_reasoning(rest);
@@ -287,11 +310,15 @@ impl Reply {
     }
 
     /// The tokens that close the reasoning and continue with `hint`: a line break unless the
-    /// reasoning is at one, `</think>`, an empty line, the hint without special tokens.
+    /// reasoning is at one, `</think>`, an empty line, the hint without special tokens. In messages: the
+    /// end of this one, and the header of the answer.
     ///
     /// # Errors
     /// [`RequestError::Tokenizer`] if the model has no `</think>`.
     pub fn close_reasoning_tokens(&self, text: &Text, hint: &str) -> Result<Vec<u32>> {
+        if let Some(message) = &self.message {
+            return self.close_message_tokens(message, text, hint);
+        }
         let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
             let problem =
                 "the model's vocabulary has no </think> to close the reasoning with".into();
@@ -304,6 +331,13 @@ impl Reply {
         tokens.push(close);
         tokens.extend(text.encode_plain(&format!("\n\n{hint}"))?);
         Ok(tokens)
+    }
+
+    /// The text of `token` if it is a special token of a call, or of the tag before one.
+    fn call_token(&self, token: u32) -> Option<&'static str> {
+        let text = self.tokenizer.call_token(token)?;
+        let open = self.tokenizer.format().open.filter(|_| self.spelled.is_some());
+        (self.in_call() || open.is_some_and(|open| open.contains(text))).then_some(text)
     }
 
     fn is_marker(&self, marker: Marker) -> bool {
@@ -330,6 +364,9 @@ impl Reply {
             return;
         }
         self.add_raw(text);
+        if self.message.is_some() {
+            return self.message_text(text);
+        }
         let Some(held) = self.spelled.as_mut().map(std::mem::take) else {
             return self.add_to_phase(text);
         };

@@ -11,6 +11,7 @@ use crate::text::detokenize::Detokenizer;
 
 mod calls;
 mod fuzz;
+mod harmony;
 mod prompt;
 
 fn tiny() -> Text {

@@ -19,6 +19,7 @@ use std::sync::OnceLock;
 use sha2::{Digest, Sha256};
 use tokenizers::{AddedToken, AddedVocabulary, DecoderWrapper};
 
+use super::harmony;
 use super::taint::{self, Origin, Taint};
 use super::tool_call::Format;
 use crate::error::{ConfigError, Error, RequestError, Result};
@@ -70,6 +71,8 @@ pub(super) struct Tokenizer {
     markers: [Option<u32>; 4],
     /// The tokens within calls.
     call_tokens: HashMap<u32, &'static str>,
+    /// The special tokens of messages, if replies consist of them.
+    message_tags: HashMap<u32, harmony::Tag>,
     /// Whether encoding prepends a blank to the text.
     adds_space: bool,
     size: usize,
@@ -117,6 +120,7 @@ impl Tokenizer {
             format,
             markers: markers(&inner, format),
             call_tokens: HashMap::new(),
+            message_tags: HashMap::new(),
             adds_space: first.is_some_and(|token| token.starts_with(['▁', 'Ġ'])),
             inner,
             respelled: OnceLock::new(),
@@ -150,6 +154,15 @@ impl Tokenizer {
 
     /// Sets how the model writes calls; before [`Tokenizer::protect`].
     pub fn set_format(&mut self, format: &'static Format) {
+        let tag = |tag: harmony::Tag| Some((self.inner.token_to_id(tag.text())?, tag));
+        let tags: Option<HashMap<_, _>> = harmony::Tag::ALL.into_iter().map(tag).collect();
+        let tags = tags.filter(|_| format.has_messages());
+        // Messages are read by their tokens only.
+        let format = match format.has_messages() && tags.is_none() {
+            true => Format::of(""),
+            false => format,
+        };
+        self.message_tags = tags.unwrap_or_default();
         self.format = format;
         self.markers = markers(&self.inner, format);
         let token = |text: &&'static str| Some((self.inner.token_to_id(text)?, *text));
@@ -169,6 +182,11 @@ impl Tokenizer {
     /// The text of `id`, if it is a special token within calls.
     pub fn call_token(&self, id: u32) -> Option<&'static str> {
         self.call_tokens.get(&id).copied()
+    }
+
+    /// The special token of messages that `id` is, if replies consist of messages.
+    pub fn message_tag(&self, id: u32) -> Option<harmony::Tag> {
+        self.message_tags.get(&id).copied()
     }
 
     /// Hides tokens in replies: end-of-turn tokens are not always marked special.

@@ -37,7 +37,37 @@ pub const END: u32 = 255;
 
 /// A family's model with a vocabulary in which every byte is a token. The tags of tool calls are tokens
 /// if `call_tokens`, else text.
-pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
+pub fn family(name: &str, config: Config, call_tokens: bool) -> Decoder {
+    let [open_call, close_call] =
+        if call_tokens { ["<tool_call>", "</tool_call>"] } else { ["<unused4>", "<unused5>"] };
+    let added = [
+        "<unused0>",
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        close_call,
+        open_call,
+        "</think>",
+        "<think>",
+        "<|im_end|>",
+    ];
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}\
+        {% if add_generation_prompt %}it: {% if enable_thinking %}<think>{% endif %}{% endif %}";
+    with_tokens(name, config, added, template)
+}
+
+/// The same with messages as in Harmony, whose special tokens have the ids from 248 on.
+pub fn family_of_messages(name: &str, config: Config) -> Decoder {
+    let tags = crate::text::harmony::TAGS;
+    let added = ["<unused0>"].into_iter().chain(*tags).chain(["<|im_end|>"]);
+    let added: Vec<&str> = added.collect();
+    let template = "{#- <|channel|> #}{% for m in messages %}<|start|>{{ m.role }}<|message|>\
+        {{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}";
+    with_tokens(name, config, added.try_into().unwrap(), template)
+}
+
+/// A family's model in which every byte is a token; `added` are the last ones.
+fn with_tokens(name: &str, mut config: Config, added: [&str; 9], template: &str) -> Decoder {
     let folder = tempfile::tempdir().unwrap();
     let family =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families").join(name);
@@ -52,19 +82,6 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
         char::from_u32(code).unwrap().to_string()
     };
     let vocab: Map<String, Value> = (0..247).map(|byte| (letter(byte), byte.into())).collect();
-    let [open_call, close_call] =
-        if call_tokens { ["<tool_call>", "</tool_call>"] } else { ["<unused4>", "<unused5>"] };
-    let added = [
-        "<unused0>",
-        "<|fim_prefix|>",
-        "<|fim_suffix|>",
-        "<|fim_middle|>",
-        close_call,
-        open_call,
-        "</think>",
-        "<think>",
-        "<|im_end|>",
-    ];
     let added: Vec<Value> = (247..)
         .zip(added)
         .map(|(id, content)| {
@@ -77,8 +94,6 @@ pub fn family(name: &str, mut config: Config, call_tokens: bool) -> Decoder {
         "use_regex": false});
     let tokenizer = json!({"version": "1.0", "added_tokens": added, "pre_tokenizer": bytes,
         "decoder": bytes, "model": {"type": "BPE", "vocab": vocab, "merges": []}});
-    let template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}\
-        {% if add_generation_prompt %}it: {% if enable_thinking %}<think>{% endif %}{% endif %}";
     for (file, text) in [
         ("tokenizer.json", tokenizer.to_string()),
         ("tokenizer_config.json", json!({"chat_template": template}).to_string()),

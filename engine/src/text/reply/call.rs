@@ -33,6 +33,11 @@ pub struct Call {
 }
 
 impl Call {
+    /// A call in a message with this `header`, which begins after `start` tokens.
+    pub fn message(start: usize, header: &str) -> Self {
+        Self { start, content: header.into(), ..Self::default() }
+    }
+
     /// A call without a tag, after `start` tokens.
     pub fn bare(start: usize) -> Self {
         Self { start, is_bare: true, ..Self::default() }

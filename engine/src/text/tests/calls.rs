@@ -9,16 +9,15 @@ use crate::text::tool_call::{Arguments, FORMATS, Format, Text as Spelling};
 
 const CALLS: usize = 200;
 
-/// A tokenizer in which every byte is a token. The tags of `format` are tokens too if `has_tags`, the last
-/// token otherwise.
-fn tokenizer(format: &'static Format, has_tags: bool) -> Arc<Tokenizer> {
+/// A tokenizer in which every byte is a token, and `tags` are too. The last token is hidden.
+fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
     let hidden = |byte: &u32| matches!(byte, 0..=32 | 127..=160 | 173);
     let letter = |byte: u32| {
         let number = 256 + (0..byte).filter(hidden).count() as u32;
         char::from_u32(if hidden(&byte) { number } else { byte }).unwrap().to_string()
     };
     let vocab: Map<String, Value> = (0..256).map(|byte| (letter(byte), byte.into())).collect();
-    let tags = format.tags().filter(|_| has_tags).chain(["<|im_end|>"]);
+    let tags = tags.iter().chain(&["<|im_end|>"]);
     let added = (256..).zip(tags).map(|(id, content)| {
         json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
             "rstrip": false, "normalized": false})
@@ -31,6 +30,14 @@ fn tokenizer(format: &'static Format, has_tags: bool) -> Arc<Tokenizer> {
     let mut tokenizer = Tokenizer::parse(json.to_string().as_bytes()).expect("it parses");
     tokenizer.set_format(format);
     Arc::new(tokenizer)
+}
+
+/// The end of a prompt, where the format needs it.
+fn prompt(tokenizer: &Tokenizer, format: &Format) -> Vec<u32> {
+    match format.has_messages() {
+        true => tokenizer.encode("<|start|>assistant").expect("it encodes"),
+        false => Vec::new(),
+    }
 }
 
 fn tools() -> Vec<Value> {
@@ -85,6 +92,7 @@ impl Random {
             "&lt;",
             "\u{7f}",
             "</arg_value>",
+            "</｜DSML｜parameter>",
             "<think>",
             "\r",
         ];
@@ -255,12 +263,16 @@ fn reassembled(pieces: &[Piece]) -> Vec<(String, String, String)> {
     calls
 }
 
-fn check_format(format: &'static Format, has_tags: bool) {
-    let tokenizer = tokenizer(format, has_tags);
-    let mut random = Random(format.name.len() as u64 + u64::from(has_tags));
+/// Those of its tags that are in `tags` are tokens.
+fn check_format(format: &'static Format, tags: &[&str]) {
+    let tokenizer = tokenizer(format, tags);
+    let has_tags = format.tags().all(|tag| tags.contains(&tag));
+    let prompt = prompt(&tokenizer, format);
+    let mut random = Random(format.name.len() as u64 + tags.len() as u64);
     for number in 0..CALLS {
         let calls = random.calls();
-        let before = if format.bare.is_none() && number % 3 == 0 { "Let me see.\n" } else { "" };
+        let has_text = format.bare.is_none() && !format.has_messages();
+        let before = if has_text && number % 3 == 0 { "Let me see.\n" } else { "" };
         let source = format!("{before}{}", written(format, &calls, &mut random));
         let mut values = Vec::new();
         for (_, arguments) in &calls {
@@ -272,7 +284,7 @@ fn check_format(format: &'static Format, has_tags: bool) {
         let about = format!("{} {number}: {source}", format.name);
         let expected: Vec<_> =
             calls.iter().map(|(name, arguments)| (name.to_string(), arguments.clone())).collect();
-        let reply = Reply::new(tokenizer.clone(), &[], &[], &tools());
+        let reply = Reply::new(tokenizer.clone(), &prompt, &[], &tools());
 
         let mut plain = reply.clone();
         let mut pieces: Vec<_> = tokens.iter().flat_map(|token| plain.push(*token)).collect();
@@ -344,9 +356,15 @@ fn check_cut(
 #[test]
 fn calls_of_every_format_are_read_whole_and_cut_at_every_byte() {
     for format in FORMATS {
-        for has_tags in [true, false] {
-            check_format(format, has_tags);
+        let all: Vec<_> = format.tags().collect();
+        check_format(format, &all);
+        if format.has_messages() {
+            // Its tags are tokens always.
+            continue;
         }
+        check_format(format, &[]);
+        // DeepSeek's vocabulary has the middle of its tags only.
+        check_format(format, format.inner);
     }
 }
 
@@ -357,9 +375,10 @@ fn format(name: &str) -> &'static Format {
 /// The reply `source` in a format, with tags as tokens: what clients see, and the same streamed.
 fn check(name: &str, source: &str, expected: &str) {
     let format = format(name);
-    let tokenizer = tokenizer(format, true);
+    let tokenizer = tokenizer(format, &format.tags().collect::<Vec<_>>());
     let tokens = tokens(&tokenizer, format, source, &[]);
-    let reply = Reply::new(tokenizer, &[], &[], &tools());
+    let prompt = prompt(&tokenizer, format);
+    let reply = Reply::new(tokenizer, &prompt, &[], &tools());
     for streams in [false, true] {
         let mut reply = reply.clone();
         if streams {
@@ -439,6 +458,21 @@ fn every_format_reads_what_its_template_writes() {
              <parameter name=\"count\">5</parameter>\n</invoke>\n</minimax:tool_call>"
                 .into(),
         ),
+        (
+            "deepseek-v3.2",
+            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"text\" \
+             string=\"true\">a b</｜DSML｜parameter>\n<｜DSML｜parameter name=\"count\" \
+             string=\"false\">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+                .into(),
+        ),
+        (
+            "harmony",
+            format!("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{json}<|call|>"),
+        ),
+        (
+            "harmony",
+            format!(" to=functions.f<|channel|>commentary json<|message|>{json}<|call|>"),
+        ),
         ("gemma-4", "<|tool_call>call:f{text:<|\"|>a b<|\"|>,count:5}<tool_call|>".into()),
         (
             "function-gemma",
@@ -501,7 +535,7 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
 #[test]
 fn streamed_calls_are_closed_where_they_become_malformed_and_stay_open_at_a_limit() {
     let format = format("hermes");
-    let tokenizer = tokenizer(format, true);
+    let tokenizer = tokenizer(format, &format.tags().collect::<Vec<_>>());
     let start = |source: &str| {
         let mut reply = Reply::new(tokenizer.clone(), &[], &[], &tools());
         reply.stream_calls();
@@ -530,7 +564,7 @@ fn streamed_calls_are_closed_where_they_become_malformed_and_stay_open_at_a_limi
 #[test]
 fn long_arguments_are_streamed_while_they_are_written() {
     let format = format("qwen");
-    let tokenizer = tokenizer(format, true);
+    let tokenizer = tokenizer(format, &format.tags().collect::<Vec<_>>());
     let mut reply = Reply::new(tokenizer.clone(), &[], &[], &tools());
     reply.stream_calls();
     let text = "line of a file\n".repeat(2000);
@@ -563,6 +597,8 @@ fn the_chat_template_names_the_format() {
         ("<tool_call> <arg_key>", "glm"),
         ("<|tool_call>", "gemma-4"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("｜DSML｜ function_calls", "deepseek-v3.2"),
+        ("<|channel|> <|message|>", "harmony"),
     ] {
         assert_eq!(Format::of(template).name, name, "{template}");
     }
@@ -580,7 +616,7 @@ fn ids_have_the_form_that_the_template_expects() {
         ),
     ] {
         let format = format(name);
-        let tokenizer = tokenizer(format, true);
+        let tokenizer = tokenizer(format, &format.tags().collect::<Vec<_>>());
         let tokens = tokens(&tokenizer, format, source, &[]);
         // The prompt has a call already.
         let mut reply = Reply::new(tokenizer, &tokens, &[], &tools());

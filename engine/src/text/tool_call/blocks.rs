@@ -1,4 +1,4 @@
-//! Formats with a tag for each parameter, whose values are bare texts: Qwen, GLM, MiniMax.
+//! Formats with a tag for each parameter, whose values are bare texts: Qwen, GLM, MiniMax, DeepSeek from V3.2.
 
 use super::json;
 use super::reader::{BareValue, Read, Reader, Stop, head};
@@ -15,6 +15,7 @@ pub fn qwen(reader: &mut Reader<'_>) -> Read {
         parameter: ["<parameter=", ">", "</parameter>"],
         follow: &["<parameter=", "</function>"],
         has_lines: true,
+        has_flags: false,
     };
     calls(reader, tags)
 }
@@ -47,7 +48,7 @@ pub fn glm(reader: &mut Reader<'_>) -> Read {
             reader.skip_space();
             reader.expect("<arg_value>")?;
             let follow = &["<arg_key>", ""];
-            let value = BareValue { close: "</arg_value>", follow, has_lines: false };
+            let value = BareValue { close: "</arg_value>", follow, ..BareValue::default() };
             reader.element(out, &head(key), |reader, out| {
                 reader.bare_value(out, [name, key], value)
             })?;
@@ -68,6 +69,21 @@ pub fn minimax(reader: &mut Reader<'_>) -> Read {
         parameter: ["<parameter name=\"", "\">", "</parameter>"],
         follow: &["<parameter name=", "</invoke>"],
         has_lines: false,
+        has_flags: false,
+    };
+    calls(reader, tags)
+}
+
+/// `<｜DSML｜invoke name="name">` with `<｜DSML｜parameter name="key" string="true">` blocks. With
+/// `string="false"` the value is JSON.
+pub fn deepseek(reader: &mut Reader<'_>) -> Read {
+    reader.skip_space();
+    let tags = Tags {
+        call: ["<｜DSML｜invoke name=\"", "\">", "</｜DSML｜invoke>"],
+        parameter: ["<｜DSML｜parameter name=\"", "\" string=\"", "</｜DSML｜parameter>"],
+        follow: &["<｜DSML｜parameter name=", "</｜DSML｜invoke>"],
+        has_lines: false,
+        has_flags: true,
     };
     calls(reader, tags)
 }
@@ -83,11 +99,13 @@ struct Tags {
     follow: &'static [&'static str],
     /// Whether a value stands on lines of its own.
     has_lines: bool,
+    /// Whether `true">` or `false">` after the key tells if the value is a bare string or JSON.
+    has_flags: bool,
 }
 
 /// One call after the other, up to the end.
 fn calls(reader: &mut Reader<'_>, tags: Tags) -> Read {
-    let Tags { call, parameter, follow, has_lines } = tags;
+    let Tags { call, parameter, follow, has_lines, has_flags } = tags;
     loop {
         reader.expect(call[0])?;
         let name = reader.name_until(call[1])?;
@@ -97,8 +115,19 @@ fn calls(reader: &mut Reader<'_>, tags: Tags) -> Read {
             reader.skip_space();
             while reader.take(parameter[0])? {
                 let key = reader.name_until(parameter[1])?;
-                let value = BareValue { close: parameter[2], follow, has_lines };
+                let is_json = has_flags && reader.take("false\">")?;
+                if has_flags && !is_json {
+                    reader.expect("true\">")?;
+                }
+                let value =
+                    BareValue { close: parameter[2], follow, has_lines, is_string: has_flags };
                 reader.element(out, &head(key), |reader, out| {
+                    if is_json {
+                        reader.skip_space();
+                        reader.value(out, 0)?;
+                        reader.skip_space();
+                        return reader.expect(parameter[2]);
+                    }
                     reader.bare_value(out, [name, key], value)
                 })?;
                 reader.skip_space();

@@ -1,5 +1,6 @@
-//! Formats whose arguments are a JSON object: Hermes, Llama 3, Mistral, DeepSeek, Kimi.
+//! Formats whose arguments are a JSON object: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Harmony.
 
+use super::super::harmony::{Body, read_header};
 use super::reader::{Read, Reader, Stop};
 
 /// `{"name": .., "arguments": {..}}`, or a list of these. Calls without a list are separated by `;`, as
@@ -175,4 +176,15 @@ pub fn kimi(reader: &mut Reader<'_>) -> Read {
             return Ok(());
         }
     }
+}
+
+/// A message of Harmony, from its header on: `.. to=functions.name ..<|message|>{..}`.
+pub fn harmony(reader: &mut Reader<'_>) -> Read {
+    let header = reader.until("<|message|>")?;
+    let Some(Body::Call(name)) = read_header(header) else { return Err(Stop::Malformed) };
+    reader.begin(name);
+    reader.skip_space();
+    reader.arguments(|reader, out| reader.object(out, 0))?;
+    reader.complete();
+    end(reader)
 }

@@ -7,9 +7,10 @@
 //!
 //! | file | contents |
 //! |---|---|
+//! | `formats.rs` | the table of formats |
 //! | `reader.rs` | reads text as far as it has arrived, writes arguments as JSON |
-//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi |
-//! | `blocks.rs` | formats with tags around bare values: Qwen, GLM, MiniMax |
+//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Harmony |
+//! | `blocks.rs` | formats with tags around bare values: Qwen, GLM, MiniMax, DeepSeek from V3.2 |
 //! | `literals.rs` | pythonic calls, Gemma |
 //! | `schema.rs` | types of bare values |
 //!
@@ -24,10 +25,12 @@
 use serde_json::{Map, Value};
 
 mod blocks;
+mod formats;
 mod json;
 mod literals;
 mod reader;
 mod schema;
+pub use formats::FORMATS;
 pub use reader::CallDraft;
 use reader::{Dialect, Read, Reader, Stop};
 pub use schema::Schemas;
@@ -104,288 +107,14 @@ pub enum Arguments {
 pub enum Text {
     /// Bare, up to what comes after the value.
     Bare,
+    /// Bare too. What comes after the key says that the value is a string; this comes there before other
+    /// values, which are JSON.
+    Declared(&'static str),
     /// As in JSON.
     Json,
     /// Between two of these tokens.
     Quoted(&'static str),
 }
-
-const GEMMA_QUOTE: &str = "<|\"|>";
-
-const fn parameters(
-    key: [&'static str; 2],
-    text: Text,
-    close: &'static str,
-    separator: &'static str,
-) -> Arguments {
-    Arguments::Parameters { key, text, close, separator }
-}
-
-/// The formats. The first whose signs a template has is its format; the last is that of templates that
-/// have none.
-pub static FORMATS: &[Format] = &[
-    Format {
-        name: "kimi",
-        signs: &[&["<|tool_calls_section_begin|>"]],
-        open: Some("<|tool_calls_section_begin|>"),
-        close: Some("<|tool_calls_section_end|>"),
-        inner: &["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
-        bare: None,
-        ids: Ids::Function,
-        dialect: Dialect::Json,
-        read: json::kimi,
-        written: Written {
-            section: ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"],
-            call: [
-                "<|tool_call_begin|>functions.",
-                "<|tool_call_argument_begin|>",
-                "<|tool_call_end|>",
-            ],
-            is_numbered: true,
-            between: "",
-            arguments: Arguments::Json,
-        },
-    },
-    Format {
-        name: "minimax",
-        signs: &[&["<minimax:tool_call>"]],
-        open: Some("<minimax:tool_call>"),
-        close: Some("</minimax:tool_call>"),
-        inner: &[],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: blocks::minimax,
-        written: Written {
-            section: ["<minimax:tool_call>\n", "</minimax:tool_call>"],
-            call: ["<invoke name=\"", "\">\n", "</invoke>\n"],
-            is_numbered: false,
-            between: "",
-            arguments: parameters(["<parameter name=\"", "\">"], Text::Bare, "</parameter>\n", ""),
-        },
-    },
-    Format {
-        name: "deepseek-v3",
-        signs: &[&["<｜tool▁calls▁begin｜>", "```json"]],
-        open: Some("<｜tool▁calls▁begin｜>"),
-        close: Some("<｜tool▁calls▁end｜>"),
-        inner: &["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: json::deepseek,
-        written: Written {
-            section: ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
-            call: [
-                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-                "\n```json\n",
-                "\n```<｜tool▁call▁end｜>",
-            ],
-            is_numbered: false,
-            between: "\n",
-            arguments: Arguments::Json,
-        },
-    },
-    Format {
-        name: "deepseek-v3.1",
-        signs: &[&["<｜tool▁calls▁begin｜>"]],
-        open: Some("<｜tool▁calls▁begin｜>"),
-        close: Some("<｜tool▁calls▁end｜>"),
-        inner: &["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: json::deepseek,
-        written: Written {
-            section: ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
-            call: ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
-            is_numbered: false,
-            between: "",
-            arguments: Arguments::Json,
-        },
-    },
-    Format {
-        name: "gemma-4",
-        signs: &[&["<|tool_call>"]],
-        open: Some("<|tool_call>"),
-        close: Some("<tool_call|>"),
-        inner: &[GEMMA_QUOTE],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Quoted(GEMMA_QUOTE),
-        read: literals::gemma,
-        written: Written {
-            section: ["", ""],
-            call: ["<|tool_call>call:", "{", "}<tool_call|>"],
-            is_numbered: false,
-            between: "",
-            arguments: parameters(["", ":"], Text::Quoted(GEMMA_QUOTE), "", ","),
-        },
-    },
-    Format {
-        name: "function-gemma",
-        signs: &[&["<start_function_call>"]],
-        open: Some("<start_function_call>"),
-        close: Some("<end_function_call>"),
-        inner: &["<escape>"],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Quoted("<escape>"),
-        read: literals::gemma,
-        written: Written {
-            section: ["", ""],
-            call: ["<start_function_call>call:", "{", "}<end_function_call>"],
-            is_numbered: false,
-            between: "",
-            arguments: parameters(["", ":"], Text::Quoted("<escape>"), "", ","),
-        },
-    },
-    Format {
-        name: "mistral",
-        signs: &[&["[TOOL_CALLS]", "[ARGS]"]],
-        open: Some("[TOOL_CALLS]"),
-        close: None,
-        inner: &["[CALL_ID]", "[ARGS]"],
-        bare: None,
-        ids: Ids::Nine,
-        dialect: Dialect::Json,
-        read: json::mistral,
-        written: Written {
-            section: ["", ""],
-            call: ["[TOOL_CALLS]", "[ARGS]", ""],
-            is_numbered: false,
-            between: "",
-            arguments: Arguments::Json,
-        },
-    },
-    Format {
-        name: "mistral-list",
-        signs: &[&["[TOOL_CALLS]"]],
-        open: Some("[TOOL_CALLS]"),
-        close: None,
-        inner: &["[CALL_ID]", "[ARGS]"],
-        bare: None,
-        ids: Ids::Nine,
-        dialect: Dialect::Json,
-        read: json::mistral,
-        written: Written {
-            section: ["[TOOL_CALLS][", "]"],
-            call: ["{\"name\": \"", "\", \"arguments\": ", "}"],
-            is_numbered: false,
-            between: ", ",
-            arguments: Arguments::Json,
-        },
-    },
-    Format {
-        name: "glm",
-        signs: &[&["<tool_call>", "<arg_key>"]],
-        open: Some("<tool_call>"),
-        close: Some("</tool_call>"),
-        inner: &["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: blocks::glm,
-        written: Written {
-            section: ["", ""],
-            call: ["<tool_call>", "\n", "</tool_call>"],
-            is_numbered: false,
-            between: "\n",
-            arguments: parameters(
-                ["<arg_key>", "</arg_key>\n<arg_value>"],
-                Text::Bare,
-                "</arg_value>\n",
-                "",
-            ),
-        },
-    },
-    Format {
-        name: "lfm2",
-        signs: &[&["<|tool_call_start|>"]],
-        open: Some("<|tool_call_start|>"),
-        close: Some("<|tool_call_end|>"),
-        inner: &[],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Python,
-        read: literals::pythonic,
-        written: Written { section: ["<|tool_call_start|>[", "]<|tool_call_end|>"], ..PYTHONIC },
-    },
-    Format {
-        name: "qwen",
-        signs: &[&["<function="]],
-        open: Some("<tool_call>"),
-        close: Some("</tool_call>"),
-        inner: &[],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: blocks::qwen,
-        written: Written {
-            section: ["", ""],
-            call: ["<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"],
-            is_numbered: false,
-            between: "\n",
-            arguments: parameters(["<parameter=", ">\n"], Text::Bare, "\n</parameter>\n", ""),
-        },
-    },
-    Format {
-        name: "llama-3",
-        signs: &[&["<|start_header_id|>", "\"parameters\": "]],
-        open: Some("<|python_tag|>"),
-        close: None,
-        inner: &[],
-        bare: Some('{'),
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: json::objects,
-        written: Written {
-            section: ["", ""],
-            call: ["{\"name\": \"", "\", \"parameters\": ", "}"],
-            is_numbered: false,
-            between: "; ",
-            arguments: Arguments::Json,
-        },
-    },
-    Format {
-        name: "pythonic",
-        signs: &[&["[func_name1("], &["<|python_start|>"]],
-        open: Some("<|python_start|>"),
-        close: Some("<|python_end|>"),
-        inner: &[],
-        bare: Some('['),
-        ids: Ids::Call,
-        dialect: Dialect::Python,
-        read: literals::pythonic,
-        written: PYTHONIC,
-    },
-    Format {
-        name: "hermes",
-        signs: &[&["<tool_call>"], &[]],
-        open: Some("<tool_call>"),
-        close: Some("</tool_call>"),
-        inner: &[],
-        bare: None,
-        ids: Ids::Call,
-        dialect: Dialect::Json,
-        read: blocks::qwen,
-        written: Written {
-            section: ["", ""],
-            call: ["<tool_call>\n{\"name\": \"", "\", \"arguments\": ", "}\n</tool_call>"],
-            is_numbered: false,
-            between: "\n",
-            arguments: Arguments::Json,
-        },
-    },
-];
-
-const PYTHONIC: Written = Written {
-    section: ["[", "]"],
-    call: ["", "(", ")"],
-    is_numbered: false,
-    between: ", ",
-    arguments: parameters(["", "="], Text::Json, "", ", "),
-};
 
 impl Format {
     /// The format in which this chat template writes calls.
@@ -393,6 +122,11 @@ impl Format {
         let has = |sign: &&str| template.contains(sign);
         let is_format = |format: &&Self| format.signs.iter().any(|all| all.iter().all(has));
         FORMATS.iter().find(is_format).unwrap_or(&FORMATS[FORMATS.len() - 1])
+    }
+
+    /// Whether a reply consists of messages, and calls are some of them; see [`super::harmony`].
+    pub fn has_messages(&self) -> bool {
+        self.open.is_none() && self.bare.is_none()
     }
 
     /// Reads `text`, what has arrived of one or several calls between their tags; `has_ended` if it is
@@ -447,7 +181,7 @@ impl Written {
     pub fn spell(&self, calls: &[(&str, &[(&str, Value)])]) -> String {
         fn value(of: &Value, text: Text) -> String {
             match (text, of) {
-                (Text::Bare, Value::String(text)) => text.clone(),
+                (Text::Bare | Text::Declared(_), Value::String(text)) => text.clone(),
                 (Text::Quoted(quote), Value::String(text)) => format!("{quote}{text}{quote}"),
                 (Text::Quoted(_), Value::Array(all)) => {
                     let all: Vec<_> = all.iter().map(|one| value(one, text)).collect();
@@ -468,6 +202,10 @@ impl Written {
                 }
                 Arguments::Parameters { key: [open, after], text, close, separator } => {
                     let one = |(key, one): &(&str, Value)| {
+                        let after = match *text {
+                            Text::Declared(after) if !one.is_string() => after,
+                            _ => after,
+                        };
                         format!("{open}{key}{after}{}{close}", value(one, *text))
                     };
                     all.iter().map(one).collect::<Vec<_>>().join(separator)

@@ -394,7 +394,7 @@ impl<'a> Reader<'a> {
         [function, parameter]: [&str; 2],
         value: BareValue<'_>,
     ) -> Read {
-        let BareValue { close, follow, has_lines } = value;
+        let BareValue { close, follow, has_lines, is_string } = value;
         let body = self.rest;
         let (mut end, mut certain) = (None, body.len() - partial(body, close));
         for (at, _) in body.match_indices(close) {
@@ -415,7 +415,11 @@ impl<'a> Reader<'a> {
         let text = &body[..end.map_or(certain, |(at, _)| at)];
         let text = text.strip_prefix('\n').filter(|_| has_lines).unwrap_or(text);
         let text = text.strip_suffix('\n').filter(|_| has_lines).unwrap_or(text);
-        if self.schemas.is_text(function, parameter) {
+        let is_text = match is_string {
+            true => self.schemas.may_be_text(function, parameter),
+            false => self.schemas.is_text(function, parameter),
+        };
+        if is_text {
             out.push('"');
             push_text(out, text);
             if end.is_some() {
@@ -433,13 +437,15 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// How a bare value ends.
-#[derive(Debug, Clone, Copy)]
+/// How a bare value ends, and what it is.
+#[derive(Debug, Clone, Copy, Default)]
 pub struct BareValue<'a> {
     pub close: &'a str,
     pub follow: &'a [&'a str],
     /// Whether it stands on lines of its own.
     pub has_lines: bool,
+    /// Whether its tag says that it is a string. One where the schema allows none is typed all the same.
+    pub is_string: bool,
 }
 
 const FORBIDDEN: [char; 3] = ['<', '{', '\n'];

@@ -48,6 +48,12 @@ impl Schemas {
         self.types(function, parameter).iter().all(|kind| *kind == "string")
     }
 
+    /// Whether a string is allowed here.
+    pub fn may_be_text(&self, function: &str, parameter: &str) -> bool {
+        let types = self.types(function, parameter);
+        types.is_empty() || types.contains(&"string")
+    }
+
     /// The JSON types of a parameter, in the order in which to try them.
     fn types(&self, function: &str, parameter: &str) -> Vec<&str> {
         let root = self.0.iter().find(|(name, _)| name == function).map(|(_, schema)| schema);
