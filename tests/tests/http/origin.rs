@@ -77,8 +77,8 @@ async fn foreign_hosts_and_origins_are_refused_on_all_routes() {
     let metrics = samples(std::str::from_utf8(&metrics).unwrap());
     let count =
         |reason| metrics[&format!("steersman_refused_requests_total{{reason=\"{reason}\"}}")];
-    assert_eq!(count("host_not_allowed"), 24.0);
-    assert_eq!(count("origin_not_allowed"), 33.0);
+    assert_eq!(count("host_not_allowed"), 28.0);
+    assert_eq!(count("origin_not_allowed"), 39.0);
     assert_eq!(count("invalid_host"), 1.0);
 }
 
