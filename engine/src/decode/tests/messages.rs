@@ -9,7 +9,7 @@ use crate::decode::verify::DecodePath;
 use crate::policy::{Action, Bias, SamplingPatch, Step, TokenBias, Verdict};
 use crate::request::{FinishReason, Form, Request, ResponseFormat, ToolChoice};
 
-const FAMILIES: [&str; 2] = ["qwen3_next", "llama"];
+const FAMILIES: [&str; 3] = ["qwen3_next", "llama", "gpt_oss"];
 const PATHS: [DecodePath; 4] = [
     DecodePath::Plain,
     DecodePath::Rewound,
