@@ -86,13 +86,18 @@ fn engine(queue: usize, script: fn() -> Vec<Act>) -> (Engine, Arc<Seen>) {
     engine_of("owner/tiny", queue, script)
 }
 
-/// Plays `script` for the request `id`.
-async fn play(id: String, events: UnboundedSender<Event>, records: Arc<Seen>, script: Vec<Act>) {
+/// Plays `script` for `request`.
+async fn play(
+    request: Request,
+    events: UnboundedSender<Event>,
+    records: Arc<Seen>,
+    script: Vec<Act>,
+) {
     let started = Event::Started {
         fingerprint: "fp_test".into(),
         prompt_tokens: USAGE.prompt_tokens,
         cached_tokens: USAGE.cached_tokens,
-        max_tokens: MAX_TOKENS,
+        max_tokens: request.max_tokens.unwrap_or(MAX_TOKENS),
     };
     drop(events.send(started));
     for act in script {
@@ -101,7 +106,7 @@ async fn play(id: String, events: UnboundedSender<Event>, records: Arc<Seen>, sc
             Wait(time) => tokio::time::sleep(time).await,
             UntilCancelled => {
                 events.closed().await;
-                records.cancelled.lock().unwrap().push(id.clone());
+                records.cancelled.lock().unwrap().push(request.id.clone());
             }
         }
     }
@@ -132,9 +137,8 @@ fn engine_that(
             let mut choices = Vec::new();
             for Job { request, events } in std::iter::once(job).chain(others) {
                 let acts = script(&request);
-                let id = request.id.clone();
-                records.requests.lock().unwrap().push(request);
-                choices.push(tokio::spawn(play(id, events, records.clone(), acts)));
+                records.requests.lock().unwrap().push(request.clone());
+                choices.push(tokio::spawn(play(request, events, records.clone(), acts)));
             }
             for choice in choices {
                 choice.await.unwrap();
@@ -176,7 +180,7 @@ fn app(script: fn() -> Vec<Act>) -> (Router, Arc<Seen>) {
     app_with(&ServerConfig::default(), script)
 }
 
-/// The limit of every reply.
+/// The limit of a reply whose request sets none.
 const MAX_TOKENS: u32 = 50;
 
 const USAGE: Usage = Usage {

@@ -155,7 +155,7 @@ fn a_budget_closes_the_reasoning_with_the_header_of_the_answer() {
         let tokens = decoder.text.encode(&text).unwrap();
         let channel = decoder.text.encode("<|channel|>").unwrap()[0];
         let biases = vec![TokenBias { token: channel, bias: 0.0 }];
-        let request = Request { reasoning_budget: Some(30), biases, ..ask("Where?", true, 20) };
+        let request = Request { reasoning_budget: Some(30), biases, ..ask("Where?", true, 80) };
         // The first token has no step before it.
         let first = Request { biases: vec![TokenBias { token: channel, bias: 100.0 }], ..request };
         let script = || {
@@ -186,7 +186,7 @@ fn a_repaired_call_is_replaced_by_a_preamble() {
     let biases = vec![TokenBias { token: tokens[0], bias: 100.0 }];
     let tool = json!({"type": "function", "function": {"name": "look", "parameters": {}}});
     let request =
-        Request { tools: vec![tool], biases, revisable: false, ..ask("Where?", true, 60) };
+        Request { tools: vec![tool], biases, revisable: false, ..ask("Where?", true, 160) };
     let channel = tokens[0];
     let script = || {
         let mut write = writes(tokens[1..].to_vec());
