@@ -306,7 +306,8 @@ fn a_start_with_a_broken_file_loads_the_last_valid_version() {
     assert_eq!(server.version(), "a");
     let report = server.report();
     assert_eq!(report.origin, Origin::History);
-    assert!(server.problem().contains("is not a valid component"));
+    let problem = server.problem();
+    assert!(problem.contains("is not a valid component"), "{problem}");
     replace(&site.file(), &version("b"));
     server.until_version("b");
     server.end();
