@@ -59,6 +59,7 @@ class OnRequest(exports.OnRequest):
             checkpoint_every=0,
             note="; ".join(notes) or None,
             retain=None,
+            form=None,
         )
 
 
