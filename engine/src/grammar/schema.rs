@@ -22,6 +22,12 @@ const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 /// No leap second: which minutes have one is not known in advance, and llguidance allows it in all.
 const NO_LEAP_SECOND: &str = "^[^:]*:[^:]*:[0-5]";
 
+/// RFC 3339 allows `t` and `z`, which many readers do not.
+const UPPER_CASE: &str = "^[^a-z]*$";
+
+/// The part before the `@` has at most 64 characters (RFC 5321).
+const SHORT_LOCAL_PART: &str = "^[^@]{1,64}@";
+
 /// Keywords that hold a list of schemas.
 const LISTS: [&str; 5] = ["prefixItems", "anyOf", "oneOf", "allOf", "items"];
 
@@ -110,7 +116,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Adds to `schema` and its parts what llguidance leaves out of the formats `date-time` and `time`.
+/// Adds to `schema` and its parts what llguidance leaves out of the formats `date-time`, `time` and `email`.
 pub fn complete_formats(schema: &mut Value) {
     let Value::Object(keywords) = schema else { return };
     for key in BY_NAME.iter().chain(&DEFINITIONS) {
@@ -130,11 +136,13 @@ pub fn complete_formats(schema: &mut Value) {
         }
     }
     let format = keywords.get("format").and_then(Value::as_str);
-    if matches!(format, Some("date-time" | "time")) {
-        let all = keywords.entry("allOf").or_insert_with(|| json!([]));
-        if let Value::Array(all) = all {
-            all.push(json!({"pattern": NO_LEAP_SECOND}));
-        }
+    let patterns: &[&str] = match format {
+        Some("date-time" | "time") => &[NO_LEAP_SECOND, UPPER_CASE],
+        Some("email") => &[SHORT_LOCAL_PART],
+        _ => return,
+    };
+    if let Value::Array(all) = keywords.entry("allOf").or_insert_with(|| json!([])) {
+        all.extend(patterns.iter().map(|pattern| json!({"pattern": pattern})));
     }
 }
 

@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use jsonschema::error::ValidationErrorKind;
 use steersman_test_support::Random;
 
 use super::*;
@@ -81,6 +82,12 @@ fn sample(
     Some(String::from_utf8(written.collect()).expect("only whole characters"))
 }
 
+/// Whether the validator, which divides in f64, cannot tell that an integer is a multiple.
+fn is_inexact(error: &jsonschema::ValidationError<'_>) -> bool {
+    let is_multiple = matches!(error.kind(), ValidationErrorKind::MultipleOf { .. });
+    is_multiple && error.instance().as_f64().is_some_and(|number| number.abs() > 2f64.powi(53))
+}
+
 /// 200 schemas, or `STEERSMAN_SCHEMAS`. What is sampled under the mask is valid for each schema that is
 /// supported; each other one is refused with the path of its keyword.
 #[test]
@@ -128,7 +135,9 @@ fn sampled_answers_are_valid_or_their_schema_is_refused_by_path() {
                     None => unfinished += 1,
                     Some(answer) => {
                         let parsed: Value = serde_json::from_str(&answer).expect(&answer);
-                        if let Err(error) = validator.validate(&parsed) {
+                        if let Err(error) = validator.validate(&parsed)
+                            && !is_inexact(&error)
+                        {
                             wrong.push(format!("{number}: {error}: {answer} of {schema}"));
                         }
                         valid += 1;
