@@ -22,6 +22,10 @@ const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 /// No leap second: which minutes have one is not known in advance, and llguidance allows it in all.
 const NO_LEAP_SECOND: &str = "^[^:]*:[^:]*:[0-5]";
 
+/// February 29 in leap years only, of which llguidance knows nothing.
+const LEAP_DAY: &str = "^(?:[0-9]{4}-(?:0[13-9]|1[0-2])-|[0-9]{4}-02-(?:[01][0-9]|2[0-8])|\
+    (?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)";
+
 /// RFC 3339 allows `t` and `z`, which many readers do not.
 const UPPER_CASE: &str = "^[^a-z]*$";
 
@@ -116,7 +120,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Adds to `schema` and its parts what llguidance leaves out of the formats `date-time`, `time` and `email`.
+/// Adds to `schema` and its parts what llguidance leaves out of the formats of dates, times and `email`.
 pub fn complete_formats(schema: &mut Value) {
     let Value::Object(keywords) = schema else { return };
     for key in BY_NAME.iter().chain(&DEFINITIONS) {
@@ -137,7 +141,9 @@ pub fn complete_formats(schema: &mut Value) {
     }
     let format = keywords.get("format").and_then(Value::as_str);
     let patterns: &[&str] = match format {
-        Some("date-time" | "time") => &[NO_LEAP_SECOND, UPPER_CASE],
+        Some("date-time") => &[LEAP_DAY, NO_LEAP_SECOND, UPPER_CASE],
+        Some("date") => &[LEAP_DAY],
+        Some("time") => &[NO_LEAP_SECOND, UPPER_CASE],
         Some("email") => &[SHORT_LOCAL_PART],
         _ => return,
     };
