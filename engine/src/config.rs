@@ -57,6 +57,8 @@ pub struct ModelConfig {
     pub cpu_dequantize: bool,
     /// Fuse the elementwise operations of a step into fewer kernels.
     pub compile: Compile,
+    /// Which kernels compute the layers.
+    pub kernels: Kernels,
     /// Parse special tokens that the text of a request spells. Clients can then forge turns.
     pub special_tokens_in_text: bool,
     /// How the embedding of a text is made of its hidden states.
@@ -83,6 +85,7 @@ impl Default for ModelConfig {
             dtype: Dtype::Auto,
             cpu_dequantize: true,
             compile: Compile::Auto,
+            kernels: Kernels::Auto,
             special_tokens_in_text: false,
             pooling: Pooling::Last,
         }
@@ -114,6 +117,17 @@ pub enum Compile {
     On,
     /// Never.
     Off,
+}
+
+/// Which kernels compute the layers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kernels {
+    /// Steersman's, where there are some for the device, shape and type; else MLX's.
+    #[default]
+    Auto,
+    /// MLX's only.
+    Mlx,
 }
 
 /// Type of weights and activations.

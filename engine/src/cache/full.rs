@@ -53,6 +53,15 @@ impl Full {
         Ok((self.keys.view(0, self.len)?, self.values.view(0, self.len)?))
     }
 
+    /// The buffers of keys and values, [1, H_kv, capacity, D] each, of which the first [`Full::len`] positions are
+    /// filled.
+    ///
+    /// # Panics
+    /// If no position is cached.
+    pub fn buffers(&self) -> [Array; 2] {
+        [self.keys.buffer().clone(), self.values.buffer().clone()]
+    }
+
     /// Drops positions `len..`.
     pub fn truncate(&mut self, len: i32) {
         self.len = self.len.min(len);

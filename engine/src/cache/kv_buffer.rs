@@ -55,9 +55,16 @@ impl KvBuffer {
         self.buffer.as_ref().map_or(0, |buffer| buffer.dim(2))
     }
 
+    /// The whole buffer.
+    ///
+    /// # Panics
+    /// If nothing was written yet.
+    pub fn buffer(&self) -> &Array {
+        self.buffer.as_ref().expect("only filled rows are read")
+    }
+
     /// Rows `from..to`.
     pub fn view(&self, from: i32, to: i32) -> Result<Array> {
-        let buffer = self.buffer.as_ref().expect("only filled rows are viewed");
-        Ok(buffer.try_index((.., .., from..to, ..))?)
+        Ok(self.buffer().try_index((.., .., from..to, ..))?)
     }
 }

@@ -466,9 +466,7 @@ impl SelfAttn {
         let mixed = if let Some(kv) = &self.kv {
             let (k, v) = kv.forward(x, &[1, rows, self.kv_heads, d])?;
             let k = self.rope.forward(&k, spans)?;
-            by_span([q, k, v], spans, |[q, k, v], span| {
-                attention([&q, &k, &v], &SCORES, &mut span.cache.layers[self.source])
-            })?
+            attention([&q, &k, &v], &SCORES, spans, self.source)?
         } else {
             by_span([q], spans, |[q], span| attend(&q, &SCORES, &span.cache.layers[self.source]))?
         };

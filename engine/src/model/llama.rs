@@ -17,7 +17,7 @@ use super::{Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, swiglu,
+    Embedding, Joined, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, swiglu,
 };
 
 /// The keys of `config.json` that these families share. `attention_bias` and `mlp_bias` are not
@@ -181,9 +181,8 @@ pub(super) struct AttentionConfig {
 
 /// Grouped-query attention (arXiv:2305.13245).
 pub(super) struct SelfAttn {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
+    /// `q_proj`, `k_proj` and `v_proj`.
+    qkv: Joined<3>,
     o_proj: Linear,
     /// Norms of each head's query and key, if the checkpoint has them (Qwen3, Gemma 3).
     q_norm: Option<RmsNorm>,
@@ -219,9 +218,11 @@ impl SelfAttn {
         }
         let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {
-            q_proj: weights.linear_of(&format!("{at}.q_proj"), [queries, hidden])?,
-            k_proj: weights.linear_of(&format!("{at}.k_proj"), [keys, hidden])?,
-            v_proj: weights.linear_of(&format!("{at}.v_proj"), [keys, hidden])?,
+            qkv: Joined::new([
+                weights.linear_of(&format!("{at}.q_proj"), [queries, hidden])?,
+                weights.linear_of(&format!("{at}.k_proj"), [keys, hidden])?,
+                weights.linear_of(&format!("{at}.v_proj"), [keys, hidden])?,
+            ])?,
             o_proj: weights.linear_of(&format!("{at}.o_proj"), [hidden, queries])?,
             q_norm,
             k_norm,
@@ -241,16 +242,17 @@ impl SelfAttn {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
         };
-        let q = normed(&self.q_norm, self.q_proj.forward(x)?.reshape(&[1, rows, h, d])?)?;
-        let k = normed(&self.k_norm, self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
-        let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
-        let (q, k) = (rope.forward(&q, spans)?, rope.forward(&k, spans)?);
-        let mixed = by_span([q, k, v], spans, |[mut q, k, v], span| {
-            if let Some(growth) = self.config.growth {
-                q = q.multiply(growth.factors(span.offset(), span.rows, q.dtype())?)?;
-            }
-            attention([&q, &k, &v], &self.config.scores, &mut span.cache.layers[layer])
-        })?;
+        let [q, k, v] = self.qkv.forward(x)?;
+        let q = normed(&self.q_norm, q.reshape(&[1, rows, h, d])?)?;
+        let k = normed(&self.k_norm, k.reshape(&[1, rows, h_kv, d])?)?;
+        let v = v.reshape(&[1, rows, h_kv, d])?;
+        let (mut q, k) = (rope.forward(&q, spans)?, rope.forward(&k, spans)?);
+        if let Some(growth) = self.config.growth {
+            q = by_span([q], spans, |[q], span| {
+                Ok(q.multiply(growth.factors(span.offset(), span.rows, q.dtype())?)?)
+            })?;
+        }
+        let mixed = attention([&q, &k, &v], &self.config.scores, spans, layer)?;
         self.o_proj.forward(&mixed)
     }
 }

@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
+use crate::kernels::cuda::{self, Capability};
 use crate::nn::compile_steps;
 
 /// A model ready to run, and its properties.
@@ -102,6 +103,12 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         config::Compile::Off => false,
     };
     compile_steps(compile);
+    let kernels = if on_cpu || config.kernels == config::Kernels::Mlx {
+        None
+    } else {
+        Capability::of_device()
+    };
+    cuda::enable(kernels);
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;
 
@@ -115,6 +122,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         ?dtype,
         dequantize,
         compile,
+        ?kernels,
         unused,
         blas,
         "model loaded"

@@ -18,8 +18,8 @@ use super::{Model, Mtp, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, GatedDelta, Linear, Mlp, Projected, RmsNorm, Rope, RopeConfig, Scores, attention,
-    by_span, sigmoid_gated,
+    Embedding, GatedDelta, Joined, Linear, Mlp, Projected, RmsNorm, Rope, RopeConfig, Scores,
+    attention, sigmoid_gated,
 };
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints.
@@ -213,9 +213,8 @@ impl Mixer {
 
 /// Full attention; the second half of `q_proj` gates its output.
 struct SelfAttn {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
+    /// `q_proj`, `k_proj` and `v_proj`.
+    qkv: Joined<3>,
     o_proj: Linear,
     q_norm: RmsNorm,
     k_norm: RmsNorm,
@@ -231,9 +230,11 @@ impl SelfAttn {
         let queries = config.num_attention_heads * head_dim;
         let keys = config.num_key_value_heads * head_dim;
         Ok(Self {
-            q_proj: weights.linear_of(&format!("{at}.q_proj"), [2 * queries, hidden])?,
-            k_proj: weights.linear_of(&format!("{at}.k_proj"), [keys, hidden])?,
-            v_proj: weights.linear_of(&format!("{at}.v_proj"), [keys, hidden])?,
+            qkv: Joined::new([
+                weights.linear_of(&format!("{at}.q_proj"), [2 * queries, hidden])?,
+                weights.linear_of(&format!("{at}.k_proj"), [keys, hidden])?,
+                weights.linear_of(&format!("{at}.v_proj"), [keys, hidden])?,
+            ])?,
             o_proj: weights.linear_of(&format!("{at}.o_proj"), [hidden, queries])?,
             q_norm: weights.norm(&format!("{at}.q_norm"), config.rms_norm_eps)?,
             k_norm: weights.norm(&format!("{at}.k_norm"), config.rms_norm_eps)?,
@@ -247,28 +248,24 @@ impl SelfAttn {
     fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
         let rows = x.dim(1);
         let (h, h_kv, d) = (self.heads, self.kv_heads, self.head_dim);
+        let [q, k, v] = self.qkv.forward(x)?;
         // Each head's q_proj rows are its query, then its gate.
-        let q_gate =
-            self.q_proj.forward(x)?.reshape(&[1, rows, h, 2 * d])?.split_at_indices(&[d], 3)?;
+        let q_gate = q.reshape(&[1, rows, h, 2 * d])?.split_at_indices(&[d], 3)?;
         let gate = q_gate[1].reshape(&[1, rows, h * d])?;
         let q = self.q_norm.forward(&q_gate[0])?;
-        let k = self.k_norm.forward(&self.k_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?)?;
-        let v = self.v_proj.forward(x)?.reshape(&[1, rows, h_kv, d])?;
+        let k = self.k_norm.forward(&k.reshape(&[1, rows, h_kv, d])?)?;
+        let v = v.reshape(&[1, rows, h_kv, d])?;
         let (q, k) = (self.rope.forward(&q, spans)?, self.rope.forward(&k, spans)?);
         let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None, sinks: None };
-        let mixed = by_span([q, k, v], spans, |[q, k, v], span| {
-            attention([&q, &k, &v], &scores, &mut span.cache.layers[layer])
-        })?;
+        let mixed = attention([&q, &k, &v], &scores, spans, layer)?;
         self.o_proj.forward(&sigmoid_gated(gate, mixed)?)
     }
 }
 
 /// GatedDeltaNet.
 struct LinearAttn {
-    in_proj_qkv: Linear,
-    in_proj_z: Linear,
-    in_proj_b: Linear,
-    in_proj_a: Linear,
+    /// `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`.
+    in_proj: Joined<4>,
     delta: GatedDelta,
     out_proj: Linear,
 }
@@ -291,20 +288,18 @@ impl LinearAttn {
                 key_dim: config.linear_key_head_dim,
                 value_dim: config.linear_value_head_dim,
             },
-            in_proj_qkv: weights
-                .linear_of(&format!("{at}.in_proj_qkv"), [2 * keys + values, hidden])?,
-            in_proj_z: weights.linear_of(&format!("{at}.in_proj_z"), [values, hidden])?,
-            in_proj_b: weights.linear_of(&format!("{at}.in_proj_b"), [heads, hidden])?,
-            in_proj_a: weights.linear_of(&format!("{at}.in_proj_a"), [heads, hidden])?,
+            in_proj: Joined::new([
+                weights.linear_of(&format!("{at}.in_proj_qkv"), [2 * keys + values, hidden])?,
+                weights.linear_of(&format!("{at}.in_proj_z"), [values, hidden])?,
+                weights.linear_of(&format!("{at}.in_proj_b"), [heads, hidden])?,
+                weights.linear_of(&format!("{at}.in_proj_a"), [heads, hidden])?,
+            ])?,
             out_proj: weights.linear_of(&format!("{at}.out_proj"), [hidden, values])?,
         })
     }
 
     fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let qkv = self.in_proj_qkv.forward(x)?;
-        let z = self.in_proj_z.forward(x)?;
-        let b = self.in_proj_b.forward(x)?;
-        let a = self.in_proj_a.forward(x)?;
+        let [qkv, z, b, a] = self.in_proj.forward(x)?;
         let mixed = self.delta.forward(&Projected { qkv, z, b, a }, spans, layer)?;
         self.out_proj.forward(&mixed)
     }

@@ -17,7 +17,9 @@ use serde_json::{Map, Value, json};
 use super::check;
 use super::fp8;
 use crate::error::{ConfigError, Error, Result};
-use crate::nn::{Embedding, GatedMlp, Linear, Mode, Packed, Quantization, RmsNorm, message};
+use crate::nn::{
+    Embedding, GatedMlp, Joined, Linear, Mode, Packed, Quantization, RmsNorm, message,
+};
 
 /// Tensors by name, and how to turn them into layers.
 pub struct Weights {
@@ -280,10 +282,10 @@ impl Weights {
             let name = format!("{at}.gate_proj");
             return Err(self.misfit(&name, &[size, inputs], &[size, hidden]));
         }
+        let up_proj = self.linear_of(&format!("{at}.up_proj"), [size, hidden])?;
         Ok(GatedMlp {
             gated,
-            gate_proj,
-            up_proj: self.linear_of(&format!("{at}.up_proj"), [size, hidden])?,
+            gate_up: Joined::new([gate_proj, up_proj])?,
             down_proj: self.linear_of(&format!("{at}.down_proj"), [hidden, size])?,
         })
     }

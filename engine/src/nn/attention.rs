@@ -8,8 +8,9 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype};
 
 use super::{scaled, softcap};
-use crate::cache::{LayerCache, QuantizedKv};
+use crate::cache::{LayerCache, QuantizedKv, Span};
 use crate::error::Result;
+use crate::kernels::cuda;
 
 /// How products of queries and keys become scores for the softmax.
 #[derive(Debug, Clone)]
@@ -23,18 +24,73 @@ pub struct Scores {
     pub sinks: Option<Array>,
 }
 
-/// Causal attention of the rows of a span over `cache`, after appending their keys and values to it.
+/// Causal attention of the rows of all spans, each over its own entry `layer` in its cache, after appending
+/// their keys and values to it.
 ///
-/// `q` [1, T, H_q, D]; `k`, `v` [1, T, H_kv, D]; returns [1, T, H_q D] in `q`'s dtype.
-pub fn attention([q, k, v]: [&Array; 3], scores: &Scores, cache: &mut LayerCache) -> Result<Array> {
+/// `q` [1, R, H_q, D]; `k`, `v` [1, R, H_kv, D]; returns [1, R, H_q D] in `q`'s dtype.
+pub fn attention(
+    [q, k, v]: [&Array; 3],
+    scores: &Scores,
+    spans: &mut [Span<'_>],
+    layer: usize,
+) -> Result<Array> {
+    let mut start = 0;
+    for span in &mut *spans {
+        let rows = start..start + span.rows;
+        let (k, v) = (rows_of(k, rows.clone())?, rows_of(v, rows.clone())?);
+        append(&mut span.cache.layers[layer], &k, &v)?;
+        start = rows.end;
+    }
+    let mut parts = Vec::new();
+    let (mut start, mut left) = (0, &*spans);
+    while let Some(span) = left.first() {
+        let joined = left.iter().take_while(|span| has_few_rows(span, layer)).take(cuda::SPANS);
+        let joined: Vec<_> = joined.map(|span| kernel_span(span, layer)).collect();
+        let rows = joined.iter().map(|span| span.rows).sum();
+        let by_kernel = if joined.is_empty() || scores.softcap.is_some() || scores.sinks.is_some() {
+            None
+        } else {
+            cuda::attention(&rows_of(q, start..start + rows)?, scores.scale, &joined)?
+        };
+        let (rows, count) = if by_kernel.is_some() { (rows, joined.len()) } else { (span.rows, 1) };
+        parts.push(match by_kernel {
+            Some(part) => part,
+            None => attend(&rows_of(q, start..start + rows)?, scores, &span.cache.layers[layer])?,
+        });
+        (start, left) = (start + rows, &left[count..]);
+    }
+    match &parts[..] {
+        [part] => Ok(part.clone()),
+        parts => Ok(concatenate(parts, 1)?),
+    }
+}
+
+/// Rows of `x` [1, R, ..].
+fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
+    if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
+}
+
+/// Appends `k`, `v` [1, T, H_kv, D].
+fn append(cache: &mut LayerCache, k: &Array, v: &Array) -> Result<()> {
     let (k, v) = (k.swap_axes(1, 2)?, v.swap_axes(1, 2)?);
     match cache {
-        LayerCache::Full(full) => full.append(&k, &v)?,
-        LayerCache::Quantized(quantized) => quantized.append(&k, &v)?,
-        LayerCache::Sliding(sliding) => sliding.append(&k, &v)?,
+        LayerCache::Full(full) => full.append(&k, &v),
+        LayerCache::Quantized(quantized) => quantized.append(&k, &v),
+        LayerCache::Sliding(sliding) => sliding.append(&k, &v),
         LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
     }
-    attend(q, scores, cache)
+}
+
+/// Whether the kernel may compute the span.
+fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
+    span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
+}
+
+fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
+    let LayerCache::Full(full) = &span.cache.layers[layer] else {
+        unreachable!("checked by `has_few_rows`")
+    };
+    cuda::AttentionSpan { rows: span.rows, keys: full.len(), buffers: full.buffers() }
 }
 
 /// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].
@@ -175,7 +231,7 @@ fn attend_parts(q: &Array, parts: &[Part], scores: &Scores, window: i32) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cache::{Full, Quantized};
+    use crate::cache::{Cache, Full, Quantized};
     use mlx_rs::ops::{dequantize, quantize};
     use mlx_rs::random;
 
@@ -205,16 +261,19 @@ mod tests {
                 let [_, tail] = &coarse.split_at_indices(&[from], 1).unwrap()[..] else { panic!() };
                 concatenate(&[head, tail], 1).unwrap()
             };
-            let mut full = LayerCache::Full(Full::new(2, 64));
-            let expected = attention([q, &stored(k), &stored(v)], scores, &mut full).unwrap();
+            let mix = |[q, k, v]: [&Array; 3], cache: &mut Cache| {
+                let mut span = [Span { rows: q.dim(1), cache }];
+                attention([q, k, v], scores, &mut span, 0).unwrap()
+            };
+            let mut full = Cache::new(vec![LayerCache::Full(Full::new(2, 64))]);
+            let expected = mix([q, &stored(k), &stored(v)], &mut full);
             for pieces in [vec![], vec![1, 2, 17], vec![13], vec![39]] {
                 let quantized = Quantized::new(&Full::new(2, 64), bits, from).unwrap();
-                let mut cache = LayerCache::Quantized(quantized);
+                let mut cache = Cache::new(vec![LayerCache::Quantized(quantized)]);
                 let split = |a: &Array| a.split_at_indices(&pieces, 1).unwrap();
                 let parts = split(q).into_iter().zip(split(k)).zip(split(v));
-                let ys: Vec<Array> = parts
-                    .map(|((q, k), v)| attention([&q, &k, &v], scores, &mut cache).unwrap())
-                    .collect();
+                let ys: Vec<Array> =
+                    parts.map(|((q, k), v)| mix([&q, &k, &v], &mut cache)).collect();
                 let difference = concatenate(&ys, 1).unwrap().subtract(&expected).unwrap();
                 let worst = difference.abs().unwrap().max(None).unwrap().item_exact::<f32>();
                 assert!(worst < 1e-4, "{bits} bits from {from}, {pieces:?}: {worst}");

@@ -24,6 +24,7 @@ use mlx_rs::{Array, Dtype, fast};
 use super::{RmsNorm, fused, scaled, silu};
 use crate::cache::{Element, LayerCache, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
+use crate::kernels::cuda::{self, GatedDeltaRows};
 
 /// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
 /// is the paper's choice.
@@ -184,23 +185,18 @@ impl GatedDelta {
 
     /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
     fn run(&self, x: &Projected, caches: &mut [&mut Recurrent]) -> Result<Array> {
-        let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), self.value_heads * self.value_dim];
-        let dtype = x.qkv.dtype();
         let state = Element::stack(caches.iter().map(|cache| cache.state().0))?;
         let tail = Element::stack(caches.iter().map(|cache| cache.state().1))?;
-        let joined = concatenate(&[&tail, &x.qkv], 1)?;
-        let tail = joined.try_index((.., rows.., ..))?;
-        let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state.clone()];
-        inputs.extend([&self.a_log, &self.dt_bias].map(Array::clone));
-        inputs.extend_from_slice(&self.conv1d);
-        let (y, state, writes) = if rows <= SHORT_ROWS {
-            let [y, state, k, correction, log_decay] = fused(&inputs, step)?;
-            (y, state, Writes { k, correction, log_decay })
-        } else {
-            delta_rule_chunked(&delta_inputs(&inputs)?, &state)?
+        let record = caches.iter().any(|cache| cache.has_draft_mark());
+        let by_kernel = cuda::gated_delta(self, x, [&state, &tail], record)?;
+        let GatedDeltaRows { y, state, tail, writes } = match by_kernel {
+            Some(rows) => rows,
+            None => self.run_operations(x, state, &tail)?,
         };
         for (i, cache) in (0i32..).zip(&mut *caches) {
-            if cache.has_draft_mark() {
+            if let Some(writes) = &writes
+                && cache.has_draft_mark()
+            {
                 cache.record(x.qkv.try_index(i..i + 1)?, writes.of(i)?);
             }
         }
@@ -208,14 +204,31 @@ impl GatedDelta {
         for (cache, (state, tail)) in caches.iter_mut().zip(elements) {
             cache.advance(state, tail);
         }
+        Ok(y)
+    }
 
+    /// [`cuda::gated_delta`] in MLX's operations.
+    fn run_operations(&self, x: &Projected, state: Array, tail: &Array) -> Result<GatedDeltaRows> {
+        let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), self.value_heads * self.value_dim];
+        let dtype = x.qkv.dtype();
+        let joined = concatenate(&[tail, &x.qkv], 1)?;
+        let tail = joined.try_index((.., rows.., ..))?;
+        let mut inputs = vec![x.b.clone(), x.a.clone(), joined, state];
+        inputs.extend([&self.a_log, &self.dt_bias].map(Array::clone));
+        inputs.extend_from_slice(&self.conv1d);
+        let (y, state, writes) = if rows <= SHORT_ROWS {
+            let [y, state, k, correction, log_decay] = fused(&inputs, step)?;
+            (y, state, Writes { k, correction, log_decay })
+        } else {
+            delta_rule_chunked(&delta_inputs(&inputs)?, &inputs[3])?
+        };
         let y = self.norm.forward(&y.swap_axes(1, 2)?.as_dtype(dtype)?)?;
         let y = y.reshape(&[batch, rows, values])?;
         let [y] = fused(&[y, x.z.clone()], |x| {
             let gate = silu(&x[1].as_dtype(Dtype::Float32)?)?;
             Ok([x[0].multiply(gate)?.as_dtype(x[0].dtype())?])
         })?;
-        Ok(y)
+        Ok(GatedDeltaRows { y, state, tail, writes: Some(writes) })
     }
 }
 

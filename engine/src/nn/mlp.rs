@@ -2,7 +2,7 @@
 
 use mlx_rs::Array;
 
-use super::Linear;
+use super::{Joined, Linear};
 use crate::error::Result;
 
 /// `down(gated(gate x, up x))`. A stack of them has a leading dimension E.
@@ -10,10 +10,8 @@ use crate::error::Result;
 pub struct GatedMlp {
     /// [`super::swiglu`], [`super::geglu`] or [`super::clamped_swiglu`].
     pub gated: fn(Array, Array) -> Result<Array>,
-    /// [F, D]
-    pub gate_proj: Linear,
-    /// [F, D]
-    pub up_proj: Linear,
+    /// `gate_proj` and `up_proj`, [F, D] each.
+    pub gate_up: Joined<2>,
     /// [D, F]
     pub down_proj: Linear,
 }
@@ -21,14 +19,13 @@ pub struct GatedMlp {
 impl GatedMlp {
     /// `x` [1, R, D], same shape back.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        let gated = (self.gated)(self.gate_proj.forward(x)?, self.up_proj.forward(x)?)?;
-        self.down_proj.forward(&gated)
+        let [gate, up] = self.gate_up.forward(x)?;
+        self.down_proj.forward(&(self.gated)(gate, up)?)
     }
 
     /// Each row of `x` through its own block of a stack; arguments as in [`Linear::gather`].
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
-        let gate = self.gate_proj.gather(x, which, sorted)?;
-        let up = self.up_proj.gather(x, which, sorted)?;
+        let [gate, up] = self.gate_up.gather(x, which, sorted)?;
         self.down_proj.gather(&(self.gated)(gate, up)?, which, sorted)
     }
 }

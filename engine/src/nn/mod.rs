@@ -6,6 +6,7 @@
 mod attention;
 mod compiled;
 mod gated_delta;
+mod joined;
 mod linear;
 mod mlp;
 mod moe;
@@ -18,6 +19,7 @@ pub use compiled::{compile_steps, fused};
 pub use gated_delta::{
     CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent, delta_rule_short,
 };
+pub use joined::Joined;
 pub use linear::{Embedding, Linear};
 pub use mlp::GatedMlp;
 pub use moe::{Experts, Mlp, Moe, Shared};

@@ -105,7 +105,7 @@ impl Experts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::{Mode, Packed, Quantization, swiglu};
+    use crate::nn::{Joined, Mode, Packed, Quantization, swiglu};
     use mlx_rs::ops::concatenate;
     use mlx_rs::random;
 
@@ -133,19 +133,14 @@ mod tests {
     /// sorted, a single row is not.
     #[test]
     fn rows_together_equal_rows_alone() {
-        let experts = GatedMlp {
-            gated: swiglu,
-            gate_proj: dense(1, &[5, 64, 32]),
-            up_proj: dense(2, &[5, 64, 32]),
-            down_proj: dense(3, &[5, 32, 64]),
+        let [gate, up, down] =
+            [dense(1, &[5, 64, 32]), dense(2, &[5, 64, 32]), dense(3, &[5, 32, 64])];
+        let experts = |[gate, up, down_proj]: [Linear; 3]| {
+            let gate_up = Joined::new([gate, up]).unwrap();
+            Experts(GatedMlp { gated: swiglu, gate_up, down_proj })
         };
-        let quantized = Experts(GatedMlp {
-            gated: swiglu,
-            gate_proj: packed(&experts.gate_proj),
-            up_proj: packed(&experts.up_proj),
-            down_proj: packed(&experts.down_proj),
-        });
-        let experts = Experts(experts);
+        let quantized = experts([packed(&gate), packed(&up), packed(&down)]);
+        let experts = experts([gate, up, down]);
         let x = normal(4, &[1, 40, 32]);
         let chosen: Vec<u32> = (0..80).map(|i| i * 7 % 5).collect();
         let chosen = Array::from_slice(&chosen, &[1, 40, 2]);

@@ -11,11 +11,18 @@
 
 use std::ffi::CStr;
 
+use mlx_rs::ops::matmul;
 use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
+use crate::kernels::cuda;
+
+/// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
+/// with 128 rows takes 210 us either way, with 512 rows 287 instead of 584, with 2,048 rows 481 instead of 1,997
+/// (H200).
+const DENSE_ROWS: i32 = 128;
 
 /// Encoding of the packed numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -83,6 +90,12 @@ pub struct Packed {
 impl Packed {
     /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
+        if let Some(y) = cuda::product(x, self)? {
+            return Ok(y);
+        }
+        if cuda::is_enabled() && x.ndim() > 1 && x.dim(-2) >= DENSE_ROWS {
+            return Ok(matmul(x, self.dequantize()?.as_dtype(x.dtype())?.swap_axes(-1, -2)?)?);
+        }
         self.call("quantized_matmul", |res, group_size, bits, mode, stream| {
             // SAFETY: see `call`; `x` lives as long as this function.
             unsafe {

@@ -1,0 +1,119 @@
+//! A GatedDeltaNet layer from its projections to the gated norm, in one kernel.
+
+use mlx_rs::{Array, Dtype};
+
+use super::{Kernel, Launch, is_enabled};
+use crate::cache::Writes;
+use crate::error::Result;
+use crate::nn::{GatedDelta, Projected};
+
+const INPUTS: &[&str] = &[
+    "qkv", "z", "b", "a", "tail", "state", "a_log", "dt_bias", "norm", "tap0", "tap1", "tap2",
+    "tap3",
+];
+
+/// The projections, parts of one product, are read with their strides; the other inputs are contiguous.
+const KERNEL: Kernel = Kernel {
+    name: "gated_delta",
+    inputs: INPUTS,
+    outputs: &["out", "next_state", "next_tail"],
+    header: "#define RECORDED(x)\n",
+    source: include_str!("gated_delta.cu"),
+    contiguous: false,
+};
+
+/// A kernel of its own: MLX may give the memory of an output that nothing uses to another operation before the
+/// kernel has run.
+const RECORDING_KERNEL: Kernel = Kernel {
+    name: "gated_delta_recording",
+    outputs: &["out", "next_state", "next_tail", "written_keys", "corrections", "log_decays"],
+    header: "#define RECORDED(x) x\n",
+    ..KERNEL
+};
+
+/// Warps of a block; each holds D_v / 16 rows of a state in registers.
+const WARPS: i32 = 16;
+
+/// Threads of a warp; each holds D_k / 32 columns.
+const LANES: i32 = 32;
+
+/// Most elements of a state that a thread holds without spilling registers.
+const ELEMENTS: i32 = 64;
+
+/// Result of [`gated_delta`].
+pub struct GatedDeltaRows {
+    /// [B, T, H_v D_v], after the gated norm.
+    pub y: Array,
+    /// f32 [B, H_v, D_v, D_k], the state after the last row.
+    pub state: Array,
+    /// [B, K - 1, C], the last inputs of the convolution.
+    pub tail: Array,
+    /// What the rows wrote to the state, if asked for.
+    pub writes: Option<Writes>,
+}
+
+/// Runs the rows `x` of a batch after `state` f32 [B, H_v, D_v, D_k] and `tail` [B, K - 1, C]. Rows run one after
+/// another: their bits do not depend on how many there are. `record` asks for what they write. `None` if there
+/// is no kernel for the layer.
+pub fn gated_delta(
+    layer: &GatedDelta,
+    x: &Projected,
+    [state, tail]: [&Array; 2],
+    record: bool,
+) -> Result<Option<GatedDeltaRows>> {
+    let &GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
+    let [tap0, tap1, tap2, tap3] = &layer.conv1d[..] else { return Ok(None) };
+    let fits = key_dim % LANES == 0
+        && value_dim % WARPS == 0
+        && (value_dim / WARPS) <= LANES
+        && key_dim / LANES * (value_dim / WARPS) <= ELEMENTS;
+    if !is_enabled() || !fits {
+        return Ok(None);
+    }
+    let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), value_heads * value_dim];
+    let dtype = x.qkv.dtype();
+    let [shape_k, shape_v] = [key_dim, value_dim].map(|width| [batch, value_heads, rows, width]);
+    let outputs: [(&[i32], Dtype); 6] = [
+        (&[batch, rows, values], dtype),
+        (state.shape(), Dtype::Float32),
+        (tail.shape(), dtype),
+        (&shape_k, Dtype::Float32),
+        (&shape_v, Dtype::Float32),
+        (&[batch, value_heads, rows], Dtype::Float32),
+    ];
+    let kernel = if record { RECORDING_KERNEL } else { KERNEL };
+    let outputs = kernel.run(&Launch {
+        inputs: &[
+            &x.qkv,
+            &x.z,
+            &x.b,
+            &x.a,
+            tail,
+            state,
+            &layer.a_log,
+            &layer.dt_bias,
+            &layer.norm.weight,
+            tap0,
+            tap1,
+            tap2,
+            tap3,
+        ],
+        outputs: &outputs[..kernel.outputs.len()],
+        constants: &[
+            ("HK", key_heads),
+            ("HV", value_heads),
+            ("DK", key_dim),
+            ("DV", value_dim),
+            ("EPS", layer.norm.eps.to_bits().cast_signed()),
+        ],
+        dtype,
+        blocks: [value_heads, batch, 1],
+        threads: WARPS * LANES,
+        shared: 0,
+    })?;
+    let mut outputs = outputs.into_iter();
+    let mut next = || outputs.next().expect("`run` returns as many arrays as there are outputs");
+    let (y, state, tail) = (next(), next(), next());
+    let writes = record.then(|| Writes { k: next(), correction: next(), log_decay: next() });
+    Ok(Some(GatedDeltaRows { y, state, tail, writes }))
+}

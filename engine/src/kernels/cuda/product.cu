@@ -1,0 +1,119 @@
+// Products of up to 8 rows with a matrix of 4 bits in groups of 64, in MLX's layout, on tensor cores. A block
+// computes 16 outputs at a time; its warps divide the inputs in slabs of 256 and add their sums at the end.
+// Columns of mma do not mix, so that a row's bits do not depend on the other rows.
+//
+// Constants: K (inputs, a multiple of 256), WARPS, T (bfloat16). Rows beyond 8 are further blocks along y.
+constexpr int THREADS = 32 * WARPS, SLABS = K / 256, DEPTH = 3, ITEMS = (SLABS + WARPS - 1) / WARPS;
+extern __shared__ uint2 shared[];
+// x in the order of mma's second operand: for each 16 inputs, 4 of one row for each lane.
+uint2* const fragments = shared;
+// Sums of x over a group, for 8 rows.
+float* const group_sums = reinterpret_cast<float*>(shared + K / 16 * 32);
+float* const partial = group_sums + K / 64 * 8;
+
+const int outputs = w_shape[0], rows = min(8, x_shape[0] - 8 * int(blockIdx.y));
+const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+const uint2* const words = reinterpret_cast<const uint2*>(w);
+const uint2* const factors = reinterpret_cast<const uint2*>(scales);
+const uint2* const offsets = reinterpret_cast<const uint2*>(biases);
+
+// Words, factors and offsets of a slab for rows g and g + 8 of a tile.
+struct Slab { uint2 w[2][4], s[2], b[2]; } slabs[DEPTH];
+const int tiles = outputs / 16, step = gridDim.x;
+const int own = (tiles - int(blockIdx.x) + step - 1) / step * ITEMS;
+auto load = [&](int item, Slab& to) {
+  const int tile = blockIdx.x + item / ITEMS * step, slab = warp + item % ITEMS * WARPS;
+  if (item >= own || slab >= SLABS) return;
+  for (int half = 0; half < 2; half++) {
+    const size_t row = size_t(tile) * 16 + half * 8 + g;
+    for (int group = 0; group < 4; group++) {
+      to.w[half][group] = __ldcs(words + row * (K / 16) + slab * 16 + group * 4 + t);
+    }
+    to.s[half] = factors[row * SLABS + slab];
+    to.b[half] = offsets[row * SLABS + slab];
+  }
+};
+auto multiply = [](float (&d)[4], const unsigned (&a)[4], uint2 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+};
+// The first weights do not depend on x.
+#pragma unroll
+for (int i = 0; i < DEPTH; i++) load(i, slabs[i]);
+
+for (int i = threadIdx.x; i < rows * (K / 8); i += THREADS) {
+  const int n = i / (K / 8), chunk = i % (K / 8);
+  const uint4 eight = reinterpret_cast<const uint4*>(x + (size_t(blockIdx.y) * 8 + n) * K)[chunk];
+  // A lane's word has inputs 0 to 7; the low and high half of a register have inputs i and i + 4.
+  uint2* const to = fragments + (chunk / 8 * 4 + chunk % 2 * 2) * 32 + n * 4 + chunk % 8 / 2;
+  to[0] = make_uint2(__byte_perm(eight.x, eight.z, 0x5410), __byte_perm(eight.x, eight.z, 0x7632));
+  to[32] = make_uint2(__byte_perm(eight.y, eight.w, 0x5410), __byte_perm(eight.y, eight.w, 0x7632));
+}
+__syncthreads();
+const uint2 zero = make_uint2(0, 0);
+for (int group = warp; group < K / 64; group += WARPS) {
+  const unsigned ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+  float sum[4] = {};
+  for (int i = 0; i < 4; i++) {
+    multiply(sum, ones, g < rows ? fragments[(group * 4 + i) * 32 + lane] : zero);
+  }
+  if (g == 0) {
+    group_sums[group * 8 + 2 * t] = sum[0];
+    group_sums[group * 8 + 2 * t + 1] = sum[1];
+  }
+}
+__syncthreads();
+
+float sum[4] = {};
+for (int first = 0; first < own; first += DEPTH) {
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++) {
+    const int item = first + i, slab = warp + item % ITEMS * WARPS;
+    if (item >= own) break;
+    if (slab < SLABS) {
+      const Slab& now = slabs[i];
+#pragma unroll
+      for (int group = 0; group < 4; group++) {
+        float d[4] = {};
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+          const unsigned low = (part < 2 ? now.w[0][group].x : now.w[0][group].y) >> (part % 2 * 8);
+          const unsigned high = (part < 2 ? now.w[1][group].x : now.w[1][group].y) >> (part % 2 * 8);
+          // Each number q becomes 128 + q in bfloat16.
+          unsigned a[4];
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[0]) : "r"(low));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[1]) : "r"(high));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[2]) : "r"(low >> 4));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[3]) : "r"(high >> 4));
+          multiply(d, a, g < rows ? fragments[((slab * 4 + group) * 4 + part) * 32 + lane] : zero);
+        }
+        const float2 x_sum = reinterpret_cast<const float2*>(group_sums)[(slab * 4 + group) * 4 + t];
+        for (int half = 0; half < 2; half++) {
+          const unsigned s = group < 2 ? now.s[half].x : now.s[half].y, b = group < 2 ? now.b[half].x : now.b[half].y;
+          const float factor = __uint_as_float(group % 2 ? s & 0xffff0000u : s << 16);
+          const float offset = fmaf(-128.0f, factor, __uint_as_float(group % 2 ? b & 0xffff0000u : b << 16));
+          sum[2 * half] = fmaf(factor, d[2 * half], fmaf(offset, x_sum.x, sum[2 * half]));
+          sum[2 * half + 1] = fmaf(factor, d[2 * half + 1], fmaf(offset, x_sum.y, sum[2 * half + 1]));
+        }
+      }
+    }
+    load(item + DEPTH, slabs[i]);
+    if (item % ITEMS == ITEMS - 1) {
+      const int tile = blockIdx.x + item / ITEMS * step;
+      // Two sets in turn: a warp may write the next tile's while others still read these.
+      float* const set = partial + item / ITEMS % 2 * (WARPS * 128);
+      for (int half = 0; half < 2; half++) {
+        set[warp * 128 + (2 * t) * 16 + half * 8 + g] = sum[2 * half];
+        set[warp * 128 + (2 * t + 1) * 16 + half * 8 + g] = sum[2 * half + 1];
+        sum[2 * half] = sum[2 * half + 1] = 0;
+      }
+      __syncthreads();
+      for (int at = threadIdx.x; at < rows * 16; at += THREADS) {
+        float y = 0;
+        for (int other = 0; other < WARPS; other++) y += set[other * 128 + at];
+        out[(size_t(blockIdx.y) * 8 + at / 16) * outputs + tile * 16 + at % 16] = T(y);
+      }
+    }
+  }
+}

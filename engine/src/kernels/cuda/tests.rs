@@ -1,0 +1,229 @@
+//! Kernels against the same formulas in MLX's operations. They need a CUDA device; without one they print that
+//! they were skipped.
+
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::{Array, Device, Dtype, random};
+
+use super::Capability;
+use crate::cache::{Cache, Full, LayerCache, Span};
+use crate::nn::{GatedDelta, Mode, Packed, Projected, Quantization, RmsNorm, Scores, attention};
+
+/// Runs `test` with the types of models, if there is a device.
+fn on_device(test: impl Fn(Dtype, f32)) {
+    if Capability::of_device().is_none() {
+        return println!("SKIPPED: MLX finds no CUDA device");
+    }
+    Device::set_default(&Device::gpu());
+    test(Dtype::Float32, 2e-3);
+    test(Dtype::Bfloat16, 6e-2);
+}
+
+/// Turns the kernels on or off.
+fn enable(on: bool) {
+    super::enable(if on { Capability::of_device() } else { None });
+}
+
+fn normal(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
+    let key = random::key(seed).unwrap();
+    random::normal::<f32>(shape, None, None, &key).unwrap().as_dtype(dtype).unwrap()
+}
+
+/// Largest difference over the largest value of `b`.
+fn error(a: &Array, b: &Array) -> f32 {
+    assert_eq!((a.shape(), a.dtype()), (b.shape(), b.dtype()));
+    let [a, b] = [a, b].map(|x| x.as_dtype(Dtype::Float32).unwrap());
+    let largest = |x: Array| x.abs().unwrap().max(None).unwrap().item_exact::<f32>();
+    largest(a.subtract(&b).unwrap()) / largest(b)
+}
+
+fn gated_delta(heads: [i32; 2], dim: i32, dtype: Dtype) -> GatedDelta {
+    let [key_heads, value_heads] = heads;
+    let channels = (2 * key_heads + value_heads) * dim;
+    GatedDelta {
+        conv1d: (0..4).map(|tap| normal(tap, &[channels], dtype)).collect(),
+        a_log: normal(10, &[value_heads], Dtype::Float32),
+        dt_bias: normal(11, &[value_heads], dtype),
+        norm: RmsNorm { weight: normal(12, &[dim], dtype), eps: 1e-6 },
+        key_heads,
+        value_heads,
+        key_dim: dim,
+        value_dim: dim,
+    }
+}
+
+/// Projections of `rows` rows, parts of one product.
+fn projected(layer: &GatedDelta, rows: i32, dtype: Dtype) -> Projected {
+    let (heads, values) = (layer.value_heads, layer.value_heads * layer.value_dim);
+    let channels = 2 * layer.key_heads * layer.key_dim + values;
+    let all = normal(20, &[1, rows, channels + values + 2 * heads], dtype);
+    let starts = [channels, channels + values, channels + values + heads];
+    let [qkv, z, b, a] = all.split_at_indices(&starts, 2).unwrap().try_into().unwrap();
+    Projected { qkv, z, b, a }
+}
+
+/// Output and final states of two sequences that run `passes` of rows each, with or without the kernel.
+fn run_delta(kernel: bool, layer: &GatedDelta, passes: &[i32], dtype: Dtype) -> Vec<Array> {
+    enable(kernel);
+    let x = projected(layer, 2 * passes.iter().sum::<i32>(), dtype);
+    let rows = |a: &Array, from, to| a.try_index((.., from..to)).unwrap();
+    let new = || {
+        let recurrent = layer.new_cache(dtype).unwrap();
+        Cache::new(vec![LayerCache::Recurrent(recurrent)])
+    };
+    let (mut first, mut second) = (new(), new());
+    let (mut ys, mut start) = ([Vec::new(), Vec::new()], 0);
+    for (pass, &count) in passes.iter().enumerate() {
+        // The last pass is recorded, and one row of it stays.
+        let is_last = pass + 1 == passes.len();
+        if is_last {
+            [&mut first, &mut second].map(Cache::mark_draft);
+        }
+        let end = start + 2 * count;
+        let own = Projected {
+            qkv: rows(&x.qkv, start, end),
+            z: rows(&x.z, start, end),
+            b: rows(&x.b, start, end),
+            a: rows(&x.a, start, end),
+        };
+        let mut spans = [&mut first, &mut second].map(|cache| Span { rows: count, cache });
+        let y = layer.forward(&own, &mut spans, 0).unwrap();
+        for (y, parts) in y.split_at_indices(&[count], 1).unwrap().into_iter().zip(&mut ys) {
+            parts.push(y);
+        }
+        start = end;
+        if is_last {
+            for cache in [&mut first, &mut second] {
+                let LayerCache::Recurrent(recurrent) = &mut cache.layers[0] else { unreachable!() };
+                recurrent.rewind_draft(1).unwrap();
+            }
+        }
+    }
+    let mut result: Vec<Array> = ys.iter().map(|parts| concatenate(parts, 1).unwrap()).collect();
+    for cache in [first, second] {
+        result.extend(cache.arrays().unwrap());
+    }
+    enable(false);
+    result
+}
+
+#[test]
+fn gated_delta_equals_its_operations() {
+    on_device(|dtype, bound| {
+        for (heads, dim) in [([16, 32], 128), ([2, 2], 64), ([1, 3], 32)] {
+            let layer = gated_delta(heads, dim, dtype);
+            for passes in [&[1][..], &[3, 1, 8, 2], &[9], &[70, 1, 1]] {
+                let ours = run_delta(true, &layer, passes, dtype);
+                let reference = run_delta(false, &layer, passes, dtype);
+                for (i, (a, b)) in ours.iter().zip(&reference).enumerate() {
+                    let error = error(a, b);
+                    assert!(error < bound, "{dtype:?} {heads:?} {dim} {passes:?} {i}: {error:e}");
+                }
+            }
+        }
+    });
+}
+
+/// Attention of passes over sequences, rows of each by pass: output of all passes.
+fn run_attention(kernel: bool, shape: [i32; 3], passes: &[&[i32]], dtype: Dtype) -> Vec<Array> {
+    enable(kernel);
+    let [heads, kv_heads, dim] = shape;
+    let new = |_| Cache::new(vec![LayerCache::Full(Full::new(kv_heads, dim))]);
+    let mut caches: Vec<Cache> = (0..passes[0].len()).map(new).collect();
+    let scores = Scores { scale: (dim as f32).powf(-0.5), softcap: None, sinks: None };
+    let mut ys = Vec::new();
+    for (pass, rows) in passes.iter().enumerate() {
+        // A sequence's rows are the same whatever else runs.
+        let each = |seed: u64, heads| {
+            let parts = rows.iter().enumerate().map(|(i, &rows)| {
+                normal(seed + 100 * pass as u64 + 10 * i as u64, &[1, rows, heads, dim], dtype)
+            });
+            concatenate(&parts.collect::<Vec<_>>(), 1).unwrap()
+        };
+        let (q, k, v) = (each(1, heads), each(2, kv_heads), each(3, kv_heads));
+        let spans = caches.iter_mut().zip(rows.iter());
+        let mut spans: Vec<_> = spans.map(|(cache, &rows)| Span { rows, cache }).collect();
+        ys.push(attention([&q, &k, &v], &scores, &mut spans, 0).unwrap());
+        drop(spans);
+        caches
+            .iter_mut()
+            .zip(rows.iter())
+            .for_each(|(cache, &rows)| cache.position += rows as usize);
+    }
+    enable(false);
+    ys
+}
+
+#[test]
+fn attention_equals_its_operations() {
+    on_device(|dtype, bound| {
+        for shape in [[16, 4, 256], [8, 8, 64], [6, 2, 128], [2, 1, 96]] {
+            let prompts: &[i32] = &[300, 1, 17, 1000, 256, 255, 3, 40, 9, 511];
+            for next in [[1; 10], [1, 2, 1, 8, 3, 4, 1, 5, 1, 2]] {
+                let passes = [prompts, &next, &[1; 10]];
+                let ours = run_attention(true, shape, &passes, dtype);
+                let reference = run_attention(false, shape, &passes, dtype);
+                for (pass, (a, b)) in ours.iter().zip(&reference).enumerate().skip(1) {
+                    let error = error(a, b);
+                    assert!(error < bound, "{dtype:?} {shape:?} {next:?} pass {pass}: {error:e}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn product_equals_its_operation() {
+    on_device(|dtype, bound| {
+        let quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
+        for [inputs, outputs] in [[4096, 4096], [12288, 512], [2560, 9728], [256, 16], [9728, 32]] {
+            let matrix = Packed::quantize(&normal(1, &[outputs, inputs], dtype), quantization);
+            for rows in [1, 2, 5, 8, 9, 16, 17, 200] {
+                let x = normal(2, &[1, rows, inputs], dtype);
+                enable(true);
+                let ours = matrix.matmul(&x).unwrap();
+                let first = matrix.matmul(&x.try_index((.., ..1)).unwrap()).unwrap();
+                enable(false);
+                let error = |a: &Array, b: &Array| error(a, b);
+                let reference = matrix.matmul(&x).unwrap();
+                let difference = error(&ours, &reference);
+                assert!(difference < bound, "{dtype:?} {inputs} {outputs} {rows}: {difference:e}");
+                if dtype == Dtype::Bfloat16 && rows <= 16 {
+                    let row = ours.try_index((.., ..1)).unwrap();
+                    assert_eq!(error(&row, &first), 0.0, "{inputs} {outputs} {rows}");
+                }
+            }
+        }
+    });
+}
+
+/// Bits do not depend on the number of rows or on other sequences.
+#[test]
+fn rows_alone_equal_rows_together() {
+    on_device(|dtype, _| {
+        let layer = gated_delta([16, 32], 128, dtype);
+        let together = run_delta(true, &layer, &[7, 1], dtype);
+        // The rows of the first sequence.
+        let alone = {
+            enable(true);
+            let x = projected(&layer, 16, dtype);
+            let recurrent = layer.new_cache(dtype).unwrap();
+            let mut cache = Cache::new(vec![LayerCache::Recurrent(recurrent)]);
+            let ys = [0, 1, 2, 3, 4, 5, 6, 14].map(|row| {
+                let own = |a: &Array| a.try_index((.., row..row + 1)).unwrap();
+                let x = Projected { qkv: own(&x.qkv), z: own(&x.z), b: own(&x.b), a: own(&x.a) };
+                layer.forward(&x, &mut [Span { rows: 1, cache: &mut cache }], 0).unwrap()
+            });
+            let y = concatenate(&ys, 1).unwrap();
+            [vec![y], cache.arrays().unwrap()].concat()
+        };
+        for (a, b) in alone.iter().zip([&together[0], &together[2], &together[3]]) {
+            assert_eq!(error(a, b), 0.0, "{dtype:?}");
+        }
+        let shape = [16, 4, 256];
+        let many = run_attention(true, shape, &[&[600, 30, 1000], &[1, 3, 8]], dtype);
+        let one = run_attention(true, shape, &[&[600], &[1]], dtype);
+        let own = many[1].try_index((.., ..1)).unwrap();
+        assert_eq!(error(&own, &one[1]), 0.0, "{dtype:?}");
+    });
+}

@@ -1,0 +1,79 @@
+//! Linear layers of the same input, as one product where that is faster.
+
+use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::transforms::eval;
+
+use super::{Linear, Packed};
+use crate::error::Result;
+use crate::kernels::cuda;
+
+/// N linear layers of the same input. On CUDA, quantized ones of one format are one matrix: a step is short, and
+/// each product costs a launch.
+#[derive(Debug, Clone)]
+pub struct Joined<const N: usize> {
+    /// The N layers, or the one that they were joined to.
+    layers: Vec<Linear>,
+    /// The first output of each layer but the first.
+    starts: Vec<i32>,
+}
+
+impl<const N: usize> Joined<N> {
+    /// Joins `layers` if there is a kernel for the product.
+    pub fn new(layers: [Linear; N]) -> Result<Self> {
+        let mut starts: Vec<i32> = Vec::with_capacity(N);
+        for layer in &layers[..N - 1] {
+            starts.push(starts.last().unwrap_or(&0) + layer.shape()[0]);
+        }
+        let joined = if cuda::is_enabled() { joined(&layers)? } else { None };
+        let layers = joined.map_or_else(|| layers.into(), |joined| vec![joined]);
+        Ok(Self { layers, starts })
+    }
+
+    /// Each layer of `x` [.., in], [.., out].
+    pub fn forward(&self, x: &Array) -> Result<[Array; N]> {
+        self.each(|layer| layer.forward(x))
+    }
+
+    /// [`Linear::gather`] of each layer, which is a stack.
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<[Array; N]> {
+        self.each(|layer| layer.gather(x, which, sorted))
+    }
+
+    fn each(&self, run: impl Fn(&Linear) -> Result<Array>) -> Result<[Array; N]> {
+        let outputs = match &self.layers[..] {
+            [joined] if N > 1 => run(joined)?.split_at_indices(&self.starts, -1)?,
+            layers => layers.iter().map(run).collect::<Result<_>>()?,
+        };
+        Ok(outputs.try_into().expect("one output for each layer"))
+    }
+}
+
+/// One layer with the outputs of all, if they are quantized alike and have no biases.
+fn joined(layers: &[Linear]) -> Result<Option<Linear>> {
+    let mut packed = Vec::with_capacity(layers.len());
+    for layer in layers {
+        let Linear::Quantized { weight, bias: None } = layer else { return Ok(None) };
+        packed.push(weight);
+    }
+    let first = packed[0];
+    let alike = |part: &&Packed| {
+        part.quantization == first.quantization
+            && (part.weight.ndim(), part.biases.is_some()) == (2, first.biases.is_some())
+            && (part.scales.dtype(), part.dtype) == (first.scales.dtype(), first.dtype)
+    };
+    if !packed.iter().all(alike) {
+        return Ok(None);
+    }
+    let all = |parts: Option<Vec<&Array>>| -> Result<Option<Array>> {
+        let joined = parts.map(|parts| concatenate(&parts, 0)).transpose()?;
+        // The parts are freed at once, layer by layer.
+        eval(&joined)?;
+        Ok(joined)
+    };
+    let weight = all(Some(packed.iter().map(|part| &part.weight).collect()))?;
+    let scales = all(Some(packed.iter().map(|part| &part.scales).collect()))?;
+    let biases = all(packed.iter().map(|part| part.biases.as_ref()).collect())?;
+    let (Some(weight), Some(scales)) = (weight, scales) else { return Ok(None) };
+    Ok(Some(Linear::Quantized { weight: Packed { weight, scales, biases, ..*first }, bias: None }))
+}
