@@ -52,11 +52,12 @@ pub struct ModelConfig {
     pub device: Device,
     /// Type of weights and activations.
     pub dtype: Dtype,
-    /// Dequantize weights at load on the CPU, where MLX's quantized matmul is slower than a dense one
-    /// (6 times for 4 bits on x86-64). f32 takes 8 times the memory of 4 bits.
+    /// Dequantize all weights at load on the CPU. f32 takes 8 times the memory of 4 bits.
     pub cpu_dequantize: bool,
     /// Fuse the elementwise operations of a step into fewer kernels.
     pub compile: Compile,
+    /// Which kernels compute the layers.
+    pub kernels: Kernels,
     /// Parse special tokens that the text of a request spells. Clients can then forge turns.
     pub special_tokens_in_text: bool,
     /// How the embedding of a text is made of its hidden states.
@@ -81,8 +82,9 @@ impl Default for ModelConfig {
             name: String::new(),
             device: Device::Auto,
             dtype: Dtype::Auto,
-            cpu_dequantize: true,
+            cpu_dequantize: false,
             compile: Compile::Auto,
+            kernels: Kernels::Auto,
             special_tokens_in_text: false,
             pooling: Pooling::Last,
         }
@@ -114,6 +116,17 @@ pub enum Compile {
     On,
     /// Never.
     Off,
+}
+
+/// Which kernels compute the layers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kernels {
+    /// Steersman's, where there are some for the device, shape and type; else MLX's.
+    #[default]
+    Auto,
+    /// MLX's only.
+    Mlx,
 }
 
 /// Type of weights and activations.

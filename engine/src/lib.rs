@@ -14,6 +14,7 @@ mod engine;
 mod error;
 mod file;
 mod grammar;
+mod kernels;
 mod model;
 mod nn;
 mod prefix;

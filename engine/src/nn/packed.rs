@@ -16,6 +16,7 @@ use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
+use crate::kernels;
 
 /// Encoding of the packed numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -78,11 +79,18 @@ pub struct Packed {
     pub quantization: Quantization,
     /// Type of the dequantized matrix.
     pub dtype: Dtype,
+    /// Whether the products of [`kernels::cpu`] are used instead of MLX's, which [`kernels::cpu::supports`] allows.
+    pub own_kernel: bool,
 }
 
 impl Packed {
     /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
+        if self.own_kernel
+            && let Some(product) = kernels::cpu::product(x, self)
+        {
+            return product;
+        }
         self.call("quantized_matmul", |res, group_size, bits, mode, stream| {
             // SAFETY: see `call`; `x` lives as long as this function.
             unsafe {
@@ -132,6 +140,14 @@ impl Packed {
 
     /// The dequantized matrix, [.., out, in].
     pub fn dequantize(&self) -> Result<Array> {
+        if self.quantization.mode == Mode::Affine && self.scales.dtype() != self.dtype {
+            // As stored in the checkpoint, for a kernel of our own. MLX would round the matrix to their type.
+            let cast = |array: &Array| array.as_dtype(self.dtype);
+            let (scales, biases) =
+                (cast(&self.scales)?, self.biases.as_ref().map(cast).transpose()?);
+            let weight = self.weight.clone();
+            return Self { weight, scales, biases, own_kernel: false, ..*self }.dequantize();
+        }
         let dtype = mlx_optional_dtype { value: 0, has_value: false };
         let array = self.call("dequantize", |res, group_size, bits, mode, stream| {
             // SAFETY: see `call`. An empty handle means no scale of the tensor.
@@ -265,6 +281,7 @@ impl Packed {
             biases: parts.next(),
             quantization,
             dtype: matrix.dtype(),
+            own_kernel: false,
         }
     }
 }
