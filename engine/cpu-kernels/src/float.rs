@@ -53,7 +53,7 @@ impl Floats<'_> {
 /// IEEE half precision to f32 without a branch, so that loops over it are vectorized: `half` asks for the
 /// processor's features at each number.
 #[inline(always)]
-fn widen_f16(bits: u16) -> f32 {
+pub(crate) fn widen_f16(bits: u16) -> f32 {
     let bits = u32::from(bits);
     let magnitude = (bits & 0x7fff) << 13;
     // Moves the exponent from a bias of 15 to 127; the product also makes subnormal numbers normal.

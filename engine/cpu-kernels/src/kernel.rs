@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
+use crate::float::Floats;
 #[cfg(target_arch = "aarch64")]
 use crate::lanes::neon::Neon;
 use crate::lanes::{BLOCK, Isa, Lanes, portable::Portable};
@@ -40,6 +41,8 @@ type Dense = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
 pub struct Kernels {
     /// Copies that many floats, which are whole blocks, into the order of lanes.
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
+    /// Reads that many scales and biases, from these indices on for the four rows of the matrix.
+    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, &mut Groups),
     /// One row of x times four rows of the matrix, of that many groups.
     pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, *mut [f32; OUT]),
     /// Unpacks that many groups of four rows of the matrix, vector by vector: [columns / lanes, 4, lanes].
@@ -77,6 +80,9 @@ macro_rules! kernels {
             arrange: enabled!($features arrange_blocks(
                 from: *const f32, to: *mut f32, count: usize
             ) { arrange::<$isa, $bits>(from, to, count) }),
+            groups: enabled!($features read_groups(
+                scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
+            ) { groups::<$isa>(scales, biases, at, count, to) }),
             fused: enabled!($features fused_row(
                 x: *const f32, words: &[*const u8; OUT], groups: &Groups, count: usize, sums: *mut [f32; OUT]
             ) { fused::<$isa, $bits, $group>(x, words, groups, count, sums) }),
@@ -96,7 +102,7 @@ impl Kernels {
         // As many rows at a time as the registers hold sums of.
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => kernels!(Avx512 ["avx512f"] bits group [1 2 3 4 5 6]),
+            Isa::Avx512 => kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6]),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => kernels!(Avx2 ["avx2,fma"] bits group [1 2 3]),
             #[cfg(target_arch = "aarch64")]
@@ -129,6 +135,39 @@ unsafe fn arrange<L: Lanes, const BITS: usize>(from: *const f32, to: *mut f32, c
     for block in (0..count).step_by(BLOCK) {
         // SAFETY: the block is one of both.
         unsafe { L::arrange::<BITS>(from.add(block), to.add(block)) };
+    }
+}
+
+/// See [`Kernels::groups`].
+///
+/// # Safety
+/// See [`Kernels`]; scales and biases have `count` elements from each of `at` on.
+#[inline(always)]
+unsafe fn groups<L: Lanes>(
+    scales: &Floats<'_>,
+    biases: &Floats<'_>,
+    at: &[usize; OUT],
+    count: usize,
+    to: &mut Groups,
+) {
+    for (from, to) in [(scales, &mut to.scales), (biases, &mut to.biases)] {
+        for (at, to) in at.iter().zip(to) {
+            let to = to.as_mut_ptr();
+            // SAFETY: promised by the caller; a span has at most as many groups as there is room for.
+            unsafe {
+                match from {
+                    Floats::F32(floats) => {
+                        floats.as_ptr().add(*at).copy_to_nonoverlapping(to, count);
+                    }
+                    Floats::Bf16(floats) => {
+                        L::widen_bf16(floats.as_ptr().add(*at).cast(), to, count);
+                    }
+                    Floats::F16(floats) => {
+                        L::widen_f16(floats.as_ptr().add(*at).cast(), to, count);
+                    }
+                }
+            }
+        }
     }
 }
 

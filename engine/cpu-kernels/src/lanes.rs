@@ -15,13 +15,15 @@ pub mod avx512;
 pub mod neon;
 pub mod portable;
 
+use crate::float::widen_f16;
+
 /// Elements of a block.
 pub const BLOCK: usize = 32;
 
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
-    /// AVX-512F: 16 lanes.
+    /// AVX-512 with F, BW and VL, which all processors but the first have: 16 lanes.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// AVX2 and FMA: 8 lanes.
@@ -40,7 +42,10 @@ impl Isa {
         let mut isas = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx512f") {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+            {
                 isas.push(Self::Avx512);
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
@@ -93,6 +98,24 @@ pub unsafe trait Lanes {
         i: usize,
         table: &[Self::V; 2],
     ) -> Self::V;
+
+    /// Writes `count` floats of bfloat16 as f32.
+    #[inline(always)]
+    unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
+        for i in 0..count {
+            // SAFETY: the caller's pointers are valid for `count` floats.
+            unsafe { *to.add(i) = f32::from_bits(u32::from(*from.add(i)) << 16) };
+        }
+    }
+
+    /// Writes `count` floats of half precision as f32.
+    #[inline(always)]
+    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
+        for i in 0..count {
+            // SAFETY: the caller's pointers are valid for `count` floats.
+            unsafe { *to.add(i) = widen_f16(*from.add(i)) };
+        }
+    }
 
     /// Writes the 32 floats at `from` to `to` in the order of the lanes of a block.
     #[inline(always)]

@@ -271,11 +271,9 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
         // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
         let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
         let count = span / matrix.group_size;
-        for (o, line) in lines.into_iter().enumerate() {
-            let at = line * matrix.groups() + k / matrix.group_size;
-            matrix.scales.widen(at, &mut groups.scales[o][..count]);
-            matrix.biases.widen(at, &mut groups.biases[o][..count]);
-        }
+        let at = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
+        // SAFETY: each line has that many groups in the span.
+        unsafe { (kernels.groups)(&matrix.scales, &matrix.biases, &at, count, groups) };
         // SAFETY: each line is a row of the matrix, whose span begins there.
         let words = lines.map(|line| unsafe {
             matrix.words.as_ptr().cast::<u8>().add(line * stride + k * matrix.bits / 8)

@@ -1,4 +1,4 @@
-//! AVX-512F.
+//! AVX-512.
 
 use std::arch::x86_64::*;
 
@@ -15,7 +15,7 @@ static COUNT: [f32; 16] =
 /// The sums of the halves of a vector.
 ///
 /// # Safety
-/// The processor has AVX-512F.
+/// The processor has AVX-512.
 #[inline(always)]
 unsafe fn half(v: __m512) -> __m256 {
     // SAFETY: see above.
@@ -33,7 +33,7 @@ unsafe impl Lanes for Avx512 {
 
     #[inline(always)]
     unsafe fn zero() -> __m512 {
-        // SAFETY: as for all methods: the caller's processor has AVX-512F.
+        // SAFETY: as for all methods: the caller's processor has AVX-512.
         unsafe { _mm512_setzero_ps() }
     }
 
@@ -115,4 +115,36 @@ unsafe impl Lanes for Avx512 {
             _mm512_fmadd_ps(floats, table[0], table[1])
         }
     }
+
+    #[inline(always)]
+    unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
+        for i in (0..count).step_by(16) {
+            // SAFETY: the mask leaves out what is beyond `count`.
+            unsafe {
+                let mask = mask(count - i);
+                let wide =
+                    _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.add(i).cast()));
+                let floats = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide));
+                _mm512_mask_storeu_ps(to.add(i), mask, floats);
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
+        for i in (0..count).step_by(16) {
+            // SAFETY: the mask leaves out what is beyond `count`.
+            unsafe {
+                let mask = mask(count - i);
+                let floats = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.add(i).cast()));
+                _mm512_mask_storeu_ps(to.add(i), mask, floats);
+            }
+        }
+    }
+}
+
+/// The lanes below `count`.
+#[inline(always)]
+fn mask(count: usize) -> __mmask16 {
+    if count >= 16 { 0xffff } else { (1 << count) - 1 }
 }
