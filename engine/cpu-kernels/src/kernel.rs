@@ -115,6 +115,9 @@ impl Kernels {
 /// Repeats a block with each constant value below `$end`. Where the compiler does not unroll a loop over an array of
 /// vectors, it keeps them in memory, and the product takes twice as long.
 macro_rules! unroll {
+    ($i:ident < OUT, $body:block) => {
+        unroll!($i in [0 1 2 3], OUT, $body)
+    };
     ($i:ident < $end:expr, $body:block) => {
         unroll!($i in [0 1 2 3 4 5 6 7], $end, $body)
     };

@@ -170,13 +170,13 @@ unsafe fn list<'a, T>(data: *const T, length: usize) -> &'a [T] {
 /// The output's elements.
 ///
 /// # Safety
-/// The view has `length` contiguous elements of type `T` that nothing else refers to.
-unsafe fn slice_mut<T>(view: &View, length: usize) -> &mut [T] {
+/// The view is valid and has `length` contiguous elements of type `T` that nothing else refers to.
+unsafe fn slice_mut<'a, T>(view: *const View, length: usize) -> &'a mut [T] {
     if length == 0 {
         return &mut [];
     }
     // SAFETY: promised by the caller.
-    unsafe { std::slice::from_raw_parts_mut(view.data.cast(), length) }
+    unsafe { std::slice::from_raw_parts_mut((*view).data.cast(), length) }
 }
 
 /// The elements in row-major order: MLX's own if they are contiguous, otherwise a copy.
@@ -250,8 +250,8 @@ mod tests {
             }
             // Scales of 16 bits are widened without a loss.
             let short = |array: &Array| array.as_dtype(Dtype::Bfloat16).unwrap();
-            matrix.scales = short(&matrix.scales);
             matrix.biases = matrix.biases.as_ref().map(short);
+            matrix.scales = short(&matrix.scales);
             let mut wide = matrix.clone();
             wide.scales = wide.scales.as_dtype(Dtype::Float32).unwrap();
             wide.biases = wide.biases.map(|biases| biases.as_dtype(Dtype::Float32).unwrap());
