@@ -52,8 +52,7 @@ pub struct ModelConfig {
     pub device: Device,
     /// Type of weights and activations.
     pub dtype: Dtype,
-    /// Dequantize weights at load on the CPU, where MLX's quantized matmul is slower than a dense one
-    /// (6 times for 4 bits on x86-64). f32 takes 8 times the memory of 4 bits.
+    /// Dequantize all weights at load on the CPU. f32 takes 8 times the memory of 4 bits.
     pub cpu_dequantize: bool,
     /// Fuse the elementwise operations of a step into fewer kernels.
     pub compile: Compile,
@@ -83,7 +82,7 @@ impl Default for ModelConfig {
             name: String::new(),
             device: Device::Auto,
             dtype: Dtype::Auto,
-            cpu_dequantize: true,
+            cpu_dequantize: false,
             compile: Compile::Auto,
             kernels: Kernels::Auto,
             special_tokens_in_text: false,

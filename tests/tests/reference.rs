@@ -13,7 +13,7 @@ use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
 use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
-use steersman_engine::config::{Compile, Dtype::Bf16, ModelConfig};
+use steersman_engine::config::{Compile, Dtype::Bf16, Kernels, ModelConfig};
 use steersman_engine::internals::cache::{Cache, LayerCache, Span};
 use steersman_engine::internals::model::{FAMILIES, Model, Pass, load};
 use steersman_tests::{bundled_model, config, fixture, fixtures};
@@ -211,10 +211,10 @@ fn the_bundled_model_computes_what_mlx_lm_computes() {
     check(&tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config().model));
 }
 
-/// The default on a GPU, and an option on a CPU to save memory.
+/// MLX's products with packed weights: the default on a GPU. The other tests run the default on a CPU.
 #[test]
 fn quantized_weights_compute_what_mlx_lm_computes() {
-    let config = ModelConfig { cpu_dequantize: false, ..config().model };
+    let config = ModelConfig { kernels: Kernels::Mlx, ..config().model };
     let case = tiny_hybrid("tiny-hybrid-4bit", &bundled_model(), &config);
     case.assert_logits(&case.prefill(300).0, "quantized");
     let quantized =

@@ -23,6 +23,7 @@ const WALLS: [(&str, &[&str]); 8] = [
             "engine/mlx-sys/",
             "engine/src/cache",
             "engine/src/decode",
+            "engine/src/kernels",
             "engine/src/model",
             "engine/src/nn",
             "engine/src/prefix",

@@ -35,6 +35,8 @@ extern "C" uint64_t mach_approximate_time() {
 
 #endif
 
+#include "shim/cpu_operation.h"
+
 #if defined(STEERSMAN_OPENBLAS)
 
 #include "shim/blas.h"

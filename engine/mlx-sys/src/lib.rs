@@ -26,7 +26,7 @@
 
 #![allow(unsafe_code, reason = "this crate is the interface to C")]
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 
 #[allow(
     missing_docs,
@@ -48,6 +48,72 @@ unsafe extern "C" {
     fn steersman_blas() -> *const c_char;
     fn steersman_blas_threads() -> c_int;
     fn steersman_set_blas_threads(threads: c_int);
+    fn steersman_cpu_operation(
+        res: *mut mlx_array,
+        inputs: *const mlx_array,
+        count: usize,
+        shape: *const i32,
+        dimensions: usize,
+        dtype: mlx_dtype,
+        function: CpuFunction,
+        parameters: *const i32,
+        stream: mlx_stream,
+    ) -> c_int;
+}
+
+/// An array while an operation of ours runs (shim/cpu_operation.h).
+#[repr(C)]
+#[derive(Debug)]
+pub struct View {
+    /// The first element.
+    pub data: *mut c_void,
+    /// [`Self::dimensions`] sizes.
+    pub shape: *const i32,
+    /// As many strides, in elements.
+    pub strides: *const i64,
+    /// Number of dimensions.
+    pub dimensions: usize,
+    /// Type of the elements.
+    pub dtype: mlx_dtype,
+}
+
+/// Computes an operation of ours: reads `count` inputs, and fills the output, which is contiguous in row-major order.
+/// Gets the parameters that the operation was made with. Runs on a thread of MLX, while the views are valid.
+pub type CpuFunction = unsafe extern "C" fn(
+    inputs: *const View,
+    count: usize,
+    output: *const View,
+    parameters: *const i32,
+);
+
+/// Makes an array of `shape` and `dtype` that `function` computes on the CPU when it is evaluated. Returns 0 and sets
+/// `res`, or returns another number, as mlx-c's operations do.
+///
+/// # Safety
+/// `res` and the inputs are valid handles. `function` computes what it promises from such inputs.
+pub unsafe fn cpu_operation(
+    res: *mut mlx_array,
+    inputs: &[mlx_array],
+    shape: &[i32],
+    dtype: mlx_dtype,
+    function: CpuFunction,
+    parameters: [i32; 4],
+    stream: mlx_stream,
+) -> c_int {
+    // SAFETY: the slices are valid during the call, which copies what it keeps; the rest is promised by the caller.
+    unsafe {
+        steersman_cpu_operation(
+            res,
+            inputs.as_ptr(),
+            inputs.len(),
+            shape.as_ptr(),
+            shape.len(),
+            dtype,
+            function,
+            parameters.as_ptr(),
+            stream,
+        )
+    }
 }
 
 /// Build configuration of the OpenBLAS that MLX's CPU operations use ("OpenBLAS 0.3.34 ... Haswell
@@ -81,8 +147,6 @@ pub fn set_blas_threads(threads: usize) {
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::c_void;
-
     use super::*;
 
     /// mlx-c has no 16-bit floats on x86-64; ours must have the same bits on every platform.

@@ -65,7 +65,7 @@ pub(crate) use self::prepare::Prepared;
 use self::prepare::Preparer;
 use self::sample::within;
 use self::sequence::Sequence;
-use self::threads::Threads;
+use self::threads::{Products, Threads};
 use crate::activity::ActivityReporter;
 use crate::cache::{Cache, Span};
 use crate::config::{
@@ -219,7 +219,9 @@ impl Decoder {
         let loaded = crate::model::load(folder, &config.model)?;
         let digest = loaded.digest(weights.finish()?);
         loaded.probe(folder)?;
-        let Loaded { model, family, context, embeddings, on_cpu, dtype, numbers, .. } = loaded;
+        let Loaded {
+            model, family, context, embeddings, on_cpu, dtype, own_kernels, numbers, ..
+        } = loaded;
         let text = text
             .with_embeddings(embeddings)
             .with_special_tokens_in_text(config.model.special_tokens_in_text);
@@ -352,8 +354,9 @@ impl Decoder {
             sequences: Vec::new(),
             preempted: VecDeque::new(),
         };
+        let products = Products::of(on_cpu, own_kernels > 0);
         decoder.threads =
-            Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), on_cpu)?;
+            Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), products)?;
         decoder.measure_costs()?;
         decoder.pass_costs = decoder.measure_prefill(TIMED_ROWS[usize::from(!on_cpu)])?;
         // As measured on a machine that does nothing else: not what prompts take beside other requests.

@@ -1,6 +1,6 @@
-//! Threads of OpenBLAS, which computes the matrix products on a CPU.
+//! Threads of the matrix products on a CPU: those of OpenBLAS, and those of our own kernels for packed weights.
 //!
-//! Its threads spin while they wait for one another. On a quiet machine they make prefill faster. A
+//! OpenBLAS's threads spin while they wait for one another. On a quiet machine they make prefill faster. A
 //! step of one row is too short for them on a small model, and their spinning takes the cores of MLX
 //! and of the engine thread. If another process takes a core from one of them, each product waits for
 //! the scheduler: 30 ms instead of 0.3 ms for 4 rows of 1536 x 512 on two busy cores.
@@ -18,6 +18,7 @@ use super::governor::greedy_pass;
 use crate::cache::Cache;
 use crate::config::DEPTH;
 use crate::error::Result;
+use crate::kernels;
 use crate::model::{Model, Pass};
 
 /// Time for measuring one number of threads, for steps and for prefill each.
@@ -42,9 +43,47 @@ const PREEMPTIONS: f64 = 60.0;
 /// First and longest time on one thread before more are tried again; doubled each time.
 const RETREAT: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(32)];
 
+/// What computes the matrix products of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Products {
+    /// OpenBLAS.
+    Blas,
+    /// Kernels of our own multiply with the weights, OpenBLAS with keys and values.
+    Own,
+    /// Neither: a GPU, or another BLAS.
+    Other,
+}
+
+impl Products {
+    /// Those of a model on a CPU or not, with or without matrices for our own kernels.
+    pub fn of(on_cpu: bool, own_kernels: bool) -> Self {
+        match (on_cpu, own_kernels) {
+            (true, true) => Self::Own,
+            (true, false) if mlx_sys::blas().is_some() => Self::Blas,
+            _ => Self::Other,
+        }
+    }
+
+    /// Sets the threads of the products of a step, or of prefill.
+    fn set(self, threads: usize, prefill: bool) {
+        // OpenBLAS's products in a step are too small for several threads, which would spin on the cores of ours.
+        let blas = if self == Self::Blas || prefill { threads } else { 1 };
+        // Another engine in the process may have set its own.
+        if blas != mlx_sys::blas_threads() {
+            mlx_sys::set_blas_threads(blas);
+        }
+        if self == Self::Own {
+            kernels::cpu::set_threads(threads);
+        }
+    }
+}
+
 /// The numbers of threads of one model.
 #[derive(Debug)]
 pub struct Threads {
+    products: Products,
+    /// The number in use.
+    current: usize,
     /// Of passes over up to [`DEPTH`] + 1 rows.
     step: usize,
     /// Of passes over more rows.
@@ -56,17 +95,25 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// Measures `part` of `model` with an empty `cache`. `None` if matrix products are not computed
-    /// by OpenBLAS, or the user has set their threads.
+    /// Measures `part` of `model` with an empty `cache`. `None` if the products are of neither
+    /// kind, or the user has set their threads.
     pub fn measure(
         model: &dyn Model,
         part: Pass<'_>,
         cache: &Cache,
-        on_cpu: bool,
+        products: Products,
     ) -> Result<Option<Self>> {
         let set_by_user = ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"];
-        let set_by_user = set_by_user.iter().any(|name| std::env::var_os(name).is_some());
-        if !on_cpu || set_by_user || mlx_sys::blas().is_none() {
+        let set_by_user = set_by_user.iter().find_map(std::env::var_os);
+        if let Some(number) = set_by_user {
+            if let Some(threads) = number.to_str().and_then(|number| number.trim().parse().ok())
+                && products == Products::Own
+            {
+                kernels::cpu::set_threads(threads);
+            }
+            return Ok(None);
+        }
+        if products == Products::Other {
             return Ok(None);
         }
         let start = Instant::now();
@@ -76,11 +123,12 @@ impl Threads {
         let (mut step, mut prefill) = ((1, f32::MAX), (1, f32::MAX));
         let mut threads = 1;
         while threads <= cores {
-            mlx_sys::set_blas_threads(threads);
+            products.set(threads, false);
             let seconds = step_seconds(model, part, cache.clone())?;
             if seconds * GAIN < step.1 {
                 step = (threads, seconds);
             }
+            products.set(threads, true);
             let seconds = prefill_seconds(model, part, cache)?;
             if seconds * GAIN < prefill.1 {
                 prefill = (threads, seconds);
@@ -90,9 +138,11 @@ impl Threads {
         }
         let (step, prefill) = (step.0, prefill.0);
         tracing::info!(cores, step, prefill, elapsed = ?start.elapsed(), "threads of matrix products chosen");
-        mlx_sys::set_blas_threads(step);
+        products.set(step, false);
         let now = Instant::now();
         Ok(Some(Self {
+            products,
+            current: step,
             step,
             prefill,
             checked: now,
@@ -108,10 +158,8 @@ impl Threads {
         self.check(now);
         let chosen = if rows <= DEPTH + 1 { self.step } else { self.prefill };
         let threads = if now < self.single_until { 1 } else { chosen };
-        // Another engine in the process may have set its own.
-        if threads != mlx_sys::blas_threads() {
-            mlx_sys::set_blas_threads(threads);
-        }
+        self.products.set(threads, rows > DEPTH + 1);
+        self.current = threads;
     }
 
     /// Retreats to one thread while the process is preempted often.
@@ -123,7 +171,7 @@ impl Threads {
         let before = std::mem::replace(&mut self.preemptions, preemptions());
         self.checked = now;
         // With one thread, the rate says nothing about several.
-        if mlx_sys::blas_threads() == 1 {
+        if self.current == 1 {
             return;
         }
         let rate = (self.preemptions - before) as f64 / elapsed.as_secs_f64();

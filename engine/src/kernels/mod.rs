@@ -4,4 +4,5 @@
 //! shape or type. Those operations are the reference of the kernel's test. `model.kernels = "mlx"` turns all
 //! kernels off.
 
+pub mod cpu;
 pub mod cuda;

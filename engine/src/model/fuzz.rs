@@ -8,6 +8,7 @@ use std::path::Path;
 use mlx_rs::{Array, Dtype};
 use serde_json::{Map, Value, json};
 
+use super::weights::Storage;
 use super::{FAMILIES, Weights, check};
 
 /// Values that a key may wrongly have.
@@ -81,7 +82,7 @@ fn no_configuration_panics() {
         let Some(family) = family else { continue };
         loads += 1;
         let load = || {
-            let open = Weights::open(folder.path(), &config, Dtype::Float32, false);
+            let open = Weights::open(folder.path(), &config, Dtype::Float32, Storage::Packed);
             open.and_then(|mut weights| (family.load)(&config, &mut weights))
         };
         match catch_unwind(AssertUnwindSafe(load)) {

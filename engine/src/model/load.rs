@@ -7,6 +7,7 @@ use mlx_rs::{Device, DeviceType, Dtype, memory};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use super::weights::Storage;
 use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
@@ -29,6 +30,8 @@ pub struct Loaded {
     pub on_cpu: bool,
     /// Type of the activations.
     pub dtype: Dtype,
+    /// Matrices that kernels of our own multiply with.
+    pub own_kernels: usize,
     /// Device and dtype for people: `CPU, f32`.
     pub numbers: String,
 }
@@ -96,7 +99,11 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let text = json.get("text_config").unwrap_or(&json);
     let on_cpu = choose_device(config.device)?;
     let dtype = choose_dtype(config.dtype, on_cpu, text);
-    let dequantize = on_cpu && config.cpu_dequantize;
+    let storage = match config.kernels {
+        _ if on_cpu && config.cpu_dequantize => Storage::Dequantized,
+        config::Kernels::Auto if on_cpu => Storage::OwnKernels,
+        _ => Storage::Packed,
+    };
     let compile = match config.compile {
         config::Compile::Auto => !on_cpu,
         config::Compile::On => true,
@@ -112,17 +119,19 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;
 
-    let mut weights = Weights::open(folder, &json, dtype, dequantize)?;
+    let mut weights = Weights::open(folder, &json, dtype, storage)?;
     let model = (family.load)(&json, &mut weights)?;
     let embeddings = weights.embeddings();
     let unused = weights.iter().count();
+    let own_kernels = weights.own_kernels();
     let blas = mlx_sys::blas();
     tracing::info!(
         family = family.model_type,
         ?dtype,
-        dequantize,
+        ?storage,
+        own_kernels,
         compile,
-        ?kernels,
+        cuda_kernels = ?kernels,
         unused,
         blas,
         "model loaded"
@@ -132,7 +141,12 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let context = from_config.map(|x| x as u64).or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
     let numbers = format!("{device}, {}", dtype_name(dtype));
-    let quantized = if dequantize { "dequantized" } else { "as stored" };
+    let quantized = match storage {
+        Storage::Dequantized => "dequantized",
+        Storage::Packed if kernels.is_some() => "as stored, own kernels",
+        Storage::Packed => "as stored",
+        Storage::OwnKernels => "own kernels",
+    };
     Ok(Loaded {
         model,
         family: family.model_type,
@@ -145,6 +159,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
             .into(),
         on_cpu,
         dtype,
+        own_kernels,
         numbers,
     })
 }

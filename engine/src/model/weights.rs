@@ -17,6 +17,7 @@ use serde_json::{Map, Value, json};
 use super::check;
 use super::fp8;
 use crate::error::{ConfigError, Error, Result};
+use crate::kernels;
 use crate::nn::{
     Embedding, GatedMlp, Joined, Linear, Mode, Packed, Quantization, RmsNorm, message,
 };
@@ -26,7 +27,9 @@ pub struct Weights {
     folder: PathBuf,
     arrays: HashMap<String, Array>,
     dtype: Dtype,
-    dequantize: bool,
+    storage: Storage,
+    /// Matrices that kernels of our own multiply with.
+    own_kernels: usize,
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
@@ -34,6 +37,17 @@ pub struct Weights {
     hidden: Option<i32>,
     /// Rows of the smallest embedding taken.
     embeddings: usize,
+}
+
+/// What becomes of quantized matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Storage {
+    /// They stay packed, and MLX multiplies with them.
+    Packed,
+    /// They are dequantized.
+    Dequantized,
+    /// Those that [`kernels::cpu`] can multiply with stay packed, the others are dequantized.
+    OwnKernels,
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
@@ -68,13 +82,12 @@ impl Weights {
     /// Opens every `*.safetensors` of `folder` that its index names (all, if there is no index), and
     /// `mtp*.safetensors`, which converters add without listing them.
     ///
-    /// Tensors are cast to `dtype` when they are taken; `dequantize` makes dense layers of
-    /// quantized ones.
+    /// Tensors are cast to `dtype` when they are taken.
     ///
     /// # Errors
     /// [`Error::Model`] names the file that is missing or unreadable, or the wrong key of
     /// `config.json`.
-    pub fn open(folder: &Path, config: &Value, dtype: Dtype, dequantize: bool) -> Result<Self> {
+    pub fn open(folder: &Path, config: &Value, dtype: Dtype, storage: Storage) -> Result<Self> {
         let mut arrays = HashMap::new();
         for path in shards(folder)? {
             let problem =
@@ -92,7 +105,8 @@ impl Weights {
             folder: folder.to_path_buf(),
             arrays,
             dtype,
-            dequantize,
+            storage,
+            own_kernels: 0,
             quantization: None,
             mixed: HashMap::new(),
             hidden: hidden.and_then(|size| i32::try_from(size).ok()),
@@ -231,6 +245,13 @@ impl Weights {
         self.take_as(name, Dtype::Float32)
     }
 
+    /// Takes scales or biases. Kernels of our own read them as they are stored, in half of f32's memory.
+    fn take_scales(&mut self, name: &str) -> Result<Array> {
+        let stored = self.arrays.get(name).map(Array::dtype);
+        let dtype = stored.filter(|dtype| dtype.is_float() && self.storage == Storage::OwnKernels);
+        self.take_as(name, dtype.unwrap_or(self.dtype))
+    }
+
     fn take_as(&mut self, name: &str, dtype: Dtype) -> Result<Array> {
         let array = self.remove(name)?;
         if !array.dtype().is_float() {
@@ -346,10 +367,11 @@ impl Weights {
         let packed = Packed {
             weight: self.remove(&weight_name)?,
             // Other modes encode scales in bytes, which must not be cast.
-            scales: if affine { self.take(&scales)? } else { self.remove(&scales)? },
-            biases: if affine { Some(self.take(&format!("{name}.biases"))?) } else { None },
+            scales: if affine { self.take_scales(&scales)? } else { self.remove(&scales)? },
+            biases: if affine { Some(self.take_scales(&format!("{name}.biases"))?) } else { None },
             quantization,
             dtype: self.dtype,
+            own_kernel: false,
         };
         let (columns, groups) = (packed.weight.dim(-1), packed.scales.dim(-1));
         let Quantization { group_size, bits, .. } = quantization;
@@ -361,13 +383,31 @@ impl Weights {
             );
             return Err(self.problem("", problem));
         }
-        if self.dequantize {
+        self.stored(packed, bias)
+    }
+
+    /// A layer in the form that [`Storage`] asks for.
+    fn stored(&mut self, mut packed: Packed, bias: Option<Array>) -> Result<Linear> {
+        packed.own_kernel = self.storage == Storage::OwnKernels && kernels::cpu::supports(&packed);
+        if self.storage != Storage::Packed && !packed.own_kernel {
             let weight = packed.dequantize()?;
             eval([&weight])?;
             return Ok(Linear::Dense { weight, bias });
         }
-        eval([&packed.weight, &packed.scales])?;
+        if packed.own_kernel {
+            self.own_kernels += 1;
+            // A view of a larger array would be copied in each product.
+            packed.weight = packed.weight.contiguous()?;
+            packed.scales = packed.scales.contiguous()?;
+            packed.biases = packed.biases.map(|biases| biases.contiguous()).transpose()?;
+        }
+        eval([&packed.weight, &packed.scales].into_iter().chain(&packed.biases))?;
         Ok(Linear::Quantized { weight: packed, bias })
+    }
+
+    /// Number of matrices taken that kernels of our own multiply with.
+    pub fn own_kernels(&self) -> usize {
+        self.own_kernels
     }
 
     /// Stacks linear layers of one shape.
@@ -484,7 +524,7 @@ mod tests {
     }
 
     fn open(folder: &Path, config: &Value) -> Result<Weights> {
-        Weights::open(folder, config, Dtype::Float32, false)
+        Weights::open(folder, config, Dtype::Float32, Storage::Packed)
     }
 
     /// Converters add files of MTP layers without changing the index. Other unlisted files are other

@@ -85,7 +85,7 @@ impl Embedding {
 mod tests {
     use super::*;
     use crate::nn::{Mode, Quantization};
-    use mlx_rs::random;
+    use mlx_rs::{Device, DeviceType, Dtype, random};
 
     fn normal(seed: u64, shape: &[i32]) -> Array {
         random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
@@ -123,6 +123,31 @@ mod tests {
         for sorted in [false, true] {
             let gathered = |linear: &Linear| linear.gather(&x, &which, sorted).unwrap();
             close(gathered(&packed), gathered(&dense));
+        }
+    }
+
+    /// Products and embeddings of packed weights whose scales are stored in 16 bits, as checkpoints have them.
+    #[test]
+    fn layers_with_own_kernels_equal_dense_ones() {
+        if matches!(Device::try_default().unwrap().get_type().unwrap(), DeviceType::Gpu) {
+            return;
+        }
+        for (group_size, bits) in [(32, 4), (64, 4), (128, 4), (64, 8)] {
+            let quantization = Quantization { group_size, bits, mode: Mode::Affine };
+            let short = normal(4, &[96, 256]).as_dtype(Dtype::Bfloat16).unwrap();
+            let packed = Packed::quantize(&short, quantization);
+            let weight = Packed { own_kernel: true, dtype: Dtype::Float32, ..packed };
+            let dense = Linear::Dense { weight: weight.dequantize().unwrap(), bias: None };
+            let own = Linear::Quantized { weight, bias: None };
+            let largest = |a: Array| a.abs().unwrap().max(None).unwrap().item_exact::<f32>();
+            let x = normal(5, &[1, 3, 256]);
+            let [y, expected] = [&own, &dense].map(|layer| layer.forward(&x).unwrap());
+            assert!(largest(y.subtract(expected).unwrap()) < 1e-4, "{quantization:?}");
+            let ids = Array::from_slice(&[5u32, 0, 95], &[3]);
+            let [rows, expected] =
+                [own, dense].map(|layer| Embedding(layer).forward(&ids).unwrap());
+            assert_eq!(rows.dtype(), Dtype::Float32);
+            assert!(largest(rows.subtract(expected).unwrap()) == 0.0, "{quantization:?}");
         }
     }
 

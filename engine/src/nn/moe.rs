@@ -18,6 +18,7 @@ const SORTED_CHOICES: i32 = 64;
 
 /// A feed-forward block of either kind.
 #[derive(Debug, Clone)]
+#[allow(clippy::large_enum_variant, reason = "there is one in a layer, and most are dense")]
 pub enum Mlp {
     /// One block for all rows.
     Dense(GatedMlp),

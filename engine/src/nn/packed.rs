@@ -17,7 +17,7 @@ use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::kernels::cuda;
+use crate::kernels::{cpu, cuda};
 
 /// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
 /// with 128 rows takes 210 us either way, with 512 rows 287 instead of 584, with 2,048 rows 481 instead of 1,997
@@ -85,15 +85,24 @@ pub struct Packed {
     pub quantization: Quantization,
     /// Type of the dequantized matrix.
     pub dtype: Dtype,
+    /// Whether the products of [`cpu`] are used instead of MLX's, which [`cpu::supports`] allows.
+    pub own_kernel: bool,
 }
 
 impl Packed {
     /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
-        if let Some(y) = cuda::product(x, self)? {
-            return Ok(y);
+        if self.own_kernel
+            && let Some(product) = cpu::product(x, self)
+        {
+            return product;
         }
-        if cuda::is_enabled() && x.ndim() > 1 && x.dim(-2) >= DENSE_ROWS {
+        if let Some(product) = cuda::product(x, self)? {
+            return Ok(product);
+        }
+        // Dense products of f32 are rounded to TF32.
+        let dense = cuda::is_enabled() && x.dtype() != Dtype::Float32 && x.ndim() > 1;
+        if dense && x.dim(-2) >= DENSE_ROWS {
             return Ok(matmul(x, self.dequantize()?.as_dtype(x.dtype())?.swap_axes(-1, -2)?)?);
         }
         self.call("quantized_matmul", |res, group_size, bits, mode, stream| {
@@ -145,6 +154,14 @@ impl Packed {
 
     /// The dequantized matrix, [.., out, in].
     pub fn dequantize(&self) -> Result<Array> {
+        if self.quantization.mode == Mode::Affine && self.scales.dtype() != self.dtype {
+            // As stored in the checkpoint, for a kernel of our own. MLX would round the matrix to their type.
+            let cast = |array: &Array| array.as_dtype(self.dtype);
+            let (scales, biases) =
+                (cast(&self.scales)?, self.biases.as_ref().map(cast).transpose()?);
+            let weight = self.weight.clone();
+            return Self { weight, scales, biases, own_kernel: false, ..*self }.dequantize();
+        }
         let dtype = mlx_optional_dtype { value: 0, has_value: false };
         let array = self.call("dequantize", |res, group_size, bits, mode, stream| {
             // SAFETY: see `call`. An empty handle means no scale of the tensor.
@@ -278,6 +295,7 @@ impl Packed {
             biases: parts.next(),
             quantization,
             dtype: matrix.dtype(),
+            own_kernel: false,
         }
     }
 }

@@ -77,7 +77,7 @@ fn run_delta(kernel: bool, layer: &GatedDelta, passes: &[i32], dtype: Dtype) -> 
         // The last pass is recorded, and one row of it stays.
         let is_last = pass + 1 == passes.len();
         if is_last {
-            [&mut first, &mut second].map(Cache::mark_draft);
+            [&mut first, &mut second].into_iter().for_each(Cache::mark_draft);
         }
         let end = start + 2 * count;
         let own = Projected {

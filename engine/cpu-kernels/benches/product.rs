@@ -1,0 +1,63 @@
+//! Speed of products: `cargo bench -p steersman-cpu-kernels`, on a quiet machine. Arguments are numbers of rows.
+
+use std::time::Instant;
+
+use half::bf16;
+use steersman_cpu_kernels::{
+    Floats, FloatsMut, Isa, Packed, max_threads, product_with, set_threads,
+};
+
+/// [out, in] of the bundled model's, Qwen2.5-0.5B's and an 8B model's layers.
+const SHAPES: [(usize, usize); 6] =
+    [(384, 384), (1536, 384), (4864, 896), (896, 4864), (4096, 4096), (4096, 384)];
+
+fn main() {
+    let rows: Vec<usize> = std::env::args().filter_map(|argument| argument.parse().ok()).collect();
+    let rows = if rows.is_empty() { vec![1, 2, 4, 8, 64, 512] } else { rows };
+    for isa in Isa::available() {
+        for threads in [1, max_threads()] {
+            set_threads(threads);
+            for bits in [4, 8] {
+                for (out, columns) in SHAPES {
+                    print!("{isa:?}, {threads} threads, {bits} bits, {out} x {columns}:");
+                    for rows in &rows {
+                        measure(isa, bits, out, columns, *rows);
+                    }
+                    println!();
+                }
+            }
+        }
+    }
+}
+
+fn measure(isa: Isa, bits: usize, out: usize, columns: usize, rows: usize) {
+    let words: Vec<u32> =
+        (0..out * columns * bits / 32).map(|i| (i as u32).wrapping_mul(2_654_435_761)).collect();
+    let scales = vec![bf16::from_f32(0.01); out * columns / 64];
+    let matrix = Packed {
+        words: &words,
+        scales: Floats::Bf16(&scales),
+        biases: Floats::Bf16(&scales),
+        rows: out,
+        columns,
+        group_size: 64,
+        bits,
+    };
+    let x: Vec<f32> = (0..rows * columns).map(|i| (i % 17) as f32 - 8.0).collect();
+    let mut y = vec![0.0; rows * out];
+    let work = (out * columns * rows) as f64;
+    let repeats = (4e8 / work).clamp(3.0, 2000.0) as usize;
+    let mut best = f64::MAX;
+    for _ in 0..repeats {
+        let start = Instant::now();
+        product_with(isa, Floats::F32(&x), &matrix, FloatsMut::F32(&mut y)).unwrap();
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    let bytes = (words.len() * 4 + scales.len() * 4) as f64;
+    print!(
+        " | {rows} rows {:.1} us, {:.1} GB/s, {:.0} GFLOP/s",
+        best * 1e6,
+        bytes / best / 1e9,
+        2.0 * work / best / 1e9
+    );
+}

@@ -1,0 +1,276 @@
+//! The inner loops, compiled for each instruction set, number of bits and group size.
+//!
+//! Each is a function of its own: in a larger one, the compiler moves sums from registers to memory, and the product
+//! takes twice as long.
+
+#![allow(unsafe_code, reason = "vector instructions over pointers")]
+
+use crate::float::Floats;
+#[cfg(target_arch = "aarch64")]
+use crate::lanes::neon::Neon;
+use crate::lanes::{BLOCK, Isa, Lanes, portable::Portable};
+#[cfg(target_arch = "x86_64")]
+use crate::lanes::{avx2::Avx2, avx512::Avx512};
+
+/// Columns of a span.
+pub const SPAN: usize = 1024;
+
+/// Rows of the matrix that a kernel takes at a time.
+pub const OUT: usize = 4;
+
+/// Most rows of x that a kernel takes at a time.
+pub const MOST_ROWS: usize = 6;
+
+/// Scales and biases of one span of [`OUT`] rows of the matrix, as f32.
+#[derive(Debug, Default)]
+pub struct Groups {
+    /// Groups have at least 32 elements.
+    pub scales: [[f32; SPAN / 32]; OUT],
+    /// As `scales`.
+    pub biases: [[f32; SPAN / 32]; OUT],
+}
+
+/// `rows of a panel, rows of x, columns, sums`
+type Dense = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
+
+/// The kernels for one format of matrices.
+///
+/// All need the processor to have the instruction set, and pointers to be valid for a span: the columns of x and the
+/// words of each row of the matrix that it has.
+#[derive(Clone, Copy)]
+pub struct Kernels {
+    /// Copies that many floats, which are whole blocks, into the order of lanes.
+    pub arrange: unsafe fn(*const f32, *mut f32, usize),
+    /// Reads that many scales and biases, from these indices on for the four rows of the matrix.
+    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, &mut Groups),
+    /// One row of x times four rows of the matrix, of that many groups.
+    pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, *mut [f32; OUT]),
+    /// Unpacks that many groups of four rows of the matrix, vector by vector: [columns / lanes, 4, lanes].
+    pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
+    /// 1, 2 and more rows of x times the four rows of a panel. Writes sums for each row of x.
+    pub dense: &'static [Dense],
+}
+
+/// Compiles a function with features of the processor enabled, if any.
+macro_rules! enabled {
+    ([$($features:literal)?] $name:ident($($argument:ident: $type:ty),*) $body:block) => {{
+        $(#[target_feature(enable = $features)])?
+        unsafe fn $name($($argument: $type),*) {
+            // SAFETY: the caller promises what the generic function asks for.
+            unsafe { $body }
+        }
+        $name
+    }};
+}
+
+/// Compiles the kernels of an instruction set.
+macro_rules! kernels {
+    ($isa:ident $features:tt $bits:ident $group:ident $rows:tt) => {
+        match ($bits, $group) {
+            (4, 32) => kernels!(@ $isa $features 4, 32, $rows),
+            (4, 64) => kernels!(@ $isa $features 4, 64, $rows),
+            (4, _) => kernels!(@ $isa $features 4, 128, $rows),
+            (_, 32) => kernels!(@ $isa $features 8, 32, $rows),
+            (_, 64) => kernels!(@ $isa $features 8, 64, $rows),
+            _ => kernels!(@ $isa $features 8, 128, $rows),
+        }
+    };
+    (@ $isa:ident $features:tt $bits:literal, $group:literal, [$($rows:literal)*]) => {
+        Kernels {
+            arrange: enabled!($features arrange_blocks(
+                from: *const f32, to: *mut f32, count: usize
+            ) { arrange::<$isa, $bits>(from, to, count) }),
+            groups: enabled!($features read_groups(
+                scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
+            ) { groups::<$isa>(scales, biases, at, count, to) }),
+            fused: enabled!($features fused_row(
+                x: *const f32, words: &[*const u8; OUT], groups: &Groups, count: usize, sums: *mut [f32; OUT]
+            ) { fused::<$isa, $bits, $group>(x, words, groups, count, sums) }),
+            unpack: enabled!($features unpack_groups(
+                words: &[*const u8; OUT], groups: &Groups, count: usize, panel: *mut f32
+            ) { unpack::<$isa, $bits, $group>(words, groups, count, panel) }),
+            dense: &[$(enabled!($features dense_rows(
+                panel: *const f32, x: *const f32, span: usize, sums: *mut [f32; OUT]
+            ) { dense::<$isa, $rows>(panel, x, span, sums) })),*],
+        }
+    };
+}
+
+impl Kernels {
+    /// Those of a format; 4 or 8 bits, groups of 32, 64 or 128.
+    pub fn of(isa: Isa, bits: usize, group: usize) -> Self {
+        // As many rows at a time as the registers hold sums of.
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6]),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => kernels!(Avx2 ["avx2,fma"] bits group [1 2 3]),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => kernels!(Neon ["neon"] bits group [1 2 3 4 5]),
+            Isa::Portable => kernels!(Portable [] bits group [1 2]),
+        }
+    }
+}
+
+/// Repeats a block with each constant value below `$end`. Where the compiler does not unroll a loop over an array of
+/// vectors, it keeps them in memory, and the product takes twice as long.
+macro_rules! unroll {
+    ($i:ident < OUT, $body:block) => {
+        unroll!($i in [0 1 2 3], OUT, $body)
+    };
+    ($i:ident < $end:expr, $body:block) => {
+        unroll!($i in [0 1 2 3 4 5 6 7], $end, $body)
+    };
+    ($i:ident in [$($n:literal)*], $end:expr, $body:block) => {
+        $({
+            const $i: usize = $n;
+            if $i < $end $body
+        })*
+    };
+}
+
+/// See [`Kernels::arrange`].
+///
+/// # Safety
+/// See [`Kernels`].
+#[inline(always)]
+unsafe fn arrange<L: Lanes, const BITS: usize>(from: *const f32, to: *mut f32, count: usize) {
+    for block in (0..count).step_by(BLOCK) {
+        // SAFETY: the block is one of both.
+        unsafe { L::arrange::<BITS>(from.add(block), to.add(block)) };
+    }
+}
+
+/// See [`Kernels::groups`].
+///
+/// # Safety
+/// See [`Kernels`]; scales and biases have `count` elements from each of `at` on.
+#[inline(always)]
+unsafe fn groups<L: Lanes>(
+    scales: &Floats<'_>,
+    biases: &Floats<'_>,
+    at: &[usize; OUT],
+    count: usize,
+    to: &mut Groups,
+) {
+    for (from, to) in [(scales, &mut to.scales), (biases, &mut to.biases)] {
+        for (at, to) in at.iter().zip(to) {
+            let to = to.as_mut_ptr();
+            // SAFETY: promised by the caller; a span has at most as many groups as there is room for.
+            unsafe {
+                match from {
+                    Floats::F32(floats) => {
+                        floats.as_ptr().add(*at).copy_to_nonoverlapping(to, count);
+                    }
+                    Floats::Bf16(floats) => {
+                        L::widen_bf16(floats.as_ptr().add(*at).cast(), to, count);
+                    }
+                    Floats::F16(floats) => {
+                        L::widen_f16(floats.as_ptr().add(*at).cast(), to, count);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// See [`Kernels::fused`].
+///
+/// # Safety
+/// See [`Kernels`].
+#[inline(always)]
+unsafe fn fused<L: Lanes, const BITS: usize, const GROUP: usize>(
+    x: *const f32,
+    words: &[*const u8; OUT],
+    groups: &Groups,
+    count: usize,
+    parts: *mut [f32; OUT],
+) {
+    // SAFETY: all blocks are in the span; a group is whole blocks.
+    unsafe {
+        let mut sums = [L::zero(); OUT];
+        let [a, b, c, d] = *words;
+        for g in 0..count {
+            let mut tables = [[L::zero(); 2]; OUT];
+            unroll!(O < OUT, {
+                let (scales, biases) = (&groups.scales[O], &groups.biases[O]);
+                tables[O] = L::table::<BITS>(*scales.get_unchecked(g), *biases.get_unchecked(g));
+            });
+            unroll!(B < GROUP / BLOCK, {
+                let block = g * GROUP + B * BLOCK;
+                let words = [a, b, c, d].map(|line| line.wrapping_add(block * BITS / 8));
+                unroll!(I < L::VECTORS, {
+                    let x = L::load(x.add(block + I * L::LANES));
+                    unroll!(O < OUT, {
+                        let w = L::weights::<BITS>(words[O], I, &tables[O]);
+                        sums[O] = L::fma(w, x, sums[O]);
+                    });
+                });
+            });
+        }
+        parts.write(L::sum4(sums));
+    }
+}
+
+/// See [`Kernels::unpack`].
+///
+/// # Safety
+/// See [`Kernels`].
+#[inline(always)]
+unsafe fn unpack<L: Lanes, const BITS: usize, const GROUP: usize>(
+    words: &[*const u8; OUT],
+    groups: &Groups,
+    count: usize,
+    panel: *mut f32,
+) {
+    // SAFETY: all blocks are in the span; a group is whole blocks.
+    unsafe {
+        for g in 0..count {
+            unroll!(O < OUT, {
+                let (scales, biases) = (&groups.scales[O], &groups.biases[O]);
+                let table = L::table::<BITS>(*scales.get_unchecked(g), *biases.get_unchecked(g));
+                unroll!(B < GROUP / BLOCK, {
+                    let block = g * GROUP + B * BLOCK;
+                    unroll!(I < L::VECTORS, {
+                        let w = L::weights::<BITS>(words[O].add(block * BITS / 8), I, &table);
+                        L::store(panel.add((block + I * L::LANES) * OUT + O * L::LANES), w);
+                    });
+                });
+            });
+        }
+    }
+}
+
+/// See [`Kernels::dense`].
+///
+/// # Safety
+/// See [`Kernels`].
+#[inline(always)]
+unsafe fn dense<L: Lanes, const R: usize>(
+    panel: *const f32,
+    x: *const f32,
+    span: usize,
+    parts: *mut [f32; OUT],
+) {
+    // SAFETY: the panel has four rows of the span, x has R of them, and there is room for R rows of sums.
+    unsafe {
+        let mut sums = [[L::zero(); OUT]; R];
+        let mut v = 0;
+        while v < span {
+            let mut w = [L::zero(); OUT];
+            unroll!(O < OUT, {
+                w[O] = L::load(panel.add(v * OUT + O * L::LANES));
+            });
+            unroll!(I < R, {
+                let x = L::load(x.add(I * span + v));
+                unroll!(O < OUT, {
+                    sums[I][O] = L::fma(w[O], x, sums[I][O]);
+                });
+            });
+            v += L::LANES;
+        }
+        unroll!(I < R, {
+            parts.add(I).write(L::sum4(sums[I]));
+        });
+    }
+}

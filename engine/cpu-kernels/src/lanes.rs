@@ -1,0 +1,135 @@
+//! What a product needs of an instruction set: vectors of f32, and packed elements as such.
+//!
+//! A *block* is 32 consecutive elements of a row of the matrix, 4 words of 4 bits or 8 words of 8 bits, and
+//! fills [`Lanes::VECTORS`] vectors. With 4 bits, lane `4 * h + j` of vector `i` has element `i + VECTORS * h` of
+//! word `j`: all words are shifted at once, and no lane is moved. The rows that are multiplied are stored in the
+//! same order ([`Lanes::arrange`]).
+
+#![allow(unsafe_code, reason = "vector instructions")]
+
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512;
+#[cfg(target_arch = "aarch64")]
+pub mod neon;
+pub mod portable;
+
+use crate::float::widen_f16;
+
+/// Elements of a block.
+pub const BLOCK: usize = 32;
+
+/// An instruction set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    /// AVX-512 with F, BW and VL, which all processors but the first have: 16 lanes.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// AVX2 and FMA: 8 lanes.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// NEON: 4 lanes.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+    /// No particular instructions.
+    Portable,
+}
+
+impl Isa {
+    /// Those that this processor has, the fastest first.
+    pub fn available() -> Vec<Self> {
+        let mut isas = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                isas.push(Self::Avx512);
+            }
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                isas.push(Self::Avx2);
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        isas.push(Self::Neon);
+        isas.push(Self::Portable);
+        isas
+    }
+
+    /// The fastest of this processor.
+    pub fn best() -> Self {
+        static BEST: std::sync::OnceLock<Isa> = std::sync::OnceLock::new();
+        *BEST.get_or_init(|| Self::available()[0])
+    }
+}
+
+/// Vectors of an instruction set.
+///
+/// # Safety
+/// Implementations read and write through pointers exactly what their methods state.
+///
+/// All methods are `unsafe`: the processor must have the instruction set, and pointers must be valid for what is read
+/// or written. They are inlined into a function that enables the instruction set.
+pub unsafe trait Lanes {
+    /// A vector.
+    type V: Copy;
+    /// Lanes of a vector.
+    const LANES: usize;
+    /// Vectors of a block.
+    const VECTORS: usize = BLOCK / Self::LANES;
+
+    /// Zeros.
+    unsafe fn zero() -> Self::V;
+    /// Reads [`Self::LANES`] floats.
+    unsafe fn load(from: *const f32) -> Self::V;
+    /// Writes [`Self::LANES`] floats.
+    unsafe fn store(to: *mut f32, v: Self::V);
+    /// a * b + c
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The sum of the lanes of each vector.
+    unsafe fn sum4(v: [Self::V; 4]) -> [f32; 4];
+    /// What [`Self::weights`] needs of a group: its scale and bias, or the 16 floats that 4 bits can be.
+    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [Self::V; 2];
+    /// Vector `i` of the block of `4 * BITS` bytes at `block`, as floats: element * scale + bias.
+    unsafe fn weights<const BITS: usize>(
+        block: *const u8,
+        i: usize,
+        table: &[Self::V; 2],
+    ) -> Self::V;
+
+    /// Writes `count` floats of bfloat16 as f32.
+    #[inline(always)]
+    unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
+        for i in 0..count {
+            // SAFETY: the caller's pointers are valid for `count` floats.
+            unsafe { *to.add(i) = f32::from_bits(u32::from(*from.add(i)) << 16) };
+        }
+    }
+
+    /// Writes `count` floats of half precision as f32.
+    #[inline(always)]
+    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
+        for i in 0..count {
+            // SAFETY: the caller's pointers are valid for `count` floats.
+            unsafe { *to.add(i) = widen_f16(*from.add(i)) };
+        }
+    }
+
+    /// Writes the 32 floats at `from` to `to` in the order of the lanes of a block.
+    #[inline(always)]
+    unsafe fn arrange<const BITS: usize>(from: *const f32, to: *mut f32) {
+        for i in 0..Self::VECTORS {
+            for lane in 0..Self::LANES {
+                let element = if BITS == 4 {
+                    8 * (lane % 4) + i + Self::VECTORS * (lane / 4)
+                } else {
+                    Self::LANES * i + lane
+                };
+                // SAFETY: both are below 32.
+                unsafe { *to.add(Self::LANES * i + lane) = *from.add(element) };
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! AVX2 and FMA.
+
+use std::arch::x86_64::*;
+
+use super::Lanes;
+
+/// 8 lanes.
+pub struct Avx2;
+
+/// The sums of the halves of a vector.
+///
+/// # Safety
+/// The processor has AVX.
+#[inline(always)]
+pub unsafe fn quad(v: __m256) -> __m128 {
+    // SAFETY: see above.
+    unsafe { _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v)) }
+}
+
+/// The sums of the lanes of four vectors: (0 + 2) + (1 + 3).
+///
+/// # Safety
+/// The processor has SSE, which is part of x86-64.
+#[inline(always)]
+pub unsafe fn sum4_of_quads([a, b, c, d]: [__m128; 4]) -> [f32; 4] {
+    // SAFETY: see above.
+    unsafe {
+        let ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+        let cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+        let sums = _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
+        let mut array = [0.0; 4];
+        _mm_storeu_ps(array.as_mut_ptr(), sums);
+        array
+    }
+}
+
+// SAFETY: each method reads and writes what the trait states: 8 floats, or of a block all 16 bytes (4 bits) or 8 for
+// each vector (8 bits).
+unsafe impl Lanes for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+
+    #[inline(always)]
+    unsafe fn zero() -> __m256 {
+        // SAFETY: as for all methods: the caller's processor has AVX2 and FMA.
+        unsafe { _mm256_setzero_ps() }
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> __m256 {
+        // SAFETY: the caller's pointer is valid for 8 floats.
+        unsafe { _mm256_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: __m256) {
+        // SAFETY: the caller's pointer is valid for 8 floats.
+        unsafe { _mm256_storeu_ps(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: see `zero`.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum4(v: [__m256; 4]) -> [f32; 4] {
+        // SAFETY: see `zero`.
+        unsafe { sum4_of_quads([quad(v[0]), quad(v[1]), quad(v[2]), quad(v[3])]) }
+    }
+
+    #[inline(always)]
+    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [__m256; 2] {
+        // SAFETY: see `zero`.
+        unsafe { [_mm256_set1_ps(scale), _mm256_set1_ps(bias)] }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<const BITS: usize>(
+        block: *const u8,
+        i: usize,
+        table: &[__m256; 2],
+    ) -> __m256 {
+        // SAFETY: the caller's pointer is valid for the block, of which 16 or 8 bytes are read.
+        unsafe {
+            let elements = if BITS == 4 {
+                let words = _mm256_broadcastsi128_si256(_mm_loadu_si128(block.cast()));
+                let (low, high) = (4 * i as i32, 4 * i as i32 + 16);
+                let shifts = _mm256_setr_epi32(low, low, low, low, high, high, high, high);
+                _mm256_and_si256(_mm256_srlv_epi32(words, shifts), _mm256_set1_epi32(15))
+            } else {
+                _mm256_cvtepu8_epi32(_mm_loadl_epi64(block.add(8 * i).cast()))
+            };
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(elements), table[0], table[1])
+        }
+    }
+}

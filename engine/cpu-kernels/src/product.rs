@@ -1,0 +1,338 @@
+//! The product: y[r][n] = sum over k of x[r][k] * w[n][k].
+//!
+//! Columns are cut into spans of [`SPAN`]. An output is the sum of its spans, first to last; a span is one chain of
+//! fused products a lane, whose lanes are added in the end. Nothing else decides the order of sums.
+//!
+//! A few rows are multiplied while elements are in registers. More rows share a panel: four rows of the matrix, one
+//! span long, unpacked to 16 KiB of f32, which they then read from the first-level cache. Rows are taken 128 at a
+//! time, so that their span stays in the second-level cache.
+
+#![allow(unsafe_code, reason = "vector instructions over pointers")]
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use half::{bf16, f16};
+use thiserror::Error as ThisError;
+
+use crate::float::{Floats, FloatsMut};
+use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, SPAN};
+use crate::lanes::Isa;
+use crate::pool;
+
+/// Rows of x that are multiplied together.
+const ROWS: usize = 128;
+
+/// Rows of the matrix whose sums are collected before they are written.
+const TILE: usize = 64;
+
+/// Most rows that are multiplied with elements in registers.
+const FUSED: usize = 1;
+
+/// Products of elements that one piece of the work has at least: some microseconds.
+const PIECE: usize = 1 << 18;
+
+/// Pieces for each thread, so that a delayed one does not delay the others.
+const PIECES: usize = 4;
+
+/// A packed matrix: MLX's affine quantization.
+#[derive(Debug, Clone, Copy)]
+pub struct Packed<'a> {
+    /// [rows, columns * bits / 32], elements from the lowest bits on.
+    pub words: &'a [u32],
+    /// [rows, columns / group_size]
+    pub scales: Floats<'a>,
+    /// As `scales`: an element is worth `element * scale + bias`.
+    pub biases: Floats<'a>,
+    /// Outputs.
+    pub rows: usize,
+    /// Inputs.
+    pub columns: usize,
+    /// 32, 64 or 128.
+    pub group_size: usize,
+    /// 4 or 8.
+    pub bits: usize,
+}
+
+/// A product that there is no kernel for, or that is none.
+#[derive(Debug, ThisError)]
+pub enum Error {
+    /// Other group sizes or bits.
+    #[error("no kernel for {bits} bits in groups of {group_size}")]
+    Format {
+        /// Bits of an element.
+        bits: usize,
+        /// Elements of a group.
+        group_size: usize,
+    },
+    /// A slice does not have the length that the shape asks for.
+    #[error("{what} has {found} elements, not {expected}")]
+    Length {
+        /// The argument.
+        what: &'static str,
+        /// Its length.
+        found: usize,
+        /// The length by the shape.
+        expected: usize,
+    },
+}
+
+impl Packed<'_> {
+    /// Whether there is a kernel for a format.
+    pub fn supports(bits: usize, group_size: usize) -> bool {
+        matches!(bits, 4 | 8) && matches!(group_size, 32 | 64 | 128)
+    }
+
+    fn groups(&self) -> usize {
+        self.columns / self.group_size
+    }
+
+    /// Checks everything that the kernels rely on.
+    fn check(&self, x: &Floats<'_>, y: &FloatsMut<'_>) -> Result<usize, Error> {
+        let Self { rows, columns, group_size, bits, .. } = *self;
+        if !Self::supports(bits, group_size) {
+            return Err(Error::Format { bits, group_size });
+        }
+        let length = |what, found, expected| {
+            if found == expected { Ok(()) } else { Err(Error::Length { what, found, expected }) }
+        };
+        length("columns", columns, columns / group_size * group_size)?;
+        length("words", self.words.len(), rows * (columns * bits / 32))?;
+        length("scales", self.scales.len(), rows * self.groups())?;
+        length("biases", self.biases.len(), rows * self.groups())?;
+        let count = x.len().checked_div(columns).unwrap_or(0);
+        length("x", x.len(), count * columns)?;
+        length("y", y.len(), count * rows)?;
+        Ok(count)
+    }
+}
+
+/// `y` [R, rows] = `x` [R, columns] times the transposed matrix, with the best instructions of the processor.
+///
+/// # Errors
+/// [`Error`] if lengths do not fit or the format has no kernel; `y` is then unchanged.
+pub fn product(x: Floats<'_>, matrix: &Packed<'_>, y: FloatsMut<'_>) -> Result<(), Error> {
+    product_with(Isa::best(), x, matrix, y)
+}
+
+/// As [`product`], with the instructions of `isa`, which must be one of [`Isa::available`].
+///
+/// # Errors
+/// As [`product`].
+///
+/// # Panics
+/// If the processor does not have `isa`.
+pub fn product_with(
+    isa: Isa,
+    x: Floats<'_>,
+    matrix: &Packed<'_>,
+    y: FloatsMut<'_>,
+) -> Result<(), Error> {
+    let count = matrix.check(&x, &y)?;
+    if isa != Isa::best() {
+        assert!(Isa::available().contains(&isa), "the processor does not have {isa:?}");
+    }
+    let kernels = Kernels::of(isa, matrix.bits, matrix.group_size);
+    let y = match y {
+        FloatsMut::F32(y) => Out::F32(y.as_mut_ptr()),
+        FloatsMut::Bf16(y) => Out::Bf16(y.as_mut_ptr()),
+        FloatsMut::F16(y) => Out::F16(y.as_mut_ptr()),
+    };
+    ARRANGED.with_borrow_mut(|arranged| {
+        for first in (0..count).step_by(ROWS) {
+            let rows = ROWS.min(count - first);
+            arranged.resize((rows * matrix.columns).div_ceil(16), Line([0.0; 16]));
+            let start = arranged.as_mut_ptr().cast::<f32>();
+            // SAFETY: `arranged` has room for the rows, `x` has them, and the processor has the instructions.
+            unsafe { arrange(&kernels, x, first..first + rows, matrix.columns, start) };
+            let task = Task { matrix, kernels, x: start, first, rows, y };
+            let pieces = task.pieces();
+            let length = matrix.rows.div_ceil(pieces).next_multiple_of(OUT);
+            pool::run(matrix.rows.div_ceil(length), &|piece| {
+                let outputs = piece * length..matrix.rows.min((piece + 1) * length);
+                // SAFETY: `check` has compared all lengths; outputs of pieces are disjoint; the processor has the
+                // instructions.
+                unsafe { multiply(&task, outputs) };
+            });
+        }
+    });
+    Ok(())
+}
+
+/// A cache line, so that no vector of a row spans two.
+#[repr(align(64))]
+#[derive(Clone, Copy)]
+struct Line(#[expect(dead_code, reason = "read through pointers")] [f32; 16]);
+
+thread_local! {
+    /// Rows of x as f32 in the order of lanes.
+    static ARRANGED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Where outputs are written. Pieces write disjoint ones.
+#[derive(Clone, Copy)]
+enum Out {
+    F32(*mut f32),
+    Bf16(*mut bf16),
+    F16(*mut f16),
+}
+
+/// Up to [`ROWS`] rows of x times the matrix.
+struct Task<'a> {
+    matrix: &'a Packed<'a>,
+    kernels: Kernels,
+    /// Span by span, [rows, columns of the span] in the order of lanes.
+    x: *const f32,
+    /// The first of the rows.
+    first: usize,
+    rows: usize,
+    y: Out,
+}
+
+// SAFETY: threads only read through `x`, and write disjoint outputs through `y`.
+unsafe impl Sync for Task<'_> {}
+
+impl Task<'_> {
+    /// Number of pieces that the work is divided into.
+    fn pieces(&self) -> usize {
+        let work = self.matrix.rows * self.matrix.columns * self.rows;
+        (work / PIECE).clamp(1, pool::threads() * PIECES)
+    }
+}
+
+/// Writes `rows` of `x` to `to`, span by span, as f32 in the order of lanes.
+///
+/// # Safety
+/// `to` has room for them; the processor has the instructions of `kernels`.
+unsafe fn arrange(
+    kernels: &Kernels,
+    x: Floats<'_>,
+    rows: Range<usize>,
+    columns: usize,
+    to: *mut f32,
+) {
+    let mut wide = [0.0; SPAN];
+    for (r, row) in rows.clone().enumerate() {
+        for k in (0..columns).step_by(SPAN) {
+            let span = SPAN.min(columns - k);
+            x.widen(row * columns + k, &mut wide[..span]);
+            // SAFETY: this is the room for the span of the row.
+            unsafe { (kernels.arrange)(wide.as_ptr(), to.add(rows.len() * k + r * span), span) };
+        }
+    }
+}
+
+/// Room of a thread.
+#[repr(align(64))]
+struct Room {
+    panel: [f32; OUT * SPAN],
+    tile: [[f32; TILE]; ROWS],
+    groups: Groups,
+}
+
+thread_local! {
+    static ROOM: RefCell<Box<Room>> = RefCell::new(Box::new(Room {
+        panel: [0.0; OUT * SPAN],
+        tile: [[0.0; TILE]; ROWS],
+        groups: Groups::default(),
+    }));
+}
+
+/// Computes `outputs` of all rows of `task`.
+///
+/// # Safety
+/// The task is valid: lengths fit, nothing else writes these outputs, and the processor has the instructions.
+unsafe fn multiply(task: &Task<'_>, outputs: Range<usize>) {
+    ROOM.with_borrow_mut(|room| {
+        for start in outputs.clone().step_by(TILE) {
+            let tile = start..outputs.end.min(start + TILE);
+            for k in (0..task.matrix.columns).step_by(SPAN) {
+                // SAFETY: as this function.
+                unsafe { multiply_span(task, tile.clone(), k, room) };
+            }
+            // SAFETY: as this function.
+            unsafe { write(task, tile, &room.tile) };
+        }
+    });
+}
+
+/// Adds the span of columns from `k` on to the sums of a tile; the first span sets them.
+///
+/// # Safety
+/// As [`multiply`]; `tile` has at most [`TILE`] outputs.
+unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mut Room) {
+    let Task { matrix, rows, kernels, .. } = *task;
+    let Room { panel, tile: sums, groups } = room;
+    let span = SPAN.min(matrix.columns - k);
+    let stride = matrix.columns * matrix.bits / 8;
+    // SAFETY: the span's rows of x, [rows, span], begin there.
+    let x = unsafe { task.x.add(rows * k) };
+    for n in tile.clone().step_by(OUT) {
+        // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
+        let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
+        let count = span / matrix.group_size;
+        let at = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
+        // SAFETY: each line has that many groups in the span.
+        unsafe { (kernels.groups)(&matrix.scales, &matrix.biases, &at, count, groups) };
+        // SAFETY: each line is a row of the matrix, whose span begins there.
+        let words = lines.map(|line| unsafe {
+            matrix.words.as_ptr().cast::<u8>().add(line * stride + k * matrix.bits / 8)
+        });
+        let mut parts = [[0.0; OUT]; MOST_ROWS];
+        let mut add = |r: usize, parts: &[[f32; OUT]]| {
+            for (sums, part) in sums[r..].iter_mut().zip(parts) {
+                for (sum, part) in sums[n - tile.start..][..OUT].iter_mut().zip(part) {
+                    *sum = if k == 0 { *part } else { *sum + part };
+                }
+            }
+        };
+        // SAFETY: `words` and `groups` are valid for the span, `x` for its rows, the panel for four rows of it, and
+        // `parts` for the rows of every kernel.
+        unsafe {
+            if rows <= FUSED {
+                (kernels.fused)(x, &words, groups, count, parts.as_mut_ptr());
+                add(0, &parts[..1]);
+                continue;
+            }
+            (kernels.unpack)(&words, groups, count, panel.as_mut_ptr());
+            let mut r = 0;
+            while r < rows {
+                let taken = (rows - r).min(kernels.dense.len());
+                let dense = kernels.dense[taken - 1];
+                dense(panel.as_ptr(), x.add(r * span), span, parts.as_mut_ptr());
+                add(r, &parts[..taken]);
+                r += taken;
+            }
+        }
+    }
+}
+
+/// Writes the sums of a tile to the outputs, rounded to their type.
+///
+/// # Safety
+/// The outputs are valid, and nothing else writes them.
+unsafe fn write(task: &Task<'_>, tile: Range<usize>, sums: &[[f32; TILE]; ROWS]) {
+    for (r, sums) in sums[..task.rows].iter().enumerate() {
+        let at = (task.first + r) * task.matrix.rows + tile.start;
+        let sums = &sums[..tile.len()];
+        // SAFETY: the outputs of row `first + r` that are in the tile begin at `at`.
+        unsafe {
+            match task.y {
+                Out::F32(y) => y.add(at).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
+                Out::Bf16(y) => {
+                    for (i, sum) in sums.iter().enumerate() {
+                        y.add(at + i).write(bf16::from_f32(*sum));
+                    }
+                }
+                Out::F16(y) => {
+                    for (i, sum) in sums.iter().enumerate() {
+                        y.add(at + i).write(f16::from_f32(*sum));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,174 @@
+//! Laws of products, for every instruction set of this processor.
+
+use super::*;
+
+/// Numbers from -1 to 1, the same for the same seed.
+fn numbers(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
+    let next = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..count).map(next).collect()
+}
+
+/// A matrix that owns its numbers.
+struct Matrix {
+    words: Vec<u32>,
+    scales: Vec<bf16>,
+    biases: Vec<bf16>,
+    rows: usize,
+    columns: usize,
+    group_size: usize,
+    bits: usize,
+}
+
+impl Matrix {
+    fn new(rows: usize, columns: usize, group_size: usize, bits: usize) -> Self {
+        let words = numbers(7, rows * columns * bits / 32);
+        let groups = rows * columns / group_size;
+        let short = |seed| numbers(seed, groups).into_iter().map(bf16::from_f32).collect();
+        Self {
+            words: words.iter().map(|x| x.to_bits().wrapping_mul(2_654_435_761)).collect(),
+            scales: short(8),
+            biases: short(9),
+            rows,
+            columns,
+            group_size,
+            bits,
+        }
+    }
+
+    fn packed(&self) -> Packed<'_> {
+        Packed {
+            words: &self.words,
+            scales: Floats::Bf16(&self.scales),
+            biases: Floats::Bf16(&self.biases),
+            rows: self.rows,
+            columns: self.columns,
+            group_size: self.group_size,
+            bits: self.bits,
+        }
+    }
+
+    /// Outputs of a row by the definition, in f64, and the sum of magnitudes that bounds their rounding.
+    fn expected(&self, x: &[f32]) -> Vec<(f64, f64)> {
+        let output = |n: usize| {
+            let (mut sum, mut magnitude) = (0.0, 0.0);
+            for (k, x) in x.iter().enumerate() {
+                let bit = (n * self.columns + k) * self.bits;
+                let element = (self.words[bit / 32] >> (bit % 32)) & ((1 << self.bits) - 1);
+                let group = (n * self.columns + k) / self.group_size;
+                let (scale, bias) = (self.scales[group].to_f64(), self.biases[group].to_f64());
+                let product = f64::from(*x) * (f64::from(element) * scale + bias);
+                sum += product;
+                magnitude += product.abs();
+            }
+            (sum, magnitude)
+        };
+        (0..self.rows).map(output).collect()
+    }
+
+    fn times(&self, isa: Isa, x: &[f32]) -> Vec<f32> {
+        let mut y = vec![f32::NAN; x.len() / self.columns * self.rows];
+        product_with(isa, Floats::F32(x), &self.packed(), FloatsMut::F32(&mut y)).unwrap();
+        y
+    }
+}
+
+/// Shapes with one span and several, with incomplete spans, tiles and quads of rows.
+const SHAPES: [(usize, usize); 6] =
+    [(1, 128), (7, 384), (64, 128), (70, 1024), (131, 1152), (33, 2944)];
+
+fn check(law: impl Fn(Isa, &Matrix)) {
+    for isa in Isa::available() {
+        for bits in [4, 8] {
+            for group_size in [32, 64, 128] {
+                for (rows, columns) in SHAPES {
+                    law(isa, &Matrix::new(rows, columns, group_size, bits));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_are_those_of_the_definition() {
+    check(|isa, matrix| {
+        let x = numbers(1, matrix.columns);
+        for (n, (y, (sum, magnitude))) in
+            matrix.times(isa, &x).into_iter().zip(matrix.expected(&x)).enumerate()
+        {
+            let error = (f64::from(y) - sum).abs();
+            let Matrix { rows, columns, group_size, bits, .. } = matrix;
+            assert!(
+                error <= 1e-6 * magnitude,
+                "{isa:?}, {bits} bits, groups of {group_size}, {rows} x {columns}, output {n}: {y} for {sum}"
+            );
+        }
+    });
+}
+
+/// Speculation verifies drafts in passes over several rows, and sequences decode together.
+#[test]
+fn rows_do_not_depend_on_other_rows() {
+    check(|isa, matrix| {
+        let x = numbers(2, 131 * matrix.columns);
+        let all = matrix.times(isa, &x);
+        for rows in [1, 2, 3, 4, 5, 8, 64] {
+            for first in [0, 1, 67] {
+                let part = matrix.times(isa, &x[first * matrix.columns..][..rows * matrix.columns]);
+                let same = part
+                    .iter()
+                    .zip(&all[first * matrix.rows..])
+                    .all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{isa:?}: rows {first} to {}", first + rows);
+            }
+        }
+    });
+}
+
+#[test]
+fn rows_do_not_depend_on_threads() {
+    let matrix = Matrix::new(2050, 1152, 64, 4);
+    let x = numbers(3, 5 * matrix.columns);
+    pool::set_threads(1);
+    let alone = matrix.times(Isa::best(), &x);
+    pool::set_threads(usize::MAX);
+    assert!(alone == matrix.times(Isa::best(), &x));
+}
+
+/// Short floats are exact in f32, so only the output is rounded.
+#[test]
+fn short_floats_are_multiplied_in_f32() {
+    let matrix = Matrix::new(20, 384, 64, 4);
+    let x: Vec<f32> = numbers(4, 3 * 384).iter().map(|x| (x * 64.0).round() / 64.0).collect();
+    let exact = matrix.times(Isa::best(), &x);
+    let short: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
+    let mut y = vec![bf16::ZERO; 60];
+    product(Floats::Bf16(&short), &matrix.packed(), FloatsMut::Bf16(&mut y)).unwrap();
+    assert!(y.iter().zip(&exact).all(|(y, exact)| *y == bf16::from_f32(*exact)));
+    let short: Vec<f16> = x.iter().map(|x| f16::from_f32(*x)).collect();
+    let mut y = vec![f16::ZERO; 60];
+    product(Floats::F16(&short), &matrix.packed(), FloatsMut::F16(&mut y)).unwrap();
+    assert!(y.iter().zip(&exact).all(|(y, exact)| *y == f16::from_f32(*exact)));
+}
+
+#[test]
+fn wrong_lengths_are_errors() {
+    let matrix = Matrix::new(8, 128, 64, 4);
+    let x = vec![0.0; 128];
+    let wrong = |packed: Packed<'_>, x: &[f32], outputs: usize| {
+        let mut y = vec![0.0; outputs];
+        product(Floats::F32(x), &packed, FloatsMut::F32(&mut y)).is_err()
+    };
+    let packed = matrix.packed();
+    assert!(!wrong(packed, &x, 8));
+    assert!(wrong(packed, &x, 7));
+    assert!(wrong(packed, &x[1..], 8));
+    assert!(wrong(Packed { words: &matrix.words[1..], ..packed }, &x, 8));
+    assert!(wrong(Packed { scales: Floats::Bf16(&matrix.scales[1..]), ..packed }, &x, 8));
+    assert!(wrong(Packed { bits: 3, ..packed }, &x, 8));
+    assert!(wrong(Packed { columns: 0, ..packed }, &x, 8));
+    assert!(!wrong(packed, &[], 0));
+}

@@ -1,0 +1,115 @@
+// An operation of MLX on the CPU that a function of ours computes: MLX's documented way to extend it, a Primitive.
+//
+// Included after mlx-c, whose handles it converts.
+
+#pragma once
+
+#include <array>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "mlx/allocator.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+
+extern "C" {
+
+// An array while an operation runs. Rust's `View` in src/lib.rs has the same fields.
+struct steersman_view {
+  void* data;
+  const int32_t* shape;
+  const int64_t* strides;
+  size_t dimensions;
+  mlx_dtype dtype;
+};
+
+// Reads the inputs and fills the output, which is contiguous in row-major order. Runs on the thread of the stream.
+typedef void (*steersman_function)(
+    const steersman_view* inputs, size_t count, const steersman_view* output, const int32_t* parameters);
+}
+
+namespace steersman {
+
+using Parameters = std::array<int32_t, 4>;
+
+class CpuOperation : public mlx::core::Primitive {
+ public:
+  CpuOperation(mlx::core::Stream stream, steersman_function function, Parameters parameters)
+      : Primitive(stream), function_(function), parameters_(parameters) {}
+
+  void eval_cpu(
+      const std::vector<mlx::core::array>& inputs, std::vector<mlx::core::array>& outputs) override {
+    using mlx::core::array;
+    outputs[0].set_data(mlx::core::allocator::malloc(outputs[0].nbytes()));
+    auto& encoder = mlx::core::cpu::get_command_encoder(stream());
+    std::vector<array> arrays;
+    for (const auto& input : inputs) {
+      encoder.set_input_array(input);
+      arrays.push_back(array::unsafe_weak_copy(input));
+    }
+    encoder.set_output_array(outputs[0]);
+    arrays.push_back(array::unsafe_weak_copy(outputs[0]));
+    // MLX keeps the buffers until the stream has run what was dispatched.
+    encoder.dispatch([arrays = std::move(arrays), function = function_, parameters = parameters_]() mutable {
+      std::vector<steersman_view> views;
+      for (auto& a : arrays) {
+        views.push_back(
+            {a.data<char>(), a.shape().data(), a.strides().data(), a.ndim(), mlx_dtype_to_c(a.dtype())});
+      }
+      function(views.data(), views.size() - 1, &views.back(), parameters.data());
+    });
+  }
+
+  void eval_gpu(const std::vector<mlx::core::array>&, std::vector<mlx::core::array>&) override {
+    throw std::runtime_error("this operation runs on the CPU only");
+  }
+
+  const char* name() const override {
+    return "CpuOperation";
+  }
+
+  bool is_equivalent(const Primitive& other) const override {
+    const auto& same = static_cast<const CpuOperation&>(other);
+    return function_ == same.function_ && parameters_ == same.parameters_;
+  }
+
+ private:
+  steersman_function function_;
+  Parameters parameters_;
+};
+
+} // namespace steersman
+
+extern "C" int steersman_cpu_operation(
+    mlx_array* res,
+    const mlx_array* inputs,
+    size_t count,
+    const int32_t* shape,
+    size_t dimensions,
+    mlx_dtype dtype,
+    steersman_function function,
+    const int32_t* parameters,
+    const mlx_stream stream) {
+  try {
+    std::vector<mlx::core::array> arrays;
+    for (size_t i = 0; i < count; i++) {
+      arrays.push_back(mlx_array_get_(inputs[i]));
+    }
+    steersman::Parameters copy;
+    std::copy(parameters, parameters + copy.size(), copy.begin());
+    auto primitive =
+        std::make_shared<steersman::CpuOperation>(mlx_stream_get_(stream), function, copy);
+    mlx_array_set_(
+        *res,
+        mlx::core::array(
+            mlx::core::Shape(shape, shape + dimensions),
+            mlx_dtype_to_cpp(dtype),
+            std::move(primitive),
+            std::move(arrays)));
+  } catch (std::exception& e) {
+    mlx_error(e.what());
+    return 1;
+  }
+  return 0;
+}
