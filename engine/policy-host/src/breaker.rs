@@ -53,7 +53,7 @@ struct Probation {
 }
 
 /// Health of a version, for operators.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Health {
     /// Failed requests in a row.
     pub failures: u32,

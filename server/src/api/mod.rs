@@ -89,6 +89,8 @@ pub struct App {
     responses: Option<Arc<ResponseStore>>,
     /// Limits uploads of policies to one at a time: compiling a component occupies a core.
     uploads: Semaphore,
+    /// Limits rollbacks to one at a time.
+    rollbacks: Semaphore,
     body_limit_bytes: usize,
     request_timeout: Duration,
 }
@@ -112,6 +114,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         mcp: Mcp::start(config),
         responses: store,
         uploads: Semaphore::new(1),
+        rollbacks: Semaphore::new(1),
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
     });

@@ -38,6 +38,7 @@ pub struct PoliciesBody {
 #[derive(Serialize)]
 struct PolicyBody {
     name: String,
+    /// Empty if no version compiled at the start.
     sha256: String,
     contract: &'static str,
     origin: &'static str,
@@ -164,7 +165,8 @@ pub async fn roll_back(
     if !policies.has(&name) {
         return Err(ApiError::policy_not_found(&name));
     }
-    let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
+    // Not that of uploads: it would wait while a component is compiled.
+    let _permit = app.rollbacks.acquire().await.expect("the semaphore is never closed");
     let activation = blocking(move || policies.roll_back(&name)).await?;
     Ok(Json(activation.map_err(rollback_error)?.into()))
 }
@@ -203,7 +205,9 @@ pub async fn blocking<T: Send + 'static>(
 
 fn upload_error(error: Error) -> ApiError {
     match error {
-        Error::Refused { .. } => ApiError::policy_refused(error.to_string()),
+        Error::Refused { .. } | Error::NotCompiled { .. } => {
+            ApiError::policy_refused(error.to_string())
+        }
         Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
         Error::NoFile { .. } | Error::NotWritten { .. } => {
             ApiError::conflict("policy_not_written", error.to_string())
@@ -217,6 +221,7 @@ fn rollback_error(error: Error) -> ApiError {
         Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
         Error::CannotRollBack { .. }
         | Error::Refused { .. }
+        | Error::NotCompiled { .. }
         | Error::NoFile { .. }
         | Error::NotWritten { .. } => ApiError::conflict("cannot_roll_back", error.to_string()),
         other => internal(other),
@@ -339,6 +344,11 @@ mod tests {
         let (not_written, no_rollback) = ((409, "policy_not_written"), (409, "cannot_roll_back"));
         check(
             |policy| Error::Refused { policy, profile: None, problem: "traps".into() },
+            (422, "policy_refused"),
+            no_rollback,
+        );
+        check(
+            |policy| Error::NotCompiled { policy, problem: "has no end".into() },
             (422, "policy_refused"),
             no_rollback,
         );

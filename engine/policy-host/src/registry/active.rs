@@ -28,7 +28,8 @@ pub struct Active {
 
 /// A policy and its active version.
 pub struct PolicyEntry {
-    pub current: Arc<Version>,
+    /// `None` if no version compiled at the start.
+    pub current: Option<Arc<Version>>,
     /// Versions before it, oldest first, at most [`EARLIER`].
     pub earlier: Vec<Arc<Version>>,
     /// Digest of its file when it was last read: the same bytes are not tried again.
@@ -57,10 +58,17 @@ pub struct ProfileParams {
 
 /// What a request of a profile gets.
 pub struct ResolvedProfile {
-    /// Versions, and whether they are shadows.
-    pub links: Vec<(Arc<Version>, bool)>,
+    pub links: Vec<ResolvedLink>,
     pub params: Arc<Params>,
     pub digest: [u8; 32],
+}
+
+/// A policy in the chain of a request.
+pub struct ResolvedLink {
+    pub policy: String,
+    /// `None` if no version compiled.
+    pub version: Option<Arc<Version>>,
+    pub shadow: bool,
 }
 
 impl Active {
@@ -73,9 +81,11 @@ impl Active {
     pub fn roll_back_condemned(&mut self) -> bool {
         let mut any = false;
         for (policy, entry) in &mut self.policies {
-            let Some(reason) = entry.current.breaker.condemned() else { continue };
+            let condemned = entry.current.as_ref().and_then(|version| version.breaker.condemned());
+            let Some(reason) = condemned else { continue };
             let Some(before) = entry.earlier.pop() else { continue };
-            let sha256 = std::mem::replace(&mut entry.current, before).sha256();
+            let sha256 = entry.sha256();
+            entry.current = Some(before);
             tracing::error!(policy, sha256, reason, "policy rolled back");
             entry.problem = Some(Problem::now(format!(
                 "policy `{policy}`: {sha256} {reason}; rolled back to the version before it"
@@ -89,8 +99,10 @@ impl Active {
     /// Rebuilds [`Self::profiles`].
     pub fn resolve(&mut self, chains: &BTreeMap<String, ProfileChain>, limits: &PolicyConfig) {
         let resolve = |(name, chain): (&String, &ProfileChain)| {
-            let link = |(policy, shadow): &(String, bool)| {
-                (self.policies[policy].current.clone(), *shadow)
+            let link = |(policy, shadow): &(String, bool)| ResolvedLink {
+                policy: policy.clone(),
+                version: self.policies[policy].current.clone(),
+                shadow: *shadow,
             };
             let links: Vec<_> = chain.links.iter().map(link).collect();
             let texts = &self.params[name].texts;
@@ -103,23 +115,29 @@ impl Active {
 }
 
 impl PolicyEntry {
-    /// A policy that starts with `version`.
-    pub fn new(version: Version, history: History) -> Self {
-        Self { current: Arc::new(version), earlier: Vec::new(), seen: None, problem: None, history }
+    /// A policy that starts with `version`, if any.
+    pub fn new(version: Option<Version>, history: History) -> Self {
+        let current = version.map(Arc::new);
+        Self { current, earlier: Vec::new(), seen: None, problem: None, history }
+    }
+
+    /// SHA-256 of the active version, in hex; empty if there is none.
+    pub fn sha256(&self) -> String {
+        self.current.as_ref().map(|version| version.sha256()).unwrap_or_default()
     }
 
     /// The versions of the history but the active one, newest first.
     pub fn earlier(&self) -> Vec<HistoryEntry> {
-        let current = self.current.sha256();
+        let current = self.sha256();
         let list = self.history.list().iter().rev();
         list.filter(|entry| entry.sha256 != current).cloned().collect()
     }
 
-    /// Activates `version` and adds it to the history; returns the one before it.
-    pub fn activate(&mut self, version: Version, bytes: &[u8]) -> Arc<Version> {
+    /// Activates `version` and adds it to the history; returns the SHA-256 of the one before it.
+    pub fn activate(&mut self, version: Version, bytes: &[u8]) -> String {
         self.history.add(version.entry(), bytes);
-        let before = std::mem::replace(&mut self.current, Arc::new(version));
-        self.earlier.push(before.clone());
+        let before = self.sha256();
+        self.earlier.extend(self.current.replace(Arc::new(version)));
         let surplus = self.earlier.len().saturating_sub(EARLIER);
         self.earlier.drain(..surplus);
         self.problem = None;
@@ -155,13 +173,12 @@ impl Problem {
 fn digest(
     config: &PolicyConfig,
     chain: &ProfileChain,
-    links: &[(Arc<Version>, bool)],
+    links: &[ResolvedLink],
     params: &BTreeMap<String, String>,
 ) -> [u8; 32] {
-    let applied = links.iter().filter(|(_, shadow)| !shadow);
-    let applied: Vec<_> = applied
-        .map(|(version, _)| (version.component.name(), version.component.sha256()))
-        .collect();
+    let sha256 = |link: &ResolvedLink| link.version.as_ref().map(|v| v.component.sha256());
+    let applied = links.iter().filter(|link| !link.shadow);
+    let applied: Vec<_> = applied.map(|link| (&link.policy, sha256(link))).collect();
     let grants: BTreeSet<_> = chain.settings.grants.iter().collect();
     let PolicyConfig { fuel, deadline_ms, memory_bytes, output_bytes, kv_bytes, .. } = config;
     let limits = (fuel, deadline_ms, memory_bytes, output_bytes, kv_bytes);

@@ -19,7 +19,7 @@ pub struct Report {
 pub struct PolicyReport {
     /// Its name.
     pub name: String,
-    /// SHA-256 of the active version, in hex.
+    /// SHA-256 of the active version, in hex; empty if no version compiled at the start.
     pub sha256: String,
     /// Origin of the active version.
     pub origin: Origin,
