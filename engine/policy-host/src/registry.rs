@@ -37,7 +37,7 @@ use self::active::{Active, PolicyEntry, ProfileParams, ResolvedLink, Version, di
 use self::history::History;
 use self::source::{Bundle, ProfileChain, Source, read_param, resolve_profiles};
 use self::watch::Watch;
-use crate::breaker::{Breaker, Health};
+use crate::breaker::Breakers;
 use crate::chain::{Chain, Link};
 use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
 use crate::contract::{HookInput, Params, Policy, Vocabulary};
@@ -185,7 +185,7 @@ impl Policies {
                     Err(Failure { policy: policy.clone(), hook: "start", cause })
                 }
             };
-            let breaker = version.as_ref().map(|version| version.breaker.clone());
+            let breaker = version.as_ref().map(|version| version.breakers.of(profile, *shadow));
             let guard = Guard::start(policy, on_failure, breaker.unwrap_or_default(), start)?;
             Ok(Link {
                 name: policy.clone(),
@@ -259,7 +259,7 @@ impl Policies {
         }
         self.write(policy, source, &bundle)?;
         self.active().policy(policy).history.withdraw(&current, Withdrawn::RolledBack);
-        let version = Version::new(valid, &bundle.component, Origin::History, Breaker::default());
+        let version = Version::new(valid, &bundle.component, Origin::History, Breakers::default());
         Ok(self.activate(policy, version, &bundle.component))
     }
 
@@ -269,10 +269,12 @@ impl Policies {
         let policies = active.policies.iter().map(|(name, entry)| {
             let uses = self.chains.iter().flat_map(|(profile, chain)| {
                 let links = chain.links.iter().enumerate().filter(|(_, (link, _))| link == name);
-                links.map(|(position, &(_, shadow))| Use {
-                    profile: profile.clone(),
-                    position,
-                    shadow,
+                links.map(|(position, &(_, shadow))| {
+                    let version = entry.version_of(profile, shadow);
+                    let health =
+                        version.map(|version| version.breakers.of(profile, shadow).health());
+                    let health = health.unwrap_or_default();
+                    Use { profile: profile.clone(), position, shadow, health }
                 })
             });
             let version = entry.current.as_deref();
@@ -290,7 +292,6 @@ impl Policies {
                     .map(|version| version.component.import_names())
                     .unwrap_or_default(),
                 profiles: uses.collect(),
-                health: version.map_or_else(Health::default, |version| version.breaker.health()),
                 problem: entry.problem.clone(),
                 earlier: entry.earlier(),
             }
@@ -340,7 +341,7 @@ impl Policies {
         let seen = bundle.as_ref().ok().map(digest_of);
         let first = bundle.and_then(|bundle| {
             let component = self.validate(policy, &bundle.component, &bundle.golden)?;
-            Ok((Version::new(component, &bundle.component, origin, Breaker::default()), bundle))
+            Ok((Version::new(component, &bundle.component, origin, Breakers::default()), bundle))
         });
         let problem = match &first {
             Err(error) => Some(error.to_string()),
@@ -377,7 +378,7 @@ impl Policies {
         history.usable().find_map(|entry| {
             let bytes = history.component(&entry.sha256)?;
             let component = self.validate(policy, &bytes, "").ok()?;
-            Some(Version::new(component, &bytes, Origin::History, Breaker::default()))
+            Some(Version::new(component, &bytes, Origin::History, Breakers::default()))
         })
     }
 
@@ -442,7 +443,7 @@ impl Policies {
             // So that a rollback can return to it.
             self.active().policy(policy).history.add(current.entry(), &shipped.component);
         }
-        let version = Version::new(component, &bundle.component, origin, Breaker::on_probation());
+        let version = Version::new(component, &bundle.component, origin, Breakers::on_probation());
         Ok(self.activate(policy, version, &bundle.component))
     }
 
@@ -482,7 +483,7 @@ impl Policies {
     /// The active versions. Versions that failed their probation are rolled back first.
     fn active(&self) -> MutexGuard<'_, Active> {
         let mut active = self.active.lock();
-        if active.roll_back_condemned() {
+        if active.roll_back_condemned(&self.chains) {
             active.resolve(&self.chains, &self.limits);
         }
         active

@@ -79,16 +79,28 @@ impl Traces {
     /// The records of a request, in order; the newest request if several have this id. `None` if there
     /// are none, or if they were evicted.
     pub fn get(&self, request: &str) -> Option<Vec<Record>> {
+        let chunks = self.chunks(request)?;
+        Some(chunks.iter().flat_map(|chunk| chunk.iter()).cloned().collect())
+    }
+
+    /// As [`Self::get`], without a copy of most of them.
+    pub fn chunks(&self, request: &str) -> Option<Vec<Arc<Vec<Record>>>> {
         let newest = self.newest.lock();
         let traced = newest.iter().rev().find(|traced| traced.request == request)?.clone();
         drop(newest);
         let calls = traced.calls.lock();
-        let chunks = calls.chunks.iter().flat_map(|chunk| chunk.iter());
-        let mut records: Vec<_> = chunks.chain(&calls.open).cloned().collect();
-        if let Some(last) = records.last_mut() {
-            last.dropped = calls.dropped;
+        let mut chunks = calls.chunks.clone();
+        if !calls.open.is_empty() {
+            chunks.push(Arc::new(calls.open.clone()));
         }
-        Some(records)
+        // The last record of a request that has ended has it already.
+        if let Some(last) = chunks.last_mut()
+            && last.last().is_some_and(|record| record.dropped != calls.dropped)
+            && let Some(record) = Arc::make_mut(last).last_mut()
+        {
+            record.dropped = calls.dropped;
+        }
+        Some(chunks)
     }
 
     fn add(&self, traced: Arc<Traced>) {

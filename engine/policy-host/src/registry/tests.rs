@@ -224,7 +224,8 @@ fn a_rollback_can_return_to_a_shipped_policy() {
 fn fail(policies: &Policies) {
     let cause = Cause::Trap("unreachable".into());
     let failure = Failure { policy: "mine".into(), hook: "on-step", cause };
-    (0..3).for_each(|_| policies.current("mine").unwrap().breaker.failed(&failure));
+    let breaker = policies.current("mine").unwrap().breakers.of("default", false);
+    (0..3).for_each(|_| breaker.failed(&failure));
 }
 
 #[test]
