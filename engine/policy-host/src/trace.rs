@@ -41,6 +41,10 @@ const MEMORY_BYTES: usize = 64 << 20;
 /// Calls that are written to the file together, so that its thread wakes up rarely.
 const CHUNK: usize = 64;
 
+/// Bytes of calls that are written together: a chunk is at most this and one call, and so are the calls of a
+/// request that memory holds after it was evicted.
+const CHUNK_BYTES: usize = 1 << 20;
+
 /// Traces of the newest requests.
 pub struct Traces {
     requests: usize,
@@ -123,6 +127,8 @@ impl Traces {
         let mut calls = oldest.calls.lock();
         calls.evicted = true;
         calls.chunks.clear();
+        // What the file does not have yet goes there.
+        calls.close_chunk(self);
         self.bytes.fetch_sub(std::mem::take(&mut calls.bytes), Ordering::Relaxed);
     }
 }
@@ -139,6 +145,7 @@ struct Calls {
     chunks: Vec<Arc<Vec<Record>>>,
     /// At most [`CHUNK`] records.
     open: Vec<Record>,
+    open_bytes: usize,
     count: usize,
     bytes: usize,
     dropped: u64,
@@ -149,6 +156,7 @@ struct Calls {
 impl Calls {
     /// Closes the open chunk and sends it to the file.
     fn close_chunk(&mut self, traces: &Traces) {
+        self.open_bytes = 0;
         let chunk = Arc::new(std::mem::take(&mut self.open));
         if chunk.is_empty() {
             return;
@@ -217,11 +225,13 @@ impl Recorder {
         let CallReport { cost, imports, failure, replaced, notes: _ } = report;
         let (link, call, answer) = (links[link].clone(), call.to_owned(), answer.cloned());
         let record = Record { link, call, answer, failure, replaced, cost, imports, dropped: 0 };
-        let bytes = if calls.evicted { 0 } else { record.bytes() };
+        let size = record.bytes();
+        let bytes = if calls.evicted { 0 } else { size };
         calls.count += 1;
         calls.bytes += bytes;
+        calls.open_bytes += size;
         calls.open.push(record);
-        if calls.open.len() == CHUNK {
+        if calls.open.len() == CHUNK || calls.open_bytes >= CHUNK_BYTES {
             calls.close_chunk(traces);
         }
         // While the lock is held: eviction subtracts what was added.
