@@ -83,6 +83,8 @@ pub struct Session {
     pub digest: [u8; 32],
     /// Whether one of them gives verdicts on tool calls; shadows do not.
     pub judges_calls: bool,
+    /// Number of policies, without shadows. The text that one of several injects is shown to all.
+    pub policies: u32,
 }
 
 impl Session {
@@ -205,6 +207,7 @@ impl Policies {
             params: resolved.params.clone(),
             digest: resolved.digest,
             judges_calls,
+            policies: resolved.links.iter().filter(|link| !link.shadow).count() as u32,
         })
     }
 

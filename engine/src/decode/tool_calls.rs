@@ -101,10 +101,10 @@ impl Sequence {
         };
         let start = self.prompt + reply.last_call_start();
         let (name, length) = (&call.function.name, self.reply_len());
-        if self.progress.repairs == MAX_REPAIRS {
-            self.note(format!(
-                "accepted a call of `{name}`: limit of {MAX_REPAIRS} repairs reached"
-            ));
+        // In a chain each policy has as many, so that a later one does not use up those of an earlier one.
+        let limit = MAX_REPAIRS * self.hooks.policies();
+        if self.progress.repairs == limit {
+            self.note(format!("accepted a call of `{name}`: limit of {limit} repairs reached"));
             return Ok(false);
         }
         if self.is_form_fixed() {
