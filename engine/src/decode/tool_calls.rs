@@ -138,7 +138,12 @@ impl Sequence {
         }
         let header = self.reply_state.reply.open_message_tokens(text, Phase::Answer)?;
         tokens.extend(header.unwrap_or_default());
-        tokens.extend(text.encode_plain(words)?);
+        let words = text.encode_plain(words)?;
+        if self.reply_state.reply.would_call(&tokens, &words) {
+            self.note("left out the text of a repair: it would be part of a tool call".into());
+        } else {
+            tokens.extend(words);
+        }
         self.inject(tokens, "injected text", "tool call repair");
         Ok(true)
     }
