@@ -241,7 +241,6 @@ fn tokens_that_one_policy_rewinds_are_not_shown_to_the_others() {
         actions: rewind,
         ..Scripted::default()
     };
-    let other = Scripted::default();
     // Of three tokens two are rewound, and `x` is injected. The engine shows it if there are several.
     let several: [(u32, &[u32], &str); 4] =
         [(1, &[10], "a"), (2, &[11], "b"), (3, &[12], "c"), (3, &[99, 13], "xd")];
