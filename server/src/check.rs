@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -27,14 +27,22 @@ struct Beginning {
     _tools: Vec<Value>,
 }
 
-/// Reads and checks the configuration in `path`, and prints each problem. Policies are compiled with
-/// the cache in `storage`.
+/// Reads and checks the configuration in `path`, and prints each problem. Policies are compiled by the
+/// program `compiler` with the cache in `storage`.
 ///
 /// # Errors
 /// If there are problems.
-pub fn run(path: &Path, storage: &Storage, out: &mut impl Write) -> Result<()> {
+pub fn run(
+    path: &Path,
+    storage: &Storage,
+    compiler: Option<PathBuf>,
+    out: &mut impl Write,
+) -> Result<()> {
     let problems = match FileConfig::read(path) {
-        Ok(file) => problems(file, storage, out)?,
+        Ok(mut file) => {
+            file.policy.compiler = compiler;
+            problems(file, storage, out)?
+        }
         Err(error) => vec![format!("{error:#}")],
     };
     for problem in &problems {
@@ -81,11 +89,18 @@ fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, profile) in config.profile_policies() {
         let profile = BTreeMap::from([(name, profile)]);
-        if let Err(error) = Policies::load(&config.policy, &profile, storage) {
-            let error = error.to_string();
-            // A problem of `[policy]` concerns all profiles.
-            if !problems.contains(&error) {
-                problems.push(error);
+        let found = match Policies::load(&config.policy, &profile, storage) {
+            Err(error) => vec![error.to_string()],
+            // A server starts without them, or with an earlier version.
+            Ok(policies) => {
+                let policies = policies.report().policies.into_iter();
+                policies.filter_map(|policy| Some(policy.problem?.message)).collect()
+            }
+        };
+        // A problem of `[policy]` concerns all profiles.
+        for problem in found {
+            if !problems.contains(&problem) {
+                problems.push(problem);
             }
         }
     }
@@ -114,7 +129,7 @@ mod tests {
 
     fn checked(path: &Path) -> (bool, String) {
         let mut out = Vec::new();
-        let passed = run(path, &Storage::in_memory(), &mut out).is_ok();
+        let passed = run(path, &Storage::in_memory(), None, &mut out).is_ok();
         (passed, String::from_utf8(out).unwrap())
     }
 

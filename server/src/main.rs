@@ -17,7 +17,7 @@ use steersman::mcp::command;
 use steersman::models::{self, Loaded, find};
 use steersman::{cache, calibrate, check, policy, serve, verify};
 use steersman_engine::config::Device;
-use steersman_engine::policy::{Storage, create_private_folder};
+use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
 use steersman_engine::{Engine, Info};
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
@@ -203,7 +203,9 @@ impl Place {
 
 /// The configuration file, or the defaults without one.
 fn configured(path: Option<&Path>) -> Result<FileConfig> {
-    path.map_or_else(|| Ok(FileConfig::default()), FileConfig::read)
+    let mut file = path.map_or_else(|| Ok(FileConfig::default()), FileConfig::read)?;
+    file.policy.compiler = this_program();
+    Ok(file)
 }
 
 fn device(text: &str) -> Result<Device, ValueError> {
@@ -211,6 +213,9 @@ fn device(text: &str) -> Result<Device, ValueError> {
 }
 
 fn main() -> ExitCode {
+    if let Some(status) = compile_if_asked() {
+        return status;
+    }
     let cli = Cli::parse();
     policy::log_to_stderr();
     std::panic::set_hook(Box::new(|panic| {
@@ -322,7 +327,7 @@ fn check(options: Check) -> Result<()> {
     let file = options.file.or_else(|| options.place.config.clone());
     let file = file.context("name a configuration file: steersman check CONFIG")?;
     let storage = options.place.compile_cache();
-    check::run(&file, &storage, &mut std::io::stdout().lock())
+    check::run(&file, &storage, this_program(), &mut std::io::stdout().lock())
 }
 
 fn verify(options: Verify) -> Result<()> {

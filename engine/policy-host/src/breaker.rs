@@ -1,13 +1,18 @@
-//! Counts, across requests, how often a version of a policy failed.
+//! Counts, across the requests of a profile, how often a version of a policy failed.
+//!
+//! Profiles do not share counts ([`Breakers`]): what a request of one profile makes a policy do pauses it in
+//! no other. A shadow has counts of its own, and no probation.
 //!
 //! A version that fails in [`FAILURES`] requests in a row is paused: it is not called for
 //! [`FIRST_PAUSE`], and for twice as long each time it fails again directly afterwards, up to
 //! [`LONGEST_PAUSE`].
 //!
 //! A version that has just replaced another is on probation. [`PROBATION_FAILURES`] failed requests
-//! before [`PROBATION_SUCCESSES`] successful ones, in any order, condemn it, and [`crate::registry`]
-//! rolls it back. Missed deadlines do not count against a probation: a busy machine misses them too.
+//! before [`PROBATION_SUCCESSES`] successful ones, in any order, condemn it in this profile, and
+//! [`crate::registry`] rolls it back there. Missed deadlines do not count against a probation: a busy machine misses them too.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -32,7 +37,41 @@ const PROBATION_SUCCESSES: u32 = 32;
 /// Returns the time.
 pub type Clock = Box<dyn Fn() -> Instant + Send + Sync>;
 
-/// Counts the failed requests of one version of a policy.
+/// The breakers of one version of a policy, by profile.
+#[derive(Default)]
+pub struct Breakers {
+    on_probation: bool,
+    /// By profile, and whether the policy is a shadow there.
+    all: Mutex<BTreeMap<(String, bool), Arc<Breaker>>>,
+}
+
+impl Breakers {
+    /// The breakers of a version that has just replaced another.
+    pub fn on_probation() -> Self {
+        Self { on_probation: true, all: Mutex::default() }
+    }
+
+    /// The breaker of `profile`, created if missing.
+    pub fn of(&self, profile: &str, shadow: bool) -> Arc<Breaker> {
+        let new = || match self.on_probation && !shadow {
+            true => Breaker::on_probation(),
+            false => Breaker::default(),
+        };
+        let mut all = self.all.lock();
+        all.entry((profile.into(), shadow)).or_insert_with(|| Arc::new(new())).clone()
+    }
+
+    /// The profiles in which the version failed its probation, with the reasons.
+    pub fn condemned(&self) -> Vec<(String, String)> {
+        let all = self.all.lock();
+        let condemned = all
+            .iter()
+            .filter_map(|((profile, _), breaker)| Some((profile.clone(), breaker.condemned()?)));
+        condemned.collect()
+    }
+}
+
+/// Counts the failed requests of one version of a policy in one profile.
 pub struct Breaker {
     clock: Clock,
     counts: Mutex<Counts>,
@@ -53,7 +92,7 @@ struct Probation {
 }
 
 /// Health of a version, for operators.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Health {
     /// Failed requests in a row.
     pub failures: u32,
@@ -120,7 +159,13 @@ impl Breaker {
             && !matches!(failure.cause, Cause::Deadline(_))
         {
             probation.failures += 1;
-            probation.last_failure = format!("{}: {}", failure.hook, failure.cause);
+            // Not the policy's own words, which may repeat a request: who may see versions sees this.
+            let cause = match &failure.cause {
+                Cause::Message(_) => "failed with a message".into(),
+                Cause::Answer(_) => "answered what the contract does not allow".into(),
+                cause => cause.to_string(),
+            };
+            probation.last_failure = format!("{}: {cause}", failure.hook);
         }
         counts.failures = counts.failures.saturating_add(1);
         if let Some(doublings) = counts.failures.checked_sub(FAILURES) {
@@ -220,6 +265,17 @@ mod tests {
         assert_eq!(on_probation("x..").health().probation, Some(PROBATION_SUCCESSES - 2));
         assert_eq!(on_probation(&late).health().probation, None);
         assert!(on_probation(&format!("xxx{late}")).condemned().is_some(), "stays condemned");
+    }
+
+    /// Whoever may list the versions read what the policy said of another's request.
+    #[test]
+    fn the_reason_of_a_rollback_has_no_words_of_the_policy() {
+        let breaker = Breaker::on_probation();
+        for cause in ["4711".to_owned(), "4712".into(), "4713".into()].map(Cause::Message) {
+            breaker.failed(&failure(cause));
+        }
+        let reason = breaker.condemned().unwrap();
+        assert_eq!(reason, "failed in 3 of its first 3 requests: on-step: failed with a message");
     }
 
     #[test]

@@ -1,12 +1,14 @@
 //! Calls the policies of one request in order and merges their answers.
 //!
-//! Each policy is called exactly as if it were alone: at its own period, with all tokens since its own
-//! last call. [`merge`] combines the answers so that a later policy cannot loosen what an earlier one
-//! decided. A shadow is called with the same records; its answers and failures are traced and have no
+//! Each policy is called as if it were alone: at its own period, with all tokens since its own last call,
+//! those that any policy injected included. [`merge`] combines the answers so that a later policy cannot
+//! loosen what an earlier one decided: it removes no text that an earlier one added, neither from the prompt
+//! ([`added`]) nor by a rewind, and has repairs of its own. A shadow is called with the same records; its answers and failures are traced and have no
 //! effect.
 //!
 //! A chain of one passes calls and answers on unchanged and without a copy.
 
+mod added;
 mod merge;
 mod unseen;
 
@@ -15,11 +17,12 @@ use std::collections::BTreeMap;
 
 use crate::check::apply_replacements;
 use crate::contract::{
-    Action, Answer, Call, CallReport, Hook, HookInput, Params, Plan, Policy, PromptView,
-    Replacement, RequestView, SYSTEM_BYTES, Step, Verdict,
+    Action, Answer, Call, CallReport, Hook, HookInput, MAX_REPAIRS, Params, Plan, Policy,
+    PromptView, Replacement, RequestView, SYSTEM_BYTES, Step, Verdict,
 };
 use crate::error::{Cause, Failure};
 use crate::trace::Recorder;
+use added::Added;
 use merge::Owners;
 use unseen::Unseen;
 
@@ -95,6 +98,7 @@ impl Chain {
     fn prompt(&mut self, asked: &PromptView) -> Result<Vec<Replacement>, Failure> {
         let mut view = Cow::Borrowed(asked);
         let mut all = Vec::new();
+        let mut added = Added::default();
         for index in 0..self.links.len() {
             let own = own_params(&self.links[index].link.name, &view.params);
             let own = own.map(|params| PromptView { params, ..(*view).clone() });
@@ -105,6 +109,7 @@ impl Chain {
                 continue;
             }
             let system = &mut view.to_mut().system;
+            let replacements = added.permitted(index, system, replacements);
             apply_replacements(system, &replacements).map_err(|problem| Failure {
                 policy: self.links[index].link.name.clone(),
                 hook: "on-prompt",
@@ -148,6 +153,7 @@ impl Chain {
         let event = step.loop_found.is_some() || step.budget_reached;
         let mut answers: Vec<(usize, Vec<Action>)> = Vec::new();
         self.owners.sampled(step.tokens.len());
+        self.owners.begin(step.index);
         for index in 0..self.links.len() {
             let ActiveLink { every, unseen, .. } = &mut self.links[index];
             let Some(seen) = unseen.due(step, *every, event) else { continue };
@@ -159,7 +165,9 @@ impl Chain {
             }
         }
         let merged = merge::actions(answers, &mut self.owners);
-        let rewound = merge::rewound(&merged);
+        // The engine shows injected text to several policies, and with it what was rewound before it.
+        let several = self.links.iter().filter(|active| !active.link.shadow).count() > 1;
+        let rewound = if several { 0 } else { merge::rewound(&merged) };
         self.links.iter_mut().for_each(|active| active.unseen.answered(rewound));
         Ok(merged)
     }
@@ -168,12 +176,12 @@ impl Chain {
     fn each<T: HookInput>(
         &mut self,
         input: &T,
-        mut merge: impl FnMut(T::Answer),
+        mut merge: impl FnMut(usize, T::Answer),
     ) -> Result<(), Failure> {
         let mut failed = Ok(());
         for index in 0..self.links.len() {
             match self.ask(index, input) {
-                Ok(Some(answer)) if !self.is_shadow(index) => merge(answer),
+                Ok(Some(answer)) if !self.is_shadow(index) => merge(index, answer),
                 Ok(_) => {}
                 Err(failure) => failed = failed.and(Err(failure)),
             }
@@ -202,14 +210,27 @@ impl Policy for Chain {
             Call::Request(view) => self.request(view).map(Answer::Request),
             Call::Step(step) => self.step(step).map(Answer::Step),
             Call::ToolCall(view) => {
-                let mut merged = Verdict::default();
-                self.each(&**view, |verdict| {
-                    merged = merge::verdicts(std::mem::take(&mut merged), verdict);
+                let (mut merged, mut by) = (Verdict::default(), 0);
+                let repairs = self.owners.repairs.clone();
+                self.each(&**view, |index, verdict| {
+                    let is_spent = repairs.get(&index).is_some_and(|count| *count == MAX_REPAIRS);
+                    if matches!(verdict, Verdict::Repair(_)) && is_spent {
+                        return;
+                    }
+                    let earlier = std::mem::take(&mut merged);
+                    if merge::weight(&verdict) > merge::weight(&earlier) {
+                        (merged, by) = (verdict, index);
+                    } else {
+                        merged = earlier;
+                    }
                 })?;
+                if matches!(merged, Verdict::Repair(_)) && self.links.len() > 1 {
+                    self.owners.repaired(by);
+                }
                 Ok(Answer::ToolCall(merged))
             }
             Call::Finish(summary) => {
-                let finished = self.each(&**summary, |()| {});
+                let finished = self.each(&**summary, |_, ()| {});
                 self.recorder.finish();
                 finished.map(|()| Answer::Finish(()))
             }

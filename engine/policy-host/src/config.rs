@@ -31,6 +31,11 @@ pub struct PolicyConfig {
     pub trace_requests: usize,
     /// File to which traces are appended, one JSON object a line; empty for none.
     pub trace_file: PathBuf,
+    /// Program that compiles components in a process of its own, within limits of time and memory: one
+    /// whose `main` begins with [`crate::compile_if_asked`], usually [`crate::this_program`]. No key of the
+    /// configuration. `None` compiles in this process, without limits.
+    #[serde(skip)]
+    pub compiler: Option<PathBuf>,
 }
 
 impl Default for PolicyConfig {
@@ -45,6 +50,7 @@ impl Default for PolicyConfig {
             watch: true,
             trace_requests: 256,
             trace_file: PathBuf::new(),
+            compiler: None,
         }
     }
 }

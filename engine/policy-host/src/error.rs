@@ -62,6 +62,14 @@ pub enum Error {
         /// What is wrong and what to do.
         problem: String,
     },
+    /// The component cannot be compiled, or not within the limits of a compilation.
+    #[error("policy `{policy}`: {problem}")]
+    NotCompiled {
+        /// Name of the policy.
+        policy: String,
+        /// What is wrong with the component, or the limit.
+        problem: String,
+    },
     /// The policy failed when it was started, and its profile fails closed.
     #[error(transparent)]
     Failed(#[from] Failure),
@@ -118,6 +126,10 @@ pub enum Error {
 impl Error {
     pub(crate) fn refused(policy: &str, problem: impl Into<String>) -> Self {
         Self::Refused { policy: policy.into(), profile: None, problem: problem.into() }
+    }
+
+    pub(crate) fn not_compiled(policy: &str, problem: String) -> Self {
+        Self::NotCompiled { policy: policy.into(), problem }
     }
 
     /// Adds the profile in which a policy is refused.

@@ -4,14 +4,18 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
-/// A file of at most `limit` bytes; `None` if it does not exist.
+/// A regular file of at most `limit` bytes; `None` if it does not exist.
 ///
 /// # Errors
 /// The file and the problem.
 pub fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
-    let file = match File::open(path) {
+    // To open a pipe would wait for ever, and every push and rollback with it.
+    let file = match fs::metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        file => file,
+        Ok(metadata) if !metadata.is_file() => {
+            Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"))
+        }
+        metadata => metadata.and_then(|_| File::open(path)),
     };
     let mut bytes = Vec::new();
     // One byte more than the limit shows that the file is longer, even if it grows meanwhile.
@@ -67,6 +71,31 @@ mod tests {
         fs::create_dir(folder.path().join("b")).unwrap();
         replace(&folder.path().join("b"), b"three").unwrap_err();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    /// A pipe named `NAME.wasm` made the start, and later every push and rollback, wait for ever.
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        assert!(read(&pipe, 3).unwrap_err().contains("is not a regular file"));
+        assert!(read(folder.path(), 3).unwrap_err().contains("is not a regular file"));
+    }
+
+    /// An upload wrote through a link that was planted under the name of its temporary file.
+    #[cfg(unix)]
+    #[test]
+    fn a_planted_link_is_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, victim) = (folder.path().join("a.wasm"), folder.path().join("victim"));
+        fs::write(&victim, "safe").unwrap();
+        let planted = format!(".a.wasm.{}", std::process::id());
+        std::os::unix::fs::symlink(&victim, folder.path().join(planted)).unwrap();
+        replace(&path, b"new").unwrap();
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "safe");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "new");
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! contract.rs   the types of wit/policy.wit, calls and answers, the trait Policy
-//! sandbox.rs    compiles components and calls their hooks within limits; the only user of wasmtime
+//! sandbox.rs    compiles components, in a child process, and calls their hooks within limits; the only
+//!               user of wasmtime
 //! check.rs      checks answers against the contract
 //! guard.rs      replaces a policy that failed (native.rs), counts failures (breaker.rs)
 //! chain.rs      calls the policies of one request in order and merges their answers
@@ -52,5 +53,7 @@ pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
     Session, Use, Withdrawn, shipped,
 };
-pub use sandbox::{COMPONENT_BYTES, Component, Context, Host, Instance};
+pub use sandbox::{
+    COMPONENT_BYTES, Component, Context, Host, Instance, compile_if_asked, this_program,
+};
 pub use trace::{Record, RecordedLink, Recorder, Traces};

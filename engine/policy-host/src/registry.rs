@@ -3,11 +3,14 @@
 //! Three nouns: a *policy* is a name, shared by all profiles that use it. A [`Version`] is one
 //! component of it; one version is active. A [`Session`] is the policies of one request.
 //!
-//! A new version is compiled on the thread that brings it (never the decode thread), its imports are
-//! compared with the grants of every profile that names it, it is instantiated in a dry run, and its
-//! golden file is checked. Then it replaces the active version for all profiles at once. Running
-//! requests keep their versions, and a request gets all its policies at one moment. A rejected version
-//! changes nothing and is reported.
+//! A new version is compiled while the thread that brings it waits (never the decode thread), its imports
+//! are compared with the grants of every profile that names it, it is instantiated in a dry run, and its
+//! golden file is checked. No lock is held meanwhile, so a version that takes long delays no other. Then it
+//! replaces the active version for all profiles at once. Running requests keep their versions, and a
+//! request gets all its policies at one moment. A rejected version changes nothing and is reported.
+//!
+//! A policy of which no version compiles at the start has none: it fails in every request of its profiles,
+//! as they say (`on_failure`), until a version is uploaded or its file is replaced.
 //!
 //! Versions come from files, which `watch.rs` watches, from uploads, and from the history. A new
 //! version is on probation ([`crate::breaker`]): if it fails, the version before it becomes active
@@ -30,16 +33,16 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, MutexGuard};
 use sha2::{Digest, Sha256};
 
-use self::active::{Active, PolicyEntry, ProfileParams, Version, digest_of};
+use self::active::{Active, PolicyEntry, ProfileParams, ResolvedLink, Version, digest_of};
 use self::history::History;
 use self::source::{Bundle, ProfileChain, Source, read_param, resolve_profiles};
 use self::watch::Watch;
-use crate::breaker::Breaker;
+use crate::breaker::Breakers;
 use crate::chain::{Chain, Link};
 use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
 use crate::contract::{HookInput, Params, Policy, Vocabulary};
 use crate::database::Storage;
-use crate::error::{Error, Failure};
+use crate::error::{Cause, Error, Failure};
 use crate::file;
 use crate::golden::check_golden;
 use crate::guard::Guard;
@@ -63,8 +66,8 @@ pub struct Policies {
     sources: BTreeMap<String, Source>,
     traces: Arc<Traces>,
     active: Mutex<Active>,
-    /// Held while a version is validated, activated and written to its file, so that of two uploads
-    /// the later one wins in memory and on disk.
+    /// Held while a valid version is activated and written to its file, so that of two uploads the same
+    /// one wins in memory and on disk.
     change: Mutex<()>,
     watch: OnceLock<Watch>,
 }
@@ -80,6 +83,8 @@ pub struct Session {
     pub digest: [u8; 32],
     /// Whether one of them gives verdicts on tool calls; shadows do not.
     pub judges_calls: bool,
+    /// Number of policies, without shadows. The text that one of several injects is shown to all.
+    pub policies: u32,
 }
 
 impl Session {
@@ -98,8 +103,9 @@ impl Session {
 }
 
 impl Policies {
-    /// Loads the policies of every profile, compiling on the calling thread. If a file is broken, the
-    /// newest valid version of the history is loaded instead, and an error is logged.
+    /// Loads the policies of every profile; the calling thread waits until they are compiled. If a file is
+    /// broken, the newest valid version of the history is loaded instead; if there is none and the file does
+    /// not compile, the policy has no version. Both are logged as errors.
     ///
     /// # Errors
     /// [`Error::Refused`] names the profile, its policy, the problem and what to do;
@@ -169,21 +175,30 @@ impl Policies {
             vocabulary: vocabulary.clone(),
             recorded: None,
         };
-        let link = |(version, shadow): &(Arc<Version>, bool)| {
-            let Version { component, breaker, .. } = &**version;
+        let link = |ResolvedLink { policy, version, shadow }: &ResolvedLink| {
             // A shadow must not end the request.
             let on_failure = if *shadow { OnFailure::Open } else { chain.settings.on_failure };
-            let start = || Ok(Box::new(component.instantiate(&context)?) as Box<dyn Policy>);
-            let guard = Guard::start(component.name(), on_failure, breaker.clone(), start)?;
+            let start = || match version {
+                Some(version) => {
+                    Ok(Box::new(version.component.instantiate(&context)?) as Box<dyn Policy>)
+                }
+                None => {
+                    let cause = Cause::Limit("has no version that compiles".into());
+                    Err(Failure { policy: policy.clone(), hook: "start", cause })
+                }
+            };
+            let breaker = version.as_ref().map(|version| version.breakers.of(profile, *shadow));
+            let guard = Guard::start(policy, on_failure, breaker.unwrap_or_default(), start)?;
             Ok(Link {
-                name: component.name().into(),
-                sha256: component.sha256(),
+                name: policy.clone(),
+                sha256: version.as_ref().map_or([0; 32], |version| version.component.sha256()),
                 shadow: *shadow,
                 policy: Box::new(guard),
             })
         };
-        let judges_calls = resolved.links.iter().any(|(version, shadow)| {
-            !shadow && version.component.hooks().contains(&"on-tool-call")
+        let judges_calls = resolved.links.iter().any(|link| {
+            let hooks = link.version.iter().flat_map(|version| version.component.hooks());
+            !link.shadow && hooks.into_iter().any(|hook| *hook == "on-tool-call")
         });
         let links = resolved.links.iter().map(link).collect::<Result<_, Failure>>()?;
         let recorder = self.traces.recorder(request, profile, chain.settings.trace_text);
@@ -192,25 +207,26 @@ impl Policies {
             params: resolved.params.clone(),
             digest: resolved.digest,
             judges_calls,
+            policies: resolved.links.iter().filter(|link| !link.shadow).count() as u32,
         })
     }
 
     /// Validates an uploaded component, writes it to the policy's file, so that it survives a restart,
-    /// and activates it. Compiles on the calling thread: tens of milliseconds for a small component,
-    /// seconds for one with an interpreter.
+    /// and activates it. The calling thread waits until it is compiled: tens of milliseconds for a small
+    /// component, half a minute for one with an interpreter.
     ///
     /// # Errors
-    /// [`Error::Refused`] if the component is invalid, [`Error::UnknownPolicy`],
-    /// [`Error::NoFile`] or [`Error::NotWritten`]. The active version is then unchanged.
+    /// [`Error::NotCompiled`] and [`Error::Refused`] if the component is invalid,
+    /// [`Error::UnknownPolicy`], [`Error::NoFile`] or [`Error::NotWritten`]. The active version is then
+    /// unchanged.
     pub fn upload(&self, policy: &str, component: &[u8]) -> Result<Activation, Error> {
-        let _change = self.change.lock();
         let source = self.source(policy)?;
         let golden = source.golden().map_err(|problem| Error::refused(policy, problem));
         let activated = golden.and_then(|golden| {
             let bundle = Bundle { component: component.to_vec(), golden };
             self.replace(policy, source, &bundle, Origin::Upload)
         });
-        if let Err(error @ Error::Refused { .. }) = &activated {
+        if let Err(error @ (Error::Refused { .. } | Error::NotCompiled { .. })) = &activated {
             self.reject(policy, error.to_string());
         }
         activated
@@ -220,18 +236,17 @@ impl Policies {
     /// skip the version that was active.
     ///
     /// # Errors
-    /// [`Error::CannotRollBack`] if there is no earlier version or it is damaged; otherwise as
-    /// [`Self::upload`].
+    /// [`Error::CannotRollBack`] if there is no earlier version, it is damaged, or another version became
+    /// active meanwhile; otherwise as [`Self::upload`].
     pub fn roll_back(&self, policy: &str) -> Result<Activation, Error> {
-        let _change = self.change.lock();
         let source = self.source(policy)?;
         let failed = |problem: String| Error::CannotRollBack { policy: policy.into(), problem };
         let (current, history) = {
             let mut active = self.active();
             let entry = active.policy(policy);
-            (entry.current.sha256(), entry.history.clone())
+            (entry.sha256(), entry.history.clone())
         };
-        // Read without the lock, so that starting requests do not wait for the disk.
+        // Read without a lock, so that starting requests do not wait for the disk.
         let before = history.usable().find(|entry| entry.sha256 != current);
         let before = before.ok_or_else(|| failed("there is no earlier version".into()))?;
         let component = history.component(&before.sha256);
@@ -241,9 +256,13 @@ impl Policies {
         let valid = self.validate(policy, &component, "")?;
         let golden = source.golden().unwrap_or_default();
         let bundle = Bundle { component, golden };
+        let _change = self.change.lock();
+        if self.active().policy(policy).sha256() != current {
+            return Err(failed("another version became active meanwhile; try again".into()));
+        }
         self.write(policy, source, &bundle)?;
         self.active().policy(policy).history.withdraw(&current, Withdrawn::RolledBack);
-        let version = Version::new(valid, &bundle.component, Origin::History, Breaker::default());
+        let version = Version::new(valid, &bundle.component, Origin::History, Breakers::default());
         Ok(self.activate(policy, version, &bundle.component))
     }
 
@@ -251,26 +270,31 @@ impl Policies {
     pub fn report(&self) -> Report {
         let active = self.active();
         let policies = active.policies.iter().map(|(name, entry)| {
-            let Version { component, bytes, origin, since, breaker } = &*entry.current;
             let uses = self.chains.iter().flat_map(|(profile, chain)| {
                 let links = chain.links.iter().enumerate().filter(|(_, (link, _))| link == name);
-                links.map(|(position, &(_, shadow))| Use {
-                    profile: profile.clone(),
-                    position,
-                    shadow,
+                links.map(|(position, &(_, shadow))| {
+                    let version = entry.version_of(profile, shadow);
+                    let health =
+                        version.map(|version| version.breakers.of(profile, shadow).health());
+                    let health = health.unwrap_or_default();
+                    Use { profile: profile.clone(), position, shadow, health }
                 })
             });
+            let version = entry.current.as_deref();
             PolicyReport {
                 name: name.clone(),
-                sha256: entry.current.sha256(),
-                origin: *origin,
+                sha256: entry.sha256(),
+                origin: version.map_or(Origin::File, |version| version.origin),
                 file: self.sources[name].file.clone(),
-                since: *since,
-                bytes: *bytes,
-                hooks: component.hooks().to_vec(),
-                imports: component.import_names(),
+                since: version.map_or(0, |version| version.since),
+                bytes: version.map_or(0, |version| version.bytes),
+                hooks: version
+                    .map(|version| version.component.hooks().to_vec())
+                    .unwrap_or_default(),
+                imports: version
+                    .map(|version| version.component.import_names())
+                    .unwrap_or_default(),
                 profiles: uses.collect(),
-                health: breaker.health(),
                 problem: entry.problem.clone(),
                 earlier: entry.earlier(),
             }
@@ -320,7 +344,7 @@ impl Policies {
         let seen = bundle.as_ref().ok().map(digest_of);
         let first = bundle.and_then(|bundle| {
             let component = self.validate(policy, &bundle.component, &bundle.golden)?;
-            Ok((Version::new(component, &bundle.component, origin, Breaker::default()), bundle))
+            Ok((Version::new(component, &bundle.component, origin, Breakers::default()), bundle))
         });
         let problem = match &first {
             Err(error) => Some(error.to_string()),
@@ -332,15 +356,24 @@ impl Policies {
             let sha256 = version.sha256();
             tracing::error!(policy, problem, sha256, "policy broken; loaded an earlier version");
             let problem = Some(Problem::now(problem));
-            return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(version, history) });
+            return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(Some(version), history) });
         }
-        let (version, bundle) = first.map_err(|error| error.in_profile(user))?;
+        let (version, bundle) = match first {
+            Ok(first) => first,
+            Err(error @ Error::NotCompiled { .. }) => {
+                let problem = error.to_string();
+                tracing::error!(policy, problem, "policy not compiled; it fails in every request");
+                let problem = Some(Problem::now(problem));
+                return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(None, history) });
+            }
+            Err(error) => return Err(error.in_profile(user)),
+        };
         let sha256 = version.sha256();
         tracing::info!(policy, sha256, origin = origin.name(), "policy loaded");
         if origin == Origin::File {
             history.add(version.entry(), &bundle.component);
         }
-        Ok(PolicyEntry { seen, ..PolicyEntry::new(version, history) })
+        Ok(PolicyEntry { seen, ..PolicyEntry::new(Some(version), history) })
     }
 
     /// The newest valid version of the history.
@@ -348,7 +381,7 @@ impl Policies {
         history.usable().find_map(|entry| {
             let bytes = history.component(&entry.sha256)?;
             let component = self.validate(policy, &bytes, "").ok()?;
-            Some(Version::new(component, &bytes, Origin::History, Breaker::default()))
+            Some(Version::new(component, &bytes, Origin::History, Breakers::default()))
         })
     }
 
@@ -368,7 +401,7 @@ impl Policies {
         Ok(component)
     }
 
-    /// Activates a component, unless it is active already.
+    /// Validates and activates a component, unless it is active already.
     fn replace(
         &self,
         policy: &str,
@@ -376,28 +409,44 @@ impl Policies {
         bundle: &Bundle,
         origin: Origin,
     ) -> Result<Activation, Error> {
-        let current = self.current(policy);
         let upload = origin == Origin::Upload;
-        let sha256: [u8; 32] = Sha256::digest(&bundle.component).into();
-        if current.component.sha256() == sha256 {
+        let sha256 = hex::encode(Sha256::digest(&bundle.component));
+        let is_active = || self.active().policy(policy).sha256() == sha256;
+        let component = match is_active() {
+            true => None,
+            false => Some(self.validate(policy, &bundle.component, &bundle.golden)?),
+        };
+        let _change = self.change.lock();
+        // An upload may have replaced the file meanwhile. The watch reports that change, too.
+        let is_outdated = || {
+            let file = source.read().ok().flatten();
+            file.is_none_or(|file| digest_of(&file) != digest_of(bundle))
+        };
+        if origin == Origin::File && is_outdated() {
+            return Ok(Activation { policy: policy.into(), sha256, replaced: None });
+        }
+        if is_active() {
             if upload {
                 self.write(policy, source, bundle)?;
             }
             self.active().policy(policy).problem = None;
-            let sha256 = hex::encode(sha256);
             return Ok(Activation { policy: policy.into(), sha256, replaced: None });
         }
-        let component = self.validate(policy, &bundle.component, &bundle.golden)?;
+        let Some(component) = component else {
+            let problem = "another version became active meanwhile; try again";
+            return Err(Error::refused(policy, problem));
+        };
         if upload {
             self.write(policy, source, bundle)?;
         }
-        if current.origin == Origin::Shipped
+        let current = self.current(policy);
+        if let Some(current) = current.filter(|current| current.origin == Origin::Shipped)
             && let Some(shipped) = source.shipped()
         {
             // So that a rollback can return to it.
             self.active().policy(policy).history.add(current.entry(), &shipped.component);
         }
-        let version = Version::new(component, &bundle.component, origin, Breaker::on_probation());
+        let version = Version::new(component, &bundle.component, origin, Breakers::on_probation());
         Ok(self.activate(policy, version, &bundle.component))
     }
 
@@ -418,7 +467,7 @@ impl Policies {
     fn activate(&self, policy: &str, version: Version, bytes: &[u8]) -> Activation {
         let (sha256, origin) = (version.sha256(), version.origin.name());
         let mut active = self.active();
-        let replaced = active.policy(policy).activate(version, bytes).sha256();
+        let replaced = active.policy(policy).activate(version, bytes);
         active.resolve(&self.chains, &self.limits);
         tracing::info!(policy, sha256, replaced, origin, "policy activated");
         Activation { policy: policy.into(), sha256, replaced: Some(replaced) }
@@ -437,13 +486,13 @@ impl Policies {
     /// The active versions. Versions that failed their probation are rolled back first.
     fn active(&self) -> MutexGuard<'_, Active> {
         let mut active = self.active.lock();
-        if active.roll_back_condemned() {
+        if active.roll_back_condemned(&self.chains) {
             active.resolve(&self.chains, &self.limits);
         }
         active
     }
 
-    fn current(&self, policy: &str) -> Arc<Version> {
+    fn current(&self, policy: &str) -> Option<Arc<Version>> {
         self.active().policy(policy).current.clone()
     }
 

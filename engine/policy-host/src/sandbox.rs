@@ -29,7 +29,9 @@
 //! Instantiating takes 11 us at the median; the pooling allocator took 9 us. `steersman policy bench`
 //! repeats it.
 
+mod compile;
 mod compiled;
+mod count;
 mod engine;
 mod imports;
 mod pace;
@@ -40,8 +42,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use sha2::{Digest, Sha256};
+use wasmtime::component::InstancePre;
 use wasmtime::component::types::ComponentItem;
-use wasmtime::component::{self as wasm, InstancePre};
 use wasmtime::{Engine, ResourceLimiter, Store, Trap};
 
 use crate::check;
@@ -51,6 +53,7 @@ use crate::contract::{
     MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary,
 };
 use crate::error::{Cause, Error, Failure};
+pub use compile::{compile_if_asked, this_program};
 pub use engine::Host;
 use imports::{Imports, Services};
 use pace::Pace;
@@ -135,11 +138,11 @@ pub struct Component {
 }
 
 impl Component {
-    /// Validates and compiles `bytes`. Takes tens of milliseconds for a small policy and half a minute
-    /// for one with an interpreter. Runs no guest code.
+    /// Validates and compiles `bytes`, within limits if [`PolicyConfig::compiler`] is set. Takes tens of
+    /// milliseconds for a small policy and half a minute for one with an interpreter. Runs no guest code.
     ///
     /// # Errors
-    /// [`Error::Refused`] if `bytes` is not a component, exports no hook or a hook that the contract
+    /// [`Error::NotCompiled`]; [`Error::Refused`] if `bytes` exports no hook or a hook that the contract
     /// does not have, or imports anything else. [`Self::instantiate`] checks the types of hooks.
     pub fn load(host: &Host, name: &str, bytes: &[u8]) -> Result<Self, Error> {
         let refuse = |problem: String| Error::refused(name, problem);
@@ -148,12 +151,12 @@ impl Component {
             return Err(refuse(format!("has {size} bytes, more than {COMPONENT_BYTES}")));
         }
         let sha256 = Sha256::digest(bytes).into();
+        let compile = || host.compiler.compile(&host.engine, bytes);
         let component = match &host.compiled {
-            Some(compiled) => compiled.component(&host.engine, bytes, &sha256),
-            None => wasm::Component::from_binary(&host.engine, bytes),
+            Some(compiled) => compiled.component(&host.engine, &sha256, compile),
+            None => compile().and_then(|code| compiled::from_compiler(&host.engine, &code)),
         };
-        let component = component
-            .map_err(|error| refuse(format!("is not a valid component: {}", one_line(&error))))?;
+        let component = component.map_err(|problem| Error::not_compiled(name, problem))?;
         let ty = component.component_type();
         let exports = ty.exports(&host.engine).map(|(export, _)| export);
         let hooks = exported_hooks(exports).map_err(refuse)?;

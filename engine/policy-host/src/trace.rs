@@ -41,6 +41,10 @@ const MEMORY_BYTES: usize = 64 << 20;
 /// Calls that are written to the file together, so that its thread wakes up rarely.
 const CHUNK: usize = 64;
 
+/// Bytes of calls that are written together: a chunk is at most this and one call, and so are the calls of a
+/// request that memory holds after it was evicted.
+const CHUNK_BYTES: usize = 1 << 20;
+
 /// Traces of the newest requests.
 pub struct Traces {
     requests: usize,
@@ -79,16 +83,28 @@ impl Traces {
     /// The records of a request, in order; the newest request if several have this id. `None` if there
     /// are none, or if they were evicted.
     pub fn get(&self, request: &str) -> Option<Vec<Record>> {
+        let chunks = self.chunks(request)?;
+        Some(chunks.iter().flat_map(|chunk| chunk.iter()).cloned().collect())
+    }
+
+    /// As [`Self::get`], without a copy of most of them.
+    pub fn chunks(&self, request: &str) -> Option<Vec<Arc<Vec<Record>>>> {
         let newest = self.newest.lock();
         let traced = newest.iter().rev().find(|traced| traced.request == request)?.clone();
         drop(newest);
         let calls = traced.calls.lock();
-        let chunks = calls.chunks.iter().flat_map(|chunk| chunk.iter());
-        let mut records: Vec<_> = chunks.chain(&calls.open).cloned().collect();
-        if let Some(last) = records.last_mut() {
-            last.dropped = calls.dropped;
+        let mut chunks = calls.chunks.clone();
+        if !calls.open.is_empty() {
+            chunks.push(Arc::new(calls.open.clone()));
         }
-        Some(records)
+        // The last record of a request that has ended has it already.
+        if let Some(last) = chunks.last_mut()
+            && last.last().is_some_and(|record| record.dropped != calls.dropped)
+            && let Some(record) = Arc::make_mut(last).last_mut()
+        {
+            record.dropped = calls.dropped;
+        }
+        Some(chunks)
     }
 
     fn add(&self, traced: Arc<Traced>) {
@@ -111,6 +127,8 @@ impl Traces {
         let mut calls = oldest.calls.lock();
         calls.evicted = true;
         calls.chunks.clear();
+        // What the file does not have yet goes there.
+        calls.close_chunk(self);
         self.bytes.fetch_sub(std::mem::take(&mut calls.bytes), Ordering::Relaxed);
     }
 }
@@ -127,6 +145,7 @@ struct Calls {
     chunks: Vec<Arc<Vec<Record>>>,
     /// At most [`CHUNK`] records.
     open: Vec<Record>,
+    open_bytes: usize,
     count: usize,
     bytes: usize,
     dropped: u64,
@@ -137,6 +156,7 @@ struct Calls {
 impl Calls {
     /// Closes the open chunk and sends it to the file.
     fn close_chunk(&mut self, traces: &Traces) {
+        self.open_bytes = 0;
         let chunk = Arc::new(std::mem::take(&mut self.open));
         if chunk.is_empty() {
             return;
@@ -205,11 +225,13 @@ impl Recorder {
         let CallReport { cost, imports, failure, replaced, notes: _ } = report;
         let (link, call, answer) = (links[link].clone(), call.to_owned(), answer.cloned());
         let record = Record { link, call, answer, failure, replaced, cost, imports, dropped: 0 };
-        let bytes = if calls.evicted { 0 } else { record.bytes() };
+        let size = record.bytes();
+        let bytes = if calls.evicted { 0 } else { size };
         calls.count += 1;
         calls.bytes += bytes;
+        calls.open_bytes += size;
         calls.open.push(record);
-        if calls.open.len() == CHUNK {
+        if calls.open.len() == CHUNK || calls.open_bytes >= CHUNK_BYTES {
             calls.close_chunk(traces);
         }
         // While the lock is held: eviction subtracts what was added.

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
-    Error, Origin, Param, Policies, PolicyConfig, PolicyReport, ProfilePolicies, RequestView, Step,
-    Storage, Use, Withdrawn, no_vocabulary,
+    Error, FAILURES, OnFailure, Origin, Param, Policies, PolicyConfig, PolicyReport,
+    ProfilePolicies, RequestView, Step, Storage, Withdrawn, no_vocabulary,
 };
 use steersman_test_support::guest::{broken, named, replace};
 
@@ -166,12 +166,8 @@ fn a_file_renamed_into_place_becomes_active_in_every_profile_that_names_it() {
     assert_eq!(report.bytes, version("a").len());
     assert_eq!(report.file, Some(site.file()));
     assert_eq!(report.problem, None);
-    let uses = ["default", "other"].map(|profile| Use {
-        profile: profile.into(),
-        position: 0,
-        shadow: false,
-    });
-    assert_eq!(report.profiles, uses);
+    let uses = report.profiles.iter().map(|u| (u.profile.as_str(), u.position, u.shadow));
+    assert_eq!(uses.collect::<Vec<_>>(), [("default", 0, false), ("other", 0, false)]);
 }
 
 #[test]
@@ -211,7 +207,7 @@ fn a_rejected_file_or_upload_leaves_the_active_version_and_is_reported() {
         assert!(problem.contains("policy `mine`"), "{problem}");
         assert_eq!(server.version(), "a");
         let error = server.0.upload("mine", &bytes).unwrap_err();
-        assert!(matches!(error, Error::Refused { .. }), "{error}");
+        assert!(matches!(error, Error::Refused { .. } | Error::NotCompiled { .. }), "{error}");
         assert!(error.to_string().contains(words), "{error}");
         assert_eq!(server.version(), "a");
         replace(&site.file(), &version("a"));
@@ -227,7 +223,7 @@ fn an_upload_becomes_active_outlives_a_restart_and_can_be_rolled_back() {
     assert_eq!(server.version(), "b");
     let report = server.report();
     assert_eq!((report.origin, &report.sha256), (Origin::Upload, &activation.sha256));
-    assert!(report.health.probation.is_some());
+    assert!(report.profiles[1].health.probation.is_some());
     assert_eq!(Some(&report.earlier[0].sha256), activation.replaced.as_ref());
     assert_eq!(server.0.upload("mine", &version("b")).unwrap().replaced, None);
 
@@ -254,13 +250,17 @@ fn a_version_that_fails_its_first_three_requests_is_rolled_back() {
     replace(&site.file(), &failing);
     // Not `until_version`, whose requests would count.
     until("the failing version", || server.report().sha256 != before);
-    for _ in 0..3 {
-        assert_eq!(server.request("default"), ("b".into(), false));
-    }
-    assert_eq!(server.request("default"), ("a".into(), true));
     let words = "failed in 3 of its first 3 requests: on-step: trapped";
-    let problem = server.until_problem(words);
-    assert!(problem.contains("rolled back to the version before it"), "{problem}");
+    for (profile, end) in [("default", " in profile `default`"), ("other", "before it")] {
+        assert_eq!(server.report().earlier[0].withdrawn, None);
+        for _ in 0..3 {
+            assert_eq!(server.request(profile), ("b".into(), false));
+        }
+        assert_eq!(server.request(profile), ("a".into(), true));
+        let problem = server.until_problem(words);
+        assert!(problem.contains("rolled back to the version before it"), "{problem}");
+        assert!(problem.ends_with(end), "{problem}");
+    }
     let withdrawn = server.report().earlier[0].withdrawn.clone();
     let Some(Withdrawn::Failed(reason)) = withdrawn else { panic!("{withdrawn:?}") };
     assert!(reason.contains("on-step: trapped"), "{reason}");
@@ -276,6 +276,43 @@ fn a_version_that_fails_its_first_three_requests_is_rolled_back() {
     server.until_version("c");
 }
 
+/// All profiles had one breaker: requests of an open profile paused the guard of one with keys, and rolled
+/// back its new version. So did requests that a policy saw as a shadow only.
+#[test]
+fn failures_in_one_profile_or_of_a_shadow_change_nothing_in_another() {
+    let mut site = Site::new();
+    site.profiles.get_mut("other").unwrap().on_failure = OnFailure::Closed;
+    let shadowed = ProfilePolicies {
+        policies: vec!["passthrough".into()],
+        shadow: vec!["mine".into()],
+        ..ProfilePolicies::default()
+    };
+    site.profiles.insert("shadowed".into(), shadowed);
+    let server = site.start();
+    server.0.upload("mine", &named("b", true)).unwrap();
+    let version = |profile: &str| {
+        let mut session = server.0.start(profile, "request", &no_vocabulary()).unwrap();
+        session.ask(&RequestView::default()).unwrap().note.unwrap_or_default()
+    };
+    let uses = || server.report().profiles.into_iter().map(|u| (u.profile, u.health));
+    let probation = |profile: &str| uses().find(|(name, _)| name == profile).unwrap().1.probation;
+    for _ in 0..2 * FAILURES {
+        let mut session = server.0.start("shadowed", "request", &no_vocabulary()).unwrap();
+        session.ask(&Step { budget_reached: true, ..Step::default() }).unwrap();
+    }
+    let paused = uses().find(|(name, _)| name == "shadowed").unwrap().1;
+    assert!(paused.paused.is_some() && paused.probation.is_none(), "{paused:?}");
+    assert_eq!((version("default"), version("other")), ("b".into(), "b".into()));
+    let before = probation("other");
+    for _ in 0..2 * FAILURES {
+        server.request("default");
+    }
+    assert_eq!(version("default"), "a");
+    assert_eq!(version("other"), "b");
+    assert_eq!(probation("other"), before.map(|left| left - 1));
+    assert_eq!(server.report().earlier[0].withdrawn, None);
+}
+
 /// The withdrawal was written by a thread of its own, which held the database open: a restart in that
 /// moment used memory, loaded the failed version again, and kept nothing from then on.
 #[test]
@@ -286,9 +323,11 @@ fn a_restart_right_after_a_rollback_knows_it() {
         replace(&site.file(), &version("a"));
         let server = site.start();
         replace(&site.file(), &named(&format!("b{n}"), true));
-        until("the failing version", || server.report().health.probation.is_some());
-        while server.report().health.probation.is_some() {
+        let is_on_probation = || server.report().profiles[0].health.probation.is_some();
+        until("the failing version", is_on_probation);
+        while is_on_probation() {
             server.request("default");
+            server.request("other");
         }
         server.end();
         let server = site.start();

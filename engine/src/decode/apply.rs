@@ -99,7 +99,15 @@ impl Sequence {
                     ));
                     return Ok(());
                 };
-                tokens.extend(text.encode_plain(&words)?);
+                let words = text.encode_plain(&words)?;
+                if reply.would_call(&tokens, &words) {
+                    let length = self.reply_len();
+                    self.note(format!(
+                        "did not inject text after {length} tokens ({why}): it would be part of a tool call"
+                    ));
+                    return Ok(());
+                }
+                tokens.extend(words);
                 self.inject(tokens, "injected text", why);
             }
             Action::CloseReasoning(hint) => self.close_reasoning(&hint, why, text)?,
@@ -147,7 +155,12 @@ impl Sequence {
             self.note(format!("left out a hint ({why}): the form of the answer is fixed"));
         }
         let hint = if is_answer_fixed { "" } else { hint };
-        let tokens = self.reply_state.reply.close_reasoning_tokens(text, hint)?;
+        let reply = &self.reply_state.reply;
+        let mut tokens = reply.close_reasoning_tokens(text, hint)?;
+        if !hint.is_empty() && reply.would_call(&[], &tokens) {
+            tokens = reply.close_reasoning_tokens(text, "")?;
+            self.note(format!("left out a hint ({why}): it would be part of a tool call"));
+        }
         if tokens.is_empty() {
             return Ok(());
         }

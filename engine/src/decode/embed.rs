@@ -25,7 +25,13 @@ impl Policy for Unsteered {
 /// The policies of a request without a reply.
 pub fn unsteered() -> Session {
     let policy = Box::new(Unsteered);
-    Session { policy, params: Default::default(), digest: [0; 32], judges_calls: false }
+    Session {
+        policy,
+        params: Default::default(),
+        digest: [0; 32],
+        judges_calls: false,
+        policies: 1,
+    }
 }
 
 impl Decoder {

@@ -98,6 +98,7 @@ pub struct Hooks {
     /// `None` while a call is away, and after one that panicked.
     session: Option<Session>,
     away: Option<Arc<Mutex<Away>>>,
+    policies: u32,
 }
 
 /// A call on a thread.
@@ -112,7 +113,13 @@ enum Away {
 
 impl Hooks {
     pub fn new(threads: Rc<HookThreads>, session: Session) -> Self {
-        Self { threads, session: Some(session), away: None }
+        let policies = session.policies;
+        Self { threads, session: Some(session), away: None, policies }
+    }
+
+    /// [`Session::policies`]
+    pub fn policies(&self) -> u32 {
+        self.policies
     }
 
     /// Calls the hook of `input`. `None` if the call is away: the same call again, after

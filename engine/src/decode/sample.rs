@@ -27,6 +27,10 @@ use crate::request::Sampling;
 /// costs several times as much.
 const FEW: i32 = 64;
 
+/// Up to this temperature a row is greedy. A lower one changes nothing but near-ties, and near 0 the
+/// division of logits by it overflows: all tokens were equally likely.
+const GREEDY_TEMPERATURE: f32 = 1e-4;
+
 /// How the token after one row of logits is sampled.
 #[derive(Debug, Clone)]
 pub struct Row {
@@ -51,7 +55,7 @@ impl Row {
 
     fn kind(&self, vocabulary: i32) -> Kind {
         let Sampling { temperature, top_p, top_k, min_p } = self.sampling;
-        if temperature <= 0.0 {
+        if temperature <= GREEDY_TEMPERATURE {
             Kind::Greedy
         } else if (1..=FEW as u32).contains(&top_k) && FEW < vocabulary {
             Kind::Few
@@ -102,7 +106,7 @@ pub fn sample_with_margins(logits: &Array, rows: &[Row]) -> Result<(Array, Array
     let largest = logits.abs()?.max_axis(-1, None)?.as_dtype(Dtype::Float32)?;
     // Division by the temperature scales the rounding error as well.
     let scale = |row: &Row| match row.sampling.temperature {
-        warm if warm > 0.0 => warm,
+        warm if warm > GREEDY_TEMPERATURE => warm,
         _ => 1.0,
     };
     let scales: Vec<f32> = rows.iter().map(scale).collect();
@@ -254,6 +258,19 @@ mod tests {
             // Five standard deviations of a frequency over 4,000 samples.
             assert!((found - expected).abs() < 0.04, "{sampling:?}: {found} is not {expected}");
             assert!(*expected > 0.0 || *found == 0.0, "{sampling:?} sampled a dropped token");
+        }
+    }
+
+    /// 1e-40 sampled garbage: logits divided by it are infinite.
+    #[test]
+    fn a_temperature_near_zero_is_greedy() {
+        let logits = Array::from_slice(&[3.0f32, 40.0, -5.0, 39.0], &[1, 4]);
+        for temperature in [0.0, f32::MIN_POSITIVE / 2.0, 1e-40, 1e-38, 1e-30, 1e-8, 1e-4] {
+            for filter in [Sampling::default(), Sampling { top_p: 0.9, ..Sampling::default() }] {
+                let sampling = Sampling { temperature, ..filter };
+                let tokens = (0..20).map(|index| sampled(&logits, sampling, 7, index));
+                assert!(tokens.into_iter().all(|token| token == 1), "{sampling:?}");
+            }
         }
     }
 

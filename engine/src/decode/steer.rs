@@ -162,8 +162,8 @@ impl Sequence {
 
     fn end_injection(&mut self) {
         let all_seen = self.injection.take().is_some_and(|injection| injection.all_seen);
-        // A policy does not see its own text as new tokens.
-        if all_seen {
+        // A policy does not see its own text as new tokens. In a chain the others do, and so all.
+        if all_seen && self.hooks.policies() < 2 {
             self.progress.seen = self.tokens.len();
             self.reply_state.reply.take_text();
         }

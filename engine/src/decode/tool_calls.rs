@@ -101,10 +101,10 @@ impl Sequence {
         };
         let start = self.prompt + reply.last_call_start();
         let (name, length) = (&call.function.name, self.reply_len());
-        if self.progress.repairs == MAX_REPAIRS {
-            self.note(format!(
-                "accepted a call of `{name}`: limit of {MAX_REPAIRS} repairs reached"
-            ));
+        // In a chain each policy has as many, so that a later one does not use up those of an earlier one.
+        let limit = MAX_REPAIRS * self.hooks.policies();
+        if self.progress.repairs == limit {
+            self.note(format!("accepted a call of `{name}`: limit of {limit} repairs reached"));
             return Ok(false);
         }
         if self.is_form_fixed() {
@@ -138,7 +138,12 @@ impl Sequence {
         }
         let header = self.reply_state.reply.open_message_tokens(text, Phase::Answer)?;
         tokens.extend(header.unwrap_or_default());
-        tokens.extend(text.encode_plain(words)?);
+        let words = text.encode_plain(words)?;
+        if self.reply_state.reply.would_call(&tokens, &words) {
+            self.note("left out the text of a repair: it would be part of a tool call".into());
+        } else {
+            tokens.extend(words);
+        }
         self.inject(tokens, "injected text", "tool call repair");
         Ok(true)
     }

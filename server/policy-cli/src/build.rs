@@ -11,10 +11,13 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use wit_component::ComponentEncoder;
+use wit_component::{ComponentEncoder, DecodedWasm, decode};
 
 /// The target of Rust guests.
 const TARGET: &str = "wasm32-unknown-unknown";
+
+/// Beginning of the names of hooks.
+const PACKAGE: &str = "steersman:policy/on-";
 
 /// The world in `wit/world.wit` of a guest in JavaScript or Python.
 const WORLD: &str = "guest";
@@ -67,10 +70,24 @@ pub fn run(options: Build, out: &mut impl Write) -> Result<()> {
 /// Makes a component from a core module in which `wit-bindgen` has embedded its world. Imports that
 /// the code does not use are dropped.
 fn componentize(module: &[u8]) -> Result<Vec<u8>> {
-    ComponentEncoder::default()
+    let component = ComponentEncoder::default()
         .module(module)
         .and_then(|encoder| encoder.validate(true).encode())
-        .context("the module cannot become a component; is it built with the SDK?")
+        .context("the module cannot become a component; is it built with the SDK?")?;
+    // A module without a world becomes an empty component.
+    ensure!(
+        exports_hook(&component)?,
+        "the module contains no world with a hook; `wit-bindgen` and the SDK embed one in a section \
+         `component-type`, which a linker may have removed"
+    );
+    Ok(component)
+}
+
+/// Whether a component exports an interface of the contract.
+fn exports_hook(component: &[u8]) -> Result<bool> {
+    let DecodedWasm::Component(resolve, world) = decode(component)? else { return Ok(false) };
+    let mut exports = resolve.worlds[world].exports.keys();
+    Ok(exports.any(|export| resolve.name_world_key(export).starts_with(PACKAGE)))
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {
@@ -325,6 +342,13 @@ mod tests {
     fn an_error_about_a_missing_tool_says_how_to_install_it() {
         let missing = finish(Command::new("no-such-tool"), "run `pip install it`").unwrap_err();
         assert_eq!(missing.to_string(), "`no-such-tool` is missing: run `pip install it`");
+    }
+
+    /// It said success and wrote an empty component.
+    #[test]
+    fn a_module_without_a_world_is_refused() {
+        let error = componentize(b"\0asm\x01\0\0\0").unwrap_err().to_string();
+        assert!(error.contains("no world with a hook"), "{error}");
     }
 
     #[test]

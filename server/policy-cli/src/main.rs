@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use serde::Deserialize;
 use steersman_policy_cli::{Task, log_to_stderr, run};
-use steersman_policy_host::{PolicyConfig, Storage};
+use steersman_policy_host::{PolicyConfig, Storage, compile_if_asked, this_program};
 
 /// Creates, builds, tests and measures policies, and manages those of a running server. Needs no
 /// model.
@@ -33,6 +33,9 @@ struct FileConfig {
 }
 
 fn main() -> ExitCode {
+    if let Some(status) = compile_if_asked() {
+        return status;
+    }
     let cli = Cli::parse();
     log_to_stderr();
     let Cli { config, data_dir, task } = cli;
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         None => Storage::in_memory(),
     };
     let done = read_config(config.as_deref())
+        .map(|config| PolicyConfig { compiler: this_program(), ..config })
         .and_then(|config| run(task, &config, &storage, &mut std::io::stdout().lock()));
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -29,17 +29,17 @@ impl Server {
             let profiles: Vec<_> = items(&policy["profiles"])
                 .map(|used| {
                     let shadow = if used["shadow"] == true { " (shadow)" } else { "" };
-                    format!("{}{shadow}", text(&used["profile"]))
+                    let state = match used["breaker"]["state"].as_str() {
+                        Some("open") => format!(" (paused for {} s)", used["breaker"]["rests_s"]),
+                        Some("probation") => " (on probation)".into(),
+                        _ => String::new(),
+                    };
+                    format!("{}{shadow}{state}", text(&used["profile"]))
                 })
                 .collect();
-            let state = match policy["breaker"]["state"].as_str() {
-                Some("open") => format!(", paused for {} s", policy["breaker"]["rests_s"]),
-                Some("probation") => ", on probation".into(),
-                _ => String::new(),
-            };
             writeln!(
                 out,
-                "{}  {}  contract {}, {}, {} bytes, in {}{state}",
+                "{}  {}  contract {}, {}, {} bytes, in {}",
                 text(&policy["name"]),
                 short(&policy["sha256"]),
                 text(&policy["contract"]),

@@ -183,15 +183,16 @@ fn serve_once(status: &str, body: &str) -> (String, JoinHandle<String>) {
 #[test]
 fn policies_of_a_server_are_listed() {
     let body = r#"{"policies": [{"name": "house", "sha256": "0123456789abcdef", "contract": "0.3.0",
-        "origin": "upload", "bytes": 42, "breaker": {"state": "open", "rests_s": 30},
-        "profiles": [{"profile": "a", "shadow": false}, {"profile": "b", "shadow": true}],
+        "origin": "upload", "bytes": 42,
+        "profiles": [{"profile": "a", "shadow": false, "breaker": {"state": "open", "rests_s": 30}},
+            {"profile": "b", "shadow": true, "breaker": {"state": "closed"}}],
         "problem": {"at": 1, "message": "traps"},
         "earlier": [{"sha256": "fedcba9876543210", "origin": "file", "withdrawn": "rolled back"}]}],
         "params": [{"profile": "a", "param": "budget", "problem": {"at": 1, "message": "is gone"}}]}"#;
     let (address, request) = serve_once("200 OK", body);
     let listed = succeed(&["list", "--url", &address, "--key", "sk-admin"]);
     let expected =
-        "house  0123456789ab  contract 0.3.0, upload, 42 bytes, in a, b (shadow), paused for 30 s
+        "house  0123456789ab  contract 0.3.0, upload, 42 bytes, in a (paused for 30 s), b (shadow)
   update rejected: traps
   earlier: fedcba987654  file, withdrawn: rolled back
 profiles.a.params.budget: is gone

@@ -30,6 +30,7 @@ mod responses;
 mod sampling;
 mod structure;
 mod tokens;
+mod trace;
 mod unknown;
 
 use std::collections::BTreeMap;
@@ -89,6 +90,10 @@ pub struct App {
     responses: Option<Arc<ResponseStore>>,
     /// Limits uploads of policies to one at a time: compiling a component occupies a core.
     uploads: Semaphore,
+    /// Limits rollbacks to one at a time.
+    rollbacks: Semaphore,
+    /// Limits traces that are read at a time.
+    trace_readers: Arc<Semaphore>,
     body_limit_bytes: usize,
     request_timeout: Duration,
 }
@@ -112,6 +117,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         mcp: Mcp::start(config),
         responses: store,
         uploads: Semaphore::new(1),
+        rollbacks: Semaphore::new(1),
+        trace_readers: Arc::new(Semaphore::new(trace::READERS)),
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
     });
@@ -145,7 +152,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
         .route("/v1/policies/{name}/rollback", post(policies::roll_back))
-        .route("/v1/requests/{id}/trace", get(policies::trace))
+        .route("/v1/requests/{id}/trace", get(trace::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))

@@ -1,5 +1,5 @@
-//! `GET /v1/policies`, `POST /v1/policies/NAME`, `POST /v1/policies/NAME/rollback` and
-//! `GET /v1/requests/ID/trace`: active versions, their replacement, and recorded decisions.
+//! `GET /v1/policies`, `POST /v1/policies/NAME` and `POST /v1/policies/NAME/rollback`: active versions and
+//! their replacement.
 //!
 //! The server sees no Wasm: it passes bytes to the policy host and gets reports. They are copied field
 //! by field, so that a field renamed there does not change what clients read.
@@ -14,14 +14,13 @@ use axum::{Extension, Json};
 use serde::Serialize;
 use steersman_engine::policy::{
     Activation, COMPONENT_BYTES, CONTRACT, Error, Health, HistoryEntry, ParamReport, PolicyReport,
-    Problem, Record, Report, Use, Withdrawn,
+    Problem, Report, Use, Withdrawn,
 };
 
 use super::App;
 use super::access::Caller;
 use super::body::Limit;
 use super::error::ApiError;
-use crate::mcp::{Entry, Ran};
 
 /// Media type of a component.
 const WASM: &str = "application/wasm";
@@ -38,6 +37,7 @@ pub struct PoliciesBody {
 #[derive(Serialize)]
 struct PolicyBody {
     name: String,
+    /// Empty if no version compiled at the start.
     sha256: String,
     contract: &'static str,
     origin: &'static str,
@@ -48,7 +48,6 @@ struct PolicyBody {
     hooks: Vec<&'static str>,
     imports: Vec<String>,
     profiles: Vec<UseBody>,
-    breaker: BreakerBody,
     /// Why the last update was rejected; null if it was not.
     problem: Option<ProblemBody>,
     earlier: Vec<EarlierBody>,
@@ -60,6 +59,7 @@ struct UseBody {
     profile: String,
     position: usize,
     shadow: bool,
+    breaker: BreakerBody,
 }
 
 /// [`Health`]
@@ -112,24 +112,24 @@ pub struct ActivationBody {
     replaced: Option<String>,
 }
 
-/// Calls of the policies of one request.
-#[derive(Serialize)]
-pub struct TraceBody {
-    request: String,
-    records: Vec<Record>,
-    /// Calls of MCP tools.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_runs: Vec<Ran>,
-}
-
-/// `GET /v1/policies`
-pub async fn list(State(app): State<Arc<App>>) -> Result<Json<PoliciesBody>, ApiError> {
+/// `GET /v1/policies`: the policies and parameters of the profiles that the caller may use.
+pub async fn list(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<PoliciesBody>, ApiError> {
     let policies = app.models.policies().clone();
-    let Report { policies, params } = blocking(move || policies.report()).await?;
-    Ok(Json(PoliciesBody {
-        policies: policies.into_iter().map(PolicyBody::from).collect(),
-        params: params.into_iter().map(ParamBody::from).collect(),
-    }))
+    let Report { mut policies, mut params } = blocking(move || policies.report()).await?;
+    let sees = |profile: &str| app.access.allow(&caller, profile).is_ok();
+    let sees_all = policies.iter().all(|policy| policy.profiles.iter().all(|u| sees(&u.profile)));
+    policies.iter_mut().for_each(|policy| policy.profiles.retain(|used| sees(&used.profile)));
+    policies.retain(|policy| !policy.profiles.is_empty());
+    params.retain(|param| sees(&param.profile));
+    let mut policies: Vec<_> = policies.into_iter().map(PolicyBody::from).collect();
+    if !sees_all {
+        policies.iter_mut().for_each(PolicyBody::hide_reasons);
+    }
+    let params = params.into_iter().map(ParamBody::from).collect();
+    Ok(Json(PoliciesBody { policies, params }))
 }
 
 /// `POST /v1/policies/NAME`, with a component as its body.
@@ -164,33 +164,10 @@ pub async fn roll_back(
     if !policies.has(&name) {
         return Err(ApiError::policy_not_found(&name));
     }
-    let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
+    // Not that of uploads: it would wait while a component is compiled.
+    let _permit = app.rollbacks.acquire().await.expect("the semaphore is never closed");
     let activation = blocking(move || policies.roll_back(&name)).await?;
     Ok(Json(activation.map_err(rollback_error)?.into()))
-}
-
-/// `GET /v1/requests/ID/trace`
-pub async fn trace(
-    State(app): State<Arc<App>>,
-    Extension(caller): Extension<Caller>,
-    Path(request): Path<String>,
-) -> Result<Json<TraceBody>, ApiError> {
-    let traces = app.models.policies().traces();
-    let (records, tool_runs) = match app.mcp.journal.get(&request) {
-        Some(Entry { profile, rounds, calls, .. }) => {
-            app.access.allow(&caller, &profile)?;
-            let records = rounds.iter().filter_map(|round| traces.get(round));
-            (records.flatten().collect(), calls)
-        }
-        None => {
-            let records = traces.get(&request);
-            (records.ok_or_else(|| ApiError::no_trace(&request))?, Vec::new())
-        }
-    };
-    if let Some(record) = records.first() {
-        app.access.allow(&caller, &record.link.profile)?;
-    }
-    Ok(Json(TraceBody { request, records, tool_runs }))
 }
 
 /// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.
@@ -203,7 +180,9 @@ pub async fn blocking<T: Send + 'static>(
 
 fn upload_error(error: Error) -> ApiError {
     match error {
-        Error::Refused { .. } => ApiError::policy_refused(error.to_string()),
+        Error::Refused { .. } | Error::NotCompiled { .. } => {
+            ApiError::policy_refused(error.to_string())
+        }
         Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
         Error::NoFile { .. } | Error::NotWritten { .. } => {
             ApiError::conflict("policy_not_written", error.to_string())
@@ -217,6 +196,7 @@ fn rollback_error(error: Error) -> ApiError {
         Error::UnknownPolicy { policy, .. } => ApiError::policy_not_found(&policy),
         Error::CannotRollBack { .. }
         | Error::Refused { .. }
+        | Error::NotCompiled { .. }
         | Error::NoFile { .. }
         | Error::NotWritten { .. } => ApiError::conflict("cannot_roll_back", error.to_string()),
         other => internal(other),
@@ -236,6 +216,21 @@ fn internal(error: impl Display) -> ApiError {
     }
 }
 
+impl PolicyBody {
+    /// Leaves out why versions were rejected or withdrawn: the reasons may concern profiles that the caller
+    /// cannot use, and come from them.
+    fn hide_reasons(&mut self) {
+        if let Some(problem) = &mut self.problem {
+            problem.message = "a key that opens all profiles shows the reason".into();
+        }
+        for earlier in &mut self.earlier {
+            if let Some(withdrawn) = &mut earlier.withdrawn {
+                *withdrawn = "withdrawn".into();
+            }
+        }
+    }
+}
+
 impl From<PolicyReport> for PolicyBody {
     fn from(report: PolicyReport) -> Self {
         Self {
@@ -249,7 +244,6 @@ impl From<PolicyReport> for PolicyBody {
             hooks: report.hooks,
             imports: report.imports,
             profiles: report.profiles.into_iter().map(UseBody::from).collect(),
-            breaker: report.health.into(),
             problem: report.problem.map(ProblemBody::from),
             earlier: report.earlier.into_iter().map(EarlierBody::from).collect(),
         }
@@ -257,8 +251,8 @@ impl From<PolicyReport> for PolicyBody {
 }
 
 impl From<Use> for UseBody {
-    fn from(Use { profile, position, shadow }: Use) -> Self {
-        Self { profile, position, shadow }
+    fn from(Use { profile, position, shadow, health }: Use) -> Self {
+        Self { profile, position, shadow, breaker: health.into() }
     }
 }
 
@@ -339,6 +333,11 @@ mod tests {
         let (not_written, no_rollback) = ((409, "policy_not_written"), (409, "cannot_roll_back"));
         check(
             |policy| Error::Refused { policy, profile: None, problem: "traps".into() },
+            (422, "policy_refused"),
+            no_rollback,
+        );
+        check(
+            |policy| Error::NotCompiled { policy, problem: "has no end".into() },
             (422, "policy_refused"),
             no_rollback,
         );

@@ -1,5 +1,6 @@
 //! What tests of several crates share and that needs neither MLX nor the policy host.
 
+pub mod bomb;
 pub mod guest;
 pub mod hostile;
 

@@ -2,6 +2,7 @@
 //!
 //! `engine/policy-host/tests/reload.rs` has the laws that need no server.
 
+mod keys;
 mod load;
 mod operator;
 mod served;
@@ -17,7 +18,7 @@ use axum::body::Body;
 use axum::http::{Request, header};
 use http_body_util::BodyExt;
 use serde_json::{Value, json};
-use steersman::config::ServerConfig;
+use steersman::config::{ProfileAccess, ServerConfig};
 use steersman_engine::config::{Config, Profile};
 use steersman_engine::internals::queue::Queue;
 use steersman_engine::policy::{
@@ -45,6 +46,8 @@ struct Site {
     data: tempfile::TempDir,
     profiles: BTreeMap<String, Profile>,
     admin_keys: Vec<String>,
+    /// Profiles with a key, and the keys.
+    profile_keys: Vec<(&'static str, &'static str)>,
 }
 
 impl Site {
@@ -57,6 +60,7 @@ impl Site {
             data: tempfile::tempdir().unwrap(),
             profiles: profiles.into(),
             admin_keys: vec![ADMIN.into()],
+            profile_keys: Vec::new(),
         };
         fs::write(site.file(), version("a")).unwrap();
         site
@@ -97,7 +101,11 @@ impl Site {
         };
         let engine = Engine::new(Queue::new(1).into(), info, policies.clone());
         let admin_keys = self.admin_keys.iter().map(|key| key.as_str().into()).collect();
-        let config = ServerConfig { admin_keys, ..ServerConfig::default() };
+        let access =
+            |key: &str| ProfileAccess { api_keys: vec![key.into()], ..ProfileAccess::default() };
+        let keys = self.profile_keys.iter();
+        let profiles = keys.map(|(name, key)| ((*name).into(), access(key))).collect();
+        let config = ServerConfig { admin_keys, profiles, ..ServerConfig::default() };
         Server { app: steersman::app(engine, &config), policies }
     }
 }
@@ -203,8 +211,12 @@ async fn a_file_renamed_into_place_becomes_active_and_is_reported() {
     assert_eq!(report["bytes"], version("a").len());
     assert_eq!(report["file"], site.file().to_str().unwrap());
     assert_eq!(report["problem"], Value::Null);
-    let uses = ["default", "other"].map(|p| json!({"profile": p, "position": 0, "shadow": false}));
-    assert_eq!(report["profiles"], json!(uses));
+    for (place, profile) in ["default", "other"].into_iter().enumerate() {
+        let mut used = report["profiles"][place].clone();
+        assert_eq!(used["breaker"].take()["state"], "probation");
+        let expected = json!({"profile": profile, "position": 0, "shadow": false, "breaker": null});
+        assert_eq!(used, expected);
+    }
 }
 
 #[tokio::test]
@@ -235,7 +247,7 @@ async fn an_upload_becomes_active_outlives_a_restart_and_can_be_rolled_back() {
     assert_eq!(server.version(), "b");
     let report = server.report().await;
     assert_eq!((&report["origin"], &report["sha256"]), (&json!("upload"), &reply["sha256"]));
-    assert_eq!(report["breaker"]["state"], "probation");
+    assert_eq!(report["profiles"][0]["breaker"]["state"], "probation");
     assert_eq!(report["earlier"][0]["sha256"], reply["replaced"]);
     let (_, again) = server.upload(version("b")).await;
     assert_eq!(again["changed"], false);
@@ -262,8 +274,9 @@ async fn a_version_that_fails_its_probation_is_reported_as_withdrawn() {
     let server = site.serve();
     let (status, reply) = server.upload(named("b", true)).await;
     assert_eq!(status, 200, "{reply}");
-    for _ in 0..3 {
-        let mut session = steersman_tests::session(&server.policies, "default").unwrap();
+    for n in 0..6 {
+        let profile = if n < 3 { "default" } else { "other" };
+        let mut session = steersman_tests::session(&server.policies, profile).unwrap();
         assert_eq!(session.ask(&RequestView::default()).unwrap().note.as_deref(), Some("b"));
         session.ask(&Step::default()).unwrap();
     }

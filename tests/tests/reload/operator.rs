@@ -70,7 +70,7 @@ async fn the_command_line_lists_pushes_and_rolls_back_policies() {
     let again = served.ask(ADMIN, &["push", "mine", &b]).await.unwrap();
     assert!(again.ends_with(" is already active\n"), "{again}");
     let listed = served.ask(ADMIN, &["list"]).await.unwrap();
-    assert!(listed.contains(", on probation\n  earlier: "), "{listed}");
+    assert!(listed.contains(" (on probation)\n  earlier: "), "{listed}");
 
     let bad = served.component("bad", &broken());
     let refused = served.ask(ADMIN, &["push", "mine", &bad]).await.unwrap_err();

@@ -61,13 +61,12 @@ fn retentions(earlier: Vec<Retention>, later: Vec<Retention>) -> Vec<Retention> 
 
 /// A stop takes precedence over a repair, a repair over an acceptance, an earlier verdict over an equal
 /// later one.
-pub fn verdicts(earlier: Verdict, later: Verdict) -> Verdict {
-    let weight = |verdict: &Verdict| match verdict {
+pub fn weight(verdict: &Verdict) -> u8 {
+    match verdict {
         Verdict::Accept => 0,
         Verdict::Repair(_) => 1,
         Verdict::Stop(_) => 2,
-    };
-    if weight(&later) > weight(&earlier) { later } else { earlier }
+    }
 }
 
 /// Merges the actions of several links, first to last. Actions after a stop, in the same list or a
@@ -78,13 +77,16 @@ pub fn actions(answers: Vec<(usize, Vec<Action>)>, owners: &mut Owners) -> Vec<A
     'all: for (link, actions) in answers {
         for action in actions {
             match action {
-                Action::Rewind(tokens) => rewind = rewind.max(Some(tokens)),
+                Action::Rewind(tokens) => rewind = rewind.max(owners.rewind(link, tokens)),
                 Action::Ban(_) => changes.push(action),
                 Action::Bias(bias) => changes.extend(owners.bias(link, bias).map(Action::Bias)),
                 Action::Sampling(change) => {
                     changes.extend(owners.sampling(link, change).map(Action::Sampling));
                 }
-                Action::Inject(_) | Action::CloseReasoning(_) => texts.push(action),
+                Action::Inject(_) | Action::CloseReasoning(_) => {
+                    owners.injected(link);
+                    texts.push(action);
+                }
                 Action::Stop(_) => {
                     texts.push(action);
                     break 'all;
@@ -113,6 +115,14 @@ pub struct Owners {
     tokens: BTreeMap<u32, Owner>,
     /// Tokens sampled so far.
     sampled: u64,
+    /// Tokens of the reply at this step.
+    index: u32,
+    /// The policies whose text was injected since the last step, and for each that injected any: tokens of
+    /// the reply at the step after its newest text, which policies after it do not rewind.
+    injected: Vec<usize>,
+    floors: BTreeMap<usize, u32>,
+    /// Repairs of tool calls by policy.
+    pub repairs: BTreeMap<usize, u32>,
 }
 
 #[derive(Clone, Copy)]
@@ -126,6 +136,30 @@ impl Owners {
     /// Advances by `tokens` sampled tokens.
     pub fn sampled(&mut self, tokens: usize) {
         self.sampled += tokens as u64;
+    }
+
+    /// Begins a step after `index` tokens of the reply. Text that was injected before it ends here.
+    pub fn begin(&mut self, index: u32) {
+        self.index = index;
+        self.floors.extend(self.injected.drain(..).map(|link| (link, index)));
+    }
+
+    /// Notes that text of `link` is injected.
+    fn injected(&mut self, link: usize) {
+        self.injected.push(link);
+    }
+
+    /// Notes that a call is replaced by text of `link`.
+    pub fn repaired(&mut self, link: usize) {
+        *self.repairs.entry(link).or_default() += 1;
+        self.injected(link);
+    }
+
+    /// The tokens that `link` may rewind: none that an earlier link injected, or that came before.
+    fn rewind(&self, link: usize, tokens: u32) -> Option<u32> {
+        let floors = self.floors.range(..link).map(|(_, floor)| *floor);
+        let Some(floor) = floors.max() else { return Some(tokens) };
+        Some(tokens.min(self.index.saturating_sub(floor))).filter(|tokens| *tokens > 0)
     }
 
     /// Gives `link` the values of its plan that no earlier link owns, until the end of the reply.

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use super::history::{History, HistoryEntry, Origin, Withdrawn};
 use super::report::Problem;
 use super::source::{Bundle, ProfileChain};
-use crate::breaker::Breaker;
+use crate::breaker::Breakers;
 use crate::config::PolicyConfig;
 use crate::contract::Params;
 use crate::sandbox::Component;
@@ -28,9 +28,12 @@ pub struct Active {
 
 /// A policy and its active version.
 pub struct PolicyEntry {
-    pub current: Arc<Version>,
+    /// `None` if no version compiled at the start.
+    pub current: Option<Arc<Version>>,
     /// Versions before it, oldest first, at most [`EARLIER`].
     pub earlier: Vec<Arc<Version>>,
+    /// Profiles in which the active version failed its probation: they have the version before it.
+    pub set_back: BTreeSet<String>,
     /// Digest of its file when it was last read: the same bytes are not tried again.
     pub seen: Option<[u8; 32]>,
     pub problem: Option<Problem>,
@@ -44,7 +47,7 @@ pub struct Version {
     pub origin: Origin,
     /// Time of activation, in seconds since 1970.
     pub since: u64,
-    pub breaker: Arc<Breaker>,
+    pub breakers: Breakers,
 }
 
 /// Parameters of a profile.
@@ -57,10 +60,17 @@ pub struct ProfileParams {
 
 /// What a request of a profile gets.
 pub struct ResolvedProfile {
-    /// Versions, and whether they are shadows.
-    pub links: Vec<(Arc<Version>, bool)>,
+    pub links: Vec<ResolvedLink>,
     pub params: Arc<Params>,
     pub digest: [u8; 32],
+}
+
+/// A policy in the chain of a request.
+pub struct ResolvedLink {
+    pub policy: String,
+    /// `None` if no version compiled.
+    pub version: Option<Arc<Version>>,
+    pub shadow: bool,
 }
 
 impl Active {
@@ -69,19 +79,31 @@ impl Active {
         self.policies.get_mut(name).expect("every named policy has an entry")
     }
 
-    /// Rolls back versions that failed their probation; returns whether there were any.
-    pub fn roll_back_condemned(&mut self) -> bool {
+    /// Rolls back versions that failed their probation, in the profiles in which they did; returns whether
+    /// there were any. A version that failed in all profiles that apply it is withdrawn.
+    pub fn roll_back_condemned(&mut self, chains: &BTreeMap<String, ProfileChain>) -> bool {
         let mut any = false;
         for (policy, entry) in &mut self.policies {
-            let Some(reason) = entry.current.breaker.condemned() else { continue };
-            let Some(before) = entry.earlier.pop() else { continue };
-            let sha256 = std::mem::replace(&mut entry.current, before).sha256();
-            tracing::error!(policy, sha256, reason, "policy rolled back");
-            entry.problem = Some(Problem::now(format!(
-                "policy `{policy}`: {sha256} {reason}; rolled back to the version before it"
-            )));
-            entry.history.withdraw(&sha256, Withdrawn::Failed(reason));
-            any = true;
+            let applies = |chain: &ProfileChain| chain.links.contains(&(policy.clone(), false));
+            let users = chains.iter().filter(|(_, chain)| applies(chain)).count();
+            while let Some((profile, reason)) = entry.newly_condemned() {
+                let sha256 = entry.sha256();
+                tracing::error!(policy, profile, sha256, reason, "policy rolled back");
+                let message = format!(
+                    "policy `{policy}`: {sha256} {reason}; rolled back to the version before it"
+                );
+                entry.set_back.insert(profile.clone());
+                if entry.set_back.len() < users {
+                    let message = format!("{message} in profile `{profile}`");
+                    entry.problem = Some(Problem::now(message));
+                } else {
+                    entry.problem = Some(Problem::now(message));
+                    entry.history.withdraw(&sha256, Withdrawn::Failed(reason));
+                    entry.current = entry.earlier.pop();
+                    entry.set_back.clear();
+                }
+                any = true;
+            }
         }
         any
     }
@@ -89,8 +111,10 @@ impl Active {
     /// Rebuilds [`Self::profiles`].
     pub fn resolve(&mut self, chains: &BTreeMap<String, ProfileChain>, limits: &PolicyConfig) {
         let resolve = |(name, chain): (&String, &ProfileChain)| {
-            let link = |(policy, shadow): &(String, bool)| {
-                (self.policies[policy].current.clone(), *shadow)
+            let link = |(policy, shadow): &(String, bool)| ResolvedLink {
+                policy: policy.clone(),
+                version: self.policies[policy].version_of(name, *shadow),
+                shadow: *shadow,
             };
             let links: Vec<_> = chain.links.iter().map(link).collect();
             let texts = &self.params[name].texts;
@@ -103,34 +127,60 @@ impl Active {
 }
 
 impl PolicyEntry {
-    /// A policy that starts with `version`.
-    pub fn new(version: Version, history: History) -> Self {
-        Self { current: Arc::new(version), earlier: Vec::new(), seen: None, problem: None, history }
+    /// A policy that starts with `version`, if any.
+    pub fn new(version: Option<Version>, history: History) -> Self {
+        let current = version.map(Arc::new);
+        let (earlier, set_back) = (Vec::new(), BTreeSet::new());
+        Self { current, earlier, set_back, seen: None, problem: None, history }
+    }
+
+    /// The version that requests of `profile` get.
+    pub fn version_of(&self, profile: &str, shadow: bool) -> Option<Arc<Version>> {
+        let before = self.earlier.last().filter(|_| !shadow && self.set_back.contains(profile));
+        before.or(self.current.as_ref()).cloned()
+    }
+
+    /// A profile in which the active version failed its probation, with the reason, if there is a version
+    /// to return to.
+    fn newly_condemned(&self) -> Option<(String, String)> {
+        let current = self.current.as_ref().filter(|_| !self.earlier.is_empty())?;
+        let condemned = current.breakers.condemned().into_iter();
+        condemned.into_iter().find(|(profile, _)| !self.set_back.contains(profile))
+    }
+
+    /// SHA-256 of the active version, in hex; empty if there is none.
+    pub fn sha256(&self) -> String {
+        self.current.as_ref().map(|version| version.sha256()).unwrap_or_default()
     }
 
     /// The versions of the history but the active one, newest first.
     pub fn earlier(&self) -> Vec<HistoryEntry> {
-        let current = self.current.sha256();
+        let current = self.sha256();
         let list = self.history.list().iter().rev();
         list.filter(|entry| entry.sha256 != current).cloned().collect()
     }
 
-    /// Activates `version` and adds it to the history; returns the one before it.
-    pub fn activate(&mut self, version: Version, bytes: &[u8]) -> Arc<Version> {
+    /// Activates `version` and adds it to the history; returns the SHA-256 of the one before it.
+    pub fn activate(&mut self, version: Version, bytes: &[u8]) -> String {
         self.history.add(version.entry(), bytes);
-        let before = std::mem::replace(&mut self.current, Arc::new(version));
-        self.earlier.push(before.clone());
+        let before = self.sha256();
+        self.earlier.extend(self.current.replace(Arc::new(version)));
         let surplus = self.earlier.len().saturating_sub(EARLIER);
         self.earlier.drain(..surplus);
+        self.set_back.clear();
         self.problem = None;
         before
     }
 }
 
 impl Version {
-    pub fn new(component: Arc<Component>, bytes: &[u8], origin: Origin, breaker: Breaker) -> Self {
-        let breaker = Arc::new(breaker);
-        Self { component, bytes: bytes.len(), origin, since: now_seconds(), breaker }
+    pub fn new(
+        component: Arc<Component>,
+        bytes: &[u8],
+        origin: Origin,
+        breakers: Breakers,
+    ) -> Self {
+        Self { component, bytes: bytes.len(), origin, since: now_seconds(), breakers }
     }
 
     /// The version in the history.
@@ -155,13 +205,12 @@ impl Problem {
 fn digest(
     config: &PolicyConfig,
     chain: &ProfileChain,
-    links: &[(Arc<Version>, bool)],
+    links: &[ResolvedLink],
     params: &BTreeMap<String, String>,
 ) -> [u8; 32] {
-    let applied = links.iter().filter(|(_, shadow)| !shadow);
-    let applied: Vec<_> = applied
-        .map(|(version, _)| (version.component.name(), version.component.sha256()))
-        .collect();
+    let sha256 = |link: &ResolvedLink| link.version.as_ref().map(|v| v.component.sha256());
+    let applied = links.iter().filter(|link| !link.shadow);
+    let applied: Vec<_> = applied.map(|link| (&link.policy, sha256(link))).collect();
     let grants: BTreeSet<_> = chain.settings.grants.iter().collect();
     let PolicyConfig { fuel, deadline_ms, memory_bytes, output_bytes, kv_bytes, .. } = config;
     let limits = (fuel, deadline_ms, memory_bytes, output_bytes, kv_bytes);

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::active::PolicyEntry;
+use super::active::{PolicyEntry, Version};
 use super::source::ProfileChain;
 use crate::chain::own_params;
 use crate::contract::{Hook, Params, Policy, RequestView};
@@ -31,7 +31,8 @@ pub fn check(
     }
     let mut unknown: BTreeSet<_> = params.iter().map(|(param, _)| param.clone()).collect();
     for (policy, _) in &chain.links {
-        let component = &policies[policy].current.component;
+        // Without a version it has a problem, and the rest is logged.
+        let Some(Version { component, .. }) = policies[policy].current.as_deref() else { continue };
         let params = own_params(policy, params).unwrap_or_else(|| params.clone());
         let Some(note) = note(component, profile, &params) else { continue };
         for (param, _) in &params {

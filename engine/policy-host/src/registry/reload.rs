@@ -47,14 +47,14 @@ impl Policies {
     }
 
     fn reload_policy(&self, policy: &str, source: &Source) -> Result<(), String> {
-        let _change = self.change.lock();
         let read = source.read();
         let Some(bundle) = read.map_err(|e| Error::refused(policy, e).to_string())? else {
             let mut active = self.active();
             let entry = active.policy(policy);
             entry.seen = None;
-            return match (&source.file, entry.current.origin) {
-                (None, _) | (_, Origin::Shipped) => Ok(()),
+            let origin = entry.current.as_ref().map(|version| version.origin);
+            return match (&source.file, origin) {
+                (None, _) | (_, Some(Origin::Shipped)) => Ok(()),
                 (Some(file), _) => Err(format!(
                     "policy `{policy}`: {} no longer exists; the active version ends with the server",
                     file.display()

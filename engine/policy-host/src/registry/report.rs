@@ -19,7 +19,7 @@ pub struct Report {
 pub struct PolicyReport {
     /// Its name.
     pub name: String,
-    /// SHA-256 of the active version, in hex.
+    /// SHA-256 of the active version, in hex; empty if no version compiled at the start.
     pub sha256: String,
     /// Origin of the active version.
     pub origin: Origin,
@@ -35,8 +35,6 @@ pub struct PolicyReport {
     pub imports: Vec<String>,
     /// Profiles that name it.
     pub profiles: Vec<Use>,
-    /// Health of the active version.
-    pub health: Health,
     /// Why the last update was rejected.
     pub problem: Option<Problem>,
     /// Other versions in the history, newest first.
@@ -52,6 +50,8 @@ pub struct Use {
     pub position: usize,
     /// Whether it is a shadow.
     pub shadow: bool,
+    /// Health of the version that requests of the profile get.
+    pub health: Health,
 }
 
 /// A rejected update.

@@ -13,7 +13,10 @@
 //! wasmtime's own cache loads what it finds: of 400 files with one flipped bit 78 crashed the server, and
 //! 7 changed decisions without notice.
 
-#![allow(unsafe_code, reason = "machine code is loaded, after its digest was checked")]
+#![allow(
+    unsafe_code,
+    reason = "machine code is loaded, from the compiler or after its digest was checked"
+)]
 
 use std::fs::{self, File, Metadata};
 use std::hash::{Hash, Hasher};
@@ -68,23 +71,23 @@ impl Compiled {
         Ok(Self { folder: folder.into(), key })
     }
 
-    /// The component `bytes`, from its file or else compiled. `sha256` is its digest.
+    /// The component with this digest, from its file or else from `compile`, which returns machine code.
     ///
     /// # Errors
-    /// Those of the compiler. Errors of the disk are logged.
+    /// Those of `compile`. Errors of the disk are logged.
     pub fn component(
         &self,
         engine: &Engine,
-        bytes: &[u8],
         sha256: &[u8; 32],
-    ) -> wasmtime::Result<Component> {
+        compile: impl FnOnce() -> Result<Vec<u8>, String>,
+    ) -> Result<Component, String> {
         let path = self.folder.join(name(engine, sha256));
         if let Some(component) = self.load(engine, &path) {
             return Ok(component);
         }
-        let component = Component::from_binary(engine, bytes)?;
-        let saved = self.save(&path, &component.serialize()?);
-        if let Err(error) = saved.and_then(|()| self.evict()) {
+        let code = compile()?;
+        let component = from_compiler(engine, &code)?;
+        if let Err(error) = self.save(&path, &code).and_then(|()| self.evict()) {
             let path = path.display();
             tracing::warn!(%path, %error, "compiled component not saved");
         }
@@ -156,6 +159,17 @@ impl Compiled {
     }
 }
 
+/// A component of machine code that [`super::compile::Compiler`] has just returned.
+///
+/// # Errors
+/// If it was compiled by another version or with other settings.
+pub fn from_compiler(engine: &Engine, code: &[u8]) -> Result<Component, String> {
+    // SAFETY: `code` is what `precompile_component` returned, in this process or in a child of it that runs
+    // the same program. wasmtime compares version and settings.
+    let component = unsafe { Component::deserialize(engine, code) };
+    component.map_err(|error| format!("cannot be loaded after it was compiled: {error}"))
+}
+
 /// Name of the file of a component: a digest over its own digest, this crate's version, and wasmtime's
 /// version and settings.
 fn name(engine: &Engine, sha256: &[u8; 32]) -> String {
@@ -198,7 +212,8 @@ mod tests {
 
     fn compile(compiled: &Compiled, sha256: u8) -> PathBuf {
         let engine = Engine::default();
-        compiled.component(&engine, EMPTY, &[sha256; 32]).unwrap();
+        let compile = || Ok(engine.precompile_component(EMPTY).unwrap());
+        compiled.component(&engine, &[sha256; 32], compile).unwrap();
         compiled.folder.join(name(&engine, &[sha256; 32]))
     }
 

@@ -6,6 +6,7 @@ use wasmtime::component::{HasSelf, Linker};
 use wasmtime::{Config, Engine};
 
 use super::State;
+use super::compile::Compiler;
 use super::compiled::Compiled;
 use super::imports::{Counters, Services};
 use super::ticker::Ticker;
@@ -29,6 +30,7 @@ pub struct Host {
     pub(super) ticker: Arc<Ticker>,
     pub(super) services: Arc<Services>,
     pub(super) limits: PolicyConfig,
+    pub(super) compiler: Compiler,
     /// `None` compiles at each start.
     pub(super) compiled: Option<Compiled>,
 }
@@ -39,20 +41,8 @@ impl Host {
     /// # Errors
     /// [`Error::Config`] when this machine cannot start a thread or run WebAssembly.
     pub fn new(limits: &PolicyConfig, storage: &Storage) -> Result<Self, Error> {
-        let mut config = Config::new();
-        config
-            .memory_reservation(limits.memory_bytes.next_multiple_of(PAGE_BYTES) as u64)
-            .memory_guard_size(PAGE_BYTES as u64)
-            .max_wasm_stack(STACK_BYTES)
-            .consume_fuel(true)
-            .epoch_interruption(true)
-            .concurrency_support(false)
-            .wasm_memory64(false)
-            .relaxed_simd_deterministic(true)
-            .cranelift_nan_canonicalization(true);
-        let engine = Engine::new(&config).map_err(|error| Error::Config {
-            field: "policy",
-            problem: format!("cannot run WebAssembly: {error:#}"),
+        let engine = Engine::new(&settings(limits.memory_bytes)).map_err(|error| {
+            Error::Config { field: "policy", problem: format!("cannot run WebAssembly: {error:#}") }
         })?;
         let no_thread = |error: std::io::Error| Error::Config {
             field: "policy",
@@ -70,6 +60,7 @@ impl Host {
             ticker: Arc::new(ticker),
             services: Arc::new(Services { kv, counters: Counters::default() }),
             limits: limits.clone(),
+            compiler: Compiler::new(limits.compiler.clone(), limits.memory_bytes),
             compiled: compiled.and_then(|opened| opened.inspect_err(unusable).ok()),
         })
     }
@@ -78,6 +69,22 @@ impl Host {
     pub fn counters(&self) -> Vec<(String, String, u64)> {
         self.services.counters.list()
     }
+}
+
+/// The settings of wasmtime. Compiled components are of use with equal ones only.
+pub fn settings(memory_bytes: usize) -> Config {
+    let mut config = Config::new();
+    config
+        .memory_reservation(memory_bytes.next_multiple_of(PAGE_BYTES) as u64)
+        .memory_guard_size(PAGE_BYTES as u64)
+        .max_wasm_stack(STACK_BYTES)
+        .consume_fuel(true)
+        .epoch_interruption(true)
+        .concurrency_support(false)
+        .wasm_memory64(false)
+        .relaxed_simd_deterministic(true)
+        .cranelift_nan_canonicalization(true);
+    config
 }
 
 /// The imports of the contract and nothing else.

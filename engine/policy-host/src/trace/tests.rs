@@ -189,6 +189,35 @@ fn memory_is_bounded_in_bytes_and_the_oldest_requests_are_evicted() {
     assert_eq!(held, traces.bytes.load(Ordering::Relaxed));
 }
 
+/// The open calls of an evicted request stayed, up to 64 of 4 MB, and a batch of them was too large for the
+/// queue of the file: such a policy was missing from it.
+#[test]
+fn large_calls_are_neither_held_nor_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.jsonl");
+    for trace_file in [file.clone(), std::path::PathBuf::new()] {
+        let has_file = trace_file != std::path::PathBuf::new();
+        let traces = traces(PolicyConfig { trace_file, ..PolicyConfig::default() });
+        let mut chain = parrot(traces.recorder("large", "agent", true));
+        for index in 0..40 {
+            let step = Step { index, text: "x".repeat(500_000), ..Step::default() };
+            chain.ask(&step).unwrap();
+            let newest = traces.newest.lock();
+            let held = newest.iter().map(|one| one.calls.lock().open_bytes).sum::<usize>();
+            assert!(held < CHUNK_BYTES, "{held}");
+            drop(newest);
+            if has_file {
+                // The thread of the file needs its time.
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+        }
+        drop(chain);
+        drop(traces);
+    }
+    let written = std::fs::read_to_string(&file).unwrap();
+    assert_eq!(written.lines().filter(|line| line.contains("on-step")).count(), 40);
+}
+
 #[test]
 fn the_trace_file_has_the_same_records_and_is_appended_to() {
     let folder = tempfile::tempdir().unwrap();

@@ -309,6 +309,24 @@ fn rewinds_that_make_the_model_run_much_again_are_stopped() {
     }
 }
 
+/// A policy that stops at a word did not see it in the text of another one.
+#[test]
+fn the_policies_of_a_chain_see_injected_text_and_a_single_one_does_not() {
+    for (policies, expected) in [(1, false), (2, true)] {
+        let decoder = &mut family("llama", Config::default(), false);
+        let seen = Arc::new(parking_lot::Mutex::new(String::new()));
+        let text = seen.clone();
+        let mut script = markers_banned(move |step| {
+            text.lock().push_str(&step.text);
+            if step.index == 20 { vec![inject("FORBIDDEN")] } else { Vec::new() }
+        });
+        script.policies = policies;
+        let ran = run_plain(decoder, &ask("Where?", false, 60), script);
+        assert!(ran.answer.contains("FORBIDDEN"), "{ran:?}");
+        assert_eq!(seen.lock().contains("FORBIDDEN"), expected, "{policies} policies");
+    }
+}
+
 #[test]
 fn notes_are_limited() {
     let decoder = &mut family("llama", Config::default(), false);

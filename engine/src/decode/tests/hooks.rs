@@ -178,7 +178,7 @@ fn requests_that_wait_for_their_policies_together_equal_those_alone() {
     }
 }
 
-/// The verdict is a call like any other, also on a call that an injected text completes.
+/// The verdict is a call like any other.
 #[test]
 fn a_tool_call_waits_for_a_verdict_on_a_thread() {
     const CALL: &str = "<tool_call>{\"name\": \"look\", \"arguments\": {}}</tool_call>";
@@ -193,14 +193,8 @@ fn a_tool_call_waits_for_a_verdict_on_a_thread() {
         Verdict::Stop("no".into()),
     ] {
         let script = |is_quick| {
-            let mut injected = false;
-            let mut script = Script::new(move |step| match step.index {
-                1 => vec![Action::Ban(Ban { tokens: vec![OPEN_REASONING, END], steps: 0 })],
-                4 if !std::mem::replace(&mut injected, true) => {
-                    vec![Action::Inject(format!("{CALL} and more")), Action::Inject("!".into())]
-                }
-                _ => Vec::new(),
-            });
+            let text = CALL.bytes().map(u32::from).collect();
+            let mut script = Script::new(super::tool_calls::writes(text, |_| Vec::new()));
             let verdict = verdict.clone();
             script.calls = Box::new(move |_| verdict.clone());
             script.is_quick = is_quick;

@@ -147,6 +147,8 @@ pub struct Script {
     pub rewound: usize,
     /// Whether it has the hook `on-tool-call`.
     pub judges_calls: bool,
+    /// Policies that it stands for.
+    pub policies: u32,
 }
 
 impl Script {
@@ -161,6 +163,7 @@ impl Script {
             is_quick: true,
             rewound: 0,
             judges_calls: true,
+            policies: 1,
         }
     }
 }
@@ -212,6 +215,7 @@ fn session(policy: impl Policy + 'static) -> Session {
         params: Arc::default(),
         digest: [0; 32],
         judges_calls: true,
+        policies: 1,
     }
 }
 
@@ -278,9 +282,9 @@ pub fn run(
     plain: Option<&[u32]>,
 ) -> Transcript {
     let (events, mut receiver) = mpsc::unbounded_channel();
-    let (rewound, judges_calls) = (script.rewound, script.judges_calls);
+    let Script { rewound, judges_calls, policies, .. } = script;
     let job = Job { request: request.clone(), events };
-    let session = Session { judges_calls, ..session(script) };
+    let session = Session { judges_calls, policies, ..session(script) };
     let prepared = decoder.preparer.prepare_with(job, session).unwrap();
     let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;

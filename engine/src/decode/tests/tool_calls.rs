@@ -21,7 +21,7 @@ fn with_tools(thinking: bool, max_tokens: u32) -> Request {
 }
 
 /// Forces these tokens after the first one, by biases; then runs `then`.
-fn writes(
+pub fn writes(
     tokens: Vec<u32>,
     then: impl Fn(&Step) -> Vec<Action>,
 ) -> impl FnMut(&Step) -> Vec<Action> {
@@ -116,6 +116,48 @@ fn repaired_call_is_replaced_by_the_text() {
             assert_eq!(ran.reply()[13..], plain[13..]);
         }
     }
+}
+
+/// Where the tags of calls are no tokens, they are found in any text: a policy's text became a call.
+#[test]
+fn injected_text_is_no_call_whatever_the_tokenizer_knows() {
+    let whole = format!("So <tool_call>{CALL}</tool_call>");
+    let (first, second) = ("So <tool_ca".to_owned(), format!("ll>{CALL}</tool_call>"));
+    let (third, fourth) = ("So <".to_owned(), format!("tool_call>{CALL}</tool_call>"));
+    for call_tokens in [true, false] {
+        for is_reasoning in [true, false] {
+            for texts in [vec![&whole], vec![&first, &second], vec![&third, &fourth]] {
+                for as_hint in [false, true] {
+                    let decoder = &mut family("llama", Config::default(), call_tokens);
+                    let mut texts: Vec<String> = texts.iter().rev().map(|t| (*t).clone()).collect();
+                    let script = Script::new(move |step| {
+                        let mut actions = match texts.pop() {
+                            Some(text) if as_hint => vec![Action::CloseReasoning(text)],
+                            Some(text) => vec![Action::Inject(text)],
+                            None => Vec::new(),
+                        };
+                        if step.index == 1 {
+                            let tokens = vec![CLOSE_REASONING, OPEN_REASONING, OPEN_CALL, END];
+                            actions.push(Action::Ban(crate::policy::Ban { tokens, steps: 0 }));
+                        }
+                        actions
+                    });
+                    let ran = run_plain(decoder, &with_tools(is_reasoning, 200), script);
+                    assert!(
+                        ran.calls.is_empty(),
+                        "{call_tokens} {is_reasoning} {as_hint}: {ran:?}"
+                    );
+                }
+            }
+        }
+    }
+    // Nor does the text of a repair.
+    let decoder = &mut family("llama", Config::default(), false);
+    let written = bytes(&format!("<tool_call>{CALL}</tool_call>"));
+    let (script, _) = judged(writes(written, |_| Vec::new()), &[Verdict::Repair(whole)]);
+    let ran = run_plain(decoder, &with_tools(false, 150), script);
+    assert!(ran.calls.is_empty(), "{ran:?}");
+    assert!(ran.noted("left out the text of a repair"), "{:?}", ran.notes);
 }
 
 #[test]

@@ -54,6 +54,24 @@ pub enum Ending {
 }
 
 impl Reply {
+    /// Whether `tokens`, text that a policy injects after the tokens of `structure`, would open a call, complete
+    /// one, or be one. A tag that is no token is found in any text, and a call without a tag is text.
+    pub fn would_call(&self, structure: &[u32], tokens: &[u32]) -> bool {
+        let is_call = |piece: &Piece| matches!(piece, Piece::ToolCall(_));
+        let has_tag = |reply: &Self| reply.call.as_ref().is_some_and(|call| !call.is_bare);
+        let ends_in_call = |mut reply: Self| reply.finish_turn().iter().any(is_call);
+        let mut before = self.clone();
+        structure.iter().for_each(|token| drop(before.push(*token)));
+        let mut after = before.clone();
+        let pieces: Vec<_> = tokens.iter().flat_map(|token| after.push(*token)).collect();
+        // One character begins many texts; what the model writes after it is its own.
+        let begins_tag = after.spelled.as_ref().is_some_and(|held| held.len() > 1);
+        pieces.iter().any(is_call)
+            || has_tag(&after) && !has_tag(&before)
+            || begins_tag
+            || ends_in_call(after) && !ends_in_call(before)
+    }
+
     pub(super) fn finish_call(&mut self, ending: Ending) {
         if !self.stopped() {
             self.flush_text();
