@@ -13,7 +13,7 @@ use steersman_test_support::bomb;
 use steersman_test_support::guest::{broken, named, replace};
 
 /// Within which a bomb is refused.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn config(folder: &Path) -> PolicyConfig {
     let compiler = Some(env!("CARGO_BIN_EXE_compile-component").into());

@@ -11,7 +11,8 @@
 //! # Why
 //! A thread cannot be stopped while it compiles, and its memory cannot be limited. The child sets its own
 //! limits, since what a program maps before `main` differs from machine to machine; the parent only waits
-//! and kills. The child yields to requests (`nice`).
+//! and kills. The child yields to requests (`nice`), so the limit on time is one on processor time: beside
+//! requests on all cores a good component takes ten times as long.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -27,7 +28,7 @@ use super::{count, one_line};
 /// First argument of a child. The others are those of [`compile_component`].
 const COMPILE: &str = "compile-component";
 
-/// Seconds to compile a component of at most [`SMALL_BYTES`].
+/// Processor time, in seconds, to compile a component of at most [`SMALL_BYTES`].
 const SECONDS: u64 = 8;
 
 /// Memory to compile such a component.
@@ -38,6 +39,9 @@ const SMALL_BYTES: usize = 4 << 20;
 
 /// More seconds for each further MiB: a JavaScript interpreter of 12 MB takes 27 s of one core.
 const SECONDS_PER_MIB: u64 = 15;
+
+/// After so many times the processor time the parent kills a child that has not used it up.
+const PATIENCE: u64 = 4;
 
 /// More memory for each further MiB; that interpreter takes 590 MB on two threads.
 const DATA_PER_MIB: u64 = 64 << 20;
@@ -109,7 +113,9 @@ impl Limits {
     fn refusal(self, status: ExitStatus) -> String {
         let Self { seconds, data_bytes } = self;
         match signal(status) {
-            Some(Signal::OutOfTime) => format!("takes more than {seconds} s to compile"),
+            Some(Signal::OutOfTime) => {
+                format!("takes more than {seconds} s of processor time to compile")
+            }
             // Rust aborts when an allocation fails.
             Some(Signal::Aborted) => {
                 format!("takes more than {} MiB of memory to compile", data_bytes >> 20)
@@ -144,11 +150,11 @@ fn compile_in_child(program: &Path, bytes: &[u8], memory_bytes: usize) -> Result
             let mut output = Vec::new();
             stdout.take(CODE_BYTES).read_to_end(&mut output).map(|_| output)
         });
-        let status = wait(&mut child, started + Duration::from_secs(limits.seconds));
+        let status = wait(&mut child, started + Duration::from_secs(PATIENCE * limits.seconds));
         (status, output.join().expect("reading does not panic"))
     });
     match (status.map_err(failed)?, output.map_err(failed)?) {
-        (None, _) => Err(format!("takes more than {} s to compile", limits.seconds)),
+        (None, _) => Err(format!("takes more than {} s to compile", PATIENCE * limits.seconds)),
         (Some(status), code) if status.success() => Ok(code),
         (Some(status), reason) if status.code() == Some(REFUSED.into()) => {
             Err(String::from_utf8_lossy(&reason).into_owned())
@@ -212,7 +218,7 @@ pub fn compile_if_asked() -> Option<ExitCode> {
 }
 
 /// Compiles the component on stdin, for guests with `memory_bytes` of memory, within `data_bytes` of its own
-/// memory and `seconds` of all its threads.
+/// memory and `seconds` of processor time.
 fn compile_component(memory_bytes: u64, data_bytes: u64, seconds: u64) -> ExitCode {
     #[cfg(unix)]
     if let Err(error) = limit(data_bytes, seconds) {
@@ -238,16 +244,15 @@ fn compile_component(memory_bytes: u64, data_bytes: u64, seconds: u64) -> ExitCo
     }
 }
 
-/// Limits this process to `data_bytes` more memory than it has now, and to the processor time that all its
-/// threads take in `seconds`. The parent kills it after `seconds`, so this limit is for a child that has
-/// lost its parent.
+/// Limits this process to `data_bytes` more memory than it has now, and all its threads together to `seconds` of
+/// processor time.
 #[cfg(unix)]
 fn limit(data_bytes: u64, seconds: u64) -> std::io::Result<()> {
     use rustix::process::{Resource, Rlimit, nice, setrlimit};
     // Not the address space: allocators and stacks reserve much more of it than they use.
     let limits = [
         (Resource::Data, mapped_bytes().saturating_add(data_bytes)),
-        (Resource::Cpu, seconds.saturating_mul(THREADS as u64)),
+        (Resource::Cpu, seconds),
         (Resource::Core, 0),
     ];
     for (resource, limit) in limits {
