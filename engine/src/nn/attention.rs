@@ -34,12 +34,16 @@ pub fn attention(
     spans: &mut [Span<'_>],
     layer: usize,
 ) -> Result<Array> {
+    let (k, v) = (k.swap_axes(1, 2)?, v.swap_axes(1, 2)?);
     let mut start = 0;
     for span in &mut *spans {
-        let rows = start..start + span.rows;
-        let (k, v) = (rows_of(k, rows.clone())?, rows_of(v, rows.clone())?);
-        append(&mut span.cache.layers[layer], &k, &v)?;
-        start = rows.end;
+        let end = start + span.rows;
+        let own = |x: &Array| match span.rows == x.dim(2) {
+            true => Ok(x.clone()),
+            false => x.try_index((.., .., start..end)),
+        };
+        append(&mut span.cache.layers[layer], &own(&k)?, &own(&v)?)?;
+        start = end;
     }
     let mut parts = Vec::new();
     let (mut start, mut left) = (0, &*spans);
@@ -70,13 +74,12 @@ fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
     if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
 }
 
-/// Appends `k`, `v` [1, T, H_kv, D].
+/// Appends `k`, `v` [1, H_kv, T, D].
 fn append(cache: &mut LayerCache, k: &Array, v: &Array) -> Result<()> {
-    let (k, v) = (k.swap_axes(1, 2)?, v.swap_axes(1, 2)?);
     match cache {
-        LayerCache::Full(full) => full.append(&k, &v),
-        LayerCache::Quantized(quantized) => quantized.append(&k, &v),
-        LayerCache::Sliding(sliding) => sliding.append(&k, &v),
+        LayerCache::Full(full) => full.append(k, v),
+        LayerCache::Quantized(quantized) => quantized.append(k, v),
+        LayerCache::Sliding(sliding) => sliding.append(k, v),
         LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
     }
 }

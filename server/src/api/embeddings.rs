@@ -4,12 +4,12 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Embedding, Event, Request};
+use steersman_engine::request::{Embedding, Request};
 
 use super::completions::prompts;
 use super::error::ApiError;
 use super::protocol::{Call, Parsed, Protocol};
-use super::reply::{self, Frames, Head, Reply};
+use super::reply::{self, Head, Reply};
 use super::{fields, json};
 
 /// Most texts of a body.
@@ -67,15 +67,6 @@ impl Protocol for Embeddings {
         let mut body: Body = json::typed_body(fields)?;
         Ok(Parsed { model: body.model.take(), stream: false, call: body.check() })
     }
-
-    // Nothing is streamed.
-    fn begin(&mut self, _: &Head, _: &mut Frames) {}
-
-    fn event(&mut self, _: &Head, _: usize, _: Event, _: &mut Frames) {}
-
-    fn end(&mut self, _: &Head, _: &[Reply], _: &mut Frames) {}
-
-    fn fail(&mut self, _: &Head, _: &ApiError, _: &mut Frames) {}
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let embedding = |values: &[f32]| match self.is_base64 {

@@ -85,20 +85,20 @@ pub trait Protocol: Sized + Send + Sync + 'static {
         Ok(())
     }
 
-    /// The beginning of a stream.
-    fn begin(&mut self, head: &Head, out: &mut Frames);
+    /// The beginning of a stream. Protocols without streams leave out this and the next methods.
+    fn begin(&mut self, _head: &Head, _out: &mut Frames) {}
 
     /// One event of reply `index` in a stream; never `Started`, `Embedding`, `Rewound` or `Failed`.
-    fn event(&mut self, head: &Head, index: usize, event: Event, out: &mut Frames);
+    fn event(&mut self, _head: &Head, _index: usize, _event: Event, _out: &mut Frames) {}
 
     /// A call that this server ran for reply `index` of a stream. The end names all of them.
     fn ran(&mut self, _head: &Head, _index: usize, _ran: &Ran, _out: &mut Frames) {}
 
     /// The end of a stream with these replies.
-    fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames);
+    fn end(&mut self, _head: &Head, _replies: &[Reply], _out: &mut Frames) {}
 
     /// The end of a stream that fails.
-    fn fail(&mut self, head: &Head, error: &ApiError, out: &mut Frames);
+    fn fail(&mut self, _head: &Head, _error: &ApiError, _out: &mut Frames) {}
 
     /// The replies as one object.
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value;

@@ -5,12 +5,12 @@
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use steersman_engine::request::{Embedding, Event, RawPrompt, Request};
+use steersman_engine::request::{Embedding, RawPrompt, Request};
 
 use super::embeddings::TEXTS;
 use super::error::ApiError;
 use super::protocol::{Call, Parsed, Protocol};
-use super::reply::{self, Frames, Head, Reply};
+use super::reply::{self, Head, Reply};
 use super::{fields, json};
 
 /// The state of one response.
@@ -94,15 +94,6 @@ impl Protocol for Rerank {
         let mut body: Body = json::typed_body(fields)?;
         Ok(Parsed { model: body.model.take(), stream: false, call: body.check() })
     }
-
-    // Nothing is streamed.
-    fn begin(&mut self, _: &Head, _: &mut Frames) {}
-
-    fn event(&mut self, _: &Head, _: usize, _: Event, _: &mut Frames) {}
-
-    fn end(&mut self, _: &Head, _: &[Reply], _: &mut Frames) {}
-
-    fn fail(&mut self, _: &Head, _: &ApiError, _: &mut Frames) {}
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         // The first text is the query.
