@@ -88,10 +88,8 @@ fn append(cache: &mut Cache, rows: i32, seed: usize) {
     for layer in &mut cache.layers {
         let product = |heads: i32| normal(&[1, rows, heads, 64], seed).swap_axes(1, 2).unwrap();
         match layer {
-            LayerCache::Full(full) => full.append(&product(2), &product(2)).unwrap(),
-            LayerCache::Quantized(quantized) => {
-                quantized.append(&product(2), &product(2)).unwrap();
-            }
+            LayerCache::Full(full) => full.append(&product(4)).unwrap(),
+            LayerCache::Quantized(quantized) => quantized.append(&product(4)).unwrap(),
             LayerCache::Sliding(sliding) => sliding.append(&product(1), &product(1)).unwrap(),
             LayerCache::Recurrent(recurrent) => {
                 let x = normal(&[1, rows, 512], seed);
@@ -320,9 +318,9 @@ fn time_of_saving_state() {
         } else {
             for layer in &mut cache.layers {
                 if let LayerCache::Full(full) = layer {
-                    let kv = normal(&[1, 4, tokens as i32, 256], 1);
+                    let kv = normal(&[1, 8, tokens as i32, 256], 1);
                     let kv = kv.as_dtype(Dtype::Bfloat16).unwrap();
-                    full.append(&kv, &kv).unwrap();
+                    full.append(&kv).unwrap();
                 }
             }
             cache.position = tokens as usize;

@@ -1,8 +1,12 @@
 //! Keys and values of every position of one attention layer.
 //!
+//! Both lie in one buffer, values after keys as further heads: a step then writes once to it.
+//!
 //! Source: mlx-lm `models/cache.py`, `KVCache`.
 
 use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
 
 use super::kv_buffer::KvBuffer;
 use super::shared::LayerKv;
@@ -15,14 +19,14 @@ pub struct Full {
     heads: i32,
     head_dim: i32,
     len: i32,
-    keys: KvBuffer,
-    values: KvBuffer,
+    /// [1, 2 H_kv, capacity, D]
+    kv: KvBuffer,
 }
 
 impl Full {
     /// An empty cache for `heads` key-value heads of `head_dim`.
     pub fn new(heads: i32, head_dim: i32) -> Self {
-        Self { heads, head_dim, len: 0, keys: KvBuffer::default(), values: KvBuffer::default() }
+        Self { heads, head_dim, len: 0, kv: KvBuffer::default() }
     }
 
     /// Number of key-value heads and their dimension.
@@ -40,26 +44,32 @@ impl Full {
         self.len == 0
     }
 
-    /// Appends `k`, `v` [1, H_kv, T, D].
-    pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
-        self.keys.append(k, self.len)?;
-        self.values.append(v, self.len)?;
-        self.len += k.dim(2);
+    /// Appends keys and values `kv` [1, 2 H_kv, T, D].
+    pub fn append(&mut self, kv: &Array) -> Result<()> {
+        self.kv.append(kv, self.len)?;
+        self.len += kv.dim(2);
         Ok(())
     }
 
     /// Keys and values of all positions, [1, H_kv, len, D] each.
     pub fn view(&self) -> Result<(Array, Array)> {
-        Ok((self.keys.view(0, self.len)?, self.values.view(0, self.len)?))
+        self.range(0, self.len)
     }
 
-    /// The buffers of keys and values, [1, H_kv, capacity, D] each, of which the first [`Full::len`] positions are
+    /// Keys and values of positions `from..to`.
+    fn range(&self, from: i32, to: i32) -> Result<(Array, Array)> {
+        let kv = self.kv.buffer();
+        let keys = kv.try_index((.., ..self.heads, from..to, ..))?;
+        Ok((keys, kv.try_index((.., self.heads.., from..to, ..))?))
+    }
+
+    /// The buffer [1, 2 H_kv, capacity, D] of keys and then values, of which the first [`Full::len`] positions are
     /// filled.
     ///
     /// # Panics
     /// If no position is cached.
-    pub fn buffers(&self) -> [Array; 2] {
-        [self.keys.buffer().clone(), self.values.buffer().clone()]
+    pub fn buffer(&self) -> &Array {
+        self.kv.buffer()
     }
 
     /// Drops positions `len..`.
@@ -78,7 +88,8 @@ impl Full {
 
     /// Keys and values of positions `from..to`.
     pub(super) fn key_values(&self, from: i32, to: i32) -> Result<LayerKv> {
-        Ok(vec![self.keys.view(from, to)?, self.values.view(from, to)?])
+        let (keys, values) = self.range(from, to)?;
+        Ok(vec![keys, values])
     }
 
     /// Replaces the content with `parts`, which hold `len` positions together.
@@ -89,12 +100,18 @@ impl Full {
     /// # Errors
     /// [`crate::Error::SavedState`] if a shape does not fit this layer.
     pub(super) fn restore(&mut self, parts: &[&LayerKv], len: i32) -> Result<()> {
-        let buffer = |i: usize| -> Result<KvBuffer> {
+        let side = |i: usize| -> Result<KvBuffer> {
             let parts = column(parts, i)?;
             expect_rows(&parts, [self.heads, self.head_dim], len)?;
             KvBuffer::fill(&parts)
         };
-        (self.keys, self.values, self.len) = (buffer(0)?, buffer(1)?, len);
+        let (keys, values) = (side(0)?, side(1)?);
+        let kv = if len == 0 {
+            KvBuffer::default()
+        } else {
+            KvBuffer::from(concatenate(&[keys.buffer(), values.buffer()], 1)?)
+        };
+        (self.kv, self.len) = (kv, len);
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! One K or V tensor that grows at its end, in a buffer with spare capacity.
+//! A tensor of keys, values or both that grows at its end, in a buffer with spare capacity.
 //!
 //! MLX writes new rows in place as long as nothing else holds the buffer.
 
@@ -15,6 +15,12 @@ pub const STEP: i32 = 256;
 #[derive(Debug, Clone, Default)]
 pub(super) struct KvBuffer {
     buffer: Option<Array>,
+}
+
+impl From<Array> for KvBuffer {
+    fn from(buffer: Array) -> Self {
+        Self { buffer: Some(buffer) }
+    }
 }
 
 impl KvBuffer {

@@ -90,18 +90,18 @@ impl Quantized {
         self.len() == 0
     }
 
-    /// Appends `k`, `v` [1, H_kv, T, D].
-    pub fn append(&mut self, k: &Array, v: &Array) -> Result<()> {
-        let rows = k.dim(2);
+    /// Appends keys and values `kv` [1, 2 H_kv, T, D].
+    pub fn append(&mut self, kv: &Array) -> Result<()> {
+        let rows = kv.dim(2);
         let dense = (self.from - self.dense.len()).clamp(0, rows);
         let part = |a: &Array, from: i32, to: i32| a.try_index((.., .., from..to, ..));
         if dense > 0 {
-            self.dense.append(&part(k, 0, dense)?, &part(v, 0, dense)?)?;
+            self.dense.append(&part(kv, 0, dense)?)?;
         }
         if dense < rows {
-            for (new, buffers) in [(k, &mut self.keys), (v, &mut self.values)] {
-                let new = part(new, dense, rows)?;
-                let (elements, scales, biases) = quantize(&new, self.group, self.bits)?;
+            let new = part(kv, dense, rows)?.split_equal(2, 1)?;
+            for (new, buffers) in new.iter().zip([&mut self.keys, &mut self.values]) {
+                let (elements, scales, biases) = quantize(new, self.group, self.bits)?;
                 for (buffer, new) in buffers.iter_mut().zip([elements, scales, biases]) {
                     buffer.append(&new, self.len)?;
                 }

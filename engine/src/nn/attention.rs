@@ -34,15 +34,24 @@ pub fn attention(
     spans: &mut [Span<'_>],
     layer: usize,
 ) -> Result<Array> {
-    let (k, v) = (k.swap_axes(1, 2)?, v.swap_axes(1, 2)?);
+    // Keys and then values, as further heads: one write to each cache.
+    let kv = concatenate(&[k, v], 2)?.swap_axes(1, 2)?;
     let mut start = 0;
     for span in &mut *spans {
         let end = start + span.rows;
-        let own = |x: &Array| match span.rows == x.dim(2) {
-            true => Ok(x.clone()),
-            false => x.try_index((.., .., start..end)),
+        let own = match span.rows == kv.dim(2) {
+            true => kv.clone(),
+            false => kv.try_index((.., .., start..end))?,
         };
-        append(&mut span.cache.layers[layer], &own(&k)?, &own(&v)?)?;
+        match &mut span.cache.layers[layer] {
+            LayerCache::Full(full) => full.append(&own)?,
+            LayerCache::Quantized(quantized) => quantized.append(&own)?,
+            LayerCache::Sliding(sliding) => {
+                let sides = own.split_equal(2, 1)?;
+                sliding.append(&sides[0], &sides[1])?;
+            }
+            LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
+        }
         start = end;
     }
     let mut parts = Vec::new();
@@ -74,16 +83,6 @@ fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
     if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
 }
 
-/// Appends `k`, `v` [1, H_kv, T, D].
-fn append(cache: &mut LayerCache, k: &Array, v: &Array) -> Result<()> {
-    match cache {
-        LayerCache::Full(full) => full.append(k, v),
-        LayerCache::Quantized(quantized) => quantized.append(k, v),
-        LayerCache::Sliding(sliding) => sliding.append(k, v),
-        LayerCache::Recurrent(_) => unreachable!("new_cache made this layer's cache"),
-    }
-}
-
 /// Whether the kernel may compute the span.
 fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
     span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
@@ -93,7 +92,7 @@ fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
     let LayerCache::Full(full) = &span.cache.layers[layer] else {
         unreachable!("checked by `has_few_rows`")
     };
-    cuda::AttentionSpan { rows: span.rows, keys: full.len(), buffers: full.buffers() }
+    cuda::AttentionSpan { rows: span.rows, keys: full.len(), kv: full.buffer().clone() }
 }
 
 /// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].

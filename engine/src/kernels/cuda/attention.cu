@@ -3,7 +3,7 @@
 // same keys, so that a row's result does not depend on the other spans of the launch.
 //
 // Constants: HQ, HKV, D, SPLIT, SCALE (bits of the factor of scores), T. `spans` has for each span its first row,
-// rows, keys, and the capacity of its buffers, which are k0 and v0 to k7 and v7, [HKV, capacity, D] each.
+// rows, keys, and the capacity of its buffer, which is one of kv0 to kv7, [2 HKV, capacity, D]: keys, then values.
 constexpr int WARPS = 8, BLOCK = 4, GROUP = HQ / HKV, PER = D / 32, BYTES = PER * sizeof(T);
 struct alignas(BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : 2) Lane { T x[PER]; };
 
@@ -17,10 +17,10 @@ const int first = spans[4 * span], rows = spans[4 * span + 1], length = spans[4 
 const int start = part * SPLIT, count = min(SPLIT, length - start), own = min(BLOCK, GROUP * rows - block * BLOCK);
 if (count <= 0 || own <= 0) return;
 const int total_rows = q_shape[1];
-const T* const buffers[16] = {k0, v0, k1, v1, k2, v2, k3, v3, k4, v4, k5, v5, k6, v6, k7, v7};
-const size_t offset = (size_t(head) * spans[4 * span + 3] + start) * D;
-const Lane* const k = reinterpret_cast<const Lane*>(buffers[2 * span] + offset);
-const Lane* const v = reinterpret_cast<const Lane*>(buffers[2 * span + 1] + offset);
+const T* const buffers[8] = {kv0, kv1, kv2, kv3, kv4, kv5, kv6, kv7};
+const size_t capacity = spans[4 * span + 3], offset = (head * capacity + start) * D;
+const Lane* const k = reinterpret_cast<const Lane*>(buffers[span] + offset);
+const Lane* const v = reinterpret_cast<const Lane*>(buffers[span] + offset + HKV * capacity * D);
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
 // Row and query head of the block's query i.

@@ -8,10 +8,7 @@ use crate::error::Result;
 
 const PARTS: Kernel = Kernel {
     name: "attention",
-    inputs: &[
-        "q", "spans", "k0", "v0", "k1", "v1", "k2", "v2", "k3", "v3", "k4", "v4", "k5", "v5", "k6",
-        "v6", "k7", "v7",
-    ],
+    inputs: &["q", "spans", "kv0", "kv1", "kv2", "kv3", "kv4", "kv5", "kv6", "kv7"],
     outputs: &["parts", "sums"],
     header: "",
     source: include_str!("attention.cu"),
@@ -48,15 +45,15 @@ pub struct AttentionSpan {
     pub rows: i32,
     /// Keys, those of the rows included.
     pub keys: i32,
-    /// Keys and values, [1, H_kv, capacity, D] each.
-    pub buffers: [Array; 2],
+    /// Keys and then values, [1, 2 H_kv, capacity, D].
+    pub kv: Array,
 }
 
 /// Causal attention of `q` [1, R, H_q, D], the queries of the last rows of each span: [1, R, H_q D]. `None` if there
 /// is no kernel for the shape.
 pub fn attention(q: &Array, scale: f32, spans: &[AttentionSpan]) -> Result<Option<Array>> {
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
-    let kv_heads = spans[0].buffers[0].dim(1);
+    let kv_heads = spans[0].kv.dim(1) / 2;
     let fits = spans.len() <= SPANS
         && spans.iter().all(|span| span.rows <= ROWS)
         && [64, 96, 128, 192, 256].contains(&dim)
@@ -68,7 +65,7 @@ pub fn attention(q: &Array, scale: f32, spans: &[AttentionSpan]) -> Result<Optio
     let mut table = Vec::with_capacity(4 * spans.len());
     let mut first = 0;
     for span in spans {
-        table.extend([first, span.rows, span.keys, span.buffers[0].dim(2)]);
+        table.extend([first, span.rows, span.keys, span.kv.dim(2)]);
         first += span.rows;
     }
     let count = i32::try_from(spans.len()).expect("a few spans");
@@ -79,8 +76,8 @@ pub fn attention(q: &Array, scale: f32, spans: &[AttentionSpan]) -> Result<Optio
 
     let mut inputs = vec![q, &table];
     // Parameters without a span are not read.
-    let buffers = spans.iter().chain(std::iter::repeat(&spans[0])).take(SPANS);
-    inputs.extend(buffers.flat_map(|span| &span.buffers));
+    let all = spans.iter().chain(std::iter::repeat(&spans[0])).take(SPANS);
+    inputs.extend(all.map(|span| &span.kv));
     let outputs = PARTS.run(&Launch {
         inputs: &inputs,
         outputs: &[

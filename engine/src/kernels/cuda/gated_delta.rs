@@ -22,8 +22,8 @@ const KERNEL: Kernel = Kernel {
     contiguous: false,
 };
 
-/// A kernel of its own: MLX may give the memory of an output that nothing uses to another operation before the
-/// kernel has run.
+/// The same, recording what the rows write to the state: as much as the rows themselves, and needed with drafts
+/// only.
 const RECORDING_KERNEL: Kernel = Kernel {
     name: "gated_delta_recording",
     outputs: &["out", "next_state", "next_tail", "written_keys", "corrections", "log_decays"],
