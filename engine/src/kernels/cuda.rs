@@ -16,7 +16,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
 
 use mlx_rs::{Array, Dtype, Stream};
-use mlx_sys::{mlx_array, mlx_fast_cuda_kernel, mlx_vector_array};
+use mlx_sys::{mlx_array, mlx_fast_cuda_kernel};
 
 use crate::error::{Error, Result};
 
@@ -178,10 +178,13 @@ impl Kernel {
                 config,
                 stream.as_ptr(),
             );
-            let mut arrays = take(outputs);
-            if arrays.len() > 1 {
-                keep_together(&mut arrays)?;
-            }
+            let arrays = (0..mlx_sys::mlx_vector_array_size(outputs)).map(|i| {
+                let mut array = mlx_array::default();
+                mlx_sys::mlx_vector_array_get(&raw mut array, outputs, i);
+                Array::from_ptr(array)
+            });
+            let arrays: Vec<Array> = arrays.collect();
+            mlx_sys::mlx_vector_array_free(outputs);
             mlx_sys::mlx_vector_array_free(inputs);
             mlx_sys::mlx_fast_cuda_kernel_config_free(config);
             if status == 0 && arrays.len() == launch.outputs.len() {
@@ -219,46 +222,6 @@ impl Kernel {
             kernel
         }
     }
-}
-
-/// The arrays of a vector, which is freed.
-///
-/// # Safety
-/// `vector` is one of mlx-c's, and nothing else frees it.
-unsafe fn take(vector: mlx_vector_array) -> Vec<Array> {
-    // SAFETY: promised by the caller; each array taken is a separate reference.
-    unsafe {
-        let arrays = (0..mlx_sys::mlx_vector_array_size(vector)).map(|i| {
-            let mut array = mlx_array::default();
-            mlx_sys::mlx_vector_array_get(&raw mut array, vector, i);
-            Array::from_ptr(array)
-        });
-        let arrays = arrays.collect();
-        mlx_sys::mlx_vector_array_free(vector);
-        arrays
-    }
-}
-
-/// Makes the first of a kernel's outputs depend on the others.
-///
-/// Once MLX has enqueued a kernel it frees the outputs that nothing refers to, such as the next state of a cache
-/// that was dropped. Another operation then gets their memory and may run before the kernel, which overwrites its
-/// result. MLX keeps the inputs of an operation until that has run.
-fn keep_together(outputs: &mut [Array]) -> Result<()> {
-    let pointers: Vec<mlx_array> = outputs.iter().map(Array::as_ptr).collect();
-    let (first, others) = pointers.split_at(1);
-    // SAFETY: the handles are those of live arrays; mlx-c copies them, and each vector is freed once.
-    let kept = unsafe {
-        let inputs = mlx_sys::mlx_vector_array_new_data(first.as_ptr(), first.len());
-        let others = mlx_sys::mlx_vector_array_new_data(others.as_ptr(), others.len());
-        let mut kept = mlx_sys::mlx_vector_array_new();
-        mlx_sys::mlx_depends(&raw mut kept, inputs, others);
-        mlx_sys::mlx_vector_array_free(inputs);
-        mlx_sys::mlx_vector_array_free(others);
-        take(kept)
-    };
-    outputs[0] = kept.into_iter().next().ok_or_else(|| Error::Array("depends failed".into()))?;
-    Ok(())
 }
 
 #[cfg(test)]

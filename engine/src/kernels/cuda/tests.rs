@@ -3,6 +3,7 @@
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Device, Dtype, random};
 
 use super::Capability;
@@ -103,6 +104,8 @@ fn run_delta(kernel: bool, layer: &GatedDelta, passes: &[i32], dtype: Dtype) -> 
     for cache in [first, second] {
         result.extend(cache.arrays().unwrap());
     }
+    // Not together with the operations that it is compared with.
+    eval(&result).unwrap();
     enable(false);
     result
 }
@@ -150,6 +153,7 @@ fn run_attention(kernel: bool, shape: [i32; 3], passes: &[&[i32]], dtype: Dtype)
             .zip(rows.iter())
             .for_each(|(cache, &rows)| cache.position += rows as usize);
     }
+    eval(&ys).unwrap();
     enable(false);
     ys
 }
