@@ -76,17 +76,12 @@ pub enum FloatsMut<'a> {
 
 impl FloatsMut<'_> {
     /// Number of floats.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Self::F32(floats) => floats.len(),
             Self::Bf16(floats) => floats.len(),
             Self::F16(floats) => floats.len(),
         }
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 

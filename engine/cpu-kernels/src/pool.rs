@@ -54,7 +54,7 @@ struct Job {
     helpers: AtomicUsize,
 }
 
-// SAFETY: what `run` points to is `Sync`, and `Job::work` says why it is valid.
+// SAFETY: `run` points to a `Sync` closure that outlives every call; see `Job::work`.
 unsafe impl Send for Job {}
 // SAFETY: as above.
 unsafe impl Sync for Job {}
@@ -174,7 +174,7 @@ struct Finish<'a>(&'a Job);
 impl Drop for Finish<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            // The piece that panicked is never done, so this would wait for ever.
+            // The piece that panicked is never done: this would not return.
             std::process::abort();
         }
         let mut looks = 0;
@@ -189,7 +189,7 @@ impl Drop for Finish<'_> {
     }
 }
 
-/// A piece that panics on a thread is never done, so the caller would wait for ever.
+/// Aborts the process when a piece panics on a thread: it is never done, and the caller would not return.
 struct AbortOnPanic;
 
 impl Drop for AbortOnPanic {

@@ -54,7 +54,7 @@ pub struct Packed<'a> {
     pub bits: usize,
 }
 
-/// A product that there is no kernel for, or that is none.
+/// Why a product cannot be computed.
 #[derive(Debug, ThisError)]
 pub enum Error {
     /// Other group sizes or bits.

@@ -159,7 +159,7 @@ impl Breaker {
             && !matches!(failure.cause, Cause::Deadline(_))
         {
             probation.failures += 1;
-            // Not the policy's own words, which may repeat a request: who may see versions sees this.
+            // The policy's own words may repeat a request, and every reader of the versions sees this.
             let cause = match &failure.cause {
                 Cause::Message(_) => "failed with a message".into(),
                 Cause::Answer(_) => "answered what the contract does not allow".into(),
@@ -267,7 +267,7 @@ mod tests {
         assert!(on_probation(&format!("xxx{late}")).condemned().is_some(), "stays condemned");
     }
 
-    /// Whoever may list the versions read what the policy said of another's request.
+    /// The reason repeated the policy's words on the request of another client.
     #[test]
     fn the_reason_of_a_rollback_has_no_words_of_the_policy() {
         let breaker = Breaker::on_probation();

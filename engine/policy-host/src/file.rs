@@ -9,7 +9,7 @@ use std::path::Path;
 /// # Errors
 /// The file and the problem.
 pub fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
-    // To open a pipe would wait for ever, and every push and rollback with it.
+    // Opening a pipe blocks until somebody writes to it, and every push and rollback with it.
     let file = match fs::metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Ok(metadata) if !metadata.is_file() => {
@@ -73,7 +73,7 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
-    /// A pipe named `NAME.wasm` made the start, and later every push and rollback, wait for ever.
+    /// A pipe named `NAME.wasm` blocked the start, and later every push and rollback.
     #[cfg(unix)]
     #[test]
     fn a_pipe_is_refused() {

@@ -54,13 +54,15 @@ pub fn attention(
         }
         start = end;
     }
+    let has_kernel = cuda::is_enabled() && scores.softcap.is_none() && scores.sinks.is_none();
     let mut parts = Vec::new();
     let (mut start, mut left) = (0, &*spans);
     while let Some(span) = left.first() {
-        let joined = left.iter().take_while(|span| has_few_rows(span, layer)).take(cuda::SPANS);
-        let joined: Vec<_> = joined.map(|span| kernel_span(span, layer)).collect();
+        let joined = left.iter().take_while(|span| has_kernel && has_few_rows(span, layer));
+        let joined: Vec<_> =
+            joined.take(cuda::SPANS).map(|span| kernel_span(span, layer)).collect();
         let rows = joined.iter().map(|span| span.rows).sum();
-        let by_kernel = if joined.is_empty() || scores.softcap.is_some() || scores.sinks.is_some() {
+        let by_kernel = if joined.is_empty() {
             None
         } else {
             cuda::attention(&rows_of(q, start..start + rows)?, scores.scale, &joined)?

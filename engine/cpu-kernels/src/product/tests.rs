@@ -1,4 +1,4 @@
-//! Laws of products, for every instruction set of this processor.
+//! Tests of products with every instruction set of this processor.
 
 use super::*;
 
