@@ -172,11 +172,11 @@ impl Decoder {
     fn best_exit(&self, exits: &[f32]) -> Result<Option<usize>> {
         let Some(costs) = self.costs else { return Ok(None) };
         let depth = exits.len() + 1;
-        let mut best = (GAIN / costs.plain, None);
+        let mut best = (GAIN / costs.plain(1), None);
         for (layers, acceptance) in (1..depth).zip(exits) {
             let drafting = DRAFTED as f32 * self.time_exit(layers)?;
             let tokens: f32 = (0..=DRAFTED as i32).map(|i| acceptance.powi(i)).sum();
-            let speed = tokens / (drafting + costs.verify[DRAFTED]);
+            let speed = tokens / (drafting + costs.pass(1, DRAFTED + 1));
             if speed > best.0 {
                 best = (speed, Some(layers));
             }

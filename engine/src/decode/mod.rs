@@ -385,7 +385,7 @@ impl Decoder {
         }
         let start = Instant::now();
         let empty = self.prefixes.empty();
-        let costs = Costs::measure(&*self.model, self.pass(), empty, &mut drafters)?;
+        let costs = Costs::measure(&self.networks(), empty, &mut drafters)?;
         let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
         tracing::info!(?drafters, ?costs, elapsed = ?start.elapsed(), "speculation costs measured");
         self.costs = Some(costs);

@@ -79,6 +79,11 @@ impl SampleOf {
         Self { samples, row }
     }
 
+    /// Whether the tokens are on the host.
+    pub fn is_read(&self) -> bool {
+        self.samples.read.get().is_some()
+    }
+
     /// Waits for the token.
     pub fn token(&self) -> Result<u32> {
         Ok(self.samples.read()?.0[self.row])

@@ -20,7 +20,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::constrain::Constraint;
 use super::draft::Drafter;
-use super::governor::{Choice, Costs, Governor};
+use super::governor::{Costs, Governor, Offer};
 use super::hooks::Hooks;
 use super::logprobs::Logprobs;
 use super::loops::Detector;
@@ -201,6 +201,16 @@ pub enum Sampled {
     Read(u32),
 }
 
+impl Sampled {
+    /// Whether the token is on the host.
+    pub fn is_read(&self) -> bool {
+        match self {
+            Self::Computing(next) => next.sample.is_read(),
+            Self::Read(_) => true,
+        }
+    }
+}
+
 /// A token that may still be computed.
 #[derive(Debug, Clone)]
 pub struct Computing {
@@ -283,13 +293,21 @@ impl Sequence {
         Ok(())
     }
 
-    /// The governor's choice for the next step; `unread` as in [`Governor::choose`].
-    pub fn choose_draft(&self, costs: &Costs, unread: bool) -> Option<Choice> {
-        if self.samples_late() {
+    /// What it could draft in the next pass, of `streams` sequences, once its sampled token is committed.
+    pub fn offer_draft(&self, costs: &Costs, streams: usize) -> Option<Offer> {
+        let unread = self.sampled.is_some();
+        // The last committed token has not run, and nothing else.
+        let is_ready = self.cache.position + usize::from(!unread) == self.tokens.len();
+        if !is_ready
+            || self.samples_late()
+            || self.runs_alone
+            || self.has_ended()
+            || self.hooks.is_away()
+        {
             return None;
         }
         let room = self.tokens_left().saturating_sub(1);
-        self.governor.as_ref()?.choose(costs, &self.drafters, room, unread)
+        self.governor.as_ref()?.offer(costs, streams, &self.drafters, room, unread)
     }
 
     /// Passes the hidden states of rows from `position` on to the drafters.

@@ -1,7 +1,9 @@
-//! A step in which a sequence drafts: propose, run, verify, rewind.
+//! A step in which sequences draft: propose, run, verify, rewind.
 //!
-//! The sequence first commits its sampled token, so that the draft continues from a known token, and
-//! runs that token together with the draft. The tokens sampled after each row decide how many drafted
+//! All sequences first commit their sampled tokens, so that drafts continue from known tokens: tokens that
+//! were sampled together are read together, and the step cannot be queued before that. The governor of
+//! the pass ([`super::governor`]) has expected the drafts to be worth the wait. A sequence that drafts runs
+//! its last token together with the draft, in the one pass of the step. The tokens sampled after each row decide how many drafted
 //! tokens are committed, one after the other as if each had been sampled alone: policy, stop strings
 //! and limits see no difference. Rows after the last committed one are rewound, whether a drafted
 //! token was rejected, the reply ended or the policy injected text.
@@ -21,13 +23,14 @@ use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
 use super::draft::{
-    DraftContext, Drafter, EarlyExitDrafter, ModelDrafter, MtpDrafter, NgramDrafter, discount_rates,
+    self, Drafter, EarlyExitDrafter, Member, ModelDrafter, MtpDrafter, Networks, NgramDrafter,
+    discount_rates,
 };
-use super::governor::{Governor, Mode};
+use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer};
 use super::samples::SampleOf;
 use super::sequence::{Sampled, Sequence};
 use crate::config::DraftKind;
-use crate::error::Result;
+use crate::error::{Result, catch_panic};
 
 /// Drafted tokens, from proposal to verification.
 pub struct Draft {
@@ -37,8 +40,6 @@ pub struct Draft {
     pub tokens: Array,
     /// Position of the row before them, that of the last committed token.
     pub position: usize,
-    /// When drafting began.
-    start: Instant,
     pub pass: Option<VerifyPass>,
 }
 
@@ -48,6 +49,29 @@ pub struct VerifyPass {
     pub hidden: Array,
     /// The token sampled after the first row. Those of the other rows follow it.
     pub first: SampleOf,
+}
+
+/// The drafts of a step, from whose time the costs are learned.
+pub struct DraftedStep {
+    /// Sequences that decode.
+    streams: usize,
+    /// Rows of their last tokens and drafts.
+    rows: usize,
+    drafted: Drafted,
+    /// Whether no drafter had anything to catch up on.
+    is_typical: bool,
+    /// When all sampled tokens had been read.
+    start: Instant,
+}
+
+impl DraftedStep {
+    /// Learns from the time of the step until now.
+    pub fn learn(&self, costs: &mut Costs) {
+        if self.is_typical {
+            let seconds = self.start.elapsed().as_secs_f32();
+            costs.learn_drafts(self.streams, self.rows, &self.drafted, seconds);
+        }
+    }
 }
 
 /// Margin, relative to the largest logit, below which the rounding of passes of different shapes may
@@ -87,8 +111,8 @@ impl Decoder {
                     }
                 }
                 DraftKind::EarlyExit => {
-                    if let Some(layers) = self.exit_layers {
-                        drafters.push(Box::new(EarlyExitDrafter::new(layers)));
+                    if self.exit_layers.is_some() {
+                        drafters.push(Box::new(EarlyExitDrafter::new()));
                     }
                 }
             }
@@ -108,60 +132,122 @@ impl Decoder {
         self.costs.map(|_| self.learned_governor.clone().unwrap_or_else(new))
     }
 
-    /// Proposes a draft for `sequence` if `permitted` is true and the governor expects a gain. The sampled
-    /// token is then read and committed first.
-    pub(super) fn propose_draft(&mut self, sequence: &mut Sequence, permitted: bool) -> Result<()> {
-        if !sequence.is_caught_up() || sequence.sampled.is_none() {
-            return Ok(());
-        }
-        // A plain step leaves the token unread and queues the next pass after it; a token that has
-        // been read costs no wait.
-        let costs = self.costs.unwrap_or_default();
-        let unread = matches!(sequence.sampled, Some(Sampled::Computing(_)));
-        if unread && !(permitted && sequence.choose_draft(&costs, true).is_some()) {
-            return Ok(());
-        }
-        let sampled = sequence.sampled.take().expect("checked above");
-        if !self.commit_unless_near_tie(sequence, sampled)? {
-            return Ok(());
-        }
-        let position = sequence.cache.position;
-        if sequence.has_ended() || sequence.hooks.is_away() || sequence.tokens.len() != position + 1
-        {
-            return Ok(());
-        }
-        if !permitted {
-            return Ok(());
-        }
-        let Some(choice) = sequence.choose_draft(&costs, false) else { return Ok(()) };
-        if choice.is_trial {
-            discount_rates(&mut *sequence.drafters[choice.drafter]);
-        }
-        let start = Instant::now();
-        let Sequence { drafters, cache, tokens, sampler, .. } = sequence;
-        let mut context = DraftContext {
+    /// The networks that draft.
+    pub(super) fn networks(&self) -> Networks<'_> {
+        Networks {
             model: &*self.model,
             part: self.pass(),
-            cache,
-            tokens,
-            sampler,
+            draft_model: self.draft_model.as_deref(),
+            exit_layers: self.exit_layers,
             vocabulary: self.vocabulary,
-        };
-        if let Some(tokens) = drafters[choice.drafter].propose(&mut context, choice.depth)? {
-            cache.mark_draft();
-            sequence.draft =
-                Some(Draft { drafter: choice.drafter, tokens, position, start, pass: None });
         }
-        Ok(())
+    }
+
+    /// Proposes drafts for the sequences that gain by it, if any. The tokens sampled last are then read and
+    /// committed first. Returns `None` for a step without drafts.
+    pub(super) fn propose_drafts(&mut self, running: &mut [Sequence]) -> Option<DraftedStep> {
+        let is_stream = |s: &&Sequence| !s.hooks.is_away() && s.is_caught_up();
+        let streams = running.iter().filter(is_stream).count();
+        if streams == 0 {
+            return None;
+        }
+        let costs = self.costs.unwrap_or_else(Costs::unknown);
+        // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
+        // read cost no wait.
+        let unread = running.iter().any(|s| s.sampled.as_ref().is_some_and(|next| !next.is_read()));
+        let wait = !unread || {
+            let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
+            governor::choose(&costs, streams, &offers).iter().any(Option::is_some)
+        };
+        let committed = self.commit_sampled(running, wait);
+        if !wait {
+            return None;
+        }
+        let start = Instant::now();
+        let offer =
+            |sequence: &Option<&mut Sequence>| sequence.as_ref()?.offer_draft(&costs, streams);
+        let offers: Vec<Option<Offer>> = committed.iter().map(offer).collect();
+        let choices = governor::choose(&costs, streams, &offers);
+        let drafting = committed.into_iter().zip(choices).filter_map(|(s, choice)| s.zip(choice));
+        let (rows, drafted) = (streams, Drafted::default());
+        let mut step = DraftedStep { streams, rows, drafted, is_typical: true, start };
+        self.draft(&mut step, drafting.collect());
+        (step.rows > streams).then_some(step)
+    }
+
+    /// Commits the sampled tokens of `running`: all, or those that have been read. One entry for each
+    /// sequence: itself, if its token was among them.
+    fn commit_sampled<'a>(
+        &mut self,
+        running: &'a mut [Sequence],
+        all: bool,
+    ) -> Vec<Option<&'a mut Sequence>> {
+        let mut committed = Vec::with_capacity(running.len());
+        for sequence in running {
+            let is_due = !sequence.hooks.is_away() && sequence.is_caught_up();
+            let sampled = sequence.sampled.take_if(|next| is_due && (all || next.is_read()));
+            let Some(sampled) = sampled else {
+                committed.push(None);
+                continue;
+            };
+            let result = catch_panic(sequence.stage(), || {
+                self.commit_unless_near_tie(sequence, sampled).map(drop)
+            });
+            sequence.check(result);
+            committed.push(Some(sequence));
+        }
+        committed
+    }
+
+    /// Drafts for the sequences of `drafting`, and counts that in `step`.
+    fn draft(&self, step: &mut DraftedStep, mut drafting: Vec<(&mut Sequence, Choice)>) {
+        let drafts = catch_panic("being drafted for", || self.drafts_of(&mut drafting));
+        for (i, (sequence, choice)) in drafting.into_iter().enumerate() {
+            let tokens = match &drafts {
+                Ok(drafts) => drafts[i].clone(),
+                Err(error) => {
+                    sequence.check(Err(error.shared()));
+                    None
+                }
+            };
+            let Some(tokens) = tokens else { continue };
+            let kind = sequence.drafters[choice.drafter].kind();
+            step.is_typical &= sequence.governor.as_ref().is_some_and(|g| g.in_use(kind));
+            step.rows += tokens.size();
+            let (sequences, depth) = &mut step.drafted[kind as usize];
+            (*sequences, *depth) = (*sequences + 1, tokens.size().max(*depth));
+            let position = sequence.cache.position;
+            sequence.cache.mark_draft();
+            sequence.draft = Some(Draft { drafter: choice.drafter, tokens, position, pass: None });
+        }
+    }
+
+    /// The drafts of these sequences.
+    fn drafts_of(&self, drafting: &mut [(&mut Sequence, Choice)]) -> Result<Vec<Option<Array>>> {
+        let mut members = Vec::new();
+        for (sequence, choice) in drafting {
+            let Sequence { drafters, cache, tokens, sampler, .. } = &mut **sequence;
+            let drafter = &mut *drafters[choice.drafter];
+            if choice.is_trial {
+                discount_rates(drafter);
+            }
+            members.push(Member { drafter, cache, tokens, sampler, depth: choice.depth });
+        }
+        draft::propose(&self.networks(), &mut members)
     }
 
     /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
-    pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
-        let Draft { drafter, tokens, position, start, pass } = draft;
+    /// `streams`: sequences that decode in this step.
+    pub(super) fn accept_draft(
+        &mut self,
+        sequence: &mut Sequence,
+        draft: Draft,
+        streams: usize,
+    ) -> Result<()> {
+        let Draft { drafter, tokens, position, pass } = draft;
         let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
         let (sampled, margins) = first.with_next(tokens.size())?;
         let tokens = tokens.try_as_slice::<u32>()?;
-        let seconds = start.elapsed().as_secs_f32();
         let equal = equal_tokens(tokens, sampled);
         let is_near_tie = |margin: &f32| *margin < self.near_tie_margin;
         let near_tie = margins.iter().position(is_near_tie).filter(|_| self.speculation.exact);
@@ -202,10 +288,8 @@ impl Decoder {
         let Sequence { drafters, governor, .. } = sequence;
         let drafter = &mut drafters[drafter];
         drafter.learn(accepted + usize::from(rejected), accepted)?;
-        if let (Some(governor), Some(costs)) = (governor, &mut self.costs)
-            && governor.learn(costs, &**drafter, accepted > 0, rows, run_again)
-        {
-            costs.learn_verify(drafter.kind(), tokens.len() + 1, seconds);
+        if let (Some(governor), Some(costs)) = (governor, &self.costs) {
+            governor.learn(costs, streams, &**drafter, accepted > 0, rows, run_again);
         }
         self.settle(sequence)
     }

@@ -68,27 +68,30 @@ impl Decoder {
             running[0].runs_alone = false;
         }
         let start = Instant::now();
-        let alone = running.iter().filter(|sequence| !sequence.hooks.is_away()).count() == 1;
-        for sequence in running.iter_mut().filter(|sequence| !sequence.hooks.is_away()) {
-            // The costs of drafting are those of one sequence.
-            let proposed = catch_panic(sequence.stage(), || self.propose_draft(sequence, alone));
-            sequence.check(proposed);
-        }
+        let drafted = self.propose_drafts(running);
         let proposed = start.elapsed();
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
         let ran = start.elapsed() - proposed;
+        let streams = running.iter().filter(|s| !s.hooks.is_away() && s.is_caught_up()).count();
         for (sequence, sampled) in running.iter_mut().zip(pending) {
             if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
             }
-            let committed = catch_panic(sequence.stage(), || self.commit(sequence, sampled));
+            let committed =
+                catch_panic(sequence.stage(), || self.commit(sequence, sampled, streams));
             sequence.check(committed);
-            // The token just read is from a plain step queued after another one. A step that rewound is
+        }
+        if let (Some(costs), Some(0)) = (&mut self.costs, prompt_rows) {
+            // The tokens just read are from a plain step queued after another one. A step that rewound is
             // not typical.
-            let plain = alone && sequence.queued_steps > 2 && sequence.is_caught_up();
-            if let (Some(costs), true) = (&mut self.costs, plain) {
-                costs.learn_plain(start.elapsed().as_secs_f32());
+            let is_plain = |s: &Sequence| s.queued_steps > 2 && s.is_caught_up();
+            match drafted {
+                Some(step) => step.learn(costs),
+                None if running.iter().all(is_plain) => {
+                    costs.learn_plain(streams, start.elapsed().as_secs_f32());
+                }
+                None => {}
             }
         }
         let elapsed = start.elapsed();
@@ -110,8 +113,13 @@ impl Decoder {
         Ok(())
     }
 
-    /// Commits the tokens of one sequence that are known after a pass.
-    fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
+    /// Commits the tokens of one sequence that are known after a pass in which `streams` sequences decode.
+    fn commit(
+        &mut self,
+        sequence: &mut Sequence,
+        sampled: Option<Sampled>,
+        streams: usize,
+    ) -> Result<()> {
         self.save_at_save_point(sequence);
         if sequence.limits.reply == 0 && sequence.is_caught_up() {
             // The client wants the probabilities of its prompt only.
@@ -120,7 +128,7 @@ impl Decoder {
             return Ok(());
         }
         if let Some(draft) = sequence.draft.take() {
-            self.accept_draft(sequence, draft)?;
+            self.accept_draft(sequence, draft, streams)?;
         } else if let Some(sampled) = sampled {
             self.commit_unless_near_tie(sequence, sampled)?;
         }
@@ -169,14 +177,17 @@ impl Decoder {
         // Rounding depends on the number of rows in a pass. In 16 bits near-ties are frequent, and the
         // rounding of the cache decides them as well.
         let precise = self.dtype == Dtype::Float32 && self.kv_bits == 0;
-        let checks = self.speculation.exact && precise && running.len() > 1;
+        let several = running.len() > 1;
+        let checks = self.speculation.exact && precise && several;
         let planned = self.plan_prefill(running);
         let prompt_rows = planned.iter().sum();
         let expected = (prompt_rows > 0).then(|| self.expect_step(running));
         for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
-            if waits || sequence.hooks.is_away() {
+            // A near-tie that was found before the pass runs again alone.
+            let near_tie = sequence.runs_alone && several;
+            if waits || near_tie || sequence.hooks.is_away() {
                 continue;
             }
             let mut step = sequence.sampler.steps();
@@ -203,7 +214,9 @@ impl Decoder {
                 }
             }
             end = inputs.iter().map(Input::rows).sum();
-            let before = checks.then(|| sequence.cache.brief_checkpoint());
+            // The margins of a draft are checked when it is accepted.
+            let before =
+                (checks && sequence.draft.is_none()).then(|| sequence.cache.brief_checkpoint());
             spans.push(Span { rows: end - start, cache: &mut sequence.cache });
             ran.push(Ran { index, start, end, step, before });
         }

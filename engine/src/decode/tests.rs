@@ -63,7 +63,9 @@ fn run(decoder: &mut Decoder, requests: &[Request]) -> Vec<Outcome> {
         DecodePath::Rewound,
         DecodePath::Drafted(DraftKind::Mtp),
         DecodePath::Drafted(DraftKind::EarlyExit),
-        DecodePath::Batched(5),
+        DecodePath::Batched(5, None),
+        DecodePath::Batched(4, Some(DraftKind::Mtp)),
+        DecodePath::Batched(4, Some(DraftKind::EarlyExit)),
     ];
     decoder.verify(requests, &paths, TOKENS, |_| ()).unwrap()
 }
@@ -103,7 +105,7 @@ fn speculative_sampling_equals_plain_sampling_with_the_same_seed() {
     });
     for outcome in run(&mut decoder, &requests) {
         assert!(outcome.holds(), "{outcome:?}");
-        let drafts = !matches!(outcome.path, DecodePath::Plain | DecodePath::Batched(_));
+        let drafts = !matches!(outcome.path, DecodePath::Plain | DecodePath::Batched(_, None));
         assert!(!drafts || outcome.drafted[1] > 5, "{outcome:?}");
     }
 }

@@ -10,19 +10,20 @@
 
 use std::time::{Duration, Instant};
 
+use mlx_rs::Dtype;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::{Array, Dtype};
 use tokio::sync::mpsc;
 
-use super::draft::{DraftContext, Drafter, MovingRate};
+use super::draft::{Drafter, MovingRate, Start};
 use super::governor::{Governor, Mode};
 use super::noise::mix;
 use super::sample::{Row, sample_with_margins};
 use super::sequence::Sequence;
 use super::{Decoder, token_ids};
-use crate::cache::Span;
+use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::{Error, Result};
+use crate::model::Model;
 use crate::policy::SamplingPatch;
 use crate::prefix::{Prefixes, Retention};
 use crate::queue::Job;
@@ -49,9 +50,9 @@ pub enum DecodePath {
     Drafted(DraftKind),
     /// As requests are served: the governor decides.
     Governed,
-    /// Among up to this many other requests. They join, are cancelled and are preempted at random steps,
-    /// and the request is preempted as well.
-    Batched(usize),
+    /// Among up to this many other requests, with drafts of a kind in every step or without. The others
+    /// draft, join, are cancelled and are preempted at random steps, and the request is preempted as well.
+    Batched(usize, Option<DraftKind>),
     /// Preempted after every step, or with drafts of a kind after every other.
     Preempted(Option<DraftKind>),
 }
@@ -66,7 +67,10 @@ impl DecodePath {
             Self::Rewound => "rewound after forced rejections".into(),
             Self::Drafted(kind) => format!("{} drafts", kind.name()),
             Self::Governed => "governor".into(),
-            Self::Batched(others) => format!("among {others} other requests"),
+            Self::Batched(others, None) => format!("among {others} other requests"),
+            Self::Batched(others, Some(kind)) => {
+                format!("{} drafts among {others} other requests", kind.name())
+            }
             Self::Preempted(None) => "preempted after every step".into(),
             Self::Preempted(Some(kind)) => format!("preempted with {} drafts", kind.name()),
         }
@@ -124,9 +128,11 @@ impl Decoder {
     /// The paths that this model and configuration have.
     pub fn paths(&self) -> Result<Vec<DecodePath>> {
         use DecodePath::{Batched, Chunked, Drafted, Governed, Plain, Resumed, Rewound};
-        let mut paths =
-            vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound, Batched(1), Batched(7)];
-        paths.extend(self.new_drafters(&[])?.iter().map(|drafter| Drafted(drafter.kind())));
+        let mut paths = vec![Plain, Chunked(64), Chunked(7), Resumed, Rewound];
+        paths.extend([Batched(1, None), Batched(7, None)]);
+        for drafter in self.new_drafters(&[])? {
+            paths.extend([Drafted(drafter.kind()), Batched(3, Some(drafter.kind()))]);
+        }
         if self.costs.is_some() {
             paths.push(Governed);
         }
@@ -227,8 +233,10 @@ impl Decoder {
         let mut step = 0;
         while !running[0].has_ended() {
             match path {
-                DecodePath::Batched(others) => {
+                DecodePath::Batched(others, _) => {
                     self.change_others(&mut running, &mut receivers, requests, others, step)?;
+                    // A preempted sequence resumes with all drafters.
+                    self.restrict_drafting(&mut running[0], path, None);
                 }
                 // Drafts begin with the second step after it was resumed.
                 DecodePath::Preempted(drafts) => {
@@ -303,8 +311,8 @@ impl Decoder {
             request.sampling.temperature = Some((random / 64 % 2) as f32);
             request.seed = Some(step);
             let mut sequence = self.admit_for_verification(&request, receivers)?;
-            sequence.drafters.clear();
-            sequence.governor = None;
+            // Every other one drafts.
+            sequence.governor = always(random / 128 % 2 * (1 + random / 256 % DEPTH));
             running.push(sequence);
         } else if running.len() > 1 && random % 16 == 1 {
             running.remove(1 + random / 16 % (running.len() - 1));
@@ -335,10 +343,14 @@ impl Decoder {
         path: DecodePath,
         plain: Option<&[u32]>,
     ) {
-        let always = |depth| Some(Governor::new(Mode::Always(depth), depth));
         match (path, plain) {
             (DecodePath::Governed, _) => {}
-            (DecodePath::Drafted(kind) | DecodePath::Preempted(Some(kind)), _) => {
+            (
+                DecodePath::Drafted(kind)
+                | DecodePath::Preempted(Some(kind))
+                | DecodePath::Batched(_, Some(kind)),
+                _,
+            ) => {
                 sequence.drafters.retain(|drafter| drafter.kind() == kind);
                 sequence.governor = always(DRAFT_DEPTH);
             }
@@ -368,6 +380,11 @@ impl Decoder {
     }
 }
 
+/// A governor of drafts of `depth` tokens in every step; `None` for no drafts.
+fn always(depth: usize) -> Option<Governor> {
+    (depth > 0).then(|| Governor::new(Mode::Always(depth), depth))
+}
+
 /// Drafts the known reply with one token changed: the first of a draft, then the second, and so on,
 /// so that every place is rejected and every number of rows is rewound.
 struct OneWrongToken {
@@ -389,18 +406,22 @@ impl Drafter for OneWrongToken {
         &mut []
     }
 
-    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
-        let start = context.tokens.len();
-        let end = self.text.len().min(start + depth);
-        let Some(rest) = self.text.get(start..end) else { return Ok(None) };
-        let mut draft = rest.to_vec();
-        if draft.is_empty() {
-            return Ok(None);
-        }
+    fn start(
+        &mut self,
+        _model: &dyn Model,
+        _cache: &mut Cache,
+        tokens: &[u32],
+        depth: usize,
+    ) -> Result<Start> {
+        let end = self.text.len().min(tokens.len() + depth);
+        let mut draft = match self.text.get(tokens.len()..end) {
+            Some(rest) if !rest.is_empty() => rest.to_vec(),
+            _ => return Ok(Start::Nothing),
+        };
         let place = self.place % draft.len();
         draft[place] = if draft[place] == 0 { 1 } else { draft[place] - 1 };
         self.place += 1;
-        Ok(Some(token_ids(&draft)))
+        Ok(Start::Tokens(draft))
     }
 
     fn learn(&mut self, _judged: usize, _accepted: usize) -> Result<()> {

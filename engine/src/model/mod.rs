@@ -92,10 +92,10 @@ pub trait Mtp {
     /// An empty cache of this layer alone.
     fn new_cache(&self) -> Result<Cache>;
 
-    /// `hidden` [1, R, D] of R neighbouring rows, as the model's pass returned it, and `tokens` [R]
+    /// `hidden` [1, R, D] of the rows of `spans`, as the model's pass returned it, and `tokens` [R]
     /// (u32), the token that follows each row. Returns [1, R, D], from which [`Model::logits`]
     /// makes the logits of the token after that. It can replace `hidden` for the next token.
-    fn forward(&self, hidden: &Array, tokens: &Array, span: &mut Span<'_>) -> Result<Array>;
+    fn forward(&self, hidden: &Array, tokens: &Array, spans: &mut [Span<'_>]) -> Result<Array>;
 }
 
 /// A family of models that share a formula.

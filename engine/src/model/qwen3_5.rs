@@ -352,15 +352,15 @@ impl Mtp for MtpLayers {
         Ok(Cache::new(self.layers.iter().map(|_| full()).collect()))
     }
 
-    fn forward(&self, hidden: &Array, tokens: &Array, span: &mut Span<'_>) -> Result<Array> {
+    fn forward(&self, hidden: &Array, tokens: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
         let embedding = self.pre_fc_norm_embedding.forward(&self.embed_tokens.forward(tokens)?)?;
         let hidden = self.pre_fc_norm_hidden.forward(hidden)?;
         let mut x = self.fc.forward(&concatenate(&[embedding, hidden], 2)?)?;
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.mix(&x, std::slice::from_mut(span), i)?;
+            x = layer.mix(&x, spans, i)?;
             x = layer.feed_forward(&x)?;
         }
-        span.advance();
+        spans.iter_mut().for_each(Span::advance);
         self.norm.forward(&x)
     }
 }

@@ -6,29 +6,21 @@
 //!
 //! Source: LayerSkip (arXiv:2404.16710), without its training.
 
-use mlx_rs::Array;
-
-use super::{DraftContext, Drafter, MovingRate, RateByDepth};
-use crate::cache::Span;
+use super::{Drafter, FirstRows, MovingRate, RateByDepth, Start};
+use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::model::Pass;
+use crate::model::Model;
 
 pub struct EarlyExitDrafter {
-    layers: usize,
+    /// Position of the model's cache before the draft.
+    position: usize,
     rates: RateByDepth,
 }
 
 impl EarlyExitDrafter {
-    /// Drafts with the first `layers` layers.
-    pub fn new(layers: usize) -> Self {
-        Self { layers, rates: RateByDepth::prior(0.5) }
-    }
-
-    fn run(&self, context: &mut DraftContext<'_>, token: &Array) -> Result<Array> {
-        let pass = Pass { exit: Some(self.layers), ..context.part };
-        let span = Span { rows: 1, cache: context.cache };
-        context.model.logits(&context.model.forward(token, &mut [span], pass)?)
+    pub fn new() -> Self {
+        Self { position: 0, rates: RateByDepth::prior(0.5) }
     }
 }
 
@@ -45,16 +37,22 @@ impl Drafter for EarlyExitDrafter {
         &mut self.rates.0
     }
 
-    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
-        let position = context.cache.position;
-        context.cache.mark_draft();
-        let last = Array::from_slice(&context.tokens[context.tokens.len() - 1..], &[1]);
-        let first = self.run(context, &last)?;
-        let draft =
-            context.draft_sequentially(&first, depth, |context, token| self.run(context, token))?;
-        // The verifying pass runs the first layers again, together with the others.
-        context.cache.rewind_draft(position)?;
-        Ok(Some(draft))
+    fn start(
+        &mut self,
+        _model: &dyn Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        _depth: usize,
+    ) -> Result<Start> {
+        self.position = cache.position;
+        cache.mark_draft();
+        let tokens = tokens[tokens.len() - 1..].to_vec();
+        Ok(Start::Network(FirstRows { tokens, hidden: None }))
+    }
+
+    /// The verifying pass runs the first layers again, together with the others.
+    fn end(&mut self, of_model: &mut Cache) -> Result<()> {
+        of_model.rewind_draft(self.position)
     }
 
     fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {

@@ -13,6 +13,8 @@
 //! | `model.rs` | a smaller model with the same vocabulary |
 //! | `exit.rs` | the model's own first layers and its head |
 //!
+//! `run.rs` runs them, those of several sequences together.
+//!
 //! # Why drafts are sampled tokens, not distributions
 //! Speculative sampling (arXiv:2211.17192) accepts with a coin of its own and samples rejected
 //! positions from the residual distribution. Here drafter and model sample with the same noise for
@@ -24,22 +26,20 @@ mod exit;
 mod model;
 mod mtp;
 mod ngram;
+mod run;
 
 pub use exit::EarlyExitDrafter;
 pub use model::ModelDrafter;
 pub use mtp::MtpDrafter;
 pub use ngram::NgramDrafter;
+pub use run::{Member, Networks, propose};
 
 use mlx_rs::Array;
-use mlx_rs::ops::concatenate;
-use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::sample::{sample, within};
-use super::sampler::Sampler;
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::model::{Model, Pass};
+use crate::model::Model;
 
 /// Most rows that a lagging drafter runs before it drafts. Running all rows that it missed would cost more
 /// than one trial can gain; a drafter in use does not lag.
@@ -56,8 +56,28 @@ pub trait Drafter {
     /// The rates learned so far; the drafter of the next request starts with them.
     fn learned_rates(&mut self) -> &mut [MovingRate];
 
-    /// Drafts at most `depth` tokens to follow `context.tokens`: u32 [m], `None` for no draft.
-    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>>;
+    /// Begins a draft of at most `depth` tokens to follow `tokens`. `cache` is that of `model`, which has
+    /// run all of `tokens` but the last.
+    fn start(
+        &mut self,
+        model: &dyn Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        depth: usize,
+    ) -> Result<Start>;
+
+    /// The cache of its network: its own, or that of the model that verifies.
+    fn cache<'a>(&'a mut self, of_model: &'a mut Cache) -> &'a mut Cache {
+        of_model
+    }
+
+    /// The network has run the first rows; the rows from now on are of drafted tokens.
+    fn begin(&mut self, _of_model: &mut Cache) {}
+
+    /// The network has run all drafted tokens but the last.
+    fn end(&mut self, _of_model: &mut Cache) -> Result<()> {
+        Ok(())
+    }
 
     /// The first `judged` tokens of the last draft were compared with sampled ones, and the first
     /// `accepted` of these were committed. The rest stays unjudged if the reply ended or was changed
@@ -79,57 +99,29 @@ pub trait Drafter {
     }
 }
 
+/// The beginning of a draft.
+pub enum Start {
+    /// There is nothing to draft.
+    Nothing,
+    /// The whole draft.
+    Tokens(Vec<u32>),
+    /// The drafter's network must run, these rows first.
+    Network(FirstRows),
+}
+
+/// Rows that a network runs before it drafts.
+pub struct FirstRows {
+    /// One token or more.
+    pub tokens: Vec<u32>,
+    /// [1, R, D], the model's hidden states before them, for the prediction layer.
+    pub hidden: Option<Array>,
+}
+
 /// Marks the rates of `drafter` as old, so that the next observations weigh more.
 pub fn discount_rates(drafter: &mut dyn Drafter) {
     for rate in drafter.learned_rates() {
         rate.observations = rate.observations.min(MovingRate::OLD);
     }
-}
-
-/// The state of a sequence that a drafter works from.
-pub struct DraftContext<'a> {
-    /// The model that will verify.
-    pub model: &'a dyn Model,
-    /// The part of the model that runs.
-    pub part: Pass<'a>,
-    /// Its cache, which has run all of `tokens` but the last.
-    pub cache: &'a mut Cache,
-    /// Prompt and reply, committed.
-    pub tokens: &'a [u32],
-    pub sampler: &'a mut Sampler,
-    /// Vocabulary size, without padding columns of the head.
-    pub vocabulary: i32,
-}
-
-impl DraftContext<'_> {
-    /// Samples `depth` tokens one after the other. `first` [1, 1, V] holds the logits of the first;
-    /// `next` runs a sampled token (u32 [1]) and returns the logits after it.
-    ///
-    /// Nothing waits for a token's value: the draft becomes one graph with the pass that verifies it.
-    fn draft_sequentially(
-        &mut self,
-        first: &Array,
-        depth: usize,
-        mut next: impl FnMut(&mut Self, &Array) -> Result<Array>,
-    ) -> Result<Array> {
-        let mut logits = first.squeeze_axes(&[1])?;
-        let mut draft: Vec<Array> = Vec::with_capacity(depth);
-        loop {
-            let step = self.sampler.steps() + draft.len() as u64;
-            let row = self.sampler.row(step, self.tokens.len() + draft.len());
-            let token = sample(&within(logits, self.vocabulary)?, &[row])?;
-            draft.push(token.clone());
-            if draft.len() == depth {
-                return Ok(concatenate(&draft, 0)?);
-            }
-            logits = next(self, &token)?.squeeze_axes(&[1])?;
-        }
-    }
-}
-
-/// The last row of [1, R, D] as [1, 1, D].
-fn last_row(hidden: &Array) -> Result<Array> {
-    Ok(hidden.try_index((.., hidden.dim(1) - 1.., ..))?)
 }
 
 /// How often an event happened lately: a mean in which later observations weigh more.

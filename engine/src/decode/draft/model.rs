@@ -4,14 +4,11 @@
 
 use std::rc::Rc;
 
-use mlx_rs::Array;
-
-use super::{CATCH_UP, DraftContext, Drafter, MovingRate, RateByDepth, last_row};
-use crate::cache::{Cache, Span};
+use super::{CATCH_UP, Drafter, FirstRows, MovingRate, RateByDepth, Start};
+use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
-use crate::decode::token_ids;
 use crate::error::Result;
-use crate::model::{Model, Pass};
+use crate::model::Model;
 
 /// Tokens at the end of a prompt that are run before the first draft.
 const FIRST_READ: usize = 256;
@@ -32,12 +29,6 @@ impl ModelDrafter {
         let cache = model.new_cache()?;
         Ok(Self { model, cache, read: 0, draft_start: None, rates: RateByDepth::prior(0.6) })
     }
-
-    fn run(&mut self, tokens: &Array) -> Result<Array> {
-        let span = Span { rows: tokens.dim(0), cache: &mut self.cache };
-        let hidden = self.model.forward(tokens, &mut [span], Pass::WHOLE)?;
-        self.model.logits(&last_row(&hidden)?)
-    }
 }
 
 impl Drafter for ModelDrafter {
@@ -53,19 +44,31 @@ impl Drafter for ModelDrafter {
         &mut self.rates.0
     }
 
-    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
-        let all = context.tokens.len();
+    fn start(
+        &mut self,
+        _model: &dyn Model,
+        _cache: &mut Cache,
+        tokens: &[u32],
+        _depth: usize,
+    ) -> Result<Start> {
         // The first draft is worth more context than a later catch-up.
         let most = if self.read == 0 { FIRST_READ } else { CATCH_UP };
-        if all - self.read > most {
+        if tokens.len() - self.read > most {
             self.cache = self.model.new_cache()?;
-            self.read = all - most;
+            self.read = tokens.len() - most;
         }
-        let first = self.run(&token_ids(&context.tokens[self.read..]))?;
-        self.read = all;
+        let first = tokens[self.read..].to_vec();
+        self.read = tokens.len();
+        Ok(Start::Network(FirstRows { tokens: first, hidden: None }))
+    }
+
+    fn cache<'a>(&'a mut self, _of_model: &'a mut Cache) -> &'a mut Cache {
+        &mut self.cache
+    }
+
+    fn begin(&mut self, _of_model: &mut Cache) {
         self.cache.mark_draft();
         self.draft_start = Some(self.cache.position);
-        Ok(Some(context.draft_sequentially(&first, depth, |_, token| self.run(token))?))
     }
 
     /// Not every model's cache can be truncated, so a rewind past the read tokens starts a new one.

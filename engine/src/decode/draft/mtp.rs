@@ -12,12 +12,11 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::{CATCH_UP, DraftContext, Drafter, MovingRate, RateByDepth, last_row};
-use crate::cache::{Cache, Span};
+use super::{CATCH_UP, Drafter, FirstRows, MovingRate, RateByDepth, Start};
+use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
-use crate::decode::token_ids;
 use crate::error::Result;
-use crate::model::Mtp;
+use crate::model::{Model, Mtp};
 
 /// [`CATCH_UP`] in the type of array dimensions.
 const CATCH_UP_ROWS: i32 = CATCH_UP as i32;
@@ -25,6 +24,8 @@ const CATCH_UP_ROWS: i32 = CATCH_UP as i32;
 /// The layer's cache for one request.
 pub struct MtpDrafter {
     cache: Cache,
+    /// Position of `cache` before the draft.
+    position: usize,
     /// Hidden states of rows it has not read yet, [1, R, D] each, in order and without gaps.
     hidden: Vec<Array>,
     /// Position after the last of them.
@@ -37,7 +38,7 @@ pub struct MtpDrafter {
 impl MtpDrafter {
     pub fn new(mtp: &dyn Mtp) -> Result<Self> {
         let (cache, hidden) = (mtp.new_cache()?, Vec::new());
-        Ok(Self { cache, hidden, end: 0, gap: false, rates: RateByDepth::prior(0.7) })
+        Ok(Self { cache, position: 0, hidden, end: 0, gap: false, rates: RateByDepth::prior(0.7) })
     }
 
     fn unread(&self) -> i32 {
@@ -58,36 +59,42 @@ impl Drafter for MtpDrafter {
         &mut self.rates.0
     }
 
-    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
-        let Some(mtp) = context.model.mtp() else { return Ok(None) };
+    fn start(
+        &mut self,
+        model: &dyn Model,
+        _cache: &mut Cache,
+        tokens: &[u32],
+        _depth: usize,
+    ) -> Result<Start> {
+        let Some(mtp) = model.mtp() else { return Ok(Start::Nothing) };
         // Every row but that of the last token has run; those that ran in this request were observed.
         let rows = self.unread();
-        if rows == 0 || self.end + 1 != context.tokens.len() {
-            return Ok(None);
+        if rows == 0 || self.end + 1 != tokens.len() {
+            return Ok(Start::Nothing);
         }
-        let run = |hidden: &Array, tokens: &Array, cache: &mut Cache| {
-            mtp.forward(hidden, tokens, &mut Span { rows: tokens.dim(0), cache })
-        };
         if std::mem::take(&mut self.gap) || rows > CATCH_UP_ROWS {
             self.cache = mtp.new_cache()?;
         }
         let rows = rows.min(CATCH_UP_ROWS);
         let hidden = concatenate(&self.hidden, 1)?;
         let hidden = hidden.try_index((.., hidden.dim(1) - rows.., ..))?;
-        let following = token_ids(&context.tokens[context.tokens.len() - rows as usize..]);
-        let mut last = last_row(&run(&hidden, &following, &mut self.cache)?)?;
         self.hidden.clear();
+        let tokens = tokens[tokens.len() - rows as usize..].to_vec();
+        Ok(Start::Network(FirstRows { tokens, hidden: Some(hidden) }))
+    }
 
-        let (position, cache) = (self.cache.position, &mut self.cache);
-        cache.mark_draft();
-        let first = context.model.logits(&last)?;
-        let draft = context.draft_sequentially(&first, depth, |context, token| {
-            last = run(&last, token, cache)?;
-            context.model.logits(&last)
-        })?;
-        // Drafted rows are replaced by rows made from the model's own hidden states.
-        cache.rewind_draft(position)?;
-        Ok(Some(draft))
+    fn cache<'a>(&'a mut self, _of_model: &'a mut Cache) -> &'a mut Cache {
+        &mut self.cache
+    }
+
+    fn begin(&mut self, _of_model: &mut Cache) {
+        self.position = self.cache.position;
+        self.cache.mark_draft();
+    }
+
+    /// Drafted rows are replaced by rows made from the model's own hidden states.
+    fn end(&mut self, _of_model: &mut Cache) -> Result<()> {
+        self.cache.rewind_draft(self.position)
     }
 
     fn learn(&mut self, judged: usize, accepted: usize) -> Result<()> {

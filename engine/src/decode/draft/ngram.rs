@@ -10,12 +10,11 @@
 
 use std::collections::HashMap;
 
-use mlx_rs::Array;
-
-use super::{DraftContext, Drafter, MovingRate};
+use super::{Drafter, MovingRate, Start};
+use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
-use crate::decode::token_ids;
 use crate::error::Result;
+use crate::model::Model;
 
 /// Lengths of the runs that are indexed, longest first.
 const RUNS: [usize; 3] = [4, 3, 2];
@@ -93,12 +92,17 @@ impl Drafter for NgramDrafter {
         std::array::from_fn(|i| self.rates[class(length + i)].value())
     }
 
-    fn propose(&mut self, context: &mut DraftContext<'_>, depth: usize) -> Result<Option<Array>> {
-        let Some((follower, _)) = self.found else { return Ok(None) };
+    fn start(
+        &mut self,
+        _model: &dyn Model,
+        _cache: &mut Cache,
+        tokens: &[u32],
+        depth: usize,
+    ) -> Result<Start> {
+        let Some((follower, _)) = self.found else { return Ok(Start::Nothing) };
         // A draft that reaches the end of the text continues it as a loop.
-        let rest = &context.tokens[follower..];
-        let draft: Vec<u32> = rest.iter().copied().cycle().take(depth).collect();
-        Ok(Some(token_ids(&draft)))
+        let rest = &tokens[follower..];
+        Ok(Start::Tokens(rest.iter().copied().cycle().take(depth).collect()))
     }
 
     fn learned_rates(&mut self) -> &mut [MovingRate] {

@@ -14,7 +14,7 @@ const PATHS: [DecodePath; 4] = [
     DecodePath::Plain,
     DecodePath::Rewound,
     DecodePath::Drafted(DraftKind::Ngram),
-    DecodePath::Batched(0),
+    DecodePath::Batched(0, None),
 ];
 
 fn model(family: &str) -> Decoder {

@@ -47,7 +47,8 @@ fn a_preempted_request_of_every_kind_of_cache_equals_one_that_never_was() {
         DecodePath::Plain,
         DecodePath::Preempted(None),
         DecodePath::Preempted(Some(DraftKind::Ngram)),
-        DecodePath::Batched(5),
+        DecodePath::Batched(5, None),
+        DecodePath::Batched(5, Some(DraftKind::Ngram)),
     ];
     for name in ["llama", "gemma3", "qwen3_next", "qwen3_5"] {
         let mut config = Config::default();

@@ -107,8 +107,8 @@ fn with_tokens(name: &str, mut config: Config, added: [&str; 9], template: &str)
     config.speculation.drafts.clear();
     let mut decoder = super::load_from(folder.path(), config);
     decoder.speculation.drafts.push(DraftKind::Ngram);
-    let verify = std::array::from_fn(|more| 0.01 + 0.001 * more as f32);
-    decoder.costs = Some(Costs { plain: 0.01, verify, ..Costs::default() });
+    let passes = std::array::from_fn(|more| 0.01 + 0.001 * more as f32);
+    decoder.costs = Some(Costs::of(0.01, &passes));
     decoder
 }
 
