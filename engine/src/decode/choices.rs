@@ -33,9 +33,8 @@ impl Decoder {
                 if other.events.is_closed() {
                     continue;
                 }
-                let has_room = self.sequences.len() < self.max_running
-                    && self.preempted.is_empty()
-                    && self.has_room_for(&other);
+                let has_room =
+                    self.has_slot() && self.preempted.is_empty() && self.has_room_for(&other);
                 let (id, events) = (other.request.id.clone(), other.events.clone());
                 let first = self.sequences.remove(at);
                 let started = catch_panic("being admitted", || match has_room {

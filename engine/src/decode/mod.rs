@@ -58,7 +58,7 @@ use self::draft::MovingRate;
 use self::governor::{Costs, Governor};
 use self::hooks::HookThreads;
 use self::memory::Memory;
-use self::plan::PassCosts;
+use self::plan::{Debt, PassCosts};
 use self::prefetch::Prefetch;
 pub(crate) use self::prefetch::{Expected, Prefix};
 pub(crate) use self::prepare::Prepared;
@@ -168,6 +168,7 @@ pub struct Decoder {
     /// See [`plan::Budget::stall`].
     stall: Duration,
     pass_costs: PassCosts,
+    debt: Debt,
     speculation: SpeculationConfig,
     /// The smaller model that drafts for `model`, if configured.
     draft_model: Option<Rc<dyn Model>>,
@@ -338,6 +339,7 @@ impl Decoder {
             prefill_chunk: config.engine.prefill_chunk,
             stall: Duration::from_millis(config.engine.stall_ms.into()),
             pass_costs: PassCosts::default(),
+            debt: Debt::default(),
             speculation: config.speculation,
             draft_model,
             exit_layers: calibration.exit_layers,

@@ -5,6 +5,11 @@
 //! pass is expected to take at most [`Budget::stall`], or twice what prefill of one row takes, but never
 //! fewer than [`LEAST_ROWS`], so decoding never stops prefill either. Without a stream to wait for it, a pass runs a whole chunk.
 //!
+//! Such passes in a row would still make every stream as slow as the longest stall permits, for as long as a long prompt
+//! takes. What they take beyond [`SHARE`] of the streams' own time is counted ([`Debt`]), and a prompt longer than a chunk
+//! waits until the streams have had that time back. So a stream's mean time between tokens grows by at
+//! most half while long prompts are read. Short prompts do not wait: their first token is near.
+//!
 //! The shortest remaining prompt runs first: a short prompt after a long one waits for one step. A
 //! sequence that was passed over [`AGING`] times runs before shorter ones.
 //!
@@ -24,11 +29,16 @@ pub const LEAST_ROWS: usize = 64;
 /// Steps without a row after which a sequence runs before those with shorter prompts.
 pub const AGING: u32 = 8;
 
+/// Time that prompts may take from the streams, for each second that the streams need themselves.
+pub const SHARE: f32 = 0.5;
+
 /// A sequence, as the plan sees it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pending {
     /// Rows that it must run before its next token can be sampled; 0 if it has caught up.
     pub rows: usize,
+    /// Whether it decodes in this step: a stream that waits for the pass.
+    pub decodes: bool,
     /// Steps in a row in which it had such rows and ran none.
     pub passed_over: u32,
 }
@@ -40,6 +50,30 @@ pub struct Budget {
     pub stall: Duration,
     /// Most rows of prompt in a pass.
     pub chunk: usize,
+    /// Whether prompts longer than a chunk wait: the streams are owed time.
+    pub owed: bool,
+}
+
+/// Seconds that prompts have taken from the streams beyond their share.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Debt(f32);
+
+impl Debt {
+    /// Counts a pass that took `seconds`, of which `rows` were rows of prompt, beside streams or without.
+    pub fn count(&mut self, costs: &PassCosts, rows: usize, seconds: f32, has_streams: bool) {
+        if !has_streams {
+            self.0 = 0.0;
+            return;
+        }
+        // A single slow pass has compiled a kernel or waited for a busy machine.
+        let taken = (seconds - costs.decode).clamp(0.0, 2.0 * costs.prefill_of(rows));
+        self.0 = (self.0 + taken - SHARE * costs.decode).max(0.0);
+    }
+
+    /// Whether the streams are owed time.
+    pub fn is_owed(self) -> bool {
+        self.0 > 0.0
+    }
 }
 
 /// Seconds that passes take on this machine: measured at the start, and learned while it serves.
@@ -77,6 +111,11 @@ impl PassCosts {
         ComputeCosts { token: self.row, pass: self.prefill, pass_tokens: chunk.max(1) }
     }
 
+    /// What `rows` rows of prompt are expected to add to a pass.
+    fn prefill_of(&self, rows: usize) -> f32 {
+        if rows == 0 { 0.0 } else { self.prefill + self.row * rows as f32 }
+    }
+
     /// Learns from a pass that took `seconds`, of which `rows` were rows of prompt.
     pub fn learn(&mut self, rows: usize, seconds: f32) {
         let weight = |error: f32| if error < 0.0 { Self::NEWEST_FASTER } else { Self::NEWEST };
@@ -86,7 +125,7 @@ impl PassCosts {
             return;
         }
         let added = (seconds - self.decode).max(0.0);
-        let expected = self.prefill + self.row * rows as f32;
+        let expected = self.prefill_of(rows);
         if expected == 0.0 {
             self.row = added / rows as f32;
             return;
@@ -115,7 +154,7 @@ impl PassCosts {
 /// The rows of prompt that each sequence runs in this step. 0 for those that have caught up, and for
 /// those that wait.
 pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) -> Vec<usize> {
-    let has_streams = sequences.iter().any(|sequence| sequence.rows == 0);
+    let has_streams = sequences.iter().any(|sequence| sequence.decodes);
     let least = LEAST_ROWS.min(budget.chunk);
     let mut left = if has_streams {
         // Whole chunks of the gated delta rule: a part of one costs as much.
@@ -124,9 +163,11 @@ pub fn prefill_rows(sequences: &[Pending], costs: &PassCosts, budget: Budget) ->
     } else {
         budget.chunk
     };
-    let mut order: Vec<usize> = (0..sequences.len()).filter(|&i| sequences[i].rows > 0).collect();
+    let most = if budget.owed && has_streams { budget.chunk } else { usize::MAX };
+    let runs = |&i: &usize| (1..=most).contains(&sequences[i].rows);
+    let mut order: Vec<usize> = (0..sequences.len()).filter(runs).collect();
     order.sort_by_key(|&i| {
-        let Pending { rows, passed_over } = sequences[i];
+        let Pending { rows, passed_over, .. } = sequences[i];
         (Reverse(if passed_over >= AGING { passed_over } else { 0 }), rows)
     });
     let mut planned = vec![0; sequences.len()];
@@ -162,14 +203,15 @@ mod tests {
 
     use super::*;
 
-    const BUDGET: Budget = Budget { stall: Duration::from_millis(100), chunk: 512 };
+    const BUDGET: Budget = Budget { stall: Duration::from_millis(100), chunk: 512, owed: false };
 
     fn costs(decode: f32, row: f32) -> PassCosts {
         PassCosts { decode, prefill: 0.0, row }
     }
 
     fn pending(rows: &[usize]) -> Vec<Pending> {
-        rows.iter().map(|&rows| Pending { rows, passed_over: 0 }).collect()
+        let pending = |&rows: &usize| Pending { rows, decodes: rows == 0, passed_over: 0 };
+        rows.iter().map(pending).collect()
     }
 
     #[test]
@@ -202,6 +244,48 @@ mod tests {
         assert_eq!(victim(&running(&[(0, 9000), (1, 40), (2, 0)])), Some(0));
         assert_eq!(victim(&running(&[(0, 40)])), None);
         assert_eq!(victim(&[]), None);
+    }
+
+    #[test]
+    fn a_long_prompt_waits_for_streams_that_are_owed_time_and_a_short_one_does_not() {
+        let owed = Budget { owed: true, ..BUDGET };
+        let cheap = costs(0.01, 0.0004);
+        assert_eq!(prefill_rows(&pending(&[0, 9000, 100]), &cheap, owed), [0, 0, 100]);
+        assert_eq!(prefill_rows(&pending(&[0, 9000]), &cheap, owed), [0, 0]);
+        // Without a stream there is nobody to wait for.
+        assert_eq!(prefill_rows(&pending(&[9000]), &cheap, owed), [512]);
+        let mut policy_is_called = pending(&[0, 9000]);
+        policy_is_called[0].decodes = false;
+        assert_eq!(prefill_rows(&policy_is_called, &cheap, owed), [0, 512]);
+    }
+
+    /// Random machines and long prompts without an end beside a stream: its steps take at most half as long
+    /// again in the mean, and the prompts go on.
+    #[test]
+    fn long_prompts_slow_a_stream_by_at_most_half() {
+        let mut random = Random(15);
+        for _ in 0..100 {
+            let decode = 0.001 + random.below(100) as f32 / 1000.0;
+            let (prefill, row) =
+                (random.below(50) as f32 / 1000.0, random.below(1000) as f32 / 1e6);
+            let (mut costs, mut debt) = (PassCosts { decode, prefill, row }, Debt::default());
+            let (mut time, mut rows) = (0.0, 0);
+            let passes = 5000;
+            for _ in 0..passes {
+                let budget = Budget { owed: debt.is_owed(), ..BUDGET };
+                let planned = prefill_rows(&pending(&[0, 8000, 9000]), &costs, budget);
+                let prompt = planned.iter().sum();
+                let seconds = decode + if prompt > 0 { prefill + row * prompt as f32 } else { 0.0 };
+                debt.count(&costs, prompt, seconds, true);
+                costs.learn(prompt, seconds);
+                (time, rows) = (time + seconds, rows + prompt);
+            }
+            let longest = decode + prefill + row * 512.0;
+            assert!(time <= 1.5 * decode * passes as f32 + longest, "{costs:?} {time}");
+            // At least a third of the streams' time, unless a pass of prompt is cheap.
+            let of_prompts = time - decode * passes as f32;
+            assert!(of_prompts > 0.4 * decode * passes as f32 || rows >= passes * 256, "{costs:?}");
+        }
     }
 
     #[test]
@@ -252,7 +336,7 @@ mod tests {
             for _ in 0..300 {
                 if sequences.len() < 12 && random.below(3) == 0 {
                     let rows = [0, 1, 50, 700, 9000][random.below(5)];
-                    sequences.push(Pending { rows, passed_over: 0 });
+                    sequences.push(Pending { rows, decodes: rows == 0, passed_over: 0 });
                 }
                 let planned = prefill_rows(&sequences, &costs, budget);
                 assert_eq!(planned.len(), sequences.len());
@@ -265,6 +349,7 @@ mod tests {
                     let passed_over = sequence.rows > 0 && rows == 0;
                     sequence.passed_over = if passed_over { sequence.passed_over + 1 } else { 0 };
                     sequence.rows -= rows;
+                    sequence.decodes = sequence.rows == 0;
                     // At most eleven others age at the same time.
                     assert!(sequence.passed_over <= AGING + 12, "{sequence:?}");
                 }

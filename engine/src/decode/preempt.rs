@@ -81,7 +81,8 @@ impl Decoder {
     /// last one fails if its step does not fit.
     pub(super) fn make_room_for_step(&mut self) {
         loop {
-            let needed = self.expect_step(&self.sequences).bytes;
+            let planned = self.plan_prefill(&self.sequences);
+            let needed = self.expect_step(&self.sequences, &planned).bytes;
             self.activity.update(|activity| activity.bytes.step = needed);
             let Err(error) = self.make_room(needed) else { return };
             let candidate = |sequence: &Sequence| Candidate {
@@ -104,9 +105,8 @@ impl Decoder {
         }
     }
 
-    /// What the next step of these sequences takes.
-    pub(super) fn expect_step(&self, sequences: &[Sequence]) -> Expected {
-        let planned = self.plan_prefill(sequences);
+    /// What the next step of these sequences takes, with these rows of prompt.
+    pub(super) fn expect_step(&self, sequences: &[Sequence], planned: &[usize]) -> Expected {
         let rows = |(sequence, planned): (&Sequence, usize)| match sequence.prompt_rows() {
             0 => STEP_ROWS,
             _ => planned,
@@ -186,7 +186,8 @@ impl Decoder {
 
     /// Resumes preempted sequences as far as there is room.
     pub(super) fn resume_preempted(&mut self) {
-        while self.sequences.len() < self.max_running
+        // One may always run: the loop must not spin while threads finish others.
+        while (self.sequences.is_empty() || self.has_slot())
             && let Some(first) = self.preempted.front()
             && self.has_room_for_another(first.tokens.len(), first.expected_length())
             && let Some(mut sequence) = self.preempted.pop_front()

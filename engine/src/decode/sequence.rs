@@ -362,6 +362,11 @@ impl Sequence {
         self.cache.position >= self.tokens.len()
     }
 
+    /// Whether its next token is sampled in the next step.
+    pub fn decodes(&self) -> bool {
+        self.prompt_rows() == 0 && !self.has_ended() && !self.hooks.is_away()
+    }
+
     /// Whether the client has disconnected.
     pub fn is_cancelled(&self) -> bool {
         self.events.is_closed()

@@ -84,12 +84,16 @@ impl Decoder {
 
     /// Starts requests while there is room. Preempted ones come first.
     fn start_requests(&mut self) {
-        let running = |decoder: &Self| decoder.sequences.len() + decoder.hook_threads.finishing();
-        while running(self) < self.max_running && self.preempted.is_empty() {
+        while self.has_slot() && self.preempted.is_empty() {
             let next = self.queue.next(|prepared| self.has_room_for(prepared));
             let Next::Start(prepared) = next else { return };
             self.start_request(*prepared);
         }
+    }
+
+    /// Whether another sequence may run. Those whose `on-finish` is being called count.
+    pub(super) fn has_slot(&self) -> bool {
+        self.sequences.len() + self.hook_threads.finishing() < self.max_running
     }
 
     /// All sequences, running and preempted.

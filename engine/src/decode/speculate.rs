@@ -146,8 +146,7 @@ impl Decoder {
     /// Proposes drafts for the sequences that gain by it, if any. The tokens sampled last are then read and
     /// committed first. Returns `None` for a step without drafts.
     pub(super) fn propose_drafts(&mut self, running: &mut [Sequence]) -> Option<DraftedStep> {
-        let is_stream = |s: &&Sequence| !s.hooks.is_away() && s.is_caught_up();
-        let streams = running.iter().filter(is_stream).count();
+        let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         if streams == 0 {
             return None;
         }

@@ -73,7 +73,7 @@ impl Decoder {
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
         let ran = start.elapsed() - proposed;
-        let streams = running.iter().filter(|s| !s.hooks.is_away() && s.is_caught_up()).count();
+        let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         for (sequence, sampled) in running.iter_mut().zip(pending) {
             if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
@@ -96,7 +96,9 @@ impl Decoder {
         }
         let elapsed = start.elapsed();
         if let Some(rows) = prompt_rows {
-            self.pass_costs.learn(rows, elapsed.as_secs_f32());
+            let seconds = elapsed.as_secs_f32();
+            self.debt.count(&self.pass_costs, rows, seconds, streams > 0);
+            self.pass_costs.learn(rows, seconds);
         }
         if elapsed > self.stall {
             let (prompt_rows, costs) = (prompt_rows.unwrap_or(0), self.pass_costs);
@@ -181,7 +183,7 @@ impl Decoder {
         let checks = self.speculation.exact && precise && several;
         let planned = self.plan_prefill(running);
         let prompt_rows = planned.iter().sum();
-        let expected = (prompt_rows > 0).then(|| self.expect_step(running));
+        let expected = (prompt_rows > 0).then(|| self.expect_step(running, &planned));
         for (index, (sequence, planned)) in running.iter_mut().zip(planned).enumerate() {
             let waits = planned == 0 && sequence.prompt_rows() > 0;
             sequence.passed_over = if waits { sequence.passed_over + 1 } else { 0 };
@@ -331,10 +333,12 @@ impl Decoder {
     pub(super) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
         let pending = |sequence: &Sequence| Pending {
             rows: sequence.prompt_rows(),
+            decodes: sequence.decodes(),
             passed_over: sequence.passed_over,
         };
         let pending: Vec<Pending> = running.iter().map(pending).collect();
-        let budget = Budget { stall: self.stall, chunk: self.prefill_chunk };
+        let (stall, chunk) = (self.stall, self.prefill_chunk);
+        let budget = Budget { stall, chunk, owed: self.debt.is_owed() };
         plan::prefill_rows(&pending, &self.pass_costs, budget)
     }
 }

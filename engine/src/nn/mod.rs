@@ -24,7 +24,7 @@ pub use linear::{Embedding, Linear};
 pub use mlp::GatedMlp;
 pub use moe::{Experts, Mlp, Moe, Shared};
 pub use norm::RmsNorm;
-pub use packed::{Mode, Packed, Quantization, from_fp8};
+pub use packed::{DENSE_ROWS, Mode, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 
 use mlx_rs::Array;

@@ -22,7 +22,7 @@ use crate::kernels::{cpu, cuda};
 /// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
 /// with 128 rows takes 210 us either way, with 512 rows 287 instead of 584, with 2,048 rows 481 instead of 1,997
 /// (H200).
-const DENSE_ROWS: i32 = 128;
+pub const DENSE_ROWS: i32 = 128;
 
 /// Encoding of the packed numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]

@@ -1,17 +1,21 @@
-// Products of up to 8 rows with a matrix of 4 bits in groups of 64, in MLX's layout, on tensor cores. A block
+// Products of few rows with a matrix of 4 bits in groups of 64, in MLX's layout, on tensor cores. A block
 // computes 16 outputs at a time; its warps divide the inputs in slabs of 256 and add their sums at the end.
-// Columns of mma do not mix, so that a row's bits do not depend on the other rows.
+// Columns of mma do not mix, and the sums are the same PARTS for any number of sets and warps, so that a row's
+// bits do not depend on the other rows.
 //
-// Constants: K (inputs, a multiple of 256), WARPS, T (bfloat16). Rows beyond 8 are further blocks along y.
+// Constants: K (inputs, a multiple of 256), WARPS, PARTS (WARPS, or one for each slab), SETS (of 8 rows in a
+// block), T (bfloat16). Further rows are further blocks along y, which read the weights from the cache.
 constexpr int THREADS = 32 * WARPS, SLABS = K / 256, DEPTH = 3, ITEMS = (SLABS + WARPS - 1) / WARPS;
+constexpr int FRAGMENTS = K / 16 * 32, SUMS = K / 64 * 8, PARTIAL = PARTS * 128 * SETS;
 extern __shared__ uint2 shared[];
-// x in the order of mma's second operand: for each 16 inputs, 4 of one row for each lane.
+// x in the order of mma's second operand: for each set and 16 inputs, 4 of one row for each lane.
 uint2* const fragments = shared;
-// Sums of x over a group, for 8 rows.
-float* const group_sums = reinterpret_cast<float*>(shared + K / 16 * 32);
-float* const partial = group_sums + K / 64 * 8;
+// Sums of x over a group, for the 8 rows of each set.
+float* const group_sums = reinterpret_cast<float*>(shared + SETS * FRAGMENTS);
+float* const partial = group_sums + SETS * SUMS;
 
-const int outputs = w_shape[0], rows = min(8, x_shape[0] - 8 * int(blockIdx.y));
+const int first_row = 8 * SETS * int(blockIdx.y);
+const int outputs = w_shape[0], rows = min(8 * SETS, x_shape[0] - first_row);
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 const uint2* const words = reinterpret_cast<const uint2*>(w);
 const uint2* const factors = reinterpret_cast<const uint2*>(scales);
@@ -44,19 +48,19 @@ for (int i = 0; i < DEPTH; i++) load(i, slabs[i]);
 
 for (int i = threadIdx.x; i < rows * (K / 8); i += THREADS) {
   const int n = i / (K / 8), chunk = i % (K / 8);
-  const uint4 eight = reinterpret_cast<const uint4*>(x + (size_t(blockIdx.y) * 8 + n) * K)[chunk];
+  const uint4 eight = reinterpret_cast<const uint4*>(x + size_t(first_row + n) * K)[chunk];
   // A lane's word has inputs 0 to 7; the low and high half of a register have inputs i and i + 4.
-  uint2* const to = fragments + (chunk / 8 * 4 + chunk % 2 * 2) * 32 + n * 4 + chunk % 8 / 2;
+  uint2* const to = fragments + n / 8 * FRAGMENTS + (chunk / 8 * 4 + chunk % 2 * 2) * 32 + n % 8 * 4 + chunk % 8 / 2;
   to[0] = make_uint2(__byte_perm(eight.x, eight.z, 0x5410), __byte_perm(eight.x, eight.z, 0x7632));
   to[32] = make_uint2(__byte_perm(eight.y, eight.w, 0x5410), __byte_perm(eight.y, eight.w, 0x7632));
 }
 __syncthreads();
 const uint2 zero = make_uint2(0, 0);
-for (int group = warp; group < K / 64; group += WARPS) {
+for (int group = warp; group < SETS * (K / 64); group += WARPS) {
   const unsigned ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
   float sum[4] = {};
   for (int i = 0; i < 4; i++) {
-    multiply(sum, ones, g < rows ? fragments[(group * 4 + i) * 32 + lane] : zero);
+    multiply(sum, ones, group / (K / 64) * 8 + g < rows ? fragments[(group * 4 + i) * 32 + lane] : zero);
   }
   if (g == 0) {
     group_sums[group * 8 + 2 * t] = sum[0];
@@ -65,7 +69,7 @@ for (int group = warp; group < K / 64; group += WARPS) {
 }
 __syncthreads();
 
-float sum[4] = {};
+float sum[SETS][4] = {};
 for (int first = 0; first < own; first += DEPTH) {
 #pragma unroll
   for (int i = 0; i < DEPTH; i++) {
@@ -75,7 +79,7 @@ for (int first = 0; first < own; first += DEPTH) {
       const Slab& now = slabs[i];
 #pragma unroll
       for (int group = 0; group < 4; group++) {
-        float d[4] = {};
+        float d[SETS][4] = {};
 #pragma unroll
         for (int part = 0; part < 4; part++) {
           const unsigned low = (part < 2 ? now.w[0][group].x : now.w[0][group].y) >> (part % 2 * 8);
@@ -86,33 +90,49 @@ for (int first = 0; first < own; first += DEPTH) {
           asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[1]) : "r"(high));
           asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[2]) : "r"(low >> 4));
           asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[3]) : "r"(high >> 4));
-          multiply(d, a, g < rows ? fragments[((slab * 4 + group) * 4 + part) * 32 + lane] : zero);
+#pragma unroll
+          for (int set = 0; set < SETS; set++) {
+            const uint2* const own_fragments = fragments + set * FRAGMENTS;
+            multiply(d[set], a, set * 8 + g < rows ? own_fragments[((slab * 4 + group) * 4 + part) * 32 + lane] : zero);
+          }
         }
-        const float2 x_sum = reinterpret_cast<const float2*>(group_sums)[(slab * 4 + group) * 4 + t];
         for (int half = 0; half < 2; half++) {
           const unsigned s = group < 2 ? now.s[half].x : now.s[half].y, b = group < 2 ? now.b[half].x : now.b[half].y;
           const float factor = __uint_as_float(group % 2 ? s & 0xffff0000u : s << 16);
           const float offset = fmaf(-128.0f, factor, __uint_as_float(group % 2 ? b & 0xffff0000u : b << 16));
-          sum[2 * half] = fmaf(factor, d[2 * half], fmaf(offset, x_sum.x, sum[2 * half]));
-          sum[2 * half + 1] = fmaf(factor, d[2 * half + 1], fmaf(offset, x_sum.y, sum[2 * half + 1]));
+#pragma unroll
+          for (int set = 0; set < SETS; set++) {
+            const float2* const sums = reinterpret_cast<const float2*>(group_sums + set * SUMS);
+            const float2 x_sum = sums[(slab * 4 + group) * 4 + t];
+            sum[set][2 * half] = fmaf(factor, d[set][2 * half], fmaf(offset, x_sum.x, sum[set][2 * half]));
+            sum[set][2 * half + 1] = fmaf(factor, d[set][2 * half + 1], fmaf(offset, x_sum.y, sum[set][2 * half + 1]));
+          }
         }
       }
     }
     load(item + DEPTH, slabs[i]);
-    if (item % ITEMS == ITEMS - 1) {
-      const int tile = blockIdx.x + item / ITEMS * step;
-      // Two sets in turn: a warp may write the next tile's while others still read these.
-      float* const set = partial + item / ITEMS % 2 * (WARPS * 128);
-      for (int half = 0; half < 2; half++) {
-        set[warp * 128 + (2 * t) * 16 + half * 8 + g] = sum[2 * half];
-        set[warp * 128 + (2 * t + 1) * 16 + half * 8 + g] = sum[2 * half + 1];
-        sum[2 * half] = sum[2 * half + 1] = 0;
+    const bool last = item % ITEMS == ITEMS - 1;
+    // Two buffers in turn: a warp may write the next tile's while others still read these.
+    float* const buffer = partial + item / ITEMS % 2 * PARTIAL;
+    if ((last && PARTS == WARPS) || (slab < SLABS && PARTS > WARPS)) {
+      const int part = PARTS == WARPS ? warp : slab;
+#pragma unroll
+      for (int set = 0; set < SETS; set++) {
+        for (int half = 0; half < 2; half++) {
+          for (int odd = 0; odd < 2; odd++) {
+            buffer[part * (128 * SETS) + (set * 8 + 2 * t + odd) * 16 + half * 8 + g] = sum[set][2 * half + odd];
+            sum[set][2 * half + odd] = 0;
+          }
+        }
       }
+    }
+    if (last) {
+      const int tile = blockIdx.x + item / ITEMS * step;
       __syncthreads();
       for (int at = threadIdx.x; at < rows * 16; at += THREADS) {
         float y = 0;
-        for (int other = 0; other < WARPS; other++) y += set[other * 128 + at];
-        out[(size_t(blockIdx.y) * 8 + at / 16) * outputs + tile * 16 + at % 16] = T(y);
+        for (int part = 0; part < PARTS; part++) y += buffer[part * (128 * SETS) + at];
+        out[size_t(first_row + at / 16) * outputs + tile * 16 + at % 16] = T(y);
       }
     }
   }

@@ -5,7 +5,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::{Kernel, Launch, enabled};
 use crate::error::Result;
-use crate::nn::{Mode, Packed, Quantization};
+use crate::nn::{DENSE_ROWS, Mode, Packed, Quantization};
 
 const KERNEL: Kernel = Kernel {
     name: "product",
@@ -24,11 +24,14 @@ const SLAB: i32 = 256;
 /// Outputs that a block computes at a time.
 const TILE: i32 = 16;
 
-/// Rows that a block computes. Further rows read the matrix again.
-const BLOCK_ROWS: i32 = 8;
+/// Rows that a warp multiplies at a time, the columns of an mma.
+const SET: i32 = 8;
 
-/// Most rows; for more, MLX's product is faster.
-const ROWS: i32 = 16;
+/// Most sets of rows in a block: more take too many registers.
+const SETS: i32 = 2;
+
+/// Most rows: more are multiplied densely.
+const ROWS: i32 = DENSE_ROWS - 1;
 
 /// Most warps of a block.
 const WARPS: i32 = 16;
@@ -43,7 +46,6 @@ pub fn product(x: &Array, matrix: &Packed) -> Result<Option<Array>> {
     let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
     let (inputs, outputs) = (x.dim(-1), matrix.weight.dim(0));
     let rows = i32::try_from(x.size()).unwrap_or(i32::MAX) / inputs;
-    let slabs = inputs / SLAB;
     let fits = matrix.quantization == QUANTIZATION
         && [x, &matrix.scales, biases].iter().all(|a| a.dtype() == Dtype::Bfloat16)
         && (inputs % SLAB, outputs % TILE) == (0, 0)
@@ -51,25 +53,54 @@ pub fn product(x: &Array, matrix: &Packed) -> Result<Option<Array>> {
     if !fits {
         return Ok(None);
     }
-    let warps = warps(slabs);
-    // Fragments and sums of x; sums of the warps, twice.
-    let shared = inputs * 16 + inputs / 64 * 32 + warps * 1024;
-    if shared > device.shared_memory() {
+    let Some(Block { sets, warps, parts, shared }) =
+        Block::of(rows, inputs, device.shared_memory())
+    else {
         return Ok(None);
-    }
+    };
+    let blocks = (rows + SET * sets - 1) / (SET * sets);
     let mut shape = x.shape().to_vec();
     shape.pop();
     shape.push(outputs);
     let y = KERNEL.run(&Launch {
         inputs: &[&x.reshape(&[rows, inputs])?, &matrix.weight, &matrix.scales, biases],
         outputs: &[(&[rows, outputs], Dtype::Bfloat16)],
-        constants: &[("K", inputs), ("WARPS", warps)],
+        constants: &[("K", inputs), ("WARPS", warps), ("PARTS", parts), ("SETS", sets)],
         dtype: Dtype::Bfloat16,
-        blocks: [(outputs / TILE).min(MULTIPROCESSORS), (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, 1],
+        // All at the same time, so that further rows find the matrix in the cache.
+        blocks: [(outputs / TILE).min(MULTIPROCESSORS / blocks), blocks, 1],
         threads: 32 * warps,
         shared,
     })?;
     Ok(Some(y[0].reshape(&shape)?))
+}
+
+/// What a block computes, and with what.
+#[derive(Debug, PartialEq, Eq)]
+struct Block {
+    /// Sets of [`SET`] rows.
+    sets: i32,
+    warps: i32,
+    /// Partial sums of an output.
+    parts: i32,
+    /// Bytes of shared memory.
+    shared: i32,
+}
+
+impl Block {
+    /// The block for `rows` rows of `inputs` inputs; `None` if it does not fit in `memory` bytes.
+    fn of(rows: i32, inputs: i32, memory: i32) -> Option<Self> {
+        let parts = warps(inputs / SLAB);
+        // Fragments and sums of x; partial sums, twice.
+        let shared = |sets| sets * (inputs * 16 + inputs / 64 * 32 + parts * 1024);
+        // A warp with two sets needs twice the registers, so there are half as many warps. Each then has two
+        // slabs, whose sums stay apart.
+        let in_pairs = ((rows + SET - 1) / SET) % SETS == 0
+            && parts == inputs / SLAB
+            && shared(SETS) <= memory;
+        let (sets, warps) = if in_pairs { (SETS, (parts + 1) / 2) } else { (1, parts) };
+        (shared(sets) <= memory).then(|| Self { sets, warps, parts, shared: shared(sets) })
+    }
 }
 
 /// The number of warps that leaves the fewest without a slab in the last round.
@@ -88,5 +119,22 @@ mod tests {
         for (slabs, expected) in expected {
             assert_eq!(warps(slabs), expected, "{slabs}");
         }
+    }
+
+    #[test]
+    fn blocks_fit_in_shared_memory() {
+        const MEMORY: i32 = 227 << 10;
+        let block = |rows, inputs| {
+            let block = Block::of(rows, inputs, MEMORY)?;
+            assert!(block.shared <= MEMORY);
+            Some([block.sets, block.warps, block.parts])
+        };
+        assert_eq!(block(1, 4096), Some([1, 16, 16]));
+        assert_eq!(block(16, 4096), Some([2, 8, 16]));
+        assert_eq!(block(24, 4096), Some([1, 16, 16]));
+        assert_eq!(block(32, 2560), Some([2, 5, 10]));
+        assert_eq!(block(32, 5120), Some([1, 10, 10]));
+        assert_eq!(block(32, 12288), Some([1, 16, 16]));
+        assert_eq!(block(8, 16384), None);
     }
 }
