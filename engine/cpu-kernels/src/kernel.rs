@@ -8,7 +8,7 @@
 use crate::float::Floats;
 #[cfg(target_arch = "aarch64")]
 use crate::lanes::neon::Neon;
-use crate::lanes::{BLOCK, Isa, Lanes, portable::Portable};
+use crate::lanes::{BLOCK, Isa, Lanes, enabled, portable::Portable};
 #[cfg(target_arch = "x86_64")]
 use crate::lanes::{avx2::Avx2, avx512::Avx512};
 
@@ -49,18 +49,6 @@ pub struct Kernels {
     pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
     /// 1, 2 and more rows of x times the four rows of a panel. Writes sums for each row of x.
     pub dense: &'static [Dense],
-}
-
-/// Compiles a function with features of the processor enabled, if any.
-macro_rules! enabled {
-    ([$($features:literal)?] $name:ident($($argument:ident: $type:ty),*) $body:block) => {{
-        $(#[target_feature(enable = $features)])?
-        unsafe fn $name($($argument: $type),*) {
-            // SAFETY: the caller promises what the generic function asks for.
-            unsafe { $body }
-        }
-        $name
-    }};
 }
 
 /// Compiles the kernels of an instruction set.

@@ -17,6 +17,45 @@ pub mod portable;
 
 use crate::float::widen_f16;
 
+/// Compiles a function with features of the processor enabled, if any.
+macro_rules! enabled {
+    ([$($features:literal)?] $name:ident($($argument:ident: $type:ty),*) $body:block) => {{
+        $(#[target_feature(enable = $features)])?
+        unsafe fn $name($($argument: $type),*) {
+            // SAFETY: the caller promises what the generic function asks for.
+            unsafe { $body }
+        }
+        $name
+    }};
+}
+pub(crate) use enabled;
+
+/// Calls a generic function of vectors, compiled for an instruction set: `for_isa!(isa, name(argument: type, ..))`.
+///
+/// Unsafe: the processor must have the instruction set, and the function's own conditions hold.
+macro_rules! for_isa {
+    ($isa:expr, $name:ident($($argument:ident: $type:ty),*)) => {
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            $crate::lanes::Isa::Avx512 => $crate::lanes::enabled!(["avx512f,avx512bw,avx512vl"] compiled(
+                $($argument: $type),*
+            ) { $name::<$crate::lanes::avx512::Avx512>($($argument),*) })($($argument),*),
+            #[cfg(target_arch = "x86_64")]
+            $crate::lanes::Isa::Avx2 => $crate::lanes::enabled!(["avx2,fma"] compiled(
+                $($argument: $type),*
+            ) { $name::<$crate::lanes::avx2::Avx2>($($argument),*) })($($argument),*),
+            #[cfg(target_arch = "aarch64")]
+            $crate::lanes::Isa::Neon => $crate::lanes::enabled!(["neon"] compiled(
+                $($argument: $type),*
+            ) { $name::<$crate::lanes::neon::Neon>($($argument),*) })($($argument),*),
+            $crate::lanes::Isa::Portable => $crate::lanes::enabled!([] compiled(
+                $($argument: $type),*
+            ) { $name::<$crate::lanes::portable::Portable>($($argument),*) })($($argument),*),
+        }
+    };
+}
+pub(crate) use for_isa;
+
 /// Elements of a block.
 pub const BLOCK: usize = 32;
 
@@ -82,6 +121,8 @@ pub unsafe trait Lanes {
 
     /// Zeros.
     unsafe fn zero() -> Self::V;
+    /// A float in each lane.
+    unsafe fn splat(x: f32) -> Self::V;
     /// Reads [`Self::LANES`] floats.
     unsafe fn load(from: *const f32) -> Self::V;
     /// Writes [`Self::LANES`] floats.

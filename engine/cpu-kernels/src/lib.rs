@@ -1,4 +1,6 @@
-//! Products of rows with packed matrices on CPUs: MLX's affine quantization in 4 and 8 bits, exact in f32.
+//! Kernels for CPUs, exact in f32: products of rows with packed matrices (MLX's affine quantization in 4 and 8 bits), the
+//! gated delta rule of a few rows, SwiGLU and RMS norm, which are dozens of operations with a pass over memory each
+//! otherwise.
 //!
 //! The matrix stays packed: it is read once a product, and its elements exist as f32 in registers, or in a
 //! panel that fits the first-level cache. AVX-512, AVX2 and NEON are chosen when the program runs; other
@@ -25,13 +27,17 @@
 //!
 //! A matrix of f32 that fits the second-level cache (384 x 384) is faster in OpenBLAS, but a model's do not stay there.
 
+mod elementwise;
 mod float;
+mod gated_delta;
 mod kernel;
 mod lanes;
 mod pool;
 mod product;
 
+pub use elementwise::{rms_norm, swiglu};
 pub use float::{Floats, FloatsMut};
+pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
 pub use lanes::Isa;
 pub use pool::{max_threads, set_threads, threads};
 pub use product::{Error, Packed, product, product_with};

@@ -24,9 +24,9 @@ struct steersman_view {
   mlx_dtype dtype;
 };
 
-// Reads the inputs and fills the output, which is contiguous in row-major order. Runs on the thread of the stream.
-typedef void (*steersman_function)(
-    const steersman_view* inputs, size_t count, const steersman_view* output, const int32_t* parameters);
+// Reads the inputs and fills the outputs, which follow them and are contiguous in row-major order. Runs on the thread
+// of the stream.
+typedef void (*steersman_function)(const steersman_view* views, size_t count, const int32_t* parameters);
 }
 
 namespace steersman {
@@ -41,15 +41,17 @@ class CpuOperation : public mlx::core::Primitive {
   void eval_cpu(
       const std::vector<mlx::core::array>& inputs, std::vector<mlx::core::array>& outputs) override {
     using mlx::core::array;
-    outputs[0].set_data(mlx::core::allocator::malloc(outputs[0].nbytes()));
     auto& encoder = mlx::core::cpu::get_command_encoder(stream());
     std::vector<array> arrays;
     for (const auto& input : inputs) {
       encoder.set_input_array(input);
       arrays.push_back(array::unsafe_weak_copy(input));
     }
-    encoder.set_output_array(outputs[0]);
-    arrays.push_back(array::unsafe_weak_copy(outputs[0]));
+    for (auto& output : outputs) {
+      output.set_data(mlx::core::allocator::malloc(output.nbytes()));
+      encoder.set_output_array(output);
+      arrays.push_back(array::unsafe_weak_copy(output));
+    }
     // MLX keeps the buffers until the stream has run what was dispatched.
     encoder.dispatch([arrays = std::move(arrays), function = function_, parameters = parameters_]() mutable {
       std::vector<steersman_view> views;
@@ -57,7 +59,7 @@ class CpuOperation : public mlx::core::Primitive {
         views.push_back(
             {a.data<char>(), a.shape().data(), a.strides().data(), a.ndim(), mlx_dtype_to_c(a.dtype())});
       }
-      function(views.data(), views.size() - 1, &views.back(), parameters.data());
+      function(views.data(), views.size(), parameters.data());
     });
   }
 
@@ -81,12 +83,14 @@ class CpuOperation : public mlx::core::Primitive {
 
 } // namespace steersman
 
+// Makes `results` arrays of `dtype`; `shapes` are their sizes one after another, `dimensions` how many each has.
 extern "C" int steersman_cpu_operation(
     mlx_array* res,
+    size_t results,
     const mlx_array* inputs,
     size_t count,
-    const int32_t* shape,
-    size_t dimensions,
+    const int32_t* shapes,
+    const size_t* dimensions,
     mlx_dtype dtype,
     steersman_function function,
     const int32_t* parameters,
@@ -98,15 +102,17 @@ extern "C" int steersman_cpu_operation(
     }
     steersman::Parameters copy;
     std::copy(parameters, parameters + copy.size(), copy.begin());
-    auto primitive =
-        std::make_shared<steersman::CpuOperation>(mlx_stream_get_(stream), function, copy);
-    mlx_array_set_(
-        *res,
-        mlx::core::array(
-            mlx::core::Shape(shape, shape + dimensions),
-            mlx_dtype_to_cpp(dtype),
-            std::move(primitive),
-            std::move(arrays)));
+    std::vector<mlx::core::Shape> sizes;
+    for (size_t i = 0; i < results; i++) {
+      sizes.emplace_back(shapes, shapes + dimensions[i]);
+      shapes += dimensions[i];
+    }
+    auto primitive = std::make_shared<steersman::CpuOperation>(mlx_stream_get_(stream), function, copy);
+    std::vector<mlx::core::Dtype> types(results, mlx_dtype_to_cpp(dtype));
+    auto outputs = mlx::core::array::make_arrays(std::move(sizes), types, primitive, arrays);
+    for (size_t i = 0; i < results; i++) {
+      mlx_array_set_(res[i], std::move(outputs[i]));
+    }
   } catch (std::exception& e) {
     mlx_error(e.what());
     return 1;

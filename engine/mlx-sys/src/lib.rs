@@ -50,10 +50,11 @@ unsafe extern "C" {
     fn steersman_set_blas_threads(threads: c_int);
     fn steersman_cpu_operation(
         res: *mut mlx_array,
+        results: usize,
         inputs: *const mlx_array,
         count: usize,
-        shape: *const i32,
-        dimensions: usize,
+        shapes: *const i32,
+        dimensions: *const usize,
         dtype: mlx_dtype,
         function: CpuFunction,
         parameters: *const i32,
@@ -77,37 +78,38 @@ pub struct View {
     pub dtype: mlx_dtype,
 }
 
-/// Computes an operation of ours: reads `count` inputs, and fills the output, which is contiguous in row-major order.
-/// Gets the parameters that the operation was made with. Runs on a thread of MLX, while the views are valid.
-pub type CpuFunction = unsafe extern "C" fn(
-    inputs: *const View,
-    count: usize,
-    output: *const View,
-    parameters: *const i32,
-);
+/// Computes an operation of ours. The `count` views are the inputs, to read, and after them the outputs, to fill, which
+/// are contiguous in row-major order. Gets the parameters that the operation was made with. Runs on a thread of MLX,
+/// while the views are valid.
+pub type CpuFunction =
+    unsafe extern "C" fn(views: *const View, count: usize, parameters: *const i32);
 
-/// Makes an array of `shape` and `dtype` that `function` computes on the CPU when it is evaluated. Returns 0 and sets
+/// Makes arrays of `shapes` and `dtype` that `function` computes on the CPU when they are evaluated. Returns 0 and sets
 /// `res`, or returns another number, as mlx-c's operations do.
 ///
 /// # Safety
-/// `res` and the inputs are valid handles. `function` computes what it promises from such inputs.
+/// The inputs and `res`, as many as there are shapes, are valid handles. `function` computes what it promises from such
+/// inputs.
 pub unsafe fn cpu_operation(
-    res: *mut mlx_array,
+    res: &mut [mlx_array],
     inputs: &[mlx_array],
-    shape: &[i32],
+    shapes: &[&[i32]],
     dtype: mlx_dtype,
     function: CpuFunction,
     parameters: [i32; 4],
     stream: mlx_stream,
 ) -> c_int {
+    let dimensions: Vec<usize> = shapes.iter().map(|shape| shape.len()).collect();
+    let sizes = shapes.concat();
     // SAFETY: the slices are valid during the call, which copies what it keeps; the rest is promised by the caller.
     unsafe {
         steersman_cpu_operation(
-            res,
+            res.as_mut_ptr(),
+            res.len(),
             inputs.as_ptr(),
             inputs.len(),
-            shape.as_ptr(),
-            shape.len(),
+            sizes.as_ptr(),
+            dimensions.as_ptr(),
             dtype,
             function,
             parameters.as_ptr(),

@@ -8,7 +8,7 @@ mod gated_delta;
 mod product;
 
 pub use attention::{AttentionSpan, ROWS, SPANS, attention};
-pub use gated_delta::{GatedDeltaRows, gated_delta};
+pub use gated_delta::gated_delta;
 pub use product::product;
 
 use std::cell::{Cell, RefCell};

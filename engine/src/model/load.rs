@@ -11,6 +11,7 @@ use super::weights::Storage;
 use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
+use crate::kernels::cpu;
 use crate::kernels::cuda::{self, Capability};
 use crate::nn::compile_steps;
 
@@ -116,6 +117,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         Capability::of_device()
     };
     cuda::enable(kernels);
+    cpu::enable(on_cpu && config.kernels == config::Kernels::Auto);
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;
 

@@ -24,7 +24,7 @@ use mlx_rs::{Array, Dtype, fast};
 use super::{RmsNorm, fused, scaled, silu};
 use crate::cache::{Element, LayerCache, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
-use crate::kernels::cuda::{self, GatedDeltaRows};
+use crate::kernels::{self, GatedDeltaRows};
 
 /// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
 /// is the paper's choice.
@@ -188,7 +188,7 @@ impl GatedDelta {
         let state = Element::stack(caches.iter().map(|cache| cache.state().0))?;
         let tail = Element::stack(caches.iter().map(|cache| cache.state().1))?;
         let record = caches.iter().any(|cache| cache.has_draft_mark());
-        let by_kernel = cuda::gated_delta(self, x, [&state, &tail], record)?;
+        let by_kernel = kernels::gated_delta(self, x, [&state, &tail], record)?;
         let GatedDeltaRows { y, state, tail, writes } = match by_kernel {
             Some(rows) => rows,
             None => self.run_operations(x, state, &tail)?,
@@ -207,7 +207,7 @@ impl GatedDelta {
         Ok(y)
     }
 
-    /// [`cuda::gated_delta`] in MLX's operations.
+    /// [`kernels::gated_delta`] in MLX's operations.
     fn run_operations(&self, x: &Projected, state: Array, tail: &Array) -> Result<GatedDeltaRows> {
         let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), self.value_heads * self.value_dim];
         let dtype = x.qkv.dtype();

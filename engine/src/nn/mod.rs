@@ -34,6 +34,7 @@ use mlx_rs::ops::{concatenate, maximum, minimum, sigmoid, tanh};
 
 use crate::cache::Span;
 use crate::error::{Error, Result};
+use crate::kernels::cpu;
 
 impl From<Exception> for Error {
     fn from(exception: Exception) -> Self {
@@ -83,6 +84,9 @@ pub fn gelu(x: &Array) -> Result<Array> {
 
 /// `silu(gate) * up`, element by element.
 pub fn swiglu(gate: Array, up: Array) -> Result<Array> {
+    if let Some(y) = cpu::swiglu(&gate, &up) {
+        return y;
+    }
     let [y] = fused(&[gate, up], |x| Ok([silu(&x[0])?.multiply(&x[1])?]))?;
     Ok(y)
 }

@@ -47,6 +47,12 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        // SAFETY: see `zero`.
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> __m256 {
         // SAFETY: the caller's pointer is valid for 8 floats.
         unsafe { _mm256_loadu_ps(from) }

@@ -38,6 +38,12 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        // SAFETY: see `zero`.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> __m512 {
         // SAFETY: the caller's pointer is valid for 16 floats.
         unsafe { _mm512_loadu_ps(from) }

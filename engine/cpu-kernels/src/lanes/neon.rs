@@ -20,6 +20,12 @@ unsafe impl Lanes for Neon {
     }
 
     #[inline(always)]
+    unsafe fn splat(x: f32) -> float32x4_t {
+        // SAFETY: see `zero`.
+        unsafe { vdupq_n_f32(x) }
+    }
+
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> float32x4_t {
         // SAFETY: the caller's pointer is valid for 4 floats.
         unsafe { vld1q_f32(from) }

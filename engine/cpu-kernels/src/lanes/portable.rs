@@ -17,6 +17,11 @@ unsafe impl Lanes for Portable {
     }
 
     #[inline(always)]
+    unsafe fn splat(x: f32) -> [f32; 4] {
+        [x; 4]
+    }
+
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> [f32; 4] {
         // SAFETY: the caller's pointer is valid for 4 floats.
         unsafe { from.cast::<[f32; 4]>().read_unaligned() }

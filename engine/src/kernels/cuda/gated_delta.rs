@@ -5,6 +5,7 @@ use mlx_rs::{Array, Dtype};
 use super::{Kernel, Launch, is_enabled};
 use crate::cache::Writes;
 use crate::error::Result;
+use crate::kernels::GatedDeltaRows;
 use crate::nn::{GatedDelta, Projected};
 
 const INPUTS: &[&str] = &[
@@ -39,18 +40,6 @@ const LANES: i32 = 32;
 
 /// Most elements of a state that a thread holds without spilling registers.
 const ELEMENTS: i32 = 64;
-
-/// Result of [`gated_delta`].
-pub struct GatedDeltaRows {
-    /// [B, T, H_v D_v], after the gated norm.
-    pub y: Array,
-    /// f32 [B, H_v, D_v, D_k], the state after the last row.
-    pub state: Array,
-    /// [B, K - 1, C], the last inputs of the convolution.
-    pub tail: Array,
-    /// What the rows wrote to the state, if asked for.
-    pub writes: Option<Writes>,
-}
 
 /// Runs the rows `x` of a batch after `state` f32 [B, H_v, D_v, D_k] and `tail` [B, K - 1, C]. Rows run one after
 /// another: their bits do not depend on how many there are. `record` asks for what they write. `None` if there

@@ -1,0 +1,279 @@
+//! Layers between products, in f32: GatedDeltaNet for a few rows, SwiGLU and RMS norm.
+
+use mlx_rs::{Array, Dtype};
+use mlx_sys::View;
+use steersman_cpu_kernels::{self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites};
+
+use super::{ENABLED, elements, run, shape, slice_mut};
+use crate::cache::Writes;
+use crate::error::Result;
+use crate::kernels::GatedDeltaRows;
+use crate::nn::{self, Projected, RmsNorm};
+
+/// Most rows of a sequence: more are computed as products of matrices.
+const ROWS: i32 = 8;
+
+/// Whether the kernels are enabled, and all `arrays` are f32.
+fn fits<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> bool {
+    ENABLED.get() && arrays.into_iter().all(|array| array.dtype() == Dtype::Float32)
+}
+
+/// `silu(gate) * up`, element by element. `None` if there is no kernel for the types.
+pub fn swiglu(gate: &Array, up: &Array) -> Option<Result<Array>> {
+    if !fits([gate, up]) || gate.shape() != up.shape() {
+        return None;
+    }
+    // SAFETY: `swiglu_of` computes one output from two inputs of its shape.
+    let y = unsafe { run(&[gate, up], [gate.shape()], Dtype::Float32, swiglu_of, [0; 4]) };
+    Some(y.map(|[y]| y))
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays of [`swiglu`].
+unsafe extern "C" fn swiglu_of(views: *const View, count: usize, _: *const i32) {
+    // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
+    unsafe {
+        let [gate, up, y] = std::slice::from_raw_parts(views, count) else {
+            unreachable!("made with two inputs and one output");
+        };
+        let (gate, up) = (elements::<f32>(gate), elements::<f32>(up));
+        kernels::swiglu(&gate, &up, slice_mut(y, gate.len()));
+    }
+}
+
+/// See [`RmsNorm::forward`]. `None` if there is no kernel for the types.
+pub fn rms_norm(x: &Array, norm: &RmsNorm) -> Option<Result<Array>> {
+    let RmsNorm { weight, eps } = norm;
+    if !fits([x, weight]) || x.shape().last() != weight.shape().last() || weight.ndim() != 1 {
+        return None;
+    }
+    let parameters = [eps.to_bits().cast_signed(), 0, 0, 0];
+    // SAFETY: `norm_of` computes one output of x's shape from these inputs.
+    let y = unsafe { run(&[x, weight], [x.shape()], Dtype::Float32, norm_of, parameters) };
+    Some(y.map(|[y]| y))
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`rms_norm`].
+unsafe extern "C" fn norm_of(views: *const View, count: usize, parameters: *const i32) {
+    // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
+    unsafe {
+        let [x, weight, y] = std::slice::from_raw_parts(views, count) else {
+            unreachable!("made with two inputs and one output");
+        };
+        let (x, weight) = (elements::<f32>(x), elements::<f32>(weight));
+        let eps = f32::from_bits((*parameters).cast_unsigned());
+        kernels::rms_norm(&x, &weight, eps, slice_mut(y, x.len()));
+    }
+}
+
+/// The rows `x` of a batch after `state` and `tail`; see [`GatedDeltaRows`]. Rows run one after another, so their bits
+/// do not depend on how many there are. `record` asks for what they write. `None` if there is no kernel for the types,
+/// the dimensions or so many rows.
+pub fn gated_delta(
+    layer: &nn::GatedDelta,
+    x: &Projected,
+    [state, tail]: [&Array; 2],
+    record: bool,
+) -> Option<Result<GatedDeltaRows>> {
+    let [batch, rows] = [x.qkv.dim(0), x.qkv.dim(1)];
+    let &nn::GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
+    let mut inputs = vec![&x.qkv, &x.z, &x.b, &x.a, tail, state, &layer.a_log, &layer.dt_bias];
+    inputs.push(&layer.norm.weight);
+    inputs.extend(&layer.conv1d);
+    let supported = GatedDelta::supports(size(key_dim), size(value_dim));
+    if rows > ROWS || !supported || !fits(inputs.iter().copied()) {
+        return None;
+    }
+    let parameters = [key_heads, value_heads, layer.norm.eps.to_bits().cast_signed(), 0];
+    let [shape_k, shape_v] = [key_dim, value_dim].map(|width| [batch, value_heads, rows, width]);
+    let (y, decays) = ([batch, rows, value_heads * value_dim], [batch, value_heads, rows]);
+    let dtype = Dtype::Float32;
+    // SAFETY: `delta_of` computes three or six outputs of these shapes from these inputs.
+    let results = unsafe {
+        if record {
+            let shapes = [&y, state.shape(), tail.shape(), &shape_k, &shape_v, &decays];
+            run(&inputs, shapes, dtype, delta_of, parameters).map(
+                |[y, state, tail, k, correction, log_decay]| {
+                    let writes = Some(Writes { k, correction, log_decay });
+                    GatedDeltaRows { y, state, tail, writes }
+                },
+            )
+        } else {
+            let shapes = [&y, state.shape(), tail.shape()];
+            run(&inputs, shapes, dtype, delta_of, parameters)
+                .map(|[y, state, tail]| GatedDeltaRows { y, state, tail, writes: None })
+        }
+    };
+    Some(results)
+}
+
+fn size(number: i32) -> usize {
+    usize::try_from(number).unwrap_or(0)
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`gated_delta`].
+unsafe extern "C" fn delta_of(views: *const View, count: usize, parameters: *const i32) {
+    // SAFETY: promised by the caller. The outputs are new arrays that nothing else refers to.
+    unsafe {
+        let views = std::slice::from_raw_parts(views, count);
+        let parameters = std::slice::from_raw_parts(parameters, 4);
+        let [qkv, z, b, a, tail, state, a_log, dt_bias, norm, rest @ ..] = views else {
+            unreachable!("made with nine inputs and the taps");
+        };
+        // [B, K - 1, C]
+        let (taps, outputs) = rest.split_at(shape(tail)[1] + 1);
+        let floats = |view| elements::<f32>(view);
+        let taps: Vec<_> = taps.iter().map(floats).collect();
+        let taps: Vec<&[f32]> = taps.iter().map(|tap| &**tap).collect();
+        let x = GatedDelta {
+            key_heads: size(parameters[0]),
+            value_heads: size(parameters[1]),
+            rows: shape(qkv)[1],
+            eps: f32::from_bits(parameters[2].cast_unsigned()),
+            qkv: &floats(qkv),
+            z: &floats(z),
+            b: &floats(b),
+            a: &floats(a),
+            tail: &floats(tail),
+            state: &floats(state),
+            a_log: &floats(a_log),
+            dt_bias: &floats(dt_bias),
+            norm: &floats(norm),
+            taps: &taps,
+        };
+        let mut outputs =
+            outputs.iter().map(|view| slice_mut(view, shape(view).iter().product::<usize>()));
+        let mut next = || outputs.next();
+        let (Some(y), Some(state), Some(tail)) = (next(), next(), next()) else {
+            unreachable!("made with three or six outputs");
+        };
+        let writes = match (next(), next(), next()) {
+            (Some(k), Some(correction), Some(log_decay)) => {
+                Some(GatedDeltaWrites { k, correction, log_decay })
+            }
+            _ => None,
+        };
+        kernels::gated_delta(&x, &mut GatedDeltaResults { y, state, tail, writes });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::{Cache, LayerCache, Span};
+    use mlx_rs::ops::concatenate;
+    use mlx_rs::ops::indexing::TryIndexOp;
+    use mlx_rs::transforms::eval;
+    use mlx_rs::{Device, random};
+
+    fn normal(seed: u64, shape: &[i32]) -> Array {
+        random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
+    }
+
+    /// The results of `compute` with the kernels and without.
+    fn both(compute: impl Fn() -> Vec<Array>) -> [Vec<Array>; 2] {
+        Device::set_default(&Device::cpu());
+        [true, false].map(|on| {
+            super::super::enable(on);
+            let results = compute();
+            eval(&results).unwrap();
+            super::super::enable(false);
+            results
+        })
+    }
+
+    /// Largest difference over the largest value.
+    fn assert_near([ours, operations]: [Vec<Array>; 2], bound: f32, case: &str) {
+        let largest = |a: &Array| a.abs().unwrap().max(None).unwrap().item_exact::<f32>();
+        for (i, (a, b)) in ours.iter().zip(&operations).enumerate() {
+            assert_eq!((a.shape(), a.dtype()), (b.shape(), b.dtype()), "{case} {i}");
+            let error = largest(&a.subtract(b).unwrap()) / largest(b);
+            assert!(error < bound, "{case} {i}: {error:e}");
+        }
+    }
+
+    /// Two sequences with as many rows in each of `passes`, the last a draft of which one row is kept.
+    fn run_delta(layer: &nn::GatedDelta, passes: &[i32]) -> Vec<Array> {
+        let channels = layer.conv1d[0].dim(0);
+        let (heads, values) = (layer.value_heads, layer.value_heads * layer.value_dim);
+        let new =
+            || Cache::new(vec![LayerCache::Recurrent(layer.new_cache(Dtype::Float32).unwrap())]);
+        let (mut first, mut second) = (new(), new());
+        let mut ys = Vec::new();
+        for (seed, &rows) in (1u64..).zip(passes) {
+            let part = |i: u64, width| normal(100 * seed + i, &[1, 2 * rows, width]);
+            let x = Projected {
+                qkv: part(1, channels),
+                z: part(2, values),
+                b: part(3, heads),
+                a: part(4, heads),
+            };
+            let is_last = seed as usize == passes.len();
+            if is_last {
+                [&mut first, &mut second].into_iter().for_each(Cache::mark_draft);
+            }
+            let mut spans = [&mut first, &mut second].map(|cache| Span { rows, cache });
+            ys.push(layer.forward(&x, &mut spans, 0).unwrap());
+            spans.iter_mut().for_each(Span::advance);
+            if is_last {
+                for cache in [&mut first, &mut second] {
+                    cache.rewind_draft(cache.position - rows as usize + 1).unwrap();
+                }
+            }
+        }
+        let mut results = vec![concatenate(&ys, 1).unwrap()];
+        [first, second].iter().for_each(|cache| results.extend(cache.arrays().unwrap()));
+        results
+    }
+
+    #[test]
+    fn layers_equal_their_operations() {
+        for ([key_heads, value_heads], [key_dim, value_dim], taps) in
+            [([2, 4], [32, 16], 4), ([1, 3], [64, 32], 2), ([2, 2], [128, 128], 4)]
+        {
+            let channels = 2 * key_heads * key_dim + value_heads * value_dim;
+            let layer = nn::GatedDelta {
+                // As loaded: columns of one matrix, which are not contiguous.
+                conv1d: (0..taps)
+                    .map(|tap| normal(1, &[channels, taps]).try_index((.., tap)).unwrap())
+                    .collect(),
+                a_log: normal(10, &[value_heads]),
+                dt_bias: normal(11, &[value_heads]),
+                norm: RmsNorm { weight: normal(12, &[value_dim]), eps: 1e-6 },
+                key_heads,
+                value_heads,
+                key_dim,
+                value_dim,
+            };
+            for passes in [&[1, 2][..], &[3, 1, 8, 2], &[20, 1, 5]] {
+                let case = format!("{key_heads} {key_dim} {taps} {passes:?}");
+                assert_near(both(|| run_delta(&layer, passes)), 1e-5, &case);
+            }
+        }
+        for width in [8, 100, 4096] {
+            let [gate, up] = [1, 2].map(|seed| normal(seed, &[1, 5, width]));
+            let norm = RmsNorm { weight: normal(3, &[width]), eps: 1e-6 };
+            let compute =
+                || vec![nn::swiglu(gate.clone(), up.clone()).unwrap(), norm.forward(&up).unwrap()];
+            assert_near(both(compute), 1e-5, &width.to_string());
+        }
+    }
+
+    /// Other types have no kernel, and strided inputs are copied.
+    #[test]
+    fn types_and_strides_are_checked() {
+        Device::set_default(&Device::cpu());
+        let x = normal(1, &[3, 64]);
+        let short = x.as_dtype(Dtype::Bfloat16).unwrap();
+        super::super::enable(true);
+        assert!(swiglu(&short, &short).is_none());
+        let wide = normal(2, &[64, 3]).swap_axes(0, 1).unwrap();
+        let strided = swiglu(&wide, &x).unwrap().unwrap();
+        super::super::enable(false);
+        let copy = nn::swiglu(wide, x).unwrap();
+        let difference = strided.subtract(&copy).unwrap().abs().unwrap();
+        assert!(difference.max(None).unwrap().item_exact::<f32>() < 1e-5);
+    }
+}
