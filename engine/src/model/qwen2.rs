@@ -7,7 +7,7 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{self, Llama, dense_mlp};
+use super::llama::{self, AttentionConfig, Llama, PRE_NORM, dense_mlp};
 use super::{Model, Weights};
 use crate::error::Result;
 
@@ -42,9 +42,9 @@ pub(super) const ROPE_THETA: f32 = 1_000_000.0;
 
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
-    let attention = config.llama.attention(ROPE_THETA);
-    let window = |layer| config.window(layer);
-    Ok(Box::new(Llama::load(&config.llama, weights, &attention, window, dense_mlp)?))
+    let whole = config.llama.attention(ROPE_THETA);
+    let attention = |layer| AttentionConfig { window: config.window(layer), ..whole.clone() };
+    Ok(Box::new(Llama::load(&config.llama, weights, PRE_NORM, attention, dense_mlp)?))
 }
 
 #[cfg(test)]
