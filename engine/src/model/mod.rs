@@ -28,6 +28,7 @@ mod lfm2;
 mod llama;
 mod load;
 mod mamba2;
+mod minimax_m2;
 mod mistral;
 mod mixtral;
 mod nemotron_h;
@@ -148,6 +149,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "lfm2_moe", load: lfm2::load },
     Family { model_type: "llama", load: llama::load },
     Family { model_type: "mamba2", load: mamba2::load },
+    Family { model_type: "minimax_m2", load: minimax_m2::load },
     Family { model_type: "ministral3", load: mistral::load },
     Family { model_type: "mistral", load: mistral::load },
     Family { model_type: "mistral3", load: mistral::load },
