@@ -1,5 +1,6 @@
 //! Granite 4: Mamba-2 layers and a few of attention, mostly without positions; each is followed by experts, a
-//! block for all rows, or both. Factors scale embeddings, residuals, scores and logits.
+//! block for all rows, or both. Factors scale embeddings, residuals, scores and logits. Also Granite 3, which
+//! has the factors and attention only.
 //!
 //! Reads published checkpoints (`input_linear` with gate and up) and those of MLX's converter.
 //!
@@ -7,8 +8,8 @@
 //! mlx-lm bounds the steps to 0.001..100 if the config does not, `transformers` not at all, and so does this
 //! file.
 //!
-//! Source: `transformers` `models/granitemoehybrid`; mlx-lm `models/granitemoehybrid.py`, checked by the
-//! reference logits in `tests/fixtures`.
+//! Source: `transformers` `models/granitemoehybrid`, `models/granite` and `models/granitemoe`; mlx-lm files of
+//! these names, checked by the reference logits in `tests/fixtures`.
 
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;

@@ -1,12 +1,12 @@
 //! Qwen3, dense and with experts: Llama with norms of each head's queries and keys. Also Qwen2-MoE, which has
-//! biases in their place and a shared expert, and the text part of Qwen3-VL, for whose three positions of
-//! text are equal.
+//! biases in their place and a shared expert, OLMoE, whose norms are of all heads together, and the text part
+//! of Qwen3-VL, for whose three positions of text are equal.
 //!
 //! # Why
 //! mlx-lm ignores `norm_topk_prob` in Qwen2-MoE, where `transformers` honours it, and so does this file.
 //!
 //! Source: arXiv:2505.09388, arXiv:2407.10671; `transformers` `models/qwen3`, `models/qwen3_moe`,
-//! `models/qwen2_moe`, `models/qwen3_vl` and `models/qwen3_vl_moe`; mlx-lm files of these names, checked
+//! `models/qwen2_moe`, `models/olmoe`, `models/qwen3_vl` and `models/qwen3_vl_moe`; mlx-lm files of these names, checked
 //! by the reference logits in `tests/fixtures`.
 
 use serde::Deserialize;
