@@ -271,7 +271,12 @@ fn rewind_undoes_partial_passes() {
             cache.mark_draft();
             let drafted = case.run_in(next, &mut cache, pass);
             let change = drafted.subtract(&expected).unwrap().abs().unwrap().max(None).unwrap();
-            assert!(change.item_exact::<f32>() > 1e-2, "{name}: {pass:?} runs all layers");
+            // Mamba-2 has no feed-forward blocks to skip.
+            let changes = pass.exit.is_some() || name != "mamba2";
+            assert!(
+                !changes || change.item_exact::<f32>() > 1e-2,
+                "{name}: {pass:?} runs all layers"
+            );
             cache.rewind_draft(case.prompt.len()).unwrap();
             let again = case.run(next, &mut cache.clone());
             assert_close(&again, &expected, 1e-4, &format!("{name}: after {pass:?}"));

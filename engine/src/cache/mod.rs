@@ -40,7 +40,7 @@ pub enum LayerCache {
     Quantized(Quantized),
     /// Keys and values of a sliding window.
     Sliding(Sliding),
-    /// Recurrent state of a GatedDeltaNet layer.
+    /// Recurrent state of a GatedDeltaNet, Mamba-2 or convolution layer.
     Recurrent(Recurrent),
 }
 

@@ -1,4 +1,5 @@
-//! Recurrent state of one GatedDeltaNet layer: the delta rule's matrix and the convolution's tail.
+//! Recurrent state of one layer: the matrix of a gated delta rule or of Mamba-2, and the tail of a
+//! convolution. A layer that is a convolution alone (LFM2) has one 0 in place of the matrix.
 //!
 //! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
 //! truncated. After a draft mark the layer also records what each row writes (two vectors and a
@@ -14,7 +15,7 @@ use super::element::Element;
 use super::expect_shape;
 use crate::error::Result;
 
-/// `state` f32 [1, H_v, D_v, D_k] and `tail` [1, K - 1, C], zeros at the start.
+/// `state` f32 [1, H_v, D_v, D_k], or [1, 1] without a matrix, and `tail` [1, K - 1, C], zeros at the start.
 #[derive(Debug, Clone)]
 pub struct Recurrent {
     /// The delta rule's matrix, always f32 because errors add up over the whole context.
@@ -85,6 +86,11 @@ pub fn delta_write(state: &Array, writes: &Writes) -> Result<Array> {
 }
 
 impl Recurrent {
+    /// Zeros for a layer that is a convolution alone, with a `tail` in `dtype`.
+    pub fn convolution(tail: &[i32], dtype: Dtype) -> Result<Self> {
+        Self::new(&[1, 1], tail, dtype)
+    }
+
     /// Zeros of the shapes `state` and `tail`, the tail in `dtype`.
     pub fn new(state: &[i32], tail: &[i32], dtype: Dtype) -> Result<Self> {
         Ok(Self {
@@ -111,11 +117,11 @@ impl Recurrent {
     }
 
     /// Records rows after the draft mark: `x` [1, T, C] are the inputs of the convolution, `writes` the
-    /// updates of the state computed from them.
-    pub fn record(&mut self, x: Array, writes: Writes) {
+    /// updates of the matrix computed from them, if there is one.
+    pub fn record(&mut self, x: Array, writes: Option<Writes>) {
         if let Some(mark) = &mut self.draft_mark {
             mark.inputs.push(x);
-            mark.writes.push(writes);
+            mark.writes.extend(writes);
         }
     }
 
@@ -131,7 +137,7 @@ impl Recurrent {
     /// [`crate::Error::Array`] if fewer rows were written.
     pub fn rewind_draft(&mut self, keep: i32) -> Result<()> {
         let Some(mark) = self.draft_mark.take() else { return Ok(()) };
-        let written: i32 = mark.writes.iter().map(Writes::rows).sum();
+        let written: i32 = mark.inputs.iter().map(|rows| rows.dim(1)).sum();
         if keep == written {
             return Ok(());
         }

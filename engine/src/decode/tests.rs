@@ -16,6 +16,7 @@ mod embed;
 mod failures;
 mod forms;
 mod hooks;
+mod hybrids;
 mod limits;
 mod logprobs;
 mod messages;

@@ -18,26 +18,47 @@ use crate::cache::Span;
 use crate::error::{Error, Result};
 
 /// Keys of `config.json` that count something, and the most that makes sense; the least is 1.
-const COUNTS: [(&str, u64); 14] = [
+const COUNTS: [(&str, u64); 30] = [
     ("full_attention_interval", 1 << 16),
     ("global_head_dim", 1 << 14),
     ("head_dim", 1 << 14),
     ("hidden_size", 1 << 20),
+    ("kv_lora_rank", 1 << 14),
     ("linear_key_head_dim", 1 << 14),
     ("linear_num_key_heads", 1 << 14),
     ("linear_num_value_heads", 1 << 14),
     ("linear_value_head_dim", 1 << 14),
+    ("mamba_d_head", 1 << 14),
+    ("mamba_d_state", 1 << 14),
+    ("mamba_head_dim", 1 << 14),
+    ("mamba_n_groups", 1 << 14),
+    ("mamba_n_heads", 1 << 14),
+    ("mamba_num_heads", 1 << 14),
     ("max_position_embeddings", u64::MAX),
+    ("n_groups", 1 << 14),
     ("num_attention_heads", 1 << 14),
     ("num_global_key_value_heads", 1 << 14),
+    ("num_heads", 1 << 14),
     ("num_hidden_layers", 1 << 14),
     ("num_key_value_heads", 1 << 14),
-    ("sliding_window_pattern", 1 << 16),
+    ("q_lora_rank", 1 << 14),
+    ("qk_nope_head_dim", 1 << 14),
+    ("qk_rope_head_dim", 1 << 14),
+    ("rotary_dim", 1 << 14),
+    (PATTERN, 1 << 16),
+    ("ssm_state_size", 1 << 14),
+    ("state_size", 1 << 14),
+    ("v_head_dim", 1 << 14),
 ];
 
+const PATTERN: &str = "sliding_window_pattern";
+
 /// Pairs of keys, the first of which is a multiple of the second.
-const MULTIPLES: [(&str, &str); 2] = [
+const MULTIPLES: [(&str, &str); 5] = [
+    ("mamba_n_heads", "mamba_n_groups"),
+    ("mamba_num_heads", "n_groups"),
     ("num_attention_heads", "num_key_value_heads"),
+    ("num_heads", "n_groups"),
     ("linear_num_value_heads", "linear_num_key_heads"),
 ];
 
@@ -64,6 +85,10 @@ fn counts(config: &Value) -> Result<(), String> {
     let count = |key: &str| config.get(key).filter(|value| !value.is_null());
     for (key, most) in COUNTS {
         let Some(value) = count(key) else { continue };
+        // EXAONE's pattern is in letters, and 0 if there are no windows.
+        if key == PATTERN && (value.is_string() || count("sliding_window").is_none()) {
+            continue;
+        }
         // Python writes some of them as floats.
         let number =
             value.as_u64().or(value.as_f64().filter(|x| x.fract() == 0.0).map(|x| x as u64));

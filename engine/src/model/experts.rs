@@ -8,9 +8,9 @@
 
 use serde::Deserialize;
 
-use super::Weights;
+use super::{Weights, llama};
 use crate::error::Result;
-use crate::nn::{Experts, Mlp, Moe, Shared, swiglu};
+use crate::nn::{Experts, Groups, Mlp, Moe, Shared, swiglu};
 
 /// The keys of `config.json` that state how a row chooses experts. `decoder_sparse_step` and
 /// `mlp_only_layers` are not read: layers with experts have a router in the checkpoint.
@@ -20,6 +20,20 @@ pub(super) struct Config {
     num_experts: usize,
     num_experts_per_tok: i32,
     norm_topk_prob: Option<bool>,
+    /// Groups of experts, and those of them that a row chooses from.
+    n_group: Option<i32>,
+    topk_group: Option<i32>,
+    /// Factor of the chosen probabilities.
+    routed_scaling_factor: Option<f32>,
+}
+
+/// `config.json` of variants of Llama with experts.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct SparseLlama {
+    #[serde(flatten)]
+    pub llama: llama::Config,
+    #[serde(flatten)]
+    pub experts: Config,
 }
 
 impl Config {
@@ -27,7 +41,7 @@ impl Config {
     /// is the family's default.
     pub fn load(&self, weights: &mut Weights, at: &str, norm_topk_prob: bool) -> Result<Mlp> {
         if !weights.has(&format!("{at}.gate.weight")) {
-            return Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?));
+            return Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?.into()));
         }
         if self.num_experts == 0 || self.num_experts_per_tok == 0 {
             let problem = "`num_experts` or `num_experts_per_tok` is missing; the weights have \
@@ -36,36 +50,48 @@ impl Config {
         }
         let stacked = format!("{at}.switch_mlp");
         divide_fused(weights, &format!("{at}.experts"), &stacked)?;
-        self.stack(weights, &format!("{at}.experts"), &stacked)?;
-        let shared = if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {
+        stack(weights, self.num_experts, &format!("{at}.experts"), &stacked)?;
+        // Routers with sigmoids have a bias.
+        let names = ["gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias"];
+        let bias =
+            names.map(|name| format!("{at}.{name}")).into_iter().find(|name| weights.has(name));
+        let bias = bias.map(|name| weights.take_f32(&name)).transpose()?;
+        let shared = if weights.has(&format!("{at}.shared_experts.up_proj.weight")) {
+            let expert = weights.gated_mlp(&format!("{at}.shared_experts"), swiglu)?.into();
+            Some(Shared { expert, gate: None })
+        } else if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {
             Some(Shared {
-                expert: weights.gated_mlp(&format!("{at}.shared_expert"), swiglu)?,
-                gate: weights.linear(&format!("{at}.shared_expert_gate"))?,
+                expert: weights.gated_mlp(&format!("{at}.shared_expert"), swiglu)?.into(),
+                gate: Some(weights.linear(&format!("{at}.shared_expert_gate"))?),
             })
         } else {
             None
         };
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear(&format!("{at}.gate"))?,
-            experts: Experts(weights.gated_mlp(&stacked, swiglu)?),
+            experts: Experts(weights.gated_mlp(&stacked, swiglu)?.into()),
             top_k: self.num_experts_per_tok,
             norm_topk_prob: self.norm_topk_prob.unwrap_or(norm_topk_prob),
+            scale: self.routed_scaling_factor.unwrap_or(1.0),
+            groups: bias.map(|bias| Groups {
+                bias,
+                count: self.n_group.unwrap_or(1),
+                chosen: self.topk_group.unwrap_or(1),
+            }),
             shared,
         })))
     }
+}
 
-    /// Stacks experts that are stored one by one.
-    fn stack(&self, weights: &mut Weights, at: &str, stacked: &str) -> Result<()> {
-        if !weights.has(&format!("{at}.0.up_proj.weight")) {
-            return Ok(());
-        }
-        for name in ["gate_proj", "up_proj", "down_proj"] {
-            let one_by_one: Vec<String> =
-                (0..self.num_experts).map(|e| format!("{at}.{e}.{name}")).collect();
+/// Stacks `count` experts that are stored one by one at `at`.
+pub(super) fn stack(weights: &mut Weights, count: usize, at: &str, stacked: &str) -> Result<()> {
+    for name in ["gate_proj", "up_proj", "down_proj"] {
+        if weights.has(&format!("{at}.0.{name}.weight")) {
+            let one_by_one: Vec<String> = (0..count).map(|e| format!("{at}.{e}.{name}")).collect();
             weights.stack(&one_by_one, &format!("{stacked}.{name}"))?;
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// Moves experts with fused gate and up from `at` to the three layers of `stacked`.

@@ -9,7 +9,7 @@
 
 use std::collections::HashMap;
 
-use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::indexing::{Ellipsis, TryIndexOp};
 use mlx_rs::ops::repeat_axis;
 use mlx_rs::{Array, Dtype};
 
@@ -37,12 +37,12 @@ pub(super) fn unpack(arrays: &mut HashMap<String, Array>, block: [i32; 2]) -> Re
     Ok(())
 }
 
-/// Repeats the factor of each block for its elements. The last blocks may be smaller.
+/// Repeats the factor of each block of a matrix, or of a stack of them, for its elements. The last blocks
+/// may be smaller.
 fn spread(factor: &Array, matrix: &Array, [rows, columns]: [i32; 2]) -> Result<Array> {
     let factor = repeat_axis::<f32>(factor.as_dtype(Dtype::Float32)?, rows, -2)?;
     let factor = repeat_axis::<f32>(factor, columns, -1)?;
-    let factor = factor.try_index((.., ..matrix.dim(-1)))?;
-    Ok(factor.try_index(..matrix.dim(-2))?)
+    Ok(factor.try_index((Ellipsis, ..matrix.dim(-2), ..matrix.dim(-1)))?)
 }
 
 #[cfg(test)]
@@ -69,5 +69,21 @@ mod tests {
         check(Array::from_f32(0.5), [0.5, -1.0, 0.5, 0.5, 0.5 * tiny, 0.5]);
         let blocks = Array::from_slice(&[1f32, 2.0, 4.0, 8.0], &[2, 2]);
         check(blocks, [1.0, -2.0, 2.0, 4.0, 4.0 * tiny, 8.0]);
+    }
+
+    /// Experts are published as one tensor; its blocks were cut along the wrong axes.
+    #[test]
+    fn stacks_are_dequantized_by_block() {
+        let ones = Array::from_slice(&[0x38u8; 12], &[2, 3, 2]);
+        let factors = Array::from_slice(&[1f32, 2.0, 3.0, 4.0], &[2, 2, 1]);
+        let mut arrays = HashMap::from([
+            ("experts.down_proj".to_string(), ones),
+            ("experts.down_proj_scale_inv".to_string(), factors),
+        ]);
+        unpack(&mut arrays, [2, 2]).unwrap();
+        let numbers = arrays["experts.down_proj"].as_dtype(Dtype::Float32).unwrap();
+        mlx_rs::transforms::eval([&numbers]).unwrap();
+        let expected = [1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 4.0, 4.0];
+        assert_eq!(numbers.as_slice::<f32>(), expected);
     }
 }

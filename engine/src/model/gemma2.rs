@@ -75,7 +75,8 @@ impl Config {
             kv_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
             eps: self.rms_norm_eps,
-            rope: self.rope.rope(self.head_dim, ROPE_THETA),
+            rope: Some(self.rope.rope(self.head_dim, ROPE_THETA)),
+            norm_after_rope: false,
             growth: None,
             scores: Scores {
                 scale: self.query_pre_attn_scalar.powf(-0.5),

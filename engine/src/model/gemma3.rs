@@ -94,7 +94,8 @@ impl Config {
             kv_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
             eps: self.rms_norm_eps,
-            rope: self.rope(sliding),
+            rope: Some(self.rope(sliding)),
+            norm_after_rope: false,
             growth: None,
             scores: Scores {
                 scale: self.query_pre_attn_scalar.powf(-0.5),

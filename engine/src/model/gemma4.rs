@@ -45,6 +45,8 @@ struct Config {
     rope_parameters: Option<HashMap<String, RopeParameters>>,
     /// Head dimension of full attention, if it differs.
     global_head_dim: Option<i32>,
+    /// Sizes of single layers, by index; replaces the keys of full attention since transformers 5.23.
+    per_layer_config: Option<HashMap<String, LayerConfig>>,
     /// Key heads of full attention if its values are its keys.
     num_global_key_value_heads: Option<i32>,
     /// Whether the values of full attention are its keys.
@@ -58,6 +60,14 @@ struct Config {
     enable_moe_block: bool,
     /// Experts a row.
     top_k_experts: Option<i32>,
+}
+
+/// The sizes of a layer that differ from those of the others.
+#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[serde(default)]
+struct LayerConfig {
+    head_dim: Option<i32>,
+    num_key_value_heads: Option<i32>,
 }
 
 impl Default for Config {
@@ -74,6 +84,7 @@ impl Default for Config {
             layer_types: None,
             rope_parameters: None,
             global_head_dim: Some(512),
+            per_layer_config: None,
             num_global_key_value_heads: None,
             attention_k_eq_v: false,
             num_kv_shared_layers: 20,
@@ -92,6 +103,19 @@ impl Config {
             Some(kind) => kind == "sliding_attention",
             None => !(layer + 1).is_multiple_of(self.sliding_window_pattern),
         }
+    }
+
+    /// Head dimension and key heads of `layer`.
+    fn sizes(&self, layer: usize) -> [i32; 2] {
+        let full = !self.is_sliding(layer);
+        if let Some(layers) = &self.per_layer_config {
+            let own = layers.get(&layer.to_string()).copied().unwrap_or_default();
+            let kv_heads = own.num_key_value_heads.unwrap_or(self.num_key_value_heads);
+            return [own.head_dim.unwrap_or(self.head_dim), kv_heads];
+        }
+        let head_dim = self.global_head_dim.filter(|_| full);
+        let kv_heads = self.num_global_key_value_heads.filter(|_| full && self.attention_k_eq_v);
+        [head_dim.unwrap_or(self.head_dim), kv_heads.unwrap_or(self.num_key_value_heads)]
     }
 
     /// Number of layers with their own keys and values, which are the first ones.
@@ -316,7 +340,7 @@ impl Moe {
                 per_expert_scale: weights.take(&at("router.per_expert_scale"))?,
                 top_k,
             },
-            experts: Experts(weights.gated_mlp(&stacked, geglu)?),
+            experts: Experts(weights.gated_mlp(&stacked, geglu)?.into()),
             post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
         })
     }
@@ -324,8 +348,8 @@ impl Moe {
     /// `x` [1, R, D], same shape back.
     fn forward(&self, x: &Array) -> Result<Array> {
         let (chosen, shares) = self.router.forward(x)?;
-        let y = self.experts.forward(&self.pre_feedforward_layernorm_2.forward(x)?, &chosen)?;
-        let y = y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?;
+        let normed = self.pre_feedforward_layernorm_2.forward(x)?;
+        let y = self.experts.sum(&normed, &chosen, &shares)?;
         self.post_feedforward_layernorm_2.forward(&y)
     }
 }
@@ -427,10 +451,7 @@ impl SelfAttn {
             return Err(weights.problem("config.json", problem));
         };
         let k_eq_v = config.attention_k_eq_v && !sliding;
-        let kv_heads = config.num_global_key_value_heads.filter(|_| k_eq_v);
-        let global_head_dim = config.global_head_dim.filter(|_| !sliding);
-        let head_dim = global_head_dim.unwrap_or(config.head_dim);
-        let kv_heads = kv_heads.unwrap_or(config.num_key_value_heads);
+        let [head_dim, kv_heads] = config.sizes(layer);
         let hidden = config.hidden_size;
         let (queries, keys) = (config.num_attention_heads * head_dim, kv_heads * head_dim);
         Ok(Self {

@@ -16,7 +16,7 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{self, Llama};
+use super::llama::{self, AttentionConfig, Llama, PRE_NORM};
 use super::{Model, Weights};
 use crate::error::Result;
 use crate::nn::{Experts, Mlp, Moe, SWIGLU_LIMIT, clamped_swiglu};
@@ -54,15 +54,18 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         divide_fused(weights, &format!("{at}.experts"))?;
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear(&format!("{at}.router"))?,
-            experts: Experts(weights.gated_mlp(&format!("{at}.experts"), clamped_swiglu)?),
+            experts: Experts(weights.gated_mlp(&format!("{at}.experts"), clamped_swiglu)?.into()),
             top_k: config.num_experts_per_tok,
             // The softmax over the chosen experts alone.
             norm_topk_prob: true,
+            scale: 1.0,
+            groups: None,
             shared: None,
         })))
     };
-    let attention = llama.attention(ROPE_THETA);
-    Ok(Box::new(Llama::load(llama, weights, &attention, window, mlp)?))
+    let whole = llama.attention(ROPE_THETA);
+    let attention = |layer| AttentionConfig { window: window(layer), ..whole.clone() };
+    Ok(Box::new(Llama::load(llama, weights, PRE_NORM, attention, mlp)?))
 }
 
 /// Renames the published tensors of the experts at `at`, and divides those of gate and up: `_blocks` [E,

@@ -1,9 +1,9 @@
 //! Llama 1 to 3.3 and models built like it (SmolLM2, TinyLlama, Yi ...): pre-norm blocks of
 //! grouped-query attention and SwiGLU.
 //!
-//! [`Llama`] also runs the families that deviate little: `mistral.rs` (windows), `qwen2.rs`
-//! (biases), `qwen3.rs` (norms of queries and keys, experts), `gpt_oss.rs` (sinks, experts).
-//! [`SelfAttn`] serves Gemma 2 and 3 as well.
+//! [`Llama`] also runs the families that deviate little, which their files state: windows, biases, norms
+//! in other places, experts, other activations, layers without positions. [`SelfAttn`] serves Gemma 2 and
+//! 3 and the hybrids as well.
 //!
 //! Source: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; `transformers` `models/llama`;
 //! mlx-lm `models/llama.py`, checked by the reference logits in `tests/fixtures`.
@@ -17,7 +17,8 @@ use super::{Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, Joined, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, swiglu,
+    Embedding, Joined, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, scaled,
+    swiglu,
 };
 
 /// The keys of `config.json` that these families share. `attention_bias` and `mlp_bias` are not
@@ -58,7 +59,8 @@ impl Config {
             kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
             head_dim,
             eps: self.rms_norm_eps,
-            rope: self.rope.rope(head_dim, theta),
+            rope: Some(self.rope.rope(head_dim, theta)),
+            norm_after_rope: false,
             growth: None,
             scores: Scores { scale: (head_dim as f32).powf(-0.5), softcap: None, sinks: None },
             window: None,
@@ -71,52 +73,84 @@ pub(super) const ROPE_THETA: f32 = 10_000.0;
 
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
     let config: Config = weights.config(config)?;
-    let attention = config.attention(ROPE_THETA);
-    let window = |layer| config.window(layer);
-    Ok(Box::new(Llama::load(&config, weights, &attention, window, dense_mlp)?))
+    let whole = config.attention(ROPE_THETA);
+    let attention = |layer| AttentionConfig { window: config.window(layer), ..whole.clone() };
+    Ok(Box::new(Llama::load(&config, weights, PRE_NORM, attention, dense_mlp)?))
 }
 
 /// The feed-forward block at `at` of families without experts.
 pub(super) fn dense_mlp(weights: &mut Weights, at: &str) -> Result<Mlp> {
-    Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?))
+    Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?.into()))
 }
 
-/// A decoder of pre-norm blocks.
+/// Names of a layer's norms, in the order of its computation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Norms {
+    pub before_attention: Option<&'static str>,
+    pub after_attention: Option<&'static str>,
+    pub before_mlp: Option<&'static str>,
+    pub after_mlp: Option<&'static str>,
+}
+
+/// Norms of the inputs of each block.
+pub(super) const PRE_NORM: Norms = Norms {
+    before_attention: Some("input_layernorm"),
+    after_attention: None,
+    before_mlp: Some("post_attention_layernorm"),
+    after_mlp: None,
+};
+
+/// Norms of the outputs of each block (OLMo 2, EXAONE 4).
+pub(super) const POST_NORM: Norms = Norms {
+    before_attention: None,
+    after_attention: Some("post_attention_layernorm"),
+    before_mlp: None,
+    after_mlp: Some("post_feedforward_layernorm"),
+};
+
+/// A decoder of blocks of attention and a feed-forward block.
 pub(super) struct Llama {
     embed_tokens: Embedding,
     layers: Vec<Layer>,
     norm: RmsNorm,
     lm_head: Linear,
+    /// Factor of the embeddings.
+    pub embed_scale: Option<f32>,
 }
 
-/// `x + self_attn(norm x)`, then `x + mlp(norm x)`.
+/// `x + norm(self_attn(norm x))`, then `x + norm(mlp(norm x))`, with the norms that the family has.
 struct Layer {
-    input_layernorm: RmsNorm,
+    before_attention: Option<RmsNorm>,
     self_attn: SelfAttn,
-    post_attention_layernorm: RmsNorm,
+    after_attention: Option<RmsNorm>,
+    before_mlp: Option<RmsNorm>,
     mlp: Mlp,
+    after_mlp: Option<RmsNorm>,
 }
 
 impl Llama {
-    /// Layers share `attention` but for their `window`; `mlp` takes the feed-forward block at a
-    /// name.
+    /// `attention` is that of a layer; `mlp` takes the feed-forward block at a name.
     pub fn load(
         config: &Config,
         weights: &mut Weights,
-        attention: &AttentionConfig,
-        window: impl Fn(usize) -> Option<i32>,
+        norms: Norms,
+        attention: impl Fn(usize) -> AttentionConfig,
         mlp: impl Fn(&mut Weights, &str) -> Result<Mlp>,
     ) -> Result<Self> {
         let eps = config.rms_norm_eps;
         let mut layers = Vec::with_capacity(config.num_hidden_layers);
         for i in 0..config.num_hidden_layers {
             let at = |name: &str| format!("model.layers.{i}.{name}");
-            let attention = AttentionConfig { window: window(i), ..attention.clone() };
+            let norm = |weights: &mut Weights, name: Option<&str>| {
+                name.map(|name| weights.norm(&at(name), eps)).transpose()
+            };
             layers.push(Layer {
-                input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
-                self_attn: SelfAttn::load(weights, &at("self_attn"), attention)?,
-                post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
+                before_attention: norm(weights, norms.before_attention)?,
+                self_attn: SelfAttn::load(weights, &at("self_attn"), attention(i))?,
+                after_attention: norm(weights, norms.after_attention)?,
+                before_mlp: norm(weights, norms.before_mlp)?,
                 mlp: mlp(weights, &at("mlp"))?,
+                after_mlp: norm(weights, norms.after_mlp)?,
             });
         }
         let embed_tokens = weights.embedding("model.embed_tokens")?;
@@ -125,7 +159,16 @@ impl Llama {
             norm: weights.norm("model.norm", eps)?,
             lm_head: weights.lm_head(&embed_tokens, config.tie_word_embeddings)?,
             embed_tokens,
+            embed_scale: None,
         })
+    }
+}
+
+/// `norm(x)`, or `x` if there is no norm.
+fn normed(norm: &Option<RmsNorm>, x: &Array) -> Result<Array> {
+    match norm {
+        Some(norm) => norm.forward(x),
+        None => Ok(x.clone()),
     }
 }
 
@@ -139,17 +182,20 @@ impl Model for Llama {
     }
 
     fn embed(&self, tokens: &Array) -> Result<Array> {
-        self.embed_tokens.forward(tokens)
+        let embedded = self.embed_tokens.forward(tokens)?;
+        self.embed_scale.map_or(Ok(embedded.clone()), |scale| scaled(&embedded, scale))
     }
 
     fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
-        let Layer { input_layernorm, self_attn, .. } = &self.layers[layer];
-        Ok(x.add(self_attn.forward(&input_layernorm.forward(x)?, spans, layer)?)?)
+        let Layer { before_attention, self_attn, after_attention, .. } = &self.layers[layer];
+        let y = self_attn.forward(&normed(before_attention, x)?, spans, layer)?;
+        Ok(x.add(normed(after_attention, &y)?)?)
     }
 
     fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
-        let Layer { post_attention_layernorm, mlp, .. } = &self.layers[layer];
-        Ok(x.add(mlp.forward(&post_attention_layernorm.forward(x)?)?)?)
+        let Layer { before_mlp, mlp, after_mlp, .. } = &self.layers[layer];
+        let y = mlp.forward(&normed(before_mlp, x)?)?;
+        Ok(x.add(normed(after_mlp, &y)?)?)
     }
 
     fn final_norm(&self, x: &Array) -> Result<Array> {
@@ -171,7 +217,10 @@ pub(super) struct AttentionConfig {
     pub head_dim: i32,
     /// Epsilon of the norms of queries and keys.
     pub eps: f32,
-    pub rope: Rope,
+    /// `None` if the layer does not know positions (arXiv:2305.19466).
+    pub rope: Option<Rope>,
+    /// Whether queries and keys are rotated before their norms.
+    pub norm_after_rope: bool,
     /// Growth of queries with their position.
     pub growth: Option<Growth>,
     pub scores: Scores,
@@ -184,7 +233,8 @@ pub(super) struct SelfAttn {
     /// `q_proj`, `k_proj` and `v_proj`.
     qkv: Joined<3>,
     o_proj: Linear,
-    /// Norms of each head's query and key, if the checkpoint has them (Qwen3, Gemma 3).
+    /// Norms of queries and keys, if the checkpoint has them: [D], of each head (Qwen3, Gemma 3), or
+    /// [H D], of all heads together (OLMo 2).
     q_norm: Option<RmsNorm>,
     k_norm: Option<RmsNorm>,
     config: AttentionConfig,
@@ -203,15 +253,16 @@ pub(super) struct Growth {
 }
 
 impl SelfAttn {
-    /// Takes the layer at `at`, with norms of heads, biases and sinks if the checkpoint has them.
+    /// Takes the layer at `at`, with norms, biases and sinks if the checkpoint has them.
     pub fn load(weights: &mut Weights, at: &str, mut config: AttentionConfig) -> Result<Self> {
-        let mut head_norm = |name: &str| {
+        let AttentionConfig { hidden, heads, kv_heads, head_dim, eps, .. } = config;
+        let mut norm = |name: &str, heads: i32| {
             let name = format!("{at}.{name}");
             let present = weights.has(&format!("{name}.weight"));
-            present.then(|| weights.norm(&name, config.eps)).transpose()
+            let sizes = [head_dim, heads * head_dim];
+            present.then(|| weights.norm_of(&name, eps, &sizes)).transpose()
         };
-        let (q_norm, k_norm) = (head_norm("q_norm")?, head_norm("k_norm")?);
-        let AttentionConfig { hidden, heads, kv_heads, head_dim, .. } = config;
+        let (q_norm, k_norm) = (norm("q_norm", heads)?, norm("k_norm", kv_heads)?);
         let sinks = format!("{at}.sinks");
         if weights.has(&sinks) {
             config.scores.sinks = Some(weights.take(&sinks)?);
@@ -236,17 +287,25 @@ impl SelfAttn {
 
     /// `x` [1, R, D], same shape back. Advances entry `layer` of each span's cache.
     pub fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let AttentionConfig { heads: h, kv_heads: h_kv, head_dim: d, ref rope, .. } = self.config;
+        let &AttentionConfig { heads: h, kv_heads: h_kv, head_dim: d, ref rope, .. } = &self.config;
         let rows = x.dim(1);
-        let normed = |norm: &Option<RmsNorm>, x: Array| match norm {
-            Some(norm) => norm.forward(&x),
-            None => Ok(x),
-        };
         let [q, k, v] = self.qkv.forward(x)?;
-        let q = normed(&self.q_norm, q.reshape(&[1, rows, h, d])?)?;
-        let k = normed(&self.k_norm, k.reshape(&[1, rows, h_kv, d])?)?;
+        let heads = |x: &Array, norm: &Option<RmsNorm>, heads: i32| -> Result<Array> {
+            let shape = [1, rows, heads, d];
+            match norm {
+                Some(norm) if norm.weight.dim(0) != d => Ok(norm.forward(x)?.reshape(&shape)?),
+                Some(norm) if !self.config.norm_after_rope => norm.forward(&x.reshape(&shape)?),
+                _ => Ok(x.reshape(&shape)?),
+            }
+        };
+        let [mut q, mut k] = [heads(&q, &self.q_norm, h)?, heads(&k, &self.k_norm, h_kv)?];
         let v = v.reshape(&[1, rows, h_kv, d])?;
-        let (mut q, k) = (rope.forward(&q, spans)?, rope.forward(&k, spans)?);
+        if let Some(rope) = rope {
+            (q, k) = (rope.forward(&q, spans)?, rope.forward(&k, spans)?);
+        }
+        if self.config.norm_after_rope {
+            (q, k) = (normed(&self.q_norm, &q)?, normed(&self.k_norm, &k)?);
+        }
         if let Some(growth) = self.config.growth {
             q = by_span([q], spans, |[q], span| {
                 Ok(q.multiply(growth.factors(span.offset(), span.rows, q.dtype())?)?)

@@ -8,16 +8,22 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{self, Growth, Llama, ROPE_THETA, dense_mlp};
+use super::llama::{self, AttentionConfig, Growth, Llama, PRE_NORM, ROPE_THETA, dense_mlp};
 use super::{Model, Weights};
 use crate::error::Result;
 
 /// `config.json`, or its `text_config` in multimodal checkpoints.
 #[derive(Debug, Clone, Deserialize)]
 struct Config {
+    /// Some multimodal checkpoints leave it out of their `text_config`.
+    #[serde(default = "default_type")]
     model_type: String,
     #[serde(flatten)]
     llama: llama::Config,
+}
+
+fn default_type() -> String {
+    "mistral".into()
 }
 
 impl Config {
@@ -51,8 +57,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         return Err(weights.problem("config.json", problem));
     }
     weights.keep_language_model();
-    let mut attention = config.llama.attention(ROPE_THETA);
-    attention.growth = config.growth();
-    let window = |layer| config.window(layer);
-    Ok(Box::new(Llama::load(&config.llama, weights, &attention, window, dense_mlp)?))
+    let whole = AttentionConfig { growth: config.growth(), ..config.llama.attention(ROPE_THETA) };
+    let attention = |layer| AttentionConfig { window: config.window(layer), ..whole.clone() };
+    Ok(Box::new(Llama::load(&config.llama, weights, PRE_NORM, attention, dense_mlp)?))
 }

@@ -4,24 +4,42 @@
 //! nothing of policies or persistence. **A family is one file and one row of [`FAMILIES`].** It
 //! states the formula of each layer; [`Pass`] decides which layers run.
 
+mod apertus;
 mod check;
+mod cohere2;
+mod deepseek_v3;
 mod digest;
+mod ernie4_5;
+mod exaone4;
 mod experts;
+mod falcon_h1;
 mod fp8;
 #[cfg(test)]
 mod fuzz;
+mod gemma;
 mod gemma2;
 mod gemma3;
 mod gemma4;
+mod glm4_moe;
 mod gpt_oss;
+mod granitemoehybrid;
+mod hunyuan;
+mod lfm2;
 mod llama;
 mod load;
+mod mamba2;
+mod minimax_m2;
 mod mistral;
+mod mixtral;
+mod nemotron_h;
+mod olmo;
 mod pass;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
+mod smollm3;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -108,20 +126,54 @@ pub struct Family {
 
 /// Every family that can be loaded.
 pub const FAMILIES: &[Family] = &[
+    Family { model_type: "apertus", load: apertus::load },
+    Family { model_type: "cohere2", load: cohere2::load },
+    Family { model_type: "deepseek_v3", load: deepseek_v3::load },
+    Family { model_type: "ernie4_5", load: ernie4_5::load },
+    Family { model_type: "exaone4", load: exaone4::load },
+    Family { model_type: "falcon_h1", load: falcon_h1::load },
+    Family { model_type: "gemma", load: gemma::load },
     Family { model_type: "gemma2", load: gemma2::load },
     Family { model_type: "gemma3", load: gemma3::load },
     Family { model_type: "gemma3_text", load: gemma3::load },
     Family { model_type: "gemma4", load: gemma4::load },
     Family { model_type: "gemma4_text", load: gemma4::load },
+    Family { model_type: "gemma4_unified", load: gemma4::load },
+    Family { model_type: "glm4_moe", load: glm4_moe::load },
+    Family { model_type: "glm4_moe_lite", load: deepseek_v3::load },
     Family { model_type: "gpt_oss", load: gpt_oss::load },
+    Family { model_type: "granite", load: granitemoehybrid::load },
+    Family { model_type: "granitemoe", load: granitemoehybrid::load },
+    Family { model_type: "granitemoehybrid", load: granitemoehybrid::load },
+    Family { model_type: "hunyuan_v1_dense", load: hunyuan::load },
+    Family { model_type: "kimi_k2", load: deepseek_v3::load },
+    Family { model_type: "lfm2", load: lfm2::load },
+    Family { model_type: "lfm2_moe", load: lfm2::load },
     Family { model_type: "llama", load: llama::load },
+    Family { model_type: "mamba2", load: mamba2::load },
+    Family { model_type: "minimax_m2", load: minimax_m2::load },
     Family { model_type: "ministral3", load: mistral::load },
     Family { model_type: "mistral", load: mistral::load },
     Family { model_type: "mistral3", load: mistral::load },
+    Family { model_type: "mixtral", load: mixtral::load },
+    Family { model_type: "nemotron_h", load: nemotron_h::load },
+    Family { model_type: "olmo2", load: olmo::load },
+    Family { model_type: "olmo3", load: olmo::load },
+    Family { model_type: "olmoe", load: qwen3::load },
+    Family { model_type: "phi3", load: phi3::load },
     Family { model_type: "qwen2", load: qwen2::load },
+    Family { model_type: "qwen2_5_vl", load: qwen2::load },
+    Family { model_type: "qwen2_moe", load: qwen3::load },
+    Family { model_type: "qwen2_vl", load: qwen2::load },
     Family { model_type: "qwen3", load: qwen3::load },
     Family { model_type: "qwen3_5", load: qwen3_5::load },
     Family { model_type: "qwen3_5_moe", load: qwen3_5::load },
+    Family { model_type: "qwen3_5_moe_text", load: qwen3_5::load },
+    Family { model_type: "qwen3_5_text", load: qwen3_5::load },
     Family { model_type: "qwen3_moe", load: qwen3::load },
     Family { model_type: "qwen3_next", load: qwen3_next::load },
+    Family { model_type: "qwen3_vl", load: qwen3::load },
+    Family { model_type: "qwen3_vl_moe", load: qwen3::load_vl_moe },
+    Family { model_type: "seed_oss", load: llama::load },
+    Family { model_type: "smollm3", load: smollm3::load },
 ];

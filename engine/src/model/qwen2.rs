@@ -1,17 +1,19 @@
 //! Qwen2 and Qwen2.5: Llama with biases on queries, keys and values, which the checkpoint contains.
-//! Some declare windows for their upper layers.
+//! Some declare windows for their upper layers. Also the text part of Qwen2-VL and Qwen2.5-VL, for whose three
+//! positions of text are equal.
 //!
-//! Source: arXiv:2407.10671; `transformers` `models/qwen2`; mlx-lm `models/qwen2.py` (which ignores
-//! the windows), checked by the reference logits in `tests/fixtures`.
+//! Source: arXiv:2407.10671; `transformers` `models/qwen2` and `models/qwen2_5_vl`; mlx-lm `models/qwen2.py`
+//! (which ignores the windows) and `models/qwen2_vl.py`, checked by the reference logits in
+//! `tests/fixtures`.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::llama::{self, Llama, dense_mlp};
+use super::llama::{self, AttentionConfig, Llama, PRE_NORM, dense_mlp};
 use super::{Model, Weights};
 use crate::error::Result;
 
-/// `config.json`, of Qwen3 as well.
+/// `config.json`, or its `text_config` in multimodal checkpoints; of Qwen3 as well.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Config {
     #[serde(flatten)]
@@ -41,10 +43,11 @@ impl Config {
 pub(super) const ROPE_THETA: f32 = 1_000_000.0;
 
 pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Model>> {
-    let config: Config = weights.config(config)?;
-    let attention = config.llama.attention(ROPE_THETA);
-    let window = |layer| config.window(layer);
-    Ok(Box::new(Llama::load(&config.llama, weights, &attention, window, dense_mlp)?))
+    let config: Config = weights.config(config.get("text_config").unwrap_or(config))?;
+    weights.keep_language_model();
+    let whole = config.llama.attention(ROPE_THETA);
+    let attention = |layer| AttentionConfig { window: config.window(layer), ..whole.clone() };
+    Ok(Box::new(Llama::load(&config.llama, weights, PRE_NORM, attention, dense_mlp)?))
 }
 
 #[cfg(test)]

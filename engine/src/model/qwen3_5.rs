@@ -9,7 +9,6 @@
 //! `models/qwen3_5_moe.py`, checked by the reference logits in `tests/fixtures`.
 
 use mlx_rs::ops::concatenate;
-use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
@@ -275,11 +274,9 @@ impl LinearAttn {
         let &Config { hidden_size: hidden, linear_num_value_heads: heads, .. } = config;
         let keys = config.linear_num_key_heads * config.linear_key_head_dim;
         let values = heads * config.linear_value_head_dim;
-        let conv1d = weights.take(&format!("{at}.conv1d.weight"))?;
-        let taps = (0..conv1d.dim(1)).map(|tap| conv1d.try_index((.., tap))?.contiguous());
         Ok(Self {
             delta: GatedDelta {
-                conv1d: taps.collect::<std::result::Result<_, _>>()?,
+                conv1d: weights.taps(&format!("{at}.conv1d"), 2 * keys + values)?,
                 a_log: weights.take_f32(&format!("{at}.A_log"))?,
                 dt_bias: weights.take(&format!("{at}.dt_bias"))?,
                 norm: weights.norm(&format!("{at}.norm"), config.rms_norm_eps)?,

@@ -4,10 +4,18 @@
 use std::path::{Path, PathBuf};
 
 use mlx_rs::Array;
+use mlx_rs::ops::indexing::TryIndexOp;
 use serde_json::{Value, json};
 
 use super::load;
 use crate::config::{Device, Dtype, ModelConfig};
+
+/// `config.json` of the fixture `family`.
+fn config_of(family: &str) -> Value {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/families");
+    serde_json::from_slice(&std::fs::read(fixtures.join(family).join("config.json")).unwrap())
+        .unwrap()
+}
 
 /// A copy of the fixture `family` whose config has the `changes`.
 struct Folder {
@@ -21,8 +29,7 @@ impl Folder {
         let folder = tempfile::tempdir().unwrap();
         let name = "model.safetensors";
         std::fs::copy(source.join(name), folder.path().join(name)).unwrap();
-        let config = std::fs::read(source.join("config.json")).unwrap();
-        let mut config: Value = serde_json::from_slice(&config).unwrap();
+        let mut config = config_of(family);
         for (key, value) in changes.as_object().unwrap() {
             config[key] = value.clone();
         }
@@ -36,9 +43,14 @@ impl Folder {
 
     /// Replaces the tensor `name`.
     fn with(self, name: &str, change: impl Fn(&Array) -> Array) -> Self {
+        let arrays = Array::load_safetensors(self.weights()).unwrap();
+        self.and(name, change(&arrays[name]))
+    }
+
+    /// Adds the tensor `name`.
+    fn and(self, name: &str, array: Array) -> Self {
         let mut arrays = Array::load_safetensors(self.weights()).unwrap();
-        let changed = change(&arrays[name]);
-        arrays.insert(name.into(), changed);
+        arrays.insert(name.into(), array);
         let all: Vec<(&str, &Array)> = arrays.iter().map(|(name, a)| (name.as_str(), a)).collect();
         let path = self.folder.path().join("changed.safetensors");
         Array::save_safetensors(all, None, &path).unwrap();
@@ -122,11 +134,15 @@ fn integers_are_not_taken_for_weights() {
 
 #[test]
 fn published_layouts_load() {
+    let vocabulary = |family: &str| {
+        let config = config_of(family);
+        config.get("text_config").unwrap_or(&config)["vocab_size"].clone()
+    };
     let check = |family: &str, changes: Value| {
         let folder = Folder::new(family, changes);
         let loaded = folder.load().expect(family);
         loaded.probe(folder.folder.path()).expect("it computes");
-        assert_eq!(loaded.embeddings, 256, "{family}");
+        assert_eq!(Value::from(loaded.embeddings), vocabulary(family), "{family}");
     };
     check("gemma3_text", json!({"sliding_window_pattern": 6}));
     check("gemma3_text", json!({"layer_types": null, "rope_theta": null, "rope_parameters": null}));
@@ -134,6 +150,104 @@ fn published_layouts_load() {
     check("qwen3_moe", json!({"num_local_experts": 8}));
     check("llama", json!({"tie_word_embeddings": null, "quantization": null, "layer_types": null}));
     check("qwen3_moe", json!({"max_window_layers": null, "use_sliding_window": null}));
+    // What transformers 5.23 writes in place of `global_head_dim` and `num_global_key_value_heads`.
+    let of_full = json!({"head_dim": 32, "num_key_value_heads": 1});
+    check(
+        "gemma4_text",
+        json!({"global_head_dim": null, "per_layer_config": {"2": of_full, "5": of_full}}),
+    );
+    let kinds = json!(["full_attention", "full_attention", "full_attention", "full_attention"]);
+    let without_windows =
+        json!({"sliding_window": null, "sliding_window_pattern": 0, "layer_types": kinds});
+    check("exaone4", without_windows);
+    let mut text = config_of("mistral3")["text_config"].clone();
+    text.as_object_mut().unwrap().remove("model_type");
+    check("mistral3", json!({"text_config": text}));
+}
+
+/// The logits of a few tokens.
+fn logits(folder: &Folder) -> Array {
+    let loaded = folder.load().unwrap();
+    let mut cache = loaded.model.new_cache().unwrap();
+    let tokens = Array::from_slice(&[7u32, 3, 250, 11, 9], &[5]);
+    let spans = &mut [crate::cache::Span { rows: 5, cache: &mut cache }];
+    let hidden = loaded.model.forward(&tokens, spans, super::Pass::WHOLE).unwrap();
+    loaded.model.logits(&hidden).unwrap()
+}
+
+fn largest(a: &Array) -> f32 {
+    a.abs().unwrap().max(None).unwrap().item_exact::<f32>()
+}
+
+/// The same model, once with the rows of queries and keys in the other order of its pairs.
+#[test]
+fn neighbouring_dimensions_rotate_together_if_the_config_says_so() {
+    let halves = Folder::new("llama", json!({"rope_scaling": null}));
+    let mut pairs = Folder::new("llama", json!({"rope_scaling": null, "rope_traditional": true}));
+    for layer in 0..3 {
+        for name in ["q_proj", "k_proj"] {
+            pairs = pairs.with(&format!("model.layers.{layer}.self_attn.{name}.weight"), |array| {
+                let [rows, columns] = [array.dim(0), array.dim(1)];
+                let heads = array.reshape(&[rows / 16, 2, 8, columns]).unwrap();
+                heads.swap_axes(1, 2).unwrap().reshape(&[rows, columns]).unwrap()
+            });
+        }
+    }
+    let [halves, pairs] = [logits(&halves), logits(&pairs)];
+    assert!(largest(&halves.subtract(&pairs).unwrap()) < 1e-4 * largest(&halves));
+}
+
+/// Bytes were served as numbers: the garbage had finite logits.
+#[test]
+fn fp8_is_read_wherever_the_config_says_so() {
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let fp8 = json!({"quant_method": "fp8"});
+    let folder = |config: Value| {
+        // 0x38 is 1 in E4M3.
+        let ones = |array: &Array| {
+            Array::full::<u8>(array.shape(), Array::from_slice(&[0x38u8], &[1])).unwrap()
+        };
+        Folder::new("mistral3", config)
+            .with("model.language_model.layers.0.mlp.up_proj.weight", ones)
+            .and("model.language_model.layers.0.mlp.up_proj.weight_scale_inv", Array::from_f32(0.1))
+    };
+    let mut text = config_of("mistral3")["text_config"].clone();
+    text["quantization_config"] = fp8.clone();
+    let [inside, outside] = [json!({"text_config": text}), json!({"quantization_config": fp8})]
+        .map(|c| logits(&folder(c)));
+    assert_eq!(largest(&inside.subtract(&outside).unwrap()), 0.0);
+    folder(json!({})).fails(&[name, "Uint8", "config.json must say how"]);
+}
+
+/// `mlx_lm.convert` names layers of other bits, other tools do not.
+#[test]
+fn mixed_bits_are_read_from_shapes() {
+    let whole = Folder::new("llama", json!({}));
+    let name = "model.layers.1.mlp.up_proj";
+    let arrays = Array::load_safetensors(whole.weights()).unwrap();
+    let weight = arrays[&format!("{name}.weight")].as_dtype(mlx_rs::Dtype::Float32).unwrap();
+    let expected = logits(&whole);
+    for (group_size, bits) in [(64, 8), (32, 8), (64, 6)] {
+        let quantization =
+            crate::nn::Quantization { group_size, bits, mode: crate::nn::Mode::Affine };
+        let packed = crate::nn::Packed::quantize(&weight, quantization);
+        let folder = Folder::new("llama", json!({"quantization": {"group_size": 64, "bits": 4}}))
+            .with(&format!("{name}.weight"), |_| packed.weight.clone())
+            .and(&format!("{name}.scales"), packed.scales.clone())
+            .and(&format!("{name}.biases"), packed.biases.clone().unwrap());
+        let difference = largest(&logits(&folder).subtract(&expected).unwrap());
+        assert!(difference < 0.05 * largest(&expected), "{bits} bits: {difference}");
+    }
+}
+
+#[test]
+fn heads_and_embeddings_of_another_shape_are_named() {
+    let cut = |array: &Array| array.try_index((.., ..32)).unwrap();
+    for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+        Folder::new("llama_linear", json!({}))
+            .with(name, cut)
+            .fails(&[&format!("`{name}` has the shape [256, 32]"), "[256, 64]"]);
+    }
 }
 
 #[cfg(unix)]

@@ -7,6 +7,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use mlx_rs::error::IoError;
+use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::stack;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
@@ -19,7 +20,8 @@ use super::fp8;
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels;
 use crate::nn::{
-    Embedding, GatedMlp, Joined, Linear, Mode, Packed, Quantization, RmsNorm, message,
+    Activation, Embedding, GatedMlp, Joined, Linear, Mode, Packed, PlainMlp, Quantization, RmsNorm,
+    message, scaled,
 };
 
 /// Tensors by name, and how to turn them into layers.
@@ -51,8 +53,11 @@ pub enum Storage {
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
-const OTHER_NAMES: [(&str, &str); 2] =
-    [("_sliding_window_pattern", "sliding_window_pattern"), ("num_local_experts", "num_experts")];
+const OTHER_NAMES: [(&str, &str); 3] = [
+    ("_sliding_window_pattern", "sliding_window_pattern"),
+    ("num_local_experts", "num_experts"),
+    ("n_routed_experts", "num_experts"),
+];
 
 /// Keys whose `null` means that there is none, where a missing key means a default.
 const NONE_IF_NULL: [&str; 3] =
@@ -215,7 +220,7 @@ impl Weights {
     }
 
     /// Renames every tensor; `None` drops it.
-    fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
+    pub fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
         self.arrays = std::mem::take(&mut self.arrays)
             .into_iter()
             .filter_map(|(name, array)| Some((new(&name)?, array)))
@@ -266,21 +271,57 @@ impl Weights {
         Ok(array)
     }
 
-    /// Takes the norm `NAME.weight`.
+    /// Takes the norm `NAME.weight`; those of hidden states have their size.
     pub fn norm(&mut self, name: &str, eps: f32) -> Result<RmsNorm> {
+        let is_whole = name.ends_with("layernorm") || name == "model.norm";
+        match self.hidden.filter(|_| is_whole) {
+            Some(hidden) => self.norm_of(name, eps, &[hidden]),
+            None => Ok(RmsNorm { weight: self.take(&format!("{name}.weight"))?, eps }),
+        }
+    }
+
+    /// Takes the norm `NAME.weight` of one of these `sizes`.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with both shapes if it has another one.
+    pub fn norm_of(&mut self, name: &str, eps: f32, sizes: &[i32]) -> Result<RmsNorm> {
         let weight = self.take(&format!("{name}.weight"))?;
-        if let Some(hidden) = self.hidden.filter(|_| name.ends_with("layernorm"))
-            && weight.shape() != [hidden]
-        {
-            return Err(self.misfit(name, weight.shape(), &[hidden]));
+        if weight.ndim() != 1 || !sizes.contains(&weight.dim(0)) {
+            return Err(self.misfit(name, weight.shape(), &sizes[..1]));
         }
         Ok(RmsNorm { weight, eps })
+    }
+
+    /// Multiplies a layer without biases, dense or packed, with `factor`, in the type it is stored in. Does
+    /// nothing if the checkpoint has no such layer.
+    ///
+    /// # Errors
+    /// [`Error::Model`] if its scales are no floats.
+    pub fn multiply(&mut self, layer: &str, factor: f32) -> Result<()> {
+        let is_packed = self.has(&format!("{layer}.scales"));
+        for part in if is_packed { &["scales", "biases"][..] } else { &["weight"] } {
+            let name = format!("{layer}.{part}");
+            let Some(array) = self.arrays.get_mut(&name) else { continue };
+            if !array.dtype().is_float() {
+                let problem =
+                    format!("`{name}` holds {:?}, which cannot be multiplied", array.dtype());
+                return Err(self.problem("", problem));
+            }
+            *array = scaled(array, factor)?;
+        }
+        Ok(())
     }
 
     /// Takes an embedding, [V, D].
     pub fn embedding(&mut self, name: &str) -> Result<Embedding> {
         let embedding = self.linear(name)?;
-        let rows = usize::try_from(embedding.shape()[0]).unwrap_or(0);
+        let [rows, size] = embedding.shape();
+        if let Some(hidden) = self.hidden.filter(|_| name.ends_with("embed_tokens"))
+            && size != hidden
+        {
+            return Err(self.misfit(name, &[rows, size], &[rows, hidden]));
+        }
+        let rows = usize::try_from(rows).unwrap_or(0);
         self.embeddings = self.embeddings.min(rows);
         Ok(Embedding(embedding))
     }
@@ -311,13 +352,54 @@ impl Weights {
         })
     }
 
+    /// Takes the block of `AT.up_proj` and `AT.down_proj`, or a stack of blocks.
+    pub fn plain_mlp(&mut self, at: &str, activation: Activation) -> Result<PlainMlp> {
+        let up_proj = self.linear(&format!("{at}.up_proj"))?;
+        let [size, inputs] = up_proj.shape();
+        let down_proj = self.linear_of(&format!("{at}.down_proj"), [inputs, size])?;
+        Ok(PlainMlp { activation, up_proj, down_proj })
+    }
+
+    /// Takes the taps of a depthwise convolution, [C] each, oldest first, from `NAME.weight`: published as
+    /// [C, 1, K], and by MLX's converter as [C, K, 1].
+    pub fn taps(&mut self, name: &str, channels: i32) -> Result<Vec<Array>> {
+        let weight = self.take(&format!("{name}.weight"))?;
+        if weight.dim(0) != channels {
+            return Err(self.misfit(name, weight.shape(), &[channels, 1, weight.dim(-1)]));
+        }
+        let weight = weight.reshape(&[channels, -1])?;
+        let taps = (0..weight.dim(1)).map(|tap| weight.try_index((.., tap))?.contiguous());
+        Ok(taps.collect::<std::result::Result<_, _>>()?)
+    }
+
+    /// Takes the tensor `name` of `len` elements as f32.
+    pub fn vector_f32(&mut self, name: &str, len: i32) -> Result<Array> {
+        let vector = self.take_f32(name)?;
+        if vector.shape() == [len] {
+            return Ok(vector);
+        }
+        let problem = format!(
+            "`{name}` has the shape {:?}, which config.json makes {:?}",
+            vector.shape(),
+            [len]
+        );
+        Err(self.problem("", problem))
+    }
+
     /// Takes the output head, which is `embed_tokens` if the two are `tied` or the checkpoint has
     /// no head.
     pub fn lm_head(&mut self, embed_tokens: &Embedding, tied: bool) -> Result<Linear> {
         if tied || !self.has("lm_head.weight") {
             return Ok(embed_tokens.0.clone());
         }
-        self.linear("lm_head")
+        let head = self.linear("lm_head")?;
+        let [rows, inputs] = head.shape();
+        match self.hidden {
+            Some(hidden) if inputs != hidden => {
+                Err(self.misfit("lm_head", &[rows, inputs], &[rows, hidden]))
+            }
+            _ => Ok(head),
+        }
     }
 
     /// Takes a linear layer of `shape` [out, in], or a stack of them.
@@ -325,7 +407,7 @@ impl Weights {
     /// # Errors
     /// [`Error::Model`] with both shapes if it has another one.
     pub fn linear_of(&mut self, name: &str, shape: [i32; 2]) -> Result<Linear> {
-        let layer = self.linear(name)?;
+        let layer = self.linear_with(name, Some(shape[1]))?;
         if layer.shape() != shape {
             return Err(self.misfit(name, &layer.shape(), &shape));
         }
@@ -342,6 +424,11 @@ impl Weights {
     /// Takes a linear layer: `NAME.weight`, `.scales` and `.biases` if it is quantized, and `.bias`
     /// if there is one.
     pub fn linear(&mut self, name: &str) -> Result<Linear> {
+        self.linear_with(name, None)
+    }
+
+    /// [`Weights::linear`] of a layer with `inputs`, if they are known.
+    fn linear_with(&mut self, name: &str, inputs: Option<i32>) -> Result<Linear> {
         let bias_name = format!("{name}.bias");
         let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
         let weight_name = format!("{name}.weight");
@@ -353,7 +440,8 @@ impl Weights {
             }
             return Ok(Linear::Dense { weight, bias });
         }
-        let Some(&quantization) = self.mixed.get(name).or(self.quantization.as_ref()) else {
+        let named = self.mixed.get(name).copied();
+        let Some(mut quantization) = named.or(self.quantization) else {
             let problem = format!("`{name}` has scales, but the key `quantization` is missing");
             return Err(self.problem("config.json", problem));
         };
@@ -364,7 +452,7 @@ impl Weights {
         }
         let affine = quantization.mode == Mode::Affine;
         let scales = format!("{name}.scales");
-        let packed = Packed {
+        let mut packed = Packed {
             weight: self.remove(&weight_name)?,
             // Other modes encode scales in bytes, which must not be cast.
             scales: if affine { self.take_scales(&scales)? } else { self.remove(&scales)? },
@@ -374,6 +462,10 @@ impl Weights {
             own_kernel: false,
         };
         let (columns, groups) = (packed.weight.dim(-1), packed.scales.dim(-1));
+        if named.is_none() && affine {
+            quantization = inferred(quantization, inputs, columns, groups);
+            packed.quantization = quantization;
+        }
         let Quantization { group_size, bits, .. } = quantization;
         if packed.weight.ndim() < 2 || columns * 32 != groups * group_size * bits {
             let problem = format!(
@@ -469,6 +561,20 @@ impl Weights {
     }
 }
 
+/// The quantization of a layer that `config.json` does not name, from its shape: recipes of mixed bits leave
+/// names out. `columns` are its 32-bit words and `groups` its scales in a row; without `inputs` the group
+/// size is that of the other layers.
+///
+/// Source: mlx-lm `utils.py`, `infer_quant_config`.
+fn inferred(all: Quantization, inputs: Option<i32>, columns: i32, groups: i32) -> Quantization {
+    let groups = groups.max(1);
+    let inputs = inputs.unwrap_or(groups * all.group_size).max(1);
+    let found = Quantization { group_size: inputs / groups, bits: columns * 32 / inputs, ..all };
+    let is_known =
+        [32, 64, 128].contains(&found.group_size) && [2, 3, 4, 5, 6, 8].contains(&found.bits);
+    if is_known { found } else { all }
+}
+
 /// The weight files of a folder, sorted. Fails if there are none or one of the index is missing.
 pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
     #[derive(Deserialize)]
@@ -506,50 +612,4 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A folder with an index that lists `model.safetensors`, and the files `names`, each with a
-    /// tensor of that name.
-    fn folder(names: &[&str]) -> tempfile::TempDir {
-        let folder = tempfile::tempdir().unwrap();
-        for name in names {
-            let array = Array::from_slice(&[1f32], &[1]);
-            Array::save_safetensors([(*name, &array)], None, folder.path().join(name)).unwrap();
-        }
-        let index = json!({"weight_map": {"model.safetensors": "model.safetensors"}});
-        let path = folder.path().join("model.safetensors.index.json");
-        std::fs::write(path, index.to_string()).unwrap();
-        folder
-    }
-
-    fn open(folder: &Path, config: &Value) -> Result<Weights> {
-        Weights::open(folder, config, Dtype::Float32, Storage::Packed)
-    }
-
-    /// Converters add files of MTP layers without changing the index. Other unlisted files are other
-    /// checkpoints (`consolidated.safetensors`).
-    #[test]
-    fn unlisted_mtp_files_are_read() {
-        let names = ["model.safetensors", "mtp-q4.safetensors", "consolidated.safetensors"];
-        let folder = folder(&names);
-        let weights = open(folder.path(), &json!({})).unwrap();
-        assert_eq!(names.map(|name| weights.has(name)), [true, true, false]);
-    }
-
-    #[test]
-    fn unknown_quantization_is_rejected_by_name() {
-        let folder = folder(&["model.safetensors"]);
-        let check = |config: Value, expected: &[&str]| {
-            let error = open(folder.path(), &config).err().unwrap().to_string();
-            for part in expected {
-                assert!(error.contains(part), "`{error}` does not contain `{part}`");
-            }
-        };
-        check(json!({"quantization": {"mode": "int2"}}), &["config.json", "int2", "mxfp4"]);
-        let layer = json!({"bits": 4, "a.b": {"mode": "int2"}});
-        check(json!({"quantization": layer}), &["config.json", "quantization.a.b", "int2"]);
-        let published = json!({"quant_method": "awq", "bits": 4});
-        check(json!({"quantization_config": published}), &["quant_method", "awq", "convert"]);
-    }
-}
+mod tests;

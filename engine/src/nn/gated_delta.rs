@@ -21,17 +21,15 @@ use mlx_rs::ops::{
 };
 use mlx_rs::{Array, Dtype, fast};
 
+use super::runs::{SHORT_ROWS, by_run};
 use super::{RmsNorm, fused, scaled, silu};
-use crate::cache::{Element, LayerCache, Recurrent, Span, Writes, delta_write};
+use crate::cache::{Element, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
 use crate::kernels::{self, GatedDeltaRows};
 
 /// Tokens in a chunk. Longer chunks mean fewer sequential steps but a larger triangle to invert; 64
 /// is the paper's choice.
 pub const CHUNK: i32 = 64;
-
-/// Spans up to this long use the short form. The chunked form costs the same for 1 and 64 rows.
-const SHORT_ROWS: i32 = 8;
 
 /// Added to the sum of squares of q and k before the root. A constant of the reference
 /// implementation, not the configured epsilon.
@@ -71,70 +69,6 @@ pub struct Projected {
     pub a: Array,
 }
 
-impl Projected {
-    /// `count` neighbouring spans of `rows` rows each, from row `start` of a pass on, as a batch.
-    fn spans(&self, start: i32, count: i32, rows: i32) -> Result<Self> {
-        let part = |a: &Array| -> Result<Array> {
-            let end = start + count * rows;
-            let part =
-                if end - start == a.dim(1) { a.clone() } else { a.try_index((.., start..end))? };
-            if count == 1 { Ok(part) } else { Ok(part.reshape(&[count, rows, -1])?) }
-        };
-        Ok(Self { qkv: part(&self.qkv)?, z: part(&self.z)?, b: part(&self.b)?, a: part(&self.a)? })
-    }
-
-    fn stack(parts: &[Self]) -> Result<Self> {
-        if let [part] = parts {
-            return Ok(part.clone());
-        }
-        let joined = |field: fn(&Self) -> &Array| {
-            concatenate(&parts.iter().map(field).collect::<Vec<_>>(), 0)
-        };
-        Ok(Self {
-            qkv: joined(|part| &part.qkv)?,
-            z: joined(|part| &part.z)?,
-            b: joined(|part| &part.b)?,
-            a: joined(|part| &part.a)?,
-        })
-    }
-}
-
-/// Neighbouring spans with the same number of rows.
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    /// The first of them.
-    first: usize,
-    count: i32,
-    /// Rows of each.
-    rows: i32,
-    /// The first row of the first.
-    start: i32,
-}
-
-impl Run {
-    /// The runs of a pass. Spans that are not short run alone.
-    fn all(spans: &[Span<'_>]) -> Vec<Self> {
-        let mut runs: Vec<Self> = Vec::new();
-        let mut start = 0;
-        for (first, span) in spans.iter().enumerate() {
-            match runs.last_mut() {
-                Some(run) if run.rows == span.rows && run.is_short() => run.count += 1,
-                _ => runs.push(Self { first, count: 1, rows: span.rows, start }),
-            }
-            start += span.rows;
-        }
-        runs
-    }
-
-    fn is_short(&self) -> bool {
-        self.rows <= SHORT_ROWS
-    }
-
-    fn spans(&self) -> std::ops::Range<usize> {
-        self.first..self.first + self.count as usize
-    }
-}
-
 impl GatedDelta {
     /// An empty cache of this layer; activations are in `dtype`.
     pub fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
@@ -149,38 +83,10 @@ impl GatedDelta {
 
     /// Runs the rows `x` of all spans through convolution, delta rule, norm and gate: [1, R, H_v D_v].
     /// `layer` is their entry in each span's cache.
-    ///
-    /// Short spans of the same number of rows, such as the steps of all sequences that decode, are
-    /// stacked in one batch. Each element of a batch is computed as if it were alone.
     pub fn forward(&self, x: &Projected, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let runs = Run::all(spans);
-        let mut parts: Vec<Option<Array>> = vec![None; runs.len()];
-        for (first, run) in runs.iter().enumerate() {
-            if parts[first].is_some() {
-                continue;
-            }
-            let stacked = |&i: &usize| i == first || (runs[i].rows == run.rows && run.is_short());
-            let batch: Vec<usize> = (first..runs.len()).filter(stacked).collect();
-            let own = batch.iter().map(|&i| x.spans(runs[i].start, runs[i].count, run.rows));
-            let own = Projected::stack(&own.collect::<Result<Vec<_>>>()?)?;
-            let members: Vec<usize> = batch.iter().flat_map(|&i| runs[i].spans()).collect();
-            let caches = spans.iter_mut().enumerate().filter(|(i, _)| members.contains(i));
-            let mut caches: Vec<_> = caches.map(|(_, span)| recurrent(span, layer)).collect();
-            let y = self.run(&own, &mut caches)?;
-            let mut start = 0;
-            for i in batch {
-                let Run { count, rows, .. } = runs[i];
-                let own =
-                    if count == y.dim(0) { y.clone() } else { y.try_index(start..start + count)? };
-                parts[i] = Some(own.reshape(&[1, count * rows, -1])?);
-                start += count;
-            }
-        }
-        let parts: Vec<Array> = parts.into_iter().flatten().collect();
-        match &parts[..] {
-            [part] => Ok(part.clone()),
-            parts => Ok(concatenate(parts, 1)?),
-        }
+        by_run([&x.qkv, &x.z, &x.b, &x.a], spans, layer, |[qkv, z, b, a], caches| {
+            self.run(&Projected { qkv, z, b, a }, caches)
+        })
     }
 
     /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
@@ -197,7 +103,7 @@ impl GatedDelta {
             if let Some(writes) = &writes
                 && cache.has_draft_mark()
             {
-                cache.record(x.qkv.try_index(i..i + 1)?, writes.of(i)?);
+                cache.record(x.qkv.try_index(i..i + 1)?, Some(writes.of(i)?));
             }
         }
         let elements = Element::all_of(state).zip(Element::all_of(tail));
@@ -232,14 +138,6 @@ impl GatedDelta {
     }
 }
 
-/// The recurrent cache of a GatedDeltaNet layer.
-fn recurrent<'a>(span: &'a mut Span<'_>, layer: usize) -> &'a mut Recurrent {
-    match &mut span.cache.layers[layer] {
-        LayerCache::Recurrent(recurrent) => recurrent,
-        _ => unreachable!("new_cache made this layer's cache"),
-    }
-}
-
 /// A step of a few rows, from the projections to the norm: `inputs` as in [`delta_inputs`]; returns
 /// y [B, H, T, D_v], the next state, and the fields of [`Writes`].
 fn step(inputs: &[Array]) -> Result<[Array; 5]> {
@@ -259,7 +157,7 @@ fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
     let [batch, rows] = [b.dim(0), b.dim(1)];
     let [value_heads, value_dim, key_dim] = [state.dim(1), state.dim(2), state.dim(3)];
     let keys = (joined.dim(2) - value_heads * value_dim) / 2;
-    let qkv = convolve(joined, taps, rows)?.split_at_indices(&[keys, 2 * keys], 2)?;
+    let qkv = silu(&convolve(joined, taps, rows)?)?.split_at_indices(&[keys, 2 * keys], 2)?;
     // [B, T, H_k D_k] to unit vectors [B, T, H_v, D_k], each head repeated for its value heads.
     let unit_heads = |x: &Array| -> Result<Array> {
         let x = x.reshape(&[batch, rows, keys / key_dim, 1, key_dim])?;
@@ -275,7 +173,6 @@ fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
     let log_decay = exp(a_log)?.multiply(duration)?.negative()?;
 
     // The state sums over the whole context, so these are f32 whatever the weights' dtype is.
-    let heads_first = |a: &Array| a.as_dtype(Dtype::Float32)?.swap_axes(1, 2);
     Ok(DeltaInputs {
         q: scaled(&heads_first(&unit_heads(&qkv[0])?)?, (key_dim as f32).powf(-0.5))?,
         k: heads_first(&unit_heads(&qkv[1])?)?,
@@ -285,8 +182,18 @@ fn delta_inputs(inputs: &[Array]) -> Result<DeltaInputs> {
     })
 }
 
-/// Causal depthwise convolution of `x` [B, K - 1 + T, C] with K taps [C], then SiLU.
-fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
+/// `a` [B, T, H, ..] as f32 [B, H, T, ..].
+///
+/// Copied where B and H are not one stride apart: on CUDA, MLX 0.32.2 multiplies such batches through arrays of pointers,
+/// and products of several rows are wrong in some runs (`kernels/cuda/tests.rs` prints by how much).
+pub fn heads_first(a: &Array) -> Result<Array> {
+    let (is_batch, is_short) = (a.dim(0) > 1, a.dim(1) == 1);
+    let a = a.as_dtype(Dtype::Float32)?.swap_axes(1, 2)?;
+    if is_batch && !is_short { Ok(a.contiguous()?) } else { Ok(a) }
+}
+
+/// Causal depthwise convolution of `x` [B, K - 1 + T, C] with K taps [C].
+pub fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
     let mut sum: Option<Array> = None;
     for (tap, weight) in (0i32..).zip(taps) {
         let term = x.try_index((.., tap..tap + rows, ..))?.multiply(weight)?;
@@ -295,7 +202,7 @@ fn convolve(x: &Array, taps: &[Array], rows: i32) -> Result<Array> {
             None => term,
         });
     }
-    silu(&sum.expect("a kernel has at least one tap: checked by the loader"))
+    Ok(sum.expect("a kernel has at least one tap: checked by the loader"))
 }
 
 /// Inputs of the delta rule, all f32 and heads first.
@@ -358,7 +265,7 @@ pub fn delta_rule_short(x: &DeltaInputs, state: &Array) -> Result<(Array, Array,
 
 /// e^(G_t - G_i) for i <= t, else 0: [.., T, T] of running sums G [.., T]. Masked before the
 /// exponential, which would overflow above the diagonal.
-fn pairwise_decay(running: &Array) -> Result<Array> {
+pub(super) fn pairwise_decay(running: &Array) -> Result<Array> {
     let rows = running.dim(-1);
     let exponent = running.expand_dims(-1)?.subtract(running.expand_dims(-2)?)?;
     let lower = tri::<f32>(rows, None, None)?.as_type::<bool>()?;

@@ -37,6 +37,14 @@ impl Linear {
         }
     }
 
+    /// The matrix, or the stack of them, dequantized.
+    pub fn dense(&self) -> Result<Array> {
+        match self {
+            Self::Dense { weight, .. } => Ok(weight.clone()),
+            Self::Quantized { weight, .. } => weight.dequantize(),
+        }
+    }
+
     /// `x` [.., in] to [.., out], in `x`'s dtype.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let (y, bias) = match self {

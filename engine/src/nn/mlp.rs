@@ -1,9 +1,50 @@
-//! Gated feed-forward blocks, SwiGLU and GEGLU (arXiv:2002.05202).
+//! Feed-forward blocks: gated, SwiGLU and GEGLU (arXiv:2002.05202), and with one matrix before the
+//! activation, squared ReLU (arXiv:2109.08668) and xIELU (arXiv:2411.13010).
 
-use mlx_rs::Array;
+use mlx_rs::ops::{expm1, logaddexp, maximum, minimum, select};
+use mlx_rs::{Array, Dtype};
 
 use super::{Joined, Linear};
 use crate::error::Result;
+
+/// A feed-forward block, or a stack of them.
+#[derive(Debug, Clone)]
+pub enum Block {
+    /// With a gate.
+    Gated(GatedMlp),
+    /// Without one.
+    Plain(PlainMlp),
+}
+
+impl Block {
+    /// `x` [1, R, D], same shape back.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        match self {
+            Self::Gated(mlp) => mlp.forward(x),
+            Self::Plain(mlp) => mlp.forward(x),
+        }
+    }
+
+    /// Each row of `x` through its own block of a stack; arguments as in [`Linear::gather`].
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
+        match self {
+            Self::Gated(mlp) => mlp.gather(x, which, sorted),
+            Self::Plain(mlp) => mlp.gather(x, which, sorted),
+        }
+    }
+}
+
+impl From<GatedMlp> for Block {
+    fn from(mlp: GatedMlp) -> Self {
+        Self::Gated(mlp)
+    }
+}
+
+impl From<PlainMlp> for Block {
+    fn from(mlp: PlainMlp) -> Self {
+        Self::Plain(mlp)
+    }
+}
 
 /// `down(gated(gate x, up x))`. A stack of them has a leading dimension E.
 #[derive(Debug, Clone)]
@@ -27,5 +68,69 @@ impl GatedMlp {
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
         let [gate, up] = self.gate_up.gather(x, which, sorted)?;
         self.down_proj.gather(&(self.gated)(gate, up)?, which, sorted)
+    }
+}
+
+/// `down(activation(up x))`. A stack of them has a leading dimension E.
+#[derive(Debug, Clone)]
+pub struct PlainMlp {
+    /// Of the outputs of `up_proj`.
+    pub activation: Activation,
+    /// [F, D]
+    pub up_proj: Linear,
+    /// [D, F]
+    pub down_proj: Linear,
+}
+
+/// An activation that is not gated.
+#[derive(Debug, Clone)]
+pub enum Activation {
+    /// `max(x, 0)^2`
+    Relu2,
+    /// `a x^2 + b x` for positive x, `(e^min(x, eps) - 1 - x) c + b x` for others.
+    Xielu {
+        /// f32 [1], `a` before the softplus.
+        alpha_p: Array,
+        /// f32 [1], `c - b` before the softplus.
+        alpha_n: Array,
+        /// f32 [1], `b`
+        beta: Array,
+        /// f32 [1]
+        eps: Array,
+    },
+}
+
+impl PlainMlp {
+    /// `x` [1, R, D], same shape back.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        self.down_proj.forward(&self.activation.forward(&self.up_proj.forward(x)?)?)
+    }
+
+    /// Each row of `x` through its own block of a stack; arguments as in [`Linear::gather`].
+    pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
+        let activated = self.activation.forward(&self.up_proj.gather(x, which, sorted)?)?;
+        self.down_proj.gather(&activated, which, sorted)
+    }
+}
+
+impl Activation {
+    /// `x` [..], same shape and dtype back.
+    fn forward(&self, x: &Array) -> Result<Array> {
+        let zero = Array::from_f32(0.0);
+        match self {
+            Self::Relu2 => Ok(maximum(x, zero.as_dtype(x.dtype())?)?.square()?),
+            Self::Xielu { alpha_p, alpha_n, beta, eps } => {
+                let dtype = x.dtype();
+                // The difference of e^x - 1 and x has few digits left in 16 bits.
+                let x = &x.as_dtype(Dtype::Float32)?;
+                let softplus = |alpha: &Array| logaddexp(alpha, &zero);
+                let line = x.multiply(beta)?;
+                let curve = expm1(minimum(x, eps)?)?.subtract(x)?;
+                let negative = curve.multiply(softplus(alpha_n)?.add(beta)?)?;
+                let positive = x.square()?.multiply(softplus(alpha_p)?)?;
+                let y = select(x.gt(&zero)?, positive, negative)?.add(line)?;
+                Ok(y.as_dtype(dtype)?)
+            }
+        }
     }
 }

@@ -1,31 +1,36 @@
 //! Arithmetic that families share: layers hold weights and are pure functions of their inputs.
 //!
-//! Nothing here knows a family or a request. Only [`attention`] and [`gated_delta`] touch caches,
-//! and only append to them.
+//! Nothing here knows a family or a request. Only [`attention`] and the recurrent layers
+//! ([`by_run`]) touch caches, and only append to them.
 
 mod attention;
 mod compiled;
 mod gated_delta;
 mod joined;
 mod linear;
+mod mamba2;
 mod mlp;
 mod moe;
 mod norm;
 mod packed;
 mod rope;
+mod runs;
 
 pub use attention::{Scores, attend, attention};
 pub use compiled::{compile_steps, fused};
 pub use gated_delta::{
-    CHUNK, GatedDelta, Projected, delta_rule_chunked, delta_rule_recurrent, delta_rule_short,
+    CHUNK, GatedDelta, Projected, convolve, delta_rule_chunked, delta_rule_recurrent,
+    delta_rule_short,
 };
 pub use joined::Joined;
 pub use linear::{Embedding, Linear};
-pub use mlp::GatedMlp;
-pub use moe::{Experts, Mlp, Moe, Shared};
-pub use norm::RmsNorm;
+pub use mamba2::{GatedNorm, Mamba2};
+pub use mlp::{Activation, Block, GatedMlp, PlainMlp};
+pub use moe::{Experts, Groups, Mlp, Moe, Shared};
+pub use norm::{LayerNorm, RmsNorm};
 pub use packed::{DENSE_ROWS, Mode, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
+pub use runs::by_run;
 
 use mlx_rs::Array;
 use mlx_rs::error::{AsSliceError, ConversionError, Exception};

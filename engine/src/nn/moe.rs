@@ -6,11 +6,11 @@
 //! Source: arXiv:1701.06538; Qwen3-MoE (arXiv:2505.09388) for the router, Qwen2-MoE for the shared
 //! expert and its gate; mlx-lm `models/switch_layers.py` for sorting.
 
-use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
-use mlx_rs::ops::{argpartition_axis, argsort_axis, sigmoid, softmax_axis};
+use mlx_rs::ops::{argpartition_axis, argsort_axis, select, sigmoid, softmax_axis, sort_axis};
+use mlx_rs::{Array, Dtype};
 
-use super::{GatedMlp, Linear};
+use super::{Block, Linear, scaled};
 use crate::error::Result;
 
 /// Sorting does not pay for fewer choices.
@@ -21,7 +21,7 @@ const SORTED_CHOICES: i32 = 64;
 #[allow(clippy::large_enum_variant, reason = "there is one in a layer, and most are dense")]
 pub enum Mlp {
     /// One block for all rows.
-    Dense(GatedMlp),
+    Dense(Block),
     /// A few experts for each row.
     Sparse(Box<Moe>),
 }
@@ -36,7 +36,8 @@ impl Mlp {
     }
 }
 
-/// `sum over the chosen e of p_e expert_e(x)`, with p the router's softmax.
+/// `sum over the chosen e of p_e expert_e(x)`, with p the router's softmax, or its sigmoid if there are
+/// `groups`.
 #[derive(Debug, Clone)]
 pub struct Moe {
     /// The router, [E, D].
@@ -47,45 +48,113 @@ pub struct Moe {
     pub top_k: i32,
     /// Whether the chosen probabilities are scaled to a sum of 1.
     pub norm_topk_prob: bool,
+    /// Factor of the chosen probabilities.
+    pub scale: f32,
+    /// How experts are chosen by sigmoids.
+    pub groups: Option<Groups>,
     /// An expert for all rows.
     pub shared: Option<Shared>,
 }
 
-/// A stack of E gated blocks.
+/// Choice by sigmoids and a bias that balanced the experts in training: the best groups by the sum of their
+/// two best experts, then the best experts of these (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 #[derive(Debug, Clone)]
-pub struct Experts(pub GatedMlp);
+pub struct Groups {
+    /// f32 [E], added for the choice only.
+    pub bias: Array,
+    /// Groups of neighbouring experts.
+    pub count: i32,
+    /// Groups that are chosen.
+    pub chosen: i32,
+}
 
-/// `sigmoid(gate x) * expert(x)`
+/// A stack of E blocks.
+#[derive(Debug, Clone)]
+pub struct Experts(pub Block);
+
+/// `expert(x)`, times `sigmoid(gate x)` if there is a gate.
 #[derive(Debug, Clone)]
 pub struct Shared {
     /// May differ in width from the others.
-    pub expert: GatedMlp,
+    pub expert: Block,
     /// [1, D]
-    pub gate: Linear,
+    pub gate: Option<Linear>,
 }
 
 impl Moe {
     /// `x` [1, R, D], same shape back.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        // The softmax sums in f32; its result has x's dtype.
-        let probabilities = softmax_axis(self.gate.forward(x)?, -1, true)?;
-        let order = argpartition_axis(&probabilities, -self.top_k, -1)?;
+        let (chosen, shares) = self.choose(x)?;
+        let y = self.experts.sum(x, &chosen, &shares)?;
+        match &self.shared {
+            Some(shared) => Ok(y.add(shared.forward(x)?)?),
+            None => Ok(y),
+        }
+    }
+
+    /// The experts of each row of `x` [1, R, D], [1, R, K] (u32), and their shares, [1, R, K].
+    pub fn choose(&self, x: &Array) -> Result<(Array, Array)> {
+        let scores = self.gate.forward(x)?;
+        let (probabilities, ranks) = match &self.groups {
+            // The softmax sums in f32; its result has x's dtype.
+            None => {
+                let probabilities = softmax_axis(scores, -1, true)?;
+                (probabilities.clone(), probabilities)
+            }
+            Some(groups) => {
+                let probabilities = sigmoid(scores.as_dtype(Dtype::Float32)?)?;
+                let ranks = groups.ranks(&probabilities)?;
+                (probabilities, ranks)
+            }
+        };
+        let order = argpartition_axis(&ranks, -self.top_k, -1)?;
         let chosen = order.try_index((.., .., -self.top_k..))?;
         let mut shares = take_along_axis(&probabilities, &chosen, -1)?;
         if self.norm_topk_prob {
             shares = shares.divide(shares.sum_axis(-1, true)?)?;
         }
-        let y = self.experts.forward(x, &chosen)?;
-        let mut y = y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?;
-        if let Some(shared) = &self.shared {
-            let gate = sigmoid(shared.gate.forward(x)?)?;
-            y = y.add(shared.expert.forward(x)?.multiply(gate)?)?;
+        if self.scale != 1.0 {
+            shares = scaled(&shares, self.scale)?;
         }
-        Ok(y)
+        Ok((chosen, shares.as_dtype(x.dtype())?))
+    }
+}
+
+impl Groups {
+    /// What the choice goes by, [1, R, E]: 0 for experts of other groups than the best.
+    fn ranks(&self, probabilities: &Array) -> Result<Array> {
+        let ranks = probabilities.add(&self.bias)?;
+        if self.count <= 1 || self.chosen >= self.count {
+            return Ok(ranks);
+        }
+        let parts = ranks.reshape(&[1, ranks.dim(1), self.count, -1])?;
+        let experts = parts.dim(3);
+        let best = sort_axis(&parts, -1)?.try_index((.., .., .., (experts - 2).max(0)..))?;
+        let sums = best.sum_axis(-1, true)?;
+        let least = sort_axis(&sums, 2)?.try_index((.., .., -self.chosen, ..))?.expand_dims(2)?;
+        let kept = select(sums.ge(least)?, parts, Array::from_f32(0.0))?;
+        Ok(kept.reshape(ranks.shape())?)
+    }
+}
+
+impl Shared {
+    /// `x` [1, R, D], same shape back.
+    fn forward(&self, x: &Array) -> Result<Array> {
+        let y = self.expert.forward(x)?;
+        match &self.gate {
+            Some(gate) => Ok(y.multiply(sigmoid(gate.forward(x)?)?)?),
+            None => Ok(y),
+        }
     }
 }
 
 impl Experts {
+    /// The sum of the `chosen` experts of each row of `x` [1, R, D], times their `shares`: [1, R, D].
+    pub fn sum(&self, x: &Array, chosen: &Array, shares: &Array) -> Result<Array> {
+        let y = self.forward(x, chosen)?;
+        Ok(y.multiply(shares.expand_dims(-1)?)?.sum_axis(-2, false)?)
+    }
+
     /// `x` [1, R, D] through the experts `chosen` [1, R, K] (u32) of each row: [1, R, K, D].
     pub fn forward(&self, x: &Array, chosen: &Array) -> Result<Array> {
         let [rows, k, d] = [x.dim(1), chosen.dim(2), x.dim(2)];
@@ -106,7 +175,7 @@ impl Experts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::{Joined, Mode, Packed, Quantization, swiglu};
+    use crate::nn::{GatedMlp, Joined, Mode, Packed, Quantization, swiglu};
     use mlx_rs::ops::concatenate;
     use mlx_rs::random;
 
@@ -138,7 +207,7 @@ mod tests {
             [dense(1, &[5, 64, 32]), dense(2, &[5, 64, 32]), dense(3, &[5, 32, 64])];
         let experts = |[gate, up, down_proj]: [Linear; 3]| {
             let gate_up = Joined::new([gate, up]).unwrap();
-            Experts(GatedMlp { gated: swiglu, gate_up, down_proj })
+            Experts(GatedMlp { gated: swiglu, gate_up, down_proj }.into())
         };
         let quantized = experts([packed(&gate), packed(&up), packed(&down)]);
         let experts = experts([gate, up, down]);

@@ -1,4 +1,5 @@
-//! Root mean square normalisation (arXiv:1910.07467).
+//! Normalisation: by the root mean square (arXiv:1910.07467), and layer normalisation
+//! (arXiv:1607.06450).
 
 use mlx_rs::{Array, fast};
 
@@ -21,5 +22,21 @@ impl RmsNorm {
             Some(y) => y,
             None => Ok(fast::rms_norm(x, Some(&self.weight), self.eps)?),
         }
+    }
+}
+
+/// `(x - mean(x)) / sqrt(var(x) + eps) * weight` over the last axis, statistics in f32.
+#[derive(Debug, Clone)]
+pub struct LayerNorm {
+    /// [D]
+    pub weight: Array,
+    /// Added to the variance.
+    pub eps: f32,
+}
+
+impl LayerNorm {
+    /// `x` [.., D], same shape and dtype back.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        Ok(fast::layer_norm(x, Some(&self.weight), None, self.eps)?)
     }
 }

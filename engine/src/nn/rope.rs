@@ -1,11 +1,12 @@
-//! Rotary position embedding (arXiv:2104.09864), halves paired, on the first `dims` of a head.
+//! Rotary position embedding (arXiv:2104.09864) on the first `dims` of a head: dimension `i` is paired with
+//! `i + dims / 2`, or, if `rope_traditional` is set, `2 i` with `2 i + 1`.
 //!
 //! [`RopeConfig`] holds the keys of `config.json`, in the layout before transformers 5 (`rope_theta`
 //! and `rope_scaling`) and since (`rope_parameters`). [`RopeConfig::rope`] turns them into
 //! frequencies.
 //!
-//! Source: `llama3` from Llama 3.1's reference code, `yarn` from arXiv:2309.00071; both as in
-//! `transformers` `modeling_rope_utils.py` and mlx-lm `models/rope_utils.py`.
+//! Source: `llama3` from Llama 3.1's reference code, `yarn` from arXiv:2309.00071, `longrope` from
+//! arXiv:2402.13753; as in `transformers` `modeling_rope_utils.py` and mlx-lm `models/rope_utils.py`.
 
 use std::f64::consts::TAU;
 
@@ -20,6 +21,8 @@ use crate::error::Result;
 pub struct Rope {
     dims: i32,
     theta: f32,
+    /// Whether neighbouring dimensions are paired.
+    pub traditional: bool,
     /// Factor of positions.
     scale: f32,
     /// f32 [dims / 2]: positions per radian, if they are not the powers of `theta`.
@@ -31,7 +34,7 @@ pub struct Rope {
 impl Rope {
     /// Rotates the first `dims` dimensions of a head; frequencies are the powers of `theta`.
     pub fn new(dims: i32, theta: f32) -> Self {
-        Self { dims, theta, scale: 1.0, wavelengths: None, magnitudes: None }
+        Self { dims, theta, traditional: false, scale: 1.0, wavelengths: None, magnitudes: None }
     }
 
     /// Rotates the rows `x` [1, R, H, D] of `spans`, each by its own position; same shape back.
@@ -42,10 +45,11 @@ impl Rope {
             None => x,
         };
         let wavelengths = self.wavelengths.as_ref();
+        let &Self { dims, traditional, scale, .. } = self;
         if let [span] = spans {
             let x = x.swap_axes(1, 2)?;
             let offset = span.offset();
-            let x = fast::rope(x, self.dims, false, theta, self.scale, offset, wavelengths)?;
+            let x = fast::rope(x, dims, traditional, theta, scale, offset, wavelengths)?;
             return Ok(x.swap_axes(1, 2)?);
         }
         // MLX takes one position for each element of a batch, so every row is one.
@@ -54,7 +58,7 @@ impl Rope {
         let [rows, heads, dim] = [x.dim(1), x.dim(2), x.dim(3)];
         let positions = Array::from_slice(&positions, &[rows]);
         let x = x.reshape(&[rows, heads, 1, dim])?;
-        let x = fast::rope_dynamic(x, self.dims, false, theta, self.scale, positions, wavelengths)?;
+        let x = fast::rope_dynamic(x, dims, traditional, theta, scale, positions, wavelengths)?;
         Ok(x.reshape(&[1, rows, heads, dim])?)
     }
 }
@@ -71,8 +75,12 @@ pub struct RopeConfig {
     pub rope_scaling: Option<RopeParameters>,
     /// All of these in the newer layout.
     pub rope_parameters: Option<RopeParameters>,
+    /// Whether neighbouring dimensions are paired. MLX's key; `transformers` has none.
+    pub rope_traditional: bool,
     /// Context of the model. Used as the trained context if the scaling does not state one.
     pub max_position_embeddings: Option<f64>,
+    /// Trained context, where it is not in the table (Phi-3).
+    pub original_max_position_embeddings: Option<f64>,
 }
 
 /// `rope_parameters`, or `rope_scaling`.
@@ -119,6 +127,21 @@ pub enum Scaling {
         /// Trained context over the wavelength where the ramp starts.
         high_freq_factor: f64,
     },
+    /// The base is multiplied by `alpha^(D / (D - 2))` (Hunyuan).
+    Ntk {
+        /// Growth of the context.
+        alpha: f64,
+    },
+    /// The wavelength of each pair is multiplied by a factor of its own, up to the trained context by the
+    /// first and beyond it by the second.
+    Long {
+        /// For models whose context is the trained one.
+        short: Vec<f64>,
+        /// For models whose context was extended.
+        long: Vec<f64>,
+        /// Factor of queries and keys; follows from the extension if it is not stated.
+        magnitude: Option<f64>,
+    },
     /// Dimensions that turn less than `beta_slow` times in the trained context are stretched by
     /// `factor`; those that turn more than `beta_fast` times are not; a ramp lies between.
     Yarn {
@@ -132,6 +155,8 @@ pub enum Scaling {
         truncate: bool,
         /// Factor of queries and keys.
         magnitude: f64,
+        /// Factor of queries and of keys in families with latent attention, besides `magnitude`.
+        sharpening: f64,
     },
 }
 
@@ -154,6 +179,9 @@ struct RopeTable {
     attention_factor: Option<f64>,
     mscale: Option<f64>,
     mscale_all_dim: Option<f64>,
+    alpha: Option<f64>,
+    short_factor: Option<Vec<f64>>,
+    long_factor: Option<Vec<f64>>,
 }
 
 impl TryFrom<RopeTable> for RopeParameters {
@@ -162,9 +190,10 @@ impl TryFrom<RopeTable> for RopeParameters {
     fn try_from(table: RopeTable) -> std::result::Result<Self, String> {
         let kind = table.rope_type.or(table.older_type);
         let kind = kind.as_deref().unwrap_or("default");
-        let factor = table.factor.ok_or_else(|| {
-            format!("rope_scaling (or rope_parameters): rope_type `{kind}` needs `factor`")
-        });
+        let needs = |key: &str| {
+            format!("rope_scaling (or rope_parameters): rope_type `{kind}` needs `{key}`")
+        };
+        let factor = table.factor.ok_or_else(|| needs("factor"));
         let scaling = match kind {
             // The three multimodal positions of text are equal.
             "default" | "mrope" => Scaling::Default,
@@ -186,12 +215,22 @@ impl TryFrom<RopeTable> for RopeParameters {
                     beta_slow: table.beta_slow.unwrap_or(1.0),
                     truncate: table.truncate.unwrap_or(true),
                     magnitude: table.attention_factor.unwrap_or(grown(over) / grown(under)),
+                    sharpening: grown(under),
                 }
             }
+            // With `alpha` the frequencies do not depend on the length of the prompt.
+            "dynamic" if table.alpha.is_some() => {
+                Scaling::Ntk { alpha: table.alpha.unwrap_or(1.0) }
+            }
+            "longrope" | "su" => Scaling::Long {
+                short: table.short_factor.ok_or_else(|| needs("short_factor"))?,
+                long: table.long_factor.ok_or_else(|| needs("long_factor"))?,
+                magnitude: table.attention_factor,
+            },
             other => {
                 return Err(format!(
                     "rope_scaling (or rope_parameters): rope_type `{other}` is not supported; \
-                     supported are: default, linear, proportional, llama3, yarn"
+                     supported are: default, linear, proportional, llama3, yarn, longrope"
                 ));
             }
         };
@@ -212,11 +251,34 @@ impl RopeConfig {
         let theta = table.and_then(|p| p.rope_theta).or(self.rope_theta).unwrap_or(theta);
         let part = table.and_then(|p| p.partial_rotary_factor).or(self.partial_rotary_factor);
         let dims = part.map_or(head_dim, |part| (head_dim as f32 * part) as i32);
-        let rope = Rope::new(dims, theta);
+        let rope = Rope { traditional: self.rope_traditional, ..Rope::new(dims, theta) };
         let Some(table) = table else { return rope };
         let trained = self.trained();
+        // Queries and keys grow where they rotate.
+        let grown = |magnitude: f64| {
+            let magnitudes = (0..head_dim).map(|i| if i < dims { magnitude } else { 1.0 });
+            (magnitude != 1.0).then(|| array(magnitudes))
+        };
         match table.scaling {
             Scaling::Default => rope,
+            Scaling::Ntk { alpha } => {
+                let grown = alpha.powf(f64::from(dims) / f64::from(dims - 2));
+                Rope { theta: (f64::from(theta) * grown) as f32, ..rope }
+            }
+            Scaling::Long { ref short, ref long, magnitude } => {
+                let extension = self.max_position_embeddings.unwrap_or(trained) / trained;
+                let factors = if extension > 1.0 { long } else { short };
+                let stretched = wavelengths(dims, theta).zip(factors);
+                let magnitude = magnitude
+                    .unwrap_or_else(|| (1.0 + extension.max(1.0).ln() / trained.ln()).sqrt());
+                Rope {
+                    wavelengths: Some(array(
+                        stretched.map(|(wavelength, factor)| wavelength * factor),
+                    )),
+                    magnitudes: grown(magnitude),
+                    ..rope
+                }
+            }
             Scaling::Linear { factor } => Rope { scale: factor.recip() as f32, ..rope },
             Scaling::Proportional { factor } => {
                 let stretched = (0i32..).zip(wavelengths(head_dim, theta));
@@ -233,7 +295,7 @@ impl RopeConfig {
                 });
                 Rope { wavelengths: Some(array(stretched)), ..rope }
             }
-            Scaling::Yarn { factor, beta_fast, beta_slow, truncate, magnitude } => {
+            Scaling::Yarn { factor, beta_fast, beta_slow, truncate, magnitude, .. } => {
                 // The dimension that turns this often in the trained context.
                 let dimension = |turns: f64| {
                     f64::from(dims) * (trained / (turns * TAU)).ln() / (2.0 * f64::from(theta).ln())
@@ -249,12 +311,7 @@ impl RopeConfig {
                     let stretch = ((f64::from(i) - low) / width).clamp(0.0, 1.0);
                     mixed(wavelength, factor, 1.0 - stretch)
                 });
-                let magnitudes = (0..head_dim).map(|i| if i < dims { magnitude } else { 1.0 });
-                Rope {
-                    wavelengths: Some(array(stretched)),
-                    magnitudes: (magnitude != 1.0).then(|| array(magnitudes)),
-                    ..rope
-                }
+                Rope { wavelengths: Some(array(stretched)), magnitudes: grown(magnitude), ..rope }
             }
         }
     }
@@ -267,6 +324,7 @@ impl RopeConfig {
     /// Trained context, before it was extended.
     pub fn trained(&self) -> f64 {
         let original = self.parameters().and_then(|p| p.original_max_position_embeddings);
+        let original = original.or(self.original_max_position_embeddings);
         // 4096: Llama 2's context, which mlx-lm assumes.
         original.or(self.max_position_embeddings).unwrap_or(4096.0)
     }
@@ -304,7 +362,8 @@ mod tests {
                 assert!(error.contains(part), "`{error}` does not contain `{part}`");
             }
         };
-        check(json!({"type": "longrope", "factor": 4}), &["rope_scaling", "longrope", "yarn"]);
+        check(json!({"type": "dynamic", "factor": 4}), &["rope_scaling", "dynamic", "yarn"]);
+        check(json!({"type": "longrope", "factor": 4}), &["rope_scaling", "short_factor"]);
         check(json!({"rope_type": "llama3"}), &["rope_scaling", "llama3", "factor"]);
     }
 

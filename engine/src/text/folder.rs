@@ -1,7 +1,7 @@
 //! The text settings in the small files of a model folder.
 //!
-//! `tokenizer_config.json` (special tokens, older chat templates), `chat_template.jinja`,
-//! `generation_config.json` and `config.json` (end-of-turn tokens, sampling).
+//! `tokenizer_config.json` and `special_tokens_map.json` (special tokens, older chat templates),
+//! `chat_template.jinja` and `additional_chat_templates/`, `generation_config.json` and `config.json` (end-of-turn tokens, sampling).
 //! Never reads weights or `tokenizer.json`.
 //!
 //! Source: transformers 5.23 `tokenization_utils_base.py`, for the precedence of templates.
@@ -20,6 +20,7 @@ use crate::request::Sampling;
 pub(super) struct Folder {
     path: PathBuf,
     tokenizer_config: Map<String, Value>,
+    special_tokens_map: Map<String, Value>,
     generation_config: Map<String, Value>,
     config: Map<String, Value>,
 }
@@ -47,7 +48,8 @@ impl Templates {
 }
 
 impl Folder {
-    /// Reads the files in the folder `path`; only `generation_config.json` may be missing.
+    /// Reads the files in the folder `path`; only `generation_config.json` and `special_tokens_map.json`
+    /// may be missing.
     pub fn read(path: &Path) -> Result<Self> {
         if !path.is_dir() {
             return Err(bad(
@@ -59,16 +61,21 @@ impl Folder {
             path: path.into(),
             config: required(path.join("config.json"))?,
             tokenizer_config: required(path.join("tokenizer_config.json"))?,
+            special_tokens_map: object(path.join("special_tokens_map.json"))?.unwrap_or_default(),
             generation_config: object(path.join("generation_config.json"))?.unwrap_or_default(),
         })
     }
 
     /// The chat templates: the first of `chat_template.jinja`, `chat_template.json` and the key
-    /// `chat_template` of `tokenizer_config.json`.
+    /// `chat_template` of `tokenizer_config.json`. The first may be accompanied by
+    /// `additional_chat_templates/tool_use.jinja`.
     pub fn templates(&self) -> Result<Templates> {
         let jinja = self.path.join("chat_template.jinja");
         if let Some(source) = read(&jinja)? {
-            return Ok(Templates { default: compile(&jinja, &source)?, with_tools: None });
+            let tool_use = self.path.join("additional_chat_templates").join("tool_use.jinja");
+            let with_tools = read(&tool_use)?;
+            let with_tools = with_tools.map(|source| compile(&tool_use, &source)).transpose()?;
+            return Ok(Templates { default: compile(&jinja, &source)?, with_tools });
         }
         let mut file = self.path.join("chat_template.json");
         let mut found = object(file.clone())?.and_then(|mut all| all.remove("chat_template"));
@@ -84,14 +91,16 @@ impl Folder {
         templates_in(&found, &file)
     }
 
-    /// The template variables `bos_token`, `eos_token` and so on.
+    /// The template variables `bos_token`, `eos_token` and so on. `tokenizer_config.json` takes precedence
+    /// over `special_tokens_map.json`.
     pub fn special_tokens(&self) -> Map<String, Value> {
         let text = |value: &Value| match value {
             Value::String(_) => Some(value.clone()),
             Value::Object(token) => token.get("content").cloned(),
             _ => None,
         };
-        let tokens = self.tokenizer_config.iter().filter(|(key, _)| key.ends_with("_token"));
+        let tokens = self.special_tokens_map.iter().chain(&self.tokenizer_config);
+        let tokens = tokens.filter(|(key, _)| key.ends_with("_token"));
         tokens.filter_map(|(key, value)| Some((key.clone(), text(value)?))).collect()
     }
 
@@ -177,8 +186,9 @@ fn required(file: PathBuf) -> Result<Map<String, Value>> {
 
 fn object(file: PathBuf) -> Result<Option<Map<String, Value>>> {
     let Some(text) = read(&file)? else { return Ok(None) };
-    let parsed =
-        serde_json::from_str(&text).map_err(|e| bad(&file, &format!("is damaged: {e}")))?;
+    let parsed = crate::file::json(text.as_bytes())
+        .and_then(serde_json::from_value)
+        .map_err(|e| bad(&file, &format!("is damaged: {e}")))?;
     Ok(Some(parsed))
 }
 
@@ -210,7 +220,9 @@ mod tests {
             std::fs::write(dir.path().join(name), text).expect("writing a file");
         }
         for (name, text) in files {
-            std::fs::write(dir.path().join(name), text).expect("writing a file");
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(path.parent().expect("it is in a folder")).expect("a folder");
+            std::fs::write(path, text).expect("writing a file");
         }
         dir
     }
@@ -261,6 +273,16 @@ mod tests {
     }
 
     #[test]
+    fn special_tokens_map_fills_in() {
+        let folder = read(&[
+            ("special_tokens_map.json", r#"{"bos_token": "<s>", "eos_token": {"content": "x"}}"#),
+            ("tokenizer_config.json", r#"{"eos_token": "</s>", "bos_token": null}"#),
+        ]);
+        let expected = json!({"bos_token": "<s>", "eos_token": "</s>"});
+        assert_eq!(Value::from(folder.special_tokens()), expected);
+    }
+
+    #[test]
     fn special_tokens_are_strings_or_objects() {
         let config = r#"{"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": null}"#;
         let tokens = read(&[("tokenizer_config.json", config)]).special_tokens();
@@ -277,6 +299,13 @@ mod tests {
             (vec![key, ("chat_template.json", r#"{"chat_template": "json"}"#)], ["json", "json"]),
             (vec![key, ("chat_template.jinja", "file")], ["file", "file"]),
             (vec![("tokenizer_config.json", list)], ["d", "t"]),
+            (
+                vec![
+                    ("chat_template.jinja", "d"),
+                    ("additional_chat_templates/tool_use.jinja", "t"),
+                ],
+                ["d", "t"],
+            ),
         ] {
             let templates = templates(&files).expect("a template exists");
             assert_eq!(

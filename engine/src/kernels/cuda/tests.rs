@@ -128,7 +128,7 @@ fn gated_delta_equals_its_operations() {
                     let (error, on_gpu) = (error(&ours[i], b), error(&operations[i], b));
                     let case = format!("{dtype:?} {heads:?} {dim} {passes:?} {i}");
                     println!("{case}: kernel {error:e}, operations {on_gpu:e}");
-                    assert!(error < bound, "{case}: {error:e}");
+                    assert!(error < bound && on_gpu < bound, "{case}: {error:e}, {on_gpu:e}");
                 }
             }
         }
@@ -187,20 +187,23 @@ fn attention_equals_its_operations() {
 #[test]
 fn product_equals_its_operation() {
     on_device(|dtype, bound| {
+        if dtype == Dtype::Float32 {
+            // There is no kernel for it.
+            return;
+        }
         let quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
         for [inputs, outputs] in [[4096, 4096], [12288, 512], [2560, 9728], [256, 16], [9728, 32]] {
             let matrix = Packed::quantize(&normal(1, &[outputs, inputs], dtype), quantization);
+            let dense = matrix.dequantize().unwrap().swap_axes(0, 1).unwrap();
             for rows in [1, 2, 5, 8, 9, 16, 17, 24, 32, 33, 64, 127, 200] {
                 let x = normal(2, &[1, rows, inputs], dtype);
                 enable(true);
                 let ours = matrix.matmul(&x).unwrap();
                 let first = matrix.matmul(&x.try_index((.., ..1)).unwrap()).unwrap();
                 enable(false);
-                let error = |a: &Array, b: &Array| error(a, b);
-                let reference = matrix.matmul(&x).unwrap();
-                let difference = error(&ours, &reference);
+                let difference = error(&ours, &x.matmul(&dense).unwrap());
                 assert!(difference < bound, "{dtype:?} {inputs} {outputs} {rows}: {difference:e}");
-                if dtype == Dtype::Bfloat16 && rows < DENSE_ROWS {
+                if rows < DENSE_ROWS {
                     let row = ours.try_index((.., ..1)).unwrap();
                     assert_eq!(error(&row, &first), 0.0, "{inputs} {outputs} {rows}");
                 }

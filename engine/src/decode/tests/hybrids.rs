@@ -1,0 +1,29 @@
+//! Families with recurrent layers, or with a latent cache: replies are equal on every path.
+
+use super::scripted::{ask, family};
+use crate::config::{Config, DraftKind};
+use crate::decode::verify::DecodePath;
+
+/// Chunks, restored state, rejected and accepted drafts, batches and preemption: each reply is the plain one.
+#[test]
+fn hybrids_reply_equally_on_every_path() {
+    let paths = [
+        DecodePath::Plain,
+        DecodePath::Chunked(7),
+        DecodePath::Resumed,
+        DecodePath::Rewound,
+        DecodePath::Drafted(DraftKind::Ngram),
+        DecodePath::Batched(5, None),
+        DecodePath::Batched(4, Some(DraftKind::Ngram)),
+        DecodePath::Preempted(Some(DraftKind::Ngram)),
+    ];
+    for name in ["mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "deepseek_v3"] {
+        let mut config = Config::default();
+        config.engine.prefill_chunk = 16;
+        let decoder = &mut family(name, config, false);
+        let request = ask("Where does the fox live, and where does the owl?", false, 40);
+        for outcome in decoder.verify(&[request], &paths, 40, |_| ()).unwrap() {
+            assert!(outcome.holds(), "{name}: {outcome:?}");
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Which files are read, and quantizations that are not known.
+
+use super::*;
+
+/// A folder with an index that lists `model.safetensors`, and the files `names`, each with a
+/// tensor of that name.
+fn folder(names: &[&str]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in names {
+        let array = Array::from_slice(&[1f32], &[1]);
+        Array::save_safetensors([(*name, &array)], None, folder.path().join(name)).unwrap();
+    }
+    let index = json!({"weight_map": {"model.safetensors": "model.safetensors"}});
+    let path = folder.path().join("model.safetensors.index.json");
+    std::fs::write(path, index.to_string()).unwrap();
+    folder
+}
+
+fn open(folder: &Path, config: &Value) -> Result<Weights> {
+    Weights::open(folder, config, Dtype::Float32, Storage::Packed)
+}
+
+/// Converters add files of MTP layers without changing the index. Other unlisted files are other
+/// checkpoints (`consolidated.safetensors`).
+#[test]
+fn unlisted_mtp_files_are_read() {
+    let names = ["model.safetensors", "mtp-q4.safetensors", "consolidated.safetensors"];
+    let folder = folder(&names);
+    let weights = open(folder.path(), &json!({})).unwrap();
+    assert_eq!(names.map(|name| weights.has(name)), [true, true, false]);
+}
+
+#[test]
+fn unknown_quantization_is_rejected_by_name() {
+    let folder = folder(&["model.safetensors"]);
+    let check = |config: Value, expected: &[&str]| {
+        let error = open(folder.path(), &config).err().unwrap().to_string();
+        for part in expected {
+            assert!(error.contains(part), "`{error}` does not contain `{part}`");
+        }
+    };
+    check(json!({"quantization": {"mode": "int2"}}), &["config.json", "int2", "mxfp4"]);
+    let layer = json!({"bits": 4, "a.b": {"mode": "int2"}});
+    check(json!({"quantization": layer}), &["config.json", "quantization.a.b", "int2"]);
+    let published = json!({"quant_method": "awq", "bits": 4});
+    check(json!({"quantization_config": published}), &["quant_method", "awq", "convert"]);
+}
