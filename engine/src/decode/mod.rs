@@ -55,7 +55,7 @@ use sha2::{Digest, Sha256};
 
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
-use self::governor::{Costs, Governor};
+use self::governor::{Costs, Governor, ROWS};
 use self::hooks::HookThreads;
 use self::memory::Memory;
 use self::plan::{Debt, PassCosts};
@@ -389,7 +389,10 @@ impl Decoder {
         let empty = self.prefixes.empty();
         let costs = Costs::measure(&self.networks(), empty, &mut drafters)?;
         let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
-        tracing::info!(?drafters, ?costs, elapsed = ?start.elapsed(), "speculation costs measured");
+        let passes = [1, 2, 4, 8, 16, 32, ROWS].map(|rows| (rows, costs.pass(1, rows)));
+        let (step, drafting) = (costs.plain(1), costs.draft);
+        let elapsed = start.elapsed();
+        tracing::info!(?drafters, step, ?passes, ?drafting, ?elapsed, "speculation costs measured");
         self.costs = Some(costs);
         Ok(())
     }
