@@ -136,6 +136,7 @@ macro_rules! hooks {
         }
 
         /// A call of a hook.
+        #[allow(clippy::large_enum_variant, reason = "a box would be an allocation in each call")]
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[serde(untagged)]
         pub enum Call<'a> {
