@@ -192,11 +192,11 @@ fn watching(plan: &[(&'static str, u32)]) -> Vec<u8> {
     component(&[("on-request", &plan), ("on-step", &nothing)], &answers.data())
 }
 
-/// The steps of a request under a guest with this plan.
-fn steps(
-    folder: &Path,
-    plan: &[(&'static str, u32)],
-) -> (String, Vec<(u32, Phase, String, bool, bool)>) {
+/// Index, phase and text of a step, and whether the phase has changed or the text has a line break.
+type Seen = (u32, Phase, String, bool, bool);
+
+/// The reply to a request and its steps under a guest with this plan.
+fn steps(folder: &Path, plan: &[(&'static str, u32)]) -> (String, Vec<Seen>) {
     let name = plan.iter().map(|(field, _)| *field).collect::<Vec<_>>().join("-");
     let guest = watching(plan);
     let file = folder.join(format!("{name}.wasm"));
@@ -232,9 +232,7 @@ fn on_step_is_called_for_the_events_that_the_plan_names_and_for_no_others() {
     let changes = all.windows(2).filter(|pair| pair[0].1 != pair[1].1);
     let changes: Vec<u32> = changes.map(|pair| pair[1].0).collect();
     assert!(!changes.is_empty(), "{all:?}");
-    let indices = |steps: &[(u32, Phase, String, bool, bool)]| {
-        steps.iter().map(|step| step.0).collect::<Vec<_>>()
-    };
+    let indices = |steps: &[Seen]| steps.iter().map(|step| step.0).collect::<Vec<_>>();
 
     let (same, on_newline) = steps(folder.path(), &[("on-newline", 1)]);
     assert_eq!((same, indices(&on_newline)), (reply.clone(), newlines.clone()));

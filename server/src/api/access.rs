@@ -261,7 +261,7 @@ pub fn named_by(body: &Map<String, Value>) -> policy::Caller {
     let of_anthropic = labels.and_then(|labels| labels.get("user_id"));
     let users = [body.get("user"), body.get("safety_identifier"), of_anthropic];
     let mut users = users.into_iter().flatten().filter_map(Value::as_str);
-    let user = users.find(|user| !user.is_empty()).map(|user| Sha256::digest(user));
+    let user = users.find(|user| !user.is_empty()).map(Sha256::digest);
     policy::Caller {
         user: user.map(|user| hex::encode(&user[..8])).unwrap_or_default(),
         metadata,
