@@ -28,12 +28,12 @@ examples)
     ;;
 '')
     binary
-    for name in agent default passthrough rules; do
+    for name in agent budget default passthrough rules; do
         build $name
     done
     # The sources of the committed components: a test reports when they have changed.
     sum=$(command -v sha256sum || echo "shasum -a 256") # macOS has the latter
-    find ../wit/policy.wit sdk/src agent default passthrough rules -type f ! -path '*/target/*' ! -name '*.jsonl' |
+    find ../wit/policy.wit sdk/src agent budget default passthrough rules -type f ! -path '*/target/*' ! -name '*.jsonl' |
         LC_ALL=C sort | xargs $sum >SHA256SUMS
     ;;
 *)

@@ -122,6 +122,14 @@ pub enum RequestError {
         /// What is wrong and what would be right.
         problem: String,
     },
+    /// A policy refuses the request.
+    #[error("{message}")]
+    Refused {
+        /// HTTP status, 400 to 499.
+        status: u16,
+        /// What the policy tells the client.
+        message: String,
+    },
     /// A field is invalid.
     #[error("{field}: {problem}")]
     Field {

@@ -9,7 +9,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
-use crate::policy::{AnswerForm, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias};
+use crate::policy::{
+    AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
+};
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -18,6 +20,8 @@ pub struct Request {
     pub id: String,
     /// The profile that steers this request: a key of `[profiles]`.
     pub profile: String,
+    /// Who sends it, as policies see it.
+    pub caller: Caller,
     /// The conversation, oldest first; empty only beside a `prompt`.
     pub messages: Vec<Message>,
     /// A prompt that takes the place of the rendered conversation.

@@ -111,6 +111,8 @@ pub struct ProfileAccess {
     pub mcp: Vec<String>,
     /// [`ProfilePolicies::trace_text`]
     pub trace_text: bool,
+    /// Names of HTTP headers whose values the policies see, in lower case.
+    pub policy_headers: Vec<String>,
 }
 
 /// `[profiles.NAME]`: the policies, limits and keys of a group of requests.
@@ -136,6 +138,8 @@ pub struct ProfileConfig {
     pub api_keys: Vec<SecretString>,
     /// [`ProfileAccess::mcp`]
     pub mcp: Vec<String>,
+    /// [`ProfileAccess::policy_headers`]
+    pub policy_headers: Vec<String>,
     /// Limits of the requests of this profile.
     pub limits: LimitsConfig,
     /// [`Profile::warm`]
@@ -173,6 +177,7 @@ impl Default for ProfileConfig {
             trace_text,
             api_keys: Vec::new(),
             mcp: Vec::new(),
+            policy_headers: Vec::new(),
             limits: LimitsConfig::default(),
             warm: Vec::new(),
             sampling: None,
@@ -198,8 +203,8 @@ impl ProfileConfig {
             warm: self.warm,
             sampling: self.sampling,
         };
-        let Self { api_keys, mcp, trace_text, .. } = self;
-        (profile, ProfileAccess { api_keys, requests, mcp, trace_text })
+        let Self { api_keys, mcp, trace_text, policy_headers, .. } = self;
+        (profile, ProfileAccess { api_keys, requests, mcp, trace_text, policy_headers })
     }
 }
 
@@ -316,6 +321,24 @@ mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
         let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
         files.filter(|path| path.extension().is_some_and(|end| end == "toml")).collect()
+    }
+
+    #[test]
+    fn policies_get_no_headers_that_hold_keys() {
+        let problems = |headers: &str| {
+            let text = format!("[profiles.a]\npolicy_headers = {headers}");
+            FileConfig::parse(&text).unwrap().problems()
+        };
+        assert_eq!(problems("['x-team', 'user-agent']"), [""; 0]);
+        for secret in ["authorization", "x-api-key", "cookie"] {
+            let problems = problems(&format!("['{secret}']"));
+            assert!(problems[0].starts_with("profiles.a.policy_headers: "), "{problems:?}");
+            assert!(problems[0].contains("has keys"), "{problems:?}");
+        }
+        for wrong in ["X-Team", "x team", ""] {
+            let problems = problems(&format!("['{wrong}']"));
+            assert!(problems[0].contains("is not the name of a header in lower case"), "{wrong}");
+        }
     }
 
     #[test]

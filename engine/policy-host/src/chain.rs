@@ -50,6 +50,8 @@ struct ActiveLink {
     link: Link,
     /// `every` of its plan.
     every: u32,
+    /// `on-phase` and `on-newline` of its plan.
+    events: (bool, bool),
     unseen: Unseen,
     /// A shadow that has failed is not called again.
     ended: bool,
@@ -59,7 +61,13 @@ impl Chain {
     /// A chain of `links`, first to last, traced by `recorder`.
     pub fn new(links: Vec<Link>, mut recorder: Recorder) -> Self {
         recorder.begin(&links);
-        let active = |link| ActiveLink { link, every: 0, unseen: Unseen::default(), ended: false };
+        let active = |link| ActiveLink {
+            link,
+            every: 0,
+            events: (false, false),
+            unseen: Unseen::default(),
+            ended: false,
+        };
         Self {
             links: links.into_iter().map(active).collect(),
             owners: Owners::default(),
@@ -126,12 +134,15 @@ impl Chain {
     fn request(&mut self, request: &RequestView) -> Result<Plan, Failure> {
         let mut merged: Option<Plan> = None;
         let mut every = 0;
+        let mut events = (false, false);
         for index in 0..self.links.len() {
             let own = own_params(&self.links[index].link.name, &request.params);
             let own = own.map(|params| RequestView { params, ..request.clone() });
             let Some(plan) = self.ask(index, own.as_ref().unwrap_or(request))? else { continue };
             self.links[index].every = plan.every;
             every = merge::gcd(every, plan.every);
+            self.links[index].events = (plan.on_phase, plan.on_newline);
+            events = (events.0 || plan.on_phase, events.1 || plan.on_newline);
             if self.is_shadow(index) {
                 continue;
             }
@@ -141,7 +152,8 @@ impl Chain {
                 Some(earlier) => merge::plans(earlier, plan),
             });
         }
-        Ok(Plan { every, ..merged.unwrap_or_default() })
+        let (on_phase, on_newline) = events;
+        Ok(Plan { every, on_phase, on_newline, ..merged.unwrap_or_default() })
     }
 
     fn step(&mut self, step: &Step) -> Result<Vec<Action>, Failure> {
@@ -150,12 +162,14 @@ impl Chain {
             let actions = self.ask(0, step)?.unwrap_or_default();
             return Ok(if shadow { Vec::new() } else { actions });
         }
-        let event = step.loop_found.is_some() || step.budget_reached;
+        let is_told = step.loop_found.is_some() || step.budget_reached;
         let mut answers: Vec<(usize, Vec<Action>)> = Vec::new();
         self.owners.sampled(step.tokens.len());
         self.owners.begin(step.index);
         for index in 0..self.links.len() {
-            let ActiveLink { every, unseen, .. } = &mut self.links[index];
+            let ActiveLink { every, events, unseen, .. } = &mut self.links[index];
+            let (on_phase, on_newline) = *events;
+            let event = is_told || on_phase && step.phase_changed || on_newline && step.newline;
             let Some(seen) = unseen.due(step, *every, event) else { continue };
             if let Some(actions) = self.ask(index, &*seen)?
                 && !actions.is_empty()
@@ -206,6 +220,8 @@ pub fn own_params(policy: &str, params: &Params) -> Option<Params> {
 impl Policy for Chain {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         match call {
+            // Each policy has its own parameters, outside of requests.
+            Call::Params(_) => Ok(call.default_answer()),
             Call::Prompt(view) => self.prompt(view).map(Answer::Prompt),
             Call::Request(view) => self.request(view).map(Answer::Request),
             Call::Step(step) => self.step(step).map(Answer::Step),

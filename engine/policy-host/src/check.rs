@@ -5,7 +5,7 @@
 
 use crate::contract::{
     Action, Answer, AnswerForm, Call, MAX_ACTIONS, MAX_BIAS, MAX_REPLACEMENTS, MAX_RETENTIONS,
-    MAX_TEMPERATURE, MAX_TOKENS, Replacement, SamplingPatch, Verdict, Vocabulary,
+    MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, Replacement, SamplingPatch, Verdict, Vocabulary,
 };
 
 /// Checks the answer to a call.
@@ -19,6 +19,17 @@ pub fn answer(
     output_bytes: usize,
 ) -> Result<(), String> {
     match answer {
+        Answer::Params(prepared) => {
+            let replaced =
+                prepared.replaced.iter().flat_map(|(name, text)| [name.len(), text.len()]);
+            text(replaced.chain(prepared.problems.iter().map(String::len)), output_bytes)?;
+            let Call::Params(view) = call else { return Err("answers another hook".into()) };
+            let is_unknown = |name: &&String| view.params.iter().all(|(known, _)| known != *name);
+            match prepared.replaced.iter().map(|(name, _)| name).find(is_unknown) {
+                Some(name) => Err(format!("replaces `{name}`, which is not a parameter")),
+                None => Ok(()),
+            }
+        }
         Answer::Prompt(replacements) => {
             if replacements.is_empty() {
                 return Ok(());
@@ -32,8 +43,22 @@ pub fn answer(
             sampling(&plan.sampling)?;
             let retentions = plan.retain.as_ref().map_or(0, Vec::len);
             at_most(MAX_RETENTIONS, retentions, "entries in `retain`")?;
-            let note = plan.note.iter().map(String::len);
-            text(note.chain(plan.form.iter().map(form_bytes)), output_bytes)?;
+            at_most(MAX_STOPS, plan.stop.len(), "stop strings")?;
+            if plan.stop.iter().any(String::is_empty) {
+                return Err("a stop string is empty".into());
+            }
+            if plan.max_tokens == Some(0) {
+                return Err("`max-tokens` is 0, must be at least 1".into());
+            }
+            let statuses = 400..=499;
+            let status = plan.refuse.as_ref().map(|refusal| refusal.status);
+            if let Some(status) = status.filter(|status| !statuses.contains(status)) {
+                return Err(format!("refuses with the status {status}, not 400 to 499"));
+            }
+            let texts = plan.note.iter().chain(&plan.stop).chain(plan.tools.iter().flatten());
+            let texts = texts.chain(plan.refuse.iter().map(|refusal| &refusal.message));
+            let form = plan.form.iter().map(form_bytes);
+            text(texts.map(String::len).chain(form), output_bytes)?;
             match &plan.form {
                 Some(form) => {
                     vocabulary.check_form(form).map_err(|problem| format!("`form`: {problem}"))

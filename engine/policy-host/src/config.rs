@@ -31,6 +31,9 @@ pub struct PolicyConfig {
     pub trace_requests: usize,
     /// File to which traces are appended, one JSON object a line; empty for none.
     pub trace_file: PathBuf,
+    /// Bytes of the trace file. One that reaches them is renamed to `NAME.1`, in place of the one before it,
+    /// and a new one is begun. 0 for no limit.
+    pub trace_file_bytes: u64,
     /// Program that compiles components in a process of its own, within limits of time and memory: one
     /// whose `main` begins with [`crate::compile_if_asked`], usually [`crate::this_program`]. No key of the
     /// configuration. `None` compiles in this process, without limits.
@@ -50,6 +53,7 @@ impl Default for PolicyConfig {
             watch: true,
             trace_requests: 256,
             trace_file: PathBuf::new(),
+            trace_file_bytes: 256 << 20,
             compiler: None,
         }
     }

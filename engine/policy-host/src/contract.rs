@@ -12,6 +12,8 @@
 
 #![allow(unsafe_code, reason = "bindgen! implements wasmtime's unsafe traits for the records")]
 
+pub(crate) mod v0_3;
+
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -35,13 +37,14 @@ pub(crate) mod bindings {
 
 use bindings::exports::steersman::policy as exports;
 pub use bindings::steersman::policy::types::{
-    Action, AnswerForm, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView,
-    Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary,
-    TokenBias, ToolCallView, Verdict,
+    Action, AnswerForm, Ban, Bias, Caller, EarlierCall, LoopReport, LoopRule, MessageView,
+    ParamsView, Phase, Plan, PreparedParams, PromptView, Refusal, Replacement, RequestView,
+    Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias, ToolCallView,
+    Verdict,
 };
 
 /// Version of the contract in `wit/`.
-pub const CONTRACT: &str = "0.3.0";
+pub const CONTRACT: &str = "0.4.0";
 
 /// Bytes of each system message that a policy sees.
 pub const SYSTEM_BYTES: usize = 256 * 1024;
@@ -49,6 +52,24 @@ pub const SYSTEM_BYTES: usize = 256 * 1024;
 pub const MAX_REPLACEMENTS: usize = 16;
 /// Highest temperature.
 pub const MAX_TEMPERATURE: f32 = 10.0;
+/// Bytes of texts in one answer of `on-params`.
+pub const PREPARED_BYTES: usize = 1 << 20;
+/// Messages that a policy sees.
+pub const MESSAGES: usize = 64;
+/// Bytes of each of them.
+pub const MESSAGE_BYTES: usize = 2048;
+/// Bytes of the description of a tool that a policy sees.
+pub const DESCRIPTION_BYTES: usize = 1024;
+/// Pairs of `caller.metadata`.
+pub const METADATA: usize = 16;
+/// Bytes of a name of `caller.metadata`.
+pub const METADATA_NAME_BYTES: usize = 64;
+/// Bytes of a value of `caller.metadata`.
+pub const METADATA_BYTES: usize = 512;
+/// Bytes of the value of a header that a policy sees.
+pub const HEADER_BYTES: usize = 1024;
+/// Stop strings of a plan.
+pub const MAX_STOPS: usize = 16;
 /// Bytes of the last user message that a policy sees.
 pub const USER_BYTES: usize = 16 * 1024;
 /// Bytes of the client's form that a policy sees.
@@ -115,6 +136,7 @@ macro_rules! hooks {
         }
 
         /// A call of a hook.
+        #[allow(clippy::large_enum_variant, reason = "a box would be an allocation in each call")]
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[serde(untagged)]
         pub enum Call<'a> {
@@ -253,6 +275,8 @@ macro_rules! hooks {
 }
 
 hooks! {
+    /// Before requests have a text of the parameters.
+    OnParams = "on-params", on_params::call_on_params: Params(ParamsView) -> PreparedParams;
     /// Before the prompt is rendered.
     OnPrompt = "on-prompt", on_prompt::call_on_prompt: Prompt(PromptView) -> Vec<Replacement>;
     /// Before prefill.
@@ -326,16 +350,17 @@ pub struct Cost {
     pub nanoseconds: u64,
 }
 
-/// A use of an import and its result, which an exact replay needs. Recorded for `kv.get`, `kv.set`,
-/// `kv.delete`, `tokenizer.encode` and `tokenizer.decode`; the other imports return nothing.
+/// A use of an import and its result, which an exact replay needs. Recorded for all functions of `kv` and
+/// `tokenizer`; the other imports return nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImportCall {
     /// Interface and function, `kv.get`.
     pub call: String,
     /// Arguments; lists of tokens as JSON.
     pub arguments: Vec<String>,
-    /// `kv.get`: the value. `kv.set`: the refusal (`bad-key`, `full`), or `None`. `kv.delete`: `true`
-    /// or `false`. `tokenizer.encode`: the tokens as JSON. `tokenizer.decode`: the text.
+    /// `kv.get`: the value. `kv.set`: the refusal (`bad-key`, `full`), or `None`. `kv.delete` and
+    /// `kv.expire`: `true` or `false`. `kv.add`: the sum, or the refusal. `kv.list`: the keys as JSON.
+    /// `tokenizer.encode`: the tokens as JSON. `tokenizer.decode`: the text.
     pub answer: Option<String>,
 }
 
@@ -419,20 +444,24 @@ macro_rules! empty_by_default {
 
 // bindgen! cannot derive Default: it would derive it for variants too.
 empty_by_default! {
+    ParamsView { profile, params }
+    PreparedParams { replaced, problems }
     PromptView { profile, params, system }
     SamplingPatch { temperature, top_p, top_k, min_p }
     RequestView {
         id, profile, model, family, params, prompt_tokens, context_left, messages, system_chars,
         user, tools, can_reason, reasoning, reasoning_budget, max_tokens, form, sampling,
-        seed,
+        seed, time, caller, conversation, tool_descriptions,
     }
+    Caller { key, user, metadata, headers }
+    MessageView { role, bytes, text, calls, digest }
     Plan {
         reasoning, reasoning_budget, answer_reserve, sampling, loops, every, checkpoint_every, note,
-        retain, form,
+        retain, form, refuse, max_tokens, stop, tools, on_phase, on_newline,
     }
     Step {
         index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,
-        budget_reached,
+        budget_reached, phase_changed, newline,
     }
     EarlierCall { name, arguments, answered }
     ToolCallView { name, arguments, digest, index, earlier }

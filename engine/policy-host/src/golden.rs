@@ -11,8 +11,8 @@
 //! {"hook":"on-finish","input":{"reason":"stop"}}
 //! ```
 //!
-//! - `case` names a case and begins a new instance of the policy. So does `on-prompt`, and `on-request`
-//!   unless it follows `on-prompt`.
+//! - `case` names a case and begins a new instance of the policy. So do `on-params` and `on-prompt`, and
+//!   `on-request` unless it follows `on-prompt`.
 //! - Of an answer of `on-request` only the given fields are compared; other answers are compared whole.
 //!   A line without `answer` only calls. With `error` (a text, or `true`) the hook must fail, and the
 //!   rest of its case is skipped.
@@ -31,7 +31,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::contract::{Answer, Call, Hook, ImportCall, Policy, no_vocabulary};
+use crate::contract::{Answer, Call, Hook, ImportCall, Params, Policy, no_vocabulary};
 use crate::error::{Error, Failure};
 use crate::sandbox::{Component, Context, Instance};
 
@@ -135,6 +135,33 @@ impl Golden {
         let mut decisions = self.replay(component);
         decisions.retain(|decision| decision.problem.is_some());
         decisions
+    }
+
+    /// The first call that fails with `params` in place of the parameters that it has, and why. Calls that are
+    /// expected to fail are left out.
+    pub fn failure_with(&self, component: &Arc<Component>, params: &Params) -> Option<String> {
+        for case in &self.cases {
+            let is_called =
+                |line: &&Line| !line.replaced && line.expected != Some(Expected::Failure);
+            let mut instance = match case.start(component) {
+                Ok(instance) => instance,
+                Err(failure) => return Some(failure.to_string()),
+            };
+            for line in case.lines.iter().filter(is_called) {
+                let mut call = line.call.to_owned();
+                match &mut call {
+                    Call::Params(view) => view.to_mut().params.clone_from(params),
+                    Call::Prompt(view) => view.to_mut().params.clone_from(params),
+                    Call::Request(view) => view.to_mut().params.clone_from(params),
+                    _ => {}
+                }
+                if let Err(failure) = instance.call(&call) {
+                    let (number, name) = (line.number, &case.name);
+                    return Some(format!("golden line {number} (case `{name}`): {failure}"));
+                }
+            }
+        }
+        None
     }
 
     /// Answers of `component`, by line.

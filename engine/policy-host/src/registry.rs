@@ -38,9 +38,9 @@ use self::history::History;
 use self::source::{Bundle, ProfileChain, Source, read_param, resolve_profiles};
 use self::watch::Watch;
 use crate::breaker::Breakers;
-use crate::chain::{Chain, Link};
+use crate::chain::{Chain, Link, own_params};
 use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
-use crate::contract::{HookInput, Params, Policy, Vocabulary};
+use crate::contract::{CONTRACT, HookInput, Params, Policy, Vocabulary};
 use crate::database::Storage;
 use crate::error::{Cause, Error, Failure};
 use crate::file;
@@ -284,6 +284,7 @@ impl Policies {
             PolicyReport {
                 name: name.clone(),
                 sha256: entry.sha256(),
+                contract: version.map_or(CONTRACT, |version| version.component.contract()),
                 origin: version.map_or(Origin::File, |version| version.origin),
                 file: self.sources[name].file.clone(),
                 since: version.map_or(0, |version| version.since),
@@ -392,9 +393,19 @@ impl Policies {
             let granted = component.check_grants(&chain.settings.grants);
             granted.map_err(|error| error.in_profile(profile))?;
         }
-        component.instantiate(&Context::dry_run()).map_err(|failure| {
+        let refuse = |failure: Failure| {
             Error::refused(policy, format!("{}: {}", failure.hook, failure.cause))
-        })?;
+        };
+        component.instantiate(&Context::dry_run()).map_err(refuse)?;
+        for (profile, _) in self.users(policy) {
+            // None at the start: then `params::check` prepares them.
+            let texts = self.active().params.get(profile).map(|params| params.texts.clone());
+            let Some(texts) = texts else { continue };
+            let params: Params = texts.into_iter().collect();
+            let params = own_params(policy, &params).unwrap_or(params);
+            let prepared = component.prepare(profile, &params);
+            prepared.map_err(|failure| refuse(failure).in_profile(profile))?;
+        }
         if !golden.is_empty() {
             check_golden(&component, golden)?;
         }

@@ -35,6 +35,7 @@ mod count;
 mod engine;
 mod imports;
 mod pace;
+mod params;
 mod ticker;
 
 use std::fmt::Write as _;
@@ -50,7 +51,7 @@ use crate::check;
 use crate::config::{Grant, PolicyConfig};
 use crate::contract::{
     Action, Answer, CONTRACT, Call, CallReport, Cost, Guest, Hook, HookIndices, ImportCall,
-    MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary,
+    MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary, v0_3,
 };
 use crate::error::{Cause, Error, Failure};
 pub use compile::{compile_if_asked, this_program};
@@ -130,11 +131,26 @@ pub struct Component {
     hooks: Vec<&'static str>,
     imports: Vec<Grant>,
     pre: InstancePre<State>,
-    indices: HookIndices,
+    indices: Indices,
+    /// The version of the contract for which it was built.
+    contract: &'static str,
+    prepared: params::Prepared,
     pace: Pace,
     ticker: Arc<Ticker>,
     services: Arc<Services>,
     limits: PolicyConfig,
+}
+
+/// Indices of the hooks that a component exports.
+enum Indices {
+    Current(HookIndices),
+    V0_3(v0_3::HookIndices),
+}
+
+/// The hooks that an instance exports.
+enum Exports {
+    Current(Guest),
+    V0_3(v0_3::Guest),
 }
 
 impl Component {
@@ -159,7 +175,8 @@ impl Component {
         let component = component.map_err(|problem| Error::not_compiled(name, problem))?;
         let ty = component.component_type();
         let exports = ty.exports(&host.engine).map(|(export, _)| export);
-        let hooks = exported_hooks(exports).map_err(refuse)?;
+        let (contract, hooks) = exported_hooks(exports).map_err(refuse)?;
+        let full_name = |interface: &str| full_name(interface, contract);
         let mut imports = Vec::new();
         for (import, item) in ty.imports(&host.engine) {
             if is_types_only(import, &item.ty, &host.engine) || import == full_name(FAILURE) {
@@ -169,7 +186,7 @@ impl Component {
             imports.push(known.ok_or_else(|| {
                 let known = Grant::ALL.map(Grant::name).join(", ");
                 refuse(format!(
-                    "imports `{import}`; contract {CONTRACT} has only {known}, {FAILURE} and its types"
+                    "imports `{import}`; contract {contract} has only {known}, {FAILURE} and its types"
                 ))
             })?);
         }
@@ -177,8 +194,12 @@ impl Component {
             .linker
             .instantiate_pre(&component)
             .map_err(|error| refuse(format!("cannot be linked: {}", one_line(&error))))?;
-        let indices = HookIndices::new(&pre, |hook| hooks.contains(&hook))
-            .map_err(|error| refuse(wrong_type(&error)))?;
+        let is_exported = |hook: &str| hooks.contains(&hook);
+        let indices = match contract {
+            v0_3::CONTRACT => v0_3::HookIndices::new(&pre, is_exported).map(Indices::V0_3),
+            _ => HookIndices::new(&pre, is_exported).map(Indices::Current),
+        };
+        let indices = indices.map_err(|error| refuse(wrong_type(&error)))?;
         Ok(Self {
             name: name.into(),
             sha256,
@@ -186,6 +207,8 @@ impl Component {
             hooks,
             imports,
             indices,
+            contract,
+            prepared: params::Prepared::default(),
             pre,
             ticker: host.ticker.clone(),
             services: host.services.clone(),
@@ -208,14 +231,19 @@ impl Component {
         &self.hooks
     }
 
+    /// Version of the contract for which it was built.
+    pub fn contract(&self) -> &'static str {
+        self.contract
+    }
+
     /// Interfaces that it imports and that need a grant.
     pub fn imports(&self) -> &[Grant] {
         &self.imports
     }
 
-    /// Full names of these interfaces: `steersman:policy/kv@0.3.0`.
+    /// Full names of these interfaces: `steersman:policy/kv@0.4.0`.
     pub fn import_names(&self) -> Vec<String> {
-        self.imports.iter().map(|import| full_name(import.name())).collect()
+        self.imports.iter().map(|import| full_name(import.name(), self.contract)).collect()
     }
 
     /// Compares its imports with the `grants` of a profile.
@@ -228,7 +256,7 @@ impl Component {
         };
         let problem = format!(
             "imports `{}`, which the profile does not grant: add \"{}\" to its `grants`",
-            full_name(import.name()),
+            full_name(import.name(), self.contract),
             import.name()
         );
         Err(Error::refused(&self.name, problem))
@@ -255,11 +283,16 @@ impl Component {
             Failure { policy: self.name.clone(), hook: "start", cause }
         })?;
         let deadline = context.deadline(limits);
-        refuel(&mut store, limits, deadline);
+        let (fuel, output_bytes) = (limits.fuel, limits.output_bytes);
+        refuel(&mut store, fuel, deadline);
         let instance = self.pre.instantiate(&mut store);
         let instance =
-            instance.map_err(|error| self.failure(&mut store, "start", deadline, &error))?;
-        let guest = self.indices.load(&mut store, &instance).map_err(|error| Failure {
+            instance.map_err(|error| self.failure(&mut store, "start", fuel, deadline, &error))?;
+        let guest = match &self.indices {
+            Indices::Current(indices) => indices.load(&mut store, &instance).map(Exports::Current),
+            Indices::V0_3(indices) => indices.load(&mut store, &instance).map(Exports::V0_3),
+        };
+        let guest = guest.map_err(|error| Failure {
             policy: self.name.clone(),
             hook: "start",
             cause: Cause::Answer(wrong_type(&error)),
@@ -269,6 +302,8 @@ impl Component {
             component: self.clone(),
             store,
             vocabulary: context.vocabulary.clone(),
+            fuel,
+            output_bytes,
             deadline,
             cost: Cost::default(),
             _alive: alive,
@@ -289,12 +324,13 @@ impl Component {
         &self,
         store: &mut Store<State>,
         hook: &'static str,
+        fuel: u64,
         deadline: Deadline,
         error: &wasmtime::Error,
     ) -> Failure {
         let cause = match (store.data_mut().failed.take(), error.downcast_ref::<Trap>()) {
             (Some(cause), _) => cause,
-            (_, Some(Trap::OutOfFuel)) => Cause::Fuel(self.limits.fuel),
+            (_, Some(Trap::OutOfFuel)) => Cause::Fuel(fuel),
             (_, Some(Trap::Interrupt)) => Cause::Deadline(deadline.ms),
             (_, Some(trap)) => Cause::Trap(trap.to_string()),
             _ if hook == "start" => Cause::Limit(format!("cannot be started: {}", one_line(error))),
@@ -311,40 +347,58 @@ impl Component {
 
 /// A policy at work on one request.
 pub struct Instance {
-    guest: Guest,
+    guest: Exports,
     component: Arc<Component>,
     store: Store<State>,
     vocabulary: Arc<dyn Vocabulary>,
+    /// Fuel of each call.
+    fuel: u64,
+    /// Bytes of text in each answer.
+    output_bytes: usize,
     deadline: Deadline,
     cost: Cost,
     _alive: ticker::Alive,
 }
 
-impl Policy for Instance {
-    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
-        let limits = &self.component.limits;
+impl Instance {
+    fn call_guest(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         let started = Instant::now();
-        refuel(&mut self.store, limits, self.deadline);
+        refuel(&mut self.store, self.fuel, self.deadline);
         if let Some(imports) = &mut self.store.data_mut().imports {
             imports.begin();
         }
-        let answer = self.guest.call(&mut self.store, call);
+        let answer = match &self.guest {
+            Exports::Current(guest) => guest.call(&mut self.store, call),
+            Exports::V0_3(guest) => guest.call(&mut self.store, call),
+        };
         self.cost = Cost {
-            fuel: limits.fuel - self.store.get_fuel().unwrap_or(limits.fuel),
+            fuel: self.fuel - self.store.get_fuel().unwrap_or(self.fuel),
             nanoseconds: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX),
         };
         self.component.pace.learn(call.hook(), self.cost.nanoseconds);
         let hook = call.hook().name();
         let answer = answer.map_err(|error| {
-            self.component.failure(&mut self.store, hook, self.deadline, &error)
+            self.component.failure(&mut self.store, hook, self.fuel, self.deadline, &error)
         })?;
-        match check::answer(call, &answer, &*self.vocabulary, limits.output_bytes) {
+        match check::answer(call, &answer, &*self.vocabulary, self.output_bytes) {
             Ok(()) => Ok(answer),
             Err(problem) => {
                 let policy = self.component.name.clone();
                 Err(Failure { policy, hook, cause: Cause::Answer(problem) })
             }
         }
+    }
+}
+
+impl Policy for Instance {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        if let Call::Params(params) = call {
+            self.cost = Cost::default();
+            let prepared = self.component.prepare(&params.profile, &params.params)?;
+            return Ok(Answer::Params((*prepared).clone()));
+        }
+        let prepared = self.with_prepared(call)?;
+        self.call_guest(prepared.as_ref().unwrap_or(call))
     }
 
     fn is_quick(&self, hook: Hook) -> bool {
@@ -361,33 +415,42 @@ impl Policy for Instance {
     }
 }
 
-/// Full name of an interface of the contract.
-fn full_name(interface: &str) -> String {
-    format!("{PACKAGE}{interface}@{CONTRACT}")
+/// Full name of an interface of this version of the contract.
+fn full_name(interface: &str, contract: &str) -> String {
+    format!("{PACKAGE}{interface}@{contract}")
 }
 
-/// The hooks among the exports of a component.
-fn exported_hooks<'a>(exports: impl Iterator<Item = &'a str>) -> Result<Vec<&'static str>, String> {
-    let mut hooks = Vec::new();
+/// The hooks among the exports of a component, and the version of the contract that they are of.
+fn exported_hooks<'a>(
+    exports: impl Iterator<Item = &'a str>,
+) -> Result<(&'static str, Vec<&'static str>), String> {
+    let (mut contract, mut hooks) = (None, Vec::new());
     for export in exports {
         let Some(hook) = export.strip_prefix(PACKAGE) else { continue };
         let (hook, version) = hook.split_once('@').unwrap_or((hook, "without a version"));
-        if version != CONTRACT {
+        let Some(served) = [CONTRACT, v0_3::CONTRACT].into_iter().find(|known| *known == version)
+        else {
             return Err(format!(
-                "exports `{hook}` of contract {version}; this server has contract {CONTRACT}"
+                "exports `{hook}` of contract {version}; this server has contracts {CONTRACT} and {}",
+                v0_3::CONTRACT
             ));
+        };
+        if *contract.get_or_insert(served) != served {
+            return Err("exports hooks of two versions of the contract".into());
         }
-        let Some(hook) = Hook::ALL.into_iter().find(|known| known.name() == hook) else {
-            return Err(format!("exports `{hook}`, which contract {CONTRACT} does not have"));
+        let is_known =
+            |known: &Hook| known.name() == hook && (served == CONTRACT || *known != Hook::OnParams);
+        let Some(hook) = Hook::ALL.into_iter().find(is_known) else {
+            return Err(format!("exports `{hook}`, which contract {served} does not have"));
         };
         hooks.push(hook.name());
     }
-    if hooks.is_empty() {
+    let Some(contract) = contract else {
         let known = Hook::ALL.map(Hook::name).join("`, `");
-        let example = full_name(Hook::OnStep.name());
+        let example = full_name(Hook::OnStep.name(), CONTRACT);
         return Err(format!("exports none of the hooks `{known}` (as `{example}`)"));
-    }
-    Ok(hooks)
+    };
+    Ok((contract, hooks))
 }
 
 fn wrong_type(error: &wasmtime::Error) -> String {
@@ -395,8 +458,8 @@ fn wrong_type(error: &wasmtime::Error) -> String {
 }
 
 /// Sets fuel and deadline of the next call.
-fn refuel(store: &mut Store<State>, limits: &PolicyConfig, deadline: Deadline) {
-    store.set_fuel(limits.fuel).expect("Host::new enables fuel");
+fn refuel(store: &mut Store<State>, fuel: u64, deadline: Deadline) {
+    store.set_fuel(fuel).expect("Host::new enables fuel");
     store.set_epoch_deadline(deadline.ticks);
 }
 

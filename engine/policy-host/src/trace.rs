@@ -41,8 +41,7 @@ const MEMORY_BYTES: usize = 64 << 20;
 /// Calls that are written to the file together, so that its thread wakes up rarely.
 const CHUNK: usize = 64;
 
-/// Bytes of calls that are written together: a chunk is at most this and one call, and so are the calls of a
-/// request that memory holds after it was evicted.
+/// Bytes of calls that are written together: a chunk is at most this and one call.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// Traces of the newest requests.
@@ -60,7 +59,8 @@ impl Traces {
     /// [`Error::Config`] if it cannot be opened.
     pub fn new(config: &PolicyConfig) -> Result<Arc<Self>, Error> {
         let file = &config.trace_file;
-        let writer = (!file.as_os_str().is_empty()).then(|| Writer::open(file)).transpose()?;
+        let open = || Writer::open(file, config.trace_file_bytes);
+        let writer = (!file.as_os_str().is_empty()).then(open).transpose()?;
         Ok(Arc::new(Self {
             requests: config.trace_requests,
             newest: Mutex::default(),
@@ -231,7 +231,8 @@ impl Recorder {
         calls.bytes += bytes;
         calls.open_bytes += size;
         calls.open.push(record);
-        if calls.open.len() == CHUNK || calls.open_bytes >= CHUNK_BYTES {
+        // An evicted request holds nothing: what it held would not be counted.
+        if calls.evicted || calls.open.len() == CHUNK || calls.open_bytes >= CHUNK_BYTES {
             calls.close_chunk(traces);
         }
         // While the lock is held: eviction subtracts what was added.

@@ -189,13 +189,51 @@ fn a_file_written_in_pieces_becomes_active_when_it_is_complete() {
     assert_eq!(server.version(), "b");
 }
 
+/// `current -> v2` was not noticed: the server ran the code of `v1` until its restart.
+#[cfg(unix)]
+#[test]
+fn a_policy_folder_whose_link_is_turned_is_the_one_that_the_link_names() {
+    use std::os::unix::fs::symlink;
+    let site = Site::new();
+    let path = |name: &str| site.folder.path().join(name);
+    for version in ["v1", "v2"] {
+        fs::create_dir(path(version)).unwrap();
+        fs::write(path(version).join("mine.wasm"), self::version(version)).unwrap();
+    }
+    let turn = |to: &str| {
+        symlink(to, path("next")).unwrap();
+        fs::rename(path("next"), path("current")).unwrap();
+    };
+    turn("v1");
+    let config = PolicyConfig { folder: path("current"), ..site.config() };
+    let storage = Storage::open(site.data.path()).unwrap();
+    let policies = Arc::new(Policies::load(&config, &site.profiles, &storage).unwrap());
+    policies.watch();
+    let server = Server(policies);
+    assert_eq!(server.version(), "v1");
+    turn("v2");
+    server.until_version("v2");
+    replace(&path("v2").join("mine.wasm"), &version("v2 again"));
+    server.until_version("v2 again");
+    turn("nowhere");
+    server.until_problem("no longer exists; the active version ends with the server");
+    assert_eq!(server.version(), "v2 again");
+    turn("v1");
+    server.until_version("v1");
+    fs::write(path("v2").join("mine.wasm"), broken()).unwrap();
+    turn("v2");
+    server.until_problem("is not a valid component");
+    assert_eq!(server.version(), "v1");
+    server.end();
+}
+
 #[test]
 fn a_rejected_file_or_upload_leaves_the_active_version_and_is_reported() {
     let site = Site::new();
     let server = site.start();
     let importing = br#"(component (import "wasi:cli/environment@0.2.0" (instance
         (export "get-arguments" (func (result (list string))))))
-        (instance $hook) (export "steersman:policy/on-step@0.3.0" (instance $hook)))"#;
+        (instance $hook) (export "steersman:policy/on-step@0.4.0" (instance $hook)))"#;
     let importing = wat::parse_bytes(importing).unwrap().into_owned();
     for (bytes, words) in [
         (broken(), "is not a valid component"),

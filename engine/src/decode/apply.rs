@@ -18,21 +18,25 @@ pub const BUDGET_REACHED: &str = "budget reached";
 
 impl Sequence {
     /// The call of `on-step` after a commit, if one is due.
-    pub(super) fn due_call(&mut self, loop_found: Option<LoopReport>) -> Todo {
-        let is_reasoning = self.reply_state.reply.phase() == Phase::Reasoning;
+    pub(super) fn due_call(&mut self, loop_found: Option<LoopReport>, newline: bool) -> Todo {
+        let phase = self.reply_state.reply.phase();
+        let is_reasoning = phase == Phase::Reasoning;
+        let before = self.progress.phase.replace(phase);
+        let phase_changed = self.limits.on_phase && before.is_some_and(|before| before != phase);
         // A header may begin an answer or a call.
         let budget_reached = is_reasoning
             && !self.reply_state.reply.in_header()
             && self.reply_state.reasoning_tokens >= self.limits.reasoning;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
-        if loop_found.is_none() && !budget_reached && !due {
+        let is_event = loop_found.is_some() || budget_reached || phase_changed || newline;
+        if !is_event && !due {
             return Todo::Nothing;
         }
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
         let step = Step {
             index: self.reply_len() as u32,
-            phase: match self.reply_state.reply.phase() {
+            phase: match phase {
                 Phase::Reasoning => policy::Phase::Reasoning,
                 Phase::Answer => policy::Phase::Answer,
                 Phase::ToolCall => policy::Phase::ToolCall,
@@ -44,12 +48,16 @@ impl Sequence {
             text: self.reply_state.reply.take_text(),
             loop_found,
             budget_reached,
+            phase_changed,
+            newline,
         };
         self.progress.loops += u32::from(loop_found.is_some());
         self.progress.seen = self.tokens.len();
         let why = match (loop_found, budget_reached) {
             (Some(found), _) => format!("loop of {} tokens", found.period),
             (None, true) => BUDGET_REACHED.to_string(),
+            (None, false) if phase_changed => "change of the phase".to_string(),
+            (None, false) if newline => "line break".to_string(),
             (None, false) => "periodic call".to_string(),
         };
         Todo::Ask(Box::new(Ask { step, why, budget_reached }))

@@ -102,6 +102,7 @@ pub struct Hooks {
 }
 
 /// A call on a thread.
+#[allow(clippy::large_enum_variant, reason = "there is one for each call on a thread")]
 enum Away {
     /// It has not ended.
     Calling,

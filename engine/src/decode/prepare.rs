@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
@@ -20,12 +21,14 @@ use super::embed::unsteered;
 use super::hex;
 use super::save_points::is_system;
 use super::sequence::Limits;
+use super::tool_calls::digest;
 use crate::config::{Profile, ProfileLimits};
 use crate::error::{Error, RequestError, Result, catch_panic};
 use crate::grammar::{Grammar, Grammars};
 use crate::policy::{
-    AnswerForm, Cause, Failure, MIN_CHECKPOINT_EVERY, Params, Plan, Policies, PromptView,
-    Replacement, RequestView, SYSTEM_BYTES, Session, USER_BYTES, Vocabulary, apply_replacements,
+    AnswerForm, Cause, DESCRIPTION_BYTES, Failure, MESSAGE_BYTES, MESSAGES, MIN_CHECKPOINT_EVERY,
+    MessageView, Params, Plan, Policies, PromptView, Refusal, Replacement, RequestView,
+    SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_replacements,
 };
 use crate::prefix::Retention;
 use crate::queue::{Job, Queue, Taken, Work, fail_all};
@@ -154,6 +157,25 @@ impl Preparer {
         let mut prompt = self.tokenize(&job, reasoning)?;
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
         let mut plan = policy.ask(&self.view(&job.request, &params, prompt.len(), seed))?;
+        if let Some(Refusal { status, message }) = plan.refuse.take() {
+            // Cast: positions fit i32.
+            let (reason, prompt_tokens) = ("refused".into(), prompt.len() as u32);
+            policy.ask(&Summary { reason, prompt_tokens, ..Summary::default() })?;
+            return Err(RequestError::Refused { status, message }.into());
+        }
+        notes.extend(tighten(&mut job.request, &mut plan, self.max_tokens));
+        let offers_fewer = plan.tools.take().map(|names| offer(&mut job.request, &names));
+        let offers_fewer = match offers_fewer {
+            Some(Ok(offers_fewer)) => offers_fewer,
+            Some(Err(why)) => {
+                notes.push(format!("left out no tools, as a policy planned: {why}"));
+                false
+            }
+            None => false,
+        };
+        if offers_fewer {
+            grammar = self.grammars.compile(&job.request)?;
+        }
         if let Some(form) = plan.form.take() {
             match self.plan_form(&mut job.request, form) {
                 Ok(planned) => grammar = planned,
@@ -161,7 +183,7 @@ impl Preparer {
             }
         }
         let planned = can_reason.then_some(plan.reasoning.or(wish).unwrap_or(true));
-        if planned != reasoning {
+        if planned != reasoning || offers_fewer {
             reasoning = planned;
             prompt = self.tokenize(&job, reasoning)?;
         }
@@ -284,10 +306,8 @@ impl Preparer {
         let of_role = |role: &'static str| request.messages.iter().filter(move |m| m.role == role);
         let system = of_role("system").chain(of_role("developer"));
         let user = of_role("user").next_back().map_or("", |m| m.content.as_str());
-        let name = |tool: &serde_json::Value| {
-            let name = tool.get("function").unwrap_or(tool).get("name");
-            name.and_then(|name| name.as_str()).unwrap_or_default().to_string()
-        };
+        let description = |tool| cut(of_tool(tool, "description"), DESCRIPTION_BYTES);
+        let older = request.messages.len().saturating_sub(MESSAGES);
         // Casts: positions fit i32 (see `Decoder::load`), and so do counts within a request body.
         RequestView {
             id: request.id.clone(),
@@ -299,8 +319,8 @@ impl Preparer {
             context_left: self.context.saturating_sub(prompt_tokens) as u32,
             messages: request.messages.len() as u32,
             system_chars: system.map(|m| m.content.chars().count() as u32).sum(),
-            user: user[..user.floor_char_boundary(USER_BYTES)].to_string(),
-            tools: request.tools.iter().map(name).collect(),
+            user: cut(user, USER_BYTES),
+            tools: request.tools.iter().map(|tool| of_tool(tool, "name").to_string()).collect(),
             can_reason: request.prompt.is_none() && self.text.supports_reasoning(),
             reasoning: request.reasoning,
             reasoning_budget: request.reasoning_budget,
@@ -308,6 +328,10 @@ impl Preparer {
             form: request.response_format.as_ref().map(ResponseFormat::seen),
             sampling: request.sampling,
             seed,
+            time: UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs()),
+            caller: request.caller.clone(),
+            conversation: request.messages[older..].iter().map(message_view).collect(),
+            tool_descriptions: request.tools.iter().map(description).collect(),
         }
     }
 
@@ -331,6 +355,8 @@ impl Preparer {
             reply,
             context: self.context,
             every: plan.every,
+            on_phase: plan.on_phase,
+            on_newline: plan.on_newline,
             checkpoint_every: match plan.checkpoint_every {
                 0 => 0,
                 every => every.max(MIN_CHECKPOINT_EVERY) as usize,
@@ -388,6 +414,65 @@ fn replace_system_text(
         format!("replaced {old} bytes of system message {message} with {new} bytes")
     };
     Ok(replacements.iter().map(note).collect())
+}
+
+/// The beginning of a text, at most `bytes`.
+fn cut(text: &str, bytes: usize) -> String {
+    text[..text.floor_char_boundary(bytes)].to_string()
+}
+
+/// A text of a tool; empty if it has none.
+fn of_tool<'a>(tool: &'a serde_json::Value, field: &str) -> &'a str {
+    let text = tool.get("function").unwrap_or(tool).get(field);
+    text.and_then(|text| text.as_str()).unwrap_or_default()
+}
+
+/// The policy's view of a message.
+fn message_view(message: &Message) -> MessageView {
+    let is_result = message.role == "tool";
+    MessageView {
+        role: message.role.clone(),
+        // Within a request body.
+        bytes: message.content.len() as u32,
+        text: if is_result { String::new() } else { cut(&message.content, MESSAGE_BYTES) },
+        calls: message.tool_calls.iter().map(|call| call.function.name.clone()).collect(),
+        digest: is_result.then(|| digest(&message.content)),
+    }
+}
+
+/// Applies the plan's limit on the reply and its stop strings; returns a note if they change the request.
+fn tighten(request: &mut Request, plan: &mut Plan, max_tokens: u32) -> Option<String> {
+    for stop in plan.stop.drain(..) {
+        if !request.stop.contains(&stop) {
+            request.stop.push(stop);
+        }
+    }
+    let of_client = request.max_tokens.unwrap_or(max_tokens);
+    let limit = plan.max_tokens.filter(|limit| *limit < of_client)?;
+    request.max_tokens = Some(limit);
+    Some(format!("max_tokens {limit} by a policy"))
+}
+
+/// Leaves out the tools that `names` lacks; returns whether there were any.
+///
+/// # Errors
+/// Why none are left out.
+fn offer(request: &mut Request, names: &[String]) -> std::result::Result<bool, String> {
+    let is_offered = |name: &str| names.iter().any(|offered| offered == name);
+    let is_allowed = |tool: &str| {
+        let allowed = request.tool_choice.allowed.as_ref();
+        is_offered(tool) && allowed.is_none_or(|allowed| allowed.iter().any(|name| name == tool))
+    };
+    let is_left = request.tools.iter().any(|tool| is_allowed(of_tool(tool, "name")));
+    if request.tool_choice.is_required && !is_left {
+        return Err("the client demands a tool call, and no tool would be left for it".into());
+    }
+    let before = request.tools.len();
+    request.tools.retain(|tool| is_offered(of_tool(tool, "name")));
+    if let Some(allowed) = &mut request.tool_choice.allowed {
+        allowed.retain(|name| is_offered(name));
+    }
+    Ok(request.tools.len() < before)
 }
 
 /// The part of a system text that policies see, and the rest.

@@ -125,6 +125,10 @@ pub struct Limits {
     pub context: usize,
     /// Tokens between two calls of `on-step`; 0 calls it on events only.
     pub every: u32,
+    /// Whether `on-step` is called after a change of the phase.
+    pub on_phase: bool,
+    /// Whether `on-step` is called after a token with a line break.
+    pub on_newline: bool,
     /// Tokens between two checkpoints of the cache; 0 takes none.
     pub checkpoint_every: usize,
 }
@@ -157,6 +161,8 @@ pub struct Progress {
     verified: u32,
     /// Tokens, prompt included, that the policy has seen or injected.
     pub(super) seen: usize,
+    /// The phase when `on-step` could last be called; `None` before the first token.
+    pub(super) phase: Option<Phase>,
     end: Option<FinishReason>,
     failure: Option<Error>,
     /// Actions of the policy, for display.
@@ -442,12 +448,17 @@ impl Sequence {
         }
         self.report_logprobs(token, text)?;
         let was_late = self.samples_late();
+        let reply = &self.reply_state.reply;
+        let (phase, length) = (reply.phase(), reply.untaken_text().len());
+        self.progress.phase.get_or_insert(phase);
         let loop_found = self.append(token);
         if !was_late && self.samples_late() {
             // It was sampled without the mask.
             self.sampled = None;
         }
-        self.todo = Todo::Committed { loop_found };
+        let new = self.reply_state.reply.untaken_text().get(length..);
+        let newline = self.limits.on_newline && new.is_some_and(|new| new.contains('\n'));
+        self.todo = Todo::Committed { loop_found, newline };
         self.steer(text)
     }
 

@@ -20,7 +20,7 @@ pub enum Todo {
     #[default]
     Nothing,
     /// A token was committed, which may have completed a loop.
-    Committed { loop_found: Option<LoopReport> },
+    Committed { loop_found: Option<LoopReport>, newline: bool },
     /// `on-step` is called.
     Ask(Box<Ask>),
     /// Actions of its answer that write text or stop.
@@ -69,11 +69,11 @@ impl Sequence {
             let has_ended = self.has_ended();
             match std::mem::take(&mut self.todo) {
                 Todo::Nothing => return Ok(()),
-                Todo::Committed { loop_found } => {
+                Todo::Committed { loop_found, newline } => {
                     self.end_at_stop();
                     self.check_limits();
                     if !self.has_ended() {
-                        self.todo = self.due_call(loop_found);
+                        self.todo = self.due_call(loop_found, newline);
                     }
                 }
                 Todo::Ask(ask) => {

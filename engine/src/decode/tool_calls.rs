@@ -122,7 +122,7 @@ impl Sequence {
         // The rest of an injected text is replaced too.
         self.injection.iter_mut().for_each(|injection| injection.tokens.clear());
         match &mut self.todo {
-            Todo::Committed { loop_found } => *loop_found = None,
+            Todo::Committed { loop_found, .. } => *loop_found = None,
             Todo::EndTurn { .. } => self.todo = Todo::Nothing,
             Todo::Nothing | Todo::Ask(_) | Todo::Act { .. } | Todo::Finish => {}
         }
@@ -205,7 +205,7 @@ fn conversation(messages: &[Message]) -> Vec<(&ToolCall, Option<&str>)> {
 }
 
 /// The first 16 hex digits of a text's SHA-256.
-fn digest(text: &str) -> String {
+pub(super) fn digest(text: &str) -> String {
     hex(&Sha256::digest(text)[..8])
 }
 

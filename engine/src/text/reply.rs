@@ -278,6 +278,11 @@ impl Reply {
         text
     }
 
+    /// What [`Reply::take_text`] would take, without taking it.
+    pub fn untaken_text(&self) -> &str {
+        &self.raw
+    }
+
     /// Whether the answer has no text yet.
     pub fn is_answer_blank(&self) -> bool {
         self.answer.is_blank()

@@ -3,7 +3,7 @@
 //
 // One instance serves one request, so these variables are the state of that request.
 
-import { fail } from "steersman:policy/failure@0.3.0";
+import { fail } from "steersman:policy/failure@0.4.0";
 
 /** Wraps a hook so that its exceptions appear in notes and log; otherwise they are reported as a trap. */
 const reporting = (hook) => (call) => {
@@ -47,6 +47,9 @@ export const onRequest = {
       every: 8,
       checkpointEvery: 0,
       note: notes.length > 0 ? notes.join("; ") : undefined,
+      stop: [],
+      onPhase: false,
+      onNewline: false,
     };
   }),
 };

@@ -60,6 +60,12 @@ class OnRequest(exports.OnRequest):
             note="; ".join(notes) or None,
             retain=None,
             form=None,
+            refuse=None,
+            max_tokens=None,
+            stop=[],
+            tools=None,
+            on_phase=False,
+            on_newline=False,
         )
 
 

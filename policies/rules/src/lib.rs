@@ -15,23 +15,29 @@
 //! ones. Of the rules that inject text, close the reasoning or rewind in one step, only the first
 //! applies. `policies/REFERENCE.md` lists the keys of `when` and `do`.
 //!
-//! A mistake in one rule disables all rules: requests run as without rules, and a note in each reply,
-//! and the log, report the mistake with its line. With the parameter `strict = "true"` such a request
+//! Rules are parsed once for each text of the parameter; requests get them packed ([`pack`]).
+//!
+//! A change of the parameter that has a mistake is rejected. A mistake at the start of the server disables all
+//! rules: requests run as without rules, and a note in each reply, and the log, report it with its line. With the parameter `strict = "true"` such a request
 //! fails instead, and `on_failure` of the profile decides how it continues.
 
+mod pack;
 mod parse;
 mod rule;
 mod when;
 
 use rule::{Effect, Rule};
 use steersman_policy::{
-    Action, LoopRule, Plan, Policy, PromptView, REPLACEMENTS, Replacement, RequestView, Step,
-    ToolCallView, Verdict,
+    Action, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptView, REPLACEMENTS,
+    Replacement, RequestView, Step, ToolCallView, Verdict,
 };
-use when::Tail;
+use when::{SeenPrompt, SeenRequest, Tail};
 
 /// Tokens between two checkpoints if a rule may rewind.
 const CHECKPOINT_EVERY: u32 = 128;
+
+/// Most stop strings of a plan.
+const STOPS: usize = 16;
 
 /// Number of lines of each system text that `strip_lines` examines.
 const STRIP_LINES: usize = 64;
@@ -60,9 +66,25 @@ struct State {
 }
 
 impl Policy for Rules {
+    fn on_params(&mut self, params: ParamsView) -> PreparedParams {
+        let mut prepared = PreparedParams::default();
+        match params.param("rules").map(parse::rules) {
+            None => {}
+            Some(Ok(rules)) => prepared.replaced.push(("rules".into(), pack::pack(&rules))),
+            Some(Err(problem)) => prepared.problems.push(format!("parameter `rules`: {problem}")),
+        }
+        prepared
+    }
+
     fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
-        self.rules = Some(rules(prompt.param("rules")));
-        let replacements = stripped(self.rules(), &prompt);
+        let text = prompt.param("rules");
+        let replacements = match text.and_then(|text| pack::unpack(text, true)) {
+            Some(rules) => stripped(&rules, &prompt),
+            None => {
+                self.rules = Some(rules(text));
+                stripped(self.rules(), &prompt)
+            }
+        };
         self.system = prompt.system;
         replacements
     }
@@ -78,7 +100,8 @@ impl Policy for Rules {
             }
             notes.push(format!("rules ignored: {problem}"));
         }
-        let matches = |rule: &Rule| rule.when.matches_request(&request, &self.system);
+        let seen = SeenRequest::new(&request, &self.system);
+        let matches = |rule: &Rule| rule.when.matches_request(&seen);
         let matches: Vec<_> = self.rules().iter().map(matches).collect();
         let rules = self.rules().iter().zip(&matches).filter(|(_, matches)| **matches);
         let plan = plan(&request, rules.map(|(rule, _)| rule), notes);
@@ -146,7 +169,7 @@ pub fn check(text: &str) -> Result<(), String> {
 
 fn rules(param: Option<&str>) -> Result<Vec<Rule>, String> {
     let text = param.ok_or("the parameter `rules` is missing")?;
-    parse::rules(text)
+    pack::unpack(text, false).map_or_else(|| parse::rules(text), Ok)
 }
 
 /// Notes on unknown parameters.
@@ -158,7 +181,10 @@ fn unknown_params(request: &RequestView) -> Vec<String> {
 
 /// The replacements that the rules make in system text.
 fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
-    let rules = rules.iter().filter(|rule| rule.when.matches_prompt(prompt));
+    let seen = SeenPrompt::new(prompt);
+    let is_of_prompt = |rule: &&Rule| matches!(rule.effect, Effect::Prompt { .. });
+    let rules = rules.iter().filter(is_of_prompt);
+    let rules = rules.filter(|rule| rule.when.matches_prompt(&seen));
     let effects: Vec<_> = rules.map(|rule| &rule.effect).collect();
     let is_stripped = |line: &str| {
         effects.iter().any(|effect| match effect {
@@ -202,6 +228,10 @@ fn plan<'a>(
                 plan.loops = plan.loops.or(set.loops);
                 plan.retain = plan.retain.take().or(set.retain.clone());
                 plan.form = plan.form.take().or(set.form.clone());
+                plan.refuse = plan.refuse.take().or(set.refuse.clone());
+                plan.max_tokens = plan.max_tokens.or(set.max_tokens);
+                plan.stop.extend(set.stop.iter().take(STOPS - plan.stop.len()).cloned());
+                plan.tools = plan.tools.take().or(set.tools.clone());
                 notes.extend(set.note.clone());
             }
             Effect::Step(effects) => {

@@ -4,14 +4,14 @@
 //! A rule applies in one hook: the first in which all its keys are available.
 
 use steersman_policy::{
-    Action, AnswerForm, Ban, Bias, LoopRule, Phase, Plan, Retention, SamplingChange, SamplingPatch,
-    SavePoint, TokenBias, Verdict,
+    Action, AnswerForm, Ban, Bias, LoopRule, Phase, Plan, Refusal, Retention, SamplingChange,
+    SamplingPatch, SavePoint, TokenBias, Verdict,
 };
 use toml::de::{DeTable, DeValue};
 
-use super::LOOPS;
 use super::rule::{Effect, Rule, StepEffect};
 use super::when::When;
+use super::{LOOPS, STOPS};
 
 /// A set of hooks, one bit each.
 pub type Hooks = u8;
@@ -38,6 +38,8 @@ pub const WHEN: &[(&str, Hooks)] = &[
     ("reasoning_requested", REQUEST | STEP | TOOL_CALL),
     ("can_reason", REQUEST | STEP | TOOL_CALL),
     ("form_requested", REQUEST | STEP | TOOL_CALL),
+    ("caller_key", REQUEST | STEP | TOOL_CALL),
+    ("caller_user", REQUEST | STEP | TOOL_CALL),
     ("phase", STEP),
     ("loop", STEP),
     ("budget_reached", STEP),
@@ -60,6 +62,11 @@ pub const DO: &[(&str, Hooks)] = &[
     ("loops", REQUEST),
     ("retain", REQUEST),
     ("form", REQUEST),
+    ("refuse", REQUEST),
+    ("status", REQUEST),
+    ("max_tokens", REQUEST),
+    ("stop_at", REQUEST),
+    ("offer_tools", REQUEST),
     ("note", REQUEST),
     ("temperature", REQUEST | STEP),
     ("top_p", REQUEST | STEP),
@@ -261,7 +268,7 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
             name(hook)
         ));
     }
-    let when = self::when(&when)?;
+    let when = Box::new(self::when(&when)?);
     let effect = match hook {
         PROMPT => prompt_effect(&effect)?,
         REQUEST => request_effect(&effect)?,
@@ -332,6 +339,8 @@ fn when(entries: &[(&str, Entry)]) -> Result<When, String> {
             "reasoning_requested" => when.reasoning_requested = Some(entry.bool()?),
             "can_reason" => when.can_reason = Some(entry.bool()?),
             "form_requested" => when.form_requested = Some(entry.bool()?),
+            "caller_key" => when.caller_key = entry.texts()?,
+            "caller_user" => when.caller_user = entry.texts()?,
             "phase" => {
                 when.phase = Some(match entry.value.as_str() {
                     Some("reasoning") => Phase::Reasoning,
@@ -368,6 +377,7 @@ fn prompt_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
 
 fn request_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
     let mut plan = Plan { sampling: sampling(entries)?, ..Plan::default() };
+    let mut status = None;
     for (key, entry) in entries {
         match *key {
             "reasoning" => plan.reasoning = Some(entry.bool()?),
@@ -376,11 +386,40 @@ fn request_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             "loops" => plan.loops = Some(loops(entry)?),
             "retain" => plan.retain = Some(retain(entry)?),
             "form" => plan.form = Some(form(entry)?),
+            "refuse" => plan.refuse = Some(Refusal { status: 403, message: entry.text()? }),
+            "status" => match entry.number()? {
+                number @ 400..=499 => status = Some((number as u16, entry)),
+                _ => return entry.error("must be an HTTP status from 400 to 499"),
+            },
+            "max_tokens" => match entry.number()? {
+                0 => return entry.error("must be at least 1"),
+                tokens => plan.max_tokens = Some(tokens),
+            },
+            "stop_at" => match entry.texts()? {
+                texts if texts.len() > STOPS => {
+                    return entry.error(&format!("must have at most {STOPS} texts"));
+                }
+                texts => plan.stop = texts,
+            },
+            "offer_tools" => plan.tools = Some(tool_names(entry)?),
             "note" => plan.note = Some(entry.text()?),
             _ => {}
         }
     }
+    match (&mut plan.refuse, status) {
+        (Some(refusal), Some((status, _))) => refusal.status = status,
+        (None, Some((_, entry))) => return entry.error("needs `do.refuse`"),
+        (_, None) => {}
+    }
     Ok(Effect::Request(Box::new(plan)))
+}
+
+/// Names of tools; an empty list names none.
+fn tool_names(entry: &Entry) -> Result<Vec<String>, String> {
+    if entry.value.as_array().is_some_and(|list| list.is_empty()) {
+        return Ok(Vec::new());
+    }
+    entry.texts()
 }
 
 fn sampling(entries: &[(&str, Entry)]) -> Result<SamplingPatch, String> {

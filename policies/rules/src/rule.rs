@@ -7,7 +7,7 @@ use super::when::When;
 /// A rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
-    pub when: When,
+    pub when: Box<When>,
     pub effect: Effect,
     /// How often it applies in a request; 0 is every time.
     pub times: u32,

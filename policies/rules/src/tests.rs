@@ -1,6 +1,6 @@
 use steersman_policy::{
-    AnswerForm, Ban, EarlierCall, LoopReport, Phase, Retention, SamplingChange, SamplingPatch,
-    SavePoint,
+    AnswerForm, Ban, Caller, EarlierCall, LoopReport, Phase, Refusal, Retention, SamplingChange,
+    SamplingPatch, SavePoint,
 };
 
 use super::*;
@@ -332,6 +332,59 @@ fn a_mistake_is_reported_with_its_line_and_the_expected_keys() {
     let many = "[[rule]]\ndo = { ban = [1] }\n".repeat(16);
     assert!(check(&many).unwrap_err().contains("more than 16 actions"));
     assert_eq!(check("[[rule]]\ndo = { close_reasoning = '' }"), Ok(()));
+}
+
+#[test]
+fn a_rule_refuses_a_request_or_limits_its_reply_and_tools() {
+    let rules = r#"
+        [[rule]]
+        when = { caller_key = "0123456789abcdef", user_contains = "secret" }
+        do = { refuse = "Not here.", status = 451 }
+        [[rule]]
+        when = { caller_user = "fedcba9876543210" }
+        do = { max_tokens = 100, stop_at = ["END", "\n\n"], offer_tools = ["search"] }
+        [[rule]]
+        do = { max_tokens = 500, stop_at = "STOP", offer_tools = [] }"#;
+    let request = |user: &str, key: &str, of: &str| {
+        let caller = Caller { key: key.into(), user: of.into(), ..Caller::default() };
+        with(rules, RequestView { user: user.into(), caller, ..RequestView::default() }).1
+    };
+    let refusal = Refusal { status: 451, message: "Not here.".into() };
+    assert_eq!(request("A secret?", "0123456789abcdef", "").refuse, Some(refusal));
+    assert_eq!(request("A secret?", "", "").refuse, None);
+    let known = request("Hello", "", "fedcba9876543210");
+    assert_eq!((known.refuse, known.max_tokens), (None, Some(100)));
+    assert_eq!(known.stop, ["END", "\n\n", "STOP"]);
+    assert_eq!(known.tools.as_deref(), Some(&["search".to_owned()][..]));
+    let other = request("Hello", "", "");
+    assert_eq!((other.max_tokens, other.tools), (Some(500), Some(Vec::new())));
+    for (mistake, problem) in [
+        ("status = 429", "`do.status` needs `do.refuse`"),
+        ("refuse = 'x', status = 500", "`do.status` must be an HTTP status from 400 to 499"),
+        ("max_tokens = 0", "`do.max_tokens` must be at least 1"),
+        ("stop_at = []", "`do.stop_at` must be a text or a list of texts, not empty"),
+    ] {
+        let rules = format!("[[rule]]\ndo = {{ {mistake} }}");
+        assert_eq!(check(&rules), Err(format!("rule 1, line 2: {problem}")));
+    }
+}
+
+#[test]
+fn rules_are_packed_once_and_a_mistake_is_a_problem() {
+    let on_params = |rules: &str| {
+        let params = vec![("rules".to_owned(), rules.to_owned()), ("strict".into(), "true".into())];
+        Rules::default().on_params(ParamsView { params, ..ParamsView::default() })
+    };
+    let prepared = on_params("[[rule]]\ndo = { note = 'n' } # a comment");
+    let [(name, packed)] = &prepared.replaced[..] else { panic!("{prepared:?}") };
+    assert_eq!((&**name, &prepared.problems[..]), ("rules", &[][..]));
+    assert!(!packed.contains("comment"));
+    assert_eq!(with(packed, RequestView::default()).1.note.as_deref(), Some("n"));
+    let wrong = on_params("[[rule]]\ndo = { nte = 'n' }");
+    assert_eq!(wrong.replaced, []);
+    assert!(
+        wrong.problems[0].starts_with("parameter `rules`: rule 1, line 2: unknown key `do.nte`")
+    );
 }
 
 #[test]

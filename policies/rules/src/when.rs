@@ -1,5 +1,7 @@
 //! The conditions of a rule.
 
+use std::cell::LazyCell;
+
 use steersman_policy::{Phase, PromptView, RequestView, Step, ToolCallView};
 
 /// Conditions that must all hold, named like the keys of `when` (`policies/REFERENCE.md`).
@@ -24,6 +26,10 @@ pub struct When {
     pub reasoning_requested: Option<bool>,
     pub can_reason: Option<bool>,
     pub form_requested: Option<bool>,
+    /// Digests.
+    pub caller_key: Vec<String>,
+    /// Digests.
+    pub caller_user: Vec<String>,
     pub phase: Option<Phase>,
     /// From `loop`.
     pub looping: Option<bool>,
@@ -58,6 +64,42 @@ impl Tail {
     }
 }
 
+/// A value that is computed if a rule needs it, and once for all rules.
+type Lazy<'a, T> = LazyCell<T, Box<dyn FnOnce() -> T + 'a>>;
+
+fn lazy<'a, T>(compute: impl FnOnce() -> T + 'a) -> Lazy<'a, T> {
+    LazyCell::new(Box::new(compute))
+}
+
+/// What rules see in `on-prompt`.
+pub struct SeenPrompt<'a> {
+    prompt: &'a PromptView,
+    system_chars: Lazy<'a, u32>,
+}
+
+impl<'a> SeenPrompt<'a> {
+    pub fn new(prompt: &'a PromptView) -> Self {
+        let system_chars = lazy(|| prompt.system.iter().map(|text| chars(text)).sum());
+        Self { prompt, system_chars }
+    }
+}
+
+/// What rules see in `on-request`.
+pub struct SeenRequest<'a> {
+    request: &'a RequestView,
+    system: &'a [String],
+    /// The last user message in lower case, and its length in characters.
+    lower: Lazy<'a, String>,
+    chars: Lazy<'a, u32>,
+}
+
+impl<'a> SeenRequest<'a> {
+    pub fn new(request: &'a RequestView, system: &'a [String]) -> Self {
+        let lower = lazy(|| request.user.to_lowercase());
+        Self { request, system, lower, chars: lazy(|| chars(&request.user)) }
+    }
+}
+
 fn any(list: &[String], is: impl Fn(&str) -> bool) -> bool {
     list.is_empty() || list.iter().any(|text| is(text))
 }
@@ -76,11 +118,10 @@ fn chars(text: &str) -> u32 {
 
 impl When {
     /// Whether the conditions known in `on-prompt` hold.
-    pub fn matches_prompt(&self, prompt: &PromptView) -> bool {
-        let system_chars = prompt.system.iter().map(|text| chars(text)).sum();
-        any(&self.profile, |name| name == prompt.profile)
-            && self.matches_system(&prompt.system)
-            && over(self.system_over, system_chars)
+    pub fn matches_prompt(&self, seen: &SeenPrompt) -> bool {
+        any(&self.profile, |name| name == seen.prompt.profile)
+            && self.matches_system(&seen.prompt.system)
+            && self.system_over.is_none_or(|limit| *seen.system_chars > limit)
     }
 
     fn matches_system(&self, system: &[String]) -> bool {
@@ -88,26 +129,20 @@ impl When {
     }
 
     /// Whether the conditions known in `on-request` hold.
-    pub fn matches_request(&self, request: &RequestView, system: &[String]) -> bool {
-        let user = &request.user;
-        // Lazy, since a message has up to 16 KiB.
-        let contains = || {
-            let lower = user.to_lowercase();
-            any(&self.user_contains, |part| lower.contains(part))
-        };
+    pub fn matches_request(&self, seen: &SeenRequest) -> bool {
+        let request = seen.request;
         let has_word = || {
-            let lower = user.to_lowercase();
-            let mut words = lower.split(|c: char| !c.is_alphanumeric());
+            let mut words = seen.lower.split(|c: char| !c.is_alphanumeric());
             words.any(|word| self.user_words.iter().any(|wanted| wanted == word))
         };
         any(&self.profile, |name| name == request.profile)
             && any(&self.model, |name| name == request.model)
             && any(&self.family, |name| name == request.family)
-            && (self.user_contains.is_empty() || contains())
+            && any(&self.user_contains, |part| seen.lower.contains(part))
             && (self.user_words.is_empty() || has_word())
-            && self.user_under.is_none_or(|limit| chars(user) < limit)
-            && over(self.user_over, chars(user))
-            && self.matches_system(system)
+            && self.user_under.is_none_or(|limit| *seen.chars < limit)
+            && self.user_over.is_none_or(|limit| *seen.chars > limit)
+            && self.matches_system(seen.system)
             && over(self.system_over, request.system_chars)
             && over(self.prompt_over, request.prompt_tokens)
             && over(self.messages_over, request.messages)
@@ -116,6 +151,8 @@ impl When {
             && self.reasoning_requested.is_none_or(|it| request.reasoning == Some(it))
             && equals(self.can_reason, request.can_reason)
             && equals(self.form_requested, request.form.is_some())
+            && any(&self.caller_key, |digest| digest == request.caller.key)
+            && any(&self.caller_user, |digest| digest == request.caller.user)
     }
 
     /// Whether the conditions on a step hold. Must see every step, to find text that arrives in parts.

@@ -12,13 +12,13 @@ wit_bindgen::generate!({
         package steersman:sdk;
 
         world hooks {
-            import steersman:policy/failure@0.3.0;
-            import steersman:policy/log@0.3.0;
-            import steersman:policy/kv@0.3.0;
-            import steersman:policy/tokenizer@0.3.0;
-            import steersman:policy/counters@0.3.0;
+            import steersman:policy/failure@0.4.0;
+            import steersman:policy/log@0.4.0;
+            import steersman:policy/kv@0.4.0;
+            import steersman:policy/tokenizer@0.4.0;
+            import steersman:policy/counters@0.4.0;
 
-            include steersman:policy/hooks@0.3.0;
+            include steersman:policy/hooks@0.4.0;
         }
     ",
     pub_export_macro: true,
@@ -35,12 +35,12 @@ pub mod verdicts {
             package steersman:sdk;
 
             world verdicts {
-                export steersman:policy/on-tool-call@0.3.0;
+                export steersman:policy/on-tool-call@0.4.0;
             }
         ",
         pub_export_macro: true,
         export_macro_name: "export_verdicts",
-        with: {"steersman:policy/types@0.3.0": crate::bindings::steersman::policy::types},
+        with: {"steersman:policy/types@0.4.0": crate::bindings::steersman::policy::types},
         generate_all,
     });
 }

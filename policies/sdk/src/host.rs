@@ -71,7 +71,7 @@ pub mod log {
 ///
 /// Natively it is a thread-local map, empty when a test begins, with the default quota of 1 MiB.
 pub mod kv {
-    pub use crate::bindings::steersman::policy::kv::Refusal;
+    pub use crate::bindings::steersman::policy::kv::{AddRefusal, Refusal};
 
     #[cfg(target_family = "wasm")]
     use crate::bindings::steersman::policy::kv as host;
@@ -97,12 +97,32 @@ pub mod kv {
         host::delete(key)
     }
 
+    /// Adds to a decimal number, which is 0 if there is none; returns the sum. No other request comes between.
+    ///
+    /// # Errors
+    /// [`AddRefusal::NotANumber`] if the value is not a number or the sum has more than 64 bits; otherwise as
+    /// [`set`]. The map is then unchanged.
+    pub fn add(key: &str, by: i64) -> Result<i64, AddRefusal> {
+        host::add(key, by)
+    }
+
+    /// Removes a key after this many seconds, unless it is set again before; 0 keeps it. Returns whether the
+    /// key exists. [`add`] leaves the time as it is. Natively, nothing expires.
+    pub fn expire(key: &str, seconds: u32) -> bool {
+        host::expire(key, seconds)
+    }
+
+    /// At most `limit` keys that begin with `prefix` and come after `after`, sorted.
+    pub fn list(prefix: &str, after: &str, limit: u32) -> Vec<String> {
+        host::list(prefix, after, limit)
+    }
+
     #[cfg(not(target_family = "wasm"))]
     mod double {
         use std::cell::RefCell;
         use std::collections::BTreeMap;
 
-        use super::Refusal;
+        use super::{AddRefusal, Refusal};
 
         const QUOTA_BYTES: usize = 1 << 20;
 
@@ -131,6 +151,27 @@ pub mod kv {
 
         pub fn delete(key: &str) -> bool {
             MAP.with_borrow_mut(|map| map.remove(key).is_some())
+        }
+
+        pub fn add(key: &str, by: i64) -> Result<i64, AddRefusal> {
+            let old = get(key).map_or(Ok(0), |old| old.parse::<i64>());
+            let sum = old.ok().and_then(|old| old.checked_add(by)).ok_or(AddRefusal::NotANumber)?;
+            match set(key, &sum.to_string()) {
+                Ok(()) => Ok(sum),
+                Err(Refusal::BadKey) => Err(AddRefusal::BadKey),
+                Err(Refusal::Full) => Err(AddRefusal::Full),
+            }
+        }
+
+        pub fn expire(key: &str, _: u32) -> bool {
+            get(key).is_some()
+        }
+
+        pub fn list(prefix: &str, after: &str, limit: u32) -> Vec<String> {
+            MAP.with_borrow(|map| {
+                let keys = map.keys().filter(|key| key.starts_with(prefix) && key.as_str() > after);
+                keys.take(limit as usize).cloned().collect()
+            })
         }
     }
 }

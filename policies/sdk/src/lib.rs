@@ -35,9 +35,10 @@ mod prompt;
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, AnswerForm, Ban, Bias, EarlierCall, LoopReport, LoopRule, Phase, Plan, PromptView,
-    Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary,
-    TokenBias, ToolCallView, Verdict,
+    Action, AnswerForm, Ban, Bias, Caller, EarlierCall, LoopReport, LoopRule, MessageView,
+    ParamsView, Phase, Plan, PreparedParams, PromptView, Refusal, Replacement, RequestView,
+    Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias, ToolCallView,
+    Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
 pub use prompt::{REPLACEMENTS, is_billing_header};
@@ -47,6 +48,13 @@ pub use prompt::{REPLACEMENTS, is_billing_header};
 /// A panic is a failure of the policy in this request; its message appears in notes and log
 /// ([`failure::fail`]), and `on_failure` of the profile decides how the request continues.
 pub trait Policy: Default {
+    /// Checks parameters and does what would otherwise be done in each request. Called once for each text of
+    /// the parameters, on an instance that serves no request. The default replaces none.
+    fn on_params(&mut self, params: ParamsView) -> PreparedParams {
+        let _ = params;
+        PreparedParams::default()
+    }
+
     /// Replaces spans of system text before the prompt is rendered. Called first, once, if the
     /// conversation has system text. The replacements apply in order.
     fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
@@ -61,8 +69,8 @@ pub trait Policy: Default {
     }
 
     /// Answers the tokens committed since the last call with actions that apply before the next token.
-    /// Called after each [`Plan::every`] tokens, when a loop is reported, and when the reasoning budget
-    /// is used up.
+    /// Called after each [`Plan::every`] tokens, when a loop is reported, when the reasoning budget is used
+    /// up, and after the events that the plan names ([`Plan::on_phase`], [`Plan::on_newline`]).
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let _ = step;
         Vec::new()
@@ -118,6 +126,12 @@ macro_rules! export {
 
             struct Shim;
 
+            impl hooks::on_params::Guest for Shim {
+                fn on_params(params: $crate::ParamsView) -> $crate::PreparedParams {
+                    POLICY.with_borrow_mut(|p| $crate::Policy::on_params(p, params))
+                }
+            }
+
             impl hooks::on_prompt::Guest for Shim {
                 fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
@@ -147,6 +161,13 @@ macro_rules! export {
             $($verdicts)*
         };
     };
+}
+
+impl ParamsView {
+    /// The value of a parameter (`[profiles.NAME.params]`).
+    pub fn param(&self, name: &str) -> Option<&str> {
+        param(&self.params, name)
+    }
 }
 
 impl PromptView {
@@ -225,6 +246,38 @@ impl Retention {
 
 // The generated records do not derive `Default`, but plans and tests want `..Default::default()`.
 
+impl Default for ParamsView {
+    /// No parameters.
+    fn default() -> Self {
+        Self { profile: "default".into(), params: Vec::new() }
+    }
+}
+
+#[allow(clippy::derivable_impls, reason = "the record is generated")]
+impl Default for PreparedParams {
+    /// Replaces nothing and has no problems.
+    fn default() -> Self {
+        Self { replaced: Vec::new(), problems: Vec::new() }
+    }
+}
+
+#[allow(clippy::derivable_impls, reason = "the record is generated")]
+impl Default for Caller {
+    /// Nobody in particular.
+    fn default() -> Self {
+        let (metadata, headers) = (Vec::new(), Vec::new());
+        Self { key: String::new(), user: String::new(), metadata, headers }
+    }
+}
+
+impl Default for MessageView {
+    /// An empty message of the user.
+    fn default() -> Self {
+        let (calls, digest) = (Vec::new(), None);
+        Self { role: "user".into(), bytes: 0, text: String::new(), calls, digest }
+    }
+}
+
 impl Default for PromptView {
     /// No system text.
     fn default() -> Self {
@@ -274,6 +327,10 @@ impl Default for RequestView {
             form: None,
             sampling: SamplingPatch::default(),
             seed: 0,
+            time: 0,
+            caller: Caller::default(),
+            conversation: Vec::new(),
+            tool_descriptions: Vec::new(),
         }
     }
 }
@@ -292,6 +349,12 @@ impl Default for Plan {
             note: None,
             retain: None,
             form: None,
+            refuse: None,
+            max_tokens: None,
+            stop: Vec::new(),
+            tools: None,
+            on_phase: false,
+            on_newline: false,
         }
     }
 }
@@ -309,6 +372,8 @@ impl Default for Step {
             text: String::new(),
             loop_found: None,
             budget_reached: false,
+            phase_changed: false,
+            newline: false,
         }
     }
 }
@@ -352,6 +417,7 @@ mod tests {
     #[test]
     fn a_policy_without_hooks_leaves_all_choices_to_the_engine() {
         assert_eq!(Silent.on_request(RequestView::default()), Plan::default());
+        assert_eq!(Silent.on_params(ParamsView::default()), PreparedParams::default());
         assert_eq!(Silent.on_prompt(PromptView::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
         assert_eq!(Silent.on_tool_call(ToolCallView::default()), Verdict::Accept);

@@ -11,6 +11,8 @@ use sha2::{Digest, Sha256};
 mod agent;
 #[path = "../../examples/rust/src/lib.rs"]
 mod brief;
+#[path = "../../budget/src/lib.rs"]
+mod budget;
 #[path = "../../default/src/lib.rs"]
 mod default;
 #[path = "../../passthrough/src/lib.rs"]
@@ -27,7 +29,7 @@ fn committed_components_match_the_sources() {
         .map(|line| line.split_once("  ").expect("a line of sha256sum"))
         .map(|(sum, path)| (path, sum))
         .collect();
-    let shipped = ["agent", "default", "passthrough", "rules"];
+    let shipped = ["agent", "budget", "default", "passthrough", "rules"];
     let shipped = shipped.map(|name| format!("{name}/{name}.wasm"));
     for needed in shipped.iter().map(String::as_str).chain(["../wit/policy.wit"]) {
         assert!(sums.contains_key(needed), "{needed} is not in SHA256SUMS: run policies/build.sh");

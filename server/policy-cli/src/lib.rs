@@ -21,7 +21,7 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, Subcommand};
 use steersman_policy_host::{
-    CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Storage, shipped,
+    Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Storage, shipped,
 };
 use tracing_subscriber::EnvFilter;
 
@@ -277,7 +277,7 @@ fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> R
     writeln!(out, "policy    {}", component.name())?;
     writeln!(out, "size      {bytes} bytes")?;
     writeln!(out, "sha256    {}", hex::encode(component.sha256()))?;
-    writeln!(out, "contract  {CONTRACT}")?;
+    writeln!(out, "contract  {}", component.contract())?;
     writeln!(out, "hooks     {}", component.hooks().join(", "))?;
     writeln!(out, "imports   {imports}")?;
     let needed: Vec<_> =

@@ -15,15 +15,17 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use parking_lot::Mutex;
 use secrecy::{ExposeSecret, SecretString};
+use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use steersman_engine::Engine;
+use steersman_engine::policy;
 use subtle::ConstantTimeEq;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until};
 
 use super::App;
 use super::error::ApiError;
-use crate::config::ServerConfig;
+use crate::config::{ProfileAccess, ServerConfig};
 use crate::connections::Connection;
 use crate::models::Models;
 use crate::throttle::Throttle;
@@ -55,6 +57,8 @@ struct ProfileGate {
     /// One permit for each request that may wait or run; `None` for no limit.
     permits: Option<Arc<Semaphore>>,
     limit: usize,
+    /// Headers that its policies see.
+    headers: Vec<String>,
 }
 
 /// What the key of an HTTP request opens.
@@ -74,27 +78,24 @@ impl Access {
     pub fn new(config: &ServerConfig) -> Self {
         let digest = |key: &SecretString| Sha256::digest(key.expose_secret()).into();
         let digests = |keys: &[SecretString]| keys.iter().map(digest).collect();
-        let gate = |limit: usize, keys: &[SecretString]| ProfileGate {
-            keys: digests(keys),
-            permits: (limit > 0).then(|| Arc::new(Semaphore::new(limit))),
-            limit,
+        let gate = |profile: &ProfileAccess| ProfileGate {
+            keys: digests(&profile.api_keys),
+            permits: (profile.requests > 0).then(|| Arc::new(Semaphore::new(profile.requests))),
+            limit: profile.requests,
+            headers: profile.policy_headers.clone(),
         };
         let profiles = config.profiles.iter();
         Self {
             server_keys: digests(&config.api_keys),
             admin_keys: digests(&config.admin_keys),
-            profiles: profiles.map(|(n, p)| (n.clone(), gate(p.requests, &p.api_keys))).collect(),
+            profiles: profiles.map(|(name, profile)| (name.clone(), gate(profile))).collect(),
             failures: Failures::default(),
         }
     }
 
     /// The caller, from the key in the headers; `None` if a required key is missing or wrong.
     pub fn caller(&self, headers: &HeaderMap) -> Option<Caller> {
-        let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
-        let key = text(&header::AUTHORIZATION).and_then(|value| value.split_once(' '));
-        let bearer =
-            key.map(|(scheme, key)| if scheme.eq_ignore_ascii_case("bearer") { key } else { "" });
-        let key = bearer.or_else(|| text(&API_KEY)).map(|key| Sha256::digest(key.trim()));
+        let key = key_of(headers);
         // Compares with every key to the end, so the time taken reveals nothing.
         let is_among = |keys: &[KeyDigest]| {
             key.is_some_and(|key| {
@@ -110,6 +111,28 @@ impl Access {
             _ if all_profiles => Some(Caller::AllProfiles),
             Some(caller) => Some(caller),
             None => self.server_keys.is_empty().then_some(Caller::Anonymous),
+        }
+    }
+
+    /// What policies of `profile` see of a caller: its key, if that was checked, and the headers that the
+    /// profile names.
+    pub fn seen_by_policies(
+        &self,
+        caller: &Caller,
+        profile: &str,
+        headers: &HeaderMap,
+    ) -> policy::Caller {
+        let key = key_of(headers).filter(|_| *caller != Caller::Anonymous);
+        let names = self.profiles.get(profile).map_or(&[][..], |gate| &gate.headers);
+        let seen = names.iter().filter_map(|name| {
+            let text = headers.get(name)?.to_str().ok()?;
+            let text = &text[..text.floor_char_boundary(policy::HEADER_BYTES)];
+            Some((name.clone(), text.to_string()))
+        });
+        policy::Caller {
+            key: key.map(|key| hex::encode(&key[..8])).unwrap_or_default(),
+            headers: seen.collect(),
+            ..policy::Caller::default()
         }
     }
 
@@ -212,6 +235,37 @@ impl Admission {
             profile: profile.into(),
             model: model.clone().unwrap_or_else(|| served.clone()),
         })
+    }
+}
+
+/// The digest of the key in the headers, whether or not it is known.
+fn key_of(headers: &HeaderMap) -> Option<KeyDigest> {
+    let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+    let key = text(&header::AUTHORIZATION).and_then(|value| value.split_once(' '));
+    let bearer =
+        key.map(|(scheme, key)| if scheme.eq_ignore_ascii_case("bearer") { key } else { "" });
+    bearer.or_else(|| text(&API_KEY)).map(|key| Sha256::digest(key.trim()).into())
+}
+
+/// Whom a body names as its sender: user and metadata.
+pub fn named_by(body: &Map<String, Value>) -> policy::Caller {
+    let labels = body.get("metadata").and_then(Value::as_object);
+    let cut = |text: &str, bytes| text[..text.floor_char_boundary(bytes)].to_string();
+    let pair = |(name, value): (&String, &Value)| {
+        let value = cut(value.as_str()?, policy::METADATA_BYTES);
+        Some((cut(name, policy::METADATA_NAME_BYTES), value))
+    };
+    let mut metadata: Vec<_> = labels.into_iter().flatten().filter_map(pair).collect();
+    metadata.sort();
+    metadata.truncate(policy::METADATA);
+    let of_anthropic = labels.and_then(|labels| labels.get("user_id"));
+    let users = [body.get("user"), body.get("safety_identifier"), of_anthropic];
+    let mut users = users.into_iter().flatten().filter_map(Value::as_str);
+    let user = users.find(|user| !user.is_empty()).map(Sha256::digest);
+    policy::Caller {
+        user: user.map(|user| hex::encode(&user[..8])).unwrap_or_default(),
+        metadata,
+        ..policy::Caller::default()
     }
 }
 

@@ -207,6 +207,18 @@ impl ApiError {
         Self::new(status, INVALID, "policy_refused", "", message)
     }
 
+    /// A request that a policy refuses with this status, 400 to 499.
+    fn refused_by_policy(status: u16, message: String) -> Self {
+        let status = StatusCode::from_u16(status).unwrap_or(StatusCode::FORBIDDEN);
+        let kind = match status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            _ => INVALID,
+        };
+        Self::new(status, kind, "refused_by_policy", "", message)
+    }
+
     /// An operation that the current state does not allow.
     pub fn conflict(code: &'static str, message: impl Into<String>) -> Self {
         Self::new(StatusCode::CONFLICT, INVALID, code, "", message)
@@ -378,6 +390,7 @@ impl From<Error> for ApiError {
                 RequestError::Structure { path, .. } => {
                     Self::invalid("unsupported_structure", path.clone(), message)
                 }
+                RequestError::Refused { status, .. } => Self::refused_by_policy(*status, message),
                 RequestError::Field { field, .. } => Self::value(*field, message),
             },
             Error::Policy(problem) => {

@@ -65,7 +65,7 @@ pub const FIELDS: &[Field] = &[
     ("chat_template_kwargs", Read),
     ("reasoning_effort", Read),
     ("max_thinking_tokens", Read),
-    // Labels for the operator of a service.
+    // Labels for the operator of a service, and for policies.
     ("user", Ignored),
     ("metadata", Ignored),
     ("safety_identifier", Ignored),
@@ -105,7 +105,7 @@ pub const MESSAGES: &[Field] = &[
     ("tool_choice", Read),
     ("thinking", Read),
     ("output_config", Read),
-    // Labels for the operator of a service.
+    // Labels for the operator of a service, and for policies.
     ("metadata", Ignored),
     ("service_tier", Ignored),
     ("inference_geo", Ignored),

@@ -13,8 +13,8 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
 use serde::Serialize;
 use steersman_engine::policy::{
-    Activation, COMPONENT_BYTES, CONTRACT, Error, Health, HistoryEntry, ParamReport, PolicyReport,
-    Problem, Report, Use, Withdrawn,
+    Activation, COMPONENT_BYTES, Error, Health, HistoryEntry, ParamReport, PolicyReport, Problem,
+    Report, Use, Withdrawn,
 };
 
 use super::App;
@@ -236,7 +236,7 @@ impl From<PolicyReport> for PolicyBody {
         Self {
             name: report.name,
             sha256: report.sha256,
-            contract: CONTRACT,
+            contract: report.contract,
             origin: report.origin.name(),
             file: report.file.map(|file| file.display().to_string()),
             since: report.since,

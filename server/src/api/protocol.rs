@@ -14,10 +14,10 @@ use axum::http::{HeaderMap, HeaderName};
 use axum::response::{Response, sse};
 use serde_json::{Map, Value};
 use steersman_engine::request::{Event, Request};
-use steersman_engine::{Error, RequestError};
+use steersman_engine::{Error, RequestError, policy};
 use tokio::time::Instant;
 
-use super::access::{Admission, Caller};
+use super::access::{self, Admission, Caller};
 use super::body::{Limit, ReadBody};
 use super::error::ApiError;
 use super::log::RequestLog;
@@ -156,7 +156,9 @@ pub async fn handle<P: Protocol>(
     let id = format!("{}{}", P::ID, random_hex());
     let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
     let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
-    let (stream, call, admission) = read.map_err(|error| log.failed(error))?;
+    let (stream, call, admission, named) = read.map_err(|error| log.failed(error))?;
+    let seen = app.access.seen_by_policies(&caller, &admission.profile, &headers);
+    let seen = policy::Caller { key: seen.key, headers: seen.headers, ..named };
     let Call { mut protocol, mut requests, choices, mut notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
@@ -176,6 +178,7 @@ pub async fn handle<P: Protocol>(
     let mut followed = Vec::new();
     for (mut request, toolbox) in requests.into_iter().zip(toolboxes) {
         request.profile = admission.profile.clone();
+        request.caller = seen.clone();
         request.deadline = Some(deadline.into_std());
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
@@ -228,21 +231,25 @@ pub async fn handle<P: Protocol>(
     }
 }
 
-/// Reads, parses, admits and checks a body. `log` gets what limits it.
+/// Reads, parses, admits and checks a body; returns also whom it names. `log` gets what limits it.
 async fn read<P: Protocol>(
     app: &App,
     caller: &Caller,
     headers: &HeaderMap,
     body: Body,
     log: &mut RequestLog,
-) -> Result<(bool, Call<P>, Admission), ApiError> {
+) -> Result<(bool, Call<P>, Admission, policy::Caller), ApiError> {
     let body = read_json(app, headers, body, P::CONTENT_TYPE).await?;
     log.share = body.share;
-    let Parsed { model, stream, call } = app.bodies.parse(body.bytes, P::parse).await?;
+    let parse = |body: Map<String, Value>| {
+        let named = access::named_by(&body);
+        P::parse(body).map(|parsed| (parsed, named))
+    };
+    let (Parsed { model, stream, call }, named) = app.bodies.parse(body.bytes, parse).await?;
     let admission = admit(app, caller, headers, model)?;
     log.admitted(&admission.profile, stream);
     log.permit = app.access.acquire(&admission.profile)?;
-    Ok((stream, call?, admission))
+    Ok((stream, call?, admission, named))
 }
 
 /// Refuses prompts that do not fit into the context at once, not when their turn comes. Only texts that

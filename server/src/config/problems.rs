@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use axum::http::HeaderName;
 use secrecy::{ExposeSecret, SecretString};
 use steersman_engine::config::Config;
 
@@ -62,6 +63,9 @@ impl ServerConfig {
     }
 }
 
+/// Headers that hold keys.
+const SECRET_HEADERS: [&str; 4] = ["authorization", "cookie", "proxy-authorization", "x-api-key"];
+
 impl ProfileConfig {
     pub(super) fn problems(&self, name: &str) -> Vec<String> {
         let mut problems = Vec::new();
@@ -72,6 +76,22 @@ impl ProfileConfig {
         }
         let requests = self.limits.requests as u64;
         problems.extend(out_of(&format!("profiles.{name}.limits.requests"), requests, 0, REQUESTS));
+        let is_secret = |header: &&String| SECRET_HEADERS.contains(&header.as_str());
+        if let Some(header) = self.policy_headers.iter().find(is_secret) {
+            problems.push(format!(
+                "profiles.{name}.policy_headers: `{header}` has keys, which policies must not see; they see \
+                 the digest of the request's key"
+            ));
+        }
+        let is_invalid = |header: &&String| {
+            HeaderName::from_bytes(header.as_bytes())
+                .map_or(true, |known| known.as_str() != *header)
+        };
+        if let Some(header) = self.policy_headers.iter().find(is_invalid) {
+            problems.push(format!(
+                "profiles.{name}.policy_headers: `{header}` is not the name of a header in lower case"
+            ));
+        }
         problems
     }
 }

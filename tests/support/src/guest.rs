@@ -111,7 +111,7 @@ pub fn hooks() -> Vec<&'static str> {
     exports.values().filter_map(hook).collect()
 }
 
-/// Full name of an interface of the contract, `steersman:policy/on-step@0.3.0`.
+/// Full name of an interface of the contract, `steersman:policy/on-step@0.4.0`.
 pub fn full_name(interface: &str) -> String {
     CONTRACT.resolve.id_of(CONTRACT.interface(interface)).expect("it has a name")
 }
@@ -270,6 +270,8 @@ pub enum Value {
     Text(Vec<u8>),
     /// A list.
     List(Vec<Value>),
+    /// A tuple.
+    Tuple(Vec<Value>),
     /// A record; fields that are not named are zero.
     Record(Vec<(&'static str, Value)>),
     /// A case of a variant or an enum.
@@ -296,6 +298,11 @@ pub fn text(text: impl AsRef<[u8]>) -> Value {
 /// A list.
 pub fn list(elements: impl IntoIterator<Item = Value>) -> Value {
     Value::List(elements.into_iter().collect())
+}
+
+/// A tuple.
+pub fn tuple(values: impl IntoIterator<Item = Value>) -> Value {
+    Value::Tuple(values.into_iter().collect())
 }
 
 /// A record.
@@ -379,6 +386,12 @@ impl Answers {
                 self.write(at, &words(&[self.address + to, elements.len() as u32]));
                 for (to, value) in (to..).step_by(size as usize).zip(elements) {
                     self.store(to, *element, value);
+                }
+            }
+            (Value::Tuple(values), Some(TypeDefKind::Tuple(tuple))) => {
+                let fields = CONTRACT.sizes.field_offsets(&tuple.types);
+                for (value, (offset, ty)) in values.iter().zip(fields) {
+                    self.store(at + offset.size_wasm32() as u32, *ty, value);
                 }
             }
             (Value::Record(fields), _) => {

@@ -26,6 +26,59 @@ fn config(server_keys: &[&str]) -> ServerConfig {
     }
 }
 
+/// Digests of key and user, metadata, and the headers that the profile grants.
+#[tokio::test]
+async fn policies_see_who_sends_a_request_but_no_key() {
+    let mut config = config(&["sk-all"]);
+    config.profiles.get_mut("strict").unwrap().policy_headers =
+        vec!["x-team".into(), "x-none".into()];
+    let (app, seen) = app_with(&config, answer);
+    // printf %s TEXT | sha256sum | cut -c1-16
+    let send_as = async |key: &str, extra: Value| {
+        let mut request = post(body(extra).to_string());
+        let headers = request.headers_mut();
+        headers.insert(header::AUTHORIZATION, format!("Bearer {key}").parse().unwrap());
+        headers.insert("x-team", "red".parse().unwrap());
+        headers.insert("x-other", "secret".parse().unwrap());
+        assert_eq!(send(&app, request).await.status(), 200);
+        seen.last().caller
+    };
+    let labels = json!({"user": "ann", "metadata": {"b": "2", "a": "1", "n": 3}});
+    let caller = send_as("sk-strict", labels.clone()).await;
+    let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    assert_eq!(
+        (caller.key, caller.user),
+        ("f6b725819a96637a".to_string(), "49915e0d7d4b402e".to_string())
+    );
+    assert_eq!(caller.metadata, [pair("a", "1"), pair("b", "2")]);
+    assert_eq!(caller.headers, [pair("x-team", "red")]);
+    // Another profile grants no headers.
+    let caller = send_as("sk-all", labels).await;
+    assert_eq!((caller.key, &caller.headers[..]), ("a046e4925c1c5162".to_string(), &[][..]));
+    let caller = send_as("sk-all", json!({"safety_identifier": "bob"})).await;
+    assert_eq!((caller.user, &caller.metadata[..]), ("81b637d8fcd2c6da".to_string(), &[][..]));
+    let many: serde_json::Map<_, _> =
+        (10..99).map(|i| (format!("{i}{}", "n".repeat(99)), "ä".repeat(300).into())).collect();
+    let caller = send_as("sk-all", json!({"metadata": many})).await;
+    assert_eq!((caller.user.as_str(), caller.metadata.len()), ("", 16));
+    assert_eq!((caller.metadata[0].0.len(), caller.metadata[0].1.len()), (64, 512));
+    // A key that nobody checks says nothing.
+    let (open, seen) = crate::app(answer);
+    let mut request = post(body(json!({})).to_string());
+    request.headers_mut().insert(header::AUTHORIZATION, "Bearer sk-any".parse().unwrap());
+    send(&open, request).await;
+    assert_eq!(seen.last().caller, Default::default());
+    // Anthropic's clients name the user in the metadata.
+    let body = json!({"model": "owner/tiny", "max_tokens": 5, "metadata": {"user_id": "eve"},
+        "messages": [{"role": "user", "content": "Hi"}]});
+    let request = axum::http::Request::post("/v1/messages")
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(Body::from(body.to_string()))
+        .unwrap();
+    assert_eq!(send(&open, request).await.status(), 200);
+    assert_eq!(seen.last().caller.user, "85262adf74518bbb".to_string());
+}
+
 /// Sends a chat request; returns the status, and the profile or the error code.
 async fn ask(app: &Router, key: &str, model: &str, profile: &str) -> (u16, String) {
     let mut request = post(body(json!({"model": model})).to_string());

@@ -4,6 +4,7 @@ use axum::body::Body;
 use axum::http::{Method, StatusCode, header};
 use serde_json::{Value, json};
 use steersman::config::ServerConfig;
+use steersman_engine::{Error, RequestError};
 
 use crate::*;
 
@@ -290,5 +291,38 @@ async fn unknown_paths_and_methods_are_errors_in_openai_format() {
         assert_eq!(reply["error"]["code"], code, "{path}");
         assert_eq!(reply["error"]["type"], "invalid_request_error");
         assert!(reply["error"]["message"].as_str().unwrap().contains(path));
+    }
+}
+
+/// The status and the words are the policy's; type and code tell programs what it is.
+#[tokio::test]
+async fn a_refusal_by_a_policy_reaches_the_client_in_its_dialect() {
+    for (status, kind, of_anthropic) in [
+        (402, "invalid_request_error", "invalid_request_error"),
+        (403, "permission_error", "permission_error"),
+        (429, "rate_limit_error", "rate_limit_error"),
+    ] {
+        let (engine, _) = engine_that("owner/tiny", 8, move |_| {
+            let message = "not today".into();
+            let refused = RequestError::Refused { status, message };
+            vec![Say(Event::Failed(Error::Request(refused)))]
+        });
+        let app = steersman::app(engine, &ServerConfig::default());
+        let (got, reply) = chat(&app, body(json!({}))).await;
+        let error = &reply["error"];
+        assert_eq!((got.as_u16(), error["type"].as_str()), (status, Some(kind)));
+        assert_eq!(
+            (&error["code"], &error["message"]),
+            (&json!("refused_by_policy"), &json!("not today"))
+        );
+        let messages = json!({"model": "owner/tiny", "max_tokens": 5,
+            "messages": [{"role": "user", "content": "Hi"}]});
+        let request = axum::http::Request::post("/v1/messages")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Body::from(messages.to_string()))
+            .unwrap();
+        let response = send(&app, request).await;
+        assert_eq!(response.status().as_u16(), status);
+        assert_eq!(json_of(response).await["error"]["type"], of_anthropic);
     }
 }

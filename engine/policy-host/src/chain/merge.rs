@@ -14,7 +14,7 @@ pub fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Merges the plan of an earlier policy and that of a later one. The caller sets `every`.
+/// Merges the plan of an earlier policy and that of a later one. The caller sets `every` and events.
 pub fn plans(earlier: Plan, later: Plan) -> Plan {
     let notes: Vec<_> = earlier.note.into_iter().chain(later.note).collect();
     Plan {
@@ -31,7 +31,26 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
         note: (!notes.is_empty()).then(|| notes.join("; ")),
         retain: both(earlier.retain, later.retain, retentions),
         form: earlier.form.or(later.form),
+        refuse: earlier.refuse.or(later.refuse),
+        max_tokens: both(earlier.max_tokens, later.max_tokens, u32::min),
+        stop: stops(earlier.stop, later.stop),
+        tools: both(earlier.tools, later.tools, |mut earlier, later| {
+            earlier.retain(|name| later.contains(name));
+            earlier
+        }),
+        on_phase: earlier.on_phase,
+        on_newline: earlier.on_newline,
     }
+}
+
+/// Each stop string once.
+fn stops(mut earlier: Vec<String>, later: Vec<String>) -> Vec<String> {
+    for stop in later {
+        if !earlier.contains(&stop) {
+            earlier.push(stop);
+        }
+    }
+    earlier
 }
 
 fn both<T>(a: Option<T>, b: Option<T>, choose: impl FnOnce(T, T) -> T) -> Option<T> {

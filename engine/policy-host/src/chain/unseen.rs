@@ -55,6 +55,8 @@ impl Unseen {
             text,
             loop_found: step.loop_found,
             budget_reached: step.budget_reached,
+            phase_changed: step.phase_changed,
+            newline: step.newline,
         }))
     }
 

@@ -86,7 +86,7 @@ impl Golden {
             let key = (raw.request.clone(), raw.policy.clone(), raw.link);
             let begins = match (open.get(&key), hook) {
                 _ if raw.case.is_some() => true,
-                (None, _) | (_, Hook::OnPrompt) => true,
+                (None, _) | (_, Hook::OnParams | Hook::OnPrompt) => true,
                 (Some((_, before)), Hook::OnRequest) => *before != Hook::OnPrompt,
                 (Some(_), _) => false,
             };
@@ -138,6 +138,7 @@ impl Golden {
         };
         for line in self.cases.iter_mut().flat_map(|case| &mut case.lines) {
             match &mut line.call {
+                Call::Params(view) => add(&mut view.to_mut().params),
                 Call::Prompt(view) => add(&mut view.to_mut().params),
                 Call::Request(view) => add(&mut view.to_mut().params),
                 _ => {}

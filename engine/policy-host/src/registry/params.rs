@@ -34,6 +34,7 @@ pub fn check(
         // Without a version it has a problem, and the rest is logged.
         let Some(Version { component, .. }) = policies[policy].current.as_deref() else { continue };
         let params = own_params(policy, params).unwrap_or_else(|| params.clone());
+        log_problems(component, profile, &params);
         let Some(note) = note(component, profile, &params) else { continue };
         for (param, _) in &params {
             if note.contains(&format!("unknown parameter `{param}`")) {
@@ -57,6 +58,19 @@ pub fn check(
         return Ok(());
     }
     Err(Error::Config { field: "profiles", problem })
+}
+
+/// Logs the mistakes that `on-params` finds.
+fn log_problems(component: &Arc<Component>, profile: &str, params: &Params) {
+    let policy = component.name();
+    match component.prepare(profile, params) {
+        Ok(prepared) => {
+            for problem in &prepared.problems {
+                tracing::warn!(profile, policy, problem, "parameter unusable");
+            }
+        }
+        Err(failure) => tracing::warn!(profile, policy, %failure, "parameters unusable"),
+    }
 }
 
 /// The note of a plan with these parameters; `None` if the policy receives none.

@@ -7,8 +7,11 @@ use super::active::digest_of;
 use super::source::{Source, read_param};
 use super::watch::Watch;
 use super::{Origin, Policies, Problem};
+use crate::chain::own_params;
 use crate::config::Param;
+use crate::contract::Params;
 use crate::error::Error;
+use crate::golden::Golden;
 
 impl Policies {
     /// Watches all files, if `policy.watch` is set, on a thread that ends with the last handle.
@@ -70,7 +73,14 @@ impl Policies {
     }
 
     fn reload_param(&self, profile: &str, param: &str, value: &Param) {
-        let read = read_param(value);
+        let read = read_param(value).and_then(|text| {
+            let mut texts = self.active().params[profile].texts.clone();
+            if texts.get(param) != Some(&text) {
+                texts.insert(param.into(), text.clone());
+                self.try_params(profile, &texts.into_iter().collect())?;
+            }
+            Ok(text)
+        });
         let mut active = self.active();
         let params = active.params.get_mut(profile).expect("every profile has parameters");
         match read {
@@ -88,5 +98,34 @@ impl Policies {
                 params.problems.insert(param.into(), Problem::now(problem));
             }
         }
+    }
+
+    /// Tries parameters with the active versions of the profile's policies: with `on-params`, and with the calls
+    /// of their golden files. No lock is held meanwhile.
+    ///
+    /// # Errors
+    /// The first policy that fails or reports a mistake, and the problem.
+    fn try_params(&self, profile: &str, params: &Params) -> Result<(), String> {
+        for (policy, shadow) in &self.chains[profile].links {
+            let version = self.active().policies[policy].version_of(profile, *shadow);
+            let Some(version) = version else { continue };
+            let own = own_params(policy, params).unwrap_or_else(|| params.clone());
+            let prepared = version.component.prepare(profile, &own);
+            let prepared = prepared.map_err(|failure| failure.to_string())?;
+            if let Some(problem) = prepared.problems.first() {
+                return Err(format!("policy `{policy}`: {problem}"));
+            }
+            let source = &self.sources[policy];
+            let golden = match (version.origin, source.shipped) {
+                (Origin::Shipped, Some(shipped)) => shipped.golden.to_owned(),
+                _ => source.golden()?,
+            };
+            // A golden file that cannot be parsed is reported where the policy is.
+            let golden = Golden::parse(&golden).ok();
+            if let Some(problem) = golden.and_then(|g| g.failure_with(&version.component, &own)) {
+                return Err(format!("tried with the golden file: {problem}"));
+            }
+        }
+        Ok(())
     }
 }

@@ -21,6 +21,8 @@ pub struct PolicyReport {
     pub name: String,
     /// SHA-256 of the active version, in hex; empty if no version compiled at the start.
     pub sha256: String,
+    /// Version of the contract for which it was built; that of this server if no version compiled.
+    pub contract: &'static str,
     /// Origin of the active version.
     pub origin: Origin,
     /// File from which it is loaded; `None` if it has none.

@@ -35,8 +35,13 @@ macro_rules! shipped {
 }
 
 /// All policies inside the binary.
-pub const SHIPPED: &[Shipped] =
-    &[shipped!("agent"), shipped!("default"), shipped!("passthrough"), shipped!("rules")];
+pub const SHIPPED: &[Shipped] = &[
+    shipped!("agent"),
+    shipped!("budget"),
+    shipped!("default"),
+    shipped!("passthrough"),
+    shipped!("rules"),
+];
 
 /// Where a policy is loaded from: its file, or else the binary.
 #[derive(Clone)]

@@ -8,15 +8,16 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use serde::Serialize;
 
 use super::{Context, State};
 use crate::config::PolicyConfig;
-use crate::contract::bindings::steersman::policy::kv::Refusal;
+use crate::contract::bindings::steersman::policy::kv::{AddRefusal, Refusal};
 use crate::contract::bindings::steersman::policy::log::Level;
 use crate::contract::bindings::steersman::policy::{counters, failure, kv, log, tokenizer};
 use crate::contract::{ImportCall, Vocabulary};
 use crate::error::Cause;
-use crate::kv::{KEY_BYTES, Kv, Map, Space};
+use crate::kv::{self as maps, KEY_BYTES, Kv, Map, Space};
 
 /// Uses of imports in one call of a hook; one more is a failure.
 const MAX_IMPORT_CALLS: u32 = 1024;
@@ -212,7 +213,9 @@ impl kv::Host for State {
             let answer = match (imports.recorded("kv.get", &arguments), &imports.map) {
                 (Some(answer), _) => answer,
                 (None, KvMap::Stored(space)) => space.get(&arguments[0]),
-                (None, KvMap::Recorded { map, .. }) => map.get(&arguments[0]).map(str::to_owned),
+                (None, KvMap::Recorded { map, .. }) => {
+                    map.get(&arguments[0], maps::now()).map(str::to_owned)
+                }
             };
             imports.charge(answer.as_ref().map_or(0, String::len))?;
             imports.record("kv.get", arguments, answer.clone());
@@ -225,7 +228,9 @@ impl kv::Host for State {
             imports.charge(key.len().saturating_add(value.len()))?;
             let made = match &mut imports.map {
                 KvMap::Stored(space) => space.set(&key, value.clone())?,
-                KvMap::Recorded { map, quota, .. } => map.set(&key, value.clone(), *quota),
+                KvMap::Recorded { map, quota, .. } => {
+                    map.set(&key, value.clone(), *quota, maps::now())
+                }
             };
             let arguments = vec![key, value];
             let answer = match imports.recorded("kv.set", &arguments).as_ref().map(Option::as_deref)
@@ -249,13 +254,72 @@ impl kv::Host for State {
             imports.charge(key.len())?;
             let deleted = match &mut imports.map {
                 KvMap::Stored(space) => space.delete(&key)?,
-                KvMap::Recorded { map, .. } => map.delete(&key),
+                KvMap::Recorded { map, .. } => map.delete(&key, maps::now()),
             };
             let arguments = vec![key];
             let recorded = imports.recorded("kv.delete", &arguments).flatten();
             let deleted = recorded.map_or(deleted, |answer| answer == "true");
             imports.record("kv.delete", arguments, Some(deleted.to_string()));
             Ok(deleted)
+        })
+    }
+
+    fn add(&mut self, key: String, by: i64) -> wasmtime::Result<Result<i64, AddRefusal>> {
+        self.serve("kv.add", |imports| {
+            imports.charge(key.len())?;
+            let made = match &mut imports.map {
+                KvMap::Stored(space) => space.add(&key, by)?,
+                KvMap::Recorded { map, quota, .. } => map.add(&key, by, *quota, maps::now()),
+            };
+            let arguments = vec![key, by.to_string()];
+            let answer = match imports.recorded("kv.add", &arguments).flatten().as_deref() {
+                None => made,
+                Some("bad-key") => Err(AddRefusal::BadKey),
+                Some("full") => Err(AddRefusal::Full),
+                Some(sum) => sum.parse().map_err(|_| AddRefusal::NotANumber),
+            };
+            let text = match answer {
+                Ok(sum) => sum.to_string(),
+                Err(AddRefusal::BadKey) => "bad-key".into(),
+                Err(AddRefusal::Full) => "full".into(),
+                Err(AddRefusal::NotANumber) => "not-a-number".into(),
+            };
+            imports.record("kv.add", arguments, Some(text));
+            Ok(answer)
+        })
+    }
+
+    fn expire(&mut self, key: String, seconds: u32) -> wasmtime::Result<bool> {
+        self.serve("kv.expire", |imports| {
+            imports.charge(key.len())?;
+            let made = match &mut imports.map {
+                KvMap::Stored(space) => space.expire(&key, seconds)?,
+                KvMap::Recorded { map, .. } => map.expire(&key, seconds, maps::now()),
+            };
+            let arguments = vec![key, seconds.to_string()];
+            let recorded = imports.recorded("kv.expire", &arguments).flatten();
+            let exists = recorded.map_or(made, |answer| answer == "true");
+            imports.record("kv.expire", arguments, Some(exists.to_string()));
+            Ok(exists)
+        })
+    }
+
+    fn list(&mut self, prefix: String, after: String, limit: u32) -> wasmtime::Result<Vec<String>> {
+        self.serve("kv.list", |imports| {
+            imports.charge(prefix.len().saturating_add(after.len()))?;
+            let made = match &imports.map {
+                KvMap::Stored(space) => space.list(&prefix, &after, limit as usize),
+                KvMap::Recorded { map, .. } => {
+                    map.list(&prefix, &after, limit as usize, maps::now())
+                }
+            };
+            let arguments = vec![prefix, after, limit.to_string()];
+            let recorded = imports.recorded("kv.list", &arguments).flatten();
+            let recorded = recorded.and_then(|keys| serde_json::from_str(&keys).ok());
+            let keys: Vec<String> = recorded.unwrap_or(made);
+            imports.charge(keys.iter().map(String::len).sum::<usize>() + size_of_val(&*keys))?;
+            imports.record("kv.list", arguments, Some(json(&keys)));
+            Ok(keys)
         })
     }
 }
@@ -365,6 +429,6 @@ fn escaped(text: &str) -> String {
     line
 }
 
-fn json(tokens: &[u32]) -> String {
-    serde_json::to_string(tokens).expect("numbers become JSON")
+fn json<T: Serialize>(list: &[T]) -> String {
+    serde_json::to_string(list).expect("numbers and texts become JSON")
 }

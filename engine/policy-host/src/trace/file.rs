@@ -2,10 +2,13 @@
 //!
 //! The decode thread never waits for the disk. Calls that do not fit into the queue are dropped and
 //! counted, and a line `{"dropped":N}` takes their place.
+//!
+//! A file that reaches its limit is renamed to `NAME.1`, in place of the one before it, so that both together
+//! take at most about twice the limit. A file that others rename or remove is created again.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, mpsc};
@@ -38,30 +41,26 @@ struct Queued {
 }
 
 impl Writer {
-    /// Opens a file for appending. A new file is readable by its owner only.
+    /// Opens a file for appending, which may have `limit` bytes; 0 is no limit. A new file is readable by its
+    /// owner only.
     ///
     /// # Errors
     /// [`Error::Config`] with the file and the reason.
-    pub fn open(path: &Path) -> Result<Self, Error> {
-        let refuse = |error: std::io::Error| Error::Config {
+    pub fn open(path: &Path, limit: u64) -> Result<Self, Error> {
+        let refuse = |error: io::Error| Error::Config {
             field: "policy.trace_file",
             problem: format!(
                 "{} cannot be opened for appending ({error}); choose another file, or none",
                 path.display()
             ),
         };
-        let mut options = OpenOptions::new();
-        options.append(true).create(true);
-        // With `trace_text` it contains conversations.
-        #[cfg(unix)]
-        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-        let file = options.open(path).map_err(refuse)?;
+        let output = Output::open(path, limit).map_err(refuse)?;
         let (queue, chunks) = sync_channel(QUEUE);
         let queued = Arc::<Queued>::default();
-        let (theirs, path) = (queued.clone(), path.to_path_buf());
+        let theirs = queued.clone();
         let thread = std::thread::Builder::new()
             .name("policy-trace".into())
-            .spawn(move || write(BufWriter::new(file), &path, &chunks, &theirs))
+            .spawn(move || write(output, &chunks, &theirs))
             .map_err(refuse)?;
         Ok(Self { queue: Some(queue), queued, thread: Some(thread) })
     }
@@ -97,47 +96,112 @@ impl Drop for Writer {
     }
 }
 
+/// The file, and how much of its limit it takes.
+struct Output {
+    path: PathBuf,
+    file: BufWriter<File>,
+    bytes: u64,
+    limit: u64,
+}
+
+impl Output {
+    fn open(path: &Path, limit: u64) -> io::Result<Self> {
+        let mut options = OpenOptions::new();
+        options.append(true).create(true);
+        // With `trace_text` it contains conversations.
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        let file = options.open(path)?;
+        let metadata = file.metadata()?;
+        // A device has no size, and stays where it is.
+        let (bytes, limit) = if metadata.is_file() { (metadata.len(), limit) } else { (0, 0) };
+        Ok(Self { path: path.to_path_buf(), file: BufWriter::new(file), bytes, limit })
+    }
+
+    /// Flushes what is written and continues in a new file, if this one is full or no longer at its path.
+    fn begin(&mut self) -> io::Result<()> {
+        let is_full = self.limit > 0 && self.bytes >= self.limit;
+        if !is_full && self.is_in_place() {
+            return Ok(());
+        }
+        self.file.flush()?;
+        if is_full && self.is_in_place() {
+            let mut earlier = self.path.clone().into_os_string();
+            earlier.push(".1");
+            fs::rename(&self.path, earlier)?;
+        }
+        *self = Self::open(&self.path, self.limit)?;
+        tracing::info!(path = %self.path.display(), "trace file begun");
+        Ok(())
+    }
+
+    /// Whether the path still names the open file.
+    #[cfg(unix)]
+    fn is_in_place(&self) -> bool {
+        use std::os::unix::fs::MetadataExt;
+        let id = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        let open = self.file.get_ref().metadata().map(id);
+        let there = fs::metadata(&self.path).map(id);
+        matches!((open, there), (Ok(open), Ok(there)) if open == there)
+    }
+
+    /// An open file can be neither renamed nor removed.
+    #[cfg(not(unix))]
+    fn is_in_place(&self) -> bool {
+        true
+    }
+
+    /// Writes calls, and before them how many were lost.
+    fn write_chunk(&mut self, chunk: &[Record], lost: u64) -> io::Result<()> {
+        self.begin()?;
+        if lost > 0 {
+            tracing::warn!(calls = lost, "trace file lacks calls");
+            writeln!(self, "{{\"dropped\":{lost}}}")?;
+        }
+        for record in chunk {
+            serde_json::to_writer(&mut *self, record)?;
+            self.write_all(b"\n")?;
+        }
+        Ok(())
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.file.write(bytes)?;
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
 /// Writes the queue, and flushes when it is empty.
-fn write(
-    mut file: BufWriter<File>,
-    path: &Path,
-    chunks: &Receiver<(Chunk, usize)>,
-    queued: &Queued,
-) {
+fn write(mut output: Output, chunks: &Receiver<(Chunk, usize)>, queued: &Queued) {
     let mut failed = false;
     let mut next = chunks.recv().ok();
     while let Some((chunk, bytes)) = next {
         let lost = queued.lost.swap(0, Ordering::Relaxed);
-        let written = lines(&mut file, &chunk, lost);
+        let written = output.write_chunk(&chunk, lost);
         queued.bytes.fetch_sub(bytes, Ordering::Relaxed);
         next = match chunks.try_recv() {
             Ok(next) => Some(next),
             Err(mpsc::TryRecvError::Disconnected) => None,
             Err(mpsc::TryRecvError::Empty) => {
-                let flushed = written.and_then(|()| file.flush());
+                let flushed = written.and_then(|()| output.flush());
                 if let Err(error) = &flushed
                     && !failed
                 {
-                    tracing::warn!(path = %path.display(), %error, "trace file not written");
+                    tracing::warn!(path = %output.path.display(), %error, "trace file not written");
                 }
                 failed = flushed.is_err();
                 chunks.recv().ok()
             }
         };
     }
-    if let Err(error) = file.flush() {
-        tracing::warn!(path = %path.display(), %error, "trace file not flushed");
+    if let Err(error) = output.flush() {
+        tracing::warn!(path = %output.path.display(), %error, "trace file not flushed");
     }
-}
-
-fn lines(file: &mut BufWriter<File>, chunk: &[Record], lost: u64) -> std::io::Result<()> {
-    if lost > 0 {
-        tracing::warn!(calls = lost, "trace file lacks calls");
-        writeln!(file, "{{\"dropped\":{lost}}}")?;
-    }
-    for record in chunk {
-        serde_json::to_writer(&mut *file, record)?;
-        file.write_all(b"\n")?;
-    }
-    Ok(())
 }

@@ -16,8 +16,8 @@ use crate::error::{Cause, Failure};
 
 /// Fields whose strings remain.
 const VISIBLE: &[&str] = &[
-    "at", "digest", "earlier", "family", "id", "model", "name", "phase", "profile", "reason",
-    "tools",
+    "at", "calls", "digest", "earlier", "family", "id", "key", "model", "name", "phase", "profile",
+    "reason", "role", "tools",
 ];
 
 type Lengths = Map<String, Value>;

@@ -4,10 +4,11 @@ use std::io;
 use std::sync::Arc;
 
 use serde::{Serialize, Serializer};
+use serde_json::ser::{CharEscape, Formatter};
 use serde_json::{Map, Value};
 
 use super::mask;
-use crate::contract::{Answer, Call, Cost, Hook, ImportCall};
+use crate::contract::{Action, Answer, Call, Cost, Hook, ImportCall};
 use crate::error::Failure;
 
 /// One recorded call of a hook. Serializes to a JSON object that is a line of a golden file:
@@ -135,40 +136,105 @@ impl Serialize for Record {
 }
 
 impl Record {
-    /// Size in memory, estimated.
+    /// Size in memory; at least what its texts and lists take.
     pub(super) fn bytes(&self) -> usize {
         let imports = |call: &ImportCall| {
             let texts = call.arguments.iter().chain(&call.answer);
-            call.call.len() + texts.map(|text| text.len() + size_of::<String>()).sum::<usize>()
+            let texts = texts.map(|text| TEXT_BYTES + text.len()).sum::<usize>();
+            size_of::<ImportCall>() + LIST_BYTES + call.call.len() + texts
         };
         let call = match &self.call {
-            Call::Step(step) => size_of_val(&step.tokens[..]) + step.text.len(),
-            other => json_bytes(other),
+            // Without the time that a serializer takes.
+            Call::Step(step) => {
+                size_of_val(&step.tokens[..]) + LIST_BYTES + step.text.len() + TEXT_BYTES
+            }
+            other => heap_bytes(other),
         };
         let answer = match &self.answer {
             Some(Answer::Step(actions)) if actions.is_empty() => 0,
-            answer => json_bytes(answer),
+            answer => heap_bytes(answer),
         };
         size_of::<Self>() + call + answer + self.imports.iter().map(imports).sum::<usize>()
     }
 }
 
-/// Length of a value as JSON, as an estimate of its texts and lists.
-fn json_bytes(value: &impl Serialize) -> usize {
-    struct Counter(usize);
+/// Bytes of a text beside its characters: where it is, its length and capacity, and what the allocator adds.
+const TEXT_BYTES: usize = size_of::<String>() + ALLOCATION;
 
-    impl io::Write for Counter {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0 += bytes.len();
-            Ok(bytes.len())
-        }
+/// Bytes of a list beside its elements.
+const LIST_BYTES: usize = size_of::<Vec<()>>() + ALLOCATION;
 
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
+/// What an allocator adds to an allocation, with rounding.
+const ALLOCATION: usize = 16;
+
+/// Bytes of a number, or of another value without text.
+const VALUE_BYTES: usize = size_of::<u64>();
+
+/// Bytes that a record takes with all texts and lists.
+fn heap_bytes(value: &impl Serialize) -> usize {
+    let mut sizes = Sizes { bytes: 0, is_key: false };
+    let mut serializer = serde_json::Serializer::with_formatter(io::sink(), &mut sizes);
+    value.serialize(&mut serializer).expect("records have string keys only");
+    sizes.bytes
+}
+
+/// Adds up sizes in place of writing JSON. Names of fields take no memory.
+struct Sizes {
+    bytes: usize,
+    is_key: bool,
+}
+
+impl Formatter for &mut Sizes {
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, _: &mut W, _: bool) -> io::Result<()> {
+        self.is_key = true;
+        Ok(())
     }
 
-    let mut counter = Counter(0);
-    serde_json::to_writer(&mut counter, value).expect("records have string keys only");
-    counter.0
+    fn end_object_key<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.is_key = false;
+        Ok(())
+    }
+
+    fn begin_string<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.bytes += if self.is_key { 0 } else { TEXT_BYTES };
+        Ok(())
+    }
+
+    fn write_string_fragment<W: ?Sized + io::Write>(
+        &mut self,
+        _: &mut W,
+        text: &str,
+    ) -> io::Result<()> {
+        self.bytes += if self.is_key { 0 } else { text.len() };
+        Ok(())
+    }
+
+    fn write_char_escape<W: ?Sized + io::Write>(
+        &mut self,
+        _: &mut W,
+        _: CharEscape,
+    ) -> io::Result<()> {
+        self.bytes += 1;
+        Ok(())
+    }
+
+    fn begin_array<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.bytes += LIST_BYTES;
+        Ok(())
+    }
+
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, _: &mut W, _: bool) -> io::Result<()> {
+        self.bytes += VALUE_BYTES;
+        Ok(())
+    }
+
+    fn begin_object<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.bytes += size_of::<Action>();
+        Ok(())
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.bytes += VALUE_BYTES;
+        Ok(())
+    }
 }

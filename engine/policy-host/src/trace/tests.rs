@@ -1,8 +1,8 @@
 use super::*;
 use crate::chain::Chain;
 use crate::contract::{
-    Action, Ban, CallReport, Cost, Hook, ImportCall, Plan, Policy, PromptView, Replacement,
-    RequestView, Step, Summary, ToolCallView, Verdict,
+    Action, Ban, CallReport, Cost, Hook, HookInput, ImportCall, Plan, Policy, PromptView,
+    Replacement, RequestView, Step, Summary, ToolCallView, Verdict,
 };
 use crate::error::{Cause, Failure};
 
@@ -24,6 +24,7 @@ impl Parrot {
 impl Policy for Parrot {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         Ok(match call {
+            Call::Params(_) => call.default_answer(),
             Call::Prompt(prompt) => {
                 let old = self.hear(&prompt.system[0]);
                 Answer::Prompt(vec![Replacement { message: 0, new: format!("{old}!"), old }])
@@ -108,7 +109,7 @@ fn a_trace_contains_every_call_with_its_policy_and_cost() {
     assert_eq!(
         step,
         format!(
-            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
+            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
             "ab".repeat(32)
         )
     );
@@ -216,6 +217,103 @@ fn large_calls_are_neither_held_nor_lost() {
     }
     let written = std::fs::read_to_string(&file).unwrap();
     assert_eq!(written.lines().filter(|line| line.contains("on-step")).count(), 40);
+}
+
+/// Short texts and small numbers took up to ten times what was counted: their JSON is shorter than they are.
+#[test]
+fn a_record_counts_at_least_what_its_texts_and_lists_take() {
+    let link = RecordedLink {
+        request: String::new(),
+        profile: String::new(),
+        policy: String::new(),
+        sha256: String::new(),
+        index: 0,
+        shadow: false,
+        masked: true,
+    };
+    let link = Arc::new(link);
+    let counted = |call: Call<'static>, answer, imports| {
+        let (failure, replaced, cost, dropped) = (None, false, Cost::default(), 0);
+        let link = link.clone();
+        Record { link, call, answer, failure, replaced, cost, imports, dropped }.bytes()
+    };
+    let text = size_of::<String>() + 1;
+    let params = vec![("a".to_string(), "b".to_string()); 1000];
+    let request = RequestView { params, ..RequestView::default() };
+    assert!(counted(request.call().to_owned(), None, Vec::new()) > 1000 * 2 * text);
+    let system = vec!["a".to_string(); 1000];
+    let prompt = PromptView { system, ..PromptView::default() };
+    assert!(counted(prompt.call().to_owned(), None, Vec::new()) > 1000 * text);
+    let actions = vec![Action::Rewind(1); 16];
+    let bytes = counted(Step::default().call().to_owned(), Some(Answer::Step(actions)), Vec::new());
+    assert!(bytes > size_of::<Record>() + 16 * size_of::<Action>());
+    let call = ImportCall { call: "kv.get".into(), arguments: vec!["a".into()], answer: None };
+    let bytes = counted(Step::default().call().to_owned(), None, vec![call; 1000]);
+    assert!(bytes > 1000 * (size_of::<ImportCall>() + 6 + text));
+}
+
+/// Up to a megabyte of each running request was held and not counted.
+#[test]
+fn an_evicted_request_holds_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace_file = folder.path().join("trace.jsonl");
+    let traces = traces(PolicyConfig { trace_requests: 1, trace_file, ..PolicyConfig::default() });
+    let recorder = traces.recorder("evicted", "agent", true);
+    let traced = recorder.0.as_ref().unwrap().traced.clone();
+    let mut chain = parrot(recorder);
+    let _next = parrot(traces.recorder("next", "agent", true));
+    for index in 0..10 {
+        chain.ask(&Step { index, ..Step::default() }).unwrap();
+        let calls = traced.calls.lock();
+        assert!(calls.evicted && calls.open.is_empty() && calls.chunks.is_empty());
+    }
+}
+
+#[test]
+fn the_trace_file_has_a_limit_and_one_file_before_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.jsonl");
+    let config = |trace_file_bytes| PolicyConfig {
+        trace_file: file.clone(),
+        trace_file_bytes,
+        ..PolicyConfig::default()
+    };
+    for id in 0..20 {
+        talk(&traces(config(20_000)), &id.to_string(), true, 20);
+    }
+    let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+    let (newest, earlier) = (read("trace.jsonl"), read("trace.jsonl.1"));
+    assert!(newest.len() + earlier.len() < 80_000, "{} {}", newest.len(), earlier.len());
+    assert!(newest.contains(r#""request":"19""#) && !earlier.contains(r#""request":"19""#));
+    assert!(earlier.len() >= 20_000 && !earlier.contains(r#""request":"0""#));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+    talk(&traces(config(0)), "unlimited", true, 100);
+    assert!(read("trace.jsonl").starts_with(&newest));
+}
+
+/// After `logrotate` had renamed the file, all further calls went to the renamed one.
+#[cfg(unix)]
+#[test]
+fn a_trace_file_that_others_rename_or_remove_is_created_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.jsonl");
+    let traces = traces(PolicyConfig { trace_file: file.clone(), ..PolicyConfig::default() });
+    let written = |id: &str| {
+        talk(&traces, id, true, 1);
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        let is_written = || std::fs::read_to_string(&file).is_ok_and(|text| text.contains(id));
+        while !is_written() {
+            assert!(std::time::Instant::now() < end, "{id}");
+            std::thread::yield_now();
+        }
+    };
+    written("request-a");
+    std::fs::rename(&file, folder.path().join("renamed")).unwrap();
+    written("request-b");
+    std::fs::remove_file(&file).unwrap();
+    written("request-c");
+    let renamed = std::fs::read_to_string(folder.path().join("renamed")).unwrap();
+    assert!(renamed.contains("request-a") && !renamed.contains("request-b"));
 }
 
 #[test]

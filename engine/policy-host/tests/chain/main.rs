@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use steersman_policy_host::{
     Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Link,
     LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptView, Recorder,
-    Replacement, RequestView, Retention, STEP_TOKENS, SamplingChange, SamplingPatch, SavePoint,
-    Step, Summary, TokenBias, ToolCallView, Traces, Verdict, apply_replacements,
+    Refusal, Replacement, RequestView, Retention, STEP_TOKENS, SamplingChange, SamplingPatch,
+    SavePoint, Step, Summary, TokenBias, ToolCallView, Traces, Verdict, apply_replacements,
 };
 use steersman_test_support::Random;
 
@@ -35,6 +35,7 @@ impl Policy for Scripted {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         self.log.lock().unwrap().push(call.to_owned());
         Ok(match call {
+            Call::Params(_) => call.default_answer(),
             Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(_) if self.fails => {
@@ -112,6 +113,19 @@ fn some_plan(random: &mut Random) -> Plan {
             let form = AnswerForm::Regex(format!("a{{{}}}", random.below(9)));
             maybe(random, form)
         },
+        refuse: {
+            let message = format!("refusal {}", random.below(99));
+            maybe(random, Refusal { status: 403, message })
+        },
+        max_tokens: maybe(random, budget + 1),
+        stop: (0..random.below(4)).map(|_| format!("stop {}", random.below(4))).collect(),
+        tools: {
+            let tools = (0..random.below(4)).map(|_| format!("tool {}", random.below(4)));
+            let tools = tools.collect();
+            maybe(random, tools)
+        },
+        on_phase: random.below(2) == 0,
+        on_newline: random.below(2) == 0,
     }
 }
 
@@ -284,6 +298,22 @@ fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
         }
         assert_eq!(merged.reasoning, first(&plans, |plan| plan.reasoning), "{shown}");
         assert_eq!(merged.form, first(&plans, |plan| plan.form.clone()), "{shown}");
+        assert_eq!(merged.refuse, first(&plans, |plan| plan.refuse.clone()), "{shown}");
+        for plan in &plans {
+            let has = |stop| merged.stop.contains(stop);
+            assert!(plan.stop.iter().all(has), "{shown}");
+            if let Some(tools) = &plan.tools {
+                let offered = merged.tools.as_ref().expect("a policy leaves tools out");
+                assert!(offered.iter().all(|name| tools.contains(name)), "{shown}");
+            }
+        }
+        assert_eq!(
+            merged.tools.is_some(),
+            plans.iter().any(|plan| plan.tools.is_some()),
+            "{shown}"
+        );
+        assert_eq!(merged.on_phase, plans.iter().any(|plan| plan.on_phase), "{shown}");
+        assert_eq!(merged.on_newline, plans.iter().any(|plan| plan.on_newline), "{shown}");
         assert_eq!(merged.loops, first(&plans, |plan| plan.loops), "{shown}");
         let temperature = |plan: &Plan| plan.sampling.temperature;
         assert_eq!(merged.sampling.temperature, first(&plans, temperature), "{shown}");
@@ -292,6 +322,7 @@ fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
         assert_eq!(merged.sampling.min_p, first(&plans, |plan| plan.sampling.min_p), "{shown}");
         let all = |of: fn(&Plan) -> Option<u32>| plans.iter().filter_map(of);
         assert_eq!(merged.reasoning_budget, all(|plan| plan.reasoning_budget).min(), "{shown}");
+        assert_eq!(merged.max_tokens, all(|plan| plan.max_tokens).min(), "{shown}");
         assert_eq!(merged.answer_reserve, all(|plan| plan.answer_reserve).max(), "{shown}");
         let dense = all(|plan| Some(plan.checkpoint_every).filter(|every| *every > 0)).min();
         assert_eq!(merged.checkpoint_every, dense.unwrap_or(0), "{shown}");
@@ -570,7 +601,8 @@ fn a_shadow_is_called_and_recorded_and_changes_nothing() {
                 steps.iter().map(|step| effect(&chain.ask(step).unwrap())).collect();
             let verdict = chain.ask(&ToolCallView::default()).unwrap();
             chain.ask(&Summary::default()).unwrap();
-            (Plan { every: 0, ..plan }, actions, verdict, chain.take_report().notes)
+            let plan = Plan { every: 0, on_phase: false, on_newline: false, ..plan };
+            (plan, actions, verdict, chain.take_report().notes)
         };
         assert_eq!(run(true), run(false));
         let records = traces.get("with").unwrap();

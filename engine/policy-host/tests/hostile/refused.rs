@@ -45,8 +45,9 @@ fn a_component_that_cannot_work_is_refused_at_load_with_the_reason() {
          counters"
     );
     let no_clock = format!("imports `steersman:policy/clock@{CONTRACT}`");
-    let earlier =
-        format!("exports `on-step` of contract 0.1.0; this server has contract {CONTRACT}");
+    let earlier = format!(
+        "exports `on-step` of contract 0.1.0; this server has contracts {CONTRACT} and 0.3.0"
+    );
     let unknown = format!("exports `on-token`, which contract {CONTRACT} does not have");
     let cases: [(_, _, &str); 19] = [
         ("WASI", also_importing(wasi), &no_wasi),

@@ -171,6 +171,7 @@ impl Script {
 impl Policy for Script {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         Ok(match call {
+            Call::Params(_) => call.default_answer(),
             Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(step) => Answer::Step((self.steps)(step)),

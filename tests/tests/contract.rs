@@ -1,0 +1,286 @@
+//! What policies see of requests and plan for them, through the engine, with replays equal bit for bit.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::UNIX_EPOCH;
+
+use steersman_engine::config::Profile;
+use steersman_engine::policy::{
+    Answer, Call, Caller, Component, Golden, Grant, Host, Param, Phase, PolicyConfig, Record,
+    Storage, shipped,
+};
+use steersman_engine::request::{FinishReason, Message, Request, ToolChoice};
+use steersman_engine::{Error, RequestError};
+use steersman_test_support::guest::{Answers, component, list, record, word};
+use steersman_tests::{Reply, Running, ask, ask_weather, message, profile, run};
+
+/// A profile with the policy `rules` and these rules, traced with texts.
+fn ruled(rules: &str) -> Profile {
+    let mut profile = profile("rules");
+    profile.policy.params = BTreeMap::from([("rules".into(), Param::from(rules))]);
+    profile.policy.trace_text = true;
+    profile
+}
+
+/// An engine with these profiles, and `default`.
+fn engine<'a>(profiles: impl IntoIterator<Item = (&'a str, Profile)>) -> Running {
+    let mut config = steersman_tests::config();
+    config.policy.deadline_ms = 10_000;
+    config.profiles.extend(profiles.into_iter().map(|(name, profile)| (name.into(), profile)));
+    Running::without_store(config)
+}
+
+/// The reply to a request of `profile`, and its records.
+fn traced(engine: &Running, profile: &str, request: Request) -> (Reply, Vec<Record>) {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let id = format!("{profile}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
+    let reply = run(engine, Request { id: id.clone(), profile: profile.into(), ..request });
+    let records = engine.policies().traces().get(&id).expect("the newest requests have traces");
+    (reply, records)
+}
+
+fn replays(component: &[u8], name: &str, records: &[Record]) {
+    let config = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
+    let host = Host::new(&config, &Storage::in_memory()).unwrap();
+    let component = Arc::new(Component::load(&host, name, component).unwrap());
+    let lines = |record: &Record| serde_json::to_string(record).unwrap() + "\n";
+    let golden = Golden::parse(&records.iter().map(lines).collect::<String>()).unwrap();
+    assert_eq!(golden.inexact(), None);
+    assert_eq!(golden.check(&component), []);
+    for (decision, record) in golden.replay(&component).iter().zip(records) {
+        assert_eq!(decision.fuel, record.cost.fuel, "{decision:?}");
+    }
+}
+
+fn rules_replay(records: &[Record]) {
+    replays(shipped("rules").unwrap().0, "rules", records);
+}
+
+#[test]
+fn a_policy_refuses_a_request_before_anything_is_computed_and_has_not_failed() {
+    let rules = "[[rule]]\nwhen = { user_contains = \"weather\" }\n\
+                 do = { refuse = \"No weather here.\", status = 429 }\n";
+    let engine = engine([("house", ruled(rules))]);
+    for _ in 0..10 {
+        let (reply, records) = traced(&engine, "house", ask("What is the weather?"));
+        let Err(Error::Request(RequestError::Refused { status: 429, message })) = &reply.end else {
+            panic!("{reply:?}")
+        };
+        assert_eq!(message, "No weather here.");
+        assert_eq!((&*reply.answer, &*reply.fingerprint), ("", ""));
+        let Call::Finish(summary) = &records.last().unwrap().call else { panic!("{records:?}") };
+        assert_eq!((&*summary.reason, summary.answer_tokens), ("refused", 0));
+        assert!(summary.prompt_tokens > 0);
+        rules_replay(&records);
+    }
+    let report = engine.policies().report();
+    let rules = report.policies.iter().find(|policy| policy.name == "rules").unwrap();
+    assert_eq!(rules.profiles[0].health.failures, 0);
+    let (reply, _) = traced(&engine, "house", ask("What is the capital of Italy?"));
+    assert_eq!(reply.answer, "The capital of Italy is Rome.");
+}
+
+#[test]
+fn a_policy_limits_the_reply_and_ends_it_at_stop_strings() {
+    let profiles = [
+        ("short", ruled("[[rule]]\ndo = { reasoning = false, max_tokens = 3 }\n")),
+        ("stopped", ruled("[[rule]]\ndo = { reasoning = false, stop_at = [\" of\", \"Rome\"] }\n")),
+    ];
+    let engine = engine(profiles);
+    let question = "What is the capital of Italy?";
+    for (of_client, limit) in [(None, 3), (Some(50), 3), (Some(2), 2)] {
+        let request = Request { max_tokens: of_client, ..ask(question) };
+        let (reply, records) = traced(&engine, "short", request);
+        let finished = reply.finished();
+        assert_eq!(finished.reason, FinishReason::Length);
+        assert_eq!(finished.usage.reply_tokens(), limit, "{of_client:?}");
+        let noted = finished.notes.iter().any(|note| note == "max_tokens 3 by a policy");
+        assert_eq!(noted, limit == 3, "{:?}", finished.notes);
+        rules_replay(&records);
+    }
+    let (reply, records) = traced(&engine, "stopped", ask(question));
+    assert_eq!(reply.answer, "The capital");
+    assert_eq!(reply.finished().reason, FinishReason::StopString(" of".into()));
+    rules_replay(&records);
+    let of_client = Request { stop: vec!["capital".into()], ..ask(question) };
+    assert_eq!(traced(&engine, "stopped", of_client).0.answer, "The ");
+}
+
+#[test]
+fn a_policy_offers_fewer_tools_but_leaves_one_that_the_client_demands() {
+    let profiles = [
+        ("all", ruled("[[rule]]\ndo = { note = \"all\" }\n")),
+        ("none", ruled("[[rule]]\ndo = { offer_tools = [] }\n")),
+        ("other", ruled("[[rule]]\ndo = { offer_tools = \"other\" }\n")),
+    ];
+    let engine = engine(profiles);
+    let (with, _) = traced(&engine, "all", ask_weather());
+    assert_eq!(with.tool_calls.len(), 1, "{with:?}");
+    let none = Request { tools: Vec::new(), ..ask_weather() };
+    let (bare, _) = traced(&engine, "all", none);
+    let (without, records) = traced(&engine, "none", ask_weather());
+    // As if the client had sent none: the model does not read them.
+    assert_eq!(without.answer, bare.answer);
+    let prompt_tokens = |reply: &Reply| reply.finished().usage.prompt_tokens;
+    assert_eq!(prompt_tokens(&without), prompt_tokens(&bare));
+    assert!(prompt_tokens(&without) < prompt_tokens(&with) && without.tool_calls.is_empty());
+    let Call::Request(view) = &records[0].call else { panic!("{records:?}") };
+    assert_eq!(
+        (&view.tools[..], &view.tool_descriptions[..]),
+        (&["get_weather".to_string()][..], &["get weather".to_string()][..])
+    );
+    rules_replay(&records);
+    let demand = ToolChoice { is_required: true, ..ToolChoice::default() };
+    let (demanded, _) = traced(&engine, "other", Request { tool_choice: demand, ..ask_weather() });
+    assert_eq!(demanded.tool_calls.len(), 1, "{demanded:?}");
+    let note = "left out no tools, as a policy planned: the client demands a tool call, and no tool would \
+                be left for it";
+    assert!(demanded.finished().notes.iter().any(|n| n == note), "{demanded:?}");
+}
+
+#[test]
+fn a_policy_sees_who_asks_when_and_the_conversation() {
+    let rules = "[[rule]]\nwhen = { caller_user = \"fedcba9876543210\", caller_key = \"0123456789abcdef\" }\n\
+                 do = { note = \"known\" }\n";
+    let engine = engine([("seen", ruled(rules))]);
+    let caller = Caller {
+        key: "0123456789abcdef".into(),
+        user: "fedcba9876543210".into(),
+        metadata: vec![("team".into(), "red".into())],
+        headers: vec![("x-team".into(), "blue".into())],
+    };
+    let long = "ä".repeat(2000);
+    let result = Message {
+        role: "tool".into(),
+        content: "sunny".into(),
+        tool_call_id: Some("c".into()),
+        ..Message::default()
+    };
+    let mut conversation = vec![message("user", "Hello"); 70];
+    conversation.extend([message("assistant", &long), result, message("user", "Thanks!")]);
+    let request =
+        Request { messages: conversation, caller: caller.clone(), max_tokens: Some(3), ..ask("") };
+    let before = UNIX_EPOCH.elapsed().unwrap().as_secs();
+    let (reply, records) = traced(&engine, "seen", request);
+    assert!(reply.finished().notes.contains(&"known".to_string()), "{reply:?}");
+    let Call::Request(view) = &records[0].call else { panic!("{records:?}") };
+    let after = UNIX_EPOCH.elapsed().unwrap().as_secs();
+    assert!((before..=after).contains(&view.time), "{}", view.time);
+    assert_eq!((&view.caller, view.messages, view.conversation.len()), (&caller, 73, 64));
+    let [answer, result, last] = &view.conversation[61..] else { panic!() };
+    assert_eq!((&*answer.role, answer.bytes, &*answer.text), ("assistant", 4000, &long[..2048]));
+    assert_eq!((&*result.role, result.bytes, &*result.text), ("tool", 5, ""));
+    // printf sunny | sha256sum
+    assert_eq!(result.digest.as_deref(), Some(SUNNY));
+    assert_eq!((&*last.text, &last.digest), ("Thanks!", &None));
+    rules_replay(&records);
+    // Somebody else is not known.
+    let other = Request { caller: Caller::default(), max_tokens: Some(3), ..ask("Hello") };
+    assert!(!traced(&engine, "seen", other).0.finished().notes.contains(&"known".to_string()));
+}
+
+const SUNNY: &str = "c2333a7e3a607935";
+
+/// A guest with this plan, whose steps do nothing.
+fn watching(plan: &[(&'static str, u32)]) -> Vec<u8> {
+    let mut answers = Answers::default();
+    let plan = record(plan.iter().map(|&(field, value)| (field, word(value))));
+    let plan = format!("i32.const {}", answers.add("on-request", &plan));
+    let nothing = format!("i32.const {}", answers.add("on-step", &list([])));
+    component(&[("on-request", &plan), ("on-step", &nothing)], &answers.data())
+}
+
+/// Index, phase and text of a step, and whether the phase has changed or the text has a line break.
+type Seen = (u32, Phase, String, bool, bool);
+
+/// The reply to a request and its steps under a guest with this plan.
+fn steps(folder: &Path, plan: &[(&'static str, u32)]) -> (String, Vec<Seen>) {
+    let name = plan.iter().map(|(field, _)| *field).collect::<Vec<_>>().join("-");
+    let guest = watching(plan);
+    let file = folder.join(format!("{name}.wasm"));
+    std::fs::write(&file, &guest).unwrap();
+    let mut profile = profile(file.display().to_string());
+    profile.policy.trace_text = true;
+    let engine = engine([("watched", profile)]);
+    // The model reasons, and answers with a block of code.
+    let question = "Write a Python function that sorts a list.";
+    let request = Request { reasoning: Some(true), max_tokens: Some(120), ..ask(question) };
+    let (reply, records) = traced(&engine, "watched", request);
+    replays(&guest, &name, &records);
+    let step = |record: &Record| {
+        let Call::Step(step) = &record.call else { return None };
+        assert_eq!(record.answer, Some(Answer::Step(Vec::new())));
+        (!step.budget_reached).then(|| {
+            let text = step.text.clone();
+            (step.index, step.phase, text, step.phase_changed, step.newline)
+        })
+    };
+    (reply.reasoning + "|" + &reply.answer, records.iter().filter_map(step).collect())
+}
+
+/// Beside a call for each token, those of a plan that asks for events are the ones that have them.
+#[test]
+fn on_step_is_called_for_the_events_that_the_plan_names_and_for_no_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let (reply, all) = steps(folder.path(), &[("every", 1)]);
+    assert!(all.iter().all(|(_, _, _, phase, newline)| !phase && !newline));
+    let newlines: Vec<u32> =
+        all.iter().filter(|step| step.2.contains('\n')).map(|step| step.0).collect();
+    assert!(newlines.len() > 1, "{all:?}");
+    let changes = all.windows(2).filter(|pair| pair[0].1 != pair[1].1);
+    let changes: Vec<u32> = changes.map(|pair| pair[1].0).collect();
+    assert!(!changes.is_empty(), "{all:?}");
+    let indices = |steps: &[Seen]| steps.iter().map(|step| step.0).collect::<Vec<_>>();
+
+    let (same, on_newline) = steps(folder.path(), &[("on-newline", 1)]);
+    assert_eq!((same, indices(&on_newline)), (reply.clone(), newlines.clone()));
+    assert!(on_newline.iter().all(|(_, _, _, phase, newline)| !phase && *newline));
+    let (same, on_phase) = steps(folder.path(), &[("on-phase", 1)]);
+    assert_eq!((same, indices(&on_phase)), (reply.clone(), changes.clone()));
+    assert!(on_phase.iter().all(|(_, _, _, phase, newline)| *phase && !newline));
+    let (same, both) = steps(folder.path(), &[("on-phase", 1), ("on-newline", 1)]);
+    let mut events = [newlines, changes].concat();
+    events.sort_unstable();
+    events.dedup();
+    assert_eq!((same, indices(&both)), (reply, events));
+}
+
+#[test]
+fn a_budget_is_used_up_by_replies_and_refuses_only_its_user() {
+    let mut limited = profile("budget");
+    limited.policy.grants = vec![Grant::Kv];
+    limited.policy.trace_text = true;
+    limited.policy.params = BTreeMap::from([("tokens_per_day".into(), Param::from("120"))]);
+    let engine = engine([("limited", limited)]);
+    let of = |user: &str| Request {
+        caller: Caller { user: user.into(), ..Caller::default() },
+        reasoning: Some(false),
+        ..ask("What is the capital of Italy?")
+    };
+    let budget = shipped("budget").unwrap().0;
+    let mut used = 0;
+    let mut replies = 0;
+    let refusal = loop {
+        let (reply, records) = traced(&engine, "limited", of("fedcba9876543210"));
+        replays(budget, "budget", &records);
+        match reply.end {
+            Ok(finished) => {
+                assert!(used < 120, "{used} tokens of 120");
+                let usage = finished.usage;
+                assert!(usage.reply_tokens() <= 120 - used);
+                used += usage.prompt_tokens + usage.reply_tokens();
+                replies += 1;
+            }
+            Err(error) => break error,
+        }
+    };
+    assert!(used >= 120 && replies > 1, "{used} tokens in {replies} replies");
+    let Error::Request(RequestError::Refused { status: 429, message }) = refusal else {
+        panic!("{refusal:?}")
+    };
+    assert!(message.starts_with("the budget of 120 tokens a day is used up"), "{message}");
+    let (other, _) = traced(&engine, "limited", of("0123456789abcdef"));
+    assert_eq!(other.answer, "The capital of Italy is Rome.");
+}
