@@ -117,7 +117,12 @@ fn calls_on_threads_are_recorded_and_replay_as_those_on_the_engine_thread() {
         let golden = Golden::parse(&lines(&records)).unwrap();
         assert_eq!(golden.inexact(), None);
         assert_eq!(golden.check(&component), []);
-        records.iter_mut().for_each(|record| record.cost.nanoseconds = 0);
+        for record in &mut records {
+            record.cost.nanoseconds = 0;
+            if let Call::Request(view) = &mut record.call {
+                view.to_mut().time = 0;
+            }
+        }
         assert!(records.len() > 40, "{}", records.len());
         (reply.reasoning + &reply.answer, lines(&records))
     });
