@@ -63,6 +63,7 @@ pub struct Memory {
     /// Bytes of the recurrent state of a cache.
     state: u64,
     pass: PassBytes,
+    on_gpu: bool,
 }
 
 /// Bytes of a pass besides weights and caches: `fixed`, and for each sequence `rows * (per_row +
@@ -88,6 +89,12 @@ impl PassBytes {
     fn learn(&mut self, unexpected: u64, positions: usize) {
         self.per_position += unexpected as f64 / positions.max(1) as f64;
     }
+
+    /// Learns from the first chunks of prompts, on a GPU: what they take more is the same for any number of
+    /// rows, as matrices that are dequantized for products of many rows.
+    fn learn_fixed(&mut self, unexpected: u64) {
+        self.fixed += unexpected as f64;
+    }
 }
 
 /// What a step is expected to take.
@@ -96,6 +103,8 @@ pub struct Expected {
     pub bytes: u64,
     /// The sum over all caches of rows times length.
     positions: usize,
+    /// Whether all caches are empty before the step.
+    is_first: bool,
 }
 
 /// Bytes of arrays before a pass.
@@ -103,10 +112,10 @@ pub struct Before(u64);
 
 impl Memory {
     /// No limit. Activations are of `dtype`, logits have `vocabulary` columns.
-    pub fn unlimited(dtype: Dtype, vocabulary: i32) -> Self {
+    pub fn unlimited(dtype: Dtype, vocabulary: i32, on_gpu: bool) -> Self {
         let size = if dtype == Dtype::Float32 { 4 } else { 2 };
         let sampling = SAMPLING_ARRAYS * 4 * u64::try_from(vocabulary).unwrap_or(0);
-        Self { limit: u64::MAX, size, sampling, state: 0, pass: PassBytes::default() }
+        Self { limit: u64::MAX, size, sampling, state: 0, pass: PassBytes::default(), on_gpu }
     }
 
     /// Bytes that arrays may still take.
@@ -160,13 +169,20 @@ impl Memory {
     /// [`Memory::of_step`], to learn from.
     pub fn expect<'a>(&self, spans: impl Iterator<Item = (&'a Cache, usize)> + Clone) -> Expected {
         let positions = |(cache, rows): (&Cache, usize)| rows * (cache.position + rows);
-        Expected { positions: spans.clone().map(positions).sum(), bytes: self.of_step(spans) }
+        let is_first = spans.clone().all(|(cache, _)| cache.position == 0);
+        let positions = spans.clone().map(positions).sum();
+        Expected { positions, is_first, bytes: self.of_step(spans) }
     }
 
     /// Learns from a step that was expected to take `expected` and has been evaluated.
     pub fn learn(&mut self, before: &Before, expected: Expected) -> Result<()> {
         let taken = (peak_memory()? as u64).saturating_sub(before.0);
-        self.pass.learn(taken.saturating_sub(expected.bytes), expected.positions);
+        let unexpected = taken.saturating_sub(expected.bytes);
+        if self.on_gpu && expected.is_first {
+            self.pass.learn_fixed(unexpected);
+        } else {
+            self.pass.learn(unexpected, expected.positions);
+        }
         Ok(())
     }
 

@@ -327,7 +327,7 @@ impl Decoder {
             hook_threads,
             prefixes,
             activity,
-            memory: Memory::unlimited(dtype, vocabulary),
+            memory: Memory::unlimited(dtype, vocabulary, !on_cpu),
             prefetch: None,
             prefetch_turns: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
