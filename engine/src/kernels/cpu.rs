@@ -1,6 +1,6 @@
 //! Kernels on the CPU, as operations of MLX.
 //!
-//! The arithmetic is in the crate `steersman-cpu-kernels`; this room makes slices of MLX's arrays.
+//! The arithmetic is in the crate `steersman-cpu-kernels`; this module makes slices of MLX's arrays.
 
 #![allow(unsafe_code, reason = "defines operations of MLX through mlx-sys")]
 
@@ -24,8 +24,8 @@ thread_local! {
     static ENABLED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Makes layers on this thread use these kernels, or none of them. The default is none. Products are not concerned:
-/// each matrix says whether it has one.
+/// Makes layers on this thread use these kernels, or none of them. The default is none. Products do not depend on it:
+/// [`Packed::own_kernel`](crate::nn::Packed::own_kernel) turns them on for each matrix.
 pub fn enable(on: bool) {
     ENABLED.set(on);
 }

@@ -62,7 +62,7 @@ async fn policies_see_who_sends_a_request_but_no_key() {
     let caller = send_as("sk-all", json!({"metadata": many})).await;
     assert_eq!((caller.user.as_str(), caller.metadata.len()), ("", 16));
     assert_eq!((caller.metadata[0].0.len(), caller.metadata[0].1.len()), (64, 512));
-    // A key that nobody checks says nothing.
+    // Without configured keys, the key of a request does not identify its sender.
     let (open, seen) = crate::app(answer);
     let mut request = post(body(json!({})).to_string());
     request.headers_mut().insert(header::AUTHORIZATION, "Bearer sk-any".parse().unwrap());

@@ -68,8 +68,8 @@ unsafe extern "C" fn norm_of(views: *const View, count: usize, parameters: *cons
 }
 
 /// The rows `x` of a batch after `state` and `tail`; see [`GatedDeltaRows`]. Rows run one after another, so their bits
-/// do not depend on how many there are. `record` asks for what they write. `None` if there is no kernel for the types,
-/// the dimensions or so many rows.
+/// do not depend on how many there are. `record` asks for what they write. `None` if there is no kernel for the types
+/// or dimensions, or if there are more than [`ROWS`] rows.
 pub fn gated_delta(
     layer: &nn::GatedDelta,
     x: &Projected,
