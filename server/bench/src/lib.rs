@@ -1,0 +1,72 @@
+//! `steersman bench` and `steersman eval`: the speed of servers and the answers of models.
+//!
+//! A client of any server with OpenAI's chat completions. [`scenario`] is what is asked, [`suite`]
+//! the order in which servers are asked, [`results`] the schema of what is kept, [`report`] and
+//! [`diff`] read it again; [`eval`] grades answers. The crate links no MLX and starts no server.
+
+mod client;
+mod diff;
+mod eval;
+mod machine;
+mod plot;
+mod prose;
+mod report;
+mod results;
+mod scenario;
+mod servers;
+mod stats;
+mod stream;
+mod suite;
+mod table;
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Subcommand;
+
+pub use eval::Options as Eval;
+
+/// The commands of `steersman bench`.
+#[derive(Subcommand)]
+pub enum Task {
+    /// Run scenarios against one or more servers in turn, and write results, plots and a report
+    Suite(suite::Options),
+    /// Compare two results files, figure by figure
+    Diff {
+        /// The results that are compared with
+        a: PathBuf,
+        /// The results that are compared
+        b: PathBuf,
+    },
+    /// Write the report of results files again
+    Report {
+        /// Results files; servers of later files are added to those of the first
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+        /// Folder for the report and its plots
+        #[arg(long, value_name = "DIR", default_value = "bench-report")]
+        out: PathBuf,
+    },
+}
+
+/// Runs a command of `steersman bench` and writes its output to `out`.
+///
+/// # Errors
+/// When an option is wrong, a server does not answer at the start, a file cannot be read or written,
+/// or with `--check` a reply is wrong or missing.
+pub fn run(task: Task, out: &mut impl Write) -> Result<()> {
+    match task {
+        Task::Suite(options) => suite::run(&options, out),
+        Task::Diff { a, b } => diff::run(&a, &b, out),
+        Task::Report { files, out: folder } => report::run(&files, &folder, out),
+    }
+}
+
+/// Runs `steersman eval` and writes its output to `out`.
+///
+/// # Errors
+/// When an option is wrong, a server does not answer at the start, or a file cannot be written.
+pub fn run_eval(options: &Eval, out: &mut impl Write) -> Result<()> {
+    eval::run(options, out)
+}
