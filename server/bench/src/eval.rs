@@ -17,7 +17,7 @@ use clap::Args;
 use crate::client::{Chat, Client, ThinkingField};
 use crate::results::{Item, Line, Results, Skip, Writer};
 use crate::scenario::tokens_from;
-use crate::servers::Options as Servers;
+use crate::servers::ServerOptions;
 use crate::stats::{mcnemar, wilson};
 use crate::suite::new_run;
 use crate::table::columns_of;
@@ -25,9 +25,9 @@ use task::{Question, TASKS, Task};
 
 /// Answers are decoded greedily. README.md of server/bench describes tasks and results.
 #[derive(Args)]
-pub struct Options {
+pub struct EvalOptions {
     #[command(flatten)]
-    servers: Servers,
+    servers: ServerOptions,
     /// Seed of the items
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -95,7 +95,7 @@ struct Setting {
 }
 
 /// Runs the evaluation.
-pub fn run(options: &Options, out: &mut impl Write) -> Result<()> {
+pub fn run(options: &EvalOptions, out: &mut impl Write) -> Result<()> {
     let tasks = options.tasks()?;
     let servers = options.servers.connect()?;
     let clients = servers.iter().map(|server| server.client.clone()).collect();
@@ -143,7 +143,7 @@ pub fn run(options: &Options, out: &mut impl Write) -> Result<()> {
     Ok(())
 }
 
-impl Options {
+impl EvalOptions {
     fn tasks(&self) -> Result<Vec<&'static Task>> {
         if self.task.is_empty() {
             return Ok(TASKS.iter().collect());

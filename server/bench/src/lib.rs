@@ -25,13 +25,13 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Subcommand;
 
-pub use eval::Options as Eval;
+pub use eval::EvalOptions;
 
 /// The commands of `steersman bench`.
 #[derive(Subcommand)]
 pub enum Task {
     /// Run scenarios against one or more servers in turn, and write results, plots and a report
-    Suite(suite::Options),
+    Suite(suite::SuiteOptions),
     /// Compare two results files, figure by figure
     Diff {
         /// The results that are compared with
@@ -67,6 +67,6 @@ pub fn run(task: Task, out: &mut impl Write) -> Result<()> {
 ///
 /// # Errors
 /// When an option is wrong, a server does not answer at the start, or a file cannot be written.
-pub fn run_eval(options: &Eval, out: &mut impl Write) -> Result<()> {
+pub fn run_eval(options: &EvalOptions, out: &mut impl Write) -> Result<()> {
     eval::run(options, out)
 }

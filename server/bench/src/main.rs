@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use steersman_bench::{Eval, Task, run, run_eval};
+use steersman_bench::{EvalOptions, Task, run, run_eval};
 
 /// Measures servers with OpenAI's chat completions, and the answers of their models.
 #[derive(Parser)]
@@ -18,7 +18,7 @@ enum Command {
     #[command(flatten)]
     Bench(Task),
     /// Ask generated questions of ten tasks and grade the answers by rules
-    Eval(Eval),
+    Eval(EvalOptions),
 }
 
 fn main() -> ExitCode {

@@ -18,7 +18,7 @@ const COUNTED: usize = 20;
 
 /// Options that name servers.
 #[derive(Args)]
-pub struct Options {
+pub struct ServerOptions {
     /// A server and its name in the results. Can be repeated; others are compared with the first
     #[arg(long, value_name = "NAME=URL", value_parser = named, required = true)]
     pub against: Vec<Named>,
@@ -70,7 +70,7 @@ pub struct Found {
     pub tool_tokens: f64,
 }
 
-impl Options {
+impl ServerOptions {
     /// Connects to all servers and asks what they are.
     ///
     /// # Errors

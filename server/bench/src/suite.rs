@@ -15,7 +15,7 @@ use crate::client::{Client, ThinkingField};
 use crate::machine::{Machine, commit};
 use crate::results::{Line, Results, Run, SCHEMA, Skip, Writer};
 use crate::scenario::{Case, Plan, SCENARIOS, Scenario, Visit};
-use crate::servers::{Found, Options as Servers};
+use crate::servers::{Found, ServerOptions};
 use crate::{report, table};
 
 /// How long a restarted server may take to load its model.
@@ -24,9 +24,9 @@ const RESTART: Duration = Duration::from_secs(600);
 /// Options of `bench suite`. Servers are asked in turn, and the order alternates. Every request is
 /// greedy and opens a connection of its own. README.md of server/bench describes the results.
 #[derive(Args)]
-pub struct Options {
+pub struct SuiteOptions {
     #[command(flatten)]
-    servers: Servers,
+    servers: ServerOptions,
     /// Scenarios to run [default: all, or the short ones with --quick]
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     scenario: Vec<String>,
@@ -50,12 +50,12 @@ pub struct Options {
     #[arg(long)]
     check: bool,
     /// List the scenarios and do nothing else
-    #[arg(long)]
+    #[arg(long, exclusive = true)]
     list: bool,
 }
 
 /// Runs the suite.
-pub fn run(options: &Options, out: &mut impl Write) -> Result<()> {
+pub fn run(options: &SuiteOptions, out: &mut impl Write) -> Result<()> {
     if options.list {
         return list(out);
     }
@@ -172,7 +172,7 @@ fn restart_server(client: &Client, command: &str) -> Result<()> {
     client.wait_until_ready(RESTART)
 }
 
-impl Options {
+impl SuiteOptions {
     fn scenarios(&self) -> Result<Vec<&'static Scenario>> {
         if self.scenario.is_empty() {
             return Ok(SCENARIOS.iter().filter(|one| one.quick || !self.quick).collect());

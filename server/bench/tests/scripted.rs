@@ -298,6 +298,8 @@ fn a_server_that_is_not_there_is_an_error_that_names_it() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let (_, err, success) = short(&format!("http://127.0.0.1:{port}"), &[]);
     assert!(!success && err.contains("one does not list its models"), "{err}");
+    let (out, _, success) = text(&bench(&["suite", "--list"], Path::new(".")));
+    assert!(success && out.contains("needle"), "{out}");
     let (_, err, success) = short("127.0.0.1:1", &[]);
     assert!(!success && err.contains("begins with http://"), "{err}");
     let (_, err, success) = short(&serve(right_answer), &["--model", "two=x"]);
