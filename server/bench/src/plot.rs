@@ -8,9 +8,9 @@ use crate::results::{Kind, Results};
 use crate::stats::Spread;
 use crate::table::{cell, losses, number, titled};
 
-const WIDTH: f64 = 860.0;
-const LABELS: f64 = 210.0;
-const VALUES: f64 = 190.0;
+const WIDTH: f64 = 620.0;
+const LABELS: f64 = 120.0;
+const VALUES: f64 = 150.0;
 const BAR: f64 = 16.0;
 const GAP: f64 = 10.0;
 const TOP: f64 = 58.0;
@@ -83,7 +83,7 @@ pub fn bars(results: &Results, scenario: &str, kind: &Kind) -> Option<String> {
             "<line class=\"grid\" x1=\"{at:.1}\" y1=\"{TOP}\" x2=\"{at:.1}\" y2=\"{bottom}\"/>\
              <text class=\"mark\" x=\"{at:.1}\" y=\"{}\">{}</text>",
             bottom + 16.0,
-            number(value)
+            mark_text(value)
         ));
     }
     for (row, (case, spreads)) in cases.iter().enumerate() {
@@ -128,6 +128,12 @@ pub fn bars(results: &Results, scenario: &str, kind: &Kind) -> Option<String> {
     }
     svg += "</svg>\n";
     Some(svg)
+}
+
+/// The value of a mark, which is round.
+fn mark_text(value: f64) -> String {
+    let text = number(value);
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').into() } else { text }
 }
 
 /// Distance of the marks and the largest value of an axis that holds `largest`.

@@ -99,8 +99,12 @@ impl Counts {
 
 /// A figure's median, and its range if that is wider, in the unit of tables.
 pub fn cell(spread: &Spread, kind: &Kind) -> String {
-    let [median, min, max] =
-        [spread.median, spread.min, spread.max].map(|value| number(value * kind.scale));
+    let text = |value: f64| match kind.unit {
+        // A count; the median of two may be half.
+        "" if value.fract() == 0.0 => format!("{value:.0}"),
+        _ => number(value * kind.scale),
+    };
+    let [median, min, max] = [spread.median, spread.min, spread.max].map(text);
     if min == max { median } else { format!("{median} [{min}-{max}]") }
 }
 
@@ -153,7 +157,9 @@ pub fn write(results: &Results, out: &mut impl Write) -> Result<()> {
         }
     }
     columns_of(&rows, out)?;
-    writeln!(out, "\nmedian [smallest-largest] over {} rounds", results.run.rounds)?;
+    let rounds = results.run.rounds;
+    let plural = if rounds == 1 { "" } else { "s" };
+    writeln!(out, "\nmedian [smallest-largest] over {rounds} round{plural}")?;
     write_notes(results, &losses, out)
 }
 
@@ -263,6 +269,12 @@ mod tests {
     fn numbers_have_three_digits() {
         let found = [0.0, 0.012_34, 0.9996, 1.234, 12.34, 123.4, 99.96].map(number);
         assert_eq!(found, ["0", "0.012", "1.00", "1.23", "12.3", "123", "100"]);
+    }
+
+    #[test]
+    fn counts_have_no_decimals() {
+        let kind = FIGURES.iter().find(|kind| kind.name == "tokens").unwrap();
+        assert_eq!(cell(&Spread::of(&[7.0, 12.0, 10.0]).unwrap(), kind), "10 [7-12]");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use super::single::{planted, story};
 use super::{Case, Plan, Verdict, Visit, excerpt, has_word, tokens_from};
 use crate::client::{Chat, Failure};
 use crate::machine::MemoryWatch;
-use crate::prose::{CAPITALS, Pick, text};
+use crate::prose::{CAPITALS, NAMES, Pick};
 use crate::stats::{quantile, sorted};
 use crate::stream::{Reply, gap_figures};
 
@@ -47,8 +47,8 @@ fn request(pick: &mut Pick, number: usize, long_prompt: usize) -> (Chat, Expecte
             (Chat { thinking: Some(false), ..chat }, Expected::Word(capital.into()))
         }
         2 => {
-            let words = text(pick, 4);
-            let chat = Chat::ask(format!("Copy this text exactly:\n{words}"), 160);
+            let words = pick.some(NAMES, 6).join(", ");
+            let chat = Chat::ask(format!("Repeat these words: {words}"), 96);
             (Chat { thinking: Some(false), ..chat }, Expected::Text(words))
         }
         _ => {

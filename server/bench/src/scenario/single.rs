@@ -12,6 +12,8 @@ use crate::stream::Reply;
 const POSITIONS: [f64; 6] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0];
 /// Tokens of the text around the needle.
 const LENGTHS: [usize; 4] = [500, 1_000, 2_000, 8_000];
+/// People of the JSON list.
+const PEOPLE: usize = 3;
 /// Tokens that a template and a question may take.
 const OVERHEAD: usize = 128;
 
@@ -127,12 +129,13 @@ pub fn people(pick: &mut Pick, count: usize) -> (String, Value) {
 }
 
 fn people_schema() -> Value {
-    json!({"type": "array", "minItems": 1, "maxItems": 8, "items": {
+    let cities: Vec<&str> = CAPITALS.iter().map(|(_, city)| *city).collect();
+    json!({"type": "array", "minItems": PEOPLE, "maxItems": PEOPLE, "items": {
         "type": "object",
         "properties": {
             "name": {"type": "string"},
             "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "city": {"type": "string"},
+            "city": {"enum": cities},
         },
         "required": ["name", "age", "city"],
         "additionalProperties": false,
@@ -162,7 +165,7 @@ pub fn json(plan: &Plan) -> Vec<Case> {
         let validator = jsonschema::validator_for(&schema).expect("the schema is a constant");
         let mut pick = visit.pick("people");
         for _ in 0..lists {
-            let (text, expected) = people(&mut pick, 3);
+            let (text, expected) = people(&mut pick, PEOPLE);
             let text =
                 format!("Extract the people as a JSON list with name, age and city.\n{text}");
             let mut chat = Chat::ask(text, 192);
@@ -207,12 +210,17 @@ mod tests {
     #[test]
     fn answers_must_follow_the_schema_and_have_the_values() {
         let validator = jsonschema::validator_for(&people_schema()).unwrap();
-        let expected = json!([{"name": "Anna", "age": 30, "city": "Rome"}]);
+        let list = |age: &str| {
+            let one = format!(r#"{{"name": "Anna", "age": {age}, "city": "Rome"}}"#);
+            format!("[{one}, {one}, {one}]")
+        };
+        let expected = serde_json::from_str(&list("30")).unwrap();
         let check = |text: &str| follows_schema(&answer(text), &validator, &expected);
-        assert_eq!(check(r#" [{"name": "Anna", "age": 30, "city": "Rome"}]"#), Ok(()));
+        assert_eq!(check(&format!(" {}", list("30"))), Ok(()));
         let wrong = [
-            (r#"[{"name": "Anna", "age": "30", "city": "Rome"}]"#, "rejects"),
-            (r#"[{"name": "Anna", "age": 31, "city": "Rome"}]"#, "other values"),
+            (&*list("\"30\""), "rejects"),
+            (&*list("31"), "other values"),
+            (&*list("30").replace("Rome", "Roma"), "rejects"),
             ("```json\n[]\n```", "not JSON"),
             ("[]", "rejects"),
         ];

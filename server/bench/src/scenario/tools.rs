@@ -127,7 +127,7 @@ fn calls(reply: &Reply, step: &Step) -> Verdict {
 }
 
 pub fn agent(plan: &Plan) -> Vec<Case> {
-    let steps = if plan.quick { 2 } else { 20 };
+    let steps = if plan.quick { 1 } else { 20 };
     let run = move |visit: &mut Visit| {
         let mut pick = visit.pick("steps");
         let mut chat =
