@@ -21,7 +21,8 @@
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
-//! `steersman policy` is the crate [`steersman_policy_cli`], which links no MLX.
+//! `steersman policy` is the crate [`steersman_policy_cli`], `steersman bench` and `steersman eval` are
+//! the crate `steersman-bench`. Both link no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event

@@ -49,6 +49,11 @@ enum Command {
     Mcp(Mcp),
     /// Create, build, test, replay and measure policies, and manage those of a running server.
     Policy(Policy),
+    /// Measure servers with OpenAI's chat completions side by side, and report and compare results.
+    #[command(subcommand)]
+    Bench(steersman_bench::Task),
+    /// Ask a server generated questions of ten tasks, and grade the answers by rules.
+    Eval(steersman_bench::EvalOptions),
 }
 
 /// Without options, serves the bundled demonstration model on http://127.0.0.1:11436. Options take
@@ -230,6 +235,10 @@ fn main() -> ExitCode {
         Command::Cache(options) => cache(options),
         Command::Mcp(options) => mcp(options),
         Command::Policy(options) => policy(options),
+        Command::Bench(task) => steersman_bench::run(task, &mut std::io::stdout().lock()),
+        Command::Eval(options) => {
+            steersman_bench::run_eval(&options, &mut std::io::stdout().lock())
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

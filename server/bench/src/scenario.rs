@@ -32,7 +32,7 @@ pub struct Scenario {
 
 /// All scenarios, in order.
 pub const SCENARIOS: &[Scenario] = &[
-    row("short", "eight short questions, one after the other", true, single::short),
+    row("short", "short questions, one after the other", true, single::short),
     row("long", "a story of up to 512 tokens", false, single::long),
     row("thinking", "the same questions with reasoning on and off", true, single::thinking),
     row("needle", "a code planted at 6 positions of texts of 4 lengths", true, single::needle),

@@ -6,10 +6,10 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
 use crate::client::{Chat, Client, ThinkingField, system, user};
-use crate::machine::listening_pid;
 use crate::prose::{Pick, text, tools};
 use crate::results::Server;
 use crate::stream::Reply;
+use crate::suite::pid_of;
 
 /// Tokens of a sentence and of a tool where no server counts them: four characters each.
 const CHARACTERS_PER_TOKEN: f64 = 4.0;
@@ -122,7 +122,7 @@ impl ServerOptions {
             value_of(&self.pid, name).map(|text| number("--pid", text)).transpose()?;
         let pid = match pid {
             Some(pid) => Some(u32::try_from(pid).context("--pid")?),
-            None => client.local_port().and_then(listening_pid),
+            None => pid_of(&client),
         };
         let counted = count(&client)?;
         let about = Server {

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 
 use crate::client::{Client, ThinkingField};
-use crate::machine::{Machine, commit};
+use crate::machine::{Machine, commit, listening_pid, resident};
 use crate::results::{Line, Results, Run, SCHEMA, Skip, Writer};
 use crate::scenario::{Case, Plan, SCENARIOS, Scenario, Visit};
 use crate::servers::{Found, ServerOptions};
@@ -147,7 +147,8 @@ fn visit(
     let restart = restart.map(|command| move || restart_server(client, command));
     let mut visit = Visit {
         client,
-        pid: about.pid,
+        // After a restart the process is another one.
+        pid: about.pid.filter(|pid| resident(*pid).is_some()).or_else(|| pid_of(client)),
         restart: restart.as_ref().map(|restart| restart as &dyn Fn() -> Result<()>),
         scenario: scenario.name,
         seed: plan.seed,
@@ -164,6 +165,11 @@ fn visit(
         }
     }
     visit.lines
+}
+
+/// The process of a server on this machine.
+pub fn pid_of(client: &Client) -> Option<u32> {
+    client.local_port().and_then(listening_pid)
 }
 
 fn restart_server(client: &Client, command: &str) -> Result<()> {

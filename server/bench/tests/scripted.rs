@@ -336,3 +336,15 @@ fn the_evaluation_grades_and_compares_runs() {
     let (out, err, success) = text(&bench(&["diff", "eval.jsonl", "eval.jsonl"], folder.path()));
     assert!(success && out.contains("0 right only in the first"), "{out}\n{err}");
 }
+
+#[test]
+fn neither_mlx_nor_the_engine_is_linked() {
+    let tree = Command::new(env!("CARGO"))
+        .args(["tree", "--offline", "--package", "steersman-bench", "--prefix", "none"])
+        .output()
+        .unwrap();
+    let tree = String::from_utf8(tree.stdout).unwrap();
+    assert!(tree.contains("rusqlite v"), "{tree}");
+    let is_ours = |line: &str| line.starts_with("mlx") || line.starts_with("steersman-engine");
+    assert!(!tree.lines().any(is_ours), "{tree}");
+}

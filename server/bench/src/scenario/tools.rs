@@ -6,6 +6,7 @@ use super::{Case, Plan, Verdict, Visit, excerpt, has_word};
 use crate::client::{Chat, assistant, user};
 use crate::prose::{CAPITALS, ITEMS, NAMES, Pick, tools};
 use crate::stream::Reply;
+use crate::suite::pid_of;
 
 /// Tokens of the tool schema.
 const SCHEMA: usize = 12_000;
@@ -39,7 +40,7 @@ pub fn schema(plan: &Plan) -> Vec<Case> {
             return;
         }
         // The process is another one now.
-        visit.pid = visit.client.local_port().and_then(crate::machine::listening_pid);
+        visit.pid = pid_of(visit.client);
         // Loads and compiles what the server does only for its first request.
         let _ = visit.client.chat(&Chat::ask("Hello", 4));
         ask(visit, "restart", asked[2]);
