@@ -7,10 +7,10 @@ use std::fmt;
 use std::io::BufReader;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value, json};
 use ureq::http::Response;
-use ureq::{Agent, Body};
+use ureq::{Agent, Body, RequestBuilder};
 
 use crate::stream::{Reply, error_of};
 
@@ -157,9 +157,16 @@ impl Client {
     /// # Errors
     /// When it does not answer, or has no model of that name.
     pub fn describe(&mut self) -> Result<()> {
-        let list = self.get(&format!("{}/models", self.base)).map_err(|error| {
-            anyhow!("{} does not list its models at {}/models: {error}", self.name, self.base)
-        })?;
+        let list = match self.get(&format!("{}/models", self.base)) {
+            Ok(list) => list,
+            // mlx_lm.server lists nothing without a cache of Hugging Face, and serves all the same.
+            Err(_) if !self.model.is_empty() => return Ok(()),
+            Err(error) => bail!(
+                "{} does not list its models at {}/models ({error}); choose one with --model",
+                self.name,
+                self.base
+            ),
+        };
         let models = list["data"].as_array().map_or(&[][..], Vec::as_slice);
         let id = |model: &Value| model["id"].as_str().unwrap_or_default().to_owned();
         if self.model.is_empty() {
@@ -202,13 +209,16 @@ impl Client {
     pub fn wait_until_ready(&self, limit: Duration) -> Result<()> {
         let start = Instant::now();
         loop {
-            match self.get(&format!("{}/models", self.base)) {
-                Ok(_) => return Ok(()),
-                Err(error) if start.elapsed() > limit => {
-                    bail!("{} is not ready after {} s: {error}", self.name, limit.as_secs())
-                }
-                Err(_) => std::thread::sleep(READY_INTERVAL),
+            let reply = self.authorized(self.agent.get(format!("{}/models", self.base))).call();
+            let problem = match reply {
+                Ok(reply) if reply.status() == 200 => return Ok(()),
+                Ok(reply) => format!("status {}", reply.status()),
+                Err(error) => error.to_string(),
+            };
+            if start.elapsed() > limit {
+                bail!("{} is not ready after {} s: {problem}", self.name, limit.as_secs());
             }
+            std::thread::sleep(READY_INTERVAL);
         }
     }
 
@@ -219,13 +229,8 @@ impl Client {
     /// is part of the reply.
     pub fn chat(&self, chat: &Chat) -> Result<Reply, Failure> {
         let body = self.body(chat).to_string();
-        let mut request = self
-            .agent
-            .post(format!("{}/chat/completions", self.base))
-            .content_type("application/json");
-        if let Some(key) = &self.key {
-            request = request.header("Authorization", format!("Bearer {key}"));
-        }
+        let request = self.agent.post(format!("{}/chat/completions", self.base));
+        let mut request = self.authorized(request).content_type("application/json");
         if let Some(profile) = &self.profile {
             request = request.header("X-Steersman-Profile", profile);
         }
@@ -269,11 +274,16 @@ impl Client {
         Value::Object(body)
     }
 
-    fn get(&self, url: &str) -> Result<Value, Failure> {
-        let mut request = self.agent.get(url);
-        if let Some(key) = &self.key {
-            request = request.header("Authorization", format!("Bearer {key}"));
+    /// A request with the key, if there is one.
+    fn authorized<B>(&self, request: RequestBuilder<B>) -> RequestBuilder<B> {
+        match &self.key {
+            Some(key) => request.header("Authorization", format!("Bearer {key}")),
+            None => request,
         }
+    }
+
+    fn get(&self, url: &str) -> Result<Value, Failure> {
+        let request = self.authorized(self.agent.get(url));
         let mut response = checked(request.call().map_err(broken)?)?;
         let text = read(&mut response)?;
         serde_json::from_str(&text)

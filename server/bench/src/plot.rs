@@ -112,17 +112,22 @@ pub fn bars(results: &Results, scenario: &str, kind: &Kind) -> Option<String> {
                     centre - 3.0
                 ));
             }
-            let loses = number == 0
-                && lost.iter().any(|loss| {
-                    loss.scenario == scenario && loss.case == *case && loss.figure == kind.name
-                });
+            let loss = lost.iter().find(|loss| {
+                number == 0
+                    && loss.scenario == scenario
+                    && loss.case == *case
+                    && loss.figure == kind.name
+            });
+            let (class, mark) = match loss {
+                Some(loss) if loss.overlaps => ("value", " ~"),
+                Some(_) => ("value loses", " loses"),
+                None => ("value", ""),
+            };
             line(format!(
-                "<text class=\"{}\" x=\"{:.1}\" y=\"{:.1}\">{}{}</text>",
-                if loses { "value loses" } else { "value" },
+                "<text class=\"{class}\" x=\"{:.1}\" y=\"{:.1}\">{}{mark}</text>",
                 x(spread.max).max(end) + 6.0,
                 y + BAR - 4.0,
                 escape(&cell(spread, kind)),
-                if loses { " loses" } else { "" }
             ));
         }
     }

@@ -75,6 +75,8 @@ struct Cell {
     text: String,
     /// What is said about a loss of the first server; empty without one.
     loses: String,
+    /// Whether the loss is within the spread.
+    overlaps: bool,
 }
 
 /// Writes the report and its plots to a folder.
@@ -122,14 +124,13 @@ fn section(results: &Results, lost: &[Loss], name: String, plots: Vec<String>) -
                 });
                 let loss = lost.filter(|_| number == 0)?;
                 let spread = if loss.overlaps { ", within the spread" } else { "" };
-                Some(format!("loses to {}: {:.2} times{spread}", loss.other, loss.ratio))
+                Some((format!("loses to {}: {}{spread}", loss.other, ratio(loss)), loss.overlaps))
             };
             let cells = kinds.iter().map(|kind| {
                 let spread = results.spread(&server.name, &name, case, kind.name);
-                Cell {
-                    text: spread.map_or("-".into(), |spread| cell(&spread, kind)),
-                    loses: loses(kind.name).unwrap_or_default(),
-                }
+                let (loses, overlaps) = loses(kind.name).unwrap_or_default();
+                let text = spread.map_or("-".into(), |spread| cell(&spread, kind));
+                Cell { text, loses, overlaps }
             });
             let failed = counts.all - counts.complete;
             let failed = if failed > 0 { format!(", {failed} failed") } else { String::new() };
@@ -150,6 +151,12 @@ fn section(results: &Results, lost: &[Loss], name: String, plots: Vec<String>) -
     Section { about: about.into(), plots, head, rows, name }
 }
 
+/// How many times the better value the worse one is.
+fn ratio(loss: &Loss) -> String {
+    // A median of 0, as of cached tokens.
+    if loss.ratio.is_finite() { format!("{:.2} times", loss.ratio) } else { "from 0".into() }
+}
+
 fn render(results: &Results, lost: &[Loss], sections: &[Section]) -> Result<String> {
     let mut environment = Environment::new();
     // The name decides that text is escaped.
@@ -163,7 +170,7 @@ fn render(results: &Results, lost: &[Loss], sections: &[Section]) -> Result<Stri
         .map(|loss| {
             json!({
                 "scenario": loss.scenario, "case": loss.case, "title": loss.title,
-                "other": loss.other, "ratio": format!("{:.2}", loss.ratio),
+                "other": loss.other, "ratio": ratio(loss),
                 "overlaps": loss.overlaps,
             })
         })

@@ -160,15 +160,23 @@ pub fn summary(answer: &str, text: &str, facts: &[String], most_words: usize) ->
     }
 }
 
-/// Right if the answer says that it cannot know, or if there is something to know, has it.
-pub fn known_or_not(answer: &str, expected: Option<&str>) -> Verdict {
+/// Right if the answer says that it cannot know, or if there is something to know, has it and none of
+/// `candidates` besides.
+pub fn known_or_not(answer: &str, expected: Option<&str>, candidates: &[String]) -> Verdict {
     let lower = answer.to_lowercase();
     let refuses = UNKNOWN.iter().any(|words| lower.contains(words));
     match expected {
         None if refuses => Ok(()),
         None => Err(format!("answers what the text does not say: {}", excerpt(answer))),
         Some(fact) if refuses => Err(format!("says that it does not know {fact}")),
-        Some(fact) => phrase(answer, fact),
+        Some(fact) => {
+            phrase(answer, fact)?;
+            let other = |one: &&String| one.as_str() != fact && phrase(answer, one).is_ok();
+            match candidates.iter().find(other) {
+                Some(other) => Err(format!("names {other} beside {fact}: {}", excerpt(answer))),
+                None => Ok(()),
+            }
+        }
     }
 }
 
@@ -249,11 +257,14 @@ mod tests {
 
     #[test]
     fn not_knowing_is_right_only_where_nothing_can_be_known() {
-        assert_eq!(known_or_not("Unknown.", None), Ok(()));
-        assert_eq!(known_or_not("The text does not say how old she is.", None), Ok(()));
-        assert!(known_or_not("Anna is 30.", None).is_err());
-        assert_eq!(known_or_not("Anna is 30.", Some("30")), Ok(()));
-        assert!(known_or_not("That is unknown.", Some("30")).is_err());
-        assert!(known_or_not("Anna is 31.", Some("30")).is_err());
+        let ages = ["30", "45"].map(str::to_owned);
+        let check = |answer: &str, expected| known_or_not(answer, expected, &ages);
+        assert_eq!(check("Unknown.", None), Ok(()));
+        assert_eq!(check("The text does not say how old she is.", None), Ok(()));
+        assert!(check("Anna is 30.", None).is_err());
+        assert_eq!(check("Anna is 30.", Some("30")), Ok(()));
+        assert!(check("That is unknown.", Some("30")).is_err());
+        assert!(check("Anna is 31.", Some("30")).is_err());
+        assert!(check("Anna is 30 or 45.", Some("30")).is_err());
     }
 }
