@@ -13,8 +13,10 @@ use crate::suite::pid_of;
 
 /// Tokens of a sentence and of a tool where no server counts them: four characters each.
 const CHARACTERS_PER_TOKEN: f64 = 4.0;
-/// Sentences and tools of the prompts that are counted.
-const COUNTED: usize = 20;
+/// Sentences of the prompt that is counted.
+const SENTENCES: usize = 20;
+/// Tools of the prompt that is counted: few, because slow servers read them too.
+const TOOLS: usize = 4;
 
 /// Options that name servers.
 #[derive(Args)]
@@ -157,10 +159,10 @@ fn count(client: &Client) -> Result<Counted> {
     let mut pick = Pick::new(0, "count");
     let plain =
         Chat { messages: vec![system("Hello."), user("Hello.")], max_tokens: 4, ..Chat::default() };
-    let words = text(&mut pick, COUNTED);
+    let words = text(&mut pick, SENTENCES);
     let long = Chat { messages: vec![system(&*words), user("Hello.")], ..plain.clone() };
     let few = Chat { tools: tools(&mut pick, 1), ..plain.clone() };
-    let office = tools(&mut pick, 1 + COUNTED);
+    let office = tools(&mut pick, 1 + TOOLS);
     let many = Chat { tools: office.clone(), ..plain.clone() };
     let ask = |chat: &Chat| -> Result<Reply> {
         let reply = client.chat(chat).map_err(|failure| {
@@ -174,19 +176,19 @@ fn count(client: &Client) -> Result<Counted> {
     let tokens = |reply: &Reply| reply.usage.and_then(|usage| usage.prompt);
     let first = ask(&plain)?;
     let base = tokens(&first);
-    let more = |a: Option<u64>, b: Option<u64>| {
-        let more = b?.checked_sub(a?)? as f64 / COUNTED as f64;
+    let more = |a: Option<u64>, b: Option<u64>, parts: usize| {
+        let more = b?.checked_sub(a?)? as f64 / parts as f64;
         (more > 0.0).then_some(more)
     };
-    let sentence = more(base, tokens(&ask(&long)?));
+    let sentence = more(base, tokens(&ask(&long)?), SENTENCES);
     // A server may refuse tools; then the scenarios with tools say so.
     let tools_of = |chat: &Chat| client.chat(chat).ok().as_ref().and_then(tokens);
-    let tool = base.and_then(|_| more(tools_of(&few), tools_of(&many)));
-    let estimate = |bytes: usize| bytes as f64 / CHARACTERS_PER_TOKEN / COUNTED as f64;
+    let tool = base.and_then(|_| more(tools_of(&few), tools_of(&many), TOOLS));
+    let estimate = |bytes: usize, parts: usize| bytes as f64 / CHARACTERS_PER_TOKEN / parts as f64;
     let json = serde_json::to_string(&office).expect("tools are JSON");
     Ok(Counted {
-        sentence_tokens: sentence.unwrap_or(estimate(words.len())),
-        tool_tokens: tool.unwrap_or(estimate(json.len())),
+        sentence_tokens: sentence.unwrap_or(estimate(words.len(), SENTENCES)),
+        tool_tokens: tool.unwrap_or(estimate(json.len(), 1 + TOOLS)),
         by_server: sentence.is_some(),
         fingerprint: first.fingerprint,
     })
