@@ -159,7 +159,10 @@ pub fn tools(pick: &mut Pick, count: usize) -> Vec<Value> {
             0 => String::new(),
             number => format!("_branch_{number}"),
         };
-        let mut property = |about: &str| json!({"type": "string", "description": format!("{about} {}", sentence(pick))});
+        let mut property = |about: &str| {
+            let about = format!("{about} {}", sentence(pick));
+            json!({"type": "string", "description": about})
+        };
         json!({"type": "function", "function": {
             "name": format!("{action}_{thing}{branch}"),
             "description": format!("{action} a {thing} in the books of the office."),
