@@ -9,6 +9,7 @@ The wheel's dependencies come from pip's index or cache. Takes about a minute.
 
 import importlib.util
 import os
+import plistlib
 import re
 import shutil
 import signal
@@ -141,6 +142,20 @@ def tar_runs_from_any_folder(archive: Path, work: Path) -> None:
     fails_in_one_line(["/usr/bin/env", "PATH=/usr/bin:/bin", str(link)], work, "lib/mlx/lib is missing")
 
 
+def services_are_valid(archive: Path, work: Path) -> None:
+    """Checks the unit of systemd where its tools are, and that of launchd."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(work / "opt", filter="data")
+    [folder] = (work / "opt").iterdir()
+    unit = work / "steersman.service"
+    unit.write_text((ROOT / "configs/steersman.service").read_text().replace("/opt/steersman/", f"{folder}/"))
+    if shutil.which("systemd-analyze"):
+        said = run("systemd-analyze", "verify", "--man=no", str(unit))
+        assert str(unit) not in said, said
+    service = plistlib.loads((ROOT / "configs/steersman.plist").read_bytes())
+    assert service["ProgramArguments"] == ["/opt/steersman/steersman", "serve"], service
+
+
 def cuda_build_depends_on_other_wheels(binary: Path, work: Path) -> None:
     """A built program beside the file that a CUDA build leaves."""
     build = build_module()
@@ -183,6 +198,7 @@ def main() -> None:
         step("cuda build depends on other wheels", cuda_build_depends_on_other_wheels, binary.resolve(), work)
         step("wheel runs where it is moved", wheel_runs_where_it_is_moved, wheel, work)
         step("tar runs from any folder", tar_runs_from_any_folder, archive, work)
+        step("services are valid", services_are_valid, archive, work)
         step("only the data folder stays", only_the_data_folder_stays, work)
         step("done", lambda: None)
 
