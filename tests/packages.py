@@ -8,6 +8,7 @@ The wheel's dependencies come from pip's index or cache. Takes about a minute.
 """
 
 import importlib.util
+import json
 import os
 import plistlib
 import re
@@ -43,7 +44,9 @@ def run(*command, env=None, status=0) -> str:
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    """Files of an environment but those that Python compiles. pip leaves empty folders of MLX's wheel."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {str(path.relative_to(folder)) for path in found if "__pycache__" not in path.parts}
 
 
 def empty_environment(work: Path) -> dict[str, str]:
@@ -93,6 +96,10 @@ def wheel_runs_where_it_is_moved(wheel: Path, work: Path) -> None:
     # pip writes the environment's first folder into scripts, so that only `-m` works in another.
     python = str(moved / "bin/python")
     serve([python, "-m", "steersman"], work)
+    env = empty_environment(work) | {"HF_HUB_OFFLINE": "1"}
+    report = json.loads(run(python, "-m", "steersman", "doctor", "--json", env=env))
+    assert report["speed"]["product_flops"] > 0 and report["hub"]["reachable"] is None, report
+    assert report["mlx"]["version"] == re.search(r"mlx-cpu==([\d.]+)", metadata_of(wheel))[1], report
     [packages] = moved.glob("lib/python*/site-packages")
     problems_of_libraries_are_one_line([python, "-m", "steersman"], packages, work)
     run(python, *PIP, "uninstall", "-y", "steersman")
@@ -100,6 +107,13 @@ def wheel_runs_where_it_is_moved(wheel: Path, work: Path) -> None:
     assert not left, left
     run(python, *PIP, "uninstall", "-y", "mlx-cpu", "scipy-openblas32")
     assert files(moved) == before, files(moved) ^ before
+
+
+def metadata_of(wheel: Path) -> str:
+    """What pip reads of a wheel."""
+    with zipfile.ZipFile(wheel) as packed:
+        [info] = [name for name in packed.namelist() if name.endswith("/METADATA")]
+        return packed.read(info).decode()
 
 
 def problems_of_libraries_are_one_line(command: list[str], packages: Path, work: Path) -> None:
@@ -165,9 +179,7 @@ def cuda_build_depends_on_other_wheels(binary: Path, work: Path) -> None:
     (lib / "mlx-cuda-13-0.32.2-manylinux_2_35_x86_64").touch()
     made = build.make_wheel(build.inspect(work / "cuda/steersman"), b"", work)
     assert made.name.startswith("steersman_cuda-") and made.name.endswith("-py3-none-manylinux_2_35_x86_64.whl"), made
-    with zipfile.ZipFile(made) as wheel:
-        [info] = [name for name in wheel.namelist() if name.endswith("METADATA")]
-        metadata = wheel.read(info).decode()
+    metadata = metadata_of(made)
     for line in ["Name: steersman-cuda", "Requires-Dist: mlx-cuda-13==0.32.2", "Requires-Dist: scipy-openblas32=="]:
         assert line in metadata, metadata
     assert "mlx-cpu" not in metadata, metadata

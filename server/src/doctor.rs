@@ -45,6 +45,8 @@ struct Hardware {
     memory_bytes: u64,
     /// That programs can get now.
     available_bytes: u64,
+    /// Processes that ran or waited for a core in the last minute, on average, before the measurements.
+    load: Option<f64>,
     gpu: Option<String>,
 }
 
@@ -93,6 +95,7 @@ impl Report {
             cores: machine.cores,
             memory_bytes,
             available_bytes,
+            load: place::load(),
             gpu: machine.gpu.clone(),
         };
         let Speed { read_bytes, product_flops, packed_bytes } =
@@ -139,6 +142,15 @@ impl Report {
                  --features steersman/cuda"
                     .into(),
             );
+        }
+        if let Some(load) = self.machine.load
+            && load >= self.machine.cores as f64
+        {
+            advice.push(format!(
+                "the machine is busy (load {load} on {} cores), so that it was measured too slow: \
+                 repeat this when it is quiet",
+                self.machine.cores
+            ));
         }
         if on_cpu && self.mlx.cpu_kernels == "portable" {
             advice.push(
@@ -208,18 +220,18 @@ impl Report {
         line(
             "reads",
             format!(
-                "{}/s: one request decodes at most {:.0} tokens/s for each GB of weights that a token needs",
+                "{}/s: one request decodes {:.1} tokens/s at most, for each GB of weights that a token needs",
                 DecimalBytes(read as u64),
                 read / 1e9
             ),
         )?;
         let flops = speed.product_flops;
+        let tokens = flops / 2e9;
         line(
             "products",
             format!(
-                "{:.2} TFLOPS: a prompt is read at most at {:.0} tokens/s for each billion of parameters",
-                flops / 1e12,
-                flops / 2e9
+                "{} a second: a prompt is read at {tokens:.0} tokens/s at most, for each billion of parameters",
+                operations(flops)
             ),
         )?;
         if let Some(packed) = speed.packed_bytes_per_s {
@@ -250,5 +262,14 @@ impl Report {
             writeln!(out, "  - {advice}")?;
         }
         Ok(())
+    }
+}
+
+/// A number of operations on floats, in GFLOP or TFLOP.
+fn operations(flops: f64) -> String {
+    if flops < 1e12 {
+        format!("{:.1} GFLOP", flops / 1e9)
+    } else {
+        format!("{:.1} TFLOP", flops / 1e12)
     }
 }

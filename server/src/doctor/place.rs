@@ -271,6 +271,11 @@ pub fn memory() -> (u64, u64) {
     (total, field("MemAvailable:").unwrap_or(total))
 }
 
+/// The load of the last minute.
+pub fn load() -> Option<f64> {
+    fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
+}
+
 /// A value of macOS.
 fn sysctl(name: &str) -> Option<String> {
     if !cfg!(target_os = "macos") {
