@@ -128,9 +128,11 @@ def run(binary: str, work: Path, env: dict[str, str]) -> None:
 
     done = ask("What is the capital of Italy?")
     assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
+    done = ask(stdin="What is the capital of Italy?\n")
+    assert done.stdout == "The capital of Italy is Rome.\n", done
     schema = work / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": false}')
-    done = ask("--json-schema", str(schema), "--think", "off", stdin="Say seven.")
+    done = ask("--json-schema", str(schema), "--think", "off", "-", stdin="Say seven.")
     assert json.loads(done.stdout) == {"n": 7}, done
     done = ask("--max-tokens", "1", "--think", "on", "Think.", status=1)
     assert done.stdout == "" and "no answer" in done.stderr, done

@@ -7,7 +7,6 @@
 The wheel's dependencies come from pip's index or cache. Takes about a minute.
 """
 
-import importlib.util
 import json
 import os
 import plistlib
@@ -26,14 +25,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "server/package/build.py"
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
-
-
-def build_module():
-    spec = importlib.util.spec_from_file_location("build", BUILD)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["build"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(*command, env=None, status=0) -> str:
@@ -170,19 +161,18 @@ def services_are_valid(archive: Path, work: Path) -> None:
     assert service["ProgramArguments"] == ["/opt/steersman/steersman", "serve"], service
 
 
-def cuda_build_depends_on_other_wheels(binary: Path, work: Path) -> None:
-    """A built program beside the file that a CUDA build leaves."""
-    build = build_module()
-    lib = work / "cuda/lib"
-    lib.mkdir(parents=True)
-    (work / "cuda/steersman").symlink_to(binary)
-    (lib / "mlx-cuda-13-0.32.2-manylinux_2_35_x86_64").touch()
-    made = build.make_wheel(build.inspect(work / "cuda/steersman"), b"", work)
-    assert made.name.startswith("steersman_cuda-") and made.name.endswith("-py3-none-manylinux_2_35_x86_64.whl"), made
-    metadata = metadata_of(made)
-    for line in ["Name: steersman-cuda", "Requires-Dist: mlx-cuda-13==0.32.2", "Requires-Dist: scipy-openblas32=="]:
-        assert line in metadata, metadata
-    assert "mlx-cpu" not in metadata, metadata
+def cuda_wheel_depends_on_other_wheels(wheel: Path, cuda_wheel: Path) -> None:
+    platform = "-py3-none-manylinux_2_35_x86_64.whl"
+    assert cuda_wheel.name.endswith(platform), cuda_wheel
+    needs = {}
+    for name, path in [("steersman", wheel), ("steersman-cuda", cuda_wheel)]:
+        metadata = metadata_of(path)
+        assert f"\nName: {name}\n" in metadata, metadata
+        needs[name] = dict(re.findall(r"^Requires-Dist: (.+)==(.+)$", metadata, re.M))
+    ours, cuda = needs["steersman"], needs["steersman-cuda"]
+    assert set(ours) == {"mlx-cpu", "scipy-openblas32"} and set(cuda) == {"mlx-cuda-13", "scipy-openblas32"}, needs
+    # One program runs with both.
+    assert ours["mlx-cpu"] == cuda["mlx-cuda-13"], needs
 
 
 def only_the_data_folder_stays(work: Path) -> None:
@@ -203,11 +193,11 @@ def main() -> None:
             print(f"{time.monotonic() - start:5.1f} s  {name}", flush=True)
             return function(*arguments)
 
-        step("build the packages", run, sys.executable, str(BUILD), "wheel", "tar", "--binary", str(binary), "--out", folder)
-        [wheel], [archive] = work.glob("steersman-*.whl"), work.glob("steersman-*.tar.gz")
-        for package in (wheel, archive):
-            print(f"  {package.name}: {package.stat().st_size / 1e6:.1f} MB")
-        step("cuda build depends on other wheels", cuda_build_depends_on_other_wheels, binary.resolve(), work)
+        build = [sys.executable, str(BUILD), "--binary", str(binary), "--out", folder]
+        print(step("build the packages", run, *build, "wheel", "cuda-wheel", "tar"), end="")
+        [wheel], [cuda_wheel] = work.glob("steersman-*.whl"), work.glob("steersman_cuda-*.whl")
+        [archive] = work.glob("steersman-*.tar.gz")
+        step("cuda wheel depends on other wheels", cuda_wheel_depends_on_other_wheels, wheel, cuda_wheel)
         step("wheel runs where it is moved", wheel_runs_where_it_is_moved, wheel, work)
         step("tar runs from any folder", tar_runs_from_any_folder, archive, work)
         step("services are valid", services_are_valid, archive, work)

@@ -2,11 +2,13 @@
 """Makes the packages of a built server: a wheel, and a tar.gz that runs from any folder.
 
     cargo build --bin steersman
-    server/package/build.py wheel tar
+    server/package/build.py wheel cuda-wheel tar
 
 Python's standard library and `strip` are all it needs. What MLX the program is linked with, and for which platform, is
 read from the name of the file that the build of mlx-sys leaves beside the libraries (engine/mlx-sys/build/place.rs): a
-program built with `--features steersman/cuda` becomes `steersman-cuda`. Equal inputs give equal files.
+program built with `--features steersman/cuda` becomes `steersman-cuda`. The feature chooses the libraries beside the
+program, not the program: so `cuda-wheel` makes the wheel of `steersman-cuda` of any program for Linux. Equal inputs give
+equal files.
 
 The wheel has the program in `steersman/bin/`, and MLX and OpenBLAS as dependencies. The program finds their libraries
 in the same site-packages (engine/mlx-sys/rpath.rs). `launcher.py` checks them and starts the program.
@@ -28,11 +30,13 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+#: The versions of the wheels that builds use.
+WHEELS = ROOT / "engine/mlx-sys/build/wheel.rs"
 # Zip files have no earlier time.
 EPOCH = int(os.environ.get("SOURCE_DATE_EPOCH", 315532800))
 SUMMARY = "A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons"
@@ -92,12 +96,21 @@ def inspect(binary: Path) -> Build:
     mlx, mlx_version, platform = stamps[0]
     requirements = {mlx: mlx_version}
     if "manylinux" in platform:
-        source = ROOT / "engine/mlx-sys/build/wheel.rs"
-        requirements["scipy-openblas32"] = find(r'OPENBLAS_VERSION: &str = "(.+)"', source)
+        requirements["scipy-openblas32"] = find(r'OPENBLAS_VERSION: &str = "(.+)"', WHEELS)
     check_binary(binary, platform)
     version = find(r'(?s)\[workspace\.package\].*?\nversion = "(.+?)"', ROOT / "Cargo.toml")
     name = "steersman-cuda" if "cuda" in mlx else "steersman"
     return Build(binary, lib, name, version, mlx, requirements, platform)
+
+
+def for_cuda(build: Build) -> Build:
+    """The same program, to run with the wheel of MLX for CUDA."""
+    if "manylinux" not in build.platform:
+        sys.exit(f"there is no CUDA for {build.platform}")
+    mlx = find(r'linux\("(mlx-cuda-\d+)"', WHEELS)
+    others = {project: version for project, version in build.requirements.items() if project != build.mlx}
+    requirements = {mlx: build.requirements[build.mlx], **others}
+    return replace(build, name="steersman-cuda", mlx=mlx, requirements=requirements)
 
 
 def check_binary(binary: Path, platform: str) -> None:
@@ -197,7 +210,7 @@ def make_tar(build: Build, program: bytes, out: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="+", choices=["wheel", "tar"], help="the packages to make")
+    parser.add_argument("kinds", nargs="+", choices=["wheel", "cuda-wheel", "tar"], help="the packages to make")
     target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
     parser.add_argument("--binary", type=Path, default=target / "debug/steersman", help="the built program")
     parser.add_argument("--out", type=Path, default=target / "packages", help="folder for the packages")
@@ -206,7 +219,10 @@ def main() -> None:
     program = stripped(options.binary)
     options.out.mkdir(parents=True, exist_ok=True)
     for kind in options.kinds:
-        path = (make_wheel if kind == "wheel" else make_tar)(build, program, options.out)
+        if kind == "tar":
+            path = make_tar(build, program, options.out)
+        else:
+            path = make_wheel(for_cuda(build) if kind == "cuda-wheel" else build, program, options.out)
         print(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
 
 

@@ -87,7 +87,8 @@ fn prompt(argument: Option<&str>) -> Result<String> {
                 .take(PROMPT_BYTES)
                 .read_to_string(&mut text)
                 .context("reading the prompt from standard input")?;
-            text
+            // That of `echo` and of most files: a model would see it as part of the question.
+            text.trim_end_matches(['\r', '\n']).to_owned()
         }
     };
     ensure!(!prompt.trim().is_empty(), "the prompt is empty");
