@@ -1,5 +1,6 @@
 //! Sets the run path of MLX's libraries, relative to the program: `lib`, or `../lib` for tests,
-//! examples and `bin/`.
+//! examples and `bin/`. The server also looks where pip puts MLX's and OpenBLAS's wheels: its own wheel has it in
+//! `site-packages/steersman/bin/` (server/package/build.py).
 //!
 //! This is the build script of each of our packages that links programs: `build =
 //! "../engine/mlx-sys/rpath.rs"` in its Cargo.toml. Cargo applies link arguments only to the package
@@ -17,5 +18,10 @@ fn main() {
     };
     for folder in ["lib/mlx/lib", "../lib/mlx/lib"] {
         println!("cargo::rustc-link-arg=-Wl,{tag}-rpath,{origin}/{folder}");
+    }
+    if std::env::var("CARGO_PKG_NAME").as_deref() == Ok("steersman") {
+        for folder in ["../../mlx/lib", "../../scipy_openblas32/lib"] {
+            println!("cargo::rustc-link-arg-bins=-Wl,{tag}-rpath,{origin}/{folder}");
+        }
     }
 }

@@ -154,6 +154,11 @@ impl Connections {
         self.limit
     }
 
+    /// Most open connections from one address.
+    pub fn limit_per_address(&self) -> usize {
+        self.limit_per_address
+    }
+
     fn open(&self) -> MutexGuard<'_, Open> {
         self.open.lock()
     }
@@ -235,7 +240,7 @@ fn network(address: IpAddr) -> IpAddr {
 }
 
 /// The number of files that this process may open.
-fn open_files() -> usize {
+pub fn open_files() -> usize {
     #[cfg(unix)]
     if let Ok((soft, _)) = rlimit::getrlimit(rlimit::Resource::NOFILE) {
         return usize::try_from(soft).unwrap_or(usize::MAX);

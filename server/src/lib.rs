@@ -17,12 +17,15 @@
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
 //! cache.rs     `steersman cache`: manages the prefix store
+//! local.rs     a server in this process, for `steersman chat` and `steersman run`
+//! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
+//! doctor/      its parts: chosen settings, files and network; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
-//! `steersman policy` is the crate [`steersman_policy_cli`], `steersman bench` and `steersman eval` are
-//! the crate `steersman-bench`. Both link no MLX.
+//! `steersman policy` is the crate [`steersman_policy_cli`], `steersman chat` and `steersman run` are
+//! [`steersman_chat`], `steersman bench` and `steersman eval` [`steersman_bench`]. They link no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
@@ -34,7 +37,9 @@ pub mod calibrate;
 pub mod check;
 pub mod config;
 mod connections;
+pub mod doctor;
 pub mod hub;
+pub mod local;
 pub mod mcp;
 pub mod models;
 pub mod serve;
@@ -42,4 +47,5 @@ mod throttle;
 pub mod verify;
 
 pub use api::app;
+pub use steersman_chat as talk;
 pub use steersman_policy_cli as policy;

@@ -13,12 +13,14 @@ use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
+use steersman::local::Local;
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, find};
-use steersman::{cache, calibrate, check, policy, serve, verify};
+use steersman::{bundled, cache, calibrate, check, doctor, policy, serve, talk, verify};
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
 use steersman_engine::{Engine, Info};
+use tokio::runtime::{Builder, Runtime};
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
@@ -33,6 +35,15 @@ struct Cli {
 enum Command {
     /// Serve a model with OpenAI's chat API.
     Serve(Serve),
+    /// Chat with a model in the terminal: on a running server (--url), or loaded in this process.
+    Chat(Chat),
+    /// Print the answer to one prompt, for pipes: from a running server (--url), or from a model loaded
+    /// in this process. Fails without a whole answer.
+    Run(Run),
+    /// Report what this machine has, what the server chooses by it and why, and what to change.
+    Doctor(Doctor),
+    /// Write a configuration with every key, its default on this machine and a comment.
+    Init(Init),
     /// Check a configuration without starting a server: its values, and the models, policies and
     /// other files that it names. Prints each problem; fails if there are any.
     Check(Check),
@@ -73,6 +84,54 @@ struct Serve {
     /// Port to listen on; 0 chooses a free one
     #[arg(long)]
     port: Option<u16>,
+}
+
+/// Reasoning is dimmed; /help lists the commands. Lines are kept in `chat_history` in the data folder.
+#[derive(Args)]
+struct Chat {
+    /// Model: a name that the server at --url has, or else a local folder or a Hugging Face repo id
+    /// [default: the server's first model, or the configured one]
+    #[arg(value_name = "MODEL")]
+    model: Option<String>,
+    #[command(flatten)]
+    server: talk::Server,
+    #[command(flatten)]
+    options: talk::Options,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Args)]
+struct Run {
+    /// Model: a name that the server at --url has, or else a local folder or a Hugging Face repo id, or
+    /// tiny-hybrid-4bit, which is bundled
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    once: talk::Once,
+    #[command(flatten)]
+    server: talk::Server,
+    #[command(flatten)]
+    options: talk::Options,
+    #[command(flatten)]
+    common: Common,
+}
+
+/// Measures for about two seconds. Asks the hub for one answer, unless HF_HUB_OFFLINE is set.
+#[derive(Args)]
+struct Doctor {
+    #[command(flatten)]
+    common: Common,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+struct Init {
+    /// The file, which must not exist
+    #[arg(value_name = "FILE", default_value = "steersman.toml")]
+    file: PathBuf,
 }
 
 #[derive(Args)]
@@ -160,7 +219,7 @@ struct Common {
 }
 
 /// Options that locate files.
-#[derive(Args)]
+#[derive(Args, Clone)]
 struct Place {
     /// Configuration file in TOML; configs/steersman.toml shows every key with its default
     #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
@@ -222,13 +281,22 @@ fn main() -> ExitCode {
         return status;
     }
     let cli = Cli::parse();
-    policy::log_to_stderr();
+    match cli.command {
+        Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
+            policy::log_warnings_to_stderr();
+        }
+        _ => policy::log_to_stderr(),
+    }
     std::panic::set_hook(Box::new(|panic| {
         let location = panic.location().map(ToString::to_string);
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
     let done = match cli.command {
         Command::Serve(options) => serve(options),
+        Command::Chat(options) => chat(options),
+        Command::Run(options) => run(options),
+        Command::Doctor(options) => doctor(options),
+        Command::Init(options) => doctor::init(&options.file, &mut std::io::stdout().lock()),
         Command::Check(options) => check(options),
         Command::Verify(options) => verify(options),
         Command::Calibrate(options) => calibrate(options),
@@ -264,7 +332,7 @@ fn serve(options: Serve) -> Result<()> {
     let (mut server, config) = file.check()?;
     server.responses_folder = Some(data_dir.join("responses"));
 
-    let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
+    let runtime = Runtime::new().context("starting the runtime")?;
     // Before loading the model: that takes long, and a port in use should fail at once.
     let listener = runtime.block_on(serve::listen(&server))?;
     let address = listener.local_addr().context("reading the address")?;
@@ -330,6 +398,57 @@ fn join(threads: Vec<JoinHandle<()>>) -> Result<()> {
     let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
     ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     Ok(())
+}
+
+fn chat(options: Chat) -> Result<()> {
+    let Chat { model, server, options, common } = options;
+    let history = common.place.clone().data_dir().ok().map(|folder| folder.join("chat_history"));
+    with_server(server, common, model, |runtime, client, model| {
+        talk::chat(runtime, client, talk::Session::new(model, options), history)
+    })
+}
+
+fn run(options: Run) -> Result<()> {
+    let Run { model, once, server, options, common } = options;
+    with_server(server, common, Some(model), |runtime, client, model| {
+        // Not locked: the log of the engine's threads goes to stderr, too.
+        let (mut out, mut messages) = (std::io::stdout(), std::io::stderr());
+        runtime.block_on(talk::run(&client, &model, &options, &once, &mut out, &mut messages))
+    })
+}
+
+/// Calls `use_server` with a client of the server at --url or, without an address, of one in this process; and with the
+/// name by which it has `model`, empty for its first one.
+fn with_server(
+    server: talk::Server,
+    common: Common,
+    model: Option<String>,
+    use_server: impl FnOnce(&Runtime, talk::Client, String) -> Result<()>,
+) -> Result<()> {
+    // One thread besides this one: it closes connections while this one waits for the user.
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    let runtime = runtime.context("starting the runtime")?;
+    if let Some(url) = server.url {
+        let client = talk::Client::new(&url, server.key.as_deref())?;
+        return use_server(&runtime, client, model.unwrap_or_default());
+    }
+    // Its name in replies and lists is that of the only bundled model.
+    let model = model.map(|name| if name == bundled::NAME { String::new() } else { name });
+    let (file, data_dir) = common.read(model)?;
+    let local = Local::start(file, &data_dir)?;
+    let client = talk::Client::new(&local.url(), Some(local.key()))?;
+    let done = use_server(&runtime, client, local.model());
+    // Connections that the client keeps open would be waited for.
+    runtime.shutdown_background();
+    local.stop()?;
+    done
+}
+
+fn doctor(options: Doctor) -> Result<()> {
+    let Doctor { common, json } = options;
+    let mut file = configured(common.place.config.as_deref())?;
+    file.model.device = common.device.unwrap_or(file.model.device);
+    doctor::run(file, &common.place.data_dir()?, json, &mut std::io::stdout().lock())
 }
 
 fn check(options: Check) -> Result<()> {

@@ -280,7 +280,7 @@ pub fn check_weights(configured: u64, folder: &Path) -> Result<()> {
 }
 
 /// Most bytes of arrays, and what sets this limit.
-fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
+pub fn find_limit(configured: u64) -> Result<(u64, &'static str)> {
     let mut limits = vec![(machine_limit()?, "the machine's memory")];
     if configured > 0 {
         limits = vec![(configured, "engine.memory_limit_bytes")];

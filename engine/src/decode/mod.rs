@@ -19,6 +19,7 @@ mod governor;
 mod hooks;
 mod logprobs;
 pub mod loops;
+pub mod machine;
 mod memory;
 mod noise;
 mod penalties;
@@ -332,10 +333,7 @@ impl Decoder {
             prefetch_turns: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
             vocabulary,
-            max_running: match config.engine.max_running {
-                0 => RUNNING[usize::from(!on_cpu)],
-                limit => limit,
-            },
+            max_running: max_running(config.engine.max_running, on_cpu),
             prefill_chunk: config.engine.prefill_chunk,
             stall: Duration::from_millis(config.engine.stall_ms.into()),
             pass_costs: PassCosts::default(),
@@ -508,6 +506,14 @@ fn load_draft_model(
         return Err(Error::Config(ConfigError::Model { path: folder.into(), problem }));
     }
     Ok(Some(model.into()))
+}
+
+/// Requests that run at the same time: as configured, or by the device.
+fn max_running(configured: usize, on_cpu: bool) -> usize {
+    match configured {
+        0 => RUNNING[usize::from(!on_cpu)],
+        limit => limit,
+    }
 }
 
 /// Opens the prefix store, if enabled. If it cannot be opened, state is saved in memory only.

@@ -14,6 +14,7 @@ pub use product::product;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
+use std::fmt;
 
 use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{mlx_array, mlx_fast_cuda_kernel};
@@ -74,6 +75,12 @@ impl Capability {
             (9..=11, _) => 227 << 10,
             _ => 99 << 10,
         }
+    }
+}
+
+impl fmt::Display for Capability {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
     }
 }
 

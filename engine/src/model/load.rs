@@ -167,7 +167,10 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
 }
 
 /// Makes the configured device the default; true for the CPU.
-fn choose_device(configured: config::Device) -> Result<bool> {
+///
+/// # Errors
+/// [`Error::Config`] if it is a GPU, and there is none.
+pub fn choose_device(configured: config::Device) -> Result<bool> {
     // Until it is set, MLX's default is the GPU if there is one.
     let has_gpu = matches!(Device::try_default()?.get_type()?, DeviceType::Gpu);
     let on_cpu = match configured {

@@ -146,7 +146,17 @@ pub struct Selection {
 
 /// Sends the log of this process to stderr.
 pub fn log_to_stderr() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(LOG));
+    log_with(LOG);
+}
+
+/// Sends warnings and errors of this process to stderr, for commands whose output is for people.
+pub fn log_warnings_to_stderr() {
+    log_with("warn");
+}
+
+/// Logs with RUST_LOG or, without it, the given filter.
+fn log_with(filter: &str) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

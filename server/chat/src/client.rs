@@ -1,0 +1,244 @@
+//! The HTTP client: the models of a server, and streamed replies.
+
+use std::fmt;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use bytes::Bytes;
+use futures_util::StreamExt;
+use http::header::{AUTHORIZATION, CONTENT_TYPE};
+use http::{HeaderValue, Method, Request, Response};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client as HttpClient;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use serde_json::Value;
+use sse_stream::SseStream;
+
+/// Time in which a connection must be opened.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Largest reply that is not streamed: a list of models or an error.
+const BODY_BYTES: usize = 16 << 20;
+
+/// Characters of an unexpected reply that errors repeat.
+const QUOTED: usize = 200;
+
+/// The header with the profile of a request.
+const PROFILE: &str = "x-steersman-profile";
+
+/// A running server. Follows no redirections, which could carry the key to another host.
+#[derive(Clone)]
+pub struct Client {
+    http: HttpClient<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    url: String,
+    key: Option<HeaderValue>,
+}
+
+/// A part of a reply.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Piece {
+    /// Text of the reasoning.
+    Reasoning(String),
+    /// Text of the answer.
+    Answer(String),
+    /// The reply has ended.
+    End(End),
+}
+
+/// How a reply ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct End {
+    /// `stop`, `length` or `tool_calls`.
+    pub reason: String,
+    /// Tokens of the reply, reasoning included.
+    pub tokens: u64,
+    /// Tokens of the reasoning.
+    pub reasoning_tokens: u64,
+    /// Tokens of the prompt.
+    pub prompt_tokens: u64,
+    /// Tokens of the prompt that were restored from saved state.
+    pub cached_tokens: u64,
+    /// What policies did, in words.
+    pub notes: Vec<String>,
+}
+
+/// A streamed reply. Dropping it closes its connection, and the server stops the request.
+pub struct Reply {
+    events: SseStream<Incoming>,
+    end: End,
+    /// Pieces of one event, the next last.
+    waiting: Vec<Piece>,
+}
+
+impl fmt::Debug for Reply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reply").field("end", &self.end).finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// A client of the server at `url`, with or without `/v1` at its end.
+    ///
+    /// # Errors
+    /// If the address is not one of HTTP, or the key cannot be sent.
+    pub fn new(url: &str, key: Option<&str>) -> Result<Self> {
+        let url = url.trim_end_matches('/').trim_end_matches("/v1").to_owned();
+        let uri: http::Uri = url.parse().with_context(|| format!("the address {url}"))?;
+        if !matches!(uri.scheme_str(), Some("http" | "https")) || uri.host().is_none() {
+            bail!("{url} is not an address: write it as http://HOST:PORT");
+        }
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(CONNECT));
+        connector.set_nodelay(true);
+        connector.enforce_http(false);
+        let connector = HttpsConnectorBuilder::new()
+            .with_webpki_roots()
+            .https_or_http()
+            .enable_http1()
+            .wrap_connector(connector);
+        let key = key.map(|key| {
+            let mut value = HeaderValue::try_from(format!("Bearer {key}"))
+                .context("the key has characters that a header cannot hold")?;
+            value.set_sensitive(true);
+            anyhow::Ok(value)
+        });
+        let http = HttpClient::builder(TokioExecutor::new()).build(connector);
+        Ok(Self { http, url, key: key.transpose()? })
+    }
+
+    /// The server's address.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// Names of the models, and `model@profile` for each profile but `default`.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or refuses.
+    pub async fn models(&self) -> Result<Vec<String>> {
+        let response = self.send(Method::GET, "/v1/models", None, None).await?;
+        let json = self.json(response).await?;
+        let models = json["data"].as_array().into_iter().flatten();
+        let names: Vec<_> =
+            models.filter_map(|model| Some(model["id"].as_str()?.to_owned())).collect();
+        if names.is_empty() {
+            bail!("{} lists no model", self.url);
+        }
+        Ok(names)
+    }
+
+    /// Sends the chat request `body`, which becomes a streamed one.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or refuses; with its message.
+    pub async fn chat(&self, mut body: Value, profile: Option<&str>) -> Result<Reply> {
+        body["stream"] = true.into();
+        body["stream_options"]["include_usage"] = true.into();
+        let response =
+            self.send(Method::POST, "/v1/chat/completions", Some(&body), profile).await?;
+        let events = SseStream::new(response.into_body());
+        Ok(Reply { events, end: End::default(), waiting: Vec::new() })
+    }
+
+    /// A successful response.
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+        profile: Option<&str>,
+    ) -> Result<Response<Incoming>> {
+        let mut request = Request::builder().method(method).uri(format!("{}{path}", self.url));
+        if let Some(key) = &self.key {
+            request = request.header(AUTHORIZATION, key);
+        }
+        if let Some(profile) = profile {
+            request = request.header(PROFILE, profile);
+        }
+        if body.is_some() {
+            request = request.header(CONTENT_TYPE, "application/json");
+        }
+        let body = body.map(Value::to_string).unwrap_or_default();
+        let request = request.body(Full::from(body)).context("this request cannot be sent")?;
+        let response = self.http.request(request).await;
+        let response = response.map_err(|error| {
+            let advice = if error.is_connect() { ": is a server running there?" } else { "" };
+            anyhow!(error).context(format!("{}{advice}", self.url))
+        })?;
+        if response.status().is_success() {
+            return Ok(response);
+        }
+        let status = response.status();
+        let json = self.json(response).await.with_context(|| status.to_string())?;
+        bail!("{status}: {}", message(&json));
+    }
+
+    async fn json(&self, response: Response<Incoming>) -> Result<Value> {
+        let body = Limited::new(response.into_body(), BODY_BYTES).collect().await;
+        let body = body.map_err(|error| anyhow!(error)).with_context(|| self.url.clone())?;
+        let body = body.to_bytes();
+        serde_json::from_slice(&body).map_err(|_| {
+            let text: String = String::from_utf8_lossy(&body).chars().take(QUOTED).collect();
+            anyhow!("{} is not a server of this kind; it returned {text:?}", self.url)
+        })
+    }
+}
+
+impl Reply {
+    /// The next piece; the last is [`Piece::End`].
+    ///
+    /// # Errors
+    /// If the request fails, or the connection ends before the reply does.
+    pub async fn next(&mut self) -> Result<Piece> {
+        loop {
+            if let Some(piece) = self.waiting.pop() {
+                return Ok(piece);
+            }
+            let event =
+                self.events.next().await.context("the connection ended before the reply")?;
+            let event = event.map_err(|error| anyhow!("{error}")).context("reading the reply")?;
+            // Comments keep the connection open.
+            let Some(data) = event.data else { continue };
+            if data == "[DONE]" {
+                return Ok(Piece::End(std::mem::take(&mut self.end)));
+            }
+            let chunk = serde_json::from_str(&data).context("reading the reply")?;
+            self.read(&chunk)?;
+        }
+    }
+
+    fn read(&mut self, chunk: &Value) -> Result<()> {
+        if !chunk["error"].is_null() {
+            bail!("{}", message(chunk));
+        }
+        let choice = &chunk["choices"][0];
+        let text =
+            |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+        let delta = &choice["delta"];
+        let reasoning = text(&delta["reasoning_content"]).or_else(|| text(&delta["reasoning"]));
+        self.waiting.extend(text(&delta["content"]).map(Piece::Answer));
+        self.waiting.extend(reasoning.map(Piece::Reasoning));
+        if let Some(reason) = choice["finish_reason"].as_str() {
+            self.end.reason = reason.into();
+        }
+        let notes = chunk["steersman"]["notes"].as_array().into_iter().flatten();
+        self.end.notes.extend(notes.filter_map(text));
+        if let usage @ Value::Object(_) = &chunk["usage"] {
+            let number = |value: &Value| value.as_u64().unwrap_or(0);
+            self.end.tokens = number(&usage["completion_tokens"]);
+            self.end.prompt_tokens = number(&usage["prompt_tokens"]);
+            self.end.cached_tokens = number(&usage["prompt_tokens_details"]["cached_tokens"]);
+            let details = &usage["completion_tokens_details"];
+            self.end.reasoning_tokens = number(&details["reasoning_tokens"]);
+        }
+        Ok(())
+    }
+}
+
+/// The message of an error; the whole of one in another form.
+fn message(json: &Value) -> String {
+    json["error"]["message"].as_str().map_or_else(|| json.to_string(), str::to_owned)
+}

@@ -1,0 +1,104 @@
+//! `run`: one prompt and its answer, for pipes.
+
+use std::io::{IsTerminal, Read, Write};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::client::{Client, End, Piece};
+use crate::screen::printable;
+use crate::session::Session;
+use crate::{Once, Options};
+
+/// Largest prompt on standard input.
+const PROMPT_BYTES: u64 = 256 << 20;
+
+/// Asks for one reply. Its answer goes to `out`, its reasoning, if that is asked for, and notes to `messages`.
+///
+/// # Errors
+/// If there is no prompt, the server refuses or fails, or the reply has no whole answer: none at all, or one that is cut
+/// off before it follows the schema.
+pub async fn run(
+    client: &Client,
+    model: &str,
+    options: &Options,
+    once: &Once,
+    out: &mut impl Write,
+    messages: &mut impl Write,
+) -> Result<()> {
+    let mut session = Session::new(model.into(), options.clone());
+    session.say(prompt(once.prompt.as_deref())?);
+    let mut body = session.request();
+    if let Some(file) = &once.json_schema {
+        body["response_format"] = form(file)?;
+    }
+    // A file or a program gets the text as it is.
+    let to_terminal = std::io::stdout().is_terminal();
+    let mut reply = client.chat(body, options.profile.as_deref()).await?;
+    let mut answered = false;
+    let End { reason, notes, .. } = loop {
+        match reply.next().await? {
+            Piece::Answer(text) if to_terminal => write!(out, "{}", printable(&text))?,
+            Piece::Answer(text) => write!(out, "{text}")?,
+            Piece::Reasoning(text) => {
+                if once.reasoning {
+                    write!(messages, "{}", printable(&text))?;
+                    messages.flush()?;
+                }
+                continue;
+            }
+            Piece::End(end) => break end,
+        }
+        answered = true;
+        out.flush()?;
+    };
+    if answered {
+        writeln!(out)?;
+        out.flush()?;
+    }
+    if once.reasoning {
+        writeln!(messages)?;
+        notes.iter().try_for_each(|note| writeln!(messages, "{}", printable(note)))?;
+    }
+    let cut_off = reason == "length";
+    ensure!(answered, "the reply has no answer (it ended with the reason `{reason}`)");
+    if cut_off && once.json_schema.is_some() {
+        bail!("the answer was cut off before it was complete: allow more with --max-tokens");
+    }
+    if cut_off {
+        writeln!(messages, "the answer was cut off at the limit of tokens")?;
+    }
+    Ok(())
+}
+
+/// The prompt of the command line or of standard input.
+fn prompt(argument: Option<&str>) -> Result<String> {
+    let prompt = match argument {
+        Some(prompt) if prompt != "-" => prompt.to_owned(),
+        _ => {
+            let stdin = std::io::stdin();
+            ensure!(
+                argument.is_some() || !stdin.is_terminal(),
+                "there is no prompt: write it after the model, or pipe it in"
+            );
+            let mut text = String::new();
+            stdin
+                .take(PROMPT_BYTES)
+                .read_to_string(&mut text)
+                .context("reading the prompt from standard input")?;
+            // That of `echo` and of most files: a model would see it as part of the question.
+            text.trim_end_matches(['\r', '\n']).to_owned()
+        }
+    };
+    ensure!(!prompt.trim().is_empty(), "the prompt is empty");
+    Ok(prompt)
+}
+
+/// The form of a reply that follows the schema in `file`.
+fn form(file: &Path) -> Result<Value> {
+    let read = || -> Result<Value> { Ok(serde_json::from_str(&std::fs::read_to_string(file)?)?) };
+    let schema = read().with_context(|| format!("reading the schema {}", file.display()))?;
+    let form = json!({"name": "answer", "strict": true, "schema": schema});
+    Ok(json!({"type": "json_schema", "json_schema": form}))
+}

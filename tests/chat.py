@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Chats with the bundled model through a pseudo-terminal, as a user does.
+
+    cargo build --bin steersman
+    tests/chat.py [BINARY]
+
+Prints what the terminal showed if it was not what is expected.
+"""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Seconds to wait for a text.
+PATIENCE = 120
+
+
+class Terminal:
+    """A program in a pseudo-terminal, and what it has printed."""
+
+    def __init__(self, command: list[str], env: dict[str, str]):
+        self.shown = ""
+        self.seen = 0
+        self.pid, self.terminal = pty.fork()
+        if self.pid == 0:
+            os.execve(command[0], command, env)
+
+    def read(self, seconds: float) -> bool:
+        """Reads what comes within `seconds`; false at the end."""
+        if not select.select([self.terminal], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self.terminal, 65536)
+        except OSError:
+            return False
+        self.shown += data.decode(errors="replace")
+        return bool(data)
+
+    def expect(self, pattern: str) -> str:
+        """Waits until `pattern` is shown, after what was expected before."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            if found := re.compile(pattern).search(self.shown, self.seen):
+                self.seen = found.end()
+                return found[0]
+            if not self.read(0.2):
+                break
+        raise AssertionError(f"no {pattern!r} in:\n{self.shown[self.seen:]!r}\nafter:\n{self.shown[: self.seen]!r}")
+
+    def enter(self, text: str) -> None:
+        os.write(self.terminal, text.encode() + b"\r")
+
+    def press(self, key: bytes) -> None:
+        os.write(self.terminal, key)
+
+    def end(self) -> int:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and self.read(0.2):
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def chat(binary: str, work: Path, env: dict[str, str]) -> None:
+    terminal = Terminal([binary, "chat", "--temperature", "0"], env)
+    terminal.expect("tiny-hybrid-4bit at http://127.0.0.1:")
+    terminal.enter("What is the capital of Italy?")
+    terminal.expect(r"The capital of Italy is Rome\.")
+    terminal.expect(r"\d+ tokens.*, [\d.]+ tokens/s, [\d.]+ s to the first")
+
+    # Reasoning: dimmed, then folded, then unfolded.
+    question = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;"
+    terminal.enter("/think on")
+    terminal.expect("thinking is on")
+    terminal.enter("/reset")
+    terminal.expect("forgotten")
+    terminal.enter(question)
+    terminal.expect("\x1b\\[2m")
+    terminal.expect("CREATE INDEX")
+    terminal.expect("of reasoning")
+    terminal.enter("/think")
+    terminal.expect("reasoning is hidden")
+    terminal.enter("/think")
+    terminal.expect("\x1b\\[2m.{9,}")
+
+    # Ctrl-C stops the reply, and the chat goes on.
+    terminal.enter("/reset")
+    terminal.expect("forgotten")
+    terminal.enter(question)
+    terminal.expect("\x1b\\[2m.{3,}\x1b")
+    terminal.press(b"\x03")
+    terminal.expect("stopped")
+    terminal.enter("/think off")
+    terminal.expect("thinking is off")
+    terminal.enter("/system Answer briefly.")
+    terminal.expect("system text is set")
+    terminal.enter("/profile nobody")
+    terminal.expect("there is no profile nobody; there are default")
+    terminal.enter("What is the capital of France?")
+    terminal.expect("Paris")
+    terminal.expect("tokens/s")
+    saved = work / "saved.json"
+    for words in [f"saved in {saved}", "File exists"]:
+        terminal.enter(f"/save {saved}")
+        terminal.expect(re.escape(words))
+    roles = [message["role"] for message in json.loads(saved.read_text())["messages"]]
+    assert roles == ["system", "user", "assistant"], roles
+    terminal.press(b"\x04")
+    assert terminal.end() == 0, terminal.shown
+    history = work / "data/chat_history"
+    assert "capital of France" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0, oct(history.stat().st_mode)
+
+
+def run(binary: str, work: Path, env: dict[str, str]) -> None:
+    def ask(*arguments: str, stdin: str = "", status: int = 0) -> subprocess.CompletedProcess:
+        command = [binary, "run", "tiny-hybrid-4bit", "--temperature", "0", *arguments]
+        done = subprocess.run(command, input=stdin, env=env, text=True, capture_output=True, timeout=PATIENCE)
+        assert done.returncode == status, done
+        return done
+
+    done = ask("What is the capital of Italy?")
+    assert (done.stdout, done.stderr) == ("The capital of Italy is Rome.\n", ""), done
+    done = ask(stdin="What is the capital of Italy?\n")
+    assert done.stdout == "The capital of Italy is Rome.\n", done
+    schema = work / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": false}')
+    done = ask("--json-schema", str(schema), "--think", "off", "-", stdin="Say seven.")
+    assert json.loads(done.stdout) == {"n": 7}, done
+    done = ask("--max-tokens", "1", "--think", "on", "Think.", status=1)
+    assert done.stdout == "" and "no answer" in done.stderr, done
+
+
+def main() -> None:
+    target = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target")
+    binary = sys.argv[1] if len(sys.argv) > 1 else str(target / "debug/steersman")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        env = {"HOME": folder, "TERM": "xterm", "STEERSMAN_DATA_DIR": str(work / "data")}
+        for check in (chat, run):
+            start = time.monotonic()
+            check(binary, work, env)
+            print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
