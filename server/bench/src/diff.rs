@@ -38,9 +38,9 @@ fn write(a: &Results, b: &Results, out: &mut impl Write) -> Result<()> {
         writeln!(out, "The machines differ: ratios say nothing about the servers.\n")?;
     }
     let servers = servers(a, b)?;
-    let is_paired = a.run.seed == b.run.seed && a.run.quick == b.run.quick;
+    let is_paired = has_equal_prompts(a, b);
     if !is_paired {
-        writeln!(out, "The seeds differ, so the prompts do: nothing is paired.\n")?;
+        writeln!(out, "The prompts differ: nothing is paired.\n")?;
     }
     let mut compared = 0;
     for (server_a, server_b) in &servers {
@@ -71,6 +71,12 @@ fn write(a: &Results, b: &Results, out: &mut impl Write) -> Result<()> {
         bail!("the two files have no scenario and case in common");
     }
     Ok(())
+}
+
+/// Whether prompts are equal: their texts depend on the seed, their lengths on the first tokenizer.
+fn has_equal_prompts(a: &Results, b: &Results) -> bool {
+    let lengths = |results: &Results| results.run.servers.first().map(|one| one.sentence_tokens);
+    (a.run.seed, a.run.quick, lengths(a)) == (b.run.seed, b.run.quick, lengths(b))
 }
 
 /// Servers to compare: those with equal names, or the only one of each file.
@@ -223,6 +229,14 @@ mod tests {
             found.contains("nothing is paired") && found.contains("p = 0.002 (6 and 6)"),
             "{found}"
         );
+    }
+
+    #[test]
+    fn runs_with_another_tokenizer_are_not_paired() {
+        let (a, mut b) = (with(&[0.1]), with(&[0.1]));
+        b.run.servers[0].sentence_tokens += 1.0;
+        assert!(text(&a, &b).contains("nothing is paired"));
+        assert!(!text(&a, &a).contains("nothing is paired"));
     }
 
     #[test]

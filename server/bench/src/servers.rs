@@ -126,6 +126,8 @@ impl ServerOptions {
             Some(pid) => Some(u32::try_from(pid).context("--pid")?),
             None => pid_of(&client),
         };
+        // On a slow server this takes a while.
+        eprintln!("{name}: model {}, counting tokens of short prompts", client.model);
         let counted = count(&client)?;
         let about = Server {
             name: name.clone(),
