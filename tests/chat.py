@@ -12,6 +12,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,8 @@ class Terminal:
         raise AssertionError(f"no {pattern!r} in:\n{self.shown[self.seen:]!r}\nafter:\n{self.shown[: self.seen]!r}")
 
     def enter(self, text: str) -> None:
+        # Keys that come before the prompt are the terminal's: Ctrl-D would be lost.
+        self.expect("> ")
         os.write(self.terminal, text.encode() + b"\r")
 
     def press(self, key: bytes) -> None:
@@ -65,6 +68,8 @@ class Terminal:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.read(0.2):
             pass
+        if time.monotonic() >= end:
+            os.kill(self.pid, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -112,6 +117,7 @@ def chat(binary: str, work: Path, env: dict[str, str]) -> None:
         terminal.expect(re.escape(words))
     roles = [message["role"] for message in json.loads(saved.read_text())["messages"]]
     assert roles == ["system", "user", "assistant"], roles
+    terminal.expect("> ")
     terminal.press(b"\x04")
     assert terminal.end() == 0, terminal.shown
     history = work / "data/chat_history"

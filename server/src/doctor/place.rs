@@ -238,6 +238,7 @@ fn mode(_metadata: &fs::Metadata) -> Option<u32> {
 }
 
 #[cfg(unix)]
+#[allow(clippy::useless_conversion, reason = "the numbers have 32 bits on macOS")]
 fn free_bytes(folder: &Path) -> Option<u64> {
     let disk = nix::sys::statvfs::statvfs(folder).ok()?;
     Some(u64::from(disk.blocks_available()) * u64::from(disk.fragment_size()))
