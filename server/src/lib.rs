@@ -7,8 +7,9 @@
 //! ```text
 //! main.rs      the command line
 //! config.rs    the configuration file
-//! hub.rs       local folders and Hugging Face repos
-//! models.rs    the loaded models and the profiles that use them
+//! hub.rs       locates models: local folders, repos, the bundled one
+//! manage.rs    `steersman list`, `show`, `pull`, `rm`
+//! models/      the loaded models and the profiles that use them; [`steersman_models`] decides which are loaded
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
 //! serve.rs     listening, connections and graceful shutdown
@@ -21,6 +22,7 @@
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
+//! Downloads, facts about models, and the rules of loading are in [`steersman_models`], which links no MLX.
 //! `steersman policy` is the crate [`steersman_policy_cli`], which links no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
@@ -34,6 +36,7 @@ pub mod check;
 pub mod config;
 mod connections;
 pub mod hub;
+pub mod manage;
 pub mod mcp;
 pub mod models;
 pub mod serve;

@@ -45,7 +45,7 @@ mod tests;
 mod weights;
 
 pub use digest::WeightsDigest;
-pub use load::{Loaded, load};
+pub use load::{Loaded, load, on_cpu};
 pub use pass::Pass;
 pub use weights::Weights;
 

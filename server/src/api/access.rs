@@ -27,7 +27,7 @@ use super::App;
 use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
 use crate::connections::Connection;
-use crate::models::Models;
+use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
 
 /// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
@@ -173,15 +173,26 @@ impl Access {
     }
 }
 
-/// Where an admitted chat request goes.
-pub struct Admission {
-    pub engine: Engine,
+/// Where a request goes: it may go there, but its model need not be loaded.
+pub struct Destination {
+    /// Index of the model.
+    index: usize,
     pub profile: String,
-    /// The model in the reply: the client's name for it, or the only model's name.
+    /// The model in the reply: the client's name for it, or that of the profile's model.
     pub model: String,
 }
 
-impl Admission {
+/// A request whose model is loaded.
+pub struct Admission {
+    pub engine: Engine,
+    /// Keeps the model loaded.
+    pub lease: Arc<Lease>,
+    pub profile: String,
+    /// [`Destination::model`]
+    pub model: String,
+}
+
+impl Destination {
     /// Admits a request for `model` with `header`, the value of `X-Steersman-Profile`.
     ///
     /// The profile is that of `model@profile`, of the header, of the caller's key, or `default`.
@@ -207,7 +218,7 @@ impl Admission {
             None => None,
         };
         let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
-        let profile = match (named.and_then(|(_, profile)| profile), header) {
+        let profile = match (named.as_ref().and_then(|(_, profile)| profile.as_deref()), header) {
             (Some(profile), Some(header)) if profile != header => {
                 let message = format!(
                     "the model selects the profile `{profile}`, X-Steersman-Profile selects \
@@ -218,23 +229,35 @@ impl Admission {
             (Some(profile), _) | (None, Some(profile)) => profile,
             (None, None) => own.unwrap_or("default"),
         };
-        let engine = models.of(profile).ok_or_else(|| ApiError::profile_not_found(profile))?;
-        let served = &engine.info().model;
-        if let Some((named, _)) = named
-            && named.info().model != *served
-        {
-            let name = &named.info().model;
-            return Err(ApiError::model_not_found(format!(
+        let named = named.as_ref().map(|(index, _)| *index);
+        let index = models.serving(named, profile).map_err(|own| {
+            let (Some(own), Some(named)) = (own, named) else {
+                return ApiError::profile_not_found(profile);
+            };
+            let (served, name) = (models.name(own), models.name(named));
+            ApiError::model_not_found(format!(
                 "the profile `{profile}` uses the model `{served}`, not `{name}`: ask for \
                  `{served}`, or for another profile as `{name}@PROFILE` (see GET /v1/models)"
-            )));
-        }
+            ))
+        })?;
         access.allow(caller, profile)?;
-        Ok(Self {
-            engine: engine.clone(),
-            profile: profile.into(),
-            model: model.clone().unwrap_or_else(|| served.clone()),
-        })
+        let profile = profile.to_string();
+        Ok(Self { index, profile, model: model.unwrap_or_else(|| models.name(index).into()) })
+    }
+
+    /// Index of the model.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Waits until the model is loaded.
+    ///
+    /// # Errors
+    /// 503 if that is not possible, 504 if `deadline` is over.
+    pub async fn admit(self, models: &Models, deadline: Instant) -> Result<Admission, ApiError> {
+        let lease = models.acquire(self.index, deadline).await?;
+        let (engine, lease) = (lease.engine().clone(), Arc::new(lease));
+        Ok(Admission { engine, lease, profile: self.profile, model: self.model })
     }
 }
 
@@ -271,8 +294,7 @@ pub fn named_by(body: &Map<String, Value>) -> policy::Caller {
 
 /// The names of all models, for messages.
 fn list(models: &Models) -> String {
-    let names: Vec<_> =
-        models.engines().iter().map(|engine| format!("`{}`", engine.info().model)).collect();
+    let names: Vec<_> = models.own_names().map(|name| format!("`{name}`")).collect();
     names.join(", ")
 }
 

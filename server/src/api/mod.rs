@@ -24,6 +24,7 @@ mod params;
 mod policies;
 mod probability;
 pub mod protocol;
+mod pull;
 mod reply;
 mod rerank;
 mod responses;
@@ -45,6 +46,8 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::Value;
 use steersman_engine::{Engine, Error};
+use steersman_models::hub::Hub;
+use steersman_models::pool::Report;
 use tokio::sync::Semaphore;
 
 use self::access::Access;
@@ -94,6 +97,10 @@ pub struct App {
     rollbacks: Semaphore,
     /// Limits traces that are read at a time.
     trace_readers: Arc<Semaphore>,
+    /// Limits downloads of models to one at a time.
+    pulls: Arc<Semaphore>,
+    /// Where models are downloaded from, if not what the environment says.
+    hub: Option<Hub>,
     body_limit_bytes: usize,
     request_timeout: Duration,
 }
@@ -119,6 +126,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         uploads: Semaphore::new(1),
         rollbacks: Semaphore::new(1),
         trace_readers: Arc::new(Semaphore::new(trace::READERS)),
+        pulls: Arc::new(Semaphore::new(1)),
+        hub: config.hub.clone(),
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
     });
@@ -148,6 +157,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/api/ps", get(ollama::running))
         .route("/api/show", post(ollama::show))
         .route("/api/version", get(ollama::version))
+        .route("/api/pull", post(pull::pull_as_ollama))
+        .route("/v1/models/pull", post(pull::pull))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
@@ -184,12 +195,29 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     if engines.iter().any(Engine::has_stopped) {
         return Err(Error::Stopped.into());
     }
-    let model = &app.models.first().info().model;
+    let model = app.models.name(0);
+    let models: Vec<Value> = app.models.reports().into_iter().map(model_state).collect();
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
     let engines: Vec<Value> = engines.iter().map(activity).collect();
-    Ok(Json(
-        serde_json::json!({"status": "ok", "model": model, "waiting": waiting, "engines": engines}),
-    ))
+    Ok(Json(serde_json::json!({
+        "status": "ok",
+        "model": model,
+        "waiting": waiting,
+        "engines": engines,
+        "models": models,
+    })))
+}
+
+/// Where a model is, for `/health`.
+fn model_state((name, report): (&str, Report)) -> Value {
+    serde_json::json!({
+        "model": name,
+        "state": report.state.name(),
+        "requests": report.requests,
+        "expires_s": report.expires.map(|time| time.as_secs()),
+        "loads": report.loads,
+        "unloads": report.unloads,
+    })
 }
 
 /// What an engine does, for `/health`.
