@@ -26,6 +26,7 @@ pub use self::models::OnDemandConfig;
 pub use self::problems::out_of;
 use self::problems::{problems_of_engine, problems_of_keys};
 use crate::mcp::McpConfig;
+use crate::reload::Reloads;
 
 /// A whole configuration file. `configs/steersman.toml` shows every key with its default.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -113,6 +114,9 @@ pub struct ServerConfig {
     /// [`ProfileConfig::model`] by profile, where it is set.
     #[serde(skip)]
     pub profile_models: BTreeMap<String, String>,
+    /// Tells of changes while the server runs, if it is to follow any.
+    #[serde(skip)]
+    pub reloads: Option<Reloads>,
     /// Where models are downloaded from, if not what the environment says: for tests.
     #[serde(skip)]
     pub hub: Option<Hub>,
@@ -259,6 +263,7 @@ impl Default for ServerConfig {
             trace_requests: PolicyConfig::default().trace_requests,
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
+            reloads: None,
             hub: None,
             models: BTreeMap::new(),
             aliases: BTreeMap::new(),

@@ -12,6 +12,7 @@
 //! models/      the loaded models and the profiles that use them; [`steersman_models`] decides which are loaded
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
+//! reload.rs    what SIGHUP changes
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
 //! throttle.rs  a limit on equal log lines
@@ -39,6 +40,7 @@ pub mod hub;
 pub mod manage;
 pub mod mcp;
 pub mod models;
+pub mod reload;
 pub mod serve;
 mod throttle;
 pub mod verify;

@@ -16,6 +16,7 @@ use steersman::config::FileConfig;
 use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
+use steersman::reload::Reloader;
 use steersman::{cache, calibrate, check, manage, policy, serve, verify};
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
@@ -271,10 +272,19 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 fn serve(options: Serve) -> Result<()> {
-    let (mut file, data_dir) = options.common.read(options.model)?;
-    file.server.host = options.host.unwrap_or(file.server.host);
-    file.server.port = options.port.unwrap_or(file.server.port);
+    let Serve { common, model, host, port } = options;
+    let (path, device) = (common.place.config.clone(), common.device);
+    let (mut file, data_dir) = common.read(model.clone())?;
+    let apply = move |file: &mut FileConfig| {
+        file.server.host = host.clone().unwrap_or(file.server.host.clone());
+        file.server.port = port.unwrap_or(file.server.port);
+        file.model.path = model.clone().unwrap_or(file.model.path.clone());
+        file.model.device = device.unwrap_or(file.model.device);
+    };
+    apply(&mut file);
     let (mut server, config) = file.check()?;
+    let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
+    server.reloads = reloader.as_ref().map(|(_, reloads)| reloads.clone());
     server.responses_folder = Some(data_dir.join("responses"));
 
     let runtime = tokio::runtime::Runtime::new().context("starting the runtime")?;
@@ -320,6 +330,10 @@ fn serve(options: Serve) -> Result<()> {
     // The servers of `[mcp]` are started within it.
     let entered = runtime.enter();
     loaded_app.get_or_init(|| steersman::app(models, &server));
+    #[cfg(unix)]
+    if let Some((reloader, _)) = reloader {
+        runtime.spawn(reloader.run());
+    }
     drop(entered);
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");

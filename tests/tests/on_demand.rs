@@ -118,7 +118,10 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
         last = health(&app).await;
     }
     let count = |key: &str| last.iter().map(|model| model[key].as_u64().unwrap()).sum::<u64>();
-    assert!(last.iter().all(|model| model["requests"] == 0 && model["state"] == "on disk"), "{last:?}");
+    assert!(
+        last.iter().all(|model| model["requests"] == 0 && model["state"] == "on disk"),
+        "{last:?}"
+    );
     assert!(count("loads") > 3 && count("loads") == count("unloads"), "{last:?}");
     assert_eq!(active_memory().unwrap(), before, "all arrays of models that left are freed");
     for name in NAMES {
@@ -127,5 +130,7 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
     assert!(models.take_threads().is_empty());
     models.engines().iter().for_each(steersman_engine::Engine::stop);
     drop((app, models));
-    tokio::task::spawn_blocking(|| threads.into_iter().for_each(|t| t.join().unwrap())).await.unwrap();
+    tokio::task::spawn_blocking(|| threads.into_iter().for_each(|t| t.join().unwrap()))
+        .await
+        .unwrap();
 }

@@ -109,8 +109,13 @@ pub struct Report {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The files are not here.
-    #[error("{0}")]
-    Absent(String),
+    #[error("the files of `{model}` are not on this machine")]
+    Absent {
+        /// The model.
+        model: String,
+        /// Why, with details for the log.
+        problem: String,
+    },
     /// The model and those that stay loaded exceed the budget.
     #[error(
         "`{model}` takes about {bytes} bytes, and {free} of {budget} are not taken by models that stay loaded"
@@ -213,13 +218,6 @@ enum Step<E> {
     Wait,
     /// It waits for others to end.
     WaitForRoom,
-}
-
-/// What makes a model leave.
-#[derive(Debug, Clone, Copy)]
-enum Reason {
-    Room,
-    KeepAlive,
 }
 
 impl<S: Starter> Clone for Pool<S> {
@@ -327,7 +325,10 @@ impl<S: Starter> Pool<S> {
         let shared = self.0.clone();
         let bytes = tokio::task::spawn_blocking(move || shared.starter.bytes(index)).await;
         let bytes = bytes.map_err(|panic| anyhow!("{panic}")).and_then(|bytes| bytes);
-        bytes.map_err(|error| Refusal::Absent(format!("{error:#}")))
+        bytes.map_err(|error| Refusal::Absent {
+            model: self.name(index),
+            problem: format!("{error:#}"),
+        })
     }
 
     /// Does what can be done for a request that waits for model `index`.
@@ -380,7 +381,7 @@ impl<S: Starter> Pool<S> {
         if let Some(idle) = inner.oldest(needed, |slot| slot.leases == 0) {
             for index in idle {
                 if let Some(engine) = inner.slots[index].unload() {
-                    self.spawn_unload(index, engine, Reason::Room);
+                    self.spawn_unload(index, engine, "room");
                 }
             }
             return Ok(Step::Wait);
@@ -442,7 +443,7 @@ impl<S: Starter> Pool<S> {
                 let expires = slot.last_used + keep_alive;
                 if slot.leases == 0 && Instant::now() >= expires {
                     if let Some(engine) = slot.unload() {
-                        self.spawn_unload(index, engine, Reason::KeepAlive);
+                        self.spawn_unload(index, engine, "keep_alive");
                     }
                     return;
                 }
@@ -458,7 +459,7 @@ impl<S: Starter> Pool<S> {
         }
     }
 
-    fn spawn_unload(&self, index: usize, engine: S::Engine, reason: Reason) {
+    fn spawn_unload(&self, index: usize, engine: S::Engine, reason: &'static str) {
         let pool = self.clone();
         tokio::spawn(async move {
             let started = Instant::now();
@@ -471,7 +472,7 @@ impl<S: Starter> Pool<S> {
                 let (model, elapsed) = (slot.settings.name.as_str(), started.elapsed());
                 let panicked = stop.is_err();
                 let bytes = slot.bytes;
-                tracing::info!(model, bytes, ?elapsed, ?reason, panicked, "model unloaded");
+                tracing::info!(model, bytes, ?elapsed, reason, panicked, "model unloaded");
                 slot.unloads += 1;
                 slot.phase = Phase::OnDisk;
             }

@@ -381,10 +381,12 @@ impl From<Refusal> for ApiError {
             Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", code, "", message)
         };
         match refusal {
-            Refusal::Absent(problem) => Self::model_missing(format!(
-                "the files of this model are not there: {problem}; an operator can download them \
-                 with POST /v1/models/pull"
-            )),
+            Refusal::Absent { ref model, ref problem } => {
+                tracing::error!(model, problem, "model is not ready");
+                Self::model_missing(format!(
+                    "{refusal}; an operator can download them (POST /v1/models/pull)"
+                ))
+            }
             Refusal::TooLarge { .. } => {
                 unavailable("out_of_memory", format!("{refusal} (server.models_bytes)"))
             }

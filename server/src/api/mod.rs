@@ -35,7 +35,7 @@ mod trace;
 mod unknown;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::{Request, State};
@@ -67,6 +67,7 @@ use self::responses::store::ResponseStore;
 use crate::config::ServerConfig;
 use crate::mcp::Mcp;
 use crate::models::Models;
+use crate::reload::Reloads;
 use crate::throttle::Throttle;
 
 /// Id of the HTTP request in logs and in the response; generated if the client sends none.
@@ -108,7 +109,7 @@ pub struct App {
 /// The router of the whole server, to be served or called in a test.
 ///
 /// # Panics
-/// Outside of a runtime, if a profile grants MCP servers.
+/// Outside of a runtime, if a profile grants MCP servers, or `config` has reloads.
 pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let lifetime = Duration::from_secs(config.responses_days * 86_400);
     let folder = config.responses_folder.as_ref().filter(|_| config.responses_bytes > 0);
@@ -131,6 +132,9 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
     });
+    if let Some(reloads) = config.reloads.clone() {
+        tokio::spawn(follow(Arc::downgrade(&app), reloads));
+    }
     let clients = Router::new()
         .route("/chat/completions", post(handle::<Chat>))
         .route("/completions", post(handle::<Completions>))
@@ -182,6 +186,16 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .layer(middleware::from_fn(errors))
         .layer(middleware::from_fn(request_id))
         .with_state(app)
+}
+
+/// Applies what changes while the server runs.
+async fn follow(app: Weak<App>, mut reloads: Reloads) {
+    while reloads.changed().await.is_ok() {
+        let config = reloads.borrow_and_update().clone();
+        let (Some(app), Some(config)) = (app.upgrade(), config) else { return };
+        app.access.reload(&config);
+        app.models.set_aliases(config.aliases.clone());
+    }
 }
 
 /// `GET /` and `HEAD /`, by which clients find out whether a server is there: needs no key.

@@ -149,9 +149,8 @@ async fn begin(
         app: app.clone(),
         repo,
         reports,
-        _permit: permit,
     };
-    tokio::task::spawn_blocking(move || download.run());
+    tokio::task::spawn_blocking(move || download.run(permit));
     match receiver.recv().await {
         Some(Report::Failed(error)) => Err(error),
         Some(first) => Ok((first, receiver)),
@@ -169,11 +168,10 @@ struct Download {
     repo: String,
     /// Nobody may listen any more.
     reports: UnboundedSender<Report>,
-    _permit: OwnedSemaphorePermit,
 }
 
 impl Download {
-    fn run(self) {
+    fn run(self, permit: OwnedSemaphorePermit) {
         let started = Instant::now();
         let last = match self.download() {
             Ok(folder) => {
@@ -186,6 +184,8 @@ impl Download {
                 Report::Failed(error)
             }
         };
+        // Who has read the last report may start the next download.
+        drop(permit);
         let _ = self.reports.send(last);
     }
 

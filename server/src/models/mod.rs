@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::RwLock;
 use steersman_engine::Engine;
 use steersman_engine::policy::Policies;
 use steersman_models::facts::{Facts, Numbers, Unpacked};
@@ -40,7 +41,7 @@ pub struct Models {
     /// Index of the model, by profile.
     of_profile: BTreeMap<String, usize>,
     /// Further names, and what they stand for.
-    aliases: BTreeMap<String, String>,
+    aliases: Arc<RwLock<BTreeMap<String, String>>>,
     policies: Arc<Policies>,
     /// How engines keep weights.
     numbers: Numbers,
@@ -105,7 +106,7 @@ impl Models {
     fn new(pool: Pool<Starter>, engine: Engine, bytes: u64, files: Option<Arc<dyn Files>>) -> Self {
         let policies = engine.policies().clone();
         let profiles = engine.info().profiles.clone();
-        let (served, of_profile, aliases) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        let (served, of_profile, aliases) = (Vec::new(), BTreeMap::new(), Arc::default());
         let numbers = Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel };
         let mut models = Self { pool, served, of_profile, aliases, policies, numbers };
         models.add_loaded(engine, &profiles, bytes, files);
@@ -157,8 +158,8 @@ impl Models {
     }
 
     /// Sets the aliases, which have been checked against the names of the models.
-    pub fn set_aliases(&mut self, aliases: BTreeMap<String, String>) {
-        self.aliases = aliases;
+    pub fn set_aliases(&self, aliases: BTreeMap<String, String>) {
+        *self.aliases.write() = aliases;
     }
 
     /// The engine of a profile, if its model is loaded.
@@ -212,9 +213,9 @@ impl Models {
         for (profile, &index) in self.of_profile.iter().filter(|(name, _)| *name != "default") {
             names.push(name(format!("{}@{profile}", self.served[index].name), index));
         }
-        let aliases = self.aliases.iter().filter_map(|(alias, target)| {
-            let (index, _) = self.resolve(alias)?;
-            Some(Name { name: alias.clone(), index, alias_of: Some(target.clone()) })
+        let aliases = self.aliases.read().clone().into_iter().filter_map(|(alias, target)| {
+            let (index, _) = self.resolve_model(&target)?;
+            Some(Name { name: alias, index, alias_of: Some(target) })
         });
         names.extend(aliases);
         names
@@ -228,11 +229,12 @@ impl Models {
     }
 
     fn resolve_alias(&self, name: &str) -> Option<(usize, Option<String>)> {
-        if let Some(target) = self.aliases.get(name) {
+        let aliases = self.aliases.read();
+        if let Some(target) = aliases.get(name) {
             return self.resolve_model(target);
         }
         let (alias, profile) = name.rsplit_once('@')?;
-        let (index, None) = self.resolve_model(self.aliases.get(alias)?)? else { return None };
+        let (index, None) = self.resolve_model(aliases.get(alias)?)? else { return None };
         self.serves(index, profile).then(|| (index, Some(profile.to_string())))
     }
 

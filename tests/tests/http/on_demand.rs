@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Result, bail};
+use steersman::config::FileConfig;
 use steersman::models::{Models, Recipe, Running, Settings};
 use steersman_tests::bundled_model;
 use tokio::runtime::Handle;
@@ -80,6 +81,36 @@ async fn get(app: &Router, path: &str) -> Value {
     json_of(send(app, request).await).await
 }
 
+#[tokio::test]
+async fn keys_limits_and_aliases_follow_the_configuration() {
+    let (reloads, follows) = tokio::sync::watch::channel(None);
+    let config = |key: &str, alias: &str| {
+        let text = format!(
+            "[server]\napi_keys = ['{key}']\n[model]\nname = 'owner/tiny'\n[aliases]\n{alias} = 'owner/tiny'"
+        );
+        let (server, _) = FileConfig::parse(&text).unwrap().check().unwrap();
+        ServerConfig { reloads: Some(follows.clone()), ..server }
+    };
+    let (engine, _) = engine(8, answer);
+    let models = Models::from(engine);
+    let first = config("old", "gpt");
+    models.set_aliases(first.aliases.clone());
+    let app = steersman::app(models, &first);
+    let status = async |key: &str, model: &str| {
+        let mut request = post(body(json!({"model": model})).to_string());
+        request
+            .headers_mut()
+            .insert(header::AUTHORIZATION, format!("Bearer {key}").parse().unwrap());
+        send(&app, request).await.status().as_u16()
+    };
+    assert_eq!((status("old", "gpt").await, status("new", "gpt").await), (200, 401));
+    reloads.send_replace(Some(Arc::new(config("new", "gpt-5"))));
+    while status("new", "gpt-5").await != 200 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!((status("old", "gpt-5").await, status("new", "gpt").await), (401, 404));
+}
+
 /// The states of `a` and `b`, where they are shown.
 async fn states(app: &Router) -> [String; 2] {
     let health = get(app, "/health").await;
@@ -116,7 +147,10 @@ async fn a_model_is_loaded_when_it_is_asked_for_and_leaves_for_another() {
     ] {
         let (status, reply) = ask(&app, model).await;
         assert_eq!(status, StatusCode::OK, "{model}: {reply}");
-        assert_eq!((&reply["model"], &reply["steersman"]["profile"]), (&json!(model), &json!(profile)));
+        assert_eq!(
+            (&reply["model"], &reply["steersman"]["profile"]),
+            (&json!(model), &json!(profile))
+        );
         assert_eq!(states(&app).await, expected, "{model}");
     }
     assert_eq!(starts(), [2, 1]);
@@ -138,7 +172,10 @@ async fn models_are_described_whether_or_not_they_are_loaded() {
     assert_eq!(ids, ["owner/tiny", "a", "b", "owner/tiny@strict", "gpt", "strict-b"]);
     let gpt = get(&app, "/v1/models/gpt").await;
     assert_eq!((&gpt["alias_of"], &gpt["state"]), (&json!("a"), &json!("loaded")), "{gpt}");
-    assert_eq!((&gpt["family"], &gpt["quantization"]), (&json!("qwen3_5"), &json!("4 bits in groups of 64")));
+    assert_eq!(
+        (&gpt["family"], &gpt["quantization"]),
+        (&json!("qwen3_5"), &json!("4 bits in groups of 64"))
+    );
     assert!(gpt["size"].as_u64().unwrap() > 10_000_000, "{gpt}");
     let absent = get(&app, "/v1/models/b").await;
     assert_eq!((&absent["state"], &absent["size"]), (&json!("missing"), &Value::Null), "{absent}");

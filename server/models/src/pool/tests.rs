@@ -296,7 +296,8 @@ async fn a_load_that_fails_fails_its_requests_only() {
     // Nothing leaves for a model that is not here.
     ask(&pool, 0, Duration::ZERO).await.unwrap();
     let refusal = ask(&pool, 2, Duration::ZERO).await.unwrap_err();
-    assert_eq!(refusal, Refusal::Absent("model 2 is not here".into()));
+    let problem = "model 2 is not here".into();
+    assert_eq!(refusal, Refusal::Absent { model: "m2".into(), problem });
     assert_eq!(states(&pool), "L--");
     fake.broken.lock().clear();
     ask(&pool, 1, Duration::ZERO).await.unwrap();
