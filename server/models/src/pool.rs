@@ -17,6 +17,8 @@
 //!
 //! Knows nothing of engines: a [`Starter`] loads and unloads.
 
+mod report;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,6 +27,8 @@ use anyhow::anyhow;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout_at};
+
+pub use self::report::{Refusal, Report, Settings, State};
 
 /// Time after which a request that waits for room keeps others from the models that are in its way.
 pub const PATIENCE: Duration = Duration::from_secs(5);
@@ -50,110 +54,6 @@ pub trait Starter: Send + Sync + 'static {
     fn stop(&self, index: usize, engine: Self::Engine);
 }
 
-/// How a model is kept.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Settings {
-    /// For the log and for messages.
-    pub name: String,
-    /// Time without a request after which it is unloaded; `None` for no limit.
-    pub keep_alive: Option<Duration>,
-    /// Whether it stays loaded once it is.
-    pub pinned: bool,
-}
-
-/// Where a model is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
-    /// Not in memory.
-    OnDisk,
-    /// On its way to memory.
-    Loading,
-    /// In memory.
-    Loaded,
-    /// On its way out of memory.
-    Unloading,
-}
-
-impl State {
-    /// The name for clients.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::OnDisk => "on disk",
-            Self::Loading => "loading",
-            Self::Loaded => "loaded",
-            Self::Unloading => "unloading",
-        }
-    }
-}
-
-/// A model at one moment.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Report {
-    /// Where it is.
-    pub state: State,
-    /// Bytes that it counts with while it is not on disk.
-    pub bytes: u64,
-    /// Requests that use it.
-    pub requests: usize,
-    /// Time until it is unloaded unless it is used.
-    pub expires: Option<Duration>,
-    /// How often it was loaded on demand.
-    pub loads: u64,
-    /// How often it was unloaded.
-    pub unloads: u64,
-    /// How long the last load took.
-    pub load_time: Option<Duration>,
-}
-
-/// Why a request gets no model.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The files are not here.
-    #[error("the files of `{model}` are not on this machine")]
-    Absent {
-        /// The model.
-        model: String,
-        /// Why, with details for the log.
-        problem: String,
-    },
-    /// The model and those that stay loaded exceed the budget.
-    #[error(
-        "`{model}` takes about {bytes} bytes, and {free} of {budget} are not taken by models that stay loaded"
-    )]
-    TooLarge {
-        /// The model.
-        model: String,
-        /// What it takes.
-        bytes: u64,
-        /// What it may take.
-        free: u64,
-        /// The budget of all models.
-        budget: u64,
-    },
-    /// Others were in use for the time that a request waits for room.
-    #[error("no room for `{model}`, because requests use {in_use}")]
-    NoRoom {
-        /// The model.
-        model: String,
-        /// The others.
-        in_use: String,
-    },
-    /// Loading failed.
-    #[error("loading `{model}` failed: {problem}")]
-    Failed {
-        /// The model.
-        model: String,
-        /// Why, with details for the log.
-        problem: String,
-    },
-    /// The request's time is over.
-    #[error("`{model}` was not loaded within the time of the request")]
-    Deadline {
-        /// The model.
-        model: String,
-    },
-}
-
 /// The models of a process. Cheap to clone.
 pub struct Pool<S: Starter>(Arc<Shared<S>>);
 
@@ -168,7 +68,7 @@ struct Shared<S: Starter> {
 }
 
 struct Inner<E> {
-    slots: Vec<Slot<E>>,
+    entries: Vec<Entry<E>>,
     /// Requests whose model is not loaded, the first to be served first.
     waiting: VecDeque<u64>,
     newest: u64,
@@ -176,7 +76,7 @@ struct Inner<E> {
     uses: u64,
 }
 
-struct Slot<E> {
+struct Entry<E> {
     settings: Settings,
     phase: Phase<E>,
     /// Bytes it counts with while it is not on disk.
@@ -230,8 +130,8 @@ impl<S: Starter> Pool<S> {
     /// Models on disk, of which loaded ones take at most `budget` bytes together. A request waits for
     /// `wait` while there is no room for its model.
     pub fn new(starter: S, models: Vec<Settings>, budget: u64, wait: Duration) -> Self {
-        let slots = models.into_iter().map(Slot::new).collect();
-        let inner = Inner { slots, waiting: VecDeque::new(), newest: 0, uses: 0 };
+        let entries = models.into_iter().map(Entry::new).collect();
+        let inner = Inner { entries, waiting: VecDeque::new(), newest: 0, uses: 0 };
         let (inner, changed) = (Mutex::new(inner), watch::Sender::new(()));
         Self(Arc::new(Shared { starter, budget, wait, inner, changed }))
     }
@@ -241,15 +141,15 @@ impl<S: Starter> Pool<S> {
         let inner = &mut *self.0.inner.lock();
         let settings = Settings { name: name.into(), keep_alive: None, pinned: true };
         let phase = Phase::Loaded(engine);
-        inner.slots.push(Slot { phase, bytes, ..Slot::new(settings) });
-        inner.slots.len() - 1
+        inner.entries.push(Entry { phase, bytes, ..Entry::new(settings) });
+        inner.entries.len() - 1
     }
 
     /// Adds a model on disk; returns its index.
     pub fn add(&self, settings: Settings) -> usize {
         let inner = &mut *self.0.inner.lock();
-        inner.slots.push(Slot::new(settings));
-        inner.slots.len() - 1
+        inner.entries.push(Entry::new(settings));
+        inner.entries.len() - 1
     }
 
     /// What starts the models.
@@ -264,7 +164,7 @@ impl<S: Starter> Pool<S> {
 
     /// The engine of model `index` if it is loaded, for a moment: it may be unloaded at any time.
     pub fn loaded(&self, index: usize) -> Option<S::Engine> {
-        match &self.0.inner.lock().slots[index].phase {
+        match &self.0.inner.lock().entries[index].phase {
             Phase::Loaded(engine) => Some(engine.clone()),
             _ => None,
         }
@@ -272,7 +172,7 @@ impl<S: Starter> Pool<S> {
 
     /// All models, by index.
     pub fn report(&self) -> Vec<Report> {
-        self.0.inner.lock().slots.iter().map(Slot::report).collect()
+        self.0.inner.lock().entries.iter().map(Entry::report).collect()
     }
 
     /// Waits until model `index` is loaded, and keeps it so for a request. Loads it if it is on disk.
@@ -286,7 +186,7 @@ impl<S: Starter> Pool<S> {
         let bytes = self.bytes(index).await?;
         let mut place = Place::take(&self.0);
         let mut changed = self.0.changed.subscribe();
-        let failures = self.0.inner.lock().slots[index].failures;
+        let failures = self.0.inner.lock().entries[index].failures;
         let (mut no_room_since, mut insists) = (None, false);
         loop {
             changed.mark_unchanged();
@@ -344,50 +244,50 @@ impl<S: Starter> Pool<S> {
         if let Some(engine) = inner.lease(index) {
             return Ok(Step::Use(engine));
         }
-        let slot = &inner.slots[index];
-        let model = || slot.settings.name.clone();
-        if slot.failures > failures {
-            return Err(Refusal::Failed { model: model(), problem: slot.failure.clone() });
+        let entry = &inner.entries[index];
+        let model = || entry.settings.name.clone();
+        if entry.failures > failures {
+            return Err(Refusal::Failed { model: model(), problem: entry.failure.clone() });
         }
-        match slot.phase {
+        match entry.phase {
             Phase::OnDisk => {}
             // Closing.
             Phase::Loaded(_) => return Ok(Step::WaitForRoom),
             Phase::Loading | Phase::Unloading => return Ok(Step::Wait),
         }
         let budget = self.0.budget;
-        let free = budget.saturating_sub(inner.sum(|slot| slot.settings.pinned));
+        let free = budget.saturating_sub(inner.sum(|entry| entry.settings.pinned));
         if bytes > free {
             return Err(Refusal::TooLarge { model: model(), bytes, free, budget });
         }
-        let loads = inner.slots.iter().any(|slot| matches!(slot.phase, Phase::Loading));
+        let loads = inner.entries.iter().any(|entry| matches!(entry.phase, Phase::Loading));
         if loads || inner.waiting.front() != Some(&place) {
             return Ok(Step::Wait);
         }
         let taken = inner.sum(|_| true);
         if taken + bytes <= budget {
-            let slot = &mut inner.slots[index];
-            (slot.phase, slot.bytes) = (Phase::Loading, bytes);
-            inner.slots.iter_mut().for_each(|slot| slot.closing = false);
+            let entry = &mut inner.entries[index];
+            (entry.phase, entry.bytes) = (Phase::Loading, bytes);
+            inner.entries.iter_mut().for_each(|entry| entry.closing = false);
             self.spawn_load(index);
             return Ok(Step::Wait);
         }
         // What is being unloaded will be free.
-        let leaving = inner.sum(|slot| matches!(slot.phase, Phase::Unloading));
+        let leaving = inner.sum(|entry| matches!(entry.phase, Phase::Unloading));
         let needed = (taken + bytes - leaving).saturating_sub(budget);
         if needed == 0 {
             return Ok(Step::Wait);
         }
-        if let Some(idle) = inner.oldest(needed, |slot| slot.leases == 0) {
+        if let Some(idle) = inner.oldest(needed, |entry| entry.leases == 0) {
             for index in idle {
-                if let Some(engine) = inner.slots[index].unload() {
+                if let Some(engine) = inner.entries[index].unload() {
                     self.spawn_unload(index, engine, "room");
                 }
             }
             return Ok(Step::Wait);
         }
         if insists && let Some(used) = inner.oldest(needed, |_| true) {
-            used.into_iter().for_each(|index| inner.slots[index].closing = true);
+            used.into_iter().for_each(|index| inner.entries[index].closing = true);
         }
         Ok(Step::WaitForRoom)
     }
@@ -402,22 +302,22 @@ impl<S: Starter> Pool<S> {
             let keep_alive = {
                 let inner = &mut *pool.0.inner.lock();
                 inner.use_now(index);
-                let slot = &mut inner.slots[index];
-                let (model, elapsed) = (slot.settings.name.as_str(), started.elapsed());
+                let entry = &mut inner.entries[index];
+                let (model, elapsed) = (entry.settings.name.as_str(), started.elapsed());
                 match loaded {
                     Ok(engine) => {
-                        slot.loads += 1;
-                        slot.load_time = Some(elapsed);
-                        slot.phase = Phase::Loaded(engine);
-                        let bytes = slot.bytes;
+                        entry.loads += 1;
+                        entry.load_time = Some(elapsed);
+                        entry.phase = Phase::Loaded(engine);
+                        let bytes = entry.bytes;
                         tracing::info!(model, bytes, ?elapsed, "model loaded on demand");
-                        slot.settings.keep_alive.filter(|_| !slot.settings.pinned)
+                        entry.settings.keep_alive.filter(|_| !entry.settings.pinned)
                     }
                     Err(error) => {
                         tracing::error!(model, ?elapsed, error = %format!("{error:#}"), "loading failed");
-                        slot.failures += 1;
-                        slot.failure = format!("{error:#}");
-                        slot.phase = Phase::OnDisk;
+                        entry.failures += 1;
+                        entry.failure = format!("{error:#}");
+                        entry.phase = Phase::OnDisk;
                         None
                     }
                 }
@@ -436,18 +336,18 @@ impl<S: Starter> Pool<S> {
             changed.mark_unchanged();
             let expires = {
                 let inner = &mut *self.0.inner.lock();
-                let slot = &mut inner.slots[index];
-                if !matches!(slot.phase, Phase::Loaded(_)) {
+                let entry = &mut inner.entries[index];
+                if !matches!(entry.phase, Phase::Loaded(_)) {
                     return;
                 }
-                let expires = slot.last_used + keep_alive;
-                if slot.leases == 0 && Instant::now() >= expires {
-                    if let Some(engine) = slot.unload() {
+                let expires = entry.last_used + keep_alive;
+                if entry.leases == 0 && Instant::now() >= expires {
+                    if let Some(engine) = entry.unload() {
                         self.spawn_unload(index, engine, "keep_alive");
                     }
                     return;
                 }
-                (slot.leases == 0).then_some(expires)
+                (entry.leases == 0).then_some(expires)
             };
             match expires {
                 Some(expires) => tokio::select! {
@@ -468,13 +368,13 @@ impl<S: Starter> Pool<S> {
                 tokio::task::spawn_blocking(move || shared.starter.stop(index, engine)).await;
             {
                 let inner = &mut *pool.0.inner.lock();
-                let slot = &mut inner.slots[index];
-                let (model, elapsed) = (slot.settings.name.as_str(), started.elapsed());
+                let entry = &mut inner.entries[index];
+                let (model, elapsed) = (entry.settings.name.as_str(), started.elapsed());
                 let panicked = stop.is_err();
-                let bytes = slot.bytes;
+                let bytes = entry.bytes;
                 tracing::info!(model, bytes, ?elapsed, reason, panicked, "model unloaded");
-                slot.unloads += 1;
-                slot.phase = Phase::OnDisk;
+                entry.unloads += 1;
+                entry.phase = Phase::OnDisk;
             }
             pool.0.changed.send_replace(());
         });
@@ -482,53 +382,53 @@ impl<S: Starter> Pool<S> {
 
     fn no_room(&self, index: usize) -> Refusal {
         let inner = self.0.inner.lock();
-        let used = inner.slots.iter().filter(|slot| slot.leases > 0 && !slot.settings.pinned);
-        let used: Vec<_> = used.map(|slot| format!("`{}`", slot.settings.name)).collect();
+        let used = inner.entries.iter().filter(|entry| entry.leases > 0 && !entry.settings.pinned);
+        let used: Vec<_> = used.map(|entry| format!("`{}`", entry.settings.name)).collect();
         let in_use = if used.is_empty() { "other models".into() } else { used.join(", ") };
-        Refusal::NoRoom { model: inner.slots[index].settings.name.clone(), in_use }
+        Refusal::NoRoom { model: inner.entries[index].settings.name.clone(), in_use }
     }
 
     fn name(&self, index: usize) -> String {
-        self.0.inner.lock().slots[index].settings.name.clone()
+        self.0.inner.lock().entries[index].settings.name.clone()
     }
 }
 
 impl<E> Inner<E> {
     fn use_now(&mut self, index: usize) {
         self.uses += 1;
-        let slot = &mut self.slots[index];
-        (slot.last_used, slot.last_use) = (Instant::now(), self.uses);
+        let entry = &mut self.entries[index];
+        (entry.last_used, entry.last_use) = (Instant::now(), self.uses);
     }
 
     /// Bytes of the models that are not on disk and `count`.
-    fn sum(&self, count: impl Fn(&Slot<E>) -> bool) -> u64 {
-        let slots = self.slots.iter().filter(|slot| !matches!(slot.phase, Phase::OnDisk));
-        slots.filter(|slot| count(slot)).map(|slot| slot.bytes).sum()
+    fn sum(&self, count: impl Fn(&Entry<E>) -> bool) -> u64 {
+        let entries = self.entries.iter().filter(|entry| !matches!(entry.phase, Phase::OnDisk));
+        entries.filter(|entry| count(entry)).map(|entry| entry.bytes).sum()
     }
 
     /// The loaded models to unload for `needed` bytes, those first that have not been used for the longest
     /// time. `None` if those that `may` be unloaded do not suffice.
-    fn oldest(&self, needed: u64, may: impl Fn(&Slot<E>) -> bool) -> Option<Vec<usize>> {
-        let is_candidate = |slot: &Slot<E>| {
-            matches!(slot.phase, Phase::Loaded(_)) && !slot.settings.pinned && may(slot)
+    fn oldest(&self, needed: u64, may: impl Fn(&Entry<E>) -> bool) -> Option<Vec<usize>> {
+        let is_candidate = |entry: &Entry<E>| {
+            matches!(entry.phase, Phase::Loaded(_)) && !entry.settings.pinned && may(entry)
         };
         let mut candidates: Vec<_> =
-            (0..self.slots.len()).filter(|&index| is_candidate(&self.slots[index])).collect();
-        candidates.sort_by_key(|&index| self.slots[index].last_use);
+            (0..self.entries.len()).filter(|&index| is_candidate(&self.entries[index])).collect();
+        candidates.sort_by_key(|&index| self.entries[index].last_use);
         let mut freed = 0;
         let mut chosen = Vec::new();
         for index in candidates {
             if freed >= needed {
                 break;
             }
-            freed += self.slots[index].bytes;
+            freed += self.entries[index].bytes;
             chosen.push(index);
         }
         (freed >= needed).then_some(chosen)
     }
 }
 
-impl<E> Slot<E> {
+impl<E> Entry<E> {
     fn new(settings: Settings) -> Self {
         Self {
             settings,
@@ -583,13 +483,13 @@ impl<E> Slot<E> {
 impl<E: Clone> Inner<E> {
     /// The engine of a model for another request, if that may have it.
     fn lease(&mut self, index: usize) -> Option<E> {
-        let slot = &self.slots[index];
-        let Phase::Loaded(engine) = &slot.phase else { return None };
-        if slot.closing {
+        let entry = &self.entries[index];
+        let Phase::Loaded(engine) = &entry.phase else { return None };
+        if entry.closing {
             return None;
         }
         let engine = engine.clone();
-        self.slots[index].leases += 1;
+        self.entries[index].leases += 1;
         self.use_now(index);
         Some(engine)
     }
@@ -612,7 +512,7 @@ impl<S: Starter> Drop for Lease<S> {
         // An engine ends after its last handle.
         drop(self.engine.take());
         let inner = &mut *self.shared.inner.lock();
-        inner.slots[self.index].leases -= 1;
+        inner.entries[self.index].leases -= 1;
         inner.use_now(self.index);
         self.shared.changed.send_replace(());
     }
@@ -642,7 +542,7 @@ impl<'a, S: Starter> Place<'a, S> {
         inner.waiting.retain(|id| *id != self.id);
         if was_first {
             // They were kept from others for this request.
-            inner.slots.iter_mut().for_each(|slot| slot.closing = false);
+            inner.entries.iter_mut().for_each(|entry| entry.closing = false);
         }
         self.shared.changed.send_replace(());
     }

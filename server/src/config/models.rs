@@ -169,10 +169,10 @@ mod tests {
             let problems = problems(&format!("{MODELS}[aliases]\n\n{alias}\n"));
             assert_eq!(problems.len(), 1, "{problems:?}");
             let problem = &problems[0];
-            assert!(problem.contains("(line 9)") && problem.contains(words), "{problem}");
+            assert!(problem.contains("(line 10)") && problem.contains(words), "{problem}");
         }
         let chain = problems(&format!("{MODELS}[aliases]\na = 'small'\nb = 'a'"));
-        assert!(chain[0].contains("aliases.b (line 9): `a` is an alias itself"), "{chain:?}");
+        assert!(chain[0].contains("aliases.b (line 10): `a` is an alias itself"), "{chain:?}");
     }
 
     #[test]
