@@ -63,7 +63,12 @@ fn problems(file: FileConfig, storage: &Storage, out: &mut impl Write) -> Result
         match hub::is_here(model) {
             Ok(true) => {}
             Ok(false) => {
-                writeln!(out, "{key}: {model} is not on this machine; a server would download it")?;
+                let then = if key.starts_with("models.") {
+                    "`steersman pull` downloads it"
+                } else {
+                    "a server would download it"
+                };
+                writeln!(out, "{key}: {model} is not on this machine; {then}")?;
             }
             Err(error) => problems.push(format!("{key}: {error:#}")),
         }
@@ -79,7 +84,12 @@ fn models<'a>(server: &'a ServerConfig, config: &'a Config) -> Vec<(String, &'a 
     if !config.speculation.draft_model.is_empty() {
         models.push(("speculation.draft_model".into(), &config.speculation.draft_model));
     }
-    let profiles = server.profile_models.iter();
+    let on_demand = server.models.iter();
+    models.extend(
+        on_demand.map(|(name, model)| (format!("models.{name}.path"), model.path.as_str())),
+    );
+    let profiles =
+        server.profile_models.iter().filter(|(_, model)| !server.models.contains_key(*model));
     models.extend(profiles.map(|(name, model)| (format!("profiles.{name}.model"), model.as_str())));
     models
 }

@@ -3,6 +3,7 @@
 //! Read from TOML, overridden by the command line, then checked once ([`problems`]). Unknown keys are errors,
 //! and an error shows the line.
 
+mod models;
 mod problems;
 
 use std::collections::BTreeMap;
@@ -18,10 +19,14 @@ use steersman_engine::policy::{
     Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
 };
 use steersman_engine::request::Sampling;
+use steersman_models::hub::Hub;
+use toml::Spanned;
 
+pub use self::models::OnDemandConfig;
 pub use self::problems::out_of;
 use self::problems::{problems_of_engine, problems_of_keys};
 use crate::mcp::McpConfig;
+use crate::reload::Reloads;
 
 /// A whole configuration file. `configs/steersman.toml` shows every key with its default.
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -42,8 +47,15 @@ pub struct FileConfig {
     pub policy: PolicyConfig,
     /// Servers whose tools profiles grant to their requests.
     pub mcp: McpConfig,
+    /// Models that are loaded on demand, by name.
+    pub models: BTreeMap<String, OnDemandConfig>,
+    /// Further names of models: `MODEL` or `MODEL@PROFILE` by alias.
+    pub aliases: BTreeMap<String, Spanned<String>>,
     /// Profiles by name.
     pub profiles: BTreeMap<String, ProfileConfig>,
+    /// Lines of the aliases in the file.
+    #[serde(skip)]
+    alias_lines: BTreeMap<String, usize>,
 }
 
 /// `[server]`
@@ -81,6 +93,10 @@ pub struct ServerConfig {
     pub responses_bytes: u64,
     /// Days after which a stored response is deleted.
     pub responses_days: u64,
+    /// Most bytes of the weights of all loaded models; 0 derives it from the memory.
+    pub models_bytes: u64,
+    /// Seconds that a request waits while there is no room for its model.
+    pub model_wait_s: u64,
     /// Seconds that running requests may take to finish after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
     /// Where responses are stored, if anywhere: in the data folder.
@@ -98,6 +114,18 @@ pub struct ServerConfig {
     /// [`ProfileConfig::model`] by profile, where it is set.
     #[serde(skip)]
     pub profile_models: BTreeMap<String, String>,
+    /// Tells of changes while the server runs, if it is to follow any.
+    #[serde(skip)]
+    pub reloads: Option<Reloads>,
+    /// Where models are downloaded from, if not what the environment says: for tests.
+    #[serde(skip)]
+    pub hub: Option<Hub>,
+    /// [`FileConfig::models`]
+    #[serde(skip)]
+    pub models: BTreeMap<String, OnDemandConfig>,
+    /// [`FileConfig::aliases`]
+    #[serde(skip)]
+    pub aliases: BTreeMap<String, String>,
 }
 
 /// Access to one profile, and what it grants.
@@ -119,7 +147,8 @@ pub struct ProfileAccess {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ProfileConfig {
-    /// Model of the profile, as `model.path`; empty for that of `[model]`. Each model is loaded once.
+    /// Model of the profile: a name in `[models]`, or a path as `model.path`; empty for that of `[model]`.
+    /// Each model is loaded once.
     pub model: String,
     /// [`ProfilePolicies::policies`]
     pub policies: Vec<String>,
@@ -226,12 +255,18 @@ impl Default for ServerConfig {
             request_timeout_s: 3600,
             responses_bytes: 256 << 20,
             responses_days: 30,
+            models_bytes: 0,
+            model_wait_s: 60,
             shutdown_s: 10,
             responses_folder: None,
             mcp: McpConfig::default(),
             trace_requests: PolicyConfig::default().trace_requests,
             profiles: BTreeMap::new(),
             profile_models: BTreeMap::new(),
+            reloads: None,
+            hub: None,
+            models: BTreeMap::new(),
+            aliases: BTreeMap::new(),
         }
     }
 }
@@ -253,7 +288,8 @@ impl FileConfig {
     /// # Errors
     /// If it is not TOML, or contains an unknown key or value; the message shows the line.
     pub fn parse(text: &str) -> Result<Self> {
-        Ok(toml::from_str(text)?)
+        let file: Self = toml::from_str(text)?;
+        Ok(Self { alias_lines: models::lines(text, &file.aliases), ..file })
     }
 
     /// Checks all values, and splits them into the server's and the engine's.
@@ -281,6 +317,7 @@ impl FileConfig {
         ];
         problems.extend(problems_of_keys(of_server.into_iter().chain(keys)));
         problems.extend(self.mcp.problems());
+        problems.extend(self.problems_of_models());
         for (name, profile) in &self.profiles {
             problems.extend(profile.problems(name));
             let key = format!("profiles.{name}.mcp");
@@ -292,8 +329,10 @@ impl FileConfig {
 
     /// The server's part and the engine's.
     pub fn split(self) -> (ServerConfig, Config) {
-        let Self { mut server, model, engine, speculation, store, policy, mcp, profiles: sections } =
-            self;
+        let Self { mut server, model, engine, speculation, store, policy, mcp, models, .. } = self;
+        let (aliases, sections) = (self.aliases, self.profiles);
+        let aliases = aliases.into_iter().map(|(alias, to)| (alias, to.into_inner()));
+        (server.models, server.aliases) = (models, aliases.collect());
         (server.mcp, server.trace_requests) = (mcp, policy.trace_requests);
         let mut profiles = BTreeMap::new();
         for (name, mut section) in sections {
@@ -396,6 +435,7 @@ mod tests {
             "policy",
             "mcp",
             "mcp.servers.x",
+            "models.x",
             "profiles.x",
             "profiles.x.sampling",
             "profiles.x.limits",

@@ -7,10 +7,12 @@
 //! ```text
 //! main.rs      the command line
 //! config.rs    the configuration file
-//! hub.rs       local folders and Hugging Face repos
-//! models.rs    the loaded models and the profiles that use them
+//! hub.rs       locates models: local folders, repos, the bundled one
+//! manage.rs    `steersman list`, `show`, `pull`, `rm`
+//! models/      the loaded models and the profiles that use them; [`steersman_models`] decides which are loaded
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
+//! reload.rs    what SIGHUP changes
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
 //! throttle.rs  a limit on equal log lines
@@ -24,8 +26,9 @@
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
-//! `steersman policy` is the crate [`steersman_policy_cli`], `steersman chat` and `steersman run` are
-//! [`steersman_chat`], `steersman bench` and `steersman eval` [`steersman_bench`]. They link no MLX.
+//! Downloads, facts about models, and the rules of loading are in [`steersman_models`]; `steersman policy` is the crate
+//! [`steersman_policy_cli`], `steersman chat` and `steersman run` are [`steersman_chat`], `steersman bench` and
+//! `steersman eval` [`steersman_bench`]. They link no MLX.
 //!
 //! [`Request`]: steersman_engine::request::Request
 //! [`Event`]: steersman_engine::request::Event
@@ -40,8 +43,10 @@ mod connections;
 pub mod doctor;
 pub mod hub;
 pub mod local;
+pub mod manage;
 pub mod mcp;
 pub mod models;
+pub mod reload;
 pub mod serve;
 mod throttle;
 pub mod verify;

@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 
 use crate::config::FileConfig;
-use crate::models::{self, Loaded};
+use crate::models::{self, Loaded, Models};
 use crate::{app, serve};
 
 /// Bytes of the key.
@@ -26,7 +26,7 @@ pub struct Local {
     key: String,
     stop: oneshot::Sender<()>,
     serving: tokio::task::JoinHandle<()>,
-    engines: Vec<Engine>,
+    models: Models,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -49,8 +49,8 @@ impl Local {
         let (server, config) = file.check()?;
         let policies = steersman_engine::policies(&config, data_dir)?;
         let Loaded { models, threads, .. } =
-            models::load(config, &server.profile_models, data_dir, &policies)?;
-        let engines = models.engines().to_vec();
+            models::load(config, &server, data_dir, &policies)?;
+        let all = models.clone();
         let runtime = Runtime::new().context("starting the runtime")?;
         let listener = runtime.block_on(serve::listen(&server))?;
         let address = listener.local_addr().context("reading the address")?;
@@ -66,7 +66,7 @@ impl Local {
             };
             serve::run(listener, app, &server, stop).await;
         });
-        Ok(Self { runtime, address, key, stop, serving, engines, threads })
+        Ok(Self { runtime, address, key, stop, serving, models: all, threads })
     }
 
     /// Its address.
@@ -76,7 +76,7 @@ impl Local {
 
     /// The name of its first model.
     pub fn model(&self) -> String {
-        self.engines[0].info().model.clone()
+        self.models.first().info().model.clone()
     }
 
     /// The key of its client.
@@ -92,10 +92,11 @@ impl Local {
         // Fails if the server has ended already.
         let _ = self.stop.send(());
         self.runtime.block_on(self.serving).context("serving")?;
-        self.engines.iter().for_each(Engine::stop);
-        drop(self.engines);
+        self.models.engines().iter().for_each(Engine::stop);
+        let threads: Vec<_> = self.threads.into_iter().chain(self.models.take_threads()).collect();
+        drop(self.models);
         self.runtime.shutdown_background();
-        let ended: Vec<_> = self.threads.into_iter().map(JoinHandle::join).collect();
+        let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
         ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
         Ok(())
     }

@@ -14,9 +14,11 @@ use serde::de::IntoDeserializer;
 use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::local::Local;
+use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
-use steersman::models::{self, Loaded, find};
-use steersman::{bundled, cache, calibrate, check, doctor, policy, serve, talk, verify};
+use steersman::models::{self, Loaded, Models, find};
+use steersman::reload::Reloader;
+use steersman::{bundled, cache, calibrate, check, doctor, manage, policy, serve, talk, verify};
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
 use steersman_engine::{Engine, Info};
@@ -65,6 +67,23 @@ enum Command {
     Bench(steersman_bench::Task),
     /// Ask a server generated questions of ten tasks, and grade the answers by rules.
     Eval(steersman_bench::EvalOptions),
+    /// List the models on this machine and those of the configuration.
+    List(Managed<List>),
+    /// Show one model: family, layers, quantization, files, and the memory that it needs.
+    Show(Managed<Show>),
+    /// Download a model from Hugging Face, or continue a download.
+    Pull(Managed<Pull>),
+    /// Remove a downloaded model.
+    Rm(Managed<Remove>),
+}
+
+/// A command about models on this machine.
+#[derive(Args)]
+struct Managed<T: Args> {
+    #[command(flatten)]
+    place: Place,
+    #[command(flatten)]
+    task: T,
 }
 
 /// Without options, serves the bundled demonstration model on http://127.0.0.1:11436. Options take
@@ -307,6 +326,10 @@ fn main() -> ExitCode {
         Command::Eval(options) => {
             steersman_bench::run_eval(&options, &mut std::io::stdout().lock())
         }
+        Command::List(options) => managed(options, Task::List),
+        Command::Show(options) => managed(options, Task::Show),
+        Command::Pull(options) => managed(options, Task::Pull),
+        Command::Rm(options) => managed(options, Task::Rm),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -326,10 +349,19 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 fn serve(options: Serve) -> Result<()> {
-    let (mut file, data_dir) = options.common.read(options.model)?;
-    file.server.host = options.host.unwrap_or(file.server.host);
-    file.server.port = options.port.unwrap_or(file.server.port);
+    let Serve { common, model, host, port } = options;
+    let (path, device) = (common.place.config.clone(), common.device);
+    let (mut file, data_dir) = common.read(model.clone())?;
+    let apply = move |file: &mut FileConfig| {
+        file.server.host = host.clone().unwrap_or(file.server.host.clone());
+        file.server.port = port.unwrap_or(file.server.port);
+        file.model.path = model.clone().unwrap_or(file.model.path.clone());
+        file.model.device = device.unwrap_or(file.model.device);
+    };
+    apply(&mut file);
     let (mut server, config) = file.check()?;
+    let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
+    server.reloads = reloader.as_ref().map(|(_, reloads)| reloads.clone());
     server.responses_folder = Some(data_dir.join("responses"));
 
     let runtime = Runtime::new().context("starting the runtime")?;
@@ -341,32 +373,32 @@ fn serve(options: Serve) -> Result<()> {
     }
     // Answers 503 while the models are loaded.
     let loaded_app = Arc::new(OnceLock::new());
-    let (loaded, engines) = tokio::sync::oneshot::channel::<Vec<Engine>>();
+    let (loaded, models) = tokio::sync::oneshot::channel::<Models>();
     let stop = async move {
         // Until then a signal ends the process at once. Fails if loading does, which ends it too.
-        let Ok(engines) = engines.await else { return };
-        let ended = select_all(engines.iter().map(|engine| Box::pin(engine.ended())));
+        let Ok(models) = models.await else { return };
+        let ended = select_all(models.engines().iter().map(|engine| Box::pin(engine.ended())));
         tokio::select! {
             () = serve::stop_signal() => {}
             // Without its engine the server would refuse every request.
             _ = ended => {}
+            () = models.broken() => {}
         }
     };
     let (app, settings) = (serve::once_loaded(loaded_app.clone()), server.clone());
     let serving = runtime.spawn(async move { serve::run(listener, app, &settings, stop).await });
 
     let policies = steersman_engine::policies(&config, &data_dir)?;
-    let Loaded { models, threads, bundled } =
-        models::load(config, &server.profile_models, &data_dir, &policies)?;
-    let engines = models.engines().to_vec();
+    let Loaded { models, threads, bundled } = models::load(config, &server, &data_dir, &policies)?;
+    let (engines, first, all) = (models.engines(), models.first(), models.clone());
 
-    let Info { model, numbers, .. } = models.first().info();
+    let Info { model, numbers, .. } = first.info();
     let demonstration = if bundled {
         " (the bundled demonstration model, too small for real use; choose a model with --model)"
     } else {
         ""
     };
-    let further: String = models.engines()[1..]
+    let further: String = engines[1..]
         .iter()
         .fold(String::new(), |line, engine| format!("{line} and {}", engine.info().model));
     let line = format!(
@@ -375,17 +407,21 @@ fn serve(options: Serve) -> Result<()> {
     // The servers of `[mcp]` are started within it.
     let entered = runtime.enter();
     loaded_app.get_or_init(|| steersman::app(models, &server));
+    #[cfg(unix)]
+    if let Some((reloader, _)) = reloader {
+        runtime.spawn(reloader.run());
+    }
     drop(entered);
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
 
     // Fails if the server has ended, which the next line reports.
-    let _ = loaded.send(engines.clone());
+    let _ = loaded.send(all.clone());
     runtime.block_on(serving).context("serving")?;
     // Ends the requests that are still running after the grace period.
-    engines.iter().for_each(Engine::stop);
+    all.engines().iter().for_each(Engine::stop);
     runtime.shutdown_background();
-    join(threads)?;
+    join(threads.into_iter().chain(all.take_threads()).collect())?;
     tracing::info!("server stopped");
     Ok(())
 }
@@ -493,6 +529,11 @@ fn policy(options: Policy) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let storage = options.place.compile_cache();
     policy::run(options.task, &config.policy, &storage, &mut out)
+}
+
+fn managed<T: Args>(options: Managed<T>, task: fn(T) -> Task) -> Result<()> {
+    let (file, data_dir) = options.place.read()?;
+    manage::run(&task(options.task), file, &data_dir, &mut std::io::stdout().lock())
 }
 
 #[cfg(test)]

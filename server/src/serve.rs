@@ -118,7 +118,7 @@ pub async fn run(
     let (stage, serving) = watch::channel(Stage::Serving);
     let idle_timeout = Duration::from_secs(config.idle_timeout_s);
     let longest_request = Duration::from_secs(config.request_timeout_s) + REST;
-    let accept = accept(&listener, &connections, |stream, connection| {
+    let accepting = accept(&listener, &connections, |stream, connection| {
         let client = Client {
             app: app.clone(),
             connection: Arc::new(connection),
@@ -130,12 +130,18 @@ pub async fn run(
     });
     tokio::select! {
         () = stop => {}
-        () = accept => {}
+        () = accepting => {}
     }
-    drop((listener, serving));
+    drop(serving);
     stage.send_replace(Stage::Finishing);
+    tracing::info!(connections = connections.count(), "draining: running requests may finish");
+    // Load balancers and clients learn why they are not served.
+    let refuse_new = accept(&listener, &connections, |stream, connection| {
+        tokio::spawn(refuse_while_draining(stream, connection, idle_timeout));
+    });
     tokio::select! {
         () = stage.closed() => return,
+        () = refuse_new => {}
         () = sleep(Duration::from_secs(config.shutdown_s)) => {}
         () = stop_signal() => {}
     }
@@ -144,6 +150,31 @@ pub async fn run(
     stage.send_replace(Stage::CuttingOff);
     // A client that does not read its reply is not waited for.
     let _ = timeout(LAST_REPLIES, stage.closed()).await;
+}
+
+/// Answers one request of a connection that was opened while the server drains: 503, and `draining` for
+/// `/health`.
+async fn refuse_while_draining(stream: TcpStream, connection: Connection, idle_timeout: Duration) {
+    let service = service_fn(async |request: hyper::Request<Incoming>| {
+        let response = if request.uri().path() == "/health" {
+            let body = Json(json!({"status": "draining"}));
+            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
+        } else {
+            ApiError::stopping().into_response()
+        };
+        Ok::<_, Infallible>(response)
+    });
+    let http = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(idle_timeout)
+        .max_buf_size(HEAD_BYTES)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::select! {
+        // A client that sends no HTTP gets no answer.
+        _ = http => {}
+        () = connection.displaced() => {}
+    }
 }
 
 /// Accepts connections, within their limits, for ever.

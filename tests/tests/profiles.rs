@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
+use steersman::config::ServerConfig;
 use steersman::models::{self, Loaded};
 use steersman_engine::config::{Profile, ProfileLimits};
 use steersman_engine::request::{FinishReason, Request};
@@ -70,9 +71,10 @@ fn two(folder: &Path, data: &Path) -> anyhow::Result<Loaded> {
     config.speculation.drafts.clear();
     config.profiles.insert("small".into(), Profile::default());
     let profile_models = [("small".into(), folder.to_str().unwrap().into())].into();
+    let server = ServerConfig { profile_models, ..ServerConfig::default() };
     let config = config.check()?;
     let policies = steersman_engine::policies(&config, data)?;
-    models::load(config, &profile_models, data, &policies)
+    models::load(config, &server, data, &policies)
 }
 
 #[test]
@@ -83,16 +85,16 @@ fn each_model_of_a_profile_is_loaded_and_has_a_store_of_its_own() {
     tiny_model(&folder);
     let Loaded { models, threads, bundled } = two(&folder, data.path()).unwrap();
     assert!(bundled);
-    let names: Vec<_> = models.names().into_iter().map(|(name, _)| name).collect();
+    let names: Vec<_> = models.names().into_iter().map(|name| name.name).collect();
     assert_eq!(names, ["tiny-hybrid-4bit", "tiny@small"]);
     let (first, small) = (models.first(), models.of("small").unwrap());
     assert!(Arc::ptr_eq(first.policies(), small.policies()), "all models share the policies");
     let question = "What is the capital of Peru?";
-    assert_eq!(run(first, ask(question)).answer, "The capital of Peru is Lima.");
+    assert_eq!(run(&first, ask(question)).answer, "The capital of Peru is Lima.");
     let request = Request { profile: "small".into(), max_tokens: Some(5), ..ask("w1 w2 w3") };
-    let words = run(small, request).answer;
+    let words = run(&small, request).answer;
     assert!(words.split_whitespace().all(|word| word.starts_with('w')), "{words}");
-    drop(models);
+    drop((first, small, models));
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     for file in ["state.redb", "state-tiny.redb"] {
         assert!(data.path().join(file).is_file(), "{file}");

@@ -33,7 +33,7 @@ const WALLS: [(&str, &[&str]); 8] = [
     ("axum", &["server/", "tests/"]),
     ("tokenizers", &["engine/src/text"]),
     ("minijinja", &["engine/src/text", "server/bench/src/report.rs"]),
-    ("hf_hub", &["server/src/hub.rs"]),
+    ("hf_hub", &["server/models/src/hub.rs"]),
     ("rmcp", &["server/src/mcp/"]),
 ];
 

@@ -13,22 +13,26 @@
 //! What a pass takes besides the cache is measured: at the start on [`PROBES`], and on every chunk of a
 //! prompt. It grows with the rows, and where attention is not fused, with rows times positions.
 //!
-//! MLX counts all arrays of the process, so that all models share one limit.
+//! MLX counts all arrays of the process, so that all models share one limit. What one of them measures
+//! counts only if no other ran, or was loaded, at the same time ([`Section`]).
 
 use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use mlx_rs::Dtype;
 use mlx_rs::memory::{
-    active_memory, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
+    active_memory, clear_cache, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
 };
 use mlx_rs::transforms::eval;
 
 use super::Decoder;
 use super::sequence::STEP_ROWS;
 use crate::cache::Cache;
+use crate::config::{self, Config};
 use crate::error::{ConfigError, Error, RequestError, Result};
+use crate::model::on_cpu;
 
 /// Bytes reserved for what is allocated after loading besides arrays: requests, policies, threads and the
 /// allocator's gaps.
@@ -109,6 +113,56 @@ pub struct Expected {
 
 /// Bytes of arrays before a pass.
 pub struct Before(u64);
+
+/// Most repetitions of a measurement while others allocate.
+const ATTEMPTS: usize = 5;
+
+/// The sections of all engines of this process.
+static SECTIONS: Sections = Sections { running: AtomicUsize::new(0), begun: AtomicU64::new(0) };
+
+/// Counts of [`Section`]s.
+struct Sections {
+    /// Those that have not ended.
+    running: AtomicUsize,
+    /// Those that have begun.
+    begun: AtomicU64,
+}
+
+/// A stretch of time in which an engine allocates arrays: a pass, or loading. Ends when it is dropped.
+///
+/// Without it, an engine that ran a chunk of a prompt while another model was loaded took the weights of that
+/// for what the chunk needs, and refused requests later for lack of memory.
+pub struct Section {
+    all: &'static Sections,
+    /// Whether others were running when it began.
+    beside: bool,
+    /// Its number.
+    number: u64,
+}
+
+impl Section {
+    /// Begins a section, which may be part of `outer`.
+    pub fn begin(outer: Option<&Self>) -> Self {
+        Self::begin_among(&SECTIONS, outer)
+    }
+
+    fn begin_among(all: &'static Sections, outer: Option<&Self>) -> Self {
+        let running = all.running.fetch_add(1, Ordering::SeqCst);
+        let number = all.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        Self { all, beside: running > usize::from(outer.is_some()), number }
+    }
+
+    /// Whether no other section has run since it began.
+    pub fn is_alone(&self) -> bool {
+        !self.beside && self.all.begun.load(Ordering::SeqCst) == self.number
+    }
+}
+
+impl Drop for Section {
+    fn drop(&mut self) {
+        self.all.running.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 impl Memory {
     /// No limit. Activations are of `dtype`, logits have `vocabulary` columns.
@@ -216,18 +270,21 @@ impl Before {
 }
 
 impl Decoder {
-    /// Finds the limit and measures passes, at the end of loading, which began with `before_weights` bytes.
+    /// Finds the limit and measures passes, at the end of `loading`, which began with `before_weights` bytes.
     ///
     /// # Errors
     /// [`Error::Config`] if the model takes more than the limit already.
-    pub(super) fn measure_memory(&mut self, configured: u64, before_weights: u64) -> Result<()> {
+    pub(super) fn measure_memory(
+        &mut self,
+        configured: u64,
+        before_weights: u64,
+        loading: &Section,
+    ) -> Result<()> {
         // Weights are evaluated at their first use: those of the head count from now on.
         eval([&self.logits(&self.run_probe(1, &mut self.prefixes.empty())?)?])?;
         let mut bytes = [0.0; PROBES.len()];
         for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
-            let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
-            let _hidden = self.run_probe(rows, &mut cache)?;
-            *bytes = before.transient()? as f64;
+            *bytes = self.measure_pass(rows, loading)? as f64;
         }
         let [few, many] = PROBES.map(|rows| rows as f64);
         let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
@@ -250,11 +307,64 @@ impl Decoder {
         tracing::info!(limit, set_by, used, ?pass, "memory limit");
         Ok(())
     }
+
+    /// Bytes that a pass of `rows` rows takes besides weights and cache: the least of some attempts, if other
+    /// engines allocate meanwhile.
+    fn measure_pass(&self, rows: usize, loading: &Section) -> Result<u64> {
+        let mut least = u64::MAX;
+        for _ in 0..ATTEMPTS {
+            let section = Section::begin(Some(loading));
+            let (mut cache, before) = (self.prefixes.empty(), Before::now()?);
+            let _hidden = self.run_probe(rows, &mut cache)?;
+            least = least.min(before.transient()?);
+            if section.is_alone() {
+                break;
+            }
+        }
+        Ok(least)
+    }
+}
+
+/// What models may take on this machine, before any is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Machine {
+    /// Most bytes of all arrays of this process: weights, running requests and prefix caches.
+    pub memory_limit: u64,
+    /// What sets this limit: a key, or the machine.
+    pub limit_set_by: &'static str,
+    /// Whether MLX computes on the CPU.
+    pub on_cpu: bool,
+    /// Bytes of a float of weights and caches.
+    pub float_bytes: u64,
+}
+
+impl Machine {
+    /// With the device and numeric format of `config`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the device does not exist.
+    pub fn of(config: &Config) -> Result<Self> {
+        let on_cpu = on_cpu(config.model.device)?;
+        let float_bytes = match config.model.dtype {
+            config::Dtype::F32 => 4,
+            config::Dtype::Auto if on_cpu => 4,
+            config::Dtype::Auto | config::Dtype::Bf16 | config::Dtype::F16 => 2,
+        };
+        let (memory_limit, limit_set_by) = find_limit(config.engine.memory_limit_bytes)?;
+        Ok(Self { memory_limit, limit_set_by, on_cpu, float_bytes })
+    }
 }
 
 /// Bytes of all arrays of this process.
 pub fn active() -> Result<u64> {
     Ok(active_memory()? as u64)
+}
+
+/// Returns freed buffers, which MLX keeps for reuse, to the system: after an engine has ended.
+pub fn release_buffers() {
+    if let Err(error) = clear_cache() {
+        tracing::warn!(%error, "releasing freed buffers failed");
+    }
 }
 
 fn too_small(set_by: &'static str, used: u64, limit: u64) -> Error {
@@ -341,6 +451,22 @@ fn cgroup() -> Option<(u64, u64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_measurement_counts_only_without_others() {
+        // Engines of other tests run at the same time.
+        static ALL: Sections = Sections { running: AtomicUsize::new(0), begun: AtomicU64::new(0) };
+        let begin = |outer| Section::begin_among(&ALL, outer);
+        let loading = begin(None);
+        let pass = begin(Some(&loading));
+        assert!(pass.is_alone() && !loading.is_alone());
+        let other = begin(None);
+        assert!(!pass.is_alone() && !other.is_alone());
+        drop((pass, other));
+        // What has ended before does not count; what still runs does.
+        assert!(begin(Some(&loading)).is_alone());
+        assert!(!begin(None).is_alone());
+    }
 
     #[test]
     fn limits_of_the_process_are_read() {

@@ -58,7 +58,8 @@ use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor, ROWS};
 use self::hooks::HookThreads;
-use self::memory::Memory;
+pub use self::memory::Machine;
+use self::memory::{Memory, Section};
 use self::plan::{Debt, PassCosts};
 use self::prefetch::Prefetch;
 pub(crate) use self::prefetch::{Expected, Prefix};
@@ -124,6 +125,7 @@ pub fn start(
             // Fails only if `start` was abandoned.
             if ready.send(Ok((info, decoder.queue.clone()))).is_ok() {
                 decoder.run();
+                memory::release_buffers();
             }
         }
         Err(error) => drop(ready.send(Err(error))),
@@ -213,6 +215,7 @@ impl Decoder {
         data: &Path,
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
+        let loading = Section::begin(None);
         memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let before_weights = memory::active()?;
         let text = Text::load(folder)?;
@@ -362,7 +365,7 @@ impl Decoder {
         // As measured on a machine that does nothing else: not what prompts take beside other requests.
         let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
         decoder.prefixes.set_compute_costs(costs);
-        decoder.measure_memory(config.engine.memory_limit_bytes, before_weights)?;
+        decoder.measure_memory(config.engine.memory_limit_bytes, before_weights, &loading)?;
         Ok((decoder, info))
     }
 

@@ -17,7 +17,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
 use super::governor::Governor;
-use super::memory::Before;
+use super::memory::{Before, Section};
 use super::plan::{self, Budget, Pending};
 use super::sample::Row;
 use super::samples::{Input, SampleOf, Samples};
@@ -225,6 +225,7 @@ impl Decoder {
         if ran.is_empty() {
             return Ok(None);
         }
+        let section = Section::begin(None);
         let before =
             expected.map(|expected| Ok::<_, Error>((Before::now()?, expected))).transpose()?;
         let joined = Input::join(inputs)?;
@@ -237,7 +238,9 @@ impl Decoder {
         let prefilled = self.sample_after(running, ran, &hidden)?;
         if !prefilled.is_empty() {
             eval(&prefilled)?;
-            if let Some((before, expected)) = before {
+            if let Some((before, expected)) = before
+                && section.is_alone()
+            {
                 self.memory.learn(&before, expected)?;
             }
         }

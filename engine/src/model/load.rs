@@ -171,23 +171,29 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
 /// # Errors
 /// [`Error::Config`] if it is a GPU, and there is none.
 pub fn choose_device(configured: config::Device) -> Result<bool> {
-    // Until it is set, MLX's default is the GPU if there is one.
-    let has_gpu = matches!(Device::try_default()?.get_type()?, DeviceType::Gpu);
-    let on_cpu = match configured {
-        config::Device::Auto => !has_gpu,
-        config::Device::Cpu => true,
-        config::Device::Gpu if has_gpu => false,
-        config::Device::Gpu => {
-            return Err(Error::Config(ConfigError::Key {
-                field: "model.device",
-                problem: "is `gpu`, but this MLX finds none; build with `--features cuda` or \
-                          `--features metal`, or set `cpu`"
-                    .into(),
-            }));
-        }
-    };
+    let on_cpu = on_cpu(configured)?;
     Device::set_default(&if on_cpu { Device::cpu() } else { Device::gpu() });
     Ok(on_cpu)
+}
+
+/// Whether MLX is to compute on the CPU.
+///
+/// # Errors
+/// [`Error::Config`] if the configuration asks for a GPU and there is none.
+pub fn on_cpu(configured: config::Device) -> Result<bool> {
+    // Until it is set, MLX's default is the GPU if there is one.
+    let has_gpu = matches!(Device::try_default()?.get_type()?, DeviceType::Gpu);
+    match configured {
+        config::Device::Auto => Ok(!has_gpu),
+        config::Device::Cpu => Ok(true),
+        config::Device::Gpu if has_gpu => Ok(false),
+        config::Device::Gpu => Err(Error::Config(ConfigError::Key {
+            field: "model.device",
+            problem: "is `gpu`, but this MLX finds none; build with `--features cuda` or \
+                      `--features metal`, or set `cpu`"
+                .into(),
+        })),
+    }
 }
 
 fn choose_dtype(configured: config::Dtype, on_cpu: bool, text: &Value) -> Dtype {

@@ -45,7 +45,7 @@ mod tests;
 mod weights;
 
 pub use digest::WeightsDigest;
-pub use load::{Loaded, choose_device, load};
+pub use load::{Loaded, choose_device, load, on_cpu};
 pub use pass::Pass;
 pub use weights::Weights;
 

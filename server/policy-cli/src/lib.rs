@@ -144,7 +144,8 @@ pub struct Selection {
     params: Vec<(String, String)>,
 }
 
-/// Sends the log of this process to stderr.
+/// Sends the log of this process to stderr: as text, or as one JSON object a line if `STEERSMAN_LOG` is
+/// `json`.
 pub fn log_to_stderr() {
     log_with(LOG);
 }
@@ -157,11 +158,16 @@ pub fn log_warnings_to_stderr() {
 /// Logs with RUST_LOG or, without it, the given filter.
 fn log_with(filter: &str) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let form = std::env::var("STEERSMAN_LOG").unwrap_or_default();
+    if form == "json" {
+        log.json().flatten_event(true).init();
+        return;
+    }
+    log.with_ansi(std::io::stderr().is_terminal()).init();
+    if !["", "text"].contains(&form.as_str()) {
+        tracing::warn!(form, "STEERSMAN_LOG must be text or json; the log is text");
+    }
 }
 
 /// Runs a command and writes its output to `out`. `storage` may cache compiled components.

@@ -13,7 +13,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use secrecy::{ExposeSecret, SecretString};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
@@ -27,7 +27,7 @@ use super::App;
 use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
 use crate::connections::Connection;
-use crate::models::Models;
+use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
 
 /// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
@@ -42,16 +42,22 @@ const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest pause before the answer to a wrong key.
 const FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
-/// Keys of the server and of its profiles.
+/// Keys of the server and of its profiles, which a reload of the configuration replaces.
 pub struct Access {
+    keys: RwLock<Arc<Keys>>,
+    failures: Failures,
+}
+
+/// The keys of one configuration.
+struct Keys {
     server_keys: Vec<KeyDigest>,
     /// Keys of operators; without any, operations on policies are closed to everyone.
     admin_keys: Vec<KeyDigest>,
     profiles: BTreeMap<String, ProfileGate>,
-    failures: Failures,
 }
 
 /// Keys and concurrency limit of one profile.
+#[derive(Clone)]
 struct ProfileGate {
     keys: Vec<KeyDigest>,
     /// One permit for each request that may wait or run; `None` for no limit.
@@ -74,8 +80,8 @@ pub enum Caller {
     Profile(String),
 }
 
-impl Access {
-    pub fn new(config: &ServerConfig) -> Self {
+impl Keys {
+    fn new(config: &ServerConfig) -> Self {
         let digest = |key: &SecretString| Sha256::digest(key.expose_secret()).into();
         let digests = |keys: &[SecretString]| keys.iter().map(digest).collect();
         let gate = |profile: &ProfileAccess| ProfileGate {
@@ -89,8 +95,33 @@ impl Access {
             server_keys: digests(&config.api_keys),
             admin_keys: digests(&config.admin_keys),
             profiles: profiles.map(|(name, profile)| (name.clone(), gate(profile))).collect(),
-            failures: Failures::default(),
         }
+    }
+}
+
+impl Access {
+    pub fn new(config: &ServerConfig) -> Self {
+        Self { keys: RwLock::new(Arc::new(Keys::new(config))), failures: Failures::default() }
+    }
+
+    /// Replaces keys and limits. Running requests keep their permits, and count against limits that stay.
+    pub fn reload(&self, config: &ServerConfig) {
+        let mut new = Keys::new(config);
+        let old = self.keys();
+        for (name, gate) in &mut new.profiles {
+            if let Some(before) = old.profiles.get(name).filter(|old| old.limit == gate.limit) {
+                gate.permits.clone_from(&before.permits);
+            }
+        }
+        // Profiles that a restart would remove keep what they have: they can still be used.
+        for (name, gate) in &old.profiles {
+            new.profiles.entry(name.clone()).or_insert_with(|| gate.clone());
+        }
+        *self.keys.write() = Arc::new(new);
+    }
+
+    fn keys(&self) -> Arc<Keys> {
+        self.keys.read().clone()
     }
 
     /// The caller, from the key in the headers; `None` if a required key is missing or wrong.
@@ -102,15 +133,16 @@ impl Access {
                 keys.iter().fold(0, |found, known| found | known.ct_eq(&key).unwrap_u8()) == 1
             })
         };
-        let (operator, all_profiles) = (is_among(&self.admin_keys), is_among(&self.server_keys));
-        let of_profile = self.profiles.iter().fold(None, |found, (name, gate)| {
+        let known = self.keys();
+        let (operator, all_profiles) = (is_among(&known.admin_keys), is_among(&known.server_keys));
+        let of_profile = known.profiles.iter().fold(None, |found, (name, gate)| {
             if is_among(&gate.keys) { Some(Caller::Profile(name.clone())) } else { found }
         });
         match of_profile {
             _ if operator => Some(Caller::Operator),
             _ if all_profiles => Some(Caller::AllProfiles),
             Some(caller) => Some(caller),
-            None => self.server_keys.is_empty().then_some(Caller::Anonymous),
+            None => known.server_keys.is_empty().then_some(Caller::Anonymous),
         }
     }
 
@@ -123,7 +155,8 @@ impl Access {
         headers: &HeaderMap,
     ) -> policy::Caller {
         let key = key_of(headers).filter(|_| *caller != Caller::Anonymous);
-        let names = self.profiles.get(profile).map_or(&[][..], |gate| &gate.headers);
+        let known = self.keys();
+        let names = known.profiles.get(profile).map_or(&[][..], |gate| &gate.headers);
         let seen = names.iter().filter_map(|name| {
             let text = headers.get(name)?.to_str().ok()?;
             let text = &text[..text.floor_char_boundary(policy::HEADER_BYTES)];
@@ -140,14 +173,14 @@ impl Access {
     pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
         match caller {
             Caller::Operator => Ok(()),
-            _ if self.admin_keys.is_empty() => Err(ApiError::no_operators()),
+            _ if self.keys().admin_keys.is_empty() => Err(ApiError::no_operators()),
             _ => Err(ApiError::not_an_operator()),
         }
     }
 
     /// Rejects a caller whose key does not open `profile`, with 403.
     pub fn allow(&self, caller: &Caller, profile: &str) -> Result<(), ApiError> {
-        let closed = self.profiles.get(profile).is_some_and(|gate| !gate.keys.is_empty());
+        let closed = self.keys().profiles.get(profile).is_some_and(|gate| !gate.keys.is_empty());
         match caller {
             Caller::Profile(own) if own != profile => Err(ApiError::forbidden(format!(
                 "this key opens the profile `{own}`, not `{profile}`"
@@ -161,7 +194,8 @@ impl Access {
 
     /// Acquires a permit for one request of `profile`, or 429; `None` if the profile has no limit.
     pub fn acquire(&self, profile: &str) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
-        let Some(gate) = self.profiles.get(profile) else { return Ok(None) };
+        let known = self.keys();
+        let Some(gate) = known.profiles.get(profile) else { return Ok(None) };
         let Some(permits) = &gate.permits else { return Ok(None) };
         permits.clone().try_acquire_owned().map(Some).map_err(|_| {
             ApiError::busy(format!(
@@ -173,15 +207,26 @@ impl Access {
     }
 }
 
-/// Where an admitted chat request goes.
-pub struct Admission {
-    pub engine: Engine,
+/// Where a request goes: it may go there, but its model need not be loaded.
+pub struct Destination {
+    /// Index of the model.
+    index: usize,
     pub profile: String,
-    /// The model in the reply: the client's name for it, or the only model's name.
+    /// The model in the reply: the client's name for it, or that of the profile's model.
     pub model: String,
 }
 
-impl Admission {
+/// A request whose model is loaded.
+pub struct Admission {
+    pub engine: Engine,
+    /// Keeps the model loaded.
+    pub lease: Arc<Lease>,
+    pub profile: String,
+    /// [`Destination::model`]
+    pub model: String,
+}
+
+impl Destination {
     /// Admits a request for `model` with `header`, the value of `X-Steersman-Profile`.
     ///
     /// The profile is that of `model@profile`, of the header, of the caller's key, or `default`.
@@ -207,7 +252,7 @@ impl Admission {
             None => None,
         };
         let own = if let Caller::Profile(own) = caller { Some(own.as_str()) } else { None };
-        let profile = match (named.and_then(|(_, profile)| profile), header) {
+        let profile = match (named.as_ref().and_then(|(_, profile)| profile.as_deref()), header) {
             (Some(profile), Some(header)) if profile != header => {
                 let message = format!(
                     "the model selects the profile `{profile}`, X-Steersman-Profile selects \
@@ -218,23 +263,35 @@ impl Admission {
             (Some(profile), _) | (None, Some(profile)) => profile,
             (None, None) => own.unwrap_or("default"),
         };
-        let engine = models.of(profile).ok_or_else(|| ApiError::profile_not_found(profile))?;
-        let served = &engine.info().model;
-        if let Some((named, _)) = named
-            && named.info().model != *served
-        {
-            let name = &named.info().model;
-            return Err(ApiError::model_not_found(format!(
+        let named = named.as_ref().map(|(index, _)| *index);
+        let index = models.serving(named, profile).map_err(|own| {
+            let (Some(own), Some(named)) = (own, named) else {
+                return ApiError::profile_not_found(profile);
+            };
+            let (served, name) = (models.name(own), models.name(named));
+            ApiError::model_not_found(format!(
                 "the profile `{profile}` uses the model `{served}`, not `{name}`: ask for \
                  `{served}`, or for another profile as `{name}@PROFILE` (see GET /v1/models)"
-            )));
-        }
+            ))
+        })?;
         access.allow(caller, profile)?;
-        Ok(Self {
-            engine: engine.clone(),
-            profile: profile.into(),
-            model: model.clone().unwrap_or_else(|| served.clone()),
-        })
+        let profile = profile.to_string();
+        Ok(Self { index, profile, model: model.unwrap_or_else(|| models.name(index).into()) })
+    }
+
+    /// Index of the model.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// Waits until the model is loaded.
+    ///
+    /// # Errors
+    /// 503 if that is not possible, 504 if `deadline` is over.
+    pub async fn admit(self, models: &Models, deadline: Instant) -> Result<Admission, ApiError> {
+        let lease = models.acquire(self.index, deadline).await?;
+        let (engine, lease) = (lease.engine().clone(), Arc::new(lease));
+        Ok(Admission { engine, lease, profile: self.profile, model: self.model })
     }
 }
 
@@ -271,8 +328,7 @@ pub fn named_by(body: &Map<String, Value>) -> policy::Caller {
 
 /// The names of all models, for messages.
 fn list(models: &Models) -> String {
-    let names: Vec<_> =
-        models.engines().iter().map(|engine| format!("`{}`", engine.info().model)).collect();
+    let names: Vec<_> = models.own_names().map(|name| format!("`{name}`")).collect();
     names.join(", ")
 }
 

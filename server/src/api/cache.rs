@@ -95,13 +95,15 @@ pub async fn get(
     Query(query): Query<CacheQuery>,
 ) -> Result<Json<CacheBody>, ApiError> {
     let engine = match &query.model {
-        None => app.models.first(),
-        Some(name) => app.models.named(name).ok_or_else(|| {
-            ApiError::model_not_found(format!(
-                "there is no model `{name}` here; see GET /v1/models"
-            ))
-        })?,
+        None => Some(app.models.first()),
+        Some(name) => app.models.named(name).and_then(|index| app.models.engine(index)),
     };
+    let engine = engine.ok_or_else(|| {
+        let name = query.model.unwrap_or_default();
+        ApiError::model_not_found(format!(
+            "there is no model `{name}` here, or it is not loaded; see GET /v1/models"
+        ))
+    })?;
     Ok(Json(engine.info().prefixes.report().into()))
 }
 

@@ -9,6 +9,8 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use steersman_engine::{Error, RequestError, policy};
 
+use crate::models::Refusal;
+
 /// `Retry-After` of a 429 and of a 503 for lack of room, in seconds.
 const RETRY_AFTER_SECONDS: u32 = 2;
 
@@ -154,6 +156,22 @@ impl ApiError {
         let message = "the server is loading its models; repeat the request later";
         let status = StatusCode::SERVICE_UNAVAILABLE;
         Self::new(status, "server_error", "server_loading", "", message)
+    }
+
+    /// A model that is served, but whose files are not here.
+    pub fn model_missing(message: impl Into<String>) -> Self {
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(status, "server_error", "model_not_downloaded", "model", message)
+    }
+
+    /// A download that the hub or the network ended.
+    pub fn download_failed(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_GATEWAY, "server_error", "download_failed", "model", message)
+    }
+
+    /// A download that the disk has no room for.
+    pub fn disk_full(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INSUFFICIENT_STORAGE, "server_error", "disk_full", "model", message)
     }
 
     /// The server stops before the reply is complete.
@@ -353,6 +371,35 @@ impl Dialect {
             Self::Ollama
         } else {
             Self::OpenAi
+        }
+    }
+}
+
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> Self {
+        let unavailable = |code, message: String| {
+            Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", code, "", message)
+        };
+        match refusal {
+            Refusal::Absent { ref model, ref problem } => {
+                tracing::error!(model, problem, "model is not ready");
+                Self::model_missing(format!(
+                    "{refusal}; an operator can download them (POST /v1/models/pull)"
+                ))
+            }
+            Refusal::TooLarge { .. } => {
+                unavailable("out_of_memory", format!("{refusal} (server.models_bytes)"))
+            }
+            Refusal::NoRoom { .. } => Self::no_room(&format!("{refusal}; try again later")),
+            // The reason may name files: the log has it.
+            Refusal::Failed { model, .. } => unavailable(
+                "model_load_failed",
+                format!("loading `{model}` failed; the server's log has the reason"),
+            ),
+            Refusal::Deadline { .. } => {
+                let status = StatusCode::GATEWAY_TIMEOUT;
+                Self::new(status, "server_error", "deadline_exceeded", "", refusal.to_string())
+            }
         }
     }
 }

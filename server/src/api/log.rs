@@ -9,6 +9,7 @@ use tracing::{Span, field, info, info_span};
 
 use super::error::ApiError;
 use super::metrics::Metrics;
+use crate::models::Lease;
 
 /// A running request. Dropping it before it ends logs and counts it as cancelled by the client.
 pub struct RequestLog {
@@ -23,6 +24,8 @@ pub struct RequestLog {
     pub permit: Option<OwnedSemaphorePermit>,
     /// Counts the bytes of the body against `server.body_budget_bytes` until the request has ended.
     pub share: Option<OwnedSemaphorePermit>,
+    /// Keeps the model loaded until the request has ended.
+    pub lease: Option<Arc<Lease>>,
 }
 
 impl RequestLog {
@@ -31,8 +34,8 @@ impl RequestLog {
         let (profile, stream) = (field::Empty, field::Empty);
         let span = info_span!("request", id, request_id, profile, stream);
         let started = Instant::now();
-        let first_event_ms = None;
-        Self { id, span, metrics, started, first_event_ms, ended: false, permit: None, share: None }
+        let (first_event_ms, ended, permit, share, lease) = (None, false, None, None, None);
+        Self { id, span, metrics, started, first_event_ms, ended, permit, share, lease }
     }
 
     pub fn admitted(&mut self, profile: &str, stream: bool) {

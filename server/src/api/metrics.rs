@@ -20,9 +20,11 @@ use steersman_engine::report::{
     Activity, MemoryUse, PrefixCounts, PrefixReport, StoreCounts, StoreReport,
 };
 use steersman_engine::request::Usage;
+use steersman_models::pool::Report;
 
 use super::App;
 use crate::connections::{Connection, Connections, Counts};
+use crate::models::State as ModelState;
 
 /// OpenMetrics 1.0, which Prometheus also reads.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -137,8 +139,9 @@ pub async fn get(
     if let Some(Extension(connection)) = connection {
         register_connections(&mut registry, connection.all());
     }
-    let engines = app.models.engines().iter();
-    let reports: Vec<_> = engines.map(EngineSnapshot::new).collect();
+    let engines = app.models.engines();
+    let reports: Vec<_> = engines.iter().map(EngineSnapshot::new).collect();
+    register_models(&mut registry, &app.models.reports());
     register_activity(&mut registry, &reports);
     register_cache(&mut registry, &reports);
     register_policies(&mut registry, app.models.policies().counters());
@@ -184,6 +187,22 @@ fn register_connections(registry: &mut Registry, connections: &Connections) {
     }
     let help = "Connections that were refused, displaced by new ones, or timed out";
     registry.register("closed_connections", help, closed);
+}
+
+/// Loads and unloads of models, and what is loaded.
+fn register_models(registry: &mut Registry, models: &[(&str, Report)]) {
+    let loads = Family::<Model, Counter>::default();
+    let unloads = Family::<Model, Counter>::default();
+    let loaded = Family::<Model, Gauge<u64, AtomicU64>>::default();
+    for (name, report) in models {
+        let label = [("model", (*name).to_string())];
+        loads.get_or_create(&label).inc_by(report.loads);
+        unloads.get_or_create(&label).inc_by(report.unloads);
+        loaded.get_or_create(&label).set((report.state == ModelState::Loaded).into());
+    }
+    registry.register("model_loads", "Loads of models on demand", loads);
+    registry.register("model_unloads", "Unloads of models that were loaded on demand", unloads);
+    registry.register("model_loaded", "1 if the model is loaded, else 0", loaded);
 }
 
 /// What runs and waits, and the bytes of it.

@@ -24,6 +24,7 @@ mod params;
 mod policies;
 mod probability;
 pub mod protocol;
+mod pull;
 mod reply;
 mod rerank;
 mod responses;
@@ -34,7 +35,7 @@ mod trace;
 mod unknown;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::{Request, State};
@@ -45,6 +46,8 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::Value;
 use steersman_engine::{Engine, Error};
+use steersman_models::hub::Hub;
+use steersman_models::pool::Report;
 use tokio::sync::Semaphore;
 
 use self::access::Access;
@@ -64,6 +67,7 @@ use self::responses::store::ResponseStore;
 use crate::config::ServerConfig;
 use crate::mcp::Mcp;
 use crate::models::Models;
+use crate::reload::Reloads;
 use crate::throttle::Throttle;
 
 /// Id of the HTTP request in logs and in the response; generated if the client sends none.
@@ -94,6 +98,10 @@ pub struct App {
     rollbacks: Semaphore,
     /// Limits traces that are read at a time.
     trace_readers: Arc<Semaphore>,
+    /// Limits downloads of models to one at a time.
+    pulls: Arc<Semaphore>,
+    /// Where models are downloaded from, if not what the environment says.
+    hub: Option<Hub>,
     body_limit_bytes: usize,
     request_timeout: Duration,
 }
@@ -101,7 +109,7 @@ pub struct App {
 /// The router of the whole server, to be served or called in a test.
 ///
 /// # Panics
-/// Outside of a runtime, if a profile grants MCP servers.
+/// Outside of a runtime, if a profile grants MCP servers, or `config` has reloads.
 pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
     let lifetime = Duration::from_secs(config.responses_days * 86_400);
     let folder = config.responses_folder.as_ref().filter(|_| config.responses_bytes > 0);
@@ -119,9 +127,14 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         uploads: Semaphore::new(1),
         rollbacks: Semaphore::new(1),
         trace_readers: Arc::new(Semaphore::new(trace::READERS)),
+        pulls: Arc::new(Semaphore::new(1)),
+        hub: config.hub.clone(),
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
     });
+    if let Some(reloads) = config.reloads.clone() {
+        tokio::spawn(follow(Arc::downgrade(&app), reloads));
+    }
     let clients = Router::new()
         .route("/chat/completions", post(handle::<Chat>))
         .route("/completions", post(handle::<Completions>))
@@ -148,6 +161,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/api/ps", get(ollama::running))
         .route("/api/show", post(ollama::show))
         .route("/api/version", get(ollama::version))
+        .route("/api/pull", post(pull::pull_as_ollama))
+        .route("/v1/models/pull", post(pull::pull))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
@@ -173,6 +188,16 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .with_state(app)
 }
 
+/// Applies what changes while the server runs.
+async fn follow(app: Weak<App>, mut reloads: Reloads) {
+    while reloads.changed().await.is_ok() {
+        let config = reloads.borrow_and_update().clone();
+        let (Some(app), Some(config)) = (app.upgrade(), config) else { return };
+        app.access.reload(&config);
+        app.models.set_aliases(config.aliases.clone());
+    }
+}
+
 /// `GET /` and `HEAD /`, by which clients find out whether a server is there: needs no key.
 async fn root() -> &'static str {
     "Steersman is running\n"
@@ -184,12 +209,29 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     if engines.iter().any(Engine::has_stopped) {
         return Err(Error::Stopped.into());
     }
-    let model = &app.models.first().info().model;
+    let model = app.models.name(0);
+    let models: Vec<Value> = app.models.reports().into_iter().map(model_state).collect();
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
     let engines: Vec<Value> = engines.iter().map(activity).collect();
-    Ok(Json(
-        serde_json::json!({"status": "ok", "model": model, "waiting": waiting, "engines": engines}),
-    ))
+    Ok(Json(serde_json::json!({
+        "status": "ok",
+        "model": model,
+        "waiting": waiting,
+        "engines": engines,
+        "models": models,
+    })))
+}
+
+/// Where a model is, for `/health`.
+fn model_state((name, report): (&str, Report)) -> Value {
+    serde_json::json!({
+        "model": name,
+        "state": report.state.name(),
+        "requests": report.requests,
+        "expires_s": report.expires.map(|time| time.as_secs()),
+        "loads": report.loads,
+        "unloads": report.unloads,
+    })
 }
 
 /// What an engine does, for `/health`.

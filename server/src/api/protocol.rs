@@ -17,7 +17,7 @@ use steersman_engine::request::{Event, Request};
 use steersman_engine::{Error, RequestError, policy};
 use tokio::time::Instant;
 
-use super::access::{self, Admission, Caller};
+use super::access::{self, Admission, Caller, Destination};
 use super::body::{Limit, ReadBody};
 use super::error::ApiError;
 use super::log::RequestLog;
@@ -156,12 +156,15 @@ pub async fn handle<P: Protocol>(
     let id = format!("{}{}", P::ID, random_hex());
     let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
     let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
-    let (stream, call, admission, named) = read.map_err(|error| log.failed(error))?;
-    let seen = app.access.seen_by_policies(&caller, &admission.profile, &headers);
+    let (stream, call, destination, named) = read.map_err(|error| log.failed(error))?;
+    let seen = app.access.seen_by_policies(&caller, &destination.profile, &headers);
     let seen = policy::Caller { key: seen.key, headers: seen.headers, ..named };
     let Call { mut protocol, mut requests, choices, mut notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
+    let admission = destination.admit(&app.models, deadline).await;
+    let admission = admission.map_err(|error| log.failed(error))?;
+    log.lease = Some(admission.lease.clone());
     let place = Place { app: &app, caller: &caller, admission: &admission };
     protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
     let mut toolboxes = Vec::new();
@@ -238,7 +241,7 @@ async fn read<P: Protocol>(
     headers: &HeaderMap,
     body: Body,
     log: &mut RequestLog,
-) -> Result<(bool, Call<P>, Admission, policy::Caller), ApiError> {
+) -> Result<(bool, Call<P>, Destination, policy::Caller), ApiError> {
     let body = read_json(app, headers, body, P::CONTENT_TYPE).await?;
     log.share = body.share;
     let parse = |body: Map<String, Value>| {
@@ -246,10 +249,10 @@ async fn read<P: Protocol>(
         P::parse(body).map(|parsed| (parsed, named))
     };
     let (Parsed { model, stream, call }, named) = app.bodies.parse(body.bytes, parse).await?;
-    let admission = admit(app, caller, headers, model)?;
-    log.admitted(&admission.profile, stream);
-    log.permit = app.access.acquire(&admission.profile)?;
-    Ok((stream, call?, admission, named))
+    let destination = destination(app, caller, headers, model)?;
+    log.admitted(&destination.profile, stream);
+    log.permit = app.access.acquire(&destination.profile)?;
+    Ok((stream, call?, destination, named))
 }
 
 /// Refuses prompts that do not fit into the context at once, not when their turn comes. Only texts that
@@ -293,18 +296,32 @@ pub async fn read_json(
     app.bodies.read(headers, body, content_type, limit).await
 }
 
-/// Admits a body for `model`.
+/// Admits a body for `model`, and waits until that is loaded.
 ///
 /// # Errors
-/// As [`Admission::new`].
-pub fn admit(
+/// As [`Destination::new`] and [`Destination::admit`].
+pub async fn admit(
     app: &App,
     caller: &Caller,
     headers: &HeaderMap,
     model: Option<String>,
 ) -> Result<Admission, ApiError> {
+    let deadline = Instant::now() + app.request_timeout;
+    destination(app, caller, headers, model)?.admit(&app.models, deadline).await
+}
+
+/// Where a body for `model` goes.
+///
+/// # Errors
+/// As [`Destination::new`].
+pub fn destination(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    model: Option<String>,
+) -> Result<Destination, ApiError> {
     let profile = headers.get(PROFILE).map(|profile| profile.to_str().unwrap_or("?"));
-    Admission::new(&app.models, &app.access, caller, model, profile)
+    Destination::new(&app.models, &app.access, caller, model, profile)
 }
 
 /// The time that the client gives a request, from its headers.

@@ -145,5 +145,5 @@ async fn read<T: Send + 'static>(
 ) -> Result<(T, Admission), ApiError> {
     let body = read_json(app, headers, body, JSON).await?;
     let (model, parsed) = app.bodies.parse(body.bytes, parse).await?;
-    Ok((parsed, admit(app, caller, headers, model)?))
+    Ok((parsed, admit(app, caller, headers, model).await?))
 }

@@ -37,6 +37,7 @@ impl ServerConfig {
             ("server.body_budget_bytes", self.body_budget_bytes as u64, body_limit, 1 << 40),
             ("server.body_timeout_s", self.body_timeout_s, 1, HOUR_S),
             ("server.request_timeout_s", self.request_timeout_s, 1, WEEK_S),
+            ("server.model_wait_s", self.model_wait_s, 1, HOUR_S),
             ("server.shutdown_s", self.shutdown_s, 0, HOUR_S),
             ("server.responses_bytes", self.responses_bytes, 0, 1 << 40),
             ("server.responses_days", self.responses_days, 1, 3650),

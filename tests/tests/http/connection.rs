@@ -236,6 +236,40 @@ async fn stopping_server_finishes_running_requests() {
     stopped.await.unwrap();
 }
 
+#[tokio::test]
+async fn stopping_server_tells_new_clients_that_it_drains() {
+    fn endless() -> Vec<Act> {
+        vec![Say(Event::Answer("Once".into())), UntilCancelled]
+    }
+    let config = ServerConfig { shutdown_s: 3600, ..ServerConfig::default() };
+    let server = Served::start(config, endless).await;
+    let socket = server.ask(body(json!({"stream": true}))).await;
+    server.wait_for_requests(1).await;
+    let address = server.address;
+    let stopped = server.stop();
+    let get = async |path: &str| {
+        let mut socket = TcpStream::connect(address).await.unwrap();
+        let head = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        socket.write_all(head.as_bytes()).await.unwrap();
+        read(socket).await
+    };
+    // Until it has noticed the signal, it is healthy.
+    let mut health = get("/health").await;
+    while health.starts_with("HTTP/1.1 200") {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        health = get("/health").await;
+    }
+    assert!(health.starts_with("HTTP/1.1 503") && health.contains("\"draining\""), "{health}");
+    let refused = get("/v1/models").await;
+    assert!(
+        refused.starts_with("HTTP/1.1 503") && refused.contains("server_stopping"),
+        "{refused}"
+    );
+    assert!(!stopped.is_finished(), "the running request has not ended");
+    drop(socket);
+    tokio::time::timeout(PATIENCE, stopped).await.expect("it stops").unwrap();
+}
+
 /// Before, the connections were closed without any reply, and streams broke off.
 #[tokio::test]
 async fn requests_cut_off_at_shutdown_end_with_an_error() {

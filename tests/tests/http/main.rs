@@ -17,8 +17,10 @@ mod limits;
 mod mcp;
 mod models;
 mod ollama;
+mod on_demand;
 mod operations;
 mod origin;
+mod pull;
 mod refusal;
 mod reply;
 mod request;
@@ -122,7 +124,15 @@ fn engine_that(
     queue: usize,
     script: impl Fn(&Request) -> Vec<Act> + Send + 'static,
 ) -> (Engine, Arc<Seen>) {
-    let queue = Arc::new(Queue::new(queue));
+    engine_on(Arc::new(Queue::new(queue)), model, script)
+}
+
+/// As [`engine_that`], with this queue.
+fn engine_on(
+    queue: Arc<Queue>,
+    model: &str,
+    script: impl Fn(&Request) -> Vec<Act> + Send + 'static,
+) -> (Engine, Arc<Seen>) {
     let waiting = queue.clone();
     let seen = Arc::new(Seen::default());
     let records = seen.clone();

@@ -182,7 +182,7 @@ pub async fn count_tokens(
 ) -> Result<Json<Value>, ApiError> {
     let body = read_json(&app, &headers, body, JSON).await?;
     let Parsed { model, call, .. } = app.bodies.parse(body.bytes, request::parse).await?;
-    let admission = admit(&app, &caller, &headers, model)?;
+    let admission = admit(&app, &caller, &headers, model).await?;
     let mut requests = call?.requests;
     for request in &mut requests {
         app.mcp.offer(&admission.profile, request, &mut Vec::new()).await;

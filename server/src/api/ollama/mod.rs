@@ -8,18 +8,19 @@ use axum::body::Body;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::{Extension, Json};
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use serde_json::{Map, Value, json};
-use steersman_engine::Engine;
 use steersman_engine::request::{Event, FinishReason, ToolCall};
 
 use super::App;
 use super::access::Caller;
 use super::chat::extension;
 use super::error::{ApiError, Dialect};
+use super::models::described;
 use super::probability;
-use super::protocol::{Framing, Parsed, Protocol, admit, read_json};
+use super::protocol::{Framing, Parsed, Protocol, destination, read_json};
 use super::reply::{self, Frames, Head, Reply};
+use crate::models::Description;
 
 /// The state of one response: of `/api/chat` if `CHAT`, else of `/api/generate`.
 #[derive(Debug, Default)]
@@ -159,45 +160,70 @@ pub async fn version() -> Json<Value> {
     Json(json!({"version": env!("CARGO_PKG_VERSION")}))
 }
 
-/// `GET /api/tags`: the models, as in `GET /v1/models`.
-pub async fn tags(State(app): State<Arc<App>>) -> Json<Value> {
-    let names = app.models.names();
-    let models: Vec<_> = names.iter().map(|(name, engine)| model(name, engine)).collect();
-    Json(json!({"models": models}))
+/// `GET /api/tags`: the models, as in `GET /v1/models`. Those whose files are missing are left out.
+pub async fn tags(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+    let (names, described) = described(&app).await?;
+    let models = names.iter().map(|name| (name.name.as_str(), &described[name.index]));
+    let models = models.filter(|(_, described)| described.state != "missing");
+    let models: Vec<_> = models.map(|(name, described)| model(name, described)).collect();
+    Ok(Json(json!({"models": models})))
 }
 
-/// `GET /api/ps`: the models in memory, which are all.
-pub async fn running(state: State<Arc<App>>) -> Json<Value> {
-    tags(state).await
+/// `GET /api/ps`: the models in memory.
+pub async fn running(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
+    let (names, described) = described(&app).await?;
+    let loaded = names.iter().filter_map(|name| {
+        let described = &described[name.index];
+        described.engine.as_ref()?;
+        let mut model = model(&name.name, described);
+        let weights = described.report.bytes;
+        model["size"] = weights.into();
+        model["size_vram"] = weights.into();
+        if let Some(expires) = described.report.expires {
+            let expires = SignedDuration::try_from(expires).unwrap_or_default();
+            model["expires_at"] = (Timestamp::now() + expires).to_string().into();
+        }
+        Some(model)
+    });
+    let models: Vec<_> = loaded.collect();
+    Ok(Json(json!({"models": models})))
 }
 
-fn model(name: &str, engine: &Engine) -> Value {
-    let info = engine.info();
-    let loaded = Timestamp::from_second(info.loaded.cast_signed()).unwrap_or_default();
+fn model(name: &str, described: &Description) -> Value {
+    let info = described.engine.as_ref().map(|engine| engine.info());
+    let loaded = info.map_or(0, |info| info.loaded.cast_signed());
     json!({
         "name": name,
         "model": name,
-        "modified_at": loaded.to_string(),
-        // Weights are not counted again here.
-        "size": 0,
-        "digest": info.fingerprint,
-        "details": details(engine),
+        "modified_at": Timestamp::from_second(loaded).unwrap_or_default().to_string(),
+        "size": described.facts.as_ref().map_or(0, |facts| facts.file_bytes()),
+        // Known while it is loaded.
+        "digest": info.map_or("", |info| info.fingerprint.as_str()),
+        "details": details(described),
     })
 }
 
-fn details(engine: &Engine) -> Value {
-    let info = engine.info();
+fn family(described: &Description) -> &str {
+    let info = described.engine.as_ref().map(|engine| engine.info());
+    let facts = described.facts.as_ref();
+    info.map(|info| info.family.as_str()).or(facts.map(|f| f.family.as_str())).unwrap_or_default()
+}
+
+fn details(described: &Description) -> Value {
+    let (family, facts) = (family(described), described.facts.as_deref());
+    let billions = |parameters: u64| format!("{:.1}B", parameters as f64 / 1e9);
     json!({
         "parent_model": "",
         "format": "safetensors",
-        "family": info.family,
-        "families": [info.family],
-        "parameter_size": "",
-        "quantization_level": info.numbers,
+        "family": family,
+        "families": [family],
+        "parameter_size": facts.map(|facts| billions(facts.parameters)).unwrap_or_default(),
+        "quantization_level": facts.map(|facts| facts.quantization.as_str()).unwrap_or_default(),
     })
 }
 
-/// `POST /api/show`: facts about one model.
+/// `POST /api/show`: facts about one model, which need not be loaded. Whether it can reason is known while it
+/// is.
 pub async fn show(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -206,21 +232,25 @@ pub async fn show(
 ) -> Result<Json<Value>, ApiError> {
     let body = read_json(&app, &headers, body, None).await?;
     let name = app.bodies.parse(body.bytes, request::shown).await?;
-    let admission = admit(&app, &caller, &headers, name)?;
-    let info = admission.engine.info();
+    let index = destination(&app, &caller, &headers, name)?.index();
+    let described = described(&app).await?.1.swap_remove(index);
+    let info = described.engine.as_ref().map(|engine| engine.info());
     let mut capabilities = vec!["completion", "tools"];
-    if info.text.supports_reasoning() {
+    if info.is_some_and(|info| info.text.supports_reasoning()) {
         capabilities.push("thinking");
     }
+    let of_files = described.facts.as_ref().and_then(|facts| facts.context);
+    let context = info.map(|info| info.context as u64).or(of_files);
+    let family = family(&described);
     let model_info = Map::from_iter([
-        ("general.architecture".to_string(), json!(info.family)),
-        (format!("{}.context_length", info.family), json!(info.context)),
+        ("general.architecture".to_string(), json!(family)),
+        (format!("{family}.context_length"), json!(context)),
     ]);
     Ok(Json(json!({
         "modelfile": "",
         "parameters": "",
         "template": "",
-        "details": details(&admission.engine),
+        "details": details(&described),
         "model_info": model_info,
         "capabilities": capabilities,
     })))

@@ -1,0 +1,479 @@
+//! `steersman list`, `show`, `pull` and `rm`: the models on this machine.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use indicatif::HumanBytes;
+use serde_json::{Value, json};
+
+use crate::facts::{CACHE_TOKENS, Facts, Numbers};
+use crate::hub::{self, Hub, NamedAs, Plan, named_as};
+use crate::machine;
+use crate::snapshots::{self, Snapshot, similar};
+
+/// Tokens of the request that a model is expected to have room for.
+const REQUEST_TOKENS: u64 = 8192;
+
+/// The models on this machine: the bundled one, those of the configuration, and those in the cache that
+/// Hugging Face's tools share.
+#[derive(Debug, Args)]
+pub struct List {
+    /// Print JSON: a list of objects
+    #[arg(long)]
+    json: bool,
+}
+
+/// One model: family, layers, numbers, files, and the memory that it needs.
+#[derive(Debug, Args)]
+pub struct Show {
+    /// Name as in `steersman list`, or a local folder
+    #[arg(value_name = "MODEL")]
+    model: String,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Download a model from Hugging Face, or continue a download. Says first what it needs.
+#[derive(Debug, Args)]
+pub struct Pull {
+    /// Hugging Face repo id (owner/name)
+    #[arg(value_name = "REPO")]
+    model: String,
+}
+
+/// Remove a downloaded model from the cache that Hugging Face's tools share.
+#[derive(Debug, Args)]
+pub struct Remove {
+    /// Exact repo id (owner/name), as in `steersman list`
+    #[arg(value_name = "REPO")]
+    model: String,
+    /// Remove it even if the configuration names it
+    #[arg(long)]
+    force: bool,
+}
+
+/// A model that the configuration names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Configured {
+    /// The key, as `models.small.path`.
+    pub key: String,
+    /// The name for clients.
+    pub name: String,
+    /// A local folder or a repo id.
+    pub path: String,
+}
+
+/// Where models are, and what they may take.
+#[derive(Debug, Clone)]
+pub struct Sources {
+    /// The cache and where to download from.
+    pub hub: Hub,
+    /// Name and folder of the bundled model.
+    pub bundled: (String, PathBuf),
+    /// The models of the configuration.
+    pub configured: Vec<Configured>,
+    /// How this machine keeps weights.
+    pub numbers: Numbers,
+    /// Most bytes of all weights and caches.
+    pub memory_limit: u64,
+}
+
+/// A model that can be listed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Listed {
+    name: String,
+    /// Where it is known from.
+    sources: Vec<String>,
+    folder: Option<PathBuf>,
+    /// `on disk`, `incomplete` or `missing`.
+    state: &'static str,
+    /// Bytes on disk.
+    bytes: Option<u64>,
+}
+
+impl Sources {
+    fn all(&self) -> Result<Vec<Listed>> {
+        let (name, folder) = self.bundled.clone();
+        let bytes = Facts::read(&folder).ok().map(|facts| facts.file_bytes());
+        let sources = vec!["bundled".into()];
+        let mut all = vec![Listed { name, sources, folder: Some(folder), state: "on disk", bytes }];
+        all.extend(snapshots::list(&self.hub)?.into_iter().map(Listed::from));
+        for Configured { key, name, path } in &self.configured {
+            // The name in the configuration may differ from that of the repo or the folder.
+            let key = if *name == path_name(path, &self.bundled.0) {
+                key.clone()
+            } else {
+                format!("{key} ({name})")
+            };
+            let folder = match named_as(path) {
+                Ok(NamedAs::Folder(folder)) => Some(folder),
+                Ok(NamedAs::Nothing) => Some(self.bundled.1.clone()),
+                Ok(NamedAs::Repo(_)) | Err(_) => None,
+            };
+            let is_same = |listed: &&mut Listed| match &folder {
+                Some(folder) => listed.folder.as_ref() == Some(folder),
+                None => listed.name == *path,
+            };
+            match all.iter_mut().find(is_same) {
+                Some(listed) => listed.sources.push(key),
+                None => {
+                    let state = if folder.is_some() { "on disk" } else { "missing" };
+                    let facts = folder.as_deref().and_then(|folder| Facts::read(folder).ok());
+                    let bytes = facts.map(|facts| facts.file_bytes());
+                    let name = path_name(path, &self.bundled.0);
+                    all.push(Listed { name, sources: vec![key], folder, state, bytes });
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn find(&self, model: &str) -> Result<Listed> {
+        let all = self.all()?;
+        let by_name = |listed: &&Listed| listed.name == model;
+        if let Some(listed) = all.iter().find(by_name) {
+            return Ok(listed.clone());
+        }
+        let of_client = self.configured.iter().find(|configured| configured.name == model);
+        if let Some(configured) = of_client
+            && configured.path != model
+        {
+            let path = path_name(&configured.path, &self.bundled.0);
+            return all
+                .into_iter()
+                .find(|listed| listed.name == path)
+                .with_context(|| format!("{model} is missing"));
+        }
+        if Path::new(model).exists()
+            && let NamedAs::Folder(folder) = named_as(model)?
+        {
+            let (name, sources) = (path_name(model, ""), vec!["folder".into()]);
+            return Ok(Listed {
+                name,
+                sources,
+                folder: Some(folder),
+                state: "on disk",
+                bytes: None,
+            });
+        }
+        let names: Vec<_> = all.iter().map(|listed| listed.name.as_str()).collect();
+        let pull = if hub::is_repo_id(model) {
+            format!("; `steersman pull {model}` downloads it if it is a Hugging Face repo")
+        } else {
+            String::new()
+        };
+        bail!("there is no model `{model}` on this machine{}{pull}", similar(model, &names));
+    }
+}
+
+/// The name of a model by its path.
+fn path_name(path: &str, bundled: &str) -> String {
+    match named_as(path) {
+        Ok(NamedAs::Nothing) => bundled.into(),
+        Ok(NamedAs::Folder(folder)) => {
+            folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
+        }
+        Ok(NamedAs::Repo(_)) | Err(_) => path.into(),
+    }
+}
+
+impl From<Snapshot> for Listed {
+    fn from(snapshot: Snapshot) -> Self {
+        Self {
+            name: snapshot.repo_id,
+            sources: vec!["cache".into()],
+            folder: snapshot.folder.filter(|_| snapshot.complete),
+            state: if snapshot.complete { "on disk" } else { "incomplete" },
+            bytes: Some(snapshot.bytes),
+        }
+    }
+}
+
+/// Prints all models.
+///
+/// # Errors
+/// If the cache cannot be read, or `out` not be written.
+pub fn list(sources: &Sources, options: &List, out: &mut impl Write) -> Result<()> {
+    let all = sources.all()?;
+    let facts = |listed: &Listed| listed.folder.as_deref().and_then(|at| Facts::read(at).ok());
+    if options.json {
+        let row = |listed: &Listed| object(sources, listed, facts(listed).as_ref());
+        let rows: Vec<Value> = all.iter().map(row).collect();
+        writeln!(out, "{}", serde_json::to_string_pretty(&rows)?)?;
+        return Ok(());
+    }
+    let titles = ["NAME", "SIZE", "FAMILY", "QUANTIZATION", "CONTEXT", "STATE", "FROM"];
+    let mut rows = vec![titles.map(String::from)];
+    for listed in &all {
+        let facts = facts(listed);
+        let text = |value: Option<String>| value.unwrap_or_else(|| "-".into());
+        rows.push([
+            listed.name.clone(),
+            text(listed.bytes.map(|bytes| HumanBytes(bytes).to_string())),
+            text(facts.as_ref().map(|facts| facts.family.clone())),
+            text(facts.as_ref().map(|facts| facts.quantization.clone())),
+            text(facts.as_ref().and_then(|facts| facts.context).map(|tokens| tokens.to_string())),
+            listed.state.into(),
+            listed.sources.join(", "),
+        ]);
+    }
+    write!(out, "{}", table(&rows))?;
+    Ok(())
+}
+
+/// Columns that are as wide as their widest cell.
+fn table<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: [usize; COLUMNS] = std::array::from_fn(|column| width(column).unwrap_or(0));
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
+        let line = cells.collect::<Vec<_>>().join("  ");
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// A model as JSON.
+fn object(sources: &Sources, listed: &Listed, facts: Option<&Facts>) -> Value {
+    let mut object = json!({
+        "name": listed.name,
+        "state": listed.state,
+        "from": listed.sources,
+        "folder": listed.folder,
+        "size": listed.bytes,
+    });
+    if let Some(facts) = facts {
+        let weights = facts.weight_bytes(sources.numbers);
+        object["size"] = listed.bytes.unwrap_or_else(|| facts.file_bytes()).into();
+        object["family"] = facts.family.as_str().into();
+        object["parameters"] = facts.parameters.into();
+        object["layers"] = facts.layers.into();
+        object["quantization"] = facts.quantization.as_str().into();
+        object["context"] = facts.context.into();
+        object["memory"] = json!({
+            "weights": weights,
+            "cache_per_1000_tokens": facts.cache_bytes(sources.numbers),
+            "limit": sources.memory_limit,
+            "fits": needed(facts, sources.numbers) <= sources.memory_limit,
+        });
+    }
+    object
+}
+
+/// Bytes of the weights and of one request of [`REQUEST_TOKENS`] tokens, or of the whole context.
+fn needed(facts: &Facts, numbers: Numbers) -> u64 {
+    let tokens = facts.context.unwrap_or(REQUEST_TOKENS).min(REQUEST_TOKENS);
+    let cache = facts.cache_bytes(numbers).unwrap_or(0);
+    facts.weight_bytes(numbers) + cache * tokens.div_ceil(CACHE_TOKENS)
+}
+
+/// Prints one model.
+///
+/// # Errors
+/// If there is no such model on this machine, or it cannot be read.
+pub fn show(sources: &Sources, options: &Show, out: &mut impl Write) -> Result<()> {
+    let listed = sources.find(&options.model)?;
+    let Some(folder) = &listed.folder else {
+        bail!(
+            "{} is {}: `steersman pull {0}` downloads what is missing",
+            listed.name,
+            listed.state
+        );
+    };
+    let facts = Facts::read(folder)?;
+    if options.json {
+        let mut object = object(sources, &listed, Some(&facts));
+        let file = |(name, bytes): &(String, u64)| json!({"name": name, "size": bytes});
+        object["files"] = facts.files.iter().map(file).collect();
+        writeln!(out, "{}", serde_json::to_string_pretty(&object)?)?;
+        return Ok(());
+    }
+    let unknown = || "not in config.json".to_string();
+    let number = |value: Option<u64>| value.map_or_else(unknown, |value| value.to_string());
+    let cache = facts.cache_bytes(sources.numbers);
+    let cache = cache.map_or_else(unknown, |bytes| HumanBytes(bytes).to_string());
+    let rows = [
+        ["name", &listed.name],
+        ["from", &listed.sources.join(", ")],
+        ["folder", &folder.display().to_string()],
+        ["family", &facts.family],
+        ["parameters", &millions(facts.parameters)],
+        ["layers", &number(facts.layers)],
+        ["quantization", &facts.quantization],
+        ["context", &number(facts.context)],
+        [
+            "weights in memory",
+            &format!("about {}", HumanBytes(facts.weight_bytes(sources.numbers))),
+        ],
+        ["cache of 1,000 tokens", &cache],
+        ["fits", &fits(needed(&facts, sources.numbers), sources.memory_limit)],
+        ["size on disk", &HumanBytes(facts.file_bytes()).to_string()],
+    ];
+    write!(out, "{}", table(&rows.map(|row| row.map(String::from))))?;
+    let files = facts
+        .files
+        .iter()
+        .map(|(name, bytes)| [format!("  {name}"), HumanBytes(*bytes).to_string()]);
+    write!(out, "{}", table(&files.collect::<Vec<_>>()))?;
+    Ok(())
+}
+
+fn millions(parameters: u64) -> String {
+    match parameters {
+        1_000_000_000.. => format!("{:.1} billion", parameters as f64 / 1e9),
+        _ => format!("{:.1} million", parameters as f64 / 1e6),
+    }
+}
+
+/// Whether weights and a request fit, in words.
+fn fits(needed: u64, limit: u64) -> String {
+    let answer = if needed <= limit { "yes" } else { "no" };
+    format!(
+        "{answer}: the weights and a request of {REQUEST_TOKENS} tokens take about {}, the limit \
+         is {}",
+        HumanBytes(needed),
+        HumanBytes(limit)
+    )
+}
+
+/// What a download needs, and what there is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Needs {
+    /// Bytes of all files.
+    pub total: u64,
+    /// Bytes that are on this machine.
+    pub here: u64,
+    /// Bytes that the disk of the cache has free.
+    pub disk_free: Option<u64>,
+    /// Bytes of the weights in memory, as an estimate.
+    pub memory: u64,
+    /// Most bytes of weights and caches.
+    pub memory_limit: u64,
+    /// Bits of a quantization that fits if this model does not.
+    pub quantization: Option<u64>,
+}
+
+impl Needs {
+    /// Those of `plan`, with the hub's cache in `cache` and weights of at most `memory_limit` bytes.
+    pub fn of(plan: &Plan, cache: &Path, numbers: Numbers, memory_limit: u64) -> Self {
+        let weights = plan.weight_bytes();
+        let config = fs::read_to_string(plan.snapshot.join("config.json")).unwrap_or_default();
+        let is_packed = config.contains("\"quantization");
+        // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
+        let float_bytes = numbers.float_bytes;
+        let memory = if is_packed { weights + weights / 8 } else { weights / 2 * float_bytes };
+        // With a scale and a bias of 16 bits for 64 numbers.
+        let packed = |bits: u64| weights / 32 * (2 * bits + 1);
+        let limit = memory_limit;
+        let fits = |bits: &u64| packed(*bits) + packed(*bits) / 8 <= limit;
+        let smaller = [8, 4].into_iter().find(fits);
+        Self {
+            total: plan.bytes(),
+            here: plan.bytes_here(),
+            disk_free: machine::disk_free(cache),
+            memory,
+            memory_limit: limit,
+            quantization: smaller.filter(|_| !is_packed && memory > limit),
+        }
+    }
+
+    /// Bytes that are missing.
+    pub fn left(&self) -> u64 {
+        self.total.saturating_sub(self.here)
+    }
+
+    /// What speaks against the download for lack of disk space.
+    ///
+    /// # Errors
+    /// With what is missing.
+    pub fn check_disk(&self) -> Result<()> {
+        let (left, free) = (self.left(), self.disk_free.unwrap_or(u64::MAX));
+        ensure!(
+            left <= free,
+            "the disk has {} free, and {} are to be downloaded: make room, or move the cache with \
+             HF_HUB_CACHE",
+            HumanBytes(free),
+            HumanBytes(left)
+        );
+        Ok(())
+    }
+
+    /// One line each for download, disk and memory.
+    pub fn describe(&self) -> String {
+        let mut text = format!(
+            "download: {} of {}, {} are here\n",
+            HumanBytes(self.left()),
+            HumanBytes(self.total),
+            HumanBytes(self.here)
+        );
+        if let Some(free) = self.disk_free {
+            let _ = writeln!(text, "disk: {} free", HumanBytes(free));
+        }
+        let answer = if self.memory <= self.memory_limit { "fit into" } else { "do not fit into" };
+        let _ = write!(
+            text,
+            "memory: the weights take about {}, which {answer} the limit of {}",
+            HumanBytes(self.memory),
+            HumanBytes(self.memory_limit)
+        );
+        if let Some(bits) = self.quantization {
+            let _ = write!(text, "; with {bits} bits they would fit: look for such a repo");
+        }
+        text
+    }
+}
+
+/// Downloads a model, with a progress bar.
+///
+/// # Errors
+/// If there is no such repo, not enough disk space, or the download fails; it can be continued.
+pub fn pull(sources: &Sources, options: &Pull, out: &mut impl Write) -> Result<()> {
+    let repo = &options.model;
+    if let Some(folder) = sources.hub.cached(repo) {
+        writeln!(out, "{repo} is complete in {}", folder.display())?;
+        return Ok(());
+    }
+    let plan = sources.hub.plan(repo)?;
+    let needs = Needs::of(&plan, &sources.hub.cache, sources.numbers, sources.memory_limit);
+    writeln!(out, "{repo}, commit {}, {} files", plan.sha, plan.files.len())?;
+    writeln!(out, "{}", needs.describe())?;
+    needs.check_disk()?;
+    let bar = hub::bar(&plan);
+    let folder = sources.hub.download(&plan, &mut |progress| hub::show(&bar, progress));
+    bar.finish_and_clear();
+    writeln!(out, "{repo} is complete in {}", folder?.display())?;
+    Ok(())
+}
+
+/// Removes a model from the cache.
+///
+/// # Errors
+/// If the cache has no model of exactly this name, or the configuration names it.
+pub fn remove(sources: &Sources, options: &Remove, out: &mut impl Write) -> Result<()> {
+    let model = &options.model;
+    ensure!(*model != sources.bundled.0, "{model} is part of the program and cannot be removed");
+    let users = sources.configured.iter().filter(|configured| configured.path == *model);
+    let keys: Vec<_> = users.map(|configured| configured.key.as_str()).collect();
+    let in_cache = snapshots::list(&sources.hub)?.iter().any(|snapshot| snapshot.repo_id == *model);
+    ensure!(
+        options.force || keys.is_empty() || !in_cache,
+        "the configuration names {model} ({}); with --force it is removed anyway",
+        keys.join(", ")
+    );
+    if !in_cache && matches!(named_as(model), Ok(NamedAs::Folder(_))) {
+        bail!("{model} is a folder of yours, not in the cache: remove it yourself");
+    }
+    let removed = snapshots::remove(&sources.hub, model)?;
+    writeln!(out, "removed {}, {}", removed.repo_id, HumanBytes(removed.bytes))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,275 @@
+//! `POST /v1/models/pull` and Ollama's `POST /api/pull`: downloads of models while the server runs, for
+//! operators.
+//!
+//! One download runs at a time, on a thread. It goes on if the client disconnects; asking again after it has
+//! failed continues it. A model that was downloaded is served if `[models]` names it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Extension;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, header};
+use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::{self, Stream};
+use serde_json::{Map, Value, json};
+use steersman_models::command::Needs;
+use steersman_models::hub::{Hub, Plan, Progress};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::App;
+use super::access::Caller;
+use super::error::ApiError;
+use super::protocol::{JSON, read_json};
+
+/// Shortest time between two reports of progress.
+const REPORT_EVERY: Duration = Duration::from_millis(200);
+
+/// What a client asks for.
+struct Asked {
+    repo: String,
+    stream: bool,
+}
+
+/// How far a download is.
+enum Report {
+    /// What it needs.
+    Planned(Needs),
+    /// Bytes of all files that are here, and the file that comes.
+    Progress { file: String, done: u64, total: u64 },
+    /// The folder with all files.
+    Done(PathBuf),
+    /// It failed.
+    Failed(ApiError),
+}
+
+/// `POST /v1/models/pull`
+pub async fn pull(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let body = operators_body(&app, &caller, &headers, body, JSON).await?;
+    let (first, reports) = begin(&app, body.repo).await?;
+    let events = rest(first, reports, |report| {
+        let event = SseEvent::default().data(of_openai(&report).to_string());
+        Some(Ok::<_, std::convert::Infallible>(event))
+    });
+    let keep_alive = KeepAlive::new().text("still downloading");
+    Ok(Sse::new(Box::pin(events)).keep_alive(keep_alive).into_response())
+}
+
+/// `POST /api/pull`
+pub async fn pull_as_ollama(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    let asked = operators_body(&app, &caller, &headers, body, None).await?;
+    let (first, mut reports) = begin(&app, asked.repo).await?;
+    let kind = [(header::CONTENT_TYPE, "application/x-ndjson")];
+    if asked.stream {
+        let lines = rest(first, reports, |report| {
+            Some(Ok::<_, std::convert::Infallible>(format!("{}\n", of_ollama(&report))))
+        });
+        return Ok((kind, Body::from_stream(lines)).into_response());
+    }
+    let mut last = first;
+    while let Some(report) = reports.recv().await {
+        last = report;
+    }
+    match last {
+        Report::Failed(error) => Err(error),
+        last => Ok(axum::Json(of_ollama(&last)).into_response()),
+    }
+}
+
+/// Reads the body of an operator.
+async fn operators_body(
+    app: &App,
+    caller: &Caller,
+    headers: &HeaderMap,
+    body: Body,
+    content_type: Option<&str>,
+) -> Result<Asked, ApiError> {
+    app.access.operator(caller).inspect_err(|_| app.metrics.unauthorized())?;
+    let body = read_json(app, headers, body, content_type).await?;
+    app.bodies.parse(body.bytes, parse).await
+}
+
+fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
+    let repo = body.shift_remove("model").or(body.shift_remove("name")).unwrap_or_default();
+    let Value::String(repo) = repo else {
+        return Err(ApiError::missing("model", "model: must be the id of a repo (owner/name)"));
+    };
+    let stream = match body.shift_remove("stream") {
+        None | Some(Value::Null) => true,
+        Some(Value::Bool(stream)) => stream,
+        Some(_) => {
+            return Err(ApiError::invalid("invalid_type", "stream", "stream: must be a boolean"));
+        }
+    };
+    // Ollama's clients always send it; downloads are checked in any case.
+    let insecure = body.shift_remove("insecure");
+    if insecure.is_some_and(|insecure| insecure == true) {
+        return Err(ApiError::unsupported("insecure", "insecure: is not supported"));
+    }
+    if let Some((name, _)) = body.iter().find(|(_, value)| !value.is_null()) {
+        let message = format!("`{name}` is an unknown field; leave it out");
+        return Err(ApiError::invalid("unknown_parameter", name, message));
+    }
+    if !steersman_models::hub::is_repo_id(&repo) {
+        let message = format!("model: `{repo}` is not the id of a repo (owner/name)");
+        return Err(ApiError::value("model", message));
+    }
+    Ok(Asked { repo, stream })
+}
+
+/// Starts a download; returns its first report.
+///
+/// # Errors
+/// If another one runs, or this one fails before it begins.
+async fn begin(
+    app: &Arc<App>,
+    repo: String,
+) -> Result<(Report, UnboundedReceiver<Report>), ApiError> {
+    let Ok(permit) = app.pulls.clone().try_acquire_owned() else {
+        let message = "another download is running; wait until it has ended";
+        return Err(ApiError::conflict("pull_in_progress", message));
+    };
+    let (reports, mut receiver) = unbounded_channel();
+    let download = Download {
+        hub: app.hub.clone().unwrap_or_else(Hub::from_env),
+        app: app.clone(),
+        repo,
+        reports,
+    };
+    tokio::task::spawn_blocking(move || download.run(permit));
+    match receiver.recv().await {
+        Some(Report::Failed(error)) => Err(error),
+        Some(first) => Ok((first, receiver)),
+        // It panicked, which the log has.
+        None => {
+            Err(ApiError::download_failed("the download failed; the server's log has the reason"))
+        }
+    }
+}
+
+/// A download on its thread.
+struct Download {
+    hub: Hub,
+    app: Arc<App>,
+    repo: String,
+    /// Nobody may listen any more.
+    reports: UnboundedSender<Report>,
+}
+
+impl Download {
+    fn run(self, permit: OwnedSemaphorePermit) {
+        let started = Instant::now();
+        let last = match self.download() {
+            Ok(folder) => {
+                tracing::info!(repo = self.repo, elapsed = ?started.elapsed(), "model downloaded");
+                Report::Done(folder)
+            }
+            Err(error) => {
+                let problem = error.message.as_str();
+                tracing::warn!(repo = self.repo, problem, "download failed");
+                Report::Failed(error)
+            }
+        };
+        // Who has read the last report may start the next download.
+        drop(permit);
+        let _ = self.reports.send(last);
+    }
+
+    fn download(&self) -> Result<PathBuf, ApiError> {
+        if let Some(folder) = self.hub.cached(&self.repo) {
+            return Ok(folder);
+        }
+        let failed = |error: anyhow::Error| ApiError::download_failed(format!("{error:#}"));
+        let plan = self.hub.plan(&self.repo).map_err(failed)?;
+        let needs = self.needs(&plan);
+        needs.check_disk().map_err(|error| ApiError::disk_full(error.to_string()))?;
+        tracing::info!(repo = self.repo, bytes = needs.left(), "download begins");
+        let _ = self.reports.send(Report::Planned(needs));
+        let mut next = Instant::now();
+        self.hub.download(&plan, &mut |progress| self.report(progress, &mut next)).map_err(failed)
+    }
+
+    fn needs(&self, plan: &Plan) -> Needs {
+        let models = &self.app.models;
+        Needs::of(plan, &self.hub.cache, models.numbers(), models.budget())
+    }
+
+    fn report(&self, progress: &Progress<'_>, next: &mut Instant) {
+        let Progress { file, done, total } = *progress;
+        if Instant::now() < *next && done < total {
+            return;
+        }
+        *next = Instant::now() + REPORT_EVERY;
+        let _ = self.reports.send(Report::Progress { file: file.into(), done, total });
+    }
+}
+
+/// `first` and what follows, rendered.
+fn rest<T>(
+    first: Report,
+    reports: UnboundedReceiver<Report>,
+    render: impl Fn(Report) -> Option<T>,
+) -> impl Stream<Item = T> {
+    stream::unfold((Some(first), reports, render), |(first, mut reports, render)| async move {
+        let report = match first {
+            Some(first) => first,
+            None => reports.recv().await?,
+        };
+        Some((render(report)?, (None, reports, render)))
+    })
+}
+
+fn of_openai(report: &Report) -> Value {
+    match report {
+        Report::Planned(needs) => json!({
+            "status": "downloading",
+            "total": needs.total,
+            "completed": needs.here,
+            "left": needs.left(),
+            "disk_free": needs.disk_free,
+            "memory": {
+                "weights": needs.memory,
+                "limit": needs.memory_limit,
+                "fits": needs.memory <= needs.memory_limit,
+            },
+        }),
+        Report::Progress { file, done, total } => json!({
+            "status": "downloading",
+            "file": file,
+            "total": total,
+            "completed": done,
+            "left": total.saturating_sub(*done),
+        }),
+        Report::Done(folder) => json!({"status": "success", "folder": folder}),
+        Report::Failed(error) => {
+            let mut body = error.to_json();
+            body["status"] = "failed".into();
+            body
+        }
+    }
+}
+
+fn of_ollama(report: &Report) -> Value {
+    match report {
+        Report::Planned(_) => json!({"status": "pulling manifest"}),
+        Report::Progress { file, done, total } => {
+            json!({"status": format!("pulling {file}"), "total": total, "completed": done})
+        }
+        Report::Done(_) => json!({"status": "success"}),
+        Report::Failed(error) => json!({"error": error.message}),
+    }
+}

@@ -1,0 +1,192 @@
+//! `[models.NAME]` and `[aliases]`: models that are loaded on demand, and further names.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Deserialize;
+use toml::Spanned;
+
+use super::{FileConfig, out_of};
+use crate::hub;
+
+/// A week in seconds.
+const WEEK_S: u64 = 7 * 24 * 3600;
+
+/// `[models.NAME]`: a model that is loaded when the first request asks for it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OnDemandConfig {
+    /// A local folder or a Hugging Face repo id. A repo is not downloaded when the server starts.
+    pub path: String,
+    /// Seconds without a request after which it is unloaded; 0 keeps it until its room is needed.
+    pub keep_alive_s: u64,
+    /// Whether it stays loaded once it is.
+    pub pinned: bool,
+}
+
+/// Lines of the aliases in the text of a file, by alias.
+pub fn lines(text: &str, aliases: &BTreeMap<String, Spanned<String>>) -> BTreeMap<String, usize> {
+    let line = |target: &Spanned<String>| text[..target.span().start].matches('\n').count() + 1;
+    aliases.iter().map(|(alias, target)| (alias.clone(), line(target))).collect()
+}
+
+impl FileConfig {
+    /// Names for clients of `[model]`, of the models of profiles and of those that are loaded on demand.
+    pub fn model_names(&self) -> Vec<String> {
+        let first = Some(self.first_name());
+        let of_profiles = self.profiles.values().map(|profile| &profile.model);
+        let of_profiles = of_profiles
+            .filter(|model| !model.is_empty() && !self.models.contains_key(*model))
+            .map(|model| hub::name_of(model));
+        let mut names: Vec<_> = first.into_iter().chain(of_profiles).collect();
+        names.extend(self.models.keys().cloned());
+        names
+    }
+
+    fn first_name(&self) -> String {
+        match self.model.name.as_str() {
+            "" => hub::name_of(&self.model.path),
+            name => name.into(),
+        }
+    }
+
+    /// Problems of `[models]` and `[aliases]`.
+    pub(super) fn problems_of_models(&self) -> Vec<String> {
+        let mut problems = Vec::new();
+        let names = self.model_names();
+        for (name, model) in &self.models {
+            let key = format!("models.{}", name.escape_debug());
+            if !is_name(name) {
+                problems.push(format!("{key}: {NAME_RULE}"));
+            }
+            if names.iter().filter(|other| *other == name).count() > 1 {
+                problems.push(format!("{key}: another model has this name; choose another one"));
+            }
+            if model.path.is_empty() {
+                problems
+                    .push(format!("{key}.path: is missing; name a folder or a repo (owner/name)"));
+            }
+            problems.extend(out_of(&format!("{key}.keep_alive_s"), model.keep_alive_s, 0, WEEK_S));
+        }
+        for (alias, target) in &self.aliases {
+            let line = self.alias_lines.get(alias);
+            let at = line.map(|line| format!(" (line {line})")).unwrap_or_default();
+            let key = format!("aliases.{}{at}", alias.escape_debug());
+            problems.extend(
+                self.problem_of_alias(alias, target.get_ref(), &names)
+                    .map(|problem| format!("{key}: {problem}")),
+            );
+        }
+        problems
+    }
+
+    fn problem_of_alias(&self, alias: &str, target: &str, names: &[String]) -> Option<String> {
+        if !is_name(alias) {
+            return Some(NAME_RULE.into());
+        }
+        if names.iter().any(|name| name == alias) {
+            return Some("is the name of a model already".into());
+        }
+        if self.aliases.contains_key(target) {
+            return Some(format!("`{target}` is an alias itself; name its model"));
+        }
+        if names.iter().any(|name| name == target) {
+            return None;
+        }
+        let known: BTreeSet<_> = names.iter().map(|name| format!("`{name}`")).collect();
+        let known = known.into_iter().collect::<Vec<_>>().join(", ");
+        let Some((model, profile)) = target.rsplit_once('@') else {
+            return Some(format!(
+                "there is no model `{target}`; use {known}, or one of them with @PROFILE"
+            ));
+        };
+        if !names.iter().any(|name| name == model) {
+            return Some(format!("there is no model `{model}`; use {known}"));
+        }
+        let serves = self.serves(model, profile);
+        (!serves).then(|| format!("there is no profile `{profile}` that uses `{model}`"))
+    }
+
+    /// Whether requests of `profile` may use `model`.
+    fn serves(&self, model: &str, profile: &str) -> bool {
+        let own = self.profiles.get(profile).map(|profile| profile.model.as_str());
+        match own {
+            None if profile != "default" => false,
+            None | Some("") => model == self.first_name() || self.models.contains_key(model),
+            Some(own) if self.models.contains_key(own) => own == model,
+            Some(own) => hub::name_of(own) == model,
+        }
+    }
+}
+
+/// What names must be.
+const NAME_RULE: &str = "a name is letters, digits and any of -_.:/ (`@` begins a profile)";
+
+fn is_name(name: &str) -> bool {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || "-_.:/".contains(c);
+    !name.is_empty() && name.chars().all(is_part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problems(text: &str) -> Vec<String> {
+        FileConfig::parse(text).unwrap().problems()
+    }
+
+    const MODELS: &str = "[models.small]\npath = 'owner/small'\n[models.quick]\npath = 'owner/q'\n\
+                          [profiles.fast]\nmodel = 'quick'\n[profiles.plain]\n";
+
+    #[test]
+    fn aliases_name_models_and_their_profiles() {
+        let targets = [
+            "small",
+            "quick",
+            "tiny-hybrid-4bit",
+            "small@default",
+            "small@plain",
+            "quick@fast",
+            "tiny-hybrid-4bit@plain",
+        ];
+        for target in targets {
+            let text = format!("{MODELS}[aliases]\n\"gpt-4o:latest\" = '{target}'");
+            assert_eq!(problems(&text), [""; 0], "{target}");
+        }
+    }
+
+    #[test]
+    fn wrong_aliases_are_refused_with_their_line() {
+        for (alias, words) in [
+            ("a = 'smal'", "there is no model `smal`; use `quick`, `small`, `tiny-hybrid-4bit`"),
+            ("a = 'smal@plain'", "there is no model `smal`"),
+            ("a = 'small@none'", "there is no profile `none` that uses `small`"),
+            ("a = 'small@fast'", "there is no profile `fast` that uses `small`"),
+            ("a = 'quick@'", "there is no profile `` that uses `quick`"),
+            ("small = 'quick'", "is the name of a model already"),
+            ("\"a@b\" = 'quick'", "a name is letters"),
+            ("a = ''", "there is no model ``"),
+        ] {
+            let problems = problems(&format!("{MODELS}[aliases]\n\n{alias}\n"));
+            assert_eq!(problems.len(), 1, "{problems:?}");
+            let problem = &problems[0];
+            assert!(problem.contains("(line 10)") && problem.contains(words), "{problem}");
+        }
+        let chain = problems(&format!("{MODELS}[aliases]\na = 'small'\nb = 'a'"));
+        assert!(chain[0].contains("aliases.b (line 10): `a` is an alias itself"), "{chain:?}");
+    }
+
+    #[test]
+    fn wrong_models_are_refused_by_key() {
+        for (text, words) in [
+            ("[models.a]", "models.a.path: is missing"),
+            ("[models.\"a@b\"]\npath = 'x/y'", "models.a@b: a name is letters"),
+            ("[models.tiny-hybrid-4bit]\npath = 'x/y'", "another model has this name"),
+            ("[model]\nname = 'a'\n[models.a]\npath = 'x/y'", "another model has this name"),
+            ("[models.a]\npath = 'x/y'\nkeep_alive_s = 99999999", "models.a.keep_alive_s"),
+        ] {
+            let problems = problems(text);
+            assert_eq!(problems.len(), 1, "{problems:?}");
+            assert!(problems[0].contains(words), "{problems:?}");
+        }
+    }
+}

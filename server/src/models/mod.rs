@@ -1,0 +1,329 @@
+//! The models that the server serves: their names, the profiles that use them, and their engines.
+//!
+//! The model of `[model]` and those of profiles are loaded when the server starts, and stay. Those of
+//! `[models]` are loaded on demand, within the bytes of `server.models_bytes`: `steersman_models::pool` has
+//! the rules. A request holds a [`Lease`] until its reply has ended.
+
+mod load;
+mod starter;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::RwLock;
+use steersman_engine::Engine;
+use steersman_engine::policy::Policies;
+use steersman_models::facts::{Facts, Numbers, Unpacked};
+use steersman_models::pool::{self, Pool, Report};
+pub use steersman_models::pool::{Refusal, Settings, State};
+use tokio::time::Instant;
+
+pub use self::load::{Loaded, find, load, numbers};
+use self::starter::Starter;
+pub use self::starter::{Recipe, Running};
+
+/// How long a request waits for room if nothing says so; see `server.model_wait_s`.
+const WAIT: Duration = Duration::from_secs(60);
+
+/// The right of a request to use a loaded model.
+pub type Lease = pool::Lease<Starter>;
+
+/// The models of this server. The first is that of `[model]`, which every profile without a model of its own
+/// uses. Cheap to clone.
+#[derive(Clone)]
+pub struct Models {
+    pool: Pool<Starter>,
+    /// By index, as in the pool.
+    served: Vec<Served>,
+    /// Index of the model, by profile.
+    of_profile: BTreeMap<String, usize>,
+    /// Further names, and what they stand for.
+    aliases: Arc<RwLock<BTreeMap<String, String>>>,
+    policies: Arc<Policies>,
+    /// How engines keep weights.
+    numbers: Numbers,
+}
+
+#[derive(Clone)]
+struct Served {
+    /// The name for clients.
+    name: String,
+    on_demand: bool,
+    files: Option<Arc<dyn Files>>,
+    facts: Arc<OnceLock<Arc<Facts>>>,
+}
+
+/// Finds the folder of a model's files. Blocks.
+trait Files: Send + Sync {
+    /// `None` if they are not on this machine.
+    fn folder(&self) -> Option<PathBuf>;
+}
+
+impl<F: Fn() -> Option<PathBuf> + Send + Sync> Files for F {
+    fn folder(&self) -> Option<PathBuf> {
+        self()
+    }
+}
+
+/// A model at one moment.
+pub struct Description {
+    /// Its own name.
+    pub name: String,
+    /// `loaded`, `loading`, `unloading`, `on disk`, or `missing` if its files are not on this machine.
+    pub state: &'static str,
+    /// What its files say; `None` if they are missing, or not known.
+    pub facts: Option<Arc<Facts>>,
+    /// What serves it, if it is loaded.
+    pub engine: Option<Engine>,
+    /// Bytes, requests and times.
+    pub report: Report,
+}
+
+/// A name of a model for clients.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Name {
+    /// `MODEL`, `MODEL@PROFILE` or an alias.
+    pub name: String,
+    /// Index of the model.
+    pub index: usize,
+    /// What an alias stands for.
+    pub alias_of: Option<String>,
+}
+
+impl From<Engine> for Models {
+    /// One model for all profiles.
+    fn from(engine: Engine) -> Self {
+        let pool = Pool::new(Starter::default(), Vec::new(), u64::MAX, WAIT);
+        Self::new(pool, engine, 0, None)
+    }
+}
+
+impl Models {
+    /// The model of `[model]`, which takes `bytes`.
+    fn new(pool: Pool<Starter>, engine: Engine, bytes: u64, files: Option<Arc<dyn Files>>) -> Self {
+        let policies = engine.policies().clone();
+        let profiles = engine.info().profiles.clone();
+        let (served, of_profile, aliases) = (Vec::new(), BTreeMap::new(), Arc::default());
+        let numbers = Numbers { float_bytes: 4, unpacked: Unpacked::WithoutKernel };
+        let mut models = Self { pool, served, of_profile, aliases, policies, numbers };
+        models.add_loaded(engine, &profiles, bytes, files);
+        models
+    }
+
+    /// With another budget for the models that are loaded on demand, and another time for which a request
+    /// waits for room. Before any is added.
+    pub fn with_budget(engine: Engine, budget: u64, wait: Duration) -> Self {
+        Self::new(Pool::new(Starter::default(), Vec::new(), budget, wait), engine, 0, None)
+    }
+
+    /// Adds a model for `profiles` that stays loaded.
+    pub fn add(&mut self, engine: Engine, profiles: &[String]) {
+        self.add_loaded(engine, profiles, 0, None);
+    }
+
+    fn add_loaded(
+        &mut self,
+        engine: Engine,
+        profiles: &[String],
+        bytes: u64,
+        files: Option<Arc<dyn Files>>,
+    ) {
+        let name = engine.info().model.clone();
+        let index = self.pool.add_loaded(&name, engine, bytes);
+        self.of_profile.extend(profiles.iter().map(|profile| (profile.clone(), index)));
+        self.served.push(Served { name, on_demand: false, files, facts: Arc::default() });
+    }
+
+    /// Adds a model that is loaded on demand: for `profiles`, and for all that use the first model.
+    pub fn add_on_demand(
+        &mut self,
+        settings: Settings,
+        recipe: Arc<dyn Recipe>,
+        profiles: &[String],
+    ) {
+        let name = settings.name.clone();
+        let index = self.pool.add(settings);
+        self.pool.starter().add(index, recipe.clone());
+        self.of_profile.extend(profiles.iter().map(|profile| (profile.clone(), index)));
+        let files: Arc<dyn Files> = Arc::new(move || recipe.folder().ok());
+        self.served.push(Served {
+            name,
+            on_demand: true,
+            files: Some(files),
+            facts: Arc::default(),
+        });
+    }
+
+    /// Sets the aliases, which have been checked against the names of the models.
+    pub fn set_aliases(&self, aliases: BTreeMap<String, String>) {
+        *self.aliases.write() = aliases;
+    }
+
+    /// The engine of a profile, if its model is loaded.
+    pub fn of(&self, profile: &str) -> Option<Engine> {
+        self.pool.loaded(*self.of_profile.get(profile)?)
+    }
+
+    /// The engine of `[model]`.
+    pub fn first(&self) -> Engine {
+        self.pool.loaded(0).expect("the first model stays loaded")
+    }
+
+    /// Index of the model with this name.
+    pub fn named(&self, model: &str) -> Option<usize> {
+        self.served.iter().position(|served| served.name == model)
+    }
+
+    /// The name of a model.
+    pub fn name(&self, index: usize) -> &str {
+        &self.served[index].name
+    }
+
+    /// The engine of a model, if it is loaded: for reports, not for requests.
+    pub fn engine(&self, index: usize) -> Option<Engine> {
+        self.pool.loaded(index)
+    }
+
+    /// The engines of all loaded models, that of `[model]` first.
+    pub fn engines(&self) -> Vec<Engine> {
+        (0..self.served.len()).filter_map(|index| self.pool.loaded(index)).collect()
+    }
+
+    /// The policies, which all models share.
+    pub fn policies(&self) -> &Arc<Policies> {
+        &self.policies
+    }
+
+    /// The names of all models, without profiles and aliases.
+    pub fn own_names(&self) -> impl Iterator<Item = &str> {
+        self.served.iter().map(|served| served.name.as_str())
+    }
+
+    /// Names for clients: the first model's, those of models that are loaded on demand, `model@profile` for
+    /// each profile but `default`, and the aliases.
+    pub fn names(&self) -> Vec<Name> {
+        let name = |name: String, index| Name { name, index, alias_of: None };
+        let own = self.served.iter().enumerate();
+        let own = own.filter(|(index, served)| *index == 0 || served.on_demand);
+        let mut names: Vec<_> =
+            own.map(|(index, served)| name(served.name.clone(), index)).collect();
+        for (profile, &index) in self.of_profile.iter().filter(|(name, _)| *name != "default") {
+            names.push(name(format!("{}@{profile}", self.served[index].name), index));
+        }
+        let aliases = self.aliases.read().clone().into_iter().filter_map(|(alias, target)| {
+            let (index, _) = self.resolve_model(&target)?;
+            Some(Name { name: alias, index, alias_of: Some(target) })
+        });
+        names.extend(aliases);
+        names
+    }
+
+    /// The model and the profile, if any, of a name that a client sends: `model`, `model@profile` or an alias
+    /// of these, also with Ollama's tag `:latest`. `None` if that is not served.
+    pub fn resolve(&self, name: &str) -> Option<(usize, Option<String>)> {
+        let resolve = |name: &str| self.resolve_model(name).or_else(|| self.resolve_alias(name));
+        resolve(name).or_else(|| resolve(name.strip_suffix(":latest")?))
+    }
+
+    fn resolve_alias(&self, name: &str) -> Option<(usize, Option<String>)> {
+        let aliases = self.aliases.read();
+        if let Some(target) = aliases.get(name) {
+            return self.resolve_model(target);
+        }
+        let (alias, profile) = name.rsplit_once('@')?;
+        let (index, None) = self.resolve_model(aliases.get(alias)?)? else { return None };
+        self.serves(index, profile).then(|| (index, Some(profile.to_string())))
+    }
+
+    fn resolve_model(&self, name: &str) -> Option<(usize, Option<String>)> {
+        if let Some(index) = self.named(name) {
+            return Some((index, None));
+        }
+        // A model's name may itself contain an `@`.
+        self.of_profile.keys().find_map(|profile| {
+            let model = name.strip_suffix(profile.as_str())?.strip_suffix('@')?;
+            let index = self.named(model)?;
+            self.serves(index, profile).then(|| (index, Some(profile.clone())))
+        })
+    }
+
+    /// Whether requests of `profile` may use a model.
+    fn serves(&self, index: usize, profile: &str) -> bool {
+        match self.of_profile.get(profile) {
+            Some(0) => index == 0 || self.served[index].on_demand,
+            own => own == Some(&index),
+        }
+    }
+
+    /// The model of a request of `profile` that names model `named`, or none.
+    ///
+    /// # Errors
+    /// If there is no such profile (`None`), or it uses another model (its index).
+    pub fn serving(&self, named: Option<usize>, profile: &str) -> Result<usize, Option<usize>> {
+        let own = *self.of_profile.get(profile).ok_or(None)?;
+        match named {
+            None => Ok(own),
+            Some(named) if self.serves(named, profile) => Ok(named),
+            Some(_) => Err(Some(own)),
+        }
+    }
+
+    /// Waits until a model is loaded, and keeps it so until the lease is dropped.
+    ///
+    /// # Errors
+    /// If it cannot be loaded, there is no room for it, or `deadline` is over.
+    pub async fn acquire(&self, index: usize, deadline: Instant) -> Result<Lease, Refusal> {
+        self.pool.acquire(index, deadline).await
+    }
+
+    /// All models. Blocks: reads files.
+    pub fn describe(&self) -> Vec<Description> {
+        let reports = self.pool.report().into_iter().enumerate();
+        reports.map(|(index, report)| self.description(index, report)).collect()
+    }
+
+    fn description(&self, index: usize, report: Report) -> Description {
+        let Served { name, files, facts, .. } = &self.served[index];
+        let folder = || files.as_ref().and_then(|files| files.folder());
+        let is_missing = report.state == State::OnDisk && folder().is_none();
+        let read = || {
+            let facts = Facts::read(&folder()?).ok()?;
+            Some(self.served[index].facts.get_or_init(|| Arc::new(facts)).clone())
+        };
+        Description {
+            name: name.clone(),
+            state: if is_missing { "missing" } else { report.state.name() },
+            facts: facts.get().cloned().filter(|_| !is_missing).or_else(read),
+            engine: self.pool.loaded(index),
+            report,
+        }
+    }
+
+    /// States and counts of all models, by name. Never blocks.
+    pub fn reports(&self) -> Vec<(&str, Report)> {
+        self.own_names().zip(self.pool.report()).collect()
+    }
+
+    /// Most bytes of the weights of all loaded models.
+    pub fn budget(&self) -> u64 {
+        self.pool.budget()
+    }
+
+    /// How engines keep weights.
+    pub fn numbers(&self) -> Numbers {
+        self.numbers
+    }
+
+    /// Waits until an engine that was loaded on demand cannot go on; then the process should end.
+    pub async fn broken(&self) {
+        self.pool.starter().broken().await;
+    }
+
+    /// The threads of engines that were loaded on demand and are still loaded.
+    pub fn take_threads(&self) -> Vec<JoinHandle<()>> {
+        self.pool.starter().take_threads()
+    }
+}

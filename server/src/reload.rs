@@ -1,0 +1,180 @@
+//! Reload of the configuration on SIGHUP: keys, limits of profiles and aliases change while the server runs,
+//! the rest needs a restart, which the log says.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use tokio::sync::watch;
+use toml::{Table, Value};
+
+use crate::config::{FileConfig, ServerConfig};
+
+/// Where the app learns of a new configuration.
+pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;
+
+/// Keys that take effect while the server runs, with `*` for any name.
+const LIVE: [&str; 6] = [
+    "server.api_keys",
+    "server.admin_keys",
+    "aliases.*",
+    "profiles.*.api_keys",
+    "profiles.*.limits.requests",
+    "profiles.*.policy_headers",
+];
+
+/// The configuration file of a running server.
+pub struct Reloader {
+    path: PathBuf,
+    /// What the file had when it was read last without an error.
+    active: Table,
+    /// Applies the options of the command line.
+    options: Box<dyn Fn(&mut FileConfig) + Send>,
+    reloads: watch::Sender<Option<Arc<ServerConfig>>>,
+}
+
+/// What a reload changes: keys of the file.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Those that have taken effect.
+    pub applied: Vec<String>,
+    /// Those that take effect after a restart.
+    pub need_restart: Vec<String>,
+}
+
+impl Reloader {
+    /// Begins with the file as it is. `options` applies the options of the command line.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn new(
+        path: &Path,
+        options: impl Fn(&mut FileConfig) + Send + 'static,
+    ) -> Result<(Self, Reloads)> {
+        let (reloads, receiver) = watch::channel(None);
+        let (path, active, options) = (path.to_path_buf(), read(path)?, Box::new(options));
+        Ok((Self { path, active, options, reloads }, receiver))
+    }
+
+    /// Reads the file again and applies what can be applied.
+    ///
+    /// # Errors
+    /// If it cannot be read or has a problem; then nothing changes.
+    pub fn reload(&mut self) -> Result<Changes> {
+        let mut file = FileConfig::read(&self.path)?;
+        (self.options)(&mut file);
+        let (server, _) = file.check()?;
+        let new = read(&self.path)?;
+        let changes = changes(&self.active, &new);
+        self.reloads.send_replace(Some(Arc::new(server)));
+        self.active = new;
+        Ok(changes)
+    }
+
+    /// Reloads at each SIGHUP, for ever.
+    #[cfg(unix)]
+    pub async fn run(mut self) {
+        use tokio::signal::unix::{SignalKind, signal};
+
+        let mut hangups = match signal(SignalKind::hangup()) {
+            Ok(hangups) => hangups,
+            Err(error) => return tracing::warn!(%error, "no handler for SIGHUP"),
+        };
+        while hangups.recv().await.is_some() {
+            let path = self.path.display().to_string();
+            match self.reload() {
+                Ok(Changes { applied, need_restart }) => {
+                    tracing::info!(path, ?applied, ?need_restart, "configuration reloaded");
+                }
+                Err(error) => {
+                    let error = format!("{error:#}");
+                    tracing::error!(
+                        path,
+                        error,
+                        "configuration not reloaded; keeping the active one"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn read(path: &Path) -> Result<Table> {
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("reading the configuration {}", path.display()))?;
+    text.parse().with_context(|| format!("in the configuration {}", path.display()))
+}
+
+/// The keys whose values differ, by whether they take effect at once.
+fn changes(old: &Table, new: &Table) -> Changes {
+    let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());
+    flatten("", old, &mut before);
+    flatten("", new, &mut after);
+    let mut keys: Vec<_> = before.keys().chain(after.keys()).collect();
+    keys.sort();
+    keys.dedup();
+    let changed = keys.into_iter().filter(|key| before.get(*key) != after.get(*key));
+    let (applied, need_restart) = changed.cloned().partition(|key| is_live(key));
+    Changes { applied, need_restart }
+}
+
+/// Values by their whole key.
+fn flatten<'a>(prefix: &str, table: &'a Table, values: &mut BTreeMap<String, &'a Value>) {
+    for (name, value) in table {
+        let key = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+        match value {
+            Value::Table(table) => flatten(&key, table, values),
+            value => drop(values.insert(key, value)),
+        }
+    }
+}
+
+fn is_live(key: &str) -> bool {
+    LIVE.iter().any(|live| match live.split_once('*') {
+        None => key == *live,
+        Some((begin, end)) => {
+            let name = key.strip_prefix(begin).and_then(|rest| rest.strip_suffix(end));
+            name.is_some_and(|name| !name.is_empty())
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reload_tells_what_it_applied_and_what_needs_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c.toml");
+        let write = |text: &str| std::fs::write(&path, text).unwrap();
+        write("[server]\napi_keys = ['a']\nport = 1\n[profiles.p.limits]\nrequests = 1\n");
+        let (mut reloader, reloads) =
+            Reloader::new(&path, |file| file.model.name = "mine".into()).unwrap();
+        assert_eq!(reloader.reload().unwrap(), Changes::default());
+        write(
+            "[server]\napi_keys = ['b']\nport = 2\nadmin_keys = ['c']\n[aliases]\n\"gpt.4\" = 'mine'\n\
+             [profiles.p.limits]\nrequests = 2\nmax_tokens = 3\n",
+        );
+        let changes = reloader.reload().unwrap();
+        let applied =
+            ["aliases.gpt.4", "profiles.p.limits.requests", "server.admin_keys", "server.api_keys"];
+        assert_eq!(changes.applied, applied);
+        assert_eq!(changes.need_restart, ["profiles.p.limits.max_tokens", "server.port"]);
+        let server = reloads.borrow().clone().unwrap();
+        assert_eq!((server.api_keys.len(), server.profiles["p"].requests), (1, 2));
+
+        // A wrong file changes nothing, and the next one is compared with what is active.
+        write("[server]\napi_keys = ['']\n");
+        let error = format!("{:#}", reloader.reload().unwrap_err());
+        assert!(error.contains("server.api_keys"), "{error}");
+        write("[server\n");
+        assert!(reloader.reload().is_err());
+        assert!(Arc::ptr_eq(&server, &reloads.borrow().clone().unwrap()));
+        write("[server]\nport = 2\n");
+        let changes = reloader.reload().unwrap();
+        assert!(changes.applied.contains(&"server.api_keys".into()), "{changes:?}");
+        assert_eq!(changes.need_restart, ["profiles.p.limits.max_tokens"]);
+    }
+}

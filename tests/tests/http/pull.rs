@@ -1,0 +1,137 @@
+//! Downloads while the server runs, from a hub on this machine.
+
+use std::path::Path;
+
+use axum::extract::Request as HttpRequest;
+use axum::http::Request as ClientRequest;
+use axum::response::IntoResponse;
+use steersman_models::hub::Hub;
+use tempfile::TempDir;
+
+use crate::*;
+
+const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
+
+const FILES: [(&str, &str); 3] =
+    [("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "weights")];
+
+/// Answers as a hub with the repo `owner/tiny`.
+async fn answer_as_hub(request: HttpRequest) -> Response {
+    let path = request.uri().path();
+    if path == "/api/models/owner/tiny/revision/main" {
+        let file = |(name, text): (&str, &str)| json!({"rfilename": name, "size": text.len()});
+        let files: Vec<_> = FILES.into_iter().map(file).collect();
+        return axum::Json(json!({"sha": SHA, "siblings": files})).into_response();
+    }
+    let name = path.strip_prefix(&format!("/owner/tiny/resolve/{SHA}/")).unwrap_or_default();
+    let Some((_, text)) = FILES.into_iter().find(|(known, _)| *known == name) else {
+        return StatusCode::NOT_FOUND.into_response();
+    };
+    let range = request.headers()[header::RANGE].to_str().unwrap();
+    let (from, to) = range.strip_prefix("bytes=").unwrap().split_once('-').unwrap();
+    let from: usize = from.parse().unwrap();
+    let to = to.parse().unwrap_or(text.len() - 1);
+    Response::builder()
+        .status(StatusCode::PARTIAL_CONTENT)
+        .header("x-repo-commit", SHA)
+        .header(header::ETAG, format!("\"{name}\""))
+        .header(header::CONTENT_RANGE, format!("bytes {from}-{to}/{}", text.len()))
+        .body(Body::from(&text.as_bytes()[from..=to]))
+        .unwrap()
+}
+
+/// A server whose operator has the key `op`, and the cache of its hub.
+async fn app_with_hub(cache: &Path) -> Router {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        axum::serve(listener, Router::new().fallback(answer_as_hub)).await.unwrap();
+    });
+    let hub = Hub { endpoint, cache: cache.into(), token: None, offline: false };
+    let config = ServerConfig {
+        admin_keys: vec!["op".to_string().into()],
+        hub: Some(hub),
+        ..ServerConfig::default()
+    };
+    app_with(&config, answer).0
+}
+
+async fn pull(app: &Router, path: &str, key: &str, body: &Value) -> (u16, String) {
+    let request = ClientRequest::post(path)
+        .header(header::CONTENT_TYPE, "application/json")
+        .header(header::AUTHORIZATION, format!("Bearer {key}"))
+        .body(Body::from(body.to_string()));
+    let response = send(app, request.unwrap()).await;
+    let status = response.status().as_u16();
+    (status, String::from_utf8(bytes(response).await.to_vec()).unwrap())
+}
+
+fn cache() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+#[tokio::test]
+async fn operators_download_models_and_see_how_far_it_is() {
+    let cache = cache();
+    let app = app_with_hub(cache.path()).await;
+    let path = "/v1/models/pull";
+    let (status, text) = pull(&app, path, "op", &json!({"model": "owner/tiny"})).await;
+    assert_eq!(status, 200, "{text}");
+    let events: Vec<Value> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("data: "))
+        .map(|json| serde_json::from_str(json).unwrap())
+        .collect();
+    let total: usize = FILES.iter().map(|(_, text)| text.len()).sum();
+    let first = &events[0];
+    assert_eq!((&first["status"], &first["total"]), (&json!("downloading"), &json!(total)));
+    assert!(first["disk_free"].as_u64().unwrap() > 0, "{first}");
+    assert!(first["memory"]["fits"].is_boolean(), "{first}");
+    let before_last = &events[events.len() - 2];
+    assert_eq!((&before_last["completed"], &before_last["left"]), (&json!(total), &json!(0)));
+    let last = events.last().unwrap();
+    assert_eq!(last["status"], "success", "{last}");
+    let folder = Path::new(last["folder"].as_str().unwrap());
+    for (name, text) in FILES {
+        assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), text);
+    }
+    // What is there is not downloaded again.
+    let (status, text) = pull(&app, path, "op", &json!({"model": "owner/tiny"})).await;
+    assert_eq!((status, text.matches("data: ").count()), (200, 1), "{text}");
+}
+
+#[tokio::test]
+async fn clients_of_ollama_download_models_in_lines_or_at_once() {
+    let cache = cache();
+    let app = app_with_hub(cache.path()).await;
+    let (status, text) = pull(&app, "/api/pull", "op", &json!({"model": "owner/tiny"})).await;
+    assert_eq!(status, 200, "{text}");
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines[0]["status"], "pulling manifest");
+    assert!(lines.iter().any(|line| line["status"] == "pulling model.safetensors"), "{text}");
+    assert_eq!(lines.last().unwrap(), &json!({"status": "success"}));
+    let body = json!({"name": "owner/tiny", "stream": false, "insecure": false});
+    let (status, text) = pull(&app, "/api/pull", "op", &body).await;
+    assert_eq!((status, text.as_str()), (200, "{\"status\":\"success\"}"));
+}
+
+#[tokio::test]
+async fn downloads_are_for_operators_and_name_what_is_wrong() {
+    let cache = cache();
+    let app = app_with_hub(cache.path()).await;
+    for (path, key, body, status, words) in [
+        ("/v1/models/pull", "other", json!({"model": "owner/tiny"}), 401, "operator"),
+        ("/api/pull", "other", json!({"model": "owner/tiny"}), 401, "operator"),
+        ("/v1/models/pull", "op", json!({}), 400, "owner/name"),
+        ("/v1/models/pull", "op", json!({"model": "../tiny"}), 400, "`../tiny`"),
+        ("/v1/models/pull", "op", json!({"model": "owner/tiny", "to": "x"}), 400, "`to`"),
+        ("/api/pull", "op", json!({"model": "owner/tiny", "insecure": true}), 400, "insecure"),
+        ("/v1/models/pull", "op", json!({"model": "owner/none"}), 502, "neither such a repo"),
+        ("/api/pull", "op", json!({"model": "owner/none", "stream": false}), 502, "neither"),
+    ] {
+        let (found, text) = pull(&app, path, key, &body).await;
+        assert_eq!(found, status, "{body}: {text}");
+        assert!(text.contains(words), "`{words}` is not in {text}");
+    }
+    assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0, "nothing was downloaded");
+}
