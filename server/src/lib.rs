@@ -11,6 +11,7 @@
 //! models.rs    the loaded models and the profiles that use them
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
+//! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
 //! throttle.rs  a limit on equal log lines
@@ -33,6 +34,7 @@ pub mod calibrate;
 pub mod check;
 pub mod config;
 mod connections;
+pub mod environment;
 pub mod hub;
 pub mod mcp;
 pub mod models;

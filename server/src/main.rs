@@ -15,7 +15,7 @@ use serde::de::value::Error as ValueError;
 use steersman::config::FileConfig;
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, find};
-use steersman::{cache, calibrate, check, policy, serve, verify};
+use steersman::{cache, calibrate, check, environment, policy, serve, verify};
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
 use steersman_engine::{Engine, Info};
@@ -170,6 +170,7 @@ impl Common {
     /// The configuration, with the options applied, and the data folder.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
         let (mut file, data_dir) = self.place.read()?;
+        environment::keep_kernels_in(&data_dir);
         file.model.path = model.unwrap_or(file.model.path);
         file.model.device = self.device.unwrap_or(file.model.device);
         Ok((file, data_dir))
