@@ -102,7 +102,9 @@ extern "C" int steersman_cuda_kernel(
     if (operations.size() == steersman::cuda_operations_limit) {
       operations.clear();
     }
-    operations.emplace(key, outputs[0].primitive_ptr());
+    if (launch->code_bytes > 0) {
+      operations.emplace(key, outputs[0].primitive_ptr());
+    }
     for (size_t i = 0; i < results; i++) {
       mlx_array_set_(res[i], std::move(outputs[i]));
     }
