@@ -83,6 +83,12 @@ impl Rate {
 }
 
 impl ActivityReporter {
+    /// Sets the counts of passes to zero, after those that no request caused.
+    pub(crate) fn forget_passes(&self) {
+        let activity = &mut self.0.lock().activity;
+        (activity.passes, activity.rows, activity.rows_mean) = (0, 0, 0.0);
+    }
+
     /// Counts a pass.
     pub(crate) fn add_pass(&self, rows: usize) {
         let activity = &mut self.0.lock().activity;

@@ -26,6 +26,8 @@ mod text;
 pub use decode::{policies, start};
 pub use engine::{Engine, Info};
 pub use error::{ConfigError, Error, RequestError, Result, StoreError};
+/// Version of MLX.
+pub use mlx_sys::VERSION as MLX_VERSION;
 /// The policy host: contract, versions, traces.
 pub use steersman_policy_host as policy;
 

@@ -13,6 +13,7 @@
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
 //! reload.rs    what SIGHUP changes
+//! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
 //! throttle.rs  a limit on equal log lines
@@ -41,6 +42,7 @@ pub mod check;
 pub mod config;
 mod connections;
 pub mod doctor;
+pub mod environment;
 pub mod hub;
 pub mod local;
 pub mod manage;

@@ -48,8 +48,7 @@ impl Local {
         file.server.admin_keys.clear();
         let (server, config) = file.check()?;
         let policies = steersman_engine::policies(&config, data_dir)?;
-        let Loaded { models, threads, .. } =
-            models::load(config, &server, data_dir, &policies)?;
+        let Loaded { models, threads, .. } = models::load(config, &server, data_dir, &policies)?;
         let all = models.clone();
         let runtime = Runtime::new().context("starting the runtime")?;
         let listener = runtime.block_on(serve::listen(&server))?;

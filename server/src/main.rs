@@ -18,7 +18,9 @@ use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::reload::Reloader;
-use steersman::{bundled, cache, calibrate, check, doctor, manage, policy, serve, talk, verify};
+use steersman::{
+    bundled, cache, calibrate, check, doctor, environment, manage, policy, serve, talk, verify,
+};
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
 use steersman_engine::{Engine, Info};
@@ -253,6 +255,7 @@ impl Common {
     /// The configuration, with the options applied, and the data folder.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
         let (mut file, data_dir) = self.place.read()?;
+        environment::keep_kernels_in(&data_dir);
         file.model.path = model.unwrap_or(file.model.path);
         file.model.device = self.device.unwrap_or(file.model.device);
         Ok((file, data_dir))

@@ -36,6 +36,7 @@ extern "C" uint64_t mach_approximate_time() {
 #endif
 
 #include "shim/cpu_operation.h"
+#include "shim/cuda_kernel.h"
 
 #if defined(STEERSMAN_OPENBLAS)
 

@@ -44,6 +44,9 @@ mod bindings {
 
 pub use bindings::*;
 
+/// Version of MLX.
+pub const VERSION: &str = env!("MLX_VERSION");
+
 unsafe extern "C" {
     fn steersman_blas() -> *const c_char;
     fn steersman_blas_threads() -> c_int;
@@ -58,6 +61,14 @@ unsafe extern "C" {
         dtype: mlx_dtype,
         function: CpuFunction,
         parameters: *const i32,
+        stream: mlx_stream,
+    ) -> c_int;
+    fn steersman_cuda_kernel(
+        res: *mut mlx_array,
+        results: usize,
+        inputs: *const mlx_array,
+        count: usize,
+        launch: *const RawLaunch,
         stream: mlx_stream,
     ) -> c_int;
 }
@@ -113,6 +124,85 @@ pub unsafe fn cpu_operation(
             dtype,
             function,
             parameters.as_ptr(),
+            stream,
+        )
+    }
+}
+
+/// One launch of a compiled CUDA kernel. Its parameters are a pointer for each input, one for each result, and the
+/// numbers. MLX copies inputs that are not contiguous in row-major order.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaLaunch<'a> {
+    /// Name of the kernel in the code. The process has one kernel of this name.
+    pub name: &'a CStr,
+    /// The code (cubin).
+    pub code: &'a [u8],
+    /// Shape and type of each result.
+    pub results: &'a [(&'a [i32], mlx_dtype)],
+    /// Integers after the pointers.
+    pub numbers: &'a [i32],
+    /// Blocks along x, y and z.
+    pub blocks: [i32; 3],
+    /// Threads of a block, along x.
+    pub threads: i32,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared_bytes: i32,
+}
+
+/// `steersman_cuda_launch` (shim/cuda_kernel.h).
+#[repr(C)]
+struct RawLaunch {
+    name: *const c_char,
+    code: *const c_char,
+    code_bytes: usize,
+    shapes: *const i32,
+    dimensions: *const usize,
+    types: *const mlx_dtype,
+    numbers: *const i32,
+    number_count: usize,
+    blocks: [i32; 3],
+    threads: i32,
+    shared_bytes: i32,
+}
+
+/// Makes arrays that a compiled CUDA kernel computes when they are evaluated. Returns 0 and sets `res`, or returns
+/// another number, as mlx-c's operations do.
+///
+/// # Safety
+/// The inputs and `res`, as many as there are results, are valid handles. The code is for the device of the stream, has
+/// a kernel of that name with these parameters, and the kernel stays within the arrays.
+pub unsafe fn cuda_kernel(
+    res: &mut [mlx_array],
+    inputs: &[mlx_array],
+    launch: &CudaLaunch<'_>,
+    stream: mlx_stream,
+) -> c_int {
+    debug_assert_eq!(res.len(), launch.results.len());
+    let dimensions: Vec<usize> = launch.results.iter().map(|(shape, _)| shape.len()).collect();
+    let shapes: Vec<i32> =
+        launch.results.iter().flat_map(|(shape, _)| shape.iter().copied()).collect();
+    let types: Vec<mlx_dtype> = launch.results.iter().map(|&(_, dtype)| dtype).collect();
+    let raw = RawLaunch {
+        name: launch.name.as_ptr(),
+        code: launch.code.as_ptr().cast(),
+        code_bytes: launch.code.len(),
+        shapes: shapes.as_ptr(),
+        dimensions: dimensions.as_ptr(),
+        types: types.as_ptr(),
+        numbers: launch.numbers.as_ptr(),
+        number_count: launch.numbers.len(),
+        blocks: launch.blocks,
+        threads: launch.threads,
+        shared_bytes: launch.shared_bytes,
+    };
+    // SAFETY: the slices are valid during the call, which copies what it keeps; the rest is promised by the caller.
+    unsafe {
+        steersman_cuda_kernel(
+            res.as_mut_ptr(),
+            res.len(),
+            inputs.as_ptr(),
+            inputs.len(),
+            &raw const raw,
             stream,
         )
     }
@@ -217,7 +307,7 @@ mod tests {
 
     #[test]
     fn library_version_matches_mlx_c() {
-        assert_eq!(version(), env!("MLX_VERSION"));
+        assert_eq!(version(), VERSION);
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //!
 //! Source: mlx-lm `models/cache.py`, `KVCache`.
 
-use mlx_rs::Array;
-use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{concatenate, zeros_dtype};
+use mlx_rs::{Array, Dtype};
 
 use super::kv_buffer::KvBuffer;
 use super::shared::LayerKv;
@@ -21,12 +21,14 @@ pub struct Full {
     len: i32,
     /// [1, 2 H_kv, capacity, D]
     kv: KvBuffer,
+    /// Computed by the kernel that wrote the newest rows in place: evaluating it writes them.
+    written_with: Option<Array>,
 }
 
 impl Full {
     /// An empty cache for `heads` key-value heads of `head_dim`.
     pub fn new(heads: i32, head_dim: i32) -> Self {
-        Self { heads, head_dim, len: 0, kv: KvBuffer::default() }
+        Self { heads, head_dim, len: 0, kv: KvBuffer::default(), written_with: None }
     }
 
     /// Number of key-value heads and their dimension.
@@ -48,7 +50,21 @@ impl Full {
     pub fn append(&mut self, kv: &Array) -> Result<()> {
         self.kv.append(kv, self.len)?;
         self.len += kv.dim(2);
+        self.written_with = None;
         Ok(())
+    }
+
+    /// The buffer, with room for `rows` rows of `dtype` that a kernel writes in place; [`Full::wrote`] counts them.
+    pub fn reserve(&mut self, rows: i32, dtype: Dtype) -> Result<&Array> {
+        let like = zeros_dtype(&[1, 2 * self.heads, 1, self.head_dim], dtype)?;
+        self.kv.reserve(&like, self.len, rows)?;
+        Ok(self.kv.buffer())
+    }
+
+    /// Counts `rows` rows that the kernel writes which computes `with`.
+    pub fn wrote(&mut self, rows: i32, with: Array) {
+        self.len += rows;
+        self.written_with = Some(with);
     }
 
     /// Keys and values of all positions, [1, H_kv, len, D] each.
@@ -83,7 +99,7 @@ impl Full {
             return Ok(Vec::new());
         }
         let (keys, values) = self.view()?;
-        Ok(vec![keys, values])
+        Ok([keys, values].into_iter().chain(self.written_with.clone()).collect())
     }
 
     /// Keys and values of positions `from..to`.
@@ -111,7 +127,7 @@ impl Full {
         } else {
             KvBuffer::from(concatenate(&[keys.buffer(), values.buffer()], 1)?)
         };
-        (self.kv, self.len) = (kv, len);
+        (self.kv, self.len, self.written_with) = (kv, len, None);
         Ok(())
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! MLX writes new rows in place as long as nothing else holds the buffer.
 
+use std::rc::Rc;
+
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::{TryIndexMutOp, TryIndexOp};
 use mlx_rs::ops::{concatenate, zeros_dtype};
@@ -15,11 +17,13 @@ pub const STEP: i32 = 256;
 #[derive(Debug, Clone, Default)]
 pub(super) struct KvBuffer {
     buffer: Option<Array>,
+    /// Shared by the clones of a buffer, which then no kernel writes in place.
+    owner: Rc<()>,
 }
 
 impl From<Array> for KvBuffer {
     fn from(buffer: Array) -> Self {
-        Self { buffer: Some(buffer) }
+        Self { buffer: Some(buffer), owner: Rc::default() }
     }
 }
 
@@ -34,6 +38,21 @@ impl KvBuffer {
         }
         let buffer = self.buffer.as_mut().expect("just grown");
         buffer.try_index_mut((.., .., len..end, ..), new)?;
+        // A new array to MLX, whether it has reused the memory or not.
+        self.owner = Rc::default();
+        Ok(())
+    }
+
+    /// Makes room for `more` rows after the first `len` that a kernel may write in place: no clone sees them. The rows
+    /// are [1, H, T, D] of the shape and dtype of `like`.
+    pub fn reserve(&mut self, like: &Array, len: i32, more: i32) -> Result<()> {
+        let (end, capacity) = (len + more, self.capacity());
+        let is_shared = Rc::strong_count(&self.owner) > 1;
+        if end > capacity || is_shared {
+            let more = (end - capacity + STEP - 1) / STEP * STEP;
+            // Growing copies.
+            self.grow(like, 0, capacity, more.max(STEP))?;
+        }
         Ok(())
     }
 
@@ -44,6 +63,7 @@ impl KvBuffer {
             None => room,
             Some(buffer) => concatenate(&[&buffer.try_index((.., .., from..to, ..))?, &room], 2)?,
         });
+        self.owner = Rc::default();
         Ok(())
     }
 
@@ -54,7 +74,7 @@ impl KvBuffer {
         let room = (len + STEP - 1) / STEP * STEP - len;
         let room = zeros_dtype(&[1, like.dim(1), room, like.dim(3)], like.dtype())?;
         let all: Vec<&Array> = parts.iter().copied().chain([&room]).collect();
-        Ok(Self { buffer: Some(concatenate(&all, 2)?) })
+        Ok(Self::from(concatenate(&all, 2)?))
     }
 
     pub fn capacity(&self) -> i32 {

@@ -33,6 +33,7 @@ use crate::cache::Cache;
 use crate::config::{self, Config};
 use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::model::on_cpu;
+use crate::nn::DENSE_ROWS;
 
 /// Bytes reserved for what is allocated after loading besides arrays: requests, policies, threads and the
 /// allocator's gaps.
@@ -42,9 +43,13 @@ const RESERVE: u64 = 128 << 20;
 /// allocate, used or not.
 const RESERVE_OF_ADDRESSES: u64 = 384 << 20;
 
-/// Rows of the passes that are measured at the start. Both take the chunked form of recurrent layers, so that what
-/// the second takes more is due to its rows.
-const PROBES: [usize; 2] = [16, 48];
+/// Rows of the passes that are measured at the start, on a CPU and on a GPU. Both passes take the same form of every
+/// layer, so that what the second takes more is due to its rows: the chunked form of recurrent layers, and on a GPU
+/// matrices that are dequantized ([`DENSE_ROWS`]). On a CPU, long passes of a large model would take minutes.
+const PROBES: [[usize; 2]; 2] = [[16, 48], [DENSE_ROWS as usize, 512]];
+
+/// Length at which half of what a pass takes unexpectedly is due to the lengths of its caches.
+const LONG: usize = 2048;
 
 /// Arrays of the vocabulary's length, in f32, that sampling a token takes at most: logits, noise, order,
 /// sorted copies, probabilities.
@@ -88,16 +93,14 @@ impl PassBytes {
         self.fixed as u64 + self.of_rows(rows, length)
     }
 
-    /// Learns from a pass that took `unexpected` bytes more than expected, which are due to the lengths of
-    /// its caches: the sum over them of rows times length is `positions`.
-    fn learn(&mut self, unexpected: u64, positions: usize) {
-        self.per_position += unexpected as f64 / positions.max(1) as f64;
-    }
-
-    /// Learns from the first chunks of prompts, on a GPU: what they take more is the same for any number of
-    /// rows, as matrices that are dequantized for products of many rows.
-    fn learn_fixed(&mut self, unexpected: u64) {
-        self.fixed += unexpected as f64;
+    /// Learns from a pass that took `unexpected` bytes more than expected. They are due to the lengths of its caches, or
+    /// are the same for every pass, such as a matrix that is dequantized: the longer the caches, the more are due to
+    /// them. `rows` are all rows of the pass, `positions` the sum of rows times length.
+    fn learn(&mut self, unexpected: u64, rows: usize, positions: usize) {
+        let (unexpected, positions) = (unexpected as f64, positions.max(1) as f64);
+        let due_to_length = positions / (positions + (rows * LONG) as f64);
+        self.per_position += due_to_length * unexpected / positions;
+        self.fixed += (1.0 - due_to_length) * unexpected;
     }
 }
 
@@ -105,10 +108,9 @@ impl PassBytes {
 #[derive(Debug, Clone, Copy)]
 pub struct Expected {
     pub bytes: u64,
+    rows: usize,
     /// The sum over all caches of rows times length.
     positions: usize,
-    /// Whether all caches are empty before the step.
-    is_first: bool,
 }
 
 /// Bytes of arrays before a pass.
@@ -223,19 +225,18 @@ impl Memory {
     /// [`Memory::of_step`], to learn from.
     pub fn expect<'a>(&self, spans: impl Iterator<Item = (&'a Cache, usize)> + Clone) -> Expected {
         let positions = |(cache, rows): (&Cache, usize)| rows * (cache.position + rows);
-        let is_first = spans.clone().all(|(cache, _)| cache.position == 0);
+        let rows = spans.clone().map(|(_, rows)| rows).sum();
         let positions = spans.clone().map(positions).sum();
-        Expected { positions, is_first, bytes: self.of_step(spans) }
+        Expected { rows, positions, bytes: self.of_step(spans) }
     }
 
     /// Learns from a step that was expected to take `expected` and has been evaluated.
     pub fn learn(&mut self, before: &Before, expected: Expected) -> Result<()> {
         let taken = (peak_memory()? as u64).saturating_sub(before.0);
         let unexpected = taken.saturating_sub(expected.bytes);
-        if self.on_gpu && expected.is_first {
-            self.pass.learn_fixed(unexpected);
-        } else {
-            self.pass.learn(unexpected, expected.positions);
+        if unexpected > 0 {
+            self.pass.learn(unexpected, expected.rows, expected.positions);
+            tracing::debug!(unexpected, ?expected, pass = ?self.pass, "a pass took more memory than expected");
         }
         Ok(())
     }
@@ -282,11 +283,12 @@ impl Decoder {
     ) -> Result<()> {
         // Weights are evaluated at their first use: those of the head count from now on.
         eval([&self.logits(&self.run_probe(1, &mut self.prefixes.empty())?)?])?;
-        let mut bytes = [0.0; PROBES.len()];
-        for (bytes, rows) in bytes.iter_mut().zip(PROBES) {
+        let probes = PROBES[usize::from(self.memory.on_gpu)];
+        let mut bytes = [0.0; 2];
+        for (bytes, rows) in bytes.iter_mut().zip(probes) {
             *bytes = self.measure_pass(rows, loading)? as f64;
         }
-        let [few, many] = PROBES.map(|rows| rows as f64);
+        let [few, many] = probes.map(|rows| rows as f64);
         let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
         let fixed = (bytes[0] - per_row * few).max(0.0);
         let (limit, set_by) = find_limit(configured)?;
@@ -483,11 +485,25 @@ mod tests {
     #[test]
     fn passes_take_what_longer_ones_took() {
         let mut pass = PassBytes { fixed: 1e6, per_row: 1e3, per_position: 0.0 };
-        assert_eq!(pass.of(10, 1000), 1_010_000);
-        pass.learn(100_000, 10 * 1000);
-        assert_eq!(pass.of(10, 1000), 1_110_000);
-        assert_eq!(pass.of(10, 2000), 1_210_000);
-        pass.learn(0, 10 * 1000);
-        assert_eq!(pass.of(10, 2000), 1_210_000);
+        assert_eq!(pass.of(10, LONG), 1_010_000);
+        pass.learn(100_000, 10, 10 * LONG);
+        assert_eq!(pass.of(10, LONG), 1_110_000);
+        assert_eq!(pass.of(10, 2 * LONG), 1_160_000);
+        pass.learn(0, 10, 10 * LONG);
+        assert_eq!(pass.of(10, 2 * LONG), 1_160_000);
+    }
+
+    /// Before, all that a short first chunk took more was due to its length: 200 MB of a dequantized matrix after a
+    /// prompt of 150 tokens, and one of 8,000 was expected to take 36 GB.
+    #[test]
+    fn what_a_short_prompt_takes_unexpectedly_is_mostly_the_same_for_long_ones() {
+        let mut pass = PassBytes::default();
+        pass.learn(200 << 20, 150, 150 * 150);
+        let of_long = pass.of(512, 8000);
+        assert!((200 << 20..3 << 30).contains(&of_long), "{of_long}");
+        // What a long one takes more is due to its length.
+        let mut pass = PassBytes::default();
+        pass.learn(200 << 20, 512, 512 * 16_000);
+        assert!(pass.fixed < f64::from(32 << 20) && pass.of(512, 32_000) > 380 << 20, "{pass:?}");
     }
 }

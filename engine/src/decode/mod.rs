@@ -42,6 +42,7 @@ mod tests;
 mod threads;
 mod tool_calls;
 pub mod verify;
+mod warm_up;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -68,6 +69,7 @@ use self::prepare::Preparer;
 use self::sample::within;
 use self::sequence::Sequence;
 use self::threads::{Products, Threads};
+use self::warm_up::prepare_kernels;
 use crate::activity::ActivityReporter;
 use crate::cache::{Cache, Span};
 use crate::config::{
@@ -76,6 +78,7 @@ use crate::config::{
 use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
+use crate::kernels::cuda;
 use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage};
 use crate::prefix::{Prefixes, Retention};
@@ -221,8 +224,10 @@ impl Decoder {
         let text = Text::load(folder)?;
         // Hashed while the model is loaded from them.
         let weights = WeightsDigest::start(folder, data)?;
+        cuda::keep_in(data.join("kernels"));
         let loaded = crate::model::load(folder, &config.model)?;
         let digest = loaded.digest(weights.finish()?);
+        prepare_kernels(&*loaded.model);
         loaded.probe(folder)?;
         let Loaded {
             model, family, context, embeddings, on_cpu, dtype, own_kernels, numbers, ..
@@ -366,6 +371,9 @@ impl Decoder {
         let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
         decoder.prefixes.set_compute_costs(costs);
         decoder.measure_memory(config.engine.memory_limit_bytes, before_weights, &loading)?;
+        if !on_cpu {
+            decoder.warm_up();
+        }
         Ok((decoder, info))
     }
 

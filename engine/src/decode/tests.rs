@@ -26,7 +26,7 @@ mod tool_calls;
 
 const TOKENS: usize = 48;
 
-fn decoder() -> Decoder {
+pub(super) fn decoder() -> Decoder {
     load(Config::default())
 }
 
@@ -48,7 +48,7 @@ fn load_from(folder: &Path, config: Config) -> Decoder {
     Decoder::load(config, folder, Path::new("/nowhere"), Arc::new(policies)).unwrap().0
 }
 
-fn ask(question: &str) -> Request {
+pub(super) fn ask(question: &str) -> Request {
     let content = question.into();
     Request {
         profile: "default".into(),

@@ -381,7 +381,7 @@ impl Decoder {
 }
 
 /// A governor of drafts of `depth` tokens in every step; `None` for no drafts.
-fn always(depth: usize) -> Option<Governor> {
+pub(super) fn always(depth: usize) -> Option<Governor> {
     (depth > 0).then(|| Governor::new(Mode::Always(depth), depth))
 }
 

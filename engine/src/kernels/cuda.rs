@@ -1,30 +1,33 @@
-//! CUDA kernels. MLX compiles their text with NVRTC at the first use, for each set of constants and types, and
-//! launches them as operations of its graph.
+//! CUDA kernels. Their text is compiled with NVRTC for each set of constants and types, kept on disk, and launched as
+//! operations of MLX's graph. MLX compiles custom kernels itself, too: with headers that take 3 s each, one after another,
+//! again in each process, and it makes the text anew for each launch.
 
-#![allow(unsafe_code, reason = "calls mlx-c for custom kernels, which mlx-rs lacks")]
+#![allow(
+    unsafe_code,
+    reason = "calls mlx-c, mlx-sys and NVRTC for custom kernels, which mlx-rs lacks"
+)]
 
 mod attention;
+mod compiler;
 mod gated_delta;
+mod heads;
+mod kernel;
 mod product;
 
-pub use attention::{AttentionSpan, ROWS, SPANS, attention};
+pub use attention::{AttentionSpan, Gates, ROWS, SPANS, attention};
 pub use gated_delta::gated_delta;
+pub use heads::{Destination, has_heads_kernel, heads};
+pub use kernel::{keep_in, prepare};
 pub use product::product;
 
-use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_char};
+use std::cell::Cell;
+use std::ffi::CStr;
 use std::fmt;
 
-use mlx_rs::{Array, Dtype, Stream};
-use mlx_sys::{mlx_array, mlx_fast_cuda_kernel};
-
-use crate::error::{Error, Result};
+use self::kernel::{Kernel, Launch};
 
 thread_local! {
     static ENABLED: Cell<Option<Capability>> = const { Cell::new(None) };
-    /// MLX's kernels by name. They live as long as the thread that runs the model.
-    static KERNELS: RefCell<HashMap<String, mlx_fast_cuda_kernel>> = RefCell::default();
 }
 
 /// What a device can do, as CUDA numbers it: 9.0 is Hopper (H100, H200).
@@ -84,9 +87,17 @@ impl fmt::Display for Capability {
     }
 }
 
-/// Makes layers on this thread use these kernels on a device of `capability`, or none of them. The default is none.
-pub fn enable(capability: Option<Capability>) {
-    ENABLED.set(capability);
+/// Makes layers on this thread use these kernels on a device of `capability`, or none of them. The default is none, and
+/// without a compiler it is none. Returns the device if they are used.
+pub fn enable(capability: Option<Capability>) -> Option<Capability> {
+    let opened =
+        capability.map(|capability| kernel::open_compiler(capability).map(|()| capability));
+    let enabled = opened.transpose().unwrap_or_else(|problem| {
+        tracing::warn!(problem, "CUDA kernels are off: they cannot be compiled");
+        None
+    });
+    ENABLED.set(enabled);
+    enabled
 }
 
 /// The device, if layers on this thread use these kernels.
@@ -97,138 +108,6 @@ fn enabled() -> Option<Capability> {
 /// Whether layers on this thread use these kernels.
 pub fn is_enabled() -> bool {
     enabled().is_some()
-}
-
-/// A kernel's text, and the names of its parameters.
-struct Kernel {
-    name: &'static str,
-    inputs: &'static [&'static str],
-    outputs: &'static [&'static str],
-    /// Text before the kernel.
-    header: &'static str,
-    /// The body. MLX generates the signature: a pointer for each input and output, and `NAME_shape` and
-    /// `NAME_strides` after an input if the body has these names.
-    source: &'static str,
-    /// Whether MLX copies inputs that are not contiguous in row-major order.
-    contiguous: bool,
-}
-
-/// One use of a kernel.
-struct Launch<'a> {
-    /// One for each name.
-    inputs: &'a [&'a Array],
-    /// Shape and type of each output.
-    outputs: &'a [(&'a [i32], Dtype)],
-    /// Integers known when the kernel is compiled. Each set of them compiles it again.
-    constants: &'a [(&'a str, i32)],
-    /// The type `T` of the body.
-    dtype: Dtype,
-    /// Blocks along x, y and z.
-    blocks: [i32; 3],
-    /// Threads of a block, along x.
-    threads: i32,
-    /// Bytes of dynamic shared memory.
-    shared: i32,
-}
-
-impl Kernel {
-    fn run(&self, launch: &Launch<'_>) -> Result<Vec<Array>> {
-        // MLX finds compiled kernels by name, constants and template types alone.
-        let name = format!("steersman_{}_{}", self.name, launch.shared);
-        let name = launch.inputs.iter().fold(name, |name, input| {
-            let dtype = input.dtype() as u32;
-            format!("{name}_{dtype}")
-        });
-        let kernel = KERNELS.with_borrow_mut(|kernels| {
-            let entry = kernels.entry(name);
-            *entry.or_insert_with_key(|name| self.register(name, launch.shared))
-        });
-        let pointers: Vec<mlx_array> = launch.inputs.iter().map(|input| input.as_ptr()).collect();
-        let text = |text: &str| CString::new(text).expect("names have no zero bytes");
-        let stream = Stream::thread_local_or_default();
-        // SAFETY: mlx-c copies what it gets: handles of live arrays, shapes with their lengths, and strings
-        // that end with a zero byte. Config and vectors are freed once, below; each array taken from the
-        // outputs is a separate reference.
-        unsafe {
-            let config = mlx_sys::mlx_fast_cuda_kernel_config_new();
-            for (shape, dtype) in launch.outputs {
-                mlx_sys::mlx_fast_cuda_kernel_config_add_output_arg(
-                    config,
-                    shape.as_ptr(),
-                    shape.len(),
-                    *dtype as mlx_sys::mlx_dtype,
-                );
-            }
-            for (name, value) in launch.constants {
-                let name = text(name);
-                mlx_sys::mlx_fast_cuda_kernel_config_add_template_arg_int(
-                    config,
-                    name.as_ptr(),
-                    *value,
-                );
-            }
-            mlx_sys::mlx_fast_cuda_kernel_config_add_template_arg_dtype(
-                config,
-                c"T".as_ptr(),
-                launch.dtype as mlx_sys::mlx_dtype,
-            );
-            let [x, y, z] = launch.blocks;
-            // MLX counts threads, not blocks.
-            mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config, x * launch.threads, y, z);
-            mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config, launch.threads, 1, 1);
-            let inputs = mlx_sys::mlx_vector_array_new_data(pointers.as_ptr(), pointers.len());
-            let mut outputs = mlx_sys::mlx_vector_array_new();
-            let status = mlx_sys::mlx_fast_cuda_kernel_apply(
-                &raw mut outputs,
-                kernel,
-                inputs,
-                config,
-                stream.as_ptr(),
-            );
-            let arrays = (0..mlx_sys::mlx_vector_array_size(outputs)).map(|i| {
-                let mut array = mlx_array::default();
-                mlx_sys::mlx_vector_array_get(&raw mut array, outputs, i);
-                Array::from_ptr(array)
-            });
-            let arrays: Vec<Array> = arrays.collect();
-            mlx_sys::mlx_vector_array_free(outputs);
-            mlx_sys::mlx_vector_array_free(inputs);
-            mlx_sys::mlx_fast_cuda_kernel_config_free(config);
-            if status == 0 && arrays.len() == launch.outputs.len() {
-                return Ok(arrays);
-            }
-        }
-        // mlx-rs does not expose MLX's error text.
-        Err(Error::Array(format!("MLX rejects the kernel {}", self.name)))
-    }
-
-    /// MLX's kernel for this one.
-    fn register(&self, name: &str, shared: i32) -> mlx_fast_cuda_kernel {
-        let text = |text: &str| CString::new(text).expect("kernels have no zero bytes");
-        let [name, header, source] = [name, self.header, self.source].map(text);
-        // SAFETY: mlx-c copies all strings, which end with a zero byte; the vectors are freed once.
-        unsafe {
-            let strings = |names: &[&str]| {
-                let names: Vec<CString> = names.iter().map(|name| text(name)).collect();
-                let mut pointers: Vec<*const c_char> =
-                    names.iter().map(|name| name.as_ptr()).collect();
-                mlx_sys::mlx_vector_string_new_data(pointers.as_mut_ptr(), pointers.len())
-            };
-            let (inputs, outputs) = (strings(self.inputs), strings(self.outputs));
-            let kernel = mlx_sys::mlx_fast_cuda_kernel_new(
-                name.as_ptr(),
-                inputs,
-                outputs,
-                source.as_ptr(),
-                header.as_ptr(),
-                self.contiguous,
-                shared,
-            );
-            mlx_sys::mlx_vector_string_free(inputs);
-            mlx_sys::mlx_vector_string_free(outputs);
-            kernel
-        }
-    }
 }
 
 #[cfg(test)]

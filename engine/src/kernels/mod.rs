@@ -11,7 +11,7 @@ use mlx_rs::Array;
 
 use crate::cache::Writes;
 use crate::error::Result;
-use crate::nn::{GatedDelta, Projected};
+use crate::nn::{GatedDelta, Outputs};
 
 /// Rows of a GatedDeltaNet layer, by a kernel or by operations.
 pub struct GatedDeltaRows {
@@ -29,7 +29,7 @@ pub struct GatedDeltaRows {
 /// write. `None` if there is no kernel for the layer and the device.
 pub fn gated_delta(
     layer: &GatedDelta,
-    x: &Projected,
+    x: &Outputs<4>,
     before: [&Array; 2],
     record: bool,
 ) -> Result<Option<GatedDeltaRows>> {

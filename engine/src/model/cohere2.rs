@@ -15,7 +15,7 @@ use super::llama::{self, AttentionConfig, SelfAttn};
 use super::{Model, Weights};
 use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, GatedMlp, LayerNorm, scaled, swiglu};
+use crate::nn::{Embedding, Gate, GatedMlp, LayerNorm, scaled};
 
 /// `config.json`
 #[derive(Debug, Clone, Deserialize)]
@@ -87,7 +87,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         layers.push(Layer {
             input_layernorm: norm(weights, &at("input_layernorm"))?,
             self_attn: SelfAttn::load(weights, &at("self_attn"), attention)?,
-            mlp: weights.gated_mlp(&at("mlp"), swiglu)?,
+            mlp: weights.gated_mlp(&at("mlp"), Gate::Silu)?,
         });
     }
     Ok(Box::new(Cohere2 {

@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use super::{Weights, llama};
 use crate::error::Result;
-use crate::nn::{Experts, Groups, Mlp, Moe, Shared, swiglu};
+use crate::nn::{Experts, Gate, Groups, Mlp, Moe, Shared};
 
 /// The keys of `config.json` that state how a row chooses experts. `decoder_sparse_step` and
 /// `mlp_only_layers` are not read: layers with experts have a router in the checkpoint.
@@ -41,7 +41,7 @@ impl Config {
     /// is the family's default.
     pub fn load(&self, weights: &mut Weights, at: &str, norm_topk_prob: bool) -> Result<Mlp> {
         if !weights.has(&format!("{at}.gate.weight")) {
-            return Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?.into()));
+            return Ok(Mlp::Dense(weights.gated_mlp(at, Gate::Silu)?.into()));
         }
         if self.num_experts == 0 || self.num_experts_per_tok == 0 {
             let problem = "`num_experts` or `num_experts_per_tok` is missing; the weights have \
@@ -57,11 +57,11 @@ impl Config {
             names.map(|name| format!("{at}.{name}")).into_iter().find(|name| weights.has(name));
         let bias = bias.map(|name| weights.take_f32(&name)).transpose()?;
         let shared = if weights.has(&format!("{at}.shared_experts.up_proj.weight")) {
-            let expert = weights.gated_mlp(&format!("{at}.shared_experts"), swiglu)?.into();
+            let expert = weights.gated_mlp(&format!("{at}.shared_experts"), Gate::Silu)?.into();
             Some(Shared { expert, gate: None })
         } else if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {
             Some(Shared {
-                expert: weights.gated_mlp(&format!("{at}.shared_expert"), swiglu)?.into(),
+                expert: weights.gated_mlp(&format!("{at}.shared_expert"), Gate::Silu)?.into(),
                 gate: Some(weights.linear(&format!("{at}.shared_expert_gate"))?),
             })
         } else {
@@ -69,7 +69,7 @@ impl Config {
         };
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear(&format!("{at}.gate"))?,
-            experts: Experts(weights.gated_mlp(&stacked, swiglu)?.into()),
+            experts: Experts(weights.gated_mlp(&stacked, Gate::Silu)?.into()),
             top_k: self.num_experts_per_tok,
             norm_topk_prob: self.norm_topk_prob.unwrap_or(norm_topk_prob),
             scale: self.routed_scaling_factor.unwrap_or(1.0),

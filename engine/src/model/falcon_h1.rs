@@ -20,7 +20,7 @@ use super::mamba2::{Mixer, MixerConfig, TimeStepLimit};
 use super::{Model, Weights};
 use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, GatedMlp, Linear, RmsNorm, scaled, swiglu};
+use crate::nn::{Embedding, Gate, GatedMlp, Linear, RmsNorm, scaled};
 
 /// `config.json`
 #[derive(Debug, Clone, Deserialize)]
@@ -99,7 +99,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
             mamba: Mixer::load(weights, &at("mamba"), mixer)?,
             self_attn: SelfAttn::load(weights, &at("self_attn"), attention.clone())?,
             pre_ff_layernorm: weights.norm(&at("pre_ff_layernorm"), eps)?,
-            feed_forward: weights.gated_mlp(&at("feed_forward"), swiglu)?,
+            feed_forward: weights.gated_mlp(&at("feed_forward"), Gate::Silu)?,
         });
     }
     let embed_tokens = weights.embedding("model.embed_tokens")?;

@@ -20,7 +20,7 @@ use super::llama::{AttentionConfig, SelfAttn};
 use super::{Model, Weights};
 use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, GatedMlp, Linear, RmsNorm, RopeConfig, Scores, geglu, scaled, softcap};
+use crate::nn::{Embedding, Gate, GatedMlp, Linear, RmsNorm, RopeConfig, Scores, scaled, softcap};
 
 /// `config.json`. Defaults are those of `transformers`.
 #[derive(Debug, Clone, Deserialize)]
@@ -154,7 +154,7 @@ impl Layer {
                 self_attn: SelfAttn::load(weights, &at("self_attn"), attention(i))?,
                 post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
                 pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
-                mlp: weights.gated_mlp(&at("mlp"), geglu)?,
+                mlp: weights.gated_mlp(&at("mlp"), Gate::Gelu)?,
                 post_feedforward_layernorm: weights.norm(&at("post_feedforward_layernorm"), eps)?,
             })
         };

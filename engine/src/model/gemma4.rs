@@ -22,7 +22,7 @@ use super::{Model, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, Experts, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling,
+    Embedding, Experts, Gate, GatedMlp, Linear, RmsNorm, Rope, RopeConfig, RopeParameters, Scaling,
     Scores, attend, attention, by_span, geglu, scaled, softcap,
 };
 
@@ -276,7 +276,7 @@ impl Layer {
             self_attn: SelfAttn::load(config, weights, layer)?,
             post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
             pre_feedforward_layernorm: weights.norm(&at("pre_feedforward_layernorm"), eps)?,
-            mlp: weights.gated_mlp(&at("mlp"), geglu)?,
+            mlp: weights.gated_mlp(&at("mlp"), Gate::Gelu)?,
             moe: if config.enable_moe_block {
                 Some(Moe::load(config, weights, layer)?)
             } else {
@@ -340,7 +340,7 @@ impl Moe {
                 per_expert_scale: weights.take(&at("router.per_expert_scale"))?,
                 top_k,
             },
-            experts: Experts(weights.gated_mlp(&stacked, geglu)?.into()),
+            experts: Experts(weights.gated_mlp(&stacked, Gate::Gelu)?.into()),
             post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
         })
     }

@@ -19,7 +19,7 @@ use serde_json::Value;
 use super::llama::{self, AttentionConfig, Llama, PRE_NORM};
 use super::{Model, Weights};
 use crate::error::Result;
-use crate::nn::{Experts, Mlp, Moe, SWIGLU_LIMIT, clamped_swiglu};
+use crate::nn::{Experts, Gate, Mlp, Moe, SWIGLU_LIMIT};
 
 /// `config.json`
 #[derive(Debug, Clone, Deserialize)]
@@ -54,7 +54,9 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         divide_fused(weights, &format!("{at}.experts"))?;
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear(&format!("{at}.router"))?,
-            experts: Experts(weights.gated_mlp(&format!("{at}.experts"), clamped_swiglu)?.into()),
+            experts: Experts(
+                weights.gated_mlp(&format!("{at}.experts"), Gate::ClampedSilu)?.into(),
+            ),
             top_k: config.num_experts_per_tok,
             // The softmax over the chosen experts alone.
             norm_topk_prob: true,

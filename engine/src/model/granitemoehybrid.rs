@@ -20,7 +20,7 @@ use super::mamba2::{Mixer, MixerConfig, TimeStepLimit};
 use super::{Model, Weights, experts};
 use crate::cache::{Cache, Span};
 use crate::error::Result;
-use crate::nn::{Embedding, GatedMlp, Linear, Mlp, RmsNorm, Scores, scaled, swiglu};
+use crate::nn::{Embedding, Gate, GatedMlp, Linear, Mlp, RmsNorm, Scores, scaled};
 
 /// `config.json`. Dense models without Mamba-2 layers leave the keys of these out.
 #[derive(Debug, Clone, Deserialize)]
@@ -121,7 +121,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
             // The softmax of the chosen scores is the chosen part of the softmax of all, scaled to 1.
             mlp: config.experts.load(weights, &at("mlp"), true)?,
             shared_mlp: if has_shared {
-                Some(weights.gated_mlp(&at("shared_mlp"), swiglu)?)
+                Some(weights.gated_mlp(&at("shared_mlp"), Gate::Silu)?)
             } else {
                 None
             },

@@ -17,8 +17,8 @@ use super::{Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, Joined, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores, attention, by_span, scaled,
-    swiglu,
+    Embedding, Gate, Heads, Input, Joined, Linear, Mlp, Outputs, RmsNorm, Rope, RopeConfig, Scores,
+    attention, by_span, scaled,
 };
 
 /// The keys of `config.json` that these families share. `attention_bias` and `mlp_bias` are not
@@ -80,7 +80,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
 
 /// The feed-forward block at `at` of families without experts.
 pub(super) fn dense_mlp(weights: &mut Weights, at: &str) -> Result<Mlp> {
-    Ok(Mlp::Dense(weights.gated_mlp(at, swiglu)?.into()))
+    Ok(Mlp::Dense(weights.gated_mlp(at, Gate::Silu)?.into()))
 }
 
 /// Names of a layer's norms, in the order of its computation.
@@ -188,12 +188,18 @@ impl Model for Llama {
 
     fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
         let Layer { before_attention, self_attn, after_attention, .. } = &self.layers[layer];
+        if let (Some(norm), None) = (before_attention, after_attention) {
+            return self_attn.residual(x, norm, spans, layer);
+        }
         let y = self_attn.forward(&normed(before_attention, x)?, spans, layer)?;
         Ok(x.add(normed(after_attention, &y)?)?)
     }
 
     fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {
         let Layer { before_mlp, mlp, after_mlp, .. } = &self.layers[layer];
+        if let (Some(norm), None) = (before_mlp, after_mlp) {
+            return mlp.residual(x, norm);
+        }
         let y = mlp.forward(&normed(before_mlp, x)?)?;
         Ok(x.add(normed(after_mlp, &y)?)?)
     }
@@ -287,9 +293,47 @@ impl SelfAttn {
 
     /// `x` [1, R, D], same shape back. Advances entry `layer` of each span's cache.
     pub fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        self.o_proj.forward(&self.mix(self.qkv.outputs(Input::Rows(x))?, spans, layer)?)
+    }
+
+    /// `x + self_attn(norm x)`, as [`SelfAttn::forward`].
+    pub fn residual(
+        &self,
+        x: &Array,
+        norm: &RmsNorm,
+        spans: &mut [Span<'_>],
+        layer: usize,
+    ) -> Result<Array> {
+        let mixed = self.mix(self.qkv.outputs(Input::Normed(x, norm))?, spans, layer)?;
+        self.o_proj.apply(Input::Rows(&mixed), Some(x))
+    }
+
+    /// Attention of projected rows, [1, R, H_q D].
+    fn mix(&self, projected: Outputs<3>, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        let per_head = |norm: &Option<RmsNorm>| {
+            norm.as_ref().is_none_or(|norm| norm.weight.dim(0) == self.config.head_dim)
+        };
+        let norms_are_usual = !self.config.norm_after_rope || self.q_norm.is_none();
+        if norms_are_usual
+            && self.config.growth.is_none()
+            && per_head(&self.q_norm)
+            && per_head(&self.k_norm)
+        {
+            let AttentionConfig { heads, kv_heads, head_dim, rope, scores, .. } = &self.config;
+            let heads = Heads {
+                heads: *heads,
+                kv_heads: *kv_heads,
+                head_dim: *head_dim,
+                gated: false,
+                q_norm: self.q_norm.as_ref(),
+                k_norm: self.k_norm.as_ref(),
+                rope: rope.as_ref(),
+            };
+            return heads.attend(projected, &self.qkv, scores, spans, layer);
+        }
         let &AttentionConfig { heads: h, kv_heads: h_kv, head_dim: d, ref rope, .. } = &self.config;
-        let rows = x.dim(1);
-        let [q, k, v] = self.qkv.forward(x)?;
+        let [q, k, v] = self.qkv.split(projected)?;
+        let rows = q.dim(1);
         let heads = |x: &Array, norm: &Option<RmsNorm>, heads: i32| -> Result<Array> {
             let shape = [1, rows, heads, d];
             match norm {
@@ -311,8 +355,7 @@ impl SelfAttn {
                 Ok(q.multiply(growth.factors(span.offset(), span.rows, q.dtype())?)?)
             })?;
         }
-        let mixed = attention([&q, &k, &v], &self.config.scores, spans, layer)?;
-        self.o_proj.forward(&mixed)
+        attention([&q, &k, &v], &self.config.scores, spans, layer)
     }
 }
 

@@ -116,7 +116,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     } else {
         Capability::of_device()
     };
-    cuda::enable(kernels);
+    let kernels = cuda::enable(kernels);
     cpu::enable(on_cpu && config.kernels == config::Kernels::Auto);
     let buffers = if on_cpu { CPU_BUFFER_CACHE_BYTES } else { gpu_buffer_cache_bytes()? };
     memory::set_cache_limit(buffers)?;

@@ -17,8 +17,7 @@ use super::{Model, Mtp, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
 use crate::nn::{
-    Embedding, GatedDelta, Joined, Linear, Mlp, Projected, RmsNorm, Rope, RopeConfig, Scores,
-    attention, sigmoid_gated,
+    Embedding, GatedDelta, Heads, Input, Joined, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores,
 };
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints.
@@ -191,21 +190,26 @@ impl Layer {
     }
 
     fn mix(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let normed = self.input_layernorm.forward(x)?;
-        Ok(x.add(self.mixer.forward(&normed, spans, layer)?)?)
+        self.mixer.residual(x, &self.input_layernorm, spans, layer)
     }
 
     fn feed_forward(&self, x: &Array) -> Result<Array> {
-        let normed = self.post_attention_layernorm.forward(x)?;
-        Ok(x.add(self.mlp.forward(&normed)?)?)
+        self.mlp.residual(x, &self.post_attention_layernorm)
     }
 }
 
 impl Mixer {
-    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+    /// `x + mixer(norm x)`
+    fn residual(
+        &self,
+        x: &Array,
+        norm: &RmsNorm,
+        spans: &mut [Span<'_>],
+        layer: usize,
+    ) -> Result<Array> {
         match self {
-            Self::SelfAttn(attn) => attn.forward(x, spans, layer),
-            Self::LinearAttn(attn) => attn.forward(x, spans, layer),
+            Self::SelfAttn(attn) => attn.residual(x, norm, spans, layer),
+            Self::LinearAttn(attn) => attn.residual(x, norm, spans, layer),
         }
     }
 }
@@ -244,20 +248,29 @@ impl SelfAttn {
         })
     }
 
-    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let rows = x.dim(1);
-        let (h, h_kv, d) = (self.heads, self.kv_heads, self.head_dim);
-        let [q, k, v] = self.qkv.forward(x)?;
-        // Each head's q_proj rows are its query, then its gate.
-        let q_gate = q.reshape(&[1, rows, h, 2 * d])?.split_at_indices(&[d], 3)?;
-        let gate = q_gate[1].reshape(&[1, rows, h * d])?;
-        let q = self.q_norm.forward(&q_gate[0])?;
-        let k = self.k_norm.forward(&k.reshape(&[1, rows, h_kv, d])?)?;
-        let v = v.reshape(&[1, rows, h_kv, d])?;
-        let (q, k) = (self.rope.forward(&q, spans)?, self.rope.forward(&k, spans)?);
-        let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None, sinks: None };
-        let mixed = attention([&q, &k, &v], &scores, spans, layer)?;
-        self.o_proj.forward(&sigmoid_gated(gate, mixed)?)
+    /// `x + self_attn(norm x)`
+    fn residual(
+        &self,
+        x: &Array,
+        norm: &RmsNorm,
+        spans: &mut [Span<'_>],
+        layer: usize,
+    ) -> Result<Array> {
+        let heads = Heads {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            // Each head's q_proj rows are its query, then its gate.
+            gated: true,
+            q_norm: Some(&self.q_norm),
+            k_norm: Some(&self.k_norm),
+            rope: Some(&self.rope),
+        };
+        let scale = (self.head_dim as f32).powf(-0.5);
+        let scores = Scores { scale, softcap: None, sinks: None };
+        let projected = self.qkv.outputs(Input::Normed(x, norm))?;
+        let mixed = heads.attend(projected, &self.qkv, &scores, spans, layer)?;
+        self.o_proj.apply(Input::Rows(&mixed), Some(x))
     }
 }
 
@@ -295,10 +308,17 @@ impl LinearAttn {
         })
     }
 
-    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        let [qkv, z, b, a] = self.in_proj.forward(x)?;
-        let mixed = self.delta.forward(&Projected { qkv, z, b, a }, spans, layer)?;
-        self.out_proj.forward(&mixed)
+    /// `x + linear_attn(norm x)`
+    fn residual(
+        &self,
+        x: &Array,
+        norm: &RmsNorm,
+        spans: &mut [Span<'_>],
+        layer: usize,
+    ) -> Result<Array> {
+        let projected = self.in_proj.outputs(Input::Normed(x, norm))?;
+        let mixed = self.delta.forward(&projected, spans, layer)?;
+        self.out_proj.apply(Input::Rows(&mixed), Some(x))
     }
 }
 

@@ -20,8 +20,8 @@ use super::fp8;
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels;
 use crate::nn::{
-    Activation, Embedding, GatedMlp, Joined, Linear, Mode, Packed, PlainMlp, Quantization, RmsNorm,
-    message, scaled,
+    Activation, Embedding, Gate, GatedMlp, Joined, Linear, Mode, Packed, PlainMlp, Quantization,
+    RmsNorm, message, scaled,
 };
 
 /// Tensors by name, and how to turn them into layers.
@@ -332,11 +332,7 @@ impl Weights {
     }
 
     /// Takes the block of `AT.gate_proj`, `AT.up_proj` and `AT.down_proj`, or a stack of blocks.
-    pub fn gated_mlp(
-        &mut self,
-        at: &str,
-        gated: fn(Array, Array) -> Result<Array>,
-    ) -> Result<GatedMlp> {
+    pub fn gated_mlp(&mut self, at: &str, gate: Gate) -> Result<GatedMlp> {
         let gate_proj = self.linear(&format!("{at}.gate_proj"))?;
         let [size, inputs] = gate_proj.shape();
         let hidden = self.hidden.unwrap_or(inputs);
@@ -346,7 +342,7 @@ impl Weights {
         }
         let up_proj = self.linear_of(&format!("{at}.up_proj"), [size, hidden])?;
         Ok(GatedMlp {
-            gated,
+            gate,
             gate_up: Joined::new([gate_proj, up_proj])?,
             down_proj: self.linear_of(&format!("{at}.down_proj"), [hidden, size])?,
         })

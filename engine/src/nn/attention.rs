@@ -65,7 +65,7 @@ pub fn attention(
         let by_kernel = if joined.is_empty() {
             None
         } else {
-            cuda::attention(&rows_of(q, start..start + rows)?, scores.scale, &joined)?
+            cuda::attention(&rows_of(q, start..start + rows)?, scores.scale, &joined, None)?
         };
         let (rows, count) = if by_kernel.is_some() { (rows, joined.len()) } else { (span.rows, 1) };
         parts.push(match by_kernel {
@@ -90,7 +90,7 @@ fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
     span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
 }
 
-fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
+pub(super) fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
     let LayerCache::Full(full) = &span.cache.layers[layer] else {
         unreachable!("checked by `has_few_rows`")
     };

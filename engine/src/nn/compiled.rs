@@ -70,7 +70,7 @@ where
 mod tests {
     use super::*;
     use crate::cache::{Cache, LayerCache, Span};
-    use crate::nn::{GatedDelta, Projected, RmsNorm, clamped_swiglu, geglu, sigmoid_gated, swiglu};
+    use crate::nn::{GatedDelta, Outputs, RmsNorm, clamped_swiglu, geglu, sigmoid_gated, swiglu};
     use mlx_rs::{Device, Dtype, random};
     use std::process::Command;
 
@@ -93,12 +93,12 @@ mod tests {
         };
         let mut cache = Cache::new(vec![LayerCache::Recurrent(layer.new_cache(dtype).unwrap())]);
         let mut forward = |seed, rows| {
-            let x = Projected {
-                qkv: normal(seed, &[1, rows, 2 * 2 * 32 + 4 * 16], dtype),
-                z: normal(seed + 1, &[1, rows, 64], dtype),
-                b: normal(seed + 2, &[1, rows, 4], dtype),
-                a: normal(seed + 3, &[1, rows, 4], dtype),
-            };
+            let x = Outputs::Apart([
+                normal(seed, &[1, rows, 2 * 2 * 32 + 4 * 16], dtype),
+                normal(seed + 1, &[1, rows, 64], dtype),
+                normal(seed + 2, &[1, rows, 4], dtype),
+                normal(seed + 3, &[1, rows, 4], dtype),
+            ]);
             layer.forward(&x, &mut [Span { rows, cache: &mut cache }], 0).unwrap()
         };
         forward(20, 3);

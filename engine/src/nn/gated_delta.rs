@@ -22,7 +22,7 @@ use mlx_rs::ops::{
 use mlx_rs::{Array, Dtype, fast};
 
 use super::runs::{SHORT_ROWS, by_run};
-use super::{RmsNorm, fused, scaled, silu};
+use super::{Outputs, RmsNorm, fused, scaled, silu};
 use crate::cache::{Element, Recurrent, Span, Writes, delta_write};
 use crate::error::Result;
 use crate::kernels::{self, GatedDeltaRows};
@@ -56,7 +56,8 @@ pub struct GatedDelta {
     pub value_dim: i32,
 }
 
-/// Projections of rows: of all in a pass (B = 1), or of spans with the same number of rows.
+/// Projections of rows: of all in a pass (B = 1), or of spans with the same number of rows. As the [`Outputs`] of joined
+/// layers they stand side by side, in this order.
 #[derive(Debug, Clone)]
 pub struct Projected {
     /// [B, T, C]: q, k and v before the convolution, C = 2 H_k D_k + H_v D_v.
@@ -72,38 +73,63 @@ pub struct Projected {
 impl GatedDelta {
     /// An empty cache of this layer; activations are in `dtype`.
     pub fn new_cache(&self, dtype: Dtype) -> Result<Recurrent> {
-        let channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim;
         let taps = i32::try_from(self.conv1d.len()).expect("a convolution has a few taps");
         Recurrent::new(
             &[1, self.value_heads, self.value_dim, self.key_dim],
-            &[1, taps - 1, channels],
+            &[1, taps - 1, self.channels()],
             dtype,
         )
     }
 
     /// Runs the rows `x` of all spans through convolution, delta rule, norm and gate: [1, R, H_v D_v].
     /// `layer` is their entry in each span's cache.
-    pub fn forward(&self, x: &Projected, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
-        by_run([&x.qkv, &x.z, &x.b, &x.a], spans, layer, |[qkv, z, b, a], caches| {
-            self.run(&Projected { qkv, z, b, a }, caches)
-        })
+    pub fn forward(&self, x: &Outputs<4>, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+        match x {
+            Outputs::Joined(all) => {
+                by_run([all], spans, layer, |[all], caches| self.run(&Outputs::Joined(all), caches))
+            }
+            Outputs::Apart(parts) => by_run(parts.each_ref(), spans, layer, |parts, caches| {
+                self.run(&Outputs::Apart(parts), caches)
+            }),
+        }
+    }
+
+    /// The projections one by one.
+    pub fn parts(&self, x: &Outputs<4>) -> Result<Projected> {
+        let [qkv, z, b, a] = match x {
+            Outputs::Apart(parts) => parts.clone(),
+            Outputs::Joined(all) => {
+                let values = self.value_heads * self.value_dim;
+                let z = self.channels();
+                let b = z + values;
+                let parts = all.split_at_indices(&[z, b, b + self.value_heads], 2)?;
+                parts.try_into().expect("three places make four parts")
+            }
+        };
+        Ok(Projected { qkv, z, b, a })
+    }
+
+    /// C
+    fn channels(&self) -> i32 {
+        2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
     }
 
     /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
-    fn run(&self, x: &Projected, caches: &mut [&mut Recurrent]) -> Result<Array> {
+    fn run(&self, x: &Outputs<4>, caches: &mut [&mut Recurrent]) -> Result<Array> {
         let state = Element::stack(caches.iter().map(|cache| cache.state().0))?;
         let tail = Element::stack(caches.iter().map(|cache| cache.state().1))?;
         let record = caches.iter().any(|cache| cache.has_draft_mark());
         let by_kernel = kernels::gated_delta(self, x, [&state, &tail], record)?;
         let GatedDeltaRows { y, state, tail, writes } = match by_kernel {
             Some(rows) => rows,
-            None => self.run_operations(x, state, &tail)?,
+            None => self.run_operations(&self.parts(x)?, state, &tail)?,
         };
-        for (i, cache) in (0i32..).zip(&mut *caches) {
-            if let Some(writes) = &writes
-                && cache.has_draft_mark()
-            {
-                cache.record(x.qkv.try_index(i..i + 1)?, Some(writes.of(i)?));
+        if let Some(writes) = writes.filter(|_| record) {
+            let qkv = self.parts(x)?.qkv;
+            for (i, cache) in (0i32..).zip(&mut *caches) {
+                if cache.has_draft_mark() {
+                    cache.record(qkv.try_index(i..i + 1)?, Some(writes.of(i)?));
+                }
             }
         }
         let elements = Element::all_of(state).zip(Element::all_of(tail));

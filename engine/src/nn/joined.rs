@@ -4,7 +4,7 @@ use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::eval;
 
-use super::{Linear, Packed};
+use super::{Input, Linear, Packed};
 use crate::error::Result;
 use crate::kernels::cuda;
 
@@ -16,6 +16,15 @@ pub struct Joined<const N: usize> {
     layers: Vec<Linear>,
     /// The first output of each layer but the first.
     starts: Vec<i32>,
+}
+
+/// The outputs of N layers.
+#[derive(Debug, Clone)]
+pub enum Outputs<const N: usize> {
+    /// Side by side in one array.
+    Joined(Array),
+    /// One array for each.
+    Apart([Array; N]),
 }
 
 impl<const N: usize> Joined<N> {
@@ -35,15 +44,34 @@ impl<const N: usize> Joined<N> {
         self.each(|layer| layer.forward(x))
     }
 
+    /// [`Joined::forward`], in one array if the layers are joined.
+    pub fn outputs(&self, x: Input<'_>) -> Result<Outputs<N>> {
+        match &self.layers[..] {
+            [joined] if N > 1 => Ok(Outputs::Joined(joined.apply(x, None)?)),
+            _ => Ok(Outputs::Apart(self.forward(&x.rows()?)?)),
+        }
+    }
+
     /// [`Linear::gather`] of each layer, which is a stack.
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<[Array; N]> {
         self.each(|layer| layer.gather(x, which, sorted))
     }
 
+    /// The outputs one by one.
+    pub fn split(&self, outputs: Outputs<N>) -> Result<[Array; N]> {
+        match outputs {
+            Outputs::Apart(outputs) => Ok(outputs),
+            Outputs::Joined(all) => {
+                let outputs = all.split_at_indices(&self.starts, -1)?;
+                Ok(outputs.try_into().expect("one output for each layer"))
+            }
+        }
+    }
+
     fn each(&self, run: impl Fn(&Linear) -> Result<Array>) -> Result<[Array; N]> {
         let outputs = match &self.layers[..] {
-            [joined] if N > 1 => run(joined)?.split_at_indices(&self.starts, -1)?,
-            layers => layers.iter().map(run).collect::<Result<_>>()?,
+            [joined] if N > 1 => return self.split(Outputs::Joined(run(joined)?)),
+            layers => layers.iter().map(run).collect::<Result<Vec<_>>>()?,
         };
         Ok(outputs.try_into().expect("one output for each layer"))
     }

@@ -3,8 +3,35 @@
 use mlx_rs::Array;
 use mlx_rs::ops::{gather_mm, matmul};
 
-use super::Packed;
+use super::{Packed, RmsNorm, swiglu};
 use crate::error::Result;
+use crate::kernels::cuda;
+
+/// Rows that a layer reads. A kernel computes the last step to them while it reads, which saves an operation.
+#[derive(Debug, Clone, Copy)]
+pub enum Input<'a> {
+    /// As they are, [.., in].
+    Rows(&'a Array),
+    /// Normed, from [.., in].
+    Normed(&'a Array, &'a RmsNorm),
+    /// [`swiglu`] of [.., 2 in], gates and then ups.
+    SwiGlu(&'a Array),
+}
+
+impl Input<'_> {
+    /// The rows, [.., in].
+    pub fn rows(self) -> Result<Array> {
+        match self {
+            Self::Rows(x) => Ok(x.clone()),
+            Self::Normed(x, norm) => norm.forward(x),
+            Self::SwiGlu(x) => {
+                let parts = x.split_equal(2, -1)?;
+                let [gate, up] = parts.try_into().expect("two parts");
+                swiglu(gate, up)
+            }
+        }
+    }
+}
 
 /// Weights of a linear layer, [out, in], or of a stack of them, [E, out, in].
 #[derive(Debug, Clone)]
@@ -53,6 +80,20 @@ impl Linear {
         };
         match bias {
             Some(bias) => Ok(y.add(bias)?),
+            None => Ok(y),
+        }
+    }
+
+    /// [`Linear::forward`] of `x`, added to `residual` [.., out] if there is one.
+    pub fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
+        if let Self::Quantized { weight, bias: None } = self
+            && let Some(y) = cuda::product(x, weight, residual)?
+        {
+            return Ok(y);
+        }
+        let y = self.forward(&x.rows()?)?;
+        match residual {
+            Some(residual) => Ok(residual.add(y)?),
             None => Ok(y),
         }
     }

@@ -4,7 +4,7 @@
 use mlx_rs::ops::{expm1, logaddexp, maximum, minimum, select};
 use mlx_rs::{Array, Dtype};
 
-use super::{Joined, Linear};
+use super::{Input, Joined, Linear, Outputs, RmsNorm, clamped_swiglu, geglu, swiglu};
 use crate::error::Result;
 
 /// A feed-forward block, or a stack of them.
@@ -22,6 +22,14 @@ impl Block {
         match self {
             Self::Gated(mlp) => mlp.forward(x),
             Self::Plain(mlp) => mlp.forward(x),
+        }
+    }
+
+    /// `x + block(norm x)`; `x` [1, R, D], same shape back.
+    pub fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
+        match self {
+            Self::Gated(mlp) => mlp.residual(x, norm),
+            Self::Plain(mlp) => Ok(x.add(mlp.forward(&norm.forward(x)?)?)?),
         }
     }
 
@@ -46,11 +54,32 @@ impl From<PlainMlp> for Block {
     }
 }
 
-/// `down(gated(gate x, up x))`. A stack of them has a leading dimension E.
+/// How a gate and an up become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gate {
+    /// [`swiglu`]
+    Silu,
+    /// [`geglu`]
+    Gelu,
+    /// [`clamped_swiglu`]
+    ClampedSilu,
+}
+
+impl Gate {
+    fn apply(self, gate: Array, up: Array) -> Result<Array> {
+        match self {
+            Self::Silu => swiglu(gate, up),
+            Self::Gelu => geglu(gate, up),
+            Self::ClampedSilu => clamped_swiglu(gate, up),
+        }
+    }
+}
+
+/// `down(gate(gate x, up x))`. A stack of them has a leading dimension E.
 #[derive(Debug, Clone)]
 pub struct GatedMlp {
-    /// [`super::swiglu`], [`super::geglu`] or [`super::clamped_swiglu`].
-    pub gated: fn(Array, Array) -> Result<Array>,
+    /// How the outputs of `gate_up` become one.
+    pub gate: Gate,
     /// `gate_proj` and `up_proj`, [F, D] each.
     pub gate_up: Joined<2>,
     /// [D, F]
@@ -61,13 +90,26 @@ impl GatedMlp {
     /// `x` [1, R, D], same shape back.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let [gate, up] = self.gate_up.forward(x)?;
-        self.down_proj.forward(&(self.gated)(gate, up)?)
+        self.down_proj.forward(&self.gate.apply(gate, up)?)
+    }
+
+    /// `x + block(norm x)`; `x` [1, R, D], same shape back.
+    fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
+        match self.gate_up.outputs(Input::Normed(x, norm))? {
+            Outputs::Joined(both) if self.gate == Gate::Silu => {
+                self.down_proj.apply(Input::SwiGlu(&both), Some(x))
+            }
+            outputs => {
+                let [gate, up] = self.gate_up.split(outputs)?;
+                self.down_proj.apply(Input::Rows(&self.gate.apply(gate, up)?), Some(x))
+            }
+        }
     }
 
     /// Each row of `x` through its own block of a stack; arguments as in [`Linear::gather`].
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
         let [gate, up] = self.gate_up.gather(x, which, sorted)?;
-        self.down_proj.gather(&(self.gated)(gate, up)?, which, sorted)
+        self.down_proj.gather(&self.gate.apply(gate, up)?, which, sorted)
     }
 }
 

@@ -6,6 +6,7 @@
 mod attention;
 mod compiled;
 mod gated_delta;
+mod heads;
 mod joined;
 mod linear;
 mod mamba2;
@@ -22,10 +23,11 @@ pub use gated_delta::{
     CHUNK, GatedDelta, Projected, convolve, delta_rule_chunked, delta_rule_recurrent,
     delta_rule_short,
 };
-pub use joined::Joined;
-pub use linear::{Embedding, Linear};
+pub use heads::Heads;
+pub use joined::{Joined, Outputs};
+pub use linear::{Embedding, Input, Linear};
 pub use mamba2::{GatedNorm, Mamba2};
-pub use mlp::{Activation, Block, GatedMlp, PlainMlp};
+pub use mlp::{Activation, Block, Gate, GatedMlp, PlainMlp};
 pub use moe::{Experts, Groups, Mlp, Moe, Shared};
 pub use norm::{LayerNorm, RmsNorm};
 pub use packed::{DENSE_ROWS, Mode, Packed, Quantization, from_fp8};

@@ -10,7 +10,7 @@ use mlx_rs::ops::indexing::{TryIndexOp, take_along_axis};
 use mlx_rs::ops::{argpartition_axis, argsort_axis, select, sigmoid, softmax_axis, sort_axis};
 use mlx_rs::{Array, Dtype};
 
-use super::{Block, Linear, scaled};
+use super::{Block, Linear, RmsNorm, scaled};
 use crate::error::Result;
 
 /// Sorting does not pay for fewer choices.
@@ -32,6 +32,14 @@ impl Mlp {
         match self {
             Self::Dense(mlp) => mlp.forward(x),
             Self::Sparse(moe) => moe.forward(x),
+        }
+    }
+
+    /// `x + mlp(norm x)`; `x` [1, R, D], same shape back.
+    pub fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
+        match self {
+            Self::Dense(mlp) => mlp.residual(x, norm),
+            Self::Sparse(moe) => Ok(x.add(moe.forward(&norm.forward(x)?)?)?),
         }
     }
 }
@@ -175,7 +183,7 @@ impl Experts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::{GatedMlp, Joined, Mode, Packed, Quantization, swiglu};
+    use crate::nn::{Gate, GatedMlp, Joined, Mode, Packed, Quantization};
     use mlx_rs::ops::concatenate;
     use mlx_rs::random;
 
@@ -207,7 +215,7 @@ mod tests {
             [dense(1, &[5, 64, 32]), dense(2, &[5, 64, 32]), dense(3, &[5, 32, 64])];
         let experts = |[gate, up, down_proj]: [Linear; 3]| {
             let gate_up = Joined::new([gate, up]).unwrap();
-            Experts(GatedMlp { gated: swiglu, gate_up, down_proj }.into())
+            Experts(GatedMlp { gate: Gate::Silu, gate_up, down_proj }.into())
         };
         let quantized = experts([packed(&gate), packed(&up), packed(&down)]);
         let experts = experts([gate, up, down]);

@@ -37,6 +37,31 @@ impl Rope {
         Self { dims, theta, traditional: false, scale: 1.0, wavelengths: None, magnitudes: None }
     }
 
+    /// Whether dimension `i` is paired with `i + dims / 2`, and nothing else changes.
+    pub fn has_plain_halves(&self) -> bool {
+        !self.traditional && self.magnitudes.is_none()
+    }
+
+    /// Rotated dimensions of a head.
+    pub fn dims(&self) -> i32 {
+        self.dims
+    }
+
+    /// Base of the frequencies.
+    pub fn theta(&self) -> f32 {
+        self.theta
+    }
+
+    /// Factor of positions.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// f32 [dims / 2]: positions per radian, if they are not the powers of the base.
+    pub fn wavelengths(&self) -> Option<&Array> {
+        self.wavelengths.as_ref()
+    }
+
     /// Rotates the rows `x` [1, R, H, D] of `spans`, each by its own position; same shape back.
     pub fn forward(&self, x: &Array, spans: &[Span<'_>]) -> Result<Array> {
         let theta = self.wavelengths.is_none().then_some(self.theta);

@@ -8,7 +8,7 @@ use super::{ENABLED, elements, run, shape, slice_mut};
 use crate::cache::Writes;
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
-use crate::nn::{self, Projected, RmsNorm};
+use crate::nn::{self, Outputs, Projected, RmsNorm};
 
 /// Most rows of a sequence: more are computed as products of matrices.
 const ROWS: i32 = 8;
@@ -72,13 +72,20 @@ unsafe extern "C" fn norm_of(views: *const View, count: usize, parameters: *cons
 /// or dimensions, or if there are more than [`ROWS`] rows.
 pub fn gated_delta(
     layer: &nn::GatedDelta,
-    x: &Projected,
+    x: &Outputs<4>,
     [state, tail]: [&Array; 2],
     record: bool,
 ) -> Option<Result<GatedDeltaRows>> {
-    let [batch, rows] = [x.qkv.dim(0), x.qkv.dim(1)];
+    if !ENABLED.get() {
+        return None;
+    }
+    let Projected { qkv, z, b, a } = match layer.parts(x) {
+        Ok(parts) => parts,
+        Err(error) => return Some(Err(error)),
+    };
+    let [batch, rows] = [qkv.dim(0), qkv.dim(1)];
     let &nn::GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
-    let mut inputs = vec![&x.qkv, &x.z, &x.b, &x.a, tail, state, &layer.a_log, &layer.dt_bias];
+    let mut inputs = vec![&qkv, &z, &b, &a, tail, state, &layer.a_log, &layer.dt_bias];
     inputs.push(&layer.norm.weight);
     inputs.extend(&layer.conv1d);
     let supported = GatedDelta::supports(size(key_dim), size(value_dim));
@@ -204,12 +211,12 @@ mod tests {
         let mut ys = Vec::new();
         for (seed, &rows) in (1u64..).zip(passes) {
             let part = |i: u64, width| normal(100 * seed + i, &[1, 2 * rows, width]);
-            let x = Projected {
-                qkv: part(1, channels),
-                z: part(2, values),
-                b: part(3, heads),
-                a: part(4, heads),
-            };
+            let x = Outputs::Apart([
+                part(1, channels),
+                part(2, values),
+                part(3, heads),
+                part(4, heads),
+            ]);
             let is_last = seed as usize == passes.len();
             if is_last {
                 [&mut first, &mut second].into_iter().for_each(Cache::mark_draft);

@@ -2,8 +2,9 @@
 // queries of one key head over one part of SPLIT keys; `attention_join.cu` joins the parts. A part is always the
 // same keys, so that a row's result does not depend on the other spans of the launch.
 //
-// Constants: HQ, HKV, D, SPLIT, SCALE (bits of the factor of scores), T. `spans` has for each span its first row,
-// rows, keys, and the capacity of its buffer, which is one of kv0 to kv7, [2 HKV, capacity, D]: keys, then values.
+// Constants: HQ, HKV, D, SPLIT, SCALE (bits of the factor of scores), SPANS, T. Number: total_rows. `spans` has for each span its first row,
+// rows, keys, and the capacity of its buffer, which is one of
+// BUFFERS, [2 HKV, capacity, D]: keys, then values.
 constexpr int WARPS = 8, BLOCK = 4, GROUP = HQ / HKV, PER = D / 32, BYTES = PER * sizeof(T);
 struct alignas(BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : 2) Lane { T x[PER]; };
 
@@ -16,8 +17,7 @@ const int part = blockIdx.x, span = blockIdx.z, head = blockIdx.y % HKV, block =
 const int first = spans[4 * span], rows = spans[4 * span + 1], length = spans[4 * span + 2];
 const int start = part * SPLIT, count = min(SPLIT, length - start), own = min(BLOCK, GROUP * rows - block * BLOCK);
 if (count <= 0 || own <= 0) return;
-const int total_rows = q_shape[1];
-const T* const buffers[8] = {kv0, kv1, kv2, kv3, kv4, kv5, kv6, kv7};
+const T* const buffers[SPANS] = BUFFERS;
 const size_t capacity = spans[4 * span + 3], offset = (head * capacity + start) * D;
 const Lane* const k = reinterpret_cast<const Lane*>(buffers[span] + offset);
 const Lane* const v = reinterpret_cast<const Lane*>(buffers[span] + offset + HKV * capacity * D);

@@ -6,26 +6,47 @@ use mlx_rs::{Array, Dtype};
 use super::{Kernel, Launch, is_enabled};
 use crate::error::Result;
 
-const PARTS: Kernel = Kernel {
-    name: "attention",
-    inputs: &["q", "spans", "kv0", "kv1", "kv2", "kv3", "kv4", "kv5", "kv6", "kv7"],
-    outputs: &["parts", "sums"],
-    header: "",
-    source: include_str!("attention.cu"),
-    contiguous: true,
-};
+const INPUTS: &[&str] = &[
+    "q", "spans", "kv0", "kv1", "kv2", "kv3", "kv4", "kv5", "kv6", "kv7", "kv8", "kv9", "kv10",
+    "kv11", "kv12", "kv13", "kv14", "kv15", "kv16", "kv17", "kv18", "kv19", "kv20", "kv21", "kv22",
+    "kv23", "kv24", "kv25", "kv26", "kv27", "kv28", "kv29", "kv30", "kv31",
+];
+
+/// Inputs before the buffers.
+const FIXED: usize = 2;
 
 const JOIN: Kernel = Kernel {
     name: "attention_join",
-    inputs: &["parts", "sums", "spans"],
+    inputs: &["parts", "sums", "spans", "gates"],
     outputs: &["out"],
+    numbers: &["total_rows", "span_count"],
     header: "",
     source: include_str!("attention_join.cu"),
-    contiguous: true,
 };
 
 /// Most spans of a launch.
-pub const SPANS: usize = 8;
+pub const SPANS: usize = 32;
+
+/// Adds `buffers` to the inputs of a launch, and the first one again until there are 1, 8 or [`SPANS`]: for each of
+/// these there is a variant. Returns how many there are. Those without a span are not read.
+pub(super) fn padded<'a>(inputs: &mut Vec<&'a Array>, buffers: &[&'a Array]) -> usize {
+    let count = [1, 8, SPANS].into_iter().find(|&count| count >= buffers.len()).unwrap_or(SPANS);
+    inputs.extend(buffers.iter().copied().chain(std::iter::repeat(buffers[0])).take(count));
+    count
+}
+
+/// Names the buffers of a launch.
+pub(super) fn buffers_text(count: usize) -> &'static str {
+    match count {
+        1 => "#define BUFFERS {kv0}\n",
+        8 => "#define BUFFERS {kv0, kv1, kv2, kv3, kv4, kv5, kv6, kv7}\n",
+        _ => {
+            "#define BUFFERS {kv0, kv1, kv2, kv3, kv4, kv5, kv6, kv7, kv8, kv9, kv10, kv11, kv12, kv13, \
+             kv14, kv15, kv16, kv17, kv18, kv19, kv20, kv21, kv22, kv23, kv24, kv25, kv26, kv27, kv28, \
+             kv29, kv30, kv31}\n"
+        }
+    }
+}
 
 /// Most rows of a span. Each row reads the keys again, in groups of [`QUERIES`] queries.
 pub const ROWS: i32 = 8;
@@ -49,9 +70,18 @@ pub struct AttentionSpan {
     pub kv: Array,
 }
 
-/// Causal attention of `q` [1, R, H_q, D], the queries of the last rows of each span: [1, R, H_q D]. `None` if there
-/// is no kernel for the shape.
-pub fn attention(q: &Array, scale: f32, spans: &[AttentionSpan]) -> Result<Option<Array>> {
+/// Gates of the result, side by side with the queries: [1, R, ..], of which each row begins with a query and its gate
+/// for each head.
+pub struct Gates<'a>(pub &'a Array);
+
+/// Causal attention of `q` [1, R, H_q, D], the queries of the last rows of each span: [1, R, H_q D], times the sigmoid of
+/// `gates`. `None` if there is no kernel for the shape.
+pub fn attention(
+    q: &Array,
+    scale: f32,
+    spans: &[AttentionSpan],
+    gates: Option<Gates<'_>>,
+) -> Result<Option<Array>> {
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let kv_heads = spans[0].kv.dim(1) / 2;
     let fits = spans.len() <= SPANS
@@ -75,31 +105,42 @@ pub fn attention(q: &Array, scale: f32, spans: &[AttentionSpan]) -> Result<Optio
     let queries = spans.iter().map(|span| span.rows).max().unwrap_or_default() * (heads / kv_heads);
 
     let mut inputs = vec![q, &table];
-    // Parameters without a span are not read.
-    let all = spans.iter().chain(std::iter::repeat(&spans[0])).take(SPANS);
-    inputs.extend(all.map(|span| &span.kv));
-    let outputs = PARTS.run(&Launch {
+    let buffers: Vec<&Array> = spans.iter().map(|span| &span.kv).collect();
+    let buffers = padded(&mut inputs, &buffers);
+    let kernel = Kernel {
+        name: "attention",
+        inputs: &INPUTS[..FIXED + buffers],
+        outputs: &["parts", "sums"],
+        numbers: &["total_rows"],
+        header: buffers_text(buffers),
+        source: include_str!("attention.cu"),
+    };
+    let outputs = kernel.run(&Launch {
         inputs: &inputs,
         outputs: &[
             (&[parts, rows, heads, dim], Dtype::Float32),
             (&[parts, rows, heads, 2], Dtype::Float32),
         ],
+        numbers: &[rows],
         constants: &[
             ("HQ", heads),
             ("HKV", kv_heads),
             ("D", dim),
             ("SPLIT", SPLIT),
             ("SCALE", scale.to_bits().cast_signed()),
+            ("SPANS", i32::try_from(buffers).expect("a few buffers")),
         ],
         dtype,
         blocks: [parts, kv_heads * ((queries + QUERIES - 1) / QUERIES), count],
         threads: THREADS,
         shared: 0,
     })?;
+    let gate_row = gates.as_ref().map_or(0, |gates| gates.0.dim(-1));
     let outputs = JOIN.run(&Launch {
-        inputs: &[&outputs[0], &outputs[1], &table],
+        inputs: &[&outputs[0], &outputs[1], &table, gates.map_or(q, |gates| gates.0)],
         outputs: &[(&[1, rows, heads * dim], dtype)],
-        constants: &[("HQ", heads), ("D", dim), ("SPLIT", SPLIT)],
+        numbers: &[rows, count],
+        constants: &[("HQ", heads), ("D", dim), ("SPLIT", SPLIT), ("GATE_ROW", gate_row)],
         dtype,
         blocks: [heads, rows, 1],
         threads: dim,

@@ -1,7 +1,9 @@
-// Joins the parts that attention.cu computed, one block for a query head of a row. Constants: HQ, D, SPLIT, T.
-const int row = blockIdx.y, head = blockIdx.x, i = threadIdx.x, total_rows = sums_shape[1];
+// Joins the parts that attention.cu computed, one block for a query head of a row. Constants: HQ, D, SPLIT, T, GATE_ROW
+// (elements of a row of `gates`, in which each head has a query and then its gate; 0 for none). Numbers: total_rows,
+// span_count. Results are rounded where the separate operations round.
+const int row = blockIdx.y, head = blockIdx.x, i = threadIdx.x;
 int count = 0;
-for (int span = 0; span < spans_shape[0]; span++) {
+for (int span = 0; span < span_count; span++) {
   if (row >= spans[4 * span] && row < spans[4 * span] + spans[4 * span + 1]) {
     count = (spans[4 * span + 2] + SPLIT - 1) / SPLIT;
   }
@@ -18,4 +20,9 @@ for (int part = 0; part < count; part++) {
     mixed += weight * parts[at(part) * D + i];
   }
 }
-out[(size_t(row) * HQ + head) * D + i] = T(mixed / sum);
+T y = T(mixed / sum);
+if (GATE_ROW > 0) {
+  const float gate = float(gates[size_t(row) * GATE_ROW + head * 2 * D + D + i]);
+  y = T(float(T(1 / (1 + expf(-gate)))) * float(y));
+}
+out[(size_t(row) * HQ + head) * D + i] = y;

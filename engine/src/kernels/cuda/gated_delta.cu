@@ -2,25 +2,30 @@
 // sequence. A warp holds ROWS rows of the state in registers; a lane holds PER columns of each. Tokens run one
 // after another, so that results do not depend on how many run in one launch.
 //
-// Constants: HK, HV, DK, DV (heads and their dimensions), EPS (bits of the norm's epsilon), T (type of activations). RECORDED(x) is x
-// in the kernel that also returns what the rows write to the state. Shapes are those of gated_delta.rs.
+// Constants: HK, HV, DK, DV (heads and their dimensions), EPS (bits of the norm's epsilon), T (type of activations), JOINED
+// (qkv, z, b and a are the same array, which has them side by side). Number: rows. RECORDED(x) is x in the kernel that
+// also returns what the rows write to the state. Shapes are those of gated_delta.rs.
 constexpr int WARPS = 16, THREADS = 32 * WARPS, TILE = 8, TAPS = 4;
 const T* const taps[TAPS] = {tap0, tap1, tap2, tap3};
 constexpr int PER = DK / 32, ROWS = DV / WARPS, CHANNELS = 2 * HK * DK + HV * DV;
+constexpr int ALL = CHANNELS + HV * DV + 2 * HV;
+constexpr int QKV_ROW = JOINED ? ALL : CHANNELS, Z_ROW = JOINED ? ALL : HV * DV, GATE_ROW = JOINED ? ALL : HV;
 struct alignas(PER % 4 == 0 ? 16 : 4 * PER) Lane { float x[PER]; };
 
 __shared__ alignas(16) float queries[TILE][DK], keys[TILE][DK], values[TILE][DV], mixed[TILE][DV];
 __shared__ float logs[TILE], strengths[TILE];
 
-const int head = blockIdx.x, sequence = blockIdx.y, rows = qkv_shape[1];
+const int head = blockIdx.x, sequence = blockIdx.y;
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 const int key_head = head / (HV / HK);
 const size_t first = size_t(sequence) * rows, heads = size_t(sequence) * HV + head;
 
-// Projections may be parts of wider rows.
+const T* const z_rows = z + (JOINED ? CHANNELS : 0) + first * Z_ROW + head * DV;
+const T* const b_rows = b + (JOINED ? CHANNELS + HV * DV : 0) + first * GATE_ROW + head;
+const T* const a_rows = a + (JOINED ? CHANNELS + HV * DV + HV : 0) + first * GATE_ROW + head;
 auto input = [&](int t, int channel) {
-  return t >= 0 ? float(qkv[sequence * qkv_strides[0] + t * qkv_strides[1] + channel])
-                : float(tail[sequence * tail_strides[0] + (TAPS - 1 + t) * tail_strides[1] + channel]);
+  return t >= 0 ? float(qkv[(first + t) * QKV_ROW + channel])
+                : float(tail[(size_t(sequence) * (TAPS - 1) + TAPS - 1 + t) * CHANNELS + channel]);
 };
 // Channel of element j of this head's query, key and value, one after another.
 auto channel = [&](int j) {
@@ -49,10 +54,10 @@ for (int start = 0; start < rows; start += TILE) {
   }
   if (threadIdx.x < count) {
     const int t = start + threadIdx.x;
-    const float x = float(a[sequence * a_strides[0] + t * a_strides[1] + head]) + float(dt_bias[head]);
+    const float x = float(a_rows[size_t(t) * GATE_ROW]) + float(dt_bias[head]);
     const float log_decay = -expf(a_log[head]) * (fmaxf(x, 0) + log1pf(expf(-fabsf(x))));
     logs[threadIdx.x] = log_decay;
-    strengths[threadIdx.x] = 1 / (1 + expf(-float(b[sequence * b_strides[0] + t * b_strides[1] + head])));
+    strengths[threadIdx.x] = 1 / (1 + expf(-float(b_rows[size_t(t) * GATE_ROW])));
     RECORDED(log_decays[heads * rows + t] = log_decay;)
   }
   __syncthreads();
@@ -96,7 +101,7 @@ for (int start = 0; start < rows; start += TILE) {
     const float factor = rsqrtf(total(squares) / DV + __int_as_float(EPS));
     const size_t at = (first + start + t) * HV * DV + head * DV;
     for (int i = lane; i < DV; i += 32) {
-      const float gate = float(z[sequence * z_strides[0] + (start + t) * z_strides[1] + head * DV + i]);
+      const float gate = float(z_rows[size_t(start + t) * Z_ROW + i]);
       out[at + i] = T(mixed[t][i] * factor * float(norm[i]) * gate / (1 + expf(-gate)));
     }
   }

@@ -6,21 +6,20 @@ use super::{Kernel, Launch, is_enabled};
 use crate::cache::Writes;
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
-use crate::nn::{GatedDelta, Projected};
+use crate::nn::{GatedDelta, Outputs};
 
 const INPUTS: &[&str] = &[
     "qkv", "z", "b", "a", "tail", "state", "a_log", "dt_bias", "norm", "tap0", "tap1", "tap2",
     "tap3",
 ];
 
-/// The projections, parts of one product, are read with their strides; the other inputs are contiguous.
 const KERNEL: Kernel = Kernel {
     name: "gated_delta",
     inputs: INPUTS,
     outputs: &["out", "next_state", "next_tail"],
+    numbers: &["rows"],
     header: "#define RECORDED(x)\n",
     source: include_str!("gated_delta.cu"),
-    contiguous: false,
 };
 
 /// The same, recording what the rows write to the state: as much as the rows themselves, and needed with drafts
@@ -46,7 +45,7 @@ const ELEMENTS: i32 = 64;
 /// is no kernel for the layer.
 pub fn gated_delta(
     layer: &GatedDelta,
-    x: &Projected,
+    x: &Outputs<4>,
     [state, tail]: [&Array; 2],
     record: bool,
 ) -> Result<Option<GatedDeltaRows>> {
@@ -59,8 +58,12 @@ pub fn gated_delta(
     if !is_enabled() || !fits {
         return Ok(None);
     }
-    let [batch, rows, values] = [x.qkv.dim(0), x.qkv.dim(1), value_heads * value_dim];
-    let dtype = x.qkv.dtype();
+    let ([qkv, z, b, a], joined) = match x {
+        Outputs::Joined(all) => ([all; 4], 1),
+        Outputs::Apart(parts) => (parts.each_ref(), 0),
+    };
+    let [batch, rows, values] = [qkv.dim(0), qkv.dim(1), value_heads * value_dim];
+    let dtype = qkv.dtype();
     let [shape_k, shape_v] = [key_dim, value_dim].map(|width| [batch, value_heads, rows, width]);
     let outputs: [(&[i32], Dtype); 6] = [
         (&[batch, rows, values], dtype),
@@ -73,10 +76,10 @@ pub fn gated_delta(
     let kernel = if record { RECORDING_KERNEL } else { KERNEL };
     let outputs = kernel.run(&Launch {
         inputs: &[
-            &x.qkv,
-            &x.z,
-            &x.b,
-            &x.a,
+            qkv,
+            z,
+            b,
+            a,
             tail,
             state,
             &layer.a_log,
@@ -88,12 +91,14 @@ pub fn gated_delta(
             tap3,
         ],
         outputs: &outputs[..kernel.outputs.len()],
+        numbers: &[rows],
         constants: &[
             ("HK", key_heads),
             ("HV", value_heads),
             ("DK", key_dim),
             ("DV", value_dim),
             ("EPS", layer.norm.eps.to_bits().cast_signed()),
+            ("JOINED", joined),
         ],
         dtype,
         blocks: [value_heads, batch, 1],

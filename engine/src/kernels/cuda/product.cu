@@ -3,8 +3,12 @@
 // Columns of mma do not mix, and the sums are the same PARTS for any number of sets and warps, so that a row's
 // bits do not depend on the other rows.
 //
-// Constants: K (inputs, a multiple of 256), WARPS, PARTS (WARPS, or one for each slab), SETS (of 8 rows in a
-// block), T (bfloat16). Further rows are further blocks along y, which read the weights from the cache.
+// The rows can be normed or gated while they are read, and added to others when they are written: FORM is 0 for rows as
+// they are, 1 for RMS norm by `norm`, and 2 for silu(gate) up of rows [gate, up]; ADD is 1 to add `residual`. Results are
+// rounded where the separate operations round.
+//
+// Constants: FORM, EPS (bits of the norm's epsilon), ADD, K (inputs, a multiple of 256), WARPS, PARTS (WARPS, or one for each slab), SETS (of 8 rows in a
+// block), T (bfloat16). Numbers: outputs, all_rows. Further rows are further blocks along y, which read the weights from the cache.
 constexpr int THREADS = 32 * WARPS, SLABS = K / 256, DEPTH = 3, ITEMS = (SLABS + WARPS - 1) / WARPS;
 constexpr int FRAGMENTS = K / 16 * 32, SUMS = K / 64 * 8, PARTIAL = PARTS * 128 * SETS;
 extern __shared__ uint2 shared[];
@@ -15,7 +19,7 @@ float* const group_sums = reinterpret_cast<float*>(shared + SETS * FRAGMENTS);
 float* const partial = group_sums + SETS * SUMS;
 
 const int first_row = 8 * SETS * int(blockIdx.y);
-const int outputs = w_shape[0], rows = min(8 * SETS, x_shape[0] - first_row);
+const int rows = min(8 * SETS, all_rows - first_row);
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 const uint2* const words = reinterpret_cast<const uint2*>(w);
 const uint2* const factors = reinterpret_cast<const uint2*>(scales);
@@ -46,9 +50,57 @@ auto multiply = [](float (&d)[4], const unsigned (&a)[4], uint2 b) {
 #pragma unroll
 for (int i = 0; i < DEPTH; i++) load(i, slabs[i]);
 
+constexpr int WIDTH = FORM == 2 ? 2 * K : K;
+auto chunks_of = [&](int n) { return reinterpret_cast<const uint4*>(x + size_t(first_row + n) * WIDTH); };
+auto low = [](unsigned two) { return __uint_as_float(two << 16); };
+auto high = [](unsigned two) { return __uint_as_float(two & 0xffff0000u); };
+auto rounded = [](float x) { return float(T(x)); };
+auto pack = [](float low, float high) {
+  unsigned two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+};
+__shared__ float squares[8 * SETS][8], norms[8 * SETS];
+if (FORM == 1) {
+  // Always eight sums, so that they do not depend on the number of warps.
+  for (int item = warp; item < rows * 8; item += WARPS) {
+    float sum = 0;
+    for (int i = lane; i < K / 64; i += 32) {
+      const uint4 eight = chunks_of(item / 8)[item % 8 * (K / 64) + i];
+      auto add = [&](unsigned two) { sum += low(two) * low(two) + high(two) * high(two); };
+      add(eight.x), add(eight.y), add(eight.z), add(eight.w);
+    }
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) squares[item / 8][item % 8] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x < rows) {
+    float sum = 0;
+    for (int part = 0; part < 8; part++) sum += squares[threadIdx.x][part];
+    norms[threadIdx.x] = rsqrtf(sum / K + __int_as_float(EPS));
+  }
+  __syncthreads();
+}
+auto normed = [&](unsigned two, unsigned weight, float factor) {
+  return pack(rounded(low(two) * factor) * low(weight), rounded(high(two) * factor) * high(weight));
+};
+auto gated = [&](unsigned gate, unsigned up) {
+  auto one = [&](float g, float u) { return rounded(g * rounded(1 / (1 + expf(-g)))) * u; };
+  return pack(one(low(gate), low(up)), one(high(gate), high(up)));
+};
 for (int i = threadIdx.x; i < rows * (K / 8); i += THREADS) {
   const int n = i / (K / 8), chunk = i % (K / 8);
-  const uint4 eight = reinterpret_cast<const uint4*>(x + size_t(first_row + n) * K)[chunk];
+  uint4 eight = chunks_of(n)[chunk];
+  if (FORM == 1) {
+    const uint4 weight = reinterpret_cast<const uint4*>(norm)[chunk];
+    const float factor = norms[n];
+    eight = make_uint4(normed(eight.x, weight.x, factor), normed(eight.y, weight.y, factor),
+                       normed(eight.z, weight.z, factor), normed(eight.w, weight.w, factor));
+  }
+  if (FORM == 2) {
+    const uint4 up = chunks_of(n)[K / 8 + chunk];
+    eight = make_uint4(gated(eight.x, up.x), gated(eight.y, up.y), gated(eight.z, up.z), gated(eight.w, up.w));
+  }
   // A lane's word has inputs 0 to 7; the low and high half of a register have inputs i and i + 4.
   uint2* const to = fragments + n / 8 * FRAGMENTS + (chunk / 8 * 4 + chunk % 2 * 2) * 32 + n % 8 * 4 + chunk % 8 / 2;
   to[0] = make_uint2(__byte_perm(eight.x, eight.z, 0x5410), __byte_perm(eight.x, eight.z, 0x7632));
@@ -70,10 +122,10 @@ for (int group = warp; group < SETS * (K / 64); group += WARPS) {
 __syncthreads();
 
 float sum[SETS][4] = {};
-for (int first = 0; first < own; first += DEPTH) {
+for (int next = 0; next < own; next += DEPTH) {
 #pragma unroll
   for (int i = 0; i < DEPTH; i++) {
-    const int item = first + i, slab = warp + item % ITEMS * WARPS;
+    const int item = next + i, slab = warp + item % ITEMS * WARPS;
     if (item >= own) break;
     if (slab < SLABS) {
       const Slab& now = slabs[i];
@@ -82,14 +134,14 @@ for (int first = 0; first < own; first += DEPTH) {
         float d[SETS][4] = {};
 #pragma unroll
         for (int part = 0; part < 4; part++) {
-          const unsigned low = (part < 2 ? now.w[0][group].x : now.w[0][group].y) >> (part % 2 * 8);
-          const unsigned high = (part < 2 ? now.w[1][group].x : now.w[1][group].y) >> (part % 2 * 8);
+          const unsigned first = (part < 2 ? now.w[0][group].x : now.w[0][group].y) >> (part % 2 * 8);
+          const unsigned second = (part < 2 ? now.w[1][group].x : now.w[1][group].y) >> (part % 2 * 8);
           // Each number q becomes 128 + q in bfloat16.
           unsigned a[4];
-          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[0]) : "r"(low));
-          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[1]) : "r"(high));
-          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[2]) : "r"(low >> 4));
-          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[3]) : "r"(high >> 4));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[0]) : "r"(first));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[1]) : "r"(second));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[2]) : "r"(first >> 4));
+          asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(a[3]) : "r"(second >> 4));
 #pragma unroll
           for (int set = 0; set < SETS; set++) {
             const uint2* const own_fragments = fragments + set * FRAGMENTS;
@@ -132,7 +184,8 @@ for (int first = 0; first < own; first += DEPTH) {
       for (int at = threadIdx.x; at < rows * 16; at += THREADS) {
         float y = 0;
         for (int part = 0; part < PARTS; part++) y += buffer[part * (128 * SETS) + at];
-        out[size_t(first_row + at / 16) * outputs + tile * 16 + at % 16] = T(y);
+        const size_t to = size_t(first_row + at / 16) * outputs + tile * 16 + at % 16;
+        out[to] = ADD ? T(float(residual[to]) + rounded(y)) : T(y);
       }
     }
   }

@@ -5,15 +5,15 @@ use mlx_rs::{Array, Dtype};
 
 use super::{Kernel, Launch, enabled};
 use crate::error::Result;
-use crate::nn::{DENSE_ROWS, Mode, Packed, Quantization};
+use crate::nn::{DENSE_ROWS, Input, Mode, Packed, Quantization};
 
 const KERNEL: Kernel = Kernel {
     name: "product",
-    inputs: &["x", "w", "scales", "biases"],
+    inputs: &["x", "w", "scales", "biases", "norm", "residual"],
     outputs: &["out"],
+    numbers: &["outputs", "all_rows"],
     header: "",
     source: include_str!("product.cu"),
-    contiguous: true,
 };
 
 const QUANTIZATION: Quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
@@ -39,21 +39,28 @@ const WARPS: i32 = 16;
 /// Streaming multiprocessors of an H100 and H200. A block stays on one and computes many tiles.
 const MULTIPROCESSORS: i32 = 132;
 
-/// `x` [.., R, in] times the transposed `matrix` [out, in]: [.., R, out]. `None` if there is no kernel for its
-/// format or for so many rows.
-pub fn product(x: &Array, matrix: &Packed) -> Result<Option<Array>> {
+/// `x` [.., R, in] times the transposed `matrix` [out, in], and `residual` [.., R, out] added: [.., R, out]. `None` if
+/// there is no kernel for its format or for so many rows.
+pub fn product(x: Input<'_>, matrix: &Packed, residual: Option<&Array>) -> Result<Option<Array>> {
     let Some(device) = enabled() else { return Ok(None) };
     let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
-    let (inputs, outputs) = (x.dim(-1), matrix.weight.dim(0));
-    let rows = i32::try_from(x.size()).unwrap_or(i32::MAX) / inputs;
+    // Inputs that are not used are not read.
+    let (x, form, norm, eps, parts) = match x {
+        Input::Rows(x) => (x, 0, x, 0.0, 1),
+        Input::Normed(x, norm) => (x, 1, &norm.weight, norm.eps, 1),
+        Input::SwiGlu(x) => (x, 2, x, 0.0, 2),
+    };
+    let (inputs, outputs) = (x.dim(-1) / parts, matrix.weight.dim(0));
+    let rows = i32::try_from(x.size()).unwrap_or(i32::MAX) / x.dim(-1);
+    let read = [x, &matrix.scales, biases, norm, residual.unwrap_or(x)];
     let fits = matrix.quantization == QUANTIZATION
-        && [x, &matrix.scales, biases].iter().all(|a| a.dtype() == Dtype::Bfloat16)
+        && read.iter().all(|a| a.dtype() == Dtype::Bfloat16)
         && (inputs % SLAB, outputs % TILE) == (0, 0)
         && rows <= ROWS;
     if !fits {
         return Ok(None);
     }
-    let Some(Block { sets, warps, parts, shared }) =
+    let Some(Block { sets, warps, parts: sums, shared }) =
         Block::of(rows, inputs, device.shared_memory())
     else {
         return Ok(None);
@@ -63,16 +70,25 @@ pub fn product(x: &Array, matrix: &Packed) -> Result<Option<Array>> {
     shape.pop();
     shape.push(outputs);
     let y = KERNEL.run(&Launch {
-        inputs: &[&x.reshape(&[rows, inputs])?, &matrix.weight, &matrix.scales, biases],
-        outputs: &[(&[rows, outputs], Dtype::Bfloat16)],
-        constants: &[("K", inputs), ("WARPS", warps), ("PARTS", parts), ("SETS", sets)],
+        inputs: &[x, &matrix.weight, &matrix.scales, biases, norm, residual.unwrap_or(x)],
+        outputs: &[(&shape, Dtype::Bfloat16)],
+        numbers: &[outputs, rows],
+        constants: &[
+            ("FORM", form),
+            ("EPS", eps.to_bits().cast_signed()),
+            ("ADD", i32::from(residual.is_some())),
+            ("K", inputs),
+            ("WARPS", warps),
+            ("PARTS", sums),
+            ("SETS", sets),
+        ],
         dtype: Dtype::Bfloat16,
         // All at the same time, so that further rows find the matrix in the cache.
         blocks: [(outputs / TILE).min(MULTIPROCESSORS / blocks), blocks, 1],
         threads: 32 * warps,
         shared,
     })?;
-    Ok(Some(y[0].reshape(&shape)?))
+    Ok(y.into_iter().next())
 }
 
 /// What a block computes, and with what.
@@ -91,8 +107,9 @@ impl Block {
     /// The block for `rows` rows of `inputs` inputs; `None` if it does not fit in `memory` bytes.
     fn of(rows: i32, inputs: i32, memory: i32) -> Option<Self> {
         let parts = warps(inputs / SLAB);
-        // Fragments and sums of x; partial sums, twice.
+        // Fragments and sums of x; partial sums, twice; sums of squares.
         let shared = |sets| sets * (inputs * 16 + inputs / 64 * 32 + parts * 1024);
+        let memory = memory - SETS * SET * 9 * 4;
         // A warp with two sets needs twice the registers, so there are half as many warps. Each then has two
         // slabs, whose sums stay apart.
         let in_pairs = ((rows + SET - 1) / SET) % SETS == 0

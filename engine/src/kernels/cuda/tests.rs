@@ -9,7 +9,7 @@ use mlx_rs::{Array, Device, Dtype, random};
 use super::Capability;
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::nn::{
-    DENSE_ROWS, GatedDelta, Mode, Packed, Projected, Quantization, RmsNorm, Scores, attention,
+    DENSE_ROWS, GatedDelta, Mode, Outputs, Packed, Quantization, RmsNorm, Scores, attention,
 };
 
 /// Runs `test` with the types of models, if there is a device.
@@ -55,21 +55,27 @@ fn gated_delta(heads: [i32; 2], dim: i32, dtype: Dtype) -> GatedDelta {
     }
 }
 
-/// Projections of `rows` rows, parts of one product.
-fn projected(layer: &GatedDelta, rows: i32, dtype: Dtype) -> Projected {
+/// Projections of `rows` rows, [1, R, outputs of all].
+fn projected(layer: &GatedDelta, rows: i32, dtype: Dtype) -> Array {
     let (heads, values) = (layer.value_heads, layer.value_heads * layer.value_dim);
     let channels = 2 * layer.key_heads * layer.key_dim + values;
-    let all = normal(20, &[1, rows, channels + values + 2 * heads], dtype);
-    let starts = [channels, channels + values, channels + values + heads];
-    let [qkv, z, b, a] = all.split_at_indices(&starts, 2).unwrap().try_into().unwrap();
-    Projected { qkv, z, b, a }
+    normal(20, &[1, rows, channels + values + 2 * heads], dtype)
+}
+
+/// Rows of projections, in one array or in one for each layer.
+fn outputs(layer: &GatedDelta, all: &Array, from: i32, to: i32, joined: bool) -> Outputs<4> {
+    let all = Outputs::Joined(all.try_index((.., from..to)).unwrap());
+    if joined {
+        return all;
+    }
+    let parts = layer.parts(&all).unwrap();
+    Outputs::Apart([parts.qkv, parts.z, parts.b, parts.a])
 }
 
 /// Output and final states of two sequences that run `passes` of rows each, with or without the kernel.
 fn run_delta(kernel: bool, layer: &GatedDelta, passes: &[i32], dtype: Dtype) -> Vec<Array> {
     enable(kernel);
     let x = projected(layer, 2 * passes.iter().sum::<i32>(), dtype);
-    let rows = |a: &Array, from, to| a.try_index((.., from..to)).unwrap();
     let new = || {
         let recurrent = layer.new_cache(dtype).unwrap();
         Cache::new(vec![LayerCache::Recurrent(recurrent)])
@@ -83,12 +89,7 @@ fn run_delta(kernel: bool, layer: &GatedDelta, passes: &[i32], dtype: Dtype) -> 
             [&mut first, &mut second].into_iter().for_each(Cache::mark_draft);
         }
         let end = start + 2 * count;
-        let own = Projected {
-            qkv: rows(&x.qkv, start, end),
-            z: rows(&x.z, start, end),
-            b: rows(&x.b, start, end),
-            a: rows(&x.a, start, end),
-        };
+        let own = outputs(layer, &x, start, end, pass % 2 == 0);
         let mut spans = [&mut first, &mut second].map(|cache| Span { rows: count, cache });
         let y = layer.forward(&own, &mut spans, 0).unwrap();
         for (y, parts) in y.split_at_indices(&[count], 1).unwrap().into_iter().zip(&mut ys) {
@@ -225,8 +226,7 @@ fn rows_alone_equal_rows_together() {
             let recurrent = layer.new_cache(dtype).unwrap();
             let mut cache = Cache::new(vec![LayerCache::Recurrent(recurrent)]);
             let ys = [0, 1, 2, 3, 4, 5, 6, 14].map(|row| {
-                let own = |a: &Array| a.try_index((.., row..row + 1)).unwrap();
-                let x = Projected { qkv: own(&x.qkv), z: own(&x.z), b: own(&x.b), a: own(&x.a) };
+                let x = outputs(&layer, &x, row, row + 1, true);
                 layer.forward(&x, &mut [Span { rows: 1, cache: &mut cache }], 0).unwrap()
             });
             let y = concatenate(&ys, 1).unwrap();

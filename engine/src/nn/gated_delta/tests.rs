@@ -86,24 +86,24 @@ fn spans_of_one_pass_equal_spans_alone() {
     let mut together = alone.clone();
     for step in 0..3 {
         let rows: i32 = ROWS.iter().sum();
-        let x = Projected {
-            qkv: normal(20 + step, &[1, rows, 192]),
-            z: normal(30 + step, &[1, rows, 64]),
-            b: normal(40 + step, &[1, rows, 4]),
-            a: normal(50 + step, &[1, rows, 4]),
-        };
+        let parts = [(20, 192), (30, 64), (40, 4), (50, 4)]
+            .map(|(seed, width)| normal(seed + step, &[1, rows, width]));
         alone.iter_mut().chain(&mut together).for_each(Cache::mark_draft);
         let mut start = 0;
         let mut expected = Vec::new();
         for (cache, rows) in alone.iter_mut().zip(ROWS) {
             let own = |a: &Array| a.try_index((.., start..start + rows)).unwrap();
-            let [qkv, z, b, a] = [&x.qkv, &x.z, &x.b, &x.a].map(own);
-            let own = Projected { qkv, z, b, a };
+            let own = Outputs::Apart(parts.each_ref().map(own));
             expected.push(layer.forward(&own, &mut [Span { rows, cache }], 0).unwrap());
             start += rows;
         }
         let mut spans: Vec<_> =
             together.iter_mut().zip(ROWS).map(|(cache, rows)| Span { rows, cache }).collect();
+        // Joined projections are the same in one array.
+        let x = match step {
+            0 => Outputs::Joined(concatenate(&parts, 2).unwrap()),
+            _ => Outputs::Apart(parts),
+        };
         let y = layer.forward(&x, &mut spans, 0).unwrap();
         assert_eq!(largest_difference(&y, &concatenate(&expected, 1).unwrap()), 0.0);
         // Some rows are rejected, the next pass continues from what is left.

@@ -1,0 +1,195 @@
+//! Warm-up: what a GPU compiles, loads or allocates at the first use happens before requests are served.
+//!
+//! Kernels of our own are compiled at the same time, for the passes that a server runs ([`prepare_kernels`]). The rest
+//! is whatever MLX does at a first use, which only it knows: so requests run as they will be served, alone and together,
+//! greedy and sampled, with each kind of draft ([`Decoder::warm_up`]). Nothing of them is saved or learned.
+
+use std::time::Instant;
+
+use tokio::sync::mpsc;
+
+use super::Decoder;
+use super::embed::unsteered;
+use super::token_ids;
+use super::verify::{DecodePath, always};
+use crate::cache::{Cache, Span};
+use crate::config::{DEPTH, DraftKind};
+use crate::error::Result;
+use crate::kernels::cuda;
+use crate::model::{Model, Pass};
+use crate::policy::SamplingPatch;
+use crate::prefix::Prefixes;
+use crate::queue::Job;
+use crate::request::{Penalties, RawPrompt, Request};
+
+/// Spans and rows of each in the passes whose kernels are compiled beforehand: steps, drafts, prompts.
+const PASSES: [(usize, usize); 11] =
+    [(1, 1), (1, 2), (1, 8), (1, 9), (1, 64), (2, 1), (9, 1), (16, 1), (17, 1), (32, 1), (3, 5)];
+
+/// Requests that run at the same time, besides as many as are allowed.
+const STREAMS: [usize; 3] = [1, 2, 8];
+
+/// Tokens of each prompt; that of the first fills a chunk and begins another.
+const PROMPT: usize = 40;
+
+/// Tokens of each reply: enough for drafts after plain steps.
+const TOKENS: u32 = 10;
+
+/// Byte limit of the prefix cache meanwhile; too few to save anything.
+const CACHE_BYTES: u64 = 1;
+
+/// Compiles the kernels that passes of `model` use. A failure costs time later: each is compiled at its first use.
+pub fn prepare_kernels(model: &dyn Model) {
+    if !cuda::is_enabled() {
+        return;
+    }
+    let start = Instant::now();
+    let mut count = 0;
+    let prepared = cuda::prepare(
+        || {
+            for (spans, rows) in PASSES {
+                make_pass(model, spans, rows, false)?;
+                make_pass(model, spans, rows, true)?;
+            }
+            Ok(())
+        },
+        |done, all| {
+            tracing::info!(done, all, "compiling kernels");
+            count = all;
+        },
+    );
+    match prepared {
+        Ok(()) => tracing::info!(count, elapsed = ?start.elapsed(), "kernels compiled"),
+        Err(error) => tracing::warn!(%error, "kernels are compiled at their first use"),
+    }
+}
+
+/// Makes the graph of a pass, with a draft or without, and drops it.
+fn make_pass(model: &dyn Model, spans: usize, rows: usize, draft: bool) -> Result<()> {
+    let mut caches = (0..spans).map(|_| model.new_cache()).collect::<Result<Vec<_>>>()?;
+    if draft {
+        caches.iter_mut().for_each(Cache::mark_draft);
+    }
+    let ids = token_ids(&vec![0; spans * rows]);
+    let rows = ids.dim(0) / i32::try_from(spans).expect("a few spans");
+    let mut spans: Vec<_> = caches.iter_mut().map(|cache| Span { rows, cache }).collect();
+    let hidden = model.forward(&ids, &mut spans, Pass::WHOLE)?;
+    model.logits(&hidden)?;
+    Ok(())
+}
+
+impl Decoder {
+    /// Runs requests of every kind. A failure costs time later.
+    pub(super) fn warm_up(&mut self) {
+        let start = Instant::now();
+        let learned = (self.costs, self.pass_costs, self.debt);
+        let empty = self.prefixes.empty();
+        let unsaved = match Prefixes::new(empty, CACHE_BYTES, None, 0) {
+            Ok(prefixes) => prefixes,
+            Err(error) => return tracing::warn!(%error, "not warmed up"),
+        };
+        let prefixes = std::mem::replace(&mut self.prefixes, unsaved);
+        let ran = self.warm_up_all();
+        self.prefixes = prefixes;
+        (self.costs, self.pass_costs, self.debt) = learned;
+        self.activity.forget_passes();
+        match ran {
+            Ok(()) => tracing::info!(elapsed = ?start.elapsed(), "warmed up"),
+            Err(error) => tracing::warn!(%error, "not warmed up: first requests may be slow"),
+        }
+    }
+
+    fn warm_up_all(&mut self) -> Result<()> {
+        let drafters = self.new_drafters(&[])?;
+        let kinds = drafters.iter().map(|drafter| Some(drafter.kind()));
+        let kinds: Vec<_> = std::iter::once(None).chain(kinds).collect();
+        let mut streams: Vec<usize> =
+            STREAMS.into_iter().filter(|&streams| streams < self.max_running).collect();
+        streams.push(self.max_running);
+        for streams in streams {
+            for &kind in &kinds {
+                self.warm_up_with(streams, kind)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `streams` requests at the same time, every other one of which samples, with drafts of a kind or without.
+    fn warm_up_with(&mut self, streams: usize, kind: Option<DraftKind>) -> Result<()> {
+        let mut receivers = Vec::with_capacity(streams);
+        let mut running = Vec::with_capacity(streams);
+        for i in 0..streams {
+            let (events, receiver) = mpsc::unbounded_channel();
+            receivers.push(receiver);
+            let length = if i == 0 { self.prefill_chunk + PROMPT } else { PROMPT + i };
+            let request = request(i, length.min(self.preparer.context / 2));
+            let prepared = self.preparer.prepare_with(Job { request, events }, unsteered())?;
+            let mut sequence = self.admit(prepared)?;
+            let path = kind.map_or(DecodePath::Plain, DecodePath::Drafted);
+            self.restrict_drafting(&mut sequence, path, None);
+            if kind.is_some() {
+                sequence.governor = always(1 + i % DEPTH);
+            }
+            running.push(sequence);
+        }
+        while !running.is_empty() {
+            self.wait_for_policies(&running);
+            self.advance(&mut running)?;
+            for sequence in &mut running {
+                if let Some(error) = sequence.take_failure() {
+                    return Err(error);
+                }
+            }
+            running.retain(|sequence| !sequence.has_ended());
+        }
+        Ok(())
+    }
+}
+
+/// A request with a raw prompt of `length` tokens that repeat, so that n-grams draft as well.
+fn request(i: usize, length: usize) -> Request {
+    let sampling = match i % 2 {
+        0 => SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() },
+        _ => SamplingPatch {
+            temperature: Some(0.7),
+            top_p: Some(0.8),
+            top_k: Some(20),
+            ..SamplingPatch::default()
+        },
+    };
+    Request {
+        id: "warm-up".into(),
+        profile: "default".into(),
+        prompt: Some(RawPrompt::Tokens((0..length).map(|at| 3 + (at % 17) as u32).collect())),
+        max_tokens: Some(TOKENS),
+        seed: Some(i as u64),
+        ignores_end: true,
+        sampling,
+        penalties: Penalties { repetition: 1.0 + (i % 2) as f32 / 20.0, ..Penalties::default() },
+        ..Request::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{ask, decoder};
+    use crate::request::Request;
+
+    /// On any device: the requests of the warm-up leave no state, no statistics and no counts.
+    #[test]
+    fn a_warm_up_changes_no_reply_and_leaves_nothing_behind() {
+        let requests: Vec<Request> = vec![ask("What is the capital of Italy?")];
+        let mut decoder = decoder();
+        let plain = decoder.plain_text(&requests[0], 16).unwrap();
+        let before = (decoder.pass_costs, decoder.debt, decoder.activity.report());
+        let bytes = decoder.prefixes.bytes();
+        decoder.max_running = 3;
+        decoder.warm_up_all().unwrap();
+        decoder.warm_up();
+        assert_eq!((decoder.pass_costs, decoder.debt), (before.0, before.1));
+        let after = decoder.activity.report();
+        assert_eq!((after.passes, after.tokens), (0, 0), "{:?}", before.2);
+        assert_eq!(decoder.prefixes.bytes(), bytes);
+        assert_eq!(decoder.plain_text(&requests[0], 16).unwrap(), plain);
+    }
+}
