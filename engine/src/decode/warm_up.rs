@@ -181,10 +181,10 @@ mod tests {
         let requests: Vec<Request> = vec![ask("What is the capital of Italy?")];
         let mut decoder = decoder();
         let plain = decoder.plain_text(&requests[0], 16).unwrap();
-        let before = (decoder.pass_costs, decoder.debt, decoder.activity.report());
-        let bytes = decoder.prefixes.bytes();
         decoder.max_running = 3;
         decoder.warm_up_all().unwrap();
+        let before = (decoder.pass_costs, decoder.debt, decoder.activity.report());
+        let bytes = decoder.prefixes.bytes();
         decoder.warm_up();
         assert_eq!((decoder.pass_costs, decoder.debt), (before.0, before.1));
         let after = decoder.activity.report();

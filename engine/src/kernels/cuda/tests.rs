@@ -9,7 +9,8 @@ use mlx_rs::{Array, Device, Dtype, random};
 use super::Capability;
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::nn::{
-    DENSE_ROWS, GatedDelta, Mode, Outputs, Packed, Quantization, RmsNorm, Scores, attention,
+    DENSE_ROWS, GatedDelta, Heads, Input, Joined, Linear, Mode, Outputs, Packed, Quantization,
+    RmsNorm, Rope, Scores, attention,
 };
 
 /// Runs `test` with the types of models, if there is a device.
@@ -209,6 +210,158 @@ fn product_equals_its_operation() {
                     assert_eq!(error(&row, &first), 0.0, "{inputs} {outputs} {rows}");
                 }
             }
+        }
+    });
+}
+
+/// Norms and SwiGLU of the rows of a product, and sums of its results, are the same as in operations of their own.
+#[test]
+fn products_with_inputs_and_sums_equal_separate_operations() {
+    on_device(|dtype, bound| {
+        let quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
+        for [inputs, outputs] in [[4096, 512], [2560, 96], [12288, 64], [256, 16]] {
+            let weight = Packed::quantize(&normal(1, &[outputs, inputs], dtype), quantization);
+            let layer = Linear::Quantized { weight, bias: None };
+            let norm = RmsNorm { weight: normal(2, &[inputs], dtype), eps: 1e-6 };
+            for rows in [1, 3, 8, 9, 16, 33, 127, 130] {
+                let x = normal(3, &[1, rows, inputs], dtype);
+                let both = normal(4, &[1, rows, 2 * inputs], dtype);
+                let residual = normal(5, &[1, rows, outputs], dtype);
+                let forms = [Input::Rows(&x), Input::Normed(&x, &norm), Input::SwiGlu(&both)];
+                for (i, form) in forms.into_iter().enumerate() {
+                    for residual in [None, Some(&residual)] {
+                        enable(true);
+                        let ours = layer.apply(form, residual).unwrap();
+                        eval([&ours]).unwrap();
+                        enable(false);
+                        let reference = layer.apply(form, residual).unwrap();
+                        let error = error(&ours, &reference);
+                        let case = format!("{dtype:?} {inputs} {outputs} {rows} form {i}");
+                        assert!(error < bound, "{case} {}: {error:e}", residual.is_some());
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Attention from projections on, of passes over sequences: output of all passes.
+fn run_heads(kernel: bool, heads: &Heads<'_>, passes: &[&[i32]], dtype: Dtype) -> Vec<Array> {
+    let &Heads { heads: h, kv_heads: h_kv, head_dim: d, gated, .. } = heads;
+    let widths = [if gated { 2 * h * d } else { h * d }, h_kv * d, h_kv * d];
+    let dense = |width| Linear::Dense { weight: normal(9, &[width, 8], dtype), bias: None };
+    enable(false);
+    let projections = Joined::new(widths.map(dense)).unwrap();
+    enable(kernel);
+    let new = |_| Cache::new(vec![LayerCache::Full(Full::new(h_kv, d))]);
+    let mut caches: Vec<Cache> = (0..passes[0].len()).map(new).collect();
+    let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None, sinks: None };
+    let mut ys = Vec::new();
+    for (pass, rows) in passes.iter().enumerate() {
+        let all = rows.iter().sum();
+        let parts =
+            [0, 1, 2].map(|i| normal(10 * pass as u64 + i, &[1, all, widths[i as usize]], dtype));
+        // Joined projections have kernels only: operations split them by the layers' own widths.
+        let projected = if kernel && pass % 2 == 0 {
+            Outputs::Joined(concatenate(&parts, 2).unwrap())
+        } else {
+            Outputs::Apart(parts)
+        };
+        let spans = caches.iter_mut().zip(rows.iter());
+        let mut spans: Vec<_> = spans.map(|(cache, &rows)| Span { rows, cache }).collect();
+        ys.push(heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap());
+        spans.iter_mut().for_each(Span::advance);
+    }
+    // The caches hold what the kernel wrote in place.
+    let held = caches.iter().flat_map(|cache| {
+        cache.key_values(0, cache.position).unwrap().arrays().cloned().collect::<Vec<_>>()
+    });
+    ys.extend(held);
+    eval(&ys).unwrap();
+    enable(false);
+    ys
+}
+
+#[test]
+fn heads_equal_their_operations() {
+    on_device(|dtype, bound| {
+        for (shape, dims, gated) in [
+            ([16, 4, 256], 64, true),
+            ([8, 8, 64], 64, false),
+            ([6, 2, 128], 0, true),
+            ([4, 1, 96], 48, false),
+        ] {
+            let [heads, kv_heads, head_dim] = shape;
+            let norm = |seed| RmsNorm { weight: normal(seed, &[head_dim], dtype), eps: 1e-6 };
+            let (q_norm, k_norm, rope) = (norm(1), norm(2), Rope::new(dims, 10_000.0));
+            for normed in [true, false] {
+                let heads = Heads {
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    gated,
+                    q_norm: normed.then_some(&q_norm),
+                    k_norm: normed.then_some(&k_norm),
+                    rope: (dims > 0).then_some(&rope),
+                };
+                // Prompts longer than the kernel's rows, steps, drafts, and a buffer that grows.
+                let passes: [&[i32]; 5] = [
+                    &[300, 1, 250, 8],
+                    &[1, 2, 8, 1],
+                    &[1, 1, 1, 1],
+                    &[8, 8, 8, 8],
+                    &[20, 1, 1, 1],
+                ];
+                let ours = run_heads(true, &heads, &passes, dtype);
+                let reference = run_heads(false, &heads, &passes, dtype);
+                for (i, (a, b)) in ours.iter().zip(&reference).enumerate() {
+                    let error = error(a, b);
+                    assert!(error < bound, "{dtype:?} {shape:?} {gated} {normed} {i}: {error:e}");
+                }
+            }
+        }
+    });
+}
+
+/// A copy of a cache has the rows that were written before, and not those written to the other one afterwards.
+#[test]
+fn copies_of_a_cache_do_not_see_rows_written_in_place() {
+    on_device(|dtype, _| {
+        let heads = Heads {
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 64,
+            gated: false,
+            q_norm: None,
+            k_norm: None,
+            rope: None,
+        };
+        let dense = |_| Linear::Dense { weight: normal(9, &[128, 8], dtype), bias: None };
+        let projections = Joined::new([0, 1, 2].map(dense)).unwrap();
+        let scores = Scores { scale: 0.125, softcap: None, sinks: None };
+        let step = |cache: &mut Cache, seed: u64| {
+            let parts = [256, 128, 128].map(|width| normal(seed, &[1, 1, width], dtype));
+            let mut spans = [Span { rows: 1, cache }];
+            let projected = Outputs::Apart(parts);
+            let y = heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap();
+            spans.iter_mut().for_each(Span::advance);
+            eval([&y]).unwrap();
+            y
+        };
+        enable(true);
+        let mut first = Cache::new(vec![LayerCache::Full(Full::new(2, 64))]);
+        step(&mut first, 1);
+        let mut second = first.clone();
+        let [a, b] = [step(&mut first, 2), step(&mut second, 3)];
+        let [again_a, again_b] = [(2, 4), (3, 5)].map(|(own, next)| {
+            let mut alone = Cache::new(vec![LayerCache::Full(Full::new(2, 64))]);
+            step(&mut alone, 1);
+            (step(&mut alone, own), step(&mut alone, next))
+        });
+        let (next_a, next_b) = (step(&mut first, 4), step(&mut second, 5));
+        enable(false);
+        for (x, y) in [(a, again_a.0), (b, again_b.0), (next_a, again_a.1), (next_b, again_b.1)] {
+            assert_eq!(error(&x, &y), 0.0, "{dtype:?}");
         }
     });
 }
