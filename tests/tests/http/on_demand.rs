@@ -58,8 +58,11 @@ impl Recipe for Scripted {
     }
 }
 
+/// A model's name, what its engine does, and its kind.
+type ScriptedModel = (&'static str, fn() -> Vec<Act>, Kind);
+
 /// `owner/tiny` and models on demand, of which one fits at a time.
-fn app_of(models: &[(&'static str, fn() -> Vec<Act>, Kind)]) -> (Router, Vec<Arc<Scripted>>) {
+fn app_of(models: &[ScriptedModel]) -> (Router, Vec<Arc<Scripted>>) {
     let (tiny, _) = engine(8, answer);
     let mut all = Models::with_budget(tiny, 5, Duration::from_millis(300));
     let mut recipes = Vec::new();

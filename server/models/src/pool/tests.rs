@@ -175,7 +175,7 @@ async fn concurrent_requests_never_exceed_the_budget_or_lose_their_model() {
         let count = 3 + random.below(4) as usize;
         let sizes: Vec<u64> = (0..count).map(|_| 1 + random.below(5)).collect();
         let budget = 5 + random.below(8);
-        let alive = |index: usize| (index % 2 == 0).then_some(Duration::from_millis(40));
+        let alive = |index: usize| index.is_multiple_of(2).then_some(Duration::from_millis(40));
         let (pool, fake) = pool_with(&sizes, budget, WAIT, |index| (false, alive(index)));
         let mut asking = Vec::new();
         for _ in 0..120 {
