@@ -6,6 +6,7 @@
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, zeros_dtype};
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
 use super::kv_buffer::KvBuffer;
@@ -48,6 +49,7 @@ impl Full {
 
     /// Appends keys and values `kv` [1, 2 H_kv, T, D].
     pub fn append(&mut self, kv: &Array) -> Result<()> {
+        self.queue_writes()?;
         self.kv.append(kv, self.len)?;
         self.len += kv.dim(2);
         self.written_with = None;
@@ -67,6 +69,15 @@ impl Full {
         self.written_with = Some(with);
     }
 
+    /// Queues what a kernel writes in place before what is made from the buffer next: MLX does not know that the one
+    /// depends on the other, and runs what is queued in order.
+    fn queue_writes(&self) -> Result<()> {
+        match &self.written_with {
+            Some(with) => Ok(async_eval([with])?),
+            None => Ok(()),
+        }
+    }
+
     /// Keys and values of all positions, [1, H_kv, len, D] each.
     pub fn view(&self) -> Result<(Array, Array)> {
         self.range(0, self.len)
@@ -74,6 +85,7 @@ impl Full {
 
     /// Keys and values of positions `from..to`.
     fn range(&self, from: i32, to: i32) -> Result<(Array, Array)> {
+        self.queue_writes()?;
         let kv = self.kv.buffer();
         let keys = kv.try_index((.., ..self.heads, from..to, ..))?;
         Ok((keys, kv.try_index((.., self.heads.., from..to, ..))?))
@@ -99,7 +111,7 @@ impl Full {
             return Ok(Vec::new());
         }
         let (keys, values) = self.view()?;
-        Ok([keys, values].into_iter().chain(self.written_with.clone()).collect())
+        Ok(vec![keys, values])
     }
 
     /// Keys and values of positions `from..to`.
