@@ -58,8 +58,11 @@ impl Full {
 
     /// The buffer, with room for `rows` rows of `dtype` that a kernel writes in place; [`Full::wrote`] counts them.
     pub fn reserve(&mut self, rows: i32, dtype: Dtype) -> Result<&Array> {
-        let like = zeros_dtype(&[1, 2 * self.heads, 1, self.head_dim], dtype)?;
-        self.kv.reserve(&like, self.len, rows)?;
+        if !self.kv.has_own_room(self.len, rows) {
+            self.queue_writes()?;
+            let like = zeros_dtype(&[1, 2 * self.heads, 1, self.head_dim], dtype)?;
+            self.kv.reserve(&like, self.len, rows)?;
+        }
         Ok(self.kv.buffer())
     }
 

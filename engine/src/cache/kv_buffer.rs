@@ -43,17 +43,17 @@ impl KvBuffer {
         Ok(())
     }
 
-    /// Makes room for `more` rows after the first `len` that a kernel may write in place: no clone sees them. The rows
-    /// are [1, H, T, D] of the shape and dtype of `like`.
+    /// Whether a kernel may write `more` rows in place after the first `len`: there is room, and no clone sees them.
+    pub fn has_own_room(&self, len: i32, more: i32) -> bool {
+        len + more <= self.capacity() && Rc::strong_count(&self.owner) == 1
+    }
+
+    /// Makes room of its own for `more` rows of `like`'s shape and dtype after the first `len`.
     pub fn reserve(&mut self, like: &Array, len: i32, more: i32) -> Result<()> {
-        let (end, capacity) = (len + more, self.capacity());
-        let is_shared = Rc::strong_count(&self.owner) > 1;
-        if end > capacity || is_shared {
-            let more = (end - capacity + STEP - 1) / STEP * STEP;
-            // Growing copies.
-            self.grow(like, 0, capacity, more.max(STEP))?;
-        }
-        Ok(())
+        let capacity = self.capacity();
+        let more = (len + more - capacity + STEP - 1) / STEP * STEP;
+        // Growing copies.
+        self.grow(like, 0, capacity, more.max(STEP))
     }
 
     /// Keeps rows `from..to` and adds zeroed capacity for `more` rows of `like`'s shape and dtype.
