@@ -3,7 +3,7 @@
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Device, Dtype, random};
 
 use super::Capability;
@@ -270,6 +270,8 @@ fn run_heads(kernel: bool, heads: &Heads<'_>, passes: &[&[i32]], dtype: Dtype) -
         let spans = caches.iter_mut().zip(rows.iter());
         let mut spans: Vec<_> = spans.map(|(cache, &rows)| Span { rows, cache }).collect();
         ys.push(heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap());
+        // A pass is queued before the next one is made, as in decoding.
+        async_eval(&ys[pass..]).unwrap();
         spans.iter_mut().for_each(Span::advance);
     }
     // The caches hold what the kernel wrote in place.
