@@ -62,7 +62,11 @@ impl<const N: usize> Joined<N> {
         match outputs {
             Outputs::Apart(outputs) => Ok(outputs),
             Outputs::Joined(all) => {
+                // Copied: on an H200, heads rotated by MLX 0.32.2 from parts of wider rows differed from those of
+                // rows of their own (`kernels/cuda/tests.rs`).
                 let outputs = all.split_at_indices(&self.starts, -1)?;
+                let outputs: Vec<Array> =
+                    outputs.iter().map(Array::contiguous).collect::<std::result::Result<_, _>>()?;
                 Ok(outputs.try_into().expect("one output for each layer"))
             }
         }
