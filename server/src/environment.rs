@@ -15,7 +15,7 @@ const KERNELS: &str = "MLX_PTX_CACHE_DIR";
 pub fn keep_kernels_in(data_dir: &Path) {
     let Some(gpus) = gpus(Path::new("/proc/driver/nvidia/gpus")) else { return };
     if std::env::var_os(KERNELS).is_none() {
-        // SAFETY: called first by `main`, when no other thread runs.
+        // SAFETY: `main` calls this before it starts a thread; those that OpenBLAS has started do not read it.
         unsafe { std::env::set_var(KERNELS, kernels_of(data_dir, &gpus)) };
     }
 }

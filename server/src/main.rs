@@ -252,7 +252,8 @@ struct Place {
 }
 
 impl Common {
-    /// The configuration, with the options applied, and the data folder.
+    /// The configuration, with the options applied, and the data folder. Sets variables of the environment, so it is
+    /// called before the program starts a thread.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
         let (mut file, data_dir) = self.place.read()?;
         environment::keep_kernels_in(&data_dir);
@@ -465,15 +466,18 @@ fn with_server(
     use_server: impl FnOnce(&Runtime, talk::Client, String) -> Result<()>,
 ) -> Result<()> {
     // One thread besides this one: it closes connections while this one waits for the user.
-    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    let runtime = runtime.context("starting the runtime")?;
+    let start_runtime = || {
+        let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        runtime.context("starting the runtime")
+    };
     if let Some(url) = server.url {
         let client = talk::Client::new(&url, server.key.as_deref())?;
-        return use_server(&runtime, client, model.unwrap_or_default());
+        return use_server(&start_runtime()?, client, model.unwrap_or_default());
     }
     // Its name in replies and lists is that of the only bundled model.
     let model = model.map(|name| if name == bundled::NAME { String::new() } else { name });
     let (file, data_dir) = common.read(model)?;
+    let runtime = start_runtime()?;
     let local = Local::start(file, &data_dir)?;
     let client = talk::Client::new(&local.url(), Some(local.key()))?;
     let done = use_server(&runtime, client, local.model());
