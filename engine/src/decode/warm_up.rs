@@ -23,8 +23,21 @@ use crate::queue::Job;
 use crate::request::{Penalties, RawPrompt, Request};
 
 /// Spans and rows of each in the passes whose kernels are compiled beforehand: steps, drafts, prompts.
-const PASSES: [(usize, usize); 11] =
-    [(1, 1), (1, 2), (1, 8), (1, 9), (1, 64), (2, 1), (9, 1), (16, 1), (17, 1), (32, 1), (3, 5)];
+const PASSES: [(usize, usize); 13] = [
+    (1, 1),
+    (1, 2),
+    (1, 8),
+    (1, 9),
+    (1, 64),
+    (1, 96),
+    (1, 127),
+    (2, 1),
+    (9, 1),
+    (16, 1),
+    (17, 1),
+    (32, 1),
+    (3, 5),
+];
 
 /// Requests that run at the same time, besides as many as are allowed.
 const STREAMS: [usize; 3] = [1, 2, 8];

@@ -18,7 +18,7 @@ pub use attention::{AttentionSpan, Gates, ROWS, SPANS, attention};
 pub use gated_delta::gated_delta;
 pub use heads::{Destination, has_heads_kernel, heads};
 pub use kernel::{keep_in, prepare};
-pub use product::product;
+pub use product::Tiled;
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -68,6 +68,11 @@ impl Capability {
             minor: number(c"compute_capability_minor")?,
         };
         (capability >= Self::LOWEST).then_some(capability)
+    }
+
+    /// Whether blocks can form clusters, which read each other's shared memory.
+    fn has_clusters(self) -> bool {
+        self.major >= 9
     }
 
     /// Most bytes of shared memory of a block ("Technical Specifications per Compute Capability" of the CUDA

@@ -19,6 +19,7 @@ use super::check;
 use super::fp8;
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels;
+use crate::kernels::cuda::Tiled;
 use crate::nn::{
     Activation, Embedding, Gate, GatedMlp, Joined, Linear, Mode, Packed, PlainMlp, Quantization,
     RmsNorm, message, scaled,
@@ -488,6 +489,9 @@ impl Weights {
             packed.weight = packed.weight.contiguous()?;
             packed.scales = packed.scales.contiguous()?;
             packed.biases = packed.biases.map(|biases| biases.contiguous()).transpose()?;
+        }
+        if let Some(weight) = Tiled::new(&packed)? {
+            return Ok(Linear::Tiled { weight, bias });
         }
         eval([&packed.weight, &packed.scales].into_iter().chain(&packed.biases))?;
         Ok(Linear::Quantized { weight: packed, bias })

@@ -6,7 +6,7 @@ use mlx_rs::transforms::eval;
 
 use super::{Input, Linear, Packed};
 use crate::error::Result;
-use crate::kernels::cuda;
+use crate::kernels::cuda::{self, Tiled};
 
 /// N linear layers of the same input. On CUDA, quantized ones of one format are one matrix: a step is short, and
 /// each product costs a launch.
@@ -52,6 +52,14 @@ impl<const N: usize> Joined<N> {
         }
     }
 
+    /// [`swiglu`](super::swiglu) of the outputs of two layers, gates and ups; `None` if there is no kernel for it.
+    pub fn swiglu(&self, x: Input<'_>) -> Result<Option<Array>> {
+        match &self.layers[..] {
+            [Linear::Tiled { weight, bias: None }] if N == 2 => weight.swiglu(x),
+            _ => Ok(None),
+        }
+    }
+
     /// [`Linear::gather`] of each layer, which is a stack.
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<[Array; N]> {
         self.each(|layer| layer.gather(x, which, sorted))
@@ -81,8 +89,15 @@ impl<const N: usize> Joined<N> {
     }
 }
 
-/// One layer with the outputs of all, if they are quantized alike and have no biases.
+/// One layer with the outputs of all, if they are quantized alike and have no biases. Their inputs are the same.
 fn joined(layers: &[Linear]) -> Result<Option<Linear>> {
+    let tiled = |layer| match layer {
+        &Linear::Tiled { ref weight, bias: None } => Some(weight),
+        _ => None,
+    };
+    if let Some(parts) = layers.iter().map(tiled).collect::<Option<Vec<&Tiled>>>() {
+        return Ok(Some(Linear::Tiled { weight: Tiled::joined(&parts)?, bias: None }));
+    }
     let mut packed = Vec::with_capacity(layers.len());
     for layer in layers {
         let Linear::Quantized { weight, bias: None } = layer else { return Ok(None) };

@@ -3,9 +3,9 @@
 use mlx_rs::Array;
 use mlx_rs::ops::{gather_mm, matmul};
 
-use super::{Packed, RmsNorm, swiglu};
+use super::{Packed, RmsNorm};
 use crate::error::Result;
-use crate::kernels::cuda;
+use crate::kernels::cuda::Tiled;
 
 /// Rows that a layer reads. A kernel computes the last step to them while it reads, which saves an operation.
 #[derive(Debug, Clone, Copy)]
@@ -14,8 +14,6 @@ pub enum Input<'a> {
     Rows(&'a Array),
     /// Normed, from [.., in].
     Normed(&'a Array, &'a RmsNorm),
-    /// [`swiglu`] of [.., 2 in], gates and then ups.
-    SwiGlu(&'a Array),
 }
 
 impl Input<'_> {
@@ -24,11 +22,6 @@ impl Input<'_> {
         match self {
             Self::Rows(x) => Ok(x.clone()),
             Self::Normed(x, norm) => norm.forward(x),
-            Self::SwiGlu(x) => {
-                let parts = x.split_equal(2, -1)?;
-                let [gate, up] = parts.try_into().expect("two parts");
-                swiglu(gate, up)
-            }
         }
     }
 }
@@ -50,6 +43,13 @@ pub enum Linear {
         /// [out], added to the product.
         bias: Option<Array>,
     },
+    /// Packed weights in the order of our own kernel for CUDA; never a stack.
+    Tiled {
+        /// [out, in]
+        weight: Tiled,
+        /// [out], added to the product.
+        bias: Option<Array>,
+    },
 }
 
 impl Linear {
@@ -61,6 +61,7 @@ impl Linear {
                 let inputs = weight.scales.dim(-1) * weight.quantization.group_size;
                 [weight.weight.dim(-2), inputs]
             }
+            Self::Tiled { weight, .. } => weight.shape(),
         }
     }
 
@@ -69,6 +70,7 @@ impl Linear {
         match self {
             Self::Dense { weight, .. } => Ok(weight.clone()),
             Self::Quantized { weight, .. } => weight.dequantize(),
+            Self::Tiled { weight, .. } => weight.dequantize(),
         }
     }
 
@@ -77,6 +79,7 @@ impl Linear {
         let (y, bias) = match self {
             Self::Dense { weight, bias } => (matmul(x, weight.t())?, bias),
             Self::Quantized { weight, bias } => (weight.matmul(x)?, bias),
+            Self::Tiled { weight, bias } => (weight.matmul(x)?, bias),
         };
         match bias {
             Some(bias) => Ok(y.add(bias)?),
@@ -86,8 +89,8 @@ impl Linear {
 
     /// [`Linear::forward`] of `x`, added to `residual` [.., out] if there is one.
     pub fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
-        if let Self::Quantized { weight, bias: None } = self
-            && let Some(y) = cuda::product(x, weight, residual)?
+        if let Self::Tiled { weight, bias: None } = self
+            && let Some(y) = weight.product(x, residual)?
         {
             return Ok(y);
         }
@@ -107,6 +110,7 @@ impl Linear {
                 (gather_mm(x, weight.swap_axes(-1, -2)?, None, which, sorted)?, bias)
             }
             Self::Quantized { weight, bias } => (weight.gather(x, which, sorted)?, bias),
+            Self::Tiled { .. } => unreachable!("a stack has its own format"),
         };
         match bias {
             Some(bias) => Ok(y.add(bias.take_axis(which, 0)?.expand_dims(-2)?)?),
@@ -125,6 +129,7 @@ impl Embedding {
         let rows = match &self.0 {
             Linear::Dense { weight, .. } => weight.take_axis(ids, 0)?,
             Linear::Quantized { weight, .. } => weight.rows(ids)?.dequantize()?,
+            Linear::Tiled { weight, .. } => weight.rows(ids)?,
         };
         Ok(rows.expand_dims(0)?)
     }

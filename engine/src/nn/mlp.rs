@@ -4,7 +4,7 @@
 use mlx_rs::ops::{expm1, logaddexp, maximum, minimum, select};
 use mlx_rs::{Array, Dtype};
 
-use super::{Input, Joined, Linear, Outputs, RmsNorm, clamped_swiglu, geglu, swiglu};
+use super::{Input, Joined, Linear, RmsNorm, clamped_swiglu, geglu, swiglu};
 use crate::error::Result;
 
 /// A feed-forward block, or a stack of them.
@@ -89,21 +89,24 @@ pub struct GatedMlp {
 impl GatedMlp {
     /// `x` [1, R, D], same shape back.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        let [gate, up] = self.gate_up.forward(x)?;
-        self.down_proj.forward(&self.gate.apply(gate, up)?)
+        self.apply(Input::Rows(x), None)
     }
 
     /// `x + block(norm x)`; `x` [1, R, D], same shape back.
     fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
-        match self.gate_up.outputs(Input::Normed(x, norm))? {
-            Outputs::Joined(both) if self.gate == Gate::Silu => {
-                self.down_proj.apply(Input::SwiGlu(&both), Some(x))
+        self.apply(Input::Normed(x, norm), Some(x))
+    }
+
+    fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
+        let fused = if self.gate == Gate::Silu { self.gate_up.swiglu(x)? } else { None };
+        let both = match fused {
+            Some(both) => both,
+            None => {
+                let [gate, up] = self.gate_up.split(self.gate_up.outputs(x)?)?;
+                self.gate.apply(gate, up)?
             }
-            outputs => {
-                let [gate, up] = self.gate_up.split(outputs)?;
-                self.down_proj.apply(Input::Rows(&self.gate.apply(gate, up)?), Some(x))
-            }
-        }
+        };
+        self.down_proj.apply(Input::Rows(&both), residual)
     }
 
     /// Each row of `x` through its own block of a stack; arguments as in [`Linear::gather`].

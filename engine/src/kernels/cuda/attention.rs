@@ -132,6 +132,7 @@ pub fn attention(
         ],
         dtype,
         blocks: [parts, kv_heads * ((queries + QUERIES - 1) / QUERIES), count],
+        cluster: 1,
         threads: THREADS,
         shared: 0,
     })?;
@@ -143,6 +144,7 @@ pub fn attention(
         constants: &[("HQ", heads), ("D", dim), ("SPLIT", SPLIT), ("GATE_ROW", gate_row)],
         dtype,
         blocks: [heads, rows, 1],
+        cluster: 1,
         threads: dim,
         shared: 0,
     })?;

@@ -102,6 +102,7 @@ pub fn gated_delta(
         ],
         dtype,
         blocks: [value_heads, batch, 1],
+        cluster: 1,
         threads: WARPS * LANES,
         shared: 0,
     })?;

@@ -145,6 +145,7 @@ pub fn heads(
         ],
         dtype,
         blocks: [h + 2 * h_kv, count, 1],
+        cluster: 1,
         threads: d,
         shared: 0,
     })?;

@@ -52,6 +52,8 @@ pub struct Launch<'a> {
     pub dtype: Dtype,
     /// Blocks along x, y and z.
     pub blocks: [i32; 3],
+    /// Blocks along x that share a cluster, `CLUSTER` in the body. More than 1 if the device has clusters.
+    pub cluster: i32,
     /// Threads of a block, along x.
     pub threads: i32,
     /// Bytes of dynamic shared memory.
@@ -87,6 +89,7 @@ struct Form {
     inputs: usize,
     outputs: usize,
     numbers: usize,
+    cluster: i32,
     threads: i32,
     shared: i32,
 }
@@ -183,6 +186,7 @@ impl Kernel {
             inputs: self.inputs.len(),
             outputs: self.outputs.len(),
             numbers: self.numbers.len(),
+            cluster: launch.cluster,
             threads: launch.threads,
             shared: launch.shared,
         };
@@ -202,7 +206,7 @@ impl Kernel {
     }
 
     fn key(&self, launch: &Launch<'_>) -> Key {
-        let mut numbers = vec![launch.threads, launch.shared, launch.dtype as i32];
+        let mut numbers = vec![launch.cluster, launch.threads, launch.shared, launch.dtype as i32];
         numbers.extend(launch.constants.iter().map(|&(_, value)| value));
         numbers.extend(launch.inputs.iter().map(|input| input.dtype() as i32));
         numbers.extend(launch.outputs.iter().map(|&(_, dtype)| dtype as i32));
@@ -224,15 +228,20 @@ impl Kernel {
             let _ = writeln!(text, "constexpr int {name} = {value};");
             text
         });
+        let clusters = match launch.cluster {
+            1 => String::new(),
+            blocks => format!("__cluster_dims__({blocks}, 1, 1) "),
+        };
         format!(
-            "// {} bytes of shared memory\n{}\n{}\nextern \"C\" __global__ void __launch_bounds__({}) \
-             {NAME}({}) {{\nif (is_idle) return;\nusing T = {};\n{constants}\n{}\n}}\n",
+            "// {} bytes of shared memory\n{}\n{}\nextern \"C\" __global__ void {clusters}__launch_bounds__({}) \
+             {NAME}({}) {{\nif (is_idle) return;\nusing T = {};\nconstexpr int CLUSTER = {};\n{constants}\n{}\n}}\n",
             launch.shared,
             include_str!("types.cuh"),
             self.header,
             launch.threads,
             parameters.join(", "),
             c_type(launch.dtype),
+            launch.cluster,
             self.source,
         )
     }
@@ -266,7 +275,8 @@ fn load(variant: &Variant, form: Form) -> Result<()> {
             numbers: &vec![0; form.numbers],
             constants: &[],
             dtype: Dtype::Int32,
-            blocks: [1; 3],
+            blocks: [form.cluster, 1, 1],
+            cluster: form.cluster,
             threads: form.threads,
             shared: form.shared,
         },
