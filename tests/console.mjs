@@ -82,7 +82,7 @@ async function ask(url, content, extra = {}) {
     headers: { "content-type": "application/json", authorization: `Bearer ${CLIENT}` },
     body: JSON.stringify({ messages: [{ role: "user", content }], temperature: 0, ...extra }),
   });
-  assert.equal(response.status, 200, await response.clone().text());
+  if (response.status !== 200) throw new Error(`${response.status} ${await response.text()}`);
   return extra.stream ? response : response.json();
 }
 
@@ -181,9 +181,13 @@ const TESTS = {
 
   async "a request is watched while it runs"({ browser, url }) {
     const { page, seen, context } = await open(browser, url, { key: OPERATOR });
-    const response = await ask(url, LOOP, { stream: true });
-    const text = response.text();
-    await page.locator(".requests-table a").first().click();
+    // Long enough to be found while it runs: the reply cannot end before.
+    const response = await ask(url, LOOP, { stream: true, ignore_eos: true, max_tokens: 4000 });
+    const [first, all] = response.body.tee();
+    const text = new Response(all).text();
+    const { value } = await first.getReader().read();
+    const id = JSON.parse(new TextDecoder().decode(value).split("\n")[0].slice(6)).id;
+    await page.evaluate((to) => { location.hash = `#/requests/${to}`; }, id);
     await page.waitForSelector(".block.reasoning");
     await page.screenshot({ path: join(pictures, "life-running.png") });
     const chunks = (await text).split("\n\n").filter((line) => line.startsWith("data: {")).map((line) => JSON.parse(line.slice(6)));

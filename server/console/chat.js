@@ -20,7 +20,7 @@ function bubble(message, state) {
   const thoughts = h("p", { class: "pre" });
   const reasoning = h("details", { class: "thoughts" }, h("summary", {}, "Reasoning"), thoughts);
   const foot = h("p", { class: "foot muted small" });
-  const element = h("li", { class: `message ${message.role}` }, h("p", { class: "who" }, message.role === "user" ? "You" : message.model ?? "Model"));
+  const element = h("div", { class: `message ${message.role}` }, h("p", { class: "who" }, message.role === "user" ? "You" : message.model ?? "Model"));
   if (message.role === "assistant") element.append(reasoning);
   element.append(body, foot);
   const draw = (isRunning) => {
@@ -56,7 +56,7 @@ export function chat(element, state, profile) {
     control.addEventListener("change", () => sessionStorage.setItem(control.id, control.value));
   }
 
-  const list = h("ol", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: "0" });
+  const list = h("div", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: "0" });
   const hello = h("div", { class: "empty" }, h("p", { class: "strong" }, "Ask something"), h("p", { class: "muted" }, "Enter sends, Shift+Enter begins a new line. Reasoning is folded when the answer begins."));
   const input = h("textarea", { id: "chat-input", rows: "2", "aria-label": "Message", placeholder: "Message" });
   const button = h("button", { class: "primary", id: "chat-send" }, "Send");

@@ -4,7 +4,6 @@ import { events, get } from "./api.js";
 import { h, text, title, chip, fact, number, duration, percent, time, notice } from "./dom.js";
 import { promptBar } from "./requests.js";
 
-const ENDED = ["finished", "failed", "cancelled"];
 /** Records of a trace that are shown; a request may have 16,384. */
 const SHOWN = 400;
 
@@ -34,6 +33,7 @@ const words = (name) => name.replace(/([a-z])([A-Z])/g, "$1 $2").toLowerCase();
 
 function brief(value) {
   if (typeof value === "string") return value.length > 120 ? `“${value.slice(0, 120)}…”` : value;
+  if (typeof value === "number") return String(Math.round(value * 1e4) / 1e4);
   if (typeof value !== "object" || value === null) return String(value);
   const entries = Object.entries(value).filter(([, inner]) => !isEmpty(inner));
   const shown = Array.isArray(value) ? value.map(brief) : entries.map(([name, inner]) => `${name.replaceAll("_", " ")} ${brief(inner)}`);
@@ -75,7 +75,9 @@ class Transcript {
     }
     const isNew = !this.last || this.last.dataset.kind !== kind || (kind === "call" && name) || kind === "ran";
     const block = isNew ? this.block(kind, name, isError) : this.last;
-    block.append(piece ?? "");
+    const end = block.lastChild;
+    if (end instanceof Text) end.appendData(piece ?? "");
+    else block.append(piece ?? "");
   }
 
   block(kind, name, isError) {
@@ -177,33 +179,58 @@ export function life(element, state, id) {
     }
   }
 
+  /** Shows what has come since the last time: a reply may bring a thousand pieces a second. */
+  function draw(queue) {
+    const box = replies.lastElementChild;
+    const isDown = !box || nearEnd(box);
+    const merged = [];
+    for (const { event, data } of queue.splice(0)) {
+      const last = merged.at(-1);
+      const isMore = event === "piece" && last?.event === "piece" && !data.name && last.data.kind === data.kind && last.data.choice === data.choice;
+      if (isMore) last.data.text += data.text;
+      else merged.push({ event, data });
+    }
+    for (const { event, data } of merged) {
+      if (event === "piece") transcript(data.choice).add(data);
+      else if (event === "note") transcript(data.choice).note(data);
+      else if (event === "rewound") transcript(data.choice).rewind(data);
+    }
+    const newest = replies.lastElementChild;
+    if (isDown && newest) newest.scrollTop = newest.scrollHeight;
+  }
+
   async function watch() {
     for (;;) {
+      const queue = [];
+      let isNew = true;
       let isLate = false;
-      replies.replaceChildren();
-      transcripts.clear();
-      for await (const { event, data } of events(`/v1/requests/${encodeURIComponent(id)}/events`, { signal: abort.signal })) {
-        const isDown = replies.lastElementChild ? nearEnd(replies.lastElementChild) : true;
-        if (event === "piece") transcript(data.choice).add(data);
-        else if (event === "note") transcript(data.choice).note(data);
-        else if (event === "rewound") transcript(data.choice).rewind(data);
-        else if (event === "late") isLate = true;
-        else {
-          describe(data);
-          if (event === "end" || ENDED.includes(data.phase)) {
-            const isText = replies.querySelector(".block") !== null;
-            if (!isText) {
-              replies.prepend(h("p", { class: "muted" }, "The text of a reply is shown while it streams. It is not kept: this request had ended before the page was opened."));
+      const drawing = setInterval(() => queue.length && draw(queue), 80);
+      try {
+        for await (const { event, data } of events(`/v1/requests/${encodeURIComponent(id)}/events`, { signal: abort.signal })) {
+          if (event === "late") isLate = true;
+          else if (event === "request" || event === "end") describe(data);
+          else {
+            // Who was too slow gets the whole reply again, unless it has ended.
+            if (isNew && (event === "piece" || !replies.firstChild)) {
+              replies.replaceChildren();
+              transcripts.clear();
             }
-            readTrace();
-            reload.hidden = true;
-            return;
+            if (isNew && event === "note" && replies.querySelector(".block")) continue;
+            isNew = false;
+            queue.push({ event, data });
           }
         }
-        if (isDown && replies.lastElementChild) replies.lastElementChild.scrollTop = replies.lastElementChild.scrollHeight;
+      } finally {
+        clearInterval(drawing);
       }
-      if (!isLate) return;
+      draw(queue);
+      if (!isLate) break;
     }
+    if (!replies.querySelector(".block")) {
+      replies.prepend(h("p", { class: "muted" }, "The text of a reply is shown while it streams. It is not kept: this request had ended before the page was opened."));
+    }
+    reload.hidden = true;
+    await readTrace();
   }
 
   watch().catch((error) => {

@@ -57,7 +57,7 @@ function fill(line, request) {
   const [phase, what, profile, prompt, reply, rate, when] = line.children;
   const label = request.phase === "failed" ? `failed ${request.status}` : request.phase;
   if (phase.textContent !== label) phase.replaceChildren(chip(label, request.phase));
-  const route = request.route.replace(/^\/v1/, "");
+  const { route } = request;
   if (!what.firstChild) {
     const name = request.id
       ? h("a", { href: `#/requests/${encodeURIComponent(request.id)}`, title: request.id }, request.id.slice(0, 18))

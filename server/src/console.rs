@@ -4,7 +4,7 @@
 //! route that checks the key. The page is plain HTML, CSS and modules of JavaScript, and loads nothing from
 //! elsewhere, which [`POLICY`] enforces.
 
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 
 /// What the page may load and do: only what this server serves, and no script or style within the page, so that
@@ -39,14 +39,12 @@ files!(
 /// The page at `/`, if the client is a browser: API clients ask for `/` to find out whether a server is there.
 pub fn page(headers: &HeaderMap) -> Option<Response> {
     let accept = headers.get(header::ACCEPT)?.to_str().ok()?;
-    accept.contains("text/html").then(|| file("index.html"))
+    file("index.html").filter(|_| accept.contains("text/html"))
 }
 
 /// `GET /console/{name}`
-pub fn file(name: &str) -> Response {
-    let Some((name, bytes)) = FILES.iter().find(|(known, _)| *known == name) else {
-        return StatusCode::NOT_FOUND.into_response();
-    };
+pub fn file(name: &str) -> Option<Response> {
+    let (name, bytes) = FILES.iter().find(|(known, _)| *known == name)?;
     let kind = match name.rsplit_once('.') {
         Some((_, "html")) => "text/html; charset=utf-8",
         Some((_, "css")) => "text/css; charset=utf-8",
@@ -62,7 +60,7 @@ pub fn file(name: &str) -> Response {
         (header::CACHE_CONTROL, "no-cache"),
         (header::VARY, "accept"),
     ];
-    (headers, *bytes).into_response()
+    Some((headers, *bytes).into_response())
 }
 
 #[cfg(test)]

@@ -113,7 +113,7 @@ pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
 fn console_file(request: &Request) -> Option<Response> {
     match request.uri().path() {
         "/" => console::page(request.headers()),
-        path => Some(console::file(path.strip_prefix("/console/")?)),
+        path => console::file(path.strip_prefix("/console/")?),
     }
 }
 

@@ -188,7 +188,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
         .route("/", get(root))
-        .route("/console/{file}", get(async |Path(file): Path<String>| console::file(&file)))
+        .route("/console/{file}", get(console_file))
         .fallback(async |request: Request| {
             ApiError::no_route(request.method().as_str(), request.uri().path())
         })
@@ -221,6 +221,12 @@ async fn follow(app: Weak<App>, mut reloads: Reloads) {
 async fn root(headers: HeaderMap) -> Response {
     console::page(&headers)
         .unwrap_or_else(|| ([(header::VARY, "accept")], "Steersman is running\n").into_response())
+}
+
+/// `GET /console/{file}`: needs no key.
+async fn console_file(Path(file): Path<String>) -> Result<Response, ApiError> {
+    let path = format!("/console/{file}");
+    console::file(&file).ok_or_else(|| ApiError::no_route("GET", &path))
 }
 
 /// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped.

@@ -205,7 +205,9 @@ fn difference(Difference { shadow, applied }: &Difference) -> Value {
     let without_input = |record: &Record| {
         let mut record = serde_json::to_value(record).unwrap_or_default();
         if let Some(record) = record.as_object_mut() {
-            ["input", "imports", "masked"].map(|field| record.shift_remove(field));
+            for field in ["input", "imports", "masked"] {
+                record.shift_remove(field);
+            }
         }
         record
     };

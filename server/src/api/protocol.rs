@@ -9,8 +9,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use axum::Extension;
 use axum::body::Body;
-use axum::extract::{OriginalUri, State};
-use axum::http::{HeaderMap, HeaderName};
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderName, Uri};
 use axum::response::{Response, sse};
 use serde_json::{Map, Value};
 use steersman_engine::request::{Event, Request};
@@ -148,7 +148,7 @@ pub async fn handle<P: Protocol>(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     shutdown: Option<Extension<Shutdown>>,
-    OriginalUri(uri): OriginalUri,
+    uri: Uri,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
