@@ -54,7 +54,7 @@ path = "owner/other-model"
 policies = ["house"]
 shadow = ["passthrough"]
 [profiles.default.params]
-hint = "secret parameter"
+hint_translation = "secret parameter"
 [profiles.agents]
 policies = ["agent", "default"]
 trace_text = true
@@ -205,6 +205,20 @@ const TESTS = {
     await page.reload();
     await page.waitForSelector(".mark");
     assert.equal(await page.locator(".block").count(), 0);
+    await context.close();
+  },
+
+  async "requests that run are listed with their phase"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const long = { stream: true, ignore_eos: true, max_tokens: 4000 };
+    const replies = await Promise.all(["Rome", "Paris", "Lima"].map((town) => ask(url, `${LOOP} ${town}`, long)));
+    await page.waitForSelector("tr:has(.chip.reasoning, .chip.answer) .rate");
+    await page.waitForFunction(() => Number(document.querySelector("#running").textContent) > 0);
+    await check(page, seen, "running requests");
+    await page.screenshot({ path: join(pictures, "requests-running.png") });
+    // Clients that hang up.
+    await Promise.all(replies.map((reply) => reply.body.cancel()));
+    await page.waitForSelector(".chip.cancelled");
     await context.close();
   },
 

@@ -31,7 +31,7 @@ function bubble(message, state) {
     else body.replaceChildren(...formatted(message.content));
     if (message.error) body.append(notice("bad", h("p", {}, message.error)));
     foot.replaceChildren(message.foot ?? "");
-    if (message.id && !isRunning) foot.append(" ", state.isOperator ? h("a", { href: `#/requests/${encodeURIComponent(message.id)}` }, "Its life") : "");
+    if (message.id && !isRunning) foot.append(" ", state.isOperator ? h("a", { href: `#/requests/${encodeURIComponent(message.id)}` }, "What happened") : "");
     for (const note of isRunning ? [] : message.notes ?? []) foot.append(h("span", { class: "mark" }, note));
   };
   return { element, draw };

@@ -64,6 +64,9 @@ export function bytes(count) {
 
 export const number = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en-US"));
 
+/** Numbers of a configuration, which the engine has in 32 bits. */
+export const rounded = (value) => String(Math.round(value * 1e4) / 1e4);
+
 /** 19.1 M */
 export function short(value) {
   if (value === null || value === undefined) return "–";

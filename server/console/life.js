@@ -1,7 +1,7 @@
 // One request's life: its prompt, its reply as it streams, and each policy decision at its token.
 
 import { events, get } from "./api.js";
-import { h, text, title, chip, fact, number, duration, percent, time, notice } from "./dom.js";
+import { h, text, title, chip, fact, number, duration, percent, rounded, time, notice } from "./dom.js";
 import { promptBar } from "./requests.js";
 
 /** Records of a trace that are shown; a request may have 16,384. */
@@ -33,7 +33,7 @@ const words = (name) => name.replace(/([a-z])([A-Z])/g, "$1 $2").toLowerCase();
 
 function brief(value) {
   if (typeof value === "string") return value.length > 120 ? `“${value.slice(0, 120)}…”` : value;
-  if (typeof value === "number") return String(Math.round(value * 1e4) / 1e4);
+  if (typeof value === "number") return rounded(value);
   if (typeof value !== "object" || value === null) return String(value);
   const entries = Object.entries(value).filter(([, inner]) => !isEmpty(inner));
   const shown = Array.isArray(value) ? value.map(brief) : entries.map(([name, inner]) => `${name.replaceAll("_", " ")} ${brief(inner)}`);

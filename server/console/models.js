@@ -27,18 +27,15 @@ function memory(engines) {
     h("ul", { class: "legend" }, shown.map((part) => h("li", {}, h("i", { class: part.kind }), `${part.name} `, h("span", { class: "strong" }, part.text)))));
 }
 
-function model(entry) {
-  return h("li", { class: "card model" });
-}
-
 function fill(card, { model: entry, report, aliases }) {
-  const facts = [
-    fact("Family", entry.family ?? "–"), fact("Size", bytes(entry.size)), fact("Parameters", short(entry.parameters)),
-    fact("Quantization", entry.quantization ?? "–"), fact("Context", entry.context ? `${number(entry.context)} tokens` : "–"),
-    fact("Requests", report ? number(report.requests) : "–"), fact("Loads, unloads", report ? `${report.loads}, ${report.unloads}` : "–"),
-    fact("Unloaded in", report?.expires_s !== null && report?.expires_s !== undefined ? duration(report.expires_s * 1000) : "–"),
+  const known = [
+    ["Family", entry.family], ["Size", entry.size && bytes(entry.size)], ["Parameters", entry.parameters && short(entry.parameters)],
+    ["Quantization", entry.quantization], ["Context", entry.context && `${number(entry.context)} tokens`],
+    ["Requests", number(report.requests)], ["Loads, unloads", `${report.loads}, ${report.unloads}`],
+    ["Unloaded in", report.expires_s !== null && duration(report.expires_s * 1000)],
   ];
-  const state = report && report.state !== "on disk" ? report.state : entry.state;
+  const facts = known.filter(([, value]) => value).map(([name, value]) => fact(name, value));
+  const state = report.state !== "on disk" ? report.state : entry.state;
   card.replaceChildren(
     h("div", { class: "row" }, h("h3", { class: "wrap" }, entry.id), chip(state, STATES[state])),
     aliases.length ? h("p", { class: "muted small wrap" }, `Also ${aliases.join(", ")}`) : "",
@@ -101,7 +98,7 @@ export function models(element, state) {
       model: entry, report: own.get(entry.id),
       aliases: data.filter((other) => other.alias_of === entry.id).map((other) => other.id),
     }));
-    keyed(list, items, (item) => item.model.id, model, (card, item) => {
+    keyed(list, items, (item) => item.model.id, () => h("li", { class: "card model" }), (card, item) => {
       const now = JSON.stringify(item);
       if (card.dataset.shown !== now) {
         card.dataset.shown = now;

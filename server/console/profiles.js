@@ -1,7 +1,7 @@
 // The profiles: who may use them, which policies steer them, and their limits.
 
 import { get } from "./api.js";
-import { h, title, chip, fact, number, notice, empty } from "./dom.js";
+import { h, title, chip, fact, number, rounded, notice, empty } from "./dom.js";
 import { poll } from "./requests.js";
 
 const limit = (value, unit = "") => (value ? `${number(value)}${unit}` : "none");
@@ -13,7 +13,7 @@ function chain(profile) {
 
 function card(profile, state) {
   const { sampling, limits, params } = profile;
-  const greedy = sampling && (sampling.temperature === 0 ? "greedy" : `temperature ${sampling.temperature}, top_p ${sampling.top_p}, top_k ${sampling.top_k || "all"}, min_p ${sampling.min_p}`);
+  const greedy = sampling && (sampling.temperature === 0 ? "greedy" : `temperature ${rounded(sampling.temperature)}, top_p ${rounded(sampling.top_p)}, top_k ${sampling.top_k || "all"}, min_p ${rounded(sampling.min_p)}`);
   const named = Object.entries(params ?? {});
   return h("section", { class: "card", "aria-labelledby": `profile-${profile.name}` },
     h("div", { class: "row" }, h("h2", { id: `profile-${profile.name}` }, profile.name),

@@ -116,7 +116,7 @@ export function requests(element, state) {
   rate.append(spark);
   element.append(
     title("Requests", "What the server does now, and what it did last."),
-    h("div", { class: "tiles" }, tile("Running", "running"), tile("Waiting", "waiting"), rate, tile("Prompt tokens from the cache", "cached"), tile("Memory", "memory")),
+    h("div", { class: "tiles" }, tile("Running", "running"), tile("Waiting", "waiting"), rate, tile("Prompts from the cache", "cached"), tile("Memory", "memory")),
     ...(hint ? [hint] : []),
     h("section", {}, h("h2", {}, "Now"), idle, active),
     h("section", {}, h("h2", {}, "Ended"), none, ended),
@@ -126,7 +126,7 @@ export function requests(element, state) {
     text(element.querySelector(`#${id}-more`), more);
   };
   return poll(async (signal) => {
-    const [{ requests: all }, health, cache] = await Promise.all([get("/v1/requests", signal), get("/health", signal), get("/v1/cache", signal)]);
+    const [{ requests: all }, health, { counts }] = await Promise.all([get("/v1/requests", signal), get("/health", signal), get("/v1/cache", signal)]);
     const isEnded = (request) => ENDED.includes(request.phase);
     const [now, past] = [all.filter((r) => !isEnded(r)), all.filter(isEnded)];
     keyed(activeBody, now, (r) => r.number, row, fill);
@@ -137,12 +137,12 @@ export function requests(element, state) {
     none.hidden = past.length > 0;
     const sum = (field) => health.engines.reduce((total, engine) => total + engine[field], 0);
     const [running, waiting, speed] = [sum("running"), health.waiting, sum("tokens_per_second")];
-    put("running", number(running), `${sum("awaiting_policy")} with a policy, ${sum("preempted")} preempted`);
+    const held = [[sum("awaiting_policy"), "with a policy"], [sum("preempted"), "preempted"]].filter(([count]) => count > 0);
+    put("running", number(running), held.map(([count, what]) => `${number(count)} ${what}`).join(", ") || "none held up");
     put("waiting", number(waiting), waiting ? "for a place" : "the queue is empty");
-    put("rate", speed.toFixed(speed < 100 ? 1 : 0), "over the last ten seconds");
+    put("rate", speed.toFixed(speed < 100 ? 1 : 0), "in the last 10 s");
     push(speed);
-    const { counts, memory } = cache;
-    put("cached", percent(counts.cached_tokens, counts.prompt_tokens), `${number(counts.hits)} of ${number(counts.hits + counts.misses)} requests; ${bytes(memory.bytes)} held`);
+    put("cached", percent(counts.cached_tokens, counts.prompt_tokens), `${number(counts.hits)} of ${number(counts.hits + counts.misses)} requests`);
     const [first] = health.engines;
     put("memory", bytes(first.bytes.arrays), `of ${bytes(first.bytes.limit)}`);
   }, 1000);
