@@ -160,7 +160,7 @@ export function life(element, state, id) {
       ["Arrived", time(request.arrived)],
     ];
     if (request.drafted_tokens) shown.push(["Drafts accepted", `${number(request.accepted_tokens)} of ${number(request.drafted_tokens)}`]);
-    if (request.reasoning_tokens !== undefined) shown.push(["Reasoning, answer", `${number(request.reasoning_tokens)}, ${number(request.answer_tokens)} tokens`]);
+    if (typeof request.reasoning_tokens === "number") shown.push(["Reasoning, answer", `${number(request.reasoning_tokens)}, ${number(request.answer_tokens)} tokens`]);
     if (request.reason) shown.push(["Ended by", request.reason]);
     if (request.error) shown.push(["Error", `${request.status} ${request.error}`]);
     if (facts.childElementCount !== 2 * shown.length) facts.replaceChildren(...shown.flatMap(([name, value]) => fact(name, value)));

@@ -125,7 +125,8 @@ struct End {
     total_ms: u64,
     /// `finished`, `failed` or `cancelled`.
     phase: &'static str,
-    usage: Usage,
+    /// `None` unless it has finished.
+    usage: Option<Usage>,
     /// Of the first choice.
     reason: Option<String>,
     /// Status and code.
@@ -200,11 +201,11 @@ impl Entry {
             let ended = json!({
                 "phase": end.phase,
                 "elapsed_ms": end.total_ms,
-                "reply_tokens": reply.max(end.usage.reply_tokens()),
-                "reasoning_tokens": end.usage.reasoning_tokens,
-                "answer_tokens": end.usage.answer_tokens,
-                "drafted_tokens": end.usage.drafted_tokens,
-                "accepted_tokens": end.usage.accepted_tokens,
+                "reply_tokens": reply.max(end.usage.map_or(0, |usage| usage.reply_tokens())),
+                "reasoning_tokens": end.usage.map(|usage| usage.reasoning_tokens),
+                "answer_tokens": end.usage.map(|usage| usage.answer_tokens),
+                "drafted_tokens": end.usage.map(|usage| usage.drafted_tokens),
+                "accepted_tokens": end.usage.map(|usage| usage.accepted_tokens),
                 "reason": end.reason,
                 "status": end.error.map(|(status, _)| status),
                 "error": end.error.map(|(_, code)| code),
@@ -406,19 +407,18 @@ impl Tracked {
             FinishReason::ToolCalls => "tool calls".into(),
             FinishReason::Policy(reason) => format!("policy: {reason}"),
         });
-        self.end(End { total_ms, phase: "finished", usage, reason, error: None });
+        self.end(End { total_ms, phase: "finished", usage: Some(usage), reason, error: None });
     }
 
     /// The request failed.
     pub fn failed(&mut self, total_ms: u64, status: u16, code: &'static str) {
-        let (usage, error) = (Usage::default(), Some((status, code)));
+        let (usage, error) = (None, Some((status, code)));
         self.end(End { total_ms, phase: "failed", usage, reason: None, error });
     }
 
     /// The client has disconnected.
     pub fn cancelled(&mut self, total_ms: u64) {
-        let usage = Usage::default();
-        self.end(End { total_ms, phase: "cancelled", usage, reason: None, error: None });
+        self.end(End { total_ms, phase: "cancelled", usage: None, reason: None, error: None });
     }
 
     fn end(&mut self, end: End) {
