@@ -96,9 +96,9 @@ async fn browsers_get_the_page_and_other_clients_a_line() {
             assert_eq!(response.status(), 200);
             assert!(response.headers()["content-type"].to_str().unwrap().starts_with(kind));
         }
-        for missing in ["/console/none.js", "/console/..%2Fsrc%2Fmain.rs"] {
-            assert_eq!(get(app, missing, &[]).await.status(), 404, "{missing}");
-        }
+    }
+    for missing in ["/console/none.js", "/console/..%2Fsrc%2Fmain.rs"] {
+        assert_eq!(get(&app, missing, &[]).await.status(), 404, "{missing}");
     }
     for accept in [&[][..], &[("accept", "*/*")], &[("accept", "application/json")]] {
         let line = bytes(get(&app, "/", accept).await).await;
