@@ -281,7 +281,8 @@ fn a_shadow_is_compared_with_what_was_applied_to_the_same_call() {
         Link { name: name.into(), sha256: [1; 32], shadow, policy }
     };
     let run = |id: &str, links: Vec<Link>| {
-        let mut chain = Chain::new(links, traces.recorder(id, "agent", true));
+        let mut chain: Box<dyn Policy> =
+            Box::new(Chain::new(links, traces.recorder(id, "agent", true)));
         chain.ask(&RequestView::default()).unwrap();
         for index in 1..=3 {
             chain.ask(&Step { index, tokens: vec![1], ..Step::default() }).unwrap();
