@@ -15,6 +15,7 @@ mod error;
 mod file;
 mod grammar;
 mod kernels;
+mod live;
 mod model;
 mod nn;
 mod prefix;
@@ -42,6 +43,7 @@ pub mod tools {
 /// Reports on what runs, the prefix cache and the prefix store.
 pub mod report {
     pub use crate::activity::{Activity, ActivityReporter, MemoryUse};
+    pub use crate::live::{Live, Stage};
     pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
 }

@@ -3,12 +3,14 @@
 //! The server builds a [`Request`]; the engine answers with [`Event`]s. A test can write all of
 //! these by hand.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::Error;
+use crate::live::Live;
 use crate::policy::{
     AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
 };
@@ -72,6 +74,8 @@ pub struct Request {
     /// When the request ends with [`RequestError::Deadline`](crate::RequestError::Deadline) unless it
     /// has ended before; `None` for never.
     pub deadline: Option<Instant>,
+    /// Where the engine writes how far it is. Each choice needs one of its own.
+    pub live: Arc<Live>,
 }
 
 impl Request {
@@ -426,6 +430,13 @@ pub enum Event {
     /// A complete tool call, after its pieces if there were any. A call that a limit cut off has pieces
     /// only.
     ToolCall(ToolCall),
+    /// What was done to the reply, for operators: an action of a policy, in words.
+    Note {
+        /// Tokens of the reply before it.
+        tokens: u32,
+        /// Also one of [`Finished::notes`].
+        note: String,
+    },
     /// The request succeeded; nothing follows.
     Finished(Finished),
     /// The request failed; nothing follows.

@@ -141,6 +141,8 @@ pub struct ProfileAccess {
     pub trace_text: bool,
     /// Names of HTTP headers whose values the policies see, in lower case.
     pub policy_headers: Vec<String>,
+    /// The other settings, for display: the engine has its own.
+    pub settings: Profile,
 }
 
 /// `[profiles.NAME]`: the policies, limits and keys of a group of requests.
@@ -233,7 +235,10 @@ impl ProfileConfig {
             sampling: self.sampling,
         };
         let Self { api_keys, mcp, trace_text, policy_headers, .. } = self;
-        (profile, ProfileAccess { api_keys, requests, mcp, trace_text, policy_headers })
+        let settings = profile.clone();
+        let access =
+            ProfileAccess { api_keys, requests, mcp, trace_text, policy_headers, settings };
+        (profile, access)
     }
 }
 

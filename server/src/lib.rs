@@ -24,6 +24,7 @@
 //! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
 //! doctor/      its parts: chosen settings, files and network; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
+//! console.rs   the console: serves the static files of `server/console/`
 //! api/         OpenAI's HTTP interface
 //! ```
 //!
@@ -41,6 +42,7 @@ pub mod calibrate;
 pub mod check;
 pub mod config;
 mod connections;
+pub mod console;
 pub mod doctor;
 pub mod environment;
 pub mod hub;

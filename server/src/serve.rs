@@ -32,6 +32,7 @@ use tower::ServiceExt;
 use crate::api::error::ApiError;
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
+use crate::console;
 use crate::throttle::Throttle;
 
 /// Bytes of a request's head, and of the buffers of a connection.
@@ -101,8 +102,19 @@ pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
             let body = Json(json!({"status": "loading"}));
             (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
         }
-        None => ApiError::loading().into_response(),
+        None => match console_file(&request) {
+            Some(file) => file,
+            None => ApiError::loading().into_response(),
+        },
     })
+}
+
+/// The console shows how far loading is.
+fn console_file(request: &Request) -> Option<Response> {
+    match request.uri().path() {
+        "/" => console::page(request.headers()),
+        path => console::file(path.strip_prefix("/console/")?),
+    }
 }
 
 /// Serves until `stop` is ready, then waits for running requests until `server.shutdown_s` is over or

@@ -306,7 +306,8 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
             Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Logprob(_)
-            | Event::CallDelta(_) => {}
+            | Event::CallDelta(_)
+            | Event::Note { .. } => {}
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => tool_calls.push(call),
             Event::Rewound { reasoning: reasoning_len, answer: answer_len } => {

@@ -56,4 +56,4 @@ pub use registry::{
 pub use sandbox::{
     COMPONENT_BYTES, Component, Context, Host, Instance, compile_if_asked, this_program,
 };
-pub use trace::{Record, RecordedLink, Recorder, Traces};
+pub use trace::{Difference, Record, RecordedLink, Recorder, ShadowReport, Traces};

@@ -16,6 +16,7 @@
 mod file;
 mod mask;
 mod record;
+mod shadow;
 #[cfg(test)]
 mod tests;
 
@@ -31,6 +32,7 @@ use crate::contract::{Answer, Call, CallReport};
 use crate::error::Error;
 use file::Writer;
 pub use record::{Record, RecordedLink};
+pub use shadow::{Difference, ShadowReport};
 
 /// Recorded calls of one request; `on-finish` is recorded in any case.
 const MAX_RECORDS: usize = 16_384;

@@ -67,6 +67,9 @@ impl Decoder {
             cached_tokens: cached as u32,
             max_tokens: limits.reply,
         });
+        for note in &notes {
+            let _ = events.send(Event::Note { tokens: 0, note: note.clone() });
+        }
         let (prompt_tokens, reply_state) = (prompt.len(), ReplyState::new(reply));
         let mut sampler = Sampler::new(sampling, seed);
         if !request.biases.is_empty() {

@@ -18,6 +18,7 @@ use super::plan::{self, Candidate};
 use super::prepare::Prepared;
 use super::sequence::{Limits, STEP_ROWS, Sequence};
 use crate::error::{Result, catch_panic};
+use crate::live::Stage;
 
 /// Most bytes that are copied to the store when a sequence is preempted, while all others wait.
 const SAVED_BYTES: u64 = 64 << 20;
@@ -130,6 +131,7 @@ impl Decoder {
             let (tokens, request_id) = (sequence.tokens.len(), &sequence.request.id);
             tracing::debug!(request_id, tokens, "request preempted");
             self.activity.update(|activity| activity.preemptions += 1);
+            sequence.request.live.set_stage(Stage::Preempted);
             self.preempted.push_back(sequence);
         }
     }

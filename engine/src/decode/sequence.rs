@@ -33,6 +33,7 @@ use super::steer::{Injection, Todo};
 use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
 use crate::error::{Error, Result};
+use crate::live::Stage;
 use crate::policy::{LoopReport, Summary};
 use crate::prefix::Retention;
 use crate::queue::fail_all;
@@ -505,7 +506,23 @@ impl Sequence {
 
     /// Adds a note on an action of the policy.
     pub(super) fn note(&mut self, note: String) {
+        if self.progress.notes.len() < NOTES {
+            let tokens = self.reply_len() as u32;
+            let _ = self.events.send(Event::Note { tokens, note: note.clone() });
+        }
         add_note(&mut self.progress.notes, note);
+    }
+
+    /// Tells other threads how far it is.
+    pub fn report_progress(&self) {
+        let position = self.cache.position;
+        let stage = match self.reply_state.reply.phase() {
+            _ if position < self.prompt => Stage::Prefill,
+            Phase::Reasoning => Stage::Reasoning,
+            Phase::Answer => Stage::Answer,
+            Phase::ToolCall => Stage::ToolCall,
+        };
+        self.request.live.set(stage, position.min(self.prompt), self.reply_len());
     }
 
     /// Adds the policy's own notes.

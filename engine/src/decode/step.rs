@@ -82,6 +82,7 @@ impl Decoder {
                 catch_panic(sequence.stage(), || self.commit(sequence, sampled, streams));
             sequence.check(committed);
         }
+        running.iter().for_each(Sequence::report_progress);
         if let (Some(costs), Some(0)) = (&mut self.costs, prompt_rows) {
             // The tokens just read are from a plain step queued after another one. A step that rewound is
             // not typical.

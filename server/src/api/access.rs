@@ -169,6 +169,11 @@ impl Access {
         }
     }
 
+    /// Whether there are operators.
+    pub fn has_operators(&self) -> bool {
+        !self.keys().admin_keys.is_empty()
+    }
+
     /// Rejects callers that are not operators: 403 if the server has no operators, or else 401.
     pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
         match caller {

@@ -307,6 +307,7 @@ impl Completions {
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Rewound { .. }
+            | Event::Note { .. }
             | Event::Failed(_) => {}
         }
     }

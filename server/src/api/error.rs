@@ -242,6 +242,15 @@ impl ApiError {
         Self::new(StatusCode::CONFLICT, INVALID, code, "", message)
     }
 
+    /// A request that is not listed.
+    pub fn no_request(request: &str) -> Self {
+        let message = format!(
+            "there is no request `{request}`: use the `id` of its reply; GET /v1/requests lists those that run, \
+             and the newest ones that have ended"
+        );
+        Self::new(StatusCode::NOT_FOUND, INVALID, "request_not_found", "", message)
+    }
+
     /// A request without a trace.
     pub fn no_trace(request: &str) -> Self {
         let message = format!(

@@ -9,6 +9,7 @@ use tracing::{Span, field, info, info_span};
 
 use super::error::ApiError;
 use super::metrics::Metrics;
+use super::requests::register::Tracked;
 use crate::models::Lease;
 
 /// A running request. Dropping it before it ends logs and counts it as cancelled by the client.
@@ -20,6 +21,8 @@ pub struct RequestLog {
     started: Instant,
     first_event_ms: Option<u64>,
     ended: bool,
+    /// What operators see of it.
+    pub tracked: Tracked,
     /// Counts against the limit of the profile until the request has ended.
     pub permit: Option<OwnedSemaphorePermit>,
     /// Counts the bytes of the body against `server.body_budget_bytes` until the request has ended.
@@ -30,22 +33,23 @@ pub struct RequestLog {
 
 impl RequestLog {
     /// Starts the clock. `request_id` is that of the HTTP request.
-    pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>) -> Self {
+    pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>, tracked: Tracked) -> Self {
         let (profile, stream) = (field::Empty, field::Empty);
         let span = info_span!("request", id, request_id, profile, stream);
         let started = Instant::now();
         let (first_event_ms, ended, permit, share, lease) = (None, false, None, None, None);
-        Self { id, span, metrics, started, first_event_ms, ended, permit, share, lease }
+        Self { id, span, metrics, started, first_event_ms, ended, tracked, permit, share, lease }
     }
 
     pub fn admitted(&mut self, profile: &str, stream: bool) {
         self.span.record("profile", profile);
         self.span.record("stream", stream);
+        self.tracked.admitted(profile, stream);
     }
 
-    /// Records the time of the first event after `Started`.
+    /// Records the time of the first event after `Started`, notes aside.
     pub fn event(&mut self, event: &Event) {
-        if matches!(event, Event::Started { .. }) {
+        if matches!(event, Event::Started { .. } | Event::Note { .. }) {
             return;
         }
         let elapsed = self.elapsed_ms();
@@ -56,6 +60,7 @@ impl RequestLog {
     pub fn finished(&mut self, reason: Option<&FinishReason>, usage: Usage) {
         self.ended = true;
         self.metrics.finished(&usage);
+        self.tracked.finished(self.elapsed_ms(), reason, usage);
         self.span.in_scope(|| {
             info!(
                 reason = ?reason,
@@ -73,8 +78,9 @@ impl RequestLog {
     /// The request was rejected or failed; returns the error for the client.
     pub fn failed(&mut self, error: impl Into<ApiError>) -> ApiError {
         self.ended = true;
+        let error = error.into();
+        self.tracked.failed(self.elapsed_ms(), error.status.as_u16(), error.code);
         self.span.in_scope(|| {
-            let error = error.into();
             self.metrics.failed(error.status);
             info!(
                 status = error.status.as_u16(),
@@ -92,7 +98,8 @@ impl RequestLog {
         self.started.elapsed().as_nanos() as u64
     }
 
-    fn elapsed_ms(&self) -> u64 {
+    /// Milliseconds since the request arrived.
+    pub fn elapsed_ms(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
 }
@@ -103,6 +110,7 @@ impl Drop for RequestLog {
             return;
         }
         self.metrics.cancelled();
+        self.tracked.cancelled(self.elapsed_ms());
         self.span.in_scope(|| {
             info!(
                 first_event_ms = self.first_event_ms,

@@ -23,9 +23,11 @@ mod origin;
 mod params;
 mod policies;
 mod probability;
+mod profiles;
 pub mod protocol;
 mod pull;
 mod reply;
+mod requests;
 mod rerank;
 mod responses;
 mod sampling;
@@ -38,12 +40,13 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::extract::{Request, State};
-use axum::http::{HeaderName, HeaderValue, header};
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::{self, Next};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use parking_lot::RwLock;
 use serde_json::Value;
 use steersman_engine::{Engine, Error};
 use steersman_models::hub::Hub;
@@ -60,11 +63,14 @@ use self::error::{ApiError, Dialect};
 use self::metrics::Metrics;
 use self::ollama::Ollama;
 use self::origin::Origins;
+use self::profiles::Profiles;
 use self::protocol::handle;
+use self::requests::register::Register;
 use self::rerank::Rerank;
 use self::responses::Responses;
 use self::responses::store::ResponseStore;
 use crate::config::ServerConfig;
+use crate::console;
 use crate::mcp::Mcp;
 use crate::models::Models;
 use crate::reload::Reloads;
@@ -89,6 +95,10 @@ pub struct App {
     /// Of log lines about refused hosts and origins.
     refusals: Throttle,
     bodies: Bodies,
+    /// The requests that run, and the newest that have ended.
+    register: Register,
+    /// For display.
+    profiles: RwLock<Profiles>,
     mcp: Arc<Mcp>,
     /// `None` if no response is stored.
     responses: Option<Arc<ResponseStore>>,
@@ -122,6 +132,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         origins: Origins::new(config),
         refusals: Throttle::default(),
         bodies: Bodies::new(config),
+        register: Register::default(),
+        profiles: RwLock::new(config.profiles.clone()),
         mcp: Mcp::start(config),
         responses: store,
         uploads: Semaphore::new(1),
@@ -167,11 +179,16 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))
         .route("/v1/policies/{name}/rollback", post(policies::roll_back))
+        .route("/v1/policies/{name}/shadow", get(policies::shadow))
+        .route("/v1/profiles", get(profiles::list))
+        .route("/v1/requests", get(requests::list))
+        .route("/v1/requests/{id}/events", get(requests::events))
         .route("/v1/requests/{id}/trace", get(trace::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
         .route("/health", get(health))
         .route("/", get(root))
+        .route("/console/{file}", get(console_file))
         .fallback(async |request: Request| {
             ApiError::no_route(request.method().as_str(), request.uri().path())
         })
@@ -194,13 +211,22 @@ async fn follow(app: Weak<App>, mut reloads: Reloads) {
         let config = reloads.borrow_and_update().clone();
         let (Some(app), Some(config)) = (app.upgrade(), config) else { return };
         app.access.reload(&config);
+        profiles::reload(&mut app.profiles.write(), &config.profiles);
         app.models.set_aliases(config.aliases.clone());
     }
 }
 
-/// `GET /` and `HEAD /`, by which clients find out whether a server is there: needs no key.
-async fn root() -> &'static str {
-    "Steersman is running\n"
+/// `GET /` and `HEAD /`: the console for browsers, and a line by which clients find out whether a server is
+/// there. Needs no key.
+async fn root(headers: HeaderMap) -> Response {
+    console::page(&headers)
+        .unwrap_or_else(|| ([(header::VARY, "accept")], "Steersman is running\n").into_response())
+}
+
+/// `GET /console/{file}`: needs no key.
+async fn console_file(Path(file): Path<String>) -> Result<Response, ApiError> {
+    let path = format!("/console/{file}");
+    console::file(&file).ok_or_else(|| ApiError::no_route("GET", &path))
 }
 
 /// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped.

@@ -12,9 +12,10 @@ use axum::extract::{Path, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
 use serde::Serialize;
+use serde_json::{Value, json};
 use steersman_engine::policy::{
-    Activation, COMPONENT_BYTES, Error, Health, HistoryEntry, ParamReport, PolicyReport, Problem,
-    Report, Use, Withdrawn,
+    Activation, COMPONENT_BYTES, Difference, Error, Health, HistoryEntry, ParamReport,
+    PolicyReport, Problem, Record, Report, Use, Withdrawn,
 };
 
 use super::App;
@@ -168,6 +169,50 @@ pub async fn roll_back(
     let _permit = app.rollbacks.acquire().await.expect("the semaphore is never closed");
     let activation = blocking(move || policies.roll_back(&name)).await?;
     Ok(Json(activation.map_err(rollback_error)?.into()))
+}
+
+/// `GET /v1/policies/NAME/shadow`: what the policy would have changed in the newest requests that it shadowed.
+/// Records are without their inputs, which the traces of the requests have.
+pub async fn shadow(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
+    let policies = app.models.policies().clone();
+    if !policies.has(&name) {
+        return Err(ApiError::policy_not_found(&name));
+    }
+    // As much work as the traces of all requests.
+    let permit = app.trace_readers.clone().acquire_owned().await;
+    let _permit = permit.expect("the semaphore is never closed");
+    let body = blocking(move || {
+        let report = policies.traces().compare_shadow(&name);
+        let differences: Vec<Value> = report.differences.iter().map(difference).collect();
+        json!({
+            "name": name,
+            "requests": report.requests,
+            "calls": report.calls,
+            "failures": report.failures,
+            "differing": report.differing,
+            "differences": differences,
+        })
+    });
+    Ok(Json(body.await?))
+}
+
+fn difference(Difference { shadow, applied }: &Difference) -> Value {
+    let without_input = |record: &Record| {
+        let mut record = serde_json::to_value(record).unwrap_or_default();
+        if let Some(record) = record.as_object_mut() {
+            for field in ["input", "imports", "masked"] {
+                record.shift_remove(field);
+            }
+        }
+        record
+    };
+    let applied: Vec<Value> = applied.iter().map(without_input).collect();
+    json!({"shadow": without_input(shadow), "applied": applied})
 }
 
 /// Runs work that compiles, parses or reads the disk on a thread where it delays no other request.

@@ -10,7 +10,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use axum::Extension;
 use axum::body::Body;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName};
+use axum::http::{HeaderMap, HeaderName, Uri};
 use axum::response::{Response, sse};
 use serde_json::{Map, Value};
 use steersman_engine::request::{Event, Request};
@@ -148,13 +148,16 @@ pub async fn handle<P: Protocol>(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     shutdown: Option<Extension<Shutdown>>,
+    uri: Uri,
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, ApiError> {
     let received = Instant::now();
     let request_id = headers.get(super::REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = format!("{}{}", P::ID, random_hex());
-    let mut log = RequestLog::new(id, request_id.unwrap_or_default(), app.metrics.clone());
+    let tracked = app.register.enter(&id, uri.path());
+    let (metrics, request_id) = (app.metrics.clone(), request_id.unwrap_or_default());
+    let mut log = RequestLog::new(id, request_id, metrics, tracked);
     let read = read::<P>(&app, &caller, &headers, body, &mut log).await;
     let (stream, call, destination, named) = read.map_err(|error| log.failed(error))?;
     let seen = app.access.seen_by_policies(&caller, &destination.profile, &headers);
@@ -192,6 +195,7 @@ pub async fn handle<P: Protocol>(
             seed: request.seed.map(|seed| seed.wrapping_add(choice)),
             // The prompt of the others does not run.
             prompt_logprobs: request.prompt_logprobs.filter(|_| choice == 0),
+            live: Arc::default(),
             ..request.clone()
         });
         count += choices;
@@ -203,6 +207,8 @@ pub async fn handle<P: Protocol>(
             None => places.push(all),
         }
     }
+    let live = places.iter().flatten().map(|request| request.live.clone()).collect();
+    log.tracked.queued(&admission.model, live);
     let mut receivers = Vec::new();
     for mut place in places {
         let first = place.remove(0);

@@ -313,6 +313,15 @@ impl Parts {
         }
     }
 
+    /// Bytes of reasoning and answer.
+    fn text_bytes(&self) -> usize {
+        let bytes = |(part, _): &(Part, Range<usize>)| match part {
+            Part::Reasoning(text) | Part::Answer(text) => text.len(),
+            Part::OpenCall { .. } | Part::ToolCall(_) | Part::Ran(_) => 0,
+        };
+        self.parts.iter().map(bytes).sum()
+    }
+
     fn push(&mut self, part: Part) {
         let end = self.logprobs.len();
         let start = if let Part::Answer(_) = part { self.assigned } else { end };
@@ -396,11 +405,21 @@ impl<P: Protocol> Run<P> {
     /// The next event that the client sees, and the number of its reply; `None` at the end.
     async fn next(&mut self) -> Result<Option<(usize, Progress)>, ApiError> {
         loop {
-            let next = self.events.next().await.map_err(|failure| self.log.failed(failure))?;
+            let next = tokio::select! {
+                biased;
+                next = self.events.next() => next,
+                () = self.log.tracked.joining() => {
+                    let replies = self.replies.iter().map(|reply| &reply.parts);
+                    self.log.tracked.welcome(replies.map(|parts| parts.parts.iter().map(|(part, _)| part)));
+                    continue;
+                }
+            };
+            let next = next.map_err(|failure| self.log.failed(failure))?;
             let Some((index, progress)) = next else { return Ok(None) };
             let event = match progress {
                 Progress::Event(event) => event,
                 Progress::Ran(ran) => {
+                    self.log.tracked.ran(index, &ran);
                     self.replies[index].parts.push(Part::Ran(ran.clone()));
                     self.head.ran.push((index, ran.clone()));
                     return Ok(Some((index, Progress::Ran(ran))));
@@ -408,13 +427,15 @@ impl<P: Protocol> Run<P> {
             };
             self.log.event(&event);
             let reply = &mut self.replies[index];
+            self.log.tracked.event(index, &event);
             reply.parts.add(&event);
             match &event {
-                Event::Started { fingerprint, prompt_tokens, cached_tokens, .. } => {
+                Event::Started { fingerprint, prompt_tokens, cached_tokens, max_tokens } => {
                     self.head.fingerprint.clone_from(fingerprint);
                     if self.head.is_first_choice(index) {
                         self.head.usage.prompt_tokens += prompt_tokens;
                         self.head.usage.cached_tokens += cached_tokens;
+                        self.log.tracked.started(*prompt_tokens, *cached_tokens, *max_tokens);
                     }
                     self.head.times.started = self.log.elapsed_ns();
                 }
@@ -430,12 +451,17 @@ impl<P: Protocol> Run<P> {
                 | Event::ToolCall(_) => {
                     if self.head.times.first_piece == 0 {
                         self.head.times.first_piece = self.log.elapsed_ns();
+                        self.log.tracked.first_piece(self.log.elapsed_ms());
                     }
                     return Ok(Some((index, Progress::Event(event))));
                 }
                 Event::PromptToken(token) => {
                     reply.prompt.push(token.clone());
                     return Ok(Some((index, Progress::Event(event))));
+                }
+                Event::Note { tokens, note } => {
+                    let at = reply.parts.text_bytes();
+                    self.log.tracked.note(index, *tokens, at, note);
                 }
                 Event::Embedding(embedding) => reply.embedding.clone_from(embedding),
                 Event::Logprob(_) => return Ok(Some((index, Progress::Event(event)))),

@@ -163,7 +163,10 @@ impl Rounds {
                     self.send(event);
                     return None;
                 }
-                Event::PromptToken(_) | Event::Embedding(_) | Event::Logprob(_) => {}
+                Event::PromptToken(_)
+                | Event::Embedding(_)
+                | Event::Logprob(_)
+                | Event::Note { .. } => {}
             }
             self.send(event);
         }

@@ -10,6 +10,7 @@ mod choices;
 mod clients;
 mod completions;
 mod connection;
+mod console;
 mod embeddings;
 mod fields;
 mod fuzz;

@@ -252,6 +252,68 @@ fn a_record_counts_at_least_what_its_texts_and_lists_take() {
     assert!(bytes > 1000 * (size_of::<ImportCall>() + 6 + text));
 }
 
+/// Answers each call with the note, and each step with an injection, of this text.
+struct Fixed(&'static str);
+
+impl Policy for Fixed {
+    fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
+        Ok(match call {
+            Call::Request(_) => {
+                Answer::Request(Plan { note: Some(self.0.into()), every: 1, ..Plan::default() })
+            }
+            Call::Step(_) if !self.0.is_empty() => {
+                Answer::Step(vec![Action::Inject(self.0.into())])
+            }
+            other => other.default_answer(),
+        })
+    }
+
+    fn take_report(&mut self) -> CallReport {
+        CallReport::default()
+    }
+}
+
+#[test]
+fn a_shadow_is_compared_with_what_was_applied_to_the_same_call() {
+    let traces = traces(PolicyConfig::default());
+    let link = |name: &str, text, shadow| {
+        let policy = Box::new(Fixed(text));
+        Link { name: name.into(), sha256: [1; 32], shadow, policy }
+    };
+    let run = |id: &str, links: Vec<Link>| {
+        let mut chain: Box<dyn Policy> =
+            Box::new(Chain::new(links, traces.recorder(id, "agent", true)));
+        chain.ask(&RequestView::default()).unwrap();
+        for index in 1..=3 {
+            chain.ask(&Step { index, tokens: vec![1], ..Step::default() }).unwrap();
+        }
+        chain.ask(&Summary::default()).unwrap();
+    };
+    // The same as the second policy of the chain; then another answer to each call.
+    run("same", vec![link("a", "x", false), link("b", "y", false), link("shadow", "y", true)]);
+    run("other", vec![link("a", "x", false), link("shadow", "z", true)]);
+    run("none", vec![link("a", "x", false)]);
+    let report = traces.compare_shadow("shadow");
+    assert_eq!((report.requests, report.calls, report.failures), (2, 8, 0));
+    assert_eq!((report.differing, report.differences.len()), (4, 4));
+    let newest = &report.differences[0];
+    assert_eq!(newest.shadow.answer, Some(Answer::Step(vec![Action::Inject("z".into())])));
+    let applied: Vec<_> = newest.applied.iter().map(|record| &*record.link.policy).collect();
+    assert_eq!(applied, ["a"]);
+    assert!(report.differences.iter().all(|one| one.shadow.link.request == "other"));
+    // A policy that is no shadow is compared with nothing.
+    assert_eq!(traces.compare_shadow("a").calls, 0);
+    for number in 0..40 {
+        run(&number.to_string(), vec![link("a", "x", false), link("shadow", "z", true)]);
+    }
+    let report = traces.compare_shadow("shadow");
+    assert_eq!((report.differing, report.differences.len()), (4 + 40 * 4, 50));
+    // Alone, it is compared with a policy that leaves everything as it is.
+    run("alone", vec![link("alone", "", true)]);
+    let alone = traces.compare_shadow("alone");
+    assert_eq!((alone.calls, alone.differing), (4, 1));
+}
+
 /// Up to a megabyte of each running request was held and not counted.
 #[test]
 fn an_evicted_request_holds_nothing() {

@@ -308,7 +308,7 @@ pub fn run(
     let (mut prompt_tokens, mut logprobs) = (Vec::new(), Vec::new());
     let finished = loop {
         match receiver.blocking_recv().unwrap() {
-            Event::Started { .. } | Event::Embedding(_) => {}
+            Event::Started { .. } | Event::Embedding(_) | Event::Note { .. } => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::PromptToken(token) => prompt_tokens.push(token),
             Event::Logprob(logprob) => logprobs.push(logprob),

@@ -80,6 +80,7 @@ impl Protocol for Messages {
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Logprob(_)
+            | Event::Note { .. }
             | Event::Finished(_)
             | Event::Failed(_) => {}
         }

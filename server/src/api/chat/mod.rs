@@ -103,6 +103,7 @@ impl Protocol for Chat {
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Rewound { .. }
+            | Event::Note { .. }
             | Event::Failed(_) => {}
         }
     }

@@ -55,6 +55,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::CallDelta(_)
             | Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Note { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Finished(_)

@@ -121,6 +121,7 @@ impl Protocol for Responses {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Note { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Finished(_)

@@ -1,0 +1,144 @@
+// The frame: which view is open, the key, the theme, and whether the server answers.
+
+import { get, key, ApiError } from "./api.js";
+import { h, text, notice } from "./dom.js";
+import { requests } from "./requests.js";
+import { life } from "./life.js";
+import { policies } from "./policies.js";
+import { profiles } from "./profiles.js";
+import { models } from "./models.js";
+import { chat } from "./chat.js";
+
+const VIEWS = { requests, policies, profiles, models, chat };
+const main = document.querySelector("#main");
+
+/** What the key may do: `GET /v1/profiles`. Shared by all views. */
+export const state = { access: null, profiles: [], isOperator: false };
+
+let open = { stop: () => {} };
+
+/** Opens the view that the address names. A view is a function `(element, state, argument)` that returns how to stop it. */
+function show() {
+  const [, name = "requests", argument] = location.hash.split("/").map(decodeURIComponent);
+  const view = name === "requests" && argument ? life : VIEWS[name];
+  if (!view) {
+    location.hash = "#/requests";
+    return;
+  }
+  open.stop();
+  const element = h("div", { class: `view ${name}` });
+  main.replaceChildren(element);
+  document.querySelectorAll("[data-view]").forEach((link) => {
+    if (link.dataset.view === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  });
+  document.title = `${name[0].toUpperCase()}${name.slice(1)} · Steersman`;
+  open = { stop: view(element, state, argument) ?? (() => {}) };
+  main.querySelector("h1")?.focus({ preventScroll: true });
+}
+
+const connection = document.querySelector("#connection");
+
+function tell(kind, words) {
+  connection.className = `connection ${kind}`;
+  text(connection, words);
+}
+
+/** Waits until the server answers, then finds out what the key may do and opens the view. */
+async function begin() {
+  open.stop();
+  open = { stop: () => {} };
+  for (;;) {
+    try {
+      const { access, profiles: all } = await get("/v1/profiles");
+      Object.assign(state, { access, profiles: all, isOperator: access.key === "operator" });
+      break;
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 401) return;
+      const loading = error.status === 503;
+      tell("waiting", loading ? "Loading" : "No answer");
+      main.replaceChildren(notice("info", h("p", { class: "strong" }, loading ? "The server loads its model" : "The server does not answer"),
+        h("p", {}, loading ? "This page opens by itself as soon as it is ready." : "This page tries again every second.")));
+      await new Promise((done) => setTimeout(done, 1000));
+    }
+  }
+  const words = { operator: "Operator", server: "All profiles", profile: `Profile ${state.access.profile}`, none: "No key" };
+  tell("good", words[state.access.key]);
+  text(document.querySelector("#key-label"), key.get() ? "Change key" : "Key");
+  show();
+}
+
+// The key.
+
+const dialog = document.querySelector("#key-dialog");
+const input = document.querySelector("#key-input");
+const problem = document.querySelector("#key-problem");
+
+function askForKey(words) {
+  problem.hidden = !words;
+  problem.textContent = words ?? "";
+  document.querySelector("#key-forget").hidden = !key.get();
+  document.querySelector("#key-cancel").hidden = state.access === null;
+  if (!dialog.open) dialog.showModal();
+  input.value = "";
+  input.focus();
+}
+
+window.addEventListener("needs-key", () => {
+  open.stop();
+  open = { stop: () => {} };
+  const wrong = key.get() !== "";
+  key.set("");
+  state.access = null;
+  tell("waiting", "Locked");
+  main.replaceChildren(h("div", { class: "locked" }, h("h1", { tabindex: "-1" }, "Locked"), h("p", { class: "muted" }, "This server shows nothing without a key."),
+    h("button", { class: "primary", type: "button", onclick: () => askForKey() }, "Enter a key")));
+  askForKey(wrong ? "The server does not know this key." : null);
+});
+
+document.querySelector("#key").addEventListener("click", () => askForKey());
+document.querySelector("#key-cancel").addEventListener("click", () => dialog.close());
+document.querySelector("#key-forget").addEventListener("click", () => {
+  key.set("");
+  dialog.close();
+  begin();
+});
+document.querySelector("#key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set(input.value.trim());
+  input.value = "";
+  dialog.close();
+  begin();
+});
+
+// The theme: that of the system, unless the user has chosen.
+
+const THEMES = ["system", "light", "dark"];
+
+function theme(name) {
+  if (name === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  text(document.querySelector("#theme-label"), `Theme: ${name}`);
+}
+
+theme(localStorage.getItem("steersman-theme") ?? "system");
+document.querySelector("#theme").addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme ?? "system") + 1) % THEMES.length];
+  localStorage.setItem("steersman-theme", next);
+  theme(next);
+});
+
+// Digits open the views, unless something is being typed.
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest("input, textarea, select, dialog");
+  const name = Object.keys(VIEWS)[Number(event.key) - 1];
+  if (!typing && name && !event.ctrlKey && !event.metaKey && !event.altKey) location.hash = `#/${name}`;
+});
+window.addEventListener("hashchange", () => state.access && show());
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+
+begin();

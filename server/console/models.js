@@ -1,0 +1,120 @@
+// The models: which are loaded, downloads, and memory by account.
+
+import { events, get } from "./api.js";
+import { h, keyed, title, chip, fact, bytes, number, short, duration, bar, notice, toast, empty, text } from "./dom.js";
+import { poll } from "./requests.js";
+
+const ACCOUNTS = [
+  ["weights", "Weights", "weights"],
+  ["running", "Running requests", "running"],
+  ["prefix_cache", "Prefix cache", "cache"],
+  ["step", "Next step", "step"],
+];
+
+const STATES = { loaded: "answer", loading: "prefill", unloading: "prefill", "on disk": "cancelled", missing: "failed" };
+
+/** Memory of all arrays of the process, by account. Weights and caches are summed over the engines. */
+function memory(engines) {
+  if (!engines.length) return empty("No model is loaded", "Memory appears here with the first one.");
+  const { limit, arrays } = engines[0].bytes;
+  const sums = ACCOUNTS.map(([field, name, kind]) => ({ name, kind, value: engines.reduce((sum, engine) => sum + (engine.bytes[field] ?? 0), 0) }));
+  const known = sums.reduce((sum, part) => sum + part.value, 0);
+  const parts = [...sums, { name: "Other arrays", kind: "other", value: Math.max(arrays - known, 0) }].map((part) => ({ ...part, text: bytes(part.value) }));
+  const shown = [...parts, { name: "Free", kind: "free", value: Math.max(limit - Math.max(arrays, known), 0), text: bytes(Math.max(limit - Math.max(arrays, known), 0)) }];
+  return h("div", {},
+    h("p", {}, h("span", { class: "figure" }, bytes(arrays)), h("span", { class: "muted" }, ` of ${bytes(limit)} for arrays`)),
+    h("div", { class: "tall" }, bar("Memory", parts, limit)),
+    h("ul", { class: "legend" }, shown.map((part) => h("li", {}, h("i", { class: part.kind }), `${part.name} `, h("span", { class: "strong" }, part.text)))));
+}
+
+function fill(card, { model: entry, report, aliases }) {
+  const known = [
+    ["Family", entry.family], ["Size", entry.size && bytes(entry.size)], ["Parameters", entry.parameters && short(entry.parameters)],
+    ["Quantization", entry.quantization], ["Context", entry.context && `${number(entry.context)} tokens`],
+    ["Requests", number(report.requests)], ["Loads, unloads", `${report.loads}, ${report.unloads}`],
+    ["Unloaded in", report.expires_s !== null && duration(report.expires_s * 1000)],
+  ];
+  const facts = known.filter(([, value]) => value).map(([name, value]) => fact(name, value));
+  const state = report.state !== "on disk" ? report.state : entry.state;
+  card.replaceChildren(
+    h("div", { class: "row" }, h("h3", { class: "wrap" }, entry.id), chip(state, STATES[state])),
+    aliases.length ? h("p", { class: "muted small wrap" }, `Also ${aliases.join(", ")}`) : "",
+    state === "missing" ? h("p", { class: "small" }, "Its files are not on this machine: download the repo that the configuration names.") : "",
+    h("dl", { class: "facts" }, facts));
+}
+
+function pull(state) {
+  const input = h("input", { id: "repo", type: "text", placeholder: "owner/name", required: true, autocomplete: "off", spellcheck: "false", pattern: "\\S+/\\S+", disabled: !state.isOperator });
+  const button = h("button", { class: "primary", disabled: !state.isOperator }, "Download");
+  const progress = h("progress", { max: "1", value: 0, "aria-label": "Download" });
+  const words = h("p", { class: "small", role: "status" });
+  const shown = h("div", { class: "progress", hidden: true }, progress, words);
+  const submit = async (event) => {
+    event.preventDefault();
+    const repo = input.value.trim();
+    button.disabled = true;
+    shown.hidden = false;
+    progress.removeAttribute("value");
+    words.textContent = `Asking the hub about ${repo}…`;
+    try {
+      for await (const { data } of events("/v1/models/pull", { body: { model: repo } })) {
+        if (data.status === "failed") throw new Error(data.error?.message ?? data.error);
+        if (data.status === "success") {
+          words.textContent = `${repo} is in ${data.folder}. The server serves it if [models] names it.`;
+          progress.value = 1;
+          toast(`${repo} is downloaded`);
+          continue;
+        }
+        if (data.memory && data.memory.fits === false) toast(`${repo} needs ${bytes(data.memory.weights)} of memory; ${bytes(data.memory.limit)} are allowed`, "bad");
+        progress.value = data.total ? data.completed / data.total : 0;
+        words.textContent = `${bytes(data.completed)} of ${bytes(data.total)}${data.file ? `, ${data.file}` : ""}`;
+      }
+    } catch (error) {
+      progress.value = 0;
+      words.textContent = `Not downloaded: ${error.message}`;
+    }
+    button.disabled = false;
+  };
+  return h("section", { class: "card", "aria-labelledby": "pull-title" }, h("h2", { id: "pull-title" }, "Download a model"),
+    h("form", { class: "inline", onsubmit: submit }, h("label", { for: "repo" }, "Repo on the Hugging Face hub"), h("div", { class: "row" }, input, button)),
+    h("p", { class: "muted small" }, state.isOperator ? "Files go to the cache that Hugging Face's tools share. A download that was interrupted continues." : "Downloads need an operator's key."), shown);
+}
+
+export function models(element, state) {
+  const list = h("ul", { class: "cards plain" });
+  const accounts = h("div");
+  const disk = h("dl", { class: "facts" });
+  element.append(
+    title("Models", "What is served, what is loaded, and what takes the memory."),
+    h("section", { class: "card", "aria-labelledby": "memory-title" }, h("h2", { id: "memory-title" }, "Memory"), accounts),
+    h("section", { "aria-labelledby": "models-title" }, h("h2", { id: "models-title" }, "Models"), list),
+    pull(state),
+    h("section", { class: "card", "aria-labelledby": "cache-title" }, h("h2", { id: "cache-title" }, "Prefix cache"), disk));
+  let before = "";
+  return poll(async (signal) => {
+    const [{ data }, health, cache] = await Promise.all([get("/v1/models", signal), get("/health", signal), get("/v1/cache", signal)]);
+    const own = new Map(health.models.map((report) => [report.model, report]));
+    const items = data.filter((entry) => own.has(entry.id)).map((entry) => ({
+      model: entry, report: own.get(entry.id),
+      aliases: data.filter((other) => other.alias_of === entry.id).map((other) => other.id),
+    }));
+    keyed(list, items, (item) => item.model.id, () => h("li", { class: "card model" }), (card, item) => {
+      const now = JSON.stringify(item);
+      if (card.dataset.shown !== now) {
+        card.dataset.shown = now;
+        fill(card, item);
+      }
+    });
+    const now = JSON.stringify(health.engines.map((engine) => engine.bytes));
+    if (now !== before) accounts.replaceChildren(memory(health.engines));
+    before = now;
+    const { memory: held, disk: stored } = cache;
+    const facts = [
+      ["In memory", `${bytes(held.bytes)} of ${bytes(held.budget_bytes)}`], ["Prefixes, states", `${number(held.prefixes)}, ${number(held.states)}`],
+      ["On disk", stored ? `${bytes(stored.file_bytes)} of ${bytes(stored.budget_bytes)}` : "off"],
+      ["Saving", stored ? stored.off ?? "on" : "off"], ["File", stored?.path ?? "–"],
+    ];
+    if (disk.childElementCount !== 2 * facts.length) disk.replaceChildren(...facts.flatMap(([name, value]) => fact(name, value)));
+    facts.forEach(([, value], i) => text(disk.children[2 * i + 1], value));
+  }, 2000);
+}

@@ -1,0 +1,338 @@
+#!/usr/bin/env node
+// Opens the console in headless Chromium as a person does: every view, light and dark, on a desk and on a phone; swaps a
+// policy and rolls it back by clicking, sends a chat, and watches a request. Fails on a request to another host, an error
+// in the page, text beside the screen, and serious findings of axe-core.
+//
+//     npm install --prefix tests && apt-get install chromium && cargo build --bin steersman
+//     node tests/console.mjs [BINARY] [FOLDER FOR SCREENSHOTS]
+
+import assert from "node:assert/strict";
+import { spawn } from "node:child_process";
+import { copyFileSync, existsSync, mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { tmpdir } from "node:os";
+import { join, resolve } from "node:path";
+import { fileURLToPath } from "node:url";
+import { createInterface } from "node:readline";
+
+import { chromium } from "playwright-core";
+
+const ROOT = resolve(fileURLToPath(import.meta.url), "../..");
+const BINARY = process.argv[2] ?? join(process.env.CARGO_TARGET_DIR ?? join(ROOT, "target"), "debug/steersman");
+const BROWSER = process.env.CHROMIUM ?? ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"].find(existsSync);
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const OPERATOR = "operator-secret-key";
+const CLIENT = "client-secret-key";
+const VIEWS = ["requests", "policies", "profiles", "models", "chat"];
+const SIZES = { desk: { width: 1280, height: 800 }, phone: { width: 390, height: 844 } };
+/** The bundled model loops on it; the policy `default` ends the loop. */
+const LOOP = "Optimize this SQL query: SELECT * FROM items WHERE price = 26;";
+/** Milliseconds to wait for anything, on busy machines. */
+const PATIENCE = 120_000;
+
+const work = mkdtempSync(join(tmpdir(), "console-"));
+const pictures = resolve(process.argv[3] ?? join(work, "screenshots"));
+mkdirSync(pictures, { recursive: true });
+
+/** Starts a server whose profile `default` has the policy `house`, a copy of `default`, with `passthrough` as its shadow. */
+async function serve() {
+  mkdirSync(join(work, "policies"));
+  copyFileSync(join(ROOT, "policies/default/default.wasm"), join(work, "policies/house.wasm"));
+  const config = join(work, "steersman.toml");
+  writeFileSync(config, `
+[server]
+port = 0
+api_keys = ["${CLIENT}"]
+admin_keys = ["${OPERATOR}"]
+[policy]
+folder = "${join(work, "policies")}"
+[aliases]
+"gpt-small" = "tiny-hybrid-4bit"
+[models.other]
+path = "owner/other-model"
+[profiles.default]
+policies = ["house"]
+shadow = ["passthrough"]
+[profiles.default.params]
+hint_translation = "secret parameter"
+[profiles.agents]
+policies = ["agent", "default"]
+trace_text = true
+limits = { max_tokens = 2000, requests = 8 }
+sampling = { temperature = 0.6, top_p = 0.95 }
+`);
+  const server = spawn(BINARY, ["serve", "--config", config, "--data-dir", join(work, "data")], {
+    stdio: ["ignore", "pipe", "pipe"],
+    // Downloads are refused without a network.
+    env: { ...process.env, HF_HUB_OFFLINE: "1" },
+  });
+  let log = "";
+  server.stderr.on("data", (data) => { log += data; });
+  for await (const line of createInterface({ input: server.stdout })) {
+    const found = line.match(/at (http:\/\/\S+)\/v1/);
+    if (found) return { server, url: found[1] };
+  }
+  throw new Error(`the server did not start:\n${log}`);
+}
+
+/** Sends a chat request; returns its reply. */
+async function ask(url, content, extra = {}) {
+  const response = await fetch(`${url}/v1/chat/completions`, {
+    method: "POST",
+    headers: { "content-type": "application/json", authorization: `Bearer ${CLIENT}` },
+    body: JSON.stringify({ messages: [{ role: "user", content }], temperature: 0, ...extra }),
+  });
+  if (response.status !== 200) throw new Error(`${response.status} ${await response.text()}`);
+  return extra.stream ? response : response.json();
+}
+
+/** A page of a fresh browser context, and what went wrong in it. */
+async function open(browser, url, { size = SIZES.desk, theme = "light", key } = {}) {
+  const context = await browser.newContext({ viewport: size, colorScheme: theme, reducedMotion: "reduce" });
+  const page = await context.newPage();
+  page.setDefaultTimeout(PATIENCE);
+  const seen = { foreign: [], errors: [], answers: [] };
+  page.on("request", (request) => {
+    if (!request.url().startsWith(`${url}/`) && !request.url().startsWith("data:")) seen.foreign.push(request.url());
+  });
+  page.on("response", (response) => seen.answers.push(`${response.status()} ${new URL(response.url()).pathname}`));
+  page.on("pageerror", (error) => seen.errors.push(String(error)));
+  page.on("console", (message) => {
+    // Chromium reports every answer with an error status; the tests look at these themselves.
+    if (message.type() === "error" && !message.text().startsWith("Failed to load resource")) seen.errors.push(message.text());
+  });
+  await page.goto(`${url}/`);
+  if (key) await enter(page, key);
+  return { page, seen, context };
+}
+
+async function enter(page, key) {
+  await page.fill("#key-input", key);
+  await page.keyboard.press("Enter");
+  await page.waitForSelector("main .view h1");
+}
+
+async function visit(page, view) {
+  await page.click(`nav a[data-view=${view}]`);
+  await page.waitForSelector(`.view.${view} h1`);
+}
+
+/** What must be true of every page. */
+async function check(page, seen, name) {
+  const width = await page.evaluate(() => [document.scrollingElement.scrollWidth, innerWidth]);
+  assert.ok(width[0] <= width[1], `${name} is ${width[0]} pixels wide on a screen of ${width[1]}`);
+  await page.evaluate(AXE);
+  const { violations } = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+  const serious = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+  const told = serious.map(({ id, help, nodes }) => `${id}: ${help}: ${nodes.slice(0, 4).map((node) => `${node.target} ${node.any[0]?.message ?? ""}`).join("; ")}`);
+  assert.deepEqual(told, [], `axe-core on ${name}`);
+  assert.deepEqual(seen.errors, [], `errors on ${name}`);
+  assert.deepEqual(seen.foreign, [], `requests to other hosts on ${name}`);
+}
+
+const TESTS = {
+  async "nothing is shown without a key"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url);
+    await page.waitForSelector("#key-dialog[open]");
+    await check(page, seen, "the question for a key");
+    await page.screenshot({ path: join(pictures, "locked.png") });
+    for (const view of VIEWS) await page.evaluate((name) => { location.hash = `#/${name}`; }, view);
+    await page.fill("#key-input", "wrong");
+    await page.keyboard.press("Enter");
+    await page.waitForSelector("#key-problem:not([hidden])");
+    const shown = await page.evaluate(() => document.documentElement.outerHTML);
+    for (const secret of ["tiny-hybrid", "house", "agents", "secret parameter", "Rome"]) assert.ok(!shown.includes(secret), secret);
+    const data = seen.answers.filter((answer) => !/ \/(console\/[a-z.]+)?$/.test(answer));
+    assert.ok(data.length > 0 && data.every((answer) => answer === "401 /v1/profiles"), data.join(", "));
+    await context.close();
+  },
+
+  async "a client's key shows numbers only"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: CLIENT });
+    await page.waitForSelector(".requests-table tbody tr");
+    assert.equal(await page.locator(".requests-table a").count(), 0);
+    await visit(page, "policies");
+    await page.waitForSelector("#policy-house");
+    assert.equal(await page.locator("[data-act]:enabled").count(), 0);
+    await visit(page, "profiles");
+    await page.waitForSelector("#profile-agents");
+    assert.ok(!(await page.textContent("main")).includes("secret parameter"));
+    await check(page, seen, "a client's profiles");
+    await context.close();
+  },
+
+  async "a chat is answered, and its reasoning can be turned off"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "chat");
+    await page.fill("#chat-temperature", "0");
+    await page.fill("#chat-input", "What is the capital of Italy?");
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelector(".message.assistant .body")?.textContent.includes("Rome") && document.querySelector(".message.assistant .foot").textContent.includes("tokens/s"));
+    await page.selectOption("#chat-thinking", "off");
+    await page.selectOption("#chat-profile", "agents");
+    await page.fill("#chat-input", "What is the capital of Peru?");
+    await page.click("#chat-send");
+    await page.waitForFunction(() => document.querySelectorAll(".message.assistant .foot a").length === 2);
+    assert.ok(await page.locator(".message.assistant .thoughts").nth(1).isHidden());
+    await check(page, seen, "the chat");
+    await page.screenshot({ path: join(pictures, "chat-answered.png") });
+    await context.close();
+  },
+
+  async "a request is watched while it runs"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    // Long enough to be found while it runs: the reply cannot end before.
+    const response = await ask(url, LOOP, { stream: true, ignore_eos: true, max_tokens: 4000 });
+    const [first, all] = response.body.tee();
+    const text = new Response(all).text();
+    const { value } = await first.getReader().read();
+    const id = JSON.parse(new TextDecoder().decode(value).split("\n")[0].slice(6)).id;
+    await page.evaluate((to) => { location.hash = `#/requests/${to}`; }, id);
+    await page.waitForSelector(".block.reasoning");
+    await page.screenshot({ path: join(pictures, "life-running.png") });
+    const chunks = (await text).split("\n\n").filter((line) => line.startsWith("data: {")).map((line) => JSON.parse(line.slice(6)));
+    const streamed = (field) => chunks.map((chunk) => chunk.choices[0]?.delta?.[field] ?? "").join("");
+    await page.waitForSelector(".records li");
+    await page.waitForSelector(".block.answer");
+    // The text is that of the client, with the decision in it, at its token.
+    const shown = await page.evaluate(() => [...document.querySelectorAll(".block")].map((block) => [...block.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE).map((node) => node.data).join("")));
+    assert.equal(shown.join(""), streamed("reasoning_content") + streamed("content"));
+    const marks = await page.locator(".transcript .mark").allTextContents();
+    assert.ok(marks.some((mark) => /^token [\d,]+.*loop/s.test(mark)), marks.join("; "));
+    await check(page, seen, "a request");
+    await page.screenshot({ path: join(pictures, "life-ended.png"), fullPage: true });
+    // Its text is gone, its decisions are not.
+    await page.reload();
+    await page.waitForSelector(".mark");
+    assert.equal(await page.locator(".block").count(), 0);
+    await context.close();
+  },
+
+  async "requests that run are listed with their phase"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    const long = { stream: true, ignore_eos: true, max_tokens: 4000 };
+    const replies = await Promise.all(["Rome", "Paris", "Lima"].map((town) => ask(url, `${LOOP} ${town}`, long)));
+    await page.waitForSelector("tr:has(.chip.reasoning, .chip.answer) .rate");
+    await page.waitForFunction(() => Number(document.querySelector("#running").textContent) > 0);
+    await check(page, seen, "running requests");
+    await page.screenshot({ path: join(pictures, "requests-running.png") });
+    // Clients that hang up.
+    await Promise.all(replies.map((reply) => reply.body.cancel()));
+    await page.waitForSelector(".chip.cancelled");
+    await context.close();
+  },
+
+  async "a policy is swapped and rolled back by clicking"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "policies");
+    const version = "section[aria-labelledby=policy-house] tbody tr:first-child code";
+    const before = await page.getAttribute(version, "title");
+    const [chooser] = await Promise.all([page.waitForEvent("filechooser"), page.click("section[aria-labelledby=policy-house] [data-act=push]")]);
+    await chooser.setFiles(join(ROOT, "policies/passthrough/passthrough.wasm"));
+    await page.waitForFunction(([path, old]) => document.querySelector(path)?.title !== old, [version, before]);
+    const after = await page.getAttribute(version, "title");
+    const passed = await ask(url, "What is the capital of Italy?", { max_tokens: 5 });
+    assert.ok(passed.id);
+    await page.screenshot({ path: join(pictures, "policies-pushed.png"), fullPage: true });
+    await page.click("section[aria-labelledby=policy-house] [data-act=rollback]");
+    await page.waitForSelector("#confirm-dialog[open]");
+    await page.screenshot({ path: join(pictures, "policies-confirm.png") });
+    await page.click("#confirm-yes");
+    await page.waitForFunction(([path, old]) => document.querySelector(path)?.title === old, [version, before]);
+    assert.notEqual(before, after);
+    // The copy is checked, not what the page says.
+    const { policies } = await (await fetch(`${url}/v1/policies`, { headers: { authorization: `Bearer ${OPERATOR}` } })).json();
+    assert.equal(policies.find(({ name }) => name === "house").sha256, before);
+    // A component that is none is refused, in words.
+    const [again] = await Promise.all([page.waitForEvent("filechooser"), page.click("section[aria-labelledby=policy-house] [data-act=push]")]);
+    await again.setFiles({ name: "no.wasm", mimeType: "application/wasm", buffer: Buffer.from("none") });
+    await page.waitForSelector(".toast.bad");
+    assert.equal(await page.getAttribute(version, "title"), before);
+    await page.click("section[aria-labelledby=policy-passthrough] .shadow-report summary");
+    await page.waitForSelector(".shadow-report .records li");
+    await check(page, seen, "policies");
+    await page.screenshot({ path: join(pictures, "policies-shadow.png"), fullPage: true });
+    await context.close();
+  },
+
+  async "a refused download says why"({ browser, url }) {
+    const { page, seen, context } = await open(browser, url, { key: OPERATOR });
+    await visit(page, "models");
+    await page.fill("#repo", "owner/none");
+    await page.keyboard.press("Enter");
+    await page.waitForFunction(() => document.querySelector(".progress [role=status]").textContent.startsWith("Not downloaded"));
+    await check(page, seen, "models");
+    await context.close();
+  },
+
+  async "the keyboard reaches everything"({ browser, url }) {
+    const { page, context } = await open(browser, url, { key: OPERATOR });
+    for (const [index, view] of VIEWS.entries()) {
+      await page.evaluate(() => document.activeElement.blur());
+      await page.keyboard.press(String(index + 1));
+      await page.waitForSelector(`.view.${view} h1`);
+      assert.equal(await page.evaluate(() => document.activeElement.tagName), "H1", view);
+    }
+    await page.evaluate(() => document.activeElement.blur());
+    await visit(page, "requests");
+    await page.waitForSelector(".requests-table a");
+    const reached = new Set();
+    for (let i = 0; i < 40; i += 1) {
+      await page.keyboard.press("Tab");
+      reached.add(await page.evaluate(() => document.activeElement.id || document.activeElement.dataset.view || document.activeElement.className || document.activeElement.tagName));
+    }
+    await page.locator(".requests-table a").first().focus();
+    await page.keyboard.press("Enter");
+    await page.waitForSelector(".facts");
+    await page.evaluate(() => document.activeElement.blur());
+    for (const wanted of ["key", "theme"]) assert.ok(reached.has(wanted), `${wanted} is not among ${[...reached]}`);
+    await page.focus("#theme");
+    await page.keyboard.press("Enter");
+    await page.keyboard.press("Enter");
+    assert.equal(await page.evaluate(() => document.documentElement.dataset.theme), "dark");
+    await context.close();
+  },
+
+  async "every view, light and dark, on a desk and on a phone"({ browser, url }) {
+    for (const theme of ["light", "dark"]) {
+      for (const [device, size] of Object.entries(SIZES)) {
+        const { page, seen, context } = await open(browser, url, { size, theme, key: OPERATOR });
+        for (const view of VIEWS) {
+          await visit(page, view);
+          await page.waitForFunction(() => document.querySelector(".view").textContent.length > 150);
+          if (view !== "chat") await page.waitForSelector(".view dd, .view tbody td");
+          const name = `${view}-${theme}-${device}`;
+          await check(page, seen, name);
+          await page.screenshot({ path: join(pictures, `${name}.png`), fullPage: device === "phone" });
+        }
+        await page.evaluate(() => { location.hash = "#/requests"; });
+        await page.locator(".requests-table a").nth(1).click();
+        await page.waitForSelector(".mark, .records");
+        await check(page, seen, `life-${theme}-${device}`);
+        await page.screenshot({ path: join(pictures, `life-${theme}-${device}.png`), fullPage: true });
+        await context.close();
+      }
+    }
+  },
+};
+
+const { server, url } = await serve();
+let browser;
+try {
+  assert.ok(BROWSER, "no Chromium: set CHROMIUM to its path");
+  // As root, Chromium has no sandbox.
+  browser = await chromium.launch({ executablePath: BROWSER, args: process.getuid?.() === 0 ? ["--no-sandbox"] : [] });
+  for (const prompt of ["What is the capital of Italy?", "What is the capital of Italy?", LOOP]) await ask(url, prompt);
+  for (const [name, test] of Object.entries(TESTS)) {
+    const started = performance.now();
+    await test({ browser, url });
+    console.log(`ok   ${name} (${((performance.now() - started) / 1000).toFixed(1)} s)`);
+  }
+  console.log(`${Object.keys(TESTS).length} tests passed`);
+} finally {
+  await browser?.close();
+  server.kill("SIGINT");
+  await new Promise((done) => (server.exitCode === null ? server.once("exit", done) : done()));
+  if (!pictures.startsWith(work)) console.log(`screenshots: ${pictures}`);
+  rmSync(work, { recursive: true, force: true });
+}
