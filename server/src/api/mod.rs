@@ -19,6 +19,7 @@ mod log;
 mod metrics;
 mod models;
 mod ollama;
+pub mod openapi;
 mod origin;
 mod params;
 mod policies;
@@ -170,6 +171,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/v1/requests/{id}/trace", get(trace::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
+        .route("/openapi.json", get(openapi::json))
+        .route("/docs", get(openapi::page))
         .route("/health", get(health))
         .route("/", get(root))
         .fallback(async |request: Request| {

@@ -11,6 +11,7 @@ use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
+use schemars::JsonSchema;
 use serde::Serialize;
 use steersman_engine::policy::{
     Activation, COMPONENT_BYTES, Error, Health, HistoryEntry, ParamReport, PolicyReport, Problem,
@@ -26,7 +27,7 @@ use super::error::ApiError;
 const WASM: &str = "application/wasm";
 
 /// [`Report`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct PoliciesBody {
     policies: Vec<PolicyBody>,
     /// Parameters that are read from files.
@@ -34,7 +35,7 @@ pub struct PoliciesBody {
 }
 
 /// [`PolicyReport`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct PolicyBody {
     name: String,
     /// Empty if no version compiled at the start.
@@ -54,7 +55,7 @@ struct PolicyBody {
 }
 
 /// [`Use`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct UseBody {
     profile: String,
     position: usize,
@@ -63,7 +64,7 @@ struct UseBody {
 }
 
 /// [`Health`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BreakerBody {
     /// `closed`: called; `probation`: called and watched; `open`: not called.
     state: &'static str,
@@ -75,14 +76,14 @@ struct BreakerBody {
 }
 
 /// [`Problem`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ProblemBody {
     at: u64,
     message: String,
 }
 
 /// [`HistoryEntry`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct EarlierBody {
     sha256: String,
     bytes: usize,
@@ -93,7 +94,7 @@ struct EarlierBody {
 }
 
 /// [`ParamReport`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ParamBody {
     profile: String,
     param: String,
@@ -102,7 +103,7 @@ struct ParamBody {
 }
 
 /// [`Activation`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ActivationBody {
     name: String,
     sha256: String,

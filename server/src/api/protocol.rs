@@ -21,6 +21,7 @@ use super::access::{self, Admission, Caller, Destination};
 use super::body::{Limit, ReadBody};
 use super::error::ApiError;
 use super::log::RequestLog;
+use super::openapi::Schemas;
 use super::reply::{self, Events, Frames, Head, Reply, Source};
 use super::{App, random_hex};
 use crate::mcp::{Ran, rounds};
@@ -70,6 +71,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
 
     /// Whether streams have the calls of tools while they are written.
     const STREAMS_CALLS: bool = true;
+
+    /// Describes the bodies that [`Self::parse`] takes.
+    fn schema(schemas: &mut Schemas) -> Value;
 
     /// Parses a body.
     ///

@@ -16,7 +16,9 @@ use super::App;
 use super::access::Caller;
 use super::chat::extension;
 use super::error::{ApiError, Dialect};
+use super::fields;
 use super::models::described;
+use super::openapi::Schemas;
 use super::probability;
 use super::protocol::{Framing, Parsed, Protocol, destination, read_json};
 use super::reply::{self, Frames, Head, Reply};
@@ -35,6 +37,11 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     const CONTENT_TYPE: Option<&'static str> = None;
     const FRAMING: Framing = Framing::Lines;
     const STREAMS_CALLS: bool = false;
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        let table = if CHAT { fields::OLLAMA_CHAT } else { fields::OLLAMA_GENERATE };
+        request::schema(table, schemas)
+    }
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         if CHAT { request::parse_chat(body) } else { request::parse_generate(body) }

@@ -1,10 +1,13 @@
 //! Parses the bodies of `POST /api/chat` and `POST /api/generate` into the engine's [`Request`].
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use steersman_engine::request::{Message, Penalties, RawPrompt, Request};
 
 use crate::api::error::ApiError;
+use crate::api::openapi::Schemas;
+use crate::api::openapi::shapes::{Format, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability;
 use crate::api::protocol::{Call, Parsed};
@@ -15,24 +18,29 @@ use crate::api::{fields, json};
 const REPEAT_LAST_N: u32 = 64;
 
 /// The fields of both bodies that have an effect.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    /// False for one object; otherwise lines.
     stream: Option<bool>,
     think: Option<Think>,
     options: Option<Map<String, Value>>,
+    /// `json`, or a schema.
+    #[schemars(with = "Option<Format>")]
     format: Option<Value>,
     messages: Option<Vec<MessageBody>>,
+    #[schemars(with = "Option<Vec<Tool>>")]
     tools: Option<Vec<Map<String, Value>>>,
     prompt: Option<String>,
     system: Option<String>,
     suffix: Option<String>,
     raw: Option<bool>,
     logprobs: Option<bool>,
+    #[schemars(range(max = 20))]
     top_logprobs: Option<u32>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(untagged)]
 enum Think {
     Flag(bool),
@@ -40,10 +48,12 @@ enum Think {
 }
 
 /// The options that have an effect.
-#[derive(Deserialize, Default)]
+#[derive(Deserialize, Default, JsonSchema)]
 struct Options {
     #[serde(default, deserialize_with = "params::seed")]
+    #[schemars(with = "Option<i64>")]
     seed: Option<u64>,
+    #[schemars(with = "Option<Texts>")]
     stop: Option<Value>,
     num_predict: Option<i64>,
     repeat_penalty: Option<f32>,
@@ -77,7 +87,8 @@ impl Options {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "OllamaInputMessage")]
 struct MessageBody {
     role: String,
     content: Option<String>,
@@ -88,7 +99,8 @@ struct MessageBody {
     tool_call_id: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "OllamaInputCall")]
 struct CallBody {
     id: Option<String>,
     #[serde(rename = "type")]
@@ -96,13 +108,24 @@ struct CallBody {
     function: FunctionBody,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "OllamaInputFunction")]
 struct FunctionBody {
     name: String,
     #[serde(default)]
     arguments: Value,
     #[serde(rename = "index")]
     _index: Option<u32>,
+}
+
+/// The schema of a body with these fields.
+pub fn schema(table: &[fields::Field], schemas: &mut Schemas) -> Value {
+    let parts = [schemas.of::<Options>(), schemas.of::<Sampling>()];
+    let options = schemas.body(fields::OLLAMA_OPTIONS, &parts);
+    let parts = [schemas.of::<Body>()];
+    let mut body = schemas.body(table, &parts);
+    body["properties"]["options"] = options;
+    body
 }
 
 /// Parses a body of `POST /api/chat`.
