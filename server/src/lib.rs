@@ -13,6 +13,7 @@
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
 //! reload.rs    what SIGHUP changes
+//! keys.rs      `steersman keys`: keys in the data folder
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
@@ -44,6 +45,7 @@ mod connections;
 pub mod doctor;
 pub mod environment;
 pub mod hub;
+pub mod keys;
 pub mod local;
 pub mod manage;
 pub mod mcp;
