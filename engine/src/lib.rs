@@ -15,11 +15,13 @@ mod error;
 mod file;
 mod grammar;
 mod kernels;
+pub mod loading;
 mod model;
 mod nn;
 mod prefix;
 mod queue;
 pub mod request;
+mod span;
 mod store;
 mod text;
 

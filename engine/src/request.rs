@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::policy::{
     AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
 };
+pub use crate::span::RequestSpan;
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -72,6 +73,8 @@ pub struct Request {
     /// When the request ends with [`RequestError::Deadline`](crate::RequestError::Deadline) unless it
     /// has ended before; `None` for never.
     pub deadline: Option<Instant>,
+    /// Parent of its spans; its log lines have the fields of this.
+    pub span: RequestSpan,
 }
 
 impl Request {

@@ -17,6 +17,7 @@
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
+//! telemetry.rs traces for OpenTelemetry
 //! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
@@ -52,6 +53,7 @@ pub mod mcp;
 pub mod models;
 pub mod reload;
 pub mod serve;
+pub mod telemetry;
 mod throttle;
 pub mod verify;
 

@@ -18,6 +18,7 @@ use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::reload::Reloader;
+use steersman::telemetry::Traces;
 use steersman::{
     bundled, cache, calibrate, check, doctor, environment, keys, manage, policy, serve, talk,
     verify,
@@ -320,6 +321,7 @@ fn main() -> ExitCode {
         Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
             policy::log_warnings_to_stderr();
         }
+        Command::Serve(_) => {}
         _ => policy::log_to_stderr(),
     }
     std::panic::set_hook(Box::new(|panic| {
@@ -327,7 +329,7 @@ fn main() -> ExitCode {
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
     let done = match cli.command {
-        Command::Serve(options) => serve(options),
+        Command::Serve(options) => traced(|| serve(options)),
         Command::Chat(options) => chat(options),
         Command::Run(options) => run(options),
         Command::Doctor(options) => doctor(options),
@@ -363,6 +365,20 @@ fn main() -> ExitCode {
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let broken = |error: &std::io::Error| error.kind() == ErrorKind::BrokenPipe;
     error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
+}
+
+/// Does `work` with the log, and traces if they are on.
+fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
+    match Traces::from_env()? {
+        None => policy::log_to_stderr(),
+        Some(traces) => {
+            policy::log_to_stderr_and(traces.layer());
+            let done = work();
+            drop(traces);
+            return done;
+        }
+    }
+    work()
 }
 
 fn serve(options: Serve) -> Result<()> {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use steersman_engine::request::{Event, FinishReason, Usage};
+use steersman_engine::request::{Event, FinishReason, RequestSpan, Usage};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::{Span, field, info, info_span};
+use tracing::{Span, error_span, field, info};
 
 use super::error::ApiError;
 use super::metrics::Metrics;
@@ -15,6 +15,8 @@ use crate::models::Lease;
 pub struct RequestLog {
     /// Id of the reply and of the engine's request.
     pub id: String,
+    /// Id of the HTTP request.
+    request_id: String,
     span: Span,
     metrics: Arc<Metrics>,
     started: Instant,
@@ -32,15 +34,22 @@ impl RequestLog {
     /// Starts the clock. `request_id` is that of the HTTP request.
     pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>) -> Self {
         let (profile, stream) = (field::Empty, field::Empty);
-        let span = info_span!("request", id, request_id, profile, stream);
+        // Enabled wherever a line of the log is, which gets the ids.
+        let span = error_span!("request", id, request_id, profile, stream);
         let started = Instant::now();
         let (first_event_ms, ended, permit, share, lease) = (None, false, None, None, None);
-        Self { id, span, metrics, started, first_event_ms, ended, permit, share, lease }
+        let request_id = request_id.into();
+        Self { id, request_id, span, metrics, started, first_event_ms, ended, permit, share, lease }
     }
 
     pub fn admitted(&mut self, profile: &str, stream: bool) {
         self.span.record("profile", profile);
         self.span.record("stream", stream);
+    }
+
+    /// The span of the request, for the engine.
+    pub fn span(&self) -> RequestSpan {
+        RequestSpan(self.span.clone())
     }
 
     /// Records the time of the first event after `Started`.
@@ -74,7 +83,7 @@ impl RequestLog {
     pub fn failed(&mut self, error: impl Into<ApiError>) -> ApiError {
         self.ended = true;
         self.span.in_scope(|| {
-            let error = error.into();
+            let error = ApiError { request_id: self.request_id.clone(), ..error.into() };
             self.metrics.failed(error.status);
             info!(
                 status = error.status.as_u16(),

@@ -214,6 +214,7 @@ fn internal(error: impl Display) -> ApiError {
         code,
         param: None,
         message: "the server failed; its log has the details".into(),
+        request_id: String::new(),
     }
 }
 

@@ -3,7 +3,7 @@
 //! [`checked`] compares each reply with JSON that [`send`] gets; streams are compared here. `tests/openapi.py` sends
 //! generated requests and the examples to a real server.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{LazyLock, Mutex};
 
 use axum::body::HttpBody;
@@ -178,4 +178,63 @@ async fn the_page_and_the_description_need_no_key() {
     // Nothing of another host, which the policy would refuse, too.
     assert!(!page.contains("http://") && !page.contains("https://"), "{page}");
     assert_eq!(send(&app, get("/v1/models")).await.status(), StatusCode::UNAUTHORIZED);
+}
+
+/// The routes of the router's source, as the description has them.
+fn routes() -> BTreeSet<String> {
+    let source = include_str!("../../../server/src/api/mod.rs");
+    // Those of clients are nested in `/v1`, too.
+    let (of_clients, others) = source.split_once("// Clients disagree whether").unwrap();
+    let paths = |source: &str| -> Vec<String> {
+        let path = |rest: &str| rest.split('"').nth(1).unwrap().replace("{*", "{");
+        source.split(".route(").skip(1).map(path).collect()
+    };
+    let of_clients = paths(of_clients).into_iter().map(|path| format!("/v1{path}"));
+    of_clients.chain(paths(others)).collect()
+}
+
+#[test]
+fn every_route_is_described() {
+    let paths = DOCUMENT["paths"].as_object().unwrap();
+    assert_eq!(paths.keys().cloned().collect::<BTreeSet<_>>(), routes());
+    for (path, methods) in paths {
+        let content = &methods["post"]["requestBody"]["content"]["application/json"];
+        assert!(content.is_null() || content["examples"].is_object(), "{path} has no example");
+    }
+}
+
+/// The names of schemas that `value` refers to, and those that these refer to.
+fn referred(value: &Value, names: &mut BTreeSet<String>) {
+    match value {
+        Value::Array(list) => list.iter().for_each(|value| referred(value, names)),
+        Value::Object(fields) => {
+            if let Some(name) = fields.get("$ref").and_then(Value::as_str) {
+                let name = name.strip_prefix("#/components/schemas/").unwrap();
+                if names.insert(name.to_string()) {
+                    let schema = &DOCUMENT["components"]["schemas"][name];
+                    assert!(schema.is_object(), "there is no schema {name}");
+                    referred(schema, names);
+                }
+            }
+            fields.values().for_each(|value| referred(value, names));
+        }
+        _ => {}
+    }
+}
+
+/// Schemas of bodies and of replies are generated apart, and a type of one name would hide the other.
+#[test]
+fn names_of_schemas_are_unique() {
+    let (mut bodies, mut replies) = (BTreeSet::new(), BTreeSet::new());
+    for method in DOCUMENT["paths"].as_object().unwrap().values() {
+        for described in method.as_object().unwrap().values() {
+            referred(&described["requestBody"], &mut bodies);
+            referred(&described["responses"], &mut replies);
+        }
+    }
+    assert!(bodies.len() > 15 && replies.len() > 50, "{bodies:?} {replies:?}");
+    assert_eq!(bodies.intersection(&replies).collect::<Vec<_>>(), [] as [&String; 0]);
+    // As the generator renames the second of two types of one name.
+    let numbered = bodies.iter().chain(&replies).filter(|name| name.ends_with('2'));
+    assert_eq!(numbered.collect::<Vec<_>>(), [] as [&String; 0]);
 }

@@ -781,6 +781,9 @@ struct ModelHealth {
 #[schemars(deny_unknown_fields)]
 pub struct Error {
     error: ErrorBody,
+    /// That of the reply's header `x-request-id`.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    request_id: Option<String>,
 }
 
 #[derive(JsonSchema)]
@@ -802,6 +805,9 @@ pub struct AnthropicError {
     #[schemars(rename = "type", extend("const" = "error"))]
     kind: String,
     error: AnthropicErrorBody,
+    /// That of the reply's header `x-request-id`.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    request_id: Option<String>,
 }
 
 #[derive(JsonSchema)]
@@ -821,4 +827,7 @@ struct AnthropicErrorBody {
 #[schemars(deny_unknown_fields)]
 pub struct OllamaError {
     error: String,
+    /// That of the reply's header `x-request-id`.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    request_id: Option<String>,
 }

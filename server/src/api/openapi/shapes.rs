@@ -173,3 +173,11 @@ pub struct Pull {
     stream: Option<bool>,
     insecure: Option<bool>,
 }
+
+/// A duration, or seconds.
+#[derive(JsonSchema)]
+#[schemars(untagged)]
+pub enum KeepAliveBody {
+    Duration(String),
+    Seconds(f64),
+}
