@@ -321,6 +321,9 @@ impl<S: Starter> Pool<S> {
                         entry.loads += 1;
                         entry.load_time = Some(elapsed);
                         entry.phase = Phase::Loaded(engine);
+                        // Not that of the request before, which may be zero: the request that waits would never
+                        // get the model.
+                        entry.keep_alive = entry.settings.keep_alive;
                         let bytes = entry.bytes;
                         tracing::info!(model, bytes, ?elapsed, "model loaded on demand");
                         entry.settings.pinned
