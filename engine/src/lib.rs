@@ -16,11 +16,13 @@ mod file;
 mod grammar;
 mod kernels;
 mod live;
+pub mod loading;
 mod model;
 mod nn;
 mod prefix;
 mod queue;
 pub mod request;
+mod span;
 mod store;
 mod text;
 

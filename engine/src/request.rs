@@ -14,6 +14,7 @@ use crate::live::Live;
 use crate::policy::{
     AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
 };
+pub use crate::span::RequestSpan;
 
 /// One request, checked by the server, not yet rendered or tokenized.
 #[derive(Debug, Clone, Default)]
@@ -76,6 +77,8 @@ pub struct Request {
     pub deadline: Option<Instant>,
     /// Where the engine writes how far it is. Each choice needs one of its own.
     pub live: Arc<Live>,
+    /// Parent of its spans; its log lines have the fields of this.
+    pub span: RequestSpan,
 }
 
 impl Request {

@@ -8,6 +8,7 @@ mod problems;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use secrecy::SecretString;
@@ -25,6 +26,7 @@ use toml::Spanned;
 pub use self::models::OnDemandConfig;
 pub use self::problems::out_of;
 use self::problems::{problems_of_engine, problems_of_keys};
+use crate::keys::{KeyFile, Opens};
 use crate::mcp::McpConfig;
 use crate::reload::Reloads;
 
@@ -99,6 +101,9 @@ pub struct ServerConfig {
     pub model_wait_s: u64,
     /// Seconds that running requests may take to finish after Ctrl-C or SIGTERM.
     pub shutdown_s: u64,
+    /// Keys besides those above, which change while the server runs.
+    #[serde(skip)]
+    pub key_file: Option<Arc<KeyFile>>,
     /// Where responses are stored, if anywhere: in the data folder.
     #[serde(skip)]
     pub responses_folder: Option<PathBuf>,
@@ -263,6 +268,7 @@ impl Default for ServerConfig {
             models_bytes: 0,
             model_wait_s: 60,
             shutdown_s: 10,
+            key_file: None,
             responses_folder: None,
             mcp: McpConfig::default(),
             trace_requests: PolicyConfig::default().trace_requests,
@@ -273,6 +279,14 @@ impl Default for ServerConfig {
             models: BTreeMap::new(),
             aliases: BTreeMap::new(),
         }
+    }
+}
+
+impl ServerConfig {
+    /// Whether a client needs a key for profiles without keys of their own.
+    pub fn requires_key(&self) -> bool {
+        let created = self.key_file.as_ref().map(|file| file.keys()).unwrap_or_default();
+        !self.api_keys.is_empty() || created.keys.iter().any(|key| key.opens == Opens::AllProfiles)
     }
 }
 

@@ -89,7 +89,8 @@ mod tests {
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         let mut served: Vec<_> = FILES.iter().map(|(name, _)| name.to_string()).collect();
-        (there.sort(), served.sort());
+        there.sort();
+        served.sort();
         assert_eq!(there, served);
     }
 }

@@ -8,8 +8,9 @@ mod place;
 
 use std::io::Write;
 use std::path::Path;
+use std::thread;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, DecimalBytes};
 use serde::Serialize;
 use steersman_engine::config::{Config, Device};
@@ -98,8 +99,13 @@ impl Report {
             load: place::load(),
             gpu: machine.gpu.clone(),
         };
-        let Speed { read_bytes, product_flops, packed_bytes } =
-            machine.measure().context("measuring")?;
+        // The hub may take its time to answer, or not to.
+        let (speed, hub) = thread::scope(|scope| {
+            let hub = scope.spawn(Hub::inspect);
+            (machine.measure(), hub.join())
+        });
+        let Speed { read_bytes, product_flops, packed_bytes } = speed.context("measuring")?;
+        let hub = hub.map_err(|_| anyhow!("asking the hub panicked"))?;
         let mut report = Self {
             version: env!("CARGO_PKG_VERSION"),
             machine: hardware,
@@ -109,7 +115,7 @@ impl Report {
                 packed_bytes_per_s: packed_bytes,
             },
             data_folder: DataFolder::inspect(data_dir),
-            hub: Hub::inspect(),
+            hub,
             address: Port::inspect(server),
             choices: choices(server, config, &machine),
             advice: Vec::new(),

@@ -13,9 +13,11 @@
 //! bundled.rs   the demonstration model inside the executable
 //! check.rs     `steersman check`: finds problems of a configuration
 //! reload.rs    what SIGHUP changes
+//! keys.rs      `steersman keys`: keys in the data folder
 //! environment.rs variables that libraries read
 //! serve.rs     listening, connections and graceful shutdown
 //! connections.rs limits on open connections
+//! telemetry.rs traces for OpenTelemetry
 //! throttle.rs  a limit on equal log lines
 //! verify.rs    `steersman verify`: compares replies of all decoding paths
 //! mcp/         tools of MCP servers, and `steersman mcp`
@@ -46,12 +48,14 @@ pub mod console;
 pub mod doctor;
 pub mod environment;
 pub mod hub;
+pub mod keys;
 pub mod local;
 pub mod manage;
 pub mod mcp;
 pub mod models;
 pub mod reload;
 pub mod serve;
+pub mod telemetry;
 mod throttle;
 pub mod verify;
 

@@ -18,8 +18,10 @@ use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::reload::Reloader;
+use steersman::telemetry::Traces;
 use steersman::{
-    bundled, cache, calibrate, check, doctor, environment, manage, policy, serve, talk, verify,
+    bundled, cache, calibrate, check, doctor, environment, keys, manage, policy, serve, talk,
+    verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
@@ -62,6 +64,8 @@ enum Command {
     Cache(Cache),
     /// List and call the tools of the MCP servers in the configuration.
     Mcp(Mcp),
+    /// Create, list and revoke keys, also while a server runs. The server has those of its configuration, too.
+    Keys(Keys),
     /// Create, build, test, replay and measure policies, and manage those of a running server.
     Policy(Policy),
     /// Measure servers with OpenAI's chat completions side by side, and report and compare results.
@@ -220,6 +224,15 @@ struct Mcp {
     task: command::Task,
 }
 
+/// Keys are in the data folder, as digests; a running server sees changes at once.
+#[derive(Args)]
+struct Keys {
+    #[command(flatten)]
+    place: Place,
+    #[command(subcommand)]
+    task: keys::Task,
+}
+
 /// Policies are WebAssembly components; see policies/README.md.
 #[derive(Args)]
 struct Policy {
@@ -308,6 +321,7 @@ fn main() -> ExitCode {
         Command::Chat(_) | Command::Run(_) | Command::Doctor(_) | Command::Init(_) => {
             policy::log_warnings_to_stderr();
         }
+        Command::Serve(_) => {}
         _ => policy::log_to_stderr(),
     }
     std::panic::set_hook(Box::new(|panic| {
@@ -315,7 +329,7 @@ fn main() -> ExitCode {
         tracing::error!(location, message = panic.payload_as_str(), "panic");
     }));
     let done = match cli.command {
-        Command::Serve(options) => serve(options),
+        Command::Serve(options) => traced(|| serve(options)),
         Command::Chat(options) => chat(options),
         Command::Run(options) => run(options),
         Command::Doctor(options) => doctor(options),
@@ -325,6 +339,7 @@ fn main() -> ExitCode {
         Command::Calibrate(options) => calibrate(options),
         Command::Cache(options) => cache(options),
         Command::Mcp(options) => mcp(options),
+        Command::Keys(options) => keys(options),
         Command::Policy(options) => policy(options),
         Command::Bench(task) => steersman_bench::run(task, &mut std::io::stdout().lock()),
         Command::Eval(options) => {
@@ -352,6 +367,20 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| cause.downcast_ref().is_some_and(broken))
 }
 
+/// Does `work` with the log, and traces if they are on.
+fn traced(work: impl FnOnce() -> Result<()>) -> Result<()> {
+    match Traces::from_env()? {
+        None => policy::log_to_stderr(),
+        Some(traces) => {
+            policy::log_to_stderr_and(traces.layer());
+            let done = work();
+            drop(traces);
+            return done;
+        }
+    }
+    work()
+}
+
 fn serve(options: Serve) -> Result<()> {
     let Serve { common, model, host, port } = options;
     let (path, device) = (common.place.config.clone(), common.device);
@@ -367,13 +396,14 @@ fn serve(options: Serve) -> Result<()> {
     let reloader = path.as_deref().map(|path| Reloader::new(path, apply)).transpose()?;
     server.reloads = reloader.as_ref().map(|(_, reloads)| reloads.clone());
     server.responses_folder = Some(data_dir.join("responses"));
+    server.key_file = Some(Arc::new(keys::KeyFile::open(&data_dir)?));
 
     let runtime = Runtime::new().context("starting the runtime")?;
     // Before loading the model: that takes long, and a port in use should fail at once.
     let listener = runtime.block_on(serve::listen(&server))?;
     let address = listener.local_addr().context("reading the address")?;
-    if !address.ip().is_loopback() && server.api_keys.is_empty() {
-        tracing::warn!(%address, "server accepts network connections without a key: set server.api_keys");
+    if !address.ip().is_loopback() && !server.requires_key() {
+        tracing::warn!(%address, "server accepts network connections without a key: create one with `steersman keys create`, or set server.api_keys");
     }
     // Answers 503 while the models are loaded.
     let loaded_app = Arc::new(OnceLock::new());
@@ -438,6 +468,12 @@ fn join(threads: Vec<JoinHandle<()>>) -> Result<()> {
     let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
     ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     Ok(())
+}
+
+fn keys(options: Keys) -> Result<()> {
+    let (file, data_dir) = options.place.read()?;
+    let profiles: Vec<_> = file.profiles.into_keys().collect();
+    keys::run(&options.task, &profiles, &data_dir, &mut std::io::stdout().lock())
 }
 
 fn chat(options: Chat) -> Result<()> {

@@ -22,7 +22,8 @@ use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use serde_json::json;
+use serde_json::{Value, json};
+use steersman_engine::loading::{self, Loading};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -99,7 +100,7 @@ pub fn once_loaded(app: Arc<OnceLock<Router>>) -> Router {
     Router::new().fallback(async move |request: Request| match app.get() {
         Some(app) => app.clone().oneshot(request).await.into_response(),
         None if request.uri().path() == "/health" => {
-            let body = Json(json!({"status": "loading"}));
+            let body = Json(loading());
             (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
         }
         None => match console_file(&request) {
@@ -115,6 +116,18 @@ fn console_file(request: &Request) -> Option<Response> {
         "/" => console::page(request.headers()),
         path => console::file(path.strip_prefix("/console/")?),
     }
+}
+
+/// What is being loaded, and how far that is.
+fn loading() -> Value {
+    let mut body = json!({"status": "loading"});
+    if let Some(Loading { model, stage, fraction }) = loading::now() {
+        body["model"] = model.into();
+        body["stage"] = stage.into();
+        // Two decimals.
+        body["fraction"] = json!(fraction.map(|fraction| (fraction * 100.0).round() / 100.0));
+    }
+    body
 }
 
 /// Serves until `stop` is ready, then waits for running requests until `server.shutdown_s` is over or

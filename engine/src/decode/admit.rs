@@ -30,7 +30,10 @@ impl Decoder {
             }
             if let Err(error) = self.prefixes.retain(&prompt[..at], retention) {
                 let request_id = &prepared.request.id;
-                tracing::warn!(request_id, %error, "retaining saved state failed");
+                prepared
+                    .request
+                    .span
+                    .log(|| tracing::warn!(request_id, %error, "retaining saved state failed"));
             }
         }
         self.sequence(prepared, cache)
@@ -109,7 +112,7 @@ impl Decoder {
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,
-            hooks: Hooks::new(self.hook_threads.clone(), policy),
+            hooks: Hooks::new(self.hook_threads.clone(), policy, request.span.clone()),
             todo: Todo::Nothing,
             injection: None,
             detector: plan.loops.map(Detector::new),
@@ -117,6 +120,8 @@ impl Decoder {
             progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,
             others,
+            is_decoding: false,
+            phase_span: request.span.prefill(prompt_tokens, cached),
             request,
         })
     }

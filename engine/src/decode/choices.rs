@@ -35,7 +35,8 @@ impl Decoder {
                 }
                 let has_room =
                     self.has_slot() && self.preempted.is_empty() && self.has_room_for(&other);
-                let (id, events) = (other.request.id.clone(), other.events.clone());
+                let (id, span) = (other.request.id.clone(), other.request.span.clone());
+                let events = other.events.clone();
                 let first = self.sequences.remove(at);
                 let started = catch_panic("being admitted", || match has_room {
                     true => self.start_choice(&first, other),
@@ -45,7 +46,7 @@ impl Decoder {
                 match started {
                     Ok(sequence) => self.sequences.extend(sequence),
                     Err(error) => {
-                        log_refused(&id, &error);
+                        span.log(|| log_refused(&id, &error));
                         self.recover_from(&error);
                         let _ = events.send(Event::Failed(error));
                     }

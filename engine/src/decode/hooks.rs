@@ -23,6 +23,7 @@ use super::serve::ENDING;
 use crate::error::{Error, Result, catch_panic};
 use crate::policy::{Answer, Failure, Hook, HookInput, Session, Summary};
 use crate::queue::Queue;
+use crate::span::RequestSpan;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -99,6 +100,8 @@ pub struct Hooks {
     session: Option<Session>,
     away: Option<Arc<Mutex<Away>>>,
     policies: u32,
+    /// Of the request.
+    span: RequestSpan,
 }
 
 /// A call on a thread.
@@ -113,9 +116,9 @@ enum Away {
 }
 
 impl Hooks {
-    pub fn new(threads: Rc<HookThreads>, session: Session) -> Self {
+    pub fn new(threads: Rc<HookThreads>, session: Session, span: RequestSpan) -> Self {
         let policies = session.policies;
-        Self { threads, session: Some(session), away: None, policies }
+        Self { threads, session: Some(session), away: None, policies, span }
     }
 
     /// [`Session::policies`]
@@ -142,15 +145,17 @@ impl Hooks {
         }
         let session = self.session.as_mut().expect("a request ends when its policy panics");
         let call = input.call();
+        let hook = self.span.hook(call.hook().name());
         let Some(jobs) = self.threads.for_call(session, call.hook()) else {
-            return Ok(Some(session.ask(input)?));
+            let answer = hook.in_scope(|| session.ask(input))?;
+            return Ok(Some(answer));
         };
         let (call, away) = (call.to_owned(), Arc::new(Mutex::new(Away::Calling)));
         let mut session = self.session.take().expect("it is here");
         let called = away.clone();
         self.threads.run(jobs, move || {
             let back = catch_panic("being decoded", || {
-                let answer = session.policy.call(&call);
+                let answer = hook.in_scope(|| session.policy.call(&call));
                 Ok((session, answer))
             });
             let mut state = called.lock();
@@ -204,12 +209,15 @@ impl Hooks {
         }
         let Some(session) = &mut self.session else { return then(Ok(Vec::new())) };
         let Some(jobs) = self.threads.for_call(session, Hook::OnFinish) else {
-            return then(Ok(finish(session, &summary)));
+            let hook = self.span.hook(Hook::OnFinish.name());
+            return then(Ok(hook.in_scope(|| finish(session, &summary))));
         };
         let mut session = self.session.take().expect("it is here");
         let finishing = Finishing::new(self.threads.finishing.clone());
+        let span = self.span.clone();
         self.threads.run(jobs, move || {
-            then(catch_panic(ENDING, || Ok(finish(&mut session, &summary))));
+            let hook = span.hook(Hook::OnFinish.name());
+            then(catch_panic(ENDING, || Ok(hook.in_scope(|| finish(&mut session, &summary)))));
             drop(finishing);
         });
     }

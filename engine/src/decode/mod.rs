@@ -79,6 +79,7 @@ use crate::engine::{Engine, Info};
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
 use crate::kernels::cuda;
+use crate::loading;
 use crate::model::{Loaded, Model, Pass, WeightsDigest};
 use crate::policy::{Policies, Storage};
 use crate::prefix::{Prefixes, Retention};
@@ -218,7 +219,8 @@ impl Decoder {
         data: &Path,
         policies: Arc<Policies>,
     ) -> Result<(Self, Info)> {
-        let loading = Section::begin(None);
+        let _load = loading::begin(&config.model.name, "reading weights");
+        let section = Section::begin(None);
         memory::check_weights(config.engine.memory_limit_bytes, folder)?;
         let before_weights = memory::active()?;
         let text = Text::load(folder)?;
@@ -227,7 +229,9 @@ impl Decoder {
         cuda::keep_in(data.join("kernels"));
         let loaded = crate::model::load(folder, &config.model)?;
         let digest = loaded.digest(weights.finish()?);
+        loading::stage("compiling kernels");
         prepare_kernels(&*loaded.model);
+        loading::stage("measuring");
         loaded.probe(folder)?;
         let Loaded {
             model, family, context, embeddings, on_cpu, dtype, own_kernels, numbers, ..
@@ -370,8 +374,9 @@ impl Decoder {
         // As measured on a machine that does nothing else: not what prompts take beside other requests.
         let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
         decoder.prefixes.set_compute_costs(costs);
-        decoder.measure_memory(config.engine.memory_limit_bytes, before_weights, &loading)?;
+        decoder.measure_memory(config.engine.memory_limit_bytes, before_weights, &section)?;
         if !on_cpu {
+            loading::stage("warming up");
             decoder.warm_up();
         }
         Ok((decoder, info))
@@ -449,7 +454,8 @@ impl Decoder {
         let room = self.make_room(bytes(tokens.len()) + plan.to_write.map_or(0, bytes));
         let saved = room.and_then(|()| self.prefixes.save(&sequence.cache, tokens, &plan));
         if let Err(error) = saved {
-            tracing::warn!(request_id = sequence.request.id, %error, "saving state failed");
+            let (id, span) = (&sequence.request.id, &sequence.request.span);
+            span.log(|| tracing::warn!(request_id = id, %error, "saving state failed"));
         }
     }
 }

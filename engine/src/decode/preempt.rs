@@ -169,7 +169,8 @@ impl Decoder {
         eval(&sequence.cache.arrays()?)?;
         if let Err(error) = self.save_on_disk(sequence) {
             let request_id = &sequence.request.id;
-            tracing::warn!(request_id, %error, "saving a preempted request failed");
+            let span = &sequence.request.span;
+            span.log(|| tracing::warn!(request_id, %error, "saving a preempted request failed"));
         }
         self.keep_learned_stats(sequence);
         self.drop_arrays(sequence);

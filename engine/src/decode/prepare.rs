@@ -103,13 +103,13 @@ impl Preparer {
     }
 
     fn serve_request(&self, queue: &Queue, Taken { place, job, others }: Taken) {
-        let id = job.request.id.clone();
+        let (id, span) = (job.request.id.clone(), job.request.span.clone());
         let jobs = std::iter::once(&job).chain(&others);
         let channels = jobs.map(|job| job.events.clone()).collect();
         match catch_panic(STAGE, || self.prepare_choices(job, others)) {
             Ok(prepared) => queue.ready(place, Box::new(prepared)),
             Err(error) => {
-                log_refused(&id, &error);
+                span.log(|| log_refused(&id, &error));
                 // Otherwise it has ended already.
                 if queue.leave(place) {
                     fail_all(channels, error);
@@ -128,6 +128,8 @@ impl Preparer {
 
     /// Prepares a request.
     pub fn prepare(&self, job: Job) -> Result<Prepared> {
+        let span = job.request.span.clone();
+        let _entered = span.0.enter();
         let Request { profile, id, embedding, .. } = &job.request;
         let session = match embedding {
             Some(_) => unsteered(),

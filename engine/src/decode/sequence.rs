@@ -113,6 +113,10 @@ pub struct Sequence {
     pub progress: Progress,
     /// The other choices of the same request, until its prompt has run.
     pub others: Vec<Prepared>,
+    /// `prefill`, and then `decode`.
+    pub phase_span: tracing::Span,
+    /// Whether that is `decode`.
+    pub is_decoding: bool,
 }
 
 /// Limits of one request.
@@ -364,6 +368,14 @@ impl Sequence {
         if rows > STEP_ROWS && !self.has_ended() && !self.hooks.is_away() { rows } else { 0 }
     }
 
+    /// Ends the span `prefill` if the prompt has run.
+    pub fn begin_decode(&mut self) {
+        if !self.is_decoding && self.cache.position >= self.prompt {
+            self.is_decoding = true;
+            self.phase_span = self.request.span.decode();
+        }
+    }
+
     /// Whether all committed tokens have run, so that the next one can be sampled.
     pub fn is_caught_up(&self) -> bool {
         self.cache.position >= self.tokens.len()
@@ -597,6 +609,9 @@ impl Sequence {
         });
         let (usage, events, request_id) =
             (self.usage(), self.events.clone(), self.request.id.clone());
+        let span = self.request.span.clone();
+        let entered = span.clone();
+        let _entered = entered.0.enter();
         tracing::debug!(
             request_id,
             prompt_tokens = usage.prompt_tokens,
@@ -617,7 +632,7 @@ impl Sequence {
                 let _ = events.send(Event::Finished(Finished { reason, usage, notes }));
             }
             Err(error) => {
-                tracing::error!(request_id, %error, "request panicked");
+                span.log(|| tracing::error!(request_id, %error, "request panicked"));
                 let _ = events.send(Event::Failed(error));
             }
         });
@@ -625,14 +640,16 @@ impl Sequence {
 
     /// Ends the request with an error.
     pub fn fail(&mut self, error: Error) {
-        tracing::debug!(request_id = self.request.id, %error, "request failed");
+        let id = &self.request.id;
+        self.request.span.log(|| tracing::debug!(request_id = id, %error, "request failed"));
         let (summary, events) = (self.summary("error"), self.take_receivers());
         self.hooks.finish(summary, move |_| fail_all(events, error));
     }
 
     /// Ends the request after a panic: nothing of the sequence is used any more, its policy included.
     pub fn abandon(&mut self, error: Error) {
-        tracing::error!(request_id = self.request.id, %error, "request panicked");
+        let id = &self.request.id;
+        self.request.span.log(|| tracing::error!(request_id = id, %error, "request panicked"));
         fail_all(self.take_receivers(), error);
     }
 

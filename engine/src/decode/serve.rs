@@ -14,7 +14,7 @@ use super::{Decoder, memory};
 use crate::activity::MemoryUse;
 use crate::error::{Error, RequestError, catch_panic};
 use crate::queue::{Next, Queue};
-use crate::request::Event;
+use crate::request::{Event, Request};
 
 /// Longest wait for an answer of a policy, after which clients that have disconnected and deadlines are
 /// noticed.
@@ -103,11 +103,12 @@ impl Decoder {
 
     pub(super) fn start_request(&mut self, prepared: Prepared) {
         self.interrupt_prefetch();
-        let (id, events) = (prepared.request.id.clone(), prepared.events.clone());
+        let Request { id, span, .. } = &prepared.request;
+        let (id, span, events) = (id.clone(), span.clone(), prepared.events.clone());
         match catch_panic("being admitted", || self.admit(prepared)) {
             Ok(sequence) => self.sequences.push(sequence),
             Err(error) => {
-                log_refused(&id, &error);
+                span.log(|| log_refused(&id, &error));
                 self.recover_from(&error);
                 let _ = events.send(Event::Failed(error));
             }
@@ -235,7 +236,8 @@ impl Decoder {
             Ok(())
         });
         if let Err(error) = saved {
-            tracing::error!(request_id = sequence.request.id, %error, "saving state failed");
+            let Request { id, span, .. } = &sequence.request;
+            span.log(|| tracing::error!(request_id = id, %error, "saving state failed"));
             self.recover_from(&error);
         }
     }

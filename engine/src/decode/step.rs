@@ -124,6 +124,7 @@ impl Decoder {
         streams: usize,
     ) -> Result<()> {
         self.save_at_save_point(sequence);
+        sequence.begin_decode();
         if sequence.limits.reply == 0 && sequence.is_caught_up() {
             // The client wants the probabilities of its prompt only.
             sequence.sampled = None;

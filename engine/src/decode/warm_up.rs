@@ -16,6 +16,7 @@ use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::kernels::cuda;
+use crate::loading;
 use crate::model::{Model, Pass};
 use crate::policy::SamplingPatch;
 use crate::prefix::Prefixes;
@@ -68,6 +69,7 @@ pub fn prepare_kernels(model: &dyn Model) {
         },
         |done, all| {
             tracing::info!(done, all, "compiling kernels");
+            loading::advance(done, all);
             count = all;
         },
     );
@@ -119,10 +121,12 @@ impl Decoder {
         let mut streams: Vec<usize> =
             STREAMS.into_iter().filter(|&streams| streams < self.max_running).collect();
         streams.push(self.max_running);
-        for streams in streams {
-            for &kind in &kinds {
-                self.warm_up_with(streams, kind)?;
-            }
+        let all = streams.len() * kinds.len();
+        let runs =
+            streams.iter().flat_map(|&streams| kinds.iter().map(move |&kind| (streams, kind)));
+        for (done, (streams, kind)) in runs.enumerate() {
+            loading::advance(done, all);
+            self.warm_up_with(streams, kind)?;
         }
         Ok(())
     }

@@ -20,6 +20,7 @@ use super::fp8;
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels;
 use crate::kernels::cuda::Tiled;
+use crate::loading;
 use crate::nn::{
     Activation, Embedding, Gate, GatedMlp, Joined, Linear, Mode, Packed, PlainMlp, Quantization,
     RmsNorm, message, scaled,
@@ -29,6 +30,8 @@ use crate::nn::{
 pub struct Weights {
     folder: PathBuf,
     arrays: HashMap<String, Array>,
+    /// Number of tensors in the files.
+    tensors: usize,
     dtype: Dtype,
     storage: Storage,
     /// Matrices that kernels of our own multiply with.
@@ -107,6 +110,7 @@ impl Weights {
         }
         let text = config.get("text_config").unwrap_or(config);
         let hidden = text.get("hidden_size").and_then(Value::as_i64);
+        let tensors = arrays.len();
         let mut weights = Self {
             folder: folder.to_path_buf(),
             arrays,
@@ -115,6 +119,7 @@ impl Weights {
             own_kernels: 0,
             quantization: None,
             mixed: HashMap::new(),
+            tensors,
             hidden: hidden.and_then(|size| i32::try_from(size).ok()),
             embeddings: usize::MAX,
         };
@@ -550,6 +555,7 @@ impl Weights {
 
     /// Takes a tensor as it is stored.
     pub fn remove(&mut self, name: &str) -> Result<Array> {
+        loading::advance(self.tensors.saturating_sub(self.arrays.len()), self.tensors);
         self.arrays
             .remove(name)
             .ok_or_else(|| self.problem("", format!("the weights have no tensor `{name}`")))

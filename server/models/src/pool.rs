@@ -78,6 +78,8 @@ struct Inner<E> {
 
 struct Entry<E> {
     settings: Settings,
+    /// [`Settings::keep_alive`], unless the newest request has set another.
+    keep_alive: Option<Duration>,
     phase: Phase<E>,
     /// Bytes it counts with while it is not on disk.
     bytes: u64,
@@ -173,6 +175,16 @@ impl<S: Starter> Pool<S> {
     /// All models, by index.
     pub fn report(&self) -> Vec<Report> {
         self.0.inner.lock().entries.iter().map(Entry::report).collect()
+    }
+
+    /// How long model `index` stays loaded after the requests so far; `None` for no limit. Returns whether it is not
+    /// one that stays in any case.
+    pub fn keep(&self, index: usize, keep_alive: Option<Duration>) -> bool {
+        let inner = &mut *self.0.inner.lock();
+        let entry = &mut inner.entries[index];
+        entry.keep_alive = keep_alive;
+        self.0.changed.send_replace(());
+        !entry.settings.pinned
     }
 
     /// Waits until model `index` is loaded, and keeps it so for a request. Loads it if it is on disk.
@@ -299,7 +311,7 @@ impl<S: Starter> Pool<S> {
             let shared = pool.0.clone();
             let load = tokio::task::spawn_blocking(move || shared.starter.start(index)).await;
             let loaded = load.map_err(|panic| anyhow!("{panic}")).and_then(|loaded| loaded);
-            let keep_alive = {
+            let is_kept = {
                 let inner = &mut *pool.0.inner.lock();
                 inner.use_now(index);
                 let entry = &mut inner.entries[index];
@@ -309,28 +321,31 @@ impl<S: Starter> Pool<S> {
                         entry.loads += 1;
                         entry.load_time = Some(elapsed);
                         entry.phase = Phase::Loaded(engine);
+                        // Not that of the request before, which may be zero: the request that waits would never
+                        // get the model.
+                        entry.keep_alive = entry.settings.keep_alive;
                         let bytes = entry.bytes;
                         tracing::info!(model, bytes, ?elapsed, "model loaded on demand");
-                        entry.settings.keep_alive.filter(|_| !entry.settings.pinned)
+                        entry.settings.pinned
                     }
                     Err(error) => {
                         tracing::error!(model, ?elapsed, error = %format!("{error:#}"), "loading failed");
                         entry.failures += 1;
                         entry.failure = format!("{error:#}");
                         entry.phase = Phase::OnDisk;
-                        None
+                        true
                     }
                 }
             };
             pool.0.changed.send_replace(());
-            if let Some(keep_alive) = keep_alive {
-                pool.unload_after(index, keep_alive).await;
+            if !is_kept {
+                pool.unload_when_idle(index).await;
             }
         });
     }
 
-    /// Unloads model `index` when it has not been used for `keep_alive`. Ends when it is unloaded.
-    async fn unload_after(self, index: usize, keep_alive: Duration) {
+    /// Unloads model `index` when it has not been used for its `keep_alive`. Ends when it is unloaded.
+    async fn unload_when_idle(self, index: usize) {
         let mut changed = self.0.changed.subscribe();
         loop {
             changed.mark_unchanged();
@@ -340,14 +355,16 @@ impl<S: Starter> Pool<S> {
                 if !matches!(entry.phase, Phase::Loaded(_)) {
                     return;
                 }
-                let expires = entry.last_used + keep_alive;
-                if entry.leases == 0 && Instant::now() >= expires {
+                // A time that is too far is never.
+                let expires = entry.keep_alive.and_then(|time| entry.last_used.checked_add(time));
+                let expires = expires.filter(|_| entry.leases == 0);
+                if expires.is_some_and(|expires| Instant::now() >= expires) {
                     if let Some(engine) = entry.unload() {
                         self.spawn_unload(index, engine, "keep_alive");
                     }
                     return;
                 }
-                (entry.leases == 0).then_some(expires)
+                expires
             };
             match expires {
                 Some(expires) => tokio::select! {
@@ -431,6 +448,7 @@ impl<E> Inner<E> {
 impl<E> Entry<E> {
     fn new(settings: Settings) -> Self {
         Self {
+            keep_alive: settings.keep_alive,
             settings,
             phase: Phase::OnDisk,
             bytes: 0,
@@ -465,9 +483,8 @@ impl<E> Entry<E> {
             Phase::Loaded(_) => State::Loaded,
             Phase::Unloading => State::Unloading,
         };
-        let Settings { keep_alive, pinned, .. } = self.settings;
-        let idle = state == State::Loaded && self.leases == 0 && !pinned;
-        let expires = keep_alive.filter(|_| idle);
+        let idle = state == State::Loaded && self.leases == 0 && !self.settings.pinned;
+        let expires = self.keep_alive.filter(|_| idle);
         Report {
             state,
             bytes: self.bytes,
@@ -489,7 +506,9 @@ impl<E: Clone> Inner<E> {
             return None;
         }
         let engine = engine.clone();
-        self.entries[index].leases += 1;
+        let entry = &mut self.entries[index];
+        entry.leases += 1;
+        entry.keep_alive = entry.settings.keep_alive;
         self.use_now(index);
         Some(engine)
     }

@@ -23,7 +23,9 @@ use clap::{Args, Subcommand};
 use steersman_policy_host::{
     Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Storage, shipped,
 };
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::{Identity, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 /// Default log filter; RUST_LOG overrides it.
 const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=warn,ureq=warn";
@@ -155,16 +157,26 @@ pub fn log_warnings_to_stderr() {
     log_with("warn");
 }
 
+/// As [`log_to_stderr`], with a layer that gets all spans and events.
+pub fn log_to_stderr_and(layer: impl Layer<Registry> + Send + Sync) {
+    init(LOG, Some(layer));
+}
+
 /// Logs with RUST_LOG or, without it, the given filter.
 fn log_with(filter: &str) {
+    init(filter, None::<Identity>);
+}
+
+fn init(filter: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(filter));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let all = tracing_subscriber::registry().with(layer);
     let form = std::env::var("STEERSMAN_LOG").unwrap_or_default();
     if form == "json" {
-        log.json().flatten_event(true).init();
+        all.with(log.json().flatten_event(true).with_filter(filter)).init();
         return;
     }
-    log.with_ansi(std::io::stderr().is_terminal()).init();
+    all.with(log.with_ansi(std::io::stderr().is_terminal()).with_filter(filter)).init();
     if !["", "text"].contains(&form.as_str()) {
         tracing::warn!(form, "STEERSMAN_LOG must be text or json; the log is text");
     }

@@ -27,11 +27,9 @@ use super::App;
 use super::error::ApiError;
 use crate::config::{ProfileAccess, ServerConfig};
 use crate::connections::Connection;
+use crate::keys::{self, KeyDigest, KeyFile, Opens};
 use crate::models::{Lease, Models};
 use crate::throttle::Throttle;
-
-/// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
-type KeyDigest = [u8; 32];
 
 /// Where Anthropic's clients send their key.
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -42,17 +40,31 @@ const FAILURE_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest pause before the answer to a wrong key.
 const FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
-/// Keys of the server and of its profiles, which a reload of the configuration replaces.
+/// Keys of the server and of its profiles, which a reload of the configuration and `steersman keys` replace.
 pub struct Access {
+    /// Those of the configuration and of `steersman keys` together.
     keys: RwLock<Arc<Keys>>,
+    sources: Mutex<Sources>,
+    file: Option<Arc<KeyFile>>,
     failures: Failures,
 }
 
-/// The keys of one configuration.
+/// Where the keys come from.
+struct Sources {
+    configured: Keys,
+    created: keys::Keys,
+}
+
+/// Keys of one configuration, or of all sources.
+#[derive(Clone)]
 struct Keys {
     server_keys: Vec<KeyDigest>,
-    /// Keys of operators; without any, operations on policies are closed to everyone.
+    /// Whether a client without a key is refused.
+    requires_key: bool,
+    /// Keys of operators.
     admin_keys: Vec<KeyDigest>,
+    /// Without operators, operations on policies are closed to everyone.
+    has_operators: bool,
     profiles: BTreeMap<String, ProfileGate>,
 }
 
@@ -60,6 +72,8 @@ struct Keys {
 #[derive(Clone)]
 struct ProfileGate {
     keys: Vec<KeyDigest>,
+    /// Whether clients without a key are refused.
+    requires_key: bool,
     /// One permit for each request that may wait or run; `None` for no limit.
     permits: Option<Arc<Semaphore>>,
     limit: usize,
@@ -86,6 +100,7 @@ impl Keys {
         let digests = |keys: &[SecretString]| keys.iter().map(digest).collect();
         let gate = |profile: &ProfileAccess| ProfileGate {
             keys: digests(&profile.api_keys),
+            requires_key: !profile.api_keys.is_empty(),
             permits: (profile.requests > 0).then(|| Arc::new(Semaphore::new(profile.requests))),
             limit: profile.requests,
             headers: profile.policy_headers.clone(),
@@ -93,21 +108,64 @@ impl Keys {
         let profiles = config.profiles.iter();
         Self {
             server_keys: digests(&config.api_keys),
+            requires_key: !config.api_keys.is_empty(),
             admin_keys: digests(&config.admin_keys),
+            has_operators: !config.admin_keys.is_empty(),
             profiles: profiles.map(|(name, profile)| (name.clone(), gate(profile))).collect(),
         }
     }
 }
 
+impl Sources {
+    /// All keys. A revoked one opens nothing, and leaves closed what it opened.
+    fn merged(&self) -> Keys {
+        let mut keys = self.configured.clone();
+        for key in &self.created.keys {
+            let digest = key.digest();
+            match &key.opens {
+                Opens::AllProfiles => {
+                    keys.server_keys.extend(digest);
+                    keys.requires_key = true;
+                }
+                Opens::Operator => {
+                    keys.admin_keys.extend(digest);
+                    keys.has_operators = true;
+                }
+                Opens::Profile(name) => match keys.profiles.get_mut(name) {
+                    Some(gate) => {
+                        gate.keys.extend(digest);
+                        gate.requires_key = true;
+                    }
+                    None => {
+                        let (key, profile) = (&key.name, name);
+                        tracing::warn!(key, profile, "key opens nothing: there is no such profile");
+                    }
+                },
+            }
+        }
+        keys
+    }
+}
+
 impl Access {
+    /// The keys of `config` and of its file.
     pub fn new(config: &ServerConfig) -> Self {
-        Self { keys: RwLock::new(Arc::new(Keys::new(config))), failures: Failures::default() }
+        let file = config.key_file.clone();
+        let created = file.as_ref().map(|file| file.keys()).unwrap_or_default();
+        let sources = Sources { configured: Keys::new(config), created };
+        Self {
+            keys: RwLock::new(Arc::new(sources.merged())),
+            sources: Mutex::new(sources),
+            file,
+            failures: Failures::default(),
+        }
     }
 
     /// Replaces keys and limits. Running requests keep their permits, and count against limits that stay.
     pub fn reload(&self, config: &ServerConfig) {
         let mut new = Keys::new(config);
-        let old = self.keys();
+        let mut sources = self.sources.lock();
+        let old = &sources.configured;
         for (name, gate) in &mut new.profiles {
             if let Some(before) = old.profiles.get(name).filter(|old| old.limit == gate.limit) {
                 gate.permits.clone_from(&before.permits);
@@ -117,10 +175,19 @@ impl Access {
         for (name, gate) in &old.profiles {
             new.profiles.entry(name.clone()).or_insert_with(|| gate.clone());
         }
-        *self.keys.write() = Arc::new(new);
+        sources.configured = new;
+        *self.keys.write() = Arc::new(sources.merged());
     }
 
+    /// The keys, with what `steersman keys` has changed.
     fn keys(&self) -> Arc<Keys> {
+        if let Some(file) = &self.file {
+            let mut sources = self.sources.lock();
+            if let Some(created) = file.changed() {
+                sources.created = created;
+                *self.keys.write() = Arc::new(sources.merged());
+            }
+        }
         self.keys.read().clone()
     }
 
@@ -142,7 +209,7 @@ impl Access {
             _ if operator => Some(Caller::Operator),
             _ if all_profiles => Some(Caller::AllProfiles),
             Some(caller) => Some(caller),
-            None => known.server_keys.is_empty().then_some(Caller::Anonymous),
+            None => (!known.requires_key).then_some(Caller::Anonymous),
         }
     }
 
@@ -178,14 +245,14 @@ impl Access {
     pub fn operator(&self, caller: &Caller) -> Result<(), ApiError> {
         match caller {
             Caller::Operator => Ok(()),
-            _ if self.keys().admin_keys.is_empty() => Err(ApiError::no_operators()),
+            _ if !self.keys().has_operators => Err(ApiError::no_operators()),
             _ => Err(ApiError::not_an_operator()),
         }
     }
 
     /// Rejects a caller whose key does not open `profile`, with 403.
     pub fn allow(&self, caller: &Caller, profile: &str) -> Result<(), ApiError> {
-        let closed = self.keys().profiles.get(profile).is_some_and(|gate| !gate.keys.is_empty());
+        let closed = self.keys().profiles.get(profile).is_some_and(|gate| gate.requires_key);
         match caller {
             Caller::Profile(own) if own != profile => Err(ApiError::forbidden(format!(
                 "this key opens the profile `{own}`, not `{profile}`"

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Query, State};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use steersman_engine::report::{PrefixCounts, PrefixReport, StoreCounts, StoreReport, StoredSize};
 
@@ -14,7 +15,7 @@ use super::App;
 use super::error::ApiError;
 
 /// Body of the response.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct CacheBody {
     memory: MemoryBody,
     counts: CountsBody,
@@ -23,7 +24,7 @@ pub struct CacheBody {
 }
 
 /// The prefix cache.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct MemoryBody {
     prefixes: usize,
     states: usize,
@@ -32,7 +33,7 @@ struct MemoryBody {
 }
 
 /// [`PrefixCounts`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct CountsBody {
     hits: u64,
     misses: u64,
@@ -45,7 +46,7 @@ struct CountsBody {
 }
 
 /// [`StoreReport`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct StoreBody {
     path: String,
     file_bytes: u64,
@@ -62,14 +63,14 @@ struct StoreBody {
     off: Option<String>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct SizeBody {
     parts: u64,
     bytes: u64,
 }
 
 /// [`StoreCounts`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct StoreCountsBody {
     saves: u64,
     saved_parts: u64,

@@ -2,12 +2,15 @@
 
 use std::ops::Range;
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Event, FinishReason, Logprob, PromptToken, RawPrompt, Request};
 
 use super::chat::{Chunks, whole};
 use super::error::ApiError;
+use super::openapi::Schemas;
+use super::openapi::shapes::{Prompts, Texts};
 use super::probability::{self, Probability, TextLogprobs};
 use super::protocol::{Call, Parsed, Place, Protocol};
 use super::reply::{Frames, Head, Part, Reply};
@@ -50,20 +53,34 @@ struct Echo {
 }
 
 /// The fields of the body that have an effect.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    #[schemars(with = "Prompts")]
     prompt: Option<Value>,
     stream: Option<bool>,
     stream_options: Option<params::StreamOptions>,
+    /// 16 if absent.
+    #[schemars(range(min = -1))]
     max_tokens: Option<i64>,
     #[serde(default, deserialize_with = "params::seed")]
+    #[schemars(with = "Option<i64>")]
     seed: Option<u64>,
+    #[schemars(with = "Option<Texts>")]
     stop: Option<Value>,
+    /// Puts the prompt before the text.
     echo: Option<bool>,
+    /// Asks for the text between prompt and suffix.
     suffix: Option<String>,
+    #[schemars(range(min = 1, max = 32))]
     n: Option<u64>,
     best_of: Option<u64>,
+}
+
+/// The schema of a body.
+fn schema(schemas: &mut Schemas) -> Value {
+    let parts = [schemas.of::<Body>(), schemas.of::<Sampling>(), schemas.of::<Probability>()];
+    schemas.body(fields::COMPLETIONS, &parts)
 }
 
 /// Parses a body.
@@ -187,6 +204,10 @@ pub fn prompts(name: &str, prompt: Value, most: usize) -> Result<Vec<RawPrompt>,
 
 impl Protocol for Completions {
     const ID: &'static str = "cmpl-";
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        schema(schemas)
+    }
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         parse(body)

@@ -2,12 +2,15 @@
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Embedding, Request};
 
 use super::completions::prompts;
 use super::error::ApiError;
+use super::openapi::Schemas;
+use super::openapi::shapes::Prompts;
 use super::protocol::{Call, Parsed, Protocol};
 use super::reply::{self, Head, Reply};
 use super::{fields, json};
@@ -22,11 +25,15 @@ pub struct Embeddings {
     is_base64: bool,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    #[schemars(with = "Prompts")]
     input: Option<Value>,
+    /// Keeps the first ones.
+    #[schemars(range(min = 1))]
     dimensions: Option<u32>,
+    /// `float` or `base64`
     encoding_format: Option<String>,
 }
 
@@ -61,6 +68,11 @@ impl Protocol for Embeddings {
     const ID: &'static str = "embd-";
 
     const HAS_ONE_PLACE: bool = true;
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        let parts = [schemas.of::<Body>()];
+        schemas.body(fields::EMBEDDINGS, &parts)
+    }
 
     fn parse(fields: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         fields::check(fields::EMBEDDINGS, &fields)?;

@@ -36,6 +36,8 @@ pub struct ApiError {
     pub param: Option<String>,
     /// `message`: explains the error to people.
     pub message: String,
+    /// `request_id`: that of the HTTP request; empty if there is none.
+    pub request_id: String,
 }
 
 impl ApiError {
@@ -287,23 +289,24 @@ impl ApiError {
         message: impl Into<String>,
     ) -> Self {
         let param = Some(param.into()).filter(|param| !param.is_empty());
-        Self { status, kind, code, param, message: message.into() }
+        let (message, request_id) = (message.into(), String::new());
+        Self { status, kind, code, param, message, request_id }
     }
 
     /// The JSON body in OpenAI's format; a failing stream ends with it.
     pub fn to_json(&self) -> Value {
-        json!({"error": {
-            "message": self.message,
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }})
+        self.body(Dialect::OpenAi)
     }
 
     /// The JSON body in the format of `dialect`.
     pub fn body(&self, dialect: Dialect) -> Value {
-        match dialect {
-            Dialect::OpenAi => self.to_json(),
+        let mut body = match dialect {
+            Dialect::OpenAi => json!({"error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }}),
             Dialect::Anthropic => {
                 let mut error = json!({
                     "type": self.anthropic_type(),
@@ -319,7 +322,11 @@ impl ApiError {
                 json!({"type": "error", "error": error})
             }
             Dialect::Ollama => json!({"error": self.message}),
+        };
+        if !self.request_id.is_empty() {
+            body["request_id"] = self.request_id.as_str().into();
         }
+        body
     }
 
     fn anthropic_type(&self) -> &'static str {

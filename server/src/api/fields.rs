@@ -231,8 +231,7 @@ pub const OLLAMA_CHAT: &[Field] = &[
     ("think", Read),
     ("stream", Read),
     ("options", Read),
-    // The model is always loaded.
-    ("keep_alive", Ignored),
+    ("keep_alive", Read),
     ("format", Read),
     ("logprobs", Read),
     ("top_logprobs", Read),
@@ -247,7 +246,7 @@ pub const OLLAMA_GENERATE: &[Field] = &[
     ("think", Read),
     ("stream", Read),
     ("options", Read),
-    ("keep_alive", Ignored),
+    ("keep_alive", Read),
     ("format", Read),
     ("suffix", Read),
     ("template", Only(r#"[""]"#, "send the prompt rendered, and set `raw`")),

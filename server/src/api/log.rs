@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use steersman_engine::request::{Event, FinishReason, Usage};
+use steersman_engine::request::{Event, FinishReason, RequestSpan, Usage};
 use tokio::sync::OwnedSemaphorePermit;
-use tracing::{Span, field, info, info_span};
+use tracing::{Span, error_span, field, info};
 
 use super::error::ApiError;
 use super::metrics::Metrics;
@@ -16,6 +16,8 @@ use crate::models::Lease;
 pub struct RequestLog {
     /// Id of the reply and of the engine's request.
     pub id: String,
+    /// Id of the HTTP request.
+    request_id: String,
     span: Span,
     metrics: Arc<Metrics>,
     started: Instant,
@@ -35,16 +37,35 @@ impl RequestLog {
     /// Starts the clock. `request_id` is that of the HTTP request.
     pub fn new(id: String, request_id: &str, metrics: Arc<Metrics>, tracked: Tracked) -> Self {
         let (profile, stream) = (field::Empty, field::Empty);
-        let span = info_span!("request", id, request_id, profile, stream);
+        // Enabled wherever a line of the log is, which gets the ids.
+        let span = error_span!("request", id, request_id, profile, stream);
         let started = Instant::now();
         let (first_event_ms, ended, permit, share, lease) = (None, false, None, None, None);
-        Self { id, span, metrics, started, first_event_ms, ended, tracked, permit, share, lease }
+        let request_id = request_id.into();
+        Self {
+            id,
+            request_id,
+            span,
+            metrics,
+            started,
+            first_event_ms,
+            ended,
+            tracked,
+            permit,
+            share,
+            lease,
+        }
     }
 
     pub fn admitted(&mut self, profile: &str, stream: bool) {
         self.span.record("profile", profile);
         self.span.record("stream", stream);
         self.tracked.admitted(profile, stream);
+    }
+
+    /// The span of the request, for the engine.
+    pub fn span(&self) -> RequestSpan {
+        RequestSpan(self.span.clone())
     }
 
     /// Records the time of the first event after `Started`, notes aside.
@@ -78,9 +99,10 @@ impl RequestLog {
     /// The request was rejected or failed; returns the error for the client.
     pub fn failed(&mut self, error: impl Into<ApiError>) -> ApiError {
         self.ended = true;
-        let error = error.into();
+        let error: ApiError = error.into();
         self.tracked.failed(self.elapsed_ms(), error.status.as_u16(), error.code);
         self.span.in_scope(|| {
+            let error = ApiError { request_id: self.request_id.clone(), ..error };
             self.metrics.failed(error.status);
             info!(
                 status = error.status.as_u16(),

@@ -19,6 +19,7 @@ mod log;
 mod metrics;
 mod models;
 mod ollama;
+pub mod openapi;
 mod origin;
 mod params;
 mod policies;
@@ -79,7 +80,8 @@ use crate::throttle::Throttle;
 /// Id of the HTTP request in logs and in the response; generated if the client sends none.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Maximum size of a client's request id in bytes; a longer one is replaced, since ids are logged.
+/// Maximum size of a client's request id in bytes; a longer one, or one with blanks, is replaced, since ids are
+/// logged.
 const REQUEST_ID_BYTES: usize = 128;
 
 /// Bytes of an error in plain text that are kept when it becomes JSON.
@@ -186,6 +188,8 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/v1/requests/{id}/trace", get(trace::trace))
         .route("/metrics", get(metrics::get))
         .route_layer(middleware::from_fn_with_state(app.clone(), access::authorize))
+        .route("/openapi.json", get(openapi::json))
+        .route("/docs", get(openapi::page))
         .route("/health", get(health))
         .route("/", get(root))
         .route("/console/{file}", get(console_file))
@@ -236,7 +240,9 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
         return Err(Error::Stopped.into());
     }
     let model = app.models.name(0);
-    let models: Vec<Value> = app.models.reports().into_iter().map(model_state).collect();
+    let all = app.models.clone();
+    let models = policies::blocking(move || all.states()).await?;
+    let models: Vec<Value> = models.into_iter().map(model_state).collect();
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
     let engines: Vec<Value> = engines.iter().map(activity).collect();
     Ok(Json(serde_json::json!({
@@ -249,10 +255,10 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
 }
 
 /// Where a model is, for `/health`.
-fn model_state((name, report): (&str, Report)) -> Value {
+fn model_state((name, state, report): (String, &str, Report)) -> Value {
     serde_json::json!({
         "model": name,
-        "state": report.state.name(),
+        "state": state,
         "requests": report.requests,
         "expires_s": report.expires.map(|time| time.as_secs()),
         "loads": report.loads,
@@ -288,12 +294,12 @@ fn rounded(value: f64) -> f64 {
 /// path or a query that cannot be read.
 async fn errors(request: Request, next: Next) -> Response {
     let dialect = Dialect::of(request.uri().path(), request.headers());
+    let id = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+    let id = id.unwrap_or_default().to_string();
     let mut response = next.run(request).await;
     if let Some(error) = response.extensions_mut().remove::<ApiError>() {
-        return match dialect {
-            Dialect::OpenAi => response,
-            dialect => error.respond(dialect),
-        };
+        let rendered = ApiError { request_id: id, ..error }.respond(dialect);
+        return with_headers_of(rendered, &response);
     }
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
@@ -302,13 +308,24 @@ async fn errors(request: Request, next: Next) -> Response {
         return response;
     }
     let text = axum::body::to_bytes(response.into_body(), ERROR_BYTES).await.unwrap_or_default();
-    ApiError::of_status(status, &String::from_utf8_lossy(&text)).respond(dialect)
+    let error = ApiError::of_status(status, &String::from_utf8_lossy(&text));
+    ApiError { request_id: id, ..error }.respond(dialect)
+}
+
+/// `response` with the headers of `other` that it lacks, such as those of CORS.
+fn with_headers_of(mut response: Response, other: &Response) -> Response {
+    for (name, value) in other.headers() {
+        if name != header::CONTENT_LENGTH && !response.headers().contains_key(name) {
+            response.headers_mut().insert(name, value.clone());
+        }
+    }
+    response
 }
 
 /// Gives each HTTP request an id, and returns it in the response.
 async fn request_id(mut request: Request, next: Next) -> Response {
     let id = request.headers().get(REQUEST_ID).filter(|id| {
-        id.len() <= REQUEST_ID_BYTES && id.to_str().is_ok_and(|id| !id.trim().is_empty())
+        (1..=REQUEST_ID_BYTES).contains(&id.len()) && id.as_bytes().iter().all(u8::is_ascii_graphic)
     });
     let id = id.cloned().unwrap_or_else(|| {
         HeaderValue::from_str(&random_hex()).expect("hex digits are a valid header value")

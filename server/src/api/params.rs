@@ -2,6 +2,7 @@
 //!
 //! Each protocol names its own field in errors.
 
+use schemars::JsonSchema;
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -22,7 +23,7 @@ const LOW_EFFORT_TOKENS: u32 = 1024;
 const MEDIUM_EFFORT_TOKENS: u32 = 8192;
 
 /// Levels of reasoning.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Effort {
     None,
@@ -51,7 +52,7 @@ impl Effort {
 }
 
 /// `stream_options` of OpenAI's chats and completions.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 pub struct StreamOptions {
     /// Whether a stream ends with a chunk that contains the usage.
     pub include_usage: Option<bool>,

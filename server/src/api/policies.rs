@@ -11,6 +11,7 @@ use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::{Extension, Json};
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Value, json};
 use steersman_engine::policy::{
@@ -27,7 +28,7 @@ use super::error::ApiError;
 const WASM: &str = "application/wasm";
 
 /// [`Report`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct PoliciesBody {
     policies: Vec<PolicyBody>,
     /// Parameters that are read from files.
@@ -35,7 +36,7 @@ pub struct PoliciesBody {
 }
 
 /// [`PolicyReport`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct PolicyBody {
     name: String,
     /// Empty if no version compiled at the start.
@@ -55,7 +56,7 @@ struct PolicyBody {
 }
 
 /// [`Use`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct UseBody {
     profile: String,
     position: usize,
@@ -64,7 +65,7 @@ struct UseBody {
 }
 
 /// [`Health`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BreakerBody {
     /// `closed`: called; `probation`: called and watched; `open`: not called.
     state: &'static str,
@@ -76,14 +77,14 @@ struct BreakerBody {
 }
 
 /// [`Problem`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ProblemBody {
     at: u64,
     message: String,
 }
 
 /// [`HistoryEntry`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct EarlierBody {
     sha256: String,
     bytes: usize,
@@ -94,7 +95,7 @@ struct EarlierBody {
 }
 
 /// [`ParamReport`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ParamBody {
     profile: String,
     param: String,
@@ -103,7 +104,7 @@ struct ParamBody {
 }
 
 /// [`Activation`]
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub struct ActivationBody {
     name: String,
     sha256: String,
@@ -258,6 +259,7 @@ fn internal(error: impl Display) -> ApiError {
         code,
         param: None,
         message: "the server failed; its log has the details".into(),
+        request_id: String::new(),
     }
 }
 

@@ -1,12 +1,14 @@
 //! Parses the fields that change or report the probabilities of tokens: `logit_bias`, penalties,
 //! `min_tokens`, `ignore_eos`, `logprobs`.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::policy::TokenBias;
 use steersman_engine::request::{Logprob, Penalties, Request, TokenLogprob};
 
 use super::error::ApiError;
+use super::openapi::shapes::{Biases, Logprobs};
 
 /// The fields that this module reads.
 pub const FIELDS: [&str; 9] = [
@@ -28,16 +30,28 @@ const BIASES: usize = 1024;
 const TOP_LOGPROBS: u32 = 20;
 
 /// The fields of a body that this module reads.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 pub struct Probability {
+    #[schemars(with = "Option<Biases>")]
     logit_bias: Option<Map<String, Value>>,
+    /// Subtracted once from the logits of tokens of the reply.
+    #[schemars(range(min = -2.0, max = 2.0))]
     presence_penalty: Option<f32>,
+    /// Subtracted as often as a token occurs.
+    #[schemars(range(min = -2.0, max = 2.0))]
     frequency_penalty: Option<f32>,
+    /// Divides the logits of tokens of prompt and reply; above 0.
+    #[schemars(range(min = 0.0, max = 10.0))]
     repetition_penalty: Option<f32>,
+    /// Newest tokens that the repetition penalty counts; 0 for all.
     repetition_context_size: Option<u32>,
+    /// Tokens before which the model cannot end its turn.
     min_tokens: Option<u32>,
+    /// Whether the model cannot end its turn at all.
     ignore_eos: Option<bool>,
+    #[schemars(with = "Option<Logprobs>")]
     logprobs: Option<Value>,
+    #[schemars(range(max = 20))]
     top_logprobs: Option<u32>,
 }
 

@@ -21,6 +21,7 @@ use super::access::{self, Admission, Caller, Destination};
 use super::body::{Limit, ReadBody};
 use super::error::ApiError;
 use super::log::RequestLog;
+use super::openapi::Schemas;
 use super::reply::{self, Events, Frames, Head, Reply, Source};
 use super::{App, random_hex};
 use crate::mcp::{Ran, rounds};
@@ -71,6 +72,9 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// Whether streams have the calls of tools while they are written.
     const STREAMS_CALLS: bool = true;
 
+    /// Describes the bodies that [`Self::parse`] takes.
+    fn schema(schemas: &mut Schemas) -> Value;
+
     /// Parses a body.
     ///
     /// # Errors
@@ -83,6 +87,11 @@ pub trait Protocol: Sized + Send + Sync + 'static {
     /// 400 or 404 naming the field.
     fn resolve(&mut self, _at: &Place<'_>, _requests: &mut [Request]) -> Result<(), ApiError> {
         Ok(())
+    }
+
+    /// How long the model stays loaded after the request, if that says; `Some(None)` for no limit.
+    fn keeps_model(&self) -> Option<Option<Duration>> {
+        None
     }
 
     /// The beginning of a stream. Protocols without streams leave out this and the next methods.
@@ -165,9 +174,23 @@ pub async fn handle<P: Protocol>(
     let Call { mut protocol, mut requests, choices, mut notes } = call;
     let timeout = timeout(&headers, stream).map_err(|error| log.failed(error))?;
     let deadline = received + timeout.unwrap_or(Duration::MAX).min(app.request_timeout);
+    let (index, keep_alive) = (destination.index(), protocol.keeps_model());
+    let created = UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs);
+    if requests.is_empty() && keep_alive == Some(Some(Duration::ZERO)) {
+        // Nothing is asked for but that: the model is not loaded first.
+        notes.extend(keep(&app, index, keep_alive));
+        let (id, Destination { model, profile, .. }) = (log.id.clone(), destination);
+        let head = Head { id, created, model, profile, choices, notes, ..Head::default() };
+        let events = Events::new(Vec::new(), deadline, None);
+        return match stream {
+            true => reply::stream(protocol, head, events, log).await,
+            false => reply::whole(protocol, head, events, log).await,
+        };
+    }
     let admission = destination.admit(&app.models, deadline).await;
     let admission = admission.map_err(|error| log.failed(error))?;
     log.lease = Some(admission.lease.clone());
+    notes.extend(keep(&app, index, keep_alive));
     let place = Place { app: &app, caller: &caller, admission: &admission };
     protocol.resolve(&place, &mut requests).map_err(|error| log.failed(error))?;
     let mut toolboxes = Vec::new();
@@ -186,6 +209,7 @@ pub async fn handle<P: Protocol>(
         request.profile = admission.profile.clone();
         request.caller = seen.clone();
         request.deadline = Some(deadline.into_std());
+        request.span = log.span();
         // The probabilities of a rewound token cannot be taken back.
         request.revisable = !stream && request.logprobs.is_none();
         request.streams_calls = stream && P::STREAMS_CALLS;
@@ -218,7 +242,7 @@ pub async fn handle<P: Protocol>(
     let engine = admission.engine;
     let head = Head {
         id: log.id.clone(),
-        created: UNIX_EPOCH.elapsed().as_ref().map_or(0, Duration::as_secs),
+        created,
         model: admission.model,
         profile: admission.profile,
         choices,
@@ -238,6 +262,12 @@ pub async fn handle<P: Protocol>(
     } else {
         reply::whole(protocol, head, events, log).await
     }
+}
+
+/// Applies the `keep_alive` of a request; returns a note if the configuration decides.
+fn keep(app: &App, index: usize, keep_alive: Option<Option<Duration>>) -> Option<String> {
+    let follows = app.models.keep(index, keep_alive?);
+    (!follows).then(|| "keep_alive: not used, because the model stays loaded as configured".into())
 }
 
 /// Reads, parses, admits and checks a body; returns also whom it names. `log` gets what limits it.

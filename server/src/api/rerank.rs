@@ -3,12 +3,14 @@
 //! A bi-encoder: query and documents are embedded each for itself, as for `POST /v1/embeddings`, and a score is the
 //! cosine similarity of two embeddings. No model reads query and document together.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Embedding, RawPrompt, Request};
 
 use super::embeddings::TEXTS;
 use super::error::ApiError;
+use super::openapi::Schemas;
 use super::protocol::{Call, Parsed, Protocol};
 use super::reply::{self, Head, Reply};
 use super::{fields, json};
@@ -23,12 +25,17 @@ pub struct Rerank {
     returns_documents: bool,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    #[schemars(required)]
     query: Option<String>,
+    #[schemars(with = "Vec<super::openapi::shapes::Document>", length(min = 1, max = 256))]
     documents: Option<Vec<Value>>,
+    /// Most results.
+    #[schemars(range(min = 1))]
     top_n: Option<usize>,
+    /// Whether results have the documents.
     return_documents: Option<bool>,
 }
 
@@ -88,6 +95,11 @@ impl Protocol for Rerank {
     const ID: &'static str = "rerank-";
 
     const HAS_ONE_PLACE: bool = true;
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        let parts = [schemas.of::<Body>()];
+        schemas.body(fields::RERANK, &parts)
+    }
 
     fn parse(fields: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         fields::check(fields::RERANK, &fields)?;

@@ -1,5 +1,6 @@
 //! Parses the sampling parameters, which have the same names in all protocols.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use steersman_engine::policy::SamplingPatch;
@@ -11,11 +12,18 @@ use super::{fields, json};
 const FIELDS: [&str; 4] = ["temperature", "top_p", "top_k", "min_p"];
 
 /// The fields of a body that this module reads.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub struct Sampling {
+    /// 0 is greedy.
+    #[schemars(range(min = 0.0, max = 2.0))]
     temperature: Option<f32>,
+    /// Above 0.
+    #[schemars(range(min = 0.0, max = 1.0))]
     top_p: Option<f32>,
+    /// 0 and -1 keep all tokens.
+    #[schemars(range(min = -1))]
     top_k: Option<i64>,
+    #[schemars(range(min = 0.0, max = 1.0))]
     min_p: Option<f32>,
 }
 

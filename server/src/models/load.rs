@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use steersman_engine::config::{Config, Kernels, Profile};
+use steersman_engine::loading;
 use steersman_engine::policy::Policies;
 use steersman_engine::tools::Machine;
 use steersman_models::facts::{Facts, Numbers, Unpacked};
@@ -67,7 +68,9 @@ pub fn load(
         let folder = found.folder.clone();
         Some(Arc::new(move || Some(folder.clone())))
     };
+    let load = loading::begin(&config.model.path, "finding files");
     let found = find(&mut config, data_dir)?;
+    drop(load);
     let bundled = found.bundled;
     let (engine, thread) = start(config, &found)?;
     let mut models = Models::new(pool, engine, bytes(&found), files(&found));

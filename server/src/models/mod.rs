@@ -279,6 +279,12 @@ impl Models {
         self.pool.acquire(index, deadline).await
     }
 
+    /// How long a model stays loaded after the requests so far; `None` for no limit. Returns whether the
+    /// configuration does not keep it in any case.
+    pub fn keep(&self, index: usize, keep_alive: Option<Duration>) -> bool {
+        self.pool.keep(index, keep_alive)
+    }
+
     /// All models. Blocks: reads files.
     pub fn describe(&self) -> Vec<Description> {
         let reports = self.pool.report().into_iter().enumerate();
@@ -288,23 +294,38 @@ impl Models {
     fn description(&self, index: usize, report: Report) -> Description {
         let Served { name, files, facts, .. } = &self.served[index];
         let folder = || files.as_ref().and_then(|files| files.folder());
-        let is_missing = report.state == State::OnDisk && folder().is_none();
+        let state = self.state(index, &report);
+        let is_missing = state == "missing";
         let read = || {
             let facts = Facts::read(&folder()?).ok()?;
             Some(self.served[index].facts.get_or_init(|| Arc::new(facts)).clone())
         };
         Description {
             name: name.clone(),
-            state: if is_missing { "missing" } else { report.state.name() },
+            state,
             facts: facts.get().cloned().filter(|_| !is_missing).or_else(read),
             engine: self.pool.loaded(index),
             report,
         }
     }
 
-    /// States and counts of all models, by name. Never blocks.
+    /// States and counts of all models, by name.
     pub fn reports(&self) -> Vec<(&str, Report)> {
         self.own_names().zip(self.pool.report()).collect()
+    }
+
+    /// State of a model with this report, for clients. Blocks while it looks for files.
+    fn state(&self, index: usize, report: &Report) -> &'static str {
+        let files = || self.served[index].files.as_ref().and_then(|files| files.folder());
+        let is_missing = report.state == State::OnDisk && files().is_none();
+        if is_missing { "missing" } else { report.state.name() }
+    }
+
+    /// Names, states and reports of all models. Blocks while it looks for files.
+    pub fn states(&self) -> Vec<(String, &'static str, Report)> {
+        let reports = self.pool.report().into_iter().enumerate();
+        let one = |(index, report)| (self.name(index).into(), self.state(index, &report), report);
+        reports.map(one).collect()
     }
 
     /// Most bytes of the weights of all loaded models.

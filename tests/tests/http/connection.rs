@@ -157,12 +157,43 @@ async fn request_id_is_echoed_or_generated() {
     let response = send(&app, named(Some("my-trace-1"))).await;
     assert_eq!(response.headers()["x-request-id"], "my-trace-1");
     let mut generated = Vec::new();
-    for id in [None, Some(" "), Some("x".repeat(129).as_str())] {
+    for id in [None, Some(" "), Some("a b"), Some("x".repeat(129).as_str())] {
         let response = send(&app, named(id)).await;
         let id = response.headers()["x-request-id"].to_str().unwrap().to_string();
         assert_eq!(id.len(), 24);
         assert!(!generated.contains(&id));
         generated.push(id);
+    }
+}
+
+#[tokio::test]
+async fn errors_have_the_id_of_their_request() {
+    fn fails() -> Vec<Act> {
+        vec![
+            Say(Event::Answer("Once".into())),
+            Say(Event::Failed(steersman_engine::Error::Stopped)),
+        ]
+    }
+    let (app, _) = app(fails);
+    for (path, status, body) in [
+        ("/v1/chat/completions", 400, json!({})),
+        ("/v1/messages", 400, json!({})),
+        ("/api/chat", 400, json!({"messages": [{"role": "x"}]})),
+        ("/v1/none", 404, json!({})),
+        // In the middle of a stream.
+        ("/v1/chat/completions", 200, crate::body(json!({"stream": true}))),
+        ("/api/generate", 200, json!({"prompt": "Hi"})),
+    ] {
+        let request = axum::http::Request::post(path)
+            .header("content-type", "application/json")
+            .header("x-request-id", "trace-7")
+            .body(Body::from(body.to_string()));
+        let response = send(&app, request.unwrap()).await;
+        assert_eq!(response.status(), status, "{path}");
+        let text = String::from_utf8(bytes(response).await.to_vec()).unwrap();
+        let error = text.lines().rfind(|line| line.contains("error")).unwrap();
+        let error: Value = serde_json::from_str(error.trim_start_matches("data: ")).unwrap();
+        assert_eq!(error["request_id"], "trace-7", "{path}: {text}");
     }
 }
 

@@ -14,11 +14,13 @@ mod console;
 mod embeddings;
 mod fields;
 mod fuzz;
+mod keys;
 mod limits;
 mod mcp;
 mod models;
 mod ollama;
 mod on_demand;
+mod openapi;
 mod operations;
 mod origin;
 mod pull;
@@ -253,8 +255,12 @@ fn body(extra: Value) -> Value {
     body
 }
 
+/// The response to `request`, whose JSON has the published schema.
 async fn send(app: &Router, request: axum::http::Request<Body>) -> Response {
-    app.clone().oneshot(request).await.unwrap()
+    let (method, path) = (request.method().clone(), request.uri().path().to_string());
+    let anthropic = request.headers().contains_key("anthropic-version");
+    let response = app.clone().oneshot(request).await.unwrap();
+    openapi::checked(&method, &path, anthropic, response).await
 }
 
 fn post(body: impl Into<Body>) -> axum::http::Request<Body> {

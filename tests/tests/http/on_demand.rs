@@ -183,6 +183,9 @@ async fn models_are_described_whether_or_not_they_are_loaded() {
     let absent = get(&app, "/v1/models/b").await;
     assert_eq!((&absent["state"], &absent["size"]), (&json!("missing"), &Value::Null), "{absent}");
 
+    let health = get(&app, "/health").await;
+    assert_eq!(health["models"][2]["state"], "missing", "{health}");
+
     let names = |list: Value| -> Vec<Value> {
         list["models"].as_array().unwrap().iter().map(|model| model["name"].clone()).collect()
     };
@@ -201,6 +204,77 @@ async fn models_are_described_whether_or_not_they_are_loaded() {
         "steersman_queue_length{model=\"a\"} 0",
     ] {
         assert!(metrics.contains(line), "`{line}` is not in {metrics}");
+    }
+}
+
+/// Sends a body of Ollama's to `a`; returns the status and the last line.
+async fn ollama(app: &Router, mut body: Value) -> (u16, Value) {
+    body["model"] = body.get("model").cloned().unwrap_or_else(|| "a".into());
+    let request = axum::http::Request::post("/api/generate").body(body.to_string().into());
+    let response = send(app, request.unwrap()).await;
+    let status = response.status().as_u16();
+    let text = String::from_utf8(bytes(response).await.to_vec()).unwrap();
+    (status, serde_json::from_str(text.lines().last().unwrap()).unwrap())
+}
+
+/// Seconds until `a` is unloaded, as `/health` has them, once it has this state.
+async fn expires(app: &Router, state: &str) -> Value {
+    loop {
+        let health = get(app, "/health").await;
+        let model = &health["models"][1];
+        if model["state"] == state {
+            return model["expires_s"].clone();
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test]
+async fn keep_alive_of_a_request_decides_how_long_its_model_stays() {
+    let (app, recipes) = app_of(&[("a", answer, READY)]);
+    let ask = async |keep_alive: Value| {
+        let (status, last) = ollama(&app, json!({"prompt": "Hi", "keep_alive": keep_alive})).await;
+        assert_eq!((status, &last["done_reason"]), (200, &json!("stop")), "{last}");
+    };
+    for (keep_alive, least, most) in [
+        (json!("10m"), 590, 600),
+        (json!("1h30m"), 5390, 5400),
+        (json!(120), 110, 120),
+        (json!("90"), 80, 90),
+        (json!(90.5), 80, 90),
+    ] {
+        ask(keep_alive.clone()).await;
+        let seconds = expires(&app, "loaded").await.as_u64().unwrap();
+        assert!((least..=most).contains(&seconds), "{keep_alive}: {seconds}");
+    }
+    // Without a limit, as the configuration of this model says too.
+    for keep_alive in [json!(-1), json!("-1m"), json!("-1"), Value::Null, json!(1e300)] {
+        ask(keep_alive).await;
+        assert_eq!(expires(&app, "loaded").await, Value::Null);
+    }
+    ask(json!("20ms")).await;
+    expires(&app, "on disk").await;
+    ask(json!(0)).await;
+    expires(&app, "on disk").await;
+    assert_eq!(recipes[0].starts.load(Ordering::SeqCst), 2);
+    // Without a prompt it only loads or unloads; what is not loaded is not loaded for that.
+    for (keep_alive, state, reason) in
+        [(0, "on disk", "unload"), (-1, "loaded", "load"), (0, "on disk", "unload")]
+    {
+        let (status, last) = ollama(&app, json!({"keep_alive": keep_alive})).await;
+        assert_eq!((status, &last["done_reason"]), (200, &json!(reason)), "{last}");
+        expires(&app, state).await;
+    }
+    assert_eq!(recipes[0].starts.load(Ordering::SeqCst), 3);
+    // The first model stays.
+    let body = json!({"model": "owner/tiny", "prompt": "Hi", "keep_alive": 0});
+    let (_, last) = ollama(&app, body).await;
+    let notes = last["steersman"]["notes"].to_string();
+    assert!(notes.contains("the model stays loaded as configured"), "{last}");
+    for wrong in [json!("soon"), json!([]), json!("")] {
+        let (status, last) = ollama(&app, json!({"prompt": "Hi", "keep_alive": wrong})).await;
+        assert_eq!(status, 400, "{last}");
+        assert!(last["error"].as_str().unwrap().starts_with("keep_alive: is "), "{last}");
     }
 }
 

@@ -107,6 +107,13 @@ async fn a_server_that_loads_its_models_says_so() {
     let response = send(&server, get("/health")).await;
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(json_of(response).await, json!({"status": "loading"}));
+    let load = steersman_engine::loading::begin("tiny", "reading weights");
+    let loading = json_of(send(&server, get("/health")).await).await;
+    let expected = json!({
+        "status": "loading", "model": "tiny", "stage": "reading weights", "fraction": null,
+    });
+    assert_eq!(loading, expected);
+    drop(load);
     let response = send(&server, post(body(json!({})).to_string())).await;
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(json_of(response).await["error"]["code"], "server_loading");

@@ -16,6 +16,7 @@ use super::App;
 use super::access::Caller;
 use super::chat::extension;
 use super::error::{ApiError, Dialect};
+use super::openapi::Schemas;
 use super::protocol::{JSON, Parsed, Protocol, admit, read_json};
 use super::reply::{self, Frames, Head, Part, Reply};
 use crate::mcp::Ran;
@@ -39,6 +40,10 @@ enum Kind {
 
 impl Protocol for Messages {
     const ID: &'static str = "msg_";
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        request::schema(schemas)
+    }
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         request::parse(body)

@@ -3,6 +3,7 @@
 //! One message of Anthropic's may hold text, reasoning, calls and results of tools. It becomes the
 //! messages that chat templates read: results are messages of their own, and the rest of a turn is one.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use steersman_engine::policy::{Retention, SavePoint};
@@ -10,6 +11,8 @@ use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall, Tool
 
 use super::Messages;
 use crate::api::error::ApiError;
+use crate::api::openapi::Schemas;
+use crate::api::openapi::shapes::TextOrItems;
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
@@ -20,28 +23,39 @@ use crate::api::{fields, json};
 const BETWEEN_BLOCKS: &str = "\n\n";
 
 /// The fields of the body that have an effect.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    #[schemars(required, length(min = 1))]
     messages: Option<Vec<MessageBody>>,
+    /// A text, or blocks of text.
+    #[schemars(with = "Option<TextOrItems>")]
     system: Option<Value>,
+    #[schemars(range(min = -1))]
     max_tokens: Option<i64>,
     stream: Option<bool>,
+    #[schemars(with = "Option<Vec<String>>")]
     stop_sequences: Option<Value>,
+    /// Each with `name`, `description` and `input_schema`.
     tools: Option<Vec<Map<String, Value>>>,
     tool_choice: Option<ToolChoiceBody>,
+    #[schemars(with = "Option<Thinking>")]
     thinking: Option<Value>,
     output_config: Option<OutputConfig>,
     cache_control: Option<Value>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "AnthropicMessage")]
 struct MessageBody {
+    /// `user`, `assistant` or `system`
     role: String,
+    #[schemars(with = "Blocks")]
     content: Value,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "AnthropicToolChoice")]
 struct ToolChoiceBody {
     #[serde(rename = "type")]
     kind: String,
@@ -49,7 +63,7 @@ struct ToolChoiceBody {
     name: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(tag = "type", rename_all = "lowercase")]
 enum Thinking {
     Enabled { budget_tokens: u32 },
@@ -57,14 +71,14 @@ enum Thinking {
     Adaptive,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct OutputConfig {
     effort: Option<Effort>,
     format: Option<Value>,
 }
 
 /// A block of a message.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Block {
     Text {
@@ -90,6 +104,15 @@ enum Block {
     },
 }
 
+/// A text, or blocks.
+#[derive(JsonSchema)]
+#[schemars(untagged)]
+#[expect(dead_code, reason = "only its schema is used")]
+enum Blocks {
+    Text(String),
+    Blocks(Vec<Block>),
+}
+
 /// Types of [`Block`]s, and the fields that each may have: those that are read, and those of Anthropic's that do
 /// not change what the model reads.
 const BLOCKS: &[(&str, &[&str])] = &[
@@ -102,6 +125,12 @@ const BLOCKS: &[(&str, &[&str])] = &[
 
 /// The fields of a block of text.
 const TEXT: &[&str] = &["text", "citations", "cache_control"];
+
+/// The schema of a body.
+pub fn schema(schemas: &mut Schemas) -> Value {
+    let parts = [schemas.of::<Body>(), schemas.of::<Sampling>()];
+    schemas.body(fields::MESSAGES, &parts)
+}
 
 /// Parses a body. Without `max_tokens`, which Anthropic requires, the server's default applies.
 ///

@@ -2,17 +2,23 @@
 //!
 //! Text parts are joined and arguments of calls parsed; fields that a role may not have are errors.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::Value;
 use steersman_engine::request::{Message, ToolCall};
 
 use crate::api::error::ApiError;
+use crate::api::openapi::shapes::Content;
 use crate::api::params;
 
 /// One message as the client sends it.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "ChatMessage")]
 pub struct MessageBody {
+    /// `system`, `developer`, `user`, `assistant` or `tool`
+    #[schemars(required)]
     role: Option<String>,
+    #[schemars(with = "Option<Content>")]
     content: Option<Value>,
     name: Option<String>,
     /// Reasoning of an earlier turn, under the name that our replies use.
@@ -40,7 +46,8 @@ pub struct MessageBody {
     _parsed: Option<Value>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "ChatCall")]
 struct CallBody {
     id: Option<String>,
     #[serde(rename = "type", default = "function")]
@@ -55,7 +62,8 @@ struct CallBody {
     _cache_control: Option<Value>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "ChatCallFunction")]
 struct FunctionBody {
     name: String,
     #[serde(default)]

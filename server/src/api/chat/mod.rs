@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use steersman_engine::request::{CallDelta, Event, FinishReason, Finished, ToolCall, Usage};
 
 use super::error::ApiError;
+use super::openapi::Schemas;
 use super::params::StreamOptions;
 use super::probability;
 use super::protocol::{Parsed, Protocol};
@@ -51,6 +52,10 @@ impl Chat {
 
 impl Protocol for Chat {
     const ID: &'static str = "chatcmpl-";
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        request::schema(schemas)
+    }
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         request::parse(body)

@@ -3,6 +3,7 @@
 //! [`parse`] checks the table of [`fields`] (which rejects what is not supported), then types, then
 //! values. Each error names the field by its path.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use steersman_engine::request::Request;
@@ -10,6 +11,8 @@ use steersman_engine::request::Request;
 use super::Chat;
 use super::message::{self, MessageBody};
 use crate::api::error::ApiError;
+use crate::api::openapi::Schemas;
+use crate::api::openapi::shapes::{Structure, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability::{self, Probability};
 use crate::api::protocol::{Call, Parsed};
@@ -17,23 +20,50 @@ use crate::api::sampling::Sampling;
 use crate::api::{fields, json, structure};
 
 /// The fields of the body that have an effect.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
+    /// A model, `MODEL@PROFILE` or an alias; that of the profile if absent.
     model: Option<String>,
+    #[schemars(required, length(min = 1))]
     messages: Option<Vec<MessageBody>>,
+    /// Whether the reply is a stream of server-sent events.
     stream: Option<bool>,
     stream_options: Option<params::StreamOptions>,
+    /// Limit on all tokens of the reply, reasoning included; -1 is the server's default.
+    #[schemars(range(min = -1))]
     max_tokens: Option<i64>,
+    /// The same.
+    #[schemars(range(min = -1))]
     max_completion_tokens: Option<i64>,
     #[serde(default, deserialize_with = "params::seed")]
+    #[schemars(with = "Option<i64>")]
     seed: Option<u64>,
+    /// The answer ends before the first of these that it contains.
+    #[schemars(with = "Option<Texts>")]
     stop: Option<Value>,
+    /// Choices: replies to one prompt.
+    #[schemars(range(min = 1, max = 32))]
     n: Option<u64>,
+    /// Accepted if it equals `n`.
     best_of: Option<u64>,
+    #[schemars(with = "Option<Vec<Tool>>")]
     tools: Option<Vec<Map<String, Value>>>,
+    /// Variables of the chat template; `enable_thinking` asks for reasoning or none.
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<Effort>,
+    /// Budget of the reasoning; 0 for none.
     max_thinking_tokens: Option<u32>,
+}
+
+/// The schema of a body.
+pub fn schema(schemas: &mut Schemas) -> Value {
+    let parts = [
+        schemas.of::<Body>(),
+        schemas.of::<Sampling>(),
+        schemas.of::<Probability>(),
+        schemas.of::<Structure>(),
+    ];
+    schemas.body(fields::FIELDS, &parts)
 }
 
 /// Parses a body.

@@ -3,6 +3,7 @@
 mod request;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::State;
@@ -16,7 +17,9 @@ use super::App;
 use super::access::Caller;
 use super::chat::extension;
 use super::error::{ApiError, Dialect};
+use super::fields;
 use super::models::described;
+use super::openapi::Schemas;
 use super::probability;
 use super::protocol::{Framing, Parsed, Protocol, destination, read_json};
 use super::reply::{self, Frames, Head, Reply};
@@ -27,6 +30,8 @@ use crate::models::Description;
 pub struct Ollama<const CHAT: bool> {
     /// Probabilities of tokens, for the next line of a stream.
     logprobs: Vec<Value>,
+    /// See [`Protocol::keeps_model`].
+    keep_alive: Option<Option<Duration>>,
 }
 
 impl<const CHAT: bool> Protocol for Ollama<CHAT> {
@@ -36,8 +41,18 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     const FRAMING: Framing = Framing::Lines;
     const STREAMS_CALLS: bool = false;
 
+    fn schema(schemas: &mut Schemas) -> Value {
+        let table = if CHAT { fields::OLLAMA_CHAT } else { fields::OLLAMA_GENERATE };
+        request::schema(table, schemas)
+    }
+
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
-        if CHAT { request::parse_chat(body) } else { request::parse_generate(body) }
+        let parse = if CHAT { request::parse_chat } else { request::parse_generate };
+        parse(body, |keep_alive| Self { keep_alive, ..Self::default() })
+    }
+
+    fn keeps_model(&self) -> Option<Option<Duration>> {
+        self.keep_alive
     }
 
     fn begin(&mut self, _: &Head, _: &mut Frames) {}
@@ -67,7 +82,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
     fn end(&mut self, head: &Head, replies: &[Reply], out: &mut Frames) {
         let last = line::<CHAT>(head, "", "", &[], true);
         let last = with_logprobs(last, std::mem::take(&mut self.logprobs));
-        out.data(&ended(head, replies, last));
+        out.data(&self.ended(head, replies, last));
     }
 
     fn fail(&mut self, _: &Head, error: &ApiError, out: &mut Frames) {
@@ -76,12 +91,44 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
 
     fn whole(&mut self, head: &Head, replies: &[Reply]) -> Value {
         let Some(reply) = replies.first() else {
-            return ended(head, replies, line::<CHAT>(head, "", "", &[], true));
+            return self.ended(head, replies, line::<CHAT>(head, "", "", &[], true));
         };
         let calls: Vec<_> = reply.tool_calls().collect();
         let line = line::<CHAT>(head, &reply.answer(), &reply.reasoning(), &calls, true);
         let logprobs = reply.logprobs.iter().map(probability::chat_logprob);
-        ended(head, replies, with_logprobs(line, logprobs.collect()))
+        self.ended(head, replies, with_logprobs(line, logprobs.collect()))
+    }
+}
+
+impl<const CHAT: bool> Ollama<CHAT> {
+    /// The last object of a reply: `line` with reason, counts and times in nanoseconds.
+    fn ended(&self, head: &Head, replies: &[Reply], mut line: Value) -> Value {
+        let Some(reply) = replies.first() else {
+            let unloads = self.keep_alive == Some(Some(Duration::ZERO));
+            line["done_reason"] = if unloads { "unload" } else { "load" }.into();
+            return line;
+        };
+        let reason = match reply.finished.reason {
+            FinishReason::Length => "length",
+            _ => "stop",
+        };
+        let (usage, times) = (reply::usage(head, replies), head.times);
+        let first_piece = if times.first_piece == 0 { times.ended } else { times.first_piece };
+        let more = json!({
+            "done_reason": reason,
+            "total_duration": times.ended,
+            // The model is loaded; the request waited.
+            "load_duration": times.started,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first_piece.saturating_sub(times.started),
+            "eval_count": usage.reply_tokens(),
+            "eval_duration": times.ended - first_piece,
+            "steersman": extension(head, &reply.finished),
+        });
+        if let (Some(line), Value::Object(more)) = (line.as_object_mut(), more) {
+            line.extend(more);
+        }
+        line
     }
 }
 
@@ -123,35 +170,6 @@ fn line<const CHAT: bool>(
         (content, line) if CHAT => line["message"] = content,
         (Value::Object(content), Value::Object(line)) => line.extend(content),
         _ => {}
-    }
-    line
-}
-
-/// The last object of a reply: `line` with reason, counts and times in nanoseconds.
-fn ended(head: &Head, replies: &[Reply], mut line: Value) -> Value {
-    let Some(reply) = replies.first() else {
-        line["done_reason"] = "load".into();
-        return line;
-    };
-    let reason = match reply.finished.reason {
-        FinishReason::Length => "length",
-        _ => "stop",
-    };
-    let (usage, times) = (reply::usage(head, replies), head.times);
-    let first_piece = if times.first_piece == 0 { times.ended } else { times.first_piece };
-    let more = json!({
-        "done_reason": reason,
-        "total_duration": times.ended,
-        // The model is loaded; the request waited.
-        "load_duration": times.started,
-        "prompt_eval_count": usage.prompt_tokens,
-        "prompt_eval_duration": first_piece.saturating_sub(times.started),
-        "eval_count": usage.reply_tokens(),
-        "eval_duration": times.ended - first_piece,
-        "steersman": extension(head, &reply.finished),
-    });
-    if let (Some(line), Value::Object(more)) = (line.as_object_mut(), more) {
-        line.extend(more);
     }
     line
 }

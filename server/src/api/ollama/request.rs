@@ -1,10 +1,16 @@
 //! Parses the bodies of `POST /api/chat` and `POST /api/generate` into the engine's [`Request`].
 
+use std::time::Duration;
+
+use jiff::SignedDuration;
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use steersman_engine::request::{Message, Penalties, RawPrompt, Request};
 
 use crate::api::error::ApiError;
+use crate::api::openapi::Schemas;
+use crate::api::openapi::shapes::{Format, KeepAliveBody, Texts, Tool};
 use crate::api::params::{self, Effort};
 use crate::api::probability;
 use crate::api::protocol::{Call, Parsed};
@@ -15,35 +21,49 @@ use crate::api::{fields, json};
 const REPEAT_LAST_N: u32 = 64;
 
 /// The fields of both bodies that have an effect.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    /// False for one object; otherwise lines.
     stream: Option<bool>,
     think: Option<Think>,
     options: Option<Map<String, Value>>,
+    /// `json`, or a schema.
+    #[schemars(with = "Option<Format>")]
     format: Option<Value>,
     messages: Option<Vec<MessageBody>>,
+    #[schemars(with = "Option<Vec<Tool>>")]
     tools: Option<Vec<Map<String, Value>>>,
     prompt: Option<String>,
     system: Option<String>,
     suffix: Option<String>,
     raw: Option<bool>,
     logprobs: Option<bool>,
+    #[schemars(range(max = 20))]
     top_logprobs: Option<u32>,
+    /// How long the model stays loaded after this request: a duration such as `10m`, or seconds; 0 unloads it,
+    /// negative ones keep it.
+    #[schemars(with = "Option<KeepAliveBody>")]
+    keep_alive: Option<Value>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(untagged)]
 enum Think {
     Flag(bool),
     Effort(Effort),
 }
 
+/// How long the model stays loaded after a request, if that says; `Some(None)` for no limit.
+pub type KeepAlive = Option<Option<Duration>>;
+
 /// The options that have an effect.
-#[derive(Deserialize, Default)]
+#[derive(Deserialize, Default, JsonSchema)]
 struct Options {
     #[serde(default, deserialize_with = "params::seed")]
+    #[schemars(with = "Option<i64>")]
     seed: Option<u64>,
+    #[schemars(with = "Option<Texts>")]
     stop: Option<Value>,
     num_predict: Option<i64>,
     repeat_penalty: Option<f32>,
@@ -77,7 +97,8 @@ impl Options {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "OllamaInputMessage")]
 struct MessageBody {
     role: String,
     content: Option<String>,
@@ -88,7 +109,8 @@ struct MessageBody {
     tool_call_id: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "OllamaInputCall")]
 struct CallBody {
     id: Option<String>,
     #[serde(rename = "type")]
@@ -96,7 +118,8 @@ struct CallBody {
     function: FunctionBody,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "OllamaInputFunction")]
 struct FunctionBody {
     name: String,
     #[serde(default)]
@@ -105,13 +128,26 @@ struct FunctionBody {
     _index: Option<u32>,
 }
 
+/// The schema of a body with these fields.
+pub fn schema(table: &[fields::Field], schemas: &mut Schemas) -> Value {
+    let parts = [schemas.of::<Options>(), schemas.of::<Sampling>()];
+    let options = schemas.body(fields::OLLAMA_OPTIONS, &parts);
+    let parts = [schemas.of::<Body>()];
+    let mut body = schemas.body(table, &parts);
+    body["properties"]["options"] = options;
+    body
+}
+
 /// Parses a body of `POST /api/chat`.
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn parse_chat<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P>, ApiError> {
+pub fn parse_chat<P>(
+    fields: Map<String, Value>,
+    protocol: fn(KeepAlive) -> P,
+) -> Result<Parsed<P>, ApiError> {
     fields::check(fields::OLLAMA_CHAT, &fields)?;
-    parse(fields, |body, notes| {
+    parse(fields, protocol, |body, notes| {
         let messages = body.messages.take().unwrap_or_default();
         let messages = messages.into_iter().enumerate().map(|(i, body)| message(i, body, notes));
         let messages = messages.collect::<Result<_, _>>()?;
@@ -126,9 +162,12 @@ pub fn parse_chat<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P>, A
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn parse_generate<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P>, ApiError> {
+pub fn parse_generate<P>(
+    fields: Map<String, Value>,
+    protocol: fn(KeepAlive) -> P,
+) -> Result<Parsed<P>, ApiError> {
     fields::check(fields::OLLAMA_GENERATE, &fields)?;
-    parse(fields, |body, _| {
+    parse(fields, protocol, |body, _| {
         let prompt = body.prompt.take().unwrap_or_default();
         if prompt.is_empty() {
             return Ok(None);
@@ -148,23 +187,49 @@ pub fn parse_generate<P: Default>(fields: Map<String, Value>) -> Result<Parsed<P
 }
 
 /// Parses what both have in common; `content` takes the rest, `None` if there is nothing to generate.
-fn parse<P: Default>(
+fn parse<P>(
     fields: Map<String, Value>,
+    protocol: fn(KeepAlive) -> P,
     content: impl FnOnce(&mut Body, &mut Vec<String>) -> Result<Option<Request>, ApiError>,
 ) -> Result<Parsed<P>, ApiError> {
     let mut body: Body = json::typed_body(fields)?;
     let (model, stream) = (body.model.take(), body.stream.unwrap_or(true));
     let mut notes = Vec::new();
+    let keep_alive = keep_alive(body.keep_alive.take().unwrap_or_default());
     let call = content(&mut body, &mut notes).and_then(|request| {
         let request = request.map(|request| with_options(request, body)).transpose()?;
         Ok(Call {
-            protocol: P::default(),
+            protocol: protocol(keep_alive?),
             requests: request.into_iter().collect(),
             choices: 1,
             notes,
         })
     });
     Ok(Parsed { model, stream, call })
+}
+
+/// `keep_alive`: a duration in a string, or a number of seconds. Negative ones are no limit.
+fn keep_alive(value: Value) -> Result<KeepAlive, ApiError> {
+    let seconds = match &value {
+        Value::Null => return Ok(None),
+        Value::Number(seconds) => seconds.as_f64(),
+        Value::String(text) => {
+            let duration = text.trim().parse::<SignedDuration>().ok();
+            duration.map(|duration| duration.as_secs_f64()).or_else(|| text.trim().parse().ok())
+        }
+        _ => None,
+    };
+    match seconds.filter(|seconds| !seconds.is_nan()) {
+        // What is too long for a duration is no limit either.
+        Some(seconds) => Ok(Some(Duration::try_from_secs_f64(seconds).ok())),
+        None => {
+            let message = format!(
+                "keep_alive: is {value}, must be a duration such as \"10m\" or a number of seconds; 0 unloads the \
+                 model after the request, -1 keeps it loaded"
+            );
+            Err(ApiError::value("keep_alive", message))
+        }
+    }
 }
 
 fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {

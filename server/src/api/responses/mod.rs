@@ -17,6 +17,7 @@ use self::store::{ResponseStore, Stored};
 use super::access::Caller;
 use super::chat::extension;
 use super::error::ApiError;
+use super::openapi::Schemas;
 use super::probability;
 use super::protocol::{Parsed, Place, Protocol};
 use super::reply::{self, Frames, Head, Part, Reply};
@@ -55,6 +56,10 @@ pub struct Responses {
 
 impl Protocol for Responses {
     const ID: &'static str = "resp_";
+
+    fn schema(schemas: &mut Schemas) -> Value {
+        request::schema(schemas)
+    }
 
     fn parse(body: Map<String, Value>) -> Result<Parsed<Self>, ApiError> {
         request::parse(body)

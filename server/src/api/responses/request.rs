@@ -3,12 +3,15 @@
 //! Items become the messages that chat templates read: consecutive items of the assistant (reasoning,
 //! text, calls) are one message.
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use steersman_engine::request::{Message, Request, ResponseFormat, ToolCall};
 
 use super::Responses;
 use crate::api::error::ApiError;
+use crate::api::openapi::Schemas;
+use crate::api::openapi::shapes::{Function, Structure, TextOrItems};
 use crate::api::params::{self, Effort};
 use crate::api::protocol::{Call, Parsed};
 use crate::api::sampling::Sampling;
@@ -42,30 +45,37 @@ const REPEATED: &[(&str, &str)] = &[
 const LOGPROBS: &str = "message.output_text.logprobs";
 
 /// The fields of the body that have an effect.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 struct Body {
     model: Option<String>,
+    /// A text, or items: `message`, `reasoning`, `function_call`, `function_call_output`, `mcp_call`.
+    #[schemars(with = "Option<TextOrItems>")]
     input: Option<Value>,
     instructions: Option<String>,
+    #[schemars(range(min = -1))]
     max_output_tokens: Option<i64>,
     stream: Option<bool>,
+    #[schemars(with = "Option<Vec<Function>>")]
     tools: Option<Vec<Map<String, Value>>>,
     reasoning: Option<Reasoning>,
     text: Option<Text>,
     previous_response_id: Option<String>,
     store: Option<bool>,
     include: Option<Vec<String>>,
+    #[schemars(range(max = 20))]
     top_logprobs: Option<u32>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "ResponseReasoning")]
 struct Reasoning {
     effort: Option<Effort>,
     summary: Option<String>,
     generate_summary: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
+#[schemars(rename = "ResponseText")]
 struct Text {
     format: Option<Value>,
     #[serde(rename = "verbosity")]
@@ -135,6 +145,12 @@ const PARTS: &[(&str, &[&str])] = &[
     ("reasoning_text", &["text"]),
     ("refusal", &["refusal"]),
 ];
+
+/// The schema of a body.
+pub fn schema(schemas: &mut Schemas) -> Value {
+    let parts = [schemas.of::<Body>(), schemas.of::<Sampling>(), schemas.of::<Structure>()];
+    schemas.body(fields::RESPONSES, &parts)
+}
 
 /// Parses a body.
 ///

@@ -1,0 +1,330 @@
+//! `steersman keys`: keys with names, in the data folder, where a running server finds them at once.
+//!
+//! The file `keys.json` has the SHA-256 of each key, never the key: keys have 256 random bits, so that no salt and no
+//! slow hash is needed. A revoked key stays listed, and what it opened stays closed: revoking the last key opens a
+//! server to nobody. Keys in the configuration are separate.
+
+use std::fs::{File, Metadata};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use base64::Engine;
+use base64::prelude::BASE64_URL_SAFE_NO_PAD;
+use clap::{Args, Subcommand};
+use jiff::Timestamp;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// Name of the file in the data folder.
+pub const FILE: &str = "keys.json";
+
+/// What keys begin with.
+const PREFIX: &str = "sk-";
+
+/// Random bytes of a key.
+const BYTES: usize = 32;
+
+/// Characters of a key that are shown in lists.
+const SHOWN: usize = 11;
+
+/// Most characters of a name.
+const NAME: usize = 64;
+
+/// SHA-256 of a key: digests have equal length, so comparing them takes constant time.
+pub type KeyDigest = [u8; 32];
+
+/// A task on the keys.
+#[derive(Subcommand)]
+pub enum Task {
+    /// Create a key and print it, this one time.
+    Create(Create),
+    /// List the keys: name, beginning, what each opens, when it was created and revoked.
+    List,
+    /// Revoke a key: a running server refuses it from now on.
+    Revoke {
+        /// Name of the key
+        name: String,
+    },
+}
+
+/// Options of `create`.
+#[derive(Args)]
+pub struct Create {
+    /// Name of the key, which lists show
+    name: String,
+    /// The key opens this profile only, which its requests use without naming it
+    #[arg(long, conflicts_with = "operator")]
+    profile: Option<String>,
+    /// The key opens everything, as server.admin_keys do
+    #[arg(long)]
+    operator: bool,
+}
+
+/// What a key opens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Opens {
+    /// Every client route and every profile.
+    AllProfiles,
+    /// Everything.
+    Operator,
+    /// One profile.
+    Profile(String),
+}
+
+/// A key at rest.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Key {
+    /// Chosen by the operator.
+    pub name: String,
+    /// The first characters of the key.
+    pub prefix: String,
+    #[serde(with = "hex::serde")]
+    sha256: KeyDigest,
+    /// What it opens.
+    pub opens: Opens,
+    created: Timestamp,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    revoked: Option<Timestamp>,
+}
+
+impl Key {
+    /// The digest, unless the key is revoked.
+    pub fn digest(&self) -> Option<KeyDigest> {
+        self.revoked.is_none().then_some(self.sha256)
+    }
+}
+
+/// The contents of the file.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Keys {
+    /// In the order of creation.
+    pub keys: Vec<Key>,
+}
+
+impl Keys {
+    /// Reads a file; without one there are no keys.
+    ///
+    /// # Errors
+    /// If it cannot be read or is damaged.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = match std::fs::read(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::default()),
+            Err(error) => {
+                return Err(
+                    anyhow!(error).context(format!("reading the keys in {}", path.display()))
+                );
+            }
+        };
+        serde_json::from_slice(&text).with_context(|| {
+            let path = path.display();
+            format!(
+                "reading the keys in {path}: restore the file, or delete it and create new keys"
+            )
+        })
+    }
+
+    /// Replaces the file at once: a reader sees the old one or the new one, and only this user reads it.
+    fn write(&self, path: &Path) -> Result<()> {
+        let folder = path.parent().context("the file of keys is in no folder")?;
+        let mut file = tempfile::NamedTempFile::new_in(folder)?;
+        serde_json::to_writer_pretty(&mut file, self)?;
+        file.as_file().sync_all()?;
+        file.persist(path)?;
+        Ok(())
+    }
+}
+
+/// Runs a task on the keys in `data_dir`. `profiles` are the names of the configuration.
+///
+/// # Errors
+/// If the name is taken or unknown, the profile does not exist, or the file cannot be read or written.
+pub fn run(task: &Task, profiles: &[String], data_dir: &Path, out: &mut impl Write) -> Result<()> {
+    let path = data_dir.join(FILE);
+    // Two commands at the same time would lose the key of one.
+    let lock = File::create(data_dir.join("keys.lock")).context("creating keys.lock")?;
+    lock.lock().context("locking keys.lock")?;
+    let mut keys = Keys::read(&path)?;
+    match task {
+        Task::Create(options) => {
+            let key = options.create(&mut keys, profiles)?;
+            keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
+            writeln!(out, "{key}")?;
+        }
+        Task::List => list(&keys, out)?,
+        Task::Revoke { name } => {
+            let known = keys.keys.iter_mut().find(|key| key.name == *name);
+            let key = known
+                .with_context(|| format!("there is no key `{name}`; see `steersman keys list`"))?;
+            ensure!(key.revoked.is_none(), "the key `{name}` is already revoked");
+            key.revoked = Some(Timestamp::now());
+            let prefix = key.prefix.clone();
+            keys.write(&path).with_context(|| format!("writing {}", path.display()))?;
+            writeln!(out, "revoked {name} ({prefix}..)")?;
+        }
+    }
+    Ok(())
+}
+
+impl Create {
+    /// Adds a key to `keys`, and returns it.
+    fn create(&self, keys: &mut Keys, profiles: &[String]) -> Result<String> {
+        let Self { name, profile, operator } = self;
+        let is_plain = !name.is_empty()
+            && name.len() <= NAME
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.@".contains(c));
+        ensure!(
+            is_plain,
+            "`{name}` is no name of a key: use 1 to {NAME} letters, digits, and - _ . @"
+        );
+        let is_new = keys.keys.iter().all(|key| key.name != *name);
+        ensure!(
+            is_new,
+            "there is a key `{name}` already, perhaps a revoked one; choose another name"
+        );
+        if let Some(profile) = profile {
+            let is_known = profile == "default" || profiles.contains(profile);
+            ensure!(
+                is_known,
+                "the configuration has no profile `{profile}`; name its file with --config"
+            );
+        }
+        let mut bytes = [0; BYTES];
+        getrandom::fill(&mut bytes).map_err(|error| anyhow!("no randomness: {error}"))?;
+        let key = format!("{PREFIX}{}", BASE64_URL_SAFE_NO_PAD.encode(bytes));
+        keys.keys.push(Key {
+            name: name.clone(),
+            prefix: key[..SHOWN].into(),
+            sha256: Sha256::digest(&key).into(),
+            opens: match profile {
+                Some(profile) => Opens::Profile(profile.clone()),
+                None if *operator => Opens::Operator,
+                None => Opens::AllProfiles,
+            },
+            created: Timestamp::now(),
+            revoked: None,
+        });
+        Ok(key)
+    }
+}
+
+fn list(keys: &Keys, out: &mut impl Write) -> Result<()> {
+    if keys.keys.is_empty() {
+        writeln!(out, "no keys; create one with `steersman keys create NAME`")?;
+        return Ok(());
+    }
+    let width = keys.keys.iter().map(|key| key.name.len()).max().unwrap_or_default().max(4);
+    let opens = |key: &Key| match &key.opens {
+        Opens::AllProfiles => "all profiles".to_string(),
+        Opens::Operator => "everything".into(),
+        Opens::Profile(name) => format!("profile {name}"),
+    };
+    let second = |time: Timestamp| time.strftime("%Y-%m-%d %H:%M:%SZ").to_string();
+    let opened = keys.keys.iter().map(|key| opens(key).len()).max().unwrap_or_default().max(5);
+    writeln!(
+        out,
+        "{:width$}  {:13}  {:opened$}  {:20}  revoked",
+        "name", "key", "opens", "created"
+    )?;
+    for key in &keys.keys {
+        let (opens, created) = (opens(key), second(key.created));
+        let revoked = key.revoked.map(second).unwrap_or_default();
+        let line =
+            format!("{:width$}  {}..  {opens:opened$}  {created}  {revoked}", key.name, key.prefix);
+        writeln!(out, "{}", line.trim_end())?;
+    }
+    Ok(())
+}
+
+/// The file of a running server, which is read again when it has changed.
+#[derive(Debug)]
+pub struct KeyFile {
+    path: PathBuf,
+    /// What was last read.
+    last: Mutex<(Option<Stamp>, Keys)>,
+}
+
+/// What changes when a file is replaced.
+#[derive(Debug, PartialEq)]
+struct Stamp {
+    modified: Option<std::time::SystemTime>,
+    bytes: u64,
+    inode: u64,
+}
+
+impl Stamp {
+    fn of(metadata: &Metadata) -> Self {
+        #[cfg(unix)]
+        let inode = std::os::unix::fs::MetadataExt::ino(metadata);
+        #[cfg(not(unix))]
+        let inode = 0;
+        Self { modified: metadata.modified().ok(), bytes: metadata.len(), inode }
+    }
+}
+
+impl KeyFile {
+    /// The file in `data_dir`, which may be missing.
+    ///
+    /// # Errors
+    /// As [`Keys::read`].
+    pub fn open(data_dir: &Path) -> Result<Self> {
+        let path = data_dir.join(FILE);
+        let stamp = stamp(&path);
+        let keys = Keys::read(&path)?;
+        Ok(Self { path, last: Mutex::new((stamp, keys)) })
+    }
+
+    /// The keys that were last read.
+    pub fn keys(&self) -> Keys {
+        self.last.lock().1.clone()
+    }
+
+    /// The keys, if the file has changed since they were last read. Without the file or with a damaged one, all keys
+    /// are revoked.
+    pub fn changed(&self) -> Option<Keys> {
+        let stamp = stamp(&self.path);
+        let mut last = self.last.lock();
+        if last.0 == stamp {
+            return None;
+        }
+        let path = self.path.display();
+        let keys = match Keys::read(&self.path) {
+            Ok(keys) if stamp.is_some() => {
+                tracing::info!(%path, keys = keys.keys.len(), "keys read again");
+                keys
+            }
+            Ok(_) => {
+                tracing::error!(%path, "file of keys is gone; refusing its keys");
+                last.1.revoked()
+            }
+            Err(error) => {
+                tracing::error!(
+                    error = format!("{error:#}"),
+                    "file of keys is damaged; refusing its keys"
+                );
+                last.1.revoked()
+            }
+        };
+        *last = (stamp, keys.clone());
+        Some(keys)
+    }
+}
+
+/// The stamp of the file at `path`, if there is one.
+fn stamp(path: &Path) -> Option<Stamp> {
+    std::fs::metadata(path).ok().map(|metadata| Stamp::of(&metadata))
+}
+
+impl Keys {
+    /// The same keys, all revoked.
+    fn revoked(&self) -> Self {
+        let now = Timestamp::now();
+        let revoke = |key: &Key| Key { revoked: key.revoked.or(Some(now)), ..key.clone() };
+        Self { keys: self.keys.iter().map(revoke).collect() }
+    }
+}

@@ -1,0 +1,89 @@
+//! Traces for OpenTelemetry: the spans of each request, sent to a collector if `OTEL_EXPORTER_OTLP_ENDPOINT` names one.
+//!
+//! The variables are those of OpenTelemetry, so that a collector is set up as for any other program. Spans are sent in
+//! batches by a thread of their own, as JSON over HTTP; a collector that does not answer costs a warning, and no
+//! request. Spans have ids, counts and names, never text of a prompt or a reply.
+
+use std::fmt::Debug;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::{Request, Response};
+use opentelemetry::trace::TracerProvider;
+use opentelemetry_http::{HttpClient, HttpError};
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::{Layer, Registry};
+
+/// Variables of which each turns traces on.
+const ENDPOINTS: [&str; 2] = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
+
+/// Time in which the collector must answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Sends spans until it is dropped, and then the rest of them.
+pub struct Traces(SdkTracerProvider);
+
+impl Traces {
+    /// Traces, if a collector is named.
+    ///
+    /// # Errors
+    /// If a variable of OpenTelemetry has a wrong value.
+    pub fn from_env() -> Result<Option<Self>> {
+        let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        if !ENDPOINTS.into_iter().any(is_set) {
+            return Ok(None);
+        }
+        let agent = ureq::Agent::config_builder()
+            .timeout_global(Some(TIMEOUT))
+            .http_status_as_error(false)
+            .build()
+            .into();
+        let exporter = SpanExporter::builder()
+            .with_http()
+            .with_protocol(Protocol::HttpJson)
+            .with_http_client(Client(agent))
+            .build()
+            .context("OTEL_EXPORTER_OTLP_ENDPOINT: traces cannot be sent")?;
+        let resource = Resource::builder().with_service_name("steersman").build();
+        let provider = SdkTracerProvider::builder()
+            .with_batch_exporter(exporter)
+            .with_resource(resource)
+            .build();
+        Ok(Some(Self(provider)))
+    }
+
+    /// The layer that gets the spans of this program's crates.
+    pub fn layer(&self) -> impl Layer<Registry> + Send + Sync + use<> {
+        let tracer = self.0.tracer("steersman");
+        let layer = tracing_opentelemetry::layer().with_tracer(tracer).with_location(false);
+        // Log lines are no events of spans: a collector of traces is not a second log.
+        layer.with_filter(filter_fn(|of| of.is_span() && of.target().starts_with("steersman")))
+    }
+}
+
+impl Drop for Traces {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.shutdown() {
+            tracing::warn!(%error, "last traces not sent");
+        }
+    }
+}
+
+/// Sends spans with the HTTP client that this program has. Blocks: it is called on the exporter's thread.
+#[derive(Debug)]
+struct Client(ureq::Agent);
+
+#[async_trait]
+impl HttpClient for Client {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let (parts, body) = request.into_parts();
+        let response = self.0.run(Request::from_parts(parts, body.to_vec()))?;
+        let (parts, mut body) = response.into_parts();
+        Ok(Response::from_parts(parts, body.read_to_vec()?.into()))
+    }
+}

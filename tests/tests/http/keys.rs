@@ -1,0 +1,179 @@
+//! `steersman keys`: keys that are created and revoked while the server runs.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use axum::http::Request as ClientRequest;
+use clap::Parser;
+use steersman::config::ProfileAccess;
+use steersman::keys::{FILE, KeyFile, Task, run};
+use tempfile::TempDir;
+
+use crate::connection::Lines;
+use crate::*;
+
+#[derive(Parser)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+/// Runs a command; returns what it prints, or its error.
+fn keys(folder: &Path, command: &str) -> Result<String, String> {
+    let words = std::iter::once("keys").chain(command.split_whitespace());
+    let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
+    let mut out = Vec::new();
+    let profiles = ["strict".to_string()];
+    run(&cli.task, &profiles, folder, &mut out).map_err(|error| format!("{error:#}"))?;
+    Ok(String::from_utf8(out).unwrap().trim_end().to_string())
+}
+
+fn app_in(folder: &TempDir) -> Router {
+    let config = ServerConfig {
+        key_file: Some(Arc::new(KeyFile::open(folder.path()).unwrap())),
+        profiles: ["default", "strict"]
+            .map(|name| (name.to_string(), ProfileAccess::default()))
+            .into(),
+        ..ServerConfig::default()
+    };
+    app_with(&config, answer).0
+}
+
+/// The status of a chat with this key, to this profile.
+async fn status(app: &Router, key: &str, profile: &str) -> u16 {
+    let mut request = post(body(json!({})).to_string());
+    let headers = request.headers_mut();
+    if !key.is_empty() {
+        headers.insert(header::AUTHORIZATION, format!("Bearer {key}").parse().unwrap());
+    }
+    if !profile.is_empty() {
+        headers.insert("x-steersman-profile", profile.parse().unwrap());
+    }
+    send(app, request).await.status().as_u16()
+}
+
+async fn rolls_back(app: &Router, key: &str) -> u16 {
+    let request = ClientRequest::post("/v1/policies/none/rollback")
+        .header(header::AUTHORIZATION, format!("Bearer {key}"))
+        .body(Body::empty());
+    send(app, request.unwrap()).await.status().as_u16()
+}
+
+#[tokio::test]
+async fn keys_open_and_close_a_running_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    assert_eq!(status(&app, "", "").await, 200);
+    let laptop = keys(folder.path(), "create laptop").unwrap();
+    let phone = keys(folder.path(), "create phone").unwrap();
+    assert!(laptop.starts_with("sk-") && laptop.len() == 46 && laptop != phone);
+    assert_eq!(status(&app, "", "").await, 401);
+    assert_eq!(status(&app, "sk-wrong", "").await, 401);
+    assert_eq!(status(&app, &laptop, "").await, 200);
+    assert_eq!(status(&app, &phone, "strict").await, 200);
+    keys(folder.path(), "revoke laptop").unwrap();
+    assert_eq!(status(&app, &laptop, "").await, 401);
+    assert_eq!(status(&app, &phone, "").await, 200);
+    // The last one is revoked: the server stays closed, also after a restart.
+    keys(folder.path(), "revoke phone").unwrap();
+    for app in [app, app_in(&folder)] {
+        assert_eq!(status(&app, &phone, "").await, 401);
+        assert_eq!(status(&app, "", "").await, 401);
+    }
+}
+
+#[tokio::test]
+async fn a_key_of_a_profile_opens_no_other_and_an_operators_key_opens_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let strict = keys(folder.path(), "create app-1 --profile strict").unwrap();
+    let second = keys(folder.path(), "create app-2 --profile strict").unwrap();
+    for key in [&strict, &second] {
+        assert_eq!(status(&app, key, "").await, 200);
+        assert_eq!(status(&app, key, "default").await, 403);
+        assert_eq!(rolls_back(&app, key).await, 403);
+    }
+    // Others use the profiles that have no keys.
+    assert_eq!((status(&app, "", "").await, status(&app, "", "strict").await), (200, 403));
+    keys(folder.path(), "revoke app-1").unwrap();
+    assert_eq!(status(&app, &strict, "strict").await, 403);
+    assert_eq!(status(&app, &second, "").await, 200);
+    let operator = keys(folder.path(), "create me --operator").unwrap();
+    assert_eq!(rolls_back(&app, &operator).await, 404);
+    assert_eq!(rolls_back(&app, &second).await, 401);
+    assert_eq!(status(&app, &operator, "strict").await, 200);
+    keys(folder.path(), "revoke me").unwrap();
+    assert_eq!(rolls_back(&app, &operator).await, 401);
+}
+
+#[tokio::test]
+async fn keys_are_nowhere_but_with_their_owner() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let lines = Lines::default();
+    let _log = lines.capture();
+    let key = keys(folder.path(), "create laptop").unwrap();
+    assert_eq!(status(&app, &key, "").await, 200);
+    let wrong = "sk-0123456789abcdef0123456789abcdef";
+    let mut request = post(body(json!({})).to_string());
+    request.headers_mut().insert(header::AUTHORIZATION, format!("Bearer {wrong}").parse().unwrap());
+    let refused = String::from_utf8(bytes(send(&app, request).await).await.to_vec()).unwrap();
+    let metrics = ClientRequest::get("/metrics").header("x-api-key", &key).body(Body::empty());
+    let metrics =
+        String::from_utf8(bytes(send(&app, metrics.unwrap()).await).await.to_vec()).unwrap();
+    let file = std::fs::read_to_string(folder.path().join(FILE)).unwrap();
+    let list = keys(folder.path(), "list").unwrap();
+    assert!(list.contains(&format!("laptop  {}..  all profiles", &key[..11])), "{list}");
+    for text in [&refused, &metrics, &file, &list, &lines.text()] {
+        assert!(!text.contains(&key[11..]) && !text.contains(wrong), "{text}");
+    }
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::metadata(folder.path().join(FILE)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
+}
+
+#[tokio::test]
+async fn a_file_of_keys_that_is_lost_or_damaged_opens_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let key = keys(folder.path(), "create laptop").unwrap();
+    assert_eq!(status(&app, &key, "").await, 200);
+    let path = folder.path().join(FILE);
+    let whole = std::fs::read(&path).unwrap();
+    for damage in [None, Some("{"), Some(r#"{"keys": [{"name": "x"}]}"#)] {
+        match damage {
+            None => std::fs::remove_file(&path).unwrap(),
+            Some(text) => std::fs::write(&path, text).unwrap(),
+        }
+        assert_eq!((status(&app, &key, "").await, status(&app, "", "").await), (401, 401));
+        if damage.is_some() {
+            let error = KeyFile::open(folder.path()).unwrap_err().to_string();
+            assert!(error.contains("keys.json"), "{error}");
+        }
+    }
+    std::fs::write(&path, whole).unwrap();
+    assert_eq!(status(&app, &key, "").await, 200);
+}
+
+#[test]
+fn wrong_names_are_explained() {
+    let folder = tempfile::tempdir().unwrap();
+    keys(folder.path(), "create laptop").unwrap();
+    keys(folder.path(), "revoke laptop").unwrap();
+    let cases = [
+        ("create laptop", "choose another name"),
+        ("create a/b", "use 1 to 64 letters"),
+        ("create x --profile none", "no profile `none`; name its file with --config"),
+        ("create x --profile strict --operator", "cannot be used with"),
+        ("revoke phone", "there is no key `phone`"),
+        ("revoke laptop", "already revoked"),
+    ];
+    for (command, words) in cases {
+        let error = keys(folder.path(), command).unwrap_err();
+        assert!(error.contains(words), "{command}: {error}");
+    }
+    assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 2);
+}
