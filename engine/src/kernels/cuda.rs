@@ -13,12 +13,14 @@ mod gated_delta;
 mod heads;
 mod kernel;
 mod product;
+mod tiled;
 
 pub use attention::{AttentionSpan, Gates, ROWS, SPANS, attention};
 pub use gated_delta::gated_delta;
 pub use heads::{Destination, has_heads_kernel, heads};
 pub use kernel::{keep_in, prepare};
-pub use product::Tiled;
+pub use product::product;
+pub use tiled::Tiled;
 
 use std::cell::Cell;
 use std::ffi::CStr;

@@ -1,331 +1,159 @@
 //! Products of a few rows with a matrix of 4 bits. MLX's own kernel for fewer than 8 rows reads the matrix once
 //! a row, and at a fifth of the memory's bandwidth.
 //!
-//! The matrix is stored in the order in which a warp of tensor cores takes it ([`Tiled`]), so that each load of a warp
-//! is 512 contiguous bytes. In MLX's order the same load touches 8 lines of the cache, and their number, not the
-//! memory, bounds the product.
+//! For matrices in MLX's order. Those with a multiple of 1024 inputs are put in another one ([`Tiled`](super::Tiled)).
 
-use mlx_rs::ops::{concatenate, matmul};
-use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use super::{Capability, Kernel, Launch, enabled};
+use super::{Kernel, Launch, enabled};
 use crate::error::Result;
 use crate::nn::{DENSE_ROWS, Input, Mode, Packed, Quantization};
 
-const PRODUCT: Kernel = Kernel {
+const KERNEL: Kernel = Kernel {
     name: "product",
-    inputs: &["x", "w", "norm", "residual"],
+    inputs: &["x", "w", "scales", "biases", "norm", "residual"],
     outputs: &["out"],
     numbers: &["outputs", "all_rows"],
     header: "",
     source: include_str!("product.cu"),
 };
 
-const ROWS_OF: Kernel = Kernel {
-    name: "rows",
-    inputs: &["w", "ids"],
-    outputs: &["out"],
-    numbers: &[],
-    header: "",
-    source: include_str!("rows.cu"),
-};
+pub const QUANTIZATION: Quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
 
-const QUANTIZATION: Quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
-
-/// Inputs of a tile.
+/// Inputs that a warp multiplies at a time.
 const SLAB: i32 = 256;
 
-/// Outputs of a tile.
+/// Outputs that a block computes at a time.
 const TILE: i32 = 16;
 
 /// Rows that a warp multiplies at a time, the columns of an mma.
 const SET: i32 = 8;
 
 /// Most sets of rows in a block: more take too many registers.
-const SETS: i32 = 4;
+const SETS: i32 = 2;
 
 /// Most rows: more are multiplied densely.
-const ROWS: i32 = DENSE_ROWS - 1;
+pub const ROWS: i32 = DENSE_ROWS - 1;
 
-/// Warps that a block may have.
-const WARPS: [i32; 3] = [16, 12, 8];
-
-/// What a block does between two turns, in the time that a warp takes for a tile: chosen by trying all blocks for the
-/// matrices of Qwen3.5-9B on an H200.
-const TURN: i32 = 4;
+/// Most warps of a block.
+const WARPS: i32 = 16;
 
 /// Streaming multiprocessors of an H100 and H200. A block stays on one and computes many tiles.
-const MULTIPROCESSORS: i32 = 132;
+pub const MULTIPROCESSORS: i32 = 132;
 
-/// Clusters of 4 blocks that run at the same time on an H200, which has multiprocessors in groups of 16 and 18.
-const CLUSTERS_OF_4: i32 = 30;
-
-/// Tiles from which clusters of 2 are faster than those of 4 for more than 16 rows.
-const MANY_TILES: i32 = 1024;
-
-/// A matrix of 4 bits in groups of 64, [out, in], in tiles of 16 outputs and 256 inputs.
-///
-/// A tile is [4 groups of 64 inputs][8 outputs g][4 t][outputs g and g + 8][2] words of 8 inputs, where the words of a
-/// group are divided among t; then the scales as [8 g][g and g + 8][4 groups], and the biases likewise.
-#[derive(Debug, Clone)]
-pub struct Tiled {
-    /// u32 [out / 16, in / 256, 576]
-    words: Array,
+/// `x` [.., R, in] times the transposed `matrix` [out, in], and `residual` [.., R, out] added: [.., R, out]. `None` if
+/// there is no kernel for its format or for so many rows.
+pub fn product(x: Input<'_>, matrix: &Packed, residual: Option<&Array>) -> Result<Option<Array>> {
+    let Some(device) = enabled() else { return Ok(None) };
+    let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
+    // Inputs that are not used are not read.
+    let (x, form, norm, eps) = match x {
+        Input::Rows(x) => (x, 0, x, 0.0),
+        Input::Normed(x, norm) => (x, 1, &norm.weight, norm.eps),
+    };
+    let (inputs, outputs) = (x.dim(-1), matrix.weight.dim(0));
+    let rows = i32::try_from(x.size()).unwrap_or(i32::MAX) / inputs;
+    let read = [x, &matrix.scales, biases, norm, residual.unwrap_or(x)];
+    let fits = matrix.quantization == QUANTIZATION
+        && read.iter().all(|a| a.dtype() == Dtype::Bfloat16)
+        && (inputs % SLAB, outputs % TILE) == (0, 0)
+        && rows <= ROWS;
+    if !fits {
+        return Ok(None);
+    }
+    let Some(Block { sets, warps, parts: sums, shared }) =
+        Block::of(rows, inputs, device.shared_memory())
+    else {
+        return Ok(None);
+    };
+    let blocks = (rows + SET * sets - 1) / (SET * sets);
+    let mut shape = x.shape().to_vec();
+    shape.pop();
+    shape.push(outputs);
+    let y = KERNEL.run(&Launch {
+        inputs: &[x, &matrix.weight, &matrix.scales, biases, norm, residual.unwrap_or(x)],
+        outputs: &[(&shape, Dtype::Bfloat16)],
+        numbers: &[outputs, rows],
+        constants: &[
+            ("FORM", form),
+            ("EPS", eps.to_bits().cast_signed()),
+            ("ADD", i32::from(residual.is_some())),
+            ("K", inputs),
+            ("WARPS", warps),
+            ("PARTS", sums),
+            ("SETS", sets),
+        ],
+        dtype: Dtype::Bfloat16,
+        // All at the same time, so that further rows find the matrix in the cache.
+        blocks: [(outputs / TILE).min(MULTIPROCESSORS / blocks), blocks, 1],
+        cluster: 1,
+        threads: 32 * warps,
+        shared,
+    })?;
+    Ok(y.into_iter().next())
 }
 
-impl Tiled {
-    /// `matrix` in tiles. `None` if there is no kernel for its format or none is used.
-    pub fn new(matrix: &Packed) -> Result<Option<Self>> {
-        let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
-        let [outputs, inputs] = [matrix.weight.dim(0), matrix.weight.dim(1) * 8];
-        let types = [matrix.scales.dtype(), biases.dtype(), matrix.dtype];
-        let fits = enabled().is_some()
-            && matrix.quantization == QUANTIZATION
-            && types == [Dtype::Bfloat16; 3]
-            && (inputs % SLAB, outputs % TILE) == (0, 0);
-        if !fits {
-            return Ok(None);
-        }
-        let (tiles, slabs) = (outputs / TILE, inputs / SLAB);
-        let words = matrix
-            .weight
-            .reshape(&[tiles, 2, 8, slabs, 4, 4, 2])?
-            .transpose_axes(&[0, 3, 4, 2, 5, 1, 6])?
-            .reshape(&[tiles, slabs, -1])?;
-        let by_group = |array: &Array| -> Result<Array> {
-            let ordered = array
-                .reshape(&[tiles, 2, 8, slabs, 4])?
-                .transpose_axes(&[0, 3, 2, 1, 4])?
-                .reshape(&[tiles, slabs, -1])?;
-            Ok(ordered.contiguous()?.view::<u32>()?)
-        };
-        let words = concatenate(&[words, by_group(&matrix.scales)?, by_group(biases)?], 2)?;
-        // The matrix in the other order is freed at once.
-        eval([&words])?;
-        Ok(Some(Self { words }))
-    }
-
-    /// One matrix with the outputs of all `parts`, which have the same inputs.
-    pub fn joined(parts: &[&Self]) -> Result<Self> {
-        let parts: Vec<&Array> = parts.iter().map(|part| &part.words).collect();
-        let words = concatenate(&parts, 0)?;
-        // The parts are freed at once, layer by layer.
-        eval([&words])?;
-        Ok(Self { words })
-    }
-
-    /// Outputs and inputs.
-    pub fn shape(&self) -> [i32; 2] {
-        [self.words.dim(0) * TILE, self.words.dim(1) * SLAB]
-    }
-
-    /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
-    pub fn matmul(&self, x: &Array) -> Result<Array> {
-        match self.product(Input::Rows(x), None)? {
-            Some(y) => Ok(y),
-            None => Ok(matmul(x, self.dequantize()?.as_dtype(x.dtype())?.swap_axes(-1, -2)?)?),
-        }
-    }
-
-    /// `x` [.., R, in] times the transposed matrix, and `residual` [.., R, out] added: [.., R, out]. `None` if there is
-    /// no kernel for so many rows or their type.
-    pub fn product(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Option<Array>> {
-        self.run(x, residual, false)
-    }
-
-    /// [`swiglu`](crate::nn::swiglu) of the product: of the matrix's outputs, the first half are gates and the second
-    /// half ups. [.., R, out / 2]; `None` as for [`Tiled::product`].
-    pub fn swiglu(&self, x: Input<'_>) -> Result<Option<Array>> {
-        self.run(x, None, true)
-    }
-
-    /// The rows `ids` [R] (u32) of the matrix, [R, in].
-    pub fn rows(&self, ids: &Array) -> Result<Array> {
-        self.dense(ids, ids.dim(0), true)
-    }
-
-    /// The dequantized matrix, [out, in].
-    pub fn dequantize(&self) -> Result<Array> {
-        self.dense(&Array::from_slice(&[0u32], &[1]), self.shape()[0], false)
-    }
-
-    fn dense(&self, ids: &Array, count: i32, gather: bool) -> Result<Array> {
-        const THREADS: i32 = 128;
-        let inputs = self.shape()[1];
-        let rows = ROWS_OF.run(&Launch {
-            inputs: &[&self.words, &ids.as_dtype(Dtype::Uint32)?],
-            outputs: &[(&[count, inputs], Dtype::Bfloat16)],
-            numbers: &[],
-            constants: &[("K", inputs), ("GATHER", i32::from(gather)), ("THREADS", THREADS)],
-            dtype: Dtype::Bfloat16,
-            blocks: [count, 1, 1],
-            cluster: 1,
-            threads: THREADS,
-            shared: 0,
-        })?;
-        Ok(rows.into_iter().next().expect("one output"))
-    }
-
-    fn run(&self, x: Input<'_>, residual: Option<&Array>, gated: bool) -> Result<Option<Array>> {
-        let Some(device) = enabled() else { return Ok(None) };
-        // Inputs that are not used are not read.
-        let (x, norm, eps) = match x {
-            Input::Rows(x) => (x, None, 0.0),
-            Input::Normed(x, norm) => (x, Some(&norm.weight), norm.eps),
-        };
-        let [outputs, inputs] = self.shape();
-        let rows = i32::try_from(x.size()).unwrap_or(i32::MAX) / inputs;
-        let read = [x, norm.unwrap_or(x), residual.unwrap_or(x)];
-        if rows > ROWS || read.iter().any(|array| array.dtype() != Dtype::Bfloat16) {
-            return Ok(None);
-        }
-        let Some(block) = Block::of(rows, [outputs, inputs], norm.is_some(), gated, device) else {
-            return Ok(None);
-        };
-        let mut shape = x.shape().to_vec();
-        shape.pop();
-        shape.push(if gated { outputs / 2 } else { outputs });
-        let y = PRODUCT.run(&Launch {
-            inputs: &[x, &self.words, norm.unwrap_or(x), residual.unwrap_or(x)],
-            outputs: &[(&shape, Dtype::Bfloat16)],
-            numbers: &[outputs, rows],
-            constants: &[
-                ("FORM", i32::from(norm.is_some())),
-                ("EPS", eps.to_bits().cast_signed()),
-                ("ADD", i32::from(residual.is_some())),
-                ("GATED", i32::from(gated)),
-                ("K", inputs),
-                ("WARPS", block.warps),
-                ("SETS", block.sets),
-            ],
-            dtype: Dtype::Bfloat16,
-            blocks: block.blocks,
-            cluster: block.cluster,
-            threads: 32 * block.warps,
-            shared: block.shared,
-        })?;
-        Ok(y.into_iter().next())
-    }
-}
-
-/// How a product is divided.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a block computes, and with what.
+#[derive(Debug, PartialEq, Eq)]
 struct Block {
     /// Sets of [`SET`] rows.
     sets: i32,
     warps: i32,
-    /// Blocks of a cluster.
-    cluster: i32,
-    /// Blocks along x, y and z.
-    blocks: [i32; 3],
+    /// Partial sums of an output.
+    parts: i32,
     /// Bytes of shared memory.
     shared: i32,
 }
 
 impl Block {
-    /// The fastest division of `rows` rows times a matrix of `[outputs, inputs]`; `None` if no block fits in the
-    /// device's shared memory.
-    fn of(
-        rows: i32,
-        shape: [i32; 2],
-        normed: bool,
-        gated: bool,
-        device: Capability,
-    ) -> Option<Self> {
-        let most = SETS.min((rows + SET - 1) / SET);
-        (1..=most).rev().find_map(|sets| {
-            let clusters: &[i32] = match sets {
-                _ if !device.has_clusters() => &[1],
-                1 | 2 => &[1, 2, 4],
-                _ if shape[0] / TILE >= MANY_TILES => &[2, 4],
-                _ => &[4, 2],
-            };
-            clusters.iter().find_map(|&cluster| {
-                let block = |warps| {
-                    Self::with(sets, warps, cluster, rows, shape, normed, gated)
-                        .filter(|(_, block)| block.shared <= device.shared_memory())
-                };
-                let (_, block) =
-                    WARPS.into_iter().filter_map(block).min_by_key(|&(time, _)| time)?;
-                Some(block)
-            })
-        })
+    /// The block for `rows` rows of `inputs` inputs; `None` if it does not fit in `memory` bytes.
+    fn of(rows: i32, inputs: i32, memory: i32) -> Option<Self> {
+        let parts = warps(inputs / SLAB);
+        // Fragments and sums of x; partial sums, twice; sums of squares.
+        let shared = |sets| sets * (inputs * 16 + inputs / 64 * 32 + parts * 1024);
+        let memory = memory - SETS * SET * 9 * 4;
+        // A warp with two sets needs twice the registers, so there are half as many warps. Each then has two
+        // slabs, whose sums stay apart.
+        let in_pairs = ((rows + SET - 1) / SET) % SETS == 0
+            && parts == inputs / SLAB
+            && shared(SETS) <= memory;
+        let (sets, warps) = if in_pairs { (SETS, (parts + 1) / 2) } else { (1, parts) };
+        (shared(sets) <= memory).then(|| Self { sets, warps, parts, shared: shared(sets) })
     }
+}
 
-    /// A block with `warps`, and an estimate of its time. `None` if a gate would be without its up.
-    fn with(
-        sets: i32,
-        warps: i32,
-        cluster: i32,
-        rows: i32,
-        [outputs, inputs]: [i32; 2],
-        normed: bool,
-        gated: bool,
-    ) -> Option<(i32, Self)> {
-        let up = |a: i32, b: i32| (a + b - 1) / b;
-        let (slabs, quarters, own_rows) = (inputs / SLAB, 4 / cluster, SET * sets);
-        let tiles = warps / quarters;
-        if gated && (tiles % 2 != 0 || outputs % (2 * TILE) != 0) {
-            return None;
-        }
-        let y = up(rows, own_rows);
-        let at_once = if cluster == 4 { CLUSTERS_OF_4 } else { MULTIPROCESSORS / cluster };
-        let groups = up(outputs / TILE, tiles);
-        let turns = up(groups, (at_once / y).max(1));
-        let own_slabs = up(slabs * quarters, 4);
-        let floats = own_slabs * 4 * own_rows
-            + if normed { own_rows * slabs } else { 0 }
-            + turns.min(2) * quarters * own_rows * (tiles * TILE + 4);
-        // Beside it are the norms of the rows.
-        let shared = own_rows * own_slabs * SLAB * 2 + (floats + own_rows) * 4;
-        let blocks = [up(groups, turns) * cluster, y, 1];
-        Some((turns * (warps + TURN), Self { sets, warps, cluster, blocks, shared }))
-    }
+/// The number of warps that leaves the fewest without a slab in the last round.
+fn warps(slabs: i32) -> i32 {
+    let idle = |warps: &i32| (slabs + warps - 1) / warps * warps - slabs;
+    (WARPS / 2..=WARPS).rev().min_by_key(idle).expect("the range is not empty").min(slabs)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const HOPPER: Capability = Capability { major: 9, minor: 0 };
-    const ADA: Capability = Capability { major: 8, minor: 9 };
-
-    fn block(rows: i32, shape: [i32; 2], gated: bool, device: Capability) -> Option<[i32; 5]> {
-        let Block { sets, warps, cluster, blocks, shared } =
-            Block::of(rows, shape, false, gated, device)?;
-        assert!(shared <= device.shared_memory());
-        assert_eq!(blocks[0] % cluster, 0);
-        assert!(blocks[1] * sets * SET >= rows);
-        Some([sets, warps, cluster, blocks[0], blocks[1]])
-    }
-
     #[test]
-    fn blocks_divide_the_matrices_of_common_models() {
-        let cases = [
-            (1, [4096, 4096], Some([1, 8, 1, 128, 1])),
-            (1, [12352, 4096], Some([1, 12, 1, 129, 1])),
-            (1, [248_320, 4096], Some([1, 16, 1, 130, 1])),
-            (8, [4096, 12288], Some([1, 8, 1, 128, 1])),
-            (16, [4096, 4096], Some([2, 8, 1, 128, 1])),
-            (16, [4096, 12288], Some([2, 8, 2, 128, 1])),
-            (32, [4096, 4096], Some([4, 12, 4, 88, 1])),
-            (32, [4096, 12288], Some([4, 12, 4, 88, 1])),
-            (32, [248_320, 4096], Some([4, 16, 2, 130, 1])),
-            (127, [4096, 4096], Some([4, 16, 4, 24, 4])),
-        ];
-        for (rows, shape, expected) in cases {
-            assert_eq!(block(rows, shape, false, HOPPER), expected, "{rows} {shape:?}");
+    fn warps_divide_the_slabs_of_common_widths() {
+        let expected = [(16, 16), (48, 16), (10, 10), (38, 13), (8, 8), (1, 1), (20, 10)];
+        for (slabs, expected) in expected {
+            assert_eq!(warps(slabs), expected, "{slabs}");
         }
-        // Gates are beside ups.
-        assert_eq!(block(1, [24576, 4096], true, HOPPER), Some([1, 16, 1, 128, 1]));
-        assert_eq!(block(32, [24576, 4096], true, HOPPER), Some([4, 16, 2, 128, 1]));
     }
 
     #[test]
-    fn without_clusters_rows_are_divided_until_they_fit() {
-        assert_eq!(block(32, [4096, 4096], false, ADA), Some([1, 16, 1, 32, 4]));
-        assert_eq!(block(32, [1024, 1024], false, ADA).map(|block| block[0]), Some(4));
-        assert_eq!(block(1, [4096, 12288], false, ADA), None);
+    fn blocks_fit_in_shared_memory() {
+        const MEMORY: i32 = 227 << 10;
+        let block = |rows, inputs| {
+            let block = Block::of(rows, inputs, MEMORY)?;
+            assert!(block.shared <= MEMORY);
+            Some([block.sets, block.warps, block.parts])
+        };
+        assert_eq!(block(1, 4096), Some([1, 16, 16]));
+        assert_eq!(block(16, 4096), Some([2, 8, 16]));
+        assert_eq!(block(24, 4096), Some([1, 16, 16]));
+        assert_eq!(block(32, 2560), Some([2, 5, 10]));
+        assert_eq!(block(32, 5120), Some([1, 10, 10]));
+        assert_eq!(block(32, 12288), Some([1, 16, 16]));
+        assert_eq!(block(8, 16384), None);
     }
 }

@@ -1,4 +1,4 @@
-// Rows of a matrix in the tiles of product.rs, dequantized. A block writes a row.
+// Rows of a matrix in the tiles of tiled.rs, dequantized. A block writes a row.
 //
 // Constants: K (inputs, a multiple of 256), GATHER (1: the rows `ids`, 0: all rows), THREADS, T (bfloat16).
 constexpr int SLABS = K / 256;
