@@ -163,8 +163,11 @@ impl Decoder {
             return None;
         }
         let start = Instant::now();
-        let offer =
-            |sequence: &Option<&mut Sequence>| sequence.as_ref()?.offer_draft(&costs, streams);
+        // One that was rewound has sampled again: its draft would follow a token that is not committed.
+        let offer = |sequence: &Option<&mut Sequence>| {
+            let sequence = sequence.as_ref().filter(|sequence| sequence.sampled.is_none())?;
+            sequence.offer_draft(&costs, streams)
+        };
         let offers: Vec<Option<Offer>> = committed.iter().map(offer).collect();
         let choices = governor::choose(&costs, streams, &offers);
         let drafting = committed.into_iter().zip(choices).filter_map(|(s, choice)| s.zip(choice));

@@ -628,3 +628,28 @@ fn all_drafters_continue_after_rewinds_and_injections() {
         }
     }
 }
+
+/// A sequence that is rewound to the end of its cache samples again from logits that it has: that token is not
+/// committed yet. A draft after it had one row too few, and the request failed.
+#[test]
+fn drafts_after_a_rewind_of_one_token_equal_plain_decoding() {
+    let mut decoder = super::load(Config::default());
+    let mut request =
+        ask("Write a story about a fox named Nora who lives near the river.", false, 80);
+    request.seed = None;
+    let script = || {
+        let mut newest = 0;
+        Script::new(move |step| {
+            let is_due = step.index % 5 == 4 && step.index > newest;
+            newest = newest.max(step.index);
+            if is_due { vec![Action::Rewind(1)] } else { Vec::new() }
+        })
+    };
+    let plain = run_plain(&mut decoder, &request, script());
+    assert!(plain.noted("rewound 1 tokens"), "{:?}", plain.notes);
+    for kind in [DraftKind::Ngram, DraftKind::Mtp] {
+        let ran = run(&mut decoder, &request, script(), DecodePath::Drafted(kind), None);
+        assert_eq!(ran.tokens, plain.tokens, "{kind:?}");
+        assert!(ran.usage.drafted_tokens > 0, "{kind:?}: {:?}", ran.usage);
+    }
+}
