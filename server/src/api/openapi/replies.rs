@@ -772,7 +772,8 @@ struct ListedProfile {
     mcp: Value,
     policy_headers: Vec<String>,
     limits: Map<String, Value>,
-    sampling: Map<String, Value>,
+    /// Null if the profile sets nothing.
+    sampling: Option<Map<String, Value>>,
 }
 
 /// Requests that run, and the newest ones that have ended.
