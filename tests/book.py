@@ -1,44 +1,114 @@
-"""Runs the commands of the documentation: each block after `<!-- ci: run -->` in a page of the repository.
+"""Runs the commands of the documentation.
 
-    python tests/book.py target/debug/steersman
+    python tests/book.py target/debug/steersman [PAGE ...]
 
-Each page has a folder of its own, in which its blocks run one after another, with `steersman` on the path and a data folder
-there. A block fails with its first command. The README's blocks are run by `.ci/run`.
+The comment before a block of a page says what to do with it:
+
+    <!-- ci: run -->              run it; it fails with its first command
+    <!-- ci: start -->            run it in the background until the server answers; it is stopped at the end of the page
+    <!-- ci: file NAME -->        write it to this file
+    <!-- ci: append NAME -->      append it to this file
+    <!-- ci: not run: REASON -->  do nothing
+    <!-- ci: NAME -->             `.ci/run` runs it by this name
+
+Each block of `sh` must have such a comment. Each page has a folder of its own, with `steersman` on the path and a data
+folder there.
 """
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
-BLOCK = re.compile(r"^<!-- ci: run -->\n```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIMEOUT_S = 300
+BLOCK = re.compile(r"(?:^<!-- ci: ([^\n]+) -->\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEALTH = "http://127.0.0.1:11436/health"
+TIMEOUT_S = 600
+
+
+def is_ready():
+    try:
+        return urllib.request.urlopen(HEALTH, timeout=5).status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+class Page:
+    """A page whose blocks run in `folder`."""
+
+    def __init__(self, folder, binary):
+        self.folder = Path(folder)
+        self.environment = os.environ | {
+            "PATH": f"{binary.parent}:{os.environ['PATH']}",
+            "STEERSMAN_DATA_DIR": f"{folder}/data",
+            "HF_HOME": f"{folder}/hub",
+            "HF_HUB_OFFLINE": "1",
+            # A policy in Rust is built in its own folder.
+            "CARGO_TARGET_DIR": f"{folder}/target",
+        }
+        self.server = None
+
+    def process(self, text, **options):
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, **options)
+
+    def run(self, text):
+        status = self.process(text).wait(TIMEOUT_S)
+        assert status == 0, f"exit status {status}"
+
+    def start(self, text):
+        self.stop()
+        assert not is_ready(), f"another server answers at {HEALTH}"
+        self.server = self.process(text, start_new_session=True)
+        end = time.time() + TIMEOUT_S
+        while not is_ready():
+            assert self.server.poll() is None, f"exit status {self.server.returncode}"
+            assert time.time() < end, f"no answer at {HEALTH}"
+            time.sleep(0.2)
+
+    def stop(self):
+        if self.server:
+            os.killpg(self.server.pid, signal.SIGTERM)
+            self.server.wait(TIMEOUT_S)
+            self.server = None
 
 
 def main():
     binary, root = Path(sys.argv[1]).resolve(), Path(__file__).resolve().parents[1]
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=root, check=True, capture_output=True, text=True)
-    count = 0
-    for page in listed.stdout.split():
-        text = (root / page).read_text()
-        blocks = BLOCK.findall(text)
-        assert len(blocks) == text.count("<!-- ci: run -->"), f"{page}: a mark without a block of sh"
+    script = (root / ".ci/run").read_text()
+    counts = {}
+    for name in sys.argv[2:] or listed.stdout.split():
         with tempfile.TemporaryDirectory() as folder:
-            environment = os.environ | {
-                "PATH": f"{binary.parent}:{os.environ['PATH']}",
-                "STEERSMAN_DATA_DIR": f"{folder}/data",
-                "HF_HOME": f"{folder}/hub",
-                "HF_HUB_OFFLINE": "1",
-            }
-            for block in blocks:
-                print(f"== {page}\n{block}", flush=True)
-                command = ["bash", "-euo", "pipefail", "-c", block]
-                subprocess.run(command, cwd=folder, env=environment, check=True, timeout=TIMEOUT_S)
-                count += 1
-    assert count, "no block is marked"
-    print(f"{count} blocks ran")
+            page = Page(folder, binary)
+            try:
+                for mark, language, text in BLOCK.findall((root / name).read_text()):
+                    verb, _, argument = mark.partition(": " if mark.startswith("not run: ") else " ")
+                    if not mark:
+                        assert language != "sh", f"{name}: no comment says whether CI runs this block:\n{text}"
+                        continue
+                    print(f"== {name}: {mark}\n{text}", flush=True)
+                    counts[verb] = counts.get(verb, 0) + 1
+                    if verb in ("file", "append"):
+                        path = page.folder / argument
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        with path.open("w" if verb == "file" else "a") as file:
+                            file.write(text)
+                    elif mark == "run":
+                        page.run(text)
+                    elif mark == "start":
+                        page.start(text)
+                    elif verb != "not run":
+                        assert f"readme {mark})" in script, f"{name}: .ci/run has no block {mark!r}"
+            finally:
+                page.stop()
+    print("blocks:", ", ".join(f"{count} {verb}" for verb, count in sorted(counts.items())))
+    assert counts.get("run"), "no block was run"
 
 
 main()

@@ -6,6 +6,8 @@
 
 use tracing::Span;
 
+use crate::policy::{Failure, HookInput, Session};
+
 /// The span of one request; none unless the server has made one.
 #[derive(Debug, Clone)]
 pub struct RequestSpan(pub Span);
@@ -30,6 +32,15 @@ impl RequestSpan {
     /// The span of a reply.
     pub(crate) fn decode(&self) -> Span {
         tracing::debug_span!(parent: &self.0, "decode")
+    }
+
+    /// Calls the policies within a span of the call.
+    pub(crate) fn ask<T: HookInput>(
+        &self,
+        policies: &mut Session,
+        input: &T,
+    ) -> Result<T::Answer, Failure> {
+        self.hook(input.call().hook().name()).in_scope(|| policies.ask(input))
     }
 
     /// The span of a call of the policies.

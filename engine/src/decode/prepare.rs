@@ -158,11 +158,13 @@ impl Preparer {
         let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(&job, reasoning)?;
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-        let mut plan = policy.ask(&self.view(&job.request, &params, prompt.len(), seed))?;
+        let view = self.view(&job.request, &params, prompt.len(), seed);
+        let mut plan = job.request.span.ask(&mut policy, &view)?;
         if let Some(Refusal { status, message }) = plan.refuse.take() {
             // Cast: positions fit i32.
             let (reason, prompt_tokens) = ("refused".into(), prompt.len() as u32);
-            policy.ask(&Summary { reason, prompt_tokens, ..Summary::default() })?;
+            let summary = Summary { reason, prompt_tokens, ..Summary::default() };
+            job.request.span.ask(&mut policy, &summary)?;
             return Err(RequestError::Refused { status, message }.into());
         }
         notes.extend(tighten(&mut job.request, &mut plan, self.max_tokens));
@@ -400,7 +402,7 @@ fn replace_system_text(
     if view.system.iter().all(String::is_empty) {
         return Ok(Vec::new());
     }
-    let replacements = policy.ask(&view)?;
+    let replacements = request.span.ask(policy, &view)?;
     let mut system = view.system;
     apply_replacements(&mut system, &replacements).map_err(|problem| Failure {
         policy: request.profile.clone(),

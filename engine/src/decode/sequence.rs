@@ -525,7 +525,7 @@ impl Sequence {
         add_note(&mut self.progress.notes, note);
     }
 
-    /// Tells other threads how far it is.
+    /// Publishes stage and position for other threads.
     pub fn report_progress(&self) {
         let position = self.cache.position;
         let stage = match self.reply_state.reply.phase() {

@@ -89,7 +89,7 @@ pub trait Protocol: Sized + Send + Sync + 'static {
         Ok(())
     }
 
-    /// How long the model stays loaded after the request, if that says; `Some(None)` for no limit.
+    /// How long the model stays loaded after the request; `Some(None)` without a limit, `None` if the request does not say.
     fn keeps_model(&self) -> Option<Option<Duration>> {
         None
     }

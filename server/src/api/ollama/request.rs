@@ -54,7 +54,7 @@ enum Think {
     Effort(Effort),
 }
 
-/// How long the model stays loaded after a request, if that says; `Some(None)` for no limit.
+/// How long the model stays loaded after a request; `Some(None)` without a limit, `None` if the request does not say.
 pub type KeepAlive = Option<Option<Duration>>;
 
 /// The options that have an effect.
