@@ -269,7 +269,7 @@ impl Common {
     /// called before the program starts a thread.
     fn read(self, model: Option<String>) -> Result<(FileConfig, PathBuf)> {
         let (mut file, data_dir) = self.place.read()?;
-        environment::keep_kernels_in(&data_dir);
+        environment::set_for_cuda(&data_dir);
         file.model.path = model.unwrap_or(file.model.path);
         file.model.device = self.device.unwrap_or(file.model.device);
         Ok((file, data_dir))

@@ -19,6 +19,9 @@ use crate::error::{Error, Result};
 use crate::kernels::cuda::Capability;
 use crate::model::choose_device;
 
+/// Operations that a GPU gets at a time.
+const QUEUED: usize = 8;
+
 /// Time for each measurement, at most, after the first run.
 const MEASURING: Duration = Duration::from_millis(400);
 
@@ -136,7 +139,11 @@ impl Machine {
         };
         let [a, b] = [matrix(1)?, matrix(2)?];
         eval([&a, &b])?;
-        let seconds = best(|| Ok(eval([&matmul(&a, &b)?])?))?;
+        let seconds = if self.on_cpu {
+            best(|| Ok(eval([&matmul(&a, &b)?])?))?
+        } else {
+            best_on_gpu(|| Ok(matmul(&a, &b)?))?
+        };
         Ok(2.0 * f64::from(size).powi(3) / seconds)
     }
 }
@@ -146,8 +153,17 @@ fn read_on_gpu() -> Result<f64> {
     let length = i32::try_from(GPU_READ_BYTES / size_of::<f32>()).unwrap_or(i32::MAX);
     let x = ones_dtype(&[length], Dtype::Float32)?;
     eval([&x])?;
-    let seconds = best(|| Ok(eval([&x.sum(None)?])?))?;
+    let seconds = best_on_gpu(|| Ok(x.sum(None)?))?;
     Ok(GPU_READ_BYTES as f64 / seconds)
+}
+
+/// Seconds of an operation of some that a GPU runs one after another, so that it does not wait for the host.
+fn best_on_gpu(operation: impl Fn() -> Result<Array>) -> Result<f64> {
+    let seconds = best(|| {
+        let results: Vec<Array> = (0..QUEUED).map(|_| operation()).collect::<Result<_>>()?;
+        Ok(eval(&results)?)
+    })?;
+    Ok(seconds / QUEUED as f64)
 }
 
 /// Bytes a second of packed weights, as in a step of one sequence.

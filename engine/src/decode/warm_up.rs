@@ -4,7 +4,7 @@
 //! is whatever MLX does at a first use, which only it knows: so requests run as they will be served, alone and together,
 //! greedy and sampled, with each kind of draft ([`Decoder::warm_up`]). Nothing of them is saved or learned.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
@@ -43,8 +43,9 @@ const PASSES: [(usize, usize); 13] = [
 /// Requests that run at the same time, besides as many as are allowed.
 const STREAMS: [usize; 3] = [1, 2, 8];
 
-/// Tokens of each prompt; that of the first fills a chunk and begins another.
-const PROMPT: usize = 40;
+/// Tokens of the shortest prompt; those of the first fill a chunk and begin another. Passes of 9 to 32 rows use operations that
+/// MLX fuses beside its own attention, longer ones do not.
+const PROMPT: usize = 24;
 
 /// Tokens of each reply: enough for drafts after plain steps.
 const TOKENS: u32 = 10;
@@ -52,13 +53,16 @@ const TOKENS: u32 = 10;
 /// Byte limit of the prefix cache meanwhile; too few to save anything.
 const CACHE_BYTES: u64 = 1;
 
+/// Time between two lines of the log.
+const PROGRESS: Duration = Duration::from_secs(1);
+
 /// Compiles the kernels that passes of `model` use. A failure costs time later: each is compiled at its first use.
 pub fn prepare_kernels(model: &dyn Model) {
     if !cuda::is_enabled() {
         return;
     }
     let start = Instant::now();
-    let mut count = 0;
+    let (mut count, mut logged) = (0, start);
     let prepared = cuda::prepare(
         || {
             for (spans, rows) in PASSES {
@@ -68,7 +72,10 @@ pub fn prepare_kernels(model: &dyn Model) {
             Ok(())
         },
         |done, all| {
-            tracing::info!(done, all, "compiling kernels");
+            if logged.elapsed() >= PROGRESS {
+                tracing::info!(done, all, "compiling kernels");
+                logged = Instant::now();
+            }
             loading::advance(done, all);
             count = all;
         },

@@ -12,14 +12,12 @@ mod compiler;
 mod gated_delta;
 mod heads;
 mod kernel;
-mod product;
 mod tiled;
 
 pub use attention::{AttentionSpan, Gates, ROWS, SPANS, attention};
 pub use gated_delta::gated_delta;
 pub use heads::{Destination, has_heads_kernel, heads};
 pub use kernel::{keep_in, prepare};
-pub use product::product;
 pub use tiled::Tiled;
 
 use std::cell::Cell;
@@ -27,6 +25,10 @@ use std::ffi::CStr;
 use std::fmt;
 
 use self::kernel::{Kernel, Launch};
+
+/// The environment variable that makes MLX launch kernels one by one (0) or as graphs (1, its default). It must be set before
+/// MLX's first operation on a GPU.
+pub const GRAPHS: &str = "MLX_USE_CUDA_GRAPHS";
 
 thread_local! {
     static ENABLED: Cell<Option<Capability>> = const { Cell::new(None) };
@@ -37,11 +39,13 @@ thread_local! {
 pub struct Capability {
     major: usize,
     minor: usize,
+    /// Whether kernels may form clusters of blocks, which read each other's shared memory.
+    clusters: bool,
 }
 
 impl Capability {
     /// The first with products of bfloat16 on tensor cores (Ampere).
-    const LOWEST: Self = Self { major: 8, minor: 0 };
+    const LOWEST: Self = Self { major: 8, minor: 0, clusters: false };
 
     /// That of MLX's GPU, if it is a CUDA device that can run these kernels.
     pub fn of_device() -> Option<Self> {
@@ -65,16 +69,13 @@ impl Capability {
             };
             (status == 0).then_some(number)
         };
-        let capability = Self {
-            major: number(c"compute_capability_major")?,
-            minor: number(c"compute_capability_minor")?,
-        };
+        let [major, minor] =
+            [number(c"compute_capability_major")?, number(c"compute_capability_minor")?];
+        // MLX reuses a CUDA graph for another one of the same form, and the update leaves the size of clusters as it was:
+        // kernels of another size then fail without an error (seen on an H200 with MLX 0.32.2).
+        let has_graphs = std::env::var(GRAPHS).map_or(true, |value| value != "0");
+        let capability = Self { major, minor, clusters: major >= 9 && !has_graphs };
         (capability >= Self::LOWEST).then_some(capability)
-    }
-
-    /// Whether blocks can form clusters, which read each other's shared memory.
-    fn has_clusters(self) -> bool {
-        self.major >= 9
     }
 
     /// Most bytes of shared memory of a block ("Technical Specifications per Compute Capability" of the CUDA

@@ -5,7 +5,7 @@ use mlx_rs::ops::{gather_mm, matmul};
 
 use super::{Packed, RmsNorm};
 use crate::error::Result;
-use crate::kernels::cuda::{self, Tiled};
+use crate::kernels::cuda::Tiled;
 
 /// Rows that a layer reads. A kernel computes the last step to them while it reads, which saves an operation.
 #[derive(Debug, Clone, Copy)]
@@ -90,7 +90,6 @@ impl Linear {
     /// [`Linear::forward`] of `x`, added to `residual` [.., out] if there is one.
     pub fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
         let product = match self {
-            Self::Quantized { weight, bias: None } => cuda::product(x, weight, residual)?,
             Self::Tiled { weight, bias: None } => weight.product(x, residual)?,
             _ => None,
         };

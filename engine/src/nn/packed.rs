@@ -18,7 +18,6 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::kernels::{cpu, cuda};
-use crate::nn::Input;
 
 /// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
 /// with 128 rows takes 210 us either way, with 512 rows 287 instead of 584, with 2,048 rows 481 instead of 1,997
@@ -97,9 +96,6 @@ impl Packed {
             && let Some(product) = cpu::product(x, self)
         {
             return product;
-        }
-        if let Some(product) = cuda::product(Input::Rows(x), self, None)? {
-            return Ok(product);
         }
         // Dense products of f32 are rounded to TF32.
         let dense = cuda::is_enabled() && x.dtype() != Dtype::Float32 && x.ndim() > 1;

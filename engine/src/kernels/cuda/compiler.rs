@@ -66,7 +66,7 @@ impl Compiler {
     /// # Errors
     /// NVRTC's messages if it does not compile.
     pub fn compile(&self, name: &CStr, text: &str) -> Result<Vec<u8>, String> {
-        let Capability { major, minor } = self.capability;
+        let Capability { major, minor, .. } = self.capability;
         let options = [format!("--gpu-architecture=sm_{major}{minor}"), "--std=c++17".into()];
         let Some(folder) = &self.folder else { return self.run(name, text, &options) };
         let mut sha = Sha256::new();

@@ -1,16 +1,17 @@
 //! Kernels against the same formulas in MLX's operations. They need a CUDA device; without one they print that
-//! they were skipped.
+//! they were skipped. With `MLX_USE_CUDA_GRAPHS=0` products have clusters, without it they have none.
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::{Array, Device, Dtype, random};
 
+use super::tiled::QUANTIZATION;
 use super::{Capability, Tiled};
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::nn::{
-    DENSE_ROWS, Embedding, GatedDelta, Heads, Input, Joined, Linear, Mode, Outputs, Packed,
-    Quantization, RmsNorm, Rope, Scores, attention, swiglu,
+    DENSE_ROWS, Embedding, GatedDelta, Heads, Input, Joined, Linear, Outputs, Packed, RmsNorm,
+    Rope, Scores, attention, swiglu,
 };
 
 /// Runs `test` with the types of models, if there is a device.
@@ -186,18 +187,14 @@ fn attention_equals_its_operations() {
     });
 }
 
-const QUANTIZATION: Quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
-
-/// A quantized layer in MLX's order, and in that of our kernels: tiles if the quarters of its inputs are equal.
+/// A quantized layer in MLX's order, and in tiles.
 fn layers(seed: u64, shape: [i32; 2]) -> [Linear; 2] {
     let weight = Packed::quantize(&normal(seed, &shape, Dtype::Bfloat16), QUANTIZATION);
     enable(true);
-    let tiled = Tiled::new(&weight).unwrap();
+    let tiled = Tiled::new(&weight).unwrap().unwrap();
     enable(false);
-    assert_eq!(tiled.is_some(), shape[1] % 1024 == 0);
     let reference = Linear::Quantized { weight, bias: None };
-    let own = tiled.map(|weight| Linear::Tiled { weight, bias: None });
-    let own = own.unwrap_or_else(|| reference.clone());
+    let own = Linear::Tiled { weight: tiled, bias: None };
     assert_eq!(own.shape(), shape);
     [reference, own]
 }
@@ -215,8 +212,8 @@ fn with_kernels(run: impl Fn(i32) -> Array, rows: i32) -> [Array; 2] {
     results
 }
 
-/// Products with few rows and with many, with one turn of a block and with several, in all clusters, with matrices in
-/// tiles and in MLX's order. A row's bits do not depend on the other rows.
+/// Products with few rows and with many, with one turn of a block and with several, in all clusters. A row's bits do not
+/// depend on the other rows.
 #[test]
 fn product_equals_its_operation() {
     on_device(|dtype, bound| {
@@ -296,7 +293,7 @@ fn products_with_norms_sums_and_gates_equal_separate_operations() {
                     {
                         Some(y) => y,
                         None => {
-                            assert!(rows >= DENSE_ROWS || inputs % 1024 != 0);
+                            assert!(rows >= DENSE_ROWS);
                             let outputs = joined.outputs(input(&first(&all, rows), norm)).unwrap();
                             let [gate, up] = joined.split(outputs).unwrap();
                             swiglu(gate, up).unwrap()

@@ -1,20 +1,16 @@
 //! Products of a few rows with a matrix of 4 bits in the order in which a warp of tensor cores takes it ([`Tiled`]).
 //!
 //! Each load of a warp is 512 contiguous bytes. In MLX's order the same load touches 8 lines of the cache, and their
-//! number, not the memory, bounds the product (`product.rs`). Clusters of blocks divide the inputs, so that 32 rows fit
-//! in shared memory.
-//!
-//! Only for multiples of 1024 inputs, of which each quarter has equally many slabs. Others failed the test on an H200
-//! (2560 inputs), for a reason that is not known: the same kernel passes outside MLX.
+//! number, not the memory, bounds the product. MLX's own kernel for fewer than 8 rows reads the matrix once a row. Clusters
+//! of blocks divide the inputs, so that 32 rows fit in shared memory.
 
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use super::product::{MULTIPROCESSORS, QUANTIZATION, ROWS};
 use super::{Capability, Kernel, Launch, enabled};
 use crate::error::Result;
-use crate::nn::{Input, Packed};
+use crate::nn::{DENSE_ROWS, Input, Mode, Packed, Quantization};
 
 const KERNEL: Kernel = Kernel {
     name: "tiled",
@@ -33,6 +29,14 @@ const ROWS_OF: Kernel = Kernel {
     header: "",
     source: include_str!("rows.cu"),
 };
+
+pub const QUANTIZATION: Quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
+
+/// Most rows: more are multiplied densely.
+const ROWS: i32 = DENSE_ROWS - 1;
+
+/// Streaming multiprocessors of an H100 and H200. A block stays on one and computes many tiles.
+const MULTIPROCESSORS: i32 = 132;
 
 /// Inputs of a tile.
 const SLAB: i32 = 256;
@@ -70,15 +74,16 @@ pub struct Tiled {
 }
 
 impl Tiled {
-    /// `matrix` in tiles. `None` if there is no kernel for its format or none is used.
+    /// `matrix` in tiles. `None` if there is no kernel for its format or its number of inputs, or none is used.
     pub fn new(matrix: &Packed) -> Result<Option<Self>> {
         let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
         let [outputs, inputs] = [matrix.weight.dim(0), matrix.weight.dim(1) * 8];
         let types = [matrix.scales.dtype(), biases.dtype(), matrix.dtype];
-        let fits = enabled().is_some()
-            && matrix.quantization == QUANTIZATION
+        let row = Product { rows: 1, outputs, inputs, normed: true, gated: false };
+        let fits = matrix.quantization == QUANTIZATION
             && types == [Dtype::Bfloat16; 3]
-            && (inputs % (4 * SLAB), outputs % TILE) == (0, 0);
+            && (inputs % SLAB, outputs % TILE) == (0, 0)
+            && enabled().is_some_and(|device| row.block(device).is_some());
         if !fits {
             return Ok(None);
         }
@@ -175,9 +180,8 @@ impl Tiled {
         if rows > ROWS || read.iter().any(|array| array.dtype() != Dtype::Bfloat16) {
             return Ok(None);
         }
-        let Some(block) = Block::of(rows, [outputs, inputs], norm.is_some(), gated, device) else {
-            return Ok(None);
-        };
+        let product = Product { rows, outputs, inputs, normed: norm.is_some(), gated };
+        let Some(block) = product.block(device) else { return Ok(None) };
         let mut shape = x.shape().to_vec();
         shape.pop();
         shape.push(if gated { outputs / 2 } else { outputs });
@@ -204,6 +208,18 @@ impl Tiled {
     }
 }
 
+/// What decides how a product is divided.
+#[derive(Debug, Clone, Copy)]
+struct Product {
+    rows: i32,
+    outputs: i32,
+    inputs: i32,
+    /// Whether the rows are normed while they are read.
+    normed: bool,
+    /// Whether the outputs are gates and ups.
+    gated: bool,
+}
+
 /// How a product is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Block {
@@ -218,77 +234,70 @@ struct Block {
     shared: i32,
 }
 
-impl Block {
-    /// The fastest division of `rows` rows times a matrix of `[outputs, inputs]`; `None` if no block fits in the
-    /// device's shared memory.
-    fn of(
-        rows: i32,
-        shape: [i32; 2],
-        normed: bool,
-        gated: bool,
-        device: Capability,
-    ) -> Option<Self> {
-        let most = SETS.min((rows + SET - 1) / SET);
+impl Product {
+    /// The fastest division; `None` if no block fits in the device's shared memory.
+    fn block(&self, device: Capability) -> Option<Block> {
+        let most = SETS.min(up(self.rows, SET));
         (1..=most).rev().find_map(|sets| {
             let clusters: &[i32] = match sets {
-                _ if !device.has_clusters() => &[1],
+                _ if !device.clusters => &[1],
                 1 | 2 => &[1, 2, 4],
-                _ if shape[0] / TILE >= MANY_TILES => &[2, 4],
+                _ if self.outputs / TILE >= MANY_TILES => &[2, 4],
                 _ => &[4, 2],
             };
             clusters.iter().find_map(|&cluster| {
-                let block = |warps| {
-                    Self::with(sets, warps, cluster, rows, shape, normed, gated)
+                let blocks = WARPS.into_iter().filter_map(|warps| {
+                    self.block_with(sets, warps, cluster)
                         .filter(|(_, block)| block.shared <= device.shared_memory())
-                };
-                let (_, block) =
-                    WARPS.into_iter().filter_map(block).min_by_key(|&(time, _)| time)?;
-                Some(block)
+                });
+                Some(blocks.min_by_key(|&(time, _)| time)?.1)
             })
         })
     }
 
-    /// A block with `warps`, and an estimate of its time. `None` if a gate would be without its up.
-    fn with(
-        sets: i32,
-        warps: i32,
-        cluster: i32,
-        rows: i32,
-        [outputs, inputs]: [i32; 2],
-        normed: bool,
-        gated: bool,
-    ) -> Option<(i32, Self)> {
-        let up = |a: i32, b: i32| (a + b - 1) / b;
-        let (slabs, quarters, own_rows) = (inputs / SLAB, 4 / cluster, SET * sets);
+    /// The division into blocks of `sets` and `warps` in clusters, and an estimate of its time. `None` if a gate would
+    /// be without its up.
+    fn block_with(&self, sets: i32, warps: i32, cluster: i32) -> Option<(i32, Block)> {
+        let (slabs, quarters, own_rows) = (self.inputs / SLAB, 4 / cluster, SET * sets);
         let tiles = warps / quarters;
-        if gated && (tiles % 2 != 0 || outputs % (2 * TILE) != 0) {
+        if self.gated && (tiles % 2 != 0 || self.outputs % (2 * TILE) != 0) {
             return None;
         }
-        let y = up(rows, own_rows);
+        let y = up(self.rows, own_rows);
         let at_once = if cluster == 4 { CLUSTERS_OF_4 } else { MULTIPROCESSORS / cluster };
-        let groups = up(outputs / TILE, tiles);
+        let groups = up(self.outputs / TILE, tiles);
         let turns = up(groups, (at_once / y).max(1));
         let own_slabs = up(slabs * quarters, 4);
         let floats = own_slabs * 4 * own_rows
-            + if normed { own_rows * slabs } else { 0 }
+            + if self.normed { own_rows * slabs } else { 0 }
             + turns.min(2) * quarters * own_rows * (tiles * TILE + 4);
         // Beside it are the norms of the rows.
         let shared = own_rows * own_slabs * SLAB * 2 + (floats + own_rows) * 4;
         let blocks = [up(groups, turns) * cluster, y, 1];
-        Some((turns * (warps + TURN), Self { sets, warps, cluster, blocks, shared }))
+        Some((turns * (warps + TURN), Block { sets, warps, cluster, blocks, shared }))
     }
+}
+
+/// `a / b`, rounded up.
+fn up(a: i32, b: i32) -> i32 {
+    (a + b - 1) / b
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const HOPPER: Capability = Capability { major: 9, minor: 0 };
-    const ADA: Capability = Capability { major: 8, minor: 9 };
+    const HOPPER: Capability = Capability { major: 9, minor: 0, clusters: true };
+    const ADA: Capability = Capability { major: 8, minor: 9, clusters: false };
 
-    fn block(rows: i32, shape: [i32; 2], gated: bool, device: Capability) -> Option<[i32; 5]> {
-        let Block { sets, warps, cluster, blocks, shared } =
-            Block::of(rows, shape, false, gated, device)?;
+    fn block(
+        rows: i32,
+        [outputs, inputs]: [i32; 2],
+        gated: bool,
+        device: Capability,
+    ) -> Option<[i32; 5]> {
+        let product = Product { rows, outputs, inputs, normed: false, gated };
+        let Block { sets, warps, cluster, blocks, shared } = product.block(device)?;
         assert!(shared <= device.shared_memory());
         assert_eq!(blocks[0] % cluster, 0);
         assert!(blocks[1] * sets * SET >= rows);
@@ -322,5 +331,8 @@ mod tests {
         assert_eq!(block(32, [4096, 4096], false, ADA), Some([1, 16, 1, 32, 4]));
         assert_eq!(block(32, [1024, 1024], false, ADA).map(|block| block[0]), Some(4));
         assert_eq!(block(1, [4096, 12288], false, ADA), None);
+        // As on Hopper with MLX's graphs.
+        let alone = Capability { clusters: false, ..HOPPER };
+        assert_eq!(block(16, [4096, 12288], false, alone), Some([1, 8, 1, 64, 2]));
     }
 }
