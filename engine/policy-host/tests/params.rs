@@ -50,28 +50,28 @@ fn many_rules() -> String {
     (0..400).map(|i| format!("[[rule]]\n{}\n", rule(i))).collect()
 }
 
-/// 400 rules took all the fuel of each request, since each parsed them: they were silently off.
+/// 400 rules took all the fuel of each request, since each parsed them: they were silently off. Unpacked all at
+/// once they took 11 %.
 #[test]
-fn four_hundred_rules_cost_an_eighth_of_the_fuel_of_a_call_at_most() {
+fn four_hundred_rules_cost_a_twentieth_of_the_fuel_of_a_call_at_most() {
     let text = many_rules();
     assert!(text.len() > 20_000);
     let component = rules();
     let mut instance = component.instantiate(&Context::dry_run()).unwrap();
     let fuel = PolicyConfig::default().fuel;
-    // `on-prompt` unpacks the rules for system text only, `on-request` all others.
+    // Both hooks of a request together. `on-prompt` unpacks the rules for system text only, `on-request` all others.
     let most = fuel / 20;
     let prompt = PromptView {
         params: params(&text),
         system: vec!["You are brief.".into()],
         ..PromptView::default()
     };
-    let (_, cost) = ask(&mut instance, &prompt.call());
-    assert!(cost.fuel > 0 && cost.fuel <= most, "on-prompt: {} of {most}", cost.fuel);
+    let (_, of_prompt) = ask(&mut instance, &prompt.call());
     let user = "Tell me about topic 8.".to_owned();
     let request = RequestView { params: params(&text), user, ..RequestView::default() };
     let (answer, cost) = ask(&mut instance, &request.call());
-    let most = fuel / 8;
-    assert!(cost.fuel > 0 && cost.fuel <= most, "on-request: {} of {most}", cost.fuel);
+    let all = of_prompt.fuel + cost.fuel;
+    assert!(of_prompt.fuel > 0 && all <= most, "{} + {} of {most}", of_prompt.fuel, cost.fuel);
     let Answer::Request(plan) = answer else { panic!("{answer:?}") };
     assert_eq!(plan.note.as_deref(), Some("topic 8"));
 }
