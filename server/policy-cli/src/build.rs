@@ -43,26 +43,42 @@ pub struct Build {
 /// to install it.
 pub fn run(options: Build, out: &mut impl Write) -> Result<()> {
     let Build { source, out: file, target_dir } = options;
-    let source = source.canonicalize().with_context(|| source.display().to_string())?;
-    let file = if source.is_file() {
-        let file = file.context("--out is missing; it names the component of a module")?;
-        write(&file, &componentize(&read(&source)?)?)?;
-        file
-    } else {
-        let main = Main::find(&source)?;
-        let file = file.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
-        match &main {
-            Main::Rust { name } => {
-                let target = target_dir.unwrap_or_else(|| source.join("target"));
-                let module = compile(&source, name, &std::path::absolute(target)?)?;
-                write(&file, &componentize(&module)?)?;
-            }
-            Main::JavaScript(main) => javascript(&source, main, &std::path::absolute(&file)?)?,
-            Main::Python(main) => python(&source, main, &std::path::absolute(&file)?)?,
+    if !source.is_file() {
+        return folder(&source, file, target_dir, out).map(drop);
+    }
+    let file = file.context("--out is missing; it names the component of a module")?;
+    write(&file, &componentize(&read(&source)?)?)?;
+    report(&file, out)
+}
+
+/// Builds the policy in a folder; returns the file of the component.
+///
+/// # Errors
+/// As [`run`].
+pub fn folder(
+    folder: &Path,
+    file: Option<PathBuf>,
+    target_dir: Option<PathBuf>,
+    out: &mut impl Write,
+) -> Result<PathBuf> {
+    let source = folder.canonicalize().with_context(|| folder.display().to_string())?;
+    let main = Main::find(&source)?;
+    let file = file.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
+    match &main {
+        Main::Rust { name } => {
+            let target = target_dir.unwrap_or_else(|| source.join("target"));
+            let module = compile(&source, name, &std::path::absolute(target)?)?;
+            write(&file, &componentize(&module)?)?;
         }
-        file
-    };
-    let bytes = std::fs::metadata(&file).with_context(|| file.display().to_string())?.len();
+        Main::JavaScript(main) => javascript(&source, main, &std::path::absolute(&file)?)?,
+        Main::Python(main) => python(&source, main, &std::path::absolute(&file)?)?,
+    }
+    report(&file, out)?;
+    Ok(file)
+}
+
+fn report(file: &Path, out: &mut impl Write) -> Result<()> {
+    let bytes = std::fs::metadata(file).with_context(|| file.display().to_string())?.len();
     writeln!(out, "{}: {bytes} bytes", file.display())?;
     Ok(())
 }

@@ -35,7 +35,8 @@ enum Language {
 const CONTRACT: &str = include_str!("../../../wit/policy.wit");
 const GOLDEN: &str = include_str!("../../../policies/examples/rust/brief.jsonl");
 const README: &str = include_str!("template/README.md");
-const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\n*.wasm\n";
+const SCHEMA: &str = include_str!("template/params.toml");
+const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\n*.wasm\n*.steer\n";
 
 /// The sources of the SDK. A policy in Rust has a copy of it.
 const SDK: &[(&str, &str)] = &[
@@ -120,6 +121,7 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
         ("README.md".to_owned(), readme),
         (".gitignore".into(), IGNORED.into()),
         (format!("{name}.jsonl"), GOLDEN.into()),
+        (format!("{name}.params.toml"), SCHEMA.into()),
         (contract.into(), CONTRACT.into()),
     ];
     let mut add = |path: &str, text: &str| files.push((path.into(), text.into()));
@@ -195,6 +197,8 @@ mod tests {
             let read = |path: &str| std::fs::read_to_string(into.path().join("calm_1").join(path));
             assert_eq!(read(contract).unwrap(), CONTRACT);
             assert_eq!(read("calm_1.jsonl").unwrap(), GOLDEN);
+            let schema = steersman_policy_host::Schema::parse(&read("calm_1.params.toml").unwrap());
+            assert_eq!(schema.unwrap().names().collect::<Vec<_>>(), ["ban", "budget", "phrase"]);
             assert!(!read(source).unwrap().contains("Brief"), "{lang:?}");
             let readme = read("README.md").unwrap();
             assert!(readme.contains("calm_1.wasm") && readme.contains(source), "{readme}");
