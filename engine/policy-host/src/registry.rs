@@ -46,7 +46,7 @@ use crate::contract::{CONTRACT, HookInput, Params, Policy, Vocabulary};
 use crate::database::Storage;
 use crate::error::{Cause, Error, Failure};
 use crate::file;
-use crate::golden::check_golden;
+use crate::golden::{Golden, check_golden};
 use crate::guard::Guard;
 use crate::sandbox::{Component, Context, Host};
 use crate::trace::Traces;
@@ -420,6 +420,10 @@ impl Policies {
             Error::refused(policy, format!("{}: {}", failure.hook, failure.cause))
         };
         component.instantiate(&Context::dry_run()).map_err(refuse)?;
+        if !bundle.golden.is_empty() {
+            check_golden(component, &bundle.golden)?;
+        }
+        let golden = Golden::parse(&bundle.golden).ok();
         for (profile, _) in self.users(policy) {
             // None at the start: then `params::check` prepares them.
             let (texts, mut schemas) = {
@@ -435,9 +439,13 @@ impl Policies {
             let params = own_params(policy, &params).unwrap_or(params);
             let prepared = component.prepare(profile, &params);
             prepared.map_err(|failure| refuse(failure).in_profile(profile))?;
-        }
-        if !bundle.golden.is_empty() {
-            check_golden(component, &bundle.golden)?;
+            // The golden file passes with its own parameters; the requests of the profile have these.
+            let failure =
+                golden.as_ref().and_then(|golden| golden.failure_with(component, &params));
+            if let Some(failure) = failure {
+                let problem = format!("tried with the parameters of its profile: {failure}");
+                return Err(Error::refused(policy, problem).in_profile(profile));
+            }
         }
         Ok(())
     }

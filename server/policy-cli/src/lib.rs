@@ -18,7 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, Subcommand};
@@ -29,6 +30,9 @@ use steersman_policy_host::{
 use tracing_subscriber::layer::{Identity, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
+
+/// How often work that takes long is reported: compiling a policy with an interpreter takes half a minute, once.
+const PROGRESS: Duration = Duration::from_secs(5);
 
 /// Default log filter; RUST_LOG overrides it.
 const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=warn,ureq=warn";
@@ -274,8 +278,27 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
     let stem = file.file_stem().unwrap_or_default().to_string_lossy();
     let bundle = Bundle::open(&stem, bytes, &Trust::default());
     let bundle = bundle.map_err(|problem| anyhow!("{}: {problem}", file.display()))?;
-    let component = Arc::new(Component::load(&host, &name, &bundle.component)?);
+    let component = patiently(&format!("compiling {name}"), || {
+        Component::load(&host, &name, &bundle.component)
+    });
+    let component = Arc::new(component?);
     Ok(Loaded { component, bytes: bundle.component.len(), path, bundle })
+}
+
+/// Does `work`, which may take long, and says every few seconds how long it has taken.
+fn patiently<T>(what: &str, work: impl FnOnce() -> T) -> T {
+    std::thread::scope(|scope| {
+        let (working, ended) = sync_channel::<()>(0);
+        scope.spawn(move || {
+            let started = Instant::now();
+            while ended.recv_timeout(PROGRESS) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{what}: {} s", started.elapsed().as_secs());
+            }
+        });
+        let done = work();
+        drop(working);
+        done
+    })
 }
 
 impl Selection {

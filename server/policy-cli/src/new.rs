@@ -30,13 +30,15 @@ enum Language {
     Js,
     /// 18 MB, about 15 us a step
     Python,
+    /// 10 to 20 kB, about 1 us a step
+    C,
 }
 
 const CONTRACT: &str = include_str!("../../../wit/policy.wit");
 const GOLDEN: &str = include_str!("../../../policies/examples/rust/brief.jsonl");
 const README: &str = include_str!("template/README.md");
 const SCHEMA: &str = include_str!("template/params.toml");
-const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\n*.wasm\n*.steer\n";
+const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\nbindings\n*.wasm\n*.steer\n";
 
 /// The sources of the SDK. A policy in Rust has a copy of it.
 const SDK: &[(&str, &str)] = &[
@@ -111,6 +113,12 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
              exported hooks.",
             "wit/policy.wit",
         ),
+        Language::C => (
+            format!("{name}.c"),
+            "Install a compiler for C, zig: `pip install -r requirements.txt`, in a venv. wit/world.wit lists the exported\n\
+             hooks; `build` writes their header, bindings/guest.h.",
+            "wit/policy.wit",
+        ),
     };
     let readme = README
         .replace("NAME", name)
@@ -146,6 +154,11 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
             add(&source, example!("python/brief.py"));
             add("requirements.txt", example!("python/requirements.txt"));
             add("wit/world.wit", example!("python/wit/world.wit"));
+        }
+        Language::C => {
+            add(&source, example!("c/brief.c"));
+            add("requirements.txt", example!("c/requirements.txt"));
+            add("wit/world.wit", example!("c/wit/world.wit"));
         }
     }
     files
@@ -190,6 +203,7 @@ mod tests {
             (Language::Rust, "src/lib.rs", "sdk/wit/policy.wit"),
             (Language::Js, "calm_1.js", "wit/policy.wit"),
             (Language::Python, "calm_1.py", "wit/policy.wit"),
+            (Language::C, "calm_1.c", "wit/policy.wit"),
         ];
         for (lang, source, contract) in cases {
             let (into, created) = create("calm_1", lang);

@@ -16,7 +16,8 @@ use super::{Selection, build, load, remote, test};
 const QUIET: Duration = Duration::from_millis(200);
 
 /// Folders that tools write.
-const IGNORED: &[&str] = &["target", "node_modules", ".venv", "__pycache__", ".git", "types"];
+const IGNORED: &[&str] =
+    &["target", "node_modules", ".venv", "__pycache__", ".git", "types", "bindings"];
 
 /// What is watched, and where it goes.
 #[derive(Args)]

@@ -244,10 +244,20 @@ fn a_trace_is_printed_as_lines() {
 #[test]
 #[ignore = "needs a compiler for WebAssembly"]
 fn a_new_policy_in_rust_builds_and_passes_its_golden_file() {
+    builds_and_passes("rust");
+}
+
+#[test]
+#[ignore = "needs zig"]
+fn a_new_policy_in_c_builds_and_passes_its_golden_file() {
+    builds_and_passes("c");
+}
+
+fn builds_and_passes(lang: &str) {
     let folder = folder(&[]);
     let into = folder.path().to_str().unwrap();
     let policy = path(&folder, "tool_guard");
-    succeed(&["new", "tool_guard", "--lang", "rust", "--into", into]);
+    succeed(&["new", "tool_guard", "--lang", lang, "--into", into]);
     succeed(&["build", &policy]);
     let component = Path::new(&policy).join("tool_guard.wasm");
     let tested = succeed(&["test", component.to_str().unwrap()]);
