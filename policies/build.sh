@@ -2,7 +2,7 @@
 # Builds the policies in this folder with `steersman-policy build`, which reports missing tools.
 #
 #   policies/build.sh             the shipped policies: NAME/NAME.wasm, and SHA256SUMS
-#   policies/build.sh examples    target/policies/brief-{rust,javascript,python}.wasm, which are not committed
+#   policies/build.sh examples    target/policies/brief-{rust,javascript,python,c}.wasm, which are not committed
 set -eu
 
 cd "$(dirname "$0")"
@@ -22,7 +22,7 @@ build() {
 case ${1-} in
 examples)
     binary
-    for language in rust javascript python; do
+    for language in rust javascript python c; do
         build examples/$language --out "$target/policies/brief-$language.wasm"
     done
     ;;

@@ -1,4 +1,4 @@
-//! The same policy, written in Rust, JavaScript and Python, makes the same decisions.
+//! The same policy, written in Rust, JavaScript, Python and C, makes the same decisions.
 //!
 //! `policies/build.sh examples` builds the components from `policies/examples`; they are not committed.
 //! Without them the test is left out, except in CI, which builds them first.
@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use steersman_policy_host::{Component, Decision, Golden, Host, PolicyConfig, Storage};
 
-const LANGUAGES: [&str; 3] = ["rust", "javascript", "python"];
+const LANGUAGES: [&str; 4] = ["rust", "javascript", "python", "c"];
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -43,7 +43,7 @@ fn decisions(component: &Arc<Component>, golden: &Golden) -> Vec<Decision> {
 }
 
 #[test]
-fn policies_in_rust_javascript_and_python_make_the_same_decisions() {
+fn policies_in_all_languages_make_the_same_decisions() {
     if !examples_are_built() {
         return;
     }
@@ -63,7 +63,8 @@ fn policies_in_rust_javascript_and_python_make_the_same_decisions() {
         // Twice with equal fuel: an interpreter must not carry state from one request to the next.
         assert_eq!(golden.replay(component), golden.replay(component), "{}", component.name());
     }
-    let [rust, javascript, python] = components.each_ref().map(|one| decisions(one, &golden));
-    assert_eq!(rust, javascript);
-    assert_eq!(rust, python);
+    let [rust, others @ ..] = components.each_ref().map(|one| decisions(one, &golden));
+    for (other, language) in others.iter().zip(&LANGUAGES[1..]) {
+        assert_eq!(rust, *other, "{language}");
+    }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::bundle::Trust;
 use crate::error::Error;
 
 /// `[policy]`: limits of every guest, and the paths of policies and traces.
@@ -34,6 +35,11 @@ pub struct PolicyConfig {
     /// Bytes of the trace file. One that reaches them is renamed to `NAME.1`, in place of the one before it,
     /// and a new one is begun. 0 for no limit.
     pub trace_file_bytes: u64,
+    /// Public keys, as minisign writes them, whose owners may sign policies. With any, a policy that is not
+    /// signed by one of them is refused.
+    pub trusted_keys: Vec<String>,
+    /// Whether unsigned policies are accepted in spite of `trusted_keys`.
+    pub allow_unsigned: bool,
     /// Program that compiles components in a process of its own, within limits of time and memory: one
     /// whose `main` begins with [`crate::compile_if_asked`], usually [`crate::this_program`]. No key of the
     /// configuration. `None` compiles in this process, without limits.
@@ -54,6 +60,8 @@ impl Default for PolicyConfig {
             trace_requests: 256,
             trace_file: PathBuf::new(),
             trace_file_bytes: 256 << 20,
+            trusted_keys: Vec::new(),
+            allow_unsigned: false,
             compiler: None,
         }
     }
@@ -63,7 +71,7 @@ impl Default for PolicyConfig {
 const MOST_MEMORY_BYTES: usize = 4 << 30;
 
 impl PolicyConfig {
-    /// Checks the bounds of all keys.
+    /// Checks the bounds of all keys, and that trusted keys are keys.
     ///
     /// # Errors
     /// [`Error::Config`] names the first key that is out of range.
@@ -79,6 +87,7 @@ impl PolicyConfig {
             let problem = format!("is {}, must be at most {MOST_MEMORY_BYTES}", self.memory_bytes);
             return Err(Error::Config { field: "policy.memory_bytes", problem });
         }
+        Trust::new(self)?;
         match bounds.into_iter().find(|(_, value, least)| value < least) {
             None => Ok(()),
             Some((field, value, least)) => {

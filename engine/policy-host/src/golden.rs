@@ -16,6 +16,8 @@
 //! - Of an answer of `on-request` only the given fields are compared; other answers are compared whole.
 //!   A line without `answer` only calls. With `error` (a text, or `true`) the hook must fail, and the
 //!   rest of its case is skipped.
+//! - `given` is what the imports of a case find: `{"kv":{"key":"value"},"tokens":{" yes":[5,6]}}`. It stands in any
+//!   line of the case.
 //! - A trace ([`crate::trace`]) is such a file. Its lines are grouped by `request`, `policy` and `link`,
 //!   and `imports` has the results of imports, which are returned again. Lines that the native policy
 //!   answered (`replaced`) are skipped.
@@ -26,14 +28,16 @@ mod file;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use similar::TextDiff;
 
-use crate::contract::{Answer, Call, Hook, ImportCall, Params, Policy, no_vocabulary};
+use crate::contract::{Answer, Call, Hook, ImportCall, Params, Policy, Vocabulary, no_vocabulary};
 use crate::error::{Error, Failure};
-use crate::sandbox::{Component, Context, Instance};
+use crate::sandbox::{Component, Context, GIVEN_KV, Instance};
 
 pub use file::Golden;
 
@@ -60,9 +64,9 @@ pub fn check_golden(component: &Arc<Component>, golden: &str) -> Result<usize, E
     let lines: Vec<_> = mismatches.iter().take(REPORTED).map(line).collect();
     let more = match mismatches.len().saturating_sub(REPORTED) {
         0 => String::new(),
-        more => format!("; and {more} more"),
+        more => format!("\nand {more} more"),
     };
-    Err(refuse(lines.join("; ") + &more))
+    Err(refuse(lines.join("\n") + &more))
 }
 
 /// The calls of one instance, in order.
@@ -78,6 +82,18 @@ pub struct Case {
     pub lines: Vec<Line>,
     /// Results of imports, in order.
     pub imports: Arc<[ImportCall]>,
+    /// What imports find that have no result.
+    pub given: Given,
+}
+
+/// What the imports of a case find.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Given {
+    /// Keys and values of `kv`.
+    pub kv: BTreeMap<String, String>,
+    /// Tokens of texts, for `tokenizer`. Other texts have none.
+    pub tokens: BTreeMap<String, Vec<u32>>,
 }
 
 /// A call and its expected answer.
@@ -207,12 +223,43 @@ impl Case {
     /// # Errors
     /// As [`Component::instantiate`].
     pub fn start(&self, component: &Arc<Component>) -> Result<Instance, Failure> {
+        let imports = self.imports.iter().cloned();
         component.instantiate(&Context {
             request: self.name.clone(),
             profile: self.profile.clone(),
-            vocabulary: no_vocabulary(),
-            recorded: Some(self.imports.clone()),
+            vocabulary: match self.given.tokens.is_empty() {
+                true => no_vocabulary(),
+                false => Arc::new(GivenTokens(self.given.tokens.clone())),
+            },
+            recorded: Some(self.given.kv.iter().map(given_kv).chain(imports).collect()),
         })
+    }
+}
+
+fn given_kv((key, value): (&String, &String)) -> ImportCall {
+    let (call, arguments) = (GIVEN_KV.into(), vec![key.clone()]);
+    ImportCall { call, arguments, answer: Some(value.clone()) }
+}
+
+/// A tokenizer that knows some texts.
+struct GivenTokens(BTreeMap<String, Vec<u32>>);
+
+impl Vocabulary for GivenTokens {
+    fn encode(&self, text: &str) -> Option<Vec<u32>> {
+        Some(self.0.get(text).cloned().unwrap_or_default())
+    }
+
+    fn decode(&self, tokens: &[u32]) -> String {
+        // The text of all of them, or else those of the single ones.
+        let text = |wanted: &[u32]| {
+            self.0.iter().find(|(_, tokens)| *tokens == wanted).map(|(text, _)| text.as_str())
+        };
+        let single = || tokens.iter().filter_map(|token| text(&[*token])).collect();
+        text(tokens).map_or_else(single, str::to_owned)
+    }
+
+    fn size(&self) -> u32 {
+        u32::MAX
     }
 }
 
@@ -228,19 +275,29 @@ impl Line {
             (Some(Expected::Fields(expected, fields)), Ok(got)) => {
                 let (expected, got) = (value(expected), value(got));
                 let differs = |field: &&String| expected[*field] != got[*field];
-                let one = |field: &String| {
-                    let (expected, got) = (&expected[field], &got[field]);
-                    format!("{field}: expected {expected}, got {got}")
+                let differing: Vec<_> = fields.iter().filter(differs).collect();
+                let only = |of: &Value| {
+                    Value::Object(
+                        differing.iter().map(|f| ((*f).clone(), of[*f].clone())).collect(),
+                    )
                 };
-                let differing: Vec<_> = fields.iter().filter(differs).map(one).collect();
-                (!differing.is_empty()).then(|| differing.join("; "))
+                (!differing.is_empty()).then(|| difference(&only(&expected), &only(&got)))
             }
             (Some(Expected::Answer(expected)), Ok(got)) => {
-                let differ = || format!("expected {}, got {}", json(expected), json(got));
-                (expected != got).then(differ)
+                (expected != got).then(|| difference(&value(expected), &value(got)))
             }
         }
     }
+}
+
+/// The lines of two answers, with `-` before those that were expected only, and `+` before those that were found.
+fn difference(expected: &Value, found: &Value) -> String {
+    let [expected, found] = [expected, found].map(|answer| format!("{answer:#}\n"));
+    let mut text = "the answer differs (- expected, + found)".to_owned();
+    for change in TextDiff::from_lines(&expected, &found).iter_all_changes() {
+        text += &format!("\n  {} {}", change.tag(), change.value().trim_end());
+    }
+    text
 }
 
 fn json(answer: &Answer) -> String {

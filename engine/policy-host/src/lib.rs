@@ -9,7 +9,10 @@
 //! chain.rs      calls the policies of one request in order and merges their answers
 //! registry.rs   Policy, Version, Session: which version of which policy steers which profile
 //! trace.rs      records calls and answers
+//! bundle.rs     the bytes of a policy: a component, or a signed bundle with its golden file and schema.rs, the
+//!               schema of its parameters
 //! golden.rs     calls a policy with recorded or written calls and compares the answers
+//! loops.rs      finds the loops that steps report, in tokens
 //! kv.rs         what policies store, in the database of database.rs
 //! ```
 //!
@@ -21,6 +24,7 @@
 //! [`Policy::call`].
 
 mod breaker;
+mod bundle;
 mod chain;
 mod check;
 mod config;
@@ -31,12 +35,15 @@ mod file;
 mod golden;
 mod guard;
 mod kv;
+pub mod loops;
 mod native;
 mod registry;
 mod sandbox;
+mod schema;
 mod trace;
 
 pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
+pub use bundle::{BUNDLE_BYTES, Bundle, Signer, Trust, pack};
 pub use chain::{Chain, Link};
 pub use check::apply_replacements;
 pub use config::{
@@ -56,4 +63,5 @@ pub use registry::{
 pub use sandbox::{
     COMPONENT_BYTES, Component, Context, Host, Instance, compile_if_asked, this_program,
 };
+pub use schema::{Kind, ParamSchema, Schema, nearest};
 pub use trace::{Difference, Record, RecordedLink, Recorder, ShadowReport, Traces};

@@ -35,16 +35,18 @@ use sha2::{Digest, Sha256};
 
 use self::active::{Active, PolicyEntry, ProfileParams, ResolvedLink, Version, digest_of};
 use self::history::History;
-use self::source::{Bundle, ProfileChain, Source, read_param, resolve_profiles};
+use self::params::conform;
+use self::source::{ProfileChain, Source, read_param, resolve_profiles};
 use self::watch::Watch;
 use crate::breaker::Breakers;
+use crate::bundle::{Bundle, Signer, Trust};
 use crate::chain::{Chain, Link, own_params};
 use crate::config::{OnFailure, Param, PolicyConfig, ProfilePolicies};
 use crate::contract::{CONTRACT, HookInput, Params, Policy, Vocabulary};
 use crate::database::Storage;
 use crate::error::{Cause, Error, Failure};
 use crate::file;
-use crate::golden::check_golden;
+use crate::golden::{Golden, check_golden};
 use crate::guard::Guard;
 use crate::sandbox::{Component, Context, Host};
 use crate::trace::Traces;
@@ -62,6 +64,7 @@ pub fn shipped(name: &str) -> Option<(&'static [u8], &'static str)> {
 pub struct Policies {
     host: Host,
     limits: PolicyConfig,
+    trust: Trust,
     chains: BTreeMap<String, ProfileChain>,
     sources: BTreeMap<String, Source>,
     traces: Arc<Traces>,
@@ -123,6 +126,7 @@ impl Policies {
         let mut policies = Self {
             host: Host::new(config, storage)?,
             limits: config.clone(),
+            trust: Trust::new(config)?,
             chains,
             sources,
             traces: Traces::new(config)?,
@@ -211,7 +215,7 @@ impl Policies {
         })
     }
 
-    /// Validates an uploaded component, writes it to the policy's file, so that it survives a restart,
+    /// Validates an uploaded component or bundle, writes it to the policy's file, so that it survives a restart,
     /// and activates it. The calling thread waits until it is compiled: tens of milliseconds for a small
     /// component, half a minute for one with an interpreter.
     ///
@@ -219,13 +223,13 @@ impl Policies {
     /// [`Error::NotCompiled`] and [`Error::Refused`] if the component is invalid,
     /// [`Error::UnknownPolicy`], [`Error::NoFile`] or [`Error::NotWritten`]. The active version is then
     /// unchanged.
-    pub fn upload(&self, policy: &str, component: &[u8]) -> Result<Activation, Error> {
+    pub fn upload(&self, policy: &str, file: &[u8]) -> Result<Activation, Error> {
         let source = self.source(policy)?;
-        let golden = source.golden().map_err(|problem| Error::refused(policy, problem));
-        let activated = golden.and_then(|golden| {
-            let bundle = Bundle { component: component.to_vec(), golden };
-            self.replace(policy, source, &bundle, Origin::Upload)
-        });
+        let bundle = Bundle::open(policy, file.to_vec(), &self.trust);
+        let bundle = bundle.and_then(|bundle| source.complete(bundle));
+        let bundle = bundle.map_err(|problem| Error::refused(policy, problem));
+        let activated =
+            bundle.and_then(|bundle| self.replace(policy, source, &bundle, Origin::Upload));
         if let Err(error @ (Error::Refused { .. } | Error::NotCompiled { .. })) = &activated {
             self.reject(policy, error.to_string());
         }
@@ -249,21 +253,21 @@ impl Policies {
         // Read without a lock, so that starting requests do not wait for the disk.
         let before = history.usable().find(|entry| entry.sha256 != current);
         let before = before.ok_or_else(|| failed("there is no earlier version".into()))?;
-        let component = history.component(&before.sha256);
-        let component = component
+        let file = history.file(&before.sha256);
+        let file = file
             .ok_or_else(|| failed(format!("the earlier version {} is damaged", before.sha256)))?;
-        // The golden file is not checked: it may describe the later version.
-        let valid = self.validate(policy, &component, "")?;
-        let golden = source.golden().unwrap_or_default();
-        let bundle = Bundle { component, golden };
+        // Neither golden file nor schema beside a component: they may describe the later version.
+        let bundle = Bundle::open(policy, file, &self.trust).map_err(failed)?;
+        let valid = self.validate(policy, &bundle)?;
+        let on_disk = source.complete(bundle.clone()).unwrap_or_else(|_| bundle.clone());
         let _change = self.change.lock();
         if self.active().policy(policy).sha256() != current {
             return Err(failed("another version became active meanwhile; try again".into()));
         }
-        self.write(policy, source, &bundle)?;
+        self.write(policy, source, &on_disk)?;
         self.active().policy(policy).history.withdraw(&current, Withdrawn::RolledBack);
-        let version = Version::new(valid, &bundle.component, Origin::History, Breakers::default());
-        Ok(self.activate(policy, version, &bundle.component))
+        let version = Version::new(valid, &bundle, Origin::History, Breakers::default());
+        Ok(self.activate(policy, version, &bundle.file))
     }
 
     /// The active versions, and rejected updates.
@@ -286,7 +290,14 @@ impl Policies {
                 sha256: entry.sha256(),
                 contract: version.map_or(CONTRACT, |version| version.component.contract()),
                 origin: version.map_or(Origin::File, |version| version.origin),
-                file: self.sources[name].file.clone(),
+                file: match version.is_some_and(|version| version.is_archive) {
+                    true => self.sources[name].bundle(),
+                    false => self.sources[name].file.clone(),
+                },
+                signed_by: version.and_then(|version| match &version.signer {
+                    Signer::Key(key) => Some(key.clone()),
+                    Signer::Unknown | Signer::Nobody => None,
+                }),
                 since: version.map_or(0, |version| version.since),
                 bytes: version.map_or(0, |version| version.bytes),
                 hooks: version
@@ -334,7 +345,7 @@ impl Policies {
         mut history: History,
     ) -> Result<PolicyEntry, Error> {
         let user = self.users(policy).next().map_or("", |(name, _)| name);
-        let (bundle, origin) = match source.read() {
+        let (bundle, origin) = match source.read(policy, &self.trust) {
             Ok(Some(bundle)) => (Ok(bundle), Origin::File),
             Ok(None) => match source.shipped() {
                 Some(bundle) => (Ok(bundle), Origin::Shipped),
@@ -344,8 +355,8 @@ impl Policies {
         };
         let seen = bundle.as_ref().ok().map(digest_of);
         let first = bundle.and_then(|bundle| {
-            let component = self.validate(policy, &bundle.component, &bundle.golden)?;
-            Ok((Version::new(component, &bundle.component, origin, Breakers::default()), bundle))
+            let component = self.validate(policy, &bundle)?;
+            Ok((Version::new(component, &bundle, origin, Breakers::default()), bundle))
         });
         let problem = match &first {
             Err(error) => Some(error.to_string()),
@@ -372,7 +383,7 @@ impl Policies {
         let sha256 = version.sha256();
         tracing::info!(policy, sha256, origin = origin.name(), "policy loaded");
         if origin == Origin::File {
-            history.add(version.entry(), &bundle.component);
+            history.add(version.entry(), &bundle.file);
         }
         Ok(PolicyEntry { seen, ..PolicyEntry::new(Some(version), history) })
     }
@@ -380,15 +391,27 @@ impl Policies {
     /// The newest valid version of the history.
     fn last_valid(&self, policy: &str, history: &History) -> Option<Version> {
         history.usable().find_map(|entry| {
-            let bytes = history.component(&entry.sha256)?;
-            let component = self.validate(policy, &bytes, "").ok()?;
-            Some(Version::new(component, &bytes, Origin::History, Breakers::default()))
+            let file = history.file(&entry.sha256)?;
+            let bundle = Bundle::open(policy, file, &self.trust).ok()?;
+            let component = self.validate(policy, &bundle).ok()?;
+            Some(Version::new(component, &bundle, Origin::History, Breakers::default()))
         })
     }
 
     /// Compiles a component and checks that it works in every profile that names it.
-    fn validate(&self, policy: &str, bytes: &[u8], golden: &str) -> Result<Arc<Component>, Error> {
-        let component = Arc::new(Component::load(&self.host, policy, bytes)?);
+    fn validate(&self, policy: &str, bundle: &Bundle) -> Result<Arc<Component>, Error> {
+        let component = Arc::new(Component::load(&self.host, policy, &bundle.component)?);
+        self.check(policy, &component, bundle)?;
+        Ok(component)
+    }
+
+    /// Checks that a component works in every profile that names its policy, and as its golden file says.
+    fn check(
+        &self,
+        policy: &str,
+        component: &Arc<Component>,
+        bundle: &Bundle,
+    ) -> Result<(), Error> {
         for (profile, chain) in self.users(policy) {
             let granted = component.check_grants(&chain.settings.grants);
             granted.map_err(|error| error.in_profile(profile))?;
@@ -397,19 +420,34 @@ impl Policies {
             Error::refused(policy, format!("{}: {}", failure.hook, failure.cause))
         };
         component.instantiate(&Context::dry_run()).map_err(refuse)?;
+        if !bundle.golden.is_empty() {
+            check_golden(component, &bundle.golden)?;
+        }
+        let golden = Golden::parse(&bundle.golden).ok();
         for (profile, _) in self.users(policy) {
             // None at the start: then `params::check` prepares them.
-            let texts = self.active().params.get(profile).map(|params| params.texts.clone());
-            let Some(texts) = texts else { continue };
+            let (texts, mut schemas) = {
+                let active = self.active();
+                let Some(params) = active.params.get(profile) else { continue };
+                (params.texts.clone(), active.schemas(&self.chains[profile], profile))
+            };
+            let own = schemas.iter_mut().filter(|(link, _)| link == policy);
+            own.for_each(|(_, schema)| schema.clone_from(&bundle.schema));
             let params: Params = texts.into_iter().collect();
+            conform(&schemas, &params)
+                .map_err(|problem| Error::refused(policy, problem).in_profile(profile))?;
             let params = own_params(policy, &params).unwrap_or(params);
             let prepared = component.prepare(profile, &params);
             prepared.map_err(|failure| refuse(failure).in_profile(profile))?;
+            // The golden file passes with its own parameters; the requests of the profile have these.
+            let failure =
+                golden.as_ref().and_then(|golden| golden.failure_with(component, &params));
+            if let Some(failure) = failure {
+                let problem = format!("tried with the parameters of its profile: {failure}");
+                return Err(Error::refused(policy, problem).in_profile(profile));
+            }
         }
-        if !golden.is_empty() {
-            check_golden(&component, golden)?;
-        }
-        Ok(component)
+        Ok(())
     }
 
     /// Validates and activates a component, unless it is active already.
@@ -423,14 +461,18 @@ impl Policies {
         let upload = origin == Origin::Upload;
         let sha256 = hex::encode(Sha256::digest(&bundle.component));
         let is_active = || self.active().policy(policy).sha256() == sha256;
-        let component = match is_active() {
-            true => None,
-            false => Some(self.validate(policy, &bundle.component, &bundle.golden)?),
+        let same = self.current(policy).filter(|current| current.sha256() == sha256);
+        let component = match &same {
+            Some(current) => {
+                self.check(policy, &current.component, bundle)?;
+                None
+            }
+            None => Some(self.validate(policy, bundle)?),
         };
         let _change = self.change.lock();
         // An upload may have replaced the file meanwhile. The watch reports that change, too.
         let is_outdated = || {
-            let file = source.read().ok().flatten();
+            let file = source.read(policy, &self.trust).ok().flatten();
             file.is_none_or(|file| digest_of(&file) != digest_of(bundle))
         };
         if origin == Origin::File && is_outdated() {
@@ -440,7 +482,9 @@ impl Policies {
             if upload {
                 self.write(policy, source, bundle)?;
             }
-            self.active().policy(policy).problem = None;
+            let mut active = self.active();
+            active.policy(policy).update(bundle);
+            active.resolve(&self.chains, &self.limits);
             return Ok(Activation { policy: policy.into(), sha256, replaced: None });
         }
         let Some(component) = component else {
@@ -457,16 +501,21 @@ impl Policies {
             // So that a rollback can return to it.
             self.active().policy(policy).history.add(current.entry(), &shipped.component);
         }
-        let version = Version::new(component, &bundle.component, origin, Breakers::on_probation());
-        Ok(self.activate(policy, version, &bundle.component))
+        let version = Version::new(component, bundle, origin, Breakers::on_probation());
+        Ok(self.activate(policy, version, &bundle.file))
     }
 
-    /// Writes a component to the file of its policy.
+    /// Writes a component, or a bundle, to the file of its policy. A component replaces a bundle.
     fn write(&self, policy: &str, source: &Source, bundle: &Bundle) -> Result<(), Error> {
-        let Some(path) = &source.file else {
+        let (Some(component), Some(archive)) = (source.file.clone(), source.bundle()) else {
             return Err(Error::NoFile { policy: policy.into() });
         };
-        file::replace(path, &bundle.component).map_err(|source| Error::NotWritten {
+        let path = if bundle.is_archive { &archive } else { &component };
+        let written = file::replace(path, &bundle.file).and_then(|()| match bundle.is_archive {
+            true => Ok(()),
+            false => file::remove(&archive),
+        });
+        written.map_err(|source| Error::NotWritten {
             policy: policy.into(),
             path: path.clone(),
             source,
@@ -475,10 +524,10 @@ impl Policies {
         Ok(())
     }
 
-    fn activate(&self, policy: &str, version: Version, bytes: &[u8]) -> Activation {
+    fn activate(&self, policy: &str, version: Version, file: &[u8]) -> Activation {
         let (sha256, origin) = (version.sha256(), version.origin.name());
         let mut active = self.active();
-        let replaced = active.policy(policy).activate(version, bytes);
+        let replaced = active.policy(policy).activate(version, file);
         active.resolve(&self.chains, &self.limits);
         tracing::info!(policy, sha256, replaced, origin, "policy activated");
         Activation { policy: policy.into(), sha256, replaced: Some(replaced) }

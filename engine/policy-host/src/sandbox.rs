@@ -56,6 +56,7 @@ use crate::contract::{
 use crate::error::{Cause, Error, Failure};
 pub use compile::{compile_if_asked, this_program};
 pub use engine::Host;
+pub use imports::GIVEN_KV;
 use imports::{Imports, Services};
 use pace::Pace;
 use ticker::{Deadline, Ticker};

@@ -50,28 +50,28 @@ fn many_rules() -> String {
     (0..400).map(|i| format!("[[rule]]\n{}\n", rule(i))).collect()
 }
 
-/// 400 rules took all the fuel of each request, since each parsed them: they were silently off.
+/// 400 rules took all the fuel of each request, since each parsed them: they were silently off. Unpacked all at
+/// once they took 11 %.
 #[test]
-fn four_hundred_rules_cost_an_eighth_of_the_fuel_of_a_call_at_most() {
+fn four_hundred_rules_cost_a_twentieth_of_the_fuel_of_a_call_at_most() {
     let text = many_rules();
     assert!(text.len() > 20_000);
     let component = rules();
     let mut instance = component.instantiate(&Context::dry_run()).unwrap();
     let fuel = PolicyConfig::default().fuel;
-    // `on-prompt` unpacks the rules for system text only, `on-request` all others.
+    // Both hooks of a request together. `on-prompt` unpacks the rules for system text only, `on-request` all others.
     let most = fuel / 20;
     let prompt = PromptView {
         params: params(&text),
         system: vec!["You are brief.".into()],
         ..PromptView::default()
     };
-    let (_, cost) = ask(&mut instance, &prompt.call());
-    assert!(cost.fuel > 0 && cost.fuel <= most, "on-prompt: {} of {most}", cost.fuel);
+    let (_, of_prompt) = ask(&mut instance, &prompt.call());
     let user = "Tell me about topic 8.".to_owned();
     let request = RequestView { params: params(&text), user, ..RequestView::default() };
     let (answer, cost) = ask(&mut instance, &request.call());
-    let most = fuel / 8;
-    assert!(cost.fuel > 0 && cost.fuel <= most, "on-request: {} of {most}", cost.fuel);
+    let all = of_prompt.fuel + cost.fuel;
+    assert!(of_prompt.fuel > 0 && all <= most, "{} + {} of {most}", of_prompt.fuel, cost.fuel);
     let Answer::Request(plan) = answer else { panic!("{answer:?}") };
     assert_eq!(plan.note.as_deref(), Some("topic 8"));
 }
@@ -194,12 +194,8 @@ fn a_parameter_that_does_not_work_keeps_its_text_and_is_reported() {
     until("many rules are applied", &|| note() == "many" && problem().is_empty());
 }
 
-#[test]
-fn a_parameter_with_which_the_golden_file_fails_is_rejected() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("word");
-    fs::write(&file, "fine").unwrap();
-    // Traps in `on-request` if the first parameter is longer than 4 bytes, and only then.
+/// A policy that traps in `on-request` if its first parameter is longer than 4 bytes, and only then.
+fn fussy() -> Vec<u8> {
     let mut answers = Answers::default();
     let plan = answers.add("on-request", &record([]));
     let params = input("on-request", "params", 0);
@@ -213,7 +209,15 @@ fn a_parameter_with_which_the_golden_file_fails_is_rejected() {
           (global.set $top (i32.add (local.get $at) (local.get 3)))
           (local.get $at))"#;
     // Above what the host writes.
-    let bytes = component(&[("on-request", &body)], &format!("{realloc} {}", answers.data()));
+    component(&[("on-request", &body)], &format!("{realloc} {}", answers.data()))
+}
+
+#[test]
+fn a_parameter_with_which_the_golden_file_fails_is_rejected() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("word");
+    fs::write(&file, "fine").unwrap();
+    let bytes = fussy();
     fs::write(folder.path().join("mine.wasm"), bytes).unwrap();
     let golden = "{\"hook\":\"on-request\",\"input\":{\"params\":[[\"word\",\"good\"]]}}\n";
     fs::write(folder.path().join("mine.jsonl"), golden).unwrap();
@@ -240,4 +244,35 @@ fn a_parameter_with_which_the_golden_file_fails_is_rejected() {
     let problem = problem().unwrap();
     assert!(problem.contains("tried with the golden file: golden line 1"), "{problem}");
     assert_eq!(word(), "fine");
+}
+
+/// A version that passed its golden file failed in every request of a profile whose parameter the file does not
+/// have.
+#[test]
+fn a_version_that_fails_with_the_parameters_of_its_profile_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("mine.wasm"), component_without()).unwrap();
+    let golden = "{\"hook\":\"on-request\",\"input\":{\"params\":[[\"word\",\"good\"]]}}\n";
+    fs::write(folder.path().join("mine.jsonl"), golden).unwrap();
+    let config = PolicyConfig { folder: folder.path().into(), ..limits() };
+    let load = |word: &str| {
+        let profile = ProfilePolicies {
+            policies: vec!["mine".into()],
+            params: BTreeMap::from([("word".into(), word.into())]),
+            ..ProfilePolicies::default()
+        };
+        let profiles = BTreeMap::from([("default".to_owned(), profile)]);
+        Policies::load(&config, &profiles, &Storage::in_memory())
+    };
+    // Known to no policy without `on-request`.
+    assert!(load("fine").err().unwrap().to_string().contains("no policy of the profile knows it"));
+    let mut answers = Answers::default();
+    let plan = format!("i32.const {}", answers.add("on-request", &record([])));
+    let patient = component(&[("on-request", &plan)], &answers.data());
+    fs::write(folder.path().join("mine.wasm"), &patient).unwrap();
+    load("fine").unwrap().upload("mine", &fussy()).unwrap();
+    fs::write(folder.path().join("mine.wasm"), &patient).unwrap();
+    let error = load("too long").unwrap().upload("mine", &fussy()).unwrap_err().to_string();
+    assert!(error.contains("tried with the parameters of its profile: golden line 1"), "{error}");
+    assert!(error.ends_with("(profile `default`)"), "{error}");
 }

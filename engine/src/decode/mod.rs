@@ -18,7 +18,6 @@ mod embed;
 mod governor;
 mod hooks;
 mod logprobs;
-pub mod loops;
 pub mod machine;
 mod memory;
 mod noise;
@@ -43,6 +42,8 @@ mod threads;
 mod tool_calls;
 pub mod verify;
 mod warm_up;
+
+pub use crate::policy::loops;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

@@ -31,7 +31,7 @@ use steersman_policy::{
     Action, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptView, REPLACEMENTS,
     Replacement, RequestView, Step, ToolCallView, Verdict,
 };
-use when::{SeenPrompt, SeenRequest, Tail};
+use when::{Condition, SeenPrompt, SeenRequest, Tail};
 
 /// Tokens between two checkpoints if a rule may rewind.
 const CHECKPOINT_EVERY: u32 = 128;
@@ -48,9 +48,11 @@ const LOOPS: LoopRule = LoopRule { max_period: 1024, repeats: 3, min_tokens: 96,
 /// The policy `rules`, with the state of one request.
 #[derive(Default)]
 pub struct Rules {
-    /// Parsed by the first hook that is called.
-    rules: Option<Result<Vec<Rule>, String>>,
+    /// The rules that `on-prompt` parsed, for `on-request`; `None` if they were packed.
+    parsed: Option<Result<Vec<Rule>, String>>,
     system: Vec<String>,
+    /// The rules whose conditions on the request hold.
+    rules: Vec<Rule>,
     /// One for each rule.
     states: Vec<State>,
 }
@@ -58,8 +60,6 @@ pub struct Rules {
 /// State of a rule.
 #[derive(Default)]
 struct State {
-    /// Whether its conditions on the request hold.
-    matches: bool,
     /// How often it has applied.
     applied: u32,
     tail: Tail,
@@ -76,88 +76,96 @@ impl Policy for Rules {
         prepared
     }
 
-    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
-        let text = prompt.param("rules");
-        let replacements = match text.and_then(|text| pack::unpack(text, true)) {
-            Some(rules) => stripped(&rules, &prompt),
+    fn on_prompt(&mut self, mut prompt: PromptView) -> Vec<Replacement> {
+        let text = take(&mut prompt.params);
+        let seen = SeenPrompt::new(&prompt);
+        let holds = |condition: &Condition| condition.in_prompt(&seen);
+        let replacements = match text.filter(|text| pack::is_packed(text)) {
+            Some(packed) => {
+                stripped(&pack::unpack(packed, true, holds).unwrap_or_default(), &prompt)
+            }
             None => {
-                self.rules = Some(rules(text));
-                stripped(self.rules(), &prompt)
+                let parsed = self.parsed.insert(parse(text));
+                let rules = parsed.as_deref().unwrap_or_default().iter();
+                let is_of_prompt = |rule: &&Rule| matches!(rule.effect, Effect::Prompt { .. });
+                let holds = |one: &Condition| holds(one) != Some(false);
+                let matches = |rule: &&Rule| is_of_prompt(rule) && rule.when.iter().all(holds);
+                stripped(&rules.filter(matches).cloned().collect::<Vec<_>>(), &prompt)
             }
         };
+        drop(seen);
         self.system = prompt.system;
         replacements
     }
 
-    fn on_request(&mut self, request: RequestView) -> Plan {
-        if self.rules.is_none() {
-            self.rules = Some(rules(request.param("rules")));
-        }
+    fn on_request(&mut self, mut request: RequestView) -> Plan {
         let mut notes = unknown_params(&request);
-        if let Some(Err(problem)) = &self.rules {
-            if request.param("strict") == Some("true") {
-                steersman_policy::failure::fail(problem);
-            }
-            notes.push(format!("rules ignored: {problem}"));
-        }
+        let strict = request.param("strict") == Some("true");
+        let text = take(&mut request.params);
         let seen = SeenRequest::new(&request, &self.system);
-        let matches = |rule: &Rule| rule.when.matches_request(&seen);
-        let matches: Vec<_> = self.rules().iter().map(matches).collect();
-        let rules = self.rules().iter().zip(&matches).filter(|(_, matches)| **matches);
-        let plan = plan(&request, rules.map(|(rule, _)| rule), notes);
-        let state = |matches| State { matches, ..State::default() };
-        self.states = matches.into_iter().map(state).collect();
-        plan
+        let holds = |condition: &Condition| condition.in_request(&seen);
+        let parsed = self.parsed.take();
+        let rules = match text.and_then(|text| pack::unpack(text, false, holds)) {
+            Some(rules) => Ok(rules),
+            None => parsed.unwrap_or_else(|| parse(text)).map(|mut rules| {
+                rules.retain(|rule| rule.when.iter().all(|one| holds(one) != Some(false)));
+                rules
+            }),
+        };
+        match rules {
+            Ok(rules) => self.rules = rules,
+            Err(problem) if strict => steersman_policy::failure::fail(&problem),
+            Err(problem) => notes.push(format!("rules ignored: {problem}")),
+        }
+        self.states = self.rules.iter().map(|_| State::default()).collect();
+        plan(&request, &self.rules, notes)
     }
 
     fn on_step(&mut self, step: Step) -> Vec<Action> {
-        let Some(Ok(rules)) = &self.rules else { return Vec::new() };
         let mut actions = Vec::new();
         let mut redirected = false;
-        for (rule, state) in rules.iter().zip(&mut self.states) {
-            let Effect::Step(effects) = &rule.effect else { continue };
-            if !state.matches || rule.is_exhausted(state.applied) {
+        for (rule, state) in self.rules.iter_mut().zip(&mut self.states) {
+            if !matches!(rule.effect, Effect::Step(_) | Effect::PackedStep { .. })
+                || rule.is_exhausted(state.applied)
+                || !when::matches_step(&rule.when, &step, &mut state.tail)
+            {
                 continue;
             }
-            if rule.when.matches_step(&step, &mut state.tail) {
-                // "Rewind the first loop" precedes "close the reasoning": only one applies in a step.
-                let redirects = effects.iter().any(rule::StepEffect::redirects);
-                if redirects && redirected {
-                    continue;
-                }
-                redirected |= redirects;
-                state.applied += 1;
-                actions.extend(effects.iter().filter_map(|effect| effect.action(&step)));
-                if effects.iter().any(rule::StepEffect::stops) {
-                    break;
-                }
+            rule.effect.unpack();
+            let Effect::Step(effects) = &rule.effect else { continue };
+            // "Rewind the first loop" precedes "close the reasoning": only one applies in a step.
+            let redirects = effects.iter().any(rule::StepEffect::redirects);
+            if redirects && redirected {
+                continue;
+            }
+            redirected |= redirects;
+            state.applied += 1;
+            actions.extend(effects.iter().filter_map(|effect| effect.action(&step)));
+            if effects.iter().any(rule::StepEffect::stops) {
+                break;
             }
         }
         actions
     }
 
     fn on_tool_call(&mut self, call: ToolCallView) -> Verdict {
-        let Some(Ok(rules)) = &self.rules else { return Verdict::Accept };
-        for (rule, state) in rules.iter().zip(&mut self.states) {
-            let Effect::ToolCall(verdict) = &rule.effect else { continue };
-            let is_open = state.matches && !rule.is_exhausted(state.applied);
-            if is_open && rule.when.matches_call(&call) {
-                state.applied += 1;
-                return verdict.clone();
+        for (rule, state) in self.rules.iter_mut().zip(&mut self.states) {
+            if !matches!(rule.effect, Effect::ToolCall(_) | Effect::PackedToolCall(_))
+                || rule.is_exhausted(state.applied)
+                || !when::matches_call(&rule.when, &call)
+            {
+                continue;
             }
+            rule.effect.unpack();
+            let Effect::ToolCall(verdict) = &rule.effect else { continue };
+            state.applied += 1;
+            return verdict.clone();
         }
         Verdict::Accept
     }
 }
 
 steersman_policy::export!(Rules);
-
-impl Rules {
-    /// The rules; none if the text has a mistake.
-    fn rules(&self) -> &[Rule] {
-        self.rules.as_ref().and_then(|rules| rules.as_ref().ok()).map_or(&[], Vec::as_slice)
-    }
-}
 
 /// Checks a text of rules.
 ///
@@ -167,9 +175,15 @@ pub fn check(text: &str) -> Result<(), String> {
     parse::rules(text).map(|_| ())
 }
 
-fn rules(param: Option<&str>) -> Result<Vec<Rule>, String> {
-    let text = param.ok_or("the parameter `rules` is missing")?;
-    pack::unpack(text, false).map_or_else(|| parse::rules(text), Ok)
+/// Parses the parameter `rules`.
+fn parse(text: Option<&str>) -> Result<Vec<Rule>, String> {
+    parse::rules(text.ok_or("the parameter `rules` is missing")?)
+}
+
+/// Takes the parameter `rules`. It stays in memory, which ends with the request, so that rules can borrow its texts.
+fn take(params: &mut [(String, String)]) -> Option<&'static str> {
+    let (_, text) = params.iter_mut().find(|(name, _)| name == "rules")?;
+    Some(std::mem::take(text).leak())
 }
 
 /// Notes on unknown parameters.
@@ -179,13 +193,9 @@ fn unknown_params(request: &RequestView) -> Vec<String> {
     unknown.map(|name| format!("unknown parameter `{name}`")).collect()
 }
 
-/// The replacements that the rules make in system text.
+/// The replacements that rules of `on-prompt` make in system text.
 fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
-    let seen = SeenPrompt::new(prompt);
-    let is_of_prompt = |rule: &&Rule| matches!(rule.effect, Effect::Prompt { .. });
-    let rules = rules.iter().filter(is_of_prompt);
-    let rules = rules.filter(|rule| rule.when.matches_prompt(&seen));
-    let effects: Vec<_> = rules.map(|rule| &rule.effect).collect();
+    let effects: Vec<_> = rules.iter().map(|rule| &rule.effect).collect();
     let is_stripped = |line: &str| {
         effects.iter().any(|effect| match effect {
             Effect::Prompt { lines, .. } => lines.iter().any(|prefix| line.starts_with(prefix)),
@@ -210,15 +220,11 @@ fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
 }
 
 /// The plan by the rules that match; values that they do not set are those of the client.
-fn plan<'a>(
-    request: &RequestView,
-    rules: impl Iterator<Item = &'a Rule>,
-    mut notes: Vec<String>,
-) -> Plan {
+fn plan(request: &RequestView, rules: &[Rule], mut notes: Vec<String>) -> Plan {
     let mut plan = Plan::default();
     let mut waits_for_loop = false;
     for rule in rules {
-        waits_for_loop |= rule.when.waits_for_loop();
+        waits_for_loop |= when::waits_for_loop(&rule.when);
         match &rule.effect {
             Effect::Request(set) => {
                 plan.reasoning = plan.reasoning.or(set.reasoning);
@@ -234,14 +240,15 @@ fn plan<'a>(
                 plan.tools = plan.tools.take().or(set.tools.clone());
                 notes.extend(set.note.clone());
             }
-            Effect::Step(effects) => {
-                let every = [plan.every, rule.when.every()].into_iter().filter(|every| *every > 0);
+            Effect::Step(_) | Effect::PackedStep { .. } => {
+                let every =
+                    [plan.every, when::every(&rule.when)].into_iter().filter(|every| *every > 0);
                 plan.every = every.min().unwrap_or_default();
-                if effects.iter().any(rule::StepEffect::rewinds) {
+                if rule.effect.rewinds() {
                     plan.checkpoint_every = CHECKPOINT_EVERY;
                 }
             }
-            Effect::Prompt { .. } | Effect::ToolCall(_) => {}
+            Effect::Prompt { .. } | Effect::ToolCall(_) | Effect::PackedToolCall(_) => {}
         }
     }
     if waits_for_loop {

@@ -1,8 +1,8 @@
 //! Rules as a text that is read much faster than TOML: `on-params` parses the rules once and packs them, and
 //! each request unpacks them.
 //!
-//! A number is written in decimal and ends with a space; a text, and a list, begins with its length; a case
-//! begins with its letter. Nothing else separates values, so reader and writer share one list of the fields:
+//! A number is written in digits of six bits, the lowest first, with a seventh bit in all but the last; a text,
+//! and a list, begins with its length; a case begins with its letter. Nothing else separates values, so reader and writer share one list of the fields:
 //! [`packed`] and [`sparse`] write both from it.
 
 use steersman_policy::{
@@ -11,21 +11,35 @@ use steersman_policy::{
 };
 
 use super::rule::{Effect, Rule, StepEffect};
-use super::when::When;
+use super::when::{Condition, Texts};
 
 /// What packed rules begin with; TOML cannot.
 const MARK: &str = "\u{1}";
 
-/// What precedes a rule of `on-prompt`, and one of another hook.
+/// A digit of a number, and the bit of all but the last.
+const DIGIT_BITS: u32 = 6;
+const DIGIT: u32 = (1 << DIGIT_BITS) - 1;
+const MORE: u32 = 1 << DIGIT_BITS;
+
+/// What precedes a rule: its hook. One of `on-step` may rewind.
 const PROMPT: u8 = b'p';
-const LATER: u8 = b'l';
+const REQUEST: u8 = b'r';
+const STEP: u8 = b's';
+const REWINDING_STEP: u8 = b'w';
+const TOOL_CALL: u8 = b't';
 
 /// Packs rules. Each is preceded by its hook and its length, so that a hook unpacks its own only.
 pub fn pack(rules: &[Rule]) -> String {
     let mut text = MARK.to_owned();
     for rule in rules {
-        let is_of_prompt = matches!(rule.effect, Effect::Prompt { .. });
-        text.push(if is_of_prompt { PROMPT } else { LATER } as char);
+        let hook = match &rule.effect {
+            Effect::Prompt { .. } => PROMPT,
+            Effect::Request(_) => REQUEST,
+            Effect::Step(effects) if effects.iter().any(StepEffect::rewinds) => REWINDING_STEP,
+            Effect::Step(_) | Effect::PackedStep { .. } => STEP,
+            Effect::ToolCall(_) | Effect::PackedToolCall(_) => TOOL_CALL,
+        };
+        text.push(char::from(hook));
         let mut packed = String::new();
         rule.write(&mut packed);
         packed.write(&mut text);
@@ -33,46 +47,77 @@ pub fn pack(rules: &[Rule]) -> String {
     text
 }
 
-/// Unpacks the rules of `on-prompt`, or all others; `None` if the text is not packed.
-pub fn unpack(text: &str, of_prompt: bool) -> Option<Vec<Rule>> {
+/// Whether a text is packed.
+pub fn is_packed(text: &str) -> bool {
+    text.starts_with(MARK)
+}
+
+/// Unpacks the rules of `on-prompt`, or all others, of which `holds` says no condition that it does not hold, with
+/// the conditions of which it says nothing. The rest of a rule is read only then: of many rules few match. `None`
+/// if the text is not packed.
+pub fn unpack(
+    text: &'static str,
+    of_prompt: bool,
+    holds: impl Fn(&Condition) -> Option<bool>,
+) -> Option<Vec<Rule>> {
     let mut text = text.strip_prefix(MARK)?;
-    let wanted = if of_prompt { PROMPT } else { LATER };
     let mut rules = Vec::new();
     while !text.is_empty() {
         let hook = letter(&mut text)?;
-        let length = u32::read(&mut text)? as usize;
-        let (mut rule, rest) = text.split_at_checked(length)?;
-        text = rest;
-        if hook == wanted {
-            rules.push(Rule::read(&mut rule)?);
+        let mut rule = words(&mut text)?;
+        if (hook == PROMPT) != of_prompt {
+            continue;
+        }
+        let mut when = Vec::new();
+        let mut matches = true;
+        for _ in 0..number(&mut rule)? {
+            let condition = Condition::read(&mut rule)?;
+            match holds(&condition) {
+                None => when.push(condition),
+                Some(true) => {}
+                Some(false) => {
+                    matches = false;
+                    break;
+                }
+            }
+        }
+        if matches {
+            let times = Packed::read(&mut rule)?;
+            let effect = match hook {
+                STEP => Effect::PackedStep { packed: rule, rewinds: false },
+                REWINDING_STEP => Effect::PackedStep { packed: rule, rewinds: true },
+                TOOL_CALL => Effect::PackedToolCall(rule),
+                _ => Effect::read(&mut rule)?,
+            };
+            rules.push(Rule { when, times, effect });
         }
     }
     Some(rules)
 }
 
+/// The effect that [`unpack`] left packed.
+pub fn effect(mut packed: &'static str) -> Option<Effect> {
+    Effect::read(&mut packed)
+}
+
 /// A value that can be packed. `read` removes it from the beginning of the text.
 trait Packed: Sized {
     fn write(&self, text: &mut String);
-    fn read(text: &mut &str) -> Option<Self>;
+    fn read(text: &mut &'static str) -> Option<Self>;
 }
 
 impl Packed for u32 {
     fn write(&self, text: &mut String) {
-        text.push_str(&self.to_string());
-        text.push(' ');
+        let mut rest = *self;
+        while rest > DIGIT {
+            text.push(char::from((rest & DIGIT | MORE) as u8));
+            rest >>= DIGIT_BITS;
+        }
+        text.push(char::from(rest as u8));
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
-        let mut number = 0_u32;
-        for (at, byte) in text.bytes().enumerate() {
-            if byte == b' ' && at > 0 {
-                *text = text.get(at + 1..)?;
-                return Some(number);
-            }
-            let digit = u32::from(byte.checked_sub(b'0').filter(|digit| *digit < 10)?);
-            number = number.checked_mul(10)?.checked_add(digit)?;
-        }
-        None
+    fn read(text: &mut &'static str) -> Option<Self> {
+        number(text)
     }
 }
 
@@ -81,7 +126,7 @@ impl Packed for u16 {
         u32::from(*self).write(text);
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
+    fn read(text: &mut &'static str) -> Option<Self> {
         u32::read(text)?.try_into().ok()
     }
 }
@@ -91,7 +136,7 @@ impl Packed for bool {
         text.push(if *self { '+' } else { '-' });
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
+    fn read(text: &mut &'static str) -> Option<Self> {
         Some(letter(text)? == b'+')
     }
 }
@@ -101,23 +146,28 @@ impl Packed for f32 {
         self.to_bits().write(text);
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
+    fn read(text: &mut &'static str) -> Option<Self> {
         u32::read(text).map(Self::from_bits)
     }
 }
 
 impl Packed for String {
     fn write(&self, text: &mut String) {
-        // A parameter has at most 256 KiB.
-        (self.len() as u32).write(text);
-        text.push_str(self);
+        push_words(text, self);
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
-        let length = u32::read(text)? as usize;
-        let (own, rest) = text.split_at_checked(length)?;
-        *text = rest;
-        Some(own.to_owned())
+    fn read(text: &mut &'static str) -> Option<Self> {
+        words(text).map(str::to_owned)
+    }
+}
+
+impl Packed for Texts {
+    fn write(&self, text: &mut String) {
+        push_words(text, self.packed());
+    }
+
+    fn read(text: &mut &'static str) -> Option<Self> {
+        words(text).map(Texts::of_packed)
     }
 }
 
@@ -128,7 +178,7 @@ impl<T: Packed> Packed for Vec<T> {
         self.iter().for_each(|element| element.write(text));
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
+    fn read(text: &mut &'static str) -> Option<Self> {
         let length = u32::read(text)? as usize;
         let mut list = Vec::with_capacity(length.min(text.len()));
         for _ in 0..length {
@@ -144,9 +194,41 @@ impl<T: Packed> Packed for Option<T> {
         self.iter().for_each(|value| value.write(text));
     }
 
-    fn read(text: &mut &str) -> Option<Self> {
+    fn read(text: &mut &'static str) -> Option<Self> {
         if bool::read(text)? { T::read(text).map(Some) } else { Some(None) }
     }
+}
+
+/// Removes the number that the text begins with.
+fn number(text: &mut &str) -> Option<u32> {
+    let mut number = 0;
+    for shift in (0..u32::BITS).step_by(DIGIT_BITS as usize) {
+        let digit = u32::from(letter(text)?);
+        let bits = digit & DIGIT;
+        if digit > DIGIT | MORE || bits << shift >> shift != bits {
+            return None;
+        }
+        number |= bits << shift;
+        if digit & MORE == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+/// Removes the text that the text begins with, behind its length.
+pub fn words<'a>(text: &mut &'a str) -> Option<&'a str> {
+    let length = number(text)? as usize;
+    let (own, rest) = text.split_at_checked(length)?;
+    *text = rest;
+    Some(own)
+}
+
+/// Appends a text behind its length.
+pub fn push_words(packed: &mut String, words: &str) {
+    // A parameter has at most 256 KiB.
+    (words.len() as u32).write(packed);
+    packed.push_str(words);
 }
 
 /// Removes the letter that the text begins with.
@@ -169,7 +251,7 @@ macro_rules! sparse {
                 text.push(';');
             }
 
-            fn read(text: &mut &str) -> Option<Self> {
+            fn read(text: &mut &'static str) -> Option<Self> {
                 Box::read(text).map(|record| *record)
             }
         }
@@ -180,7 +262,7 @@ macro_rules! sparse {
                 (**self).write(text);
             }
 
-            fn read(text: &mut &str) -> Option<Self> {
+            fn read(text: &mut &'static str) -> Option<Self> {
                 let mut record = Box::<$record>::default();
                 loop {
                     match letter(text)? {
@@ -202,7 +284,7 @@ macro_rules! packed {
                 $(self.$field.write(text);)+
             }
 
-            fn read(text: &mut &str) -> Option<Self> {
+            fn read(text: &mut &'static str) -> Option<Self> {
                 Some(Self { $($field: Packed::read(text)?),+ })
             }
         }
@@ -220,7 +302,7 @@ macro_rules! packed {
                 }
             }
 
-            fn read(text: &mut &str) -> Option<Self> {
+            fn read(text: &mut &'static str) -> Option<Self> {
                 Some(match letter(text)? {
                     $($letter => {
                         $($(let $value = Packed::read(text)?;)+)?
@@ -235,7 +317,7 @@ macro_rules! packed {
 }
 
 packed! {
-    Rule { when, effect, times }
+    Rule { when, times, effect }
     LoopRule { max_period, repeats, min_tokens, similarity }
     SamplingPatch { temperature, top_p, top_k, min_p }
     Retention { at, seconds }
@@ -247,14 +329,6 @@ packed! {
 }
 
 sparse! {
-    When {
-        b'a' profile, b'b' model, b'c' family, b'd' user_contains, b'e' user_words, b'f' user_under,
-        b'g' user_over, b'h' system_contains, b'i' system_over, b'j' prompt_over, b'k' messages_over,
-        b'l' has_tools, b'm' tools, b'n' reasoning_requested, b'o' can_reason, b'p' form_requested,
-        b'q' caller_key, b'r' caller_user, b's' phase, b't' looping, b'u' budget_reached,
-        b'v' reasoning_tokens_over, b'w' answer_tokens_over, b'x' text_contains, b'y' tool_called,
-        b'z' arguments_contain, b'A' repeats_over, b'B' calls_over,
-    }
     Plan {
         b'a' reasoning, b'b' reasoning_budget, b'c' answer_reserve, b'd' sampling, b'e' loops,
         b'f' every, b'g' checkpoint_every, b'h' note, b'i' retain, b'j' form, b'k' refuse,
@@ -263,14 +337,21 @@ sparse! {
 }
 
 packed! {
+    Condition [
+        b'a' Profile(names), b'b' Model(names), b'c' Family(names), b'd' UserContains(parts),
+        b'e' UserWords(words), b'f' UserUnder(limit), b'g' UserOver(limit), b'h' SystemContains(parts),
+        b'i' SystemOver(limit), b'j' PromptOver(limit), b'k' MessagesOver(limit), b'l' HasTools(has),
+        b'm' Tools(names), b'n' ReasoningRequested(is), b'o' CanReason(can), b'p' FormRequested(is),
+        b'q' CallerKey(digests), b'r' CallerUser(digests), b's' Phase(phase), b't' Loop(is),
+        b'u' BudgetReached(is), b'v' ReasoningTokensOver(limit), b'w' AnswerTokensOver(limit),
+        b'x' TextContains(texts), b'y' ToolCalled(names), b'z' ArgumentsContain(parts),
+        b'A' RepeatsOver(limit), b'B' CallsOver(limit),
+    ]
     Phase [b'r' Reasoning, b'a' Answer, b't' ToolCall]
     SavePoint [b's' System, b't' Turns, b'p' Prompt, b'r' Reply]
     AnswerForm [
         b'j' JsonObject, b's' JsonSchema(schema), b'r' Regex(regex), b'g' Grammar(grammar),
         b'c' Choice(choice),
-    ]
-    Effect [
-        b'p' Prompt { spans, lines }, b'r' Request(plan), b's' Step(effects), b't' ToolCall(verdict),
     ]
     StepEffect [b'd' Do(action), b'l' RewindLoop]
     Action [
@@ -278,6 +359,41 @@ packed! {
         b'b' Bias(bias), b'm' Sampling(change), b's' Stop(words),
     ]
     Verdict [b'a' Accept, b'r' Repair(words), b's' Stop(words)]
+}
+
+impl Packed for Effect {
+    fn write(&self, text: &mut String) {
+        match self {
+            Self::Prompt { spans, lines } => {
+                text.push('p');
+                spans.write(text);
+                lines.write(text);
+            }
+            Self::Request(plan) => {
+                text.push('r');
+                plan.write(text);
+            }
+            Self::Step(effects) => {
+                text.push('s');
+                effects.write(text);
+            }
+            Self::ToolCall(verdict) => {
+                text.push('t');
+                verdict.write(text);
+            }
+            Self::PackedStep { packed, .. } | Self::PackedToolCall(packed) => text.push_str(packed),
+        }
+    }
+
+    fn read(text: &mut &'static str) -> Option<Self> {
+        Some(match letter(text)? {
+            b'p' => Self::Prompt { spans: Packed::read(text)?, lines: Packed::read(text)? },
+            b'r' => Self::Request(Packed::read(text)?),
+            b's' => Self::Step(Packed::read(text)?),
+            b't' => Self::ToolCall(Packed::read(text)?),
+            _ => return None,
+        })
+    }
 }
 
 #[cfg(test)]
@@ -298,17 +414,37 @@ mod tests {
         let is_of_prompt = |rule: &Rule| matches!(rule.effect, Effect::Prompt { .. });
         let (of_prompt, later): (Vec<_>, Vec<_>) = rules.iter().cloned().partition(is_of_prompt);
         assert!(!of_prompt.is_empty());
-        assert_eq!(unpack(&packed, true), Some(of_prompt));
-        assert_eq!(unpack(&packed, false), Some(later));
+        let packed: &'static str = packed.leak();
+        let unpack = |text, of_prompt, holds: &dyn Fn(&Condition) -> Option<bool>| {
+            let mut rules = super::unpack(text, of_prompt, holds)?;
+            rules.iter_mut().for_each(|rule| rule.effect.unpack());
+            Some(rules)
+        };
+        assert_eq!(unpack(packed, true, &|_| None), Some(of_prompt));
+        assert_eq!(unpack(packed, false, &|_| None), Some(later.clone()));
+        let is_phase = |one: &Condition| matches!(one, Condition::Phase(_));
+        let holds = |one: &Condition| is_phase(one).then_some(false);
+        let others = later.iter().filter(|rule| !rule.when.iter().any(is_phase)).cloned();
+        assert_eq!(unpack(packed, false, &holds), Some(others.collect()));
+        let mut known = later;
+        known.iter_mut().for_each(|rule| rule.when.retain(|one| !is_phase(one)));
+        assert_eq!(unpack(packed, false, &|one| is_phase(one).then_some(true)), Some(known));
         for rule in &rules {
             let mut packed = String::new();
             rule.write(&mut packed);
+            let packed: &'static str = packed.leak();
             for end in (0..packed.len()).filter(|end| packed.is_char_boundary(*end)) {
                 assert_eq!(Rule::read(&mut &packed[..end]), None, "cut at {end}: {packed}");
             }
         }
-        for text in ["", "[[rule]]", "\u{1}9 ", "\u{1}l4294967296 ", "\u{1}l5 ab", "\u{1}l2 ;;"] {
-            assert_eq!(unpack(text, false), None, "{text:?}");
+        let long = "\u{1}r\u{7f}\u{7f}\u{7f}\u{7f}\u{7f}\u{7f}";
+        for text in ["", "[[rule]]", "\u{1}9!", long, "\u{1}r5 ab", "\u{1}r\u{2};;"] {
+            assert_eq!(unpack(text, false, &|_| None), None, "{text:?}");
+        }
+        for number in [0, 1, 63, 64, 4095, 4096, u32::MAX] {
+            let mut packed = String::new();
+            number.write(&mut packed);
+            assert_eq!(super::number(&mut packed.as_str()), Some(number));
         }
     }
 }

@@ -10,7 +10,7 @@ use steersman_policy::{
 use toml::de::{DeTable, DeValue};
 
 use super::rule::{Effect, Rule, StepEffect};
-use super::when::When;
+use super::when::{Condition, Texts, every, waits_for_loop};
 use super::{LOOPS, STOPS};
 
 /// A set of hooks, one bit each.
@@ -268,19 +268,20 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
             name(hook)
         ));
     }
-    let when = Box::new(self::when(&when)?);
+    let when = when.iter().map(condition).collect::<Result<Vec<_>, _>>()?;
     let effect = match hook {
         PROMPT => prompt_effect(&effect)?,
         REQUEST => request_effect(&effect)?,
         STEP => step_effect(&effect)?,
         _ => tool_call_effect(&effect)?,
     };
-    if let (Effect::Step(effects), None | Some(false)) = (&effect, when.looping)
+    if let Effect::Step(effects) = &effect
         && effects.contains(&StepEffect::RewindLoop)
+        && !waits_for_loop(&when)
     {
         return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place()));
     }
-    let waits = hook != STEP || when.every() == 0;
+    let waits = hook != STEP || every(&when) == 0;
     Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, effect })
 }
 
@@ -317,51 +318,47 @@ fn name(hooks: Hooks) -> &'static str {
     }
 }
 
-fn when(entries: &[(&str, Entry)]) -> Result<When, String> {
-    let mut when = When::default();
-    for (key, entry) in entries {
-        match *key {
-            "profile" => when.profile = entry.texts()?,
-            "model" => when.model = entry.texts()?,
-            "family" => when.family = entry.texts()?,
-            "user_contains" => when.user_contains = entry.lower()?,
-            "user_words" => when.user_words = entry.lower()?,
-            "user_under" => when.user_under = Some(entry.number()?),
-            "user_over" => when.user_over = Some(entry.number()?),
-            "system_contains" => when.system_contains = entry.texts()?,
-            "system_over" => when.system_over = Some(entry.number()?),
-            "prompt_over" => when.prompt_over = Some(entry.number()?),
-            "messages_over" => when.messages_over = Some(entry.number()?),
-            "tools" => match entry.value {
-                DeValue::Boolean(has) => when.has_tools = Some(*has),
-                _ => when.tools = entry.texts()?,
-            },
-            "reasoning_requested" => when.reasoning_requested = Some(entry.bool()?),
-            "can_reason" => when.can_reason = Some(entry.bool()?),
-            "form_requested" => when.form_requested = Some(entry.bool()?),
-            "caller_key" => when.caller_key = entry.texts()?,
-            "caller_user" => when.caller_user = entry.texts()?,
-            "phase" => {
-                when.phase = Some(match entry.value.as_str() {
-                    Some("reasoning") => Phase::Reasoning,
-                    Some("answer") => Phase::Answer,
-                    Some("tool-call") => Phase::ToolCall,
-                    _ => return entry.error("must be \"reasoning\", \"answer\" or \"tool-call\""),
-                });
-            }
-            "loop" => when.looping = Some(entry.bool()?),
-            "budget_reached" => when.budget_reached = Some(entry.bool()?),
-            "reasoning_tokens_over" => when.reasoning_tokens_over = Some(entry.number()?),
-            "answer_tokens_over" => when.answer_tokens_over = Some(entry.number()?),
-            "text_contains" => when.text_contains = entry.texts()?,
-            "tool_called" => when.tool_called = entry.texts()?,
-            "arguments_contain" => when.arguments_contain = entry.texts()?,
-            "repeats_over" => when.repeats_over = Some(entry.number()?),
-            "calls_over" => when.calls_over = Some(entry.number()?),
-            other => unreachable!("`hook` refused {other}"),
-        }
-    }
-    Ok(when)
+fn condition((key, entry): &(&str, Entry)) -> Result<Condition, String> {
+    let texts = || entry.texts().map(Texts::from_iter);
+    let lower = || entry.lower().map(Texts::from_iter);
+    Ok(match *key {
+        "profile" => Condition::Profile(texts()?),
+        "model" => Condition::Model(texts()?),
+        "family" => Condition::Family(texts()?),
+        "user_contains" => Condition::UserContains(lower()?),
+        "user_words" => Condition::UserWords(lower()?),
+        "user_under" => Condition::UserUnder(entry.number()?),
+        "user_over" => Condition::UserOver(entry.number()?),
+        "system_contains" => Condition::SystemContains(texts()?),
+        "system_over" => Condition::SystemOver(entry.number()?),
+        "prompt_over" => Condition::PromptOver(entry.number()?),
+        "messages_over" => Condition::MessagesOver(entry.number()?),
+        "tools" => match entry.value {
+            DeValue::Boolean(has) => Condition::HasTools(*has),
+            _ => Condition::Tools(texts()?),
+        },
+        "reasoning_requested" => Condition::ReasoningRequested(entry.bool()?),
+        "can_reason" => Condition::CanReason(entry.bool()?),
+        "form_requested" => Condition::FormRequested(entry.bool()?),
+        "caller_key" => Condition::CallerKey(texts()?),
+        "caller_user" => Condition::CallerUser(texts()?),
+        "phase" => Condition::Phase(match entry.value.as_str() {
+            Some("reasoning") => Phase::Reasoning,
+            Some("answer") => Phase::Answer,
+            Some("tool-call") => Phase::ToolCall,
+            _ => return entry.error("must be \"reasoning\", \"answer\" or \"tool-call\""),
+        }),
+        "loop" => Condition::Loop(entry.bool()?),
+        "budget_reached" => Condition::BudgetReached(entry.bool()?),
+        "reasoning_tokens_over" => Condition::ReasoningTokensOver(entry.number()?),
+        "answer_tokens_over" => Condition::AnswerTokensOver(entry.number()?),
+        "text_contains" => Condition::TextContains(texts()?),
+        "tool_called" => Condition::ToolCalled(texts()?),
+        "arguments_contain" => Condition::ArgumentsContain(texts()?),
+        "repeats_over" => Condition::RepeatsOver(entry.number()?),
+        "calls_over" => Condition::CallsOver(entry.number()?),
+        other => unreachable!("`hook` refused {other}"),
+    })
 }
 
 fn prompt_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {

@@ -2,12 +2,14 @@
 
 use steersman_policy::{Action, Plan, Step, Verdict};
 
-use super::when::When;
+use super::pack;
+use super::when::Condition;
 
 /// A rule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rule {
-    pub when: Box<When>,
+    /// All must hold.
+    pub when: Vec<Condition>,
     pub effect: Effect,
     /// How often it applies in a request; 0 is every time.
     pub times: u32,
@@ -29,6 +31,10 @@ pub enum Effect {
     Step(Vec<StepEffect>),
     /// In `on-tool-call`.
     ToolCall(Verdict),
+    /// In `on-step`, packed: it is unpacked when the rule applies. Few rules do.
+    PackedStep { packed: &'static str, rewinds: bool },
+    /// In `on-tool-call`, packed.
+    PackedToolCall(&'static str),
 }
 
 /// An action, or one that depends on the step.
@@ -44,6 +50,30 @@ impl Rule {
     /// Whether it has applied as often as it may.
     pub fn is_exhausted(&self, applied: u32) -> bool {
         self.times > 0 && applied >= self.times
+    }
+}
+
+impl Effect {
+    /// Whether it may rewind.
+    pub fn rewinds(&self) -> bool {
+        match self {
+            Self::Step(effects) => effects.iter().any(StepEffect::rewinds),
+            Self::PackedStep { rewinds, .. } => *rewinds,
+            _ => false,
+        }
+    }
+
+    /// Unpacks an effect that was left packed. One that cannot be read does nothing: `on-params` packed it.
+    pub fn unpack(&mut self) {
+        match *self {
+            Self::PackedStep { packed, .. } => {
+                *self = pack::effect(packed).unwrap_or(Self::Step(Vec::new()))
+            }
+            Self::PackedToolCall(packed) => {
+                *self = pack::effect(packed).unwrap_or(Self::Step(Vec::new()))
+            }
+            _ => {}
+        }
     }
 }
 

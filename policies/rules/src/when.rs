@@ -1,46 +1,75 @@
 //! The conditions of a rule.
 
-use std::cell::LazyCell;
+use std::borrow::Cow;
+use std::cell::{LazyCell, OnceCell};
 
 use steersman_policy::{Phase, PromptView, RequestView, Step, ToolCallView};
 
-/// Conditions that must all hold, named like the keys of `when` (`policies/REFERENCE.md`).
-/// `None` and an empty list are no condition; a list holds if one of its elements does.
-/// `user_contains` and `user_words` are in lower case.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct When {
-    pub profile: Vec<String>,
-    pub model: Vec<String>,
-    pub family: Vec<String>,
-    pub user_contains: Vec<String>,
-    pub user_words: Vec<String>,
-    pub user_under: Option<u32>,
-    pub user_over: Option<u32>,
-    pub system_contains: Vec<String>,
-    pub system_over: Option<u32>,
-    pub prompt_over: Option<u32>,
-    pub messages_over: Option<u32>,
-    /// From `tools = true` or `false`.
-    pub has_tools: Option<bool>,
-    pub tools: Vec<String>,
-    pub reasoning_requested: Option<bool>,
-    pub can_reason: Option<bool>,
-    pub form_requested: Option<bool>,
+use super::pack;
+
+/// Texts of a condition, packed. Those of packed rules are borrowed from the parameter: copies would cost most of
+/// what unpacking does.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Texts(Cow<'static, str>);
+
+impl Texts {
+    pub fn of_packed(packed: &'static str) -> Self {
+        Self(Cow::Borrowed(packed))
+    }
+
+    pub fn packed(&self) -> &str {
+        &self.0
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &str> {
+        let mut rest = self.packed();
+        std::iter::from_fn(move || pack::words(&mut rest))
+    }
+}
+
+impl FromIterator<String> for Texts {
+    fn from_iter<T: IntoIterator<Item = String>>(texts: T) -> Self {
+        let mut packed = String::new();
+        texts.into_iter().for_each(|text| pack::push_words(&mut packed, &text));
+        Self(Cow::Owned(packed))
+    }
+}
+
+/// A condition, named like its key in `when` (`policies/REFERENCE.md`). A list of texts holds if one of them
+/// does; `UserContains` and `UserWords` are in lower case.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Condition {
+    Profile(Texts),
+    Model(Texts),
+    Family(Texts),
+    UserContains(Texts),
+    UserWords(Texts),
+    UserUnder(u32),
+    UserOver(u32),
+    SystemContains(Texts),
+    SystemOver(u32),
+    PromptOver(u32),
+    MessagesOver(u32),
+    /// `tools = true` or `false`.
+    HasTools(bool),
+    Tools(Texts),
+    ReasoningRequested(bool),
+    CanReason(bool),
+    FormRequested(bool),
     /// Digests.
-    pub caller_key: Vec<String>,
+    CallerKey(Texts),
     /// Digests.
-    pub caller_user: Vec<String>,
-    pub phase: Option<Phase>,
-    /// From `loop`.
-    pub looping: Option<bool>,
-    pub budget_reached: Option<bool>,
-    pub reasoning_tokens_over: Option<u32>,
-    pub answer_tokens_over: Option<u32>,
-    pub text_contains: Vec<String>,
-    pub tool_called: Vec<String>,
-    pub arguments_contain: Vec<String>,
-    pub repeats_over: Option<u32>,
-    pub calls_over: Option<u32>,
+    CallerUser(Texts),
+    Phase(Phase),
+    Loop(bool),
+    BudgetReached(bool),
+    ReasoningTokensOver(u32),
+    AnswerTokensOver(u32),
+    TextContains(Texts),
+    ToolCalled(Texts),
+    ArgumentsContain(Texts),
+    RepeatsOver(u32),
+    CallsOver(u32),
 }
 
 /// The end of the text of earlier steps, in which a searched text may begin.
@@ -49,15 +78,15 @@ pub struct Tail(String);
 
 impl Tail {
     /// Appends `new`; whether one of `texts` occurs with its end in `new`.
-    fn has(&mut self, texts: &[String], new: &str) -> bool {
+    fn has(&mut self, texts: &Texts, new: &str) -> bool {
         let before = self.0.len();
         self.0.push_str(new);
-        let ends_in_new = |text: &String| {
+        let ends_in_new = |text: &str| {
             let from = self.0.ceil_char_boundary((before + 1).saturating_sub(text.len()));
             self.0[from.min(before)..].contains(text)
         };
         let found = texts.iter().any(ends_in_new);
-        let longest = texts.iter().map(String::len).max().unwrap_or_default();
+        let longest = texts.iter().map(str::len).max().unwrap_or_default();
         let cut = self.0.ceil_char_boundary(self.0.len().saturating_sub(longest));
         self.0.drain(..cut);
         found
@@ -71,123 +100,189 @@ fn lazy<'a, T>(compute: impl FnOnce() -> T + 'a) -> Lazy<'a, T> {
     LazyCell::new(Box::new(compute))
 }
 
+/// Texts in which many others are searched.
+///
+/// Preparing one search takes a thousand instructions. So the pairs of neighbouring bytes are noted once, and a
+/// text is searched only if they contain all of its pairs.
+struct Haystack<'a> {
+    texts: Lazy<'a, Vec<Cow<'a, str>>>,
+    /// A bit for each pair.
+    pairs: OnceCell<Vec<u32>>,
+}
+
+impl<'a> Haystack<'a> {
+    fn new(texts: impl FnOnce() -> Vec<Cow<'a, str>> + 'a) -> Self {
+        Self { texts: lazy(texts), pairs: OnceCell::new() }
+    }
+
+    fn of(texts: &'a [String]) -> Self {
+        Self::new(|| texts.iter().map(|text| Cow::Borrowed(&**text)).collect())
+    }
+
+    fn pairs(&self) -> Vec<u32> {
+        let mut pairs = vec![0; 1 << 11];
+        for pair in self.texts.iter().flat_map(|text| text.as_bytes().windows(2)) {
+            let (word, bit) = place(pair);
+            pairs[word] |= bit;
+        }
+        pairs
+    }
+
+    fn contains(&self, text: &str) -> bool {
+        let pairs = self.pairs.get_or_init(|| self.pairs());
+        let is_absent = |pair: &[u8]| {
+            let (word, bit) = place(pair);
+            pairs[word] & bit == 0
+        };
+        // From the end: words of a list differ there, "topic 1" and "topic 2".
+        !text.as_bytes().windows(2).rev().any(is_absent)
+            && self.texts.iter().any(|whole| whole.contains(text))
+    }
+}
+
+/// The word and the bit of a pair.
+fn place(pair: &[u8]) -> (usize, u32) {
+    (usize::from(pair[0]) << 3 | usize::from(pair[1] >> 5), 1 << (pair[1] & 31))
+}
+
 /// What rules see in `on-prompt`.
 pub struct SeenPrompt<'a> {
     prompt: &'a PromptView,
+    system: Haystack<'a>,
     system_chars: Lazy<'a, u32>,
 }
 
 impl<'a> SeenPrompt<'a> {
     pub fn new(prompt: &'a PromptView) -> Self {
         let system_chars = lazy(|| prompt.system.iter().map(|text| chars(text)).sum());
-        Self { prompt, system_chars }
+        Self { prompt, system: Haystack::of(&prompt.system), system_chars }
     }
 }
 
 /// What rules see in `on-request`.
 pub struct SeenRequest<'a> {
     request: &'a RequestView,
-    system: &'a [String],
+    system: Haystack<'a>,
     /// The last user message in lower case, and its length in characters.
-    lower: Lazy<'a, String>,
+    user: Haystack<'a>,
     chars: Lazy<'a, u32>,
 }
 
 impl<'a> SeenRequest<'a> {
     pub fn new(request: &'a RequestView, system: &'a [String]) -> Self {
-        let lower = lazy(|| request.user.to_lowercase());
-        Self { request, system, lower, chars: lazy(|| chars(&request.user)) }
+        Self {
+            request,
+            system: Haystack::of(system),
+            user: Haystack::new(|| vec![request.user.to_lowercase().into()]),
+            chars: lazy(|| chars(&request.user)),
+        }
     }
-}
-
-fn any(list: &[String], is: impl Fn(&str) -> bool) -> bool {
-    list.is_empty() || list.iter().any(|text| is(text))
-}
-
-fn equals<T: PartialEq>(wanted: Option<T>, is: T) -> bool {
-    wanted.is_none_or(|wanted| wanted == is)
-}
-
-fn over(limit: Option<u32>, count: u32) -> bool {
-    limit.is_none_or(|limit| count > limit)
 }
 
 fn chars(text: &str) -> u32 {
     u32::try_from(text.chars().count()).unwrap_or(u32::MAX)
 }
 
-impl When {
-    /// Whether the conditions known in `on-prompt` hold.
-    pub fn matches_prompt(&self, seen: &SeenPrompt) -> bool {
-        any(&self.profile, |name| name == seen.prompt.profile)
-            && self.matches_system(&seen.prompt.system)
-            && self.system_over.is_none_or(|limit| *seen.system_chars > limit)
+fn any(texts: &Texts, is: impl Fn(&str) -> bool) -> bool {
+    texts.iter().any(is)
+}
+
+impl Condition {
+    /// Whether it holds in `on-prompt`; `None` if it is known later.
+    pub fn in_prompt(&self, seen: &SeenPrompt) -> Option<bool> {
+        Some(match self {
+            Self::Profile(names) => any(names, |name| name == seen.prompt.profile),
+            Self::SystemContains(parts) => any(parts, |part| seen.system.contains(part)),
+            Self::SystemOver(limit) => *seen.system_chars > *limit,
+            _ => return None,
+        })
     }
 
-    fn matches_system(&self, system: &[String]) -> bool {
-        any(&self.system_contains, |part| system.iter().any(|text| text.contains(part)))
-    }
-
-    /// Whether the conditions known in `on-request` hold.
-    pub fn matches_request(&self, seen: &SeenRequest) -> bool {
+    /// Whether it holds in `on-request`; `None` if it is known later.
+    pub fn in_request(&self, seen: &SeenRequest) -> Option<bool> {
         let request = seen.request;
-        let has_word = || {
-            let mut words = seen.lower.split(|c: char| !c.is_alphanumeric());
-            words.any(|word| self.user_words.iter().any(|wanted| wanted == word))
-        };
-        any(&self.profile, |name| name == request.profile)
-            && any(&self.model, |name| name == request.model)
-            && any(&self.family, |name| name == request.family)
-            && any(&self.user_contains, |part| seen.lower.contains(part))
-            && (self.user_words.is_empty() || has_word())
-            && self.user_under.is_none_or(|limit| *seen.chars < limit)
-            && self.user_over.is_none_or(|limit| *seen.chars > limit)
-            && self.matches_system(seen.system)
-            && over(self.system_over, request.system_chars)
-            && over(self.prompt_over, request.prompt_tokens)
-            && over(self.messages_over, request.messages)
-            && equals(self.has_tools, !request.tools.is_empty())
-            && any(&self.tools, |name| request.tools.iter().any(|tool| tool == name))
-            && self.reasoning_requested.is_none_or(|it| request.reasoning == Some(it))
-            && equals(self.can_reason, request.can_reason)
-            && equals(self.form_requested, request.form.is_some())
-            && any(&self.caller_key, |digest| digest == request.caller.key)
-            && any(&self.caller_user, |digest| digest == request.caller.user)
+        Some(match self {
+            Self::Profile(names) => any(names, |name| name == request.profile),
+            Self::Model(names) => any(names, |name| name == request.model),
+            Self::Family(names) => any(names, |name| name == request.family),
+            Self::UserContains(parts) => any(parts, |part| seen.user.contains(part)),
+            Self::UserWords(words) => {
+                let mut said = seen.user.texts[0].split(|c: char| !c.is_alphanumeric());
+                said.any(|word| any(words, |wanted| wanted == word))
+            }
+            Self::UserUnder(limit) => *seen.chars < *limit,
+            Self::UserOver(limit) => *seen.chars > *limit,
+            Self::SystemContains(parts) => any(parts, |part| seen.system.contains(part)),
+            Self::SystemOver(limit) => request.system_chars > *limit,
+            Self::PromptOver(limit) => request.prompt_tokens > *limit,
+            Self::MessagesOver(limit) => request.messages > *limit,
+            Self::HasTools(has) => request.tools.is_empty() != *has,
+            Self::Tools(names) => any(names, |name| request.tools.iter().any(|tool| tool == name)),
+            Self::ReasoningRequested(is) => request.reasoning == Some(*is),
+            Self::CanReason(can) => request.can_reason == *can,
+            Self::FormRequested(is) => request.form.is_some() == *is,
+            Self::CallerKey(digests) => any(digests, |digest| digest == request.caller.key),
+            Self::CallerUser(digests) => any(digests, |digest| digest == request.caller.user),
+            _ => return None,
+        })
     }
 
-    /// Whether the conditions on a step hold. Must see every step, to find text that arrives in parts.
-    pub fn matches_step(&self, step: &Step, tail: &mut Tail) -> bool {
-        let has_text = self.text_contains.is_empty() || tail.has(&self.text_contains, &step.text);
-        has_text
-            && equals(self.phase, step.phase)
-            && equals(self.looping, step.loop_found.is_some())
-            && equals(self.budget_reached, step.budget_reached)
-            && over(self.reasoning_tokens_over, step.reasoning_tokens)
-            && over(self.answer_tokens_over, step.answer_tokens)
-    }
-
-    /// Whether the conditions on a tool call hold.
-    pub fn matches_call(&self, call: &ToolCallView) -> bool {
-        any(&self.tool_called, |name| name == call.name)
-            && any(&self.arguments_contain, |part| call.arguments.contains(part))
-            && over(self.calls_over, call.index)
-            && self.repeats_over.is_none_or(|limit| call.same_results() > limit)
-    }
-
-    /// The largest `plan.every` with which the conditions can be checked; 0 is events only.
-    pub fn every(&self) -> u32 {
-        let counts = self.reasoning_tokens_over.is_some() || self.answer_tokens_over.is_some();
+    /// Whether it holds in a step; `true` if it is known earlier. Must see every step, to find text that
+    /// arrives in parts.
+    fn holds_in_step(&self, step: &Step, tail: &mut Tail) -> bool {
         match self {
-            _ if self.looping == Some(true) || self.budget_reached == Some(true) => 0,
-            _ if counts || !self.text_contains.is_empty() => 8,
-            // Applies from the first token on.
-            _ => 1,
+            Self::TextContains(texts) => tail.has(texts, &step.text),
+            Self::Phase(phase) => step.phase == *phase,
+            Self::Loop(is) => step.loop_found.is_some() == *is,
+            Self::BudgetReached(is) => step.budget_reached == *is,
+            Self::ReasoningTokensOver(limit) => step.reasoning_tokens > *limit,
+            Self::AnswerTokensOver(limit) => step.answer_tokens > *limit,
+            _ => true,
         }
     }
 
-    pub fn waits_for_loop(&self) -> bool {
-        self.looping == Some(true)
+    /// Whether it holds for a tool call; `true` if it is known earlier.
+    fn holds_in_call(&self, call: &ToolCallView) -> bool {
+        match self {
+            Self::ToolCalled(names) => any(names, |name| name == call.name),
+            Self::ArgumentsContain(parts) => any(parts, |part| call.arguments.contains(part)),
+            Self::CallsOver(limit) => call.index > *limit,
+            Self::RepeatsOver(limit) => call.same_results() > *limit,
+            _ => true,
+        }
     }
+}
+
+/// Whether all conditions on a step hold.
+pub fn matches_step(when: &[Condition], step: &Step, tail: &mut Tail) -> bool {
+    // No short circuit: the tail must see every step.
+    when.iter().filter(|condition| !condition.holds_in_step(step, tail)).count() == 0
+}
+
+/// Whether all conditions on a tool call hold.
+pub fn matches_call(when: &[Condition], call: &ToolCallView) -> bool {
+    when.iter().all(|condition| condition.holds_in_call(call))
+}
+
+/// The largest `plan.every` with which conditions on a step can be checked; 0 is events only.
+pub fn every(when: &[Condition]) -> u32 {
+    let is_event =
+        |one: &Condition| matches!(one, Condition::Loop(true) | Condition::BudgetReached(true));
+    let is_counted = |one: &Condition| {
+        use Condition::{AnswerTokensOver, ReasoningTokensOver, TextContains};
+        matches!(one, ReasoningTokensOver(_) | AnswerTokensOver(_) | TextContains(_))
+    };
+    match when {
+        _ if when.iter().any(is_event) => 0,
+        _ if when.iter().any(is_counted) => 8,
+        // Applies from the first token on.
+        _ => 1,
+    }
+}
+
+/// Whether the conditions wait for a loop.
+pub fn waits_for_loop(when: &[Condition]) -> bool {
+    when.contains(&Condition::Loop(true))
 }
 
 #[cfg(test)]
@@ -195,8 +290,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_text_is_found_among_others_wherever_it_is() {
+        let texts = ["Straße nach Rom".to_owned(), String::new(), "x".to_owned()];
+        let haystack = Haystack::of(&texts);
+        for part in ["Straße", "ße", "ß", "R", "Rom", "x", "nach Rom", "Straße nach Rom"] {
+            assert!(haystack.contains(part), "{part}");
+        }
+        for part in ["Romx", "Rome", "y", "mo", "Straße nach Rom ", "naße"] {
+            assert!(!haystack.contains(part), "{part}");
+        }
+    }
+
+    #[test]
     fn text_is_found_across_steps_and_reported_once() {
-        let texts = ["über Bord".to_owned(), "x".to_owned()];
+        let texts = ["über Bord", "x"].map(str::to_owned).into_iter().collect();
         let mut tail = Tail::default();
         let found: Vec<_> = ["Er ging ü", "ber ", "Bo", "rd", " und", "", "x", "y", "yx"]
             .iter()

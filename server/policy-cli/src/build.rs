@@ -1,6 +1,6 @@
 //! `steersman policy build`: from sources to a component.
 //!
-//! cargo compiles a Rust crate to a core module, and `wit-component` makes the component. JavaScript
+//! cargo compiles a Rust crate to a core module, zig one in C, and `wit-component` makes the component. JavaScript
 //! and Python are built by tools that add an interpreter. No component may import WASI, so the tools
 //! stub it out.
 
@@ -11,6 +11,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
+use wit_bindgen_core::{Files, wit_parser::Resolve};
 use wit_component::{ComponentEncoder, DecodedWasm, decode};
 
 /// The target of Rust guests.
@@ -25,7 +26,7 @@ const WORLD: &str = "guest";
 /// Source and output.
 #[derive(Args)]
 pub struct Build {
-    /// A folder with a Cargo.toml, a .js file or a .py file; or a core module
+    /// A folder with a Cargo.toml, or a .js, .py or .c file; or a core module
     #[arg(value_name = "FOLDER|MODULE.wasm")]
     source: PathBuf,
     /// The component [default: NAME.wasm in the folder]
@@ -43,26 +44,43 @@ pub struct Build {
 /// to install it.
 pub fn run(options: Build, out: &mut impl Write) -> Result<()> {
     let Build { source, out: file, target_dir } = options;
-    let source = source.canonicalize().with_context(|| source.display().to_string())?;
-    let file = if source.is_file() {
-        let file = file.context("--out is missing; it names the component of a module")?;
-        write(&file, &componentize(&read(&source)?)?)?;
-        file
-    } else {
-        let main = Main::find(&source)?;
-        let file = file.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
-        match &main {
-            Main::Rust { name } => {
-                let target = target_dir.unwrap_or_else(|| source.join("target"));
-                let module = compile(&source, name, &std::path::absolute(target)?)?;
-                write(&file, &componentize(&module)?)?;
-            }
-            Main::JavaScript(main) => javascript(&source, main, &std::path::absolute(&file)?)?,
-            Main::Python(main) => python(&source, main, &std::path::absolute(&file)?)?,
+    if !source.is_file() {
+        return folder(&source, file, target_dir, out).map(drop);
+    }
+    let file = file.context("--out is missing; it names the component of a module")?;
+    write(&file, &componentize(&read(&source)?)?)?;
+    report(&file, out)
+}
+
+/// Builds the policy in a folder; returns the file of the component.
+///
+/// # Errors
+/// As [`run`].
+pub fn folder(
+    folder: &Path,
+    file: Option<PathBuf>,
+    target_dir: Option<PathBuf>,
+    out: &mut impl Write,
+) -> Result<PathBuf> {
+    let source = folder.canonicalize().with_context(|| folder.display().to_string())?;
+    let main = Main::find(&source)?;
+    let file = file.unwrap_or_else(|| source.join(format!("{}.wasm", main.name())));
+    match &main {
+        Main::Rust { name } => {
+            let target = target_dir.unwrap_or_else(|| source.join("target"));
+            let module = compile(&source, name, &std::path::absolute(target)?)?;
+            write(&file, &componentize(&module)?)?;
         }
-        file
-    };
-    let bytes = std::fs::metadata(&file).with_context(|| file.display().to_string())?.len();
+        Main::C(_) => write(&file, &componentize(&c(&source)?)?)?,
+        Main::JavaScript(main) => javascript(&source, main, &std::path::absolute(&file)?)?,
+        Main::Python(main) => python(&source, main, &std::path::absolute(&file)?)?,
+    }
+    report(&file, out)?;
+    Ok(file)
+}
+
+fn report(file: &Path, out: &mut impl Write) -> Result<()> {
+    let bytes = std::fs::metadata(file).with_context(|| file.display().to_string())?.len();
     writeln!(out, "{}: {bytes} bytes", file.display())?;
     Ok(())
 }
@@ -104,6 +122,7 @@ enum Main {
     Rust { name: String },
     JavaScript(PathBuf),
     Python(PathBuf),
+    C(PathBuf),
 }
 
 impl Main {
@@ -124,8 +143,11 @@ impl Main {
         if let Some(file) = module(folder, "py")? {
             return Ok(Self::Python(file));
         }
+        if let Some(file) = module(folder, "c")? {
+            return Ok(Self::C(file));
+        }
         bail!(
-            "{}: has no Cargo.toml, no .js file and no .py file; `steersman policy new` creates a folder",
+            "{}: has no Cargo.toml and no .js, .py or .c file; `steersman policy new` creates a folder",
             folder.display()
         );
     }
@@ -133,7 +155,7 @@ impl Main {
     fn name(&self) -> String {
         match self {
             Self::Rust { name } => name.clone(),
-            Self::JavaScript(file) | Self::Python(file) => {
+            Self::JavaScript(file) | Self::Python(file) | Self::C(file) => {
                 file.file_stem().unwrap_or_default().to_string_lossy().into_owned()
             }
         }
@@ -142,13 +164,7 @@ impl Main {
 
 /// The file of a folder with this extension; of several, the one with the folder's name.
 fn module(folder: &Path, extension: &str) -> Result<Option<PathBuf>> {
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|found| found == extension) {
-            files.push(path);
-        }
-    }
+    let mut files = files(folder, extension)?;
     if files.len() > 1 {
         files.retain(|file| file.file_stem() == folder.file_name());
         ensure!(
@@ -158,6 +174,19 @@ fn module(folder: &Path, extension: &str) -> Result<Option<PathBuf>> {
         );
     }
     Ok(files.pop())
+}
+
+/// The files of a folder with this extension, sorted.
+fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|found| found == extension) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// Compiles the crate in `folder` to a core module.
@@ -263,6 +292,32 @@ fn python(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     finish(tool, "run `pip install componentize-py`")
 }
 
+/// Compiles the .c files of a folder to a core module, with the header that its world gives.
+fn c(folder: &Path) -> Result<Vec<u8>> {
+    let bindings = folder.join("bindings");
+    std::fs::create_dir_all(&bindings).with_context(|| bindings.display().to_string())?;
+    let mut resolve = Resolve::default();
+    let wit = wit(folder)?;
+    let (package, _) = resolve.push_dir(&wit).with_context(|| wit.display().to_string())?;
+    let world = resolve.select_world(&[package], Some(WORLD))?;
+    let mut generated = Files::default();
+    wit_bindgen_c::Opts::default().build().generate(&mut resolve, world, &mut generated)?;
+    for (name, bytes) in generated.iter() {
+        write(&bindings.join(name), bytes)?;
+    }
+    let module = bindings.join("module.wasm");
+    // The wheel `ziglang` installs it as `python-zig`.
+    let zig = ["python-zig", "zig"].map(|name| installed(name, folder));
+    let zig = zig.into_iter().flatten().next().unwrap_or_else(|| "zig".into());
+    let mut tool = Command::new(zig);
+    tool.current_dir(folder).args(["cc", "-target", "wasm32-wasi", "-mexec-model=reactor", "-O2"]);
+    tool.args(["-Wall", "-Wl,--strip-debug", "-I"]).arg(&bindings);
+    tool.args(files(folder, "c")?).args(files(&bindings, "c")?).args(files(&bindings, "o")?);
+    tool.arg("-o").arg(&module);
+    finish(tool, "run `pip install ziglang`")?;
+    read(&module)
+}
+
 fn wit(folder: &Path) -> Result<PathBuf> {
     let wit = folder.join("wit");
     ensure!(
@@ -276,11 +331,17 @@ fn wit(folder: &Path) -> Result<PathBuf> {
 
 /// A tool that npm or venv installed in the folder or one above it, or else from PATH.
 fn tool(name: &str, folder: &Path) -> Command {
-    let folders = folder
+    Command::new(installed(name, folder).unwrap_or_else(|| name.into()))
+}
+
+/// The file of such a tool, if there is one.
+fn installed(name: &str, folder: &Path) -> Option<PathBuf> {
+    let own = folder
         .ancestors()
         .flat_map(|folder| [folder.join("node_modules/.bin"), folder.join(".venv/bin")]);
-    let found = folders.map(|folder| folder.join(name)).find(|path| path.is_file());
-    Command::new(found.unwrap_or_else(|| name.into()))
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = own.chain(std::env::split_paths(&path).collect::<Vec<_>>());
+    folders.map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
 /// Runs a tool with our stdout and stderr.
@@ -321,8 +382,9 @@ mod tests {
         assert_eq!(find(&[("y.py", "")]), Ok("y".into()));
         let several = find(&[("x.js", ""), ("y.js", "")]).unwrap_err();
         assert!(several.contains("has several .js files"), "{several}");
-        let none = find(&[("x.c", "")]).unwrap_err();
-        assert!(none.contains("has no Cargo.toml, no .js file and no .py file"), "{none}");
+        assert_eq!(find(&[("z.c", ""), ("z.wasm", "")]), Ok("z".into()));
+        let none = find(&[("x.txt", "")]).unwrap_err();
+        assert!(none.contains("has no Cargo.toml and no .js, .py or .c file"), "{none}");
         let nameless = find(&[("Cargo.toml", "[package]")]).unwrap_err();
         assert!(nameless.contains("has no name"), "{nameless}");
     }

@@ -8,24 +8,31 @@
 
 mod bench;
 mod build;
+mod bundle;
 mod new;
 mod remote;
+mod sim;
+mod watch;
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use steersman_policy_host::{
-    Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Storage, shipped,
+    Bundle, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer, Storage,
+    Trust, shipped,
 };
 use tracing_subscriber::layer::{Identity, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, Registry};
+
+/// How often work that takes long is reported: compiling a policy with an interpreter takes half a minute, once.
+const PROGRESS: Duration = Duration::from_secs(5);
 
 /// Default log filter; RUST_LOG overrides it.
 const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=warn,ureq=warn";
@@ -94,17 +101,33 @@ pub enum Task {
         #[command(flatten)]
         selection: Selection,
     },
+    /// Show what a policy would have done to replies that exist, without a model, and what it would have saved
+    Sim {
+        /// The policy
+        #[command(flatten)]
+        file: PolicyFile,
+        /// The replies
+        #[command(flatten)]
+        options: sim::Options,
+    },
+    /// Write a pair of keys that sign bundles, as minisign's
+    Keygen(bundle::Keygen),
+    /// Test a policy and put it into one signed file, with its golden file, the schema of its parameters and its
+    /// README
+    Bundle(bundle::Options),
+    /// Build, test and push a policy whenever a file of its folder is saved. What fails is not pushed
+    Watch(watch::Options),
     /// List the policies of a running server, their versions and profiles
     List {
         /// The server
         #[command(flatten)]
         server: remote::Server,
     },
-    /// Upload a component to a running server, which validates and activates it
+    /// Upload a component or a bundle to a running server, which validates and activates it
     Push {
         /// Name of the policy on the server
         name: String,
-        /// The component
+        /// The component NAME.wasm, or the bundle NAME.steer
         file: PathBuf,
         /// The server
         #[command(flatten)]
@@ -136,7 +159,7 @@ pub struct PolicyFile {
 }
 
 /// Selects the calls of one policy from a trace, and adds parameters to them.
-#[derive(Args)]
+#[derive(Args, Default)]
 pub struct Selection {
     /// Use only the calls of this policy
     #[arg(long, value_name = "NAME")]
@@ -215,6 +238,10 @@ pub fn run(
             };
             bench::run(&load(&file.file)?.component, &golden, out)
         }
+        Task::Sim { file, options } => sim::run(&load(&file.file)?.component, &options, out),
+        Task::Keygen(options) => bundle::keygen(options, out),
+        Task::Bundle(options) => bundle::run(options, &Host::new(config, storage)?, out),
+        Task::Watch(options) => watch::run(&options, config, storage, out),
         Task::List { server } => server.list(out),
         Task::Push { name, file, server } => server.push(&name, &file, out),
         Task::Rollback { name, server } => server.roll_back(&name, out),
@@ -228,6 +255,7 @@ struct Loaded {
     bytes: usize,
     /// `None` for a shipped policy.
     path: Option<PathBuf>,
+    bundle: Bundle,
 }
 
 fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded> {
@@ -238,16 +266,39 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
     let in_folder = config.folder.join(format!("{name}.wasm"));
     let has_file = is_name && !config.folder.as_os_str().is_empty() && in_folder.is_file();
     let (bytes, path) = match shipped(&name).filter(|_| is_name && !has_file) {
-        Some((component, _)) => (Cow::Borrowed(component), None),
+        Some((component, _)) => (component.to_vec(), None),
         None => {
             let path = if has_file { in_folder } else { file.to_path_buf() };
             let bytes = std::fs::read(&path).with_context(|| path.display().to_string())?;
-            (Cow::Owned(bytes), Some(path))
+            (bytes, Some(path))
         }
     };
     let host = Host::new(config, storage)?;
-    let component = Arc::new(Component::load(&host, &name, &bytes)?);
-    Ok(Loaded { component, bytes: bytes.len(), path })
+    // Nothing is put in force here, so anybody may have signed it.
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let bundle = Bundle::open(&stem, bytes, &Trust::default());
+    let bundle = bundle.map_err(|problem| anyhow!("{}: {problem}", file.display()))?;
+    let component = patiently(&format!("compiling {name}"), || {
+        Component::load(&host, &name, &bundle.component)
+    });
+    let component = Arc::new(component?);
+    Ok(Loaded { component, bytes: bundle.component.len(), path, bundle })
+}
+
+/// Does `work`, which may take long, and says every few seconds how long it has taken.
+fn patiently<T>(what: &str, work: impl FnOnce() -> T) -> T {
+    std::thread::scope(|scope| {
+        let (working, ended) = sync_channel::<()>(0);
+        scope.spawn(move || {
+            let started = Instant::now();
+            while ended.recv_timeout(PROGRESS) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("{what}: {} s", started.elapsed().as_secs());
+            }
+        });
+        let done = work();
+        drop(working);
+        done
+    })
 }
 
 impl Selection {
@@ -299,7 +350,7 @@ fn parse_param(text: &str) -> Result<(String, String), String> {
 }
 
 fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> Result<()> {
-    let Loaded { component, bytes, .. } = loaded;
+    let Loaded { component, bytes, bundle, .. } = loaded;
     let imports = component.import_names();
     let imports = if imports.is_empty() { "none".into() } else { imports.join(", ") };
     writeln!(out, "policy    {}", component.name())?;
@@ -308,6 +359,14 @@ fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> R
     writeln!(out, "contract  {}", component.contract())?;
     writeln!(out, "hooks     {}", component.hooks().join(", "))?;
     writeln!(out, "imports   {imports}")?;
+    if bundle.is_archive {
+        let signed = if bundle.signer == Signer::Nobody { "unsigned" } else { "signed" };
+        writeln!(out, "bundle    {signed}, golden file of {} bytes", bundle.golden.len())?;
+    }
+    for (name, param) in bundle.schema.iter().flat_map(|schema| &schema.params) {
+        let default = param.default.as_ref().map(|text| format!(" = {text:?}")).unwrap_or_default();
+        writeln!(out, "param     {name}: {}{default}  {}", param.kind.name(), param.description)?;
+    }
     let needed: Vec<_> =
         component.imports().iter().map(|grant| format!("\"{}\"", grant.name())).collect();
     if !needed.is_empty() {
@@ -331,9 +390,13 @@ fn test(
     selection: &Selection,
     out: &mut impl Write,
 ) -> Result<()> {
-    let Loaded { component, path, .. } = loaded;
+    let Loaded { component, path, bundle, .. } = loaded;
     let read = |path: &PathBuf| Ok((path.clone(), selection.read(path)?));
     let goldens: Vec<(PathBuf, Golden)> = match (goldens, path) {
+        ([], Some(path)) if bundle.is_archive => {
+            let golden = selection.parse(&bundle.golden, &path)?;
+            vec![(path, golden)]
+        }
         ([], Some(path)) => vec![read(&path.with_extension("jsonl"))?],
         ([], None) => {
             let (_, golden) = shipped(component.name()).expect("a policy without a path ships");

@@ -30,12 +30,15 @@ enum Language {
     Js,
     /// 18 MB, about 15 us a step
     Python,
+    /// 10 to 20 kB, about 1 us a step
+    C,
 }
 
 const CONTRACT: &str = include_str!("../../../wit/policy.wit");
 const GOLDEN: &str = include_str!("../../../policies/examples/rust/brief.jsonl");
 const README: &str = include_str!("template/README.md");
-const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\n*.wasm\n";
+const SCHEMA: &str = include_str!("template/params.toml");
+const IGNORED: &str = "target\nnode_modules\n.venv\n__pycache__\nbindings\n*.wasm\n*.steer\n";
 
 /// The sources of the SDK. A policy in Rust has a copy of it.
 const SDK: &[(&str, &str)] = &[
@@ -110,6 +113,12 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
              exported hooks.",
             "wit/policy.wit",
         ),
+        Language::C => (
+            format!("{name}.c"),
+            "Install a compiler for C, zig: `pip install -r requirements.txt`, in a venv. wit/world.wit lists the exported\n\
+             hooks; `build` writes their header, bindings/guest.h.",
+            "wit/policy.wit",
+        ),
     };
     let readme = README
         .replace("NAME", name)
@@ -120,6 +129,7 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
         ("README.md".to_owned(), readme),
         (".gitignore".into(), IGNORED.into()),
         (format!("{name}.jsonl"), GOLDEN.into()),
+        (format!("{name}.params.toml"), SCHEMA.into()),
         (contract.into(), CONTRACT.into()),
     ];
     let mut add = |path: &str, text: &str| files.push((path.into(), text.into()));
@@ -144,6 +154,11 @@ fn files(name: &str, lang: Language) -> Vec<(String, String)> {
             add(&source, example!("python/brief.py"));
             add("requirements.txt", example!("python/requirements.txt"));
             add("wit/world.wit", example!("python/wit/world.wit"));
+        }
+        Language::C => {
+            add(&source, example!("c/brief.c"));
+            add("requirements.txt", example!("c/requirements.txt"));
+            add("wit/world.wit", example!("c/wit/world.wit"));
         }
     }
     files
@@ -188,6 +203,7 @@ mod tests {
             (Language::Rust, "src/lib.rs", "sdk/wit/policy.wit"),
             (Language::Js, "calm_1.js", "wit/policy.wit"),
             (Language::Python, "calm_1.py", "wit/policy.wit"),
+            (Language::C, "calm_1.c", "wit/policy.wit"),
         ];
         for (lang, source, contract) in cases {
             let (into, created) = create("calm_1", lang);
@@ -195,6 +211,8 @@ mod tests {
             let read = |path: &str| std::fs::read_to_string(into.path().join("calm_1").join(path));
             assert_eq!(read(contract).unwrap(), CONTRACT);
             assert_eq!(read("calm_1.jsonl").unwrap(), GOLDEN);
+            let schema = steersman_policy_host::Schema::parse(&read("calm_1.params.toml").unwrap());
+            assert_eq!(schema.unwrap().names().collect::<Vec<_>>(), ["ban", "budget", "phrase"]);
             assert!(!read(source).unwrap().contains("Brief"), "{lang:?}");
             let readme = read("README.md").unwrap();
             assert!(readme.contains("calm_1.wasm") && readme.contains(source), "{readme}");

@@ -91,7 +91,8 @@ impl Server {
 
     /// Makes a request that activates a version, and prints the version.
     fn activate(&self, path: &str, body: &[u8], out: &mut impl Write) -> Result<()> {
-        let response = self.request(path, Some(body))?;
+        let what = "the server compiles and tests it";
+        let response = super::patiently(what, || self.request(path, Some(body)))?;
         let (name, sha256) = (text(&response["name"]), short(&response["sha256"]));
         match &response["replaced"] {
             Value::Null => writeln!(out, "{name}: {sha256} is already active")?,

@@ -15,8 +15,8 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Value, json};
 use steersman_engine::policy::{
-    Activation, COMPONENT_BYTES, Difference, Error, Health, HistoryEntry, ParamReport,
-    PolicyReport, Problem, Record, Report, Use, Withdrawn,
+    Activation, BUNDLE_BYTES, Difference, Error, Health, HistoryEntry, ParamReport, PolicyReport,
+    Problem, Record, Report, Use, Withdrawn,
 };
 
 use super::App;
@@ -24,7 +24,7 @@ use super::access::Caller;
 use super::body::Limit;
 use super::error::ApiError;
 
-/// Media type of a component.
+/// Media type of a component; a bundle is sent under it, too.
 const WASM: &str = "application/wasm";
 
 /// [`Report`]
@@ -45,6 +45,8 @@ struct PolicyBody {
     origin: &'static str,
     /// Null for a shipped policy without `policy.folder`.
     file: Option<String>,
+    /// The trusted key that signed it; null if none did.
+    signed_by: Option<String>,
     since: u64,
     bytes: usize,
     hooks: Vec<&'static str>,
@@ -134,7 +136,7 @@ pub async fn list(
     Ok(Json(PoliciesBody { policies, params }))
 }
 
-/// `POST /v1/policies/NAME`, with a component as its body.
+/// `POST /v1/policies/NAME`, with a component or a bundle as its body.
 pub async fn upload(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -149,7 +151,7 @@ pub async fn upload(
     }
     let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
     // No budget: only operators upload, one at a time.
-    let limit = Limit { bytes: COMPONENT_BYTES, set_by: "for a component", has_budget: false };
+    let limit = Limit { bytes: BUNDLE_BYTES, set_by: "for a bundle", has_budget: false };
     let component = app.bodies.read(&headers, body, Some(WASM), limit).await?.bytes;
     let activation = blocking(move || policies.upload(&name, &component)).await?;
     Ok(Json(activation.map_err(upload_error)?.into()))
@@ -286,6 +288,7 @@ impl From<PolicyReport> for PolicyBody {
             contract: report.contract,
             origin: report.origin.name(),
             file: report.file.map(|file| file.display().to_string()),
+            signed_by: report.signed_by,
             since: report.since,
             bytes: report.bytes,
             hooks: report.hooks,

@@ -7,7 +7,7 @@ use serde::de::DeserializeSeed;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{Case, Expected, Line};
+use super::{Case, Expected, Given, Line};
 use crate::contract::{AnswerOf, Call, CallOf, Hook, ImportCall, Params, Plan};
 
 /// A parsed golden file or trace.
@@ -36,6 +36,8 @@ struct RawLine {
     link: usize,
     #[serde(default)]
     imports: Vec<ImportCall>,
+    #[serde(default)]
+    given: Given,
     masked: Option<Map<String, Value>>,
     dropped: Option<u64>,
     // For people; not used.
@@ -100,6 +102,7 @@ impl Golden {
                         policy: raw.policy.clone(),
                         lines: Vec::new(),
                         imports: [].into(),
+                        given: Given::default(),
                     });
                     imports.push(Vec::new());
                     golden.cases.len() - 1
@@ -107,6 +110,8 @@ impl Golden {
             };
             open.insert(key, (index, hook));
             imports[index].extend_from_slice(&raw.imports);
+            golden.cases[index].given.kv.extend(raw.given.kv.clone());
+            golden.cases[index].given.tokens.extend(raw.given.tokens.clone());
             golden.cases[index].lines.push(raw.parse(number, hook).map_err(wrong)?);
         }
         if golden.cases.is_empty() {

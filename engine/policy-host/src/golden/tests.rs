@@ -25,9 +25,10 @@ fn a_file_passes_if_all_answers_match() {
     let error = check_golden(&shipped("passthrough"), CLOSES).unwrap_err().to_string();
     assert_eq!(
         error,
-        "policy `passthrough`: golden line 1 (case `closes`): on-request: reasoning: expected true, \
-         got null; golden line 2 (case `closes`): on-step: expected \
-         [{\"CloseReasoning\":\"**Final JSON:**\\n\\n```json\\n\"}], got []"
+        "policy `passthrough`: golden line 1 (case `closes`): on-request: the answer differs (- expected, \
+         + found)\n    {\n  -   \"reasoning\": true\n  +   \"reasoning\": null\n    }\n\
+         golden line 2 (case `closes`): on-step: the answer differs (- expected, + found)\n  - [\n  -   {\n  \
+         -     \"CloseReasoning\": \"**Final JSON:**\\n\\n```json\\n\"\n  -   }\n  - ]\n  + []"
     );
 }
 

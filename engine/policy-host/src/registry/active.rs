@@ -7,12 +7,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use sha2::{Digest, Sha256};
 
 use super::history::{History, HistoryEntry, Origin, Withdrawn};
+use super::params::Schemas;
 use super::report::Problem;
-use super::source::{Bundle, ProfileChain};
+use super::source::ProfileChain;
 use crate::breaker::Breakers;
+use crate::bundle::{Bundle, Signer};
 use crate::config::PolicyConfig;
 use crate::contract::Params;
 use crate::sandbox::Component;
+use crate::schema::Schema;
 
 /// Compiled versions held for an automatic rollback.
 const EARLIER: usize = 2;
@@ -44,10 +47,15 @@ pub struct PolicyEntry {
 pub struct Version {
     pub component: Arc<Component>,
     pub bytes: usize,
+    /// Empty for none.
+    pub golden: String,
+    pub schema: Option<Schema>,
+    pub signer: Signer,
+    pub is_archive: bool,
     pub origin: Origin,
     /// Time of activation, in seconds since 1970.
     pub since: u64,
-    pub breakers: Breakers,
+    pub breakers: Arc<Breakers>,
 }
 
 /// Parameters of a profile.
@@ -108,6 +116,15 @@ impl Active {
         any
     }
 
+    /// The schemas of the versions that requests of a profile get.
+    pub fn schemas(&self, chain: &ProfileChain, profile: &str) -> Schemas {
+        let schema = |(policy, shadow): &(String, bool)| {
+            let version = self.policies[policy].version_of(profile, *shadow);
+            (policy.clone(), version.and_then(|version| version.schema.clone()))
+        };
+        chain.links.iter().map(schema).collect()
+    }
+
     /// Rebuilds [`Self::profiles`].
     pub fn resolve(&mut self, chains: &BTreeMap<String, ProfileChain>, limits: &PolicyConfig) {
         let resolve = |(name, chain): (&String, &ProfileChain)| {
@@ -160,9 +177,18 @@ impl PolicyEntry {
         list.filter(|entry| entry.sha256 != current).cloned().collect()
     }
 
+    /// The active version came again, perhaps with another golden file, schema or signature.
+    pub fn update(&mut self, bundle: &Bundle) {
+        self.problem = None;
+        let Some(current) = self.current.take() else { return };
+        let Version { component, origin, since, breakers, .. } = &*current;
+        let version = Version::new(component.clone(), bundle, *origin, breakers.clone());
+        self.current = Some(Arc::new(Version { since: *since, ..version }));
+    }
+
     /// Activates `version` and adds it to the history; returns the SHA-256 of the one before it.
-    pub fn activate(&mut self, version: Version, bytes: &[u8]) -> String {
-        self.history.add(version.entry(), bytes);
+    pub fn activate(&mut self, version: Version, file: &[u8]) -> String {
+        self.history.add(version.entry(), file);
         let before = self.sha256();
         self.earlier.extend(self.current.replace(Arc::new(version)));
         let surplus = self.earlier.len().saturating_sub(EARLIER);
@@ -176,11 +202,21 @@ impl PolicyEntry {
 impl Version {
     pub fn new(
         component: Arc<Component>,
-        bytes: &[u8],
+        bundle: &Bundle,
         origin: Origin,
-        breakers: Breakers,
+        breakers: impl Into<Arc<Breakers>>,
     ) -> Self {
-        Self { component, bytes: bytes.len(), origin, since: now_seconds(), breakers }
+        Self {
+            component,
+            bytes: bundle.component.len(),
+            golden: bundle.golden.clone(),
+            schema: bundle.schema.clone(),
+            signer: bundle.signer.clone(),
+            is_archive: bundle.is_archive,
+            origin,
+            since: now_seconds(),
+            breakers: breakers.into(),
+        }
     }
 
     /// The version in the history.
@@ -219,9 +255,13 @@ fn digest(
     Sha256::digest(text.expect("plain data serializes")).into()
 }
 
-/// Digest of a file and its golden file, to detect changes.
-pub fn digest_of(Bundle { component, golden }: &Bundle) -> [u8; 32] {
-    Sha256::new().chain_update(Sha256::digest(component)).chain_update(golden).finalize().into()
+/// Digest of a file, its golden file and its schema, to detect changes.
+pub fn digest_of(Bundle { file, golden, schema, .. }: &Bundle) -> [u8; 32] {
+    let schema = schema.as_ref().map(|schema| &*schema.text);
+    // The length of each part is in its digest.
+    let parts = [file.as_slice(), golden.as_bytes(), schema.unwrap_or_default().as_bytes()];
+    let each = parts.into_iter().map(Sha256::digest);
+    each.fold(Sha256::new(), Sha256::chain_update).finalize().into()
 }
 
 fn now_seconds() -> u64 {

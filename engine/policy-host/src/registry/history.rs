@@ -104,17 +104,17 @@ impl History {
         }
     }
 
-    /// The component of a version; `None` if it is missing or damaged.
-    pub fn component(&self, sha256: &str) -> Option<Vec<u8>> {
+    /// The bytes that brought a version, which [`crate::bundle::Bundle::open`] opens; `None` if they are missing
+    /// or damaged.
+    pub fn file(&self, sha256: &str) -> Option<Vec<u8>> {
         self.database.get(&self.key(sha256))
     }
 
     /// Adds a version that was activated.
-    pub fn add(&mut self, version: HistoryEntry, component: &[u8]) {
-        match self.list.iter().position(|entry| entry.sha256 == version.sha256) {
-            Some(known) => drop(self.list.remove(known)),
-            None => self.database.set(self.key(&version.sha256), Some(component)),
-        }
+    pub fn add(&mut self, version: HistoryEntry, file: &[u8]) {
+        self.list.retain(|entry| entry.sha256 != version.sha256);
+        // Anew, even if the version is known: it may have been signed meanwhile.
+        self.database.set(self.key(&version.sha256), Some(file));
         self.list.push(version);
         for withdrawn in [false, true] {
             let of_kind = |entry: &HistoryEntry| entry.withdrawn.is_some() == withdrawn;
@@ -156,11 +156,11 @@ mod tests {
     }
 
     #[test]
-    fn old_versions_are_removed_with_their_components() {
+    fn old_versions_are_removed_with_their_files() {
         let database = Storage::in_memory().database;
         let read = |policy: &str| History::read(&database, policy);
         let (mut a, mut b) = (read("a"), read("b"));
-        assert_eq!((a.list(), a.component("0")), (&[][..], None));
+        assert_eq!((a.list(), a.file("0")), (&[][..], None));
         for since in 0..12 {
             a.add(version(since), &[since as u8]);
             b.add(version(since), &[since as u8]);
@@ -172,8 +172,8 @@ mod tests {
         assert_eq!(since(&read("a")), [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]);
         assert_eq!(since(&read("b")), [4, 5, 6, 7, 8, 9, 10, 11]);
         for n in 0..12 {
-            let component = b.component(&n.to_string());
-            assert_eq!(component, (n >= 4).then(|| vec![n as u8]));
+            let file = b.file(&n.to_string());
+            assert_eq!(file, (n >= 4).then(|| vec![n as u8]));
         }
         // Adding a withdrawn version again makes it the newest, and usable.
         a.add(HistoryEntry { since: 12, ..version(0) }, &[0]);

@@ -1,6 +1,9 @@
-//! Checks the parameters of a profile at its start.
+//! Checks the parameters of a profile.
 //!
-//! A policy receives a list of parameters, so the host cannot see which ones it knows. The policies that
+//! A policy may have a schema of its parameters ([`crate::schema`]): then a misspelt one, and a text that is not
+//! of its type, are errors, here and whenever a parameter or a version changes ([`conform`]).
+//!
+//! Of a policy without a schema the host cannot see which parameters it knows. The policies that
 //! ship, and others that follow the same convention, note unusable ones in their plan: "unknown parameter
 //! `NAME`", "parameter `NAME` cannot be ..". So each policy plans an empty request in a dry run. One that
 //! notes nothing may know every parameter, unless it exports neither of the hooks that receive them.
@@ -14,6 +17,60 @@ use crate::chain::own_params;
 use crate::contract::{Hook, Params, Policy, RequestView};
 use crate::error::Error;
 use crate::sandbox::{Component, Context};
+use crate::schema::{Schema, nearest};
+
+/// The schemas of the policies of a profile, in the order of its chain.
+pub type Schemas = Vec<(String, Option<Schema>)>;
+
+/// Checks the parameters of a profile against the schemas of its policies.
+///
+/// A parameter of one policy, `POLICY.NAME`, must be in its schema. One for all must be in one of them, unless a
+/// policy has no schema and may know it.
+///
+/// # Errors
+/// The parameter, the problem, and the nearest name.
+pub fn conform(schemas: &Schemas, params: &Params) -> Result<(), String> {
+    for (param, text) in params {
+        let mut is_known = false;
+        let mut names = Vec::new();
+        for (policy, schema) in schemas {
+            let own = param.strip_prefix(policy).and_then(|own| own.strip_prefix('.'));
+            let is_overridden =
+                || own.is_none() && params.iter().any(|(p, _)| *p == format!("{policy}.{param}"));
+            let name = match own {
+                None if param.contains('.') => continue,
+                own => own.unwrap_or(param),
+            };
+            match schema {
+                None => is_known = true,
+                Some(schema) if schema.params.contains_key(name) => {
+                    is_known = true;
+                    if !is_overridden() {
+                        let checked = schema.check(name, text);
+                        checked.map_err(|problem| format!("params `{param}`: {problem}"))?;
+                    }
+                }
+                Some(schema) => {
+                    let prefix = if own.is_some() { format!("{policy}.") } else { String::new() };
+                    names.extend(schema.names().map(|name| format!("{prefix}{name}")));
+                }
+            }
+        }
+        if !is_known {
+            let policies: Vec<_> = schemas.iter().map(|(policy, _)| policy.as_str()).collect();
+            let policies = policies.join(", ");
+            let hint = match nearest(param, names.iter().map(String::as_str)) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None if names.is_empty() => "they have no parameters".into(),
+                None => format!("they have {}", names.join(", ")),
+            };
+            return Err(format!(
+                "params `{param}`: is in no schema of its policies ({policies}); {hint}"
+            ));
+        }
+    }
+    Ok(())
+}
 
 /// Checks the parameters of `profile`. Those that a policy cannot use are logged.
 ///
@@ -29,12 +86,29 @@ pub fn check(
     if params.is_empty() {
         return Ok(());
     }
+    let schemas = chain.links.iter().map(|(policy, _)| {
+        let version = policies[policy].current.as_ref();
+        (policy.clone(), version.and_then(|version| version.schema.clone()))
+    });
+    let schemas: Schemas = schemas.collect();
+    conform(&schemas, params).map_err(|problem| Error::Config {
+        field: "profiles",
+        problem: format!("profile `{profile}`: {problem}"),
+    })?;
     let mut unknown: BTreeSet<_> = params.iter().map(|(param, _)| param.clone()).collect();
     for (policy, _) in &chain.links {
         // Without a version it has a problem, and the rest is logged.
-        let Some(Version { component, .. }) = policies[policy].current.as_deref() else { continue };
+        let Some(version) = policies[policy].current.as_deref() else { continue };
+        let Version { component, schema, .. } = version;
         let params = own_params(policy, params).unwrap_or_else(|| params.clone());
         log_problems(component, profile, &params);
+        if let Some(schema) = schema {
+            for name in schema.names() {
+                unknown.remove(name);
+                unknown.remove(&format!("{policy}.{name}"));
+            }
+            continue;
+        }
         let Some(note) = note(component, profile, &params) else { continue };
         for (param, _) in &params {
             if note.contains(&format!("unknown parameter `{param}`")) {

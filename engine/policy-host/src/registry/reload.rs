@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::active::digest_of;
+use super::params::conform;
 use super::source::{Source, read_param};
 use super::watch::Watch;
 use super::{Origin, Policies, Problem};
@@ -16,9 +17,7 @@ use crate::golden::Golden;
 impl Policies {
     /// Watches all files, if `policy.watch` is set, on a thread that ends with the last handle.
     pub fn watch(self: &Arc<Self>) {
-        let components = self.sources.values().filter_map(|source| source.file.clone());
-        let mut files: Vec<PathBuf> =
-            components.flat_map(|file| [file.with_extension("jsonl"), file]).collect();
+        let mut files: Vec<PathBuf> = self.sources.values().flat_map(Source::files).collect();
         let params = self.chains.values().flat_map(|chain| chain.settings.params.values());
         files.extend(params.filter_map(|param| match param {
             Param::File { file } => Some(file.clone()),
@@ -50,7 +49,7 @@ impl Policies {
     }
 
     fn reload_policy(&self, policy: &str, source: &Source) -> Result<(), String> {
-        let read = source.read();
+        let read = source.read(policy, &self.trust);
         let Some(bundle) = read.map_err(|e| Error::refused(policy, e).to_string())? else {
             let mut active = self.active();
             let entry = active.policy(policy);
@@ -100,12 +99,14 @@ impl Policies {
         }
     }
 
-    /// Tries parameters with the active versions of the profile's policies: with `on-params`, and with the calls
-    /// of their golden files. No lock is held meanwhile.
+    /// Tries parameters with the active versions of the profile's policies: with their schemas, with `on-params`,
+    /// and with the calls of their golden files. No lock is held meanwhile.
     ///
     /// # Errors
     /// The first policy that fails or reports a mistake, and the problem.
     fn try_params(&self, profile: &str, params: &Params) -> Result<(), String> {
+        let schemas = self.active().schemas(&self.chains[profile], profile);
+        conform(&schemas, params)?;
         for (policy, shadow) in &self.chains[profile].links {
             let version = self.active().policies[policy].version_of(profile, *shadow);
             let Some(version) = version else { continue };
@@ -115,13 +116,8 @@ impl Policies {
             if let Some(problem) = prepared.problems.first() {
                 return Err(format!("policy `{policy}`: {problem}"));
             }
-            let source = &self.sources[policy];
-            let golden = match (version.origin, source.shipped) {
-                (Origin::Shipped, Some(shipped)) => shipped.golden.to_owned(),
-                _ => source.golden()?,
-            };
-            // A golden file that cannot be parsed is reported where the policy is.
-            let golden = Golden::parse(&golden).ok();
+            // A version without a golden file has none that could be parsed.
+            let golden = Golden::parse(&version.golden).ok();
             if let Some(problem) = golden.and_then(|g| g.failure_with(&version.component, &own)) {
                 return Err(format!("tried with the golden file: {problem}"));
             }

@@ -27,6 +27,8 @@ pub struct PolicyReport {
     pub origin: Origin,
     /// File from which it is loaded; `None` if it has none.
     pub file: Option<PathBuf>,
+    /// The trusted key that signed the active version.
+    pub signed_by: Option<String>,
     /// Time of activation, in seconds since 1970.
     pub since: u64,
     /// Size of the component.

@@ -3,16 +3,21 @@
 use std::collections::BTreeMap;
 use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 
+use crate::bundle::{BUNDLE_BYTES, Bundle, GOLDEN_BYTES, SCHEMA_BYTES, Signer, Trust};
 use crate::config::{Param, PolicyConfig, ProfilePolicies};
 use crate::error::Error;
 use crate::file::read;
-use crate::sandbox::COMPONENT_BYTES;
+use crate::schema::Schema;
 
 /// Bytes of the file of a parameter.
 pub const PARAM_BYTES: usize = 256 << 10;
 
-/// Bytes of a golden file.
-const GOLDEN_BYTES: usize = 16 << 20;
+/// Extension of a bundle.
+const BUNDLE: &str = "steer";
+
+/// Extensions of the golden file and the schema of a component.
+const GOLDEN: &str = "jsonl";
+const SCHEMA: &str = "params.toml";
 
 /// Characters in the name of a policy.
 const NAME_CHARS: usize = 64;
@@ -46,7 +51,8 @@ pub const SHIPPED: &[Shipped] = &[
 /// Where a policy is loaded from: its file, or else the binary.
 #[derive(Clone)]
 pub struct Source {
-    /// `NAME.wasm` in `policy.folder`, or the path that a profile names. It need not exist.
+    /// `NAME.wasm` in `policy.folder`, or the path that a profile names. It need not exist. The bundle
+    /// `NAME.steer` beside it takes precedence.
     pub file: Option<PathBuf>,
     pub shipped: Option<&'static Shipped>,
 }
@@ -64,12 +70,6 @@ pub type Chains = BTreeMap<String, ProfileChain>;
 /// Sources by policy.
 pub type Sources = BTreeMap<String, Source>;
 
-/// A component and its golden file (empty for none).
-pub struct Bundle {
-    pub component: Vec<u8>,
-    pub golden: String,
-}
-
 impl Source {
     /// Name and source of the policy that a profile names as `entry`; `folder` is `policy.folder`,
     /// empty for none.
@@ -79,6 +79,8 @@ impl Source {
     pub fn of(entry: &str, folder: &Path) -> Result<(String, Self), Error> {
         if is_path(entry) {
             let path = PathBuf::from(entry);
+            let is_bundle = path.extension().is_some_and(|extension| extension == BUNDLE);
+            let path = if is_bundle { path.with_extension("wasm") } else { path };
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or(entry).to_owned();
             return Ok((stem, Self { file: Some(path), shipped: None }));
         }
@@ -86,7 +88,7 @@ impl Source {
         if entry.is_empty() || entry.len() > NAME_CHARS || !entry.chars().all(allowed) {
             let problem = format!(
                 "is not the name of a policy: use at most {NAME_CHARS} letters, digits, `-` and `_`; \
-                 a path contains a `/` or ends in `.wasm`"
+                 a path contains a `/` or ends in `.wasm` or `.steer`"
             );
             return Err(Error::refused(entry, problem));
         }
@@ -106,31 +108,70 @@ impl Source {
         path(self) == path(other)
     }
 
-    /// Reads the file, if it exists, and its golden file.
+    /// Reads the bundle, or else the component and what lies beside it, if one exists.
     ///
     /// # Errors
     /// The file and the problem.
-    pub fn read(&self) -> Result<Option<Bundle>, String> {
-        let Some(file) = &self.file else { return Ok(None) };
-        let Some(component) = read(file, COMPONENT_BYTES)? else { return Ok(None) };
-        Ok(Some(Bundle { component, golden: self.golden()? }))
+    pub fn read(&self, policy: &str, trust: &Trust) -> Result<Option<Bundle>, String> {
+        let files = self.bundle().into_iter().chain(self.file.clone());
+        for file in files {
+            let Some(bytes) = read(&file, BUNDLE_BYTES)? else { continue };
+            let bundle =
+                Bundle::open(policy, bytes, trust).and_then(|bundle| self.complete(bundle));
+            return bundle.map(Some).map_err(|problem| format!("{}: {problem}", file.display()));
+        }
+        Ok(None)
     }
 
-    /// The policy inside the binary.
+    /// The file of the bundle.
+    pub fn bundle(&self) -> Option<PathBuf> {
+        self.file.as_ref().map(|file| file.with_extension(BUNDLE))
+    }
+
+    /// All files from which the policy is read.
+    pub fn files(&self) -> impl Iterator<Item = PathBuf> {
+        let extensions = [BUNDLE, "wasm", GOLDEN, SCHEMA].into_iter();
+        self.file.iter().flat_map(move |file| {
+            extensions.clone().map(|extension| match extension {
+                "wasm" => file.clone(),
+                extension => file.with_extension(extension),
+            })
+        })
+    }
+
+    /// Adds to a component the golden file and the schema beside its file.
+    ///
+    /// # Errors
+    /// The file and the problem.
+    pub fn complete(&self, bundle: Bundle) -> Result<Bundle, String> {
+        if bundle.is_archive {
+            return Ok(bundle);
+        }
+        let schema = self.beside(SCHEMA, SCHEMA_BYTES)?;
+        let schema = schema.map(|(file, text)| {
+            Schema::parse(&text).map_err(|problem| format!("{}: {problem}", file.display()))
+        });
+        let golden = self.beside(GOLDEN, GOLDEN_BYTES)?.map(|(_, golden)| golden);
+        Ok(Bundle { golden: golden.unwrap_or_default(), schema: schema.transpose()?, ..bundle })
+    }
+
+    /// A text beside the file, if it exists.
+    fn beside(&self, extension: &str, limit: usize) -> Result<Option<(PathBuf, String)>, String> {
+        let Some(file) = &self.file else { return Ok(None) };
+        let file = file.with_extension(extension);
+        let Some(bytes) = read(&file, limit)? else { return Ok(None) };
+        match String::from_utf8(bytes) {
+            Ok(text) => Ok(Some((file, text))),
+            Err(error) => Err(format!("{}: {error}", file.display())),
+        }
+    }
+
+    /// The policy inside the binary. Nobody signs it: it comes with the server.
     pub fn shipped(&self) -> Option<Bundle> {
         let Shipped { component, golden, .. } = self.shipped?;
-        Some(Bundle { component: component.to_vec(), golden: (*golden).into() })
-    }
-
-    /// The golden file beside the file; empty for none.
-    ///
-    /// # Errors
-    /// The file and the problem.
-    pub fn golden(&self) -> Result<String, String> {
-        let Some(file) = &self.file else { return Ok(String::new()) };
-        let file = file.with_extension("jsonl");
-        let Some(golden) = read(&file, GOLDEN_BYTES)? else { return Ok(String::new()) };
-        String::from_utf8(golden).map_err(|error| format!("{}: {error}", file.display()))
+        let (component, golden) = (component.to_vec(), (*golden).to_owned());
+        let file = component.clone();
+        Some(Bundle { component, golden, file, signer: Signer::Nobody, ..Bundle::default() })
     }
 
     /// The problem to report if the policy does not exist.
@@ -149,7 +190,10 @@ impl Source {
 }
 
 fn is_path(entry: &str) -> bool {
-    entry.contains('/') || entry.contains(MAIN_SEPARATOR) || entry.ends_with(".wasm")
+    entry.contains('/')
+        || entry.contains(MAIN_SEPARATOR)
+        || entry.ends_with(".wasm")
+        || entry.ends_with(".steer")
 }
 
 /// The chains of all profiles, and the source of each policy that they name.

@@ -44,7 +44,7 @@ fn version(name: u8) -> Vec<u8> {
 fn install(policies: &Policies, name: u8) -> Activation {
     let source = &policies.sources["mine"];
     fs::write(source.file.as_ref().unwrap(), version(name)).unwrap();
-    let bundle = Bundle { component: version(name), golden: String::new() };
+    let bundle = Bundle::open("mine", version(name), &Trust::default()).unwrap();
     policies.replace("mine", source, &bundle, Origin::File).unwrap()
 }
 

@@ -57,6 +57,9 @@ pub struct Services {
     pub counters: Counters,
 }
 
+/// In place of the name of a call: a key and a value that a recording begins with.
+pub const GIVEN_KV: &str = "kv.given";
+
 /// The imports of one instance.
 pub struct Imports {
     policy: String,
@@ -94,11 +97,20 @@ impl Imports {
         let map = match &context.recorded {
             None => KvMap::Stored(services.kv.space(&context.profile, policy)),
             Some(calls) => {
-                let mut answers = Answers::new();
+                let (mut answers, mut map) = (Answers::new(), Map::default());
+                let quota = limits.kv_bytes;
                 for ImportCall { call, arguments, answer } in calls.iter().cloned() {
-                    answers.entry((call, arguments)).or_default().push_back(answer);
+                    match (call.as_str(), &arguments[..], answer) {
+                        // What does not fit is missing, as in a server.
+                        (GIVEN_KV, [key], Some(value)) => {
+                            let _ = map.set(key, value, quota, maps::now());
+                        }
+                        (_, _, answer) => {
+                            answers.entry((call, arguments)).or_default().push_back(answer);
+                        }
+                    }
                 }
-                KvMap::Recorded { answers, map: Map::default(), quota: limits.kv_bytes }
+                KvMap::Recorded { answers, map, quota }
             }
         };
         Self {

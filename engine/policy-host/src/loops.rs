@@ -29,7 +29,7 @@
 //!
 //! Source: Smith and Waterman 1981 (local alignment), restricted to a band of lags.
 
-use crate::policy::{LoopReport, LoopRule};
+use crate::contract::{LoopReport, LoopRule};
 
 /// Longest period that can be found, in tokens. Bounds memory, and time per token.
 pub const PERIODS: usize = 1024;

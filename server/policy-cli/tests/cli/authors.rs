@@ -1,0 +1,303 @@
+//! What authors do with a policy that exists: bundles, goldens that fail, presets, watch and sim.
+
+use super::*;
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// A folder with all files of the bundle of `mine`, which is the shipped policy `rules`.
+fn mine() -> TempDir {
+    let (component, golden) = shipped("rules").unwrap();
+    let schema =
+        "[rules]\ntype = \"text\"\ndescription = \"the rules\"\n[strict]\ntype = \"boolean\"\n";
+    let folder =
+        folder(&[("mine.jsonl", golden), ("mine.params.toml", schema), ("README.md", "# mine\n")]);
+    fs::write(folder.path().join("mine.wasm"), component).unwrap();
+    folder
+}
+
+#[test]
+fn a_bundle_is_made_signed_checked_tested_and_pushed() {
+    let folder = mine();
+    let [component, bundle, key] =
+        ["mine.wasm", "mine.steer", "my.key"].map(|name| path(&folder, name));
+    let keys = succeed(&["keygen", &key]);
+    let public = keys.split('"').nth(1).expect("the key for the configuration").to_owned();
+    assert!(fs::read_to_string(path(&folder, "my.pub")).unwrap().contains(&public), "{keys}");
+    let mode = fs::metadata(&key).unwrap().permissions().mode();
+    assert_eq!(mode & 0o077, 0, "others can read the key");
+    assert!(fail(&["keygen", &key]).contains("already exists"));
+
+    let made = succeed(&["bundle", &component, "--key", &key]);
+    assert!(made.contains(" cases pass, signed by ") && made.contains(&public), "{made}");
+    let checked = succeed(&["check", &bundle]);
+    assert!(checked.contains("bundle    signed, "), "{checked}");
+    assert!(
+        checked.contains("param     rules: text  the rules\nparam     strict: boolean"),
+        "{checked}"
+    );
+    let tested = succeed(&["test", &bundle]);
+    assert!(tested.ends_with(" cases pass\n"), "{tested}");
+    let body = r#"{"name": "mine", "sha256": "0123456789abcdef", "replaced": null}"#;
+    let (address, request) = serve_once("200 OK", body);
+    succeed(&["push", "mine", &bundle, "--url", &address]);
+    let length = fs::metadata(&bundle).unwrap().len();
+    assert!(request.join().unwrap().to_lowercase().contains(&format!("content-length: {length}")));
+
+    let unsigned = succeed(&["bundle", &component]);
+    assert!(unsigned.ends_with(", unsigned\n"), "{unsigned}");
+    let renamed = fail(&["bundle", &component, "--out", &path(&folder, "other.steer")]);
+    assert!(
+        renamed.contains("the name of a bundle is that of its policy, `mine.steer`"),
+        "{renamed}"
+    );
+    let no_key = fail(&["bundle", &component, "--key", &component]);
+    assert!(no_key.contains("mine.wasm: "), "{no_key}");
+}
+
+#[test]
+fn a_bundle_that_a_server_would_refuse_is_not_made() {
+    for (file, text, words) in [
+        ("README.md", None, "README.md: No such file"),
+        ("mine.params.toml", None, "which is an empty file for a policy without any"),
+        ("mine.jsonl", None, "a bundle has a golden file"),
+        (
+            "mine.params.toml",
+            Some("[rules]\ntype = 'txt'"),
+            "mine.params.toml: TOML parse error at line 2",
+        ),
+        (
+            "mine.jsonl",
+            Some("{\"hook\":\"on-request\",\"answer\":{\"every\":7}}"),
+            "-   \"every\": 7",
+        ),
+        ("mine.wasm", Some("no component"), "policy `mine`: is not a valid component"),
+    ] {
+        let folder = mine();
+        match text {
+            None => fs::remove_file(folder.path().join(file)).unwrap(),
+            Some(text) => fs::write(folder.path().join(file), text).unwrap(),
+        }
+        let failed = fail(&["bundle", &path(&folder, "mine.wasm")]);
+        assert!(failed.contains(words), "{file}: {failed}");
+        assert!(!folder.path().join("mine.steer").exists(), "{file}");
+    }
+}
+
+#[test]
+fn a_password_encrypts_the_secret_key() {
+    let folder = mine();
+    let [component, key] = ["mine.wasm", "my.key"].map(|name| path(&folder, name));
+    let with = |password: Option<&str>, arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_steersman-policy"));
+        command
+            .args(arguments)
+            .env("STEERSMAN_DATA_DIR", folder.path())
+            .env_remove("STEERSMAN_KEY_PASSWORD");
+        command.envs(password.map(|password| ("STEERSMAN_KEY_PASSWORD", password)));
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    assert!(with(Some("right"), &["keygen", &key]).0);
+    let bundle = ["bundle", component.as_str(), "--key", &key];
+    assert!(with(Some("right"), &bundle).0);
+    let (done, error) = with(Some("wrong"), &bundle);
+    assert!(!done && error.contains("my.key: the password does not fit"), "{error}");
+    let (done, error) = with(None, &bundle);
+    assert!(
+        !done && error.contains("the key has a password; set STEERSMAN_KEY_PASSWORD"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_golden_file_presets_what_imports_find() {
+    let line = r#"{"case":"a user","hook":"on-request","given":{"kv":{"19675 fedcba9876543210":"600"}},"input":{"params":[["tokens_per_day","1000"]],"time":1700000000,"caller":{"key":"0123456789abcdef","user":"fedcba9876543210","metadata":[],"headers":[]}},"answer":{"max_tokens":400}}"#;
+    let folder =
+        folder(&[("given.jsonl", line), ("typo.jsonl", &line.replace("\"kv\":", "\"kw\":"))]);
+    assert_eq!(succeed(&["test", "budget", &path(&folder, "given.jsonl")]), "1 cases pass\n");
+    let typo = fail(&["test", "budget", &path(&folder, "typo.jsonl")]);
+    assert!(typo.contains("typo.jsonl: line 1: ") && typo.contains("unknown field `kw`"), "{typo}");
+}
+
+const CORPUS: &str = r#"{"id": "a refusal", "text": "Well. As an AI model I cannot say more about this long matter."}
+{"text": "One two three."}
+"Only an answer, as an AI"
+
+{"reasoning": "alpha beta gamma alpha beta gamma alpha beta gamma alpha beta gamma alpha beta gamma alpha beta gamma alpha beta gamma alpha beta gamma alpha beta gamma", "text": "Done."}
+"#;
+
+const SIM_RULES: &str = r#"
+[[rule]]
+when = { text_contains = "as an AI" }
+do = { stop = "a refusal" }
+[[rule]]
+when = { text_contains = "As an AI" }
+do = { stop = "a refusal" }
+[[rule]]
+when = { loop = true, phase = "reasoning" }
+do = { close_reasoning = "In short: " }
+[[rule]]
+do = { loops = { repeats = 3, min_tokens = 9, max_period = 8 } }
+[[rule]]
+when = { user_contains = "bomb" }
+do = { refuse = "Not here.", status = 451 }
+"#;
+
+#[test]
+fn sim_shows_what_a_policy_would_have_cut() {
+    let refused = r#"{"user": "A bomb?", "text": "one two three"}"#;
+    let folder =
+        folder(&[("corpus.jsonl", &format!("{CORPUS}{refused}\n")), ("rules.toml", SIM_RULES)]);
+    let corpus = path(&folder, "corpus.jsonl");
+    let rules = format!("rules=@{}", path(&folder, "rules.toml"));
+    let shown = succeed(&["sim", "rules", &corpus, "--param", &rules]);
+    assert!(
+        shown.contains("a refusal: 13 words, 5 saved\n  stops at word 8: \"a refusal\"\n"),
+        "{shown}"
+    );
+    assert!(shown.contains("line 5: 28 words, "), "{shown}");
+    assert!(shown.contains("  closes the reasoning (a loop of 3 words, "), "{shown}");
+    assert!(shown.contains("line 6: 3 words, 3 saved\n  refuses with 451: Not here.\n"), "{shown}");
+    assert!(shown.contains(" of 5 replies changed; "), "{shown}");
+    assert!(!shown.contains("line 2:"), "nothing happens to it: {shown}");
+    let nothing = succeed(&["sim", "passthrough", &corpus]);
+    assert!(nothing.starts_with("0 of 5 replies changed; 0 of "), "{nothing}");
+}
+
+#[test]
+fn sim_reads_traces_and_names_what_it_cannot_read() {
+    let trace = r#"{"request":"r1","hook":"on-request","input":{"user":"Hi"}}
+{"request":"r1","hook":"on-step","input":{"phase":"Reasoning","text":"So it is"}}
+{"request":"r1","hook":"on-step","input":{"phase":"Answer","text":" what it is, as an AI would say to all of you and more and more"}}
+"#;
+    let masked = trace.replacen("\"input\"", "\"masked\":{},\"input\"", 1);
+    let folder = folder(&[
+        ("trace.jsonl", trace),
+        ("masked.jsonl", &masked),
+        ("wrong.jsonl", "{\"text\": \"a\"}\n{\"txt\": \"b\"}\n"),
+        ("rules.toml", SIM_RULES),
+    ]);
+    let rules = format!("rules=@{}", path(&folder, "rules.toml"));
+    let sim = |file: &str| run(&["sim", "rules", &path(&folder, file), "--param", &rules]);
+    let (shown, error, done) = sim("trace.jsonl");
+    assert!(done && shown.contains("r1: 19 words, 3 saved\n  stops at word 16"), "{shown}{error}");
+    let (_, error, done) = sim("masked.jsonl");
+    assert!(!done && error.contains("masked.jsonl: the trace has no texts: line 1: "), "{error}");
+    let (_, error, done) = sim("wrong.jsonl");
+    assert!(!done && error.contains("wrong.jsonl:2: unknown field `txt`"), "{error}");
+}
+
+/// A folder whose compiler is a script: it makes a component of `brief.component`, or fails if the source has
+/// the word `mistake`.
+fn project() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let write = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    };
+    let (component, golden) = shipped("passthrough").unwrap();
+    write("brief.py", b"fine");
+    write("brief.jsonl", golden.as_bytes());
+    write("brief.component", component);
+    write("wit/policy.wit", b"");
+    write("wit/world.wit", b"");
+    let script = "#!/bin/sh\ngrep -q mistake brief.py && { echo \"brief.py:1: a mistake\" >&2; exit 1; }\n\
+                  for last; do :; done\ncp brief.component \"$last\"\n";
+    write(".venv/bin/componentize-py", script.as_bytes());
+    let tool = folder.path().join(".venv/bin/componentize-py");
+    fs::set_permissions(tool, fs::Permissions::from_mode(0o755)).unwrap();
+    folder
+}
+
+#[test]
+fn what_does_not_build_or_pass_is_not_pushed() {
+    let folder = project();
+    let into = folder.path().to_str().unwrap();
+    // Nobody listens there.
+    let once = ["watch", into, "--once", "--url", "http://127.0.0.1:9"];
+    fs::write(folder.path().join("brief.py"), "mistake").unwrap();
+    let failed = fail(&once);
+    assert!(
+        failed.contains("brief.py:1: a mistake") && failed.contains("componentize-py` failed"),
+        "{failed}"
+    );
+    assert!(!failed.contains("127.0.0.1:9"), "{failed}");
+    fs::write(folder.path().join("brief.py"), "fine").unwrap();
+    let golden = "{\"hook\":\"on-request\",\"answer\":{\"every\":7}}\n";
+    fs::write(folder.path().join("brief.jsonl"), golden).unwrap();
+    let failed = fail(&once);
+    assert!(failed.contains("brief.jsonl:1: ") && failed.contains("-   \"every\": 7"), "{failed}");
+    assert!(
+        failed.contains("unexpected answers: 1") && !failed.contains("127.0.0.1:9"),
+        "{failed}"
+    );
+    fs::remove_file(folder.path().join("brief.jsonl")).unwrap();
+    assert!(fail(&once).contains("brief.jsonl: does not exist; what is pushed is tested first"));
+}
+
+#[test]
+fn watch_builds_tests_and_pushes_at_each_save() {
+    let folder = project();
+    let body = r#"{"name": "mine", "sha256": "0123456789abcdef", "replaced": "fedcba9876543210"}"#;
+    // One answer for each push; the address stays.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let (sender, pushed) = std::sync::mpsc::channel();
+    let response = format!(
+        "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = BufReader::new(stream.unwrap());
+            let (mut head, mut length) = (String::new(), 0);
+            while !head.ends_with("\r\n\r\n") {
+                let before = head.len();
+                stream.read_line(&mut head).unwrap();
+                if let Some(value) = head[before..].to_lowercase().strip_prefix("content-length:") {
+                    length = value.trim().parse().unwrap();
+                }
+            }
+            stream.read_exact(&mut vec![0; length]).unwrap();
+            stream.get_mut().write_all(response.as_bytes()).unwrap();
+            if sender.send(head).is_err() {
+                return;
+            }
+        }
+    });
+    let mut watch = Command::new(env!("CARGO_BIN_EXE_steersman-policy"))
+        .args(["watch", folder.path().to_str().unwrap(), "--name", "mine", "--url", &address])
+        .env("STEERSMAN_DATA_DIR", folder.path().join(".venv"))
+        .env_remove("STEERSMAN_CONFIG")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut until = |words: &str| {
+        let started = Instant::now();
+        let mut all = String::new();
+        for line in lines.by_ref() {
+            all += &format!("{line}\n");
+            assert!(started.elapsed() < Duration::from_secs(120), "{words}: {all}");
+            if line.contains(words) {
+                return all;
+            }
+        }
+        panic!("{words}: {all}");
+    };
+    until("mine: 0123456789ab is active, replacing fedcba987654");
+    until("waiting for changes in");
+    assert!(pushed.recv().unwrap().starts_with("POST /v1/policies/mine HTTP"));
+    fs::write(folder.path().join("brief.py"), "mistake").unwrap();
+    assert!(until("not pushed: ").contains("componentize-py` failed"));
+    until("waiting for changes in");
+    fs::write(folder.path().join("brief.py"), "fine again").unwrap();
+    until("is active");
+    pushed.recv().unwrap();
+    assert!(pushed.try_recv().is_err(), "a mistake was pushed");
+    watch.kill().unwrap();
+    watch.wait().unwrap();
+}
