@@ -22,6 +22,7 @@ pub mod loops;
 pub mod machine;
 mod memory;
 mod noise;
+mod outlet;
 mod penalties;
 mod plan;
 mod preempt;
@@ -43,6 +44,7 @@ mod threads;
 mod tool_calls;
 pub mod verify;
 mod warm_up;
+mod watch;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

@@ -28,7 +28,7 @@ mod when;
 
 use rule::{Effect, Rule};
 use steersman_policy::{
-    Action, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptView, REPLACEMENTS,
+    Action, EDITS, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptEdit, PromptView,
     Replacement, RequestView, Step, ToolCallView, Verdict,
 };
 use when::{SeenPrompt, SeenRequest, Tail};
@@ -76,7 +76,7 @@ impl Policy for Rules {
         prepared
     }
 
-    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<PromptEdit> {
         let text = prompt.param("rules");
         let replacements = match text.and_then(|text| pack::unpack(text, true)) {
             Some(rules) => stripped(&rules, &prompt),
@@ -179,8 +179,8 @@ fn unknown_params(request: &RequestView) -> Vec<String> {
     unknown.map(|name| format!("unknown parameter `{name}`")).collect()
 }
 
-/// The replacements that the rules make in system text.
-fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
+/// The edits that the rules make in system text.
+fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<PromptEdit> {
     let seen = SeenPrompt::new(prompt);
     let is_of_prompt = |rule: &&Rule| matches!(rule.effect, Effect::Prompt { .. });
     let rules = rules.iter().filter(is_of_prompt);
@@ -193,15 +193,14 @@ fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
         })
     };
     let mut found = prompt.edit_lines(STRIP_LINES, |line| is_stripped(line).then(String::new));
-    for (message, text) in (0..).zip(&prompt.system) {
-        let earlier = found.iter().filter(|r| r.message == message);
-        let mut text = earlier.fold(text.clone(), |text, r| text.replacen(&r.old, &r.new, 1));
+    for (message, mut text) in (0..).zip(prompt.edited(&found)) {
         for effect in &effects {
             let Effect::Prompt { spans, .. } = effect else { continue };
             for span in spans {
-                if found.len() < REPLACEMENTS && text.contains(span) {
+                if found.len() < EDITS && text.contains(span) {
                     text = text.replacen(span, "", 1);
-                    found.push(Replacement { message, old: span.clone(), new: String::new() });
+                    let (old, new) = (span.clone(), String::new());
+                    found.push(PromptEdit::Replace(Replacement { message, old, new }));
                 }
             }
         }
