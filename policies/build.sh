@@ -9,6 +9,10 @@ cd "$(dirname "$0")"
 target=${CARGO_TARGET_DIR:-$PWD/../target}
 mkdir -p "$target/policies"
 
+# The policies that the binary embeds.
+shipped='agent budget cache-friendly default json-agent language
+    no-repeat passthrough redact router rules tool-guard'
+
 # Built once, before the first policy is written: the binary embeds the shipped policies.
 binary() {
     cargo build --quiet --bin steersman-policy
@@ -28,12 +32,13 @@ examples)
     ;;
 '')
     binary
-    for name in agent budget default passthrough rules; do
+    for name in $shipped; do
         build $name
     done
     # The sources of the committed components: a test reports when they have changed.
     sum=$(command -v sha256sum || echo "shasum -a 256") # macOS has the latter
-    find ../wit/policy.wit sdk/src agent budget default passthrough rules -type f ! -path '*/target/*' ! -name '*.jsonl' |
+    # shellcheck disable=SC2086
+    find ../wit/policy.wit sdk/src $shipped -type f ! -path '*/target/*' ! -name '*.jsonl' ! -name '*.md' |
         LC_ALL=C sort | xargs $sum >SHA256SUMS
     ;;
 *)

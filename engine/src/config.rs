@@ -301,6 +301,8 @@ pub struct Profile {
     pub policy: ProfilePolicies,
     /// Limits of its requests.
     pub limits: ProfileLimits,
+    /// Models and profiles to which its policies may route requests, as they name them.
+    pub routes: Vec<String>,
     /// Files with prefixes that are computed at the start: `{"messages": [..], "tools": [..]}` as in a
     /// chat request.
     pub warm: Vec<PathBuf>,

@@ -130,6 +130,20 @@ pub enum RequestError {
         /// What the policy tells the client.
         message: String,
     },
+    /// A policy routes the request: it is to be sent to this model or profile instead.
+    #[error("a policy routes the request to `{route}`, which this place cannot follow")]
+    Routed {
+        /// One of `routes` of the profile.
+        route: String,
+    },
+    /// The destination to which a policy routes the request cannot take it.
+    #[error("a policy routes the request to `{route}`, which cannot take it: {problem}")]
+    RouteClosed {
+        /// One of `routes` of the profile.
+        route: String,
+        /// Why not.
+        problem: String,
+    },
     /// A field is invalid.
     #[error("{field}: {problem}")]
     Field {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use crate::error::Error;
 use crate::live::Live;
 use crate::policy::{
-    AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Retention, SamplingPatch, TokenBias,
+    AnswerForm, Caller, FORM_BYTES, FORM_CHOICES, Labels, Retention, SamplingPatch, TokenBias,
 };
 pub use crate::span::RequestSpan;
 
@@ -23,6 +23,8 @@ pub struct Request {
     pub id: String,
     /// The profile that steers this request: a key of `[profiles]`.
     pub profile: String,
+    /// Whether a policy of another profile has routed it here; it is not routed again.
+    pub is_routed: bool,
     /// Who sends it, as policies see it.
     pub caller: Caller,
     /// The conversation, oldest first; empty only beside a `prompt`.
@@ -409,6 +411,14 @@ pub enum Event {
         /// Most tokens of the reply: the smallest limit of client, profile and engine.
         max_tokens: u32,
     },
+    /// A policy has routed the request, which goes on there; before `Started`. The engine never sends it: whoever
+    /// follows [`RequestError::Routed`](crate::RequestError::Routed) does.
+    Routed {
+        /// Name of the model.
+        model: String,
+        /// The profile.
+        profile: String,
+    },
     /// The next token of the prompt; only with [`Request::prompt_logprobs`], and never from a choice
     /// beside the first, whose prompt does not run.
     PromptToken(PromptToken),
@@ -455,6 +465,8 @@ pub struct Finished {
     pub usage: Usage,
     /// What policies did, in words, oldest first; also in the log.
     pub notes: Vec<String>,
+    /// What policies tell the client: names, each once, and values.
+    pub labels: Labels,
 }
 
 /// Why a request ended.

@@ -176,6 +176,8 @@ pub struct ProfileConfig {
     pub mcp: Vec<String>,
     /// [`ProfileAccess::policy_headers`]
     pub policy_headers: Vec<String>,
+    /// [`Profile::routes`]
+    pub routes: Vec<String>,
     /// Limits of the requests of this profile.
     pub limits: LimitsConfig,
     /// [`Profile::warm`]
@@ -214,6 +216,7 @@ impl Default for ProfileConfig {
             api_keys: Vec::new(),
             mcp: Vec::new(),
             policy_headers: Vec::new(),
+            routes: Vec::new(),
             limits: LimitsConfig::default(),
             warm: Vec::new(),
             sampling: None,
@@ -236,6 +239,7 @@ impl ProfileConfig {
         let profile = Profile {
             policy,
             limits: ProfileLimits { prompt_tokens, reasoning_budget, max_tokens },
+            routes: self.routes,
             warm: self.warm,
             sampling: self.sampling,
         };

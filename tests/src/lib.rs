@@ -1,5 +1,7 @@
 //! Shared test helpers: paths of fixtures, and an engine with the bundled model.
 
+pub mod steered;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -307,6 +309,7 @@ pub fn run(engine: &Engine, request: Request) -> Reply {
             | Event::Embedding(_)
             | Event::Logprob(_)
             | Event::CallDelta(_)
+            | Event::Routed { .. }
             | Event::Note { .. } => {}
             Event::Answer(text) => answer.push_str(&text),
             Event::ToolCall(call) => tool_calls.push(call),

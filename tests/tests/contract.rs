@@ -2,19 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::UNIX_EPOCH;
 
 use steersman_engine::config::Profile;
 use steersman_engine::policy::{
-    Answer, Call, Caller, Component, Golden, Grant, Host, Param, Phase, PolicyConfig, Record,
-    Storage, shipped,
+    Answer, Call, Caller, Grant, Param, Phase, Record, RequestView, shipped,
 };
 use steersman_engine::request::{FinishReason, Message, Request, ToolChoice};
 use steersman_engine::{Error, RequestError};
 use steersman_test_support::guest::{Answers, component, list, record, word};
-use steersman_tests::{Reply, Running, ask, ask_weather, message, profile, run};
+use steersman_tests::steered::{engine, replays, traced};
+use steersman_tests::{Reply, ask, ask_weather, message, profile};
 
 /// A profile with the policy `rules` and these rules, traced with texts.
 fn ruled(rules: &str) -> Profile {
@@ -24,34 +22,13 @@ fn ruled(rules: &str) -> Profile {
     profile
 }
 
-/// An engine with these profiles, and `default`.
-fn engine<'a>(profiles: impl IntoIterator<Item = (&'a str, Profile)>) -> Running {
-    let mut config = steersman_tests::config();
-    config.policy.deadline_ms = 10_000;
-    config.profiles.extend(profiles.into_iter().map(|(name, profile)| (name.into(), profile)));
-    Running::without_store(config)
-}
-
-/// The reply to a request of `profile`, and its records.
-fn traced(engine: &Running, profile: &str, request: Request) -> (Reply, Vec<Record>) {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let id = format!("{profile}-{}", COUNT.fetch_add(1, Ordering::Relaxed));
-    let reply = run(engine, Request { id: id.clone(), profile: profile.into(), ..request });
-    let records = engine.policies().traces().get(&id).expect("the newest requests have traces");
-    (reply, records)
-}
-
-fn replays(component: &[u8], name: &str, records: &[Record]) {
-    let config = PolicyConfig { deadline_ms: 10_000, ..PolicyConfig::default() };
-    let host = Host::new(&config, &Storage::in_memory()).unwrap();
-    let component = Arc::new(Component::load(&host, name, component).unwrap());
-    let lines = |record: &Record| serde_json::to_string(record).unwrap() + "\n";
-    let golden = Golden::parse(&records.iter().map(lines).collect::<String>()).unwrap();
-    assert_eq!(golden.inexact(), None);
-    assert_eq!(golden.check(&component), []);
-    for (decision, record) in golden.replay(&component).iter().zip(records) {
-        assert_eq!(decision.fuel, record.cost.fuel, "{decision:?}");
-    }
+/// What the policy saw of the request.
+fn request_view(records: &[Record]) -> &RequestView {
+    let views = records.iter().filter_map(|record| match &record.call {
+        Call::Request(view) => Some(view.as_ref()),
+        _ => None,
+    });
+    views.into_iter().next().expect("a plan was asked for")
 }
 
 fn rules_replay(records: &[Record]) {
@@ -126,7 +103,7 @@ fn a_policy_offers_fewer_tools_but_leaves_one_that_the_client_demands() {
     let prompt_tokens = |reply: &Reply| reply.finished().usage.prompt_tokens;
     assert_eq!(prompt_tokens(&without), prompt_tokens(&bare));
     assert!(prompt_tokens(&without) < prompt_tokens(&with) && without.tool_calls.is_empty());
-    let Call::Request(view) = &records[0].call else { panic!("{records:?}") };
+    let view = request_view(&records);
     assert_eq!(
         (&view.tools[..], &view.tool_descriptions[..]),
         (&["get_weather".to_string()][..], &["get weather".to_string()][..])
@@ -165,7 +142,7 @@ fn a_policy_sees_who_asks_when_and_the_conversation() {
     let before = UNIX_EPOCH.elapsed().unwrap().as_secs();
     let (reply, records) = traced(&engine, "seen", request);
     assert!(reply.finished().notes.contains(&"known".to_string()), "{reply:?}");
-    let Call::Request(view) = &records[0].call else { panic!("{records:?}") };
+    let view = request_view(&records);
     let after = UNIX_EPOCH.elapsed().unwrap().as_secs();
     assert!((before..=after).contains(&view.time), "{}", view.time);
     assert_eq!((&view.caller, view.messages, view.conversation.len()), (&caller, 73, 64));

@@ -3,27 +3,32 @@
 //! Each policy is called as if it were alone: at its own period, with all tokens since its own last call,
 //! those that any policy injected included. [`merge`] combines the answers so that a later policy cannot
 //! loosen what an earlier one decided: it removes no text that an earlier one added, neither from the prompt
-//! ([`added`]) nor by a rewind, and has repairs of its own. A shadow is called with the same records; its answers and failures are traced and have no
+//! ([`added`]) nor by a rewind, brings back no answer text that an earlier one replaced ([`texts`]), and has
+//! repairs of its own. A shadow is called with the same records; its answers and failures are traced and have no
 //! effect.
 //!
-//! A chain of one passes calls and answers on unchanged and without a copy.
+//! A chain of one passes calls and answers on unchanged and without a copy, except for answer text.
 
 mod added;
 mod merge;
+mod texts;
 mod unseen;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use crate::check::apply_replacements;
+use crate::check::apply_edits;
 use crate::contract::{
-    Action, Answer, Call, CallReport, Hook, HookInput, MAX_REPAIRS, Params, Plan, Policy,
-    PromptView, Replacement, RequestView, SYSTEM_BYTES, Step, Verdict,
+    Action, Answer, Call, CallReport, Hook, HookInput, Labels, MAX_REPAIRS, Params, Plan, Policy,
+    PromptEdit, PromptView, RequestView, SYSTEM_BYTES, Step, TextChange, TextVerdict, TextView,
+    Verdict,
 };
 use crate::error::{Cause, Failure};
 use crate::trace::Recorder;
 use added::Added;
 use merge::Owners;
+use texts::Texts;
 use unseen::Unseen;
 
 /// One policy of a chain.
@@ -42,6 +47,7 @@ pub struct Link {
 pub struct Chain {
     links: Vec<ActiveLink>,
     owners: Owners,
+    texts: Texts,
     recorder: Recorder,
     report: CallReport,
 }
@@ -50,11 +56,38 @@ struct ActiveLink {
     link: Link,
     /// `every` of its plan.
     every: u32,
-    /// `on-phase` and `on-newline` of its plan.
-    events: (bool, bool),
+    events: Events,
     unseen: Unseen,
     /// A shadow that has failed is not called again.
     ended: bool,
+}
+
+/// The events of a plan after which its policy is called.
+#[derive(Default)]
+struct Events {
+    on_phase: bool,
+    on_newline: bool,
+    texts: Vec<String>,
+    tokens: Vec<u32>,
+}
+
+impl Events {
+    fn of(plan: &Plan) -> Self {
+        Self {
+            on_phase: plan.on_phase,
+            on_newline: plan.on_newline,
+            texts: plan.on_texts.clone(),
+            tokens: plan.on_tokens.clone(),
+        }
+    }
+
+    /// Whether one of them has happened.
+    fn include(&self, step: &Step) -> bool {
+        self.on_phase && step.phase_changed
+            || self.on_newline && step.newline
+            || step.texts_found.iter().any(|text| self.texts.contains(text))
+            || step.token_found && step.tokens.last().is_some_and(|last| self.tokens.contains(last))
+    }
 }
 
 impl Chain {
@@ -64,11 +97,12 @@ impl Chain {
         let active = |link| ActiveLink {
             link,
             every: 0,
-            events: (false, false),
+            events: Events::default(),
             unseen: Unseen::default(),
             ended: false,
         };
         Self {
+            texts: Texts::new(links.len()),
             links: links.into_iter().map(active).collect(),
             owners: Owners::default(),
             recorder,
@@ -103,22 +137,22 @@ impl Chain {
         self.links[index].link.shadow
     }
 
-    fn prompt(&mut self, asked: &PromptView) -> Result<Vec<Replacement>, Failure> {
+    fn prompt(&mut self, asked: &PromptView) -> Result<Vec<PromptEdit>, Failure> {
         let mut view = Cow::Borrowed(asked);
         let mut all = Vec::new();
         let mut added = Added::default();
         for index in 0..self.links.len() {
             let own = own_params(&self.links[index].link.name, &view.params);
             let own = own.map(|params| PromptView { params, ..(*view).clone() });
-            let Some(replacements) = self.ask(index, own.as_ref().unwrap_or(&view))? else {
+            let Some(edits) = self.ask(index, own.as_ref().unwrap_or(&view))? else {
                 continue;
             };
-            if replacements.is_empty() || self.is_shadow(index) {
+            if edits.is_empty() || self.is_shadow(index) {
                 continue;
             }
             let system = &mut view.to_mut().system;
-            let replacements = added.permitted(index, system, replacements);
-            apply_replacements(system, &replacements).map_err(|problem| Failure {
+            let edits = added.permitted(index, system, edits);
+            apply_edits(system, &edits).map_err(|problem| Failure {
                 policy: self.links[index].link.name.clone(),
                 hook: "on-prompt",
                 cause: Cause::Answer(problem),
@@ -126,24 +160,23 @@ impl Chain {
             for text in system {
                 text.truncate(text.floor_char_boundary(SYSTEM_BYTES));
             }
-            all.extend(replacements);
+            all.extend(edits);
         }
         Ok(all)
     }
 
     fn request(&mut self, request: &RequestView) -> Result<Plan, Failure> {
         let mut merged: Option<Plan> = None;
-        let mut every = 0;
-        let mut events = (false, false);
+        let (mut every, mut watching) = (0, Plan::default());
         for index in 0..self.links.len() {
             let own = own_params(&self.links[index].link.name, &request.params);
             let own = own.map(|params| RequestView { params, ..request.clone() });
             let Some(plan) = self.ask(index, own.as_ref().unwrap_or(request))? else { continue };
             self.links[index].every = plan.every;
             every = merge::gcd(every, plan.every);
-            self.links[index].events = (plan.on_phase, plan.on_newline);
-            events = (events.0 || plan.on_phase, events.1 || plan.on_newline);
+            self.links[index].events = Events::of(&plan);
             if self.is_shadow(index) {
+                watching = merge::events(watching, &plan);
                 continue;
             }
             self.owners.planned(index, &plan.sampling);
@@ -152,8 +185,9 @@ impl Chain {
                 Some(earlier) => merge::plans(earlier, plan),
             });
         }
-        let (on_phase, on_newline) = events;
-        Ok(Plan { every, on_phase, on_newline, ..merged.unwrap_or_default() })
+        // A shadow is called as if it were applied.
+        let merged = merge::events(merged.unwrap_or_default(), &watching);
+        Ok(Plan { every, ..merged })
     }
 
     fn step(&mut self, step: &Step) -> Result<Vec<Action>, Failure> {
@@ -168,8 +202,7 @@ impl Chain {
         self.owners.begin(step.index);
         for index in 0..self.links.len() {
             let ActiveLink { every, events, unseen, .. } = &mut self.links[index];
-            let (on_phase, on_newline) = *events;
-            let event = is_told || on_phase && step.phase_changed || on_newline && step.newline;
+            let event = is_told || events.include(step);
             let Some(seen) = unseen.due(step, *every, event) else { continue };
             if let Some(actions) = self.ask(index, &*seen)?
                 && !actions.is_empty()
@@ -184,6 +217,39 @@ impl Chain {
         let rewound = if several { 0 } else { merge::rewound(&merged) };
         self.links.iter_mut().for_each(|active| active.unseen.answered(rewound));
         Ok(merged)
+    }
+
+    fn text(&mut self, view: &TextView) -> Result<TextVerdict, Failure> {
+        self.texts.begin(view.position as usize);
+        let applied = self.links.iter().filter(|active| !active.link.shadow).count();
+        let mut text = Cow::Borrowed(&*view.text);
+        for index in 0..self.links.len() {
+            let active = &self.links[index];
+            let is_called = !active.ended && active.link.policy.has(Hook::OnText);
+            let Some(own) = self.texts.view(index, &text, view.end) else {
+                text = Cow::Borrowed("");
+                continue;
+            };
+            let verdict = if is_called { self.ask(index, &own)? } else { None };
+            let is_shadow = self.is_shadow(index);
+            let verdict = verdict.unwrap_or_default();
+            let is_checked = applied > 1 && !is_shadow;
+            let (out, is_refused) = self.texts.answer(index, verdict, view.end, is_checked);
+            if is_refused {
+                let name = &self.links[index].link.name;
+                self.report.notes.push(format!(
+                    "did not replace answer text as `{name}` wants: it contains what a policy before it replaced"
+                ));
+            }
+            if !is_shadow {
+                text = Cow::Owned(out);
+            }
+        }
+        self.texts.end(view.text.len());
+        if *text == *view.text {
+            return Ok(TextVerdict::Pass);
+        }
+        Ok(TextVerdict::Replace(TextChange { text: text.into_owned(), hold: 0 }))
     }
 
     /// Calls a hook whose record is the same for all, and merges the answers.
@@ -217,6 +283,16 @@ pub fn own_params(policy: &str, params: &Params) -> Option<Params> {
     Some(merged.into_iter().collect())
 }
 
+/// The bytes of `text` without the beginning and the end that `other` has, too; whole characters.
+fn differing(text: &str, other: &str) -> Range<usize> {
+    let equal = |(a, b): &(u8, u8)| a == b;
+    let start = text.bytes().zip(other.bytes()).take_while(equal).count();
+    let rest = text.len().min(other.len()) - start;
+    let end = text.bytes().rev().zip(other.bytes().rev()).take(rest).take_while(equal).count();
+    let start = text.floor_char_boundary(start);
+    start..text.ceil_char_boundary(text.len() - end)
+}
+
 impl Policy for Chain {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         match call {
@@ -225,6 +301,7 @@ impl Policy for Chain {
             Call::Prompt(view) => self.prompt(view).map(Answer::Prompt),
             Call::Request(view) => self.request(view).map(Answer::Request),
             Call::Step(step) => self.step(step).map(Answer::Step),
+            Call::Text(view) => self.text(view).map(Answer::Text),
             Call::ToolCall(view) => {
                 let (mut merged, mut by) = (Verdict::default(), 0);
                 let repairs = self.owners.repairs.clone();
@@ -246,15 +323,26 @@ impl Policy for Chain {
                 Ok(Answer::ToolCall(merged))
             }
             Call::Finish(summary) => {
-                let finished = self.each(&**summary, |_, ()| {});
+                let mut all = Labels::new();
+                let finished = self.each(&**summary, |_, labels| {
+                    for (name, value) in labels {
+                        if all.iter().all(|(other, _)| *other != name) {
+                            all.push((name, value));
+                        }
+                    }
+                });
                 self.recorder.finish();
-                finished.map(|()| Answer::Finish(()))
+                finished.map(|()| Answer::Finish(all))
             }
         }
     }
 
     fn is_quick(&self, hook: Hook) -> bool {
         self.links.iter().all(|active| active.ended || active.link.policy.is_quick(hook))
+    }
+
+    fn has(&self, hook: Hook) -> bool {
+        self.links.iter().any(|active| active.link.policy.has(hook))
     }
 
     fn take_report(&mut self) -> CallReport {

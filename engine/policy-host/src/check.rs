@@ -4,8 +4,10 @@
 //! too long, thresholds out of range) are not checked here.
 
 use crate::contract::{
-    Action, Answer, AnswerForm, Call, MAX_ACTIONS, MAX_BIAS, MAX_REPLACEMENTS, MAX_RETENTIONS,
-    MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, Replacement, SamplingPatch, Verdict, Vocabulary,
+    Action, Answer, AnswerForm, Call, EVENT_TEXT_BYTES, LABEL_BYTES, LABEL_NAME_BYTES, Labels,
+    MAX_ACTIONS, MAX_BIAS, MAX_CANDIDATES, MAX_EDITS, MAX_EVENT_TEXTS, MAX_LABELS, MAX_RETENTIONS,
+    MAX_STOPS, MAX_TEMPERATURE, MAX_TOKENS, Plan, PromptEdit, Replacement, SamplingPatch,
+    TextVerdict, Verdict, Vocabulary,
 };
 
 /// Checks the answer to a call.
@@ -30,16 +32,17 @@ pub fn answer(
                 None => Ok(()),
             }
         }
-        Answer::Prompt(replacements) => {
-            if replacements.is_empty() {
+        Answer::Prompt(edits) => {
+            if edits.is_empty() {
                 return Ok(());
             }
-            at_most(MAX_REPLACEMENTS, replacements.len(), "replacements")?;
-            text(replacements.iter().flat_map(|r| [r.old.len(), r.new.len()]), output_bytes)?;
+            at_most(MAX_EDITS, edits.len(), "edits")?;
+            text(edits.iter().map(edit_bytes), output_bytes)?;
             let Call::Prompt(view) = call else { return Err("answers another hook".into()) };
-            apply_replacements(&mut view.system.clone(), replacements)
+            apply_edits(&mut view.system.clone(), edits)
         }
         Answer::Request(plan) => {
+            events(plan, vocabulary)?;
             sampling(&plan.sampling)?;
             let retentions = plan.retain.as_ref().map_or(0, Vec::len);
             at_most(MAX_RETENTIONS, retentions, "entries in `retain`")?;
@@ -57,6 +60,7 @@ pub fn answer(
             }
             let texts = plan.note.iter().chain(&plan.stop).chain(plan.tools.iter().flatten());
             let texts = texts.chain(plan.refuse.iter().map(|refusal| &refusal.message));
+            let texts = texts.chain(&plan.on_texts).chain(&plan.route);
             let form = plan.form.iter().map(form_bytes);
             text(texts.map(String::len).chain(form), output_bytes)?;
             match &plan.form {
@@ -69,38 +73,95 @@ pub fn answer(
         // Most steps have no actions; asking for the size of the vocabulary may cost.
         Answer::Step(list) if list.is_empty() => Ok(()),
         Answer::Step(list) => actions(list, vocabulary.size(), output_bytes),
+        Answer::Text(TextVerdict::Replace(change)) => text([change.text.len()], output_bytes),
         Answer::ToolCall(Verdict::Repair(words) | Verdict::Stop(words)) => {
             text([words.len()], output_bytes)
         }
-        Answer::ToolCall(Verdict::Accept) | Answer::Finish(()) => Ok(()),
+        Answer::Finish(list) => labels(list),
+        Answer::Text(TextVerdict::Pass | TextVerdict::Hold(_))
+        | Answer::ToolCall(Verdict::Accept) => Ok(()),
     }
 }
 
-/// Applies `replacements` in order to the texts of `PromptView::system`. They may come from several
-/// policies, so their number is checked per answer and not here.
+/// The events that a plan asks for, and the candidates.
+fn events(plan: &Plan, vocabulary: &dyn Vocabulary) -> Result<(), String> {
+    at_most(MAX_EVENT_TEXTS, plan.on_texts.len(), "texts in `on-texts`")?;
+    let lengths = 1..=EVENT_TEXT_BYTES;
+    if let Some(text) = plan.on_texts.iter().find(|text| !lengths.contains(&text.len())) {
+        let bytes = text.len();
+        return Err(format!(
+            "a text in `on-texts` has {bytes} bytes, must have 1 to {EVENT_TEXT_BYTES}"
+        ));
+    }
+    if plan.candidates > MAX_CANDIDATES {
+        let asked = plan.candidates;
+        return Err(format!("`candidates` is {asked}, must be at most {MAX_CANDIDATES}"));
+    }
+    if plan.on_tokens.is_empty() {
+        return Ok(());
+    }
+    known(plan.on_tokens.iter().copied(), vocabulary.size())
+        .map_err(|problem| format!("`on-tokens`: {problem}"))
+}
+
+fn labels(labels: &Labels) -> Result<(), String> {
+    at_most(MAX_LABELS, labels.len(), "labels")?;
+    for (name, value) in labels {
+        if !(1..=LABEL_NAME_BYTES).contains(&name.len()) {
+            let bytes = name.len();
+            return Err(format!(
+                "the name of a label has {bytes} bytes, must have 1 to {LABEL_NAME_BYTES}"
+            ));
+        }
+        if value.len() > LABEL_BYTES {
+            return Err(format!(
+                "the label `{name}` has {} bytes, must have at most {LABEL_BYTES}",
+                value.len()
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Applies `edits` in order to the texts of `PromptView::system`. They may come from several policies, so
+/// their number is checked per answer and not here.
 ///
 /// # Errors
-/// The first replacement that does not apply; `system` is then unchanged.
-pub fn apply_replacements(
-    system: &mut [String],
-    replacements: &[Replacement],
-) -> Result<(), String> {
-    let mut texts = system.to_vec();
-    for (i, Replacement { message, old, new }) in replacements.iter().enumerate() {
-        let count = texts.len();
-        let Some(text) = texts.get_mut(*message as usize) else {
-            return Err(format!("replacement {i} names message {message} of {count}"));
-        };
-        if old.is_empty() {
-            return Err(format!("replacement {i} has an empty span"));
+/// The first edit that does not apply; `system` is then unchanged.
+pub fn apply_edits(system: &mut Vec<String>, edits: &[PromptEdit]) -> Result<(), String> {
+    let mut texts = system.clone();
+    for (i, edit) in edits.iter().enumerate() {
+        if texts.is_empty() && !matches!(edit, PromptEdit::Replace(_)) {
+            texts.push(String::new());
         }
-        let Some(at) = text.find(old) else {
-            return Err(format!("replacement {i}: message {message} does not contain its span"));
-        };
-        text.replace_range(at..at + old.len(), new);
+        match (edit, &mut texts[..]) {
+            (PromptEdit::Begin(text), [first, ..]) => first.insert_str(0, text),
+            (PromptEdit::End(text), [.., last]) => last.push_str(text),
+            (PromptEdit::Begin(_) | PromptEdit::End(_), []) => {}
+            (PromptEdit::Replace(Replacement { message, old, new }), texts) => {
+                let count = texts.len();
+                let Some(text) = texts.get_mut(*message as usize) else {
+                    return Err(format!("edit {i} names message {message} of {count}"));
+                };
+                if old.is_empty() {
+                    return Err(format!("edit {i} has an empty span"));
+                }
+                let Some(at) = text.find(old) else {
+                    return Err(format!("edit {i}: message {message} does not contain its span"));
+                };
+                text.replace_range(at..at + old.len(), new);
+            }
+        }
     }
-    system.clone_from_slice(&texts);
+    *system = texts;
     Ok(())
+}
+
+fn edit_bytes(edit: &PromptEdit) -> usize {
+    match edit {
+        PromptEdit::Replace(Replacement { old, new, .. }) => old.len() + new.len(),
+        PromptEdit::Begin(text) | PromptEdit::End(text) => text.len(),
+    }
 }
 
 fn actions(actions: &[Action], vocabulary: u32, output_bytes: usize) -> Result<(), String> {

@@ -12,7 +12,7 @@
 
 #![allow(unsafe_code, reason = "bindgen! implements wasmtime's unsafe traits for the records")]
 
-pub(crate) mod v0_3;
+pub(crate) mod v0_4;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -37,19 +37,19 @@ pub(crate) mod bindings {
 
 use bindings::exports::steersman::policy as exports;
 pub use bindings::steersman::policy::types::{
-    Action, AnswerForm, Ban, Bias, Caller, EarlierCall, LoopReport, LoopRule, MessageView,
-    ParamsView, Phase, Plan, PreparedParams, PromptView, Refusal, Replacement, RequestView,
-    Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias, ToolCallView,
-    Verdict,
+    Action, AnswerForm, Ban, Bias, Caller, Candidate, DrawnToken, EarlierCall, LoopReport,
+    LoopRule, MessageView, ParamsView, Phase, Plan, PreparedParams, PromptEdit, PromptView,
+    Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step,
+    Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
 };
 
 /// Version of the contract in `wit/`.
-pub const CONTRACT: &str = "0.4.0";
+pub const CONTRACT: &str = "0.5.0";
 
 /// Bytes of each system message that a policy sees.
 pub const SYSTEM_BYTES: usize = 256 * 1024;
-/// Replacements in one answer of `on-prompt`.
-pub const MAX_REPLACEMENTS: usize = 16;
+/// Edits in one answer of `on-prompt`.
+pub const MAX_EDITS: usize = 16;
 /// Highest temperature.
 pub const MAX_TEMPERATURE: f32 = 10.0;
 /// Bytes of texts in one answer of `on-params`.
@@ -90,6 +90,22 @@ pub const MAX_TOKENS: usize = 256;
 pub const MAX_BIAS: f32 = 100.0;
 /// Actions in one answer of `on-step`.
 pub const MAX_ACTIONS: usize = 16;
+/// Texts in `plan.on-texts`.
+pub const MAX_EVENT_TEXTS: usize = 16;
+/// Bytes of each of them.
+pub const EVENT_TEXT_BYTES: usize = 256;
+/// `plan.candidates` at most.
+pub const MAX_CANDIDATES: u32 = 8;
+/// Largest `drawn-token.margin`.
+pub const MAX_MARGIN: f32 = 100.0;
+/// Bytes of answer text that a policy may hold back.
+pub const HELD_BYTES: usize = 1024;
+/// Labels of one answer of `on-finish`.
+pub const MAX_LABELS: usize = 16;
+/// Bytes of the name of a label.
+pub const LABEL_NAME_BYTES: usize = 64;
+/// Bytes of the value of a label.
+pub const LABEL_BYTES: usize = 512;
 /// Bytes of the arguments of a tool call that a policy sees.
 pub const ARGUMENT_BYTES: usize = 16 * 1024;
 /// Earlier tool calls that a policy sees.
@@ -99,6 +115,9 @@ pub const MAX_REPAIRS: u32 = 4;
 
 /// Parameters as policies see them, sorted by name.
 pub type Params = Vec<(String, String)>;
+
+/// Names and values that a reply carries, as policies return them.
+pub type Labels = Vec<(String, String)>;
 
 /// The record that a hook is called with. It determines the hook and the type of the answer.
 pub trait HookInput: Clone {
@@ -278,15 +297,17 @@ hooks! {
     /// Before requests have a text of the parameters.
     OnParams = "on-params", on_params::call_on_params: Params(ParamsView) -> PreparedParams;
     /// Before the prompt is rendered.
-    OnPrompt = "on-prompt", on_prompt::call_on_prompt: Prompt(PromptView) -> Vec<Replacement>;
+    OnPrompt = "on-prompt", on_prompt::call_on_prompt: Prompt(PromptView) -> Vec<PromptEdit>;
     /// Before prefill.
     OnRequest = "on-request", on_request::call_on_request: Request(RequestView) -> Plan;
     /// After tokens are committed.
     OnStep = "on-step", on_step::call_on_step: Step(Step) -> Vec<Action>;
+    /// Before the client receives a piece of the answer.
+    OnText = "on-text", on_text::call_on_text: Text(TextView) -> TextVerdict;
     /// Before the client receives a tool call.
     OnToolCall = "on-tool-call", on_tool_call::call_on_tool_call: ToolCall(ToolCallView) -> Verdict;
     /// At the end.
-    OnFinish = "on-finish", on_finish::call_on_finish: Finish(Summary) -> ();
+    OnFinish = "on-finish", on_finish::call_on_finish: Finish(Summary) -> Labels;
 }
 
 /// Deserializes the record of a hook.
@@ -306,6 +327,11 @@ pub trait Policy: Send {
     /// Whether calls of `hook` are known to be quick, so that they may run on a thread for which other
     /// requests wait.
     fn is_quick(&self, _hook: Hook) -> bool {
+        true
+    }
+
+    /// Whether calls of `hook` can have an effect: otherwise the answer is [`Call::default_answer`].
+    fn has(&self, _hook: Hook) -> bool {
         true
     }
 
@@ -457,12 +483,14 @@ empty_by_default! {
     MessageView { role, bytes, text, calls, digest }
     Plan {
         reasoning, reasoning_budget, answer_reserve, sampling, loops, every, checkpoint_every, note,
-        retain, form, refuse, max_tokens, stop, tools, on_phase, on_newline,
+        retain, form, refuse, max_tokens, stop, tools, on_phase, on_newline, on_texts, on_tokens,
+        candidates, route,
     }
     Step {
         index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,
-        budget_reached, phase_changed, newline,
+        budget_reached, phase_changed, newline, texts_found, token_found, drawn,
     }
+    TextView { position, text, end }
     EarlierCall { name, arguments, answered }
     ToolCallView { name, arguments, digest, index, earlier }
     Summary { reason, prompt_tokens, reasoning_tokens, answer_tokens, loops, tool_calls }
@@ -472,6 +500,13 @@ empty_by_default! {
 impl Default for Phase {
     fn default() -> Self {
         Self::Answer
+    }
+}
+
+#[allow(clippy::derivable_impls, reason = "the type is generated")]
+impl Default for TextVerdict {
+    fn default() -> Self {
+        Self::Pass
     }
 }
 

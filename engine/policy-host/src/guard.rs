@@ -75,17 +75,21 @@ impl Guard {
         }
     }
 
-    /// The reply is complete: a failure is recorded and changes nothing.
+    /// The reply is complete: a failure is recorded and changes nothing but its labels.
     fn finish(&mut self, call: &Call<'_>) -> Answer {
-        if let Some(Err(failure)) = self.call_guest(call) {
-            self.breaker.failed(&failure);
-            tracing::warn!(policy = self.policy, %failure, "on-finish failed");
-            self.guest = None;
-            self.report.replaced = true;
-            self.report.notes.push(failure.to_string());
-            self.report.failure = Some(failure);
+        match self.call_guest(call) {
+            Some(Ok(answer)) => return answer,
+            Some(Err(failure)) => {
+                self.breaker.failed(&failure);
+                tracing::warn!(policy = self.policy, %failure, "on-finish failed");
+                self.guest = None;
+                self.report.replaced = true;
+                self.report.notes.push(failure.to_string());
+                self.report.failure = Some(failure);
+            }
+            None => {}
         }
-        Answer::Finish(())
+        call.default_answer()
     }
 
     fn call_guest(&mut self, call: &Call<'_>) -> Option<Result<Answer, Failure>> {
@@ -114,6 +118,10 @@ impl Policy for Guard {
 
     fn is_quick(&self, hook: Hook) -> bool {
         self.guest.as_ref().is_none_or(|guest| guest.is_quick(hook))
+    }
+
+    fn has(&self, hook: Hook) -> bool {
+        self.guest.as_ref().map_or(hook != Hook::OnText, |guest| guest.has(hook))
     }
 
     fn take_report(&mut self) -> CallReport {

@@ -45,7 +45,7 @@ mod trace;
 pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
 pub use bundle::{BUNDLE_BYTES, Bundle, Signer, Trust, pack};
 pub use chain::{Chain, Link};
-pub use check::apply_replacements;
+pub use check::apply_edits;
 pub use config::{
     CHAIN_LENGTH, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
 };

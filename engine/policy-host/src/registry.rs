@@ -86,6 +86,10 @@ pub struct Session {
     pub digest: [u8; 32],
     /// Whether one of them gives verdicts on tool calls; shadows do not.
     pub judges_calls: bool,
+    /// Whether one of them shapes the text of the answer; shadows do not.
+    pub shapes_text: bool,
+    /// Whether one of them, or a shadow, is called with it.
+    pub sees_text: bool,
     /// Number of policies, without shadows. The text that one of several injects is shown to all.
     pub policies: u32,
 }
@@ -200,10 +204,14 @@ impl Policies {
                 policy: Box::new(guard),
             })
         };
-        let judges_calls = resolved.links.iter().any(|link| {
-            let hooks = link.version.iter().flat_map(|version| version.component.hooks());
-            !link.shadow && hooks.into_iter().any(|hook| *hook == "on-tool-call")
-        });
+        let has = |link: &ResolvedLink, name: &str| {
+            let mut hooks = link.version.iter().flat_map(|version| version.component.hooks());
+            hooks.any(|hook| *hook == name)
+        };
+        let applied = || resolved.links.iter().filter(|link| !link.shadow);
+        let judges_calls = applied().any(|link| has(link, "on-tool-call"));
+        let shapes_text = applied().any(|link| has(link, "on-text"));
+        let sees_text = resolved.links.iter().any(|link| has(link, "on-text"));
         let links = resolved.links.iter().map(link).collect::<Result<_, Failure>>()?;
         let recorder = self.traces.recorder(request, profile, chain.settings.trace_text);
         Ok(Session {
@@ -211,6 +219,8 @@ impl Policies {
             params: resolved.params.clone(),
             digest: resolved.digest,
             judges_calls,
+            shapes_text,
+            sees_text,
             policies: resolved.links.iter().filter(|link| !link.shadow).count() as u32,
         })
     }

@@ -51,7 +51,7 @@ use crate::check;
 use crate::config::{Grant, PolicyConfig};
 use crate::contract::{
     Action, Answer, CONTRACT, Call, CallReport, Cost, Guest, Hook, HookIndices, ImportCall,
-    MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary, v0_3,
+    MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary, v0_4,
 };
 use crate::error::{Cause, Error, Failure};
 pub use compile::{compile_if_asked, this_program};
@@ -145,13 +145,13 @@ pub struct Component {
 /// Indices of the hooks that a component exports.
 enum Indices {
     Current(HookIndices),
-    V0_3(v0_3::HookIndices),
+    V0_4(v0_4::HookIndices),
 }
 
 /// The hooks that an instance exports.
 enum Exports {
     Current(Guest),
-    V0_3(v0_3::Guest),
+    V0_4(v0_4::Guest),
 }
 
 impl Component {
@@ -197,7 +197,7 @@ impl Component {
             .map_err(|error| refuse(format!("cannot be linked: {}", one_line(&error))))?;
         let is_exported = |hook: &str| hooks.contains(&hook);
         let indices = match contract {
-            v0_3::CONTRACT => v0_3::HookIndices::new(&pre, is_exported).map(Indices::V0_3),
+            v0_4::CONTRACT => v0_4::HookIndices::new(&pre, is_exported).map(Indices::V0_4),
             _ => HookIndices::new(&pre, is_exported).map(Indices::Current),
         };
         let indices = indices.map_err(|error| refuse(wrong_type(&error)))?;
@@ -242,7 +242,7 @@ impl Component {
         &self.imports
     }
 
-    /// Full names of these interfaces: `steersman:policy/kv@0.4.0`.
+    /// Full names of these interfaces: `steersman:policy/kv@0.5.0`.
     pub fn import_names(&self) -> Vec<String> {
         self.imports.iter().map(|import| full_name(import.name(), self.contract)).collect()
     }
@@ -291,7 +291,7 @@ impl Component {
             instance.map_err(|error| self.failure(&mut store, "start", fuel, deadline, &error))?;
         let guest = match &self.indices {
             Indices::Current(indices) => indices.load(&mut store, &instance).map(Exports::Current),
-            Indices::V0_3(indices) => indices.load(&mut store, &instance).map(Exports::V0_3),
+            Indices::V0_4(indices) => indices.load(&mut store, &instance).map(Exports::V0_4),
         };
         let guest = guest.map_err(|error| Failure {
             policy: self.name.clone(),
@@ -370,7 +370,7 @@ impl Instance {
         }
         let answer = match &self.guest {
             Exports::Current(guest) => guest.call(&mut self.store, call),
-            Exports::V0_3(guest) => guest.call(&mut self.store, call),
+            Exports::V0_4(guest) => guest.call(&mut self.store, call),
         };
         self.cost = Cost {
             fuel: self.fuel - self.store.get_fuel().unwrap_or(self.fuel),
@@ -406,6 +406,10 @@ impl Policy for Instance {
         self.component.pace.is_quick(hook)
     }
 
+    fn has(&self, hook: Hook) -> bool {
+        self.component.hooks.contains(&hook.name())
+    }
+
     fn take_report(&mut self) -> CallReport {
         let imports = self.store.data_mut().imports.as_mut();
         CallReport {
@@ -429,18 +433,19 @@ fn exported_hooks<'a>(
     for export in exports {
         let Some(hook) = export.strip_prefix(PACKAGE) else { continue };
         let (hook, version) = hook.split_once('@').unwrap_or((hook, "without a version"));
-        let Some(served) = [CONTRACT, v0_3::CONTRACT].into_iter().find(|known| *known == version)
+        let Some(served) = [CONTRACT, v0_4::CONTRACT].into_iter().find(|known| *known == version)
         else {
             return Err(format!(
-                "exports `{hook}` of contract {version}; this server has contracts {CONTRACT} and {}",
-                v0_3::CONTRACT
+                "exports `{hook}` of contract {version}; this server has contracts {CONTRACT} and {}: \
+                 build it again for {CONTRACT}",
+                v0_4::CONTRACT
             ));
         };
         if *contract.get_or_insert(served) != served {
             return Err("exports hooks of two versions of the contract".into());
         }
         let is_known =
-            |known: &Hook| known.name() == hook && (served == CONTRACT || *known != Hook::OnParams);
+            |known: &Hook| known.name() == hook && (served == CONTRACT || *known != Hook::OnText);
         let Some(hook) = Hook::ALL.into_iter().find(is_known) else {
             return Err(format!("exports `{hook}`, which contract {served} does not have"));
         };

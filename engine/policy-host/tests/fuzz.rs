@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
     Action, Ban, Bias, Component, Context, Failure, HookInput, Host, Instance, Policy,
-    PolicyConfig, PromptView, Replacement, SamplingChange, SamplingPatch, Step, Storage, TokenBias,
-    Vocabulary, apply_replacements,
+    PolicyConfig, PromptEdit, PromptView, Replacement, SamplingChange, SamplingPatch, Step,
+    Storage, TokenBias, Vocabulary, apply_edits,
 };
 use steersman_test_support::Random;
 use steersman_test_support::guest::{
@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A small valid component: its `on-prompt` removes the first letter.
 fn valid() -> Vec<u8> {
-    answering("on-prompt", &list([record([("old", text("A"))])]))
+    answering("on-prompt", &list([case("replace", record([("old", text("A"))]))]))
 }
 
 /// Runs `check` on [`inputs`] inputs, on two threads with a state of `start` each; returns the sum of
@@ -105,7 +105,7 @@ fn damaged_components_are_refused_or_run_within_their_limits() {
         policy.ask(&prompt).map_err(|failure| failure.to_string())
     };
     let removed = Replacement { message: 0, old: "A".into(), new: String::new() };
-    assert_eq!(call(&valid).unwrap(), [removed]);
+    assert_eq!(call(&valid).unwrap(), [PromptEdit::Replace(removed)]);
     let answered = on_two_threads(
         || (),
         |(), random, number| {
@@ -375,19 +375,21 @@ fn replacements_apply_in_order_or_are_refused() {
             let view =
                 PromptView { system: system.into_values().collect(), ..PromptView::default() };
             let mut texts = view.system.clone();
-            let texts = apply_replacements(&mut texts, &replacements).is_ok().then_some(texts);
+            let edits: Vec<_> = replacements.iter().cloned().map(PromptEdit::Replace).collect();
+            let texts = apply_edits(&mut texts, &edits).is_ok().then_some(texts);
             let expected = expected.map(|system| system.into_values().collect());
             assert_eq!(texts, expected, "input {number}: {replacements:?}");
             let one = |one: &Replacement| {
-                record([
+                let one = record([
                     ("message", word(one.message)),
                     ("old", text(&one.old)),
                     ("new", text(&one.new)),
-                ])
+                ]);
+                case("replace", one)
             };
             echo.script.set("on-prompt", &list(replacements.iter().map(one)));
             let answer = echo.ask(&view).ok();
-            assert_eq!(answer, expected.is_some().then_some(replacements), "input {number}");
+            assert_eq!(answer, expected.is_some().then_some(edits), "input {number}");
             usize::from(expected.is_some())
         },
     );

@@ -111,7 +111,7 @@ fn parameters_are_prepared_once_and_mistakes_are_told_with_their_line() {
 }
 
 fn component_without() -> Vec<u8> {
-    component(&[("on-finish", "")], "")
+    component(&[("on-finish", "i32.const 0")], "")
 }
 
 #[test]

@@ -4,12 +4,14 @@ use super::Decoder;
 use super::constrain::Constraint;
 use super::hooks::Hooks;
 use super::loops::Detector;
+use super::outlet::Outlet;
 use super::prepare::Prepared;
 use super::rewind::{PhaseStart, ReplyState};
 use super::sampler::Sampler;
 use super::save_points::retention;
 use super::sequence::{Progress, Sequence};
 use super::steer::Todo;
+use super::watch::Watch;
 use crate::cache::Cache;
 use crate::error::Result;
 use crate::policy::SavePoint;
@@ -112,10 +114,12 @@ impl Decoder {
             phase_start: PhaseStart { position: prompt_tokens, reply_state: reply_state.clone() },
             reply_state,
             rewind_limit: prompt_tokens,
-            hooks: Hooks::new(self.hook_threads.clone(), policy, request.span.clone()),
             todo: Todo::Nothing,
             injection: None,
             detector: plan.loops.map(Detector::new),
+            watch: Watch::new(&plan),
+            outlet: policy.sees_text.then(Outlet::default),
+            hooks: Hooks::new(self.hook_threads.clone(), policy, request.span.clone()),
             limits,
             progress: Progress::new(notes, prompt_tokens),
             tokens: prompt,

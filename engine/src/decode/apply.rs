@@ -3,9 +3,9 @@
 use std::collections::VecDeque;
 
 use super::sequence::Sequence;
-use super::steer::{Ask, Todo};
+use super::steer::{Ask, Committed, Todo};
 use crate::error::Result;
-use crate::policy::{self, Action, LoopReport, SamplingPatch, Step};
+use crate::policy::{self, Action, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
 
@@ -18,7 +18,8 @@ pub const BUDGET_REACHED: &str = "budget reached";
 
 impl Sequence {
     /// The call of `on-step` after a commit, if one is due.
-    pub(super) fn due_call(&mut self, loop_found: Option<LoopReport>, newline: bool) -> Todo {
+    pub(super) fn due_call(&mut self, committed: Committed) -> Todo {
+        let Committed { loop_found, newline, texts_found, token_found } = committed;
         let phase = self.reply_state.reply.phase();
         let is_reasoning = phase == Phase::Reasoning;
         let before = self.progress.phase.replace(phase);
@@ -29,11 +30,22 @@ impl Sequence {
             && self.reply_state.reasoning_tokens >= self.limits.reasoning;
         let unseen = &self.tokens[self.progress.seen..];
         let due = self.limits.every > 0 && unseen.len() >= self.limits.every as usize;
-        let is_event = loop_found.is_some() || budget_reached || phase_changed || newline;
+        let is_found = !texts_found.is_empty() || token_found;
+        let is_event =
+            loop_found.is_some() || budget_reached || phase_changed || newline || is_found;
         if !is_event && !due {
             return Todo::Nothing;
         }
         let newest = unseen.len().saturating_sub(policy::STEP_TOKENS);
+        let why = match (loop_found, budget_reached) {
+            (Some(found), _) => format!("loop of {} tokens", found.period),
+            (None, true) => BUDGET_REACHED.to_string(),
+            (None, false) if phase_changed => "change of the phase".to_string(),
+            (None, false) if newline => "line break".to_string(),
+            (None, false) if !texts_found.is_empty() => "text of the plan".to_string(),
+            (None, false) if token_found => "token of the plan".to_string(),
+            (None, false) => "periodic call".to_string(),
+        };
         let step = Step {
             index: self.reply_len() as u32,
             phase: match phase {
@@ -50,16 +62,12 @@ impl Sequence {
             budget_reached,
             phase_changed,
             newline,
+            texts_found,
+            token_found,
+            drawn: std::mem::take(&mut self.progress.drawn),
         };
         self.progress.loops += u32::from(loop_found.is_some());
         self.progress.seen = self.tokens.len();
-        let why = match (loop_found, budget_reached) {
-            (Some(found), _) => format!("loop of {} tokens", found.period),
-            (None, true) => BUDGET_REACHED.to_string(),
-            (None, false) if phase_changed => "change of the phase".to_string(),
-            (None, false) if newline => "line break".to_string(),
-            (None, false) => "periodic call".to_string(),
-        };
         Todo::Ask(Box::new(Ask { step, why, budget_reached }))
     }
 

@@ -130,10 +130,11 @@ impl Constraint {
 
 impl Sequence {
     /// Whether the next token is sampled only when all tokens before it are on the host: a grammar applies
-    /// to it, or tokens before it change its logits, or its probability is reported.
+    /// to it, or tokens before it change its logits, or its probability is reported, to the client or policies.
     pub fn samples_late(&self) -> bool {
         let Request { penalties, logprobs, .. } = &self.request;
-        !penalties.is_empty() || logprobs.is_some() || self.is_in_form()
+        let is_reported = logprobs.is_some() || self.limits.candidates > 0;
+        !penalties.is_empty() || is_reported || self.is_in_form()
     }
 
     /// Whether a grammar applies to the next token.
@@ -213,6 +214,8 @@ impl Sequence {
                     break;
                 }
                 let length = self.tokens.len();
+                // Those of a token that was not committed.
+                self.logprobs = None;
                 self.commit_sampled(token, text);
                 self.progress.forced += 1;
                 if self.hooks.is_away() {

@@ -30,6 +30,8 @@ pub fn unsteered() -> Session {
         params: Default::default(),
         digest: [0; 32],
         judges_calls: false,
+        shapes_text: false,
+        sees_text: false,
         policies: 1,
     }
 }

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 
 use super::serve::ENDING;
 use crate::error::{Error, Result, catch_panic};
-use crate::policy::{Answer, Failure, Hook, HookInput, Session, Summary};
+use crate::policy::{Answer, Failure, Hook, HookInput, Labels, Session, Summary};
 use crate::queue::Queue;
 use crate::span::RequestSpan;
 
@@ -189,12 +189,12 @@ impl Hooks {
         self.session.as_mut().map(Session::take_notes).unwrap_or_default()
     }
 
-    /// Calls `on-finish`, the last call, and then `then` with the notes, or with the error if a policy
+    /// Calls `on-finish`, the last call, and then `then` with notes and labels, or with the error if a policy
     /// panicked on a thread. If a call is away, `then` does not wait for it.
     pub fn finish(
         &mut self,
         summary: Summary,
-        then: impl FnOnce(Result<Vec<String>>) + Send + 'static,
+        then: impl FnOnce(Result<(Vec<String>, Labels)>) + Send + 'static,
     ) {
         if let Some(away) = self.away.take() {
             let mut state = away.lock();
@@ -207,7 +207,7 @@ impl Hooks {
                 }
             }
         }
-        let Some(session) = &mut self.session else { return then(Ok(Vec::new())) };
+        let Some(session) = &mut self.session else { return then(Ok(Default::default())) };
         let Some(jobs) = self.threads.for_call(session, Hook::OnFinish) else {
             let hook = self.span.hook(Hook::OnFinish.name());
             return then(Ok(hook.in_scope(|| finish(session, &summary))));
@@ -223,10 +223,13 @@ impl Hooks {
     }
 }
 
-/// Calls `on-finish`; returns the notes.
-fn finish(session: &mut Session, summary: &Summary) -> Vec<String> {
-    let failure = session.ask(summary).err().map(|failure| Error::from(failure).to_string());
-    failure.into_iter().chain(session.take_notes()).collect()
+/// Calls `on-finish`; returns notes and labels.
+fn finish(session: &mut Session, summary: &Summary) -> (Vec<String>, Labels) {
+    let (failure, labels) = match session.ask(summary) {
+        Ok(labels) => (None, labels),
+        Err(failure) => (Some(Error::from(failure).to_string()), Labels::new()),
+    };
+    (failure.into_iter().chain(session.take_notes()).collect(), labels)
 }
 
 /// A session that is being finished on a thread.

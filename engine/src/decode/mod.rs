@@ -21,6 +21,7 @@ mod logprobs;
 pub mod machine;
 mod memory;
 mod noise;
+mod outlet;
 mod penalties;
 mod plan;
 mod preempt;
@@ -42,6 +43,7 @@ mod threads;
 mod tool_calls;
 pub mod verify;
 mod warm_up;
+mod watch;
 
 pub use crate::policy::loops;
 

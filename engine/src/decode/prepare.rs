@@ -26,9 +26,9 @@ use crate::config::{Profile, ProfileLimits};
 use crate::error::{Error, RequestError, Result, catch_panic};
 use crate::grammar::{Grammar, Grammars};
 use crate::policy::{
-    AnswerForm, Cause, DESCRIPTION_BYTES, Failure, MESSAGE_BYTES, MESSAGES, MIN_CHECKPOINT_EVERY,
-    MessageView, Params, Plan, Policies, PromptView, Refusal, Replacement, RequestView,
-    SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_replacements,
+    AnswerForm, Cause, DESCRIPTION_BYTES, Failure, Hook, MESSAGE_BYTES, MESSAGES,
+    MIN_CHECKPOINT_EVERY, MessageView, Params, Plan, Policies, PromptEdit, PromptView, Refusal,
+    Replacement, RequestView, SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_edits,
 };
 use crate::prefix::Retention;
 use crate::queue::{Job, Queue, Taken, Work, fail_all};
@@ -150,7 +150,7 @@ impl Preparer {
         let limits =
             self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
         let mut notes = apply_limits(request, limits, self.max_tokens);
-        let replaced = replace_system_text(request, &params, &mut policy)?;
+        let edited = edit_system_text(request, &params, &mut policy)?;
         let can_reason = request.prompt.is_none() && self.text.supports_reasoning();
         // A budget of zero tokens disables reasoning.
         let wish =
@@ -166,6 +166,20 @@ impl Preparer {
             let summary = Summary { reason, prompt_tokens, ..Summary::default() };
             job.request.span.ask(&mut policy, &summary)?;
             return Err(RequestError::Refused { status, message }.into());
+        }
+        if let Some(route) = plan.route.take() {
+            match self.check_route(&job.request, &route) {
+                Ok(()) => {
+                    let (reason, prompt_tokens) = ("routed".into(), prompt.len() as u32);
+                    let summary = Summary { reason, prompt_tokens, ..Summary::default() };
+                    job.request.span.ask(&mut policy, &summary)?;
+                    return Err(RequestError::Routed { route }.into());
+                }
+                Err(why) => notes.push(format!("did not route to `{route}`: {why}")),
+            }
+        }
+        if policy.shapes_text && job.request.logprobs.take().is_some() {
+            notes.push("left out probabilities of tokens: a policy changes the text".into());
         }
         notes.extend(tighten(&mut job.request, &mut plan, self.max_tokens));
         let offers_fewer = plan.tools.take().map(|names| offer(&mut job.request, &names));
@@ -195,7 +209,7 @@ impl Preparer {
         job.check(STAGE)?;
         let save_points = self.save_points(&job.request, reasoning, &prompt, &plan)?;
         notes.extend(policy.take_notes());
-        notes.extend(replaced);
+        notes.extend(edited);
         notes.extend(plan.note.clone());
         let Job { request, events } = job;
         let mut reply = self.text.reply(&prompt, &request.stop, &request.tools);
@@ -223,6 +237,21 @@ impl Preparer {
             save_points,
             others: Vec::new(),
         })
+    }
+
+    /// Checks that `request` may be routed.
+    ///
+    /// # Errors
+    /// Why not.
+    fn check_route(&self, request: &Request, route: &str) -> std::result::Result<(), &'static str> {
+        let routes = self.profiles.get(&request.profile).map_or(&[][..], |p| &p.routes);
+        if request.is_routed {
+            return Err("the request has been routed already");
+        }
+        if !routes.iter().any(|granted| granted == route) {
+            return Err("the profile does not have it in `routes`");
+        }
+        Ok(())
     }
 
     /// Gives the answer the form that the policy plans; returns the grammar of the reply.
@@ -361,6 +390,7 @@ impl Preparer {
             every: plan.every,
             on_phase: plan.on_phase,
             on_newline: plan.on_newline,
+            candidates: plan.candidates,
             checkpoint_every: match plan.checkpoint_every {
                 0 => 0,
                 every => every.max(MIN_CHECKPOINT_EVERY) as usize,
@@ -385,39 +415,55 @@ pub fn log_refused(request_id: &str, error: &Error) {
     }
 }
 
-/// Lets the policy replace parts of the system text of `request`; returns a note for each.
-fn replace_system_text(
+/// Lets the policy edit the system text of `request`; returns a note for each edit.
+fn edit_system_text(
     request: &mut Request,
     params: &Params,
     policy: &mut Session,
 ) -> Result<Vec<String>> {
-    let mut messages: Vec<&mut Message> =
-        request.messages.iter_mut().filter(|message| is_system(message)).collect();
-    let system = messages.iter().map(|message| split_seen(&message.content).0.to_string());
+    if request.prompt.is_some() {
+        return Ok(Vec::new());
+    }
+    let messages = request.messages.iter().filter(|message| is_system(message));
+    let system = messages.map(|message| split_seen(&message.content).0.to_string());
     let view = PromptView {
         profile: request.profile.clone(),
         params: params.clone(),
         system: system.collect(),
     };
-    if view.system.iter().all(String::is_empty) {
+    if view.system.iter().all(String::is_empty) && !policy.policy.has(Hook::OnPrompt) {
         return Ok(Vec::new());
     }
-    let replacements = request.span.ask(policy, &view)?;
+    let edits = request.span.ask(policy, &view)?;
     let mut system = view.system;
-    apply_replacements(&mut system, &replacements).map_err(|problem| Failure {
+    let is_new = system.is_empty();
+    apply_edits(&mut system, &edits).map_err(|problem| Failure {
         policy: request.profile.clone(),
         hook: "on-prompt",
         cause: Cause::Answer(problem),
     })?;
-    for (message, seen) in messages.iter_mut().zip(system) {
+    if is_new && !system.is_empty() {
+        let message = Message { role: "system".into(), ..Message::default() };
+        request.messages.insert(0, message);
+    }
+    let messages = request.messages.iter_mut().filter(|message| is_system(message));
+    for (message, seen) in messages.zip(system) {
         let (_, rest) = split_seen(&message.content);
         message.content = seen + rest;
     }
-    let note = |Replacement { message, old, new }: &Replacement| {
-        let (old, new) = (old.len(), new.len());
-        format!("replaced {old} bytes of system message {message} with {new} bytes")
+    let note = |edit: &PromptEdit| match edit {
+        PromptEdit::Replace(Replacement { message, old, new }) => {
+            let (old, new) = (old.len(), new.len());
+            format!("replaced {old} bytes of system message {message} with {new} bytes")
+        }
+        PromptEdit::Begin(text) => {
+            format!("added {} bytes at the beginning of the system text", text.len())
+        }
+        PromptEdit::End(text) => {
+            format!("added {} bytes at the end of the system text", text.len())
+        }
     };
-    Ok(replacements.iter().map(note).collect())
+    Ok(edits.iter().map(note).collect())
 }
 
 /// The beginning of a text, at most `bytes`.

@@ -11,6 +11,7 @@ use mlx_rs::transforms::async_eval;
 use super::Decoder;
 use super::loops::Detector;
 use super::sequence::{NextLogits, Sequence};
+use super::watch::Watch;
 use crate::cache::Checkpoint;
 use crate::error::{Error, Result};
 use crate::request::{Event, FinishReason};
@@ -142,7 +143,12 @@ impl Sequence {
             reply_state.reply.take_text();
         }
         let reasoning = self.progress.reasoning.saturating_sub(reply_state.reasoning_bytes);
-        let answer = self.progress.answer.len().saturating_sub(reply_state.answer_bytes);
+        // Text that the policies hold back can be taken back.
+        let sent = match &self.outlet {
+            Some(outlet) => outlet.sent_at(reply_state.answer_bytes),
+            None => reply_state.answer_bytes,
+        };
+        let answer = self.progress.answer.len().saturating_sub(sent);
         if answer > 0 && !self.request.revisable {
             return Ok(false);
         }
@@ -155,8 +161,12 @@ impl Sequence {
             self.stale_from = Some(self.tokens.len());
             return Ok(true);
         }
+        self.outlet.iter_mut().for_each(|outlet| outlet.rewind(reply_state.answer_bytes));
+        self.watch.iter_mut().for_each(Watch::clear);
         self.reply_state = reply_state;
         self.tokens.truncate(to);
+        let length = self.reply_len();
+        self.progress.drawn.retain(|drawn| (drawn.index as usize) < length);
         self.progress.seen = self.progress.seen.min(to);
         self.progress.reasoning -= reasoning;
         self.progress.answer.truncate(self.progress.answer.len() - answer);

@@ -40,9 +40,15 @@ impl Samples {
         Ok(Self { tokens, margins, read: OnceCell::new() })
     }
 
-    /// The probabilities of a single token, sampled from `logits` [1, V], and of the `top` likeliest.
-    pub fn logprobs(&self, logits: &Array, rows: &[Row], top: u32) -> Result<Logprobs> {
-        Logprobs::of(logits, rows, &self.tokens, top)
+    /// [`Logprobs::of`] a single token, sampled from `logits` [1, V].
+    pub fn logprobs(
+        &self,
+        logits: &Array,
+        rows: &[Row],
+        top: u32,
+        with_entropy: bool,
+    ) -> Result<Logprobs> {
+        Logprobs::of(logits, rows, &self.tokens, top, with_entropy)
     }
 
     /// All arrays, to evaluate them.

@@ -24,17 +24,19 @@ use super::governor::{Costs, Governor, Offer};
 use super::hooks::Hooks;
 use super::logprobs::Logprobs;
 use super::loops::Detector;
+use super::outlet::Outlet;
 use super::prepare::Prepared;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
 use super::samples::{SampleOf, Samples};
 use super::speculate::Draft;
-use super::steer::{Injection, Todo};
+use super::steer::{Committed, Injection, Todo};
+use super::watch::Watch;
 use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
 use crate::error::{Error, Result};
 use crate::live::Stage;
-use crate::policy::{LoopReport, Summary};
+use crate::policy::{DrawnToken, LoopReport, Summary};
 use crate::prefix::Retention;
 use crate::queue::fail_all;
 use crate::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
@@ -109,6 +111,10 @@ pub struct Sequence {
     /// The text that is being injected.
     pub injection: Option<Injection>,
     pub detector: Option<Detector>,
+    /// `None` if the plan names no texts and tokens.
+    pub watch: Option<Watch>,
+    /// `None` if no policy sees the text of the answer.
+    pub outlet: Option<Outlet>,
     pub limits: Limits,
     pub progress: Progress,
     /// The other choices of the same request, until its prompt has run.
@@ -134,6 +140,8 @@ pub struct Limits {
     pub on_phase: bool,
     /// Whether `on-step` is called after a token with a line break.
     pub on_newline: bool,
+    /// Likeliest tokens that policies see of each drawn token; 0 shows none.
+    pub candidates: u32,
     /// Tokens between two checkpoints of the cache; 0 takes none.
     pub checkpoint_every: usize,
 }
@@ -166,6 +174,8 @@ pub struct Progress {
     verified: u32,
     /// Tokens, prompt included, that the policy has seen or injected.
     pub(super) seen: usize,
+    /// Drawn tokens that the policies have not seen.
+    pub(super) drawn: Vec<DrawnToken>,
     /// The phase when `on-step` could last be called; `None` before the first token.
     pub(super) phase: Option<Phase>,
     end: Option<FinishReason>,
@@ -288,7 +298,10 @@ impl Sequence {
         }
         let (logits, rows) = (next.own()?, [row]);
         let samples = Rc::new(Samples::of(&logits, &rows, next.before.is_some())?);
-        let logprobs = self.request.logprobs.map(|top| samples.logprobs(&logits, &rows, top));
+        // The margin is that of the second.
+        let of_policies = (self.limits.candidates > 0).then(|| self.limits.candidates.max(2));
+        let top = self.request.logprobs.max(of_policies);
+        let logprobs = top.map(|top| samples.logprobs(&logits, &rows, top, of_policies.is_some()));
         self.logprobs = logprobs.transpose()?;
         async_eval(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
         let before = next.before.clone();
@@ -471,7 +484,9 @@ impl Sequence {
         }
         let new = self.reply_state.reply.untaken_text().get(length..);
         let newline = self.limits.on_newline && new.is_some_and(|new| new.contains('\n'));
-        self.todo = Todo::Committed { loop_found, newline };
+        let (texts_found, token_found) =
+            self.watch.as_mut().map(|watch| watch.found(token)).unwrap_or_default();
+        self.todo = Todo::Committed(Committed { loop_found, newline, texts_found, token_found });
         self.steer(text)
     }
 
@@ -481,7 +496,11 @@ impl Sequence {
         let before = self.reply_state.reply.phase();
         self.tokens.push(token);
         self.drafters.iter_mut().for_each(|drafter| drafter.read(&self.tokens));
+        let length = self.reply_state.reply.untaken_text().len();
         let pieces = self.reply_state.push(token);
+        if let Some(watch) = &mut self.watch {
+            watch.read(self.reply_state.reply.untaken_text().get(length..).unwrap_or_default());
+        }
         if pieces.iter().any(|piece| self.is_new_call(piece)) {
             self.progress.waiting = pieces.into();
         } else {
@@ -550,7 +569,7 @@ impl Sequence {
     }
 
     /// Sends pieces to the client.
-    pub(super) fn send(&mut self, pieces: Vec<Piece>) {
+    pub(super) fn send_at_once(&mut self, pieces: Vec<Piece>) {
         for piece in pieces {
             let is_new_call = self.is_new_call(&piece);
             let is_left_out =
@@ -627,9 +646,9 @@ impl Sequence {
         );
         let mut notes = std::mem::take(&mut self.progress.notes);
         self.hooks.finish(summary, move |finished| match finished {
-            Ok(of_policy) => {
+            Ok((of_policy, labels)) => {
                 of_policy.into_iter().for_each(|note| add_note(&mut notes, note));
-                let _ = events.send(Event::Finished(Finished { reason, usage, notes }));
+                let _ = events.send(Event::Finished(Finished { reason, usage, notes, labels }));
             }
             Err(error) => {
                 span.log(|| tracing::error!(request_id, %error, "request panicked"));

@@ -19,8 +19,8 @@ use crate::text::{Phase, Reply, Text};
 pub enum Todo {
     #[default]
     Nothing,
-    /// A token was committed, which may have completed a loop.
-    Committed { loop_found: Option<LoopReport>, newline: bool },
+    /// A token was committed.
+    Committed(Committed),
     /// `on-step` is called.
     Ask(Box<Ask>),
     /// Actions of its answer that write text or stop.
@@ -29,6 +29,15 @@ pub enum Todo {
     EndTurn { token: u32, ended: Box<Reply> },
     /// The reply has ended.
     Finish,
+}
+
+/// What a committed token has completed.
+pub struct Committed {
+    pub loop_found: Option<LoopReport>,
+    pub newline: bool,
+    /// See [`super::watch::Watch::found`].
+    pub texts_found: Vec<String>,
+    pub token_found: bool,
 }
 
 /// A call of `on-step`.
@@ -53,7 +62,7 @@ impl Sequence {
     /// [`crate::Error::Policy`] when the policy failed and the profile fails closed.
     pub(super) fn steer(&mut self, text: &Text) -> Result<()> {
         loop {
-            if !self.judge(text)? {
+            if !(self.deliver()? && self.judge(text)? && self.deliver()?) {
                 return Ok(());
             }
             if self.injection.is_some() {
@@ -69,11 +78,11 @@ impl Sequence {
             let has_ended = self.has_ended();
             match std::mem::take(&mut self.todo) {
                 Todo::Nothing => return Ok(()),
-                Todo::Committed { loop_found, newline } => {
+                Todo::Committed(committed) => {
                     self.end_at_stop();
                     self.check_limits();
                     if !self.has_ended() {
-                        self.todo = self.due_call(loop_found, newline);
+                        self.todo = self.due_call(committed);
                     }
                 }
                 Todo::Ask(ask) => {
@@ -108,6 +117,7 @@ impl Sequence {
                 }
                 Todo::Finish => {
                     self.todo = Todo::Finish;
+                    self.release()?;
                     return Ok(());
                 }
             }

@@ -11,6 +11,7 @@ use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request};
 
 mod actions;
+mod chains;
 mod choices;
 mod embed;
 mod failures;
@@ -20,6 +21,7 @@ mod hybrids;
 mod limits;
 mod logprobs;
 mod messages;
+mod outlet;
 mod preemption;
 mod scripted;
 mod tool_calls;

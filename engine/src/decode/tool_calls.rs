@@ -122,7 +122,7 @@ impl Sequence {
         // The rest of an injected text is replaced too.
         self.injection.iter_mut().for_each(|injection| injection.tokens.clear());
         match &mut self.todo {
-            Todo::Committed { loop_found, .. } => *loop_found = None,
+            Todo::Committed(committed) => committed.loop_found = None,
             Todo::EndTurn { .. } => self.todo = Todo::Nothing,
             Todo::Nothing | Todo::Ask(_) | Todo::Act { .. } | Todo::Finish => {}
         }

@@ -22,7 +22,7 @@ mod settings;
 use head::Form;
 use settings::{Reasoning, Settings};
 use steersman_policy::{
-    Action, LoopReport, Phase, Plan, Policy, PromptView, Replacement, RequestView, Step,
+    Action, LoopReport, Phase, Plan, Policy, PromptEdit, PromptView, RequestView, Step,
     ToolCallView, Verdict,
 };
 
@@ -44,10 +44,10 @@ pub struct Agent {
 }
 
 impl Policy for Agent {
-    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<PromptEdit> {
         let (settings, _) = Settings::read(&prompt.params);
         self.system_wants_json = prompt.system.iter().any(|text| head::wants_json(text));
-        settings.strip.replacements(&prompt)
+        settings.strip.edits(&prompt)
     }
 
     fn on_request(&mut self, request: RequestView) -> Plan {

@@ -14,7 +14,7 @@
 
 use std::str::FromStr;
 
-use steersman_policy::{PromptView, Replacement, is_billing_header};
+use steersman_policy::{PromptEdit, PromptView, is_billing_header};
 
 /// Number of lines examined in each text.
 pub const LINES: usize = 16;
@@ -53,7 +53,7 @@ impl FromStr for Strip {
 }
 
 impl Strip {
-    pub fn replacements(&self, prompt: &PromptView) -> Vec<Replacement> {
+    pub fn edits(&self, prompt: &PromptView) -> Vec<PromptEdit> {
         if !self.on {
             return Vec::new();
         }
@@ -173,8 +173,8 @@ mod tests {
     /// The text that remains.
     fn left(text: &str, strip: &str) -> String {
         let prompt = PromptView { system: vec![text.into()], ..PromptView::default() };
-        let found = strip.parse::<Strip>().expect("a strip").replacements(&prompt);
-        found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
+        let found = strip.parse::<Strip>().expect("a strip").edits(&prompt);
+        prompt.edited(&found).remove(0)
     }
 
     #[test]

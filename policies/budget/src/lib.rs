@@ -3,10 +3,10 @@
 //! A request whose sender has used up the budget is refused with 429, before anything is computed. Others may
 //! have as many tokens as are left. Tokens count when a request ends, those of the prompt included, in `kv`;
 //! a day is one of UTC. Requests that run at the same time do not know of each other, so that together they
-//! may exceed the budget by what they use.
+//! may exceed the budget by what they use. The reply has the label `tokens_left`.
 
 use steersman_policy::{
-    ParamsView, Plan, Policy, PreparedParams, Refusal, RequestView, Summary, kv,
+    Labels, ParamsView, Plan, Policy, PreparedParams, Refusal, RequestView, Summary, kv,
 };
 
 /// Tokens a day without the parameter `tokens_per_day`.
@@ -26,6 +26,7 @@ const NOBODY: &str = "anonymous";
 pub struct Budget {
     /// Where its tokens count; empty before the request.
     key: String,
+    tokens_per_day: i64,
 }
 
 /// The parameters.
@@ -93,24 +94,28 @@ impl Policy for Budget {
                 ..Plan::default()
             };
         }
-        self.key = key;
+        (self.key, self.tokens_per_day) = (key, settings.tokens_per_day);
         let left = u32::try_from(settings.tokens_per_day - used).unwrap_or(u32::MAX);
         let reasoning = request.reasoning;
         let reasoning_budget = request.reasoning_budget;
         Plan { reasoning, reasoning_budget, max_tokens: Some(left), note, ..Plan::default() }
     }
 
-    fn on_finish(&mut self, summary: Summary) {
+    fn on_finish(&mut self, summary: Summary) -> Labels {
         if self.key.is_empty() {
-            return;
+            return Labels::new();
         }
         let Summary { prompt_tokens, reasoning_tokens, answer_tokens, .. } = summary;
         let tokens = [prompt_tokens, reasoning_tokens, answer_tokens].map(i64::from).iter().sum();
         // A full map cannot be helped here; it is the operator's `policy.kv_bytes`.
-        if let Err(refusal) = kv::add(&self.key, tokens) {
-            steersman_policy::failure::fail(&format!("tokens not counted: {refusal:?}"));
-        }
+        let used = match kv::add(&self.key, tokens) {
+            Ok(used) => used,
+            Err(refusal) => {
+                steersman_policy::failure::fail(&format!("tokens not counted: {refusal:?}"))
+            }
+        };
         kv::expire(&self.key, FORGET);
+        vec![("tokens_left".into(), (self.tokens_per_day - used).max(0).to_string())]
     }
 }
 
@@ -133,12 +138,13 @@ mod tests {
             policy.on_request(RequestView { params, caller, time, ..RequestView::default() });
         assert_eq!(plan.note, None);
         let usage = if plan.refuse.is_some() { 0 } else { 20 };
-        policy.on_finish(Summary {
+        let labels = policy.on_finish(Summary {
             prompt_tokens: usage,
             reasoning_tokens: usage,
             answer_tokens: usage,
             ..Summary::default()
         });
+        assert_eq!(labels.is_empty(), plan.refuse.is_some());
         (plan.refuse.is_some(), plan.max_tokens)
     }
 

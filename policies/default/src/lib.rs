@@ -20,7 +20,7 @@ mod task;
 
 use settings::{Reasoning, Settings};
 use steersman_policy::{
-    Action, LoopReport, Phase, Plan, Policy, PromptView, Replacement, RequestView, Step,
+    Action, LoopReport, Phase, Plan, Policy, PromptEdit, PromptView, RequestView, Step,
     is_billing_header,
 };
 
@@ -42,7 +42,7 @@ pub struct DefaultPolicy {
 }
 
 impl Policy for DefaultPolicy {
-    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<PromptEdit> {
         prompt.edit_lines(BILLING_LINES, |line| is_billing_header(line).then(String::new))
     }
 

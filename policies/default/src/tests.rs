@@ -102,8 +102,8 @@ fn the_billing_header_is_removed_from_system_text() {
     let header = "x-anthropic-billing-header: cc_version=2.1; cch=41c7b;";
     let removed = |system: &str| {
         let prompt = PromptView { system: vec![system.into()], ..PromptView::default() };
-        let found = DefaultPolicy::default().on_prompt(prompt);
-        found.iter().fold(system.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
+        let found = DefaultPolicy::default().on_prompt(prompt.clone());
+        prompt.edited(&found).remove(0)
     };
     assert_eq!(removed(&format!("{header}\n\nYou are X.")), "\nYou are X.");
     assert_eq!(removed("You are X."), "You are X.");

@@ -3,7 +3,7 @@
 //
 // One instance serves one request, so these variables are the state of that request.
 
-import { fail } from "steersman:policy/failure@0.4.0";
+import { fail } from "steersman:policy/failure@0.5.0";
 
 /** Wraps a hook so that its exceptions appear in notes and log; otherwise they are reported as a trap. */
 const reporting = (hook) => (call) => {
@@ -50,6 +50,9 @@ export const onRequest = {
       stop: [],
       onPhase: false,
       onNewline: false,
+      onTexts: [],
+      onTokens: new Uint32Array(),
+      candidates: 0,
     };
   }),
 };

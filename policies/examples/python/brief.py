@@ -66,6 +66,10 @@ class OnRequest(exports.OnRequest):
             tools=None,
             on_phase=False,
             on_newline=False,
+            on_texts=[],
+            on_tokens=[],
+            candidates=0,
+            route=None,
         )
 
 

@@ -28,7 +28,7 @@ mod when;
 
 use rule::{Effect, Rule};
 use steersman_policy::{
-    Action, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptView, REPLACEMENTS,
+    Action, EDITS, LoopRule, ParamsView, Plan, Policy, PreparedParams, PromptEdit, PromptView,
     Replacement, RequestView, Step, ToolCallView, Verdict,
 };
 use when::{Condition, SeenPrompt, SeenRequest, Tail};
@@ -76,11 +76,11 @@ impl Policy for Rules {
         prepared
     }
 
-    fn on_prompt(&mut self, mut prompt: PromptView) -> Vec<Replacement> {
+    fn on_prompt(&mut self, mut prompt: PromptView) -> Vec<PromptEdit> {
         let text = take(&mut prompt.params);
         let seen = SeenPrompt::new(&prompt);
         let holds = |condition: &Condition| condition.in_prompt(&seen);
-        let replacements = match text.filter(|text| pack::is_packed(text)) {
+        let edits = match text.filter(|text| pack::is_packed(text)) {
             Some(packed) => {
                 stripped(&pack::unpack(packed, true, holds).unwrap_or_default(), &prompt)
             }
@@ -95,7 +95,7 @@ impl Policy for Rules {
         };
         drop(seen);
         self.system = prompt.system;
-        replacements
+        edits
     }
 
     fn on_request(&mut self, mut request: RequestView) -> Plan {
@@ -193,8 +193,8 @@ fn unknown_params(request: &RequestView) -> Vec<String> {
     unknown.map(|name| format!("unknown parameter `{name}`")).collect()
 }
 
-/// The replacements that rules of `on-prompt` make in system text.
-fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
+/// The edits that rules of `on-prompt` make in system text.
+fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<PromptEdit> {
     let effects: Vec<_> = rules.iter().map(|rule| &rule.effect).collect();
     let is_stripped = |line: &str| {
         effects.iter().any(|effect| match effect {
@@ -203,15 +203,14 @@ fn stripped(rules: &[Rule], prompt: &PromptView) -> Vec<Replacement> {
         })
     };
     let mut found = prompt.edit_lines(STRIP_LINES, |line| is_stripped(line).then(String::new));
-    for (message, text) in (0..).zip(&prompt.system) {
-        let earlier = found.iter().filter(|r| r.message == message);
-        let mut text = earlier.fold(text.clone(), |text, r| text.replacen(&r.old, &r.new, 1));
+    for (message, mut text) in (0..).zip(prompt.edited(&found)) {
         for effect in &effects {
             let Effect::Prompt { spans, .. } = effect else { continue };
             for span in spans {
-                if found.len() < REPLACEMENTS && text.contains(span) {
+                if found.len() < EDITS && text.contains(span) {
                     text = text.replacen(span, "", 1);
-                    found.push(Replacement { message, old: span.clone(), new: String::new() });
+                    let (old, new) = (span.clone(), String::new());
+                    found.push(PromptEdit::Replace(Replacement { message, old, new }));
                 }
             }
         }

@@ -333,6 +333,7 @@ sparse! {
         b'a' reasoning, b'b' reasoning_budget, b'c' answer_reserve, b'd' sampling, b'e' loops,
         b'f' every, b'g' checkpoint_every, b'h' note, b'i' retain, b'j' form, b'k' refuse,
         b'l' max_tokens, b'm' stop, b'n' tools, b'o' on_phase, b'p' on_newline,
+        b'q' on_texts, b'r' on_tokens, b's' candidates, b't' route,
     }
 }
 

@@ -213,9 +213,8 @@ fn rules_remove_spans_and_lines_of_system_text() {
         system: vec!["You are X (beta).\nbuild: 17\nBe brief.".into()],
         ..PromptView::default()
     };
-    let found = Rules::default().on_prompt(prompt);
-    let pairs: Vec<_> = found.iter().map(|r| (r.old.as_str(), r.new.as_str())).collect();
-    assert_eq!(pairs, [("\nbuild: 17\n", "\n"), (" (beta)", "")]);
+    let found = Rules::default().on_prompt(prompt.clone());
+    assert_eq!((found.len(), prompt.edited(&found)), (2, vec!["You are X.\nBe brief.".to_owned()]));
 }
 
 #[test]

@@ -5,20 +5,21 @@
 #![allow(missing_docs, reason = "generated; the records are documented in wit/")]
 
 // All imports: the linker drops those that a guest does not call. A guest exports all hooks of the worlds
-// whose export macros it calls; so `on-tool-call`, which some leave out, has a world of its own.
+// whose export macros it calls; so `on-tool-call`, which some leave out, and `on-text`, which few have, have
+// worlds of their own.
 wit_bindgen::generate!({
     path: "wit",
     inline: "
         package steersman:sdk;
 
         world hooks {
-            import steersman:policy/failure@0.4.0;
-            import steersman:policy/log@0.4.0;
-            import steersman:policy/kv@0.4.0;
-            import steersman:policy/tokenizer@0.4.0;
-            import steersman:policy/counters@0.4.0;
+            import steersman:policy/failure@0.5.0;
+            import steersman:policy/log@0.5.0;
+            import steersman:policy/kv@0.5.0;
+            import steersman:policy/tokenizer@0.5.0;
+            import steersman:policy/counters@0.5.0;
 
-            include steersman:policy/hooks@0.4.0;
+            include steersman:policy/hooks@0.5.0;
         }
     ",
     pub_export_macro: true,
@@ -26,6 +27,24 @@ wit_bindgen::generate!({
     additional_derives: [PartialEq],
     generate_all,
 });
+
+/// The hook `on-text`.
+pub mod texts {
+    wit_bindgen::generate!({
+        path: "wit",
+        inline: "
+            package steersman:sdk;
+
+            world texts {
+                export steersman:policy/on-text@0.5.0;
+            }
+        ",
+        pub_export_macro: true,
+        export_macro_name: "export_texts",
+        with: {"steersman:policy/types@0.5.0": crate::bindings::steersman::policy::types},
+        generate_all,
+    });
+}
 
 /// The hook `on-tool-call`.
 pub mod verdicts {
@@ -35,12 +54,12 @@ pub mod verdicts {
             package steersman:sdk;
 
             world verdicts {
-                export steersman:policy/on-tool-call@0.4.0;
+                export steersman:policy/on-tool-call@0.5.0;
             }
         ",
         pub_export_macro: true,
         export_macro_name: "export_verdicts",
-        with: {"steersman:policy/types@0.4.0": crate::bindings::steersman::policy::types},
+        with: {"steersman:policy/types@0.5.0": crate::bindings::steersman::policy::types},
         generate_all,
     });
 }

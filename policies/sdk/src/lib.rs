@@ -30,18 +30,23 @@
 
 pub mod bindings;
 mod host;
+mod params;
 mod prompt;
 
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, AnswerForm, Ban, Bias, Caller, EarlierCall, LoopReport, LoopRule, MessageView,
-    ParamsView, Phase, Plan, PreparedParams, PromptView, Refusal, Replacement, RequestView,
-    Retention, SamplingChange, SamplingPatch, SavePoint, Step, Summary, TokenBias, ToolCallView,
-    Verdict,
+    Action, AnswerForm, Ban, Bias, Caller, Candidate, DrawnToken, EarlierCall, LoopReport,
+    LoopRule, MessageView, ParamsView, Phase, Plan, PreparedParams, PromptEdit, PromptView,
+    Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step,
+    Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
-pub use prompt::{REPLACEMENTS, is_billing_header};
+pub use params::{note, read_params, texts};
+pub use prompt::{EDITS, is_billing_header};
+
+/// Names and values that the reply carries beside the notes.
+pub type Labels = Vec<(String, String)>;
 
 /// A policy. One value serves one request; `Default` creates it before the first hook.
 ///
@@ -55,9 +60,8 @@ pub trait Policy: Default {
         PreparedParams::default()
     }
 
-    /// Replaces spans of system text before the prompt is rendered. Called first, once, if the
-    /// conversation has system text. The replacements apply in order.
-    fn on_prompt(&mut self, prompt: PromptView) -> Vec<Replacement> {
+    /// Edits system text before the prompt is rendered. Called first, once. The edits apply in order.
+    fn on_prompt(&mut self, prompt: PromptView) -> Vec<PromptEdit> {
         let _ = prompt;
         Vec::new()
     }
@@ -70,10 +74,18 @@ pub trait Policy: Default {
 
     /// Answers the tokens committed since the last call with actions that apply before the next token.
     /// Called after each [`Plan::every`] tokens, when a loop is reported, when the reasoning budget is used
-    /// up, and after the events that the plan names ([`Plan::on_phase`], [`Plan::on_newline`]).
+    /// up, and after the events that the plan names ([`Plan::on_phase`], [`Plan::on_newline`],
+    /// [`Plan::on_texts`], [`Plan::on_tokens`]).
     fn on_step(&mut self, step: Step) -> Vec<Action> {
         let _ = step;
         Vec::new()
+    }
+
+    /// Decides what the client receives of answer text. Called for each piece of it, by policies that are exported
+    /// `with on_text` ([`export!`]).
+    fn on_text(&mut self, text: TextView) -> TextVerdict {
+        let _ = text;
+        TextVerdict::Pass
     }
 
     /// Decides about a tool call that the model has generated, before the client receives it.
@@ -82,9 +94,10 @@ pub trait Policy: Default {
         Verdict::Accept
     }
 
-    /// Receives the summary of the request. Called last, once.
-    fn on_finish(&mut self, summary: Summary) {
+    /// Receives the summary of the request, and returns labels for the reply. Called last, once.
+    fn on_finish(&mut self, summary: Summary) -> Labels {
         let _ = summary;
+        Labels::new()
     }
 }
 
@@ -93,9 +106,35 @@ pub trait Policy: Default {
 ///
 /// `export!(MyPolicy, without on_tool_call)` leaves that hook out. Where no policy of a request has it,
 /// tool calls are sent to the client while they are written; otherwise they wait for their verdicts.
+///
+/// `export!(MyPolicy, with on_text)` adds that hook, which is called for each piece of an answer;
+/// `export!(MyPolicy, without on_tool_call, with on_text)` does both.
 #[macro_export]
 macro_rules! export {
+    (on_text) => {
+        use $crate::bindings::texts;
+
+        impl texts::exports::steersman::policy::on_text::Guest for Shim {
+            fn on_text(text: $crate::TextView) -> $crate::TextVerdict {
+                POLICY.with_borrow_mut(|p| $crate::Policy::on_text(p, text))
+            }
+        }
+
+        texts::export_texts!(Shim with_types_in texts);
+    };
     ($policy:ty) => {
+        $crate::export!($policy, verdicts {});
+    };
+    ($policy:ty, without on_tool_call) => {
+        $crate::export!($policy, {});
+    };
+    ($policy:ty, with on_text) => {
+        $crate::export!($policy, verdicts { $crate::export!(on_text); });
+    };
+    ($policy:ty, without on_tool_call, with on_text) => {
+        $crate::export!($policy, { $crate::export!(on_text); });
+    };
+    ($policy:ty, verdicts { $($texts:tt)* }) => {
         $crate::export!($policy, {
             use $crate::bindings::verdicts;
 
@@ -106,12 +145,11 @@ macro_rules! export {
             }
 
             verdicts::export_verdicts!(Shim with_types_in verdicts);
+
+            $($texts)*
         });
     };
-    ($policy:ty, without on_tool_call) => {
-        $crate::export!($policy, {});
-    };
-    ($policy:ty, { $($verdicts:tt)* }) => {
+    ($policy:ty, { $($others:tt)* }) => {
         #[cfg(target_family = "wasm")]
         const _: () = {
             use ::std::cell::RefCell;
@@ -133,7 +171,7 @@ macro_rules! export {
             }
 
             impl hooks::on_prompt::Guest for Shim {
-                fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::Replacement> {
+                fn on_prompt(prompt: $crate::PromptView) -> ::std::vec::Vec<$crate::PromptEdit> {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_prompt(p, prompt))
                 }
             }
@@ -151,14 +189,14 @@ macro_rules! export {
             }
 
             impl hooks::on_finish::Guest for Shim {
-                fn on_finish(summary: $crate::Summary) {
+                fn on_finish(summary: $crate::Summary) -> $crate::Labels {
                     POLICY.with_borrow_mut(|p| $crate::Policy::on_finish(p, summary))
                 }
             }
 
             $crate::bindings::export_hooks!(Shim with_types_in $crate::bindings);
 
-            $($verdicts)*
+            $($others)*
         };
     };
 }
@@ -355,6 +393,10 @@ impl Default for Plan {
             tools: None,
             on_phase: false,
             on_newline: false,
+            on_texts: Vec::new(),
+            on_tokens: Vec::new(),
+            candidates: 0,
+            route: None,
         }
     }
 }
@@ -374,7 +416,18 @@ impl Default for Step {
             budget_reached: false,
             phase_changed: false,
             newline: false,
+            texts_found: Vec::new(),
+            token_found: false,
+            drawn: Vec::new(),
         }
+    }
+}
+
+#[allow(clippy::derivable_impls, reason = "the record is generated")]
+impl Default for TextView {
+    /// The beginning of an answer.
+    fn default() -> Self {
+        Self { position: 0, text: String::new(), end: false }
     }
 }
 
@@ -420,6 +473,8 @@ mod tests {
         assert_eq!(Silent.on_params(ParamsView::default()), PreparedParams::default());
         assert_eq!(Silent.on_prompt(PromptView::default()), []);
         assert_eq!(Silent.on_step(Step::default()), []);
+        assert_eq!(Silent.on_text(TextView::default()), TextVerdict::Pass);
+        assert_eq!(Silent.on_finish(Summary::default()), []);
         assert_eq!(Silent.on_tool_call(ToolCallView::default()), Verdict::Accept);
     }
 

@@ -1,9 +1,9 @@
-//! Replacing lines of system text.
+//! Editing lines of system text.
 
-use crate::{PromptView, Replacement};
+use crate::{PromptEdit, PromptView, Replacement};
 
-/// Most replacements that the host accepts from one call of `on_prompt`.
-pub const REPLACEMENTS: usize = 16;
+/// Most edits that the host accepts from one call of `on_prompt`.
+pub const EDITS: usize = 16;
 
 /// Whether a line is the billing header that Claude Code puts in front of its system text. It differs
 /// between conversations.
@@ -14,22 +14,45 @@ pub fn is_billing_header(line: &str) -> bool {
 }
 
 impl PromptView {
-    /// Replaces lines among the first `lines` of each system text, at most [`REPLACEMENTS`] in all.
+    /// The system texts after `edits`, as the host applies them. An edit that the host would refuse changes
+    /// nothing.
+    pub fn edited(&self, edits: &[PromptEdit]) -> Vec<String> {
+        let mut system = self.system.clone();
+        for edit in edits {
+            if system.is_empty() && !matches!(edit, PromptEdit::Replace(_)) {
+                system.push(String::new());
+            }
+            match (edit, &mut system[..]) {
+                (PromptEdit::Begin(text), [first, ..]) => first.insert_str(0, text),
+                (PromptEdit::End(text), [.., last]) => last.push_str(text),
+                (PromptEdit::Begin(_) | PromptEdit::End(_), []) => {}
+                (PromptEdit::Replace(Replacement { message, old, new }), texts) => {
+                    if let Some(text) = texts.get_mut(*message as usize) {
+                        *text = text.replacen(old, new, 1);
+                    }
+                }
+            }
+        }
+        system
+    }
+
+    /// Replaces lines among the first `lines` of each system text, at most [`EDITS`] in all.
     /// `edit` gets a line without its newline and returns the new line, an empty text to remove the
     /// line with its newline, or `None` to leave it unchanged.
     ///
     /// ```
-    /// use steersman_policy::{PromptView, Replacement};
+    /// use steersman_policy::{PromptEdit, PromptView, Replacement};
     ///
     /// let prompt = PromptView { system: vec!["You are X.\nNow: 19:48\nBe brief.".into()], ..PromptView::default() };
     /// let found = prompt.edit_lines(8, |line| line.starts_with("Now:").then(String::new));
-    /// assert_eq!(found, [Replacement { message: 0, old: "\nNow: 19:48\n".into(), new: "\n".into() }]);
+    /// let removed = Replacement { message: 0, old: "\nNow: 19:48\n".into(), new: "\n".into() };
+    /// assert_eq!(found, [PromptEdit::Replace(removed)]);
     /// ```
     pub fn edit_lines(
         &self,
         lines: usize,
         edit: impl Fn(&str) -> Option<String>,
-    ) -> Vec<Replacement> {
+    ) -> Vec<PromptEdit> {
         let mut found = Vec::new();
         for (message, text) in (0..).zip(&self.system) {
             // The host searches for each span in the text that earlier replacements leave.
@@ -49,7 +72,7 @@ impl PromptView {
                 let after = if edited.is_empty() { "" } else { &line[words.len()..] };
                 let old = format!("{before}{line}");
                 let new = format!("{before}{edited}{after}");
-                if found.len() == REPLACEMENTS {
+                if found.len() == EDITS {
                     return found;
                 }
                 if text.find(&old) != Some(at - before.len()) {
@@ -58,7 +81,7 @@ impl PromptView {
                 }
                 at = next + new.len() - old.len();
                 text = text.replacen(&old, &new, 1);
-                found.push(Replacement { message, old, new });
+                found.push(PromptEdit::Replace(Replacement { message, old, new }));
             }
         }
         found
@@ -72,7 +95,7 @@ mod tests {
     fn removed(text: &str, is: impl Fn(&str) -> bool) -> String {
         let prompt = PromptView { system: vec![text.into()], ..PromptView::default() };
         let found = prompt.edit_lines(4, |line| is(line).then(String::new));
-        found.iter().fold(text.to_owned(), |text, r| text.replacen(&r.old, &r.new, 1))
+        prompt.edited(&found).remove(0)
     }
 
     #[test]
@@ -94,9 +117,21 @@ mod tests {
     }
 
     #[test]
+    fn text_is_added_where_there_is_none() {
+        let edits = [PromptEdit::End("b".into()), PromptEdit::Begin("a".into())];
+        let system = |texts: &[&str]| {
+            let system = texts.iter().map(|text| (*text).to_owned()).collect();
+            PromptView { system, ..PromptView::default() }.edited(&edits)
+        };
+        assert_eq!(system(&[]), ["ab"]);
+        assert_eq!(system(&["x", "y"]), ["ax", "yb"]);
+    }
+
+    #[test]
     fn replacements_stop_at_the_limit_of_the_host() {
         let prompt = PromptView { system: vec!["x\nx\n".into(); 10], ..PromptView::default() };
         let found = prompt.edit_lines(4, |_| Some(String::new()));
-        assert_eq!((found.len(), found[15].message), (REPLACEMENTS, 7));
+        let PromptEdit::Replace(last) = &found[15] else { panic!("{found:?}") };
+        assert_eq!((found.len(), last.message), (EDITS, 7));
     }
 }

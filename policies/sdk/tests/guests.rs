@@ -13,12 +13,26 @@ mod agent;
 mod brief;
 #[path = "../../budget/src/lib.rs"]
 mod budget;
+#[path = "../../cache-friendly/src/lib.rs"]
+mod cache_friendly;
 #[path = "../../default/src/lib.rs"]
 mod default;
+#[path = "../../json-agent/src/lib.rs"]
+mod json_agent;
+#[path = "../../language/src/lib.rs"]
+mod language;
+#[path = "../../no-repeat/src/lib.rs"]
+mod no_repeat;
 #[path = "../../passthrough/src/lib.rs"]
 mod passthrough;
+#[path = "../../redact/src/lib.rs"]
+mod redact;
+#[path = "../../router/src/lib.rs"]
+mod router;
 #[path = "../../rules/src/lib.rs"]
 mod rules;
+#[path = "../../tool-guard/src/lib.rs"]
+mod tool_guard;
 
 #[test]
 fn committed_components_match_the_sources() {
@@ -29,7 +43,20 @@ fn committed_components_match_the_sources() {
         .map(|line| line.split_once("  ").expect("a line of sha256sum"))
         .map(|(sum, path)| (path, sum))
         .collect();
-    let shipped = ["agent", "budget", "default", "passthrough", "rules"];
+    let shipped = [
+        "agent",
+        "budget",
+        "cache-friendly",
+        "default",
+        "json-agent",
+        "language",
+        "no-repeat",
+        "passthrough",
+        "redact",
+        "router",
+        "rules",
+        "tool-guard",
+    ];
     let shipped = shipped.map(|name| format!("{name}/{name}.wasm"));
     for needed in shipped.iter().map(String::as_str).chain(["../wit/policy.wit"]) {
         assert!(sums.contains_key(needed), "{needed} is not in SHA256SUMS: run policies/build.sh");

@@ -328,6 +328,7 @@ impl Completions {
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Rewound { .. }
+            | Event::Routed { .. }
             | Event::Note { .. }
             | Event::Failed(_) => {}
         }

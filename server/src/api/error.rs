@@ -454,6 +454,12 @@ impl From<Error> for ApiError {
                     Self::invalid("unsupported_structure", path.clone(), message)
                 }
                 RequestError::Refused { status, .. } => Self::refused_by_policy(*status, message),
+                // Nobody has followed it.
+                RequestError::Routed { .. } => Self::invalid("routed", "model", message),
+                RequestError::RouteClosed { .. } => {
+                    let status = StatusCode::SERVICE_UNAVAILABLE;
+                    Self::new(status, "server_error", "route_unavailable", "", message)
+                }
                 RequestError::Field { field, .. } => Self::value(*field, message),
             },
             Error::Policy(problem) => {

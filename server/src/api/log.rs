@@ -70,7 +70,7 @@ impl RequestLog {
 
     /// Records the time of the first event after `Started`, notes aside.
     pub fn event(&mut self, event: &Event) {
-        if matches!(event, Event::Started { .. } | Event::Note { .. }) {
+        if matches!(event, Event::Started { .. } | Event::Routed { .. } | Event::Note { .. }) {
             return;
         }
         let elapsed = self.elapsed_ms();

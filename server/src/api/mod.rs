@@ -31,6 +31,7 @@ mod reply;
 mod requests;
 mod rerank;
 mod responses;
+pub mod route;
 mod sampling;
 mod structure;
 mod tokens;

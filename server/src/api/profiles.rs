@@ -56,6 +56,7 @@ fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> 
         "has_keys": !profile.api_keys.is_empty(),
         "mcp": profile.mcp,
         "policy_headers": profile.policy_headers,
+        "routes": settings.routes,
         "limits": limits,
         "sampling": settings.sampling,
     })

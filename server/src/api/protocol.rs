@@ -23,6 +23,7 @@ use super::error::ApiError;
 use super::log::RequestLog;
 use super::openapi::Schemas;
 use super::reply::{self, Events, Frames, Head, Reply, Source};
+use super::route::Routes;
 use super::{App, random_hex};
 use crate::mcp::{Ran, rounds};
 use crate::serve::Shutdown;
@@ -203,7 +204,7 @@ pub async fn handle<P: Protocol>(
     // Of each place in the queue.
     let mut places: Vec<Vec<Request>> = Vec::new();
     let mut count = 0;
-    // The requests with MCP tools, by number.
+    // The requests, by number, and the tools of those with MCP tools.
     let mut followed = Vec::new();
     for (mut request, toolbox) in requests.into_iter().zip(toolboxes) {
         request.profile = admission.profile.clone();
@@ -224,7 +225,7 @@ pub async fn handle<P: Protocol>(
         });
         count += choices;
         let all: Vec<_> = all.collect();
-        let follow = |request: &Request| Some((toolbox.clone()?, request.clone()));
+        let follow = |request: &Request| (toolbox.clone(), request.clone());
         followed.extend(all.iter().map(follow));
         match places.last_mut().filter(|_| P::HAS_ONE_PLACE) {
             Some(place) => place.extend(all),
@@ -240,6 +241,7 @@ pub async fn handle<P: Protocol>(
         receivers.extend(events.map_err(|error| log.failed(error))?);
     }
     let engine = admission.engine;
+    let routes = Routes::new(&app, &admission.profile, deadline);
     let head = Head {
         id: log.id.clone(),
         created,
@@ -250,10 +252,14 @@ pub async fn handle<P: Protocol>(
         ..Head::default()
     };
     let shutdown = shutdown.map(|Extension(shutdown)| shutdown);
-    let sources = receivers.into_iter().zip(followed).map(|(events, followed)| match followed {
-        None => Source::Engine(events),
-        Some((toolbox, request)) => {
-            Source::Rounds(rounds::start(toolbox, engine.clone(), request, events))
+    let sources = receivers.into_iter().zip(followed).map(|(events, (toolbox, request))| {
+        let events = routes.follow(request.clone(), events);
+        match toolbox {
+            None => Source::Engine(events),
+            Some(toolbox) => {
+                let (engine, routes) = (engine.clone(), routes.clone());
+                Source::Rounds(rounds::start(toolbox, engine, routes, request, events))
+            }
         }
     });
     let events = Events::new(sources.collect(), deadline, shutdown);

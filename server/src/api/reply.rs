@@ -459,6 +459,12 @@ impl<P: Protocol> Run<P> {
                     reply.prompt.push(token.clone());
                     return Ok(Some((index, Progress::Event(event))));
                 }
+                Event::Routed { model, profile } => {
+                    let note = format!("routed to `{model}` with the profile `{profile}`");
+                    self.log.tracked.note(index, 0, 0, &note);
+                    self.head.notes.push(note);
+                    (self.head.model, self.head.profile) = (model.clone(), profile.clone());
+                }
                 Event::Note { tokens, note } => {
                     let at = reply.parts.text_bytes();
                     self.log.tracked.note(index, *tokens, at, note);

@@ -76,7 +76,43 @@ impl FileConfig {
                     .map(|problem| format!("{key}: {problem}")),
             );
         }
+        for (name, profile) in &self.profiles {
+            for route in &profile.routes {
+                problems.extend(
+                    self.problem_of_route(name, route, &names)
+                        .map(|problem| format!("profiles.{name}.routes: {problem}")),
+                );
+            }
+        }
         problems
+    }
+
+    /// What is wrong with a destination for requests of `profile`: a model that it uses, `MODEL@PROFILE`, an
+    /// alias of these, or a profile.
+    fn problem_of_route(&self, profile: &str, route: &str, names: &[String]) -> Option<String> {
+        let target = self.aliases.get(route).map_or(route, |target| target.get_ref());
+        let is_named = |model: &str| names.iter().any(|name| name == model);
+        if is_named(target) {
+            let serves = self.serves(target, profile);
+            return (!serves).then(|| {
+                format!(
+                    "the profile does not use the model `{route}`; name a profile that does, as \
+                     `{route}@PROFILE`"
+                )
+            });
+        }
+        let is_profile = |name: &str| name == "default" || self.profiles.contains_key(name);
+        let serves = |(model, of): (&str, &str)| is_named(model) && self.serves(model, of);
+        if is_profile(target) || target.rsplit_once('@').is_some_and(serves) {
+            return None;
+        }
+        let profiles = self.profiles.keys().map(|name| format!("`{name}`"));
+        let models = names.iter().map(|name| format!("`{name}`"));
+        let known: BTreeSet<_> = models.chain(profiles).collect();
+        let known = known.into_iter().collect::<Vec<_>>().join(", ");
+        Some(format!(
+            "`{route}` is neither a model nor a profile; use MODEL, MODEL@PROFILE or PROFILE of {known}"
+        ))
     }
 
     fn problem_of_alias(&self, alias: &str, target: &str, names: &[String]) -> Option<String> {
@@ -152,6 +188,26 @@ mod tests {
             let text = format!("{MODELS}[aliases]\n\"gpt-4o:latest\" = '{target}'");
             assert_eq!(problems(&text), [""; 0], "{target}");
         }
+    }
+
+    #[test]
+    fn routes_name_models_and_profiles() {
+        let check = |route: &str| {
+            problems(&format!(
+                "{MODELS}[profiles.a]\nroutes = ['{route}']\n[profiles.b]\nmodel = 'small'"
+            ))
+        };
+        for route in ["small", "a", "b", "default", "small@b", "small@a"] {
+            assert_eq!(check(route), [""; 0], "{route}");
+        }
+        let misspelt = check("smal");
+        assert!(misspelt[0].starts_with("profiles.a.routes: `smal` is neither"), "{misspelt:?}");
+        assert!(misspelt[0].contains("`small`") && misspelt[0].contains("`b`"), "{misspelt:?}");
+        assert_eq!(check("small@c").len(), 1);
+        let of_b = problems(&format!(
+            "{MODELS}[models.other]\npath = 'o'\n[profiles.b]\nmodel = 'small'\nroutes = ['other']"
+        ));
+        assert!(of_b[0].contains("does not use the model `other`"), "{of_b:?}");
     }
 
     #[test]

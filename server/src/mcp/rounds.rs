@@ -11,12 +11,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
+use steersman_engine::policy::Labels;
 use steersman_engine::request::{Event, FinishReason, Finished, Message, Request, ToolCall, Usage};
 use steersman_engine::{Engine, Error, RequestError};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{Instant, sleep};
 
 use super::{Ran, Toolbox};
+use crate::api::route::Routes;
 
 /// Pause before a round is queued again while the queue is full: a reply in progress is not given up.
 const FULL_QUEUE: Duration = Duration::from_millis(100);
@@ -35,6 +37,7 @@ pub enum Progress {
 pub fn start(
     toolbox: Arc<Toolbox>,
     engine: Engine,
+    routes: Routes,
     request: Request,
     events: UnboundedReceiver<Event>,
 ) -> UnboundedReceiver<Progress> {
@@ -46,6 +49,7 @@ pub fn start(
         let mut rounds = Rounds {
             toolbox,
             engine,
+            routes,
             request,
             id,
             out,
@@ -54,6 +58,7 @@ pub fn start(
             separates_answer: false,
             usage,
             notes,
+            labels: Labels::new(),
         };
         tokio::select! {
             () = closed.closed() => {}
@@ -66,6 +71,7 @@ pub fn start(
 struct Rounds {
     toolbox: Arc<Toolbox>,
     engine: Engine,
+    routes: Routes,
     /// The request of the current round.
     request: Request,
     /// Id of the first one.
@@ -79,6 +85,7 @@ struct Rounds {
     /// Of the rounds that have ended.
     usage: Usage,
     notes: Vec<String>,
+    labels: Labels,
 }
 
 /// The reply of one round.
@@ -97,6 +104,8 @@ impl Rounds {
         while let Some((reply, finished)) = self.read(&mut events).await {
             self.usage = self.usage + finished.usage;
             self.notes.extend(finished.notes);
+            // The newest count.
+            self.labels = finished.labels;
             let stopped = self.stopped(&reply, &finished.reason, finished.usage);
             if let Some((reason, why)) = stopped {
                 if let Some(why) = why {
@@ -166,6 +175,7 @@ impl Rounds {
                 Event::PromptToken(_)
                 | Event::Embedding(_)
                 | Event::Logprob(_)
+                | Event::Routed { .. }
                 | Event::Note { .. } => {}
             }
             self.send(event);
@@ -276,7 +286,7 @@ impl Rounds {
         let Toolbox { mcp, profile, .. } = &*self.toolbox;
         mcp.journal.continues(&self.id, profile, &self.request.id);
         loop {
-            match self.engine.submit(self.request.clone()) {
+            match self.routes.submit(&self.engine, self.request.clone()) {
                 Ok(events) => return Some(events),
                 Err(Error::Request(RequestError::QueueFull { .. })) => sleep(FULL_QUEUE).await,
                 Err(Error::Request(error)) if is_too_long(&error) => {
@@ -299,7 +309,8 @@ impl Rounds {
 
     fn finish(&mut self, reason: FinishReason) {
         let notes = std::mem::take(&mut self.notes);
-        self.send(Event::Finished(Finished { reason, usage: self.usage, notes }));
+        let labels = std::mem::take(&mut self.labels);
+        self.send(Event::Finished(Finished { reason, usage: self.usage, notes, labels }));
     }
 
     fn send(&self, event: Event) {

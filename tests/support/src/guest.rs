@@ -103,7 +103,7 @@ impl Contract {
 /// Names of all hooks.
 pub fn hooks() -> Vec<&'static str> {
     let packages = &CONTRACT.resolve.packages[CONTRACT.package];
-    let exports = &CONTRACT.resolve.worlds[packages.worlds["policy"]].exports;
+    let exports = &CONTRACT.resolve.worlds[packages.worlds["policy-with-host"]].exports;
     let hook = |item: &'static WorldItem| match item {
         WorldItem::Interface { id, .. } => CONTRACT.resolve.interfaces[*id].name.as_deref(),
         _ => None,
@@ -111,7 +111,7 @@ pub fn hooks() -> Vec<&'static str> {
     exports.values().filter_map(hook).collect()
 }
 
-/// Full name of an interface of the contract, `steersman:policy/on-step@0.4.0`.
+/// Full name of an interface of the contract, `steersman:policy/on-step@0.5.0`.
 pub fn full_name(interface: &str) -> String {
     CONTRACT.resolve.id_of(CONTRACT.interface(interface)).expect("it has a name")
 }

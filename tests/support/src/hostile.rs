@@ -63,6 +63,7 @@ fn naming(action: &'static str, address: u32, tokens: u32) -> Vec<u8> {
 /// Replaces a span of a system text by nothing, `count` times.
 fn replacing(count: usize, message: u32, old: &str) -> Vec<u8> {
     let one = record([("message", word(message)), ("old", text(old))]);
+    let one = case("replace", one);
     answering("on-prompt", &list(vec![one; count]))
 }
 
@@ -168,7 +169,7 @@ fn greedy() -> Vec<Hostile> {
         ("returns 17 actions", listing(16, 17), "on-step", "more than 16 actions"),
         ("retains 17 times", retaining(&[("turns", 60); 17]), "on-request", retentions),
         ("retains 5,000 times", retaining(&[("turns", 60); 5000]), "on-request", retentions),
-        ("replaces 17 spans", replacing(17, 0, "B"), "on-prompt", "more than 16 replacements"),
+        ("replaces 17 spans", replacing(17, 0, "B"), "on-prompt", "more than 16 edits"),
         ("bans 257 tokens", naming("ban", 8192, 257), "on-step", "more than 256 tokens"),
         ("biases 257 tokens", naming("bias", 8192, 257), "on-step", "more than 256 tokens"),
         ("bans a million tokens", naming("ban", 0, 1_000_000), "on-step", "out of bounds"),
@@ -217,7 +218,7 @@ fn invalid() -> Vec<Hostile> {
             "replaces twice",
             replacing(2, 0, "Monday"),
             "on-prompt",
-            "replacement 1: message 0 does not contain its span",
+            "edit 1: message 0 does not contain its span",
         ),
         ("replaces nothing", replacing(1, 0, ""), "on-prompt", "empty span"),
         ("replaces elsewhere", replacing(1, 7, "B"), "on-prompt", "names message 7 of 1"),

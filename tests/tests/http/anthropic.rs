@@ -87,7 +87,8 @@ async fn message_has_anthropics_format() {
         "stop_reason": "tool_use", "stop_sequence": null,
         "usage": {"input_tokens": 4, "cache_creation_input_tokens": 0,
                   "cache_read_input_tokens": 16, "output_tokens": 12},
-        "steersman": {"profile": "default", "notes": ["routed: plain"]}
+        "steersman": {"profile": "default", "notes": ["routed: plain"],
+            "labels": {"tier": "plain"}}
     });
     assert_eq!(reply, expected);
     assert_eq!(seen.last().reasoning, Some(false), "thinking is off unless it is asked for");
@@ -124,7 +125,8 @@ async fn stream_has_all_event_types_in_order() {
         stop(2),
         json!({"type": "message_delta",
                "delta": {"stop_reason": "tool_use", "stop_sequence": null}, "usage": usage(12),
-               "steersman": {"profile": "default", "notes": ["routed: plain"]}}),
+               "steersman": {"profile": "default", "notes": ["routed: plain"],
+            "labels": {"tier": "plain"}}}),
         json!({"type": "message_stop"}),
     ];
     assert_eq!(events, expected);

@@ -208,7 +208,12 @@ const USAGE: Usage = Usage {
 };
 
 fn finished(reason: FinishReason) -> Act {
-    Say(Event::Finished(Finished { reason, usage: USAGE, notes: vec!["routed: plain".into()] }))
+    Say(Event::Finished(Finished {
+        reason,
+        usage: USAGE,
+        notes: vec!["routed: plain".into()],
+        labels: vec![("tier".into(), "plain".into())],
+    }))
 }
 
 /// A call that arrives in pieces, and one that arrives whole.

@@ -48,7 +48,8 @@ async fn reply_has_openai_format() {
                 "skipped_layers": 0
             }
         },
-        "steersman": {"profile": "default", "notes": ["routed: plain"]}
+        "steersman": {"profile": "default", "notes": ["routed: plain"],
+            "labels": {"tier": "plain"}}
     });
     assert_eq!(reply, expected);
     assert!(seen.last().id.starts_with("chatcmpl-"));
@@ -77,7 +78,8 @@ async fn stream_equals_the_whole_reply_in_chunks() {
         chunk(json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason}]))
     };
     let mut last = delta(json!({}), json!("stop"));
-    last["steersman"] = json!({"profile": "default", "notes": ["routed: plain"]});
+    last["steersman"] = json!({"profile": "default", "notes": ["routed: plain"],
+            "labels": {"tier": "plain"}});
     let mut usage = chunk(json!([]));
     usage["usage"] = json!({
         "prompt_tokens": 20,

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use crate::contract::Replacement;
+use super::differing;
+use crate::contract::{PromptEdit, Replacement};
 
 /// The policy that added text, the message, and the range of its bytes.
 type Span = (usize, usize, Range<usize>);
@@ -14,17 +15,37 @@ pub struct Added {
 }
 
 impl Added {
-    /// The replacements of policy `link` that touch nothing which an earlier policy added, in their order.
+    /// The edits of policy `link` that touch nothing which an earlier policy added, in their order.
     /// `system` are the texts that they apply to.
     pub fn permitted(
         &mut self,
         link: usize,
         system: &[String],
-        replacements: Vec<Replacement>,
-    ) -> Vec<Replacement> {
+        edits: Vec<PromptEdit>,
+    ) -> Vec<PromptEdit> {
         let mut system = system.to_vec();
-        let mut is_permitted = |replacement: &Replacement| {
-            let Replacement { message, old, new } = replacement;
+        let mut is_permitted = |edit: &PromptEdit| {
+            if system.is_empty() && !matches!(edit, PromptEdit::Replace(_)) {
+                system.push(String::new());
+            }
+            let Replacement { message, old, new } = match edit {
+                PromptEdit::Replace(replacement) => replacement,
+                PromptEdit::Begin(text) => {
+                    system[0].insert_str(0, text);
+                    for (_, _, range) in self.ranges.iter_mut().filter(|(_, of, _)| *of == 0) {
+                        *range = range.start + text.len()..range.end + text.len();
+                    }
+                    self.ranges.push((link, 0, 0..text.len()));
+                    return true;
+                }
+                PromptEdit::End(text) => {
+                    let last = system.len() - 1;
+                    let at = system[last].len();
+                    system[last].push_str(text);
+                    self.ranges.push((link, last, at..at + text.len()));
+                    return true;
+                }
+            };
             let index = *message as usize;
             // What cannot be applied is refused as an answer.
             let Some(text) = system.get_mut(index) else { return true };
@@ -54,15 +75,6 @@ impl Added {
             self.ranges.push((link, index, removed.start..removed.start + length));
             true
         };
-        replacements.into_iter().filter(|replacement| is_permitted(replacement)).collect()
+        edits.into_iter().filter(|edit| is_permitted(edit)).collect()
     }
-}
-
-/// The bytes of `text` without the beginning and the end that `other` has, too.
-fn differing(text: &str, other: &str) -> Range<usize> {
-    let equal = |(a, b): &(u8, u8)| a == b;
-    let start = text.bytes().zip(other.bytes()).take_while(equal).count();
-    let rest = text.len().min(other.len()) - start;
-    let end = text.bytes().rev().zip(other.bytes().rev()).take(rest).take_while(equal).count();
-    start..text.len() - end
 }

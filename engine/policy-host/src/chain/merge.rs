@@ -14,8 +14,25 @@ pub fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Merges the plan of an earlier policy and that of a later one. The caller sets `every` and events.
+/// The events and candidates of both plans, and the rest of the first.
+pub fn events(plan: Plan, other: &Plan) -> Plan {
+    let mut on_tokens = plan.on_tokens;
+    on_tokens.extend(&other.on_tokens);
+    on_tokens.sort_unstable();
+    on_tokens.dedup();
+    Plan {
+        on_phase: plan.on_phase || other.on_phase,
+        on_newline: plan.on_newline || other.on_newline,
+        on_texts: united(plan.on_texts, other.on_texts.clone()),
+        on_tokens,
+        candidates: plan.candidates.max(other.candidates),
+        ..plan
+    }
+}
+
+/// Merges the plan of an earlier policy and that of a later one. The caller sets `every`.
 pub fn plans(earlier: Plan, later: Plan) -> Plan {
+    let earlier = events(earlier, &later);
     let notes: Vec<_> = earlier.note.into_iter().chain(later.note).collect();
     Plan {
         reasoning: earlier.reasoning.or(later.reasoning),
@@ -33,21 +50,25 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
         form: earlier.form.or(later.form),
         refuse: earlier.refuse.or(later.refuse),
         max_tokens: both(earlier.max_tokens, later.max_tokens, u32::min),
-        stop: stops(earlier.stop, later.stop),
+        stop: united(earlier.stop, later.stop),
         tools: both(earlier.tools, later.tools, |mut earlier, later| {
             earlier.retain(|name| later.contains(name));
             earlier
         }),
         on_phase: earlier.on_phase,
         on_newline: earlier.on_newline,
+        on_texts: earlier.on_texts,
+        on_tokens: earlier.on_tokens,
+        candidates: earlier.candidates,
+        route: earlier.route.or(later.route),
     }
 }
 
-/// Each stop string once.
-fn stops(mut earlier: Vec<String>, later: Vec<String>) -> Vec<String> {
-    for stop in later {
-        if !earlier.contains(&stop) {
-            earlier.push(stop);
+/// Each text once.
+fn united(mut earlier: Vec<String>, later: Vec<String>) -> Vec<String> {
+    for text in later {
+        if !earlier.contains(&text) {
+            earlier.push(text);
         }
     }
     earlier

@@ -4,7 +4,7 @@
 
 use std::borrow::Cow;
 
-use crate::contract::{STEP_TOKENS, Step};
+use crate::contract::{DrawnToken, STEP_TOKENS, Step};
 
 /// Tokens and text since a policy's last call.
 #[derive(Default)]
@@ -12,6 +12,8 @@ pub struct Unseen {
     /// At least the newest [`STEP_TOKENS`].
     tokens: Vec<u32>,
     text: String,
+    /// Those of the tokens that the model drew.
+    drawn: Vec<DrawnToken>,
     /// Lengths of `tokens` and `text` after each call of the chain, so that a rewind of tokens finds the
     /// text to remove.
     pieces: Vec<(usize, usize)>,
@@ -41,9 +43,10 @@ impl Unseen {
         if !due {
             return None;
         }
-        let Self { mut tokens, text, .. } = std::mem::take(self);
+        let Self { mut tokens, text, mut drawn, .. } = std::mem::take(self);
         self.index = step.index;
         tokens.drain(..tokens.len().saturating_sub(STEP_TOKENS));
+        drawn.drain(..drawn.len().saturating_sub(STEP_TOKENS));
         // `..step.clone()` would copy tokens and text.
         Some(Cow::Owned(Step {
             index: step.index,
@@ -57,6 +60,9 @@ impl Unseen {
             budget_reached: step.budget_reached,
             phase_changed: step.phase_changed,
             newline: step.newline,
+            texts_found: step.texts_found.clone(),
+            token_found: step.token_found,
+            drawn,
         }))
     }
 
@@ -66,6 +72,13 @@ impl Unseen {
     }
 
     fn add(&mut self, step: &Step) {
+        if let Some(first) = step.drawn.first() {
+            // Later ones were rewound.
+            self.drawn.retain(|drawn| drawn.index < first.index);
+            self.drawn.extend_from_slice(&step.drawn);
+            let older = self.drawn.len().saturating_sub(STEP_TOKENS);
+            self.drawn.drain(..older);
+        }
         self.tokens.extend_from_slice(&step.tokens);
         self.text.push_str(&step.text);
         if self.tokens.len() > 2 * STEP_TOKENS {

@@ -43,9 +43,16 @@ macro_rules! shipped {
 pub const SHIPPED: &[Shipped] = &[
     shipped!("agent"),
     shipped!("budget"),
+    shipped!("cache-friendly"),
     shipped!("default"),
+    shipped!("json-agent"),
+    shipped!("language"),
+    shipped!("no-repeat"),
     shipped!("passthrough"),
+    shipped!("redact"),
+    shipped!("router"),
     shipped!("rules"),
+    shipped!("tool-guard"),
 ];
 
 /// Where a policy is loaded from: its file, or else the binary.

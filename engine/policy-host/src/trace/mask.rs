@@ -61,7 +61,7 @@ fn mask(path: &str, field: &str, value: &mut Value, lengths: &mut Lengths) {
             set(path, text.len(), lengths);
             text.clear();
         }
-        Value::Array(list) if field == "tokens" => {
+        Value::Array(list) if ["tokens", "on_tokens", "drawn"].contains(&field) => {
             set(path, list.len(), lengths);
             list.clear();
         }

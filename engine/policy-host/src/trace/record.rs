@@ -8,7 +8,7 @@ use serde_json::ser::{CharEscape, Formatter};
 use serde_json::{Map, Value};
 
 use super::mask;
-use crate::contract::{Action, Answer, Call, Cost, Hook, ImportCall};
+use crate::contract::{Action, Answer, Call, Cost, DrawnToken, Hook, ImportCall, TextVerdict};
 use crate::error::Failure;
 
 /// One recorded call of a hook. Serializes to a JSON object that is a line of a golden file:
@@ -101,7 +101,9 @@ fn is_zero(count: &u64) -> bool {
 
 impl Serialize for Record {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let answer = self.answer.as_ref().filter(|answer| **answer != Answer::Finish(()));
+        let is_none =
+            |answer: &Answer| matches!(answer, Answer::Finish(labels) if labels.is_empty());
+        let answer = self.answer.as_ref().filter(|answer| !is_none(answer));
         let imports = (!self.imports.is_empty()).then_some(&self.imports[..]);
         let RecordedLink { request, profile, policy, sha256, .. } = &*self.link;
         let mut line = Line {
@@ -146,12 +148,20 @@ impl Record {
         let call = match &self.call {
             // Without the time that a serializer takes.
             Call::Step(step) => {
-                size_of_val(&step.tokens[..]) + LIST_BYTES + step.text.len() + TEXT_BYTES
+                let drawn = |drawn: &DrawnToken| {
+                    size_of::<DrawnToken>() + LIST_BYTES + size_of_val(&drawn.candidates[..])
+                };
+                let found = |text: &String| TEXT_BYTES + text.len();
+                let lists = step.drawn.iter().map(drawn).sum::<usize>()
+                    + step.texts_found.iter().map(found).sum::<usize>();
+                size_of_val(&step.tokens[..]) + LIST_BYTES + step.text.len() + TEXT_BYTES + lists
             }
+            Call::Text(view) => view.text.len() + TEXT_BYTES,
             other => heap_bytes(other),
         };
         let answer = match &self.answer {
             Some(Answer::Step(actions)) if actions.is_empty() => 0,
+            Some(Answer::Text(TextVerdict::Pass | TextVerdict::Hold(_))) => 0,
             answer => heap_bytes(answer),
         };
         size_of::<Self>() + call + answer + self.imports.iter().map(imports).sum::<usize>()

@@ -1,8 +1,9 @@
 use super::*;
 use crate::chain::Chain;
 use crate::contract::{
-    Action, Ban, CallReport, Cost, Hook, HookInput, ImportCall, Plan, Policy, PromptView,
-    Replacement, RequestView, Step, Summary, ToolCallView, Verdict,
+    Action, Ban, CallReport, Candidate, Cost, DrawnToken, Hook, HookInput, ImportCall, Labels,
+    Plan, Policy, PromptEdit, PromptView, Replacement, RequestView, Step, Summary, TextChange,
+    TextVerdict, TextView, ToolCallView, Verdict,
 };
 use crate::error::{Cause, Failure};
 
@@ -27,7 +28,8 @@ impl Policy for Parrot {
             Call::Params(_) => call.default_answer(),
             Call::Prompt(prompt) => {
                 let old = self.hear(&prompt.system[0]);
-                Answer::Prompt(vec![Replacement { message: 0, new: format!("{old}!"), old }])
+                let edit = Replacement { message: 0, new: format!("{old}!"), old };
+                Answer::Prompt(vec![PromptEdit::Replace(edit)])
             }
             Call::Request(request) => {
                 let note = Some(self.hear(&request.user));
@@ -43,8 +45,12 @@ impl Policy for Parrot {
                     Action::Stop(text),
                 ])
             }
+            Call::Text(view) => {
+                let change = TextChange { text: self.hear(&view.text), hold: 0 };
+                Answer::Text(TextVerdict::Replace(change))
+            }
             Call::ToolCall(view) => Answer::ToolCall(Verdict::Repair(self.hear(&view.arguments))),
-            Call::Finish(_) => Answer::Finish(()),
+            Call::Finish(_) => Answer::Finish(Labels::new()),
         })
     }
 
@@ -84,9 +90,14 @@ fn talk(traces: &Arc<Traces>, id: &str, text: bool, steps: u32) {
     chain.ask(&request).unwrap();
     for index in 1..=steps {
         let tokens = vec![987_654_321, 987_654_322];
-        let step = Step { index, tokens, text: SECRET.into(), ..Step::default() };
+        let candidates = vec![Candidate { token: 987_654_324, logprob: -0.1 }];
+        let drawn =
+            DrawnToken { index: 1, token: 987_654_323, entropy: 0.5, margin: 1.25, candidates };
+        let drawn = vec![drawn];
+        let step = Step { index, tokens, text: SECRET.into(), drawn, ..Step::default() };
         chain.ask(&step).unwrap();
     }
+    chain.ask(&TextView { text: SECRET.into(), ..TextView::default() }).unwrap();
     let call = ToolCallView { arguments: SECRET.into(), ..ToolCallView::default() };
     chain.ask(&call).unwrap();
     chain.ask(&Summary { reason: "stop".into(), ..Summary::default() }).unwrap();
@@ -102,14 +113,15 @@ fn a_trace_contains_every_call_with_its_policy_and_cost() {
     talk(&traces, "a", true, 2);
     let records = traces.get("a").unwrap();
     let hooks: Vec<_> = records.iter().map(|record| record.call.hook().name()).collect();
-    let expected = ["on-prompt", "on-request", "on-step", "on-step", "on-tool-call", "on-finish"];
+    let expected =
+        ["on-prompt", "on-request", "on-step", "on-step", "on-text", "on-tool-call", "on-finish"];
     assert_eq!(hooks, expected);
     assert!(records.iter().all(|record| record.link.sha256 == "ab".repeat(32)));
     let step = serde_json::to_string(&records[3]).unwrap();
     assert_eq!(
         step,
         format!(
-            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
+            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false,"texts_found":[],"token_found":false,"drawn":[{{"index":1,"token":987654323,"entropy":0.5,"margin":1.25,"candidates":[{{"token":987654324,"logprob":-0.1}}]}}]}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
             "ab".repeat(32)
         )
     );
@@ -129,13 +141,15 @@ fn a_masked_trace_has_lengths_in_place_of_texts_and_tokens() {
     assert!(!open.contains("masked"), "{open}");
     for length in [
         r#""input.system[0]":25"#,
-        r#""answer[0].new":26"#,
+        r#""answer[0].Replace.new":26"#,
         r#""input.params.hint":25"#,
         r#""input.user":25"#,
         r#""answer.note":25"#,
         r#""input.tokens":2"#,
         r#""answer[2].Ban.tokens":2"#,
         r#""input.arguments":25"#,
+        r#""input.drawn":1"#,
+        r#""answer.Replace.text":25"#,
         r#""answer.Repair":25"#,
         r#""imports[0].answer":25"#,
     ] {
@@ -154,7 +168,7 @@ fn traces_of_the_newest_requests_are_held() {
     }
     assert!(traces.get("a").is_none());
     for id in ["b", "c", "d"] {
-        assert_eq!(traces.get(id).unwrap().len(), 5, "{id}");
+        assert_eq!(traces.get(id).unwrap().len(), 6, "{id}");
     }
     let off = self::traces(PolicyConfig { trace_requests: 0, ..PolicyConfig::default() });
     talk(&off, "a", true, 1);

@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use steersman_policy_host::{
-    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Link,
-    LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptView, Recorder,
-    Refusal, Replacement, RequestView, Retention, STEP_TOKENS, SamplingChange, SamplingPatch,
-    SavePoint, Step, Summary, TokenBias, ToolCallView, Traces, Verdict, apply_replacements,
+    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Labels, Link,
+    LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptEdit, PromptView,
+    Recorder, Refusal, Replacement, RequestView, Retention, STEP_TOKENS, SamplingChange,
+    SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias,
+    ToolCallView, Traces, Verdict, apply_edits,
 };
 use steersman_test_support::Random;
 
@@ -20,7 +21,10 @@ type Log = Arc<Mutex<Vec<Call<'static>>>>;
 /// Returns answers that are written beforehand, and logs its calls.
 #[derive(Default, Clone)]
 struct Scripted {
-    replacements: Vec<Replacement>,
+    edits: Vec<PromptEdit>,
+    /// Of on-text: by the text that it sees; none passes it.
+    text: Option<fn(&TextView) -> TextVerdict>,
+    labels: Labels,
     plan: Plan,
     /// The actions of each step; later steps have none.
     actions: Vec<Vec<Action>>,
@@ -36,7 +40,7 @@ impl Policy for Scripted {
         self.log.lock().unwrap().push(call.to_owned());
         Ok(match call {
             Call::Params(_) => call.default_answer(),
-            Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
+            Call::Prompt(_) => Answer::Prompt(self.edits.clone()),
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(_) if self.fails => {
                 let cause = Cause::Message("on purpose".into());
@@ -47,7 +51,10 @@ impl Policy for Scripted {
                 Answer::Step(self.actions.get(self.steps - 1).cloned().unwrap_or_default())
             }
             Call::ToolCall(_) => Answer::ToolCall(self.verdict.clone().unwrap_or(Verdict::Accept)),
-            Call::Finish(_) => Answer::Finish(()),
+            Call::Text(view) => {
+                Answer::Text(self.text.map_or(TextVerdict::Pass, |text| text(view)))
+            }
+            Call::Finish(_) => Answer::Finish(self.labels.clone()),
         })
     }
 }
@@ -69,6 +76,11 @@ fn link(policy: Scripted, shadow: bool) -> Link {
 fn chain(policies: impl IntoIterator<Item = Scripted>) -> Chain {
     let links = policies.into_iter().map(|policy| link(policy, false)).collect();
     Chain::new(links, Recorder::off())
+}
+
+/// Replaces a span of the first system message.
+fn replace(old: &str, new: &str) -> PromptEdit {
+    PromptEdit::Replace(Replacement { message: 0, old: old.into(), new: new.into() })
 }
 
 /// `value` or `None`.
@@ -126,6 +138,13 @@ fn some_plan(random: &mut Random) -> Plan {
         },
         on_phase: random.below(2) == 0,
         on_newline: random.below(2) == 0,
+        on_texts: (0..random.below(3)).map(|_| format!("text {}", random.below(4))).collect(),
+        on_tokens: (0..random.below(3)).map(|_| random.below(4) as u32).collect(),
+        candidates: random.below(3) as u32 * 4,
+        route: {
+            let route = format!("route {}", random.below(4));
+            maybe(random, route)
+        },
     }
 }
 
@@ -170,7 +189,7 @@ fn a_chain_of_one_equals_its_policy() {
     let mut random = Random(1);
     for _ in 0..500 {
         let policy = Scripted {
-            replacements: vec![Replacement { message: 0, old: "be ".into(), new: String::new() }],
+            edits: vec![replace("be ", "")],
             plan: some_plan(&mut random),
             actions: (0..8).map(|_| some_actions(&mut random)).collect(),
             verdict: Some(random.of(&[&Verdict::Accept, &Verdict::Repair("again".into())]).clone()),
@@ -314,6 +333,13 @@ fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
         );
         assert_eq!(merged.on_phase, plans.iter().any(|plan| plan.on_phase), "{shown}");
         assert_eq!(merged.on_newline, plans.iter().any(|plan| plan.on_newline), "{shown}");
+        assert_eq!(merged.route, first(&plans, |plan| plan.route.clone()), "{shown}");
+        let candidates = plans.iter().map(|plan| plan.candidates).max();
+        assert_eq!(Some(merged.candidates), candidates, "{shown}");
+        for plan in &plans {
+            assert!(plan.on_texts.iter().all(|text| merged.on_texts.contains(text)), "{shown}");
+            assert!(plan.on_tokens.iter().all(|id| merged.on_tokens.contains(id)), "{shown}");
+        }
         assert_eq!(merged.loops, first(&plans, |plan| plan.loops), "{shown}");
         let temperature = |plan: &Plan| plan.sampling.temperature;
         assert_eq!(merged.sampling.temperature, first(&plans, temperature), "{shown}");
@@ -515,10 +541,8 @@ fn the_strictest_verdict_wins_and_the_earlier_of_equals() {
 
 #[test]
 fn each_policy_sees_the_replacements_of_the_earlier_ones() {
-    let replacing = |old: &str, new: &str| Scripted {
-        replacements: vec![Replacement { message: 0, old: old.into(), new: new.into() }],
-        ..Scripted::default()
-    };
+    let replacing =
+        |old: &str, new: &str| Scripted { edits: vec![replace(old, new)], ..Scripted::default() };
     let (first, second) = (replacing("at 10:15 you", "you"), replacing("you are", "be"));
     let shadow = replacing("be", "never");
     let last = replacing("be brief", "be short");
@@ -531,7 +555,7 @@ fn each_policy_sees_the_replacements_of_the_earlier_ones() {
     ];
     let mut chain: Box<dyn Policy> = Box::new(Chain::new(links, Recorder::off()));
     let all = chain.ask(&prompt("at 10:15 you are brief")).unwrap();
-    let expected = [&first, &second, &last].map(|policy| policy.replacements[0].clone());
+    let expected = [&first, &second, &last].map(|policy| policy.edits[0].clone());
     assert_eq!(all, expected);
     for (policy, saw) in
         [(first, "at 10:15 you are brief"), (second, "you are brief"), (shadow, "be brief")]
@@ -540,10 +564,7 @@ fn each_policy_sees_the_replacements_of_the_earlier_ones() {
     }
     let mut wrong = boxed([replacing("nowhere", "")]);
     let error = wrong.ask(&prompt("text")).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "policy `scripted`: on-prompt: replacement 0: message 0 does not contain its span"
-    );
+    assert_eq!(error, "policy `scripted`: on-prompt: edit 0: message 0 does not contain its span");
 }
 
 #[test]
@@ -601,7 +622,15 @@ fn a_shadow_is_called_and_recorded_and_changes_nothing() {
                 steps.iter().map(|step| effect(&chain.ask(step).unwrap())).collect();
             let verdict = chain.ask(&ToolCallView::default()).unwrap();
             chain.ask(&Summary::default()).unwrap();
-            let plan = Plan { every: 0, on_phase: false, on_newline: false, ..plan };
+            let plan = Plan {
+                every: 0,
+                on_phase: false,
+                on_newline: false,
+                on_texts: Vec::new(),
+                on_tokens: Vec::new(),
+                candidates: 0,
+                ..plan
+            };
             (plan, actions, verdict, chain.take_report().notes)
         };
         assert_eq!(run(true), run(false));

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use steersman_policy_host::{
-    Action, AnswerForm, Ban, Bias, CONTRACT, Context, Hook, Plan, PromptView, Replacement,
-    RequestView, SamplingChange, SamplingPatch, Summary, TokenBias, ToolCallView, Verdict,
-    Vocabulary, no_vocabulary,
+    Action, AnswerForm, Ban, Bias, CONTRACT, Context, Hook, Plan, PromptEdit, PromptView,
+    Replacement, RequestView, SamplingChange, SamplingPatch, Summary, TokenBias, ToolCallView,
+    Verdict, Vocabulary, no_vocabulary,
 };
 use steersman_test_support::guest::{
     Answers, ELEMENT, Value, case, component, data, float, full_name, hooks, importing, input,
@@ -51,12 +51,11 @@ fn a_policy_reports_why_it_fails_and_needs_no_grant_for_it() {
 fn hooks_that_are_not_exported_have_default_answers() {
     let host = host(&limits());
     for hook in hooks() {
-        let body = if hook == "on-finish" { "" } else { "i32.const 0" };
-        let component = compile(&host, &component(&[(hook, body)], ""));
+        let component = compile(&host, &component(&[(hook, "i32.const 0")], ""));
         assert_eq!(component.hooks(), [hook]);
         let decisions = run(&mut start(&component)).unwrap();
         assert_eq!(decisions.plan, Plan::default());
-        assert_eq!((decisions.replacements, decisions.actions), (vec![], vec![]));
+        assert_eq!((decisions.edits, decisions.actions), (vec![], vec![]));
         assert_eq!(decisions.verdict, Verdict::Accept);
     }
 }
@@ -208,18 +207,20 @@ fn every_kind_of_argument_reaches_the_guest_unchanged() {
 
     // The first system text is replaced by the name of the profile.
     let mut answers = Answers::default();
-    let answer = answers.add("on-prompt", &list([record([("old", text(""))])]));
-    let old = ELEMENT + offset("replacement", "old");
+    let one = case("replace", record([("old", text(""))]));
+    let answer = answers.add("on-prompt", &list([one]));
+    let element = ELEMENT + payload("prompt-edit");
+    let old = element + offset("replacement", "old");
     let body = [
         format!("(i64.store (i32.const {old}) (i64.load {}))", input("on-prompt", "system", 0)),
-        copy("on-prompt", "profile", 2, ELEMENT + offset("replacement", "new")),
+        copy("on-prompt", "profile", 2, element + offset("replacement", "new")),
         format!("i32.const {answer}"),
     ];
     let extra = format!("{BUMP} {}", answers.data());
     let mut guest = dry_run(&host, &component(&[("on-prompt", &body.concat())], &extra));
     let view = PromptView { profile: "agent".into(), ..prompt() };
     let replaced = Replacement { message: 0, old: view.system[0].clone(), new: "agent".into() };
-    assert_eq!(policy(&mut guest).ask(&view).unwrap(), [replaced]);
+    assert_eq!(policy(&mut guest).ask(&view).unwrap(), [PromptEdit::Replace(replaced)]);
 
     // A call is repaired with the digest of the first earlier call's result, if that exists.
     let mut answers = Answers::default();
@@ -249,7 +250,7 @@ fn every_kind_of_argument_reaches_the_guest_unchanged() {
     assert_eq!(policy(&mut guest).ask(&looping()).unwrap(), [Action::Rewind(3)]);
 
     let calls = input("on-finish", "tool-calls", 0);
-    let body = format!("(if (i32.ne {calls} (i32.const 7)) (then unreachable))");
+    let body = format!("(if (i32.ne {calls} (i32.const 7)) (then unreachable)) i32.const 0");
     let mut guest = dry_run(&host, &component(&[("on-finish", &body)], BUMP));
     policy(&mut guest).ask(&Summary { tool_calls: 7, ..Summary::default() }).unwrap();
     policy(&mut guest).ask(&Summary::default()).unwrap_err();

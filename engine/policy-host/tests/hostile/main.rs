@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use steersman_policy_host::{
     Action, Breaker, Component, Context, EarlierCall, Error, FAILURES, Failure, Grant, Guard, HINT,
     Host, Instance, LoopReport, OnFailure, Phase, Plan, Policies, Policy, PolicyConfig,
-    ProfilePolicies, PromptView, Replacement, Step, Storage, Summary, ToolCallView, Verdict,
-    no_vocabulary,
+    ProfilePolicies, PromptEdit, PromptView, Step, Storage, Summary, TextVerdict, TextView,
+    ToolCallView, Verdict, no_vocabulary,
 };
 use steersman_test_support::guest::{Answers, case, list, word};
 use steersman_test_support::hostile::{FOREVER, hostile, stepper};
@@ -87,9 +87,10 @@ fn tool_call() -> ToolCallView {
 /// The answers of all hooks.
 #[derive(Debug, PartialEq)]
 struct Decisions {
-    replacements: Vec<Replacement>,
+    edits: Vec<PromptEdit>,
     plan: Plan,
     actions: Vec<Action>,
+    text: TextVerdict,
     verdict: Verdict,
 }
 
@@ -97,9 +98,10 @@ struct Decisions {
 fn run(policy: &mut dyn Policy) -> Result<Decisions, Failure> {
     let started = Instant::now();
     let decisions = Decisions {
-        replacements: policy.ask(&prompt())?,
+        edits: policy.ask(&prompt())?,
         plan: policy.ask(&view())?,
         actions: policy.ask(&looping())?,
+        text: policy.ask(&TextView { text: "So".into(), ..TextView::default() })?,
         verdict: policy.ask(&tool_call())?,
     };
     policy.ask(&Summary { reason: "stop".into(), ..Summary::default() })?;
@@ -117,7 +119,7 @@ fn a_hostile_policy_is_stopped_and_replaced_if_its_profile_fails_open() {
         assert!(notes.contains(&format!("policy `guest`: {hook}: ")), "{name}: {notes:?}");
         assert!(notes.to_lowercase().contains(cause), "{name}: {notes:?}");
         assert_eq!(notes.lines().count(), 1, "{name}: {notes}");
-        assert_eq!(decisions.replacements, [], "{name}");
+        assert_eq!((decisions.edits, decisions.text), (vec![], TextVerdict::Pass), "{name}");
         assert_eq!(decisions.verdict, Verdict::Accept, "{name}");
         if ["on-prompt", "on-request"].contains(&hook) {
             assert!(decisions.plan.loops.is_some(), "{name}: no native plan");

@@ -10,7 +10,7 @@ use crate::decode::apply::INJECTED_TOKENS;
 use crate::decode::rewind::{RERUN_TOKENS, REWOUND_TOKENS};
 use crate::decode::verify::DecodePath;
 use crate::policy::{
-    Action, Ban, Bias, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
+    Action, Ban, Bias, PromptEdit, Replacement, SamplingChange, SamplingPatch, Step, TokenBias,
 };
 use crate::request::{FinishReason, Request, Sampling};
 
@@ -557,7 +557,7 @@ fn prompts_equal_after_replacement_share_state() {
         let mut script = Script::new(|_| Vec::new());
         if strip {
             let (old, new) = (header(hour), String::new());
-            script.replacements = vec![Replacement { message: 0, old, new }];
+            script.edits = vec![PromptEdit::Replace(Replacement { message: 0, old, new })];
         }
         run_plain(decoder, &request, script)
     };
@@ -580,7 +580,7 @@ fn next_turn_of_an_edited_prompt_reuses_the_previous_turn() {
     let script = |old: &str| {
         let mut script = markers_banned(|_| Vec::new());
         let (old, new) = (old.into(), String::new());
-        script.replacements = vec![Replacement { message: 0, old, new }];
+        script.edits = vec![PromptEdit::Replace(Replacement { message: 0, old, new })];
         script
     };
     let first = run_plain(decoder, &request, script("At 7: "));

@@ -6,7 +6,7 @@ use super::scripted::*;
 use crate::config::Config;
 use crate::decode::Decoder;
 use crate::error::{Error, RequestError};
-use crate::policy::{Replacement, SamplingPatch};
+use crate::policy::SamplingPatch;
 use crate::request::{Event, Penalties, Request, Usage};
 
 /// A sampled request, whose prompt has some hundred tokens.
@@ -163,10 +163,7 @@ fn a_choice_with_another_prompt_starts_alone() {
     let mut request = question(12);
     request.messages.insert(0, message("system", "Be brief."));
     let quiet = || Script::new(|_| Vec::new());
-    let other = Script {
-        replacements: vec![Replacement { message: 0, old: "brief".into(), new: "kind".into() }],
-        ..quiet()
-    };
+    let other = Script { edits: vec![replace("brief", "kind")], ..quiet() };
     let (mut first, first_events) = prepare(decoder, request.clone(), quiet());
     let (second, second_events) = prepare(decoder, request.clone(), other);
     assert_ne!(first.prompt, second.prompt);

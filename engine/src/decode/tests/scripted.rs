@@ -16,8 +16,9 @@ use super::super::verify::DecodePath;
 use crate::cache::Span;
 use crate::config::{Config, Device, DraftKind, Dtype};
 use crate::policy::{
-    Action, Answer, Call, Failure, Hook, Plan, Policy, Replacement, SamplingPatch, Session, Step,
-    Summary, ToolCallView, Verdict,
+    Action, Answer, Call, Chain, Failure, Hook, Labels, Link, Plan, Policy, PromptEdit, Recorder,
+    Replacement, SamplingPatch, Session, Step, Summary, TextVerdict, TextView, ToolCallView,
+    Verdict,
 };
 use crate::prefix::Retention;
 use crate::queue::Job;
@@ -130,16 +131,24 @@ pub fn message(role: &str, content: &str) -> Message {
     Message { role: role.into(), content: content.into(), ..Message::default() }
 }
 
+/// Replaces a span of the first system message.
+pub fn replace(old: &str, new: &str) -> PromptEdit {
+    PromptEdit::Replace(Replacement { message: 0, old: old.into(), new: new.into() })
+}
+
 type Steps = Box<dyn FnMut(&Step) -> Vec<Action> + Send>;
 type Calls = Box<dyn FnMut(&ToolCallView) -> Verdict + Send>;
+type Texts = Box<dyn FnMut(&TextView) -> TextVerdict + Send>;
 type Finishes = Box<dyn FnMut(&Summary) + Send>;
 
 /// A policy that a test scripts.
 pub struct Script {
-    pub replacements: Vec<Replacement>,
+    pub edits: Vec<PromptEdit>,
     pub plan: Plan,
     pub steps: Steps,
     pub calls: Calls,
+    /// Its hook `on-text`, if it has that.
+    pub texts: Option<Texts>,
     pub finish: Finishes,
     /// Whether its calls run on the engine thread.
     pub is_quick: bool,
@@ -155,10 +164,11 @@ impl Script {
     /// Called after every token.
     pub fn new(steps: impl FnMut(&Step) -> Vec<Action> + Send + 'static) -> Self {
         Self {
-            replacements: Vec::new(),
+            edits: Vec::new(),
             plan: Plan { every: 1, ..Plan::default() },
             steps: Box::new(steps),
             calls: Box::new(|_| Verdict::Accept),
+            texts: None,
             finish: Box::new(|_| ()),
             is_quick: true,
             rewound: 0,
@@ -172,19 +182,26 @@ impl Policy for Script {
     fn call(&mut self, call: &Call<'_>) -> Result<Answer, Failure> {
         Ok(match call {
             Call::Params(_) => call.default_answer(),
-            Call::Prompt(_) => Answer::Prompt(self.replacements.clone()),
+            Call::Prompt(_) => Answer::Prompt(self.edits.clone()),
             Call::Request(_) => Answer::Request(self.plan.clone()),
             Call::Step(step) => Answer::Step((self.steps)(step)),
+            Call::Text(view) => {
+                Answer::Text(self.texts.as_mut().map_or(TextVerdict::Pass, |f| f(view)))
+            }
             Call::ToolCall(view) => Answer::ToolCall((self.calls)(view)),
             Call::Finish(summary) => {
                 (self.finish)(summary);
-                Answer::Finish(())
+                Answer::Finish(Labels::new())
             }
         })
     }
 
     fn is_quick(&self, _: Hook) -> bool {
         self.is_quick
+    }
+
+    fn has(&self, hook: Hook) -> bool {
+        hook != Hook::OnText || self.texts.is_some()
     }
 }
 
@@ -216,6 +233,8 @@ fn session(policy: impl Policy + 'static) -> Session {
         params: Arc::default(),
         digest: [0; 32],
         judges_calls: true,
+        shapes_text: false,
+        sees_text: false,
         policies: 1,
     }
 }
@@ -260,6 +279,8 @@ pub struct Transcript {
     pub reason: FinishReason,
     pub notes: Vec<String>,
     pub usage: Usage,
+    /// The answer as the model wrote it.
+    pub written: String,
     /// Position of the state saved at the end.
     pub saved: usize,
 }
@@ -282,10 +303,41 @@ pub fn run(
     path: DecodePath,
     plain: Option<&[u32]>,
 ) -> Transcript {
-    let (events, mut receiver) = mpsc::unbounded_channel();
     let Script { rewound, judges_calls, policies, .. } = script;
+    // A chain holds text back.
+    let session = if script.texts.is_some() { chain(vec![script]) } else { session(script) };
+    let session = Session { judges_calls, policies, ..session };
+    run_session(decoder, request, session, rewound, path, plain)
+}
+
+/// The policies of a chain.
+pub fn chain(scripts: Vec<Script>) -> Session {
+    let shapes_text = scripts.iter().any(|script| script.texts.is_some());
+    let policies = scripts.len() as u32;
+    let link = |(index, script): (usize, Script)| Link {
+        name: format!("script {index}"),
+        sha256: [0; 32],
+        shadow: false,
+        policy: Box::new(script),
+    };
+    let links = scripts.into_iter().enumerate().map(link).collect();
+    let sees_text = shapes_text;
+    let chain = session(Chain::new(links, Recorder::off()));
+    Session { policies, shapes_text, sees_text, ..chain }
+}
+
+/// [`run`] with these policies, of which `rewound` tokens count as rewound from the start.
+pub fn run_session(
+    decoder: &mut Decoder,
+    request: &Request,
+    session: Session,
+    rewound: usize,
+    path: DecodePath,
+    plain: Option<&[u32]>,
+) -> Transcript {
+    let (events, mut receiver) = mpsc::unbounded_channel();
     let job = Job { request: request.clone(), events };
-    let session = Session { judges_calls, policies, ..session(script) };
+    let (judges_calls, sees_text) = (session.judges_calls, session.sees_text);
     let prepared = decoder.preparer.prepare_with(job, session).unwrap();
     let mut sequence = decoder.admit(prepared).unwrap();
     sequence.progress.rewound = rewound;
@@ -308,7 +360,10 @@ pub fn run(
     let (mut prompt_tokens, mut logprobs) = (Vec::new(), Vec::new());
     let finished = loop {
         match receiver.blocking_recv().unwrap() {
-            Event::Started { .. } | Event::Embedding(_) | Event::Note { .. } => {}
+            Event::Started { .. }
+            | Event::Embedding(_)
+            | Event::Routed { .. }
+            | Event::Note { .. } => {}
             Event::Reasoning(text) => reasoning.push_str(&text),
             Event::PromptToken(token) => prompt_tokens.push(token),
             Event::Logprob(logprob) => logprobs.push(logprob),
@@ -340,7 +395,10 @@ pub fn run(
             Piece::CallDelta(_) | Piece::ToolCall(_) | Piece::Note(_) => {}
         }
     }
-    assert_eq!((&reasoning, &answer), (&expected_reasoning, &expected_answer));
+    assert_eq!(reasoning, expected_reasoning);
+    if !sees_text {
+        assert_eq!(answer, expected_answer);
+    }
     Transcript {
         reasoning,
         answer,
@@ -355,6 +413,7 @@ pub fn run(
         reason: finished.reason,
         notes: finished.notes,
         usage: finished.usage,
+        written: expected_answer,
     }
 }
 

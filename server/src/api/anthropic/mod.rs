@@ -85,6 +85,7 @@ impl Protocol for Messages {
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Logprob(_)
+            | Event::Routed { .. }
             | Event::Note { .. }
             | Event::Finished(_)
             | Event::Failed(_) => {}

@@ -108,6 +108,7 @@ impl Protocol for Chat {
             | Event::PromptToken(_)
             | Event::Embedding(_)
             | Event::Rewound { .. }
+            | Event::Routed { .. }
             | Event::Note { .. }
             | Event::Failed(_) => {}
         }
@@ -240,6 +241,9 @@ pub fn extension(head: &Head, finished: &Finished) -> Value {
     let mut extension = json!({"profile": head.profile, "notes": notes});
     if let FinishReason::Policy(reason) = &finished.reason {
         extension["stop_reason"] = json!(reason);
+    }
+    if !finished.labels.is_empty() {
+        extension["labels"] = finished.labels.iter().cloned().collect();
     }
     if !head.ran.is_empty() {
         let runs = head.ran.iter().map(|(index, ran)| tool_run(*index, ran));

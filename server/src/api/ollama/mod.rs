@@ -70,6 +70,7 @@ impl<const CHAT: bool> Protocol for Ollama<CHAT> {
             Event::CallDelta(_)
             | Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Routed { .. }
             | Event::Note { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)

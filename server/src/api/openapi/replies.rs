@@ -145,6 +145,9 @@ pub struct Extension {
     profile: String,
     /// What policies did and what was left out, in words.
     notes: Vec<String>,
+    /// What policies tell the client: names and values.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    labels: Option<BTreeMap<String, String>>,
     /// Why a policy ended the request.
     #[schemars(skip_serializing_if = "Option::is_none")]
     stop_reason: Option<String>,
@@ -771,6 +774,8 @@ struct ListedProfile {
     has_keys: bool,
     mcp: Value,
     policy_headers: Vec<String>,
+    /// Models and profiles to which its policies may route requests.
+    routes: Vec<String>,
     limits: Map<String, Value>,
     /// Null if the profile sets nothing.
     sampling: Option<Map<String, Value>>,

@@ -126,6 +126,7 @@ impl Protocol for Responses {
             }
             Event::Started { .. }
             | Event::Rewound { .. }
+            | Event::Routed { .. }
             | Event::Note { .. }
             | Event::PromptToken(_)
             | Event::Embedding(_)

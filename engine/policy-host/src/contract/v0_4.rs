@@ -1,7 +1,7 @@
-//! Contract 0.3, which components built for it have: the records that differ from today's, and its hooks and
+//! Contract 0.4, which components built for it have: the records that differ from today's, and its hooks and
 //! imports under their names.
 //!
-//! A component sees the fields that 0.3 has. What its answers lack is empty. Records that are the same in both
+//! A component sees the fields that 0.4 has. What its answers lack is empty. Records that are the same in both
 //! are not repeated: a component knows them by their fields, not by the version.
 
 #![allow(
@@ -17,46 +17,17 @@ use wasmtime::{Store, StoreContextMut};
 
 use super::bindings::steersman::policy::{counters, failure, kv, log, tokenizer};
 use super::{
-    Answer, AnswerForm, Call, Hook, LoopReport, LoopRule, Phase, PromptView, Replacement,
-    Retention, SamplingPatch, Summary, ToolCallView, Verdict,
+    Answer, AnswerForm, Call, Hook, LoopReport, LoopRule, ParamsView, Phase, PreparedParams,
+    PromptEdit, PromptView, Refusal, Replacement, RequestView, Retention, SamplingPatch, Summary,
+    ToolCallView, Verdict,
 };
 use crate::contract::{Action, Plan as CurrentPlan};
 use crate::sandbox::State;
 
 /// The version.
-pub const CONTRACT: &str = "0.3.0";
+pub const CONTRACT: &str = "0.4.0";
 
-/// `request-view` of 0.3.
-#[derive(ComponentType, Lower)]
-#[component(record)]
-struct RequestView<'a> {
-    id: &'a str,
-    profile: &'a str,
-    model: &'a str,
-    family: &'a str,
-    params: &'a [(String, String)],
-    #[component(name = "prompt-tokens")]
-    prompt_tokens: u32,
-    #[component(name = "context-left")]
-    context_left: u32,
-    messages: u32,
-    #[component(name = "system-chars")]
-    system_chars: u32,
-    user: &'a str,
-    tools: &'a [String],
-    #[component(name = "can-reason")]
-    can_reason: bool,
-    reasoning: Option<bool>,
-    #[component(name = "reasoning-budget")]
-    reasoning_budget: Option<u32>,
-    #[component(name = "max-tokens")]
-    max_tokens: Option<u32>,
-    form: &'a Option<AnswerForm>,
-    sampling: SamplingPatch,
-    seed: u64,
-}
-
-/// `plan` of 0.3.
+/// `plan` of 0.4.
 #[derive(ComponentType, Lift)]
 #[component(record)]
 struct Plan {
@@ -73,9 +44,18 @@ struct Plan {
     note: Option<String>,
     retain: Option<Vec<Retention>>,
     form: Option<AnswerForm>,
+    refuse: Option<Refusal>,
+    #[component(name = "max-tokens")]
+    max_tokens: Option<u32>,
+    stop: Vec<String>,
+    tools: Option<Vec<String>>,
+    #[component(name = "on-phase")]
+    on_phase: bool,
+    #[component(name = "on-newline")]
+    on_newline: bool,
 }
 
-/// `step` of 0.3.
+/// `step` of 0.4.
 #[derive(ComponentType, Lower)]
 #[component(record)]
 struct Step<'a> {
@@ -93,31 +73,9 @@ struct Step<'a> {
     loop_found: Option<LoopReport>,
     #[component(name = "budget-reached")]
     budget_reached: bool,
-}
-
-impl<'a> RequestView<'a> {
-    fn of(view: &'a super::RequestView) -> Self {
-        Self {
-            id: &view.id,
-            profile: &view.profile,
-            model: &view.model,
-            family: &view.family,
-            params: &view.params,
-            prompt_tokens: view.prompt_tokens,
-            context_left: view.context_left,
-            messages: view.messages,
-            system_chars: view.system_chars,
-            user: &view.user,
-            tools: &view.tools,
-            can_reason: view.can_reason,
-            reasoning: view.reasoning,
-            reasoning_budget: view.reasoning_budget,
-            max_tokens: view.max_tokens,
-            form: &view.form,
-            sampling: view.sampling,
-            seed: view.seed,
-        }
-    }
+    #[component(name = "phase-changed")]
+    phase_changed: bool,
+    newline: bool,
 }
 
 impl From<Plan> for CurrentPlan {
@@ -133,6 +91,12 @@ impl From<Plan> for CurrentPlan {
             note: plan.note,
             retain: plan.retain,
             form: plan.form,
+            refuse: plan.refuse,
+            max_tokens: plan.max_tokens,
+            stop: plan.stop,
+            tools: plan.tools,
+            on_phase: plan.on_phase,
+            on_newline: plan.on_newline,
             ..Self::default()
         }
     }
@@ -150,6 +114,8 @@ impl<'a> Step<'a> {
             text: &step.text,
             loop_found: step.loop_found,
             budget_reached: step.budget_reached,
+            phase_changed: step.phase_changed,
+            newline: step.newline,
         }
     }
 }
@@ -191,16 +157,19 @@ impl HookIndices {
             let function = function.ok_or_else(|| wasmtime::Error::msg("is no function"))?;
             let store = &*store;
             match hook {
-                Hook::OnParams => {}
+                Hook::OnParams => {
+                    function.typed::<(&ParamsView,), (PreparedParams,)>(store)?;
+                }
                 Hook::OnPrompt => {
                     function.typed::<(&PromptView,), (Vec<Replacement>,)>(store)?;
                 }
                 Hook::OnRequest => {
-                    function.typed::<(RequestView<'_>,), (Plan,)>(store)?;
+                    function.typed::<(&RequestView,), (Plan,)>(store)?;
                 }
                 Hook::OnStep => {
                     function.typed::<(Step<'_>,), (Vec<Action>,)>(store)?;
                 }
+                Hook::OnText => {}
                 Hook::OnToolCall => {
                     function.typed::<(&ToolCallView,), (Verdict,)>(store)?;
                 }
@@ -219,22 +188,34 @@ impl Guest {
     pub fn call(&self, store: &mut Store<State>, call: &Call<'_>) -> wasmtime::Result<Answer> {
         let Some(function) = self.0[call.hook() as usize] else { return Ok(call.default_answer()) };
         match call {
-            // 0.3 does not have it.
-            Call::Params(_) => Ok(call.default_answer()),
+            Call::Params(view) => {
+                invoke(function, store, (&**view,)).map(|(answer,)| Answer::Params(answer))
+            }
+            // 0.4 is not called without system text.
+            Call::Prompt(view) if view.system.iter().all(String::is_empty) => {
+                Ok(call.default_answer())
+            }
             Call::Prompt(view) => {
-                invoke(function, store, (&**view,)).map(|(answer,)| Answer::Prompt(answer))
+                let answer = invoke(function, store, (&**view,));
+                answer.map(|(replacements,): (Vec<Replacement>,)| {
+                    Answer::Prompt(replacements.into_iter().map(PromptEdit::Replace).collect())
+                })
             }
             Call::Request(view) => {
-                let answer = invoke(function, store, (RequestView::of(view),));
+                let answer = invoke(function, store, (&**view,));
                 answer.map(|(plan,): (Plan,)| Answer::Request(plan.into()))
             }
             Call::Step(step) => {
                 invoke(function, store, (Step::of(step),)).map(|(answer,)| Answer::Step(answer))
             }
+            // 0.4 does not have it.
+            Call::Text(_) => Ok(call.default_answer()),
             Call::ToolCall(view) => {
                 invoke(function, store, (&**view,)).map(|(answer,)| Answer::ToolCall(answer))
             }
-            Call::Finish(summary) => invoke(function, store, (&**summary,)).map(Answer::Finish),
+            Call::Finish(summary) => {
+                invoke(function, store, (&**summary,)).map(|()| call.default_answer())
+            }
         }
     }
 }
@@ -251,7 +232,7 @@ where
     function.call(store, params)
 }
 
-/// Adds the imports of 0.3. What they have in common with today's does the same.
+/// Adds the imports of 0.4, which do the same as today's.
 pub fn add_to_linker(linker: &mut Linker<State>) -> wasmtime::Result<()> {
     type Caller<'a> = StoreContextMut<'a, State>;
     let name = |interface: &str| format!("steersman:policy/{interface}@{CONTRACT}");
@@ -277,6 +258,18 @@ pub fn add_to_linker(linker: &mut Linker<State>) -> wasmtime::Result<()> {
     map.func_wrap("delete", |mut caller: Caller<'_>, (key,): (String,)| {
         Ok((kv::Host::delete(caller.data_mut(), key)?,))
     })?;
+    map.func_wrap("add", |mut caller: Caller<'_>, (key, by): (String, i64)| {
+        Ok((kv::Host::add(caller.data_mut(), key, by)?,))
+    })?;
+    map.func_wrap("expire", |mut caller: Caller<'_>, (key, seconds): (String, u32)| {
+        Ok((kv::Host::expire(caller.data_mut(), key, seconds)?,))
+    })?;
+    map.func_wrap(
+        "list",
+        |mut caller: Caller<'_>, (prefix, after, limit): (String, String, u32)| {
+            Ok((kv::Host::list(caller.data_mut(), prefix, after, limit)?,))
+        },
+    )?;
     let mut texts = linker.instance(&name("tokenizer"))?;
     texts.func_wrap("encode", |mut caller: Caller<'_>, (text,): (String,)| {
         Ok((tokenizer::Host::encode(caller.data_mut(), text)?,))
