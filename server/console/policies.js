@@ -26,7 +26,7 @@ function versions(policy) {
 /** One card. `act` runs an operation and shows the policies again. */
 function card(policy, state, act) {
   const target = policy.earlier.find((version) => !version.withdrawn);
-  const file = h("input", { type: "file", accept: ".wasm,application/wasm", class: "sr", id: `file-${policy.name}`, tabindex: "-1", "aria-label": `Component for ${policy.name}`,
+  const file = h("input", { type: "file", accept: ".wasm,.steer,application/wasm", class: "sr", id: `file-${policy.name}`, tabindex: "-1", "aria-label": `Component for ${policy.name}`,
     onchange: () => file.files[0] && act(policy, "push", file.files[0]).finally(() => { file.value = ""; }) });
   const push = h("button", { type: "button", "data-act": "push", onclick: () => file.click(),
     disabled: !state.isOperator || !policy.file, title: policy.file ? null : "A shipped policy can be replaced if policy.folder is set" }, "Push a version…");

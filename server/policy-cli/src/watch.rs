@@ -51,8 +51,9 @@ pub fn run(
     let folder = &options.folder;
     let folder = folder.canonicalize().with_context(|| folder.display().to_string())?;
     let (sender, changes) = channel();
+    let root = folder.clone();
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-        if event.map_or(true, |event| is_change(&event)) {
+        if event.map_or(true, |event| is_change(&event, &root)) {
             let _ = sender.send(());
         }
     })?;
@@ -86,13 +87,16 @@ fn round(
 }
 
 /// Whether a source may have changed. What a build writes, and reads, is no source.
-fn is_change(event: &Event) -> bool {
+fn is_change(event: &Event, folder: &Path) -> bool {
     let is_written = match event.kind {
         EventKind::Access(AccessKind::Close(AccessMode::Write)) => true,
         EventKind::Access(_) => false,
         _ => true,
     };
-    is_written && event.paths.iter().any(|path| is_source(path))
+    // Only below the folder: it may itself lie in one of the names that are ignored.
+    let below = |path: &PathBuf| path.strip_prefix(folder).map(Path::to_path_buf);
+    is_written
+        && event.paths.iter().filter_map(|path| below(path).ok()).any(|path| is_source(&path))
 }
 
 fn is_source(path: &Path) -> bool {
@@ -114,15 +118,16 @@ mod tests {
 
     #[test]
     fn sources_are_told_from_what_tools_write() {
-        for path in ["/p/brief/src/lib.rs", "/p/brief/brief.jsonl", "/p/brief/wit/world.wit"] {
+        for path in ["src/lib.rs", "brief.jsonl", "wit/world.wit"] {
             assert!(is_source(Path::new(path)), "{path}");
         }
-        for path in
-            ["/p/brief/brief.wasm", "/p/brief/target/release/x.d", "/p/.git/index", "/p/Cargo.lock"]
-        {
+        for path in ["brief.wasm", "target/release/x.d", ".git/index", "Cargo.lock"] {
             assert!(!is_source(Path::new(path)), "{path}");
         }
-        let reading = Event::new(EventKind::Access(AccessKind::Open(AccessMode::Read)));
-        assert!(!is_change(&reading.add_path("/p/brief/src/lib.rs".into())));
+        let folder = Path::new("/target/brief");
+        let source = |kind| Event::new(kind).add_path(folder.join("src/lib.rs"));
+        assert!(is_change(&source(EventKind::Any), folder));
+        let reading = EventKind::Access(AccessKind::Open(AccessMode::Read));
+        assert!(!is_change(&source(reading), folder));
     }
 }

@@ -5,7 +5,7 @@ use std::fs;
 use clap::{Command, FromArgMatches, Subcommand};
 use serde_json::{Value, json};
 use steersman::policy::Task;
-use steersman_engine::policy::{CONTRACT, PolicyConfig, Storage};
+use steersman_engine::policy::{CONTRACT, PolicyConfig, Storage, pack};
 use steersman_test_support::guest::named;
 
 use super::served::{Connection, Served};
@@ -153,5 +153,33 @@ async fn a_version_that_fails_the_golden_file_beside_it_is_refused() {
     fs::write(served.file("mine").with_extension("jsonl"), golden).unwrap();
     let refused = served.ask(ADMIN, &["push", "mine", &traps]).await.unwrap_err();
     assert!(refused.contains("golden line 2") && refused.contains("trapped"), "{refused}");
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bundle_is_pushed_and_a_wrong_one_is_refused() {
+    let served = Served::start(&["mine"]).await;
+    let golden =
+        |note: &str| format!("{{\"hook\":\"on-request\",\"answer\":{{\"note\":\"{note}\"}}}}\n");
+    let bundle = |name: &str, note: &str| {
+        pack(name, [&version("b"), golden(note).as_bytes(), b"", b"# notes its name\n"])
+    };
+    let refused = [
+        (bundle("other", "b"), "contains `other.wasm`; that of policy `mine` has just mine.wasm"),
+        (bundle("mine", "c"), "-   \"note\": \"c\"\n  +   \"note\": \"b\""),
+    ];
+    for (bytes, words) in refused {
+        let file = served.component("wrong", &bytes);
+        let error = served.ask(ADMIN, &["push", "mine", &file]).await.unwrap_err();
+        assert!(error.contains("422") && error.contains(words), "{error}");
+        assert_eq!(served.chat().await["steersman"]["notes"][0], "a");
+    }
+    let file = served.component("right", &bundle("mine", "b"));
+    served.ask(ADMIN, &["push", "mine", &file]).await.unwrap();
+    assert_eq!(served.chat().await["steersman"]["notes"][0], "b");
+    assert!(served.file("mine").with_extension("steer").is_file());
+    served.ask(ADMIN, &["rollback", "mine"]).await.unwrap();
+    assert_eq!(served.chat().await["steersman"]["notes"][0], "a");
+    assert!(!served.file("mine").with_extension("steer").exists(), "a component replaces it");
     served.end().await;
 }
