@@ -140,19 +140,6 @@ fn biased(wanted: &str, bias: f32) -> Request {
 }
 
 #[test]
-fn language_takes_foreign_letters_back_before_a_streaming_client_has_them() {
-    let engine = engine([("language", library("language", &[]))]);
-    let is_foreign = |c: char| ('\u{400}'..'\u{530}').contains(&c);
-    let (without, _) = traced(&engine, "default", biased("я", 30.0));
-    assert!(without.answer.contains(is_foreign), "{without:?}");
-    let (reply, records) = replayed(&engine, "language", biased("я", 30.0));
-    assert!(!reply.answer.contains(is_foreign) && !reply.answer.is_empty(), "{reply:?}");
-    let rewound: u32 = label(&reply, "foreign_tokens").unwrap().parse().unwrap();
-    assert!(rewound > 0);
-    assert!(has_hook(&records, "on-text") && has_hook(&records, "on-step"));
-}
-
-#[test]
 fn no_repeat_rewinds_a_loop_and_ends_an_answer_that_returns_to_it() {
     let params = [("times", "2"), ("cool_down", "8"), ("temperature", "1.0")];
     let engine = engine([("no-repeat", library("no-repeat", &params))]);

@@ -17,9 +17,11 @@ pub fn gcd(a: u32, b: u32) -> u32 {
 /// The events and candidates of both plans, and the rest of the first.
 pub fn events(plan: Plan, other: &Plan) -> Plan {
     let mut on_tokens = plan.on_tokens;
-    on_tokens.extend(&other.on_tokens);
-    on_tokens.sort_unstable();
-    on_tokens.dedup();
+    for token in &other.on_tokens {
+        if !on_tokens.contains(token) {
+            on_tokens.push(*token);
+        }
+    }
     Plan {
         on_phase: plan.on_phase || other.on_phase,
         on_newline: plan.on_newline || other.on_newline,
