@@ -7,7 +7,7 @@ use serde_json::Value;
 use steersman::config::FileConfig;
 use steersman_engine::config::Profile;
 use steersman_engine::policy::{Answer, Call, Param, Record, Step, TokenBias, shipped};
-use steersman_engine::request::{FinishReason, Request};
+use steersman_engine::request::{FinishReason, Form, Request, ResponseFormat};
 use steersman_engine::{Error, RequestError};
 use steersman_test_support::guest::{Answers, Value as Word, component, list, record, text, word};
 use steersman_tests::steered::{engine, replays, traced};
@@ -137,6 +137,22 @@ fn biased(wanted: &str, bias: f32) -> Request {
     let tokens = bundled_text().encode_plain(wanted).unwrap();
     let biases = tokens.into_iter().map(|token| TokenBias { token, bias });
     Request { biases: biases.collect(), max_tokens: Some(60), revisable: false, ..italy() }
+}
+
+#[test]
+fn language_takes_foreign_letters_back_before_a_streaming_client_has_them() {
+    let engine = engine([("language", library("language", &[]))]);
+    // The form permits both, and the client prefers the first byte of the Cyrillic letter.
+    let form = Form::Regex("(яя|Rome)".into());
+    let mut request = biased("я", 30.0);
+    request.biases.truncate(1);
+    request.response_format = Some(ResponseFormat { field: "response_format", form });
+    let (without, _) = traced(&engine, "default", request.clone());
+    assert_eq!(without.answer, "яя");
+    let (reply, records) = replayed(&engine, "language", request);
+    assert_eq!(reply.answer, "Rome", "{reply:?}");
+    assert_eq!(label(&reply, "foreign_tokens"), Some("1"));
+    assert!(has_hook(&records, "on-text") && has_hook(&records, "on-step"));
 }
 
 #[test]
