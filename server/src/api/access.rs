@@ -238,7 +238,7 @@ impl Access {
 
     /// Whether there are operators.
     pub fn has_operators(&self) -> bool {
-        !self.keys().admin_keys.is_empty()
+        self.keys().has_operators
     }
 
     /// Rejects callers that are not operators: 403 if the server has no operators, or else 401.

@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use steersman_engine::policy::{
     Activation, BUNDLE_BYTES, Difference, Error, Health, HistoryEntry, ParamReport, PolicyReport,
-    Problem, Record, Report, Use, Withdrawn,
+    Policies, Problem, Record, Report, Use, Withdrawn,
 };
 
 use super::App;
@@ -144,11 +144,7 @@ pub async fn upload(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<ActivationBody>, ApiError> {
-    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
-    let policies = app.models.policies().clone();
-    if !policies.has(&name) {
-        return Err(ApiError::policy_not_found(&name));
-    }
+    let policies = operated(&app, &caller, &name)?;
     let _permit = app.uploads.acquire().await.expect("the semaphore is never closed");
     // No budget: only operators upload, one at a time.
     let limit = Limit { bytes: BUNDLE_BYTES, set_by: "for a bundle", has_budget: false };
@@ -163,11 +159,7 @@ pub async fn roll_back(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Json<ActivationBody>, ApiError> {
-    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
-    let policies = app.models.policies().clone();
-    if !policies.has(&name) {
-        return Err(ApiError::policy_not_found(&name));
-    }
+    let policies = operated(&app, &caller, &name)?;
     // Not that of uploads: it would wait while a component is compiled.
     let _permit = app.rollbacks.acquire().await.expect("the semaphore is never closed");
     let activation = blocking(move || policies.roll_back(&name)).await?;
@@ -181,11 +173,7 @@ pub async fn shadow(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
-    let policies = app.models.policies().clone();
-    if !policies.has(&name) {
-        return Err(ApiError::policy_not_found(&name));
-    }
+    let policies = operated(&app, &caller, &name)?;
     // As much work as the traces of all requests.
     let permit = app.trace_readers.clone().acquire_owned().await;
     let _permit = permit.expect("the semaphore is never closed");
@@ -202,6 +190,16 @@ pub async fn shadow(
         })
     });
     Ok(Json(body.await?))
+}
+
+/// The policies, for an operator's request about the policy `name`.
+fn operated(app: &App, caller: &Caller, name: &str) -> Result<Arc<Policies>, ApiError> {
+    app.access.operator(caller).inspect_err(|_| app.metrics.unauthorized())?;
+    let policies = app.models.policies().clone();
+    if !policies.has(name) {
+        return Err(ApiError::policy_not_found(name));
+    }
+    Ok(policies)
 }
 
 fn difference(Difference { shadow, applied }: &Difference) -> Value {

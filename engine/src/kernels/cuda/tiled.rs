@@ -333,6 +333,6 @@ mod tests {
         assert_eq!(block(1, [4096, 12288], false, ADA), None);
         // As on Hopper with MLX's graphs.
         let alone = Capability { clusters: false, ..HOPPER };
-        assert_eq!(block(16, [4096, 12288], false, alone), Some([1, 8, 1, 64, 2]));
+        assert_eq!(block(16, [4096, 12288], false, alone), Some([1, 16, 1, 64, 2]));
     }
 }
