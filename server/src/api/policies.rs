@@ -15,8 +15,8 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Value, json};
 use steersman_engine::policy::{
-    Activation, BUNDLE_BYTES, Difference, Error, Health, HistoryEntry, ParamReport, PolicyReport,
-    Policies, Problem, Record, Report, Use, Withdrawn,
+    Activation, BUNDLE_BYTES, Difference, Error, Health, HistoryEntry, ParamReport, Policies,
+    PolicyReport, Problem, Record, Report, Use, Withdrawn,
 };
 
 use super::App;
