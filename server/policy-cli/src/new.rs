@@ -45,6 +45,7 @@ const SDK: &[(&str, &str)] = &[
     ("bindings.rs", include_str!("../../../policies/sdk/src/bindings.rs")),
     ("host.rs", include_str!("../../../policies/sdk/src/host.rs")),
     ("lib.rs", include_str!("../../../policies/sdk/src/lib.rs")),
+    ("params.rs", include_str!("../../../policies/sdk/src/params.rs")),
     ("prompt.rs", include_str!("../../../policies/sdk/src/prompt.rs")),
 ];
 const SDK_MANIFEST: &str = include_str!("../../../policies/sdk/Cargo.toml");

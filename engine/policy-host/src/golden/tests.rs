@@ -56,7 +56,10 @@ fn a_misspelled_key_is_an_error_with_its_line() {
             "step is not a field",
         ),
         (r#"{"hook":"on-steps"}"#, "unknown variant `on-steps`"),
-        (r#"{"hook":"on-finish","answer":1}"#, "answer: invalid type: integer `1`, expected unit"),
+        (
+            r#"{"hook":"on-finish","answer":1}"#,
+            "answer: invalid type: integer `1`, expected a sequence",
+        ),
         (r#"{"hock":"on-step"}"#, "unknown field `hock`"),
         (r#"{"case":"x"}"#, "`hook` is missing"),
         (r#"{"hook":"on-step""#, "EOF"),

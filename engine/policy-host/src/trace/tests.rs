@@ -183,9 +183,9 @@ fn a_long_request_has_its_first_and_last_calls_and_a_count_of_the_others() {
     assert_eq!(records.len(), MAX_RECORDS + 1);
     let last = records.last().unwrap();
     assert_eq!(last.call.hook(), Hook::OnFinish);
-    // Prompt, request, steps and tool call are more than MAX_RECORDS by 13.
-    assert_eq!(last.dropped, 13);
-    assert!(serde_json::to_string(last).unwrap().ends_with(r#""dropped":13}"#));
+    // Prompt, request, steps, text and tool call are more than MAX_RECORDS by 14.
+    assert_eq!(last.dropped, 14);
+    assert!(serde_json::to_string(last).unwrap().ends_with(r#""dropped":14}"#));
 }
 
 #[test]
