@@ -163,6 +163,7 @@ macro_rules! hooks {
         }
 
         /// The answer of a hook.
+        #[allow(clippy::large_enum_variant, reason = "a box would be an allocation in each call")]
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[serde(untagged)]
         pub enum Answer {

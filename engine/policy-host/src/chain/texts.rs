@@ -23,10 +23,18 @@ pub struct Texts {
     links: Vec<LinkText>,
     /// Bytes of the answer so far.
     position: usize,
-    /// After each piece: the bytes so far, and for each policy those it got and those it let through.
-    marks: Vec<(usize, Box<[(usize, usize)]>)>,
+    /// After each piece.
+    marks: Vec<Mark>,
     /// Texts that were replaced, and by whom.
     replaced: Vec<(usize, String)>,
+}
+
+/// How far the answer has come.
+struct Mark {
+    /// Bytes of it.
+    end: usize,
+    /// For each policy, the bytes that it got and those that it let through.
+    links: Box<[(usize, usize)]>,
 }
 
 /// The answer as one policy gets it.
@@ -51,9 +59,9 @@ impl Texts {
         if position >= self.position {
             return;
         }
-        self.marks.retain(|(end, _)| *end <= position);
+        self.marks.retain(|mark| mark.end <= position);
         for (index, link) in self.links.iter_mut().enumerate() {
-            let (input, released) = self.marks.last().map_or((0, 0), |(_, states)| states[index]);
+            let (input, released) = self.marks.last().map_or((0, 0), |mark| mark.links[index]);
             link.input.truncate(input);
             link.released = released;
             link.tail.clear();
@@ -64,8 +72,8 @@ impl Texts {
     /// Ends a piece of `bytes`.
     pub fn end(&mut self, bytes: usize) {
         self.position += bytes;
-        let states = self.links.iter().map(|link| (link.input.len(), link.released)).collect();
-        self.marks.push((self.position, states));
+        let links = self.links.iter().map(|link| (link.input.len(), link.released)).collect();
+        self.marks.push(Mark { end: self.position, links });
     }
 
     /// What policy `index` is asked about `text`, which the policies before it let through; `None` if there is
