@@ -253,8 +253,11 @@ steersman_policy::export!(Redact, without on_tool_call, with on_text);
 mod tests {
     use super::*;
 
+    /// Names and values.
+    type Params = &'static [(&'static str, &'static str)];
+
     /// The answer of the policy to pieces of `bytes`, as the host applies it.
-    fn redacted(params: &[(&str, &str)], text: &str, bytes: usize) -> String {
+    fn redacted(params: Params, text: &str, bytes: usize) -> String {
         let mut policy = Redact::default();
         let params = params.iter().map(|(name, text)| ((*name).into(), (*text).into())).collect();
         let plan = policy.on_request(RequestView { params, ..RequestView::default() });
@@ -284,8 +287,8 @@ mod tests {
 
     #[test]
     fn patterns_are_replaced_however_the_text_is_cut() {
-        let named = [("texts", "Project Falcon|Anna")];
-        let cases: [(&[(&str, &str)], &str, &str); 9] = [
+        const NAMED: Params = &[("texts", "Project Falcon|Anna")];
+        let cases: [(Params, &str, &str); 9] = [
             (&[], "Write to anna.b@example.org, please.", "Write to [redacted], please."),
             (&[], "a@b and @home and x@y.z stay", "a@b and @home and x@y.z stay"),
             (&[], "the key (sk-abcdefghij0123456789) is", "the key ([redacted]) is"),
@@ -296,7 +299,7 @@ mod tests {
             ),
             (&[], "pay 4111 1111 1111 1111 now", "pay [redacted] now"),
             (&[], "pay 4111 1111 1111 1112 now", "pay 4111 1111 1111 1112 now"),
-            (&named, "Project Falcon, and Anna.", "[redacted], and [redacted]."),
+            (NAMED, "Project Falcon, and Anna.", "[redacted], and [redacted]."),
             (&[("patterns", "card"), ("mark", "#")], "a@b.org 4111-1111-1111-1111", "a@b.org #"),
             (&[("patterns", "none")], "a@b.org", "a@b.org"),
         ];

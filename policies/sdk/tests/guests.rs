@@ -2,6 +2,11 @@
 //! of the workspace, so `cargo test --workspace` finds their tests here. Also checks that the committed
 //! components are built from the committed sources.
 
+#![allow(
+    clippy::duplicate_mod,
+    reason = "`agent` and `cache-friendly` share a file, each in its own crate"
+)]
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
