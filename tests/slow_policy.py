@@ -44,14 +44,14 @@ def stream(port, profile, seed, tokens, until=None):
     return gaps
 
 
-def streams(port, tokens):
-    """The gaps of four streams at once."""
-    found = [None] * STREAMS
+def streams(port, tokens, count=STREAMS):
+    """The gaps of some streams at once."""
+    found = [None] * count
 
     def run(i):
         found[i] = stream(port, "default", i, tokens)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(STREAMS)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
