@@ -23,8 +23,20 @@ type Rule = fn(&mut Random) -> Sample;
 
 /// Every kind of loop, and of text without one.
 const KINDS: &[Rule] = &[
-    exact, near, growing, alternating, rederived, drifting, //
-    story, cases, arithmetic, revisited, records, table, listing, documents,
+    exact,
+    near,
+    growing,
+    alternating,
+    rederived,
+    drifting, //
+    story,
+    cases,
+    arithmetic,
+    revisited,
+    records,
+    table,
+    listing,
+    documents,
 ];
 
 /// `count` texts of each kind, and the recorded ones.
@@ -49,8 +61,8 @@ fn recorded() -> Vec<Sample> {
 }
 
 const NAMES: &[&str] = &[
-    "Anna", "Boris", "Clara", "David", "Elena", "Farid", "Grace", "Hugo", "Irene", "Jonas", "Karin",
-    "Liam", "Maria", "Nora", "Oscar", "Paula", "Quinn", "Rosa", "Simon", "Tara",
+    "Anna", "Boris", "Clara", "David", "Elena", "Farid", "Grace", "Hugo", "Irene", "Jonas",
+    "Karin", "Liam", "Maria", "Nora", "Oscar", "Paula", "Quinn", "Rosa", "Simon", "Tara",
 ];
 const PLACES: &[&str] = &[
     "forest", "river", "harbour", "village", "mountain", "meadow", "castle", "bridge", "garden",
@@ -65,17 +77,43 @@ const ADJECTIVES: &[&str] = &[
     "empty", "broken", "golden", "cheap", "strange", "sudden",
 ];
 const VERBS: &[&str] = &[
-    "carried", "found", "lost", "painted", "sold", "repaired", "hid", "measured", "forgot", "bought",
-    "described", "moved", "counted", "dropped", "cleaned", "opened",
+    "carried",
+    "found",
+    "lost",
+    "painted",
+    "sold",
+    "repaired",
+    "hid",
+    "measured",
+    "forgot",
+    "bought",
+    "described",
+    "moved",
+    "counted",
+    "dropped",
+    "cleaned",
+    "opened",
 ];
 const TIMES: &[&str] = &[
-    "In the evening", "After lunch", "Before dawn", "On Monday", "Much later", "In the same week",
-    "Without a word", "During the storm", "As planned", "To everyone's surprise",
+    "In the evening",
+    "After lunch",
+    "Before dawn",
+    "On Monday",
+    "Much later",
+    "In the same week",
+    "Without a word",
+    "During the storm",
+    "As planned",
+    "To everyone's surprise",
 ];
 /// Beginnings of a step that goes back.
 const AGAIN: &[&str] = &[
-    "Wait, let me check that again.", "Hmm, I should verify this once more.", "Let me think about it again.",
-    "But is that right?", "Actually, let me start over.", "Let me reconsider.",
+    "Wait, let me check that again.",
+    "Hmm, I should verify this once more.",
+    "Let me think about it again.",
+    "But is that right?",
+    "Actually, let me start over.",
+    "Let me reconsider.",
 ];
 
 fn number(random: &mut Random) -> usize {
@@ -89,11 +127,16 @@ fn sentence(random: &mut Random) -> String {
     match random.below(8) {
         0 => format!("{name} {verb} the {adjective} {thing} near the {place}."),
         1 => format!("{}, {other} {verb} a {thing} and went to the {place}.", random.of(TIMES)),
-        2 => format!("There were {} {thing}s in the {adjective} {place}, so {name} waited.", number(random)),
+        2 => format!(
+            "There were {} {thing}s in the {adjective} {place}, so {name} waited.",
+            number(random)
+        ),
         3 => format!("The {place} is {adjective}, which {name} and {other} had not expected."),
         4 => format!("If {name} {verb} the {thing}, then {other} must have seen the {place}."),
         5 => format!("{other} asked why the {thing} cost {} coins.", number(random)),
-        6 => format!("A {adjective} {thing} lay between the {place} and the {}.", random.of(PLACES)),
+        6 => {
+            format!("A {adjective} {thing} lay between the {place} and the {}.", random.of(PLACES))
+        }
         _ => format!("{}, nobody {verb} anything from the {adjective} {place}.", random.of(TIMES)),
     }
 }
@@ -175,9 +218,11 @@ fn alternating(random: &mut Random) -> Sample {
 
 /// The ways in which one step of a derivation can be said.
 fn said(random: &mut Random, name: &str, thing: &str, value: usize) -> String {
-    let opening = random.of(&["So", "Then", "This means that", "Therefore", "Now", "Again,", "Clearly"]);
+    let opening =
+        random.of(&["So", "Then", "This means that", "Therefore", "Now", "Again,", "Clearly"]);
     let verb = random.of(&["has", "owns", "holds", "must have", "ends up with", "is left with"]);
-    let closing = random.of(&["", ", as before", ", which fits", ", if I read it right", " in total"]);
+    let closing =
+        random.of(&["", ", as before", ", which fits", ", if I read it right", " in total"]);
     match random.below(4) {
         0 => format!("{opening} {name} {verb} {value} {thing}s{closing}. "),
         1 => format!("{opening} the number of {thing}s of {name} is {value}{closing}. "),
@@ -210,7 +255,8 @@ fn drifting(random: &mut Random) -> Sample {
     endless(random, "drifting", |random, round| {
         for _ in 0..if round == 0 { 0 } else { 1 + words.len() / 20 } {
             let at = random.below(words.len());
-            words[at] = random.of(&[NAMES, PLACES, THINGS, ADJECTIVES])[random.below(16)].to_owned();
+            words[at] =
+                random.of(&[NAMES, PLACES, THINGS, ADJECTIVES])[random.below(16)].to_owned();
         }
         words.join(" ") + " "
     })
@@ -246,8 +292,12 @@ fn cases(random: &mut Random) -> Sample {
         let (name, place, thing) = (random.of(NAMES), random.of(PLACES), random.of(THINGS));
         let count = 2 + random.below(4);
         let steps = sentences(random, count);
-        let outcome = random.of(&["a contradiction", "possible", "not excluded", "what the text denies"]);
-        format!("Case {}: {name} was at the {place} with the {thing}. {steps}This is {outcome}. ", round + 1)
+        let outcome =
+            random.of(&["a contradiction", "possible", "not excluded", "what the text denies"]);
+        format!(
+            "Case {}: {name} was at the {place} with the {thing}. {steps}This is {outcome}. ",
+            round + 1
+        )
     });
     honest("cases", text)
 }
@@ -290,7 +340,10 @@ fn records(random: &mut Random) -> Sample {
                  \"note\": \"{note}\"\n  }},\n"
             )
         } else {
-            format!("{{\"id\": {round}, \"name\": \"{name}\", \"{thing}s\": {}, \"note\": \"{note}\"}}\n", number(random))
+            format!(
+                "{{\"id\": {round}, \"name\": \"{name}\", \"{thing}s\": {}, \"note\": \"{note}\"}}\n",
+                number(random)
+            )
         }
     });
     honest("records", text)
@@ -300,7 +353,12 @@ fn table(random: &mut Random) -> Sample {
     let text = until_long(random, |random, _| {
         let (name, place, thing) = (random.of(NAMES), random.of(PLACES), random.of(THINGS));
         let (adjective, verb) = (random.of(ADJECTIVES), random.of(VERBS));
-        format!("| {name} | {} | {place} | {verb} | {adjective} {thing} | {}.{} |\n", number(random), number(random), random.below(10))
+        format!(
+            "| {name} | {} | {place} | {verb} | {adjective} {thing} | {}.{} |\n",
+            number(random),
+            number(random),
+            random.below(10)
+        )
     });
     honest("table", text)
 }
@@ -313,7 +371,11 @@ fn listing(random: &mut Random) -> Sample {
         for _ in 0..1 + random.below(5) {
             let (other, name) = (random.of(THINGS), random.of(NAMES).to_lowercase());
             let _ = match random.below(4) {
-                0 => writeln!(body, "    if {other}.size() > {}:\n        {name} = {other}", number(random)),
+                0 => writeln!(
+                    body,
+                    "    if {other}.size() > {}:\n        {name} = {other}",
+                    number(random)
+                ),
                 1 => writeln!(body, "    for {name} in {place}:\n        total += {name}.{other}"),
                 2 => writeln!(body, "    {name} = {thing}[{}] + {other}", random.below(9)),
                 _ => writeln!(body, "    {other}.append(({name}, {}))", number(random)),

@@ -70,7 +70,8 @@ fn settings() -> Vec<(String, Find)> {
         for min_tokens in [64, 96, 128, 192] {
             for similarity in [0.8, 0.83, 0.87, 0.9, 1.0] {
                 let rule = LoopRule { max_period: 1024, repeats, min_tokens, similarity };
-                let name = format!("repeats {repeats}, {min_tokens} tokens, similarity {similarity}");
+                let name =
+                    format!("repeats {repeats}, {min_tokens} tokens, similarity {similarity}");
                 settings.push((name, Box::new(move |tokens| first(Detector::new(rule), tokens))));
             }
         }
@@ -129,7 +130,8 @@ fn print(name: &str, sequences: &[Sequence], find: Find) {
     }
     let sum = |of: fn(&Counts) -> usize| kinds.values().map(of).sum::<usize>();
     let (found, lost) = (sum(|counts| counts.found), sum(|counts| counts.lost));
-    let loops: usize = kinds.iter().filter(|((is_other, _), _)| !is_other).map(|(_, c)| c.texts).sum();
+    let loops: usize =
+        kinds.iter().filter(|((is_other, _), _)| !is_other).map(|(_, c)| c.texts).sum();
     let mut delays: Vec<usize> = kinds.values().flat_map(|counts| counts.delays.clone()).collect();
     delays.sort_unstable();
     let percent = |part: usize, of: usize| 100.0 * part as f64 / of.max(1) as f64;

@@ -56,8 +56,10 @@ impl Compression {
         let mut ends = (window..=tokens.len()).step_by(EVERY);
         let is_found = |end: &usize| {
             // Two bytes a token, as text of one token is longer in one vocabulary than in another.
-            let bytes: Vec<u8> =
-                tokens[end - window..*end].iter().flat_map(|token| (*token as u16).to_le_bytes()).collect();
+            let bytes: Vec<u8> = tokens[end - window..*end]
+                .iter()
+                .flat_map(|token| (*token as u16).to_le_bytes())
+                .collect();
             let mut encoder = DeflateEncoder::new(Vec::new(), Level::new(6));
             encoder.write_all(&bytes).expect("memory");
             bytes.len() as f64 >= ratio * encoder.finish().expect("memory").len() as f64

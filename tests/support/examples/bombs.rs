@@ -8,7 +8,7 @@ fn main() -> std::io::Result<()> {
     let folder = PathBuf::from(std::env::args().nth(1).unwrap_or_else(|| "bombs".into()));
     std::fs::create_dir_all(&folder)?;
     for (name, bytes) in bomb::bombs() {
-        std::fs::write(folder.join(name).with_extension("wasm"), bytes)?;
+        std::fs::write(folder.join(format!("{name}.wasm")), bytes)?;
     }
     Ok(())
 }

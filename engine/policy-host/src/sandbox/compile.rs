@@ -260,14 +260,16 @@ fn compile_component(memory_bytes: u64, data_bytes: u64, seconds: u64) -> ExitCo
 #[cfg(unix)]
 fn limit(data_bytes: u64, seconds: u64) -> std::io::Result<()> {
     use rustix::process::{Resource, Rlimit, nice, setrlimit};
-    // Not the address space: allocators and stacks reserve much more of it than they use.
+    let data_bytes = mapped_bytes().saturating_add(data_bytes);
     let limits = [
-        (Resource::Data, mapped_bytes().saturating_add(data_bytes)),
-        (Resource::Cpu, seconds),
-        (Resource::Core, 0),
+        // Not the address space: allocators and stacks reserve much more of it than they use.
+        (Resource::Data, data_bytes, data_bytes),
+        // The signal at the first limit tells the parent why; Linux kills at the second one.
+        (Resource::Cpu, seconds, seconds + 1),
+        (Resource::Core, 0, 0),
     ];
-    for (resource, limit) in limits {
-        setrlimit(resource, Rlimit { current: Some(limit), maximum: Some(limit) })?;
+    for (resource, current, maximum) in limits {
+        setrlimit(resource, Rlimit { current: Some(current), maximum: Some(maximum) })?;
     }
     nice(NICE)?;
     Ok(())
