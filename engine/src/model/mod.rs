@@ -24,6 +24,7 @@ mod glm4_moe;
 mod gpt_oss;
 mod granitemoehybrid;
 mod hunyuan;
+mod kimi_linear;
 mod lfm2;
 mod llama;
 mod load;
@@ -147,6 +148,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "granitemoehybrid", load: granitemoehybrid::load },
     Family { model_type: "hunyuan_v1_dense", load: hunyuan::load },
     Family { model_type: "kimi_k2", load: deepseek_v3::load },
+    Family { model_type: "kimi_linear", load: kimi_linear::load },
     Family { model_type: "lfm2", load: lfm2::load },
     Family { model_type: "lfm2_moe", load: lfm2::load },
     Family { model_type: "llama", load: llama::load },

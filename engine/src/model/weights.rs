@@ -57,10 +57,13 @@ pub enum Storage {
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
-const OTHER_NAMES: [(&str, &str); 3] = [
+const OTHER_NAMES: [(&str, &str); 6] = [
     ("_sliding_window_pattern", "sliding_window_pattern"),
-    ("num_local_experts", "num_experts"),
+    ("moe_renormalize", "norm_topk_prob"),
     ("n_routed_experts", "num_experts"),
+    ("num_expert_group", "n_group"),
+    ("num_experts_per_token", "num_experts_per_tok"),
+    ("num_local_experts", "num_experts"),
 ];
 
 /// Keys whose `null` means that there is none, where a missing key means a default.
@@ -380,12 +383,16 @@ impl Weights {
         if vector.shape() == [len] {
             return Ok(vector);
         }
-        let problem = format!(
-            "`{name}` has the shape {:?}, which config.json makes {:?}",
-            vector.shape(),
-            [len]
-        );
-        Err(self.problem("", problem))
+        Err(self.misfit(name, vector.shape(), &[len]))
+    }
+
+    /// Takes the tensor `name` of `len` elements in any shape as f32 [len].
+    pub fn flat_f32(&mut self, name: &str, len: i32) -> Result<Array> {
+        let array = self.take_f32(name)?;
+        if array.size() != usize::try_from(len).unwrap_or(0) {
+            return Err(self.misfit(name, array.shape(), &[len]));
+        }
+        Ok(array.reshape(&[len])?)
     }
 
     /// Takes the output head, which is `embed_tokens` if the two are `tied` or the checkpoint has
@@ -416,10 +423,10 @@ impl Weights {
         Ok(layer)
     }
 
+    /// The tensor `name` has another shape than config.json makes.
     fn misfit(&self, name: &str, found: &[i32], expected: &[i32]) -> Error {
-        let problem = format!(
-            "`{name}.weight` has the shape {found:?}, which config.json makes {expected:?}"
-        );
+        let problem =
+            format!("`{name}` has the shape {found:?}, which config.json makes {expected:?}");
         self.problem("", problem)
     }
 
