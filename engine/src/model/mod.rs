@@ -19,6 +19,7 @@ mod fuzz;
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma3n;
 mod gemma4;
 mod glm4_moe;
 mod gpt_oss;
@@ -137,6 +138,8 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "gemma2", load: gemma2::load },
     Family { model_type: "gemma3", load: gemma3::load },
     Family { model_type: "gemma3_text", load: gemma3::load },
+    Family { model_type: "gemma3n", load: gemma3n::load },
+    Family { model_type: "gemma3n_text", load: gemma3n::load },
     Family { model_type: "gemma4", load: gemma4::load },
     Family { model_type: "gemma4_text", load: gemma4::load },
     Family { model_type: "gemma4_unified", load: gemma4::load },

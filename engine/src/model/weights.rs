@@ -377,6 +377,15 @@ impl Weights {
         Ok(taps.collect::<std::result::Result<_, _>>()?)
     }
 
+    /// Takes the tensor `name` of `len` elements.
+    pub fn vector(&mut self, name: &str, len: i32) -> Result<Array> {
+        let vector = self.take(name)?;
+        if vector.shape() == [len] {
+            return Ok(vector);
+        }
+        Err(self.misfit(name, vector.shape(), &[len]))
+    }
+
     /// Takes the tensor `name` of `len` elements as f32.
     pub fn vector_f32(&mut self, name: &str, len: i32) -> Result<Array> {
         let vector = self.take_f32(name)?;
