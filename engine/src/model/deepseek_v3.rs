@@ -194,8 +194,8 @@ impl LatentAttention {
                 both.reshape(&[heads, nope + values, latent])?.split_at_indices(&[nope], 1)?;
             (parts[0].clone(), parts[1].swap_axes(1, 2)?)
         } else {
-            let embed_q = weights.linear_of(&at("embed_q"), [latent, nope])?.dense()?;
-            let unembed_out = weights.linear_of(&at("unembed_out"), [values, latent])?.dense()?;
+            let embed_q = weights.stack_of(&at("embed_q"), heads, [latent, nope])?.dense()?;
+            let unembed_out = weights.stack_of(&at("unembed_out"), heads, [values, latent])?.dense()?;
             (embed_q.swap_axes(1, 2)?, unembed_out.swap_axes(1, 2)?)
         };
         let kv_a = latent + rotated;

@@ -201,6 +201,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         return Err(weights.problem("config.json", problem.into()));
     }
     weights.keep_language_model();
+    weights.set_hidden(config.hidden_size);
     let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {

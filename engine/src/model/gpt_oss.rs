@@ -26,6 +26,7 @@ use crate::nn::{Experts, Gate, Mlp, Moe, SWIGLU_LIMIT};
 struct Config {
     #[serde(flatten)]
     llama: llama::Config,
+    num_experts: usize,
     num_experts_per_tok: i32,
     #[serde(default = "default_limit")]
     swiglu_limit: f32,
@@ -50,12 +51,15 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         Some(_) => llama.window(layer),
         None => llama.sliding_window.filter(|_| layer.is_multiple_of(2)),
     };
+    let count = i32::try_from(config.num_experts).unwrap_or(i32::MAX);
     let mlp = |weights: &mut Weights, at: &str| {
         divide_fused(weights, &format!("{at}.experts"))?;
         Ok(Mlp::Sparse(Box::new(Moe {
-            gate: weights.linear(&format!("{at}.router"))?,
+            gate: weights.linear_to(&format!("{at}.router"), count)?,
             experts: Experts(
-                weights.gated_mlp(&format!("{at}.experts"), Gate::ClampedSilu)?.into(),
+                weights
+                    .gated_experts(&format!("{at}.experts"), Gate::ClampedSilu, config.num_experts)?
+                    .into(),
             ),
             top_k: config.num_experts_per_tok,
             // The softmax over the chosen experts alone.

@@ -271,7 +271,7 @@ impl SelfAttn {
         let (q_norm, k_norm) = (norm("q_norm", heads)?, norm("k_norm", kv_heads)?);
         let sinks = format!("{at}.sinks");
         if weights.has(&sinks) {
-            config.scores.sinks = Some(weights.take(&sinks)?);
+            config.scores.sinks = Some(weights.vector(&sinks, heads)?);
         }
         let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {

@@ -41,6 +41,8 @@ mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
+#[cfg(test)]
+mod shapes;
 mod smollm3;
 #[cfg(test)]
 mod tests;
