@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{concatenate, full};
+use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
 
@@ -76,8 +76,7 @@ fn tensors_of_other_shapes_are_refused_in_every_family() {
             };
             // What nothing reads may be anything.
             if array.dtype().is_float() {
-                let not = Array::from_f32(f32::NAN).as_dtype(array.dtype()).unwrap();
-                let not = full::<f32>(array.shape(), not).unwrap();
+                let not = Array::full::<f32>(array.shape(), Array::from_f32(f32::NAN)).unwrap();
                 if load(folder.path(), &config, &with(not), true).is_ok() {
                     continue;
                 }

@@ -326,7 +326,7 @@ impl Reply {
         }
         let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
             let problem =
-                "the model's vocabulary has no </think> to close the reasoning with".into();
+                "the model's vocabulary has no tag to close the reasoning with".into();
             return Err(RequestError::Tokenizer(problem).into());
         };
         let mut tokens = Vec::new();

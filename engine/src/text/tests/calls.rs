@@ -11,6 +11,13 @@ const CALLS: usize = 200;
 
 /// A tokenizer in which every byte is a token, and `tags` are too. The last token is hidden.
 fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
+    let mut tokenizer = of_bytes(tags, true);
+    tokenizer.set_format(format);
+    Arc::new(tokenizer)
+}
+
+/// A tokenizer in which every byte is a token, and `tags` are too, which are `special` or not.
+pub(super) fn of_bytes(tags: &[&str], special: bool) -> Tokenizer {
     let hidden = |byte: &u32| matches!(byte, 0..=32 | 127..=160 | 173);
     let letter = |byte: u32| {
         let number = 256 + (0..byte).filter(hidden).count() as u32;
@@ -19,17 +26,15 @@ fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
     let vocab: Map<String, Value> = (0..256).map(|byte| (letter(byte), byte.into())).collect();
     let tags = tags.iter().chain(&["<|im_end|>"]);
     let added = (256..).zip(tags).map(|(id, content)| {
-        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false})
+        json!({"id": id, "content": content, "special": special, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false})
     });
     let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
         "use_regex": false});
     let json = json!({"version": "1.0", "added_tokens": added.collect::<Vec<_>>(),
         "pre_tokenizer": bytes, "decoder": bytes,
         "model": {"type": "BPE", "vocab": vocab, "merges": []}});
-    let mut tokenizer = Tokenizer::parse(json.to_string().as_bytes()).expect("it parses");
-    tokenizer.set_format(format);
-    Arc::new(tokenizer)
+    Tokenizer::parse(json.to_string().as_bytes()).expect("it parses")
 }
 
 /// The end of a prompt, where the format needs it.
@@ -473,6 +478,26 @@ fn every_format_reads_what_its_template_writes() {
             "harmony",
             format!(" to=functions.f<|channel|>commentary json<|message|>{json}<|call|>"),
         ),
+        (
+            "seed-oss",
+            "<seed:tool_call>\n<function=f>\n<parameter=text>a b</parameter>\n\
+             <parameter=count>5</parameter>\n</function>\n</seed:tool_call>"
+                .into(),
+        ),
+        ("apertus", format!("<|tools_prefix|>[{{\"f\": {json}}}]<|tools_suffix|>")),
+        (
+            "cohere",
+            format!(
+                "<|START_ACTION|>[\n    {{\"tool_call_id\": \"0\", \"tool_name\": \"f\", \"parameters\": \
+                 {json}}}\n]<|END_ACTION|>"
+            ),
+        ),
+        ("nemotron-2", format!("<TOOLCALL>[{{\"name\": \"f\", \"arguments\": {json}}}]</TOOLCALL>")),
+        ("hunyuan", format!("<tool_calls>[{{\"name\": \"f\", \"arguments\": {json}}}]</tool_calls>")),
+        ("functools", format!("functools[{{\"name\": \"f\", \"arguments\": {json}}}]")),
+        ("phi-4-mini", format!("<|tool_call|>[{{\"name\": \"f\", \"arguments\": {json}}}]<|/tool_call|>")),
+        ("phi-4-mini", format!("<|tool_call|>{{\"name\": \"f\", \"arguments\": {json}}}<|/tool_call|>")),
+        ("granite-3", format!("<|tool_call|>[{{\"arguments\": {json}, \"name\": \"f\"}}]")),
         ("gemma-4", "<|tool_call>call:f{text:<|\"|>a b<|\"|>,count:5}<tool_call|>".into()),
         (
             "function-gemma",
@@ -514,6 +539,26 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
         ),
         ("llama-3", r#"{"name": "f", "parameters": {"text": "a"}"#, format!("{call} {repaired}")),
         ("pythonic", "[f(text='a'", format!("{call} {repaired}")),
+        (
+            "seed-oss",
+            "<seed:tool_call>\n<function=f>\n<parameter=text>a b</parameter>\n\
+             <parameter=count>5</parameter>\n</function>\n</seed:tool_call>"
+                .into(),
+        ),
+        ("apertus", format!("<|tools_prefix|>[{{\"f\": {json}}}]<|tools_suffix|>")),
+        (
+            "cohere",
+            format!(
+                "<|START_ACTION|>[\n    {{\"tool_call_id\": \"0\", \"tool_name\": \"f\", \"parameters\": \
+                 {json}}}\n]<|END_ACTION|>"
+            ),
+        ),
+        ("nemotron-2", format!("<TOOLCALL>[{{\"name\": \"f\", \"arguments\": {json}}}]</TOOLCALL>")),
+        ("hunyuan", format!("<tool_calls>[{{\"name\": \"f\", \"arguments\": {json}}}]</tool_calls>")),
+        ("functools", format!("functools[{{\"name\": \"f\", \"arguments\": {json}}}]")),
+        ("phi-4-mini", format!("<|tool_call|>[{{\"name\": \"f\", \"arguments\": {json}}}]<|/tool_call|>")),
+        ("phi-4-mini", format!("<|tool_call|>{{\"name\": \"f\", \"arguments\": {json}}}<|/tool_call|>")),
+        ("granite-3", format!("<|tool_call|>[{{\"arguments\": {json}, \"name\": \"f\"}}]")),
         ("gemma-4", "<|tool_call>call:f{text:<|\"|>a<tool_call|>", format!("{call} {repaired}")),
         // What is no call, or of no tool.
         ("llama-3", r#"{"name": "Bob", "age": 5}"#, r#"answer[{"name": "Bob", "age": 5}]"#.into()),
@@ -598,6 +643,16 @@ fn the_chat_template_names_the_format() {
         ("<|tool_call>", "gemma-4"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("｜DSML｜ function_calls", "deepseek-v3.2"),
+        ("'<seed:tool_call>' <function=", "seed-oss"),
+        ("<tool_call>\n<function=name>", "qwen"),
+        ("'<|tools_prefix|>'", "apertus"),
+        ("<|START_ACTION|>[", "cohere"),
+        ("<TOOLCALL>[", "nemotron-2"),
+        ("<tool_calls>[", "hunyuan"),
+        ("functools[{", "functools"),
+        ("<|tool|> <|/tool|>", "phi-4-mini"),
+        ("<|tool_call|>[", "granite-3"),
+        ("<tool_call>\n{\"name\": ", "hermes"),
         ("<|channel|> <|message|>", "harmony"),
     ] {
         assert_eq!(Format::of(template).name, name, "{template}");
