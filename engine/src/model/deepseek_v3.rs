@@ -195,7 +195,8 @@ impl LatentAttention {
             (parts[0].clone(), parts[1].swap_axes(1, 2)?)
         } else {
             let embed_q = weights.stack_of(&at("embed_q"), heads, [latent, nope])?.dense()?;
-            let unembed_out = weights.stack_of(&at("unembed_out"), heads, [values, latent])?.dense()?;
+            let unembed_out =
+                weights.stack_of(&at("unembed_out"), heads, [values, latent])?.dense()?;
             (embed_q.swap_axes(1, 2)?, unembed_out.swap_axes(1, 2)?)
         };
         let kv_a = latent + rotated;

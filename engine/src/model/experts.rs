@@ -70,9 +70,7 @@ impl Config {
         };
         Ok(Mlp::Sparse(Box::new(Moe {
             gate: weights.linear_to(&format!("{at}.gate"), count)?,
-            experts: Experts(
-                weights.gated_experts(&stacked, Gate::Silu, self.num_experts)?.into(),
-            ),
+            experts: Experts(weights.gated_experts(&stacked, Gate::Silu, self.num_experts)?.into()),
             top_k: self.num_experts_per_tok,
             norm_topk_prob: self.norm_topk_prob.unwrap_or(norm_topk_prob),
             scale: self.routed_scaling_factor.unwrap_or(1.0),

@@ -115,10 +115,12 @@ impl Config {
     fn problem(&self) -> Option<&'static str> {
         let (streams, active) = (self.altup_num_inputs, self.altup_active_idx);
         if !(1..=64).contains(&streams) || !(0..streams).contains(&active) {
-            return Some("altup_num_inputs must be from 1 to 64, and altup_active_idx less than it");
+            return Some(
+                "altup_num_inputs must be from 1 to 64, and altup_active_idx less than it",
+            );
         }
-        let sparsity = (0..self.num_hidden_layers).map(|layer| self.sparsity(layer));
-        let in_range = sparsity.into_iter().all(|share| (0.0..1.0).contains(&share));
+        let is_share = |layer| (0.0..1.0).contains(&self.sparsity(layer));
+        let in_range = (0..self.num_hidden_layers).all(is_share);
         (!in_range).then_some("activation_sparsity_pattern must be from 0 to less than 1")
     }
 
@@ -357,7 +359,11 @@ impl Layer {
             laurel: Laurel {
                 linear_left: weights.linear_of(&at("laurel.linear_left"), [rank, hidden])?,
                 linear_right: weights.linear_of(&at("laurel.linear_right"), [hidden, rank])?,
-                post_laurel_norm: weights.norm_of(&at("laurel.post_laurel_norm"), eps, &[hidden])?,
+                post_laurel_norm: weights.norm_of(
+                    &at("laurel.post_laurel_norm"),
+                    eps,
+                    &[hidden],
+                )?,
             },
             input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
             self_attn: SelfAttn::load(config, weights, layer)?,
@@ -370,8 +376,11 @@ impl Layer {
                 .linear_of(&at("per_layer_input_gate"), [inputs, hidden])?,
             per_layer_projection: weights
                 .linear_of(&at("per_layer_projection"), [hidden, inputs])?,
-            post_per_layer_input_norm: weights
-                .norm_of(&at("post_per_layer_input_norm"), eps, &[hidden])?,
+            post_per_layer_input_norm: weights.norm_of(
+                &at("post_per_layer_input_norm"),
+                eps,
+                &[hidden],
+            )?,
         })
     }
 }
@@ -504,7 +513,8 @@ impl PerLayer {
         let (size, hidden) = (config.hidden_size_per_layer_input, config.hidden_size);
         let tokens = config.vocab_size_per_layer_input;
         let rows = i32::try_from(tokens).unwrap_or(i32::MAX);
-        let (table, width) = ("model.embed_tokens_per_layer", layers * size);
+        let table = "model.embed_tokens_per_layer";
+        let width = layers.saturating_mul(size);
         let (projection, norm) =
             ("model.per_layer_model_projection", "model.per_layer_projection_norm");
         Ok(Self {

@@ -302,7 +302,11 @@ impl Layer {
                     post_per_layer_input_norm: weights.norm(&post_norm, eps)?,
                 })
             },
-            layer_scalar: if weights.has(&scalar) { Some(weights.vector(&scalar, 1)?) } else { None },
+            layer_scalar: if weights.has(&scalar) {
+                Some(weights.vector(&scalar, 1)?)
+            } else {
+                None
+            },
         })
     }
 }
@@ -395,13 +399,14 @@ impl PerLayer {
         let (projection_norm, eps) = ("model.per_layer_projection_norm", config.rms_norm_eps);
         let layers = i32::try_from(config.num_hidden_layers).expect("a model has few layers");
         let size = config.hidden_size_per_layer_input;
+        let width = layers.saturating_mul(size);
         Ok(Some(Self {
             embed_tokens_per_layer: weights.embedding_of(
                 "model.embed_tokens_per_layer",
-                [config.vocab_size_per_layer_input, Some(layers * size)],
+                [config.vocab_size_per_layer_input, Some(width)],
             )?,
             per_layer_model_projection: weights
-                .linear_of("model.per_layer_model_projection", [layers * size, config.hidden_size])?,
+                .linear_of("model.per_layer_model_projection", [width, config.hidden_size])?,
             per_layer_projection_norm: weights.norm_of(projection_norm, eps, &[size])?,
             layers,
             size,

@@ -190,9 +190,11 @@ impl DeltaAttention {
         }
         let projections = layers.try_into().expect("there are six");
         let [q, k, v] = ["q_conv1d", "k_conv1d", "v_conv1d"].map(|name| at(name));
-        let [q, k, v] = [weights.taps(&q, width)?, weights.taps(&k, width)?, weights.taps(&v, width)?];
+        let [q, k, v] =
+            [weights.taps(&q, width)?, weights.taps(&k, width)?, weights.taps(&v, width)?];
         if q.len() != k.len() || q.len() != v.len() {
-            let problem = format!("the convolutions of `{}` have different lengths", at("q_conv1d"));
+            let problem =
+                format!("the convolutions of `{}` have different lengths", at("q_conv1d"));
             return Err(weights.problem("", problem));
         }
         let taps = q.iter().zip(&k).zip(&v).map(|((q, k), v)| concatenate(&[q, k, v], 0));

@@ -4,8 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
-use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
 
@@ -20,7 +20,12 @@ fn families() -> PathBuf {
 }
 
 /// Loads `tensors` as a checkpoint, and runs it if `runs`.
-fn load(folder: &Path, config: &Value, tensors: &Tensors, runs: bool) -> Result<(), String> {
+fn load(
+    folder: &Path,
+    config: &Value,
+    tensors: &Tensors,
+    runs: bool,
+) -> std::result::Result<(), String> {
     let all = tensors.iter().map(|(name, array)| (name.as_str(), array));
     let path = folder.join("model.safetensors");
     Array::save_safetensors(all.collect::<Vec<_>>(), None, path).unwrap();

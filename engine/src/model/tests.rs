@@ -170,7 +170,8 @@ fn published_layouts_load() {
 #[test]
 fn configs_of_transformers_5_describe_the_same_model() {
     let check = |family: &str, changes: Value| {
-        let [expected, found] = [json!({}), changes.clone()].map(|c| logits(&Folder::new(family, c)));
+        let [expected, found] =
+            [json!({}), changes.clone()].map(|c| logits(&Folder::new(family, c)));
         let difference = largest(&found.subtract(&expected).unwrap());
         assert_eq!(difference, 0.0, "{family}: {changes}");
     };
@@ -309,15 +310,22 @@ fn scales_that_nothing_used_are_refused() {
     let one = || Array::from_f32(0.1);
     let at = "model.layers.0.mlp.up_proj";
     let check = |config: Value, name: &str| {
-        Folder::new("llama", config).and(name, one()).fails(&[&format!("`{name}` is a scale"), "config.json"]);
+        Folder::new("llama", config)
+            .and(name, one())
+            .fails(&[&format!("`{name}` is a scale"), "config.json"]);
     };
     check(json!({}), &format!("{at}.weight_scale_inv"));
     check(json!({}), &format!("{at}.weight_scale"));
     check(json!({}), "model.norm.scales");
     // Of a matrix with another name.
-    check(json!({"quantization_config": {"quant_method": "fp8"}}), &format!("{at}.weights_scale_inv"));
+    check(
+        json!({"quantization_config": {"quant_method": "fp8"}}),
+        &format!("{at}.weights_scale_inv"),
+    );
     // Of parts that are not loaded.
-    let unread = |name: &str| Folder::new("llama", json!({})).and(&format!("{name}_scale_inv"), one()).and(name, one());
+    let unread = |name: &str| {
+        Folder::new("llama", json!({})).and(&format!("{name}_scale_inv"), one()).and(name, one())
+    };
     unread("model.layers.61.mlp.up_proj.weight").load().unwrap();
     Folder::new("llama", json!({})).and(&format!("{at}.input_scale"), one()).load().unwrap();
 }

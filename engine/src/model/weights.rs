@@ -313,8 +313,10 @@ impl Weights {
         if !self.has(&format!("{name}.scales")) {
             let weight = self.take(&weight_name)?;
             if weight.ndim() < 2 {
-                let problem =
-                    format!("`{weight_name}` has the shape {:?}, not that of a matrix", weight.shape());
+                let problem = format!(
+                    "`{weight_name}` has the shape {:?}, not that of a matrix",
+                    weight.shape()
+                );
                 return Err(self.problem("", problem));
             }
             if let Some(bias) = &bias {

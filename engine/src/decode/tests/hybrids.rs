@@ -17,8 +17,15 @@ fn hybrids_reply_equally_on_every_path() {
         DecodePath::Batched(4, Some(DraftKind::Ngram)),
         DecodePath::Preempted(Some(DraftKind::Ngram)),
     ];
-    let hybrids =
-        ["mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear", "deepseek_v3"];
+    let hybrids = [
+        "mamba2",
+        "granitemoehybrid",
+        "nemotron_h",
+        "falcon_h1",
+        "lfm2",
+        "kimi_linear",
+        "deepseek_v3",
+    ];
     // Gemma 3n has no recurrent layers, but windows and shared keys.
     for name in hybrids.into_iter().chain(["gemma3n"]) {
         let mut config = Config::default();

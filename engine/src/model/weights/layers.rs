@@ -5,9 +5,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 
 use super::Weights;
 use crate::error::{Error, Result};
-use crate::nn::{
-    Activation, Embedding, Gate, GatedMlp, Joined, Linear, PlainMlp, RmsNorm,
-};
+use crate::nn::{Activation, Embedding, Gate, GatedMlp, Joined, Linear, PlainMlp, RmsNorm};
 
 impl Weights {
     /// Sets the size of hidden states, in families whose `config.json` may leave it out.
@@ -133,7 +131,8 @@ impl Weights {
         let name = format!("{name}.weight");
         let weight = self.take(&name)?;
         let taps = weight.shape().iter().skip(1).copied().max().unwrap_or(0);
-        if ![&[channels, 1, taps][..], &[channels, taps, 1], &[channels, taps]].contains(&weight.shape())
+        if ![&[channels, 1, taps][..], &[channels, taps, 1], &[channels, taps]]
+            .contains(&weight.shape())
             || taps == 0
         {
             return Err(self.misfit(&name, weight.shape(), &[channels, 1, taps]));

@@ -348,8 +348,20 @@ pub static FORMATS: &[Format] = &[
         },
     },
     // Nemotron Nano 2, and Llama Nemotron.
-    list("nemotron-2", &[&["<TOOLCALL>"]], "<TOOLCALL>", Some("</TOOLCALL>"), ["<TOOLCALL>[", "]</TOOLCALL>"]),
-    list("hunyuan", &[&["<tool_calls>"]], "<tool_calls>", Some("</tool_calls>"), ["<tool_calls>[", "]</tool_calls>"]),
+    list(
+        "nemotron-2",
+        &[&["<TOOLCALL>"]],
+        "<TOOLCALL>",
+        Some("</TOOLCALL>"),
+        ["<TOOLCALL>[", "]</TOOLCALL>"],
+    ),
+    list(
+        "hunyuan",
+        &[&["<tool_calls>"]],
+        "<tool_calls>",
+        Some("</tool_calls>"),
+        ["<tool_calls>[", "]</tool_calls>"],
+    ),
     // Templates of Phi-4-mini describe calls in one of two ways.
     list("functools", &[&["functools["]], "functools", None, ["functools[", "]"]),
     list(
