@@ -21,6 +21,7 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::gemma4::{PER_LAYER, PerLayer};
 use super::{Model, Weights};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
@@ -157,6 +158,16 @@ impl Config {
         (0..self.own_kv()).rev().find(|&earlier| self.is_sliding(earlier) == sliding)
     }
 
+    fn per_layer(&self, weights: &mut Weights) -> Result<PerLayer> {
+        let layers = i32::try_from(self.num_hidden_layers).expect("a model has few layers");
+        let size = self.hidden_size_per_layer_input;
+        let rows = i32::try_from(self.vocab_size_per_layer_input).unwrap_or(i32::MAX);
+        // Not an embedding that bounds the tokens.
+        let table = weights.linear_of(PER_LAYER, [rows, layers.saturating_mul(size)])?;
+        let sizes = [layers, size, self.hidden_size];
+        PerLayer::load(weights, Embedding(table), sizes, self.rms_norm_eps)
+    }
+
     fn rope(&self, sliding: bool) -> Rope {
         let (kind, theta, rope_scaling) = if sliding {
             ("sliding_attention", self.rope_local_base_freq, None)
@@ -217,7 +228,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     Ok(Box::new(Gemma3n {
         altup_projections: projections("altup_projections")?,
         altup_unembed_projections: projections("altup_unembed_projections")?,
-        per_layer: PerLayer::load(&config, weights)?,
+        per_layer: config.per_layer(weights)?,
         layers,
         norm: weights.norm("model.norm", eps)?,
         embed_tokens: weights.embedding("model.embed_tokens")?,
@@ -263,7 +274,10 @@ impl Model for Gemma3n {
     /// [1, R, L, P]
     fn layer_inputs(&self, tokens: &Array, embedded: &Array) -> Result<Option<Array>> {
         let first = embedded.try_index((.., .., ..self.config.hidden_size))?;
-        Ok(Some(self.per_layer.forward(tokens, &first)?))
+        // Tokens beyond the table have the embedding of token 0.
+        let beyond = Array::from_slice(&[self.config.vocab_size_per_layer_input], &[1]);
+        let tokens = select(tokens.lt(&beyond)?, tokens, Array::from_slice(&[0u32], &[1]))?;
+        Ok(Some(self.per_layer.forward(&tokens, &first)?))
     }
 
     /// [1, R, (A + 1) D]
@@ -491,53 +505,6 @@ impl Laurel {
     fn forward(&self, x: &Array) -> Result<Array> {
         let y = self.linear_right.forward(&self.linear_left.forward(x)?)?;
         Ok(x.add(self.post_laurel_norm.forward(&y)?)?)
-    }
-}
-
-/// Inputs of each layer from the tokens, besides the hidden states.
-struct PerLayer {
-    /// [V, L P]: an embedding for each layer, side by side. Tokens beyond V have that of token 0.
-    embed_tokens_per_layer: Embedding,
-    per_layer_model_projection: Linear,
-    per_layer_projection_norm: RmsNorm,
-    /// V
-    tokens: u32,
-    layers: i32,
-    /// P
-    size: i32,
-}
-
-impl PerLayer {
-    fn load(config: &Config, weights: &mut Weights) -> Result<Self> {
-        let layers = i32::try_from(config.num_hidden_layers).expect("a model has few layers");
-        let (size, hidden) = (config.hidden_size_per_layer_input, config.hidden_size);
-        let tokens = config.vocab_size_per_layer_input;
-        let rows = i32::try_from(tokens).unwrap_or(i32::MAX);
-        let table = "model.embed_tokens_per_layer";
-        let width = layers.saturating_mul(size);
-        let (projection, norm) =
-            ("model.per_layer_model_projection", "model.per_layer_projection_norm");
-        Ok(Self {
-            embed_tokens_per_layer: Embedding(weights.linear_of(table, [rows, width])?),
-            per_layer_model_projection: weights.linear_of(projection, [width, hidden])?,
-            per_layer_projection_norm: weights.norm_of(norm, config.rms_norm_eps, &[size])?,
-            tokens,
-            layers,
-            size,
-        })
-    }
-
-    /// [1, R, L, P] of `tokens` [R] and their scaled embeddings `x` [1, R, D].
-    fn forward(&self, tokens: &Array, x: &Array) -> Result<Array> {
-        let shape = [1, x.dim(1), self.layers, self.size];
-        let limit = Array::from_slice(&[self.tokens], &[1]);
-        let tokens = select(tokens.lt(&limit)?, tokens, Array::from_slice(&[0u32], &[1]))?;
-        let embedded = self.embed_tokens_per_layer.forward(&tokens)?;
-        let embedded = scaled(&embedded, (self.size as f32).sqrt())?.reshape(&shape)?;
-        let projected = self.per_layer_model_projection.forward(x)?;
-        let projected = scaled(&projected, (x.dim(2) as f32).powf(-0.5))?.reshape(&shape)?;
-        let projected = self.per_layer_projection_norm.forward(&projected)?;
-        scaled(&projected.add(embedded)?, std::f32::consts::FRAC_1_SQRT_2)
     }
 }
 

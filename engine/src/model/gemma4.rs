@@ -138,6 +138,18 @@ impl Config {
         (0..self.own_kv()).rev().find(|&earlier| self.is_sliding(earlier) == sliding)
     }
 
+    fn per_layer(&self, weights: &mut Weights) -> Result<Option<PerLayer>> {
+        let size = self.hidden_size_per_layer_input;
+        if size == 0 {
+            return Ok(None);
+        }
+        let layers = i32::try_from(self.num_hidden_layers).expect("a model has few layers");
+        let shape = [self.vocab_size_per_layer_input, Some(layers.saturating_mul(size))];
+        let table = weights.embedding_of(PER_LAYER, shape)?;
+        let sizes = [layers, size, self.hidden_size];
+        Ok(Some(PerLayer::load(weights, table, sizes, self.rms_norm_eps)?))
+    }
+
     fn rope(&self, sliding: bool, head_dim: i32) -> Rope {
         let (kind, theta) =
             if sliding { ("sliding_attention", 1e4) } else { ("full_attention", 1e6) };
@@ -195,7 +207,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     }
     let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Gemma4 {
-        per_layer: PerLayer::load(&config, weights)?,
+        per_layer: config.per_layer(weights)?,
         layers,
         norm: weights.norm("model.norm", eps)?,
         lm_head: weights.lm_head(&embed_tokens, config.tie_word_embeddings)?,
@@ -381,7 +393,7 @@ impl Router {
 }
 
 /// Inputs of each layer from the tokens, besides the hidden states.
-struct PerLayer {
+pub(super) struct PerLayer {
     /// [V, L * P]: an embedding for each layer, side by side.
     embed_tokens_per_layer: Embedding,
     per_layer_model_projection: Linear,
@@ -391,30 +403,34 @@ struct PerLayer {
     size: i32,
 }
 
+/// The name of [`PerLayer::embed_tokens_per_layer`].
+pub(super) const PER_LAYER: &str = "model.embed_tokens_per_layer";
+
 impl PerLayer {
-    fn load(config: &Config, weights: &mut Weights) -> Result<Option<Self>> {
-        if config.hidden_size_per_layer_input == 0 {
-            return Ok(None);
-        }
-        let (projection_norm, eps) = ("model.per_layer_projection_norm", config.rms_norm_eps);
-        let layers = i32::try_from(config.num_hidden_layers).expect("a model has few layers");
-        let size = config.hidden_size_per_layer_input;
-        let width = layers.saturating_mul(size);
-        Ok(Some(Self {
-            embed_tokens_per_layer: weights.embedding_of(
-                "model.embed_tokens_per_layer",
-                [config.vocab_size_per_layer_input, Some(width)],
+    /// Takes what belongs to the embedding [V, L P] of layers, in a model with hidden states of the size `hidden`.
+    pub fn load(
+        weights: &mut Weights,
+        embed_tokens_per_layer: Embedding,
+        [layers, size, hidden]: [i32; 3],
+        eps: f32,
+    ) -> Result<Self> {
+        let (projection, width) =
+            ("model.per_layer_model_projection", embed_tokens_per_layer.0.shape()[1]);
+        Ok(Self {
+            embed_tokens_per_layer,
+            per_layer_model_projection: weights.linear_of(projection, [width, hidden])?,
+            per_layer_projection_norm: weights.norm_of(
+                "model.per_layer_projection_norm",
+                eps,
+                &[size],
             )?,
-            per_layer_model_projection: weights
-                .linear_of("model.per_layer_model_projection", [width, config.hidden_size])?,
-            per_layer_projection_norm: weights.norm_of(projection_norm, eps, &[size])?,
             layers,
             size,
-        }))
+        })
     }
 
     /// [1, R, L, P] of `tokens` [R] and their scaled embeddings `x` [1, R, D].
-    fn forward(&self, tokens: &Array, x: &Array) -> Result<Array> {
+    pub fn forward(&self, tokens: &Array, x: &Array) -> Result<Array> {
         let shape = [1, x.dim(1), self.layers, self.size];
         let embedded = self.embed_tokens_per_layer.forward(tokens)?;
         let embedded = scaled(&embedded, (self.size as f32).sqrt())?.reshape(&shape)?;
