@@ -427,26 +427,6 @@ fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
         ),
         ("llama-3", r#"{"name": "f", "parameters": {"text": "a"}"#, format!("{call} {repaired}")),
         ("pythonic", "[f(text='a'", format!("{call} {repaired}")),
-        (
-            "seed-oss",
-            "<seed:tool_call>\n<function=f>\n<parameter=text>a b</parameter>\n\
-             <parameter=count>5</parameter>\n</function>\n</seed:tool_call>"
-                .into(),
-        ),
-        ("apertus", format!("<|tools_prefix|>[{{\"f\": {json}}}]<|tools_suffix|>")),
-        (
-            "cohere",
-            format!(
-                "<|START_ACTION|>[\n    {{\"tool_call_id\": \"0\", \"tool_name\": \"f\", \"parameters\": \
-                 {json}}}\n]<|END_ACTION|>"
-            ),
-        ),
-        ("nemotron-2", format!("<TOOLCALL>[{{\"name\": \"f\", \"arguments\": {json}}}]</TOOLCALL>")),
-        ("hunyuan", format!("<tool_calls>[{{\"name\": \"f\", \"arguments\": {json}}}]</tool_calls>")),
-        ("functools", format!("functools[{{\"name\": \"f\", \"arguments\": {json}}}]")),
-        ("phi-4-mini", format!("<|tool_call|>[{{\"name\": \"f\", \"arguments\": {json}}}]<|/tool_call|>")),
-        ("phi-4-mini", format!("<|tool_call|>{{\"name\": \"f\", \"arguments\": {json}}}<|/tool_call|>")),
-        ("granite-3", format!("<|tool_call|>[{{\"arguments\": {json}, \"name\": \"f\"}}]")),
         ("gemma-4", "<|tool_call>call:f{text:<|\"|>a<tool_call|>", format!("{call} {repaired}")),
         // What is no call, or of no tool.
         ("llama-3", r#"{"name": "Bob", "age": 5}"#, r#"answer[{"name": "Bob", "age": 5}]"#.into()),
