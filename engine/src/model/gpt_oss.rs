@@ -87,8 +87,17 @@ fn divide_fused(weights: &mut Weights, at: &str) -> Result<()> {
     };
     for (part, published) in [("weight", "blocks"), ("scales", "scales"), ("bias", "bias")] {
         let mut take = |name: &str| -> Result<Array> {
-            let array = weights.remove(&format!("{at}.{name}_{published}"))?;
-            if part == "weight" { words(array) } else { Ok(array) }
+            let name = format!("{at}.{name}_{published}");
+            let array = weights.remove(&name)?;
+            if part != "weight" {
+                return Ok(array);
+            }
+            if array.ndim() != 4 || array.dim(3) != 16 {
+                let shape = array.shape();
+                let problem = format!("`{name}` has the shape {shape:?}, not that of blocks of 16");
+                return Err(weights.problem("", problem));
+            }
+            words(array)
         };
         let (fused, down) = (take("gate_up_proj")?, take("down_proj")?);
         let mut shape = fused.shape().to_vec();

@@ -194,7 +194,7 @@ fn configs_of_transformers_5_describe_the_same_model() {
         "rope_theta": null, "rope_local_base_freq": null, "rope_scaling": null, "rope_parameters": by_kind,
     });
     check("gemma3_text", since_5.clone());
-    check("gemma3n_text", since_5);
+    check("gemma3n", text_of("gemma3n", since_5));
     check("qwen3_moe", json!({"num_experts": null, "num_local_experts": 8}));
     check("qwen3_moe", json!({"num_local_experts": 8}));
     let of_full = json!({"head_dim": 32, "num_key_value_heads": 1});

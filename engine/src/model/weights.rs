@@ -36,9 +36,10 @@ pub struct Weights {
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
-    /// `hidden_size` and `vocab_size` of the language model.
+    /// `hidden_size` and `vocab_size` of the language model, and the length of its convolutions.
     hidden: Option<i32>,
     vocabulary: Option<i32>,
+    taps: Option<i32>,
     /// Rows of the smallest embedding taken.
     embeddings: usize,
 }
@@ -63,6 +64,9 @@ const OTHER_NAMES: [(&str, &str); 6] = [
     ("num_experts_per_token", "num_experts_per_tok"),
     ("num_local_experts", "num_experts"),
 ];
+
+/// Keys of the length of convolutions, one in each family that has them.
+const TAPS: [&str; 4] = ["conv_L_cache", "conv_kernel", "linear_conv_kernel_dim", "mamba_d_conv"];
 
 /// Keys whose `null` means that there is none, where a missing key means a default.
 const NONE_IF_NULL: [&str; 3] =
@@ -110,7 +114,10 @@ impl Weights {
             arrays.extend(shard);
         }
         let text = config.get("text_config").unwrap_or(config);
-        let size = |key: &str| i32::try_from(text.get(key)?.as_i64()?).ok();
+        let number = |value: &Value| i32::try_from(value.as_i64()?).ok();
+        let size = |key: &str| number(text.get(key)?);
+        // Kimi Linear's.
+        let nested = text.pointer("/linear_attn_config/short_conv_kernel_size").and_then(number);
         let tensors = arrays.len();
         let mut weights = Self {
             folder: folder.to_path_buf(),
@@ -123,6 +130,7 @@ impl Weights {
             tensors,
             hidden: size("hidden_size"),
             vocabulary: size("vocab_size"),
+            taps: TAPS.iter().find_map(|key| size(key)).or(nested),
             embeddings: usize::MAX,
         };
         let places = [(config, "quantization"), (config, "quantization_config")];

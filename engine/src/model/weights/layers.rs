@@ -130,12 +130,11 @@ impl Weights {
     pub fn taps(&mut self, name: &str, channels: i32) -> Result<Vec<Array>> {
         let name = format!("{name}.weight");
         let weight = self.take(&name)?;
-        let taps = weight.shape().iter().skip(1).copied().max().unwrap_or(0);
-        if ![&[channels, 1, taps][..], &[channels, taps, 1], &[channels, taps]]
-            .contains(&weight.shape())
-            || taps == 0
-        {
-            return Err(self.misfit(&name, weight.shape(), &[channels, 1, taps]));
+        let longest = weight.shape().iter().skip(1).copied().max();
+        let taps = self.taps.or(longest).unwrap_or(0).max(1);
+        let layouts: [&[i32]; 3] = [&[channels, 1, taps], &[channels, taps, 1], &[channels, taps]];
+        if !layouts.contains(&weight.shape()) {
+            return Err(self.misfit(&name, weight.shape(), layouts[0]));
         }
         let weight = weight.reshape(&[channels, taps])?;
         let taps = (0..taps).map(|tap| weight.try_index((.., tap))?.contiguous());
@@ -206,7 +205,7 @@ impl Weights {
     }
 
     /// Checks the shape of the tensor `name`.
-    pub(super) fn expect(&self, name: &str, array: &Array, shape: &[i32]) -> Result<()> {
+    pub fn expect(&self, name: &str, array: &Array, shape: &[i32]) -> Result<()> {
         if array.shape() == shape {
             return Ok(());
         }
