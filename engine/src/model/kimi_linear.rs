@@ -189,7 +189,7 @@ impl DeltaAttention {
             layers.push(weights.linear_of(&at(name), [rows, hidden])?);
         }
         let projections = layers.try_into().expect("there are six");
-        let [q, k, v] = ["q_conv1d", "k_conv1d", "v_conv1d"].map(|name| at(name));
+        let [q, k, v] = ["q_conv1d", "k_conv1d", "v_conv1d"].map(&at);
         let [q, k, v] =
             [weights.taps(&q, width)?, weights.taps(&k, width)?, weights.taps(&v, width)?];
         if q.len() != k.len() || q.len() != v.len() {

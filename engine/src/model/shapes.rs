@@ -57,7 +57,7 @@ fn shorter(array: &Array, axis: i32) -> Array {
 #[test]
 fn tensors_of_other_shapes_are_refused_in_every_family() {
     let folder = tempfile::tempdir().unwrap();
-    let mut accepted = BTreeMap::new();
+    let mut accepted: BTreeMap<String, Vec<_>> = BTreeMap::new();
     let mut refused = 0;
     for entry in families().read_dir().unwrap() {
         let source = entry.unwrap().path();
@@ -112,7 +112,7 @@ fn tensors_of_other_shapes_are_refused_in_every_family() {
                     }
                     result => {
                         let about = format!("{tensor} {:?} as {shape:?}", array.shape());
-                        accepted.entry(name.clone()).or_insert_with(Vec::new).push((about, result));
+                        accepted.entry(name.clone()).or_default().push((about, result));
                     }
                 }
             }
