@@ -1,4 +1,4 @@
-//! Recurrent state of one layer: the matrix of a gated delta rule or of Mamba-2, and the tail of a
+//! Recurrent state of one layer: the matrix of a gated delta rule (also Kimi's) or of Mamba-2, and the tail of a
 //! convolution. A layer that is a convolution alone (LFM2) has one 0 in place of the matrix.
 //!
 //! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
@@ -42,7 +42,8 @@ pub struct Writes {
     pub k: Array,
     /// [1, H_v, T, D_v], added along `k`.
     pub correction: Array,
-    /// [1, H_v, T], log of the factor by which the state decays before the row is written.
+    /// [1, H_v, T], log of the factor by which the state decays before the row is written; [1, H_v, T, D_k] if each
+    /// dimension of the keys has a factor of its own.
     pub log_decay: Array,
 }
 
@@ -73,16 +74,23 @@ impl Writes {
 /// The state after `writes`: `S <- g S; S <- S + d k^T` for each row, in one product.
 pub fn delta_write(state: &Array, writes: &Writes) -> Result<Array> {
     let Writes { k, correction, log_decay } = writes;
-    let (mut correction, mut total) = (correction.clone(), log_decay.clone());
+    let by_dimension = log_decay.ndim() == 4;
+    // [.., T, 1], or [.., T, D_k]
+    let log_decay = if by_dimension { log_decay.clone() } else { log_decay.expand_dims(3)? };
+    let (mut k, mut correction, mut total) = (k.clone(), correction.clone(), log_decay.clone());
     if writes.rows() > 1 {
         let running = log_decay.cumsum(2, None, None)?;
-        total = running.try_index((.., .., writes.rows() - 1..))?;
+        total = running.try_index((.., .., writes.rows() - 1.., ..))?;
         // The later rows decay what a row wrote.
-        let left = exp(total.subtract(&running)?)?.expand_dims(3)?;
-        correction = correction.multiply(left)?;
+        let left = exp(total.subtract(&running)?)?;
+        if by_dimension {
+            k = k.multiply(left)?;
+        } else {
+            correction = correction.multiply(left)?;
+        }
     }
     let written = matmul(correction.swap_axes(2, 3)?, k)?;
-    Ok(state.multiply(exp(total)?.expand_dims(3)?)?.add(written)?)
+    Ok(state.multiply(exp(total)?)?.add(written)?)
 }
 
 impl Recurrent {

@@ -32,7 +32,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
             Some(default) if !weights.has(&format!("{at}.act_fn.{name}")) => {
                 Ok(Array::from_f32(default))
             }
-            _ => weights.take_f32(&format!("{at}.act_fn.{name}")),
+            _ => weights.flat_f32(&format!("{at}.act_fn.{name}"), 1),
         };
         let activation = Activation::Xielu {
             alpha_p: number("alpha_p", None)?,

@@ -18,13 +18,15 @@ use crate::cache::Span;
 use crate::error::{Error, Result};
 
 /// Keys of `config.json` that count something, and the most that makes sense; the least is 1.
-const COUNTS: [(&str, u64); 30] = [
+const COUNTS: [(&str, u64); 32] = [
     ("full_attention_interval", 1 << 16),
     ("global_head_dim", 1 << 14),
     ("head_dim", 1 << 14),
     ("hidden_size", 1 << 20),
     ("kv_lora_rank", 1 << 14),
+    ("linear_head_dim", 1 << 14),
     ("linear_key_head_dim", 1 << 14),
+    ("linear_num_heads", 1 << 14),
     ("linear_num_key_heads", 1 << 14),
     ("linear_num_value_heads", 1 << 14),
     ("linear_value_head_dim", 1 << 14),
@@ -80,9 +82,15 @@ pub(super) fn config(config: &mut Value) -> Result<(), String> {
     counts(config)
 }
 
+/// Objects within `config.json` that have counts, too.
+const NESTED: [&str; 1] = ["linear_attn_config"];
+
 /// Checks the counts in one object of `config.json`.
 fn counts(config: &Value) -> Result<(), String> {
     let count = |key: &str| config.get(key).filter(|value| !value.is_null());
+    for nested in NESTED.iter().filter_map(|key| count(key)) {
+        counts(nested)?;
+    }
     for (key, most) in COUNTS {
         let Some(value) = count(key) else { continue };
         // EXAONE's pattern is in letters, and 0 if there are no windows.

@@ -69,6 +69,40 @@ impl Config {
             _ => scale,
         }
     }
+
+    fn attention(&self) -> LatentConfig {
+        LatentConfig {
+            hidden: self.hidden_size,
+            heads: self.num_attention_heads,
+            latent: self.kv_lora_rank,
+            query_rank: self.q_lora_rank,
+            nope: self.qk_nope_head_dim,
+            rotated: self.qk_rope_head_dim,
+            values: self.v_head_dim,
+            scale: self.scale(),
+            rope: Some(self.rope()),
+        }
+    }
+}
+
+/// Shape of a layer with latent attention.
+#[derive(Debug, Clone)]
+pub(super) struct LatentConfig {
+    pub hidden: i32,
+    pub heads: i32,
+    /// Size of the latent.
+    pub latent: i32,
+    /// Size that queries pass through, if they do.
+    pub query_rank: Option<i32>,
+    /// The part of a head's query and key that is made of the latent, and the part that all heads share.
+    pub nope: i32,
+    pub rotated: i32,
+    /// Size of a head's values.
+    pub values: i32,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// Rotates the shared part; `None` if the layer does not know positions.
+    pub rope: Option<Rope>,
 }
 
 struct DeepSeek {
@@ -86,7 +120,8 @@ struct Layer {
     mlp: Mlp,
 }
 
-struct LatentAttention {
+/// Multi-head latent attention.
+pub(super) struct LatentAttention {
     queries: Queries,
     /// [L + P, D]: the latent, and the rotated part of the keys.
     kv_a_proj_with_mqa: Linear,
@@ -96,7 +131,7 @@ struct LatentAttention {
     /// [H, L, V]: from a mixture of latents to a value.
     unembed_out: Array,
     o_proj: Linear,
-    rope: Rope,
+    rope: Option<Rope>,
     scores: Scores,
     heads: i32,
     latent: i32,
@@ -123,7 +158,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         let at = |name: &str| format!("model.layers.{i}.{name}");
         layers.push(Layer {
             input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
-            self_attn: LatentAttention::load(&config, weights, &at("self_attn"))?,
+            self_attn: LatentAttention::load(config.attention(), weights, &at("self_attn"))?,
             post_attention_layernorm: weights.norm(&at("post_attention_layernorm"), eps)?,
             mlp: config.experts.load(weights, &at("mlp"), true)?,
         });
@@ -138,13 +173,11 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
 }
 
 impl LatentAttention {
-    fn load(config: &Config, weights: &mut Weights, at: &str) -> Result<Self> {
+    pub fn load(config: LatentConfig, weights: &mut Weights, at: &str) -> Result<Self> {
         let at = |name: &str| format!("{at}.{name}");
-        let &Config { hidden_size: hidden, num_attention_heads: heads, .. } = config;
-        let (nope, rotated) = (config.qk_nope_head_dim, config.qk_rope_head_dim);
-        let (latent, values) = (config.kv_lora_rank, config.v_head_dim);
+        let LatentConfig { hidden, heads, latent, query_rank, nope, rotated, values, .. } = config;
         let queries = heads * (nope + rotated);
-        let queries = match config.q_lora_rank {
+        let queries = match query_rank {
             None => Queries::Direct(weights.linear_of(&at("q_proj"), [queries, hidden])?),
             Some(rank) => Queries::LowRank {
                 a: weights.linear_of(&at("q_a_proj"), [rank, hidden])?,
@@ -161,8 +194,9 @@ impl LatentAttention {
                 both.reshape(&[heads, nope + values, latent])?.split_at_indices(&[nope], 1)?;
             (parts[0].clone(), parts[1].swap_axes(1, 2)?)
         } else {
-            let embed_q = weights.linear_of(&at("embed_q"), [latent, nope])?.dense()?;
-            let unembed_out = weights.linear_of(&at("unembed_out"), [values, latent])?.dense()?;
+            let embed_q = weights.stack_of(&at("embed_q"), heads, [latent, nope])?.dense()?;
+            let unembed_out =
+                weights.stack_of(&at("unembed_out"), heads, [values, latent])?.dense()?;
             (embed_q.swap_axes(1, 2)?, unembed_out.swap_axes(1, 2)?)
         };
         let kv_a = latent + rotated;
@@ -173,23 +207,27 @@ impl LatentAttention {
             embed_q: embed_q.contiguous()?,
             unembed_out: unembed_out.contiguous()?,
             o_proj: weights.linear_of(&at("o_proj"), [hidden, heads * values])?,
-            rope: config.rope(),
-            scores: Scores { scale: config.scale(), softcap: None, sinks: None },
+            rope: config.rope,
+            scores: Scores { scale: config.scale, softcap: None, sinks: None },
             heads,
             latent,
             nope,
         })
     }
 
-    fn new_cache(&self) -> LayerCache {
+    pub fn new_cache(&self) -> LayerCache {
         let rotated = self.kv_a_proj_with_mqa.shape()[0] - self.latent;
         LayerCache::attention(1, self.latent + rotated, None)
     }
 
     /// `x` [1, R, D], same shape back. Advances entry `layer` of each span's cache.
-    fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
+    pub fn forward(&self, x: &Array, spans: &mut [Span<'_>], layer: usize) -> Result<Array> {
         let &Self { heads, latent, nope, .. } = self;
         let rows = x.dim(1);
+        let rotate = |x: &Array, spans: &[Span<'_>]| match &self.rope {
+            Some(rope) => rope.forward(x, spans),
+            None => Ok(x.clone()),
+        };
         let q = match &self.queries {
             Queries::Direct(q_proj) => q_proj.forward(x)?,
             Queries::LowRank { a, norm, b } => b.forward(&norm.forward(&a.forward(x)?)?)?,
@@ -197,10 +235,10 @@ impl LatentAttention {
         let q = q.reshape(&[1, rows, heads, -1])?.split_at_indices(&[nope], 3)?;
         // [1, R, H, N] times [H, N, L], head by head.
         let compared = matmul(q[0].swap_axes(1, 2)?, &self.embed_q)?.swap_axes(1, 2)?;
-        let q = concatenate(&[compared, self.rope.forward(&q[1], spans)?], 3)?;
+        let q = concatenate(&[compared, rotate(&q[1], spans)?], 3)?;
 
         let kv = self.kv_a_proj_with_mqa.forward(x)?.split_at_indices(&[latent], 2)?;
-        let rotated = self.rope.forward(&kv[1].reshape(&[1, rows, 1, -1])?, spans)?;
+        let rotated = rotate(&kv[1].reshape(&[1, rows, 1, -1])?, spans)?;
         let latents = self.kv_a_layernorm.forward(&kv[0])?.reshape(&[1, rows, 1, latent])?;
         let k = concatenate(&[latents, rotated], 3)?;
 

@@ -55,21 +55,22 @@ impl Config {
         let names = ["gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias"];
         let bias =
             names.map(|name| format!("{at}.{name}")).into_iter().find(|name| weights.has(name));
-        let bias = bias.map(|name| weights.take_f32(&name)).transpose()?;
+        let count = i32::try_from(self.num_experts).unwrap_or(i32::MAX);
+        let bias = bias.map(|name| weights.vector_f32(&name, count)).transpose()?;
         let shared = if weights.has(&format!("{at}.shared_experts.up_proj.weight")) {
             let expert = weights.gated_mlp(&format!("{at}.shared_experts"), Gate::Silu)?.into();
             Some(Shared { expert, gate: None })
         } else if weights.has(&format!("{at}.shared_expert.up_proj.weight")) {
             Some(Shared {
                 expert: weights.gated_mlp(&format!("{at}.shared_expert"), Gate::Silu)?.into(),
-                gate: Some(weights.linear(&format!("{at}.shared_expert_gate"))?),
+                gate: Some(weights.linear_to(&format!("{at}.shared_expert_gate"), 1)?),
             })
         } else {
             None
         };
         Ok(Mlp::Sparse(Box::new(Moe {
-            gate: weights.linear(&format!("{at}.gate"))?,
-            experts: Experts(weights.gated_mlp(&stacked, Gate::Silu)?.into()),
+            gate: weights.linear_to(&format!("{at}.gate"), count)?,
+            experts: Experts(weights.gated_experts(&stacked, Gate::Silu, self.num_experts)?.into()),
             top_k: self.num_experts_per_tok,
             norm_topk_prob: self.norm_topk_prob.unwrap_or(norm_topk_prob),
             scale: self.routed_scaling_factor.unwrap_or(1.0),

@@ -132,6 +132,7 @@ fn multiply(config: &Config, weights: &mut Weights) -> Result<()> {
             let name = at("mamba.in_proj.weight");
             let matrix = weights.remove(&name)?;
             let rows = scaled(&parts(config)?.as_dtype(matrix.dtype())?, config.ssm_in_multiplier)?;
+            weights.expect(&name, &matrix, &[rows.dim(0), config.llama.hidden_size])?;
             weights.insert(name, matrix.multiply(rows.expand_dims(1)?)?);
         }
         weights.multiply(&at("self_attn.k_proj"), config.key_multiplier)?;

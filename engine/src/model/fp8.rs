@@ -24,13 +24,14 @@ pub(super) fn unpack(arrays: &mut HashMap<String, Array>, block: [i32; 2]) -> Re
     let names: Vec<String> =
         arrays.keys().filter_map(|name| name.strip_suffix(FACTOR)).map(String::from).collect();
     for name in names {
-        let factor = arrays.remove(&format!("{name}{FACTOR}"));
-        let (Some(factor), Some(packed)) = (factor, arrays.get(&name)) else { continue };
+        // A factor without its matrix stays, and is refused when nothing has used it.
+        let Some(packed) = arrays.get(&name).cloned() else { continue };
+        let Some(factor) = arrays.remove(&format!("{name}{FACTOR}")) else { continue };
         if factor.dtype() == Dtype::Uint8 {
             // Powers of two in a byte; no checkpoint with them is known.
             return Err(Error::Array(format!("`{name}{FACTOR}` is not a float")));
         }
-        let matrix = from_fp8(packed, Dtype::Bfloat16)?;
+        let matrix = from_fp8(&packed, Dtype::Bfloat16)?;
         let factor = if factor.ndim() < 2 { factor } else { spread(&factor, &matrix, block)? };
         arrays.insert(name, matrix.multiply(factor)?.as_dtype(Dtype::Bfloat16)?);
     }

@@ -115,6 +115,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
     weights.keep_language_model();
+    weights.set_hidden(config.hidden_size);
     plain_norms(weights)?;
     let eps = config.rms_norm_eps;
     let attention = |layer| config.attention(layer);

@@ -55,9 +55,12 @@ struct Config {
     num_kv_shared_layers: usize,
     /// Dimension of a token's embedding for each layer; 0 if there is none.
     hidden_size_per_layer_input: i32,
+    /// Tokens that have one.
+    vocab_size_per_layer_input: Option<i32>,
     final_logit_softcapping: Option<f32>,
     tie_word_embeddings: bool,
     enable_moe_block: bool,
+    num_experts: Option<usize>,
     /// Experts a row.
     top_k_experts: Option<i32>,
 }
@@ -89,9 +92,11 @@ impl Default for Config {
             attention_k_eq_v: false,
             num_kv_shared_layers: 20,
             hidden_size_per_layer_input: 256,
+            vocab_size_per_layer_input: None,
             final_logit_softcapping: Some(30.0),
             tie_word_embeddings: true,
             enable_moe_block: false,
+            num_experts: None,
             top_k_experts: None,
         }
     }
@@ -131,6 +136,18 @@ impl Config {
         }
         let sliding = self.is_sliding(layer);
         (0..self.own_kv()).rev().find(|&earlier| self.is_sliding(earlier) == sliding)
+    }
+
+    fn per_layer(&self, weights: &mut Weights) -> Result<Option<PerLayer>> {
+        let size = self.hidden_size_per_layer_input;
+        if size == 0 {
+            return Ok(None);
+        }
+        let layers = i32::try_from(self.num_hidden_layers).expect("a model has few layers");
+        let shape = [self.vocab_size_per_layer_input, Some(layers.saturating_mul(size))];
+        let table = weights.embedding_of(PER_LAYER, shape)?;
+        let sizes = [layers, size, self.hidden_size];
+        Ok(Some(PerLayer::load(weights, table, sizes, self.rms_norm_eps)?))
     }
 
     fn rope(&self, sliding: bool, head_dim: i32) -> Rope {
@@ -182,6 +199,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     let text = config.get("text_config").unwrap_or(config);
     let config: Config = weights.config(text)?;
     weights.keep_language_model();
+    weights.set_hidden(config.hidden_size);
     let eps = config.rms_norm_eps;
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {
@@ -189,7 +207,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     }
     let embed_tokens = weights.embedding("model.embed_tokens")?;
     Ok(Box::new(Gemma4 {
-        per_layer: PerLayer::load(&config, weights)?,
+        per_layer: config.per_layer(weights)?,
         layers,
         norm: weights.norm("model.norm", eps)?,
         lm_head: weights.lm_head(&embed_tokens, config.tie_word_embeddings)?,
@@ -271,6 +289,7 @@ impl Layer {
         let eps = config.rms_norm_eps;
         let at = |name: &str| format!("model.layers.{layer}.{name}");
         let scalar = at("layer_scalar");
+        let (hidden, inputs) = (config.hidden_size, config.hidden_size_per_layer_input);
         Ok(Self {
             input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
             self_attn: SelfAttn::load(config, weights, layer)?,
@@ -288,12 +307,18 @@ impl Layer {
             } else {
                 let post_norm = at("post_per_layer_input_norm");
                 Some(PerLayerInput {
-                    per_layer_input_gate: weights.linear(&at("per_layer_input_gate"))?,
-                    per_layer_projection: weights.linear(&at("per_layer_projection"))?,
+                    per_layer_input_gate: weights
+                        .linear_of(&at("per_layer_input_gate"), [inputs, hidden])?,
+                    per_layer_projection: weights
+                        .linear_of(&at("per_layer_projection"), [hidden, inputs])?,
                     post_per_layer_input_norm: weights.norm(&post_norm, eps)?,
                 })
             },
-            layer_scalar: if weights.has(&scalar) { Some(weights.take(&scalar)?) } else { None },
+            layer_scalar: if weights.has(&scalar) {
+                Some(weights.vector(&scalar, 1)?)
+            } else {
+                None
+            },
         })
     }
 }
@@ -323,24 +348,25 @@ impl Moe {
     fn load(config: &Config, weights: &mut Weights, layer: usize) -> Result<Self> {
         let eps = config.rms_norm_eps;
         let at = |name: &str| format!("model.layers.{layer}.{name}");
-        let Some(top_k) = config.top_k_experts else {
-            let problem = "top_k_experts is missing, but enable_moe_block is set";
+        let (Some(top_k), Some(count)) = (config.top_k_experts, config.num_experts) else {
+            let problem = "top_k_experts or num_experts is missing, but enable_moe_block is set";
             return Err(weights.problem("config.json", problem.into()));
         };
         let stacked = at("experts.switch_glu");
         experts::divide_fused(weights, &at("experts"), &stacked)?;
-        let scale = weights.take(&at("router.scale"))?;
+        let rows = i32::try_from(count).unwrap_or(i32::MAX);
+        let scale = weights.vector(&at("router.scale"), config.hidden_size)?;
         let scale = scaled(&scale, (config.hidden_size as f32).powf(-0.5))?;
         Ok(Self {
             post_feedforward_layernorm_1: weights.norm(&at("post_feedforward_layernorm_1"), eps)?,
             pre_feedforward_layernorm_2: weights.norm(&at("pre_feedforward_layernorm_2"), eps)?,
             router: Router {
                 norm: RmsNorm { weight: scale, eps },
-                proj: weights.linear(&at("router.proj"))?,
-                per_expert_scale: weights.take(&at("router.per_expert_scale"))?,
+                proj: weights.linear_to(&at("router.proj"), rows)?,
+                per_expert_scale: weights.vector(&at("router.per_expert_scale"), rows)?,
                 top_k,
             },
-            experts: Experts(weights.gated_mlp(&stacked, Gate::Gelu)?.into()),
+            experts: Experts(weights.gated_experts(&stacked, Gate::Gelu, count)?.into()),
             post_feedforward_layernorm_2: weights.norm(&at("post_feedforward_layernorm_2"), eps)?,
         })
     }
@@ -367,7 +393,7 @@ impl Router {
 }
 
 /// Inputs of each layer from the tokens, besides the hidden states.
-struct PerLayer {
+pub(super) struct PerLayer {
     /// [V, L * P]: an embedding for each layer, side by side.
     embed_tokens_per_layer: Embedding,
     per_layer_model_projection: Linear,
@@ -377,23 +403,34 @@ struct PerLayer {
     size: i32,
 }
 
+/// The name of [`PerLayer::embed_tokens_per_layer`].
+pub(super) const PER_LAYER: &str = "model.embed_tokens_per_layer";
+
 impl PerLayer {
-    fn load(config: &Config, weights: &mut Weights) -> Result<Option<Self>> {
-        if config.hidden_size_per_layer_input == 0 {
-            return Ok(None);
-        }
-        let (projection_norm, eps) = ("model.per_layer_projection_norm", config.rms_norm_eps);
-        Ok(Some(Self {
-            embed_tokens_per_layer: weights.embedding("model.embed_tokens_per_layer")?,
-            per_layer_model_projection: weights.linear("model.per_layer_model_projection")?,
-            per_layer_projection_norm: weights.norm(projection_norm, eps)?,
-            layers: i32::try_from(config.num_hidden_layers).expect("a model has few layers"),
-            size: config.hidden_size_per_layer_input,
-        }))
+    /// Takes what belongs to the embedding [V, L P] of layers, in a model with hidden states of the size `hidden`.
+    pub fn load(
+        weights: &mut Weights,
+        embed_tokens_per_layer: Embedding,
+        [layers, size, hidden]: [i32; 3],
+        eps: f32,
+    ) -> Result<Self> {
+        let (projection, width) =
+            ("model.per_layer_model_projection", embed_tokens_per_layer.0.shape()[1]);
+        Ok(Self {
+            embed_tokens_per_layer,
+            per_layer_model_projection: weights.linear_of(projection, [width, hidden])?,
+            per_layer_projection_norm: weights.norm_of(
+                "model.per_layer_projection_norm",
+                eps,
+                &[size],
+            )?,
+            layers,
+            size,
+        })
     }
 
     /// [1, R, L, P] of `tokens` [R] and their scaled embeddings `x` [1, R, D].
-    fn forward(&self, tokens: &Array, x: &Array) -> Result<Array> {
+    pub fn forward(&self, tokens: &Array, x: &Array) -> Result<Array> {
         let shape = [1, x.dim(1), self.layers, self.size];
         let embedded = self.embed_tokens_per_layer.forward(tokens)?;
         let embedded = scaled(&embedded, (self.size as f32).sqrt())?.reshape(&shape)?;
@@ -456,7 +493,7 @@ impl SelfAttn {
         let (queries, keys) = (config.num_attention_heads * head_dim, kv_heads * head_dim);
         Ok(Self {
             q_proj: weights.linear_of(&at("q_proj"), [queries, hidden])?,
-            q_norm: weights.norm(&at("q_norm"), eps)?,
+            q_norm: weights.norm_of(&at("q_norm"), eps, &[head_dim])?,
             kv: if source == layer {
                 Some(KvProj {
                     k_proj: weights.linear_of(&at("k_proj"), [keys, hidden])?,
@@ -465,7 +502,7 @@ impl SelfAttn {
                     } else {
                         Some(weights.linear_of(&at("v_proj"), [keys, hidden])?)
                     },
-                    k_norm: weights.norm(&at("k_norm"), eps)?,
+                    k_norm: weights.norm_of(&at("k_norm"), eps, &[head_dim])?,
                 })
             } else {
                 None

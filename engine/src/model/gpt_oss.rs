@@ -26,6 +26,7 @@ use crate::nn::{Experts, Gate, Mlp, Moe, SWIGLU_LIMIT};
 struct Config {
     #[serde(flatten)]
     llama: llama::Config,
+    num_experts: usize,
     num_experts_per_tok: i32,
     #[serde(default = "default_limit")]
     swiglu_limit: f32,
@@ -50,12 +51,15 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         Some(_) => llama.window(layer),
         None => llama.sliding_window.filter(|_| layer.is_multiple_of(2)),
     };
+    let count = i32::try_from(config.num_experts).unwrap_or(i32::MAX);
     let mlp = |weights: &mut Weights, at: &str| {
         divide_fused(weights, &format!("{at}.experts"))?;
         Ok(Mlp::Sparse(Box::new(Moe {
-            gate: weights.linear(&format!("{at}.router"))?,
+            gate: weights.linear_to(&format!("{at}.router"), count)?,
             experts: Experts(
-                weights.gated_mlp(&format!("{at}.experts"), Gate::ClampedSilu)?.into(),
+                weights
+                    .gated_experts(&format!("{at}.experts"), Gate::ClampedSilu, config.num_experts)?
+                    .into(),
             ),
             top_k: config.num_experts_per_tok,
             // The softmax over the chosen experts alone.
@@ -83,8 +87,17 @@ fn divide_fused(weights: &mut Weights, at: &str) -> Result<()> {
     };
     for (part, published) in [("weight", "blocks"), ("scales", "scales"), ("bias", "bias")] {
         let mut take = |name: &str| -> Result<Array> {
-            let array = weights.remove(&format!("{at}.{name}_{published}"))?;
-            if part == "weight" { words(array) } else { Ok(array) }
+            let name = format!("{at}.{name}_{published}");
+            let array = weights.remove(&name)?;
+            if part != "weight" {
+                return Ok(array);
+            }
+            if array.ndim() != 4 || array.dim(3) != 16 {
+                let shape = array.shape();
+                let problem = format!("`{name}` has the shape {shape:?}, not that of blocks of 16");
+                return Err(weights.problem("", problem));
+            }
+            words(array)
         };
         let (fused, down) = (take("gate_up_proj")?, take("down_proj")?);
         let mut shape = fused.shape().to_vec();

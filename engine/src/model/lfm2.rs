@@ -168,7 +168,7 @@ impl ShortConv {
         Ok(Self {
             in_proj: weights.linear_of(&at("in_proj"), [3 * hidden, hidden])?,
             conv: weights.taps(&at("conv"), hidden)?,
-            bias: if weights.has(&bias) { Some(weights.take(&bias)?) } else { None },
+            bias: if weights.has(&bias) { Some(weights.vector(&bias, hidden)?) } else { None },
             out_proj: weights.linear_of(&at("out_proj"), [hidden, hidden])?,
         })
     }

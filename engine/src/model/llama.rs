@@ -262,16 +262,18 @@ impl SelfAttn {
     /// Takes the layer at `at`, with norms, biases and sinks if the checkpoint has them.
     pub fn load(weights: &mut Weights, at: &str, mut config: AttentionConfig) -> Result<Self> {
         let AttentionConfig { hidden, heads, kv_heads, head_dim, eps, .. } = config;
-        let mut norm = |name: &str, heads: i32| {
+        let mut norm = |name: &str, sizes: &[i32]| {
             let name = format!("{at}.{name}");
             let present = weights.has(&format!("{name}.weight"));
-            let sizes = [head_dim, heads * head_dim];
-            present.then(|| weights.norm_of(&name, eps, &sizes)).transpose()
+            present.then(|| weights.norm_of(&name, eps, sizes)).transpose()
         };
-        let (q_norm, k_norm) = (norm("q_norm", heads)?, norm("k_norm", kv_heads)?);
+        let q_norm = norm("q_norm", &[head_dim, heads * head_dim])?;
+        // Both norms are of each head, or of all heads together.
+        let is_whole = q_norm.as_ref().is_some_and(|norm| norm.weight.dim(0) != head_dim);
+        let k_norm = norm("k_norm", &[if is_whole { kv_heads * head_dim } else { head_dim }])?;
         let sinks = format!("{at}.sinks");
         if weights.has(&sinks) {
-            config.scores.sinks = Some(weights.take(&sinks)?);
+            config.scores.sinks = Some(weights.vector(&sinks, heads)?);
         }
         let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
         Ok(Self {

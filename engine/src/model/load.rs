@@ -123,6 +123,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
 
     let mut weights = Weights::open(folder, &json, dtype, storage)?;
     let model = (family.load)(&json, &mut weights)?;
+    weights.expect_no_scales()?;
     let embeddings = weights.embeddings();
     let unused = weights.iter().count();
     let own_kernels = weights.own_kernels();

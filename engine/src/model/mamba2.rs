@@ -65,7 +65,7 @@ impl Mixer {
             ssm: Mamba2 {
                 conv1d: weights.taps(&at("conv1d"), channels)?,
                 conv_bias: if weights.has(&conv_bias) {
-                    Some(weights.take(&conv_bias)?)
+                    Some(weights.vector(&conv_bias, channels)?)
                 } else {
                     None
                 },

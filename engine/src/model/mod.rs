@@ -19,11 +19,13 @@ mod fuzz;
 mod gemma;
 mod gemma2;
 mod gemma3;
+mod gemma3n;
 mod gemma4;
 mod glm4_moe;
 mod gpt_oss;
 mod granitemoehybrid;
 mod hunyuan;
+mod kimi_linear;
 mod lfm2;
 mod llama;
 mod load;
@@ -39,6 +41,8 @@ mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_next;
+#[cfg(test)]
+mod shapes;
 mod smollm3;
 #[cfg(test)]
 mod tests;
@@ -136,6 +140,8 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "gemma2", load: gemma2::load },
     Family { model_type: "gemma3", load: gemma3::load },
     Family { model_type: "gemma3_text", load: gemma3::load },
+    Family { model_type: "gemma3n", load: gemma3n::load },
+    Family { model_type: "gemma3n_text", load: gemma3n::load },
     Family { model_type: "gemma4", load: gemma4::load },
     Family { model_type: "gemma4_text", load: gemma4::load },
     Family { model_type: "gemma4_unified", load: gemma4::load },
@@ -147,6 +153,7 @@ pub const FAMILIES: &[Family] = &[
     Family { model_type: "granitemoehybrid", load: granitemoehybrid::load },
     Family { model_type: "hunyuan_v1_dense", load: hunyuan::load },
     Family { model_type: "kimi_k2", load: deepseek_v3::load },
+    Family { model_type: "kimi_linear", load: kimi_linear::load },
     Family { model_type: "lfm2", load: lfm2::load },
     Family { model_type: "lfm2_moe", load: lfm2::load },
     Family { model_type: "llama", load: llama::load },

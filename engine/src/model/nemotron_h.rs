@@ -45,6 +45,8 @@ struct Config {
     n_group: Option<i32>,
     topk_group: Option<i32>,
     routed_scaling_factor: Option<f32>,
+    /// Size of the rows of experts, if it is not that of hidden states.
+    moe_latent_size: Option<i32>,
 }
 
 impl Config {
@@ -181,22 +183,29 @@ impl LatentMoe {
             return Err(weights.problem("config.json", problem.into()));
         };
         experts::stack(weights, count, &at("experts"), &at("switch_mlp"))?;
-        let mut optional = |name: &str| {
+        let hidden = config.hidden_size;
+        let inputs = config.moe_latent_size.unwrap_or(hidden);
+        let mut optional = |name: &str, shape: [i32; 2]| {
             let present = weights.has(&at(&format!("{name}.weight")));
-            present.then(|| weights.linear(&at(name))).transpose()
+            present.then(|| weights.linear_of(&at(name), shape)).transpose()
         };
-        let (fc1_latent_proj, fc2_latent_proj) =
-            (optional("fc1_latent_proj")?, optional("fc2_latent_proj")?);
+        let fc1_latent_proj = optional("fc1_latent_proj", [inputs, hidden])?;
+        let fc2_latent_proj = optional("fc2_latent_proj", [hidden, inputs])?;
         let has_shared = weights.has(&at("shared_experts.up_proj.weight"));
+        let rows = i32::try_from(count).unwrap_or(i32::MAX);
         let groups = Groups {
-            bias: weights.take_f32(&at("gate.e_score_correction_bias"))?,
+            bias: weights.vector_f32(&at("gate.e_score_correction_bias"), rows)?,
             count: config.n_group.unwrap_or(1),
             chosen: config.topk_group.unwrap_or(1),
         };
         Ok(Self {
             moe: Moe {
-                gate: weights.linear(&at("gate"))?,
-                experts: Experts(weights.plain_mlp(&at("switch_mlp"), Activation::Relu2)?.into()),
+                gate: weights.linear_of(&at("gate"), [rows, hidden])?,
+                experts: Experts(
+                    weights
+                        .plain_experts(&at("switch_mlp"), Activation::Relu2, count, inputs)?
+                        .into(),
+                ),
                 top_k,
                 norm_topk_prob: config.norm_topk_prob,
                 scale: config.routed_scaling_factor.unwrap_or(1.0),

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::repeat_axis;
 use serde_json::{Value, json};
 
 use super::load;
@@ -165,6 +166,61 @@ fn published_layouts_load() {
     check("mistral3", json!({"text_config": text}));
 }
 
+/// The same model, described by the keys that transformers 5 writes: it was refused, or computed something else.
+#[test]
+fn configs_of_transformers_5_describe_the_same_model() {
+    let check = |family: &str, changes: Value| {
+        let [expected, found] =
+            [json!({}), changes.clone()].map(|c| logits(&Folder::new(family, c)));
+        let difference = largest(&found.subtract(&expected).unwrap());
+        assert_eq!(difference, 0.0, "{family}: {changes}");
+    };
+    let text_of = |family: &str, changes: Value| {
+        let mut text = config_of(family)["text_config"].clone();
+        for (key, value) in changes.as_object().unwrap() {
+            text[key] = value.clone();
+        }
+        json!({"text_config": text})
+    };
+    let mut rope = config_of("llama")["rope_scaling"].clone();
+    rope["rope_theta"] = json!(500_000.0);
+    check("llama", json!({"rope_theta": null, "rope_scaling": null, "rope_parameters": rope}));
+    check("gemma3_text", json!({"sliding_window_pattern": 6}));
+    let by_kind = json!({
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    });
+    let since_5 = json!({
+        "rope_theta": null, "rope_local_base_freq": null, "rope_scaling": null, "rope_parameters": by_kind,
+    });
+    check("gemma3_text", since_5.clone());
+    check("gemma3n", text_of("gemma3n", since_5));
+    check("qwen3_moe", json!({"num_experts": null, "num_local_experts": 8}));
+    check("qwen3_moe", json!({"num_local_experts": 8}));
+    let of_full = json!({"head_dim": 32, "num_key_value_heads": 1});
+    let layers = json!({"2": of_full, "5": of_full});
+    check("gemma4_text", json!({"global_head_dim": null, "per_layer_config": layers}));
+    // Values that are keys, as in the large models.
+    let of_full = json!({
+        "global_head_dim": null, "num_global_key_value_heads": null, "per_layer_config": {"1": of_full},
+    });
+    check("gemma4", text_of("gemma4", of_full));
+    let linear = config_of("kimi_linear")["linear_attn_config"].clone();
+    check(
+        "kimi_linear",
+        json!({
+            "linear_attn_config": null, "linear_head_dim": linear["head_dim"],
+            "linear_num_heads": linear["num_heads"],
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        }),
+    );
+    // MLX's converter writes the table twice.
+    check("gemma4_moe_4bit", json!({"quantization": null}));
+    let mut text = config_of("mistral3")["text_config"].clone();
+    text.as_object_mut().unwrap().remove("model_type");
+    check("mistral3", json!({"text_config": text}));
+}
+
 /// The logits of a few tokens.
 fn logits(folder: &Folder) -> Array {
     let loaded = folder.load().unwrap();
@@ -217,6 +273,61 @@ fn fp8_is_read_wherever_the_config_says_so() {
         .map(|c| logits(&folder(c)));
     assert_eq!(largest(&inside.subtract(&outside).unwrap()), 0.0);
     folder(json!({})).fails(&[name, "Uint8", "config.json must say how"]);
+}
+
+/// Experts in one tensor of three dimensions: its blocks were cut along the wrong axes.
+#[test]
+fn stacked_experts_in_fp8_equal_dense_ones() {
+    let at = "model.language_model.layers.1.mlp.experts";
+    let experts = ["gate_up_proj", "down_proj"];
+    let fp8 = json!({"quant_method": "fp8", "weight_block_size": [16, 32]});
+    let mut packed = Folder::new("qwen3_5_moe", json!({"quantization_config": fp8}));
+    let mut dense = Folder::new("qwen3_5_moe", json!({}));
+    for name in experts {
+        let name = format!("{at}.{name}");
+        let shape = Array::load_safetensors(dense.weights()).unwrap()[&name].shape().to_vec();
+        let [e, rows, columns] = [shape[0], shape[1], shape[2]];
+        let blocks = [e, (rows + 15) / 16, (columns + 31) / 32];
+        let count: i32 = blocks.iter().product();
+        let factors: Vec<f32> = (0..count).map(|i| 0.01 * (i % 7) as f32 - 0.02).collect();
+        let factors = Array::from_slice(&factors, &blocks);
+        // 0x38 is 1 in E4M3.
+        let ones = Array::full::<u8>(&shape, Array::from_slice(&[0x38u8], &[1])).unwrap();
+        let spread = repeat_axis::<f32>(factors.clone(), 16, 1).unwrap();
+        let spread = repeat_axis::<f32>(spread, 32, 2).unwrap();
+        let spread = spread.try_index((.., ..rows, ..columns)).unwrap();
+        packed = packed.and(&name, ones).and(&format!("{name}_scale_inv"), factors);
+        dense = dense.and(&name, spread.as_dtype(mlx_rs::Dtype::Bfloat16).unwrap());
+    }
+    let [packed, dense] = [logits(&packed), logits(&dense)];
+    assert!(largest(&dense) > 0.0);
+    assert_eq!(largest(&packed.subtract(&dense).unwrap()), 0.0);
+}
+
+/// A scale that no layer reads means that its matrix is served as other numbers.
+#[test]
+fn scales_that_nothing_used_are_refused() {
+    let one = || Array::from_f32(0.1);
+    let at = "model.layers.0.mlp.up_proj";
+    let check = |config: Value, name: &str| {
+        Folder::new("llama", config)
+            .and(name, one())
+            .fails(&[&format!("`{name}` is a scale"), "config.json"]);
+    };
+    check(json!({}), &format!("{at}.weight_scale_inv"));
+    check(json!({}), &format!("{at}.weight_scale"));
+    check(json!({}), "model.norm.scales");
+    // Of a matrix with another name.
+    check(
+        json!({"quantization_config": {"quant_method": "fp8"}}),
+        &format!("{at}.weights_scale_inv"),
+    );
+    // Of parts that are not loaded.
+    let unread = |name: &str| {
+        Folder::new("llama", json!({})).and(&format!("{name}_scale_inv"), one()).and(name, one())
+    };
+    unread("model.layers.61.mlp.up_proj.weight").load().unwrap();
+    Folder::new("llama", json!({})).and(&format!("{at}.input_scale"), one()).load().unwrap();
 }
 
 /// `mlx_lm.convert` names layers of other bits, other tools do not.

@@ -7,7 +7,6 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use mlx_rs::error::IoError;
-use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::stack;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
@@ -15,16 +14,14 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
-use super::check;
-use super::fp8;
+use super::{check, fp8};
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels;
 use crate::kernels::cuda::Tiled;
 use crate::loading;
-use crate::nn::{
-    Activation, Embedding, Gate, GatedMlp, Joined, Linear, Mode, Packed, PlainMlp, Quantization,
-    RmsNorm, message, scaled,
-};
+use crate::nn::{Linear, Mode, Packed, Quantization, message, scaled};
+
+mod layers;
 
 /// Tensors by name, and how to turn them into layers.
 pub struct Weights {
@@ -39,8 +36,10 @@ pub struct Weights {
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
-    /// `hidden_size` of the language model.
+    /// `hidden_size` and `vocab_size` of the language model, and the length of its convolutions.
     hidden: Option<i32>,
+    vocabulary: Option<i32>,
+    taps: Option<i32>,
     /// Rows of the smallest embedding taken.
     embeddings: usize,
 }
@@ -57,11 +56,17 @@ pub enum Storage {
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
-const OTHER_NAMES: [(&str, &str); 3] = [
+const OTHER_NAMES: [(&str, &str); 6] = [
     ("_sliding_window_pattern", "sliding_window_pattern"),
-    ("num_local_experts", "num_experts"),
+    ("moe_renormalize", "norm_topk_prob"),
     ("n_routed_experts", "num_experts"),
+    ("num_expert_group", "n_group"),
+    ("num_experts_per_token", "num_experts_per_tok"),
+    ("num_local_experts", "num_experts"),
 ];
+
+/// Keys of the length of convolutions, one in each family that has them.
+const TAPS: [&str; 4] = ["conv_L_cache", "conv_kernel", "linear_conv_kernel_dim", "mamba_d_conv"];
 
 /// Keys whose `null` means that there is none, where a missing key means a default.
 const NONE_IF_NULL: [&str; 3] =
@@ -109,7 +114,10 @@ impl Weights {
             arrays.extend(shard);
         }
         let text = config.get("text_config").unwrap_or(config);
-        let hidden = text.get("hidden_size").and_then(Value::as_i64);
+        let number = |value: &Value| i32::try_from(value.as_i64()?).ok();
+        let size = |key: &str| number(text.get(key)?);
+        // Kimi Linear's.
+        let nested = text.pointer("/linear_attn_config/short_conv_kernel_size").and_then(number);
         let tensors = arrays.len();
         let mut weights = Self {
             folder: folder.to_path_buf(),
@@ -120,7 +128,9 @@ impl Weights {
             quantization: None,
             mixed: HashMap::new(),
             tensors,
-            hidden: hidden.and_then(|size| i32::try_from(size).ok()),
+            hidden: size("hidden_size"),
+            vocabulary: size("vocab_size"),
+            taps: TAPS.iter().find_map(|key| size(key)).or(nested),
             embeddings: usize::MAX,
         };
         let places = [(config, "quantization"), (config, "quantization_config")];
@@ -277,27 +287,6 @@ impl Weights {
         Ok(array)
     }
 
-    /// Takes the norm `NAME.weight`; those of hidden states have their size.
-    pub fn norm(&mut self, name: &str, eps: f32) -> Result<RmsNorm> {
-        let is_whole = name.ends_with("layernorm") || name == "model.norm";
-        match self.hidden.filter(|_| is_whole) {
-            Some(hidden) => self.norm_of(name, eps, &[hidden]),
-            None => Ok(RmsNorm { weight: self.take(&format!("{name}.weight"))?, eps }),
-        }
-    }
-
-    /// Takes the norm `NAME.weight` of one of these `sizes`.
-    ///
-    /// # Errors
-    /// [`Error::Model`] with both shapes if it has another one.
-    pub fn norm_of(&mut self, name: &str, eps: f32, sizes: &[i32]) -> Result<RmsNorm> {
-        let weight = self.take(&format!("{name}.weight"))?;
-        if weight.ndim() != 1 || !sizes.contains(&weight.dim(0)) {
-            return Err(self.misfit(name, weight.shape(), &sizes[..1]));
-        }
-        Ok(RmsNorm { weight, eps })
-    }
-
     /// Multiplies a layer without biases, dense or packed, with `factor`, in the type it is stored in. Does
     /// nothing if the checkpoint has no such layer.
     ///
@@ -318,118 +307,13 @@ impl Weights {
         Ok(())
     }
 
-    /// Takes an embedding, [V, D].
-    pub fn embedding(&mut self, name: &str) -> Result<Embedding> {
-        let embedding = self.linear(name)?;
-        let [rows, size] = embedding.shape();
-        if let Some(hidden) = self.hidden.filter(|_| name.ends_with("embed_tokens"))
-            && size != hidden
-        {
-            return Err(self.misfit(name, &[rows, size], &[rows, hidden]));
-        }
-        let rows = usize::try_from(rows).unwrap_or(0);
-        self.embeddings = self.embeddings.min(rows);
-        Ok(Embedding(embedding))
-    }
-
     /// Tokens that the embeddings taken have rows of.
     pub fn embeddings(&self) -> usize {
         self.embeddings
     }
 
-    /// Takes the block of `AT.gate_proj`, `AT.up_proj` and `AT.down_proj`, or a stack of blocks.
-    pub fn gated_mlp(&mut self, at: &str, gate: Gate) -> Result<GatedMlp> {
-        let gate_proj = self.linear(&format!("{at}.gate_proj"))?;
-        let [size, inputs] = gate_proj.shape();
-        let hidden = self.hidden.unwrap_or(inputs);
-        if inputs != hidden {
-            let name = format!("{at}.gate_proj");
-            return Err(self.misfit(&name, &[size, inputs], &[size, hidden]));
-        }
-        let up_proj = self.linear_of(&format!("{at}.up_proj"), [size, hidden])?;
-        Ok(GatedMlp {
-            gate,
-            gate_up: Joined::new([gate_proj, up_proj])?,
-            down_proj: self.linear_of(&format!("{at}.down_proj"), [hidden, size])?,
-        })
-    }
-
-    /// Takes the block of `AT.up_proj` and `AT.down_proj`, or a stack of blocks.
-    pub fn plain_mlp(&mut self, at: &str, activation: Activation) -> Result<PlainMlp> {
-        let up_proj = self.linear(&format!("{at}.up_proj"))?;
-        let [size, inputs] = up_proj.shape();
-        let down_proj = self.linear_of(&format!("{at}.down_proj"), [inputs, size])?;
-        Ok(PlainMlp { activation, up_proj, down_proj })
-    }
-
-    /// Takes the taps of a depthwise convolution, [C] each, oldest first, from `NAME.weight`: published as
-    /// [C, 1, K], and by MLX's converter as [C, K, 1].
-    pub fn taps(&mut self, name: &str, channels: i32) -> Result<Vec<Array>> {
-        let weight = self.take(&format!("{name}.weight"))?;
-        if weight.dim(0) != channels {
-            return Err(self.misfit(name, weight.shape(), &[channels, 1, weight.dim(-1)]));
-        }
-        let weight = weight.reshape(&[channels, -1])?;
-        let taps = (0..weight.dim(1)).map(|tap| weight.try_index((.., tap))?.contiguous());
-        Ok(taps.collect::<std::result::Result<_, _>>()?)
-    }
-
-    /// Takes the tensor `name` of `len` elements as f32.
-    pub fn vector_f32(&mut self, name: &str, len: i32) -> Result<Array> {
-        let vector = self.take_f32(name)?;
-        if vector.shape() == [len] {
-            return Ok(vector);
-        }
-        let problem = format!(
-            "`{name}` has the shape {:?}, which config.json makes {:?}",
-            vector.shape(),
-            [len]
-        );
-        Err(self.problem("", problem))
-    }
-
-    /// Takes the output head, which is `embed_tokens` if the two are `tied` or the checkpoint has
-    /// no head.
-    pub fn lm_head(&mut self, embed_tokens: &Embedding, tied: bool) -> Result<Linear> {
-        if tied || !self.has("lm_head.weight") {
-            return Ok(embed_tokens.0.clone());
-        }
-        let head = self.linear("lm_head")?;
-        let [rows, inputs] = head.shape();
-        match self.hidden {
-            Some(hidden) if inputs != hidden => {
-                Err(self.misfit("lm_head", &[rows, inputs], &[rows, hidden]))
-            }
-            _ => Ok(head),
-        }
-    }
-
-    /// Takes a linear layer of `shape` [out, in], or a stack of them.
-    ///
-    /// # Errors
-    /// [`Error::Model`] with both shapes if it has another one.
-    pub fn linear_of(&mut self, name: &str, shape: [i32; 2]) -> Result<Linear> {
-        let layer = self.linear_with(name, Some(shape[1]))?;
-        if layer.shape() != shape {
-            return Err(self.misfit(name, &layer.shape(), &shape));
-        }
-        Ok(layer)
-    }
-
-    fn misfit(&self, name: &str, found: &[i32], expected: &[i32]) -> Error {
-        let problem = format!(
-            "`{name}.weight` has the shape {found:?}, which config.json makes {expected:?}"
-        );
-        self.problem("", problem)
-    }
-
-    /// Takes a linear layer: `NAME.weight`, `.scales` and `.biases` if it is quantized, and `.bias`
-    /// if there is one.
-    pub fn linear(&mut self, name: &str) -> Result<Linear> {
-        self.linear_with(name, None)
-    }
-
-    /// [`Weights::linear`] of a layer with `inputs`, if they are known.
+    /// Takes a linear layer with `inputs`, if they are known: `NAME.weight`, `.scales` and `.biases` if it is
+    /// quantized, and `.bias` if there is one.
     fn linear_with(&mut self, name: &str, inputs: Option<i32>) -> Result<Linear> {
         let bias_name = format!("{name}.bias");
         let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
@@ -437,8 +321,14 @@ impl Weights {
         if !self.has(&format!("{name}.scales")) {
             let weight = self.take(&weight_name)?;
             if weight.ndim() < 2 {
-                let problem = format!("`{weight_name}` is {:?}, not a matrix", weight.shape());
+                let problem = format!(
+                    "`{weight_name}` has the shape {:?}, not that of a matrix",
+                    weight.shape()
+                );
                 return Err(self.problem("", problem));
+            }
+            if let Some(bias) = &bias {
+                self.expect(&bias_name, bias, &weight.shape()[..weight.ndim() - 1])?;
             }
             return Ok(Linear::Dense { weight, bias });
         }
@@ -476,6 +366,15 @@ impl Weights {
                  config.json"
             );
             return Err(self.problem("", problem));
+        }
+        let rows = &packed.weight.shape()[..packed.weight.ndim() - 1];
+        let all = [rows, &[groups]].concat();
+        self.expect(&scales, &packed.scales, &all)?;
+        if let Some(biases) = &packed.biases {
+            self.expect(&format!("{name}.biases"), biases, &all)?;
+        }
+        if let Some(bias) = &bias {
+            self.expect(&bias_name, bias, rows)?;
         }
         self.stored(packed, bias)
     }
@@ -559,6 +458,30 @@ impl Weights {
         self.arrays
             .remove(name)
             .ok_or_else(|| self.problem("", format!("the weights have no tensor `{name}`")))
+    }
+
+    /// A scale whose matrix was taken without it, or that has none.
+    ///
+    /// # Errors
+    /// [`Error::Model`] names it. Scales of parts that are not loaded have their matrices beside them.
+    pub fn expect_no_scales(&self) -> Result<()> {
+        let left = |(name, _): (&str, &Array)| {
+            let matrix = match name.strip_suffix(".scales") {
+                Some(layer) => format!("{layer}.weight"),
+                None => ["_scale_inv", "_scale"]
+                    .iter()
+                    .find_map(|end| name.strip_suffix(end))
+                    .filter(|matrix| matrix.ends_with("weight") || name.ends_with("_inv"))?
+                    .to_string(),
+            };
+            (!self.has(&matrix)).then(|| name.to_string())
+        };
+        let Some(name) = self.iter().filter_map(left).min() else { return Ok(()) };
+        let problem = format!(
+            "`{name}` is a scale that nothing used: its matrix would be wrong without it; config.json must say \
+             how the weights are quantized, in a way that is supported"
+        );
+        Err(self.problem("", problem))
     }
 
     /// An error about `file` of the model's folder.

@@ -33,7 +33,7 @@ pub const CHUNK: i32 = 64;
 
 /// Added to the sum of squares of q and k before the root. A constant of the reference
 /// implementation, not the configured epsilon.
-const L2_EPS: f32 = 1e-6;
+pub(super) const L2_EPS: f32 = 1e-6;
 
 /// Weights and shape of the recurrent part of a GatedDeltaNet layer.
 #[derive(Debug, Clone)]
@@ -240,7 +240,7 @@ pub struct DeltaInputs {
     pub k: Array,
     /// [B, H, T, D_v]
     pub v: Array,
-    /// [B, H, T], log of g.
+    /// [B, H, T], log of g; [B, H, T, D_k] in [`super::kimi_delta`].
     pub log_decay: Array,
     /// [B, H, T]
     pub beta: Array,
@@ -361,7 +361,7 @@ pub fn delta_rule_chunked(x: &DeltaInputs, state: &Array) -> Result<(Array, Arra
 /// of A that couples them, the inverse of the pair is `X - X M X`. As stable as forward
 /// substitution, in log2(T) products. The Neumann series needs as many, but its powers grow like
 /// binomials if keys repeat, as they do in a loop.
-fn invert_unit_lower(a: &Array) -> Result<Array> {
+pub(super) fn invert_unit_lower(a: &Array) -> Result<Array> {
     let rows = a.dim(-1);
     let mut inverse = broadcast_to(eye::<f32>(rows, None, None)?, a.shape())?;
     let mut block = 1;

@@ -65,6 +65,17 @@ impl Linear {
         }
     }
 
+    /// [out, in], or [E, out, in] of a stack.
+    pub fn dims(&self) -> Vec<i32> {
+        let leading = match self {
+            Self::Dense { weight, .. } => weight,
+            Self::Quantized { weight, .. } => &weight.weight,
+            Self::Tiled { .. } => return self.shape().into(),
+        };
+        let leading = &leading.shape()[..leading.ndim() - 2];
+        [leading, &self.shape()].concat()
+    }
+
     /// The matrix, or the stack of them, dequantized.
     pub fn dense(&self) -> Result<Array> {
         match self {

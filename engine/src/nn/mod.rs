@@ -8,6 +8,7 @@ mod compiled;
 mod gated_delta;
 mod heads;
 mod joined;
+mod kimi_delta;
 mod linear;
 mod mamba2;
 mod mlp;
@@ -25,6 +26,7 @@ pub use gated_delta::{
 };
 pub use heads::Heads;
 pub use joined::{Joined, Outputs};
+pub use kimi_delta::KimiDelta;
 pub use linear::{Embedding, Input, Linear};
 pub use mamba2::{GatedNorm, Mamba2};
 pub use mlp::{Activation, Block, Gate, GatedMlp, PlainMlp};

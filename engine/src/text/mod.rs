@@ -96,7 +96,9 @@ impl Text {
             eos.push(id);
         }
         let templates = folder.templates()?;
-        tokenizer.set_format(Format::of(templates.choose(true).source()));
+        let source = templates.choose(true).source();
+        tokenizer.set_format(Format::of(source));
+        tokenizer.set_reasoning(source);
         if tokenizer.format().has_messages() {
             let ends = harmony::ENDS.iter().filter_map(|end| tokenizer.id(end));
             let new: Vec<u32> = ends.filter(|id| !eos.contains(id)).collect();

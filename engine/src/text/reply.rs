@@ -325,8 +325,7 @@ impl Reply {
             return self.close_message_tokens(message, text, hint);
         }
         let Some(close) = self.tokenizer.marker_id(Marker::CloseReasoning) else {
-            let problem =
-                "the model's vocabulary has no </think> to close the reasoning with".into();
+            let problem = "the model's vocabulary has no tag to close the reasoning with".into();
             return Err(RequestError::Tokenizer(problem).into());
         };
         let mut tokens = Vec::new();

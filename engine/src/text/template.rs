@@ -435,6 +435,8 @@ mod tests {
             "False True True",
         );
         check("{{ v.x is iterable }} {{ 1 is iterable }}", "True False");
+        // As in the template of Qwen3-Coder, which failed for every request without tools.
+        check("{% if none is iterable and none | length > 0 %}tools{% endif %}|", "|");
     }
 
     #[test]

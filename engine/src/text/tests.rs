@@ -13,6 +13,7 @@ mod calls;
 mod fuzz;
 mod harmony;
 mod prompt;
+mod reasoning;
 
 fn tiny() -> Text {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../server/model/tiny-hybrid-4bit");

@@ -27,7 +27,7 @@ use crate::error::{ConfigError, Error, RequestError, Result};
 /// A tag that changes the phase of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Marker {
-    /// `<think>`
+    /// `<think>`, or another of [`REASONING_TAGS`].
     OpenReasoning,
     /// `</think>`
     CloseReasoning,
@@ -41,16 +41,30 @@ impl Marker {
     pub const ALL: [Self; 4] =
         [Self::OpenReasoning, Self::CloseReasoning, Self::OpenCall, Self::CloseCall];
 
-    /// Its text, where calls are written in `format`; `None` if the format has no such tag.
-    pub fn text(self, format: &Format) -> Option<&'static str> {
+    /// Its text, where reasoning stands between the tags `reasoning` and calls are written in `format`; `None` if
+    /// the format has no such tag.
+    fn text(self, reasoning: [&'static str; 2], format: &Format) -> Option<&'static str> {
         match self {
-            Self::OpenReasoning => Some("<think>"),
-            Self::CloseReasoning => Some("</think>"),
+            Self::OpenReasoning => Some(reasoning[0]),
+            Self::CloseReasoning => Some(reasoning[1]),
             Self::OpenCall => format.open,
             Self::CloseCall => format.close,
         }
     }
 }
+
+/// The tags of reasoning, which are tokens: Qwen and most others; Seed-OSS; Apertus; Cohere; Magistral.
+const REASONING_TAGS: [[&str; 2]; 5] = [
+    ["<think>", "</think>"],
+    ["<seed:think>", "</seed:think>"],
+    ["<|inner_prefix|>", "<|inner_suffix|>"],
+    ["<|START_THINKING|>", "<|END_THINKING|>"],
+    ["[THINK]", "[/THINK]"],
+];
+
+/// Tokens around an answer, which are none of its text: Cohere; ERNIE 4.5.
+const ANSWER_TAGS: [&str; 4] =
+    ["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<response>", "</response>"];
 
 /// The tokenizer of one model.
 pub(super) struct Tokenizer {
@@ -66,6 +80,8 @@ pub(super) struct Tokenizer {
     /// Tokens that a client's text cannot contain; see [`Tokenizer::protect`].
     protected: HashSet<u32>,
     taint: Taint,
+    /// The tags of reasoning.
+    reasoning: [&'static str; 2],
     /// How the model writes calls.
     format: &'static Format,
     markers: [Option<u32>; 4],
@@ -114,11 +130,12 @@ impl Tokenizer {
             .collect();
         let largest = inner.get_vocab(true).into_values().max();
         let letter = inner.encode_fast("a", false)?;
-        let format = Format::of("");
+        let (reasoning, format) = (REASONING_TAGS[0], Format::of(""));
         let first = letter.get_ids().first().and_then(|id| inner.id_to_token(*id));
         Ok(Self {
+            reasoning,
             format,
-            markers: markers(&inner, format),
+            markers: markers(&inner, reasoning, format),
             call_tokens: HashMap::new(),
             message_tags: HashMap::new(),
             adds_space: first.is_some_and(|token| token.starts_with(['▁', 'Ġ'])),
@@ -164,9 +181,21 @@ impl Tokenizer {
         };
         self.message_tags = tags.unwrap_or_default();
         self.format = format;
-        self.markers = markers(&self.inner, format);
+        self.markers = markers(&self.inner, self.reasoning, format);
         let token = |text: &&'static str| Some((self.inner.token_to_id(text)?, *text));
         self.call_tokens = format.inner.iter().filter_map(token).collect();
+    }
+
+    /// Sets how the model writes reasoning: the tags that its chat template contains, and hides the tags that it
+    /// writes answers in; before [`Tokenizer::protect`].
+    pub fn set_reasoning(&mut self, template: &str) {
+        let is_used = |tag: &str| self.inner.token_to_id(tag).is_some() && template.contains(tag);
+        let used = REASONING_TAGS.into_iter().find(|tags| tags.iter().all(|tag| is_used(tag)));
+        let frames = ANSWER_TAGS.into_iter().filter(|tag| is_used(tag));
+        let frames: Vec<u32> = frames.filter_map(|tag| self.spellings.get(tag).copied()).collect();
+        self.hidden.extend(frames);
+        self.reasoning = used.unwrap_or(self.reasoning);
+        self.markers = markers(&self.inner, self.reasoning, self.format);
     }
 
     /// How the model writes calls.
@@ -176,7 +205,7 @@ impl Tokenizer {
 
     /// The text of `marker`; empty if the model has no such tag.
     pub fn marker_text(&self, marker: Marker) -> &'static str {
-        marker.text(self.format).unwrap_or_default()
+        marker.text(self.reasoning, self.format).unwrap_or_default()
     }
 
     /// The text of `id`, if it is a special token within calls.
@@ -436,9 +465,13 @@ fn tokenizer_error(error: tokenizers::Error) -> Error {
 }
 
 /// Ids of the markers. A marker without its counterpart is not one, unless the format has none.
-fn markers(inner: &tokenizers::Tokenizer, format: &Format) -> [Option<u32>; 4] {
+fn markers(
+    inner: &tokenizers::Tokenizer,
+    reasoning: [&'static str; 2],
+    format: &Format,
+) -> [Option<u32>; 4] {
     let [think, end_think, call, end_call] =
-        Marker::ALL.map(|marker| inner.token_to_id(marker.text(format)?));
+        Marker::ALL.map(|marker| inner.token_to_id(marker.text(reasoning, format)?));
     let (think, end_think) = think.zip(end_think).unzip();
     if format.close.is_none() {
         return [think, end_think, call, None];

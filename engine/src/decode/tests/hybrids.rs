@@ -17,7 +17,17 @@ fn hybrids_reply_equally_on_every_path() {
         DecodePath::Batched(4, Some(DraftKind::Ngram)),
         DecodePath::Preempted(Some(DraftKind::Ngram)),
     ];
-    for name in ["mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "deepseek_v3"] {
+    let hybrids = [
+        "mamba2",
+        "granitemoehybrid",
+        "nemotron_h",
+        "falcon_h1",
+        "lfm2",
+        "kimi_linear",
+        "deepseek_v3",
+    ];
+    // Gemma 3n has no recurrent layers, but windows and shared keys.
+    for name in hybrids.into_iter().chain(["gemma3n"]) {
         let mut config = Config::default();
         config.engine.prefill_chunk = 16;
         let decoder = &mut family(name, config, false);

@@ -7,10 +7,19 @@ use super::*;
 use crate::request::CallDelta;
 use crate::text::tool_call::{Arguments, FORMATS, Format, Text as Spelling};
 
+mod samples;
+
 const CALLS: usize = 200;
 
 /// A tokenizer in which every byte is a token, and `tags` are too. The last token is hidden.
 fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
+    let mut tokenizer = of_bytes(tags, true);
+    tokenizer.set_format(format);
+    Arc::new(tokenizer)
+}
+
+/// A tokenizer in which every byte is a token, and `tags` are too, which are `special` or not.
+pub(super) fn of_bytes(tags: &[&str], special: bool) -> Tokenizer {
     let hidden = |byte: &u32| matches!(byte, 0..=32 | 127..=160 | 173);
     let letter = |byte: u32| {
         let number = 256 + (0..byte).filter(hidden).count() as u32;
@@ -19,17 +28,15 @@ fn tokenizer(format: &'static Format, tags: &[&str]) -> Arc<Tokenizer> {
     let vocab: Map<String, Value> = (0..256).map(|byte| (letter(byte), byte.into())).collect();
     let tags = tags.iter().chain(&["<|im_end|>"]);
     let added = (256..).zip(tags).map(|(id, content)| {
-        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false})
+        json!({"id": id, "content": content, "special": special, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false})
     });
     let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
         "use_regex": false});
     let json = json!({"version": "1.0", "added_tokens": added.collect::<Vec<_>>(),
         "pre_tokenizer": bytes, "decoder": bytes,
         "model": {"type": "BPE", "vocab": vocab, "merges": []}});
-    let mut tokenizer = Tokenizer::parse(json.to_string().as_bytes()).expect("it parses");
-    tokenizer.set_format(format);
-    Arc::new(tokenizer)
+    Tokenizer::parse(json.to_string().as_bytes()).expect("it parses")
 }
 
 /// The end of a prompt, where the format needs it.
@@ -390,100 +397,6 @@ fn check(name: &str, source: &str, expected: &str) {
     }
 }
 
-/// One call of each format in the words of its chat template.
-#[test]
-fn every_format_reads_what_its_template_writes() {
-    let call = r#"call[f {"text":"a b","count":5}]"#;
-    let json = r#"{"text": "a b", "count": 5}"#;
-    for (name, source) in [
-        (
-            "hermes",
-            format!("<tool_call>\n{{\"name\": \"f\", \"arguments\": {json}}}\n</tool_call>"),
-        ),
-        (
-            "qwen",
-            "<tool_call>\n<function=f>\n<parameter=text>\na b\n</parameter>\n\
-             <parameter=count>\n5\n</parameter>\n</function>\n</tool_call>"
-                .into(),
-        ),
-        ("llama-3", format!("{{\"name\": \"f\", \"parameters\": {json}}}")),
-        ("llama-3", format!("<|python_tag|>{{\"name\": \"f\", \"parameters\": {json}}}")),
-        ("llama-3", format!("{{\"type\": \"function\", \"name\": \"f\", \"parameters\": {json}}}")),
-        ("mistral", format!("[TOOL_CALLS]f[ARGS]{json}")),
-        ("mistral", format!("[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{json}")),
-        (
-            "mistral-list",
-            format!(
-                "[TOOL_CALLS][{{\"name\": \"f\", \"arguments\": {json}, \"id\": \"abc123def\"}}]"
-            ),
-        ),
-        (
-            "glm",
-            "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a b</arg_value>\n\
-             <arg_key>count</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
-                .into(),
-        ),
-        (
-            "glm",
-            "<tool_call>f<arg_key>text</arg_key><arg_value>a b</arg_value>\
-             <arg_key>count</arg_key><arg_value>5</arg_value></tool_call>"
-                .into(),
-        ),
-        ("pythonic", "[f(text='a b', count=5)]".into()),
-        ("lfm2", "<|tool_call_start|>[f(text=\"a b\", count=5)]<|tool_call_end|>".into()),
-        (
-            "deepseek-v3",
-            format!(
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{json}\n\
-                 ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-            ),
-        ),
-        (
-            "deepseek-v3.1",
-            format!(
-                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{json}<｜tool▁call▁end｜>\
-                 <｜tool▁calls▁end｜>"
-            ),
-        ),
-        (
-            "kimi",
-            format!(
-                "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0\
-                 <|tool_call_argument_begin|>{json}<|tool_call_end|><|tool_calls_section_end|>"
-            ),
-        ),
-        (
-            "minimax",
-            "<minimax:tool_call>\n<invoke name=\"f\">\n<parameter name=\"text\">a b</parameter>\n\
-             <parameter name=\"count\">5</parameter>\n</invoke>\n</minimax:tool_call>"
-                .into(),
-        ),
-        (
-            "deepseek-v3.2",
-            "<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"text\" \
-             string=\"true\">a b</｜DSML｜parameter>\n<｜DSML｜parameter name=\"count\" \
-             string=\"false\">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>"
-                .into(),
-        ),
-        (
-            "harmony",
-            format!("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{json}<|call|>"),
-        ),
-        (
-            "harmony",
-            format!(" to=functions.f<|channel|>commentary json<|message|>{json}<|call|>"),
-        ),
-        ("gemma-4", "<|tool_call>call:f{text:<|\"|>a b<|\"|>,count:5}<tool_call|>".into()),
-        (
-            "function-gemma",
-            "<start_function_call>call:f{text:<escape>a b<escape>,count:5}<end_function_call>"
-                .into(),
-        ),
-    ] {
-        check(name, &source, call);
-    }
-}
-
 /// A model that forgets the end of a call, writes a line break in a string, or text after the call.
 #[test]
 fn malformed_calls_are_repaired_with_a_note_or_come_as_text() {
@@ -575,33 +488,6 @@ fn long_arguments_are_streamed_while_they_are_written() {
     assert!(deltas > 1000, "{deltas}");
     let (_, _, arguments) = &reassembled(&pieces)[0];
     assert!(arguments.len() > text.len() * 99 / 100, "{}", arguments.len());
-}
-
-#[test]
-fn the_chat_template_names_the_format() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/templates");
-    for (file, name) in [
-        ("Qwen-Qwen2.5-7B-Instruct.jinja", "hermes"),
-        ("Qwen-Qwen3-0.6B.jinja", "hermes"),
-        ("Qwen3.5-4B.jinja", "qwen"),
-        ("meta-llama-Llama-3.1-8B-Instruct.jinja", "llama-3"),
-        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja", "deepseek-v3"),
-    ] {
-        let template = std::fs::read_to_string(folder.join(file)).expect("a template");
-        assert_eq!(Format::of(&template).name, name, "{file}");
-    }
-    for (template, name) in [
-        ("", "hermes"),
-        ("[TOOL_CALLS] [ARGS]", "mistral"),
-        ("[TOOL_CALLS]", "mistral-list"),
-        ("<tool_call> <arg_key>", "glm"),
-        ("<|tool_call>", "gemma-4"),
-        ("[func_name1(params_name1=params_value1)]", "pythonic"),
-        ("｜DSML｜ function_calls", "deepseek-v3.2"),
-        ("<|channel|> <|message|>", "harmony"),
-    ] {
-        assert_eq!(Format::of(template).name, name, "{template}");
-    }
 }
 
 #[test]

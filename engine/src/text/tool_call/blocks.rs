@@ -1,4 +1,4 @@
-//! Formats with a tag for each parameter, whose values are bare texts: Qwen, GLM, MiniMax, DeepSeek from V3.2.
+//! Formats with a tag for each parameter, whose values are bare texts: Qwen, Seed-OSS, GLM, MiniMax, DeepSeek from V3.2.
 
 use super::json;
 use super::reader::{BareValue, Read, Reader, Stop, head};
@@ -15,6 +15,19 @@ pub fn qwen(reader: &mut Reader<'_>) -> Read {
         parameter: ["<parameter=", ">", "</parameter>"],
         follow: &["<parameter=", "</function>"],
         has_lines: true,
+        has_flags: false,
+    };
+    calls(reader, tags)
+}
+
+/// As [`qwen`] in blocks, whose values do not stand on lines of their own.
+pub fn seed(reader: &mut Reader<'_>) -> Read {
+    reader.skip_space();
+    let tags = Tags {
+        call: ["<function=", ">", "</function>"],
+        parameter: ["<parameter=", ">", "</parameter>"],
+        follow: &["<parameter=", "</function>"],
+        has_lines: false,
         has_flags: false,
     };
     calls(reader, tags)

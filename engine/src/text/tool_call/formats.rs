@@ -15,6 +15,34 @@ const fn parameters(
     Arguments::Parameters { key, text, close, separator }
 }
 
+/// A format of one list of objects with the keys `name` and `arguments`.
+const fn list(
+    name: &'static str,
+    signs: &'static [&'static [&'static str]],
+    open: &'static str,
+    close: Option<&'static str>,
+    section: [&'static str; 2],
+) -> Format {
+    Format {
+        name,
+        signs,
+        open: Some(open),
+        close,
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::objects,
+        written: Written {
+            section,
+            call: ["{\"name\": \"", "\", \"arguments\": ", "}"],
+            is_numbered: false,
+            between: ", ",
+            arguments: Arguments::Json,
+        },
+    }
+}
+
 /// The formats. The first whose signs a template has is its format; the last is that of templates that
 /// have none.
 pub static FORMATS: &[Format] = &[
@@ -247,6 +275,24 @@ pub static FORMATS: &[Format] = &[
         written: Written { section: ["<|tool_call_start|>[", "]<|tool_call_end|>"], ..PYTHONIC },
     },
     Format {
+        name: "seed-oss",
+        signs: &[&["<seed:tool_call>"]],
+        open: Some("<seed:tool_call>"),
+        close: Some("</seed:tool_call>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: blocks::seed,
+        written: Written {
+            section: ["", ""],
+            call: ["<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"],
+            is_numbered: false,
+            between: "\n",
+            arguments: parameters(["<parameter=", ">"], Text::Bare, "</parameter>\n", ""),
+        },
+    },
+    Format {
         name: "qwen",
         signs: &[&["<function="]],
         open: Some("<tool_call>"),
@@ -264,6 +310,68 @@ pub static FORMATS: &[Format] = &[
             arguments: parameters(["<parameter=", ">\n"], Text::Bare, "\n</parameter>\n", ""),
         },
     },
+    Format {
+        name: "apertus",
+        signs: &[&["<|tools_prefix|>"]],
+        open: Some("<|tools_prefix|>"),
+        close: Some("<|tools_suffix|>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::named,
+        written: Written {
+            section: ["<|tools_prefix|>[", "]<|tools_suffix|>"],
+            call: ["{\"", "\": ", "}"],
+            is_numbered: false,
+            between: ", ",
+            arguments: Arguments::Json,
+        },
+    },
+    // Ids of calls, which their results refer to, are numbers that the template makes.
+    Format {
+        name: "cohere",
+        signs: &[&["<|START_ACTION|>"]],
+        open: Some("<|START_ACTION|>"),
+        close: Some("<|END_ACTION|>"),
+        inner: &[],
+        bare: None,
+        ids: Ids::Call,
+        dialect: Dialect::Json,
+        read: json::objects,
+        written: Written {
+            section: ["<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"],
+            call: ["{\"tool_name\": \"", "\", \"parameters\": ", "}"],
+            is_numbered: false,
+            between: ",\n    ",
+            arguments: Arguments::Json,
+        },
+    },
+    // Nemotron Nano 2, and Llama Nemotron.
+    list(
+        "nemotron-2",
+        &[&["<TOOLCALL>"]],
+        "<TOOLCALL>",
+        Some("</TOOLCALL>"),
+        ["<TOOLCALL>[", "]</TOOLCALL>"],
+    ),
+    list(
+        "hunyuan",
+        &[&["<tool_calls>"]],
+        "<tool_calls>",
+        Some("</tool_calls>"),
+        ["<tool_calls>[", "]</tool_calls>"],
+    ),
+    // Templates of Phi-4-mini describe calls in one of two ways.
+    list("functools", &[&["functools["]], "functools", None, ["functools[", "]"]),
+    list(
+        "phi-4-mini",
+        &[&["<|tool_call|>", "<|/tool_call|>"], &["<|tool|>"]],
+        "<|tool_call|>",
+        Some("<|/tool_call|>"),
+        ["<|tool_call|>[", "]<|/tool_call|>"],
+    ),
+    list("granite-3", &[&["<|tool_call|>"]], "<|tool_call|>", None, ["<|tool_call|>[", "]"]),
     Format {
         name: "llama-3",
         signs: &[&["<|start_header_id|>", "\"parameters\": "]],

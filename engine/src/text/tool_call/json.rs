@@ -1,9 +1,10 @@
-//! Formats whose arguments are a JSON object: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Harmony.
+//! Formats whose arguments are a JSON object: Hermes and others that differ in tags only, Llama 3, Mistral, DeepSeek,
+//! Kimi, Cohere, Apertus, Harmony.
 
 use super::super::harmony::{Body, read_header};
 use super::reader::{Read, Reader, Stop};
 
-/// `{"name": .., "arguments": {..}}`, or a list of these. Calls without a list are separated by `;`, as
+/// `{"name": .., "arguments": {..}}`, or a list of these. Cohere says `tool_name`. Calls without a list are separated by `;`, as
 /// Llama 3 writes several.
 pub fn objects(reader: &mut Reader<'_>) -> Read {
     reader.skip_space();
@@ -42,7 +43,7 @@ fn object(reader: &mut Reader<'_>) -> Read {
     reader.expect("{")?;
     let mut has_arguments = false;
     reader.members("}", |reader, key| match key.as_str() {
-        "name" => {
+        "name" | "tool_name" => {
             let mut json = String::new();
             let result = reader.value(&mut json, 0);
             reader.is_in_value = false;
@@ -100,6 +101,34 @@ fn object_or_text(reader: &mut Reader<'_>, out: &mut String) -> Read {
         }
         _ => Err(Stop::Malformed),
     }
+}
+
+/// `[{"name": {..}}, ..]`, each call an object with the arguments under the name.
+pub fn named(reader: &mut Reader<'_>) -> Read {
+    reader.skip_space();
+    reader.expect("[")?;
+    loop {
+        reader.skip_space();
+        reader.expect("{")?;
+        let mut is_first = true;
+        reader.members("}", |reader, name| {
+            if !std::mem::replace(&mut is_first, false) || name.is_empty() {
+                return Err(Stop::Malformed);
+            }
+            reader.begin(&name);
+            reader.arguments(object_or_text)
+        })?;
+        if is_first {
+            return Err(Stop::Malformed);
+        }
+        reader.complete();
+        reader.skip_space();
+        if !reader.take(",")? {
+            break;
+        }
+    }
+    reader.expect("]")?;
+    end(reader)
 }
 
 /// `name[ARGS]{..}`, perhaps with `[CALL_ID]id` before `[ARGS]`; or Mistral's older list of objects.

@@ -9,8 +9,8 @@
 //! |---|---|
 //! | `formats.rs` | the table of formats |
 //! | `reader.rs` | reads text as far as it has arrived, writes arguments as JSON |
-//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Harmony |
-//! | `blocks.rs` | formats with tags around bare values: Qwen, GLM, MiniMax, DeepSeek from V3.2 |
+//! | `json.rs` | formats whose arguments are JSON: Hermes, Llama 3, Mistral, DeepSeek, Kimi, Cohere, Apertus, Harmony and lists in tags |
+//! | `blocks.rs` | formats with tags around bare values: Qwen, Seed-OSS, GLM, MiniMax, DeepSeek from V3.2 |
 //! | `literals.rs` | pythonic calls, Gemma |
 //! | `schema.rs` | types of bare values |
 //!
