@@ -72,8 +72,7 @@ fn every_template_renders_as_in_python() {
             name => fixtures().join(format!("templates/{name}.jinja")),
         };
         let source = std::fs::read_to_string(path).expect("the template is a fixture");
-        let (ours, theirs) =
-            (rendered(&template(name, &source), &variables(case)), expected(case));
+        let (ours, theirs) = (rendered(&template(name, &source), &variables(case)), expected(case));
         if theirs != ours {
             let conversation = &case["conversation"];
             failures.push(format!("{name} {conversation}\nours:   {ours:?}\ntheirs: {theirs:?}"));
@@ -82,6 +81,13 @@ fn every_template_renders_as_in_python() {
     let count = failures.len();
     assert!(failures.is_empty(), "{count} of {}:\n{}", cases.len(), failures.join("\n\n"));
 }
+
+/// Why text that follows markup is not escaped, as it is in Jinja2.
+const MARKUP: &str = "`'..' | safe + x` escapes `x` as HTML in Jinja2; a prompt is no HTML";
+
+/// Public templates that are not rendered as in Python.
+const DEVIATIONS: [(&str, &str); 2] =
+    [("meetkai-functionary-medium-v3.1", MARKUP), ("SvalTek-Q3-CharThink-9B-temp", MARKUP)];
 
 /// Renders all cases of a file of `fixtures/public_templates.py`.
 fn check_public_templates(path: &Path) {
@@ -96,6 +102,8 @@ fn check_public_templates(path: &Path) {
         }
         let name = text("name");
         let template = template(name, text("text"));
+        let deviation = DEVIATIONS.iter().find(|(deviating, _)| *deviating == name);
+        let mut differences = Vec::new();
         for case in entry["cases"].as_array().expect("cases are a list") {
             count += 1;
             let conversation = case["conversation"].as_str().expect("a case names its messages");
@@ -106,15 +114,21 @@ fn check_public_templates(path: &Path) {
             if theirs != ours {
                 let place = ours.bytes().zip(theirs.bytes()).take_while(|(a, b)| a == b).count();
                 let near = |text: &str| {
-                    let from = (0..=place.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
+                    let from =
+                        (0..=place.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
                     text[from.unwrap_or(0)..].chars().take(80).collect::<String>()
                 };
-                failures.push(format!(
+                differences.push(format!(
                     "{name}, {conversation} {variant}, at byte {place}\nours:   {:?}\ntheirs: {:?}",
                     near(&ours),
                     near(theirs)
                 ));
             }
+        }
+        match deviation {
+            None => failures.extend(differences),
+            Some(_) if differences.is_empty() => failures.push(format!("{name} is as in Python")),
+            Some((_, reason)) => println!("{name}, {} cases: {reason}", differences.len()),
         }
     }
     println!("{count} cases");

@@ -1,4 +1,4 @@
-//! What a chat template does otherwise than with minijinja alone: slices as in Python, limits on the
+//! What a chat template does otherwise than with minijinja alone: slices and `%` as in Python, limits on the
 //! memory of a rendering, and comparisons that see through [taint](super::taint).
 //!
 //! Operators of minijinja cannot be replaced, so [`prepare`] changes the compiled instructions: some
@@ -43,6 +43,7 @@ const MADE: &str = "made";
 const EQUAL: &str = "==";
 const UNEQUAL: &str = "!=";
 const IN: &str = "in";
+const REM: &str = "%";
 
 thread_local! {
     /// What is left of the budget of the rendering on this thread.
@@ -57,6 +58,7 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.add_filter(EQUAL, equal);
     environment.add_filter(UNEQUAL, unequal);
     environment.add_filter(IN, is_in);
+    environment.add_filter(REM, remainder);
     environment.add_filter("indent", indent);
     environment.add_filter("batch", batch);
     environment.add_filter("slice", columns);
@@ -118,6 +120,7 @@ pub(super) fn prepare<'a>(compiled: &Instructions<'a>, tainted: bool) -> Instruc
             }
             Instruction::Slice => vec![filter(SLICE, 4)],
             Instruction::StringConcat => vec![filter(CONCAT, 2)],
+            Instruction::Rem => vec![filter(REM, 2), filter(MADE, 1)],
             Instruction::Eq if tainted => vec![filter(EQUAL, 2)],
             Instruction::Ne if tainted => vec![filter(UNEQUAL, 2)],
             Instruction::In if tainted => vec![filter(IN, 2)],
@@ -338,6 +341,48 @@ fn format(state: &mut State, value: &Value, arguments: Arguments) -> Result<Valu
     let arguments = values(arguments);
     check_format(value.as_str().unwrap_or_default(), &arguments)?;
     call(state, Value::from_function(filters::format), value, &arguments)
+}
+
+/// `a % b` as in Python: the format `a` with the arguments `b`, or the remainder with the sign of `b`.
+fn remainder(state: &mut State, a: &Value, b: &Value) -> Result<Value, Error> {
+    if let Some(text) = a.as_str() {
+        let arguments: Vec<Value> = match b.kind() {
+            ValueKind::Map => {
+                let names: Vec<Value> = b.try_iter()?.collect();
+                let pairs = names.iter().map(|name| {
+                    Ok((name.as_str().unwrap_or_default().to_string(), b.get_item(name)?))
+                });
+                vec![pairs.collect::<Result<Kwargs, Error>>()?.into()]
+            }
+            _ if b.is_tuple() => b.try_iter()?.collect(),
+            _ => vec![b.clone()],
+        };
+        check_format(text, &arguments)?;
+        return call(state, Value::from_function(filters::format), a, &arguments);
+    }
+    let is_number = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
+    if !is_number(a) || !is_number(b) {
+        let problem = format!("% is not defined for {} and {}", a.kind(), b.kind());
+        return Err(invalid(&problem));
+    }
+    if !b.is_true() {
+        return Err(invalid("modulo by zero"));
+    }
+    let whole = |value: &Value| match value.kind() {
+        ValueKind::Bool => Some(i64::from(value.is_true())),
+        _ => value.is_integer().then(|| value.as_i64()).flatten(),
+    };
+    if let (Some(a), Some(b)) = (whole(a), whole(b)) {
+        let rest = a.wrapping_rem(b);
+        return Ok(Value::from(if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest }));
+    }
+    let float = |value: &Value| match value.kind() {
+        ValueKind::Bool => Ok(f64::from(u8::from(value.is_true()))),
+        _ => f64::try_from(value.clone()),
+    };
+    let (a, b) = (float(a)?, float(b)?);
+    let rest = a % b;
+    Ok(Value::from(if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }))
 }
 
 /// Calls minijinja's own filter.

@@ -10,7 +10,6 @@
 //!
 //! Source: transformers 5.23 `utils/chat_template_utils.py`, `_cached_compile_jinja_template`.
 
-use std::borrow::Cow;
 use std::error::Error as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -31,6 +30,13 @@ use crate::error::{Error, RequestError, Result};
 /// The heaviest known template (Gemma 4, quadratic in the messages) renders 4,000 messages within
 /// it.
 const RENDER_FUEL: u64 = 150_000_000;
+
+/// Methods that change a list.
+const CHANGE_LISTS: [&str; 8] =
+    ["append", "clear", "pop", "reverse", "insert", "sort", "extend", "remove"];
+
+/// Methods that change a map.
+const CHANGE_MAPS: [&str; 5] = ["clear", "pop", "popitem", "setdefault", "update"];
 
 /// Name of the only template of an environment; error messages show it.
 const NAME: &str = "chat template";
@@ -67,10 +73,12 @@ impl Template {
         environment
             .add_filter("string", |value: &Value| python::str(value).map(|text| text.into_owned()));
         environment.add_filter("trim", trim);
+        environment.add_filter("length", length);
+        environment.add_filter("count", length);
         environment.add_test("sequence", is_sequence);
         environment.add_test("iterable", is_iterable);
         environment.add_test("divisibleby", is_divisible);
-        let prepared = without_generation_blocks(&source.replace("\r\n", "\n").replace('\r', "\n"));
+        let prepared = as_minijinja(&source.replace("\r\n", "\n").replace('\r', "\n"));
         parse(&prepared, NAME, syntax()).map_err(|e| e.to_string())?;
         Ok(Self { environment, prepared, source: source.into() })
     }
@@ -160,8 +168,11 @@ fn syntax() -> SyntaxConfig {
 struct Raised(String);
 
 fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
-    let raised = Raised(python::str(message)?.into_owned());
-    Err(minijinja::Error::new(ErrorKind::InvalidOperation, raised.0.clone()).with_source(raised))
+    Err(raised(python::str(message)?.into_owned()))
+}
+
+fn raised(message: String) -> minijinja::Error {
+    minijinja::Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message))
 }
 
 /// The message of `raise_exception`, or else minijinja's.
@@ -222,6 +233,11 @@ fn trim(value: &Value, chars: Option<&str>) -> Result<String, minijinja::Error> 
     })
 }
 
+/// The number of items of `value`; 0 if it is undefined, as in Jinja2.
+fn length(value: &Value) -> Result<usize, minijinja::Error> {
+    if value.is_undefined() { Ok(0) } else { minijinja::filters::length(value) }
+}
+
 /// Jinja2 tests for a length and items by index, which strings and maps have too.
 fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
@@ -248,7 +264,16 @@ fn method(
     method: &str,
     args: &[Value],
 ) -> Result<Value, minijinja::Error> {
-    let Some(text) = value.as_str() else { return pycompat(state, value, method, args) };
+    let Some(text) = value.as_str() else {
+        // Jinja2's message: the sandbox of transformers lets no template change its values.
+        let kind = match value.kind() {
+            ValueKind::Seq if CHANGE_LISTS.contains(&method) => "list",
+            ValueKind::Map if CHANGE_MAPS.contains(&method) => "dict",
+            _ => return pycompat(state, value, method, args),
+        };
+        let problem = format!("access to attribute '{method}' of '{kind}' object is unsafe.");
+        return Err(raised(problem));
+    };
     let Some(argument) = args.first().and_then(Value::as_str) else {
         return match (method, args) {
             ("strip", []) => Ok(text.trim_matches(python::is_space).into()),
@@ -327,11 +352,13 @@ fn list(texts: &[&str]) -> Value {
     texts.iter().copied().map(Value::from).collect()
 }
 
-/// Replaces `{% generation %}`, which marks training targets and renders its contents, by
-/// `{% with %}`, which also opens a scope.
-fn without_generation_blocks(source: &str) -> String {
+/// `source` with two tags as minijinja reads them. `{% generation %}`, which marks training targets
+/// and renders its contents, becomes `{% with %}`, which also opens a scope. Jinja2 keeps the line
+/// break after `{% raw %}` even with `trim_blocks`; minijinja takes one, so there are two.
+fn as_minijinja(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
+    let mut is_raw = false;
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start + 2);
         out.push_str(before);
@@ -340,12 +367,29 @@ fn without_generation_blocks(source: &str) -> String {
             break;
         };
         let inside = &tag[..end];
-        out.push_str(&match inside.trim_matches(|c: char| c.is_whitespace() || "-+".contains(c)) {
-            "generation" => Cow::Owned(inside.replacen("generation", "with", 1)),
-            "endgeneration" => Cow::Owned(inside.replacen("endgeneration", "endwith", 1)),
-            _ => Cow::Borrowed(inside),
-        });
         rest = &tag[end..];
+        let name = inside.trim_matches(|c: char| c.is_whitespace() || "-+".contains(c));
+        match name {
+            "endraw" => is_raw = false,
+            _ if is_raw => {}
+            "generation" | "endgeneration" => {
+                out.push_str(&inside.replacen("generation", "with", 1));
+                continue;
+            }
+            "raw" => {
+                is_raw = true;
+                if let Some(text) = rest.strip_prefix("%}").filter(|text| text.starts_with('\n'))
+                    && !inside.ends_with('-')
+                {
+                    out.push_str(inside);
+                    out.push_str("%}\n");
+                    rest = text;
+                    continue;
+                }
+            }
+            _ => {}
+        }
+        out.push_str(inside);
     }
     out.push_str(rest);
     out
@@ -404,6 +448,33 @@ mod tests {
     fn generation_blocks_render_without_their_tags() {
         check("a\n{% generation %}\nb{% set x = 1 %}\n{%- endgeneration -%}\n c {{ x }}", "a\nbc ");
         check("{% if '{% generation' %}y{% endif %}", "y");
+        check("{% raw %}{% generation %}{% endraw %}", "{% generation %}");
+    }
+
+    #[test]
+    fn raw_text_keeps_its_line_breaks() {
+        check("a\n{% raw %}\n b {{\n{% endraw %}\n c", "a\n\n b {{\n c");
+        check("a {%- raw -%}\n b{%- endraw -%}\n c", "abc");
+        check("a{% raw %} b{% endraw %}", "a b");
+    }
+
+    #[test]
+    fn undefined_has_no_items() {
+        check("{{ v.x | length }} {{ v.x | count }} {{ v.x | list }}", "0 0 []");
+    }
+
+    #[test]
+    fn percent_formats_text_as_in_python() {
+        check("{{ 'image_%02d' % 3 }} {{ '%s: %s' % ('a', [1]) }}", "image_03 a: [1]");
+        check("{{ '%(z)s' % v.a }} {{ 'a%%' % () }} {{ '%s' % none }}", "1e+16 a% None");
+        check("{{ 7 % 3 }} {{ -7 % 3 }} {{ 7 % -3 }} {{ 7.5 % 2 }} {{ true % 2 }}", "1 2 -2 1.5 1");
+    }
+
+    #[test]
+    fn templates_change_no_value() {
+        let error = "the chat template rejects these messages: access to attribute";
+        check("{{ v.b.append(1) }}", &format!("{error} 'append' of 'list' object is unsafe."));
+        check("{{ v.a.update(v.a) }}", &format!("{error} 'update' of 'dict' object is unsafe."));
     }
 
     #[test]
