@@ -17,26 +17,18 @@ use jiff::Zoned;
 use jiff::tz::TimeZone;
 use minijinja::machinery::{CodeGenerator, eval, make_string_output, parse};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, State};
-use minijinja_contrib::pycompat::unknown_method_callback as pycompat;
+use minijinja::value::{Serde, Value};
+use minijinja::{AutoEscape, Environment, ErrorKind};
 use serde_json::Map;
 
-use super::taint::{is_value_tainted, plain, plain_text};
-use super::{operators, python};
+use super::taint::{is_value_tainted, plain_text};
+use super::{builtins, operators, python};
 use crate::error::{Error, RequestError, Result};
 
 /// Maximum number of instructions of one rendering, which ends an endless loop after some seconds.
 /// The heaviest known template (Gemma 4, quadratic in the messages) renders 4,000 messages within
 /// it.
 const RENDER_FUEL: u64 = 150_000_000;
-
-/// Methods that change a list.
-const CHANGE_LISTS: [&str; 8] =
-    ["append", "clear", "pop", "reverse", "insert", "sort", "extend", "remove"];
-
-/// Methods that change a map.
-const CHANGE_MAPS: [&str; 5] = ["clear", "pop", "popitem", "setdefault", "update"];
 
 /// Name of the only template of an environment; error messages show it.
 const NAME: &str = "chat template";
@@ -65,19 +57,10 @@ impl Template {
             operators::charge(text.len())?;
             Ok(out.write_str(&text)?)
         });
-        environment.set_unknown_method_callback(method);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| strftime(format, &Zoned::now()));
         operators::add_to(&mut environment);
-        environment.add_filter("tojson", tojson);
-        environment
-            .add_filter("string", |value: &Value| python::str(value).map(|text| text.into_owned()));
-        environment.add_filter("trim", trim);
-        environment.add_filter("length", length);
-        environment.add_filter("count", length);
-        environment.add_test("sequence", is_sequence);
-        environment.add_test("iterable", is_iterable);
-        environment.add_test("divisibleby", is_divisible);
+        builtins::add_to(&mut environment);
         let prepared = as_minijinja(&source.replace("\r\n", "\n").replace('\r', "\n"));
         parse(&prepared, NAME, syntax()).map_err(|e| e.to_string())?;
         Ok(Self { environment, prepared, source: source.into() })
@@ -171,7 +154,7 @@ fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
     Err(raised(python::str(message)?.into_owned()))
 }
 
-fn raised(message: String) -> minijinja::Error {
+pub(super) fn raised(message: String) -> minijinja::Error {
     minijinja::Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message))
 }
 
@@ -191,165 +174,6 @@ fn explain(error: &minijinja::Error) -> String {
 fn strftime(format: &str, time: &Zoned) -> Result<String, minijinja::Error> {
     jiff::fmt::strtime::format(format, time)
         .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
-}
-
-/// `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-fn tojson(
-    value: &Value,
-    ensure_ascii: Option<bool>,
-    indent: Option<Value>,
-    kwargs: Kwargs,
-) -> Result<String, minijinja::Error> {
-    let indent = indent.or(kwargs.get("indent")?).filter(|value| !value.is_none());
-    let separators: Option<Value> = kwargs.get("separators")?;
-    let style = python::JsonStyle {
-        ensure_ascii: ensure_ascii.or(kwargs.get("ensure_ascii")?).unwrap_or(false),
-        indent: match indent {
-            None => None,
-            Some(text) if text.kind() == ValueKind::String => Some(text.to_string()),
-            Some(width) => {
-                Some(" ".repeat(operators::within(width.as_usize().unwrap_or(0), "tojson")?))
-            }
-        },
-        separators: match separators.filter(|value| !value.is_none()) {
-            None => None,
-            Some(pair) => Some((
-                pair.get_item_by_index(0)?.to_string(),
-                pair.get_item_by_index(1)?.to_string(),
-            )),
-        },
-        sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
-    };
-    kwargs.assert_all_used()?;
-    python::json(value, &style)
-}
-
-/// Python's `str.strip`, of white space or of `chars`.
-fn trim(value: &Value, chars: Option<&str>) -> Result<String, minijinja::Error> {
-    let text = python::str(value)?;
-    Ok(match chars {
-        Some(chars) => text.trim_matches(|c| plain_text(chars).contains(plain(c))).into(),
-        None => text.trim_matches(python::is_space).into(),
-    })
-}
-
-/// The number of items of `value`; 0 if it is undefined, as in Jinja2.
-fn length(value: &Value) -> Result<usize, minijinja::Error> {
-    if value.is_undefined() { Ok(0) } else { minijinja::filters::length(value) }
-}
-
-/// Jinja2 tests for a length and items by index, which strings and maps have too.
-fn is_sequence(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
-        || value.is_undefined()
-}
-
-/// Jinja2 tests for an iterator. minijinja's `none` has one.
-fn is_iterable(value: &Value) -> bool {
-    !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
-}
-
-/// minijinja panics if `divisor` is 0.
-fn is_divisible(value: &Value, divisor: &Value) -> Result<bool, minijinja::Error> {
-    if matches!(divisor.kind(), ValueKind::Number | ValueKind::Bool) && !divisor.is_true() {
-        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, "modulo by zero"));
-    }
-    Ok(minijinja::tests::is_divisibleby(value, divisor))
-}
-
-/// Python's methods of values: those that pycompat lacks or implements differently, then pycompat.
-fn method(
-    state: &mut State,
-    value: &Value,
-    method: &str,
-    args: &[Value],
-) -> Result<Value, minijinja::Error> {
-    let Some(text) = value.as_str() else {
-        // Jinja2's message: the sandbox of transformers lets no template change its values.
-        let kind = match value.kind() {
-            ValueKind::Seq if CHANGE_LISTS.contains(&method) => "list",
-            ValueKind::Map if CHANGE_MAPS.contains(&method) => "dict",
-            _ => return pycompat(state, value, method, args),
-        };
-        let problem = format!("access to attribute '{method}' of '{kind}' object is unsafe.");
-        return Err(raised(problem));
-    };
-    let Some(argument) = args.first().and_then(Value::as_str) else {
-        return match (method, args) {
-            ("strip", []) => Ok(text.trim_matches(python::is_space).into()),
-            ("lstrip", []) => Ok(text.trim_start_matches(python::is_space).into()),
-            ("rstrip", []) => Ok(text.trim_end_matches(python::is_space).into()),
-            ("join", [items]) => operators::join(items, value),
-            ("startswith" | "endswith", _) => {
-                pycompat(state, &Value::from(&*plain_text(text)), method, args)
-            }
-            ("format", _) => {
-                operators::check_format(text, args)?;
-                pycompat(state, value, method, args)
-            }
-            _ => pycompat(state, value, method, args),
-        };
-    };
-    // What is searched is plain, and so is the text where it is found.
-    let argument = &*plain_text(argument);
-    let number = |at: usize| args.get(at).and_then(Value::as_i64);
-    let limit =
-        |at: usize| number(at).and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
-    let exposed = |limit, from_end| operators::expose(text, argument, limit, from_end);
-    let is_argument = |c| argument.contains(plain(c));
-    let length = argument.chars().count();
-    match method {
-        "strip" => Ok(text.trim_matches(is_argument).into()),
-        "lstrip" => Ok(text.trim_start_matches(is_argument).into()),
-        "rstrip" => Ok(text.trim_end_matches(is_argument).into()),
-        "removeprefix" => {
-            let cut = if plain_text(text).starts_with(argument) { length } else { 0 };
-            Ok(text.chars().skip(cut).collect::<String>().into())
-        }
-        "removesuffix" => {
-            let cut = if plain_text(text).ends_with(argument) { length } else { 0 };
-            let left = text.chars().count() - cut;
-            Ok(text.chars().take(left).collect::<String>().into())
-        }
-        "partition" => {
-            let text = exposed(1, false);
-            let (head, tail) = text.split_once(argument).unwrap_or((&text, ""));
-            Ok(list(&[head, if text.contains(argument) { argument } else { "" }, tail]))
-        }
-        "rpartition" => {
-            let text = exposed(1, true);
-            let (head, tail) = text.rsplit_once(argument).unwrap_or(("", &text));
-            Ok(list(&[head, if text.contains(argument) { argument } else { "" }, tail]))
-        }
-        "rsplit" => {
-            let (limit, text) = (limit(1), exposed(limit(1), true));
-            let mut parts: Vec<&str> = text.rsplitn(limit.saturating_add(1), argument).collect();
-            parts.reverse();
-            Ok(list(&parts))
-        }
-        "split" => {
-            let args = [&[Value::from(argument)], &args[1..]].concat();
-            pycompat(state, &Value::from(&*exposed(limit(1), false)), method, &args)
-        }
-        "replace" if args.get(1).is_some_and(|new| new.as_str().is_some()) => {
-            let new = args[1].as_str().unwrap_or_default();
-            Ok(operators::replaced(text, argument, new, limit(2))?.into())
-        }
-        "join" => operators::join(&args[0], value),
-        "format" => {
-            operators::check_format(text, args)?;
-            pycompat(state, value, method, args)
-        }
-        "startswith" | "endswith" | "find" | "rfind" | "count" => {
-            let args = [&[Value::from(argument)], &args[1..]].concat();
-            pycompat(state, &Value::from(&*plain_text(text)), method, &args)
-        }
-        _ => pycompat(state, value, method, args),
-    }
-}
-
-fn list(texts: &[&str]) -> Value {
-    texts.iter().copied().map(Value::from).collect()
 }
 
 /// `source` with two tags as minijinja reads them. `{% generation %}`, which marks training targets
@@ -442,6 +266,12 @@ mod tests {
         check("{{ 'a=b=c'.partition('=')[2] }}|{{ 'a=b=c'.rpartition('=')[0] }}", "b=c|a=b");
         check("{{ 'abc'.removeprefix('a').removesuffix('c') }}|{{ '\x1c a' | trim }}", "b|a");
         check("{{ 'a</t>b</t>c'.split('</t>')[-1] }}", "c");
+        check("{{ 'a,b'.partition(',') }} {{ 'aB'.swapcase() }}", "('a', ',', 'b') Ab");
+        check(
+            "{{ '-7'.zfill(4) }}|{{ 'ab'.center(5) }}|{{ 'ab'.rjust(4, '*') }}",
+            "-007|  ab |**ab",
+        );
+        check("{{ 'a,b c'.title() }} {{ 'abc'.index('c') }} {{ [1, 2].index(2) }}", "A,B C 2 1");
     }
 
     #[test]
@@ -461,6 +291,7 @@ mod tests {
     #[test]
     fn undefined_has_no_items() {
         check("{{ v.x | length }} {{ v.x | count }} {{ v.x | list }}", "0 0 []");
+        check("{{ v.x | first }}{{ v.x | last }}{{ v.x | items | list }}{{ v.a | last }}", "[]y");
     }
 
     #[test]
@@ -468,6 +299,28 @@ mod tests {
         check("{{ 'image_%02d' % 3 }} {{ '%s: %s' % ('a', [1]) }}", "image_03 a: [1]");
         check("{{ '%(z)s' % v.a }} {{ 'a%%' % () }} {{ '%s' % none }}", "1e+16 a% None");
         check("{{ 7 % 3 }} {{ -7 % 3 }} {{ 7 % -3 }} {{ 7.5 % 2 }} {{ true % 2 }}", "1 2 -2 1.5 1");
+    }
+
+    #[test]
+    fn conversions_have_a_default() {
+        check("{{ 'abc' | int }} {{ ' 3.5 ' | int }} {{ '7' | int }} {{ [] | int(9) }}", "0 3 7 9");
+        check("{{ 'ff' | int(base=16) }} {{ 'x' | float }} {{ '2' | float }}", "255 0.0 2.0");
+    }
+
+    #[test]
+    fn text_is_indented_and_escaped_as_in_jinja2() {
+        check("{{ 'a\nb\n' | indent(2) }}|", "a\n  b\n|");
+        check("{{ 'a\n\nb' | indent(2, true, blank=true) }}", "  a\n  \n  b");
+        check("{{ 'a\nb' | indent('> ', first=true) }}", "> a\n> b");
+        check("{{ '<\\'\\\"&>' | e }}", "&lt;&#39;&#34;&amp;&gt;");
+    }
+
+    #[test]
+    fn loops_over_text_know_their_end() {
+        check(
+            "{% for c in 'aé' %}{{ c }}{{ loop.length }}{{ loop.last }}{% endfor %}",
+            "a2Falseé2True",
+        );
     }
 
     #[test]
