@@ -259,8 +259,8 @@ fn real_models_compute_what_mlx_lm_computes() {
     assert!(found, "{} has no folder of tests/fixtures/real.py", models.display());
 }
 
-/// Checkpoints with shapes of their own in all formats of weights: logits as above, and replies on every
-/// path of the decoder.
+/// Checkpoints with shapes of their own in all formats of weights: logits as above, also of MLX's products
+/// with packed weights, and mlx-lm's greedy tokens on every path of the decoder.
 fn check_generated(models: &Path) {
     let mut folders: Vec<PathBuf> =
         models.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -296,6 +296,10 @@ fn check_checkpoint(folder: &Path, facts: &Value) {
             case.assert_greedy(&logits, cache);
         }
     }
+    let packed = ModelConfig { kernels: Kernels::Mlx, ..config().model };
+    let packed = Case::new(folder, facts, case.expected.clone(), &packed);
+    packed.assert_logits(&packed.prefill(300).0, "MLX's kernels");
+
     let data = tempfile::tempdir().unwrap();
     let mut config = config();
     config.store.enabled = false;
