@@ -165,7 +165,7 @@ fn print(outcomes: &[Outcome], prompts: usize) -> Result<()> {
             outcome.speedup(plain),
         )?;
     }
-    let total: usize = plain.tokens.iter().sum();
+    let total: usize = plain.replies.iter().map(Vec::len).sum();
     writeln!(
         out,
         "\n{total} tokens decoded on each path. Speed is relative to plain decoding, median of the \

@@ -49,7 +49,7 @@ fn measure(decoder: &mut Decoder, kind: &str, temperature: f32) {
     speedups.sort_by(f64::total_cmp);
     let [plain, governed] = &rounds[4][..] else { unreachable!("two paths") };
     let [drafted, accepted, passes] = governed.drafted;
-    let tokens: usize = plain.tokens.iter().sum();
+    let tokens: usize = plain.replies.iter().map(Vec::len).sum();
     println!(
         "{kind} at temperature {temperature}: {:.2}x (of {speedups:.2?}), {tokens} tokens, {:.1} tok/s plain, \
          {passes} passes with drafts, {accepted} of {drafted} accepted",

@@ -4,8 +4,9 @@
 //! seeded checkpoints of each family, `tests/fixtures/reference.py` those of the bundled model. The
 //! cases of a family are its folders in `tests/fixtures/families`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::DirEntry;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -13,10 +14,12 @@ use mlx_rs::ops::indexing::{TryIndexOp, argmax_axis, take_along_axis};
 use mlx_rs::ops::{concatenate, logsumexp_axis, stack};
 use mlx_rs::{Array, Dtype};
 use serde_json::Value;
-use steersman_engine::config::{Compile, Dtype::Bf16, Kernels, ModelConfig};
+use steersman_engine::config::{Compile, DraftKind, Dtype::Bf16, Kernels, ModelConfig};
 use steersman_engine::internals::cache::{Cache, LayerCache, Span};
 use steersman_engine::internals::model::{FAMILIES, Model, Pass, load};
-use steersman_tests::{bundled_model, config, fixture, fixtures};
+use steersman_engine::request::{RawPrompt, Request};
+use steersman_engine::tools::verify::DecodePath;
+use steersman_tests::{bundled_model, config, fixture, fixtures, load_from};
 
 /// Bound of the largest difference in a row over the row's largest logit.
 const RELATIVE: f32 = 1e-3;
@@ -254,6 +257,84 @@ fn real_models_compute_what_mlx_lm_computes() {
         case.assert_greedy(&logits, cache);
     }
     assert!(found, "{} has no folder of tests/fixtures/real.py", models.display());
+}
+
+/// Checkpoints with shapes of their own in all formats of weights: logits as above, also of MLX's products
+/// with packed weights, and mlx-lm's greedy tokens on every path of the decoder.
+fn check_generated(models: &Path) {
+    let mut folders: Vec<PathBuf> =
+        models.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    assert!(!folders.is_empty(), "{} has no folder", models.display());
+    let (mut table, mut failures) = (BTreeMap::<String, [usize; 2]>::new(), Vec::new());
+    for folder in folders {
+        let facts = std::fs::read(folder.join("reference.json")).expect("a reference");
+        let facts: Value = serde_json::from_slice(&facts).unwrap();
+        let checked = catch_unwind(AssertUnwindSafe(|| check_checkpoint(&folder, &facts)));
+        let counts = table.entry(facts["family"].as_str().unwrap().into()).or_default();
+        counts[0] += 1;
+        if checked.is_err() {
+            failures.push(format!("{}, {}", folder.display(), facts["format"]));
+        } else {
+            counts[1] += 1;
+        }
+    }
+    for (family, [all, equal]) in &table {
+        println!("{family}: {equal} of {all}");
+    }
+    assert!(failures.is_empty(), "{} differ:\n{}", failures.len(), failures.join("\n"));
+}
+
+fn check_checkpoint(folder: &Path, facts: &Value) {
+    println!("{}, {}", folder.display(), facts["format"]);
+    let expected = Array::load_safetensors(folder.join("reference.safetensors")).unwrap();
+    let case = Case::new(folder, facts, expected, &config().model);
+    for chunk in [300, 23, 1] {
+        let (logits, cache) = case.prefill(chunk);
+        case.assert_logits(&logits, &format!("chunks of {chunk}"));
+        if chunk == 300 {
+            case.assert_greedy(&logits, cache);
+        }
+    }
+    let packed = ModelConfig { kernels: Kernels::Mlx, ..config().model };
+    let packed = Case::new(folder, facts, case.expected.clone(), &packed);
+    packed.assert_logits(&packed.prefill(300).0, "MLX's kernels");
+
+    let data = tempfile::tempdir().unwrap();
+    let mut config = config();
+    config.store.enabled = false;
+    config.engine.prefill_chunk = 16;
+    let (mut decoder, _) = load_from(config, folder, data.path()).unwrap();
+    let request = Request {
+        profile: "default".into(),
+        prompt: Some(RawPrompt::Tokens(case.prompt.clone())),
+        ..Request::default()
+    };
+    let paths = [
+        DecodePath::Plain,
+        DecodePath::Chunked(7),
+        DecodePath::Resumed,
+        DecodePath::Rewound,
+        DecodePath::Drafted(DraftKind::Ngram),
+        DecodePath::Batched(3, Some(DraftKind::Ngram)),
+        DecodePath::Preempted(Some(DraftKind::Ngram)),
+    ];
+    for outcome in decoder.verify(&[request], &paths, case.greedy.len(), |_| ()).unwrap() {
+        assert!(outcome.holds(), "{outcome:?}");
+        assert_eq!(outcome.replies[0], case.greedy, "{}", outcome.path.name());
+    }
+}
+
+#[test]
+fn generated_models_compute_what_mlx_lm_computes() {
+    check_generated(&fixtures().join("generated"));
+}
+
+/// Some hundred more.
+#[test]
+#[ignore = "needs the folders of tests/fixtures/generator.py in MODEL_DIR"]
+fn all_generated_models_compute_what_mlx_lm_computes() {
+    check_generated(Path::new(&std::env::var_os("MODEL_DIR").expect("MODEL_DIR is set")));
 }
 
 /// A pass with an early exit or skipped layers changes the logits, but not after a rewind.

@@ -89,8 +89,8 @@ pub struct Outcome {
     /// Other replies that differ: prompt, first differing token, and the relative margin of the two
     /// best tokens there.
     pub different: Vec<(usize, usize, f32)>,
-    /// Tokens of each reply.
-    pub tokens: Vec<usize>,
+    /// Tokens of each reply, without the prompt.
+    pub replies: Vec<Vec<u32>>,
     /// Time of each reply from its first token to its last.
     pub times: Vec<Duration>,
     /// Tokens drafted, tokens accepted, and passes that verified them.
@@ -156,7 +156,7 @@ impl Decoder {
             equal: 0,
             near_ties: 0,
             different: Vec::new(),
-            tokens: Vec::new(),
+            replies: Vec::new(),
             times: Vec::new(),
             drafted: [0; 3],
             cached: 0,
@@ -166,7 +166,7 @@ impl Decoder {
             let mut plain: Option<Reply> = None;
             for outcome in &mut outcomes {
                 let reply = self.reply(requests, i, outcome.path, tokens, plain.as_ref())?;
-                outcome.tokens.push(reply.tokens.len() - reply.prompt);
+                outcome.replies.push(reply.tokens[reply.prompt..].to_vec());
                 outcome.times.push(reply.time);
                 outcome.cached += reply.cached;
                 for (sum, value) in outcome.drafted.iter_mut().zip(reply.drafted) {

@@ -5,7 +5,8 @@
 //!
 //! # Why
 //! mlx-lm leaves out the constants of keys and values. This file applies them, like `transformers`, also to
-//! converted checkpoints, which lack them.
+//! converted checkpoints, which lack them: to the weights, or to scores and outputs where the format of the
+//! weights takes no factor.
 //!
 //! Source: arXiv:2507.22448; `transformers` `models/falcon_h1`; mlx-lm `models/falcon_h1.py`, checked by the
 //! reference logits in `tests/fixtures`.
@@ -69,6 +70,8 @@ struct Layer {
     input_layernorm: RmsNorm,
     mamba: Mixer,
     self_attn: SelfAttn,
+    /// Factor of what `self_attn` returns, if the weights of its values cannot be multiplied.
+    attention_factor: Option<f32>,
     pre_ff_layernorm: RmsNorm,
     feed_forward: GatedMlp,
 }
@@ -79,6 +82,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         let problem = "mamba_norm_before_gate is not supported together with mamba_rms_norm";
         return Err(weights.problem("config.json", problem.into()));
     }
+    let fixed = fixed(&config, weights);
     multiply(&config, weights)?;
     let (hidden, eps) = (config.llama.hidden_size, config.llama.rms_norm_eps);
     let mixer = MixerConfig {
@@ -94,10 +98,16 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     let mut layers = Vec::with_capacity(config.llama.num_hidden_layers);
     for i in 0..config.llama.num_hidden_layers {
         let at = |name: &str| format!("model.layers.{i}.{name}");
+        let mut attention = attention.clone();
+        let [fixed_keys, fixed_values] = fixed[i];
+        if fixed_keys {
+            attention.scores.scale *= config.key_multiplier;
+        }
         layers.push(Layer {
+            attention_factor: fixed_values.then_some(config.attention_in_multiplier),
             input_layernorm: weights.norm(&at("input_layernorm"), eps)?,
             mamba: Mixer::load(weights, &at("mamba"), mixer)?,
-            self_attn: SelfAttn::load(weights, &at("self_attn"), attention.clone())?,
+            self_attn: SelfAttn::load(weights, &at("self_attn"), attention)?,
             pre_ff_layernorm: weights.norm(&at("pre_ff_layernorm"), eps)?,
             feed_forward: weights.gated_mlp(&at("feed_forward"), Gate::Silu)?,
         });
@@ -114,14 +124,27 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     }))
 }
 
-/// Multiplies weights with the constants of what they are multiplied with.
+/// Whether the weights of keys and of values of each layer cannot be multiplied: in MLX's float formats
+/// (mxfp4, mxfp8, nvfp4) the scales of groups are powers of two or floats of 8 bits.
+fn fixed(config: &Config, weights: &Weights) -> Vec<[bool; 2]> {
+    let is_fixed = |i: usize, matrix: &str| {
+        let scales = format!("model.layers.{i}.self_attn.{matrix}.scales");
+        weights.iter().any(|(name, array)| name == scales && !array.dtype().is_float())
+    };
+    let layers = 0..config.llama.num_hidden_layers;
+    layers.map(|i| ["k_proj", "v_proj"].map(|matrix| is_fixed(i, matrix))).collect()
+}
+
+/// Multiplies weights with the constants of what they are multiplied with, but for [`fixed`] ones.
 fn multiply(config: &Config, weights: &mut Weights) -> Result<()> {
     let first = "model.layers.0.mamba.conv1d.weight";
     // Published as [C, 1, K].
     let is_published = weights.iter().any(|(name, a)| name == first && a.dim(1) == 1);
-    for i in 0..config.llama.num_hidden_layers {
+    for (i, [fixed_keys, fixed_values]) in fixed(config, weights).into_iter().enumerate() {
         let at = |name: &str| format!("model.layers.{i}.{name}");
-        weights.multiply(&at("self_attn.v_proj"), config.attention_in_multiplier)?;
+        if !fixed_values {
+            weights.multiply(&at("self_attn.v_proj"), config.attention_in_multiplier)?;
+        }
         if is_published {
             weights.multiply(&at("self_attn.q_proj"), config.attention_in_multiplier)?;
             weights.multiply(&at("self_attn.k_proj"), config.attention_in_multiplier)?;
@@ -135,7 +158,9 @@ fn multiply(config: &Config, weights: &mut Weights) -> Result<()> {
             weights.expect(&name, &matrix, &[rows.dim(0), config.llama.hidden_size])?;
             weights.insert(name, matrix.multiply(rows.expand_dims(1)?)?);
         }
-        weights.multiply(&at("self_attn.k_proj"), config.key_multiplier)?;
+        if !fixed_keys {
+            weights.multiply(&at("self_attn.k_proj"), config.key_multiplier)?;
+        }
     }
     if is_published {
         weights.multiply("model.embed_tokens", config.embedding_multiplier)?;
@@ -174,10 +199,12 @@ impl Model for FalconH1 {
     }
 
     fn mix(&self, layer: usize, x: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
-        let Layer { input_layernorm, mamba, self_attn, .. } = &self.layers[layer];
+        let Layer { input_layernorm, mamba, self_attn, attention_factor, .. } = &self.layers[layer];
         let normed = input_layernorm.forward(x)?;
         let y = mamba.forward(&normed, spans, 2 * layer)?;
-        Ok(x.add(y)?.add(self_attn.forward(&normed, spans, 2 * layer + 1)?)?)
+        let attended = self_attn.forward(&normed, spans, 2 * layer + 1)?;
+        let attended = attention_factor.map_or(Ok(attended.clone()), |f| scaled(&attended, f))?;
+        Ok(x.add(y)?.add(attended)?)
     }
 
     fn feed_forward(&self, layer: usize, x: &Array) -> Result<Array> {

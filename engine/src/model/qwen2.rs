@@ -2,6 +2,10 @@
 //! Some declare windows for their upper layers. Also the text part of Qwen2-VL and Qwen2.5-VL, for whose three
 //! positions of text are equal.
 //!
+//! # Why
+//! Qwen2-MoE divides the shares of its experts by their sum if `norm_topk_prob` says so, as in `transformers`;
+//! mlx-lm 0.32.2 ignores the key.
+//!
 //! Source: arXiv:2407.10671; `transformers` `models/qwen2` and `models/qwen2_5_vl`; mlx-lm `models/qwen2.py`
 //! (which ignores the windows) and `models/qwen2_vl.py`, checked by the reference logits in
 //! `tests/fixtures`.

@@ -235,7 +235,7 @@ impl Weights {
         });
     }
 
-    /// Renames every tensor; `None` drops it.
+    /// Renames every tensor, and the layers whose quantization is named, as their weights; `None` drops it.
     pub fn rename(&mut self, new: impl Fn(&str) -> Option<String>) {
         self.arrays = std::mem::take(&mut self.arrays)
             .into_iter()
@@ -243,7 +243,10 @@ impl Weights {
             .collect();
         self.mixed = std::mem::take(&mut self.mixed)
             .into_iter()
-            .filter_map(|(name, q)| Some((new(&name)?, q)))
+            .filter_map(|(layer, quantization)| {
+                let name = new(&format!("{layer}.weight"))?;
+                Some((name.strip_suffix(".weight").unwrap_or(&name).to_string(), quantization))
+            })
             .collect();
     }
 

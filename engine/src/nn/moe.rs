@@ -119,6 +119,7 @@ impl Moe {
         let chosen = order.try_index((.., .., -self.top_k..))?;
         let mut shares = take_along_axis(&probabilities, &chosen, -1)?;
         if self.norm_topk_prob {
+            // Also of a single expert, as in transformers; with sigmoids mlx-lm 0.32.2 leaves that one.
             shares = shares.divide(shares.sum_axis(-1, true)?)?;
         }
         if self.scale != 1.0 {

@@ -8,7 +8,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `folder.rs` | the small files of a model folder |
-//! | `template.rs`, `operators.rs`, `python.rs` | Jinja as transformers runs it, within limits; values formatted as in Python |
+//! | `template.rs`, `operators.rs`, `builtins.rs`, `python.rs` | Jinja as transformers runs it, within limits; values formatted as in Python |
 //! | `taint.rs` | which characters of a prompt came with the request |
 //! | `tokenizer.rs` | text to tokens, markers |
 //! | `detokenize.rs` | tokens to text, whole characters only |
@@ -31,6 +31,7 @@ use serde_json::{Map, Value};
 use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::request::{Message, RawPrompt, Sampling};
 
+mod builtins;
 mod detokenize;
 mod folder;
 pub mod harmony;

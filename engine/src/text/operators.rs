@@ -1,4 +1,4 @@
-//! What a chat template does otherwise than with minijinja alone: slices as in Python, limits on the
+//! What a chat template does otherwise than with minijinja alone: slices and `%` as in Python, limits on the
 //! memory of a rendering, and comparisons that see through [taint](super::taint).
 //!
 //! Operators of minijinja cannot be replaced, so [`prepare`] changes the compiled instructions: some
@@ -24,7 +24,7 @@ use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
 use super::python;
-use super::taint::{is_tainted, plain_text};
+use super::taint::{self, is_tainted, plain_text};
 
 /// Bytes that one rendering may make in texts and lists, released ones included. The heaviest
 /// known template makes a hundredth of it for 4,000 messages.
@@ -43,6 +43,8 @@ const MADE: &str = "made";
 const EQUAL: &str = "==";
 const UNEQUAL: &str = "!=";
 const IN: &str = "in";
+const REM: &str = "%";
+const CHARACTERS: &str = "characters";
 
 thread_local! {
     /// What is left of the budget of the rendering on this thread.
@@ -57,6 +59,8 @@ pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.add_filter(EQUAL, equal);
     environment.add_filter(UNEQUAL, unequal);
     environment.add_filter(IN, is_in);
+    environment.add_filter(REM, remainder);
+    environment.add_filter(CHARACTERS, characters);
     environment.add_filter("indent", indent);
     environment.add_filter("batch", batch);
     environment.add_filter("slice", columns);
@@ -118,6 +122,9 @@ pub(super) fn prepare<'a>(compiled: &Instructions<'a>, tainted: bool) -> Instruc
             }
             Instruction::Slice => vec![filter(SLICE, 4)],
             Instruction::StringConcat => vec![filter(CONCAT, 2)],
+            // `loop.length` and `loop.last` of a text, whose iterator does not know its end.
+            Instruction::PushLoop(_) => vec![filter(CHARACTERS, 1), instruction.clone()],
+            Instruction::Rem => vec![filter(REM, 2), filter(MADE, 1)],
             Instruction::Eq if tainted => vec![filter(EQUAL, 2)],
             Instruction::Ne if tainted => vec![filter(UNEQUAL, 2)],
             Instruction::In if tainted => vec![filter(IN, 2)],
@@ -313,12 +320,36 @@ fn values(arguments: Arguments) -> Vec<Value> {
     arguments.0.into_iter().map(ValueOrKwargs::into_value).collect()
 }
 
-fn indent(state: &mut State, value: &Value, arguments: Arguments) -> Result<Value, Error> {
+/// Jinja2's `indent(width=4, first=False, blank=False)`; `width` may be a text.
+fn indent(value: &Value, arguments: Arguments) -> Result<String, Error> {
     let arguments = values(arguments);
-    let width = widest("indent", &arguments)?;
+    let (named, positional): (Vec<_>, Vec<_>) = arguments.iter().partition(|a| a.is_kwargs());
+    let argument = |at: usize, name: &str| {
+        let by_name = named.first().and_then(|kwargs| kwargs.get_attr(name).ok());
+        positional.get(at).map(|value| (*value).clone()).or(by_name).filter(|v| !v.is_undefined())
+    };
+    let margin = match argument(0, "width") {
+        Some(text) if text.as_str().is_some() => text.to_string(),
+        width => {
+            let width = width.map_or(Some(4), |width| width.as_i64()).unwrap_or(0);
+            " ".repeat(within(usize::try_from(width).unwrap_or(0), "indent")?)
+        }
+    };
+    let is_set = |at, name| argument(at, name).is_some_and(|value| value.is_true());
+    let (first, blank) = (is_set(1, "first"), is_set(2, "blank"));
     let text = python::str(value)?;
-    charge(text.matches('\n').count().saturating_mul(width))?;
-    call(state, Value::from_function(filters::indent), &Value::from(&*text), &arguments)
+    charge(text.len() + (text.matches('\n').count() + 1).saturating_mul(margin.len()))?;
+    let mut out = String::new();
+    for (number, line) in text.split('\n').enumerate() {
+        if number > 0 {
+            out.push('\n');
+        }
+        if if number == 0 { first } else { blank || !line.is_empty() } {
+            out.push_str(&margin);
+        }
+        out.push_str(line);
+    }
+    Ok(out)
 }
 
 fn batch(state: &mut State, value: &Value, arguments: Arguments) -> Result<Value, Error> {
@@ -338,6 +369,55 @@ fn format(state: &mut State, value: &Value, arguments: Arguments) -> Result<Valu
     let arguments = values(arguments);
     check_format(value.as_str().unwrap_or_default(), &arguments)?;
     call(state, Value::from_function(filters::format), value, &arguments)
+}
+
+/// The characters of a text; any other value unchanged.
+fn characters(value: Value) -> Result<Value, Error> {
+    let Some(text) = value.as_str() else { return Ok(value) };
+    charge(text.chars().count().saturating_mul(ITEM))?;
+    Ok(text.chars().map(Value::from).collect())
+}
+
+/// `a % b` as in Python: the format `a` with the arguments `b`, or the remainder with the sign of `b`.
+fn remainder(state: &mut State, a: &Value, b: &Value) -> Result<Value, Error> {
+    if let Some(text) = a.as_str() {
+        let arguments: Vec<Value> = match b.kind() {
+            ValueKind::Map => {
+                let names: Vec<Value> = b.try_iter()?.collect();
+                let pairs = names.iter().map(|name| {
+                    Ok((name.as_str().unwrap_or_default().to_string(), b.get_item(name)?))
+                });
+                vec![pairs.collect::<Result<Kwargs, Error>>()?.into()]
+            }
+            _ if b.is_tuple() => b.try_iter()?.collect(),
+            _ => vec![b.clone()],
+        };
+        check_format(text, &arguments)?;
+        return call(state, Value::from_function(filters::format), a, &arguments);
+    }
+    let is_number = |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool);
+    if !is_number(a) || !is_number(b) {
+        let problem = format!("% is not defined for {} and {}", a.kind(), b.kind());
+        return Err(invalid(&problem));
+    }
+    if !b.is_true() {
+        return Err(invalid("modulo by zero"));
+    }
+    let whole = |value: &Value| match value.kind() {
+        ValueKind::Bool => Some(i64::from(value.is_true())),
+        _ => value.is_integer().then(|| value.as_i64()).flatten(),
+    };
+    if let (Some(a), Some(b)) = (whole(a), whole(b)) {
+        let rest = a.wrapping_rem(b);
+        return Ok(Value::from(if rest != 0 && (rest < 0) != (b < 0) { rest + b } else { rest }));
+    }
+    let float = |value: &Value| match value.kind() {
+        ValueKind::Bool => Ok(f64::from(u8::from(value.is_true()))),
+        _ => f64::try_from(value.clone()),
+    };
+    let (a, b) = (float(a)?, float(b)?);
+    let rest = a % b;
+    Ok(Value::from(if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }))
 }
 
 /// Calls minijinja's own filter.
@@ -440,8 +520,22 @@ fn split(value: &Value, separator: Option<&str>, limit: Option<i64>) -> Result<V
     filters::split(&Value::from(&*text), Some(separator.into()), limit)
 }
 
-fn escape(state: &mut State, value: &Value) -> Result<Value, Error> {
-    filters::escape(state, &plain(value))
+/// Jinja2's `escape`.
+fn escape(value: &Value) -> Result<String, Error> {
+    let text = python::str(value)?;
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match taint::plain(c) {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '\'' => out.push_str("&#39;"),
+            '"' => out.push_str("&#34;"),
+            _ => out.push(c),
+        }
+    }
+    charge(out.len())?;
+    Ok(out)
 }
 
 /// `width`, if `filter` accepts it.

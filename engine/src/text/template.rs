@@ -10,7 +10,6 @@
 //!
 //! Source: transformers 5.23 `utils/chat_template_utils.py`, `_cached_compile_jinja_template`.
 
-use std::borrow::Cow;
 use std::error::Error as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -18,13 +17,12 @@ use jiff::Zoned;
 use jiff::tz::TimeZone;
 use minijinja::machinery::{CodeGenerator, eval, make_string_output, parse};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, State};
-use minijinja_contrib::pycompat::unknown_method_callback as pycompat;
+use minijinja::value::{Serde, Value};
+use minijinja::{AutoEscape, Environment, ErrorKind};
 use serde_json::Map;
 
-use super::taint::{is_value_tainted, plain, plain_text};
-use super::{operators, python};
+use super::taint::{is_value_tainted, plain_text};
+use super::{builtins, operators, python};
 use crate::error::{Error, RequestError, Result};
 
 /// Maximum number of instructions of one rendering, which ends an endless loop after some seconds.
@@ -59,18 +57,11 @@ impl Template {
             operators::charge(text.len())?;
             Ok(out.write_str(&text)?)
         });
-        environment.set_unknown_method_callback(method);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| strftime(format, &Zoned::now()));
         operators::add_to(&mut environment);
-        environment.add_filter("tojson", tojson);
-        environment
-            .add_filter("string", |value: &Value| python::str(value).map(|text| text.into_owned()));
-        environment.add_filter("trim", trim);
-        environment.add_test("sequence", is_sequence);
-        environment.add_test("iterable", is_iterable);
-        environment.add_test("divisibleby", is_divisible);
-        let prepared = without_generation_blocks(&source.replace("\r\n", "\n").replace('\r', "\n"));
+        builtins::add_to(&mut environment);
+        let prepared = as_minijinja(&source.replace("\r\n", "\n").replace('\r', "\n"));
         parse(&prepared, NAME, syntax()).map_err(|e| e.to_string())?;
         Ok(Self { environment, prepared, source: source.into() })
     }
@@ -160,8 +151,11 @@ fn syntax() -> SyntaxConfig {
 struct Raised(String);
 
 fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
-    let raised = Raised(python::str(message)?.into_owned());
-    Err(minijinja::Error::new(ErrorKind::InvalidOperation, raised.0.clone()).with_source(raised))
+    Err(raised(python::str(message)?.into_owned()))
+}
+
+pub(super) fn raised(message: String) -> minijinja::Error {
+    minijinja::Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Raised(message))
 }
 
 /// The message of `raise_exception`, or else minijinja's.
@@ -182,156 +176,13 @@ fn strftime(format: &str, time: &Zoned) -> Result<String, minijinja::Error> {
         .map_err(|e| minijinja::Error::new(ErrorKind::InvalidOperation, e.to_string()))
 }
 
-/// `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
-fn tojson(
-    value: &Value,
-    ensure_ascii: Option<bool>,
-    indent: Option<Value>,
-    kwargs: Kwargs,
-) -> Result<String, minijinja::Error> {
-    let indent = indent.or(kwargs.get("indent")?).filter(|value| !value.is_none());
-    let separators: Option<Value> = kwargs.get("separators")?;
-    let style = python::JsonStyle {
-        ensure_ascii: ensure_ascii.or(kwargs.get("ensure_ascii")?).unwrap_or(false),
-        indent: match indent {
-            None => None,
-            Some(text) if text.kind() == ValueKind::String => Some(text.to_string()),
-            Some(width) => {
-                Some(" ".repeat(operators::within(width.as_usize().unwrap_or(0), "tojson")?))
-            }
-        },
-        separators: match separators.filter(|value| !value.is_none()) {
-            None => None,
-            Some(pair) => Some((
-                pair.get_item_by_index(0)?.to_string(),
-                pair.get_item_by_index(1)?.to_string(),
-            )),
-        },
-        sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
-    };
-    kwargs.assert_all_used()?;
-    python::json(value, &style)
-}
-
-/// Python's `str.strip`, of white space or of `chars`.
-fn trim(value: &Value, chars: Option<&str>) -> Result<String, minijinja::Error> {
-    let text = python::str(value)?;
-    Ok(match chars {
-        Some(chars) => text.trim_matches(|c| plain_text(chars).contains(plain(c))).into(),
-        None => text.trim_matches(python::is_space).into(),
-    })
-}
-
-/// Jinja2 tests for a length and items by index, which strings and maps have too.
-fn is_sequence(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String)
-        || value.is_undefined()
-}
-
-/// Jinja2 tests for an iterator. minijinja's `none` has one.
-fn is_iterable(value: &Value) -> bool {
-    !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
-}
-
-/// minijinja panics if `divisor` is 0.
-fn is_divisible(value: &Value, divisor: &Value) -> Result<bool, minijinja::Error> {
-    if matches!(divisor.kind(), ValueKind::Number | ValueKind::Bool) && !divisor.is_true() {
-        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, "modulo by zero"));
-    }
-    Ok(minijinja::tests::is_divisibleby(value, divisor))
-}
-
-/// Python's methods of values: those that pycompat lacks or implements differently, then pycompat.
-fn method(
-    state: &mut State,
-    value: &Value,
-    method: &str,
-    args: &[Value],
-) -> Result<Value, minijinja::Error> {
-    let Some(text) = value.as_str() else { return pycompat(state, value, method, args) };
-    let Some(argument) = args.first().and_then(Value::as_str) else {
-        return match (method, args) {
-            ("strip", []) => Ok(text.trim_matches(python::is_space).into()),
-            ("lstrip", []) => Ok(text.trim_start_matches(python::is_space).into()),
-            ("rstrip", []) => Ok(text.trim_end_matches(python::is_space).into()),
-            ("join", [items]) => operators::join(items, value),
-            ("startswith" | "endswith", _) => {
-                pycompat(state, &Value::from(&*plain_text(text)), method, args)
-            }
-            ("format", _) => {
-                operators::check_format(text, args)?;
-                pycompat(state, value, method, args)
-            }
-            _ => pycompat(state, value, method, args),
-        };
-    };
-    // What is searched is plain, and so is the text where it is found.
-    let argument = &*plain_text(argument);
-    let number = |at: usize| args.get(at).and_then(Value::as_i64);
-    let limit =
-        |at: usize| number(at).and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX);
-    let exposed = |limit, from_end| operators::expose(text, argument, limit, from_end);
-    let is_argument = |c| argument.contains(plain(c));
-    let length = argument.chars().count();
-    match method {
-        "strip" => Ok(text.trim_matches(is_argument).into()),
-        "lstrip" => Ok(text.trim_start_matches(is_argument).into()),
-        "rstrip" => Ok(text.trim_end_matches(is_argument).into()),
-        "removeprefix" => {
-            let cut = if plain_text(text).starts_with(argument) { length } else { 0 };
-            Ok(text.chars().skip(cut).collect::<String>().into())
-        }
-        "removesuffix" => {
-            let cut = if plain_text(text).ends_with(argument) { length } else { 0 };
-            let left = text.chars().count() - cut;
-            Ok(text.chars().take(left).collect::<String>().into())
-        }
-        "partition" => {
-            let text = exposed(1, false);
-            let (head, tail) = text.split_once(argument).unwrap_or((&text, ""));
-            Ok(list(&[head, if text.contains(argument) { argument } else { "" }, tail]))
-        }
-        "rpartition" => {
-            let text = exposed(1, true);
-            let (head, tail) = text.rsplit_once(argument).unwrap_or(("", &text));
-            Ok(list(&[head, if text.contains(argument) { argument } else { "" }, tail]))
-        }
-        "rsplit" => {
-            let (limit, text) = (limit(1), exposed(limit(1), true));
-            let mut parts: Vec<&str> = text.rsplitn(limit.saturating_add(1), argument).collect();
-            parts.reverse();
-            Ok(list(&parts))
-        }
-        "split" => {
-            let args = [&[Value::from(argument)], &args[1..]].concat();
-            pycompat(state, &Value::from(&*exposed(limit(1), false)), method, &args)
-        }
-        "replace" if args.get(1).is_some_and(|new| new.as_str().is_some()) => {
-            let new = args[1].as_str().unwrap_or_default();
-            Ok(operators::replaced(text, argument, new, limit(2))?.into())
-        }
-        "join" => operators::join(&args[0], value),
-        "format" => {
-            operators::check_format(text, args)?;
-            pycompat(state, value, method, args)
-        }
-        "startswith" | "endswith" | "find" | "rfind" | "count" => {
-            let args = [&[Value::from(argument)], &args[1..]].concat();
-            pycompat(state, &Value::from(&*plain_text(text)), method, &args)
-        }
-        _ => pycompat(state, value, method, args),
-    }
-}
-
-fn list(texts: &[&str]) -> Value {
-    texts.iter().copied().map(Value::from).collect()
-}
-
-/// Replaces `{% generation %}`, which marks training targets and renders its contents, by
-/// `{% with %}`, which also opens a scope.
-fn without_generation_blocks(source: &str) -> String {
+/// `source` with two tags as minijinja reads them. `{% generation %}`, which marks training targets
+/// and renders its contents, becomes `{% with %}`, which also opens a scope. Jinja2 keeps the line
+/// break after `{% raw %}` even with `trim_blocks`; minijinja takes one, so there are two.
+fn as_minijinja(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
+    let mut is_raw = false;
     while let Some(start) = rest.find("{%") {
         let (before, tag) = rest.split_at(start + 2);
         out.push_str(before);
@@ -340,12 +191,29 @@ fn without_generation_blocks(source: &str) -> String {
             break;
         };
         let inside = &tag[..end];
-        out.push_str(&match inside.trim_matches(|c: char| c.is_whitespace() || "-+".contains(c)) {
-            "generation" => Cow::Owned(inside.replacen("generation", "with", 1)),
-            "endgeneration" => Cow::Owned(inside.replacen("endgeneration", "endwith", 1)),
-            _ => Cow::Borrowed(inside),
-        });
         rest = &tag[end..];
+        let name = inside.trim_matches(|c: char| c.is_whitespace() || "-+".contains(c));
+        match name {
+            "endraw" => is_raw = false,
+            _ if is_raw => {}
+            "generation" | "endgeneration" => {
+                out.push_str(&inside.replacen("generation", "with", 1));
+                continue;
+            }
+            "raw" => {
+                is_raw = true;
+                if let Some(text) = rest.strip_prefix("%}").filter(|text| text.starts_with('\n'))
+                    && !inside.ends_with('-')
+                {
+                    out.push_str(inside);
+                    out.push_str("%}\n");
+                    rest = text;
+                    continue;
+                }
+            }
+            _ => {}
+        }
+        out.push_str(inside);
     }
     out.push_str(rest);
     out
@@ -398,12 +266,68 @@ mod tests {
         check("{{ 'a=b=c'.partition('=')[2] }}|{{ 'a=b=c'.rpartition('=')[0] }}", "b=c|a=b");
         check("{{ 'abc'.removeprefix('a').removesuffix('c') }}|{{ '\x1c a' | trim }}", "b|a");
         check("{{ 'a</t>b</t>c'.split('</t>')[-1] }}", "c");
+        check("{{ 'a,b'.partition(',') }} {{ 'aB'.swapcase() }}", "('a', ',', 'b') Ab");
+        check(
+            "{{ '-7'.zfill(4) }}|{{ 'ab'.center(5) }}|{{ 'ab'.rjust(4, '*') }}",
+            "-007|  ab |**ab",
+        );
+        check("{{ 'a,b c'.title() }} {{ 'abc'.index('c') }} {{ [1, 2].index(2) }}", "A,B C 2 1");
     }
 
     #[test]
     fn generation_blocks_render_without_their_tags() {
         check("a\n{% generation %}\nb{% set x = 1 %}\n{%- endgeneration -%}\n c {{ x }}", "a\nbc ");
         check("{% if '{% generation' %}y{% endif %}", "y");
+        check("{% raw %}{% generation %}{% endraw %}", "{% generation %}");
+    }
+
+    #[test]
+    fn raw_text_keeps_its_line_breaks() {
+        check("a\n{% raw %}\n b {{\n{% endraw %}\n c", "a\n\n b {{\n c");
+        check("a {%- raw -%}\n b{%- endraw -%}\n c", "abc");
+        check("a{% raw %} b{% endraw %}", "a b");
+    }
+
+    #[test]
+    fn undefined_has_no_items() {
+        check("{{ v.x | length }} {{ v.x | count }} {{ v.x | list }}", "0 0 []");
+        check("{{ v.x | first }}{{ v.x | last }}{{ v.x | items | list }}{{ v.a | last }}", "[]y");
+    }
+
+    #[test]
+    fn percent_formats_text_as_in_python() {
+        check("{{ 'image_%02d' % 3 }} {{ '%s: %s' % ('a', [1]) }}", "image_03 a: [1]");
+        check("{{ '%(z)s' % v.a }} {{ 'a%%' % () }} {{ '%s' % none }}", "1e+16 a% None");
+        check("{{ 7 % 3 }} {{ -7 % 3 }} {{ 7 % -3 }} {{ 7.5 % 2 }} {{ true % 2 }}", "1 2 -2 1.5 1");
+    }
+
+    #[test]
+    fn conversions_have_a_default() {
+        check("{{ 'abc' | int }} {{ ' 3.5 ' | int }} {{ '7' | int }} {{ [] | int(9) }}", "0 3 7 9");
+        check("{{ 'ff' | int(base=16) }} {{ 'x' | float }} {{ '2' | float }}", "255 0.0 2.0");
+    }
+
+    #[test]
+    fn text_is_indented_and_escaped_as_in_jinja2() {
+        check("{{ 'a\nb\n' | indent(2) }}|", "a\n  b\n|");
+        check("{{ 'a\n\nb' | indent(2, true, blank=true) }}", "  a\n  \n  b");
+        check("{{ 'a\nb' | indent('> ', first=true) }}", "> a\n> b");
+        check("{{ '<\\'\\\"&>' | e }}", "&lt;&#39;&#34;&amp;&gt;");
+    }
+
+    #[test]
+    fn loops_over_text_know_their_end() {
+        check(
+            "{% for c in 'aé' %}{{ c }}{{ loop.length }}{{ loop.last }}{% endfor %}",
+            "a2Falseé2True",
+        );
+    }
+
+    #[test]
+    fn templates_change_no_value() {
+        let error = "the chat template rejects these messages: access to attribute";
+        check("{{ v.b.append(1) }}", &format!("{error} 'append' of 'list' object is unsafe."));
+        check("{{ v.a.update(v.a) }}", &format!("{error} 'update' of 'dict' object is unsafe."));
     }
 
     #[test]
