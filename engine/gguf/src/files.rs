@@ -38,8 +38,8 @@ pub fn is_gguf(path: &Path) -> bool {
 
 /// The GGUF file that `path` lies below, and the name of the file there.
 pub fn within(path: &Path) -> Option<(&Path, &str)> {
-    let file = path.parent().filter(|file| is_gguf(file))?;
-    Some((file, path.file_name()?.to_str()?))
+    let file = path.ancestors().skip(1).find(|file| is_gguf(file))?;
+    Some((file, path.strip_prefix(file).ok()?.to_str()?))
 }
 
 /// The bytes of the file `name` of the folder that the GGUF file at `path` stands for.

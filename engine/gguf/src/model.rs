@@ -181,8 +181,9 @@ impl Model {
         let next = facts.optional("nextn_predict_layers")?.unwrap_or(0);
         (facts.hidden, facts.heads) =
             (facts.number("embedding_length")?, facts.number("attention.head_count")?);
+        let name = self.architecture.name;
         let wrong = |key: &str, value: u64| {
-            Error::new(format!("`{}` is {value}, which makes no sense", facts.key(key)))
+            Error::new(format!("`{name}.{key}` is {value}, which makes no sense"))
         };
         facts.layers = match all.checked_sub(next) {
             Some(layers) if (1..=LAYERS).contains(&layers) => layers,

@@ -149,7 +149,7 @@ impl<'a> Vocabulary<'a> {
         // Published tokenizers leave added tokens that follow the others out of the vocabulary. `tokenizers` numbers them
         // in order, so others must be in it.
         let follow = plain.iter().chain(&added).enumerate().all(|(i, (id, _))| i == *id);
-        let vocab = if follow { plain } else { self.used() };
+        let vocab = if follow { in_vocabulary(plain) } else { self.used() };
         Ok(Tokenizer {
             normalizer: if split.nfc { json!({"type": "NFC"}) } else { Value::Null },
             pre_tokenizer: split.pre_tokenizer(),
@@ -210,7 +210,7 @@ impl<'a> Vocabulary<'a> {
     /// All tokens but those that only fill the vocabulary up.
     fn used(&self) -> Vec<(&'a str, usize)> {
         let used = &[kind::NORMAL, kind::UNKNOWN, kind::CONTROL, kind::USER_DEFINED, kind::BYTE];
-        self.of_kind(used).map(|(id, token)| (token, id)).collect()
+        in_vocabulary(self.of_kind(used).collect())
     }
 
     fn bpe(&self, model: Bpe<'a>, adds_bos: bool) -> Result<Tokenizer<'a>> {
@@ -280,6 +280,10 @@ impl<'a> Bpe<'a> {
             merges: Vec::new(),
         }
     }
+}
+
+fn in_vocabulary(tokens: Vec<(usize, &str)>) -> Vec<(&str, usize)> {
+    tokens.into_iter().map(|(id, token)| (token, id)).collect()
 }
 
 /// The merges of a vocabulary with scores, in order.

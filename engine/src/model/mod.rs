@@ -20,6 +20,7 @@ mod gemma;
 mod gemma2;
 mod gemma3;
 mod gemma4;
+mod gguf;
 mod glm4_moe;
 mod gpt_oss;
 mod granitemoehybrid;
