@@ -22,7 +22,6 @@ mod kind {
     pub const UNKNOWN: u8 = 2;
     pub const CONTROL: u8 = 3;
     pub const USER_DEFINED: u8 = 4;
-    pub const UNUSED: u8 = 5;
     pub const BYTE: u8 = 6;
 }
 
