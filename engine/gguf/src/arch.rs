@@ -200,10 +200,8 @@ const GATED_MLP: &[Part] = &[
 ];
 
 /// `ffn_up` holds gate and up.
-const FUSED_MLP: &[Part] = &[
-    ("ffn_up", "mlp.gate_up_proj", Change::None),
-    ("ffn_down", "mlp.down_proj", Change::None),
-];
+const FUSED_MLP: &[Part] =
+    &[("ffn_up", "mlp.gate_up_proj", Change::None), ("ffn_down", "mlp.down_proj", Change::None)];
 
 const EXPERTS: &[Part] = &[
     ("ffn_gate_inp", "mlp.gate", Change::None),

@@ -114,7 +114,12 @@ fn generation_config(path: &Path) -> Result<Value> {
     let controls = vocabulary.controls().filter(|(_, token)| ENDS.contains(token));
     ends.extend(controls.map(|(id, _)| id as u64));
     let mut seen = Vec::new();
-    ends.retain(|id| !seen.contains(id) && { seen.push(*id); true });
+    ends.retain(|id| {
+        !seen.contains(id) && {
+            seen.push(*id);
+            true
+        }
+    });
     let mut config = Map::new();
     config.insert("eos_token_id".into(), ends.into());
     for (theirs, ours) in

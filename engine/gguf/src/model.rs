@@ -86,10 +86,17 @@ pub enum Floats {
 enum Order {
     Same,
     /// Of heads of `size`, whose halves are interleaved.
-    Halves { size: usize },
+    Halves {
+        size: usize,
+    },
     /// After the first `skip`: heads of `size`, which are ordered by their index within one of `keys` groups of
     /// `per_key`, and are to be ordered by group.
-    Heads { skip: usize, keys: usize, per_key: usize, size: usize },
+    Heads {
+        skip: usize,
+        keys: usize,
+        per_key: usize,
+        size: usize,
+    },
 }
 
 impl Order {
@@ -128,9 +135,8 @@ impl Facts<'_> {
 
     /// `ARCHITECTURE.NAME`
     pub fn number(&self, name: &str) -> Result<u64> {
-        self.optional(name)?.ok_or_else(|| {
-            Error::new(format!("the metadata key `{}` is missing", self.key(name)))
-        })
+        self.optional(name)?
+            .ok_or_else(|| Error::new(format!("the metadata key `{}` is missing", self.key(name))))
     }
 
     /// `ARCHITECTURE.NAME`, if there is such a key.
@@ -307,7 +313,10 @@ impl Model {
         let change = if change == Change::Norm { self.architecture.norms } else { change };
         let shape = &entry.shape;
         let misfit = |what: &str| {
-            Error::new(format!("tensor `{}` has the shape {shape:?}, which does not fit {what}", entry.name))
+            Error::new(format!(
+                "tensor `{}` has the shape {shape:?}, which does not fit {what}",
+                entry.name
+            ))
         };
         let rows = shape.first().copied().unwrap_or(1);
         let halves = |heads: u64| match usize::try_from(heads) {
@@ -369,12 +378,13 @@ impl Model {
 
     /// MLX's name of a tensor.
     fn name_of(&self, name: &str, layers: u64) -> Option<(String, Change)> {
-        let find = |parts: &'static [Part], part: &str| {
-            parts.iter().find(|(theirs, ..)| *theirs == part)
-        };
+        let find =
+            |parts: &'static [Part], part: &str| parts.iter().find(|(theirs, ..)| *theirs == part);
         // `ssm_a` has no ending.
         let named = |name: &str| match name.rsplit_once('.') {
-            Some((part, ending @ ("weight" | "bias"))) => (part.to_string(), Some(ending.to_string())),
+            Some((part, ending @ ("weight" | "bias"))) => {
+                (part.to_string(), Some(ending.to_string()))
+            }
             _ => (name.to_string(), None),
         };
         let Some(within) = name.strip_prefix("blk.") else {
@@ -455,7 +465,8 @@ impl Model {
             let numbers = bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b));
             return Ok(Data::Floats(Floats::Bf16(numbers.collect())));
         }
-        let mut numbers = in_parts(entry.kind, &bytes, |part| quants::floats(entry.kind, part)).concat();
+        let mut numbers =
+            in_parts(entry.kind, &bytes, |part| quants::floats(entry.kind, part)).concat();
         match tensor.change {
             Change::PlusOne => numbers.iter_mut().for_each(|x| *x -= 1.0),
             Change::Decay => numbers.iter_mut().for_each(|x| *x = (-*x).ln()),

@@ -47,13 +47,8 @@ const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}
 /// o200k's, of Phi-4-mini.
 const GPT4O: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-const PLAIN: Split = Split {
-    names: &[],
-    words: Words::Gpt2,
-    nfc: false,
-    ignore_merges: false,
-    adds_bos: false,
-};
+const PLAIN: Split =
+    Split { names: &[], words: Words::Gpt2, nfc: false, ignore_merges: false, adds_bos: false };
 
 const SPLITS: &[Split] = &[
     Split {

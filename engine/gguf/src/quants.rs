@@ -18,9 +18,8 @@
 //!
 //! # Why 8 bits for Q6_K
 //! In 16-bit floats it would take almost twice the memory, and time, of 8 bits. The 256 levels between the least and the
-//! greatest of 32 numbers add an error of 0.21 % (root mean square, of normal numbers) to Q6_K's own of 1.9 %: together
-//! 0.6 % more than Q6_K alone (`the_loss_of_q6_k_is_small` measures it). Where both scales of 32 inputs are equal,
-//! there is none.
+//! greatest of 32 numbers add an error of 0.45 % (root mean square, of normal numbers) to Q6_K's own of 1.90 %: together
+//! 1.96 % (`the_loss_of_q6_k_is_small` measures it).
 //!
 //! Source: ggml `ggml-common.h` and `ggml-quants.c` for the blocks; MLX `ops.cpp`, `affine_quantize`, for the packing,
 //! a stream of bits from the lowest on.
@@ -156,7 +155,9 @@ pub fn floats(kind: Type, bytes: &[u8]) -> Vec<f32> {
     let mut numbers = Vec::with_capacity(bytes.len() / kind.bytes() * kind.block());
     match kind {
         Type::F32 => numbers.extend(bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b))),
-        Type::F16 => numbers.extend(bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32())),
+        Type::F16 => {
+            numbers.extend(bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32()))
+        }
         Type::BF16 => {
             numbers.extend(bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()));
         }
@@ -314,10 +315,7 @@ fn rounded(numbers: &[f32; GROUP]) -> Group {
 
 /// `numbers` in f16, if that is exact.
 pub fn exact_f16(numbers: &[f32]) -> Option<Vec<f16>> {
-    numbers
-        .iter()
-        .map(|x| Some(f16::from_f32(*x)).filter(|short| short.to_f32() == *x))
-        .collect()
+    numbers.iter().map(|x| Some(f16::from_f32(*x)).filter(|short| short.to_f32() == *x)).collect()
 }
 
 #[cfg(test)]
@@ -395,8 +393,8 @@ mod tests {
             (error(&normal, &exact), error(&exact, &packed), error(&normal, &packed));
         println!("Q6_K {own}, added {added}, together {whole}");
         assert!((0.015..0.025).contains(&own), "{own}");
-        assert!(added < 0.006, "{added}");
-        assert!(whole < 1.06 * own, "{whole} of {own}");
+        assert!(added < 0.005, "{added}");
+        assert!(whole < 1.04 * own, "{whole} of {own}");
     }
 
     /// Q6_K by its definition: scales of 16 numbers in 8 bits of the largest.

@@ -325,9 +325,9 @@ impl Source {
 
     fn count(&mut self, what: &str, most: u64) -> Result<u64> {
         match self.u64()? {
-            count if count > most => {
-                Err(Error::new(format!("its header promises {count} {what}; at most {most} can be")))
-            }
+            count if count > most => Err(Error::new(format!(
+                "its header promises {count} {what}; at most {most} can be"
+            ))),
             count => Ok(count),
         }
     }
@@ -444,8 +444,9 @@ impl Source {
         let code = self.u32()?;
         let kind = Type::of(code).map_err(|kind| {
             let known = Type::ALL.map(|kind| kind.to_string()).join(", ");
-            let problem =
-                format!("tensor `{name}` has the type {kind}, which is not supported; supported are {known}");
+            let problem = format!(
+                "tensor `{name}` has the type {kind}, which is not supported; supported are {known}"
+            );
             Error::new(problem)
         })?;
         let start = self.u64()?;

@@ -54,7 +54,10 @@ struct Bpe<'a> {
 struct Entries<'a>(Vec<(&'a str, usize)>);
 
 impl Serialize for Entries<'_> {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    fn serialize<S: serde::Serializer>(
+        &self,
+        serializer: S,
+    ) -> std::result::Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(token, id)| (token, id)))
     }
 }
@@ -137,11 +140,14 @@ impl<'a> Vocabulary<'a> {
     fn byte_level(&self) -> Result<Tokenizer<'a>> {
         let split = Split::named(self.header.text("tokenizer.ggml.pre")?)?;
         let key = "tokenizer.ggml.merges";
-        let merges = self.header.texts(key)?.unwrap_or_default().iter().enumerate().map(|(i, pair)| {
-            let halves = pair.split_once(' ').filter(|(_, right)| !right.contains(' '));
-            let halves = halves.map(|(left, right)| [left, right]);
-            halves.ok_or_else(|| Error::new(format!("`{key}` has no pair at {i}: `{}`", pair.escape_debug())))
-        });
+        let merges =
+            self.header.texts(key)?.unwrap_or_default().iter().enumerate().map(|(i, pair)| {
+                let halves = pair.split_once(' ').filter(|(_, right)| !right.contains(' '));
+                let halves = halves.map(|(left, right)| [left, right]);
+                halves.ok_or_else(|| {
+                    Error::new(format!("`{key}` has no pair at {i}: `{}`", pair.escape_debug()))
+                })
+            });
         let merges = merges.collect::<Result<Vec<_>>>()?;
         let plain: Vec<_> = self.of_kind(&[kind::NORMAL, kind::UNKNOWN, kind::BYTE]).collect();
         let added: Vec<_> = self.of_kind(&[kind::CONTROL, kind::USER_DEFINED]).collect();
@@ -292,9 +298,8 @@ fn merges<'a>(vocab: &[(&'a str, usize)], scores: &[f64]) -> Vec<[&'a str; 2]> {
     for (token, id) in vocab {
         let ends = token.char_indices().skip(1).map(|(at, _)| at);
         let splits = ends.map(|at| token.split_at(at));
-        let known = splits.filter_map(|(left, right)| {
-            Some((*ids.get(left)?, *ids.get(right)?, [left, right]))
-        });
+        let known = splits
+            .filter_map(|(left, right)| Some((*ids.get(left)?, *ids.get(right)?, [left, right])));
         let mut known: Vec<_> = known.collect();
         known.sort_unstable();
         pairs.extend(known.into_iter().map(|(.., pair)| (scores[*id], pair)));

@@ -38,13 +38,19 @@ pub(super) fn arrays(path: &Path, storage: Storage) -> Result<Arrays> {
                 arrays.insert(tensor.name.clone(), floats(numbers, &tensor.shape)?);
             }
             Data::Packed { bits, codes, scales, biases } => {
-                arrays.insert(tensor.name.clone(), array(&codes, &tensor.packed_shape(bits), Array::from_slice)?);
+                arrays.insert(
+                    tensor.name.clone(),
+                    array(&codes, &tensor.packed_shape(bits), Array::from_slice)?,
+                );
                 for (part, numbers) in [("scales", scales), ("biases", biases)] {
                     let numbers = floats(numbers, &tensor.group_shape())?;
                     arrays.insert(format!("{layer}.{part}"), numbers);
                 }
-                let quantization =
-                    Quantization { group_size: GROUP as i32, bits: bits as i32, mode: Mode::Affine };
+                let quantization = Quantization {
+                    group_size: GROUP as i32,
+                    bits: bits as i32,
+                    mode: Mode::Affine,
+                };
                 quantizations.insert(layer.to_string(), quantization);
             }
         }

@@ -122,7 +122,7 @@ impl Facts {
         let group =
             packed.and_then(|packed| packed["group_size"].as_u64()).filter(|size| *size > 0);
         let group = if gguf.is_some() { Some(quants::GROUP as u64) } else { group };
-        let types = facts.tensors.add(&tensors, group.unwrap_or(GROUP));
+        let types = facts.tensors.add(&tensors, group.unwrap_or(GROUP), gguf.is_some());
         facts.parameters = types.values().sum();
         let most = types.into_iter().max_by_key(|(_, count)| *count);
         facts.quantization = match (most, group) {
@@ -198,8 +198,13 @@ impl CacheShape {
 
 impl Tensors {
     /// Adds tensors; returns the numbers that they hold by type. Packed matrices have scales for groups of
-    /// `group` numbers.
-    fn add(&mut self, tensors: &Map<String, Value>, group: u64) -> BTreeMap<String, u64> {
+    /// `group` numbers. A CPU keeps those with 5 bits of a GGUF file in 8.
+    fn add(
+        &mut self,
+        tensors: &Map<String, Value>,
+        group: u64,
+        gguf: bool,
+    ) -> BTreeMap<String, u64> {
         let mut types = BTreeMap::new();
         let mut count = |name: &str, numbers: u64| {
             *types.entry(name.to_string()).or_default() += numbers;
@@ -218,11 +223,13 @@ impl Tensors {
                 let held = numbers * 32 / bits.max(1);
                 count(&format!("{bits} bits"), held);
                 // Experts are stacked: one more dimension.
-                let has_kernel = [4, 8].contains(&bits) && shape(tensor).count() == 2;
+                let is_widened = gguf && bits == 5;
+                let has_kernel =
+                    ([4, 8].contains(&bits) || is_widened) && shape(tensor).count() == 2;
                 let kept =
                     if has_kernel { &mut self.packed } else { &mut self.packed_without_kernel };
                 if is_loaded {
-                    kept[0] += 4 * numbers;
+                    kept[0] += if is_widened { held } else { 4 * numbers };
                     kept[1] += held;
                 }
                 continue;
