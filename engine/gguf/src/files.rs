@@ -4,6 +4,7 @@
 //! `tokenizer_config.json` and `generation_config.json`. `chat_template.jinja` is a file beside it, `model.jinja` for
 //! `model.gguf`: it takes precedence over the template in the file, and base models have none.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -113,13 +114,8 @@ fn generation_config(path: &Path) -> Result<Value> {
     }
     let controls = vocabulary.controls().filter(|(_, token)| ENDS.contains(token));
     ends.extend(controls.map(|(id, _)| id as u64));
-    let mut seen = Vec::new();
-    ends.retain(|id| {
-        !seen.contains(id) && {
-            seen.push(*id);
-            true
-        }
-    });
+    let mut seen = HashSet::new();
+    ends.retain(|id| seen.insert(*id));
     let mut config = Map::new();
     config.insert("eos_token_id".into(), ends.into());
     for (theirs, ours) in

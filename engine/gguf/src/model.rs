@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use crate::arch::{ARCHITECTURES, Architecture, Change, FACTORS, NEXT_TOKENS, OUTSIDE, Part};
 use crate::error::{Error, Result};
 use crate::quants::{self, Codes, GROUP, Type};
-use crate::reader::{Entry, Header};
+use crate::reader::{self, Entry, Header};
 
 /// Most layers, as in the checks of `config.json`.
 const LAYERS: u64 = 1 << 14;
@@ -142,6 +142,14 @@ impl Facts<'_> {
     /// `ARCHITECTURE.NAME`, if there is such a key.
     pub fn optional(&self, name: &str) -> Result<Option<u64>> {
         self.header.number(&self.key(name))
+    }
+
+    /// `ARCHITECTURE.NAME`, if it is an array.
+    pub fn by_layer(&self, name: &str) -> Option<&[f64]> {
+        match self.header.get(&self.key(name)) {
+            Some(reader::Value::Numbers(numbers)) => Some(numbers),
+            _ => None,
+        }
     }
 
     /// `ARCHITECTURE.NAME`, in the shortest decimal form of its f32.

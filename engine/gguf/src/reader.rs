@@ -210,15 +210,16 @@ impl Header {
         match self.values.get(key) {
             None => Ok(None),
             Some(Value::Unsigned(n)) => Ok(Some(*n)),
-            // Layers may differ; if they do not, the array is one number.
-            Some(Value::Numbers(all)) if all.windows(2).all(|pair| pair[0] == pair[1]) => {
-                match all.first() {
-                    Some(n) if *n >= 0.0 && n.fract() == 0.0 => Ok(Some(*n as u64)),
-                    _ => Err(self.wrong(key, "a number")),
+            // By layer; 0 where a layer has none.
+            Some(Value::Numbers(all)) => {
+                let mut some = all.iter().copied().filter(|n| *n != 0.0);
+                let first = some.next().unwrap_or(0.0);
+                if some.any(|n| n != first) {
+                    let problem = format!("`{key}` differs between layers, which is not supported");
+                    return Err(Error::new(problem));
                 }
-            }
-            Some(Value::Numbers(_)) => {
-                Err(Error::new(format!("`{key}` differs between layers, which is not supported")))
+                let is_count = !all.is_empty() && first >= 0.0 && first.fract() == 0.0;
+                if is_count { Ok(Some(first as u64)) } else { Err(self.wrong(key, "a number")) }
             }
             Some(_) => Err(self.wrong(key, "a number")),
         }

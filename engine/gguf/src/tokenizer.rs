@@ -25,6 +25,9 @@ mod kind {
     pub const BYTE: u8 = 6;
 }
 
+/// Most bytes of a token of sentencepiece: all its divisions are looked up.
+const PIECE_BYTES: usize = 512;
+
 /// sentencepiece's blank.
 const BLANK: &str = "▁";
 
@@ -195,6 +198,13 @@ impl<'a> Vocabulary<'a> {
         let unknown = self.special("unknown")?.map(|(_, token)| token);
         let unknown = unknown.or_else(|| Some(self.of_kind(&[kind::UNKNOWN]).next()?.1));
         let vocab = self.used();
+        if let Some((token, id)) = vocab.iter().find(|(token, _)| token.len() > PIECE_BYTES) {
+            let problem = format!(
+                "`tokenizer.ggml.tokens` has a token of {} bytes at {id}; at most {PIECE_BYTES} can be",
+                token.len()
+            );
+            return Err(Error::new(problem));
+        }
         let merges = merges(&vocab, scores);
         Ok(Tokenizer {
             normalizer,
