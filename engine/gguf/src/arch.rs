@@ -289,8 +289,7 @@ fn gemma3(facts: &Facts<'_>) -> Result<Map<String, Value>> {
     keys.insert("sliding_window".into(), window.into());
     if let Some(slides) = facts.by_layer("attention.sliding_window_pattern") {
         let slides = |layer: u64| slides.get(layer as usize).is_none_or(|slides| *slides != 0.0);
-        let kind =
-            |layer| if slides(layer) { "sliding_attention" } else { "full_attention" };
+        let kind = |layer| if slides(layer) { "sliding_attention" } else { "full_attention" };
         keys.insert("layer_types".into(), facts.kinds(kind));
         return Ok(keys);
     }

@@ -380,8 +380,7 @@ mod tests {
         };
         let normal: Vec<f32> =
             (0..64 * 256).map(|_| (0..12).map(|_| uniform()).sum::<f32>() - 6.0).collect();
-        let bytes: Vec<u8> =
-            normal.as_chunks().0.iter().flat_map(quantized_q6_k).collect();
+        let bytes: Vec<u8> = normal.as_chunks().0.iter().flat_map(quantized_q6_k).collect();
         let exact = floats(Type::Q6_K, &bytes);
         let packed = unpack(&pack(Type::Q6_K, &bytes, 8), 8);
         let error = |a: &[f32], b: &[f32]| {

@@ -129,9 +129,10 @@ fn truncated_files_are_refused() {
     for name in NAMES {
         let bytes = fixture(name);
         let header = header_end(&bytes);
-        let cuts =
-            (0..64).chain((64..header).step_by(97)).chain((header..bytes.len()).step_by(4001));
-        for cut in cuts.chain([bytes.len() - 1]) {
+        // The file may end with less than 32 bytes of padding.
+        let last = bytes.len() - 32;
+        let cuts = (0..64).chain((64..header).step_by(97)).chain((header..last).step_by(4001));
+        for cut in cuts.chain([last]) {
             let error = read_bytes(folder.path(), &bytes[..cut]).expect_err("it is cut");
             assert!(!error.is_empty(), "{name} cut at {cut}");
         }
