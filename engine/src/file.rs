@@ -1,13 +1,18 @@
-//! Reads files whose path somebody else chose.
+//! Reads files whose path somebody else chose. A GGUF file is read as a folder: `model.gguf/config.json`.
 
 use std::fs;
 use std::io;
 use std::path::Path;
 
 use serde_json::Value;
+use steersman_gguf::files;
 
-/// The bytes of a regular file. Anything else is an error: to open a pipe would wait for ever.
+/// The bytes of a regular file, or of one that a GGUF file stands for. Anything else is an error: to open a pipe would
+/// wait for ever.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    if let Some((gguf, name)) = files::within(path) {
+        return files::read(gguf, name);
+    }
     if fs::metadata(path)?.is_file() {
         return fs::read(path);
     }

@@ -4,14 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 pub use steersman_models::hub::{Hub, is_here};
-use steersman_models::hub::{NamedAs, named_as};
+use steersman_models::hub::{NamedAs, name_of_folder, named_as};
 
 use crate::bundled;
 
 /// A model whose files are on this machine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
-    /// The folder with `config.json`, weights and tokenizer.
+    /// The folder with `config.json`, weights and tokenizer, or a GGUF file.
     pub folder: PathBuf,
     /// Name of the folder, id of the repo, or name of the bundled model.
     pub name: String,
@@ -53,9 +53,7 @@ fn find_with(
 pub fn name_of(path: &str) -> String {
     match named_as(path) {
         Ok(NamedAs::Nothing) => bundled::NAME.into(),
-        Ok(NamedAs::Folder(folder)) => {
-            folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
-        }
+        Ok(NamedAs::Folder(folder)) => name_of_folder(&folder),
         Ok(NamedAs::Repo(_)) | Err(_) => path.into(),
     }
 }

@@ -279,8 +279,9 @@ impl Decoder {
             bytes => bytes,
         };
         let name = if config.model.name.is_empty() {
-            let name = folder.file_name().unwrap_or(folder.as_os_str());
-            name.to_string_lossy().into_owned()
+            let is_file = steersman_gguf::files::is_gguf(folder);
+            let name = if is_file { folder.file_stem() } else { folder.file_name() };
+            name.unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
         } else {
             config.model.name
         };

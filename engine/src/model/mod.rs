@@ -21,6 +21,7 @@ mod gemma2;
 mod gemma3;
 mod gemma3n;
 mod gemma4;
+mod gguf;
 mod glm4_moe;
 mod gpt_oss;
 mod granitemoehybrid;

@@ -1,6 +1,6 @@
 //! The tensors of a checkpoint while a model is loaded.
 //!
-//! Reads sharded safetensors, casts, dequantizes if configured, and returns tensors by name.
+//! Reads sharded safetensors or GGUF, casts, dequantizes if configured, and returns tensors by name.
 //! Families name what they need; only this file and `nn::Linear` know how it is stored.
 
 use std::collections::{BTreeSet, HashMap};
@@ -13,8 +13,9 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
+use steersman_gguf::files;
 
-use super::{check, fp8};
+use super::{check, fp8, gguf};
 use crate::error::{ConfigError, Error, Result};
 use crate::kernels;
 use crate::kernels::cuda::Tiled;
@@ -94,7 +95,7 @@ impl From<QuantizationKeys> for Quantization {
 
 impl Weights {
     /// Opens every `*.safetensors` of `folder` that its index names (all, if there is no index), and
-    /// `mtp*.safetensors`, which converters add without listing them.
+    /// `mtp*.safetensors`, which converters add without listing them. A GGUF file is read whole.
     ///
     /// Tensors are cast to `dtype` when they are taken.
     ///
@@ -102,8 +103,11 @@ impl Weights {
     /// [`Error::Model`] names the file that is missing or unreadable, or the wrong key of
     /// `config.json`.
     pub fn open(folder: &Path, config: &Value, dtype: Dtype, storage: Storage) -> Result<Self> {
-        let mut arrays = HashMap::new();
-        for path in shards(folder)? {
+        let (mut arrays, mut mixed) = (HashMap::new(), HashMap::new());
+        if files::is_gguf(folder) {
+            (arrays, mixed) = gguf::arrays(folder, storage)?;
+        }
+        for path in shards(folder)?.into_iter().filter(|path| path != folder) {
             let problem =
                 |problem| Error::Config(ConfigError::Model { path: path.clone(), problem });
             check::layout(&path).map_err(problem)?;
@@ -126,7 +130,7 @@ impl Weights {
             storage,
             own_kernels: 0,
             quantization: None,
-            mixed: HashMap::new(),
+            mixed,
             tensors,
             hidden: size("hidden_size"),
             vocabulary: size("vocab_size"),
@@ -507,8 +511,11 @@ fn inferred(all: Quantization, inputs: Option<i32>, columns: i32, groups: i32) -
     if is_known { found } else { all }
 }
 
-/// The weight files of a folder, sorted. Fails if there are none or one of the index is missing.
+/// The weight files of a folder, sorted; a GGUF file is its own. Fails if there are none or one of the index is missing.
 pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
+    if files::is_gguf(folder) {
+        return Ok(vec![folder.to_path_buf()]);
+    }
     #[derive(Deserialize)]
     struct Index {
         weight_map: HashMap<String, String>,

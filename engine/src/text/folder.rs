@@ -10,6 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use steersman_gguf::files;
 
 use super::template::Template;
 use crate::error::{ConfigError, Error, Result};
@@ -51,10 +52,10 @@ impl Folder {
     /// Reads the files in the folder `path`; only `generation_config.json` and `special_tokens_map.json`
     /// may be missing.
     pub fn read(path: &Path) -> Result<Self> {
-        if !path.is_dir() {
+        if !path.is_dir() && !files::is_gguf(path) {
             return Err(bad(
                 path,
-                "is not a folder; a model is a folder that contains config.json",
+                "is not a folder; a model is a folder that contains config.json, or a GGUF file",
             ));
         }
         Ok(Self {
@@ -84,6 +85,12 @@ impl Folder {
             found = self.tokenizer_config.get("chat_template").cloned();
         }
         let Some(found) = found.filter(|value| !value.is_null()) else {
+            if files::is_gguf(&self.path) {
+                let beside = files::template_beside(&self.path);
+                let problem = "is missing, and the GGUF file has no tokenizer.chat_template: the \
+                    model is not a chat model; add the template as this file";
+                return Err(bad(&beside, problem));
+            }
             let problem = "is missing, and tokenizer_config.json has no chat_template: the model \
                 is not a chat model, or the copy is incomplete; add the template as this file";
             return Err(bad(&jinja, problem));

@@ -175,9 +175,7 @@ impl Sources {
 fn path_name(path: &str, bundled: &str) -> String {
     match named_as(path) {
         Ok(NamedAs::Nothing) => bundled.into(),
-        Ok(NamedAs::Folder(folder)) => {
-            folder.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
-        }
+        Ok(NamedAs::Folder(folder)) => hub::name_of_folder(&folder),
         Ok(NamedAs::Repo(_)) | Err(_) => path.into(),
     }
 }

@@ -1,5 +1,5 @@
 //! What the files of a model say about it, without loading it: the keys of `config.json`, and the names,
-//! types and shapes at the beginning of each safetensors file. No weight is read.
+//! types and shapes at the beginning of each safetensors or GGUF file. No weight is read.
 //!
 //! Bytes of memory are estimates by these shapes. The engine measures what it takes.
 
@@ -10,6 +10,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
+use steersman_gguf::{Model, files as gguf_files, quants};
 
 /// Most bytes of the header of a safetensors file, as in the reference implementation.
 const HEADER_BYTES: u64 = 100_000_000;
@@ -82,12 +83,20 @@ pub enum Unpacked {
 }
 
 impl Facts {
-    /// Reads the model in `folder`.
+    /// Reads the model in `folder`, or in a GGUF file.
     ///
     /// # Errors
     /// Names the file that is missing or not what it should be.
     pub fn read(folder: &Path) -> Result<Self> {
-        let config = read_json(&folder.join("config.json"))?;
+        let gguf = gguf_files::is_gguf(folder).then(|| Model::open(folder)).transpose();
+        let gguf = gguf.with_context(|| format!("reading {}", folder.display()))?;
+        let config = match &gguf {
+            Some(model) => match model.config()? {
+                Value::Object(keys) => keys,
+                _ => Map::new(),
+            },
+            None => read_json(&folder.join("config.json"))?,
+        };
         let text = config.get("text_config").and_then(Value::as_object).unwrap_or(&config);
         let of = |key: &str| text.get(key).or_else(|| config.get(key));
         let family = config.get("model_type").or_else(|| text.get("model_type"));
@@ -98,11 +107,11 @@ impl Facts {
             context: of("max_position_embeddings").and_then(Value::as_u64),
             parameters: 0,
             quantization: String::new(),
-            files: files(folder)?,
+            files: if gguf.is_some() { vec![of_file(folder)?] } else { files(folder)? },
             tensors: Tensors::default(),
             cache: CacheShape::of(text),
         };
-        let mut tensors = Map::new();
+        let mut tensors = gguf.as_ref().map(Model::listing).unwrap_or_default();
         for (name, _) in facts.files.iter().filter(|(name, _)| name.ends_with(".safetensors")) {
             let path = folder.join(name);
             let header = read_header(&path).with_context(|| format!("{}", path.display()))?;
@@ -112,7 +121,8 @@ impl Facts {
         let packed = of("quantization").or_else(|| of("quantization_config"));
         let group =
             packed.and_then(|packed| packed["group_size"].as_u64()).filter(|size| *size > 0);
-        let types = facts.tensors.add(&tensors, group.unwrap_or(GROUP));
+        let group = if gguf.is_some() { Some(quants::GROUP as u64) } else { group };
+        let types = facts.tensors.add(&tensors, group.unwrap_or(GROUP), gguf.is_some());
         facts.parameters = types.values().sum();
         let most = types.into_iter().max_by_key(|(_, count)| *count);
         facts.quantization = match (most, group) {
@@ -188,8 +198,13 @@ impl CacheShape {
 
 impl Tensors {
     /// Adds tensors; returns the numbers that they hold by type. Packed matrices have scales for groups of
-    /// `group` numbers.
-    fn add(&mut self, tensors: &Map<String, Value>, group: u64) -> BTreeMap<String, u64> {
+    /// `group` numbers. A CPU keeps those with 5 bits of a GGUF file in 8.
+    fn add(
+        &mut self,
+        tensors: &Map<String, Value>,
+        group: u64,
+        gguf: bool,
+    ) -> BTreeMap<String, u64> {
         let mut types = BTreeMap::new();
         let mut count = |name: &str, numbers: u64| {
             *types.entry(name.to_string()).or_default() += numbers;
@@ -208,11 +223,13 @@ impl Tensors {
                 let held = numbers * 32 / bits.max(1);
                 count(&format!("{bits} bits"), held);
                 // Experts are stacked: one more dimension.
-                let has_kernel = [4, 8].contains(&bits) && shape(tensor).count() == 2;
+                let is_widened = gguf && bits == 5;
+                let has_kernel =
+                    ([4, 8].contains(&bits) || is_widened) && shape(tensor).count() == 2;
                 let kept =
                     if has_kernel { &mut self.packed } else { &mut self.packed_without_kernel };
                 if is_loaded {
-                    kept[0] += 4 * numbers;
+                    kept[0] += if is_widened { held } else { 4 * numbers };
                     kept[1] += held;
                 }
                 continue;
@@ -246,6 +263,12 @@ fn elements(tensor: &Value) -> u64 {
 
 fn columns(tensor: &Value) -> u64 {
     shape(tensor).last().unwrap_or(1)
+}
+
+/// A file by name.
+fn of_file(path: &Path) -> Result<(String, u64)> {
+    let file = fs::metadata(path).with_context(|| format!("reading {}", path.display()))?;
+    Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), file.len()))
 }
 
 /// The files in `folder`, by name. Links count as what they point to.

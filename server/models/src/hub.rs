@@ -21,6 +21,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use steersman_gguf::files;
 
 /// The hub's public address.
 const HUGGING_FACE: &str = "https://huggingface.co";
@@ -39,16 +40,16 @@ const HASHED_BYTES: usize = 1 << 20;
 pub enum NamedAs<'a> {
     /// Empty: the bundled model.
     Nothing,
-    /// A folder with a model.
+    /// A folder with a model, or a GGUF file.
     Folder(PathBuf),
     /// The id of a Hugging Face repo.
     Repo(&'a str),
 }
 
-/// What `path` is. A folder that exists takes precedence over a repo.
+/// What `path` is. A folder or file that exists takes precedence over a repo.
 ///
 /// # Errors
-/// If it is neither a folder with a model nor the id of a repo.
+/// If it is neither a folder with a model, nor a GGUF file, nor the id of a repo.
 pub fn named_as(path: &str) -> Result<NamedAs<'_>> {
     if path.is_empty() {
         return Ok(NamedAs::Nothing);
@@ -66,6 +67,9 @@ pub fn is_here(path: &str) -> Result<bool> {
         return Ok(true);
     }
     if let Some(folder) = local(path)? {
+        if files::is_gguf(&folder) {
+            return Ok(true);
+        }
         let tokenizer = folder.join("tokenizer.json");
         ensure!(tokenizer.is_file(), "{path} is not a model: it has no tokenizer.json");
         return Ok(true);
@@ -88,10 +92,34 @@ fn local(path: &str) -> Result<Option<PathBuf>> {
         );
         return Ok(None);
     }
-    ensure!(folder.is_dir(), "{path} is a file; use the folder that contains config.json");
+    if files::is_gguf(folder) {
+        // Not resolved: the hub's cache links to files without an ending.
+        let file = std::path::absolute(folder).with_context(|| format!("reading {path}"))?;
+        return Ok(Some(file));
+    }
     let folder = folder.canonicalize().with_context(|| format!("reading {path}"))?;
-    ensure!(folder.join("config.json").is_file(), "{path} is not a model: it has no config.json");
+    ensure!(
+        folder.is_dir(),
+        "{path} is a file; use the folder that contains config.json, or a GGUF file"
+    );
+    if !folder.join("config.json").is_file() {
+        let gguf = gguf_in(&folder);
+        let gguf = gguf.map(|file| format!("; use the GGUF file in it: {}", file.display()));
+        bail!("{path} is not a model: it has no config.json{}", gguf.unwrap_or_default());
+    }
     Ok(Some(folder))
+}
+
+/// The first GGUF file in a folder.
+fn gguf_in(folder: &Path) -> Option<PathBuf> {
+    let entries = folder.read_dir().ok()?.flatten().map(|entry| entry.path());
+    entries.filter(|path| files::is_gguf(path)).min()
+}
+
+/// The name of a model's folder or GGUF file, for clients.
+pub fn name_of_folder(folder: &Path) -> String {
+    let name = if files::is_gguf(folder) { folder.file_stem() } else { folder.file_name() };
+    name.unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
 }
 
 /// Whether `text` is `owner/name`, in the characters that the hub allows.

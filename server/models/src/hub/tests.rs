@@ -275,3 +275,21 @@ fn only_files_that_a_model_needs_are_downloaded() {
         assert_eq!(is_text_file(name), expected, "{name}");
     }
 }
+
+#[test]
+fn gguf_files_are_models_by_their_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tiny-q4_0.gguf");
+    fs::write(&file, "GGUF").unwrap();
+    let path = file.to_str().unwrap();
+    assert_eq!(named_as(path).unwrap(), NamedAs::Folder(file.clone()));
+    assert!(is_here(path).unwrap());
+    assert_eq!(name_of_folder(&file), "tiny-q4_0");
+    let error = named_as(folder.path().to_str().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("has no config.json; use the GGUF file in it"), "{error}");
+    assert!(error.contains("tiny-q4_0.gguf"), "{error}");
+    let other = folder.path().join("tiny.bin");
+    fs::write(&other, "x").unwrap();
+    let error = named_as(other.to_str().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("or a GGUF file"), "{error}");
+}
