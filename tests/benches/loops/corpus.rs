@@ -3,8 +3,6 @@
 //! Texts are made by rules from a seed. The recorded ones are in `recorded.jsonl`, written by
 //! `tests/fixtures/loops.py` from the bundled model.
 
-use std::fmt::Write;
-
 use serde_json::Value;
 use steersman_test_support::Random;
 
@@ -145,14 +143,19 @@ fn sentences(random: &mut Random, count: usize) -> String {
     (0..count).map(|_| sentence(random) + " ").collect()
 }
 
+/// From `least` to `most` sentences.
+fn sentences_of(random: &mut Random, least: usize, most: usize) -> String {
+    let count = least + random.below(most - least + 1);
+    sentences(random, count)
+}
+
 /// A loop: `count` ordinary sentences, then what `next` writes for each round until the text is long.
 fn endless(
     random: &mut Random,
     kind: &'static str,
     mut next: impl FnMut(&mut Random, usize) -> String,
 ) -> Sample {
-    let before = random.below(25);
-    let mut text = sentences(random, before);
+    let mut text = sentences_of(random, 0, 24);
     text += &next(random, 0);
     let onset = text.len();
     for round in 1.. {
@@ -166,16 +169,14 @@ fn endless(
 
 /// The same block again and again.
 fn exact(random: &mut Random) -> Sample {
-    let count = 1 + random.below(16);
-    let block = format!("{} {}", random.of(AGAIN), sentences(random, count));
+    let block = format!("{} {}", random.of(AGAIN), sentences_of(random, 1, 16));
     endless(random, "exact", |_, _| block.clone())
 }
 
 /// A block with numbers and a name that change.
 fn near(random: &mut Random) -> Sample {
     let (place, thing, adjective) = (random.of(PLACES), random.of(THINGS), random.of(ADJECTIVES));
-    let count = random.below(4);
-    let rest = sentences(random, count);
+    let rest = sentences_of(random, 0, 3);
     let names = random.below(2) == 0;
     let mut fixed = random.of(NAMES);
     endless(random, "near-repeat", |random, round| {
@@ -204,10 +205,7 @@ fn growing(random: &mut Random) -> Sample {
 /// Two to four blocks in no order.
 fn alternating(random: &mut Random) -> Sample {
     let blocks: Vec<String> = (0..2 + random.below(3))
-        .map(|_| {
-            let count = 1 + random.below(6);
-            format!("{} {}", random.of(AGAIN), sentences(random, count))
-        })
+        .map(|_| format!("{} {}", random.of(AGAIN), sentences_of(random, 1, 6)))
         .collect();
     // The first round has each of them once.
     endless(random, "alternating", |random, round| match round {
@@ -249,9 +247,8 @@ fn rederived(random: &mut Random) -> Sample {
 /// Copies of a block, each with a few of its words changed for good: neighbours are alike, the first and the last are
 /// not.
 fn drifting(random: &mut Random) -> Sample {
-    let count = 3 + random.below(6);
-    let mut words: Vec<String> =
-        sentences(random, count).split_whitespace().map(str::to_owned).collect();
+    let block = sentences_of(random, 3, 8);
+    let mut words: Vec<&str> = block.split_whitespace().collect();
     endless(random, "drifting", |random, round| {
         for _ in 0..if round == 0 { 0 } else { 1 + words.len() / 20 } {
             let at = random.below(words.len());
@@ -290,8 +287,7 @@ fn story(random: &mut Random) -> Sample {
 fn cases(random: &mut Random) -> Sample {
     let text = until_long(random, |random, round| {
         let (name, place, thing) = (random.of(NAMES), random.of(PLACES), random.of(THINGS));
-        let count = 2 + random.below(4);
-        let steps = sentences(random, count);
+        let steps = sentences_of(random, 2, 5);
         let outcome =
             random.of(&["a contradiction", "possible", "not excluded", "what the text denies"]);
         format!(
@@ -320,13 +316,43 @@ fn arithmetic(random: &mut Random) -> Sample {
 
 /// Reasoning that goes back to its premises now and then, says them again, and comes further.
 fn revisited(random: &mut Random) -> Sample {
-    let count = 2 + random.below(3);
-    let premises = sentences(random, count);
+    let premises = sentences_of(random, 2, 4);
     let text = until_long(random, |random, _| {
-        let (again, count) = (random.of(AGAIN), 8 + random.below(12));
-        format!("{again} {premises}{}", sentences(random, count))
+        format!("{} {premises}{}", random.of(AGAIN), sentences_of(random, 8, 19))
     });
     honest("premises again", text)
+}
+
+/// A text or code that is written, looked at, and written again, once more or twice; every other time with changes.
+fn drafts(random: &mut Random) -> Sample {
+    let text = until_long(random, |random, _| {
+        let draft = match random.below(3) {
+            0 => function(random, 0),
+            1 => (0..4 + random.below(8)).map(|_| format!("- {}\n", sentence(random))).collect(),
+            _ => sentences_of(random, 5, 12),
+        };
+        let mut text = format!("{}Here is a draft:\n{draft}\n", sentences_of(random, 4, 10));
+        for _ in 0..1 + random.below(2) {
+            let mut words: Vec<&str> = draft.split(' ').collect();
+            for _ in 0..random.below(2) * (1 + words.len() / 12) {
+                let at = random.below(words.len());
+                words[at] = random.of(ADJECTIVES);
+            }
+            text += &format!("{}\n{}\n", sentences_of(random, 1, 4), words.join(" "));
+        }
+        text
+    });
+    honest("drafts", text)
+}
+
+/// A list of checks in which little but a number changes.
+fn checklist(random: &mut Random) -> Sample {
+    let (thing, place) = (random.of(THINGS), random.of(PLACES));
+    let text = until_long(random, |random, round| {
+        let outcome = random.of(&["fits", "fits", "is too large", "is taken", "was not asked for"]);
+        format!("The {thing} {} of the {place} {outcome}.\n", round + 1)
+    });
+    honest("checklist", text)
 }
 
 fn records(random: &mut Random) -> Sample {
@@ -365,25 +391,22 @@ fn table(random: &mut Random) -> Sample {
 
 /// Code in which functions are alike.
 fn listing(random: &mut Random) -> Sample {
-    let text = until_long(random, |random, round| {
-        let (verb, thing, place) = (random.of(VERBS), random.of(THINGS), random.of(PLACES));
-        let mut body = String::new();
-        for _ in 0..1 + random.below(5) {
-            let (other, name) = (random.of(THINGS), random.of(NAMES).to_lowercase());
-            let _ = match random.below(4) {
-                0 => writeln!(
-                    body,
-                    "    if {other}.size() > {}:\n        {name} = {other}",
-                    number(random)
-                ),
-                1 => writeln!(body, "    for {name} in {place}:\n        total += {name}.{other}"),
-                2 => writeln!(body, "    {name} = {thing}[{}] + {other}", random.below(9)),
-                _ => writeln!(body, "    {other}.append(({name}, {}))", number(random)),
-            };
-        }
-        format!("def {verb}_{thing}_{round}({thing}, {place}):\n{body}    return {thing}\n\n")
-    });
-    honest("code", text)
+    honest("code", until_long(random, function))
+}
+
+fn function(random: &mut Random, suffix: usize) -> String {
+    let (verb, thing, place) = (random.of(VERBS), random.of(THINGS), random.of(PLACES));
+    let mut body = String::new();
+    for _ in 0..1 + random.below(5) {
+        let (other, name) = (random.of(THINGS), random.of(NAMES).to_lowercase());
+        body += &match random.below(4) {
+            0 => format!("    if {other}.size() > {}:\n        {name} = {other}\n", number(random)),
+            1 => format!("    for {name} in {place}:\n        total += {name}.{other}\n"),
+            2 => format!("    {name} = {thing}[{}] + {other}\n", random.below(9)),
+            _ => format!("    {other}.append(({name}, {}))\n", number(random)),
+        };
+    }
+    format!("def {verb}_{thing}_{suffix}({thing}, {place}):\n{body}    return {thing}\n\n")
 }
 
 /// The documents of this repository, from anywhere.
