@@ -1,4 +1,4 @@
-//! Quality of the loop detectors: `cargo bench --workspace --profile dev --bench loops [-- SEED]`.
+//! Quality of the loop detectors: `cargo bench --workspace --profile dev --bench loop_quality [-- SEED]`.
 //!
 //! Runs each setting of the detectors over a corpus of labelled texts ([`corpus`]), in the tokens of the bundled model
 //! or of the model in the folder `TOKENIZER_MODEL`. A loop counts as found if it is reported after it has begun to repeat

@@ -252,8 +252,7 @@ fn drifting(random: &mut Random) -> Sample {
     endless(random, "drifting", |random, round| {
         for _ in 0..if round == 0 { 0 } else { 1 + words.len() / 20 } {
             let at = random.below(words.len());
-            words[at] =
-                random.of(&[NAMES, PLACES, THINGS, ADJECTIVES])[random.below(16)].to_owned();
+            words[at] = random.of(&[NAMES, PLACES, THINGS, ADJECTIVES])[random.below(16)];
         }
         words.join(" ") + " "
     })
