@@ -33,6 +33,7 @@ const KINDS: &[Rule] = &[
     revisited,
     drafts,
     checklist,
+    verses,
     records,
     table,
     listing,
@@ -354,6 +355,15 @@ fn checklist(random: &mut Random) -> Sample {
         format!("The {thing} {} of the {place} {outcome}.\n", round + 1)
     });
     honest("checklist", text)
+}
+
+/// Verses with a refrain, which is sometimes sung twice in a row.
+fn verses(random: &mut Random) -> Sample {
+    let refrain = sentences_of(random, 2, 6);
+    let text = until_long(random, |random, _| {
+        format!("{}\n{}\n", sentences_of(random, 3, 8), refrain.repeat(1 + random.below(2)))
+    });
+    honest("verses", text)
 }
 
 fn records(random: &mut Random) -> Sample {
