@@ -344,7 +344,8 @@ fn indent(value: &Value, arguments: Arguments) -> Result<String, Error> {
         if number > 0 {
             out.push('\n');
         }
-        if if number == 0 { first } else { blank || !line.is_empty() } {
+        let is_indented = if number == 0 { first } else { blank || !line.is_empty() };
+        if is_indented {
             out.push_str(&margin);
         }
         out.push_str(line);
