@@ -16,8 +16,25 @@
 //! window or more, and every near-repeat whose counter cuts the n-grams. A suffix automaton finds
 //! exact repeats of any period in O(1) a token, but not near ones. All lags at once cost O(period)
 //! a token in 16-bit lanes, which the compiler vectorizes: 0.1 us a token for 1,024 lags, 0.4 us
-//! with near-repeats (x86-64, SSE2; `benches/loops.rs` repeats it), next to milliseconds for a
+//! with near-repeats (x86-64, SSE2; `engine/benches/loops.rs` repeats it), next to milliseconds for a
 //! decoding step. Memory is 24 KiB for a stream of any length.
+//!
+//! `tests/benches/loop_quality` runs settings over 2,610 labelled texts in the tokens of the bundled model: 930
+//! loops of seven kinds, and stories, proofs by cases, checklists, drafts, verses, records, tables, code and
+//! documents that are none.
+//!
+//! | repeats, tokens, similarity | loops found | texts cut that are no loop | tokens saved | median delay |
+//! |---|---|---|---|---|
+//! | 3, 96, 0.87 (default) | 67.6 % | 6 checklists | 57.4 % | 331 |
+//! | 3, 128, 0.87 | 67.6 % | 0 | 56.9 % | 339 |
+//! | 2, 128, 0.87 | 83.9 % | 0 | 77.4 % | 199 |
+//! | 2, 96, 1 (exact only) | 61.8 % | 0 | 55.3 % | 115 |
+//! | 9 of 10 of the last 512 4-grams known | 80.2 % | 3 | 60.4 % | 647 |
+//!
+//! Three repeats miss texts that grow by a sentence in each round, which two repeats find. No setting finds the same
+//! facts in other words; those that count known n-grams do, but take longer for all loops or cut texts that are
+//! none, so there is no such detector: the budget ends this reasoning. The texts are made by rules, and no setting
+//! has been tried on recorded reasoning of large models.
 //!
 //! The default similarity is 0.87. With the tokenizers of Qwen3, Llama 3 and the demonstration
 //! model, a sentence of 16 words with two changing counters agrees with the previous one by 0.9 and
