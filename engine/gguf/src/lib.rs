@@ -10,23 +10,24 @@
 //! | `reader.rs` | the header: metadata and the places of tensors, checked |
 //! | `quants.rs` | types of tensors: to floats, or to MLX's affine format; which are exact |
 //! | `arch.rs` | the table of architectures: names of tensors, keys of `config.json`, what converters changed |
-//! | `model.rs` | `config.json` and tensors of a file |
+//! | `model.rs`, `order.rs` | `config.json` and tensors of a file; the order of their rows |
 //! | `tokenizer.rs`, `pre.rs` | `tokenizer.json`; how words are split |
 //! | `files.rs` | the files of the folder |
 //!
-//! Files of others may be damaged or made to harm: counts and lengths are bounded, every place is checked against the
+//! Files may be damaged or malicious: counts and lengths are bounded, every place is checked against the
 //! size of the file, and what is not supported is an error that names it.
 //!
 //! # Why a reader of our own
 //! MLX reads GGUF too (`mlx_load_gguf`, which mlx-rs exposes as `GgufFile`). It packs Q4_0, Q4_1 and Q8_0 as this crate
-//! does, and rounds all other types to f16, which quadruples the memory of Q4_K. It does not check what a header
-//! promises, and reads beyond the end of a file that is cut. Crates for GGUF read the header, which is the smaller part
-//! of the work: names, reorderings, packing and tokenizers would remain.
+//! does, and rounds all other types to f16, which quadruples the memory of Q4_K. Its checks of a header are not those that
+//! a file from elsewhere needs. Crates for GGUF read the header, which is the smaller part of the work: names,
+//! reorderings, packing and tokenizers would remain.
 
 mod arch;
 mod error;
 pub mod files;
 mod model;
+mod order;
 mod pre;
 pub mod quants;
 pub mod reader;

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::arch::{ARCHITECTURES, Architecture, Change, FACTORS, NEXT_TOKENS, OUTSIDE, Part};
 use crate::error::{Error, Result};
+use crate::order::Order;
 use crate::quants::{self, Codes, GROUP, Type};
 use crate::reader::{self, Entry, Header};
 
@@ -79,42 +80,6 @@ pub enum Floats {
     F32(Vec<f32>),
     F16(Vec<f16>),
     Bf16(Vec<bf16>),
-}
-
-/// Where rows, or columns, of a tensor stand in the file.
-#[derive(Debug, Clone, Copy)]
-enum Order {
-    Same,
-    /// Of heads of `size`, whose halves are interleaved.
-    Halves {
-        size: usize,
-    },
-    /// After the first `skip`: heads of `size`, which are ordered by their index within one of `keys` groups of
-    /// `per_key`, and are to be ordered by group.
-    Heads {
-        skip: usize,
-        keys: usize,
-        per_key: usize,
-        size: usize,
-    },
-}
-
-impl Order {
-    /// Where the `i`th of the checkpoint stands in the file.
-    fn source(self, i: usize) -> usize {
-        match self {
-            Self::Same => i,
-            Self::Halves { size } => {
-                let (head, within, half) = (i / size, i % size, size / 2);
-                head * size + 2 * (within % half) + within / half
-            }
-            Self::Heads { skip, .. } if i < skip => i,
-            Self::Heads { skip, keys, per_key, size } => {
-                let (head, within) = ((i - skip) / size, (i - skip) % size);
-                skip + (head % per_key * keys + head / per_key) * size + within
-            }
-        }
-    }
 }
 
 /// Numbers of the file by which `config.json` is written.
