@@ -10,7 +10,9 @@ use steersman_engine::policy::{
 };
 use steersman_engine::request::{FinishReason, Message, Request, ToolChoice};
 use steersman_engine::{Error, RequestError};
-use steersman_test_support::guest::{Answers, component, list, record, word};
+use steersman_test_support::guest::{
+    Answers, ELEMENT, case, component, data, importing, list, payload, record, text, word,
+};
 use steersman_tests::steered::{engine, replays, traced};
 use steersman_tests::{Reply, ask, ask_weather, message, profile};
 
@@ -222,6 +224,48 @@ fn on_step_is_called_for_the_events_that_the_plan_names_and_for_no_others() {
     events.sort_unstable();
     events.dedup();
     assert_eq!((same, indices(&both)), (reply, events));
+}
+
+/// A guest that counts under two keys, lets one of them expire later, and ends the reply with the key that is listed
+/// after the other.
+fn listing() -> Vec<u8> {
+    let mut answers = Answers::default();
+    let stop = answers.add("on-step", &list([case("stop", text(""))]));
+    let reason = ELEMENT + payload("action");
+    let plan = format!("i32.const {}", answers.add("on-request", &record([("every", word(1))])));
+    let step = format!(
+        "(call $kv.add (i32.const 512) (i32.const 3) (i64.const 1) (i32.const 64))
+         (call $kv.add (i32.const 516) (i32.const 3) (i64.const 1) (i32.const 64))
+         (drop (call $kv.expire (i32.const 512) (i32.const 3) (i32.const 60)))
+         (call $kv.list (i32.const 512) (i32.const 2) (i32.const 512) (i32.const 3) (i32.const 8) (i32.const 64))
+         (i64.store (i32.const {reason}) (i64.load (i32.load (i32.const 64))))
+         i32.const {stop}"
+    );
+    // Keys and their list come at the same time, so each gets memory of its own.
+    let allocate = "(global $next (mut i32) (i32.const 32768))
+         (func (export \"cabi_realloc\") (param i32 i32 i32 i32) (result i32)
+             (global.get $next)
+             (global.set $next (i32.and
+                 (i32.add (i32.add (global.get $next) (local.get 3)) (i32.const 7))
+                 (i32.const -8))))";
+    let extra = format!("{allocate} {} {}", data(512, b"n/a n/b"), answers.data());
+    importing(&["kv"], &[("on-request", &plan), ("on-step", &step)], &extra)
+}
+
+#[test]
+fn a_policy_lists_the_keys_that_it_has_stored() {
+    let folder = tempfile::tempdir().unwrap();
+    let (guest, file) = (listing(), folder.path().join("listing.wasm"));
+    std::fs::write(&file, &guest).unwrap();
+    let mut storing = profile(file.display().to_string());
+    storing.policy.grants = vec![Grant::Kv];
+    storing.policy.trace_text = true;
+    let engine = engine([("storing", storing)]);
+    for _ in 0..2 {
+        let (reply, records) = traced(&engine, "storing", ask("Hello"));
+        assert_eq!(reply.finished().reason, FinishReason::Policy("n/b".into()));
+        replays(&guest, "listing", &records);
+    }
 }
 
 #[test]
