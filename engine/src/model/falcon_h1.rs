@@ -96,10 +96,9 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
     };
     let attention = config.llama.attention(ROPE_THETA);
     let mut layers = Vec::with_capacity(config.llama.num_hidden_layers);
-    for i in 0..config.llama.num_hidden_layers {
+    for (i, [fixed_keys, fixed_values]) in fixed.into_iter().enumerate() {
         let at = |name: &str| format!("model.layers.{i}.{name}");
         let mut attention = attention.clone();
-        let [fixed_keys, fixed_values] = fixed[i];
         if fixed_keys {
             attention.scores.scale *= config.key_multiplier;
         }
