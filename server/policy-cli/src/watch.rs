@@ -16,8 +16,7 @@ use super::{Selection, build, load, remote, test};
 const QUIET: Duration = Duration::from_millis(200);
 
 /// Folders that tools write.
-const IGNORED: &[&str] =
-    &["target", "node_modules", ".venv", "__pycache__", ".git", "types", "bindings"];
+const IGNORED: &[&str] = &["target", "node_modules", "__pycache__", "types", "bindings"];
 
 /// What is watched, and where it goes.
 #[derive(Args)]
@@ -99,10 +98,13 @@ fn is_change(event: &Event, folder: &Path) -> bool {
         && event.paths.iter().filter_map(|path| below(path).ok()).any(|path| is_source(&path))
 }
 
+/// Names that begin with a dot are folders of tools, and files on their way to another name: a server that runs the
+/// component of this folder writes one when it takes a version.
 fn is_source(path: &Path) -> bool {
-    let is_made = ["wasm", "lock", "pyc"].iter().any(|e| path.extension().is_some_and(|x| x == *e));
+    let is_made = |ending: &&str| path.extension().is_some_and(|extension| extension == *ending);
+    let is_made = ["wasm", "steer", "lock", "pyc"].iter().any(is_made);
     let mut parts = path.components().map(|part| part.as_os_str().to_string_lossy());
-    !is_made && !parts.any(|part| IGNORED.contains(&&*part))
+    !is_made && !parts.any(|part| part.starts_with('.') || IGNORED.contains(&&*part))
 }
 
 /// Waits for a change, and until no more follow.
@@ -121,7 +123,15 @@ mod tests {
         for path in ["src/lib.rs", "brief.jsonl", "wit/world.wit"] {
             assert!(is_source(Path::new(path)), "{path}");
         }
-        for path in ["brief.wasm", "target/release/x.d", ".git/index", "Cargo.lock"] {
+        let made = [
+            "brief.wasm",
+            "brief.steer",
+            "target/release/x.d",
+            ".git/index",
+            "Cargo.lock",
+            ".tmpYl3k",
+        ];
+        for path in made {
             assert!(!is_source(Path::new(path)), "{path}");
         }
         let folder = Path::new("/target/brief");
