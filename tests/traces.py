@@ -83,7 +83,7 @@ def main():
         assert sorted(set(names)) == ["decode", "hook", "prefill"], names
         assert (names.count("prefill"), names.count("decode")) == (1, 1), names
         hooks = [it["value"]["stringValue"] for span in children for it in span["attributes"] if it["key"] == "hook"]
-        assert hooks[0] == "on-request" and hooks[-1] == "on-finish", hooks
+        assert hooks == ["on-prompt", "on-request", "on-finish"], hooks
         assert all(span["traceId"] == request["traceId"] for span in children)
         times = {span["name"]: (int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])) for span in children}
         begin, end = int(request["startTimeUnixNano"]), int(request["endTimeUnixNano"])
