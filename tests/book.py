@@ -80,7 +80,8 @@ class Page:
 
 def main():
     binary, root = Path(sys.argv[1]).resolve(), Path(__file__).resolve().parents[1]
-    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=root, check=True, capture_output=True, text=True)
+    # Templates are pages of folders that do not exist yet.
+    listed = subprocess.run(["git", "ls-files", "*.md", ":!*/template/*"], cwd=root, check=True, capture_output=True, text=True)
     script = (root / ".ci/run").read_text()
     counts = {}
     for name in sys.argv[2:] or listed.stdout.split():
