@@ -114,9 +114,7 @@ fn check_public_templates(path: &Path) {
             if theirs != ours {
                 let place = ours.bytes().zip(theirs.bytes()).take_while(|(a, b)| a == b).count();
                 let near = |text: &str| {
-                    let from =
-                        (0..=place.min(text.len())).rev().find(|at| text.is_char_boundary(*at));
-                    text[from.unwrap_or(0)..].chars().take(80).collect::<String>()
+                    text[text.floor_char_boundary(place)..].chars().take(80).collect::<String>()
                 };
                 differences.push(format!(
                     "{name}, {conversation} {variant}, at byte {place}\nours:   {:?}\ntheirs: {:?}",

@@ -49,7 +49,7 @@ pub(crate) enum Change {
     Queries,
     /// Reordered the rows of key heads.
     Keys,
-    /// Reordered value heads, with so many rows each as a head has dimensions.
+    /// Reordered value heads. Each has as many rows as a head has dimensions.
     ValueRows,
     /// As [`Change::ValueRows`], after the rows of queries and keys.
     MixedRows,
@@ -264,7 +264,7 @@ fn experts(facts: &Facts<'_>) -> Result<Map<String, Value>> {
 }
 
 fn gemma2(facts: &Facts<'_>) -> Result<Map<String, Value>> {
-    // llama.cpp tells the 27B model, whose scale is another, by its layers.
+    // llama.cpp recognizes the 27B model, which has another scale, by its number of layers.
     let scalar = if facts.layers == 46 { facts.hidden / facts.heads } else { facts.head_dim };
     Ok(object(json!({
         "query_pre_attn_scalar": scalar,

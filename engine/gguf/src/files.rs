@@ -16,7 +16,7 @@ use crate::model::Model;
 use crate::reader::Header;
 use crate::tokenizer::Vocabulary;
 
-/// Texts of control tokens that end a turn, whether the file says so or not: converters name one of them.
+/// Texts of control tokens that end a turn. Converters name only one of them in the file.
 const ENDS: [&str; 12] = [
     "<|im_end|>",
     "<|eot_id|>",
@@ -37,6 +37,12 @@ pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("gguf")) && path.is_file()
 }
 
+/// The name of the model in a folder or in a GGUF file, for clients.
+pub fn name_of(path: &Path) -> String {
+    let name = if is_gguf(path) { path.file_stem() } else { path.file_name() };
+    name.unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
 /// The GGUF file that `path` lies below, and the name of the file there.
 pub fn within(path: &Path) -> Option<(&Path, &str)> {
     let file = path.ancestors().skip(1).find(|file| is_gguf(file))?;
@@ -47,7 +53,7 @@ pub fn within(path: &Path) -> Option<(&Path, &str)> {
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if there is no such file, [`ErrorKind::InvalidData`] if the GGUF file is not a model that
-/// can be read; the message says why.
+/// can be read; the message has the reason.
 pub fn read(path: &Path, name: &str) -> io::Result<Vec<u8>> {
     let invalid = |error: Error| io::Error::new(ErrorKind::InvalidData, error);
     let json = |value: Result<Value>| Ok(value.map_err(invalid)?.to_string().into_bytes());

@@ -79,7 +79,7 @@ impl Header {
     /// Reads the header of the file at `path`, without the elements of long arrays.
     ///
     /// # Errors
-    /// Says what is wrong with the file, and where.
+    /// Names the problem of the file and its place.
     pub fn read(path: &Path) -> Result<Self> {
         Self::read_with(path, LONG)
     }

@@ -279,9 +279,7 @@ impl Decoder {
             bytes => bytes,
         };
         let name = if config.model.name.is_empty() {
-            let is_file = steersman_gguf::files::is_gguf(folder);
-            let name = if is_file { folder.file_stem() } else { folder.file_name() };
-            name.unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
+            steersman_gguf::files::name_of(folder)
         } else {
             config.model.name
         };

@@ -83,7 +83,7 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
         return Err(weights.problem("config.json", problem.into()));
     }
     let fixed = fixed(&config, weights);
-    multiply(&config, weights)?;
+    multiply(&config, weights, &fixed)?;
     let (hidden, eps) = (config.llama.hidden_size, config.llama.rms_norm_eps);
     let mixer = MixerConfig {
         hidden,
@@ -128,18 +128,18 @@ pub(super) fn load(config: &Value, weights: &mut Weights) -> Result<Box<dyn Mode
 fn fixed(config: &Config, weights: &Weights) -> Vec<[bool; 2]> {
     let is_fixed = |i: usize, matrix: &str| {
         let scales = format!("model.layers.{i}.self_attn.{matrix}.scales");
-        weights.iter().any(|(name, array)| name == scales && !array.dtype().is_float())
+        weights.get(&scales).is_some_and(|array| !array.dtype().is_float())
     };
     let layers = 0..config.llama.num_hidden_layers;
     layers.map(|i| ["k_proj", "v_proj"].map(|matrix| is_fixed(i, matrix))).collect()
 }
 
-/// Multiplies weights with the constants of what they are multiplied with, but for [`fixed`] ones.
-fn multiply(config: &Config, weights: &mut Weights) -> Result<()> {
+/// Multiplies weights with the constants of what they are multiplied with, but for the `fixed` ones.
+fn multiply(config: &Config, weights: &mut Weights, fixed: &[[bool; 2]]) -> Result<()> {
     let first = "model.layers.0.mamba.conv1d.weight";
     // Published as [C, 1, K].
-    let is_published = weights.iter().any(|(name, a)| name == first && a.dim(1) == 1);
-    for (i, [fixed_keys, fixed_values]) in fixed(config, weights).into_iter().enumerate() {
+    let is_published = weights.get(first).is_some_and(|array| array.dim(1) == 1);
+    for (i, &[fixed_keys, fixed_values]) in fixed.iter().enumerate() {
         let at = |name: &str| format!("model.layers.{i}.{name}");
         if !fixed_values {
             weights.multiply(&at("self_attn.v_proj"), config.attention_in_multiplier)?;

@@ -210,6 +210,11 @@ impl Weights {
         self.arrays.contains_key(name)
     }
 
+    /// The tensor `name`, if there is one.
+    pub fn get(&self, name: &str) -> Option<&Array> {
+        self.arrays.get(name)
+    }
+
     /// All tensors that are not taken yet.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Array)> {
         self.arrays.iter().map(|(name, array)| (name.as_str(), array))

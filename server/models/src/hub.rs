@@ -22,6 +22,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use steersman_gguf::files;
+pub use steersman_gguf::files::name_of as name_of_folder;
 
 /// The hub's public address.
 const HUGGING_FACE: &str = "https://huggingface.co";
@@ -114,12 +115,6 @@ fn local(path: &str) -> Result<Option<PathBuf>> {
 fn gguf_in(folder: &Path) -> Option<PathBuf> {
     let entries = folder.read_dir().ok()?.flatten().map(|entry| entry.path());
     entries.filter(|path| files::is_gguf(path)).min()
-}
-
-/// The name of a model's folder or GGUF file, for clients.
-pub fn name_of_folder(folder: &Path) -> String {
-    let name = if files::is_gguf(folder) { folder.file_stem() } else { folder.file_name() };
-    name.unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
 }
 
 /// Whether `text` is `owner/name`, in the characters that the hub allows.

@@ -264,7 +264,7 @@ fn limit(data_bytes: u64, seconds: u64) -> std::io::Result<()> {
     let limits = [
         // Not the address space: allocators and stacks reserve much more of it than they use.
         (Resource::Data, data_bytes, data_bytes),
-        // The signal at the first limit tells the parent why; Linux kills at the second one.
+        // SIGXCPU at the soft limit names the cause to the parent; at the hard limit Linux kills.
         (Resource::Cpu, seconds, seconds + 1),
         (Resource::Core, 0, 0),
     ];
