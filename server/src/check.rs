@@ -103,8 +103,9 @@ fn problems_of_policies(config: &Config, storage: &Storage) -> Vec<String> {
             Err(error) => vec![error.to_string()],
             // A server starts without them, or with an earlier version.
             Ok(policies) => {
-                let policies = policies.report().policies.into_iter();
-                policies.filter_map(|policy| Some(policy.problem?.message)).collect()
+                let reports = policies.report().policies.into_iter();
+                let problems = reports.filter_map(|policy| Some(policy.problem?.message));
+                problems.chain(policies.unusable_params().iter().cloned()).collect()
             }
         };
         // A problem of `[policy]` concerns all profiles.
@@ -179,6 +180,20 @@ mod tests {
         for (line, words) in printed.lines().zip(expected) {
             assert!(line.contains(words), "`{words}` is not in {line}");
         }
+    }
+
+    #[test]
+    fn a_mistake_in_rules_is_a_problem() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("steersman.toml");
+        let rules = "[[rule]]\ndo = { reason = true }";
+        let profile = format!(
+            "[profiles.p]\npolicies = ['rules']\n[profiles.p.params]\nrules = \"\"\"{rules}\"\"\"\n"
+        );
+        std::fs::write(&path, profile).unwrap();
+        let (passed, printed) = checked(&path);
+        let expected = "profile `p`: policy `rules`: parameter `rules`: rule 1, line 2: ";
+        assert!(!passed && printed.contains(expected), "{printed}");
     }
 
     #[test]

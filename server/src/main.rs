@@ -568,10 +568,11 @@ fn mcp(options: Mcp) -> Result<()> {
 }
 
 fn policy(options: Policy) -> Result<()> {
-    let (_, config) = configured(options.place.config.as_deref())?.check()?;
+    let (server, config) = configured(options.place.config.as_deref())?.check()?;
     let mut out = std::io::stdout().lock();
     let storage = options.place.compile_cache();
-    policy::run(options.task, &config.policy, &storage, &mut out)
+    let url = policy::url(&server.host, server.port);
+    policy::run(options.task, &config.policy, &storage, &url, &mut out)
 }
 
 fn managed<T: Args>(options: Managed<T>, task: fn(T) -> Task) -> Result<()> {

@@ -6,7 +6,9 @@ use std::path::Path;
 use serde_json::Value;
 use steersman::config::FileConfig;
 use steersman_engine::config::Profile;
-use steersman_engine::policy::{Answer, Call, Param, Record, Step, TokenBias, shipped};
+use steersman_engine::policy::{
+    Answer, Call, Observations, Param, Record, Step, TokenBias, shipped,
+};
 use steersman_engine::request::{FinishReason, Form, Request, ResponseFormat};
 use steersman_engine::{Error, RequestError};
 use steersman_test_support::guest::{Answers, Value as Word, component, list, record, text, word};
@@ -217,10 +219,14 @@ fn steps(name: &str, plan: Vec<(&'static str, Word)>) -> (Reply, Vec<Step>) {
 #[test]
 fn a_step_has_the_likeliest_tokens_if_the_plan_asks_for_them() {
     let (plain, every) = steps("every", vec![("every", word(1))]);
-    assert!(every.iter().all(|step| step.drawn.is_empty()));
+    assert!(every.iter().all(|step| step.observed.is_none()));
     let (reply, seen) = steps("candidates", vec![("every", word(4)), ("candidates", word(3))]);
     assert_eq!(reply.answer, plain.answer);
-    let drawn: Vec<_> = seen.iter().flat_map(|step| &step.drawn).collect();
+    let drawn: Vec<_> = seen
+        .iter()
+        .filter_map(|step| step.observed.as_ref())
+        .flat_map(|observed| &observed.drawn)
+        .collect();
     let tokens: Vec<u32> = seen.iter().flat_map(|step| step.tokens.clone()).collect();
     assert_eq!(drawn.iter().map(|drawn| drawn.token).collect::<Vec<_>>(), tokens);
     for (index, drawn) in drawn.iter().enumerate() {
@@ -250,11 +256,12 @@ fn on_step_is_called_after_texts_and_tokens_of_the_plan() {
     let plan = vec![("on-texts", texts), ("on-tokens", list([word(italy)]))];
     let (_, seen) = steps("events", plan);
     let [of_text, of_token] = &seen[..] else { panic!("{seen:?}") };
-    assert_eq!(
-        (&of_text.texts_found[..], of_text.token_found),
-        (&["capital of".to_owned()][..], false)
-    );
+    let found = |texts_found: &[&str], token_found| {
+        let texts_found = texts_found.iter().map(|&text| text.into()).collect();
+        Some(Observations { texts_found, token_found, drawn: Vec::new() })
+    };
+    assert_eq!(of_text.observed, found(&["capital of"], false));
     assert!(of_text.text.ends_with("capital of"), "{of_text:?}");
-    assert_eq!((of_token.texts_found.len(), of_token.token_found), (0, true));
+    assert_eq!(of_token.observed, found(&[], true));
     assert_eq!((of_token.index, of_token.tokens.last()), (index, Some(&italy)));
 }

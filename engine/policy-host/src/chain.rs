@@ -85,8 +85,11 @@ impl Events {
     fn include(&self, step: &Step) -> bool {
         self.on_phase && step.phase_changed
             || self.on_newline && step.newline
-            || step.texts_found.iter().any(|text| self.texts.contains(text))
-            || step.token_found && step.tokens.last().is_some_and(|last| self.tokens.contains(last))
+            || step.observed.as_ref().is_some_and(|observed| {
+                let last = step.tokens.last().filter(|_| observed.token_found);
+                observed.texts_found.iter().any(|text| self.texts.contains(text))
+                    || last.is_some_and(|last| self.tokens.contains(last))
+            })
     }
 }
 

@@ -38,9 +38,9 @@ pub(crate) mod bindings {
 use bindings::exports::steersman::policy as exports;
 pub use bindings::steersman::policy::types::{
     Action, AnswerForm, Ban, Bias, Caller, Candidate, DrawnToken, EarlierCall, LoopReport,
-    LoopRule, MessageView, ParamsView, Phase, Plan, PreparedParams, PromptEdit, PromptView,
-    Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step,
-    Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
+    LoopRule, MessageView, Observations, ParamsView, Phase, Plan, PreparedParams, PromptEdit,
+    PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch,
+    SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
 };
 
 /// Version of the contract in `wit/`.
@@ -432,6 +432,13 @@ pub fn no_vocabulary() -> Arc<dyn Vocabulary> {
     Arc::new(Empty)
 }
 
+impl Observations {
+    /// `None` if there is nothing to observe.
+    pub fn if_any(self) -> Option<Self> {
+        (self != Self::default()).then_some(self)
+    }
+}
+
 impl SamplingPatch {
     /// These values, and those of `other` for values that are not set.
     pub fn or(self, other: Self) -> Self {
@@ -489,8 +496,9 @@ empty_by_default! {
     }
     Step {
         index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,
-        budget_reached, phase_changed, newline, texts_found, token_found, drawn,
+        budget_reached, phase_changed, newline, observed,
     }
+    Observations { texts_found, token_found, drawn }
     TextView { position, text, end }
     EarlierCall { name, arguments, answered }
     ToolCallView { name, arguments, digest, index, earlier }

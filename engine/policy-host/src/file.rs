@@ -27,15 +27,39 @@ pub fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
     Ok(Some(bytes))
 }
 
-/// Replaces the file at `path` atomically.
+/// Replaces the file at `path` atomically. It keeps its permissions; a new one has those of the umask.
 ///
 /// # Errors
 /// When it cannot be written; the old file remains.
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let old = fs::metadata(path).map(|old| old.permissions()).ok();
+    replace_with(path, bytes, &builder, old)
+}
+
+/// As [`replace`], with a file that only its owner can access.
+///
+/// # Errors
+/// As [`replace`].
+pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_with(path, bytes, &tempfile::Builder::new(), None)
+}
+
+fn replace_with(
+    path: &Path,
+    bytes: &[u8],
+    builder: &tempfile::Builder<'_, '_>,
+    permissions: Option<fs::Permissions>,
+) -> io::Result<()> {
     // A link remains: its target is replaced.
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let mut file = tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))?;
+    let mut file = builder.tempfile_in(folder.unwrap_or(Path::new(".")))?;
+    if let Some(permissions) = permissions {
+        file.as_file().set_permissions(permissions)?;
+    }
     file.write_all(bytes)?;
     // Without it a crash could leave an empty file under the new name.
     file.as_file().sync_all()?;
@@ -43,14 +67,14 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes a file, if it exists.
+/// Removes a file; returns whether it existed.
 ///
 /// # Errors
 /// When it cannot be removed.
-pub fn remove(path: &Path) -> io::Result<()> {
+pub fn remove(path: &Path) -> io::Result<bool> {
     match fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        removed => removed.map(|()| true),
     }
 }
 
@@ -82,6 +106,21 @@ mod tests {
         fs::create_dir(folder.path().join("b")).unwrap();
         replace(&folder.path().join("b"), b"three").unwrap_err();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_replaced_file_keeps_its_permissions_and_a_new_one_can_be_read() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        let (path, reference) = (folder.path().join("a.wasm"), folder.path().join("reference"));
+        replace(&path, b"one").unwrap();
+        fs::write(&reference, "").unwrap();
+        assert_eq!(mode(&path), mode(&reference), "a new file");
+        fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
+        replace(&path, b"two").unwrap();
+        assert_eq!(mode(&path), 0o640);
     }
 
     /// A pipe named `NAME.wasm` blocked the start, and later every push and rollback.

@@ -180,6 +180,15 @@ impl Golden {
         None
     }
 
+    /// The hooks that are called, with their numbers of lines.
+    pub fn hooks(&self) -> BTreeMap<Hook, usize> {
+        let mut hooks = BTreeMap::new();
+        for line in self.cases.iter().flat_map(|case| &case.lines) {
+            *hooks.entry(line.call.hook()).or_default() += 1;
+        }
+        hooks
+    }
+
     /// Answers of `component`, by line.
     pub fn replay(&self, component: &Arc<Component>) -> Vec<Decision> {
         let mut decisions = Vec::new();

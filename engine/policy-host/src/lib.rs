@@ -31,6 +31,7 @@ mod config;
 mod contract;
 mod database;
 mod error;
+pub mod events;
 mod file;
 mod golden;
 mod guard;
@@ -58,7 +59,7 @@ pub use guard::Guard;
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
-    Session, Use, Withdrawn, shipped,
+    Session, Use, Withdrawn, conform, schema_beside, shipped,
 };
 pub use sandbox::{
     COMPONENT_BYTES, Component, Context, Host, Instance, compile_if_asked, this_program,

@@ -20,7 +20,8 @@ pub const HINT: &str = "**Final Answer:**\n\n";
 pub const ANSWER_LOOP_TOKENS: u32 = 2048;
 
 /// Thresholds of the loop guard.
-const LOOPS: LoopRule = LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 };
+const LOOPS: LoopRule =
+    LoopRule { max_period: 1024, repeats: 2, min_tokens: 128, similarity: 0.87 };
 
 /// Answers a call. The native policy has no state: `decode` holds the plan that applies, this one or
 /// that of the failed policy.

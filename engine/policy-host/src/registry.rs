@@ -28,6 +28,7 @@ mod watch;
 mod tests;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -35,7 +36,6 @@ use sha2::{Digest, Sha256};
 
 use self::active::{Active, PolicyEntry, ProfileParams, ResolvedLink, Version, digest_of};
 use self::history::History;
-use self::params::conform;
 use self::source::{ProfileChain, Source, read_param, resolve_profiles};
 use self::watch::Watch;
 use crate::breaker::Breakers;
@@ -52,7 +52,9 @@ use crate::sandbox::{Component, Context, Host};
 use crate::trace::Traces;
 
 pub use self::history::{HistoryEntry, Origin, Withdrawn};
+pub use self::params::conform;
 pub use self::report::{Activation, ParamReport, PolicyReport, Problem, Report, Use};
+pub use self::source::schema_beside;
 
 /// Component and golden file of a policy inside the binary.
 pub fn shipped(name: &str) -> Option<(&'static [u8], &'static str)> {
@@ -73,6 +75,7 @@ pub struct Policies {
     /// one wins in memory and on disk.
     change: Mutex<()>,
     watch: OnceLock<Watch>,
+    unusable: Vec<String>,
 }
 
 /// The policies of one request.
@@ -137,10 +140,11 @@ impl Policies {
             active: Mutex::default(),
             change: Mutex::default(),
             watch: OnceLock::new(),
+            unusable: Vec::new(),
         };
-        let mut active = Active::default();
+        let (mut active, mut all_unusable) = (Active::default(), Vec::new());
         for (policy, source) in &policies.sources {
-            let history = History::read(&storage.database, policy);
+            let history = History::read(&storage.database, policy, &source.identity(policy));
             active.policies.insert(policy.clone(), policies.load_first(policy, source, history)?);
         }
         for (name, chain) in &policies.chains {
@@ -153,10 +157,15 @@ impl Policies {
                 texts.insert(param.clone(), text);
             }
             let params = texts.clone().into_iter().collect();
-            params::check(name, chain, &active.policies, &params)?;
+            let unusable = params::check(name, chain, &active.policies, &params)?;
+            for problem in &unusable {
+                tracing::warn!(problem, "parameter unusable");
+            }
+            all_unusable.extend(unusable);
             active.params.insert(name.clone(), ProfileParams { texts, ..Default::default() });
         }
         active.resolve(&policies.chains, &policies.limits);
+        policies.unusable = all_unusable;
         *policies.active.get_mut() = active;
         Ok(policies)
     }
@@ -274,10 +283,16 @@ impl Policies {
         if self.active().policy(policy).sha256() != current {
             return Err(failed("another version became active meanwhile; try again".into()));
         }
-        self.write(policy, source, &on_disk)?;
+        let mut notes = self.write(policy, source, &on_disk)?;
         self.active().policy(policy).history.withdraw(&current, Withdrawn::RolledBack);
+        let is_beside = !bundle.is_archive && !on_disk.golden.is_empty();
+        if is_beside && let Err(problem) = check_golden(&valid, &on_disk.golden) {
+            notes.push(format!(
+                "restore the golden file of this version, too: the one beside it does not fit ({problem})"
+            ));
+        }
         let version = Version::new(valid, &bundle, Origin::History, Breakers::default());
-        Ok(self.activate(policy, version, &bundle.file))
+        Ok(Activation { notes, ..self.activate(policy, version, &bundle.file) })
     }
 
     /// The active versions, and rejected updates.
@@ -301,8 +316,8 @@ impl Policies {
                 contract: version.map_or(CONTRACT, |version| version.component.contract()),
                 origin: version.map_or(Origin::File, |version| version.origin),
                 file: match version.is_some_and(|version| version.is_archive) {
-                    true => self.sources[name].bundle(),
-                    false => self.sources[name].file.clone(),
+                    true => self.sources[name].bundle.clone(),
+                    false => self.sources[name].component.clone(),
                 },
                 signed_by: version.and_then(|version| match &version.signer {
                     Signer::Key(key) => Some(key.clone()),
@@ -330,6 +345,11 @@ impl Policies {
             })
         });
         Report { policies: policies.collect(), params: params.collect() }
+    }
+
+    /// Parameters that policies could not use at the start, one line each.
+    pub fn unusable_params(&self) -> &[String] {
+        &self.unusable
     }
 
     /// Counters of policies: policy, counter, value; sorted.
@@ -485,25 +505,28 @@ impl Policies {
             let file = source.read(policy, &self.trust).ok().flatten();
             file.is_none_or(|file| digest_of(&file) != digest_of(bundle))
         };
+        let unchanged = |notes| Activation {
+            policy: policy.into(),
+            sha256: sha256.clone(),
+            replaced: None,
+            notes,
+        };
         if origin == Origin::File && is_outdated() {
-            return Ok(Activation { policy: policy.into(), sha256, replaced: None });
+            return Ok(unchanged(Vec::new()));
         }
+        let write = || if upload { self.write(policy, source, bundle) } else { Ok(Vec::new()) };
         if is_active() {
-            if upload {
-                self.write(policy, source, bundle)?;
-            }
+            let notes = write()?;
             let mut active = self.active();
             active.policy(policy).update(bundle);
             active.resolve(&self.chains, &self.limits);
-            return Ok(Activation { policy: policy.into(), sha256, replaced: None });
+            return Ok(unchanged(notes));
         }
         let Some(component) = component else {
             let problem = "another version became active meanwhile; try again";
             return Err(Error::refused(policy, problem));
         };
-        if upload {
-            self.write(policy, source, bundle)?;
-        }
+        let notes = write()?;
         let current = self.current(policy);
         if let Some(current) = current.filter(|current| current.origin == Origin::Shipped)
             && let Some(shipped) = source.shipped()
@@ -512,26 +535,26 @@ impl Policies {
             self.active().policy(policy).history.add(current.entry(), &shipped.component);
         }
         let version = Version::new(component, bundle, origin, Breakers::on_probation());
-        Ok(self.activate(policy, version, &bundle.file))
+        Ok(Activation { notes, ..self.activate(policy, version, &bundle.file) })
     }
 
-    /// Writes a component, or a bundle, to the file of its policy. A component replaces a bundle.
-    fn write(&self, policy: &str, source: &Source, bundle: &Bundle) -> Result<(), Error> {
-        let (Some(component), Some(archive)) = (source.file.clone(), source.bundle()) else {
-            return Err(Error::NoFile { policy: policy.into() });
-        };
-        let path = if bundle.is_archive { &archive } else { &component };
-        let written = file::replace(path, &bundle.file).and_then(|()| match bundle.is_archive {
-            true => Ok(()),
-            false => file::remove(&archive),
-        });
-        written.map_err(|source| Error::NotWritten {
+    /// Writes a component, or a bundle, to the file of its policy. A component removes a bundle, which would take
+    /// precedence over it; returns a note if it did.
+    fn write(&self, policy: &str, source: &Source, bundle: &Bundle) -> Result<Vec<String>, Error> {
+        let path = source.target(policy, bundle.is_archive)?;
+        let replaced = source.bundle.as_deref().filter(|_| !bundle.is_archive);
+        let written = file::replace(path, &bundle.file)
+            .and_then(|()| replaced.map_or(Ok(false), file::remove));
+        let removed = written.map_err(|source| Error::NotWritten {
             policy: policy.into(),
-            path: path.clone(),
+            path: path.into(),
             source,
         })?;
         self.active().policy(policy).seen = Some(digest_of(bundle));
-        Ok(())
+        let note = |removed: &Path| {
+            format!("removed {}, which takes precedence over a component", removed.display())
+        };
+        Ok(replaced.filter(|_| removed).map(note).into_iter().collect())
     }
 
     fn activate(&self, policy: &str, version: Version, file: &[u8]) -> Activation {
@@ -540,7 +563,7 @@ impl Policies {
         let replaced = active.policy(policy).activate(version, file);
         active.resolve(&self.chains, &self.limits);
         tracing::info!(policy, sha256, replaced, origin, "policy activated");
-        Activation { policy: policy.into(), sha256, replaced: Some(replaced) }
+        Activation { policy: policy.into(), sha256, replaced: Some(replaced), notes: Vec::new() }
     }
 
     /// Logs and reports a rejected update.

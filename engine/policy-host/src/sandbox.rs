@@ -24,9 +24,9 @@
 //! them and cost a small policy nothing: untouched pages are address space only. Policies in
 //! both languages can be built with WASI stubbed out, so the host provides none.
 //!
-//! Measured on two x86-64 cores under load (10 runnable threads): a step of the default policy takes
-//! 0.85 us at the median and 1.2 us at the 99th percentile, including fuel and time readings.
-//! Instantiating takes 11 us at the median; the pooling allocator took 9 us. `steersman policy bench`
+//! Measured on two x86-64 cores under load (4 runnable threads): a step of the default policy takes
+//! 0.8 us at the median and 1.0 us at the 99th percentile in a release build, including fuel and time readings.
+//! Instantiating takes 14 us at the median. `steersman policy bench`
 //! repeats it.
 
 mod compile;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
     Error, FAILURES, OnFailure, Origin, Param, Policies, PolicyConfig, PolicyReport,
-    ProfilePolicies, RequestView, Step, Storage, Withdrawn, no_vocabulary,
+    ProfilePolicies, RequestView, Step, Storage, Withdrawn, no_vocabulary, pack,
 };
 use steersman_test_support::guest::{broken, named, replace};
 
@@ -438,4 +438,66 @@ fn files_are_not_watched_if_the_configuration_disables_it() {
         policies.watch();
         assert_eq!(Arc::weak_count(&policies), usize::from(watch));
     }
+}
+
+/// A server of a project rolled back to the version of another project, and wrote it over its file.
+#[test]
+fn versions_of_files_with_one_name_are_kept_apart() {
+    let first = Site::new();
+    let server = first.start();
+    server.0.upload("mine", &version("b")).unwrap();
+    server.end();
+    let mut second = Site::new();
+    second.data = first.data;
+    let server = second.start();
+    assert_eq!(server.version(), "a");
+    assert!(server.report().earlier.is_empty());
+    let refused = server.0.roll_back("mine").unwrap_err().to_string();
+    assert!(refused.contains("there is no earlier version"), "{refused}");
+    server.end();
+}
+
+#[test]
+fn a_path_names_one_file_and_takes_pushes_of_its_kind_only() {
+    let mut site = Site::new();
+    let bundle = |name: &str| pack("mine", [&version(name), b"", b"", b""]);
+    let other = site.file().with_extension("steer");
+    fs::write(&other, bundle("b")).unwrap();
+    for profile in site.profiles.values_mut() {
+        profile.policies = vec![site.folder.path().join("mine.wasm").display().to_string()];
+        profile.params.clear();
+    }
+    let server = site.start();
+    assert_eq!(server.version(), "a", "the bundle beside it is another policy's");
+    let refused = server.0.upload("mine", &bundle("c")).unwrap_err().to_string();
+    assert!(refused.contains("is a bundle, and the profiles name "), "{refused}");
+    assert_eq!(server.0.upload("mine", &version("d")).unwrap().notes, [""; 0]);
+    assert!(other.is_file());
+    server.end();
+    // A name has both.
+    for profile in site.profiles.values_mut() {
+        profile.policies = vec!["mine".into()];
+    }
+    let server = site.start();
+    assert_eq!(server.version(), "b");
+    let notes = server.0.upload("mine", &version("e")).unwrap().notes;
+    assert!(notes[0].starts_with(&format!("removed {}", other.display())), "{notes:?}");
+    assert!(!other.exists());
+    server.end();
+}
+
+#[test]
+fn a_rollback_tells_that_the_golden_file_does_not_fit() {
+    let site = Site::new();
+    let server = site.start();
+    fs::write(
+        site.file().with_extension("jsonl"),
+        "{\"hook\":\"on-request\",\"answer\":{\"note\":\"b\"}}\n",
+    )
+    .unwrap();
+    server.0.upload("mine", &version("b")).unwrap();
+    let notes = server.0.roll_back("mine").unwrap().notes;
+    assert!(notes[0].starts_with("restore the golden file of this version, too"), "{notes:?}");
+    assert!(notes[0].contains("golden line 1"), "{notes:?}");
+    server.end();
 }

@@ -11,10 +11,10 @@ use super::sampler::Sampler;
 use super::save_points::retention;
 use super::sequence::{Progress, Sequence};
 use super::steer::Todo;
-use super::watch::Watch;
 use crate::cache::Cache;
 use crate::error::Result;
 use crate::policy::SavePoint;
+use crate::policy::events::Watch;
 use crate::request::Event;
 
 impl Decoder {

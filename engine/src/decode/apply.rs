@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::sequence::Sequence;
 use super::steer::{Ask, Committed, Todo};
 use crate::error::Result;
-use crate::policy::{self, Action, SamplingPatch, Step};
+use crate::policy::{self, Action, Observations, SamplingPatch, Step};
 use crate::request::FinishReason;
 use crate::text::{Phase, Text};
 
@@ -46,6 +46,8 @@ impl Sequence {
             (None, false) if token_found => "token of the plan".to_string(),
             (None, false) => "periodic call".to_string(),
         };
+        let drawn = std::mem::take(&mut self.progress.drawn);
+        let observed = Observations { texts_found, token_found, drawn }.if_any();
         let step = Step {
             index: self.reply_len() as u32,
             phase: match phase {
@@ -62,9 +64,7 @@ impl Sequence {
             budget_reached,
             phase_changed,
             newline,
-            texts_found,
-            token_found,
-            drawn: std::mem::take(&mut self.progress.drawn),
+            observed,
         };
         self.progress.loops += u32::from(loop_found.is_some());
         self.progress.seen = self.tokens.len();

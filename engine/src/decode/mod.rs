@@ -43,7 +43,6 @@ mod threads;
 mod tool_calls;
 pub mod verify;
 mod warm_up;
-mod watch;
 
 pub use crate::policy::loops;
 

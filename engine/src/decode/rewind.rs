@@ -11,9 +11,9 @@ use mlx_rs::transforms::async_eval;
 use super::Decoder;
 use super::loops::Detector;
 use super::sequence::{NextLogits, Sequence};
-use super::watch::Watch;
 use crate::cache::Checkpoint;
 use crate::error::{Error, Result};
+use crate::policy::events::Watch;
 use crate::request::{Event, FinishReason};
 use crate::text::{Phase, Piece, Reply};
 

@@ -35,7 +35,7 @@ pub enum Todo {
 pub struct Committed {
     pub loop_found: Option<LoopReport>,
     pub newline: bool,
-    /// See [`super::watch::Watch::found`].
+    /// See [`crate::policy::events::Watch::found`].
     pub texts_found: Vec<String>,
     pub token_found: bool,
 }

@@ -70,7 +70,7 @@ impl Default for Settings {
             answer: Answer::Auto,
             json_head: JsonHead::Bare,
             strip: Strip::default(),
-            loops: LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 },
+            loops: LoopRule { max_period: 1024, repeats: 2, min_tokens: 128, similarity: 0.87 },
             escapes: 1,
             escape_text: "\n\nI have been over this already. What follows from it: ".into(),
             checkpoint_every: 128,

@@ -63,7 +63,7 @@ impl Default for Settings {
             needle_system_chars: 3000,
             needle_user_chars: 200,
             needle_reasoning_budget: 2048,
-            loops: LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 },
+            loops: LoopRule { max_period: 1024, repeats: 2, min_tokens: 128, similarity: 0.87 },
             answer_loop_tokens: 2048,
             hints: Vec::new(),
         }

@@ -39,11 +39,16 @@ const CHECKPOINT_EVERY: u32 = 128;
 /// Most stop strings of a plan.
 const STOPS: usize = 16;
 
+/// Most texts after which `on-step` can be called, and bytes of each.
+const EVENT_TEXTS: usize = 16;
+const EVENT_TEXT_BYTES: usize = 256;
+
 /// Number of lines of each system text that `strip_lines` examines.
 const STRIP_LINES: usize = 64;
 
 /// Thresholds of the loop detectors if a rule waits for a loop and none sets them.
-const LOOPS: LoopRule = LoopRule { max_period: 1024, repeats: 3, min_tokens: 96, similarity: 0.87 };
+const LOOPS: LoopRule =
+    LoopRule { max_period: 1024, repeats: 2, min_tokens: 128, similarity: 0.87 };
 
 /// The policy `rules`, with the state of one request.
 #[derive(Default)]
@@ -240,9 +245,9 @@ fn plan(request: &RequestView, rules: &[Rule], mut notes: Vec<String>) -> Plan {
                 notes.extend(set.note.clone());
             }
             Effect::Step(_) | Effect::PackedStep { .. } => {
-                let every =
-                    [plan.every, when::every(&rule.when)].into_iter().filter(|every| *every > 0);
-                plan.every = every.min().unwrap_or_default();
+                let on_texts = watch(&mut plan.on_texts, &rule.when);
+                let every = [plan.every, when::every(&rule.when, on_texts)];
+                plan.every = every.into_iter().filter(|every| *every > 0).min().unwrap_or_default();
                 if rule.effect.rewinds() {
                     plan.checkpoint_every = CHECKPOINT_EVERY;
                 }
@@ -259,6 +264,22 @@ fn plan(request: &RequestView, rules: &[Rule], mut notes: Vec<String>) -> Plan {
     plan.reasoning = plan.reasoning.or(request.reasoning);
     plan.note = (!notes.is_empty()).then(|| notes.join("; "));
     plan
+}
+
+/// Adds the texts that the conditions search to those after which `on-step` is called; whether all of them fit.
+fn watch(on_texts: &mut Vec<String>, when: &[Condition]) -> bool {
+    let before = on_texts.len();
+    for text in when::texts(when) {
+        // Of hundreds of rules, most find the list full: searching it for them would cost too much.
+        if on_texts.len() == EVENT_TEXTS || text.len() > EVENT_TEXT_BYTES {
+            on_texts.truncate(before);
+            return false;
+        }
+        if !on_texts.iter().any(|known| known == text) {
+            on_texts.push(text.to_owned());
+        }
+    }
+    true
 }
 
 #[cfg(test)]

@@ -281,7 +281,7 @@ fn rule(entry: &Entry) -> Result<Rule, String> {
     {
         return Err(format!("{}: `do.rewind` = \"loop\" needs `when.loop` = true", entry.place()));
     }
-    let waits = hook != STEP || every(&when) == 0;
+    let waits = hook != STEP || every(&when, false) == 0;
     Ok(Rule { times: times.unwrap_or(if waits { 0 } else { 1 }), when, effect })
 }
 

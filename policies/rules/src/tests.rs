@@ -142,10 +142,27 @@ fn text_is_found_across_calls_and_ends_the_answer() {
         when = { text_contains = "as an AI", phase = "answer" }
         do = { stop = "a refusal" }"#;
     let (mut policy, plan) = with(rules, RequestView::default());
-    assert_eq!(plan.every, 8);
+    assert_eq!((plan.every, plan.on_texts), (0, vec!["as an AI".to_owned()]));
     assert_eq!(policy.on_step(answer("Sorry, as a")), []);
     assert_eq!(policy.on_step(answer("n AI model")), [Action::Stop("a refusal".into())]);
     assert_eq!(policy.on_step(answer("as an AI")), [], "once is enough");
+}
+
+#[test]
+fn more_texts_than_events_allow_are_searched_every_8_tokens() {
+    let of = |texts: &[&str]| {
+        let rule = |text| {
+            format!("[[rule]]\nwhen = {{ text_contains = '{text}' }}\ndo = {{ stop = 'x' }}\n")
+        };
+        let (_, plan) = with(&texts.iter().map(rule).collect::<String>(), RequestView::default());
+        (plan.every, plan.on_texts.len())
+    };
+    let texts: Vec<String> = (0..17).map(|index| format!("text {index}")).collect();
+    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+    assert_eq!(of(&texts[..16]), (0, 16));
+    assert_eq!(of(&texts), (8, 16), "the last one");
+    assert_eq!(of(&["a", "a"]), (0, 1));
+    assert_eq!(of(&["a", &"b".repeat(257)]), (8, 1));
 }
 
 #[test]

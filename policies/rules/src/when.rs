@@ -264,10 +264,23 @@ pub fn matches_call(when: &[Condition], call: &ToolCallView) -> bool {
     when.iter().all(|condition| condition.holds_in_call(call))
 }
 
-/// The largest `plan.every` with which conditions on a step can be checked; 0 is events only.
-pub fn every(when: &[Condition]) -> u32 {
-    let is_event =
-        |one: &Condition| matches!(one, Condition::Loop(true) | Condition::BudgetReached(true));
+/// The texts that conditions on a step search.
+pub fn texts(when: &[Condition]) -> impl Iterator<Item = &str> {
+    let texts = when.iter().filter_map(|condition| match condition {
+        Condition::TextContains(texts) => Some(texts.iter()),
+        _ => None,
+    });
+    texts.flatten()
+}
+
+/// The largest `plan.every` with which conditions on a step can be checked; 0 is events only. `on_texts`: whether
+/// the texts that they search are events.
+pub fn every(when: &[Condition], on_texts: bool) -> u32 {
+    let is_event = |one: &Condition| match one {
+        Condition::Loop(true) | Condition::BudgetReached(true) => true,
+        Condition::TextContains(_) => on_texts,
+        _ => false,
+    };
     let is_counted = |one: &Condition| {
         use Condition::{AnswerTokensOver, ReasoningTokensOver, TextContains};
         matches!(one, ReasoningTokensOver(_) | AnswerTokensOver(_) | TextContains(_))

@@ -37,9 +37,9 @@ use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
     Action, AnswerForm, Ban, Bias, Caller, Candidate, DrawnToken, EarlierCall, LoopReport,
-    LoopRule, MessageView, ParamsView, Phase, Plan, PreparedParams, PromptEdit, PromptView,
-    Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch, SavePoint, Step,
-    Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
+    LoopRule, MessageView, Observations, ParamsView, Phase, Plan, PreparedParams, PromptEdit,
+    PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch,
+    SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
 };
 pub use host::{counters, failure, kv, log, tokenizer};
 pub use params::{note, read_params, texts};
@@ -416,9 +416,7 @@ impl Default for Step {
             budget_reached: false,
             phase_changed: false,
             newline: false,
-            texts_found: Vec::new(),
-            token_found: false,
-            drawn: Vec::new(),
+            observed: None,
         }
     }
 }

@@ -14,6 +14,8 @@ mod remote;
 mod sim;
 mod watch;
 
+pub use remote::url;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -25,7 +27,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use steersman_policy_host::{
     Bundle, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer, Storage,
-    Trust, shipped,
+    Trust, conform, schema_beside, shipped,
 };
 use tracing_subscriber::layer::{Identity, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
@@ -205,7 +207,8 @@ fn init(filter: &str, layer: Option<impl Layer<Registry> + Send + Sync>) {
     }
 }
 
-/// Runs a command and writes its output to `out`. `storage` may cache compiled components.
+/// Runs a command and writes its output to `out`. `storage` may cache compiled components; `url` is the address of
+/// the server that the configuration describes.
 ///
 /// # Errors
 /// When a file cannot be read or written, a policy is refused or fails, an answer is not the expected
@@ -214,15 +217,18 @@ pub fn run(
     task: Task,
     config: &PolicyConfig,
     storage: &Storage,
+    url: &str,
     out: &mut impl Write,
 ) -> Result<()> {
     let load = |file: &Path| load(file, config, storage);
     match task {
         Task::New(options) => new::run(options, out),
         Task::Build(options) => build::run(options, out),
-        Task::Check { file, grants } => check(&load(&file.file)?, grants, out),
+        Task::Check { file, grants } => check(&load(&file.file)?, grants, config, out),
         Task::Test { file, goldens, selection } => {
-            test(load(&file.file)?, &goldens, &selection, out)
+            let loaded = load(&file.file)?;
+            loaded.check_params(&selection.params)?;
+            test(loaded, &goldens, &selection, out)
         }
         Task::Replay { file, trace, selection } => {
             replay(&load(&file.file)?.component, &selection.read(&trace)?, out)
@@ -236,21 +242,29 @@ pub fn run(
                 Some(trace) => selection.read(&trace)?,
                 None => bench::example(&selection.params()),
             };
-            bench::run(&load(&file.file)?.component, &golden, out)
+            let loaded = load(&file.file)?;
+            loaded.check_params(&selection.params)?;
+            bench::run(&loaded.component, &golden, out)
         }
-        Task::Sim { file, options } => sim::run(&load(&file.file)?.component, &options, out),
+        Task::Sim { file, options } => {
+            let loaded = load(&file.file)?;
+            loaded.check_params(&options.params)?;
+            sim::run(&loaded.component, &options, out)
+        }
         Task::Keygen(options) => bundle::keygen(options, out),
         Task::Bundle(options) => bundle::run(options, &Host::new(config, storage)?, out),
-        Task::Watch(options) => watch::run(&options, config, storage, out),
-        Task::List { server } => server.list(out),
-        Task::Push { name, file, server } => server.push(&name, &file, out),
-        Task::Rollback { name, server } => server.roll_back(&name, out),
-        Task::Trace { id, server } => server.trace(&id, out),
+        Task::Watch(options) => watch::run(&options, config, storage, url, out),
+        Task::List { server } => server.at(url).list(out),
+        Task::Push { name, file, server } => server.at(url).push(&name, &file, out),
+        Task::Rollback { name, server } => server.at(url).roll_back(&name, out),
+        Task::Trace { id, server } => server.at(url).trace(&id, out),
     }
 }
 
 /// A compiled policy.
 struct Loaded {
+    /// Name of the policy: that of its file.
+    stem: String,
     component: Arc<Component>,
     bytes: usize,
     /// `None` for a shipped policy.
@@ -275,14 +289,25 @@ fn load(file: &Path, config: &PolicyConfig, storage: &Storage) -> Result<Loaded>
     };
     let host = Host::new(config, storage)?;
     // Nothing is put in force here, so anybody may have signed it.
-    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let bundle = Bundle::open(&stem, bytes, &Trust::default());
-    let bundle = bundle.map_err(|problem| anyhow!("{}: {problem}", file.display()))?;
+    let mut bundle = bundle.map_err(|problem| anyhow!("{}: {problem}", file.display()))?;
+    if let Some(path) = path.as_ref().filter(|_| !bundle.is_archive) {
+        bundle.schema = schema_beside(path).map_err(|problem| anyhow!(problem))?;
+    }
     let component = patiently(&format!("compiling {name}"), || {
         Component::load(&host, &name, &bundle.component)
     });
     let component = Arc::new(component?);
-    Ok(Loaded { component, bytes: bundle.component.len(), path, bundle })
+    Ok(Loaded { stem, component, bytes: bundle.component.len(), path, bundle })
+}
+
+impl Loaded {
+    /// Checks parameters with the schema, if there is one.
+    fn check_params(&self, params: &[(String, String)]) -> Result<()> {
+        let schemas = vec![(self.component.name().to_owned(), self.bundle.schema.clone())];
+        conform(&schemas, &params.to_vec()).map_err(|problem| anyhow!("--param: {problem}"))
+    }
 }
 
 /// Does `work`, which may take long, and says every few seconds how long it has taken.
@@ -349,7 +374,12 @@ fn parse_param(text: &str) -> Result<(String, String), String> {
     Ok((name.into(), value))
 }
 
-fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> Result<()> {
+fn check(
+    loaded: &Loaded,
+    grants: Option<Vec<Grant>>,
+    config: &PolicyConfig,
+    out: &mut impl Write,
+) -> Result<()> {
     let Loaded { component, bytes, bundle, .. } = loaded;
     let imports = component.import_names();
     let imports = if imports.is_empty() { "none".into() } else { imports.join(", ") };
@@ -360,8 +390,15 @@ fn check(loaded: &Loaded, grants: Option<Vec<Grant>>, out: &mut impl Write) -> R
     writeln!(out, "hooks     {}", component.hooks().join(", "))?;
     writeln!(out, "imports   {imports}")?;
     if bundle.is_archive {
-        let signed = if bundle.signer == Signer::Nobody { "unsigned" } else { "signed" };
-        writeln!(out, "bundle    {signed}, golden file of {} bytes", bundle.golden.len())?;
+        let signed = match Bundle::open(&loaded.stem, bundle.file.clone(), &Trust::new(config)?) {
+            Err(problem) => bail!("{}: {problem}", component.name()),
+            Ok(Bundle { signer: Signer::Nobody, .. }) => "unsigned".into(),
+            Ok(Bundle { signer: Signer::Unknown, .. }) => {
+                "signed, not verified (policy.trusted_keys of --config names no key)".into()
+            }
+            Ok(Bundle { signer: Signer::Key(key), .. }) => format!("signed by {key}"),
+        };
+        writeln!(out, "bundle    {signed}; golden file of {} bytes", bundle.golden.len())?;
     }
     for (name, param) in bundle.schema.iter().flat_map(|schema| &schema.params) {
         let default = param.default.as_ref().map(|text| format!(" = {text:?}")).unwrap_or_default();
@@ -425,9 +462,16 @@ fn test(
     if failed > 0 {
         bail!("unexpected answers: {failed}, in {cases} cases");
     }
+    let passed = if cases == 1 { "1 case passes".into() } else { format!("{cases} cases pass") };
     match unchecked {
-        0 => writeln!(out, "{cases} cases pass")?,
-        lines => writeln!(out, "{cases} cases pass; lines without an expected answer: {lines}")?,
+        0 => writeln!(out, "{passed}")?,
+        lines => writeln!(out, "{passed}; lines without an expected answer: {lines}")?,
+    }
+    // Those lines pass with the answer of a policy that does nothing.
+    for (hook, lines) in goldens.iter().flat_map(|(_, golden)| golden.hooks()) {
+        if !component.hooks().contains(&hook.name()) {
+            writeln!(out, "lines of `{}`, which the policy does not export: {lines}", hook.name())?;
+        }
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::Parser;
 use serde::Deserialize;
-use steersman_policy_cli::{Task, log_to_stderr, run};
+use steersman_policy_cli::{Task, log_to_stderr, run, url};
 use steersman_policy_host::{PolicyConfig, Storage, compile_if_asked, this_program};
 
 /// Creates, builds, tests and measures policies, and manages those of a running server. Needs no
@@ -14,7 +14,7 @@ use steersman_policy_host::{PolicyConfig, Storage, compile_if_asked, this_progra
 #[derive(Parser)]
 #[command(name = "steersman-policy", version)]
 struct Cli {
-    /// Configuration file of a server, in TOML; only its table [policy] is read
+    /// Configuration file of a server, in TOML; only its table [policy] and its address are read
     #[arg(long, value_name = "FILE", env = "STEERSMAN_CONFIG", global = true)]
     config: Option<PathBuf>,
     /// Folder that caches compiled policies
@@ -30,6 +30,21 @@ struct Cli {
 #[serde(default)]
 struct FileConfig {
     policy: PolicyConfig,
+    server: ServerConfig,
+}
+
+/// Where that server is.
+#[derive(Deserialize)]
+#[serde(default)]
+struct ServerConfig {
+    host: String,
+    port: u16,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        Self { host: "127.0.0.1".into(), port: 11436 }
+    }
 }
 
 fn main() -> ExitCode {
@@ -43,9 +58,11 @@ fn main() -> ExitCode {
         Some(folder) => Storage::compile_cache(&folder),
         None => Storage::in_memory(),
     };
-    let done = read_config(config.as_deref())
-        .map(|config| PolicyConfig { compiler: this_program(), ..config })
-        .and_then(|config| run(task, &config, &storage, &mut std::io::stdout().lock()));
+    let done = read_config(config.as_deref()).and_then(|FileConfig { policy, server }| {
+        let policy = PolicyConfig { compiler: this_program(), ..policy };
+        let url = url(&server.host, server.port);
+        run(task, &policy, &storage, &url, &mut std::io::stdout().lock())
+    });
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -55,10 +72,10 @@ fn main() -> ExitCode {
     }
 }
 
-fn read_config(path: Option<&Path>) -> Result<PolicyConfig> {
-    let Some(path) = path else { return Ok(PolicyConfig::default()) };
+fn read_config(path: Option<&Path>) -> Result<FileConfig> {
+    let Some(path) = path else { return Ok(FileConfig::default()) };
     let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let file: FileConfig = toml::from_str(&text).with_context(|| path.display().to_string())?;
     file.policy.check()?;
-    Ok(file.policy)
+    Ok(file)
 }

@@ -5,6 +5,7 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
@@ -57,6 +58,10 @@ const SDK_MANIFEST: &str = include_str!("../../../policies/sdk/Cargo.toml");
 pub fn run(options: New, out: &mut impl Write) -> Result<()> {
     let New { name, lang, into } = options;
     check_name(&name)?;
+    ensure!(
+        lang != Language::Python || !is_python_module(&name),
+        "`{name}` is the name of a Python module, which {name}.py would hide; choose another name"
+    );
     let folder = into.join(&name);
     ensure!(!folder.exists(), "{}: already exists", folder.display());
     for (path, text) in files(&name, lang) {
@@ -81,6 +86,13 @@ fn check_name(name: &str) -> Result<()> {
     let reserved = ["guest", "wit_world", "core", "std", "alloc", "test", "steersman_policy"];
     ensure!(!reserved.contains(&name), "`{name}` is reserved by the tools; choose another name");
     Ok(())
+}
+
+/// Whether Python's standard library has a module of this name; `false` without Python.
+fn is_python_module(name: &str) -> bool {
+    let asked = "import sys; sys.exit(0 if sys.argv[1] in sys.stdlib_module_names else 1)";
+    let python = Command::new("python3").args(["-c", asked, name]).output();
+    python.is_ok_and(|output| output.status.success())
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {

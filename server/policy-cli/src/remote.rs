@@ -1,6 +1,7 @@
 //! Requests to a running server about its policies.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
+use std::net::IpAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -10,18 +11,40 @@ use serde_json::Value;
 /// Largest response: traces of long requests have some megabytes.
 const RESPONSE_BYTES: u64 = 256 << 20;
 
+/// The address at which commands on this machine find the server that listens on `host` and `port`.
+pub fn url(host: &str, port: u16) -> String {
+    match host.parse::<IpAddr>() {
+        Ok(address) if address.is_unspecified() => format!("http://127.0.0.1:{port}"),
+        Ok(IpAddr::V6(address)) => format!("http://[{address}]:{port}"),
+        _ => format!("http://{host}:{port}"),
+    }
+}
+
 /// A running server.
 #[derive(Args)]
 pub struct Server {
-    /// Its address
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:11436")]
-    url: String,
+    /// Its address [default: that of the configuration, http://127.0.0.1:11436 without one]
+    #[arg(long, value_name = "URL", env = "STEERSMAN_URL")]
+    url: Option<String>,
     /// A key from its `server.admin_keys`
     #[arg(long, value_name = "KEY", env = "STEERSMAN_ADMIN_KEY", hide_env_values = true)]
     key: Option<String>,
 }
 
 impl Server {
+    /// A client of the server: at `url`, unless the command names another address.
+    pub fn at(&self, url: &str) -> Client {
+        Client { url: self.url.clone().unwrap_or_else(|| url.into()), key: self.key.clone() }
+    }
+}
+
+/// Makes requests to a running server.
+pub struct Client {
+    url: String,
+    key: Option<String>,
+}
+
+impl Client {
     /// Prints the policies.
     pub fn list(&self, out: &mut impl Write) -> Result<()> {
         let response = self.request("/v1/policies", None)?;
@@ -47,6 +70,9 @@ impl Server {
                 policy["bytes"],
                 profiles.join(", "),
             )?;
+            if let Some(key) = policy["signed_by"].as_str() {
+                writeln!(out, "  signed by {key}")?;
+            }
             if let Some(problem) = policy["problem"]["message"].as_str() {
                 writeln!(out, "  update rejected: {problem}")?;
             }
@@ -98,12 +124,16 @@ impl Server {
             Value::Null => writeln!(out, "{name}: {sha256} is already active")?,
             replaced => writeln!(out, "{name}: {sha256} is active, replacing {}", short(replaced))?,
         }
+        for note in items(&response["notes"]) {
+            writeln!(out, "  {}", text(note))?;
+        }
         Ok(())
     }
 
     /// The response to GET, or with a body to POST.
     fn request(&self, path: &str, body: Option<&[u8]>) -> Result<Value> {
-        let url = format!("{}{path}", self.url.trim_end_matches('/'));
+        let server = &self.url;
+        let url = format!("{}{path}", server.trim_end_matches('/'));
         let config = ureq::Agent::config_builder().http_status_as_error(false).build();
         let agent = ureq::Agent::new_with_config(config);
         let key = self.key.iter().map(|key| ("Authorization", format!("Bearer {key}")));
@@ -116,7 +146,13 @@ impl Server {
                 .content_type("application/wasm")
                 .send(body),
         };
-        let mut response = response.with_context(|| url.clone())?;
+        let mut response = response.map_err(|error| match &error {
+            ureq::Error::Io(io) if io.kind() == ErrorKind::ConnectionRefused => anyhow!(
+                "{server}: no server answers there; start one with `steersman serve`, or name its address with \
+                 --url or STEERSMAN_URL"
+            ),
+            _ => anyhow::Error::from(error).context(url.clone()),
+        })?;
         let status = response.status();
         let body = response.body_mut().with_config().limit(RESPONSE_BYTES).read_to_string();
         let body = body.with_context(|| url.clone())?;

@@ -19,10 +19,11 @@ use std::sync::Arc;
 use anyhow::{Context as _, Result, anyhow};
 use clap::Args;
 use serde::Deserialize;
+use steersman_policy_host::events::Watch;
 use steersman_policy_host::loops::Detector;
 use steersman_policy_host::{
-    Action, Call, Component, Context, Golden, Instance, Phase, Plan, Policy, PromptView,
-    RequestView, Step, Summary,
+    Action, Call, Component, Context, Golden, Instance, Observations, Phase, Plan, Policy,
+    PromptView, RequestView, Step, Summary,
 };
 
 /// Tokens that the context of the model still holds.
@@ -36,7 +37,7 @@ pub struct Options {
     corpus: PathBuf,
     /// A parameter of the policy; `@FILE` is the text of a file. Can be repeated
     #[arg(long = "param", value_name = "NAME=TEXT|@FILE", value_parser = super::parse_param)]
-    params: Vec<(String, String)>,
+    pub(super) params: Vec<(String, String)>,
 }
 
 /// A line of a corpus.
@@ -200,7 +201,8 @@ fn simulate(
         outcome.did.push(format!("refuses with {}: {}", refusal.status, refusal.message));
         return Ok(outcome);
     }
-    let mut run = Run { instance, plan, outcome, step: Step::default(), seen: 0 };
+    let watch = Watch::new(&plan);
+    let mut run = Run { instance, plan, watch, outcome, step: Step::default(), seen: 0 };
     for (phase, words) in phases {
         if !run.phase(phase, &words)? {
             break;
@@ -220,6 +222,7 @@ fn ask<T: steersman_policy_host::HookInput>(policy: &mut Instance, input: &T) ->
 struct Run {
     instance: Instance,
     plan: Plan,
+    watch: Option<Watch>,
     outcome: Outcome,
     /// What the next step has.
     step: Step,
@@ -261,6 +264,7 @@ impl Run {
             let counted = *counted;
             step.text.push_str(word);
             step.newline |= word.contains('\n');
+            step.observed = self.watch.as_mut().and_then(|watch| found(watch, word));
             step.loop_found = detector.as_mut().and_then(|detector| detector.push(token(word)));
             step.budget_reached = budget.is_some_and(|budget| counted >= budget);
             step.reasoning_left =
@@ -270,6 +274,7 @@ impl Run {
                 || step.budget_reached
                 || (self.plan.on_phase && step.phase_changed)
                 || (self.plan.on_newline && step.newline)
+                || step.observed.is_some()
                 || (self.plan.every > 0 && self.seen >= self.plan.every);
             let next = if is_called { self.call()? } else { Next::Goes };
             match next {
@@ -335,6 +340,13 @@ impl Run {
         let text = if text.is_empty() { String::new() } else { format!(": {text:?}") };
         self.outcome.did.push(format!("{what} at word {}{text}", self.step.index));
     }
+}
+
+/// The texts of the plan that a word completes. Words have no tokens that a plan could wait for.
+fn found(watch: &mut Watch, word: &str) -> Option<Observations> {
+    watch.read(word);
+    let (texts_found, token_found) = watch.found(u32::MAX);
+    Observations { texts_found, token_found, drawn: Vec::new() }.if_any()
 }
 
 /// A number for a word; equal words have equal numbers.

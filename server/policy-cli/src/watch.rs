@@ -42,10 +42,11 @@ pub fn run(
     options: &Options,
     config: &PolicyConfig,
     storage: &Storage,
+    url: &str,
     out: &mut impl Write,
 ) -> Result<()> {
     if options.once {
-        return round(options, config, storage, out);
+        return round(options, config, storage, url, out);
     }
     let folder = &options.folder;
     let folder = folder.canonicalize().with_context(|| folder.display().to_string())?;
@@ -59,7 +60,7 @@ pub fn run(
     watcher.watch(&folder, RecursiveMode::Recursive)?;
     loop {
         let started = Instant::now();
-        if let Err(error) = round(options, config, storage, out) {
+        if let Err(error) = round(options, config, storage, url, out) {
             writeln!(out, "not pushed: {error:#}")?;
         }
         let seconds = started.elapsed().as_secs_f64();
@@ -73,6 +74,7 @@ fn round(
     options: &Options,
     config: &PolicyConfig,
     storage: &Storage,
+    url: &str,
     out: &mut impl Write,
 ) -> Result<()> {
     let component = build::folder(&options.folder, None, None, out)?;
@@ -82,7 +84,7 @@ fn round(
     }
     test(load(&component, config, storage)?, &[], &Selection::default(), out)?;
     let stem = component.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    options.server.push(options.name.as_ref().unwrap_or(&stem), &component, out)
+    options.server.at(url).push(options.name.as_ref().unwrap_or(&stem), &component, out)
 }
 
 /// Whether a source may have changed. What a build writes, and reads, is no source.

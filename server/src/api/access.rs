@@ -316,6 +316,13 @@ impl Destination {
     ) -> Result<Self, ApiError> {
         let named = match &model {
             Some(name) => Some(models.resolve(name).ok_or_else(|| {
+                if let Some((model, profile)) = name.rsplit_once('@')
+                    && models.resolve(model).is_some()
+                {
+                    return ApiError::model_not_found(format!(
+                        "the model `{model}` is served, but no profile `{profile}` of it (see GET /v1/models)"
+                    ));
+                }
                 let names = list(models);
                 ApiError::model_not_found(format!(
                     "there is no model `{name}`; this server serves {names} (see GET /v1/models)"

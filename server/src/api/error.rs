@@ -103,8 +103,9 @@ impl ApiError {
 
     /// A missing or wrong key.
     pub fn unauthorized() -> Self {
-        let message = "a key is required: send `Authorization: Bearer KEY` or `x-api-key: KEY`, \
-                       with one of the api_keys of the server's configuration";
+        let message = "the key is missing or wrong: send `Authorization: Bearer KEY` or `x-api-key: KEY`, \
+                       with one of the api_keys of the server's configuration or one that \
+                       `steersman keys create` made";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_api_key", "", message)
     }
@@ -203,7 +204,8 @@ impl ApiError {
     /// An operation for operators, without one of their keys.
     pub fn not_an_operator() -> Self {
         let message = "an operator's key is required: send `Authorization: Bearer KEY`, with one \
-                       of the admin_keys of the server's configuration";
+                       of the admin_keys of the server's configuration (`steersman policy` takes it from \
+                       STEERSMAN_ADMIN_KEY or --key)";
         let kind = "authentication_error";
         Self::new(StatusCode::UNAUTHORIZED, kind, "invalid_admin_key", "", message)
     }

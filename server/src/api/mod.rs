@@ -40,7 +40,7 @@ mod unknown;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -340,10 +340,7 @@ async fn request_id(mut request: Request, next: Next) -> Response {
 /// 24 random hex digits.
 fn random_hex() -> String {
     let mut bytes = [0; 12];
-    // The clock is good enough if there is no randomness: ids are not secret.
-    if getrandom::fill(&mut bytes).is_err() {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        bytes.copy_from_slice(&now.as_nanos().to_le_bytes()[..12]);
-    }
+    // The id of a request opens its trace.
+    getrandom::fill(&mut bytes).expect("the system has a source of randomness");
     hex::encode(bytes)
 }

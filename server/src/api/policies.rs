@@ -114,6 +114,8 @@ pub struct ActivationBody {
     changed: bool,
     /// SHA-256 of the replaced version.
     replaced: Option<String>,
+    /// What to know about the files of the policy: a bundle that was removed, a golden file that does not fit.
+    notes: Vec<String>,
 }
 
 /// `GET /v1/policies`: the policies and parameters of the profiles that the caller may use.
@@ -360,6 +362,7 @@ impl From<Activation> for ActivationBody {
             sha256: activation.sha256,
             changed: activation.replaced.is_some(),
             replaced: activation.replaced,
+            notes: activation.notes,
         }
     }
 }

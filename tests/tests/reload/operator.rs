@@ -20,7 +20,8 @@ async fn policy(arguments: Vec<String>) -> Result<String, String> {
     let ran = tokio::task::spawn_blocking(move || {
         let mut out = Vec::new();
         let (config, storage) = (PolicyConfig::default(), Storage::in_memory());
-        let ran = steersman::policy::run(task, &config, &storage, &mut out);
+        let url = steersman::policy::url("127.0.0.1", 11436);
+        let ran = steersman::policy::run(task, &config, &storage, &url, &mut out);
         ran.map(|()| String::from_utf8(out).unwrap()).map_err(|error| format!("{error:#}"))
     });
     ran.await.unwrap()

@@ -4,7 +4,7 @@
 
 use std::borrow::Cow;
 
-use crate::contract::{DrawnToken, STEP_TOKENS, Step};
+use crate::contract::{DrawnToken, Observations, STEP_TOKENS, Step};
 
 /// Tokens and text since a policy's last call.
 #[derive(Default)]
@@ -47,6 +47,9 @@ impl Unseen {
         self.index = step.index;
         tokens.drain(..tokens.len().saturating_sub(STEP_TOKENS));
         drawn.drain(..drawn.len().saturating_sub(STEP_TOKENS));
+        let found = step.observed.as_ref().map(|now| (now.texts_found.clone(), now.token_found));
+        let (texts_found, token_found) = found.unwrap_or_default();
+        let observed = Observations { texts_found, token_found, drawn }.if_any();
         // `..step.clone()` would copy tokens and text.
         Some(Cow::Owned(Step {
             index: step.index,
@@ -60,9 +63,7 @@ impl Unseen {
             budget_reached: step.budget_reached,
             phase_changed: step.phase_changed,
             newline: step.newline,
-            texts_found: step.texts_found.clone(),
-            token_found: step.token_found,
-            drawn,
+            observed,
         }))
     }
 
@@ -72,10 +73,11 @@ impl Unseen {
     }
 
     fn add(&mut self, step: &Step) {
-        if let Some(first) = step.drawn.first() {
+        let drawn = step.observed.as_ref().map_or(&[][..], |observed| &observed.drawn);
+        if let Some(first) = drawn.first() {
             // Later ones were rewound.
             self.drawn.retain(|drawn| drawn.index < first.index);
-            self.drawn.extend_from_slice(&step.drawn);
+            self.drawn.extend_from_slice(drawn);
             let older = self.drawn.len().saturating_sub(STEP_TOKENS);
             self.drawn.drain(..older);
         }

@@ -68,15 +68,21 @@ pub enum Withdrawn {
 pub struct History {
     database: Arc<Database>,
     policy: String,
+    /// [`super::source::Source::identity`], under which its records are.
+    identity: String,
     /// Oldest first.
     list: Vec<HistoryEntry>,
 }
 
 impl History {
     /// The history of `policy` in `database`. A list that cannot be read is replaced by an empty one.
-    pub fn read(database: &Arc<Database>, policy: &str) -> Self {
-        let mut history =
-            Self { database: database.clone(), policy: policy.into(), list: Vec::new() };
+    pub fn read(database: &Arc<Database>, policy: &str, identity: &str) -> Self {
+        let mut history = Self {
+            database: database.clone(),
+            policy: policy.into(),
+            identity: identity.into(),
+            list: Vec::new(),
+        };
         if let Some(list) = database.get(&history.key(LIST)) {
             history.list = serde_json::from_slice(&list).unwrap_or_else(|error| {
                 tracing::warn!(policy, %error, "version history unreadable; starting empty");
@@ -141,7 +147,7 @@ impl History {
     }
 
     fn key(&self, name: &str) -> Key {
-        (String::new(), self.policy.clone(), name.into())
+        (String::new(), self.identity.clone(), name.into())
     }
 }
 
@@ -158,7 +164,7 @@ mod tests {
     #[test]
     fn old_versions_are_removed_with_their_files() {
         let database = Storage::in_memory().database;
-        let read = |policy: &str| History::read(&database, policy);
+        let read = |policy: &str| History::read(&database, policy, policy);
         let (mut a, mut b) = (read("a"), read("b"));
         assert_eq!((a.list(), a.file("0")), (&[][..], None));
         for since in 0..12 {

@@ -72,7 +72,7 @@ pub fn conform(schemas: &Schemas, params: &Params) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the parameters of `profile`. Those that a policy cannot use are logged.
+/// Checks the parameters of `profile`; returns what its policies say of those that they cannot use, a line each.
 ///
 /// # Errors
 /// [`Error::Config`] names a parameter that no policy of the profile knows. It is logged instead if an
@@ -82,9 +82,10 @@ pub fn check(
     chain: &ProfileChain,
     policies: &BTreeMap<String, PolicyEntry>,
     params: &Params,
-) -> Result<(), Error> {
+) -> Result<Vec<String>, Error> {
+    let mut unusable = Vec::new();
     if params.is_empty() {
-        return Ok(());
+        return Ok(unusable);
     }
     let schemas = chain.links.iter().map(|(policy, _)| {
         let version = policies[policy].current.as_ref();
@@ -101,7 +102,12 @@ pub fn check(
         let Some(version) = policies[policy].current.as_deref() else { continue };
         let Version { component, schema, .. } = version;
         let params = own_params(policy, params).unwrap_or_else(|| params.clone());
-        log_problems(component, profile, &params);
+        let of_profile = |problem| format!("profile `{profile}`: policy `{policy}`: {problem}");
+        let problems = match component.prepare(profile, &params) {
+            Ok(prepared) => prepared.problems.clone(),
+            Err(failure) => vec![failure.to_string()],
+        };
+        unusable.extend(problems.into_iter().map(of_profile));
         if let Some(schema) = schema {
             for name in schema.names() {
                 unknown.remove(name);
@@ -117,11 +123,11 @@ pub fn check(
             unknown.remove(param);
             unknown.remove(&format!("{policy}.{param}"));
             if note.contains(&format!("parameter `{param}`")) {
-                tracing::warn!(profile, policy, param, note, "parameter unusable");
+                unusable.push(of_profile(note.clone()));
             }
         }
     }
-    let Some(param) = unknown.first() else { return Ok(()) };
+    let Some(param) = unknown.first() else { return Ok(unusable) };
     let names: Vec<_> = chain.links.iter().map(|(policy, _)| policy.as_str()).collect();
     let problem = format!(
         "params `{param}` of profile `{profile}`: no policy of the profile knows it, neither {}",
@@ -129,22 +135,9 @@ pub fn check(
     );
     if names.iter().any(|policy| policies[*policy].problem.is_some()) {
         tracing::warn!(problem, "parameter unknown");
-        return Ok(());
+        return Ok(unusable);
     }
     Err(Error::Config { field: "profiles", problem })
-}
-
-/// Logs the mistakes that `on-params` finds.
-fn log_problems(component: &Arc<Component>, profile: &str, params: &Params) {
-    let policy = component.name();
-    match component.prepare(profile, params) {
-        Ok(prepared) => {
-            for problem in &prepared.problems {
-                tracing::warn!(profile, policy, problem, "parameter unusable");
-            }
-        }
-        Err(failure) => tracing::warn!(profile, policy, %failure, "parameters unusable"),
-    }
 }
 
 /// The note of a plan with these parameters; `None` if the policy receives none.

@@ -55,7 +55,7 @@ impl Policies {
             let entry = active.policy(policy);
             entry.seen = None;
             let origin = entry.current.as_ref().map(|version| version.origin);
-            return match (&source.file, origin) {
+            return match (source.file(), origin) {
                 (None, _) | (_, Some(Origin::Shipped)) => Ok(()),
                 (Some(file), _) => Err(format!(
                     "policy `{policy}`: {} no longer exists; the active version ends with the server",

@@ -89,4 +89,6 @@ pub struct Activation {
     pub sha256: String,
     /// SHA-256 of the version that it replaced; `None` if it was active already.
     pub replaced: Option<String>,
+    /// What the operator should know about the files of the policy.
+    pub notes: Vec<String>,
 }

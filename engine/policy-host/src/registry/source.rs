@@ -12,8 +12,9 @@ use crate::schema::Schema;
 /// Bytes of the file of a parameter.
 pub const PARAM_BYTES: usize = 256 << 10;
 
-/// Extension of a bundle.
+/// Extensions of a bundle and of a component.
 const BUNDLE: &str = "steer";
+const COMPONENT: &str = "wasm";
 
 /// Extensions of the golden file and the schema of a component.
 const GOLDEN: &str = "jsonl";
@@ -55,12 +56,12 @@ pub const SHIPPED: &[Shipped] = &[
     shipped!("tool-guard"),
 ];
 
-/// Where a policy is loaded from: its file, or else the binary.
+/// Where a policy is loaded from: its bundle, or else its component, or else the binary. The files need not
+/// exist. `NAME` in a profile is `NAME.steer` or `NAME.wasm` in `policy.folder`; a path is one of the two.
 #[derive(Clone)]
 pub struct Source {
-    /// `NAME.wasm` in `policy.folder`, or the path that a profile names. It need not exist. The bundle
-    /// `NAME.steer` beside it takes precedence.
-    pub file: Option<PathBuf>,
+    pub component: Option<PathBuf>,
+    pub bundle: Option<PathBuf>,
     pub shipped: Option<&'static Shipped>,
 }
 
@@ -86,10 +87,11 @@ impl Source {
     pub fn of(entry: &str, folder: &Path) -> Result<(String, Self), Error> {
         if is_path(entry) {
             let path = PathBuf::from(entry);
-            let is_bundle = path.extension().is_some_and(|extension| extension == BUNDLE);
-            let path = if is_bundle { path.with_extension("wasm") } else { path };
             let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or(entry).to_owned();
-            return Ok((stem, Self { file: Some(path), shipped: None }));
+            let is_bundle = path.extension().is_some_and(|extension| extension == BUNDLE);
+            let (component, bundle) =
+                if is_bundle { (None, Some(path)) } else { (Some(path), None) };
+            return Ok((stem, Self { component, bundle, shipped: None }));
         }
         let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
         if entry.is_empty() || entry.len() > NAME_CHARS || !entry.chars().all(allowed) {
@@ -99,20 +101,57 @@ impl Source {
             );
             return Err(Error::refused(entry, problem));
         }
-        let file = folder.join(format!("{entry}.wasm"));
-        let file = (!folder.as_os_str().is_empty()).then_some(file);
+        let file = |extension: &str| {
+            (!folder.as_os_str().is_empty()).then(|| folder.join(format!("{entry}.{extension}")))
+        };
         let shipped = SHIPPED.iter().find(|shipped| shipped.name == entry);
-        Ok((entry.into(), Self { file, shipped }))
+        Ok((entry.into(), Self { component: file(COMPONENT), bundle: file(BUNDLE), shipped }))
     }
 
-    /// Whether both are the same file, however their paths are written.
+    /// Its first file; `None` if it is in the binary only.
+    pub fn file(&self) -> Option<&PathBuf> {
+        self.component.as_ref().or(self.bundle.as_ref())
+    }
+
+    /// Whether both have a file in common, however their paths are written, or both are in the binary only.
     fn is_same(&self, other: &Self) -> bool {
-        let path = |source: &Self| {
-            source.file.as_ref().map(|file| {
-                file.canonicalize().or_else(|_| std::path::absolute(file)).unwrap_or(file.clone())
-            })
+        let files = |source: &Self| {
+            let files = source.component.iter().chain(&source.bundle);
+            files.map(|file| file.canonicalize().unwrap_or_else(|_| absolute(file))).collect()
         };
-        path(self) == path(other)
+        let (own, others): (Vec<PathBuf>, Vec<PathBuf>) = (files(self), files(other));
+        own == others || own.iter().any(|file| others.contains(file))
+    }
+
+    /// Key of its version history. It contains the path: projects that share a data folder may have policies with
+    /// the same name.
+    pub fn identity(&self, policy: &str) -> String {
+        let file = self.file().map(|file| absolute(&file.with_extension("")));
+        file.map_or_else(|| policy.to_owned(), |file| file.display().to_string())
+    }
+
+    /// The file that a component, or a bundle, is written to.
+    ///
+    /// # Errors
+    /// [`Error::NoFile`] if the policy is in the binary only; [`Error::Refused`] if its profiles name a file of the
+    /// other kind.
+    pub fn target(&self, policy: &str, is_bundle: bool) -> Result<&Path, Error> {
+        let (target, kind) = match is_bundle {
+            true => (&self.bundle, "a bundle"),
+            false => (&self.component, "a component"),
+        };
+        match (target, self.file()) {
+            (Some(target), _) => Ok(target),
+            (None, None) => Err(Error::NoFile { policy: policy.into() }),
+            (None, Some(named)) => {
+                let problem = format!(
+                    "is {kind}, and the profiles name {}; name {policy} there, for both kinds in policy.folder, \
+                     or a file of this kind",
+                    named.display()
+                );
+                Err(Error::refused(policy, problem))
+            }
+        }
     }
 
     /// Reads the bundle, or else the component and what lies beside it, if one exists.
@@ -120,9 +159,8 @@ impl Source {
     /// # Errors
     /// The file and the problem.
     pub fn read(&self, policy: &str, trust: &Trust) -> Result<Option<Bundle>, String> {
-        let files = self.bundle().into_iter().chain(self.file.clone());
-        for file in files {
-            let Some(bytes) = read(&file, BUNDLE_BYTES)? else { continue };
+        for file in self.bundle.iter().chain(&self.component) {
+            let Some(bytes) = read(file, BUNDLE_BYTES)? else { continue };
             let bundle =
                 Bundle::open(policy, bytes, trust).and_then(|bundle| self.complete(bundle));
             return bundle.map(Some).map_err(|problem| format!("{}: {problem}", file.display()));
@@ -130,20 +168,13 @@ impl Source {
         Ok(None)
     }
 
-    /// The file of the bundle.
-    pub fn bundle(&self) -> Option<PathBuf> {
-        self.file.as_ref().map(|file| file.with_extension(BUNDLE))
-    }
-
     /// All files from which the policy is read.
     pub fn files(&self) -> impl Iterator<Item = PathBuf> {
-        let extensions = [BUNDLE, "wasm", GOLDEN, SCHEMA].into_iter();
-        self.file.iter().flat_map(move |file| {
-            extensions.clone().map(|extension| match extension {
-                "wasm" => file.clone(),
-                extension => file.with_extension(extension),
-            })
-        })
+        let beside = self
+            .component
+            .iter()
+            .flat_map(|file| [GOLDEN, SCHEMA].map(|extension| file.with_extension(extension)));
+        self.bundle.iter().chain(&self.component).cloned().chain(beside)
     }
 
     /// Adds to a component the golden file and the schema beside its file.
@@ -154,23 +185,10 @@ impl Source {
         if bundle.is_archive {
             return Ok(bundle);
         }
-        let schema = self.beside(SCHEMA, SCHEMA_BYTES)?;
-        let schema = schema.map(|(file, text)| {
-            Schema::parse(&text).map_err(|problem| format!("{}: {problem}", file.display()))
-        });
-        let golden = self.beside(GOLDEN, GOLDEN_BYTES)?.map(|(_, golden)| golden);
-        Ok(Bundle { golden: golden.unwrap_or_default(), schema: schema.transpose()?, ..bundle })
-    }
-
-    /// A text beside the file, if it exists.
-    fn beside(&self, extension: &str, limit: usize) -> Result<Option<(PathBuf, String)>, String> {
-        let Some(file) = &self.file else { return Ok(None) };
-        let file = file.with_extension(extension);
-        let Some(bytes) = read(&file, limit)? else { return Ok(None) };
-        match String::from_utf8(bytes) {
-            Ok(text) => Ok(Some((file, text))),
-            Err(error) => Err(format!("{}: {error}", file.display())),
-        }
+        let Some(component) = &self.component else { return Ok(bundle) };
+        let golden = beside(component, GOLDEN, GOLDEN_BYTES)?.map(|(_, golden)| golden);
+        let schema = schema_beside(component)?;
+        Ok(Bundle { golden: golden.unwrap_or_default(), schema, ..bundle })
     }
 
     /// The policy inside the binary. Nobody signs it: it comes with the server.
@@ -184,7 +202,7 @@ impl Source {
     /// The problem to report if the policy does not exist.
     pub fn missing(&self) -> String {
         let names: Vec<_> = SHIPPED.iter().map(|shipped| format!("`{}`", shipped.name)).collect();
-        let looked = match &self.file {
+        let looked = match self.file() {
             Some(file) => format!("{} does not exist", file.display()),
             None => "is not a shipped policy, and policy.folder is not set".into(),
         };
@@ -193,6 +211,40 @@ impl Source {
              (policies/README.md explains how to build one)",
             names.join(", ")
         )
+    }
+}
+
+/// The schema beside the component `component`, if it exists.
+///
+/// # Errors
+/// The file and the problem.
+pub fn schema_beside(component: &Path) -> Result<Option<Schema>, String> {
+    let Some((file, text)) = beside(component, SCHEMA, SCHEMA_BYTES)? else { return Ok(None) };
+    let schema = Schema::parse(&text);
+    schema.map(Some).map_err(|problem| format!("{}: {problem}", file.display()))
+}
+
+/// A text beside a component, if it exists.
+fn beside(
+    component: &Path,
+    extension: &str,
+    limit: usize,
+) -> Result<Option<(PathBuf, String)>, String> {
+    let file = component.with_extension(extension);
+    let Some(bytes) = read(&file, limit)? else { return Ok(None) };
+    match String::from_utf8(bytes) {
+        Ok(text) => Ok(Some((file, text))),
+        Err(error) => Err(format!("{}: {error}", file.display())),
+    }
+}
+
+/// A path that does not depend on the working directory.
+fn absolute(file: &Path) -> PathBuf {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new(".")).canonicalize();
+    match (folder, file.file_name()) {
+        (Ok(folder), Some(name)) => folder.join(name),
+        _ => std::path::absolute(file).unwrap_or_else(|_| file.to_path_buf()),
     }
 }
 
@@ -222,7 +274,7 @@ pub fn resolve_profiles(
             if let Some(other) = sources.get(&policy)
                 && !other.is_same(&source)
             {
-                let path = |source: &Source| match &source.file {
+                let path = |source: &Source| match source.file() {
                     Some(file) => file.display().to_string(),
                     None => "the shipped policy".into(),
                 };
@@ -233,7 +285,11 @@ pub fn resolve_profiles(
                 );
                 return Err(Error::refused(&policy, problem).in_profile(name));
             }
-            sources.entry(policy.clone()).or_insert(source);
+            // A name has both files, a path one of them.
+            let has_both = source.component.is_some() && source.bundle.is_some();
+            if has_both || !sources.contains_key(&policy) {
+                sources.insert(policy.clone(), source);
+            }
             links.push((policy, shadow));
         }
         for param in settings.params.keys().filter(|param| param.contains('.')) {
@@ -287,10 +343,13 @@ mod tests {
         ] {
             let (named, source) = Source::of(entry, folder).unwrap();
             assert_eq!(named, name);
-            assert_eq!(source.file.as_deref(), Some(Path::new(file)), "{entry}");
+            assert_eq!(source.component.as_deref(), Some(Path::new(file)), "{entry}");
             assert_eq!(source.shipped.is_some(), shipped, "{entry}");
         }
-        assert!(Source::of("default", Path::new("")).unwrap().1.file.is_none());
+        assert!(Source::of("default", Path::new("")).unwrap().1.file().is_none());
+        let (named, source) = Source::of("a/mine.steer", folder).unwrap();
+        assert_eq!((&*named, source.component), ("mine", None));
+        assert_eq!(source.bundle.as_deref(), Some(Path::new("a/mine.steer")));
         for entry in ["", "a b", "..", "ä", &"x".repeat(65)] {
             let error = Source::of(entry, folder).err().expect(entry).to_string();
             assert!(error.contains("is not the name of a policy"), "{error}");

@@ -43,7 +43,7 @@ fn version(name: u8) -> Vec<u8> {
 /// Activates a version as a change of its file would.
 fn install(policies: &Policies, name: u8) -> Activation {
     let source = &policies.sources["mine"];
-    fs::write(source.file.as_ref().unwrap(), version(name)).unwrap();
+    fs::write(source.component.as_ref().unwrap(), version(name)).unwrap();
     let bundle = Bundle::open("mine", version(name), &Trust::default()).unwrap();
     policies.replace("mine", source, &bundle, Origin::File).unwrap()
 }

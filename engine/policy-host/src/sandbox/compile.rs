@@ -42,7 +42,7 @@ const SMALL_BYTES: usize = 4 << 20;
 const SECONDS_PER_MIB: u64 = 15;
 
 /// Elapsed time, in seconds, after which the parent kills a child that compiles such a component.
-const ELAPSED_SECONDS: u64 = 10;
+const ELAPSED_SECONDS: u64 = 9;
 
 /// More elapsed time for each further MiB.
 const ELAPSED_PER_MIB: u64 = 4 * SECONDS_PER_MIB;
@@ -303,10 +303,10 @@ mod tests {
             let Limits { seconds, elapsed_seconds, data_bytes } = Limits::of(bytes);
             (seconds, elapsed_seconds, data_bytes >> 20)
         };
-        assert_eq!(of(0), (8, 10, 512));
-        assert_eq!(of(4 << 20), (8, 10, 512));
-        assert_eq!(of((4 << 20) + 1), (23, 70, 576));
-        assert_eq!(of(12 << 20), (128, 490, 1024));
+        assert_eq!(of(0), (8, 9, 512));
+        assert_eq!(of(4 << 20), (8, 9, 512));
+        assert_eq!(of((4 << 20) + 1), (23, 69, 576));
+        assert_eq!(of(12 << 20), (128, 489, 1024));
     }
 
     #[test]

@@ -64,7 +64,7 @@ impl Compiled {
                 if [ErrorKind::NotFound, ErrorKind::UnexpectedEof].contains(&error.kind()) =>
             {
                 getrandom::fill(&mut key).map_err(io::Error::other)?;
-                file::replace(&path, &key)?;
+                file::replace_private(&path, &key)?;
             }
             Err(error) => return Err(error),
         }
@@ -124,7 +124,7 @@ impl Compiled {
 
     fn save(&self, path: &Path, content: &[u8]) -> io::Result<()> {
         let digest = self.mac(path, content).finalize().into_bytes();
-        file::replace(path, &[&digest, content].concat())
+        file::replace_private(path, &[&digest, content].concat())
     }
 
     /// Removes the least recently used files beyond the limit, temporary ones of a killed process too.

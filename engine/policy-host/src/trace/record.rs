@@ -152,8 +152,10 @@ impl Record {
                     size_of::<DrawnToken>() + LIST_BYTES + size_of_val(&drawn.candidates[..])
                 };
                 let found = |text: &String| TEXT_BYTES + text.len();
-                let lists = step.drawn.iter().map(drawn).sum::<usize>()
-                    + step.texts_found.iter().map(found).sum::<usize>();
+                let lists = step.observed.as_ref().map_or(0, |observed| {
+                    observed.drawn.iter().map(drawn).sum::<usize>()
+                        + observed.texts_found.iter().map(found).sum::<usize>()
+                });
                 size_of_val(&step.tokens[..]) + LIST_BYTES + step.text.len() + TEXT_BYTES + lists
             }
             Call::Text(view) => view.text.len() + TEXT_BYTES,

@@ -2,8 +2,8 @@ use super::*;
 use crate::chain::Chain;
 use crate::contract::{
     Action, Ban, CallReport, Candidate, Cost, DrawnToken, Hook, HookInput, ImportCall, Labels,
-    Plan, Policy, PromptEdit, PromptView, Replacement, RequestView, Step, Summary, TextChange,
-    TextVerdict, TextView, ToolCallView, Verdict,
+    Observations, Plan, Policy, PromptEdit, PromptView, Replacement, RequestView, Step, Summary,
+    TextChange, TextVerdict, TextView, ToolCallView, Verdict,
 };
 use crate::error::{Cause, Failure};
 
@@ -94,7 +94,8 @@ fn talk(traces: &Arc<Traces>, id: &str, text: bool, steps: u32) {
         let drawn =
             DrawnToken { index: 1, token: 987_654_323, entropy: 0.5, margin: 1.25, candidates };
         let drawn = vec![drawn];
-        let step = Step { index, tokens, text: SECRET.into(), drawn, ..Step::default() };
+        let observed = Some(Observations { drawn, ..Observations::default() });
+        let step = Step { index, tokens, text: SECRET.into(), observed, ..Step::default() };
         chain.ask(&step).unwrap();
     }
     chain.ask(&TextView { text: SECRET.into(), ..TextView::default() }).unwrap();
@@ -121,7 +122,7 @@ fn a_trace_contains_every_call_with_its_policy_and_cost() {
     assert_eq!(
         step,
         format!(
-            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false,"texts_found":[],"token_found":false,"drawn":[{{"index":1,"token":987654323,"entropy":0.5,"margin":1.25,"candidates":[{{"token":987654324,"logprob":-0.1}}]}}]}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
+            r#"{{"request":"a","profile":"agent","policy":"parrot","sha256":"{}","link":0,"shadow":false,"hook":"on-step","step":2,"input":{{"index":2,"phase":"Answer","reasoning_tokens":0,"answer_tokens":0,"reasoning_left":0,"tokens":[987654321,987654322],"text":"{SECRET}","loop_found":null,"budget_reached":false,"phase_changed":false,"newline":false,"observed":{{"texts_found":[],"token_found":false,"drawn":[{{"index":1,"token":987654323,"entropy":0.5,"margin":1.25,"candidates":[{{"token":987654324,"logprob":-0.1}}]}}]}}}},"answer":[{{"Inject":"{SECRET}"}},{{"CloseReasoning":"{SECRET}"}},{{"Ban":{{"tokens":[987654321,987654322],"steps":1}}}},{{"Stop":"{SECRET}"}}],"fuel":25,"nanoseconds":5,"imports":[{{"call":"kv.get","arguments":["{SECRET}"],"answer":"{SECRET}"}}]}}"#,
             "ab".repeat(32)
         )
     );
@@ -148,7 +149,7 @@ fn a_masked_trace_has_lengths_in_place_of_texts_and_tokens() {
         r#""input.tokens":2"#,
         r#""answer[2].Ban.tokens":2"#,
         r#""input.arguments":25"#,
-        r#""input.drawn":1"#,
+        r#""input.observed.drawn":1"#,
         r#""answer.Replace.text":25"#,
         r#""answer.Repair":25"#,
         r#""imports[0].answer":25"#,

@@ -32,11 +32,23 @@ fn a_bundle_is_made_signed_checked_tested_and_pushed() {
     let made = succeed(&["bundle", &component, "--key", &key]);
     assert!(made.contains(" cases pass, signed by ") && made.contains(&public), "{made}");
     let checked = succeed(&["check", &bundle]);
-    assert!(checked.contains("bundle    signed, "), "{checked}");
+    assert!(checked.contains("bundle    signed, not verified (policy.trusted_keys"), "{checked}");
     assert!(
         checked.contains("param     rules: text  the rules\nparam     strict: boolean"),
         "{checked}"
     );
+    let config = folder.path().join("steersman.toml");
+    fs::write(&config, format!("[policy]\ntrusted_keys = [\"{public}\"]\n")).unwrap();
+    let config = config.display().to_string();
+    let checked = succeed(&["check", &bundle, "--config", &config]);
+    assert!(checked.contains(&format!("bundle    signed by {public}; ")), "{checked}");
+    let mut changed = fs::read(&bundle).unwrap();
+    *changed.last_mut().unwrap() ^= 1;
+    let folder_of_changed = self::folder(&[]);
+    let copy = path(&folder_of_changed, "mine.steer");
+    fs::write(&copy, changed).unwrap();
+    let refused = fail(&["check", &copy, "--config", &config]);
+    assert!(refused.contains("mine.steer"), "{refused}");
     let tested = succeed(&["test", &bundle]);
     assert!(tested.ends_with(" cases pass\n"), "{tested}");
     let body = r#"{"name": "mine", "sha256": "0123456789abcdef", "replaced": null}"#;
@@ -86,6 +98,40 @@ fn a_bundle_that_a_server_would_refuse_is_not_made() {
 }
 
 #[test]
+fn a_parameter_of_a_command_is_checked_with_the_schema() {
+    let folder = mine();
+    let component = path(&folder, "mine.wasm");
+    for command in ["test", "bench", "sim"] {
+        let replies = path(&folder, "replies.jsonl");
+        fs::write(&replies, "{\"text\": \"one\"}\n").unwrap();
+        let file = if command == "sim" { &[&*component, &replies][..] } else { &[&*component][..] };
+        let with = |param: &str| fail(&[&[command], file, &["--param", param]].concat());
+        let unknown = with("rule=x");
+        assert!(unknown.contains("--param: params `rule`: is in no schema"), "{unknown}");
+        assert!(unknown.contains("did you mean `rules`?"), "{unknown}");
+        assert!(with("strict=yes").contains("must be true or false"));
+    }
+}
+
+#[test]
+fn a_policy_in_python_cannot_have_the_name_of_a_module() {
+    let folder = folder(&[]);
+    let into = folder.path().display().to_string();
+    let refused = fail(&["new", "json", "--lang", "python", "--into", &into]);
+    assert!(refused.contains("`json` is the name of a Python module"), "{refused}");
+    succeed(&["new", "json", "--lang", "c", "--into", &into]);
+}
+
+#[test]
+fn the_server_is_that_of_the_configuration_and_a_missing_one_is_named() {
+    let folder = folder(&[("steersman.toml", "[server]\nhost = \"0.0.0.0\"\nport = 9\n")]);
+    let config = path(&folder, "steersman.toml");
+    let missing = fail(&["list", "--config", &config]);
+    let expected = "http://127.0.0.1:9: no server answers there; start one with `steersman serve`";
+    assert!(missing.contains(expected), "{missing}");
+}
+
+#[test]
 fn a_password_encrypts_the_secret_key() {
     let folder = mine();
     let [component, key] = ["mine.wasm", "my.key"].map(|name| path(&folder, name));
@@ -116,7 +162,7 @@ fn a_golden_file_presets_what_imports_find() {
     let line = r#"{"case":"a user","hook":"on-request","given":{"kv":{"19675 fedcba9876543210":"600"}},"input":{"params":[["tokens_per_day","1000"]],"time":1700000000,"caller":{"key":"0123456789abcdef","user":"fedcba9876543210","metadata":[],"headers":[]}},"answer":{"max_tokens":400}}"#;
     let folder =
         folder(&[("given.jsonl", line), ("typo.jsonl", &line.replace("\"kv\":", "\"kw\":"))]);
-    assert_eq!(succeed(&["test", "budget", &path(&folder, "given.jsonl")]), "1 cases pass\n");
+    assert_eq!(succeed(&["test", "budget", &path(&folder, "given.jsonl")]), "1 case passes\n");
     let typo = fail(&["test", "budget", &path(&folder, "typo.jsonl")]);
     assert!(typo.contains("typo.jsonl: line 1: ") && typo.contains("unknown field `kw`"), "{typo}");
 }
@@ -154,7 +200,7 @@ fn sim_shows_what_a_policy_would_have_cut() {
     let rules = format!("rules=@{}", path(&folder, "rules.toml"));
     let shown = succeed(&["sim", "rules", &corpus, "--param", &rules]);
     assert!(
-        shown.contains("a refusal: 13 words, 5 saved\n  stops at word 8: \"a refusal\"\n"),
+        shown.contains("a refusal: 13 words, 9 saved\n  stops at word 4: \"a refusal\"\n"),
         "{shown}"
     );
     assert!(shown.contains("line 5: 28 words, "), "{shown}");
@@ -182,7 +228,7 @@ fn sim_reads_traces_and_names_what_it_cannot_read() {
     let rules = format!("rules=@{}", path(&folder, "rules.toml"));
     let sim = |file: &str| run(&["sim", "rules", &path(&folder, file), "--param", &rules]);
     let (shown, error, done) = sim("trace.jsonl");
-    assert!(done && shown.contains("r1: 19 words, 3 saved\n  stops at word 16"), "{shown}{error}");
+    assert!(done && shown.contains("r1: 19 words, 10 saved\n  stops at word 9"), "{shown}{error}");
     let (_, error, done) = sim("masked.jsonl");
     assert!(!done && error.contains("masked.jsonl: the trace has no texts: line 1: "), "{error}");
     let (_, error, done) = sim("wrong.jsonl");

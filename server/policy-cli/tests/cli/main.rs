@@ -126,7 +126,7 @@ fn parameters_are_added_and_calls_of_one_policy_are_selected() {
     let file = format!("reasoning_budget=@{}", path(&folder, "budget"));
     for param in ["reasoning_budget=77", &file] {
         let passed = succeed(&["test", "default", &trace, "--policy", "default", "--param", param]);
-        assert_eq!(passed, "1 cases pass\n");
+        assert_eq!(passed, "1 case passes\n");
     }
     fail(&["test", "default", &trace, "--policy", "default", "--param", "reasoning_budget=78"]);
 }

@@ -1,6 +1,6 @@
 //! Watches a reply for the texts and tokens after which its plan wants `on-step` to be called.
 
-use crate::policy::Plan;
+use crate::contract::Plan;
 
 /// The texts and tokens of a plan.
 #[derive(Debug)]
