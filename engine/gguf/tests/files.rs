@@ -122,7 +122,7 @@ fn packed_matrices_equal_their_floats() {
     }
 }
 
-/// A file that was cut anywhere is refused with an error that says so.
+/// A truncated file is refused with an error that reports the truncation.
 #[test]
 fn truncated_files_are_refused() {
     let folder = tempfile::tempdir().unwrap();
