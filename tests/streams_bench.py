@@ -1,0 +1,100 @@
+"""Measures tokens a second of one stream and of several at once.
+
+    python3 tests/streams_bench.py SERVER [SERVER ...] [--streams N ...] [--tokens N] [--rounds N] [--model MODEL]
+
+Each SERVER is a `steersman` binary. In each round and for each server, each number of streams is measured, with prompts
+of about 20 words that no other request has and replies of exactly that many tokens, at temperature 0 and without
+reasoning. Prints medians and ranges of the tokens a second of all streams together, from the first request to the last
+token, the ratio to one stream, and the times between two chunks. No time is checked.
+"""
+
+import argparse
+import json
+import os
+import selectors
+import socket
+import statistics
+import tempfile
+import time
+
+from prefix_bench import ours, prose
+from slow_policy import centile
+
+
+def request(seed, tokens):
+    words = f"Write a story. {seed} {prose(seed, 1)}"
+    body = json.dumps({
+        "messages": [{"role": "user", "content": words}], "temperature": 0, "max_tokens": tokens, "min_tokens": tokens,
+        "stream": True, "chat_template_kwargs": {"enable_thinking": False}}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n" \
+           f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def measure(port, count, seed, tokens):
+    """Tokens a second of `count` streams, and their milliseconds between two chunks.
+
+    One thread reads all sockets and looks for as little as it can: the server is on the same cores."""
+    requests = [request(1000 * seed + i, tokens) for i in range(count)]
+    poll = selectors.DefaultSelector()
+    start = time.perf_counter()
+    for body in requests:
+        stream = socket.create_connection(("127.0.0.1", port))
+        stream.sendall(body)
+        poll.register(stream, selectors.EVENT_READ, [None, b""])
+    gaps, left, last = [], count, start
+    while left:
+        for key, _ in poll.select():
+            part = key.fileobj.recv(1 << 16)
+            if not part:
+                poll.unregister(key.fileobj)
+                key.fileobj.close()
+                left -= 1
+                if b"[DONE]" not in key.data[1]:
+                    raise SystemExit(f"a stream ended with {key.data[1]}")
+                continue
+            now = time.perf_counter()
+            key.data[1] = (key.data[1] + part)[-400:]
+            if b'"content"' in part:
+                if key.data[0] is not None:
+                    gaps.append(1000 * (now - key.data[0]))
+                key.data[0] = last = now
+    return count * tokens / (last - start), gaps
+
+
+def main(args):
+    servers = []
+    for path in args.servers:
+        more = ["--model", args.model] if args.model else []
+        servers.append((path, ours(path, tempfile.mkdtemp(), *more)))
+    rates, gaps, seed = {}, {}, 0
+    for round in range(-1, args.rounds):
+        for path, server in servers if round % 2 else servers[::-1]:
+            for count in args.streams:
+                seed += 1
+                rate, own = measure(server.port, count, seed, args.tokens)
+                # What the server does after a reply is not the next measurement's time.
+                time.sleep(0.3)
+                if round >= 0:
+                    rates.setdefault((path, count), []).append(rate)
+                    gaps.setdefault((path, count), []).extend(own)
+    for path, server in servers:
+        server.stop()
+        one = statistics.median(rates[path, args.streams[0]])
+        print(f"\n{path}, {args.tokens} tokens, {args.rounds} rounds")
+        for count in args.streams:
+            own, times = rates[path, count], gaps[path, count]
+            print(f"{count:>3} streams: {statistics.median(own):6.0f} tok/s [{min(own):.0f}-{max(own):.0f}], "
+                  f"{statistics.median(own) / one:.2f} times {args.streams[0]}; gap p50 {centile(times, 0.5):.1f} ms, "
+                  f"p99 {centile(times, 0.99):.1f} ms")
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("servers", nargs="+", metavar="SERVER")
+parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 8, 32])
+parser.add_argument("--tokens", type=int, default=128)
+parser.add_argument("--rounds", type=int, default=5)
+parser.add_argument("--model")
+
+if __name__ == "__main__":
+    main(parser.parse_args())
