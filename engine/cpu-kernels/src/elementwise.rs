@@ -62,6 +62,17 @@ pub unsafe fn squares<L: Lanes>(x: *const f32, length: usize) -> f32 {
     }
 }
 
+/// The factor by which an RMS norm multiplies `x`.
+///
+/// # Safety
+/// The processor has the instruction set.
+#[inline(always)]
+pub unsafe fn rms_factor<L: Lanes>(x: &[f32], eps: f32) -> f32 {
+    // SAFETY: promised by the caller; the slice is valid for its length.
+    let total = unsafe { squares::<L>(x.as_ptr(), x.len()) };
+    1.0 / (total / x.len() as f32 + eps).sqrt()
+}
+
 /// `silu(gate) * up`, element by element.
 ///
 /// # Panics
@@ -132,7 +143,7 @@ unsafe fn norm_rows<L: Lanes>(
         for row in 0..count {
             let x = std::slice::from_raw_parts(x.add(row * width), width);
             let y = std::slice::from_raw_parts_mut(y.add(row * width), width);
-            let factor = 1.0 / (squares::<L>(x.as_ptr(), width) / width as f32 + eps).sqrt();
+            let factor = rms_factor::<L>(x, eps);
             for ((y, x), weight) in y.iter_mut().zip(x).zip(weight) {
                 *y = x * factor * weight;
             }

@@ -1,23 +1,24 @@
 //! Rows of a GatedDeltaNet layer, from its projections to the gated norm: convolution, gates, unit vectors, delta rule and
 //! norm, for one key head of a sequence and its value heads at a time.
 //!
-//! Rows run one after another, so their bits do not depend on how many there are. The formula is that of
+//! Rows run one after another, so their bits do not depend on how many there are. The rows of a state do not depend on
+//! each other: a few of them stay in the first-level cache while all rows of a chunk pass. The formula is that of
 //! `engine/src/nn/gated_delta.rs`, whose operations are the reference of the test there.
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
-use crate::elementwise::{Output, exp, silu, squares};
+use crate::elementwise::{Output, exp, rms_factor, silu, squares};
 use crate::lanes::{Isa, Lanes, for_isa};
 use crate::pool;
 
 /// Rows of a state that are multiplied at a time.
 const OUT: usize = 4;
 
+/// Rows that pass a part of the state at a time. What is computed from them fits the second-level cache.
+const CHUNK: usize = 64;
+
 /// Added to the sum of squares of q and k before the root.
 const L2_EPS: f32 = 1e-6;
-
-/// Products of elements from which the heads are divided between threads.
-const SHARED: usize = 1 << 15;
 
 /// The layer, and what its rows are computed from. B sequences of T rows; H_k key heads, H_v value heads of D_k and D_v
 /// dimensions; C = 2 H_k D_k + H_v D_v channels; a convolution of K taps.
@@ -39,10 +40,10 @@ pub struct GatedDelta<'a> {
     pub b: &'a [f32],
     /// [B, T, H_v], input of the decay.
     pub a: &'a [f32],
-    /// [B, K - 1, C], the inputs of the convolution before these rows.
-    pub tail: &'a [f32],
-    /// [B, H_v, D_v, D_k]
-    pub state: &'a [f32],
+    /// For each sequence, [K - 1, C]: the inputs of the convolution before these rows.
+    pub tails: &'a [&'a [f32]],
+    /// For each sequence, [H_v, D_v, D_k].
+    pub states: &'a [&'a [f32]],
     /// [H_v]
     pub a_log: &'a [f32],
     /// [H_v]
@@ -103,19 +104,23 @@ struct Work<'a> {
 /// If there is no kernel for the dimensions ([`GatedDelta::supports`]), or a slice has another length than its shape.
 pub fn gated_delta(x: &GatedDelta<'_>, results: &mut GatedDeltaResults<'_>) {
     let (value_dim, key_heads, value_heads) = (x.norm.len(), x.key_heads, x.value_heads);
-    let batch = x.b.len() / (x.rows * value_heads);
-    let key_dim = x.state.len() / (batch * value_heads * value_dim);
+    let batch = x.states.len();
+    let key_dim = x.states[0].len() / (value_heads * value_dim);
     let channels = 2 * key_heads * key_dim + value_heads * value_dim;
     let rows = batch * x.rows;
     assert!(GatedDelta::supports(key_dim, value_dim) && value_heads.is_multiple_of(key_heads));
-    assert_eq!(x.state.len(), batch * value_heads * value_dim * key_dim);
+    let (state_size, tail_size) =
+        (value_heads * value_dim * key_dim, (x.taps.len() - 1) * channels);
+    assert_eq!(x.tails.len(), batch);
+    assert!(x.states.iter().all(|state| state.len() == state_size));
+    assert!(x.tails.iter().all(|tail| tail.len() == tail_size));
     assert_eq!([x.b.len(), x.a.len()], [rows * value_heads; 2]);
     assert_eq!([x.qkv.len(), x.z.len()], [rows * channels, rows * value_heads * value_dim]);
     assert_eq!([x.a_log.len(), x.dt_bias.len()], [value_heads; 2]);
-    assert_eq!(x.tail.len(), batch * (x.taps.len() - 1) * channels);
     assert!(x.taps.iter().all(|tap| tap.len() == channels));
     let GatedDeltaResults { y, state, tail, writes } = results;
-    assert_eq!([y.len(), state.len(), tail.len()], [x.z.len(), x.state.len(), x.tail.len()]);
+    assert_eq!(y.len(), x.z.len());
+    assert_eq!([state.len(), tail.len()], [state_size, tail_size].map(|size| batch * size));
     let output = |slice: &mut [f32]| Output(slice.as_mut_ptr());
     let writes = writes.as_mut().map(|GatedDeltaWrites { k, correction, log_decay }| {
         assert_eq!(k.len(), rows * value_heads * key_dim);
@@ -130,11 +135,7 @@ pub fn gated_delta(x: &GatedDelta<'_>, results: &mut GatedDeltaResults<'_>) {
         unsafe { for_isa!(Isa::best(), key_head(work: &Work<'_>, piece: usize)) };
     };
     let pieces = batch * key_heads;
-    if rows * value_heads * value_dim * key_dim < SHARED {
-        (0..pieces).for_each(head);
-    } else {
-        pool::run(pieces, &head);
-    }
+    pool::run_if_large(rows * value_heads * value_dim * key_dim, pieces, &head);
 }
 
 impl Work<'_> {
@@ -146,20 +147,16 @@ impl Work<'_> {
             Ok(t) => &self.x.qkv[(sequence * self.x.rows + t) * self.channels + first..],
             Err(_) => {
                 let row = (before as isize + t) as usize;
-                &self.x.tail[(sequence * before + row) * self.channels + first..]
+                &self.x.tails[sequence][row * self.channels + first..]
             }
         }
     }
 
-    /// Convolution and SiLU of the channels `first..first + width` of all rows: [T, width]. Also writes their part of
-    /// the next tail.
-    ///
-    /// # Safety
-    /// Nothing else writes these channels of the tail.
+    /// Convolution and SiLU of the channels `first..first + width` of the rows from `start` on: [.., width].
     #[inline(always)]
-    unsafe fn convolve(&self, sequence: usize, first: usize, width: usize, out: &mut [f32]) {
-        let (rows, before) = (self.x.rows as isize, self.x.taps.len() as isize - 1);
-        for (t, out) in (0..rows).zip(out.chunks_exact_mut(width)) {
+    fn convolve(&self, sequence: usize, start: usize, first: usize, width: usize, out: &mut [f32]) {
+        let before = self.x.taps.len() as isize - 1;
+        for (t, out) in (start as isize..).zip(out.chunks_exact_mut(width)) {
             out.fill(0.0);
             for (i, tap) in (0..).zip(self.x.taps) {
                 let input = &self.input(sequence, t + i - before, first)[..width];
@@ -170,12 +167,29 @@ impl Work<'_> {
             }
             out.iter_mut().for_each(|x| *x = silu(*x));
         }
+    }
+
+    /// Writes the channels `first..first + width` of the next tail.
+    ///
+    /// # Safety
+    /// Nothing else writes these channels.
+    unsafe fn write_tail(&self, sequence: usize, first: usize, width: usize) {
+        let (rows, before) = (self.x.rows as isize, self.x.taps.len() as isize - 1);
         for row in 0..before {
             let input = &self.input(sequence, rows - before + row, first)[..width];
             let at = (sequence as isize * before + row) as usize * self.channels + first;
             // SAFETY: `at..at + width` are this row's channels; promised by the caller.
             unsafe { self.tail.at(at).copy_from_nonoverlapping(input.as_ptr(), width) };
         }
+    }
+
+    /// The log of the decay, the decay and the strength of a row of a value head.
+    fn gates(&self, row: usize, head: usize) -> [f32; 3] {
+        let x = self.x;
+        let duration = x.a[row * x.value_heads + head] + x.dt_bias[head];
+        let duration = duration.max(0.0) + exp(-duration.abs()).ln_1p();
+        let log_decay = -exp(x.a_log[head]) * duration;
+        [log_decay, exp(log_decay), 1.0 / (1.0 + exp(-x.b[row * x.value_heads + head]))]
     }
 }
 
@@ -187,130 +201,161 @@ impl Work<'_> {
 unsafe fn key_head<L: Lanes>(work: &Work<'_>, piece: usize) {
     let &Work { x, key_dim, value_dim, .. } = work;
     let (sequence, head) = (piece / x.key_heads, piece % x.key_heads);
-    let (rows, repeats) = (x.rows, x.value_heads / x.key_heads);
-    let mut scratch = vec![0.0; rows * (2 * key_dim + value_dim) + value_dim];
-    let (q, rest) = scratch.split_at_mut(rows * key_dim);
-    let (k, rest) = rest.split_at_mut(rows * key_dim);
-    let (v, mixed) = rest.split_at_mut(rows * value_dim);
-    // SAFETY: the channels are those of this head.
-    unsafe {
-        work.convolve(sequence, head * key_dim, key_dim, q);
-        work.convolve(sequence, (x.key_heads + head) * key_dim, key_dim, k);
-    }
-    let scale = 1.0 / (key_dim as f32).sqrt();
-    for (vectors, scale) in [(&mut *q, scale), (&mut *k, 1.0)] {
-        for vector in vectors.chunks_exact_mut(key_dim) {
-            // SAFETY: the vector has `key_dim` floats.
-            let total = unsafe { squares::<L>(vector.as_ptr(), key_dim) };
-            let factor = scale / (total + L2_EPS).sqrt();
-            vector.iter_mut().for_each(|x| *x *= factor);
+    let repeats = x.value_heads / x.key_heads;
+    let most = x.rows.min(CHUNK);
+    let mut scratch = vec![0.0; most * 2 * (key_dim + value_dim)];
+    for start in (0..x.rows).step_by(CHUNK) {
+        let rows = CHUNK.min(x.rows - start);
+        let (q, rest) = scratch.split_at_mut(rows * key_dim);
+        let (k, rest) = rest.split_at_mut(rows * key_dim);
+        let (v, rest) = rest.split_at_mut(rows * value_dim);
+        let mixed = &mut rest[..rows * value_dim];
+        work.convolve(sequence, start, head * key_dim, key_dim, q);
+        work.convolve(sequence, start, (x.key_heads + head) * key_dim, key_dim, k);
+        let scale = 1.0 / (key_dim as f32).sqrt();
+        for (vectors, scale) in [(&mut *q, scale), (&mut *k, 1.0)] {
+            for vector in vectors.chunks_exact_mut(key_dim) {
+                // SAFETY: the vector has `key_dim` floats.
+                let total = unsafe { squares::<L>(vector.as_ptr(), key_dim) };
+                let factor = scale / (total + L2_EPS).sqrt();
+                vector.iter_mut().for_each(|x| *x *= factor);
+            }
+        }
+        for value_head in head * repeats..(head + 1) * repeats {
+            let first = 2 * x.key_heads * key_dim + value_head * value_dim;
+            work.convolve(sequence, start, first, value_dim, v);
+            // SAFETY: value heads of a piece are its own.
+            unsafe { value_rows::<L>(work, [sequence, start, value_head], [q, k], v, mixed) };
         }
     }
-    for value_head in head * repeats..(head + 1) * repeats {
-        let first = 2 * x.key_heads * key_dim + value_head * value_dim;
-        let index = sequence * x.value_heads + value_head;
-        let size = value_dim * key_dim;
-        // SAFETY: channels, state, rows of y and writes are those of this head. The state has `size` floats.
+    // SAFETY: the channels are those of this piece.
+    unsafe {
+        work.write_tail(sequence, head * key_dim, key_dim);
+        work.write_tail(sequence, (x.key_heads + head) * key_dim, key_dim);
+        let first = 2 * x.key_heads * key_dim + head * repeats * value_dim;
+        work.write_tail(sequence, first, repeats * value_dim);
+    }
+}
+
+/// Runs the rows from `start` on through the state of a value head, whose q, k [T, D_k] and v [T, D_v] are given, and
+/// writes their results. `mixed` [T, D_v] is room.
+///
+/// # Safety
+/// The processor has the instruction set, and no other thread has this head of the sequence.
+#[inline(always)]
+unsafe fn value_rows<L: Lanes>(
+    work: &Work<'_>,
+    [sequence, start, head]: [usize; 3],
+    [q, k]: [&[f32]; 2],
+    v: &mut [f32],
+    mixed: &mut [f32],
+) {
+    let &Work { x, key_dim, value_dim, .. } = work;
+    let rows = v.len() / value_dim;
+    let mut gates = [[0.0; 3]; CHUNK];
+    for (t, gates) in gates[..rows].iter_mut().enumerate() {
+        *gates = work.gates(sequence * x.rows + start + t, head);
+    }
+    let index = sequence * x.value_heads + head;
+    let size = value_dim * key_dim;
+    let from = &x.states[sequence][head * size..(head + 1) * size];
+    for first in (0..value_dim).step_by(OUT) {
+        // SAFETY: four rows of the state, as D_v is a multiple of four, in the old state and in the new one, which is
+        // this head's own.
         unsafe {
-            work.convolve(sequence, first, value_dim, v);
-            let state = work.state.at(index * size);
-            state.copy_from_nonoverlapping(x.state[index * size..].as_ptr(), size);
-            for t in 0..rows {
-                let row = (sequence * rows + t) * x.value_heads + value_head;
-                let duration = x.a[row] + x.dt_bias[value_head];
-                let duration = duration.max(0.0) + exp(-duration.abs()).ln_1p();
-                let log_decay = -exp(x.a_log[value_head]) * duration;
-                let gates = [exp(log_decay), 1.0 / (1.0 + exp(-x.b[row]))];
-                let [q, k] = [&*q, &*k].map(|x| &x[t * key_dim..(t + 1) * key_dim]);
-                let v = &mut v[t * value_dim..(t + 1) * value_dim];
-                delta_rule::<L>(state, [q, k], v, mixed, gates);
-                if let Some([keys, corrections, log_decays]) = &work.writes {
-                    let at = index * rows + t;
-                    keys.at(at * key_dim).copy_from_nonoverlapping(k.as_ptr(), key_dim);
-                    corrections.at(at * value_dim).copy_from_nonoverlapping(v.as_ptr(), value_dim);
-                    *log_decays.at(at) = log_decay;
-                }
-                let total = squares::<L>(mixed.as_ptr(), value_dim);
-                let factor = 1.0 / (total / value_dim as f32 + x.eps).sqrt();
-                let y = std::slice::from_raw_parts_mut(work.y.at(row * value_dim), value_dim);
-                let gate = &x.z[row * value_dim..(row + 1) * value_dim];
-                for (((y, x), weight), z) in y.iter_mut().zip(&*mixed).zip(x.norm).zip(gate) {
-                    *y = x * factor * weight * silu(*z);
-                }
+            let state = work.state.at(index * size + first * key_dim);
+            let mut from = if start == 0 { from[first * key_dim..].as_ptr() } else { state };
+            for (t, [_, decay, strength]) in gates[..rows].iter().enumerate() {
+                let [q, k] = [q, k].map(|x| &x[t * key_dim..(t + 1) * key_dim]);
+                let at = t * value_dim + first;
+                let [v, mixed] = [&mut *v, &mut *mixed].map(|x| &mut x[at..at + OUT]);
+                delta_rule::<L>((from, state), [q, k], v, mixed, [*decay, *strength]);
+                from = state;
+            }
+        }
+    }
+    for (t, [log_decay, ..]) in gates[..rows].iter().enumerate() {
+        let row = (sequence * x.rows + start + t) * x.value_heads + head;
+        let [v, mixed] = [&*v, &*mixed].map(|x| &x[t * value_dim..(t + 1) * value_dim]);
+        // SAFETY: writes and rows of y are those of this head.
+        unsafe {
+            if let Some([keys, corrections, log_decays]) = &work.writes {
+                let (at, k) = (index * x.rows + start + t, &k[t * key_dim..]);
+                keys.at(at * key_dim).copy_from_nonoverlapping(k.as_ptr(), key_dim);
+                corrections.at(at * value_dim).copy_from_nonoverlapping(v.as_ptr(), value_dim);
+                *log_decays.at(at) = *log_decay;
+            }
+            let factor = rms_factor::<L>(mixed, x.eps);
+            let y = std::slice::from_raw_parts_mut(work.y.at(row * value_dim), value_dim);
+            let gate = &x.z[row * value_dim..(row + 1) * value_dim];
+            for (((y, x), weight), z) in y.iter_mut().zip(mixed).zip(x.norm).zip(gate) {
+                *y = x * factor * weight * silu(*z);
             }
         }
     }
 }
 
-/// One row: `state` [D_v, D_k] decays and is corrected towards `v` along k, `mixed` [D_v] is what q reads. `v` becomes
-/// the correction.
+/// One row and four rows of the state [4, D_k]: read at `from`, they decay, are corrected towards `v` along k, and are
+/// written at `to`. `mixed` is what q reads of the new ones; `v` becomes the correction.
 ///
 /// # Safety
-/// The processor has the instruction set. `state` is valid for D_v D_k floats, and dimensions are supported.
+/// The processor has the instruction set. `from` and `to` are the same or do not overlap, and are valid for 4 D_k floats;
+/// D_k is a multiple of the lanes, and `v` and `mixed` have four floats.
 #[inline(always)]
 unsafe fn delta_rule<L: Lanes>(
-    state: *mut f32,
+    (from, to): (*const f32, *mut f32),
     [q, k]: [&[f32]; 2],
     v: &mut [f32],
     mixed: &mut [f32],
     [decay, strength]: [f32; 2],
 ) {
     let width = k.len();
-    for first in (0..v.len()).step_by(OUT) {
-        // SAFETY: four rows of the state, as D_v is a multiple of four; vectors are whole, as D_k is a multiple of
-        // their lanes.
-        unsafe {
-            let rows: [*mut f32; OUT] = std::array::from_fn(|o| state.add((first + o) * width));
-            let mut sums = [L::zero(); OUT];
-            for i in (0..width).step_by(L::LANES) {
-                let k = L::load(k.as_ptr().add(i));
-                for (sum, row) in sums.iter_mut().zip(rows) {
-                    *sum = L::fma(L::load(row.add(i)), k, *sum);
-                }
+    // SAFETY: promised by the caller.
+    unsafe {
+        let from: [*const f32; OUT] = std::array::from_fn(|o| from.add(o * width));
+        let to: [*mut f32; OUT] = std::array::from_fn(|o| to.add(o * width));
+        let mut sums = [L::zero(); OUT];
+        for i in (0..width).step_by(L::LANES) {
+            let k = L::load(k.as_ptr().add(i));
+            for (sum, row) in sums.iter_mut().zip(from) {
+                *sum = L::fma(L::load(row.add(i)), k, *sum);
             }
-            let recalled = L::sum4(sums);
-            for (v, recalled) in v[first..first + OUT].iter_mut().zip(recalled) {
-                *v = strength * (*v - decay * recalled);
-            }
-            let corrections: [L::V; OUT] = std::array::from_fn(|o| L::splat(v[first + o]));
-            let decay = L::splat(decay);
-            let mut sums = [L::zero(); OUT];
-            for i in (0..width).step_by(L::LANES) {
-                let (k, q) = (L::load(k.as_ptr().add(i)), L::load(q.as_ptr().add(i)));
-                for ((sum, row), correction) in sums.iter_mut().zip(rows).zip(corrections) {
-                    let decayed = L::fma(L::load(row.add(i)), decay, L::zero());
-                    let next = L::fma(correction, k, decayed);
-                    L::store(row.add(i), next);
-                    *sum = L::fma(next, q, *sum);
-                }
-            }
-            mixed[first..first + OUT].copy_from_slice(&L::sum4(sums));
         }
+        let recalled = L::sum4(sums);
+        for (v, recalled) in v.iter_mut().zip(recalled) {
+            *v = strength * (*v - decay * recalled);
+        }
+        let corrections: [L::V; OUT] = std::array::from_fn(|o| L::splat(v[o]));
+        let decay = L::splat(decay);
+        let mut sums = [L::zero(); OUT];
+        for i in (0..width).step_by(L::LANES) {
+            let (k, q) = (L::load(k.as_ptr().add(i)), L::load(q.as_ptr().add(i)));
+            for (o, (sum, correction)) in sums.iter_mut().zip(corrections).enumerate() {
+                let decayed = L::fma(L::load(from[o].add(i)), decay, L::zero());
+                let next = L::fma(correction, k, decayed);
+                L::store(to[o].add(i), next);
+                *sum = L::fma(next, q, *sum);
+            }
+        }
+        mixed.copy_from_slice(&L::sum4(sums));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::numbers;
 
-    fn numbers(seed: u32, length: usize) -> Vec<f32> {
-        let mut x = seed.wrapping_mul(2_654_435_761) | 1;
-        let mut next = || {
-            x ^= x << 13;
-            x ^= x >> 17;
-            x ^= x << 5;
-            (x >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..length).map(|_| next()).collect()
-    }
+    /// Rows of each sequence: more than a chunk.
+    const ROWS: usize = 70;
 
     /// Two sequences of rows with two key heads, four value heads of 8 and keys of 16; every result.
     fn run(from: usize, rows: usize, tail: &[f32], state: &[f32]) -> Vec<Vec<f32>> {
         let (channels, values) = (2 * 2 * 16 + 4 * 8, 4 * 8);
-        // Rows `from..from + rows` of both sequences of 8 rows.
+        // Rows `from..from + rows` of both sequences.
         let part = |seed, width: usize| -> Vec<f32> {
-            let all = numbers(seed, 2 * 8 * width);
-            let own = |sequence: usize| &all[(sequence * 8 + from) * width..][..rows * width];
+            let all = numbers(seed, 2 * ROWS * width);
+            let own = |sequence: usize| &all[(sequence * ROWS + from) * width..][..rows * width];
             [own(0), own(1)].concat()
         };
         let (qkv, z, b, a) = (part(1, channels), part(2, values), part(3, 4), part(4, 4));
@@ -326,8 +371,8 @@ mod tests {
             z: &z,
             b: &b,
             a: &a,
-            tail,
-            state,
+            tails: &tail.chunks(tail.len() / 2).collect::<Vec<_>>(),
+            states: &state.chunks(state.len() / 2).collect::<Vec<_>>(),
             a_log: &a_log,
             dt_bias: &dt_bias,
             norm: &norm,
@@ -341,17 +386,17 @@ mod tests {
         results.to_vec()
     }
 
-    /// Eight rows at once, and one after another: the same bits, state and tail included.
+    /// All rows at once, and one after another: the same bits, state and tail included.
     #[test]
     fn rows_together_equal_rows_alone() {
         let (tail, state) = (numbers(20, 2 * 3 * 96), numbers(21, 2 * 4 * 8 * 16));
-        let together = run(0, 8, &tail, &state);
+        let together = run(0, ROWS, &tail, &state);
         assert!(together.iter().flatten().all(|x| x.is_finite()));
         let (mut tail, mut state) = (tail, state);
-        for row in 0..8 {
+        for row in 0..ROWS {
             let alone = run(row, 1, &tail, &state);
             for sequence in 0..2 {
-                let own = &together[0][(sequence * 8 + row) * 32..][..32];
+                let own = &together[0][(sequence * ROWS + row) * 32..][..32];
                 assert_eq!(own, &alone[0][sequence * 32..][..32], "row {row}");
             }
             (state, tail) = (alone[1].clone(), alone[2].clone());

@@ -1,6 +1,6 @@
 //! Kernels for CPUs, exact in f32: products of rows with packed matrices (MLX's affine quantization in 4 and 8 bits), the
-//! gated delta rule of a few rows, SwiGLU and RMS norm, which are dozens of operations with a pass over memory each
-//! otherwise.
+//! gated delta rule and the attention of a few rows, SwiGLU and RMS norm, which are dozens of operations with a pass over
+//! memory each otherwise.
 //!
 //! The matrix stays packed: it is read once a product, and its elements exist as f32 in registers, or in a
 //! panel that fits the first-level cache. AVX-512, AVX2 and NEON are chosen when the program runs; other
@@ -27,6 +27,7 @@
 //!
 //! A matrix of f32 that fits the second-level cache (384 x 384) is faster in OpenBLAS, but a model's do not stay there.
 
+mod attention;
 mod elementwise;
 mod float;
 mod gated_delta;
@@ -35,9 +36,23 @@ mod lanes;
 mod pool;
 mod product;
 
+pub use attention::{Attention, Norm, Rotation, Sequence, attention};
 pub use elementwise::{rms_norm, swiglu};
 pub use float::{Floats, FloatsMut};
 pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
 pub use lanes::Isa;
 pub use pool::{max_threads, set_threads, threads};
 pub use product::{Error, Packed, product, product_with};
+
+/// Numbers from -1 to 1, the same for the same seed.
+#[cfg(test)]
+fn numbers(seed: u32, length: usize) -> Vec<f32> {
+    let mut x = seed.wrapping_mul(2_654_435_761) | 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 17;
+        x ^= x << 5;
+        (x >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..length).map(|_| next()).collect()
+}

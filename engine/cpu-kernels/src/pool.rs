@@ -23,6 +23,9 @@ const SPIN: Duration = Duration::from_micros(20);
 /// Times that the caller looks whether the others have finished before it offers its core.
 const LOOKS: usize = 2_000;
 
+/// Products of elements from which [`run_if_large`] divides the work between threads.
+const SHARED: usize = 1 << 15;
+
 /// The number of threads of each further product.
 static THREADS: AtomicUsize = AtomicUsize::new(usize::MAX);
 
@@ -95,6 +98,11 @@ pub fn run(pieces: usize, run: &(dyn Fn(usize) + Sync)) {
         return pool.run(pieces, threads - 1, run);
     }
     (0..pieces).for_each(run);
+}
+
+/// As [`run`], on one thread if the work has few products of elements: waking others would take longer.
+pub fn run_if_large(products: usize, pieces: usize, piece: &(dyn Fn(usize) + Sync)) {
+    if products < SHARED { (0..pieces).for_each(piece) } else { run(pieces, piece) }
 }
 
 fn pool() -> Option<&'static Pool> {

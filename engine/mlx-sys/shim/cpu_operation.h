@@ -4,7 +4,6 @@
 
 #pragma once
 
-#include <array>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -31,12 +30,12 @@ typedef void (*steersman_function)(const steersman_view* views, size_t count, co
 
 namespace steersman {
 
-using Parameters = std::array<int32_t, 4>;
+using Parameters = std::vector<int32_t>;
 
 class CpuOperation : public mlx::core::Primitive {
  public:
   CpuOperation(mlx::core::Stream stream, steersman_function function, Parameters parameters)
-      : Primitive(stream), function_(function), parameters_(parameters) {}
+      : Primitive(stream), function_(function), parameters_(std::move(parameters)) {}
 
   void eval_cpu(
       const std::vector<mlx::core::array>& inputs, std::vector<mlx::core::array>& outputs) override {
@@ -94,20 +93,20 @@ extern "C" int steersman_cpu_operation(
     mlx_dtype dtype,
     steersman_function function,
     const int32_t* parameters,
+    size_t parameter_count,
     const mlx_stream stream) {
   try {
     std::vector<mlx::core::array> arrays;
     for (size_t i = 0; i < count; i++) {
       arrays.push_back(mlx_array_get_(inputs[i]));
     }
-    steersman::Parameters copy;
-    std::copy(parameters, parameters + copy.size(), copy.begin());
+    steersman::Parameters copy(parameters, parameters + parameter_count);
     std::vector<mlx::core::Shape> sizes;
     for (size_t i = 0; i < results; i++) {
       sizes.emplace_back(shapes, shapes + dimensions[i]);
       shapes += dimensions[i];
     }
-    auto primitive = std::make_shared<steersman::CpuOperation>(mlx_stream_get_(stream), function, copy);
+    auto primitive = std::make_shared<steersman::CpuOperation>(mlx_stream_get_(stream), function, std::move(copy));
     std::vector<mlx::core::Dtype> types(results, mlx_dtype_to_cpp(dtype));
     auto outputs = mlx::core::array::make_arrays(std::move(sizes), types, primitive, arrays);
     for (size_t i = 0; i < results; i++) {

@@ -61,6 +61,7 @@ unsafe extern "C" {
         dtype: mlx_dtype,
         function: CpuFunction,
         parameters: *const i32,
+        parameter_count: usize,
         stream: mlx_stream,
     ) -> c_int;
     fn steersman_cuda_kernel(
@@ -107,7 +108,7 @@ pub unsafe fn cpu_operation(
     shapes: &[&[i32]],
     dtype: mlx_dtype,
     function: CpuFunction,
-    parameters: [i32; 4],
+    parameters: &[i32],
     stream: mlx_stream,
 ) -> c_int {
     let dimensions: Vec<usize> = shapes.iter().map(|shape| shape.len()).collect();
@@ -124,6 +125,7 @@ pub unsafe fn cpu_operation(
             dtype,
             function,
             parameters.as_ptr(),
+            parameters.len(),
             stream,
         )
     }

@@ -39,6 +39,21 @@ impl Element {
         Ok(self.batch.try_index(self.index..self.index + 1)?)
     }
 
+    /// The batches in which `elements` lie, each once, and for each element which of them and its index there.
+    pub fn batches<'a>(elements: &[&'a Self]) -> (Vec<&'a Array>, Vec<[usize; 2]>) {
+        let mut batches: Vec<&Rc<Array>> = Vec::new();
+        let mut places = Vec::with_capacity(elements.len());
+        for element in elements {
+            let known = batches.iter().position(|batch| Rc::ptr_eq(batch, &element.batch));
+            let batch = known.unwrap_or_else(|| {
+                batches.push(&element.batch);
+                batches.len() - 1
+            });
+            places.push([batch, element.index as usize]);
+        }
+        (batches.into_iter().map(|batch| &**batch).collect(), places)
+    }
+
     /// Dimensions of the element, the first of which is 1.
     pub fn shape(&self) -> Vec<i32> {
         let mut shape = self.batch.shape().to_vec();

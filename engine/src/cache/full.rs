@@ -56,14 +56,15 @@ impl Full {
         Ok(())
     }
 
-    /// The buffer, with room for `rows` rows of `dtype` that a kernel writes in place; [`Full::wrote`] counts them.
-    pub fn reserve(&mut self, rows: i32, dtype: Dtype) -> Result<&Array> {
+    /// The buffer, with room for `rows` rows of `dtype` that a kernel writes in place; [`Full::wrote`] counts them. The
+    /// array that the newest rows are written with must be evaluated before the kernel.
+    pub fn reserve(&mut self, rows: i32, dtype: Dtype) -> Result<(&Array, Option<&Array>)> {
         if !self.kv.has_own_room(self.len, rows) {
             self.queue_writes()?;
             let like = zeros_dtype(&[1, 2 * self.heads, 1, self.head_dim], dtype)?;
             self.kv.reserve(&like, self.len, rows)?;
         }
-        Ok(self.kv.buffer())
+        Ok((self.kv.buffer(), self.written_with.as_ref()))
     }
 
     /// Counts `rows` rows that the kernel writes which computes `with`.

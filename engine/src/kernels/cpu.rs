@@ -4,9 +4,11 @@
 
 #![allow(unsafe_code, reason = "defines operations of MLX through mlx-sys")]
 
+mod heads;
 mod layers;
 mod product;
 
+pub use heads::{has_heads, heads};
 pub use layers::{gated_delta, rms_norm, swiglu};
 pub use product::{product, supports};
 /// Sets the number of threads of each further kernel.
@@ -39,7 +41,7 @@ unsafe fn run<const N: usize>(
     shapes: [&[i32]; N],
     dtype: Dtype,
     function: CpuFunction,
-    parameters: [i32; 4],
+    parameters: &[i32],
 ) -> Result<[Array; N]> {
     let inputs: Vec<mlx_array> = inputs.iter().map(|input| input.as_ptr()).collect();
     let stream = Stream::thread_local_or_default();

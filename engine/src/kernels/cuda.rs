@@ -14,9 +14,9 @@ mod heads;
 mod kernel;
 mod tiled;
 
-pub use attention::{AttentionSpan, Gates, ROWS, SPANS, attention};
+pub use attention::{AttentionSpan, ROWS, SPANS, attention};
 pub use gated_delta::gated_delta;
-pub use heads::{Destination, has_heads_kernel, heads};
+pub use heads::{attend_heads, has_heads};
 pub use kernel::{keep_in, prepare};
 pub use tiled::Tiled;
 

@@ -6,12 +6,14 @@
 
 pub mod cpu;
 pub mod cuda;
+#[cfg(test)]
+mod tests;
 
 use mlx_rs::Array;
 
-use crate::cache::Writes;
+use crate::cache::{Element, Span, Writes};
 use crate::error::Result;
-use crate::nn::{GatedDelta, Outputs};
+use crate::nn::{GatedDelta, Heads, Outputs};
 
 /// Rows of a GatedDeltaNet layer, by a kernel or by operations.
 pub struct GatedDeltaRows {
@@ -25,16 +27,68 @@ pub struct GatedDeltaRows {
     pub writes: Option<Writes>,
 }
 
-/// Runs the rows `x` of a batch after `state` f32 [B, H_v, D_v, D_k] and `tail` [B, K - 1, C]. `record` asks for what they
-/// write. `None` if there is no kernel for the layer and the device.
+/// Runs the rows `x` of a batch after the state f32 [H_v, D_v, D_k] and the tail [K - 1, C] of each sequence. `record` asks
+/// for what they write. `None` if there is no kernel for the layer and the device.
 pub fn gated_delta(
     layer: &GatedDelta,
     x: &Outputs<4>,
-    before: [&Array; 2],
+    before: [&[&Element]; 2],
     record: bool,
 ) -> Result<Option<GatedDeltaRows>> {
     match cpu::gated_delta(layer, x, before, record) {
         Some(rows) => rows.map(Some),
         None => cuda::gated_delta(layer, x, before, record),
+    }
+}
+
+/// A span's rows, and where their keys and values go.
+#[derive(Debug, Clone, Copy)]
+pub struct Destination<'a> {
+    /// Number of rows.
+    pub rows: i32,
+    /// Position of the first.
+    pub position: i32,
+    /// Place of the first in the buffer.
+    pub place: i32,
+    /// Keys and then values, [1, 2 H_kv, capacity, D]; nothing else may hold it.
+    pub buffer: &'a Array,
+    /// What must be evaluated before the kernel reads the buffer: it writes the rows before these.
+    pub after: Option<&'a Array>,
+}
+
+impl Destination<'_> {
+    /// Keys up to the last row.
+    pub fn keys(&self) -> i32 {
+        self.place + self.rows
+    }
+}
+
+/// Attention of the rows of spans.
+pub struct HeadsRows {
+    /// [1, R, H_q D]
+    pub mixed: Array,
+    /// Keys and values are written when it is evaluated.
+    pub written_with: Array,
+}
+
+/// Whether there is a kernel for these heads and the rows of `spans`.
+pub fn has_heads(heads: &Heads<'_>, projected: &Outputs<3>, spans: &[Span<'_>]) -> bool {
+    cpu::has_heads(heads, projected) || cuda::has_heads(heads, spans)
+}
+
+/// Writes keys and values of all rows to `destinations`, and returns the attention of their queries, times the sigmoid of
+/// their gates. [`has_heads`] must be true.
+pub fn heads(
+    heads: &Heads<'_>,
+    projected: &Outputs<3>,
+    scale: f32,
+    destinations: &[Destination<'_>],
+) -> Result<HeadsRows> {
+    match projected {
+        Outputs::Apart(parts) if !cuda::is_enabled() => {
+            let mixed = cpu::heads(heads, parts, scale, destinations)?;
+            Ok(HeadsRows { written_with: mixed.clone(), mixed })
+        }
+        _ => cuda::attend_heads(heads, projected, scale, destinations),
     }
 }

@@ -90,7 +90,7 @@ fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
     span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
 }
 
-pub(super) fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
+fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
     let LayerCache::Full(full) = &span.cache.layers[layer] else {
         unreachable!("checked by `has_few_rows`")
     };

@@ -116,13 +116,17 @@ impl GatedDelta {
 
     /// Runs the rows `x` of a batch of B spans with the same number of rows: [B, T, H_v D_v].
     fn run(&self, x: &Outputs<4>, caches: &mut [&mut Recurrent]) -> Result<Array> {
-        let state = Element::stack(caches.iter().map(|cache| cache.state().0))?;
-        let tail = Element::stack(caches.iter().map(|cache| cache.state().1))?;
+        let (states, tails): (Vec<&Element>, Vec<&Element>) =
+            caches.iter().map(|cache| cache.state()).unzip();
         let record = caches.iter().any(|cache| cache.has_draft_mark());
-        let by_kernel = kernels::gated_delta(self, x, [&state, &tail], record)?;
+        let by_kernel = kernels::gated_delta(self, x, [&states, &tails], record)?;
         let GatedDeltaRows { y, state, tail, writes } = match by_kernel {
             Some(rows) => rows,
-            None => self.run_operations(&self.parts(x)?, state, &tail)?,
+            None => {
+                let state = Element::stack(states.into_iter())?;
+                let tail = Element::stack(tails.into_iter())?;
+                self.run_operations(&self.parts(x)?, state, &tail)?
+            }
         };
         if let Some(writes) = writes.filter(|_| record) {
             let qkv = self.parts(x)?.qkv;

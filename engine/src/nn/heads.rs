@@ -2,11 +2,10 @@
 
 use mlx_rs::Array;
 
-use super::attention::kernel_span;
 use super::{Joined, Outputs, RmsNorm, Rope, Scores, attention, sigmoid_gated};
-use crate::cache::{LayerCache, Span};
+use crate::cache::{Full, LayerCache, Span};
 use crate::error::Result;
-use crate::kernels::cuda::{self, Destination, Gates};
+use crate::kernels::{self, Destination, HeadsRows};
 
 /// Heads of a layer, and what happens to them between projection and attention.
 #[derive(Debug, Clone, Copy)]
@@ -40,8 +39,8 @@ impl Heads<'_> {
         spans: &mut [Span<'_>],
         layer: usize,
     ) -> Result<Array> {
-        if self.has_kernels(scores, spans, layer) {
-            return self.attend_by_kernels(&projected, scores, spans, layer);
+        if self.has_kernel(&projected, scores, spans, layer) {
+            return self.attend_by_kernel(&projected, scores.scale, spans, layer);
         }
         let &Self { heads: h, kv_heads: h_kv, head_dim: d, .. } = self;
         let [mut q, k, v] = projections.split(projected)?;
@@ -71,49 +70,54 @@ impl Heads<'_> {
         }
     }
 
-    /// Whether kernels compute the whole: spans of a few rows with caches of all positions.
-    fn has_kernels(&self, scores: &Scores, spans: &[Span<'_>], layer: usize) -> bool {
-        let fits = |span: &Span<'_>| {
-            span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
-        };
-        cuda::has_heads_kernel(self)
-            && (scores.softcap.is_none(), scores.sinks.is_none()) == (true, true)
-            && self.heads % self.kv_heads == 0
-            && spans.len() <= cuda::SPANS
-            && spans.iter().all(fits)
-    }
-
-    fn attend_by_kernels(
+    /// Whether a kernel computes the whole: all spans have caches of all positions.
+    fn has_kernel(
         &self,
         projected: &Outputs<3>,
         scores: &Scores,
+        spans: &[Span<'_>],
+        layer: usize,
+    ) -> bool {
+        let is_full = |span: &Span<'_>| matches!(span.cache.layers[layer], LayerCache::Full(_));
+        scores.softcap.is_none()
+            && scores.sinks.is_none()
+            && self.heads % self.kv_heads == 0
+            && spans.iter().all(is_full)
+            && kernels::has_heads(self, projected, spans)
+    }
+
+    fn attend_by_kernel(
+        &self,
+        projected: &Outputs<3>,
+        scale: f32,
         spans: &mut [Span<'_>],
         layer: usize,
     ) -> Result<Array> {
-        let first = match projected {
-            Outputs::Joined(all) => all,
-            Outputs::Apart([q, ..]) => q,
+        let dtype = match projected {
+            Outputs::Joined(first) | Outputs::Apart([first, ..]) => first.dtype(),
         };
         let mut destinations = Vec::with_capacity(spans.len());
         for span in &mut *spans {
             let (rows, position) = (span.rows, span.offset());
-            let LayerCache::Full(full) = &mut span.cache.layers[layer] else {
-                unreachable!("checked by `has_kernels`")
-            };
+            let full = full(span, layer);
             let place = full.len();
-            let buffer = full.reserve(rows, first.dtype())?;
-            destinations.push(Destination { rows, position, place, buffer });
+            let (buffer, after) = full.reserve(rows, dtype)?;
+            destinations.push(Destination { rows, position, place, buffer, after });
         }
-        let q = cuda::heads(self, projected, &destinations)?;
+        let HeadsRows { mixed, written_with } =
+            kernels::heads(self, projected, scale, &destinations)?;
         for span in &mut *spans {
             let rows = span.rows;
-            if let LayerCache::Full(full) = &mut span.cache.layers[layer] {
-                full.wrote(rows, q.clone());
-            }
+            full(span, layer).wrote(rows, written_with.clone());
         }
-        let spans: Vec<_> = spans.iter().map(|span| kernel_span(span, layer)).collect();
-        let gates = self.gated.then_some(Gates(first));
-        let mixed = cuda::attention(&q, scores.scale, &spans, gates)?;
-        Ok(mixed.expect("checked by `has_kernels`"))
+        Ok(mixed)
+    }
+}
+
+/// The cache of a layer for which [`Heads::has_kernel`] is true.
+fn full<'a>(span: &'a mut Span<'_>, layer: usize) -> &'a mut Full {
+    match &mut span.cache.layers[layer] {
+        LayerCache::Full(full) => full,
+        _ => unreachable!("checked by `has_kernel`"),
     }
 }

@@ -8,8 +8,10 @@
 //! Source: `llama3` from Llama 3.1's reference code, `yarn` from arXiv:2309.00071, `longrope` from
 //! arXiv:2402.13753; as in `transformers` `modeling_rope_utils.py` and mlx-lm `models/rope_utils.py`.
 
+use std::cell::OnceCell;
 use std::f64::consts::TAU;
 
+use mlx_rs::ops::{arange, exp};
 use mlx_rs::{Array, fast};
 use serde::Deserialize;
 
@@ -29,12 +31,22 @@ pub struct Rope {
     wavelengths: Option<Array>,
     /// f32 [D]: factors of a head's dimensions before the rotation, if not all are 1.
     magnitudes: Option<Array>,
+    /// See [`Rope::frequencies`].
+    frequencies: OnceCell<Array>,
 }
 
 impl Rope {
     /// Rotates the first `dims` dimensions of a head; frequencies are the powers of `theta`.
     pub fn new(dims: i32, theta: f32) -> Self {
-        Self { dims, theta, traditional: false, scale: 1.0, wavelengths: None, magnitudes: None }
+        Self {
+            dims,
+            theta,
+            traditional: false,
+            scale: 1.0,
+            wavelengths: None,
+            magnitudes: None,
+            frequencies: OnceCell::new(),
+        }
     }
 
     /// Whether dimension `i` is paired with `i + dims / 2`, and nothing else changes.
@@ -60,6 +72,23 @@ impl Rope {
     /// f32 [dims / 2]: positions per radian, if they are not the powers of the base.
     pub fn wavelengths(&self) -> Option<&Array> {
         self.wavelengths.as_ref()
+    }
+
+    /// f32 [dims / 2]: radians a position, rounded as MLX does in its rotation.
+    pub fn frequencies(&self) -> Result<&Array> {
+        if self.frequencies.get().is_none() {
+            let frequencies = match &self.wavelengths {
+                Some(wavelengths) => wavelengths.reciprocal()?,
+                None => {
+                    let half = self.dims / 2;
+                    let step = Array::from_f32(self.theta.ln() / half as f32);
+                    exp(arange::<_, f32>(0, -half, -1)?.multiply(step)?)?
+                }
+            };
+            // Set by this thread only.
+            let _ = self.frequencies.set(frequencies);
+        }
+        Ok(self.frequencies.get().expect("just set"))
     }
 
     /// Rotates the rows `x` [1, R, H, D] of `spans`, each by its own position; same shape back.

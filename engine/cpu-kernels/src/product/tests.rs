@@ -1,16 +1,7 @@
 //! Tests of products with every instruction set of this processor.
 
 use super::*;
-
-/// Numbers from -1 to 1, the same for the same seed.
-fn numbers(seed: u32, count: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
-    let next = |_| {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..count).map(next).collect()
-}
+use crate::numbers;
 
 /// A matrix that owns its numbers.
 struct Matrix {

@@ -1,20 +1,17 @@
-//! Layers between products, in f32: GatedDeltaNet for a few rows, SwiGLU and RMS norm.
+//! Layers between products, in f32: GatedDeltaNet, SwiGLU and RMS norm.
 
 use mlx_rs::{Array, Dtype};
 use mlx_sys::View;
 use steersman_cpu_kernels::{self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites};
 
 use super::{ENABLED, elements, run, shape, slice_mut};
-use crate::cache::Writes;
+use crate::cache::{Element, Writes};
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
 use crate::nn::{self, Outputs, Projected, RmsNorm};
 
-/// Most rows of a sequence: more are computed as products of matrices.
-const ROWS: i32 = 8;
-
 /// Whether the kernels are enabled, and all `arrays` are f32.
-fn fits<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> bool {
+pub(super) fn fits<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> bool {
     ENABLED.get() && arrays.into_iter().all(|array| array.dtype() == Dtype::Float32)
 }
 
@@ -24,7 +21,7 @@ pub fn swiglu(gate: &Array, up: &Array) -> Option<Result<Array>> {
         return None;
     }
     // SAFETY: `swiglu_of` computes one output from two inputs of its shape.
-    let y = unsafe { run(&[gate, up], [gate.shape()], Dtype::Float32, swiglu_of, [0; 4]) };
+    let y = unsafe { run(&[gate, up], [gate.shape()], Dtype::Float32, swiglu_of, &[]) };
     Some(y.map(|[y]| y))
 }
 
@@ -47,9 +44,9 @@ pub fn rms_norm(x: &Array, norm: &RmsNorm) -> Option<Result<Array>> {
     if !fits([x, weight]) || x.shape().last() != weight.shape().last() || weight.ndim() != 1 {
         return None;
     }
-    let parameters = [eps.to_bits().cast_signed(), 0, 0, 0];
+    let parameters = [eps.to_bits().cast_signed()];
     // SAFETY: `norm_of` computes one output of x's shape from these inputs.
-    let y = unsafe { run(&[x, weight], [x.shape()], Dtype::Float32, norm_of, parameters) };
+    let y = unsafe { run(&[x, weight], [x.shape()], Dtype::Float32, norm_of, &parameters) };
     Some(y.map(|[y]| y))
 }
 
@@ -67,13 +64,13 @@ unsafe extern "C" fn norm_of(views: *const View, count: usize, parameters: *cons
     }
 }
 
-/// The rows `x` of a batch after `state` and `tail`; see [`GatedDeltaRows`]. Rows run one after another, so their bits
-/// do not depend on how many there are. `record` asks for what they write. `None` if there is no kernel for the types
-/// or dimensions, or if there are more than [`ROWS`] rows.
+/// The rows `x` of a batch after the state and the tail of each sequence; see [`GatedDeltaRows`]. Rows run one after
+/// another, so their bits do not depend on how many there are. `record` asks for what they write. `None` if there is no
+/// kernel for the types or dimensions.
 pub fn gated_delta(
     layer: &nn::GatedDelta,
     x: &Outputs<4>,
-    [state, tail]: [&Array; 2],
+    before: [&[&Element]; 2],
     record: bool,
 ) -> Option<Result<GatedDeltaRows>> {
     if !ENABLED.get() {
@@ -85,37 +82,47 @@ pub fn gated_delta(
     };
     let [batch, rows] = [qkv.dim(0), qkv.dim(1)];
     let &nn::GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
-    let mut inputs = vec![&qkv, &z, &b, &a, tail, state, &layer.a_log, &layer.dt_bias];
-    inputs.push(&layer.norm.weight);
+    // Read where they lie: stacking copies the states of all sequences whenever one joins or leaves.
+    let [(states, state_places), (tails, tail_places)] = before.map(Element::batches);
+    let mut inputs = vec![&qkv, &z, &b, &a, &layer.a_log, &layer.dt_bias, &layer.norm.weight];
     inputs.extend(&layer.conv1d);
+    inputs.extend(&states);
+    inputs.extend(&tails);
     let supported = GatedDelta::supports(size(key_dim), size(value_dim));
-    if rows > ROWS || !supported || !fits(inputs.iter().copied()) {
+    if !supported || !fits(inputs.iter().copied()) {
         return None;
     }
-    let parameters = [key_heads, value_heads, layer.norm.eps.to_bits().cast_signed(), 0];
+    let eps = layer.norm.eps.to_bits().cast_signed();
+    let number = |size: usize| i32::try_from(size).expect("a pass has fewer arrays than 2^31");
+    let counts = [layer.conv1d.len(), states.len(), tails.len()].map(number);
+    let mut parameters = vec![key_heads, value_heads, eps];
+    parameters.extend(counts);
+    let places = state_places.iter().zip(&tail_places).flat_map(|(state, tail)| [state, tail]);
+    parameters.extend(places.flatten().map(|place| number(*place)));
     let [shape_k, shape_v] = [key_dim, value_dim].map(|width| [batch, value_heads, rows, width]);
     let (y, decays) = ([batch, rows, value_heads * value_dim], [batch, value_heads, rows]);
+    let [mut state, mut tail] = [states[0], tails[0]].map(|batch| batch.shape().to_vec());
+    (state[0], tail[0]) = (batch, batch);
     let dtype = Dtype::Float32;
     // SAFETY: `delta_of` computes three or six outputs of these shapes from these inputs.
     let results = unsafe {
         if record {
-            let shapes = [&y, state.shape(), tail.shape(), &shape_k, &shape_v, &decays];
-            run(&inputs, shapes, dtype, delta_of, parameters).map(
+            let shapes = [&y, &*state, &tail, &shape_k, &shape_v, &decays];
+            run(&inputs, shapes, dtype, delta_of, &parameters).map(
                 |[y, state, tail, k, correction, log_decay]| {
                     let writes = Some(Writes { k, correction, log_decay });
                     GatedDeltaRows { y, state, tail, writes }
                 },
             )
         } else {
-            let shapes = [&y, state.shape(), tail.shape()];
-            run(&inputs, shapes, dtype, delta_of, parameters)
+            run(&inputs, [&y, &*state, &tail], dtype, delta_of, &parameters)
                 .map(|[y, state, tail]| GatedDeltaRows { y, state, tail, writes: None })
         }
     };
     Some(results)
 }
 
-fn size(number: i32) -> usize {
+pub(super) fn size(number: i32) -> usize {
     usize::try_from(number).unwrap_or(0)
 }
 
@@ -125,31 +132,19 @@ unsafe extern "C" fn delta_of(views: *const View, count: usize, parameters: *con
     // SAFETY: promised by the caller. The outputs are new arrays that nothing else refers to.
     unsafe {
         let views = std::slice::from_raw_parts(views, count);
-        let parameters = std::slice::from_raw_parts(parameters, 4);
-        let [qkv, z, b, a, tail, state, a_log, dt_bias, norm, rest @ ..] = views else {
-            unreachable!("made with nine inputs and the taps");
+        let [qkv, z, b, a, a_log, dt_bias, norm, rest @ ..] = views else {
+            unreachable!("made with seven inputs, the taps, states and tails");
         };
-        // [B, K - 1, C]
-        let (taps, outputs) = rest.split_at(shape(tail)[1] + 1);
+        let [batch, rows] = [0, 1].map(|dimension| shape(qkv)[dimension]);
+        let parameters = std::slice::from_raw_parts(parameters, 6 + 4 * batch);
+        let (fixed, places) = parameters.split_at(6);
+        let (taps, rest) = rest.split_at(size(fixed[3]));
+        let (states, rest) = rest.split_at(size(fixed[4]));
+        let (tails, outputs) = rest.split_at(size(fixed[5]));
         let floats = |view| elements::<f32>(view);
-        let taps: Vec<_> = taps.iter().map(floats).collect();
+        let [taps, states, tails]: [Vec<_>; 3] =
+            [taps, states, tails].map(|views| views.iter().map(floats).collect());
         let taps: Vec<&[f32]> = taps.iter().map(|tap| &**tap).collect();
-        let x = GatedDelta {
-            key_heads: size(parameters[0]),
-            value_heads: size(parameters[1]),
-            rows: shape(qkv)[1],
-            eps: f32::from_bits(parameters[2].cast_unsigned()),
-            qkv: &floats(qkv),
-            z: &floats(z),
-            b: &floats(b),
-            a: &floats(a),
-            tail: &floats(tail),
-            state: &floats(state),
-            a_log: &floats(a_log),
-            dt_bias: &floats(dt_bias),
-            norm: &floats(norm),
-            taps: &taps,
-        };
         let mut outputs =
             outputs.iter().map(|view| slice_mut(view, shape(view).iter().product::<usize>()));
         let mut next = || outputs.next();
@@ -161,6 +156,29 @@ unsafe extern "C" fn delta_of(views: *const View, count: usize, parameters: *con
                 Some(GatedDeltaWrites { k, correction, log_decay })
             }
             _ => None,
+        };
+        let [state_size, tail_size] = [state.len(), tail.len()].map(|length| length / batch);
+        let (mut own_states, mut own_tails) = (Vec::new(), Vec::new());
+        for place in places.chunks_exact(4) {
+            let [state, i, tail, j] = [0, 1, 2, 3].map(|n| size(place[n]));
+            own_states.push(&states[state][i * state_size..(i + 1) * state_size]);
+            own_tails.push(&tails[tail][j * tail_size..(j + 1) * tail_size]);
+        }
+        let x = GatedDelta {
+            key_heads: size(fixed[0]),
+            value_heads: size(fixed[1]),
+            rows,
+            eps: f32::from_bits(fixed[2].cast_unsigned()),
+            qkv: &floats(qkv),
+            z: &floats(z),
+            b: &floats(b),
+            a: &floats(a),
+            tails: &own_tails,
+            states: &own_states,
+            a_log: &floats(a_log),
+            dt_bias: &floats(dt_bias),
+            norm: &floats(norm),
+            taps: &taps,
         };
         kernels::gated_delta(&x, &mut GatedDeltaResults { y, state, tail, writes });
     }
@@ -254,7 +272,7 @@ mod tests {
                 key_dim,
                 value_dim,
             };
-            for passes in [&[1, 2][..], &[3, 1, 8, 2], &[20, 1, 5]] {
+            for passes in [&[1, 2][..], &[3, 1, 8, 2], &[20, 1, 5], &[130, 3]] {
                 let case = format!("{key_heads} {key_dim} {taps} {passes:?}");
                 assert_near(both(|| run_delta(&layer, passes)), 1e-5, &case);
             }

@@ -42,9 +42,9 @@ pub fn product(x: &Array, matrix: &Packed) -> Option<Result<Array>> {
     let mut shape = x.shape().to_vec();
     *shape.last_mut()? = matrix.weight.dim(0);
     let inputs = [x, &matrix.weight, &matrix.scales, biases];
-    let parameters = [quantization.bits, quantization.group_size, 0, 0];
+    let parameters = [quantization.bits, quantization.group_size];
     // SAFETY: `multiply` computes one output from four such inputs.
-    Some(unsafe { run(&inputs, [&shape], x.dtype(), multiply, parameters) }.map(|[y]| y))
+    Some(unsafe { run(&inputs, [&shape], x.dtype(), multiply, &parameters) }.map(|[y]| y))
 }
 
 /// Runs on the thread of MLX's stream.

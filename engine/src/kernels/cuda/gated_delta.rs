@@ -1,9 +1,9 @@
 //! A GatedDeltaNet layer from its projections to the gated norm, in one kernel.
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::{Kernel, Launch, is_enabled};
-use crate::cache::Writes;
+use crate::cache::{Element, Writes};
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
 use crate::nn::{GatedDelta, Outputs};
@@ -40,13 +40,13 @@ const LANES: i32 = 32;
 /// Most elements of a state that a thread holds without spilling registers.
 const ELEMENTS: i32 = 64;
 
-/// Runs the rows `x` of a batch after `state` f32 [B, H_v, D_v, D_k] and `tail` [B, K - 1, C]. Rows run one after
+/// Runs the rows `x` of a batch after the state and the tail of each sequence. Rows run one after
 /// another: their bits do not depend on how many there are. `record` asks for what they write. `None` if there
 /// is no kernel for the layer.
 pub fn gated_delta(
     layer: &GatedDelta,
     x: &Outputs<4>,
-    [state, tail]: [&Array; 2],
+    before: [&[&Element]; 2],
     record: bool,
 ) -> Result<Option<GatedDeltaRows>> {
     let &GatedDelta { key_heads, value_heads, key_dim, value_dim, .. } = layer;
@@ -62,6 +62,8 @@ pub fn gated_delta(
         Outputs::Joined(all) => ([all; 4], 1),
         Outputs::Apart(parts) => (parts.each_ref(), 0),
     };
+    let [state, tail] = before.map(|elements| Element::stack(elements.iter().copied()));
+    let (state, tail) = (state?, tail?);
     let [batch, rows, values] = [qkv.dim(0), qkv.dim(1), value_heads * value_dim];
     let dtype = qkv.dtype();
     let [shape_k, shape_v] = [key_dim, value_dim].map(|width| [batch, value_heads, rows, width]);
@@ -80,8 +82,8 @@ pub fn gated_delta(
             z,
             b,
             a,
-            tail,
-            state,
+            &tail,
+            &state,
             &layer.a_log,
             &layer.dt_bias,
             &layer.norm.weight,

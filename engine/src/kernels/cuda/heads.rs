@@ -2,9 +2,11 @@
 
 use mlx_rs::{Array, Dtype};
 
-use super::attention::{SPANS, buffers_text, padded};
+use super::attention::{AttentionSpan, Gates, ROWS, SPANS, attention, buffers_text, padded};
 use super::{Kernel, Launch, is_enabled};
+use crate::cache::Span;
 use crate::error::Result;
+use crate::kernels::{Destination, HeadsRows};
 use crate::nn::{Heads, Outputs};
 
 const INPUTS: &[&str] = &[
@@ -52,20 +54,8 @@ const INPUTS: &[&str] = &[
 /// Inputs before the buffers.
 const FIXED: usize = 7;
 
-/// A span's rows, and where their keys and values go.
-pub struct Destination<'a> {
-    /// Number of rows.
-    pub rows: i32,
-    /// Position of the first.
-    pub position: i32,
-    /// Place of the first in the buffer.
-    pub place: i32,
-    /// [1, 2 H_kv, capacity, D]; nothing else may hold it.
-    pub buffer: &'a Array,
-}
-
-/// Whether there is a kernel for these heads.
-pub fn has_heads_kernel(heads: &Heads<'_>) -> bool {
+/// Whether there is a kernel for these heads and the rows of `spans`.
+pub fn has_heads(heads: &Heads<'_>, spans: &[Span<'_>]) -> bool {
     let rotates = heads.rope.is_none_or(|rope| rope.has_plain_halves());
     let (q_norm, k_norm) = (heads.q_norm, heads.k_norm);
     let is_per_head = |norm: &crate::nn::RmsNorm| norm.weight.dim(0) == heads.head_dim;
@@ -76,12 +66,40 @@ pub fn has_heads_kernel(heads: &Heads<'_>) -> bool {
         (None, None) => true,
         _ => false,
     };
-    is_enabled() && rotates && alike && [64, 96, 128, 192, 256].contains(&heads.head_dim)
+    is_enabled()
+        && spans.len() <= SPANS
+        && spans.iter().all(|span| span.rows <= ROWS)
+        && rotates
+        && alike
+        && [64, 96, 128, 192, 256].contains(&heads.head_dim)
+}
+
+/// [`crate::kernels::heads`]
+pub fn attend_heads(
+    of: &Heads<'_>,
+    projected: &Outputs<3>,
+    scale: f32,
+    destinations: &[Destination<'_>],
+) -> Result<HeadsRows> {
+    let first = match projected {
+        Outputs::Joined(all) => all,
+        Outputs::Apart([q, ..]) => q,
+    };
+    let q = heads(of, projected, destinations)?;
+    let span = |to: &Destination<'_>| AttentionSpan {
+        rows: to.rows,
+        keys: to.keys(),
+        kv: to.buffer.clone(),
+    };
+    let spans: Vec<AttentionSpan> = destinations.iter().map(span).collect();
+    let mixed = attention(&q, scale, &spans, of.gated.then_some(Gates(first)))?;
+    let mixed = mixed.expect("checked by `has_heads`");
+    Ok(HeadsRows { mixed, written_with: q })
 }
 
 /// Writes the keys and values of all rows to `destinations`, at most [`SPANS`], and returns the queries
 /// [1, R, H_q, D]. The writes happen when these are evaluated.
-pub fn heads(
+fn heads(
     heads: &Heads<'_>,
     projected: &Outputs<3>,
     destinations: &[Destination<'_>],

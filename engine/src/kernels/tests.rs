@@ -1,0 +1,155 @@
+//! Laws of kernels on any device, against the same formulas in MLX's operations.
+
+use mlx_rs::ops::concatenate;
+use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::{Array, Dtype, random};
+
+use super::has_heads;
+use crate::cache::{Cache, Full, LayerCache, Span};
+use crate::nn::{Heads, Joined, Linear, Outputs, RmsNorm, Rope, Scores};
+
+/// Kernels of a device.
+pub struct Backend {
+    /// Turns them on or off.
+    pub enable: fn(bool),
+    /// Whether they are those of CUDA, which read joined projections, and need each pass to be queued before the next one
+    /// is made, as in decoding.
+    pub is_cuda: bool,
+}
+
+/// Random numbers of a normal distribution.
+pub fn normal(seed: u64, shape: &[i32], dtype: Dtype) -> Array {
+    let key = random::key(seed).unwrap();
+    random::normal::<f32>(shape, None, None, &key).unwrap().as_dtype(dtype).unwrap()
+}
+
+/// Largest difference over the largest value of `b`.
+pub fn error(a: &Array, b: &Array) -> f32 {
+    assert_eq!((a.shape(), a.dtype()), (b.shape(), b.dtype()));
+    let [a, b] = [a, b].map(|x| x.as_dtype(Dtype::Float32).unwrap());
+    let largest = |x: Array| x.abs().unwrap().max(None).unwrap().item_exact::<f32>();
+    largest(a.subtract(&b).unwrap()) / largest(b)
+}
+
+/// Attention from projections on, of passes over sequences: output of all passes.
+fn run_heads(
+    backend: &Backend,
+    kernel: bool,
+    heads: &Heads<'_>,
+    passes: &[&[i32]],
+    dtype: Dtype,
+) -> Vec<Array> {
+    let &Backend { enable, is_cuda } = backend;
+    let &Heads { heads: h, kv_heads: h_kv, head_dim: d, gated, .. } = heads;
+    let widths = [if gated { 2 * h * d } else { h * d }, h_kv * d, h_kv * d];
+    let dense = |width| Linear::Dense { weight: normal(9, &[width, 8], dtype), bias: None };
+    enable(false);
+    let projections = Joined::new(widths.map(dense)).unwrap();
+    enable(kernel);
+    let new = |_| Cache::new(vec![LayerCache::Full(Full::new(h_kv, d))]);
+    let mut caches: Vec<Cache> = (0..passes[0].len()).map(new).collect();
+    let scores = Scores { scale: (d as f32).powf(-0.5), softcap: None, sinks: None };
+    let mut ys = Vec::new();
+    for (pass, rows) in passes.iter().enumerate() {
+        let all = rows.iter().sum();
+        let parts =
+            [0, 1, 2].map(|i| normal(10 * pass as u64 + i, &[1, all, widths[i as usize]], dtype));
+        let projected = if kernel && is_cuda && pass % 2 == 0 {
+            Outputs::Joined(concatenate(&parts, 2).unwrap())
+        } else {
+            Outputs::Apart(parts)
+        };
+        let spans = caches.iter_mut().zip(rows.iter());
+        let mut spans: Vec<_> = spans.map(|(cache, &rows)| Span { rows, cache }).collect();
+        if kernel && rows.iter().all(|rows| *rows <= 8) {
+            assert!(has_heads(heads, &projected, &spans));
+        }
+        ys.push(heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap());
+        if is_cuda {
+            async_eval(&ys[pass..]).unwrap();
+        }
+        spans.iter_mut().for_each(Span::advance);
+    }
+    // The caches hold what the kernel wrote in place.
+    let held = caches.iter().flat_map(|cache| {
+        cache.key_values(0, cache.position).unwrap().arrays().cloned().collect::<Vec<_>>()
+    });
+    ys.extend(held);
+    eval(&ys).unwrap();
+    enable(false);
+    ys
+}
+
+/// Attention by a kernel against the same in MLX's operations, for prompts, steps, drafts and growing buffers.
+pub fn check_heads(backend: &Backend, dtype: Dtype, bound: f32) {
+    for (shape, dims, gated) in [
+        ([16, 4, 256], 64, true),
+        ([8, 8, 64], 64, false),
+        ([6, 2, 128], 0, true),
+        ([4, 1, 96], 48, false),
+    ] {
+        let [heads, kv_heads, head_dim] = shape;
+        let norm = |seed| RmsNorm { weight: normal(seed, &[head_dim], dtype), eps: 1e-6 };
+        let (q_norm, k_norm, rope) = (norm(1), norm(2), Rope::new(dims, 10_000.0));
+        for normed in [true, false] {
+            let heads = Heads {
+                heads,
+                kv_heads,
+                head_dim,
+                gated,
+                q_norm: normed.then_some(&q_norm),
+                k_norm: normed.then_some(&k_norm),
+                rope: (dims > 0).then_some(&rope),
+            };
+            // Prompts longer than the kernel's rows, steps, drafts, and a buffer that grows.
+            let passes: [&[i32]; 5] =
+                [&[300, 1, 250, 8], &[1, 2, 8, 1], &[1, 1, 1, 1], &[8, 8, 8, 8], &[20, 1, 1, 1]];
+            let ours = run_heads(backend, true, &heads, &passes, dtype);
+            let reference = run_heads(backend, false, &heads, &passes, dtype);
+            for (i, (a, b)) in ours.iter().zip(&reference).enumerate() {
+                let error = error(a, b);
+                assert!(error < bound, "{dtype:?} {shape:?} {gated} {normed} {i}: {error:e}");
+            }
+        }
+    }
+}
+
+/// A copy of a cache has the rows that were written before, and not those written to the other one afterwards.
+pub fn check_copies(&Backend { enable, .. }: &Backend, dtype: Dtype) {
+    let heads = Heads {
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        gated: false,
+        q_norm: None,
+        k_norm: None,
+        rope: None,
+    };
+    let dense = |_| Linear::Dense { weight: normal(9, &[128, 8], dtype), bias: None };
+    let projections = Joined::new([0, 1, 2].map(dense)).unwrap();
+    let scores = Scores { scale: 0.125, softcap: None, sinks: None };
+    let step = |cache: &mut Cache, seed: u64| {
+        let parts = [256, 128, 128].map(|width| normal(seed, &[1, 1, width], dtype));
+        let mut spans = [Span { rows: 1, cache }];
+        let projected = Outputs::Apart(parts);
+        let y = heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap();
+        spans.iter_mut().for_each(Span::advance);
+        eval([&y]).unwrap();
+        y
+    };
+    enable(true);
+    let mut first = Cache::new(vec![LayerCache::Full(Full::new(2, 64))]);
+    step(&mut first, 1);
+    let mut second = first.clone();
+    let [a, b] = [step(&mut first, 2), step(&mut second, 3)];
+    let [again_a, again_b] = [(2, 4), (3, 5)].map(|(own, next)| {
+        let mut alone = Cache::new(vec![LayerCache::Full(Full::new(2, 64))]);
+        step(&mut alone, 1);
+        (step(&mut alone, own), step(&mut alone, next))
+    });
+    let (next_a, next_b) = (step(&mut first, 4), step(&mut second, 5));
+    enable(false);
+    for (x, y) in [(a, again_a.0), (b, again_b.0), (next_a, again_a.1), (next_b, again_b.1)] {
+        assert_eq!(error(&x, &y), 0.0, "{dtype:?}");
+    }
+}
