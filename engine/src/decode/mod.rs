@@ -389,6 +389,13 @@ impl Decoder {
         Pass { exit: None, skip: &self.skip }
     }
 
+    /// Sets the threads of a pass over `rows` rows.
+    fn set_threads(&mut self, rows: usize) {
+        if let Some(threads) = &mut self.threads {
+            threads.set_for(rows);
+        }
+    }
+
     /// Logits [1, R, V] of hidden states [1, R, D], without padding columns.
     fn logits(&self, hidden: &Array) -> Result<Array> {
         within(self.model.logits(hidden)?, self.vocabulary)
@@ -402,7 +409,10 @@ impl Decoder {
         }
         let start = Instant::now();
         let empty = self.prefixes.empty();
-        let costs = Costs::measure(&self.networks(), empty, &mut drafters)?;
+        let mut threads = self.threads.take();
+        let prepare = |rows| threads.iter_mut().for_each(|threads| threads.set_for(rows));
+        let costs = Costs::measure(&self.networks(), empty, &mut drafters, prepare)?;
+        self.threads = threads;
         let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
         let passes = [1, 2, 4, 8, 16, 32, ROWS].map(|rows| (rows, costs.pass(1, rows)));
         let (step, drafting) = (costs.plain(1), costs.draft);
@@ -414,8 +424,9 @@ impl Decoder {
 
     /// Measures passes with two numbers of rows on this machine. The first run of each compiles kernels, which
     /// the first request need not wait for then.
-    fn measure_prefill(&self, rows: [usize; 2]) -> Result<PassCosts> {
-        let measure = |rows: usize| -> Result<(usize, f32)> {
+    fn measure_prefill(&mut self, rows: [usize; 2]) -> Result<PassCosts> {
+        let mut measure = |rows: usize| -> Result<(usize, f32)> {
+            self.set_threads(rows);
             self.run_probe(rows, &mut self.prefixes.empty())?;
             let start = Instant::now();
             self.run_probe(rows, &mut self.prefixes.empty())?;

@@ -232,9 +232,7 @@ impl Decoder {
             expected.map(|expected| Ok::<_, Error>((Before::now()?, expected))).transpose()?;
         let joined = Input::join(inputs)?;
         let rows = joined.dim(0) as usize;
-        if let Some(threads) = &mut self.threads {
-            threads.set_for(rows);
-        }
+        self.set_threads(rows);
         self.activity.add_pass(rows);
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
         let prefilled = self.sample_after(running, ran, &hidden)?;

@@ -5,9 +5,14 @@
 //! and of the engine thread. If another process takes a core from one of them, each product waits for
 //! the scheduler: 30 ms instead of 0.3 ms for 4 rows of 1536 x 512 on two busy cores.
 //!
-//! So the numbers for steps and for chunks of a prompt are measured on the loaded model, and while the
-//! process is preempted often, products run on one thread. The number of threads did not change a bit
-//! of any product of 1 to 256 rows (OpenBLAS 0.3.34, x86-64 with AVX-512).
+//! So numbers are measured on the loaded model, for one row, for a few (several sequences, or a draft) and for a chunk of
+//! a prompt: two threads are no faster than one for one row of the bundled model, and 1.6 times as fast for 8. While the
+//! process is preempted often, OpenBLAS's products run on one thread. Those of our own kernels do not: their threads take
+//! small pieces, and the process preempts itself with several streams. On two cores, 8 streams made 948 tokens/s on two
+//! threads and 713 on one; beside two busy processes 368 and 413.
+//!
+//! The number of threads did not change a bit of any product of 1 to 256 rows (OpenBLAS 0.3.34, x86-64 with
+//! AVX-512).
 
 use std::time::{Duration, Instant};
 
@@ -21,14 +26,19 @@ use crate::error::Result;
 use crate::kernels;
 use crate::model::{Model, Pass};
 
-/// Time for measuring one number of threads, for steps and for prefill each.
-const MEASURING: Duration = Duration::from_millis(400);
+/// Rows of the passes that are measured. A number of threads holds for passes of up to as many rows, the last one for all
+/// larger passes.
+const ROWS: [usize; 3] = [1, DEPTH + 1, 64];
 
-/// Most steps of one measurement.
-const STEPS: usize = 24;
+/// Time for measuring one of [`ROWS`]. All numbers of threads are measured once, except those below a number that is
+/// slower than another when the time is over: on a large model, one thread would take minutes.
+const MEASURING: Duration = Duration::from_millis(600);
 
-/// Rows of the chunk with which prefill is measured.
-const CHUNK: u32 = 64;
+/// Most rounds, each of which measures all numbers of threads. The least time counts, as other work only adds to it.
+const ROUNDS: usize = 5;
+
+/// Passes of one measurement.
+const PASSES: usize = 6;
 
 /// Fewer threads are chosen unless more are faster by this factor: they also take cores from others.
 const GAIN: f32 = 1.05;
@@ -64,10 +74,11 @@ impl Products {
         }
     }
 
-    /// Sets the threads of the products of a step, or of prefill.
-    fn set(self, threads: usize, prefill: bool) {
+    /// Sets the threads of the products of a pass over `rows` rows. Cores that are `contended` have no threads of OpenBLAS.
+    fn set(self, threads: usize, rows: usize, contended: bool) {
         // OpenBLAS's products in a step are too small for several threads, which would spin on the cores of ours.
-        let blas = if self == Self::Blas || prefill { threads } else { 1 };
+        let many = self == Self::Blas || rows > DEPTH + 1;
+        let blas = if many && !contended { threads } else { 1 };
         // Another engine in the process may have set its own.
         if blas != mlx_sys::blas_threads() {
             mlx_sys::set_blas_threads(blas);
@@ -84,10 +95,8 @@ pub struct Threads {
     products: Products,
     /// The number in use.
     current: usize,
-    /// Of passes over up to [`DEPTH`] + 1 rows.
-    step: usize,
-    /// Of passes over more rows.
-    prefill: usize,
+    /// For each of [`ROWS`].
+    chosen: [usize; ROWS.len()],
     checked: Instant,
     preemptions: i64,
     single_until: Instant,
@@ -118,33 +127,25 @@ impl Threads {
         }
         let start = Instant::now();
         // The first pass reads the weights into memory.
-        prefill_seconds(model, part, cache)?;
+        seconds(model, part, cache, 1)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let (mut step, mut prefill) = ((1, f32::MAX), (1, f32::MAX));
-        let mut threads = 1;
-        while threads <= cores {
-            products.set(threads, false);
-            let seconds = step_seconds(model, part, cache.clone())?;
-            if seconds * GAIN < step.1 {
-                step = (threads, seconds);
-            }
-            products.set(threads, true);
-            let seconds = prefill_seconds(model, part, cache)?;
-            if seconds * GAIN < prefill.1 {
-                prefill = (threads, seconds);
-            }
-            let all = threads == cores;
-            threads = if all { cores + 1 } else { cores.min(threads * 2) };
+        let powers = (0..).map(|i| 1 << i).take_while(|&threads| threads < cores);
+        let candidates: Vec<usize> = powers.chain([cores]).collect();
+        let mut chosen = [1; ROWS.len()];
+        for (rows, chosen) in ROWS.into_iter().zip(&mut chosen) {
+            let run = |threads| {
+                products.set(threads, rows, false);
+                seconds(model, part, cache, rows)
+            };
+            *chosen = fastest(&candidates, run)?;
         }
-        let (step, prefill) = (step.0, prefill.0);
-        tracing::info!(cores, step, prefill, elapsed = ?start.elapsed(), "threads of matrix products chosen");
-        products.set(step, false);
+        tracing::info!(cores, rows = ?ROWS, ?chosen, elapsed = ?start.elapsed(), "threads of matrix products chosen");
         let now = Instant::now();
         Ok(Some(Self {
             products,
-            current: step,
-            step,
-            prefill,
+            // As the last measurement left them.
+            current: cores,
+            chosen,
             checked: now,
             preemptions: preemptions(),
             single_until: now,
@@ -156,13 +157,14 @@ impl Threads {
     pub fn set_for(&mut self, rows: usize) {
         let now = Instant::now();
         self.check(now);
-        let chosen = if rows <= DEPTH + 1 { self.step } else { self.prefill };
-        let threads = if now < self.single_until { 1 } else { chosen };
-        self.products.set(threads, rows > DEPTH + 1);
-        self.current = threads;
+        let class = ROWS.iter().position(|&most| rows <= most).unwrap_or(ROWS.len() - 1);
+        let threads = self.chosen[class];
+        let contended = now < self.single_until;
+        self.products.set(threads, rows, contended);
+        self.current = if contended { 1 } else { threads };
     }
 
-    /// Retreats to one thread while the process is preempted often.
+    /// Retreats to one thread of OpenBLAS while the process is preempted often.
     fn check(&mut self, now: Instant) {
         let elapsed = now - self.checked;
         if elapsed < CHECK {
@@ -176,7 +178,7 @@ impl Threads {
         }
         let rate = (self.preemptions - before) as f64 / elapsed.as_secs_f64();
         if rate > PREEMPTIONS {
-            tracing::debug!(rate, duration = ?self.retreat, "cores are contended, matrix products run on one thread");
+            tracing::debug!(rate, duration = ?self.retreat, "cores are contended, OpenBLAS runs on one thread");
             self.single_until = now + self.retreat;
             self.retreat = (self.retreat * 2).min(RETREAT[1]);
         } else {
@@ -190,33 +192,74 @@ fn preemptions() -> i64 {
     getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.involuntary_context_switches())
 }
 
-/// Seconds of a step with the next one queued meanwhile, as in decoding.
-fn step_seconds(model: &dyn Model, part: Pass<'_>, mut cache: Cache) -> Result<f32> {
-    let mut next = || Ok::<_, crate::Error>(greedy_pass(model, part, &mut cache, &[3])?.1);
-    let mut previous = next()?;
-    eval([&previous])?;
+/// The one of `candidates`, which ascend, with the least time that `seconds` measures, or a smaller one that takes hardly
+/// longer.
+fn fastest(candidates: &[usize], mut seconds: impl FnMut(usize) -> Result<f32>) -> Result<usize> {
     let start = Instant::now();
-    let mut steps = 0;
-    while steps < STEPS && start.elapsed() < MEASURING {
-        let following = next()?;
-        async_eval([&following])?;
-        eval([&previous])?;
-        previous = following;
-        steps += 1;
+    let mut least = vec![f32::MAX; candidates.len()];
+    'rounds: for round in 0..ROUNDS {
+        for i in (0..candidates.len()).rev() {
+            let tried = &least[i + 1..];
+            let slower = tried.iter().any(|&other| other < tried[0]);
+            if start.elapsed() > MEASURING && (round > 0 || slower) {
+                break 'rounds;
+            }
+            least[i] = least[i].min(seconds(candidates[i])?);
+        }
     }
-    eval([&previous])?;
-    Ok(start.elapsed().as_secs_f32() / steps as f32)
+    let mut best = 0;
+    for i in 1..candidates.len() {
+        if least[i] * GAIN < least[best] {
+            best = i;
+        }
+    }
+    Ok(candidates[best])
 }
 
-/// Seconds of a chunk of a prompt.
-fn prefill_seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache) -> Result<f32> {
+/// Seconds of a pass over `rows` rows with the next one queued meanwhile, as in decoding.
+fn seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache, rows: usize) -> Result<f32> {
     // In a mixture of experts the time depends on the tokens.
-    let tokens: Vec<u32> = (0..CHUNK).map(|i| 3 + i % 61).collect();
+    let tokens: Vec<u32> = (0..rows as u32).map(|i| 3 + i % 61).collect();
+    let mut cache = cache.clone();
     let start = Instant::now();
-    let mut chunks = 0;
-    while chunks < 3 && start.elapsed() < MEASURING {
-        eval([&greedy_pass(model, part, &mut cache.clone(), &tokens)?.1])?;
-        chunks += 1;
+    let mut queue = || {
+        let sampled = greedy_pass(model, part, &mut cache, &tokens)?.1;
+        async_eval([&sampled])?;
+        Ok::<_, crate::Error>(sampled)
+    };
+    let mut previous = queue()?;
+    let mut passes = 1;
+    while passes < PASSES && start.elapsed() < MEASURING / 2 {
+        let following = queue()?;
+        eval([&previous])?;
+        previous = following;
+        passes += 1;
     }
-    Ok(start.elapsed().as_secs_f32() / chunks as f32)
+    eval([&previous])?;
+    Ok(start.elapsed().as_secs_f32() / passes as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The least of all rounds decides, and more threads must be faster by [`GAIN`].
+    #[test]
+    fn fewer_threads_are_chosen_unless_more_are_faster() {
+        let chosen = |times: [[f32; 3]; ROUNDS]| {
+            let mut calls = [0; 3];
+            let run = |threads: usize| {
+                let i = threads.ilog2() as usize;
+                calls[i] += 1;
+                Ok(times[calls[i] - 1][i])
+            };
+            fastest(&[1, 2, 4], run).unwrap()
+        };
+        assert_eq!(chosen([[1.0, 0.98, 0.97]; ROUNDS]), 1);
+        assert_eq!(chosen([[1.0, 0.6, 0.59]; ROUNDS]), 2);
+        assert_eq!(chosen([[1.0, 0.6, 0.4]; ROUNDS]), 4);
+        let mut disturbed = [[1.0, 0.6, 0.7]; ROUNDS];
+        disturbed[0][1] = 3.0;
+        assert_eq!(chosen(disturbed), 2);
+    }
 }

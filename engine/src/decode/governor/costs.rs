@@ -93,17 +93,22 @@ impl Costs {
         Self::of(1.0, &[1.0; ROWS])
     }
 
-    /// Measures `networks.model` on an empty `cache`, and new `drafters`.
+    /// Measures `networks.model` on an empty `cache`, and new `drafters`. `prepare` is called with the number of rows before
+    /// a pass, as in decoding.
     pub fn measure(
         networks: &Networks<'_>,
         mut cache: Cache,
         drafters: &mut [Box<dyn Drafter>],
+        mut prepare: impl FnMut(usize),
     ) -> Result<Self> {
         // The values matter in a mixture of experts alone, where varied tokens are more like text
         // than one token repeated.
         let tokens: Vec<u32> = (0..2 * CONTEXT as u32).map(|i| 3 + i % 61).collect();
         let Networks { model, part, .. } = *networks;
-        let pass = |cache: &mut _, tokens: &[u32]| greedy_pass(model, part, cache, tokens);
+        let mut pass = |cache: &mut _, tokens: &[u32]| {
+            prepare(tokens.len());
+            greedy_pass(model, part, cache, tokens)
+        };
         let (hidden, sampled) = pass(&mut cache, &tokens[..CONTEXT])?;
         eval([&sampled])?;
 
