@@ -2,12 +2,14 @@
 //!
 //! A client of any server with OpenAI's chat completions. [`scenario`] is what is asked, [`suite`]
 //! the order in which servers are asked, [`results`] the schema of what is kept, [`report`] and
-//! [`diff`] read it again; [`eval`] grades answers. The crate links no MLX and starts no server.
+//! [`diff`] read it again; [`eval`] grades answers. [`peers`]
+//! installs and starts other servers. The crate links no MLX.
 
 mod client;
 mod diff;
 mod eval;
 mod machine;
+mod peers;
 mod plot;
 mod prose;
 mod report;
@@ -18,6 +20,7 @@ mod stats;
 mod stream;
 mod suite;
 mod table;
+mod watch;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -32,6 +35,8 @@ pub use eval::EvalOptions;
 pub enum Task {
     /// Run scenarios against one or more servers in turn, and write results, plots and a report
     Suite(suite::SuiteOptions),
+    /// Install other servers, start them and this one on a model, and run the suite against all
+    Peers(peers::PeersOptions),
     /// Compare two results files, figure by figure
     Diff {
         /// The results that are compared with
@@ -58,6 +63,7 @@ pub enum Task {
 pub fn run(task: Task, out: &mut impl Write) -> Result<()> {
     match task {
         Task::Suite(options) => suite::run(&options, out),
+        Task::Peers(options) => peers::run(options, out),
         Task::Diff { a, b } => diff::run(&a, &b, out),
         Task::Report { files, out: folder } => report::run(&files, &folder, out),
     }

@@ -214,6 +214,8 @@ pub const FIGURES: &[Kind] = &[
     kind("cached_tokens", "cached", "", 1.0, Better::Higher),
     kind("accepted_tokens", "drafts accepted", "", 1.0, Better::Neither),
     kind("rejected_tokens", "drafts rejected", "", 1.0, Better::Neither),
+    // Of the whole machine, and more for a longer reply.
+    kind("energy_j", "energy", "J", 1.0, Better::Neither),
     kind("peak_bytes", "peak memory", "MiB", 1.0 / (1 << 20) as f64, Better::Lower),
 ];
 

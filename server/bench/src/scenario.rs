@@ -11,10 +11,10 @@ mod tools;
 use std::time::Duration;
 
 use crate::client::{Chat, Client};
-use crate::machine::MemoryWatch;
 use crate::prose::Pick;
 use crate::results::{Line, Sample, Skip};
 use crate::stream::{Reply, gap_figures};
+use crate::watch::Watch;
 
 pub use single::people;
 
@@ -139,9 +139,9 @@ impl Visit<'_> {
         chat: &Chat,
         check: impl Fn(&Reply) -> Verdict,
     ) -> Option<Reply> {
-        let watch = self.pid.map(MemoryWatch::start);
+        let watch = Watch::start(self.pid);
         let reply = self.client.chat(chat);
-        let peak = watch.and_then(MemoryWatch::stop);
+        let used = watch.stop();
         let mut sample = self.sample(case);
         let reply = match reply {
             Ok(reply) => reply,
@@ -156,7 +156,7 @@ impl Visit<'_> {
         }
         sample.notes.extend(reply.note());
         sample.figures = figures(&reply);
-        sample.figures.extend(peak.map(|bytes| ("peak_bytes".to_owned(), bytes as f64)));
+        sample.figures.extend(used);
         sample.tokens_from = Some(tokens_from(reply.tokens().1));
         self.judge(sample, check(&reply));
         Some(reply)

@@ -18,6 +18,9 @@ const SENTENCES: usize = 20;
 /// Tools of the prompt that is counted: few, because slow servers read them too.
 const TOOLS: usize = 4;
 
+/// Seconds after which a reply counts as failed, unless an option says otherwise.
+const TIMEOUT: u64 = 600;
+
 /// Options that name servers.
 #[derive(Args)]
 pub struct ServerOptions {
@@ -40,7 +43,7 @@ pub struct ServerOptions {
     #[arg(long, value_name = "FIELD", value_enum, default_value = "kwargs")]
     pub thinking_by: ThinkingField,
     /// Seconds after which a reply counts as failed
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, value_name = "SECONDS", default_value_t = TIMEOUT, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub timeout: u64,
 }
 
@@ -73,6 +76,19 @@ pub struct Found {
 }
 
 impl ServerOptions {
+    /// Servers `against` that are asked for `model`, with the defaults of the other options.
+    pub fn of(against: Vec<Named>, model: Vec<Named>) -> Self {
+        Self {
+            against,
+            model,
+            key_env: Vec::new(),
+            context: Vec::new(),
+            pid: Vec::new(),
+            thinking_by: ThinkingField::Kwargs,
+            timeout: TIMEOUT,
+        }
+    }
+
     /// Connects to all servers and asks what they are.
     ///
     /// # Errors

@@ -27,6 +27,20 @@ const RESTART: Duration = Duration::from_secs(600);
 pub struct SuiteOptions {
     #[command(flatten)]
     servers: ServerOptions,
+    #[command(flatten)]
+    what: WhatOptions,
+    /// Command that restarts a server and returns once it is started; NAME= may be left out if there
+    /// is one server
+    #[arg(long, value_name = "NAME=CMD")]
+    restart: Vec<String>,
+    /// List the scenarios and do nothing else
+    #[arg(long, exclusive = true)]
+    list: bool,
+}
+
+/// What is measured, and where the results go.
+#[derive(Args)]
+pub struct WhatOptions {
     /// Scenarios to run [default: all, or the short ones with --quick]
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     scenario: Vec<String>,
@@ -39,35 +53,35 @@ pub struct SuiteOptions {
     /// Seed of the prompts [default: the time, so that no prompt is in a cache]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Command that restarts a server and returns once it is started; NAME= may be left out if there
-    /// is one server
-    #[arg(long, value_name = "NAME=CMD")]
-    restart: Vec<String>,
     /// Folder for results, plots and the report
     #[arg(long, value_name = "DIR", default_value = "bench-report")]
     out: PathBuf,
     /// Fail if an answer is wrong or a request fails
     #[arg(long)]
     check: bool,
-    /// List the scenarios and do nothing else
-    #[arg(long, exclusive = true)]
-    list: bool,
 }
 
 /// Runs the suite.
 pub fn run(options: &SuiteOptions, out: &mut impl Write) -> Result<()> {
-    if options.list {
-        return list(out);
-    }
-    let scenarios = options.scenarios()?;
+    if options.list { list(out) } else { measure(options, Vec::new(), out) }
+}
+
+/// Measures the servers. `skips`: what is known not to be measured.
+pub fn measure(options: &SuiteOptions, skips: Vec<Skip>, out: &mut impl Write) -> Result<()> {
+    let what = &options.what;
+    let scenarios = what.scenarios()?;
     let restarts = options.restarts()?;
     let servers = options.servers.connect()?;
     let run = options.describe(&servers);
     let (plan, rounds) = (options.plan(&servers[0], run.seed), run.rounds);
-    std::fs::create_dir_all(&options.out).with_context(|| options.out.display().to_string())?;
-    let path = options.out.join("results.jsonl");
+    std::fs::create_dir_all(&what.out).with_context(|| what.out.display().to_string())?;
+    let path = what.out.join("results.jsonl");
     let mut file = Writer::create(&path, &run)?;
     let mut results = Results::new(run);
+    for line in skips.into_iter().map(Line::Skip) {
+        file.write(&line)?;
+        results.push(line);
+    }
     for round in 0..rounds {
         for scenario in &scenarios {
             for case in (scenario.cases)(&plan) {
@@ -94,10 +108,10 @@ pub fn run(options: &SuiteOptions, out: &mut impl Write) -> Result<()> {
         file.write(&Line::Figure(figure))?;
     }
     table::write(&results, out)?;
-    report::write(&results, &options.out)?;
+    report::write(&results, &what.out)?;
     writeln!(out, "\nresults: {}", path.display())?;
-    writeln!(out, "report:  {}", options.out.join("report.html").display())?;
-    if options.check { check(&results) } else { Ok(()) }
+    writeln!(out, "report:  {}", what.out.join("report.html").display())?;
+    if what.check { check(&results) } else { Ok(()) }
 }
 
 fn list(out: &mut impl Write) -> Result<()> {
@@ -178,7 +192,7 @@ fn restart_server(client: &Client, command: &str) -> Result<()> {
     client.wait_until_ready(RESTART)
 }
 
-impl SuiteOptions {
+impl WhatOptions {
     fn scenarios(&self) -> Result<Vec<&'static Scenario>> {
         if self.scenario.is_empty() {
             return Ok(SCENARIOS.iter().filter(|one| one.quick || !self.quick).collect());
@@ -190,6 +204,13 @@ impl SuiteOptions {
             })
         };
         self.scenario.iter().map(find).collect()
+    }
+}
+
+impl SuiteOptions {
+    /// Measures `what` of `servers`.
+    pub fn of(servers: ServerOptions, what: WhatOptions) -> Self {
+        Self { servers, what, restart: Vec::new(), list: false }
     }
 
     /// The restart command of each server.
@@ -211,19 +232,19 @@ impl SuiteOptions {
     }
 
     fn describe(&self, servers: &[Found]) -> Run {
-        let default_rounds = if self.quick { 1 } else { 3 };
+        let default_rounds = if self.what.quick { 1 } else { 3 };
         Run {
             servers: servers.iter().map(|server| server.about.clone()).collect(),
-            rounds: self.rounds.map_or(default_rounds, usize::from),
-            quick: self.quick,
-            ..new_run("suite", self.seed)
+            rounds: self.what.rounds.map_or(default_rounds, usize::from),
+            quick: self.what.quick,
+            ..new_run("suite", self.what.seed)
         }
     }
 
     fn plan(&self, first: &Found, seed: u64) -> Plan {
         Plan {
             seed,
-            quick: self.quick,
+            quick: self.what.quick,
             sentence_tokens: first.about.sentence_tokens,
             tool_tokens: first.tool_tokens,
         }

@@ -6,10 +6,10 @@ use std::time::Instant;
 use super::single::{planted, story};
 use super::{Case, Plan, Verdict, Visit, excerpt, has_word, tokens_from};
 use crate::client::{Chat, Failure};
-use crate::machine::MemoryWatch;
 use crate::prose::{CAPITALS, NAMES, Pick};
 use crate::stats::{quantile, sorted};
 use crate::stream::{Reply, gap_figures};
+use crate::watch::Watch;
 
 /// Clients that hang up.
 const CANCELLED: usize = 16;
@@ -99,11 +99,11 @@ fn together(visit: &mut Visit, case: &str, count: usize, long_prompt: usize) {
     let mut pick = visit.pick(case);
     let (requests, expected): (Vec<_>, Vec<_>) =
         (0..count).map(|number| request(&mut pick, number, long_prompt)).unzip();
-    let watch = visit.pid.map(MemoryWatch::start);
+    let watch = Watch::start(visit.pid);
     let start = Instant::now();
     let replies = send(visit, &requests);
     let total = start.elapsed().as_secs_f64();
-    let peak = watch.and_then(MemoryWatch::stop);
+    let used = watch.stop();
     let mut sample = visit.sample(case);
     let failures: Vec<String> = replies.iter().filter_map(failure).collect();
     if let Some(first) = failures.first() {
@@ -128,11 +128,10 @@ fn together(visit: &mut Visit, case: &str, count: usize, long_prompt: usize) {
         ("tokens", Some(tokens as f64)),
         ("prompt_tokens", told(|reply| reply.usage?.prompt)),
         ("cached_tokens", told(|reply| reply.usage?.cached)),
-        ("peak_bytes", peak.map(|bytes| bytes as f64)),
     ];
     let values = values.into_iter().filter_map(|(name, value)| Some((name, value?)));
-    sample.figures =
-        values.chain(gap_figures(&gaps)).map(|(name, value)| (name.to_owned(), value)).collect();
+    let values = values.chain(gap_figures(&gaps)).map(|(name, value)| (name.to_owned(), value));
+    sample.figures = values.chain(used).collect();
     sample.tokens_from = Some(tokens_from(replies.iter().all(|reply| reply.tokens().1)));
     sample.notes.extend(replies.iter().filter_map(Reply::note).take(1));
     let wrong: Vec<String> = expected
