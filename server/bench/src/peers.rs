@@ -219,8 +219,10 @@ impl PeersOptions {
         let port = free_port()?;
         let arguments = (peer.arguments)(&model, &port.to_string(), &self.context.to_string());
         let mut command = Command::new(python);
-        // No server asks the hub for a model that lies in a folder.
+        // No server asks the hub for a model that lies in a folder. On CUDA, MLX's default ends mlx_lm.server after some
+        // hundred shapes of passes ("Cache thrashing is happening").
         command.args(arguments).env("HF_HUB_OFFLINE", "1");
+        command.env("MLX_CUDA_GRAPH_CACHE_SIZE", "100000");
         self.launch(peer.name, command, port, peer.by_path.then_some(model))
     }
 
