@@ -105,6 +105,7 @@ struct Work<'a> {
 pub fn gated_delta(x: &GatedDelta<'_>, results: &mut GatedDeltaResults<'_>) {
     let (value_dim, key_heads, value_heads) = (x.norm.len(), x.key_heads, x.value_heads);
     let batch = x.states.len();
+    assert!(batch > 0 && x.rows > 0);
     let key_dim = x.states[0].len() / (value_heads * value_dim);
     let channels = 2 * key_heads * key_dim + value_heads * value_dim;
     let rows = batch * x.rows;
@@ -386,7 +387,7 @@ mod tests {
         results.to_vec()
     }
 
-    /// All rows at once, and one after another: the same bits, state and tail included.
+    /// All rows at once, and one after another: the same bits, state, tail and writes included.
     #[test]
     fn rows_together_equal_rows_alone() {
         let (tail, state) = (numbers(20, 2 * 3 * 96), numbers(21, 2 * 4 * 8 * 16));
@@ -398,6 +399,13 @@ mod tests {
             for sequence in 0..2 {
                 let own = &together[0][(sequence * ROWS + row) * 32..][..32];
                 assert_eq!(own, &alone[0][sequence * 32..][..32], "row {row}");
+            }
+            // Keys, corrections and decays: [sequences and value heads, rows, width].
+            for (write, width) in [(3, 16), (4, 8), (5, 1)] {
+                for head in 0..2 * 4 {
+                    let own = &together[write][(head * ROWS + row) * width..][..width];
+                    assert_eq!(own, &alone[write][head * width..][..width], "row {row}");
+                }
             }
             (state, tail) = (alone[1].clone(), alone[2].clone());
         }

@@ -146,6 +146,7 @@ impl Decoder {
         let end = tokens.len().min(start + CHUNK).min(stop);
         // Nothing is evicted for a request that may not come.
         self.memory.check(self.memory.of_step([(&*cache, end - start)]))?;
+        self.set_threads(end - start);
         let ids = token_ids(&tokens[start..end]);
         self.model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], self.pass())?;
         eval(&cache.arrays()?)?;

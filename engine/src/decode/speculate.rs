@@ -202,7 +202,7 @@ impl Decoder {
     }
 
     /// Drafts for the sequences of `drafting`, and counts that in `step`.
-    fn draft(&self, step: &mut DraftedStep, mut drafting: Vec<(&mut Sequence, Choice)>) {
+    fn draft(&mut self, step: &mut DraftedStep, mut drafting: Vec<(&mut Sequence, Choice)>) {
         let drafts = catch_panic("being drafted for", || self.drafts_of(&mut drafting));
         for (i, (sequence, choice)) in drafting.into_iter().enumerate() {
             let tokens = match &drafts {
@@ -225,7 +225,10 @@ impl Decoder {
     }
 
     /// The drafts of these sequences.
-    fn drafts_of(&self, drafting: &mut [(&mut Sequence, Choice)]) -> Result<Vec<Option<Array>>> {
+    fn drafts_of(
+        &mut self,
+        drafting: &mut [(&mut Sequence, Choice)],
+    ) -> Result<Vec<Option<Array>>> {
         let mut members = Vec::new();
         for (sequence, choice) in drafting {
             let Sequence { drafters, cache, tokens, sampler, .. } = &mut **sequence;
@@ -235,6 +238,7 @@ impl Decoder {
             }
             members.push(Member { drafter, cache, tokens, sampler, depth: choice.depth });
         }
+        self.set_threads(members.len());
         draft::propose(&self.networks(), &mut members)
     }
 

@@ -74,8 +74,9 @@ impl Products {
         }
     }
 
-    /// Sets the threads of the products of a pass over `rows` rows. Cores that are `contended` have no threads of OpenBLAS.
-    fn set(self, threads: usize, rows: usize, contended: bool) {
+    /// Sets the threads of the products of a pass over `rows` rows, and returns those of OpenBLAS: one while the cores are
+    /// `contended`.
+    fn set(self, threads: usize, rows: usize, contended: bool) -> usize {
         // OpenBLAS's products in a step are too small for several threads, which would spin on the cores of ours.
         let many = self == Self::Blas || rows > DEPTH + 1;
         let blas = if many && !contended { threads } else { 1 };
@@ -86,6 +87,7 @@ impl Products {
         if self == Self::Own {
             kernels::cpu::set_threads(threads);
         }
+        blas
     }
 }
 
@@ -93,8 +95,8 @@ impl Products {
 #[derive(Debug)]
 pub struct Threads {
     products: Products,
-    /// The number in use.
-    current: usize,
+    /// Threads of OpenBLAS in use.
+    blas: usize,
     /// For each of [`ROWS`].
     chosen: [usize; ROWS.len()],
     checked: Instant,
@@ -126,8 +128,6 @@ impl Threads {
             return Ok(None);
         }
         let start = Instant::now();
-        // The first pass reads the weights into memory.
-        seconds(model, part, cache, 1)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let powers = (0..).map(|i| 1 << i).take_while(|&threads| threads < cores);
         let candidates: Vec<usize> = powers.chain([cores]).collect();
@@ -137,14 +137,17 @@ impl Threads {
                 products.set(threads, rows, false);
                 seconds(model, part, cache, rows)
             };
-            *chosen = fastest(&candidates, run)?;
+            // The first pass reads the weights into memory, and allocates what passes of so many rows take.
+            products.set(cores, rows, false);
+            eval([&greedy_pass(model, part, &mut cache.clone(), &tokens(rows))?.1])?;
+            *chosen = fastest(&candidates, MEASURING, run)?;
         }
         tracing::info!(cores, rows = ?ROWS, ?chosen, elapsed = ?start.elapsed(), "threads of matrix products chosen");
+        let blas = products.set(chosen[0], 1, false);
         let now = Instant::now();
         Ok(Some(Self {
             products,
-            // As the last measurement left them.
-            current: cores,
+            blas,
             chosen,
             checked: now,
             preemptions: preemptions(),
@@ -159,9 +162,7 @@ impl Threads {
         self.check(now);
         let class = ROWS.iter().position(|&most| rows <= most).unwrap_or(ROWS.len() - 1);
         let threads = self.chosen[class];
-        let contended = now < self.single_until;
-        self.products.set(threads, rows, contended);
-        self.current = if contended { 1 } else { threads };
+        self.blas = self.products.set(threads, rows, now < self.single_until);
     }
 
     /// Retreats to one thread of OpenBLAS while the process is preempted often.
@@ -172,8 +173,8 @@ impl Threads {
         }
         let before = std::mem::replace(&mut self.preemptions, preemptions());
         self.checked = now;
-        // With one thread, the rate says nothing about several.
-        if self.current == 1 {
+        // With one thread of OpenBLAS, the rate says nothing about several.
+        if self.blas == 1 {
             return;
         }
         let rate = (self.preemptions - before) as f64 / elapsed.as_secs_f64();
@@ -194,14 +195,18 @@ fn preemptions() -> i64 {
 
 /// The one of `candidates`, which ascend, with the least time that `seconds` measures, or a smaller one that takes hardly
 /// longer.
-fn fastest(candidates: &[usize], mut seconds: impl FnMut(usize) -> Result<f32>) -> Result<usize> {
+fn fastest(
+    candidates: &[usize],
+    limit: Duration,
+    mut seconds: impl FnMut(usize) -> Result<f32>,
+) -> Result<usize> {
     let start = Instant::now();
     let mut least = vec![f32::MAX; candidates.len()];
     'rounds: for round in 0..ROUNDS {
         for i in (0..candidates.len()).rev() {
             let tried = &least[i + 1..];
             let slower = tried.iter().any(|&other| other < tried[0]);
-            if start.elapsed() > MEASURING && (round > 0 || slower) {
+            if start.elapsed() > limit && (round > 0 || slower) {
                 break 'rounds;
             }
             least[i] = least[i].min(seconds(candidates[i])?);
@@ -216,11 +221,14 @@ fn fastest(candidates: &[usize], mut seconds: impl FnMut(usize) -> Result<f32>) 
     Ok(candidates[best])
 }
 
+/// Tokens of a pass: different ones, as the time of a mixture of experts depends on them.
+fn tokens(rows: usize) -> Vec<u32> {
+    (0..rows as u32).map(|i| 3 + i % 61).collect()
+}
+
 /// Seconds of a pass over `rows` rows with the next one queued meanwhile, as in decoding.
 fn seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache, rows: usize) -> Result<f32> {
-    // In a mixture of experts the time depends on the tokens.
-    let tokens: Vec<u32> = (0..rows as u32).map(|i| 3 + i % 61).collect();
-    let mut cache = cache.clone();
+    let (tokens, mut cache) = (tokens(rows), cache.clone());
     let start = Instant::now();
     let mut queue = || {
         let sampled = greedy_pass(model, part, &mut cache, &tokens)?.1;
@@ -243,23 +251,34 @@ fn seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache, rows: usize) -> Res
 mod tests {
     use super::*;
 
+    /// What is chosen of 1, 2 and 4 threads if round after round takes these times, and how often each was measured.
+    fn choice(limit: Duration, times: [[f32; 3]; ROUNDS]) -> (usize, [usize; 3]) {
+        let mut calls = [0; 3];
+        let run = |threads: usize| {
+            let i = threads.ilog2() as usize;
+            calls[i] += 1;
+            Ok(times[calls[i] - 1][i])
+        };
+        (fastest(&[1, 2, 4], limit, run).unwrap(), calls)
+    }
+
     /// The least of all rounds decides, and more threads must be faster by [`GAIN`].
     #[test]
     fn fewer_threads_are_chosen_unless_more_are_faster() {
-        let chosen = |times: [[f32; 3]; ROUNDS]| {
-            let mut calls = [0; 3];
-            let run = |threads: usize| {
-                let i = threads.ilog2() as usize;
-                calls[i] += 1;
-                Ok(times[calls[i] - 1][i])
-            };
-            fastest(&[1, 2, 4], run).unwrap()
-        };
-        assert_eq!(chosen([[1.0, 0.98, 0.97]; ROUNDS]), 1);
-        assert_eq!(chosen([[1.0, 0.6, 0.59]; ROUNDS]), 2);
-        assert_eq!(chosen([[1.0, 0.6, 0.4]; ROUNDS]), 4);
+        let chosen = |times| choice(Duration::MAX, times);
+        assert_eq!(chosen([[1.0, 0.98, 0.97]; ROUNDS]), (1, [ROUNDS; 3]));
+        assert_eq!(chosen([[1.0, 0.6, 0.59]; ROUNDS]).0, 2);
+        assert_eq!(chosen([[1.0, 0.6, 0.4]; ROUNDS]).0, 4);
         let mut disturbed = [[1.0, 0.6, 0.7]; ROUNDS];
         disturbed[0][1] = 3.0;
-        assert_eq!(chosen(disturbed), 2);
+        assert_eq!(chosen(disturbed).0, 2);
+    }
+
+    /// Without time, a number that is slower than another ends the measurement; before it, all are measured once.
+    #[test]
+    fn a_large_model_is_not_measured_on_few_threads() {
+        let chosen = |times| choice(Duration::ZERO, [times; ROUNDS]);
+        assert_eq!(chosen([4.0, 2.0, 1.0]), (4, [0, 1, 1]));
+        assert_eq!(chosen([0.5, 1.0, 2.0]), (1, [1, 1, 1]));
     }
 }

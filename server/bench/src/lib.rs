@@ -63,7 +63,7 @@ pub enum Task {
 pub fn run(task: Task, out: &mut impl Write) -> Result<()> {
     match task {
         Task::Suite(options) => suite::run(&options, out),
-        Task::Peers(options) => peers::run(options, out),
+        Task::Peers(options) => peers::run(&options, out),
         Task::Diff { a, b } => diff::run(&a, &b, out),
         Task::Report { files, out: folder } => report::run(&files, &folder, out),
     }

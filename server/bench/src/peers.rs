@@ -3,7 +3,7 @@
 //! Each peer is a row of [`PEERS`]: packages of a fixed version in a virtual environment of its own, the format that it
 //! loads, and how it is started. A peer that cannot take part is named in the results, with the reason.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,8 @@ use clap::Args;
 
 use crate::client::Client;
 use crate::results::Skip;
-use crate::servers::{Named, ServerOptions};
-use crate::suite::{self, SuiteOptions, WhatOptions};
+use crate::servers::{Found, Named, ServerOptions};
+use crate::suite::{self, WhatOptions};
 
 /// How long a server may take until it answers.
 const START: Duration = Duration::from_secs(600);
@@ -24,7 +24,7 @@ const START: Duration = Duration::from_secs(600);
 /// Name of this server in results.
 const OURS: &str = "steersman";
 
-/// Requests at once that a server is started for, if it asks: the most that the suite sends.
+/// Requests at once that llama.cpp is started for: the most that the suite sends.
 const STREAMS: &str = "32";
 
 /// What a server loads.
@@ -56,11 +56,15 @@ impl Format {
 /// Another server.
 struct Peer {
     name: &'static str,
-    /// Requirements of pip, with versions.
+    /// Requirements of pip, with versions; the first is the server.
     packages: &'static [&'static str],
-    /// Those on a machine with an NVIDIA GPU, if it can use one.
+    /// Requirements on a machine with an NVIDIA GPU; `None` if the package has no CUDA.
     cuda: Option<&'static [&'static str]>,
     format: Format,
+    /// Variables that it needs to serve all of the suite.
+    environment: &'static [(&'static str, &'static str)],
+    /// What its log says when it cannot serve, but goes on.
+    dead: Option<&'static str>,
     /// Arguments of its Python for a model, a port and a context.
     arguments: fn(model: &str, port: &str, context: &str) -> Vec<String>,
     /// Whether requests name the model by its path.
@@ -85,6 +89,9 @@ const PEERS: [Peer; 2] = [
         packages: &["mlx-lm==0.32.2", "mlx[cpu]==0.32.2"],
         cuda: Some(&["mlx-lm==0.32.2", "mlx[cuda13]==0.32.2"]),
         format: Format::Folder,
+        // No model is asked for at the hub. On CUDA, MLX's default ends the server after some hundred shapes of passes.
+        environment: &[("HF_HUB_OFFLINE", "1"), ("MLX_CUDA_GRAPH_CACHE_SIZE", "100000")],
+        dead: Some("generation thread died"),
         arguments: |model, port, _| {
             let fixed = ["-m", "mlx_lm", "server", "--host", "127.0.0.1"];
             fixed.into_iter().chain(["--model", model, "--port", port]).map(Into::into).collect()
@@ -96,6 +103,8 @@ const PEERS: [Peer; 2] = [
         packages: &["xllamacpp==2026.10.11549"],
         cuda: None,
         format: Format::Gguf,
+        environment: &[],
+        dead: None,
         arguments: |model, port, context| {
             ["-c", LLAMA_CPP, model, port, context, STREAMS].map(Into::into).into()
         },
@@ -115,16 +124,16 @@ pub struct PeersOptions {
     /// Peers that take part [default: all]
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     peer: Vec<String>,
-    /// Tokens of all contexts of a server that asks for them together
+    /// Context in tokens that llama.cpp's 32 slots share
     #[arg(long, value_name = "N", default_value_t = 32_768)]
     context: u32,
     /// More arguments of `steersman serve`
     #[arg(long, value_name = "ARGUMENTS", allow_hyphen_values = true, value_delimiter = ' ')]
     serve: Vec<String>,
-    /// The program of this server [default: the one that runs]
+    /// The program `steersman` [default: this one]
     #[arg(long, value_name = "FILE")]
     steersman: Option<PathBuf>,
-    /// Folder for the environments and logs of the servers; environments are kept
+    /// Folder for the servers' environments, which are kept, and their logs
     #[arg(long, value_name = "DIR", default_value = "bench-peers")]
     work: PathBuf,
     #[command(flatten)]
@@ -133,50 +142,46 @@ pub struct PeersOptions {
 
 /// A server that runs until it is dropped.
 struct Running {
-    name: &'static str,
     process: Child,
-    port: u16,
-    /// What requests call the model, unless the server lists it.
-    model: Option<String>,
+    found: Found,
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        stop(&mut self.process);
     }
 }
 
+fn stop(process: &mut Child) {
+    // It may have ended already.
+    let _ = process.kill();
+    let _ = process.wait();
+}
+
 /// Installs, starts, measures and stops.
-pub fn run(options: PeersOptions, out: &mut impl Write) -> Result<()> {
+pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<()> {
+    options.what.check()?;
     let peers = options.peers()?;
-    for path in [Some(&options.model), options.also.as_ref()].into_iter().flatten() {
-        ensure!(path.exists(), "{}: there is no such file or folder", path.display());
-    }
-    std::fs::create_dir_all(&options.work).with_context(|| options.work.display().to_string())?;
-    let mut servers = vec![options.start_ours()?];
+    options.check_models()?;
+    fs::create_dir_all(&options.work).with_context(|| options.work.display().to_string())?;
+    let mut servers = vec![options.start_ours().context(OURS)?];
     let mut skips = Vec::new();
     for peer in peers {
         match options.start(peer) {
             Ok(server) => servers.push(server),
             Err(error) => {
-                eprintln!("{}: does not take part: {error:#}", peer.name);
-                skips.push(Skip {
-                    server: peer.name.into(),
-                    scenario: "all".into(),
-                    case: "cases".into(),
-                    reason: format!("{error:#}"),
-                });
+                let reason = format!("{error:#}");
+                eprintln!("{}: does not take part: {reason}", peer.name);
+                // A peer that was asked for by name is missed.
+                ensure!(options.peer.is_empty(), "{}: {reason}", peer.name);
+                let (scenario, case) = ("all".into(), "cases".into());
+                skips.push(Skip { server: peer.name.into(), scenario, case, reason });
             }
         }
     }
-    let url = |server: &Running| format!("http://127.0.0.1:{}", server.port);
-    let named = |server: &Running, value| Named { name: server.name.into(), value };
-    let against = servers.iter().map(|server| named(server, url(server))).collect();
-    let models = servers.iter().filter_map(|s| Some(named(s, s.model.clone()?))).collect();
-    let suite = SuiteOptions::of(ServerOptions::of(against, models), options.what);
-    suite::measure(&suite, skips, out)
+    ensure!(servers.len() > 1, "no peer takes part; `steersman bench suite` measures one server");
+    let found: Vec<_> = servers.iter().map(|server| &server.found).collect();
+    suite::measure(&options.what, &found, &[], skips, out)
 }
 
 impl PeersOptions {
@@ -191,16 +196,41 @@ impl PeersOptions {
         Ok(PEERS.iter().filter(chosen).collect())
     }
 
+    fn check_models(&self) -> Result<()> {
+        let paths = [("--model", Some(&self.model)), ("--also", self.also.as_ref())];
+        for (option, path) in paths {
+            let Some(path) = path else { continue };
+            let shown = path.display();
+            ensure!(path.exists(), "{option} {shown}: there is no such file or folder");
+            let is_folder = Format::of(path) == Format::Folder;
+            ensure!(path.is_dir() == is_folder, "{option} {shown}: is no folder and no GGUF file");
+        }
+        if let Some(also) = &self.also {
+            let differ = Format::of(also) != Format::of(&self.model);
+            ensure!(differ, "--also {}: has the format of --model", also.display());
+        }
+        Ok(())
+    }
+
     fn start_ours(&self) -> Result<Running> {
         let program = match &self.steersman {
             Some(path) => path.clone(),
             None => std::env::current_exe().context("the program that runs")?,
         };
+        let stem = program.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let serves = self.steersman.is_some() || !stem.ends_with("-bench");
+        ensure!(serves, "{stem} does not serve; name the program with --steersman");
+        // What an earlier run has saved would be an advantage.
+        let data = self.work.join("data");
+        if data.exists() {
+            fs::remove_dir_all(&data).with_context(|| data.display().to_string())?;
+        }
         let port = free_port()?;
         let mut command = Command::new(program);
-        command.arg("serve").arg("--model").arg(&self.model).args(["--port", &port.to_string()]);
-        command.args(&self.serve).env("STEERSMAN_DATA_DIR", self.work.join("data"));
-        self.launch(OURS, command, port, None)
+        command.args(["serve", "--host", "127.0.0.1", "--port", &port.to_string(), "--model"]);
+        command.arg(&self.model).args(&self.serve);
+        command.env("STEERSMAN_DATA_DIR", data).env_remove("STEERSMAN_CONFIG");
+        self.launch(OURS, command, port, None, None)
     }
 
     fn start(&self, peer: &'static Peer) -> Result<Running> {
@@ -209,89 +239,117 @@ impl PeersOptions {
             None if has_gpu() => bail!("its package has no CUDA, and this machine has a GPU"),
             _ => peer.packages,
         };
-        let model = [Some(&self.model), self.also.as_ref()].into_iter().flatten();
-        let model = model
-            .clone()
+        let mut models = [Some(&self.model), self.also.as_ref()].into_iter().flatten();
+        let model = models
             .find(|path| Format::of(path) == peer.format)
-            .with_context(|| format!("it loads {}; name one with --also", peer.format.name()))?;
-        let model = std::path::absolute(model)?.display().to_string();
+            .with_context(|| format!("it loads {}; pass one with --also", peer.format.name()))?;
+        let model = std::path::absolute(model)
+            .with_context(|| model.display().to_string())?
+            .display()
+            .to_string();
         let python = self.install(peer.name, packages)?;
         let port = free_port()?;
         let arguments = (peer.arguments)(&model, &port.to_string(), &self.context.to_string());
         let mut command = Command::new(python);
-        // No server asks the hub for a model that lies in a folder. On CUDA, MLX's default ends mlx_lm.server after some
-        // hundred shapes of passes ("Cache thrashing is happening").
-        command.args(arguments).env("HF_HUB_OFFLINE", "1");
-        command.env("MLX_CUDA_GRAPH_CACHE_SIZE", "100000");
-        self.launch(peer.name, command, port, peer.by_path.then_some(model))
+        command.args(arguments).envs(peer.environment.iter().copied());
+        let mut server =
+            self.launch(peer.name, command, port, peer.by_path.then_some(model), peer.dead)?;
+        server.found.about.version.get_or_insert_with(|| packages[0].to_owned());
+        Ok(server)
     }
 
-    /// The Python of an environment with `packages`, which is made if it has others or is missing.
+    /// The Python of an environment with `packages`, which is made if it has others, is missing or does not run.
     fn install(&self, name: &str, packages: &[&str]) -> Result<PathBuf> {
-        let folder = std::path::absolute(self.work.join(name))?;
-        let (python, installed) = (folder.join("bin/python"), folder.join("installed.txt"));
-        if std::fs::read_to_string(&installed).is_ok_and(|text| text == packages.join("\n")) {
+        let folder = std::path::absolute(self.work.join(name))
+            .with_context(|| self.work.display().to_string())?;
+        let python = folder.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" });
+        let installed = folder.join("installed.txt");
+        let runs = || succeed(Command::new(&python).arg("--version")).is_ok();
+        if fs::read_to_string(&installed).is_ok_and(|text| text == packages.join("\n")) && runs() {
             return Ok(python);
         }
         eprintln!("{name}: installing {}", packages.join(" "));
-        let mut create = Command::new("python3");
-        create.args(["-m", "venv", "--clear"]).arg(&folder);
-        succeed(create)?;
-        let mut install = Command::new(&python);
-        install.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-        install.args(packages);
-        succeed(install)?;
-        std::fs::write(&installed, packages.join("\n"))?;
+        let system = if cfg!(windows) { "python" } else { "python3" };
+        succeed(Command::new(system).args(["-m", "venv", "--clear"]).arg(&folder))?;
+        let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
+        succeed(Command::new(&python).args(pip).args(packages))?;
+        fs::write(&installed, packages.join("\n"))
+            .with_context(|| installed.display().to_string())?;
         Ok(python)
     }
 
-    /// Starts a server and waits until it answers. Its output goes to a log in the work folder.
+    /// Starts a server, waits until it is ready and asks it what it is. Its output goes to a log in the work folder.
     fn launch(
         &self,
         name: &'static str,
         mut command: Command,
         port: u16,
         model: Option<String>,
+        dead: Option<&str>,
     ) -> Result<Running> {
         eprintln!("{name}: starting");
         let log = self.work.join(format!("{name}.log"));
-        let file = File::create(&log).with_context(|| log.display().to_string())?;
-        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
-        let process = command
+        let shown = log.display().to_string();
+        let file = File::create(&log).with_context(|| shown.clone())?;
+        let errors = file.try_clone().with_context(|| shown.clone())?;
+        command.stdin(Stdio::null()).stdout(file).stderr(errors);
+        let mut process = command
             .spawn()
             .with_context(|| command.get_program().to_string_lossy().into_owned())?;
-        let mut server = Running { name, process, port, model };
-        let client =
-            Client::new(name, &format!("http://127.0.0.1:{port}"), Duration::from_secs(10))?;
-        let start = Instant::now();
-        while client.healthy() != Some(true) {
-            if let Some(status) = server.process.try_wait()? {
-                bail!("it ended with {status}; its output is in {}", log.display());
+        let url = format!("http://127.0.0.1:{port}");
+        let named = |value| Named { name: name.into(), value };
+        let found = wait(&mut process, name, &url, &log, dead).and_then(|()| {
+            let model = model.map(named).into_iter().collect();
+            let mut found = ServerOptions::of(vec![named(url.clone())], model).connect()?;
+            Ok(found.remove(0))
+        });
+        match found {
+            Ok(found) => Ok(Running { process, found }),
+            Err(error) => {
+                stop(&mut process);
+                Err(error.context(format!("its output is in {shown}")))
             }
-            if start.elapsed() > START {
-                bail!("it did not answer within {START:?}; its output is in {}", log.display());
-            }
-            std::thread::sleep(Duration::from_millis(200));
         }
-        Ok(server)
     }
 }
 
+/// Waits until a server says that it is well.
+fn wait(process: &mut Child, name: &str, url: &str, log: &Path, dead: Option<&str>) -> Result<()> {
+    let client = Client::new(name, url, Duration::from_secs(10))?;
+    let start = Instant::now();
+    while client.healthy() != Some(true) {
+        if let Some(status) = process.try_wait()? {
+            bail!("it ended with {status}");
+        }
+        if let Some(dead) = dead {
+            let text = fs::read_to_string(log).unwrap_or_default();
+            ensure!(!text.contains(dead), "it cannot serve the model: {dead}");
+        }
+        ensure!(start.elapsed() < START, "it did not answer within {} s", START.as_secs());
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    Ok(())
+}
+
 /// Runs a command whose output only matters if it fails.
-fn succeed(mut command: Command) -> Result<()> {
+fn succeed(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().with_context(|| program.clone())?;
+    let output = command.stdin(Stdio::null()).output().with_context(|| {
+        format!("{program} does not start; Python 3 with its module venv is needed")
+    })?;
     if output.status.success() {
         return Ok(());
     }
-    let text = String::from_utf8_lossy(&output.stderr);
-    let last: Vec<_> = text.trim().lines().rev().take(3).collect();
-    let last: Vec<_> = last.into_iter().rev().collect();
+    // Debian says on standard output which package is missing.
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    let last = &lines[lines.len().saturating_sub(4)..];
     bail!("{program} failed: {}", last.join(" / "))
 }
 
 fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    let listener = TcpListener::bind("127.0.0.1:0").context("no free port on 127.0.0.1")?;
+    Ok(listener.local_addr()?.port())
 }
 
 fn has_gpu() -> bool {
@@ -314,35 +372,61 @@ mod tests {
         Cli::parse_from([&["peers"], arguments].concat()).options
     }
 
+    /// Options are checked before anything is installed or started.
     #[test]
-    fn unknown_peers_and_missing_models_are_named() {
+    fn wrong_options_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let [here, work] = ["", "work"].map(|name| folder.path().join(name).display().to_string());
+        let file = folder.path().join("notes.txt");
+        fs::write(&file, "").unwrap();
         let error = |arguments: &[&str]| {
-            format!("{:#}", run(options(arguments), &mut Vec::new()).unwrap_err())
+            let arguments = [arguments, &["--work", &work, "--out", &work]].concat();
+            format!("{:#}", run(&options(&arguments), &mut Vec::new()).unwrap_err())
         };
-        let unknown = error(&["--model", "x", "--peer", "vllm"]);
-        assert!(unknown.contains("--peer vllm: is not one of mlx_lm, llama.cpp"), "{unknown}");
-        let missing = error(&["--model", "/nowhere/model.gguf"]);
-        assert!(missing.contains("/nowhere/model.gguf: there is no such"), "{missing}");
+        let expected = [
+            (vec!["--model", &here, "--peer", "vllm"], "--peer vllm: is not one of mlx_lm"),
+            (vec!["--model", &here, "--scenario", "fast"], "--scenario fast: is not one of"),
+            (vec!["--model", "/nowhere/a.gguf"], "--model /nowhere/a.gguf: there is no such"),
+            (vec!["--model", file.to_str().unwrap()], "notes.txt: is no folder and no GGUF file"),
+            (vec!["--model", &here, "--also", &here], "has the format of --model"),
+            (vec!["--model", &here, "--steersman", "/nowhere/x"], "steersman: /nowhere/x"),
+        ];
+        for (arguments, text) in expected {
+            let found = error(&arguments);
+            assert!(found.contains(text), "{found}");
+        }
     }
 
     /// A peer that loads another format says so before anything is installed.
     #[test]
     fn a_peer_needs_its_format() {
-        let options = options(&["--model", "model.gguf"]);
-        let Err(error) = options.start(&PEERS[0]) else { panic!("it has started") };
-        assert!(format!("{error:#}").contains("name one with --also"), "{error:#}");
-    }
-
-    /// A server that ends, or cannot be started, is an error that names its log.
-    #[test]
-    fn a_server_that_ends_is_an_error() {
-        let folder = tempfile::tempdir().unwrap();
-        let work = folder.path().to_str().unwrap();
-        let options = options(&["--model", "m", "--work", work]);
-        let Err(error) = options.launch("one", Command::new("false"), free_port().unwrap(), None)
-        else {
+        if has_gpu() {
+            return;
+        }
+        let Err(error) = options(&["--model", "model.gguf"]).start(&PEERS[0]) else {
             panic!("it has started")
         };
-        assert!(format!("{error:#}").contains("one.log"), "{error:#}");
+        assert!(format!("{error:#}").contains("pass one with --also"), "{error:#}");
+    }
+
+    /// A server that ends or says that it cannot serve is an error that names its log.
+    #[cfg(unix)]
+    #[test]
+    fn a_server_that_does_not_serve_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = options(&["--model", "m", "--work", folder.path().to_str().unwrap()]);
+        let error = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            let port = free_port().unwrap();
+            match options.launch("one", command, port, None, Some("thread died")) {
+                Ok(_) => panic!("it has started"),
+                Err(error) => format!("{error:#}"),
+            }
+        };
+        let ended = error("exit 3");
+        assert!(ended.contains("one.log: it ended with exit status: 3"), "{ended}");
+        let dead = error("echo the thread died; exec sleep 60");
+        assert!(dead.contains("it cannot serve the model: thread died"), "{dead}");
     }
 }

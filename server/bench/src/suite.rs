@@ -63,18 +63,27 @@ pub struct WhatOptions {
 
 /// Runs the suite.
 pub fn run(options: &SuiteOptions, out: &mut impl Write) -> Result<()> {
-    if options.list { list(out) } else { measure(options, Vec::new(), out) }
-}
-
-/// Measures the servers. `skips`: what is known not to be measured.
-pub fn measure(options: &SuiteOptions, skips: Vec<Skip>, out: &mut impl Write) -> Result<()> {
-    let what = &options.what;
-    let scenarios = what.scenarios()?;
+    if options.list {
+        return list(out);
+    }
+    options.what.check()?;
     let restarts = options.restarts()?;
     let servers = options.servers.connect()?;
-    let run = options.describe(&servers);
-    let (plan, rounds) = (options.plan(&servers[0], run.seed), run.rounds);
-    std::fs::create_dir_all(&what.out).with_context(|| what.out.display().to_string())?;
+    let servers: Vec<_> = servers.iter().collect();
+    measure(&options.what, &servers, &restarts, Vec::new(), out)
+}
+
+/// Measures `servers`, which have `restarts` or none. `skips`: what is known not to be measured.
+pub fn measure(
+    what: &WhatOptions,
+    servers: &[&Found],
+    restarts: &[Option<String>],
+    skips: Vec<Skip>,
+    out: &mut impl Write,
+) -> Result<()> {
+    let scenarios = what.scenarios()?;
+    let run = what.describe(servers);
+    let (plan, rounds) = (what.plan(servers[0], run.seed), run.rounds);
     let path = what.out.join("results.jsonl");
     let mut file = Writer::create(&path, &run)?;
     let mut results = Results::new(run);
@@ -87,15 +96,8 @@ pub fn measure(options: &SuiteOptions, skips: Vec<Skip>, out: &mut impl Write) -
             for case in (scenario.cases)(&plan) {
                 eprintln!("round {} of {rounds}: {} {}", round + 1, scenario.name, case.name);
                 for (turn, at) in order(servers.len(), round).into_iter().enumerate() {
-                    let lines = visit(
-                        &servers[at],
-                        restarts[at].as_deref(),
-                        scenario,
-                        &case,
-                        plan,
-                        round,
-                        turn,
-                    );
+                    let restart = restarts.get(at).and_then(Option::as_deref);
+                    let lines = visit(servers[at], restart, scenario, &case, plan, round, turn);
                     for line in lines {
                         file.write(&line)?;
                         results.push(line);
@@ -205,14 +207,34 @@ impl WhatOptions {
         };
         self.scenario.iter().map(find).collect()
     }
+
+    /// Fails before servers are asked if the scenarios are unknown or the results have no place.
+    pub fn check(&self) -> Result<()> {
+        self.scenarios()?;
+        std::fs::create_dir_all(&self.out).with_context(|| format!("--out {}", self.out.display()))
+    }
+
+    fn describe(&self, servers: &[&Found]) -> Run {
+        let default_rounds = if self.quick { 1 } else { 3 };
+        Run {
+            servers: servers.iter().map(|server| server.about.clone()).collect(),
+            rounds: self.rounds.map_or(default_rounds, usize::from),
+            quick: self.quick,
+            ..new_run("suite", self.seed)
+        }
+    }
+
+    fn plan(&self, first: &Found, seed: u64) -> Plan {
+        Plan {
+            seed,
+            quick: self.quick,
+            sentence_tokens: first.about.sentence_tokens,
+            tool_tokens: first.tool_tokens,
+        }
+    }
 }
 
 impl SuiteOptions {
-    /// Measures `what` of `servers`.
-    pub fn of(servers: ServerOptions, what: WhatOptions) -> Self {
-        Self { servers, what, restart: Vec::new(), list: false }
-    }
-
     /// The restart command of each server.
     fn restarts(&self) -> Result<Vec<Option<String>>> {
         let names: Vec<_> = self.servers.against.iter().map(|one| one.name.as_str()).collect();
@@ -229,25 +251,6 @@ impl SuiteOptions {
             commands[at] = Some(command.to_owned());
         }
         Ok(commands)
-    }
-
-    fn describe(&self, servers: &[Found]) -> Run {
-        let default_rounds = if self.what.quick { 1 } else { 3 };
-        Run {
-            servers: servers.iter().map(|server| server.about.clone()).collect(),
-            rounds: self.what.rounds.map_or(default_rounds, usize::from),
-            quick: self.what.quick,
-            ..new_run("suite", self.what.seed)
-        }
-    }
-
-    fn plan(&self, first: &Found, seed: u64) -> Plan {
-        Plan {
-            seed,
-            quick: self.what.quick,
-            sentence_tokens: first.about.sentence_tokens,
-            tool_tokens: first.tool_tokens,
-        }
     }
 }
 

@@ -94,7 +94,7 @@ impl Costs {
     }
 
     /// Measures `networks.model` on an empty `cache`, and new `drafters`. `prepare` is called with the number of rows before
-    /// a pass, as in decoding.
+    /// a pass and before a draft, as in decoding.
     pub fn measure(
         networks: &Networks<'_>,
         mut cache: Cache,
@@ -142,6 +142,7 @@ impl Costs {
 
         let plain = if plain > 0.0 { plain.min(passes[0]) } else { passes[0] };
         let mut costs = Self::of(plain, &passes);
+        prepare(1);
         for drafter in drafters {
             drafter.observe(&hidden, 0)?;
             let row = hidden.try_index((.., ..1))?;
