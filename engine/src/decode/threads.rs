@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use mlx_rs::transforms::{async_eval, eval};
 use nix::sys::resource::{UsageWho, getrusage};
 
-use super::governor::greedy_pass;
+use super::governor::{greedy_pass, probe_tokens};
 use crate::cache::Cache;
 use crate::config::DEPTH;
 use crate::error::Result;
@@ -137,9 +137,9 @@ impl Threads {
                 products.set(threads, rows, false);
                 seconds(model, part, cache, rows)
             };
-            // The first pass reads the weights into memory, and allocates what passes of so many rows take.
+            // The first pass loads the weights and allocates the buffers for this number of rows.
             products.set(cores, rows, false);
-            eval([&greedy_pass(model, part, &mut cache.clone(), &tokens(rows))?.1])?;
+            eval([&greedy_pass(model, part, &mut cache.clone(), &probe_tokens(rows))?.1])?;
             *chosen = fastest(&candidates, MEASURING, run)?;
         }
         tracing::info!(cores, rows = ?ROWS, ?chosen, elapsed = ?start.elapsed(), "threads of matrix products chosen");
@@ -221,14 +221,9 @@ fn fastest(
     Ok(candidates[best])
 }
 
-/// Tokens of a pass: different ones, as the time of a mixture of experts depends on them.
-fn tokens(rows: usize) -> Vec<u32> {
-    (0..rows as u32).map(|i| 3 + i % 61).collect()
-}
-
 /// Seconds of a pass over `rows` rows with the next one queued meanwhile, as in decoding.
 fn seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache, rows: usize) -> Result<f32> {
-    let (tokens, mut cache) = (tokens(rows), cache.clone());
+    let (tokens, mut cache) = (probe_tokens(rows), cache.clone());
     let start = Instant::now();
     let mut queue = || {
         let sampled = greedy_pass(model, part, &mut cache, &tokens)?.1;

@@ -2,8 +2,8 @@
 //!
 //! A client of any server with OpenAI's chat completions. [`scenario`] is what is asked, [`suite`]
 //! the order in which servers are asked, [`results`] the schema of what is kept, [`report`] and
-//! [`diff`] read it again; [`eval`] grades answers. [`peers`]
-//! installs and starts other servers. The crate links no MLX.
+//! [`diff`] read it again; [`eval`] grades answers; [`peers`] installs and starts other servers.
+//! The crate links no MLX.
 
 mod client;
 mod diff;

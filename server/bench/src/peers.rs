@@ -63,7 +63,7 @@ struct Peer {
     format: Format,
     /// Variables that it needs to serve all of the suite.
     environment: &'static [(&'static str, &'static str)],
-    /// What its log says when it cannot serve, but goes on.
+    /// Text in its log that means that it cannot serve although its process runs.
     dead: Option<&'static str>,
     /// Arguments of its Python for a model, a port and a context.
     arguments: fn(model: &str, port: &str, context: &str) -> Vec<String>,
@@ -234,10 +234,10 @@ impl PeersOptions {
     }
 
     fn start(&self, peer: &'static Peer) -> Result<Running> {
-        let packages = match peer.cuda {
-            Some(packages) if has_gpu() => packages,
-            None if has_gpu() => bail!("its package has no CUDA, and this machine has a GPU"),
-            _ => peer.packages,
+        let packages = if has_gpu() {
+            peer.cuda.context("its package has no CUDA, and this machine has a GPU")?
+        } else {
+            peer.packages
         };
         let mut models = [Some(&self.model), self.also.as_ref()].into_iter().flatten();
         let model = models
@@ -313,7 +313,7 @@ impl PeersOptions {
     }
 }
 
-/// Waits until a server says that it is well.
+/// Waits until `/health` of a server answers with status 200.
 fn wait(process: &mut Child, name: &str, url: &str, log: &Path, dead: Option<&str>) -> Result<()> {
     let client = Client::new(name, url, Duration::from_secs(10))?;
     let start = Instant::now();
@@ -340,7 +340,7 @@ fn succeed(command: &mut Command) -> Result<()> {
     if output.status.success() {
         return Ok(());
     }
-    // Debian says on standard output which package is missing.
+    // Debian's venv names the missing package on standard output.
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     let lines: Vec<_> = text.lines().filter(|line| !line.trim().is_empty()).collect();
     let last = &lines[lines.len().saturating_sub(4)..];
@@ -397,7 +397,7 @@ mod tests {
         }
     }
 
-    /// A peer that loads another format says so before anything is installed.
+    /// A peer whose format is not given is refused before anything is installed.
     #[test]
     fn a_peer_needs_its_format() {
         if has_gpu() {

@@ -19,10 +19,10 @@ use crate::machine::{gpus, resident};
 /// Between two looks at the memory of a process and the counters of energy, which wrap after a minute on some machines.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// Milliseconds between two reports of a GPU's power. Shorter requests have no figure.
+/// Milliseconds between two reports of a GPU's power.
 const POWER_INTERVAL: u64 = 100;
 
-/// Reports that a request must last for.
+/// Reports of each GPU during a request without which it has no figure.
 const REPORTS: u64 = 10;
 
 /// Where Linux has the counters of energy.

@@ -101,9 +101,7 @@ impl Costs {
         drafters: &mut [Box<dyn Drafter>],
         mut prepare: impl FnMut(usize),
     ) -> Result<Self> {
-        // The values matter in a mixture of experts alone, where varied tokens are more like text
-        // than one token repeated.
-        let tokens: Vec<u32> = (0..2 * CONTEXT as u32).map(|i| 3 + i % 61).collect();
+        let tokens = probe_tokens(2 * CONTEXT);
         let Networks { model, part, .. } = *networks;
         let mut pass = |cache: &mut _, tokens: &[u32]| {
             prepare(tokens.len());
@@ -270,6 +268,12 @@ pub type Drafted = [(usize, usize); DraftKind::ALL.len()];
 /// Moves a cost a little towards a measurement. Outliers are clamped: a stall changes little.
 fn learn(cost: &mut f32, seconds: f32) {
     *cost += NEWEST * (seconds.clamp(0.0, 2.0 * *cost) - *cost);
+}
+
+/// Tokens of a pass that is measured. The values matter in a mixture of experts alone, where varied tokens are more like
+/// text than one token repeated.
+pub fn probe_tokens(rows: usize) -> Vec<u32> {
+    (0..rows as u32).map(|i| 3 + i % 61).collect()
 }
 
 /// A pass that samples a token after each row: hidden states [1, R, D], and tokens u32 [R].

@@ -17,7 +17,7 @@ mod costs;
 #[cfg(test)]
 mod tests;
 
-pub use costs::{Costs, Drafted, ROWS, greedy_pass};
+pub use costs::{Costs, Drafted, ROWS, greedy_pass, probe_tokens};
 
 use super::draft::{Drafter, MovingRate};
 use crate::config::DraftKind;
