@@ -58,6 +58,8 @@ pub struct ModelConfig {
     pub compile: Compile,
     /// Which kernels compute the layers.
     pub kernels: Kernels,
+    /// How products with packed matrices read their inputs on the CPU.
+    pub activations: Activations,
     /// Parse special tokens that the text of a request spells. Clients can then forge turns.
     pub special_tokens_in_text: bool,
     /// How the embedding of a text is made of its hidden states.
@@ -85,6 +87,7 @@ impl Default for ModelConfig {
             cpu_dequantize: false,
             compile: Compile::Auto,
             kernels: Kernels::Auto,
+            activations: Activations::Exact,
             special_tokens_in_text: false,
             pooling: Pooling::Last,
         }
@@ -127,6 +130,17 @@ pub enum Kernels {
     Auto,
     /// MLX's only.
     Mlx,
+}
+
+/// How Steersman's kernels for CPUs read the inputs of products with packed matrices.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activations {
+    /// As floats.
+    #[default]
+    Exact,
+    /// Rounded to 8 bits in groups of 32 to 128, as llama.cpp does: faster, above all where there is no AVX-512.
+    Int8,
 }
 
 /// Type of weights and activations.
@@ -359,6 +373,15 @@ impl Config {
                 problem,
             }));
         }
+        let ModelConfig { activations, kernels, cpu_dequantize, .. } = self.model;
+        if activations == Activations::Int8 && (kernels == Kernels::Mlx || cpu_dequantize) {
+            let problem = "is `int8`, which only Steersman's kernels for packed weights have; remove \
+                           `model.kernels` and `model.cpu_dequantize`, or set `exact`";
+            return Err(Error::Config(ConfigError::Key {
+                field: "model.activations",
+                problem: problem.into(),
+            }));
+        }
         if ![0, 4, 8].contains(&self.engine.kv_bits) {
             let problem = format!("is {}, must be 8, 4, or 0 for none", self.engine.kv_bits);
             return Err(Error::Config(ConfigError::Key { field: "engine.kv_bits", problem }));
@@ -432,7 +455,14 @@ mod tests {
             config.profiles.get_mut("mine").unwrap().sampling = Some(sampling);
         }
         type Change = fn(&mut Config);
-        let cases: [(Change, &[&str]); 12] = [
+        let cases: [(Change, &[&str]); 13] = [
+            (
+                |c| {
+                    c.model.activations = Activations::Int8;
+                    c.model.kernels = Kernels::Mlx;
+                },
+                &["model.activations: is `int8`", "remove `model.kernels`"],
+            ),
             (|c| c.engine.queue = 0, &["engine.queue: is 0", "from 1 to 4096"]),
             (|c| c.engine.queue = 1 << 61, &["engine.queue", "from 1 to 4096"]),
             (|c| c.engine.prompt_bytes = 1, &["engine.prompt_bytes", "at least 1024"]),

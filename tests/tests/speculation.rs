@@ -1,6 +1,6 @@
 //! Speculation: replies equal those of plain decoding, with any drafts, rejections and rewinds.
 
-use steersman_engine::config::{Config, DraftKind};
+use steersman_engine::config::{Activations, Config, DraftKind};
 use steersman_engine::tools::verify::DecodePath;
 use steersman_tests::{bundled_model, config, load, speculation_prompts};
 
@@ -17,12 +17,21 @@ fn with_draft_model() -> Config {
 }
 
 /// Greedy replies, including closed reasoning loops, on every path: prefilled in chunks, resumed,
-/// rewound after a rejection at every place of a draft, with every drafter, and governed.
+/// rewound after a rejection at every place of a draft, with every drafter, and governed; with exact products and rounded
+/// ones, whose rows do not depend on one another either.
 /// `steersman verify --prompts tests/fixtures/speculation.json` runs all 200 prompts.
 #[test]
 fn greedy_speculation_equals_greedy_decoding() {
+    for activations in [Activations::Exact, Activations::Int8] {
+        let mut config = with_draft_model();
+        config.model.activations = activations;
+        check_speculation(config);
+    }
+}
+
+fn check_speculation(config: Config) {
     let data = tempfile::tempdir().unwrap();
-    let (mut decoder, _) = load(with_draft_model(), data.path()).unwrap();
+    let (mut decoder, _) = load(config, data.path()).unwrap();
     let paths = decoder.paths().unwrap();
     for kind in [DraftKind::Ngram, DraftKind::Mtp, DraftKind::Model] {
         assert!(paths.contains(&DecodePath::Drafted(kind)), "{kind:?}");
@@ -42,6 +51,18 @@ fn greedy_speculation_equals_greedy_decoding() {
             _ => {}
         }
     }
+}
+
+/// Saved state of exact products is not continued with rounded ones.
+#[test]
+fn rounded_products_have_another_fingerprint() {
+    let fingerprint = |activations| {
+        let data = tempfile::tempdir().unwrap();
+        let mut config = config();
+        config.model.activations = activations;
+        load(config, data.path()).unwrap().1.fingerprint
+    };
+    assert_ne!(fingerprint(Activations::Exact), fingerprint(Activations::Int8));
 }
 
 /// The error names the first difference.

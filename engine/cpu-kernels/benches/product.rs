@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use half::bf16;
+use half::f16;
+use steersman_cpu_kernels::Activations::{Exact, Int8};
 use steersman_cpu_kernels::{
-    Floats, FloatsMut, Isa, Packed, max_threads, product_with, set_threads,
+    Activations, Floats, FloatsMut, Isa, Packed, max_threads, product_with, set_threads,
 };
 
 /// [out, in] of the bundled model's, Qwen2.5-0.5B's and an 8B model's layers.
@@ -17,11 +18,13 @@ fn main() {
     for isa in Isa::available() {
         for threads in [1, max_threads()] {
             set_threads(threads);
-            for bits in [4, 8] {
+            for (bits, activations) in [(4, Exact), (4, Int8), (8, Exact), (8, Int8)] {
                 for (out, columns) in SHAPES {
-                    print!("{isa:?}, {threads} threads, {bits} bits, {out} x {columns}:");
+                    print!(
+                        "{isa:?}, {threads} threads, {bits} bits, activations {activations:?}, {out} x {columns}:"
+                    );
                     for rows in &rows {
-                        measure(isa, bits, out, columns, *rows);
+                        measure(isa, activations, bits, out, columns, *rows);
                     }
                     println!();
                 }
@@ -30,17 +33,24 @@ fn main() {
     }
 }
 
-fn measure(isa: Isa, bits: usize, out: usize, columns: usize, rows: usize) {
+fn measure(
+    isa: Isa,
+    activations: Activations,
+    bits: usize,
+    out: usize,
+    columns: usize,
+    rows: usize,
+) {
     let words: Vec<u32> =
         (0..out * columns * bits / 32).map(|i| (i as u32).wrapping_mul(2_654_435_761)).collect();
-    let scales = vec![bf16::from_f32(0.01); out * columns / 64];
+    let scales = vec![f16::from_f32(0.01); out * columns / 32];
     let matrix = Packed {
         words: &words,
-        scales: Floats::Bf16(&scales),
-        biases: Floats::Bf16(&scales),
+        scales: Floats::F16(&scales),
+        biases: Floats::F16(&scales),
         rows: out,
         columns,
-        group_size: 64,
+        group_size: 32,
         bits,
     };
     let x: Vec<f32> = (0..rows * columns).map(|i| (i % 17) as f32 - 8.0).collect();
@@ -50,7 +60,7 @@ fn measure(isa: Isa, bits: usize, out: usize, columns: usize, rows: usize) {
     let mut best = f64::MAX;
     for _ in 0..repeats {
         let start = Instant::now();
-        product_with(isa, Floats::F32(&x), &matrix, FloatsMut::F32(&mut y)).unwrap();
+        product_with(isa, activations, Floats::F32(&x), &matrix, FloatsMut::F32(&mut y)).unwrap();
         best = best.min(start.elapsed().as_secs_f64());
     }
     let bytes = (words.len() * 4 + scales.len() * 4) as f64;

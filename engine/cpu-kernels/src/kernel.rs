@@ -6,11 +6,15 @@
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
 use crate::float::Floats;
+use crate::int8::{self, Factors, RowGroups, int8_kernels};
 #[cfg(target_arch = "aarch64")]
 use crate::lanes::neon::Neon;
 use crate::lanes::{BLOCK, Isa, Lanes, enabled, portable::Portable};
 #[cfg(target_arch = "x86_64")]
-use crate::lanes::{avx2::Avx2, avx512::Avx512};
+use crate::{
+    int8::vnni::Vnni,
+    lanes::{avx2::Avx2, avx512::Avx512},
+};
 
 /// Columns of a span.
 pub const SPAN: usize = 1024;
@@ -49,21 +53,23 @@ pub struct Kernels {
     pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
     /// 1, 2 and more rows of x times the four rows of a panel. Writes sums for each row of x.
     pub dense: &'static [Dense],
+    /// Those of [`Activations::Int8`].
+    pub int8: int8::Kernels,
 }
 
 /// Compiles the kernels of an instruction set.
 macro_rules! kernels {
-    ($isa:ident $features:tt $bits:ident $group:ident $rows:tt) => {
+    ($isa:ident $features:tt $bits:ident $group:ident $rows:tt $int8:expr) => {
         match ($bits, $group) {
-            (4, 32) => kernels!(@ $isa $features 4, 32, $rows),
-            (4, 64) => kernels!(@ $isa $features 4, 64, $rows),
-            (4, _) => kernels!(@ $isa $features 4, 128, $rows),
-            (_, 32) => kernels!(@ $isa $features 8, 32, $rows),
-            (_, 64) => kernels!(@ $isa $features 8, 64, $rows),
-            _ => kernels!(@ $isa $features 8, 128, $rows),
+            (4, 32) => kernels!(@ $isa $features 4, 32, $rows, $int8),
+            (4, 64) => kernels!(@ $isa $features 4, 64, $rows, $int8),
+            (4, _) => kernels!(@ $isa $features 4, 128, $rows, $int8),
+            (_, 32) => kernels!(@ $isa $features 8, 32, $rows, $int8),
+            (_, 64) => kernels!(@ $isa $features 8, 64, $rows, $int8),
+            _ => kernels!(@ $isa $features 8, 128, $rows, $int8),
         }
     };
-    (@ $isa:ident $features:tt $bits:literal, $group:literal, [$($rows:literal)*]) => {
+    (@ $isa:ident $features:tt $bits:literal, $group:literal, [$($rows:literal)*], $int8:expr) => {
         Kernels {
             arrange: enabled!($features arrange_blocks(
                 from: *const f32, to: *mut f32, count: usize
@@ -80,6 +86,7 @@ macro_rules! kernels {
             dense: &[$(enabled!($features dense_rows(
                 panel: *const f32, x: *const f32, span: usize, sums: *mut [f32; OUT]
             ) { dense::<$isa, $rows>(panel, x, span, sums) })),*],
+            int8: $int8,
         }
     };
 }
@@ -90,12 +97,30 @@ impl Kernels {
         // As many rows at a time as the registers hold sums of.
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6]),
+            Isa::Avx512 => {
+                kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6] Self::int8_of_avx512(bits, group))
+            }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => kernels!(Avx2 ["avx2,fma"] bits group [1 2 3]),
+            Isa::Avx2 => {
+                kernels!(Avx2 ["avx2,fma,f16c"] bits group [1 2 3] int8_kernels!(Avx2 ["avx2,fma,f16c"] bits group))
+            }
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => kernels!(Neon ["neon"] bits group [1 2 3 4 5]),
-            Isa::Portable => kernels!(Portable [] bits group [1 2]),
+            Isa::Neon => {
+                kernels!(Neon ["neon"] bits group [1 2 3 4 5] int8_kernels!(Portable ["neon"] bits group))
+            }
+            Isa::Portable => {
+                kernels!(Portable [] bits group [1 2] int8_kernels!(Portable [] bits group))
+            }
+        }
+    }
+
+    /// The first processors with AVX-512 have no VNNI.
+    #[cfg(target_arch = "x86_64")]
+    fn int8_of_avx512(bits: usize, group: usize) -> int8::Kernels {
+        if is_x86_feature_detected!("avx512vnni") {
+            int8_kernels!(Vnni ["avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma"] bits group)
+        } else {
+            int8_kernels!(Avx2 ["avx512f,avx512bw,avx512vl,avx2,fma"] bits group)
         }
     }
 }
@@ -116,6 +141,7 @@ macro_rules! unroll {
         })*
     };
 }
+pub(crate) use unroll;
 
 /// See [`Kernels::arrange`].
 ///
@@ -157,6 +183,8 @@ unsafe fn groups<L: Lanes>(
                         L::widen_f16(floats.as_ptr().add(*at).cast(), to, count);
                     }
                 }
+                // Kernels that read whole vectors read these too.
+                to.add(count).write_bytes(0, SPAN / 32 - count);
             }
         }
     }

@@ -41,7 +41,7 @@ macro_rules! for_isa {
                 $($argument: $type),*
             ) { $name::<$crate::lanes::avx512::Avx512>($($argument),*) })($($argument),*),
             #[cfg(target_arch = "x86_64")]
-            $crate::lanes::Isa::Avx2 => $crate::lanes::enabled!(["avx2,fma"] compiled(
+            $crate::lanes::Isa::Avx2 => $crate::lanes::enabled!(["avx2,fma,f16c"] compiled(
                 $($argument: $type),*
             ) { $name::<$crate::lanes::avx2::Avx2>($($argument),*) })($($argument),*),
             #[cfg(target_arch = "aarch64")]
@@ -65,7 +65,7 @@ pub enum Isa {
     /// AVX-512 with F, BW and VL, which all processors but the first have: 16 lanes.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// AVX2 and FMA: 8 lanes.
+    /// AVX2, FMA and F16C, which come together: 8 lanes.
     #[cfg(target_arch = "x86_64")]
     Avx2,
     /// NEON: 4 lanes.
@@ -87,7 +87,10 @@ impl Isa {
             {
                 isas.push(Self::Avx512);
             }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            if is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c")
+            {
                 isas.push(Self::Avx2);
             }
         }

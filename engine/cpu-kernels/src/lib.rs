@@ -31,6 +31,7 @@ mod attention;
 mod elementwise;
 mod float;
 mod gated_delta;
+mod int8;
 mod kernel;
 mod lanes;
 mod pool;
@@ -42,7 +43,7 @@ pub use float::{Floats, FloatsMut};
 pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
 pub use lanes::Isa;
 pub use pool::{max_threads, set_threads, threads};
-pub use product::{Error, Packed, product, product_with};
+pub use product::{Activations, Error, Packed, product, product_with};
 
 /// Numbers from -1 to 1, the same for the same seed.
 #[cfg(test)]

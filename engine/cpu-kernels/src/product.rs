@@ -5,7 +5,8 @@
 //!
 //! A few rows are multiplied while elements are in registers. More rows share a panel: four rows of the matrix, one
 //! span long, unpacked to 16 KiB of f32, which they then read from the first-level cache. Rows are taken 128 at a
-//! time, so that their span stays in the second-level cache.
+//! time, so that their span stays in the second-level cache. With activations in 8 bits ([`int8`]), elements of the matrix
+//! are unpacked to bytes for each two rows, and there is no panel.
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
@@ -16,6 +17,7 @@ use half::{bf16, f16};
 use thiserror::Error as ThisError;
 
 use crate::float::{Floats, FloatsMut};
+use crate::int8::{self, Factors};
 use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, SPAN};
 use crate::lanes::Isa;
 use crate::pool;
@@ -52,6 +54,16 @@ pub struct Packed<'a> {
     pub group_size: usize,
     /// 4 or 8.
     pub bits: usize,
+}
+
+/// How rows of x are multiplied.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// As f32, which all types of floats fit.
+    #[default]
+    Exact,
+    /// Rounded to 8 bits in groups of the matrix's size: an element is off by up to 1/254 of its group's largest.
+    Int8,
 }
 
 /// Why a product cannot be computed.
@@ -111,8 +123,13 @@ impl Packed<'_> {
 ///
 /// # Errors
 /// [`Error`] if lengths do not fit or the format has no kernel; `y` is then unchanged.
-pub fn product(x: Floats<'_>, matrix: &Packed<'_>, y: FloatsMut<'_>) -> Result<(), Error> {
-    product_with(Isa::best(), x, matrix, y)
+pub fn product(
+    activations: Activations,
+    x: Floats<'_>,
+    matrix: &Packed<'_>,
+    y: FloatsMut<'_>,
+) -> Result<(), Error> {
+    product_with(Isa::best(), activations, x, matrix, y)
 }
 
 /// As [`product`], with the instructions of `isa`, which must be one of [`Isa::available`].
@@ -124,6 +141,7 @@ pub fn product(x: Floats<'_>, matrix: &Packed<'_>, y: FloatsMut<'_>) -> Result<(
 /// If the processor does not have `isa`.
 pub fn product_with(
     isa: Isa,
+    activations: Activations,
     x: Floats<'_>,
     matrix: &Packed<'_>,
     y: FloatsMut<'_>,
@@ -138,14 +156,26 @@ pub fn product_with(
         FloatsMut::Bf16(y) => Out::Bf16(y.as_mut_ptr()),
         FloatsMut::F16(y) => Out::F16(y.as_mut_ptr()),
     };
-    ARRANGED.with_borrow_mut(|arranged| {
+    INPUT.with_borrow_mut(|input| {
         for first in (0..count).step_by(ROWS) {
-            let rows = ROWS.min(count - first);
-            arranged.resize((rows * matrix.columns).div_ceil(16), Line([0.0; 16]));
-            let start = arranged.as_mut_ptr().cast::<f32>();
-            // SAFETY: `arranged` has room for the rows, `x` has them, and the processor has the instructions.
-            unsafe { arrange(&kernels, x, first..first + rows, matrix.columns, start) };
-            let task = Task { matrix, kernels, x: start, first, rows, y };
+            let rows = first..count.min(first + ROWS);
+            let (length, columns) = (rows.len(), matrix.columns);
+            // SAFETY: the processor has the instructions, and `floats` gets room for the rows.
+            let x = unsafe {
+                match activations {
+                    Activations::Exact => {
+                        input.floats.resize((length * columns).div_ceil(16), Line([0.0; 16]));
+                        let start = input.floats.as_mut_ptr().cast::<f32>();
+                        arrange(&kernels, x, rows, columns, start);
+                        Rows::F32(start)
+                    }
+                    Activations::Int8 => {
+                        input.int8.fill(&kernels.int8, x, rows, columns);
+                        Rows::Int8(&input.int8)
+                    }
+                }
+            };
+            let task = Task { matrix, kernels, x, first, rows: length, y };
             let pieces = task.pieces();
             let length = matrix.rows.div_ceil(pieces).next_multiple_of(OUT);
             pool::run(matrix.rows.div_ceil(length), &|piece| {
@@ -164,9 +194,24 @@ pub fn product_with(
 #[derive(Clone, Copy)]
 struct Line(#[expect(dead_code, reason = "read through pointers")] [f32; 16]);
 
+/// Rows of x as kernels read them.
+#[derive(Default)]
+struct Input {
+    /// Span by span, [rows, columns of the span] in the order of lanes.
+    floats: Vec<Line>,
+    int8: int8::Rows,
+}
+
 thread_local! {
-    /// Rows of x as f32 in the order of lanes.
-    static ARRANGED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static INPUT: RefCell<Input> = RefCell::default();
+}
+
+/// What a task multiplies.
+#[derive(Clone, Copy)]
+enum Rows<'a> {
+    /// See [`Input::floats`].
+    F32(*const f32),
+    Int8(&'a int8::Rows),
 }
 
 /// Where outputs are written. Pieces write disjoint ones.
@@ -181,8 +226,7 @@ enum Out {
 struct Task<'a> {
     matrix: &'a Packed<'a>,
     kernels: Kernels,
-    /// Span by span, [rows, columns of the span] in the order of lanes.
-    x: *const f32,
+    x: Rows<'a>,
     /// The first of the rows.
     first: usize,
     rows: usize,
@@ -228,6 +272,7 @@ struct Room {
     panel: [f32; OUT * SPAN],
     tile: [[f32; TILE]; ROWS],
     groups: Groups,
+    factors: Factors,
 }
 
 thread_local! {
@@ -235,6 +280,7 @@ thread_local! {
         panel: [0.0; OUT * SPAN],
         tile: [[0.0; TILE]; ROWS],
         groups: Groups::default(),
+        factors: Factors::default(),
     }));
 }
 
@@ -262,11 +308,9 @@ unsafe fn multiply(task: &Task<'_>, outputs: Range<usize>) {
 /// As [`multiply`]; `tile` has at most [`TILE`] outputs.
 unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mut Room) {
     let Task { matrix, rows, kernels, .. } = *task;
-    let Room { panel, tile: sums, groups } = room;
+    let Room { panel, tile: sums, groups, factors } = room;
     let span = SPAN.min(matrix.columns - k);
     let stride = matrix.columns * matrix.bits / 8;
-    // SAFETY: the span's rows of x, [rows, span], begin there.
-    let x = unsafe { task.x.add(rows * k) };
     for n in tile.clone().step_by(OUT) {
         // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
         let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
@@ -286,23 +330,35 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
                 }
             }
         };
-        // SAFETY: `words` and `groups` are valid for the span, `x` for its rows, the panel for four rows of it, and
-        // `parts` for the rows of every kernel.
-        unsafe {
-            if rows <= FUSED {
-                (kernels.fused)(x, &words, groups, count, parts.as_mut_ptr());
-                add(0, &parts[..1]);
-                continue;
-            }
-            (kernels.unpack)(&words, groups, count, panel.as_mut_ptr());
-            let mut r = 0;
-            while r < rows {
-                let taken = (rows - r).min(kernels.dense.len());
-                let dense = kernels.dense[taken - 1];
-                dense(panel.as_ptr(), x.add(r * span), span, parts.as_mut_ptr());
-                add(r, &parts[..taken]);
-                r += taken;
-            }
+        let is_fused = rows <= FUSED;
+        if matches!(task.x, Rows::F32(_)) && !is_fused {
+            // SAFETY: `words` and `groups` are valid for the span, and the panel for four rows of it.
+            unsafe { (kernels.unpack)(&words, groups, count, panel.as_mut_ptr()) };
+        }
+        let mut r = 0;
+        while r < rows {
+            // SAFETY: as above. The span's rows of x, [rows, span], begin at `rows * k`, and `parts` has room for the rows
+            // of every kernel.
+            let taken = unsafe {
+                match task.x {
+                    Rows::F32(x) if is_fused => {
+                        (kernels.fused)(x.add(k), &words, groups, count, parts.as_mut_ptr());
+                        1
+                    }
+                    Rows::F32(x) => {
+                        let taken = (rows - r).min(kernels.dense.len());
+                        let x = x.add(rows * k + r * span);
+                        kernels.dense[taken - 1](panel.as_ptr(), x, span, parts.as_mut_ptr());
+                        taken
+                    }
+                    Rows::Int8(x) => {
+                        let span = int8::Span { k, columns: span, words: &words, groups, count };
+                        x.multiply(&kernels.int8, r, &span, factors, &mut parts)
+                    }
+                }
+            };
+            add(r, &parts[..taken]);
+            r += taken;
         }
     }
 }

@@ -11,7 +11,7 @@ use mlx_rs::ops::{matmul, ones_dtype};
 use mlx_rs::random::{key, normal};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
-use steersman_cpu_kernels::{Floats, FloatsMut, Isa, Packed, max_threads, product};
+use steersman_cpu_kernels::{Activations, Floats, FloatsMut, Isa, Packed, max_threads, product};
 
 use super::{max_running, memory};
 use crate::config::{self, Config};
@@ -175,7 +175,7 @@ fn multiply_packed() -> Result<f64> {
     let matrix = Packed { words: &words, scales, biases, rows, columns, group_size, bits: 4 };
     let (x, mut y) = (vec![1.0; columns], vec![0.0; rows]);
     let seconds = best(|| {
-        product(Floats::F32(&x), &matrix, FloatsMut::F32(&mut y))
+        product(Activations::Exact, Floats::F32(&x), &matrix, FloatsMut::F32(&mut y))
             .map_err(|error| Error::Array(error.to_string()))
     })?;
     Ok((size_of_val(&words[..]) + 2 * size_of_val(&groups[..])) as f64 / seconds)

@@ -11,6 +11,7 @@ mod product;
 pub use heads::{has_heads, heads};
 pub use layers::{gated_delta, rms_norm, swiglu};
 pub use product::{product, supports};
+pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;
 

@@ -63,8 +63,8 @@ fn form(tensor: &Tensor, storage: Storage) -> Form {
     match storage {
         Storage::Packed => Form::Packed,
         // The kernels take no stacks, and 4 or 8 bits.
-        Storage::OwnKernels if tensor.is_stack() => Form::Floats,
-        Storage::OwnKernels => Form::PackedEvenly,
+        Storage::OwnKernels(_) if tensor.is_stack() => Form::Floats,
+        Storage::OwnKernels(_) => Form::PackedEvenly,
         Storage::Dequantized => Form::Floats,
     }
 }

@@ -11,7 +11,7 @@ use super::weights::Storage;
 use super::{FAMILIES, Model, Weights, check};
 use crate::config::{self, ModelConfig};
 use crate::error::{ConfigError, Error, Result};
-use crate::kernels::cpu;
+use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::{self, Capability};
 use crate::nn::compile_steps;
 
@@ -100,9 +100,21 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let text = json.get("text_config").unwrap_or(&json);
     let on_cpu = choose_device(config.device)?;
     let dtype = choose_dtype(config.dtype, on_cpu, text);
+    let activations = match config.activations {
+        config::Activations::Exact => Activations::Exact,
+        config::Activations::Int8 if on_cpu => Activations::Int8,
+        config::Activations::Int8 => {
+            return Err(Error::Config(ConfigError::Key {
+                field: "model.activations",
+                problem: "is `int8`, which works on the CPU only; set `model.device` to `cpu`, or \
+                          `exact`"
+                    .into(),
+            }));
+        }
+    };
     let storage = match config.kernels {
         _ if on_cpu && config.cpu_dequantize => Storage::Dequantized,
-        config::Kernels::Auto if on_cpu => Storage::OwnKernels,
+        config::Kernels::Auto if on_cpu => Storage::OwnKernels(activations),
         _ => Storage::Packed,
     };
     let compile = match config.compile {
@@ -143,12 +155,19 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let from_config = text.get("max_position_embeddings").and_then(Value::as_f64);
     let context = from_config.map(|x| x as u64).or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
-    let numbers = format!("{device}, {}", dtype_name(dtype));
+    let rounded = own_kernels > 0 && activations == Activations::Int8;
+    if activations == Activations::Int8 && !rounded {
+        tracing::warn!(
+            "model.activations is `int8`, but no weights are packed in 4 or 8 bits: all products are exact"
+        );
+    }
+    let rounded = if rounded { ", products in 8 bits" } else { "" };
+    let numbers = format!("{device}, {}{rounded}", dtype_name(dtype));
     let quantized = match storage {
         Storage::Dequantized => "dequantized",
         Storage::Packed if kernels.is_some() => "as stored, own kernels",
         Storage::Packed => "as stored",
-        Storage::OwnKernels => "own kernels",
+        Storage::OwnKernels(_) => "own kernels",
     };
     Ok(Loaded {
         model,

@@ -12,6 +12,7 @@ use serde_json::Value;
 use super::weights::Storage;
 use super::{FAMILIES, Weights, check};
 use crate::error::Result;
+use crate::kernels::cpu::Activations;
 
 type Tensors = HashMap<String, Array>;
 
@@ -32,7 +33,8 @@ fn load(
     let model_type = config["model_type"].as_str().unwrap();
     let family = FAMILIES.iter().find(|family| family.model_type == model_type).unwrap();
     let load = || -> Result<_> {
-        let mut weights = Weights::open(folder, config, Dtype::Float32, Storage::OwnKernels)?;
+        let mut weights =
+            Weights::open(folder, config, Dtype::Float32, Storage::OwnKernels(Activations::Exact))?;
         let model = (family.load)(config, &mut weights)?;
         Ok((model, weights.embeddings()))
     };

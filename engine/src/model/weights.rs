@@ -17,7 +17,7 @@ use steersman_gguf::files;
 
 use super::{check, fp8, gguf};
 use crate::error::{ConfigError, Error, Result};
-use crate::kernels;
+use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::Tiled;
 use crate::loading;
 use crate::nn::{Linear, Mode, Packed, Quantization, message, scaled};
@@ -52,8 +52,8 @@ pub enum Storage {
     Packed,
     /// They are dequantized.
     Dequantized,
-    /// Those that [`kernels::cpu`] can multiply with stay packed, the others are dequantized.
-    OwnKernels,
+    /// Those that [`cpu`] can multiply with stay packed, the others are dequantized.
+    OwnKernels(Activations),
 }
 
 /// Keys of `config.json` with two names, both of which may be there: the other one, and ours.
@@ -281,7 +281,8 @@ impl Weights {
     /// Takes scales or biases. Kernels of our own read them as they are stored, in half of f32's memory.
     fn take_scales(&mut self, name: &str) -> Result<Array> {
         let stored = self.arrays.get(name).map(Array::dtype);
-        let dtype = stored.filter(|dtype| dtype.is_float() && self.storage == Storage::OwnKernels);
+        let dtype = stored
+            .filter(|dtype| dtype.is_float() && matches!(self.storage, Storage::OwnKernels(_)));
         self.take_as(name, dtype.unwrap_or(self.dtype))
     }
 
@@ -363,7 +364,7 @@ impl Weights {
             biases: if affine { Some(self.take_scales(&format!("{name}.biases"))?) } else { None },
             quantization,
             dtype: self.dtype,
-            own_kernel: false,
+            own_kernel: None,
         };
         let (columns, groups) = (packed.weight.dim(-1), packed.scales.dim(-1));
         if named.is_none() && affine {
@@ -393,13 +394,16 @@ impl Weights {
 
     /// A layer in the form that [`Storage`] asks for.
     fn stored(&mut self, mut packed: Packed, bias: Option<Array>) -> Result<Linear> {
-        packed.own_kernel = self.storage == Storage::OwnKernels && kernels::cpu::supports(&packed);
-        if self.storage != Storage::Packed && !packed.own_kernel {
+        packed.own_kernel = match self.storage {
+            Storage::OwnKernels(activations) if cpu::supports(&packed) => Some(activations),
+            _ => None,
+        };
+        if self.storage != Storage::Packed && packed.own_kernel.is_none() {
             let weight = packed.dequantize()?;
             eval([&weight])?;
             return Ok(Linear::Dense { weight, bias });
         }
-        if packed.own_kernel {
+        if packed.own_kernel.is_some() {
             self.own_kernels += 1;
             // A view of a larger array would be copied in each product.
             packed.weight = packed.weight.contiguous()?;

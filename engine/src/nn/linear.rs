@@ -151,6 +151,7 @@ impl Embedding {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::cpu::Activations;
     use crate::nn::{Mode, Quantization};
     use mlx_rs::{Device, DeviceType, Dtype, random};
 
@@ -203,7 +204,8 @@ mod tests {
             let quantization = Quantization { group_size, bits, mode: Mode::Affine };
             let short = normal(4, &[96, 256]).as_dtype(Dtype::Bfloat16).unwrap();
             let packed = Packed::quantize(&short, quantization);
-            let weight = Packed { own_kernel: true, dtype: Dtype::Float32, ..packed };
+            let weight =
+                Packed { own_kernel: Some(Activations::Exact), dtype: Dtype::Float32, ..packed };
             let dense = Linear::Dense { weight: weight.dequantize().unwrap(), bias: None };
             let own = Linear::Quantized { weight, bias: None };
             let largest = |a: Array| a.abs().unwrap().max(None).unwrap().item_exact::<f32>();

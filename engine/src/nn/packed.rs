@@ -17,7 +17,8 @@ use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::kernels::{cpu, cuda};
+use crate::kernels::cpu::{self, Activations};
+use crate::kernels::cuda;
 
 /// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
 /// with 128 rows takes 210 us either way, with 512 rows 287 instead of 584, with 2,048 rows 481 instead of 1,997
@@ -85,15 +86,15 @@ pub struct Packed {
     pub quantization: Quantization,
     /// Type of the dequantized matrix.
     pub dtype: Dtype,
-    /// Whether the products of [`cpu`] are used instead of MLX's, which [`cpu::supports`] allows.
-    pub own_kernel: bool,
+    /// How the products of [`cpu`], which [`cpu::supports`] allows, read their inputs; `None` uses MLX's products.
+    pub own_kernel: Option<Activations>,
 }
 
 impl Packed {
     /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
-        if self.own_kernel
-            && let Some(product) = cpu::product(x, self)
+        if let Some(activations) = self.own_kernel
+            && let Some(product) = cpu::product(activations, x, self)
         {
             return product;
         }
@@ -157,7 +158,7 @@ impl Packed {
             let (scales, biases) =
                 (cast(&self.scales)?, self.biases.as_ref().map(cast).transpose()?);
             let weight = self.weight.clone();
-            return Self { weight, scales, biases, own_kernel: false, ..*self }.dequantize();
+            return Self { weight, scales, biases, own_kernel: None, ..*self }.dequantize();
         }
         let dtype = mlx_optional_dtype { value: 0, has_value: false };
         let array = self.call("dequantize", |res, group_size, bits, mode, stream| {
@@ -292,7 +293,7 @@ impl Packed {
             biases: parts.next(),
             quantization,
             dtype: matrix.dtype(),
-            own_kernel: false,
+            own_kernel: None,
         }
     }
 }

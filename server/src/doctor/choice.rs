@@ -64,6 +64,16 @@ pub fn choices(server: &ServerConfig, config: &Config, machine: &Machine) -> Vec
             "Steersman's own where there are some for the device, shape and type, MLX's otherwise",
         ),
         choice(
+            "model.activations",
+            match model.activations {
+                config::Activations::Exact => "exact",
+                config::Activations::Int8 => "int8",
+            }
+            .into(),
+            model.activations != config::Activations::Exact,
+            "`int8` is faster on a CPU, and rounds inputs of products as llama.cpp does",
+        ),
+        choice(
             "engine.memory_limit_bytes",
             format!("{limit} ({})", BinaryBytes(limit)),
             engine.memory_limit_bytes > 0,

@@ -1,8 +1,9 @@
-//! AVX2 and FMA.
+//! AVX2, FMA and F16C.
 
 use std::arch::x86_64::*;
 
 use super::Lanes;
+use crate::float::widen_f16;
 
 /// 8 lanes.
 pub struct Avx2;
@@ -99,6 +100,22 @@ unsafe impl Lanes for Avx2 {
                 _mm256_cvtepu8_epi32(_mm_loadl_epi64(block.add(8 * i).cast()))
             };
             _mm256_fmadd_ps(_mm256_cvtepi32_ps(elements), table[0], table[1])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
+        let whole = count / 8 * 8;
+        for i in (0..whole).step_by(8) {
+            // SAFETY: the caller's pointers are valid for `count` floats.
+            unsafe {
+                let floats = _mm256_cvtph_ps(_mm_loadu_si128(from.add(i).cast()));
+                _mm256_storeu_ps(to.add(i), floats);
+            }
+        }
+        for i in whole..count {
+            // SAFETY: as above.
+            unsafe { *to.add(i) = widen_f16(*from.add(i)) };
         }
     }
 }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use half::{bf16, f16};
 use mlx_rs::{Array, Dtype};
 use mlx_sys::{View, mlx_dtype};
-use steersman_cpu_kernels::{self as kernels, Floats, FloatsMut};
+use steersman_cpu_kernels::{self as kernels, Activations, Floats, FloatsMut};
 
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
@@ -32,7 +32,7 @@ fn has_type(array: &Array) -> bool {
 
 /// `x` [.., in] times the transposed `matrix` [out, in], [.., out] in `x`'s dtype. `None` if [`supports`] is false, or
 /// `x` does not fit.
-pub fn product(x: &Array, matrix: &Packed) -> Option<Result<Array>> {
+pub fn product(activations: Activations, x: &Array, matrix: &Packed) -> Option<Result<Array>> {
     let quantization = matrix.quantization;
     let columns = matrix.scales.dim(-1) * quantization.group_size;
     let biases = matrix.biases.as_ref()?;
@@ -42,7 +42,8 @@ pub fn product(x: &Array, matrix: &Packed) -> Option<Result<Array>> {
     let mut shape = x.shape().to_vec();
     *shape.last_mut()? = matrix.weight.dim(0);
     let inputs = [x, &matrix.weight, &matrix.scales, biases];
-    let parameters = [quantization.bits, quantization.group_size];
+    let parameters =
+        [quantization.bits, quantization.group_size, i32::from(activations == Activations::Int8)];
     // SAFETY: `multiply` computes one output from four such inputs.
     Some(unsafe { run(&inputs, [&shape], x.dtype(), multiply, &parameters) }.map(|[y]| y))
 }
@@ -79,7 +80,10 @@ unsafe extern "C" fn multiply(views: *const View, count: usize, parameters: *con
             F16 => FloatsMut::F16(slice_mut(output, length)),
             _ => FloatsMut::F32(slice_mut(output, length)),
         };
-        kernels::product(x_floats.floats(), &matrix, y).expect("shapes were checked by `product`");
+        let activations =
+            if *parameters.add(2) == 0 { Activations::Exact } else { Activations::Int8 };
+        kernels::product(activations, x_floats.floats(), &matrix, y)
+            .expect("shapes were checked by `product`");
     }
 }
 
@@ -123,6 +127,10 @@ mod tests {
     use mlx_rs::transforms::eval;
     use mlx_rs::{Device, DeviceType, random};
 
+    fn exact(x: &Array, matrix: &Packed) -> Option<Result<Array>> {
+        product(Activations::Exact, x, matrix)
+    }
+
     fn normal(seed: u64, shape: &[i32]) -> Array {
         random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
     }
@@ -153,7 +161,7 @@ mod tests {
             {
                 let x = normal(2, &[2, 3, 1152]).as_dtype(dtype).unwrap();
                 let expected = matrix.matmul(&x.as_dtype(Dtype::Float32).unwrap()).unwrap();
-                let y = product(&x, &matrix).unwrap().unwrap();
+                let y = exact(&x, &matrix).unwrap().unwrap();
                 assert_eq!((y.shape(), y.dtype()), (expected.shape(), dtype));
                 let error = largest(&y.subtract(&expected).unwrap()) / largest(&expected);
                 assert!(
@@ -169,9 +177,25 @@ mod tests {
             wide.scales = wide.scales.as_dtype(Dtype::Float32).unwrap();
             wide.biases = wide.biases.map(|biases| biases.as_dtype(Dtype::Float32).unwrap());
             let x = normal(3, &[1, 1152]);
-            let difference = product(&x, &matrix).unwrap().unwrap();
-            let difference = difference.subtract(product(&x, &wide).unwrap().unwrap()).unwrap();
+            let difference = exact(&x, &matrix).unwrap().unwrap();
+            let difference = difference.subtract(exact(&x, &wide).unwrap().unwrap()).unwrap();
             assert!(largest(&difference) == 0.0);
+        }
+    }
+
+    /// Rounding to 8 bits moves a number by up to 1/254 of its group's largest, evenly spread.
+    #[test]
+    fn products_in_8_bits_are_near_exact_ones() {
+        if on_gpu() {
+            return;
+        }
+        for (bits, group_size) in [(4, 32), (4, 64), (8, 128)] {
+            let matrix = packed(70, 1152, bits, group_size);
+            let x = normal(2, &[2, 3, 1152]);
+            let y = product(Activations::Int8, &x, &matrix).unwrap().unwrap();
+            let expected = exact(&x, &matrix).unwrap().unwrap();
+            let error = largest(&y.subtract(&expected).unwrap()) / largest(&expected);
+            assert!((1e-5..1e-2).contains(&error), "{bits} bits, groups of {group_size}: {error}");
         }
     }
 
@@ -189,7 +213,7 @@ mod tests {
         let row = mlx_rs::ops::broadcast_to(normal(5, &[128]), &[5, 128]).unwrap();
         let repeated = row.add(Array::from_f32(0.0)).unwrap();
         for (view, copy) in [(strided, straight), (row, repeated)] {
-            let [view, copy] = [view, copy].map(|x| product(&x, &matrix).unwrap().unwrap());
+            let [view, copy] = [view, copy].map(|x| exact(&x, &matrix).unwrap().unwrap());
             assert!(largest(&view.subtract(copy).unwrap()) == 0.0);
         }
     }
@@ -200,7 +224,7 @@ mod tests {
         assert!(!supports(&packed(32, 128, 6, 64)));
         let mxfp4 = Quantization { group_size: 32, bits: 4, mode: Mode::Mxfp4 };
         assert!(!supports(&Packed::quantize(&normal(6, &[32, 128]), mxfp4)));
-        let wrong = product(&normal(7, &[1, 64]), &packed(32, 128, 4, 64));
+        let wrong = exact(&normal(7, &[1, 64]), &packed(32, 128, 4, 64));
         assert!(wrong.is_none());
     }
 }
