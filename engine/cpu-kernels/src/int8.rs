@@ -90,7 +90,13 @@ pub struct Span<'a> {
 
 /// What a kernel multiplies with the sums of a group: scale of the matrix times scale of x, for each row of x and of the
 /// matrix.
-pub type Factors = [[[f32; GROUPS]; OUT]; MOST_ROWS];
+pub type Factors = [RowFactors; MOST_ROWS];
+
+/// Those of a row of x.
+pub type RowFactors = [[f32; GROUPS]; OUT];
+
+/// `groups of the matrix, of x, their number, factors, sums`
+type RowFactorsOf = unsafe fn(&Groups, &RowGroups, usize, &mut RowFactors, &mut [f32; OUT]);
 
 /// `bytes of x, bytes between rows, words, columns, factors, sums that are added to`
 type Dot = unsafe fn(*const i8, usize, &[*const u8; OUT], usize, &Factors, *mut [f32; OUT]);
@@ -100,8 +106,8 @@ type Dot = unsafe fn(*const i8, usize, &[*const u8; OUT], usize, &Factors, *mut 
 pub struct Kernels {
     /// Writes a span to bytes and groups: floats, columns, bytes, groups.
     pub quantize: unsafe fn(*const f32, usize, *mut i8, &mut RowGroups),
-    /// Factors of a row, and the sums that biases contribute: groups of the matrix, of x, their number.
-    pub factors: unsafe fn(&Groups, &RowGroups, usize, &mut [[f32; GROUPS]; OUT], &mut [f32; OUT]),
+    /// Factors of a row of x, and the sums that biases contribute.
+    pub factors: RowFactorsOf,
     /// 1 and 2 rows of x times four rows of the matrix.
     pub dot: [Dot; MOST_ROWS],
 }
@@ -124,7 +130,7 @@ macro_rules! int8_kernels {
                 from: *const f32, columns: usize, to: *mut i8, groups: &mut RowGroups
             ) { int8::quantize::<$bits, $group>(from, columns, to, groups) }),
             factors: enabled!($features row_factors(
-                matrix: &Groups, x: &RowGroups, count: usize, factors: &mut [[f32; SPAN / 32]; OUT],
+                matrix: &Groups, x: &RowGroups, count: usize, factors: &mut RowFactors,
                 sums: &mut [f32; OUT]
             ) { int8::factors::<$isa, $bits>(matrix, x, count, factors, sums) }),
             dot: [
@@ -261,7 +267,7 @@ pub unsafe fn factors<B: Bytes, const BITS: usize>(
     matrix: &Groups,
     x: &RowGroups,
     count: usize,
-    factors: &mut [[f32; GROUPS]; OUT],
+    factors: &mut RowFactors,
     sums: &mut [f32; OUT],
 ) {
     debug_assert!(count <= GROUPS);

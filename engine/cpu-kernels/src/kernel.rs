@@ -6,7 +6,7 @@
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
 use crate::float::Floats;
-use crate::int8::{self, Factors, RowGroups, int8_kernels};
+use crate::int8::{self, Factors, RowFactors, RowGroups, int8_kernels};
 #[cfg(target_arch = "aarch64")]
 use crate::lanes::neon::Neon;
 use crate::lanes::{BLOCK, Isa, Lanes, enabled, portable::Portable};

@@ -6,6 +6,8 @@
 //! panel that fits the first-level cache. AVX-512, AVX2 and NEON are chosen when the program runs; other
 //! processors take portable code.
 //!
+//! Products can also round their rows to 8 bits ([`Activations::Int8`]), which is not exact and with AVX2 takes half the time.
+//!
 //! Knows nothing of MLX: slices in, slices out. `engine/src/kernels/cpu.rs` makes an operation of MLX of it.
 //!
 //! # Equal rows
