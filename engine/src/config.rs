@@ -139,7 +139,7 @@ pub enum Activations {
     /// As floats.
     #[default]
     Exact,
-    /// Rounded to 8 bits in groups of 32 to 128, as llama.cpp does: faster, above all where there is no AVX-512.
+    /// Rounded to 8 bits in groups of 32 to 128, as llama.cpp does: faster where there is no AVX-512.
     Int8,
 }
 
