@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
-    Component, Context, Host, LoopReport, Phase, Policies, Policy, PolicyConfig, ProfilePolicies,
-    Session, Step, Storage, no_vocabulary, shipped,
+    Candidate, Component, Context, DrawnToken, Host, LoopReport, Observations, Phase, Policies,
+    Policy, PolicyConfig, ProfilePolicies, Session, Step, Storage, no_vocabulary, shipped,
 };
 use steersman_test_support::guest::importing;
 use steersman_test_support::hostile::stepper;
@@ -74,6 +74,14 @@ fn main() {
     let looping = Step { loop_found, ..quiet.clone() };
     measure("default policy, instance: on-step with a loop", || {
         black_box(policy.ask(&looping).expect("no failure"));
+    });
+    let candidates: Vec<_> =
+        (0..8).map(|token| Candidate { token, logprob: -0.5 * f64::from(token) as f32 }).collect();
+    let token = DrawnToken { index: 0, token: 7, entropy: 1.2, margin: 0.5, candidates };
+    let observed = Observations { drawn: vec![token], ..Observations::default() };
+    let one = Step { tokens: vec![7], observed: Some(observed), ..quiet.clone() };
+    measure("default policy, instance: on-step, 8 candidates", || {
+        black_box(policy.ask(&one).expect("no failure"));
     });
     measure("default policy, instance: on-request", || {
         black_box(policy.ask(&view()).expect("no failure"));
