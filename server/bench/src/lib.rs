@@ -46,7 +46,7 @@ pub enum Task {
     },
     /// Write the report of results files again
     Report {
-        /// Results files; servers of later files are added to those of the first
+        /// Results files; servers and scenarios of later files are added to those of the first
         #[arg(required = true)]
         files: Vec<PathBuf>,
         /// Folder for the report and its plots

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use crate::plot;
-use crate::results::{FIGURES, Results};
+use crate::results::{FIGURES, Results, Sample};
 use crate::scenario::SCENARIOS;
 use crate::suite::write_file;
 use crate::table::{Counts, Loss, cell, losses, notes, titled};
@@ -21,7 +21,7 @@ const PLOTS: &[&str] = &["ttft_s", "gap_p50_s", "gap_p99_s", "tokens_per_second"
 /// Reads results files and writes their report.
 ///
 /// # Errors
-/// When a file cannot be read or written, or files have servers of the same name.
+/// When a file cannot be read or written, or two files measured the same case of the same server.
 pub fn run(files: &[PathBuf], folder: &Path, out: &mut impl Write) -> Result<()> {
     let mut all = Vec::new();
     for file in files {
@@ -33,17 +33,35 @@ pub fn run(files: &[PathBuf], folder: &Path, out: &mut impl Write) -> Result<()>
     Ok(())
 }
 
-/// One result with the servers of all.
+/// One result with the servers and scenarios of all. A server that several files have is one if it had the same model and
+/// context, as in a suite that ran in parts.
 fn merge(all: Vec<Results>) -> Result<Results> {
     let mut all = all.into_iter();
     let mut first = all.next().context("no results")?;
     for other in all {
         for server in other.run.servers {
-            if first.run.servers.iter().any(|one| one.name == server.name) {
-                bail!("two files have a server called {}; compare them with `diff`", server.name);
+            let Some(known) = first.run.servers.iter().find(|one| one.name == server.name) else {
+                first.run.servers.push(server);
+                continue;
+            };
+            let (name, measured) = (&server.name, |sample: &Sample| {
+                let of = |one: &&Sample| one.server == server.name && sample.server == one.server;
+                other
+                    .samples
+                    .iter()
+                    .filter(of)
+                    .any(|one| (&one.scenario, &one.case) == (&sample.scenario, &sample.case))
+            });
+            if (&known.model, known.context) != (&server.model, server.context) {
+                bail!("two files have a server called {name}, with different models or contexts");
             }
-            first.run.servers.push(server);
+            if let Some(twice) = first.samples.iter().find(|sample| measured(sample)) {
+                let Sample { scenario, case, .. } = twice;
+                bail!("two files measured {scenario} {case} of {name}; compare them with `diff`");
+            }
         }
+        first.run.command.push("&&".into());
+        first.run.command.extend(other.run.command);
         first.samples.extend(other.samples);
         first.skips.extend(other.skips);
     }
@@ -264,6 +282,24 @@ mod tests {
         }
         let merged = merge(vec![example(), other]).unwrap();
         assert_eq!((merged.run.servers.len(), merged.samples.len()), (4, 12));
-        assert!(merge(vec![example(), example()]).unwrap_err().to_string().contains("ours"));
+    }
+
+    #[test]
+    fn files_with_other_scenarios_of_a_server_make_one_report() {
+        let with = |change: fn(&mut Results)| {
+            let mut other = example();
+            for sample in &mut other.samples {
+                sample.scenario = "long".into();
+            }
+            change(&mut other);
+            merge(vec![example(), other])
+        };
+        let merged = with(|_| ()).unwrap();
+        assert_eq!((merged.run.servers.len(), merged.samples.len()), (2, 12));
+        assert!(merged.run.command.contains(&"&&".to_owned()));
+        let problem = with(|other| other.run.servers[0].model += "2").unwrap_err().to_string();
+        assert!(problem.contains("ours, with different models"), "{problem}");
+        let problem = with(|other| other.samples[0].scenario = "short".into()).unwrap_err();
+        assert!(problem.to_string().contains("measured short"), "{problem}");
     }
 }
