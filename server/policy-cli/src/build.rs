@@ -91,7 +91,14 @@ fn componentize(module: &[u8]) -> Result<Vec<u8>> {
     let component = ComponentEncoder::default()
         .module(module)
         .and_then(|encoder| encoder.validate(true).encode())
-        .context("the module cannot become a component; is it built with the SDK?")?;
+        .map_err(|error| {
+            let problem = if format!("{error:#}").contains("wasi_snapshot_preview1") {
+                "the module imports WASI, which no policy has; build it for wasm32-unknown-unknown"
+            } else {
+                "the module cannot become a component; is it built with the SDK?"
+            };
+            error.context(problem)
+        })?;
     // A module without a world becomes an empty component.
     ensure!(
         exports_hook(&component)?,
@@ -280,7 +287,7 @@ fn javascript(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     // Each of these features imports WASI.
     tool.args(["--disable", "random", "stdio", "clocks", "http", "fetch-event"]);
     tool.arg("--out").arg(out);
-    finish(tool, "run `npm install @bytecodealliance/componentize-js`")
+    finish(tool, &install(folder, "npm install", "package.json"))
 }
 
 fn python(folder: &Path, file: &Path, out: &Path) -> Result<()> {
@@ -289,7 +296,7 @@ fn python(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     tool.arg("componentize").arg(file.file_stem().unwrap_or_default());
     // Imports of WASI become traps inside the component.
     tool.arg("--stub-wasi").arg("--output").arg(out);
-    finish(tool, "run `pip install componentize-py`")
+    finish(tool, &install(folder, "pip install -r requirements.txt", "requirements.txt"))
 }
 
 /// Compiles the .c files of a folder to a core module, with the header that its world gives.
@@ -314,7 +321,7 @@ fn c(folder: &Path) -> Result<Vec<u8>> {
     tool.args(["-Wall", "-Wl,--strip-debug", "-I"]).arg(&bindings);
     tool.args(files(folder, "c")?).args(files(&bindings, "c")?).args(files(&bindings, "o")?);
     tool.arg("-o").arg(&module);
-    finish(tool, "run `pip install ziglang`")?;
+    finish(tool, &install(folder, "pip install -r requirements.txt", "requirements.txt"))?;
     read(&module)
 }
 
@@ -342,6 +349,17 @@ fn installed(name: &str, folder: &Path) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = own.chain(std::env::split_paths(&path).collect::<Vec<_>>());
     folders.map(|folder| folder.join(name)).find(|path| path.is_file())
+}
+
+/// How to install the version of a tool that policies are tested with, which `file` pins.
+fn install(folder: &Path, command: &str, file: &str) -> String {
+    let place = folder.display();
+    if folder.join(file).is_file() {
+        return format!("run `{command}` in {place}");
+    }
+    format!(
+        "copy {file} from a folder that `steersman policy new` made to {place} and run `{command}` there"
+    )
 }
 
 /// Runs a tool with our stdout and stderr.
@@ -404,6 +422,23 @@ mod tests {
     fn an_error_about_a_missing_tool_says_how_to_install_it() {
         let missing = finish(Command::new("no-such-tool"), "run `pip install it`").unwrap_err();
         assert_eq!(missing.to_string(), "`no-such-tool` is missing: run `pip install it`");
+        let of = |files| {
+            let folder = folder(files);
+            let text = install(folder.path(), "npm install", "package.json");
+            text.replace(&folder.path().display().to_string(), "FOLDER")
+        };
+        assert_eq!(of(&[("package.json", "{}")]), "run `npm install` in FOLDER");
+        assert!(of(&[]).starts_with("copy package.json from"), "{}", of(&[]));
+    }
+
+    #[test]
+    fn a_module_that_imports_wasi_is_refused_by_that_name() {
+        let module = wat::parse_str(
+            r#"(module (import "wasi_snapshot_preview1" "random_get" (func (param i32 i32) (result i32)))
+                 (func (export "f") (drop (call 0 (i32.const 0) (i32.const 0)))))"#,
+        );
+        let error = componentize(&module.unwrap()).unwrap_err().to_string();
+        assert!(error.contains("imports WASI"), "{error}");
     }
 
     /// It said success and wrote an empty component.
