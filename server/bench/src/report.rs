@@ -1,5 +1,6 @@
 //! The report: one HTML file that requests nothing, and the plots as files beside it.
 
+use std::collections::HashSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -39,25 +40,22 @@ fn merge(all: Vec<Results>) -> Result<Results> {
     let mut all = all.into_iter();
     let mut first = all.next().context("no results")?;
     for other in all {
+        let of =
+            |sample: &Sample| [&sample.server, &sample.scenario, &sample.case].map(String::clone);
+        let measured: HashSet<_> = first.samples.iter().map(of).collect();
+        if let Some([name, scenario, case]) =
+            other.samples.iter().map(of).find(|it| measured.contains(it))
+        {
+            bail!("two files measured {scenario} {case} of {name}; compare them with `diff`");
+        }
         for server in other.run.servers {
-            let Some(known) = first.run.servers.iter().find(|one| one.name == server.name) else {
-                first.run.servers.push(server);
-                continue;
-            };
-            let (name, measured) = (&server.name, |sample: &Sample| {
-                let of = |one: &&Sample| one.server == server.name && sample.server == one.server;
-                other
-                    .samples
-                    .iter()
-                    .filter(of)
-                    .any(|one| (&one.scenario, &one.case) == (&sample.scenario, &sample.case))
-            });
-            if (&known.model, known.context) != (&server.model, server.context) {
-                bail!("two files have a server called {name}, with different models or contexts");
-            }
-            if let Some(twice) = first.samples.iter().find(|sample| measured(sample)) {
-                let Sample { scenario, case, .. } = twice;
-                bail!("two files measured {scenario} {case} of {name}; compare them with `diff`");
+            match first.run.servers.iter().find(|one| one.name == server.name) {
+                None => first.run.servers.push(server),
+                Some(one) if (&one.model, one.context) == (&server.model, server.context) => {}
+                Some(_) => bail!(
+                    "two files have a server called {}, with different models or contexts",
+                    server.name
+                ),
             }
         }
         first.run.command.push("&&".into());
@@ -282,6 +280,7 @@ mod tests {
         }
         let merged = merge(vec![example(), other]).unwrap();
         assert_eq!((merged.run.servers.len(), merged.samples.len()), (4, 12));
+        assert!(merge(vec![example(), example()]).unwrap_err().to_string().contains("ours"));
     }
 
     #[test]

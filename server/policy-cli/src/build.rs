@@ -287,7 +287,7 @@ fn javascript(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     // Each of these features imports WASI.
     tool.args(["--disable", "random", "stdio", "clocks", "http", "fetch-event"]);
     tool.arg("--out").arg(out);
-    finish(tool, &install(folder, "npm install", "package.json"))
+    finish(tool, &install(folder, "package.json"))
 }
 
 fn python(folder: &Path, file: &Path, out: &Path) -> Result<()> {
@@ -296,7 +296,7 @@ fn python(folder: &Path, file: &Path, out: &Path) -> Result<()> {
     tool.arg("componentize").arg(file.file_stem().unwrap_or_default());
     // Imports of WASI become traps inside the component.
     tool.arg("--stub-wasi").arg("--output").arg(out);
-    finish(tool, &install(folder, "pip install -r requirements.txt", "requirements.txt"))
+    finish(tool, &install(folder, "requirements.txt"))
 }
 
 /// Compiles the .c files of a folder to a core module, with the header that its world gives.
@@ -321,7 +321,7 @@ fn c(folder: &Path) -> Result<Vec<u8>> {
     tool.args(["-Wall", "-Wl,--strip-debug", "-I"]).arg(&bindings);
     tool.args(files(folder, "c")?).args(files(&bindings, "c")?).args(files(&bindings, "o")?);
     tool.arg("-o").arg(&module);
-    finish(tool, &install(folder, "pip install -r requirements.txt", "requirements.txt"))?;
+    finish(tool, &install(folder, "requirements.txt"))?;
     read(&module)
 }
 
@@ -352,8 +352,12 @@ fn installed(name: &str, folder: &Path) -> Option<PathBuf> {
 }
 
 /// How to install the version of a tool that policies are tested with, which `file` pins.
-fn install(folder: &Path, command: &str, file: &str) -> String {
+fn install(folder: &Path, file: &str) -> String {
     let place = folder.display();
+    let command = match file {
+        "package.json" => "npm install".to_owned(),
+        _ => format!("pip install -r {file}"),
+    };
     if folder.join(file).is_file() {
         return format!("run `{command}` in {place}");
     }
@@ -424,7 +428,7 @@ mod tests {
         assert_eq!(missing.to_string(), "`no-such-tool` is missing: run `pip install it`");
         let of = |files| {
             let folder = folder(files);
-            let text = install(folder.path(), "npm install", "package.json");
+            let text = install(folder.path(), "package.json");
             text.replace(&folder.path().display().to_string(), "FOLDER")
         };
         assert_eq!(of(&[("package.json", "{}")]), "run `npm install` in FOLDER");
