@@ -3,6 +3,7 @@
 //! Each peer is a row of [`PEERS`]: packages of a fixed version in a virtual environment of its own, the format that it
 //! loads, and how it is started. A peer that cannot take part is named in the results, with the reason.
 
+use std::cell::RefCell;
 use std::fs::{self, File};
 use std::io::Write;
 use std::net::TcpListener;
@@ -16,10 +17,13 @@ use clap::Args;
 use crate::client::Client;
 use crate::results::Skip;
 use crate::servers::{Found, Named, ServerOptions};
-use crate::suite::{self, WhatOptions};
+use crate::suite::{self, Restart, WhatOptions};
 
 /// How long a server may take until it answers.
 const START: Duration = Duration::from_secs(600);
+
+/// How long a server may take to end when it is told to.
+const END: Duration = Duration::from_secs(60);
 
 /// Name of this server in results.
 const OURS: &str = "steersman";
@@ -140,22 +144,77 @@ pub struct PeersOptions {
     what: WhatOptions,
 }
 
-/// A server that runs until it is dropped.
+/// A process that serves until it is dropped.
+struct Process {
+    name: &'static str,
+    command: Command,
+    child: Child,
+    url: String,
+    log: PathBuf,
+    /// [`Peer::dead`].
+    dead: Option<&'static str>,
+}
+
+/// A server that runs, and what it said about itself.
 struct Running {
-    process: Child,
+    process: RefCell<Process>,
     found: Found,
 }
 
-impl Drop for Running {
-    fn drop(&mut self) {
-        stop(&mut self.process);
+impl Process {
+    /// Waits until `/health` answers with status 200.
+    fn wait(&mut self) -> Result<()> {
+        let client = Client::new(self.name, &self.url, Duration::from_secs(10))?;
+        let start = Instant::now();
+        while client.healthy() != Some(true) {
+            if let Some(status) = self.child.try_wait()? {
+                bail!("it ended with {status}");
+            }
+            if let Some(dead) = self.dead {
+                let text = fs::read_to_string(&self.log).unwrap_or_default();
+                ensure!(!text.contains(dead), "it cannot serve the model: {dead}");
+            }
+            ensure!(start.elapsed() < START, "it did not answer within {} s", START.as_secs());
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        Ok(())
+    }
+
+    /// Ends the server as an operator would, so that it can save its state, and starts it again.
+    fn restart(&mut self) -> Result<()> {
+        terminate(&mut self.child)?;
+        let start = Instant::now();
+        while self.child.try_wait()?.is_none() {
+            ensure!(start.elapsed() < END, "it did not end within {} s", END.as_secs());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        self.child = spawn(&mut self.command)?;
+        self.wait()
     }
 }
 
-fn stop(process: &mut Child) {
-    // It may have ended already.
-    let _ = process.kill();
-    let _ = process.wait();
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn spawn(command: &mut Command) -> Result<Child> {
+    command.spawn().with_context(|| command.get_program().to_string_lossy().into_owned())
+}
+
+/// Asks a process to end.
+fn terminate(child: &mut Child) -> Result<()> {
+    #[cfg(unix)]
+    if child.try_wait()?.is_none() {
+        use rustix::process::{Pid, Signal, kill_process};
+        kill_process(Pid::from_child(child), Signal::TERM)?;
+    }
+    #[cfg(not(unix))]
+    child.kill()?;
+    Ok(())
 }
 
 /// Installs, starts, measures and stops.
@@ -181,7 +240,13 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<()> {
     }
     ensure!(servers.len() > 1, "no peer takes part; `steersman bench suite` measures one server");
     let found: Vec<_> = servers.iter().map(|server| &server.found).collect();
-    suite::measure(&options.what, &found, &[], skips, out)
+    let restarts: Vec<_> = servers
+        .iter()
+        .map(|Running { process, .. }| -> Option<Restart<'_>> {
+            Some(Box::new(|| process.borrow_mut().restart()))
+        })
+        .collect();
+    suite::measure(&options.what, &found, &restarts, skips, out)
 }
 
 impl PeersOptions {
@@ -285,7 +350,7 @@ impl PeersOptions {
         mut command: Command,
         port: u16,
         model: Option<String>,
-        dead: Option<&str>,
+        dead: Option<&'static str>,
     ) -> Result<Running> {
         eprintln!("{name}: starting");
         let log = self.work.join(format!("{name}.log"));
@@ -293,42 +358,17 @@ impl PeersOptions {
         let file = File::create(&log).with_context(|| shown.clone())?;
         let errors = file.try_clone().with_context(|| shown.clone())?;
         command.stdin(Stdio::null()).stdout(file).stderr(errors);
-        let mut process = command
-            .spawn()
-            .with_context(|| command.get_program().to_string_lossy().into_owned())?;
-        let url = format!("http://127.0.0.1:{port}");
         let named = |value| Named { name: name.into(), value };
-        let found = wait(&mut process, name, &url, &log, dead).and_then(|()| {
+        let url = format!("http://127.0.0.1:{port}");
+        let child = spawn(&mut command)?;
+        let mut process = Process { name, command, child, url: url.clone(), log, dead };
+        let found = process.wait().and_then(|()| {
             let model = model.map(named).into_iter().collect();
-            let mut found = ServerOptions::of(vec![named(url.clone())], model).connect()?;
-            Ok(found.remove(0))
+            Ok(ServerOptions::of(vec![named(url)], model).connect()?.remove(0))
         });
-        match found {
-            Ok(found) => Ok(Running { process, found }),
-            Err(error) => {
-                stop(&mut process);
-                Err(error.context(format!("its output is in {shown}")))
-            }
-        }
+        let found = found.with_context(|| format!("its output is in {shown}"))?;
+        Ok(Running { process: process.into(), found })
     }
-}
-
-/// Waits until `/health` of a server answers with status 200.
-fn wait(process: &mut Child, name: &str, url: &str, log: &Path, dead: Option<&str>) -> Result<()> {
-    let client = Client::new(name, url, Duration::from_secs(10))?;
-    let start = Instant::now();
-    while client.healthy() != Some(true) {
-        if let Some(status) = process.try_wait()? {
-            bail!("it ended with {status}");
-        }
-        if let Some(dead) = dead {
-            let text = fs::read_to_string(log).unwrap_or_default();
-            ensure!(!text.contains(dead), "it cannot serve the model: {dead}");
-        }
-        ensure!(start.elapsed() < START, "it did not answer within {} s", START.as_secs());
-        std::thread::sleep(Duration::from_millis(200));
-    }
-    Ok(())
 }
 
 /// Runs a command whose output only matters if it fails.
@@ -407,6 +447,26 @@ mod tests {
             panic!("it has started")
         };
         assert!(format!("{error:#}").contains("pass one with --also"), "{error:#}");
+    }
+
+    /// A server that restarts is another process, which answers when `restart` returns.
+    #[cfg(unix)]
+    #[test]
+    fn servers_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("health"), "ok").unwrap();
+        let port = free_port().unwrap();
+        let mut command = Command::new("python3");
+        command.args(["-m", "http.server", &port.to_string(), "--bind", "127.0.0.1"]);
+        command.current_dir(folder.path()).stdout(Stdio::null()).stderr(Stdio::null());
+        let url = format!("http://127.0.0.1:{port}");
+        let (child, log) = (spawn(&mut command).unwrap(), folder.path().join("log"));
+        let mut process = Process { name: "one", command, child, url, log, dead: None };
+        process.wait().unwrap();
+        let first = process.child.id();
+        process.restart().unwrap();
+        assert_ne!(process.child.id(), first);
+        assert_eq!(process.child.try_wait().unwrap(), None);
     }
 
     /// A server that ends or says that it cannot serve is an error that names its log.

@@ -21,6 +21,9 @@ use crate::{report, table};
 /// How long a restarted server may take to load its model.
 const RESTART: Duration = Duration::from_secs(600);
 
+/// Restarts a server, and returns once it is ready.
+pub type Restart<'a> = Box<dyn Fn() -> Result<()> + 'a>;
+
 /// Options of `bench suite`. Servers are asked in turn, and the order alternates. Every request is
 /// greedy and opens a connection of its own. README.md of server/bench describes the results.
 #[derive(Args)]
@@ -67,9 +70,17 @@ pub fn run(options: &SuiteOptions, out: &mut impl Write) -> Result<()> {
         return list(out);
     }
     options.what.check()?;
-    let restarts = options.restarts()?;
+    let commands = options.restarts()?;
     let servers = options.servers.connect()?;
     let servers: Vec<_> = servers.iter().collect();
+    let restarts: Vec<_> = commands
+        .iter()
+        .zip(&servers)
+        .map(|(command, server)| {
+            let (command, client) = (command.as_deref()?, &server.client);
+            Some(Box::new(move || restart_server(client, command)) as Restart<'_>)
+        })
+        .collect();
     measure(&options.what, &servers, &restarts, Vec::new(), out)
 }
 
@@ -77,7 +88,7 @@ pub fn run(options: &SuiteOptions, out: &mut impl Write) -> Result<()> {
 pub fn measure(
     what: &WhatOptions,
     servers: &[&Found],
-    restarts: &[Option<String>],
+    restarts: &[Option<Restart<'_>>],
     skips: Vec<Skip>,
     out: &mut impl Write,
 ) -> Result<()> {
@@ -132,7 +143,7 @@ fn order(servers: usize, round: usize) -> Vec<usize> {
 /// One server's turn in a case.
 fn visit(
     server: &Found,
-    restart: Option<&str>,
+    restart: Option<&dyn Fn() -> Result<()>>,
     scenario: &Scenario,
     case: &Case,
     plan: Plan,
@@ -160,12 +171,11 @@ fn visit(
     if case.sets_thinking && client.thinking_field == ThinkingField::None {
         return skip("no field turns reasoning on (--thinking-by none)".into());
     }
-    let restart = restart.map(|command| move || restart_server(client, command));
     let mut visit = Visit {
         client,
         // After a restart the process is another one.
         pid: about.pid.filter(|pid| resident(*pid).is_some()).or_else(|| pid_of(client)),
-        restart: restart.as_ref().map(|restart| restart as &dyn Fn() -> Result<()>),
+        restart,
         scenario: scenario.name,
         seed: plan.seed,
         round,
