@@ -16,7 +16,7 @@ use clap::Args;
 
 use crate::client::Client;
 use crate::results::Skip;
-use crate::servers::{Found, Named, ServerOptions};
+use crate::servers::{Found, Named, ServerOptions, named};
 use crate::suite::{self, Restart, WhatOptions};
 
 /// How long a server may take until it answers.
@@ -131,6 +131,9 @@ pub struct PeersOptions {
     /// Context in tokens that llama.cpp's 32 slots share
     #[arg(long, value_name = "N", default_value_t = 32_768)]
     context: u32,
+    /// A variable of a peer's environment. Can be repeated
+    #[arg(long, value_name = "NAME=VARIABLE=VALUE", value_parser = peer_variable)]
+    peer_env: Vec<Named>,
     /// More arguments of `steersman serve`
     #[arg(long, value_name = "ARGUMENTS", allow_hyphen_values = true, value_delimiter = ' ')]
     serve: Vec<String>,
@@ -142,6 +145,18 @@ pub struct PeersOptions {
     work: PathBuf,
     #[command(flatten)]
     what: WhatOptions,
+}
+
+fn peer_variable(text: &str) -> Result<Named, String> {
+    let one = named(text)?;
+    if !PEERS.iter().any(|peer| peer.name == one.name) {
+        let names = PEERS.map(|peer| peer.name).join(", ");
+        return Err(format!("{} is not one of {names}", one.name));
+    }
+    match one.value.split_once('=') {
+        Some((variable, _)) if !variable.is_empty() => Ok(one),
+        _ => Err("is not NAME=VARIABLE=VALUE".into()),
+    }
 }
 
 /// A process that serves until it is dropped.
@@ -251,7 +266,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<()> {
 
 impl PeersOptions {
     fn peers(&self) -> Result<Vec<&'static Peer>> {
-        let names: Vec<_> = PEERS.iter().map(|peer| peer.name).collect();
+        let names = PEERS.map(|peer| peer.name);
         for name in &self.peer {
             let known = names.contains(&name.as_str());
             ensure!(known, "--peer {name}: is not one of {}", names.join(", "));
@@ -317,6 +332,8 @@ impl PeersOptions {
         let arguments = (peer.arguments)(&model, &port.to_string(), &self.context.to_string());
         let mut command = Command::new(python);
         command.args(arguments).envs(peer.environment.iter().copied());
+        let own = self.peer_env.iter().filter(|one| one.name == peer.name);
+        command.envs(own.filter_map(|one| one.value.split_once('=')));
         let mut server =
             self.launch(peer.name, command, port, peer.by_path.then_some(model), peer.dead)?;
         server.found.about.version.get_or_insert_with(|| packages[0].to_owned());
@@ -435,6 +452,15 @@ mod tests {
             let found = error(&arguments);
             assert!(found.contains(text), "{found}");
         }
+    }
+
+    #[test]
+    fn variables_of_peers_are_checked() {
+        let read = |text: &str| peer_variable(text).map(|one| (one.name, one.value));
+        let found = ("mlx_lm".to_owned(), "OPENBLAS_NUM_THREADS=1".to_owned());
+        assert_eq!(read("mlx_lm=OPENBLAS_NUM_THREADS=1"), Ok(found));
+        assert_eq!(read("mlx_lm=A").unwrap_err(), "is not NAME=VARIABLE=VALUE");
+        assert_eq!(read("vllm=A=1").unwrap_err(), "vllm is not one of mlx_lm, llama.cpp");
     }
 
     /// A peer whose format is not given is refused before anything is installed.

@@ -56,7 +56,8 @@ pub struct Named {
     pub value: String,
 }
 
-fn named(text: &str) -> Result<Named, String> {
+/// Reads NAME=VALUE.
+pub fn named(text: &str) -> Result<Named, String> {
     match text.split_once('=') {
         Some((name, value)) if !name.is_empty() && !value.is_empty() => {
             Ok(Named { name: name.into(), value: value.into() })
