@@ -2,15 +2,27 @@
 
 use std::time::Instant;
 
-use half::f16;
+use half::{bf16, f16};
 use steersman_cpu_kernels::Activations::{Exact, Int8};
 use steersman_cpu_kernels::{
-    Activations, Floats, FloatsMut, Isa, Packed, max_threads, product_with, set_threads,
+    Activations, Dense, Floats, FloatsMut, Isa, Matrix, Packed, max_threads, product_with,
+    set_threads,
 };
 
 /// [out, in] of the bundled model's, Qwen2.5-0.5B's and an 8B model's layers.
 const SHAPES: [(usize, usize); 6] =
     [(384, 384), (1536, 384), (4864, 896), (896, 4864), (4096, 4096), (4096, 384)];
+
+/// How a matrix is stored, and how rows are multiplied with it.
+const FORMATS: [(&str, Activations); 7] = [
+    ("4 bits", Exact),
+    ("4 bits", Int8),
+    ("8 bits", Exact),
+    ("8 bits", Int8),
+    ("f16", Exact),
+    ("bf16", Exact),
+    ("f32", Exact),
+];
 
 fn main() {
     let rows: Vec<usize> = std::env::args().filter_map(|argument| argument.parse().ok()).collect();
@@ -18,13 +30,13 @@ fn main() {
     for isa in Isa::available() {
         for threads in [1, max_threads()] {
             set_threads(threads);
-            for (bits, activations) in [(4, Exact), (4, Int8), (8, Exact), (8, Int8)] {
+            for (format, activations) in FORMATS {
                 for (out, columns) in SHAPES {
                     print!(
-                        "{isa:?}, {threads} threads, {bits} bits, activations {activations:?}, {out} x {columns}:"
+                        "{isa:?}, {threads} threads, {format}, activations {activations:?}, {out} x {columns}:"
                     );
                     for rows in &rows {
-                        measure(isa, activations, bits, out, columns, *rows);
+                        measure(isa, activations, format, out, columns, *rows);
                     }
                     println!();
                 }
@@ -36,22 +48,35 @@ fn main() {
 fn measure(
     isa: Isa,
     activations: Activations,
-    bits: usize,
+    format: &str,
     out: usize,
     columns: usize,
     rows: usize,
 ) {
     let words: Vec<u32> =
-        (0..out * columns * bits / 32).map(|i| (i as u32).wrapping_mul(2_654_435_761)).collect();
+        (0..out * columns).map(|i| (i as u32).wrapping_mul(2_654_435_761)).collect();
     let scales = vec![f16::from_f32(0.01); out * columns / 32];
-    let matrix = Packed {
-        words: &words,
-        scales: Floats::F16(&scales),
-        biases: Floats::F16(&scales),
-        rows: out,
-        columns,
-        group_size: 32,
-        bits,
+    let (short, floats) = (vec![f16::ONE; out * columns], vec![1.0; out * columns]);
+    let brain = vec![bf16::ONE; out * columns];
+    let dense = |elements| Matrix::Dense(Dense { elements, rows: out, columns });
+    let packed = |bits| {
+        Matrix::Packed(Packed {
+            words: &words[..out * columns * bits / 32],
+            scales: Floats::F16(&scales),
+            biases: Floats::F16(&scales),
+            rows: out,
+            columns,
+            group_size: 32,
+            bits,
+        })
+    };
+    // Bits of an element, with those of its scale and bias.
+    let (matrix, bits) = match format {
+        "4 bits" => (packed(4), 5),
+        "8 bits" => (packed(8), 9),
+        "f16" => (dense(Floats::F16(&short)), 16),
+        "bf16" => (dense(Floats::Bf16(&brain)), 16),
+        _ => (dense(Floats::F32(&floats)), 32),
     };
     let x: Vec<f32> = (0..rows * columns).map(|i| (i % 17) as f32 - 8.0).collect();
     let mut y = vec![0.0; rows * out];
@@ -60,14 +85,13 @@ fn measure(
     let mut best = f64::MAX;
     for _ in 0..repeats {
         let start = Instant::now();
-        product_with(isa, activations, Floats::F32(&x), &matrix, FloatsMut::F32(&mut y)).unwrap();
+        product_with(isa, activations, Floats::F32(&x), matrix, FloatsMut::F32(&mut y)).unwrap();
         best = best.min(start.elapsed().as_secs_f64());
     }
-    let bytes = (words.len() * 4 + scales.len() * 4) as f64;
     print!(
         " | {rows} rows {:.1} us, {:.1} GB/s, {:.0} GFLOP/s",
         best * 1e6,
-        bytes / best / 1e9,
+        (out * columns * bits / 8) as f64 / best / 1e9,
         2.0 * work / best / 1e9
     );
 }

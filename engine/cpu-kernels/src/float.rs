@@ -23,6 +23,23 @@ impl Floats<'_> {
         }
     }
 
+    /// Bytes of a float.
+    pub(crate) fn size(&self) -> usize {
+        match self {
+            Self::F32(_) => 4,
+            Self::Bf16(_) | Self::F16(_) => 2,
+        }
+    }
+
+    /// The first float's bytes.
+    pub(crate) fn start(&self) -> *const u8 {
+        match self {
+            Self::F32(floats) => floats.as_ptr().cast(),
+            Self::Bf16(floats) => floats.as_ptr().cast(),
+            Self::F16(floats) => floats.as_ptr().cast(),
+        }
+    }
+
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

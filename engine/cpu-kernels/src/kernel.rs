@@ -5,6 +5,8 @@
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
+use half::{bf16, f16};
+
 use crate::float::Floats;
 use crate::int8::{self, Factors, RowFactors, RowGroups, int8_kernels};
 #[cfg(target_arch = "aarch64")]
@@ -35,82 +37,139 @@ pub struct Groups {
 }
 
 /// `rows of a panel, rows of x, columns, sums`
-type Dense = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
+type PanelProduct = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices.
 ///
 /// All need the processor to have the instruction set, and pointers to be valid for a span: the columns of x and the
-/// words of each row of the matrix that it has.
+/// elements of each row of the matrix that it has. A matrix of floats has groups of [`BLOCK`], without scales.
 #[derive(Clone, Copy)]
 pub struct Kernels {
     /// Copies that many floats, which are whole blocks, into the order of lanes.
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
-    /// Reads that many scales and biases, from these indices on for the four rows of the matrix.
-    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, &mut Groups),
     /// One row of x times four rows of the matrix, of that many groups.
     pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, *mut [f32; OUT]),
     /// Unpacks that many groups of four rows of the matrix, vector by vector: [columns / lanes, 4, lanes].
     pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
     /// 1, 2 and more rows of x times the four rows of a panel. Writes sums for each row of x.
-    pub dense: &'static [Dense],
-    /// Those of [`Activations::Int8`].
+    pub panel: &'static [PanelProduct],
+    /// Those of packed matrices only.
+    pub packed: Option<PackedKernels>,
+}
+
+/// Kernels for scales, and for [`Activations::Int8`](crate::Activations).
+#[derive(Clone, Copy)]
+pub struct PackedKernels {
+    /// Reads that many scales and biases, from these indices on for the four rows of the matrix.
+    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, &mut Groups),
+    /// Those that multiply bytes.
     pub int8: int8::Kernels,
 }
 
-/// Compiles the kernels of an instruction set.
-macro_rules! kernels {
+/// Compiles the kernels of an instruction set for packed matrices.
+macro_rules! packed_kernels {
     ($isa:ident $features:tt $bits:ident $group:ident $rows:tt $int8:expr) => {
         match ($bits, $group) {
-            (4, 32) => kernels!(@ $isa $features 4, 32, $rows, $int8),
-            (4, 64) => kernels!(@ $isa $features 4, 64, $rows, $int8),
-            (4, _) => kernels!(@ $isa $features 4, 128, $rows, $int8),
-            (_, 32) => kernels!(@ $isa $features 8, 32, $rows, $int8),
-            (_, 64) => kernels!(@ $isa $features 8, 64, $rows, $int8),
-            _ => kernels!(@ $isa $features 8, 128, $rows, $int8),
+            (4, 32) => packed_kernels!(@ $isa $features 4, 32, $rows, $int8),
+            (4, 64) => packed_kernels!(@ $isa $features 4, 64, $rows, $int8),
+            (4, _) => packed_kernels!(@ $isa $features 4, 128, $rows, $int8),
+            (_, 32) => packed_kernels!(@ $isa $features 8, 32, $rows, $int8),
+            (_, 64) => packed_kernels!(@ $isa $features 8, 64, $rows, $int8),
+            _ => packed_kernels!(@ $isa $features 8, 128, $rows, $int8),
         }
     };
-    (@ $isa:ident $features:tt $bits:literal, $group:literal, [$($rows:literal)*], $int8:expr) => {
+    (@ $isa:ident $features:tt $bits:literal, $group:literal, $rows:tt, $int8:expr) => {
         Kernels {
             arrange: enabled!($features arrange_blocks(
                 from: *const f32, to: *mut f32, count: usize
             ) { arrange::<$isa, $bits>(from, to, count) }),
-            groups: enabled!($features read_groups(
-                scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
-            ) { groups::<$isa>(scales, biases, at, count, to) }),
             fused: enabled!($features fused_row(
                 x: *const f32, words: &[*const u8; OUT], groups: &Groups, count: usize, sums: *mut [f32; OUT]
             ) { fused::<$isa, $bits, $group>(x, words, groups, count, sums) }),
             unpack: enabled!($features unpack_groups(
                 words: &[*const u8; OUT], groups: &Groups, count: usize, panel: *mut f32
             ) { unpack::<$isa, $bits, $group>(words, groups, count, panel) }),
-            dense: &[$(enabled!($features dense_rows(
-                panel: *const f32, x: *const f32, span: usize, sums: *mut [f32; OUT]
-            ) { dense::<$isa, $rows>(panel, x, span, sums) })),*],
-            int8: $int8,
+            panel: panel_kernels!($isa $features $rows),
+            packed: Some(PackedKernels {
+                groups: enabled!($features read_groups(
+                    scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
+                ) { groups::<$isa>(scales, biases, at, count, to) }),
+                int8: $int8,
+            }),
         }
     };
 }
 
+/// Compiles the kernels of an instruction set for matrices of floats.
+macro_rules! float_kernels {
+    ($isa:ident $features:tt $floats:ident $rows:tt) => {
+        match $floats {
+            Floats::F32(_) => float_kernels!(@ $isa $features f32, $rows),
+            Floats::Bf16(_) => float_kernels!(@ $isa $features bf16, $rows),
+            Floats::F16(_) => float_kernels!(@ $isa $features f16, $rows),
+        }
+    };
+    (@ $isa:ident $features:tt $float:ident, $rows:tt) => {
+        Kernels {
+            // The order of bytes is that of memory.
+            arrange: enabled!($features arrange_blocks(
+                from: *const f32, to: *mut f32, count: usize
+            ) { arrange::<$isa, 8>(from, to, count) }),
+            fused: enabled!($features fused_row(
+                x: *const f32, lines: &[*const u8; OUT], _groups: &Groups, count: usize, sums: *mut [f32; OUT]
+            ) { fused_floats::<$isa, $float>(x, lines, count, sums) }),
+            unpack: enabled!($features unpack_floats_of(
+                lines: &[*const u8; OUT], _groups: &Groups, count: usize, panel: *mut f32
+            ) { unpack_floats::<$isa, $float>(lines, count, panel) }),
+            panel: panel_kernels!($isa $features $rows),
+            packed: None,
+        }
+    };
+}
+
+/// Compiles [`Kernels::panel`]: as many rows at a time as the registers hold sums of.
+macro_rules! panel_kernels {
+    ($isa:ident $features:tt [$($rows:literal)*]) => {
+        &[$(enabled!($features panel_rows(
+            panel: *const f32, x: *const f32, span: usize, sums: *mut [f32; OUT]
+        ) { panel_product::<$isa, $rows>(panel, x, span, sums) })),*]
+    };
+}
+
 impl Kernels {
-    /// Those of a format; 4 or 8 bits, groups of 32, 64 or 128.
-    pub fn of(isa: Isa, bits: usize, group: usize) -> Self {
-        // As many rows at a time as the registers hold sums of.
+    /// Those of packed matrices; 4 or 8 bits, groups of 32, 64 or 128.
+    pub fn of_packed(isa: Isa, bits: usize, group: usize) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
-                kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6] Self::int8_of_avx512(bits, group))
+                packed_kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6] Self::int8_of_avx512(bits, group))
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => {
-                kernels!(Avx2 ["avx2,fma,f16c"] bits group [1 2 3] int8_kernels!(Avx2 ["avx2,fma,f16c"] bits group))
+                packed_kernels!(Avx2 ["avx2,fma,f16c"] bits group [1 2 3] int8_kernels!(Avx2 ["avx2,fma,f16c"] bits group))
             }
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => {
-                kernels!(Neon ["neon"] bits group [1 2 3 4 5] int8_kernels!(Portable ["neon"] bits group))
+                packed_kernels!(Neon ["neon"] bits group [1 2 3 4 5] int8_kernels!(Portable ["neon"] bits group))
             }
             Isa::Portable => {
-                kernels!(Portable [] bits group [1 2] int8_kernels!(Portable [] bits group))
+                packed_kernels!(Portable [] bits group [1 2] int8_kernels!(Portable [] bits group))
             }
+        }
+    }
+
+    /// Those of matrices of such floats.
+    pub fn of_floats(isa: Isa, floats: &Floats<'_>) -> Self {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                float_kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] floats [1 2 3 4 5 6])
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => float_kernels!(Avx2 ["avx2,fma,f16c"] floats [1 2 3]),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => float_kernels!(Neon ["neon"] floats [1 2 3 4 5]),
+            Isa::Portable => float_kernels!(Portable [] floats [1 2]),
         }
     }
 
@@ -155,7 +214,7 @@ unsafe fn arrange<L: Lanes, const BITS: usize>(from: *const f32, to: *mut f32, c
     }
 }
 
-/// See [`Kernels::groups`].
+/// See [`PackedKernels::groups`].
 ///
 /// # Safety
 /// See [`Kernels`]; scales and biases have `count` elements from each of `at` on.
@@ -257,12 +316,97 @@ unsafe fn unpack<L: Lanes, const BITS: usize, const GROUP: usize>(
     }
 }
 
-/// See [`Kernels::dense`].
+/// A type of floats in memory.
+trait Float: Copy {
+    /// A vector of them.
+    ///
+    /// # Safety
+    /// As [`Lanes::load`].
+    unsafe fn load<L: Lanes>(from: *const Self) -> L::V;
+}
+
+impl Float for f32 {
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
+        // SAFETY: promised by the caller.
+        unsafe { L::load(from) }
+    }
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
+        // SAFETY: promised by the caller.
+        unsafe { L::load_bf16(from.cast()) }
+    }
+}
+
+impl Float for f16 {
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
+        // SAFETY: promised by the caller.
+        unsafe { L::load_f16(from.cast()) }
+    }
+}
+
+/// See [`Kernels::fused`].
+///
+/// # Safety
+/// See [`Kernels`]; lines begin at floats of the type.
+#[inline(always)]
+unsafe fn fused_floats<L: Lanes, F: Float>(
+    x: *const f32,
+    lines: &[*const u8; OUT],
+    count: usize,
+    parts: *mut [f32; OUT],
+) {
+    let lines = lines.map(|line| line.cast::<F>());
+    // SAFETY: all blocks are in the span, and a block is whole vectors.
+    unsafe {
+        let mut sums = [L::zero(); OUT];
+        let mut v = 0;
+        while v < count * BLOCK {
+            unroll!(I < L::VECTORS, {
+                let x = L::load(x.add(v + I * L::LANES));
+                unroll!(O < OUT, {
+                    sums[O] = L::fma(F::load::<L>(lines[O].add(v + I * L::LANES)), x, sums[O]);
+                });
+            });
+            v += BLOCK;
+        }
+        parts.write(L::sum4(sums));
+    }
+}
+
+/// See [`Kernels::unpack`].
+///
+/// # Safety
+/// As [`fused_floats`].
+#[inline(always)]
+unsafe fn unpack_floats<L: Lanes, F: Float>(
+    lines: &[*const u8; OUT],
+    count: usize,
+    panel: *mut f32,
+) {
+    let lines = lines.map(|line| line.cast::<F>());
+    // SAFETY: all blocks are in the span, and a block is whole vectors.
+    unsafe {
+        let mut v = 0;
+        while v < count * BLOCK {
+            unroll!(O < OUT, {
+                L::store(panel.add(v * OUT + O * L::LANES), F::load::<L>(lines[O].add(v)));
+            });
+            v += L::LANES;
+        }
+    }
+}
+
+/// See [`Kernels::panel`].
 ///
 /// # Safety
 /// See [`Kernels`].
 #[inline(always)]
-unsafe fn dense<L: Lanes, const R: usize>(
+unsafe fn panel_product<L: Lanes, const R: usize>(
     panel: *const f32,
     x: *const f32,
     span: usize,
@@ -273,14 +417,15 @@ unsafe fn dense<L: Lanes, const R: usize>(
         let mut sums = [[L::zero(); OUT]; R];
         let mut v = 0;
         while v < span {
-            let mut w = [L::zero(); OUT];
-            unroll!(O < OUT, {
-                w[O] = L::load(panel.add(v * OUT + O * L::LANES));
-            });
+            // Sums, the rows' vectors and one of the panel are as many as there are registers.
+            let mut rows = [L::zero(); R];
             unroll!(I < R, {
-                let x = L::load(x.add(I * span + v));
-                unroll!(O < OUT, {
-                    sums[I][O] = L::fma(w[O], x, sums[I][O]);
+                rows[I] = L::load(x.add(I * span + v));
+            });
+            unroll!(O < OUT, {
+                let w = L::load(panel.add(v * OUT + O * L::LANES));
+                unroll!(I < R, {
+                    sums[I][O] = L::fma(w, rows[I], sums[I][O]);
                 });
             });
             v += L::LANES;

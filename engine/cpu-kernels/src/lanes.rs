@@ -143,21 +143,57 @@ pub unsafe trait Lanes {
         table: &[Self::V; 2],
     ) -> Self::V;
 
+    /// Reads [`Self::LANES`] floats of bfloat16.
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self::V {
+        let mut wide = [0.0; BLOCK];
+        for (i, wide) in wide[..Self::LANES].iter_mut().enumerate() {
+            // SAFETY: the caller's pointer is valid for the lanes.
+            *wide = f32::from_bits(u32::from(unsafe { *from.add(i) }) << 16);
+        }
+        // SAFETY: a vector has at most a block's lanes.
+        unsafe { Self::load(wide.as_ptr()) }
+    }
+
+    /// Reads [`Self::LANES`] floats of half precision.
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self::V {
+        let mut wide = [0.0; BLOCK];
+        for (i, wide) in wide[..Self::LANES].iter_mut().enumerate() {
+            // SAFETY: the caller's pointer is valid for the lanes.
+            *wide = widen_f16(unsafe { *from.add(i) });
+        }
+        // SAFETY: as above.
+        unsafe { Self::load(wide.as_ptr()) }
+    }
+
     /// Writes `count` floats of bfloat16 as f32.
     #[inline(always)]
     unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
-        for i in 0..count {
-            // SAFETY: the caller's pointers are valid for `count` floats.
-            unsafe { *to.add(i) = f32::from_bits(u32::from(*from.add(i)) << 16) };
+        let whole = count / Self::LANES * Self::LANES;
+        // SAFETY: the caller's pointers are valid for `count` floats.
+        unsafe {
+            for i in (0..whole).step_by(Self::LANES) {
+                Self::store(to.add(i), Self::load_bf16(from.add(i)));
+            }
+            for i in whole..count {
+                *to.add(i) = f32::from_bits(u32::from(*from.add(i)) << 16);
+            }
         }
     }
 
     /// Writes `count` floats of half precision as f32.
     #[inline(always)]
     unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
-        for i in 0..count {
-            // SAFETY: the caller's pointers are valid for `count` floats.
-            unsafe { *to.add(i) = widen_f16(*from.add(i)) };
+        let whole = count / Self::LANES * Self::LANES;
+        // SAFETY: the caller's pointers are valid for `count` floats.
+        unsafe {
+            for i in (0..whole).step_by(Self::LANES) {
+                Self::store(to.add(i), Self::load_f16(from.add(i)));
+            }
+            for i in whole..count {
+                *to.add(i) = widen_f16(*from.add(i));
+            }
         }
     }
 

@@ -45,7 +45,7 @@ pub use float::{Floats, FloatsMut};
 pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
 pub use lanes::Isa;
 pub use pool::{max_threads, set_threads, threads};
-pub use product::{Activations, Error, Packed, product, product_with};
+pub use product::{Activations, Dense, Error, Matrix, Packed, product, product_with};
 
 /// Numbers from -1 to 1, the same for the same seed.
 #[cfg(test)]

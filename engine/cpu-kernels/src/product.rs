@@ -18,8 +18,8 @@ use thiserror::Error as ThisError;
 
 use crate::float::{Floats, FloatsMut};
 use crate::int8::{self, Factors};
-use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, SPAN};
-use crate::lanes::Isa;
+use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PackedKernels, SPAN};
+use crate::lanes::{BLOCK, Isa};
 use crate::pool;
 
 /// Rows of x that are multiplied together.
@@ -56,7 +56,39 @@ pub struct Packed<'a> {
     pub bits: usize,
 }
 
-/// How rows of x are multiplied.
+/// A matrix of floats.
+#[derive(Debug, Clone, Copy)]
+pub struct Dense<'a> {
+    /// [rows, columns]
+    pub elements: Floats<'a>,
+    /// Outputs.
+    pub rows: usize,
+    /// Inputs, in blocks of 32.
+    pub columns: usize,
+}
+
+/// A matrix that rows are multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub enum Matrix<'a> {
+    /// Integers with scales.
+    Packed(Packed<'a>),
+    /// Floats.
+    Dense(Dense<'a>),
+}
+
+impl<'a> From<Packed<'a>> for Matrix<'a> {
+    fn from(matrix: Packed<'a>) -> Self {
+        Self::Packed(matrix)
+    }
+}
+
+impl<'a> From<Dense<'a>> for Matrix<'a> {
+    fn from(matrix: Dense<'a>) -> Self {
+        Self::Dense(matrix)
+    }
+}
+
+/// How rows of x are multiplied with a packed matrix. Products with a dense one are always exact.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Activations {
     /// As f32, which all types of floats fit.
@@ -99,19 +131,79 @@ impl Packed<'_> {
         self.columns / self.group_size
     }
 
-    /// Checks everything that the kernels rely on.
-    fn check(&self, x: &Floats<'_>, y: &FloatsMut<'_>) -> Result<usize, Error> {
+    /// Checks the lengths that the shape asks for.
+    fn check(&self) -> Result<(), Error> {
         let Self { rows, columns, group_size, bits, .. } = *self;
         if !Self::supports(bits, group_size) {
             return Err(Error::Format { bits, group_size });
         }
-        let length = |what, found, expected| {
-            if found == expected { Ok(()) } else { Err(Error::Length { what, found, expected }) }
-        };
-        length("columns", columns, columns / group_size * group_size)?;
         length("words", self.words.len(), rows * (columns * bits / 32))?;
         length("scales", self.scales.len(), rows * self.groups())?;
-        length("biases", self.biases.len(), rows * self.groups())?;
+        length("biases", self.biases.len(), rows * self.groups())
+    }
+}
+
+impl Dense<'_> {
+    /// Whether there is a kernel for rows of a length.
+    pub fn supports(columns: usize) -> bool {
+        columns.is_multiple_of(BLOCK)
+    }
+}
+
+impl Matrix<'_> {
+    fn rows(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.rows,
+            Self::Dense(matrix) => matrix.rows,
+        }
+    }
+
+    fn columns(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.columns,
+            Self::Dense(matrix) => matrix.columns,
+        }
+    }
+
+    /// Columns of a group.
+    fn group_size(&self) -> usize {
+        match self {
+            Self::Packed(matrix) => matrix.group_size,
+            Self::Dense(_) => BLOCK,
+        }
+    }
+
+    /// Bytes of so many columns, which are whole blocks.
+    fn bytes(&self, columns: usize) -> usize {
+        match self {
+            Self::Packed(matrix) => columns * matrix.bits / 8,
+            Self::Dense(matrix) => columns * matrix.elements.size(),
+        }
+    }
+
+    /// The first element's bytes.
+    fn start(&self) -> *const u8 {
+        match self {
+            Self::Packed(matrix) => matrix.words.as_ptr().cast(),
+            Self::Dense(matrix) => matrix.elements.start(),
+        }
+    }
+
+    fn kernels(&self, isa: Isa) -> Kernels {
+        match self {
+            Self::Packed(matrix) => Kernels::of_packed(isa, matrix.bits, matrix.group_size),
+            Self::Dense(matrix) => Kernels::of_floats(isa, &matrix.elements),
+        }
+    }
+
+    /// Checks everything that the kernels rely on, and returns the number of rows of x.
+    fn check(&self, x: &Floats<'_>, y: &FloatsMut<'_>) -> Result<usize, Error> {
+        let (rows, columns) = (self.rows(), self.columns());
+        match self {
+            Self::Packed(matrix) => matrix.check()?,
+            Self::Dense(matrix) => length("elements", matrix.elements.len(), rows * columns)?,
+        }
+        length("columns", columns, columns / self.group_size() * self.group_size())?;
         let count = x.len().checked_div(columns).unwrap_or(0);
         length("x", x.len(), count * columns)?;
         length("y", y.len(), count * rows)?;
@@ -119,14 +211,18 @@ impl Packed<'_> {
     }
 }
 
+fn length(what: &'static str, found: usize, expected: usize) -> Result<(), Error> {
+    if found == expected { Ok(()) } else { Err(Error::Length { what, found, expected }) }
+}
+
 /// `y` [R, rows] = `x` [R, columns] times the transposed matrix, with the best instructions of the processor.
 ///
 /// # Errors
 /// [`Error`] if lengths do not fit or the format has no kernel; `y` is then unchanged.
-pub fn product(
+pub fn product<'a>(
     activations: Activations,
     x: Floats<'_>,
-    matrix: &Packed<'_>,
+    matrix: impl Into<Matrix<'a>>,
     y: FloatsMut<'_>,
 ) -> Result<(), Error> {
     product_with(Isa::best(), activations, x, matrix, y)
@@ -139,18 +235,19 @@ pub fn product(
 ///
 /// # Panics
 /// If the processor does not have `isa`.
-pub fn product_with(
+pub fn product_with<'a>(
     isa: Isa,
     activations: Activations,
     x: Floats<'_>,
-    matrix: &Packed<'_>,
+    matrix: impl Into<Matrix<'a>>,
     y: FloatsMut<'_>,
 ) -> Result<(), Error> {
+    let matrix = &matrix.into();
     let count = matrix.check(&x, &y)?;
     if isa != Isa::best() {
         assert!(Isa::available().contains(&isa), "the processor does not have {isa:?}");
     }
-    let kernels = Kernels::of(isa, matrix.bits, matrix.group_size);
+    let kernels = matrix.kernels(isa);
     let y = match y {
         FloatsMut::F32(y) => Out::F32(y.as_mut_ptr()),
         FloatsMut::Bf16(y) => Out::Bf16(y.as_mut_ptr()),
@@ -159,27 +256,27 @@ pub fn product_with(
     INPUT.with_borrow_mut(|input| {
         for first in (0..count).step_by(ROWS) {
             let rows = first..count.min(first + ROWS);
-            let (length, columns) = (rows.len(), matrix.columns);
+            let (length, columns) = (rows.len(), matrix.columns());
             // SAFETY: the processor has the instructions, and `floats` gets room for the rows.
             let x = unsafe {
-                match activations {
-                    Activations::Exact => {
+                match (activations, &kernels.packed) {
+                    (Activations::Int8, Some(PackedKernels { int8, .. })) => {
+                        input.int8.fill(int8, x, rows, columns);
+                        Rows::Int8(&input.int8, int8)
+                    }
+                    _ => {
                         input.floats.resize((length * columns).div_ceil(16), Line([0.0; 16]));
                         let start = input.floats.as_mut_ptr().cast::<f32>();
                         arrange(&kernels, x, rows, columns, start);
                         Rows::F32(start)
                     }
-                    Activations::Int8 => {
-                        input.int8.fill(&kernels.int8, x, rows, columns);
-                        Rows::Int8(&input.int8)
-                    }
                 }
             };
             let task = Task { matrix, kernels, x, first, rows: length, y };
-            let pieces = task.pieces();
-            let length = matrix.rows.div_ceil(pieces).next_multiple_of(OUT);
-            pool::run(matrix.rows.div_ceil(length), &|piece| {
-                let outputs = piece * length..matrix.rows.min((piece + 1) * length);
+            let (pieces, outputs) = (task.pieces(), matrix.rows());
+            let length = outputs.div_ceil(pieces).next_multiple_of(OUT);
+            pool::run(outputs.div_ceil(length), &|piece| {
+                let outputs = piece * length..outputs.min((piece + 1) * length);
                 // SAFETY: `check` has compared all lengths; outputs of pieces are disjoint; the processor has the
                 // instructions.
                 unsafe { multiply(&task, outputs) };
@@ -211,7 +308,7 @@ thread_local! {
 enum Rows<'a> {
     /// See [`Input::floats`].
     F32(*const f32),
-    Int8(&'a int8::Rows),
+    Int8(&'a int8::Rows, &'a int8::Kernels),
 }
 
 /// Where outputs are written. Pieces write disjoint ones.
@@ -224,7 +321,7 @@ enum Out {
 
 /// Up to [`ROWS`] rows of x times the matrix.
 struct Task<'a> {
-    matrix: &'a Packed<'a>,
+    matrix: &'a Matrix<'a>,
     kernels: Kernels,
     x: Rows<'a>,
     /// The first of the rows.
@@ -239,7 +336,7 @@ unsafe impl Sync for Task<'_> {}
 impl Task<'_> {
     /// Number of pieces that the work is divided into.
     fn pieces(&self) -> usize {
-        let work = self.matrix.rows * self.matrix.columns * self.rows;
+        let work = self.matrix.rows() * self.matrix.columns() * self.rows;
         (work / PIECE).clamp(1, pool::threads() * PIECES)
     }
 }
@@ -292,7 +389,7 @@ unsafe fn multiply(task: &Task<'_>, outputs: Range<usize>) {
     ROOM.with_borrow_mut(|room| {
         for start in outputs.clone().step_by(TILE) {
             let tile = start..outputs.end.min(start + TILE);
-            for k in (0..task.matrix.columns).step_by(SPAN) {
+            for k in (0..task.matrix.columns()).step_by(SPAN) {
                 // SAFETY: as this function.
                 unsafe { multiply_span(task, tile.clone(), k, room) };
             }
@@ -309,19 +406,19 @@ unsafe fn multiply(task: &Task<'_>, outputs: Range<usize>) {
 unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mut Room) {
     let Task { matrix, rows, kernels, .. } = *task;
     let Room { panel, tile: sums, groups, factors } = room;
-    let span = SPAN.min(matrix.columns - k);
-    let stride = matrix.columns * matrix.bits / 8;
+    let span = SPAN.min(matrix.columns() - k);
+    let (stride, start) = (matrix.bytes(matrix.columns()), matrix.bytes(k));
     for n in tile.clone().step_by(OUT) {
         // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
         let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
-        let count = span / matrix.group_size;
-        let at = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
-        // SAFETY: each line has that many groups in the span.
-        unsafe { (kernels.groups)(&matrix.scales, &matrix.biases, &at, count, groups) };
+        let count = span / matrix.group_size();
+        if let (Matrix::Packed(matrix), Some(kernels)) = (matrix, &kernels.packed) {
+            let at = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
+            // SAFETY: each line has that many groups in the span.
+            unsafe { (kernels.groups)(&matrix.scales, &matrix.biases, &at, count, groups) };
+        }
         // SAFETY: each line is a row of the matrix, whose span begins there.
-        let words = lines.map(|line| unsafe {
-            matrix.words.as_ptr().cast::<u8>().add(line * stride + k * matrix.bits / 8)
-        });
+        let words = lines.map(|line| unsafe { matrix.start().add(line * stride + start) });
         let mut parts = [[0.0; OUT]; MOST_ROWS];
         let mut add = |r: usize, parts: &[[f32; OUT]]| {
             for (sums, part) in sums[r..].iter_mut().zip(parts) {
@@ -346,14 +443,14 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
                         1
                     }
                     Rows::F32(x) => {
-                        let taken = (rows - r).min(kernels.dense.len());
+                        let taken = (rows - r).min(kernels.panel.len());
                         let x = x.add(rows * k + r * span);
-                        kernels.dense[taken - 1](panel.as_ptr(), x, span, parts.as_mut_ptr());
+                        kernels.panel[taken - 1](panel.as_ptr(), x, span, parts.as_mut_ptr());
                         taken
                     }
-                    Rows::Int8(x) => {
+                    Rows::Int8(x, kernels) => {
                         let span = int8::Span { k, columns: span, words: &words, groups, count };
-                        x.multiply(&kernels.int8, r, &span, factors, &mut parts)
+                        x.multiply(kernels, r, &span, factors, &mut parts)
                     }
                 }
             };
@@ -369,7 +466,7 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
 /// The outputs are valid, and nothing else writes them.
 unsafe fn write(task: &Task<'_>, tile: Range<usize>, sums: &[[f32; TILE]; ROWS]) {
     for (r, sums) in sums[..task.rows].iter().enumerate() {
-        let at = (task.first + r) * task.matrix.rows + tile.start;
+        let at = (task.first + r) * task.matrix.rows() + tile.start;
         let sums = &sums[..tile.len()];
         // SAFETY: the outputs of row `first + r` that are in the tile begin at `at`.
         unsafe {

@@ -3,7 +3,6 @@
 use std::arch::x86_64::*;
 
 use super::Lanes;
-use crate::float::widen_f16;
 
 /// 8 lanes.
 pub struct Avx2;
@@ -104,18 +103,17 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
-        let whole = count / 8 * 8;
-        for i in (0..whole).step_by(8) {
-            // SAFETY: the caller's pointers are valid for `count` floats.
-            unsafe {
-                let floats = _mm256_cvtph_ps(_mm_loadu_si128(from.add(i).cast()));
-                _mm256_storeu_ps(to.add(i), floats);
-            }
+    unsafe fn load_bf16(from: *const u16) -> __m256 {
+        // SAFETY: the caller's pointer is valid for 8 floats.
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         }
-        for i in whole..count {
-            // SAFETY: as above.
-            unsafe { *to.add(i) = widen_f16(*from.add(i)) };
-        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m256 {
+        // SAFETY: the caller's pointer is valid for 8 floats.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
     }
 }

@@ -123,6 +123,21 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> __m512 {
+        // SAFETY: the caller's pointer is valid for 16 floats.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> __m512 {
+        // SAFETY: the caller's pointer is valid for 16 floats.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
     unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
         for i in (0..count).step_by(16) {
             // SAFETY: the mask leaves out what is beyond `count`.

@@ -76,4 +76,10 @@ unsafe impl Lanes for Neon {
             vfmaq_f32(table[1], vcvtq_f32_u32(elements), table[0])
         }
     }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> float32x4_t {
+        // SAFETY: the caller's pointer is valid for 4 floats.
+        unsafe { vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(vld1_u16(from)))) }
+    }
 }

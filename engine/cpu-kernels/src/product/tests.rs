@@ -3,59 +3,98 @@
 use super::*;
 use crate::numbers;
 
+/// How the elements of a matrix are stored.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Format {
+    Packed { bits: usize, group_size: usize },
+    F32,
+    Bf16,
+    F16,
+}
+
 /// A matrix that owns its numbers.
-struct Matrix {
+struct Owned {
+    format: Format,
     words: Vec<u32>,
     scales: Vec<bf16>,
     biases: Vec<bf16>,
+    /// Of a dense matrix, with the digits that each format has.
+    floats: Vec<f32>,
+    bf16: Vec<bf16>,
+    f16: Vec<f16>,
     rows: usize,
     columns: usize,
-    group_size: usize,
-    bits: usize,
 }
 
-impl Matrix {
-    fn new(rows: usize, columns: usize, group_size: usize, bits: usize) -> Self {
+impl Owned {
+    fn new(rows: usize, columns: usize, format: Format) -> Self {
+        let (bits, group_size) = match format {
+            Format::Packed { bits, group_size } => (bits, group_size),
+            _ => (32, columns),
+        };
         let words = numbers(7, rows * columns * bits / 32);
         let groups = rows * columns / group_size;
         let short = |seed| numbers(seed, groups).into_iter().map(bf16::from_f32).collect();
+        let mut floats = numbers(6, rows * columns);
+        match format {
+            Format::Bf16 => floats.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+            Format::F16 => floats.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
+            _ => {}
+        }
         Self {
+            format,
             words: words.iter().map(|x| x.to_bits().wrapping_mul(2_654_435_761)).collect(),
             scales: short(8),
             biases: short(9),
+            bf16: floats.iter().copied().map(bf16::from_f32).collect(),
+            f16: floats.iter().copied().map(f16::from_f32).collect(),
+            floats,
             rows,
             columns,
-            group_size,
-            bits,
         }
     }
 
-    fn packed(&self) -> Packed<'_> {
-        Packed {
-            words: &self.words,
-            scales: Floats::Bf16(&self.scales),
-            biases: Floats::Bf16(&self.biases),
-            rows: self.rows,
-            columns: self.columns,
-            group_size: self.group_size,
-            bits: self.bits,
-        }
+    fn packed(rows: usize, columns: usize, group_size: usize, bits: usize) -> Self {
+        Self::new(rows, columns, Format::Packed { bits, group_size })
+    }
+
+    fn matrix(&self) -> Matrix<'_> {
+        let &Self { rows, columns, .. } = self;
+        let elements = match self.format {
+            Format::Packed { bits, group_size } => {
+                return Matrix::Packed(Packed {
+                    words: &self.words,
+                    scales: Floats::Bf16(&self.scales),
+                    biases: Floats::Bf16(&self.biases),
+                    rows,
+                    columns,
+                    group_size,
+                    bits,
+                });
+            }
+            Format::F32 => Floats::F32(&self.floats),
+            Format::Bf16 => Floats::Bf16(&self.bf16),
+            Format::F16 => Floats::F16(&self.f16),
+        };
+        Matrix::Dense(Dense { elements, rows, columns })
+    }
+
+    /// The element `k` of row `n`.
+    fn element(&self, n: usize, k: usize) -> f64 {
+        let at = n * self.columns + k;
+        let Format::Packed { bits, group_size } = self.format else {
+            return f64::from(self.floats[at]);
+        };
+        let element = (self.words[at * bits / 32] >> (at * bits % 32)) & ((1 << bits) - 1);
+        let group = at / group_size;
+        f64::from(element) * self.scales[group].to_f64() + self.biases[group].to_f64()
     }
 
     /// Outputs of a row by the definition, in f64, and the sum of magnitudes that bounds their rounding.
     fn expected(&self, x: &[f32]) -> Vec<(f64, f64)> {
         let output = |n: usize| {
-            let (mut sum, mut magnitude) = (0.0, 0.0);
-            for (k, x) in x.iter().enumerate() {
-                let bit = (n * self.columns + k) * self.bits;
-                let element = (self.words[bit / 32] >> (bit % 32)) & ((1 << self.bits) - 1);
-                let group = (n * self.columns + k) / self.group_size;
-                let (scale, bias) = (self.scales[group].to_f64(), self.biases[group].to_f64());
-                let product = f64::from(*x) * (f64::from(element) * scale + bias);
-                sum += product;
-                magnitude += product.abs();
-            }
-            (sum, magnitude)
+            let products = x.iter().enumerate().map(|(k, x)| f64::from(*x) * self.element(n, k));
+            products.fold((0.0, 0.0), |(sum, most), x| (sum + x, most + x.abs()))
         };
         (0..self.rows).map(output).collect()
     }
@@ -67,8 +106,13 @@ impl Matrix {
     fn times_with(&self, isa: Isa, activations: Activations, x: &[f32]) -> Vec<f32> {
         let mut y = vec![f32::NAN; x.len() / self.columns * self.rows];
         let (x, out) = (Floats::F32(x), FloatsMut::F32(&mut y));
-        product_with(isa, activations, x, &self.packed(), out).unwrap();
+        product_with(isa, activations, x, self.matrix(), out).unwrap();
         y
+    }
+
+    /// What a failed test says of it.
+    fn name(&self) -> String {
+        format!("{:?}, {} x {}", self.format, self.rows, self.columns)
     }
 }
 
@@ -91,14 +135,20 @@ const SHAPES: [(usize, usize); 6] =
 /// Columns of groups of 32 that are no whole chunk of 8-bit kernels.
 const HALF_CHUNKS: [(usize, usize); 2] = [(5, 96), (9, 1120)];
 
-fn check(law: impl Fn(Isa, &Matrix)) {
+/// All formats; packed ones first.
+fn formats() -> Vec<Format> {
+    let sizes = [32, 64, 128];
+    let packed = [4, 8].map(|bits| sizes.map(|group_size| Format::Packed { bits, group_size }));
+    packed.into_iter().flatten().chain([Format::F32, Format::Bf16, Format::F16]).collect()
+}
+
+fn check(law: impl Fn(Isa, &Owned)) {
     for isa in Isa::available() {
-        for bits in [4, 8] {
-            for group_size in [32, 64, 128] {
-                let more: &[_] = if group_size == 32 { &HALF_CHUNKS } else { &[] };
-                for &(rows, columns) in SHAPES.iter().chain(more) {
-                    law(isa, &Matrix::new(rows, columns, group_size, bits));
-                }
+        for format in formats() {
+            let in_32 = !matches!(format, Format::Packed { group_size: 64 | 128, .. });
+            let more: &[_] = if in_32 { &HALF_CHUNKS } else { &[] };
+            for &(rows, columns) in SHAPES.iter().chain(more) {
+                law(isa, &Owned::new(rows, columns, format));
             }
         }
     }
@@ -112,30 +162,29 @@ fn products_are_those_of_the_definition() {
             matrix.times(isa, &x).into_iter().zip(matrix.expected(&x)).enumerate()
         {
             let error = (f64::from(y) - sum).abs();
-            let Matrix { rows, columns, group_size, bits, .. } = matrix;
-            assert!(
-                error <= 1e-6 * magnitude,
-                "{isa:?}, {bits} bits, groups of {group_size}, {rows} x {columns}, output {n}: {y} for {sum}"
-            );
+            let name = matrix.name();
+            assert!(error <= 1e-6 * magnitude, "{isa:?}, {name}, output {n}: {y} for {sum}");
         }
     });
 }
 
 /// Of a row that 8 bits represent nearly exactly, products in 8 bits are those of the definition; of others, they are off
-/// by the rounding only.
+/// by the rounding only. Products with dense matrices are exact.
 #[test]
 fn products_in_8_bits_are_those_of_rounded_rows() {
     check(|isa, matrix| {
         let x = numbers(1, matrix.columns);
-        let near = rounded(&x, matrix.group_size);
+        let Format::Packed { group_size, .. } = matrix.format else {
+            let y = matrix.times_with(isa, Activations::Int8, &x);
+            assert!(y == matrix.times(isa, &x), "{isa:?}, {}", matrix.name());
+            return;
+        };
+        let near = rounded(&x, group_size);
         for (x, near) in [(&near, &near), (&x, &near)] {
             let y = matrix.times_with(isa, Activations::Int8, x);
             for (n, (y, (sum, magnitude))) in y.into_iter().zip(matrix.expected(near)).enumerate() {
-                let Matrix { rows, columns, group_size, bits, .. } = matrix;
-                assert!(
-                    (f64::from(y) - sum).abs() <= 2e-6 * magnitude,
-                    "{isa:?}, {bits} bits, groups of {group_size}, {rows} x {columns}, output {n}: {y} for {sum}"
-                );
+                let (error, name) = ((f64::from(y) - sum).abs(), matrix.name());
+                assert!(error <= 2e-6 * magnitude, "{isa:?}, {name}, output {n}: {y} for {sum}");
             }
         }
     });
@@ -145,7 +194,7 @@ fn products_in_8_bits_are_those_of_rounded_rows() {
 #[test]
 fn numbers_that_are_not_finite_stay_so_in_8_bits() {
     for isa in Isa::available() {
-        let matrix = Matrix::new(5, 128, 32, 4);
+        let matrix = Owned::packed(5, 128, 32, 4);
         for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut row = numbers(5, 128);
             row[77] = x;
@@ -181,47 +230,55 @@ fn rows_do_not_depend_on_other_rows() {
 
 #[test]
 fn rows_do_not_depend_on_threads() {
-    let matrix = Matrix::new(2050, 1152, 64, 4);
-    let x = numbers(3, 5 * matrix.columns);
-    pool::set_threads(1);
-    let alone = matrix.times(Isa::best(), &x);
-    pool::set_threads(usize::MAX);
-    assert!(alone == matrix.times(Isa::best(), &x));
+    let x = numbers(3, 5 * 1152);
+    for format in formats() {
+        let matrix = Owned::new(2050, 1152, format);
+        pool::set_threads(1);
+        let alone = matrix.times(Isa::best(), &x);
+        pool::set_threads(usize::MAX);
+        assert!(alone == matrix.times(Isa::best(), &x), "{format:?}");
+    }
 }
 
 /// Short floats are exact in f32, so only the output is rounded.
 #[test]
 fn short_floats_are_multiplied_in_f32() {
-    let matrix = Matrix::new(20, 384, 64, 4);
+    let matrix = Owned::packed(20, 384, 64, 4);
     let x: Vec<f32> = numbers(4, 3 * 384).iter().map(|x| (x * 64.0).round() / 64.0).collect();
     let exact = matrix.times(Isa::best(), &x);
     let short: Vec<bf16> = x.iter().map(|x| bf16::from_f32(*x)).collect();
     let mut y = vec![bf16::ZERO; 60];
-    product(Activations::Exact, Floats::Bf16(&short), &matrix.packed(), FloatsMut::Bf16(&mut y))
+    product(Activations::Exact, Floats::Bf16(&short), matrix.matrix(), FloatsMut::Bf16(&mut y))
         .unwrap();
     assert!(y.iter().zip(&exact).all(|(y, exact)| *y == bf16::from_f32(*exact)));
     let short: Vec<f16> = x.iter().map(|x| f16::from_f32(*x)).collect();
     let mut y = vec![f16::ZERO; 60];
-    product(Activations::Exact, Floats::F16(&short), &matrix.packed(), FloatsMut::F16(&mut y))
+    product(Activations::Exact, Floats::F16(&short), matrix.matrix(), FloatsMut::F16(&mut y))
         .unwrap();
     assert!(y.iter().zip(&exact).all(|(y, exact)| *y == f16::from_f32(*exact)));
 }
 
 #[test]
 fn wrong_lengths_are_errors() {
-    let matrix = Matrix::new(8, 128, 64, 4);
     let x = vec![0.0; 128];
-    let wrong = |packed: Packed<'_>, x: &[f32], outputs: usize| {
+    fn wrong<'a>(matrix: impl Into<Matrix<'a>>, x: &[f32], outputs: usize) -> bool {
         let mut y = vec![0.0; outputs];
-        product(Activations::Exact, Floats::F32(x), &packed, FloatsMut::F32(&mut y)).is_err()
-    };
-    let packed = matrix.packed();
+        product(Activations::Exact, Floats::F32(x), matrix, FloatsMut::F32(&mut y)).is_err()
+    }
+    let owned = Owned::packed(8, 128, 64, 4);
+    let Matrix::Packed(packed) = owned.matrix() else { unreachable!("made packed above") };
     assert!(!wrong(packed, &x, 8));
     assert!(wrong(packed, &x, 7));
     assert!(wrong(packed, &x[1..], 8));
-    assert!(wrong(Packed { words: &matrix.words[1..], ..packed }, &x, 8));
-    assert!(wrong(Packed { scales: Floats::Bf16(&matrix.scales[1..]), ..packed }, &x, 8));
+    assert!(wrong(Packed { words: &owned.words[1..], ..packed }, &x, 8));
+    assert!(wrong(Packed { scales: Floats::Bf16(&owned.scales[1..]), ..packed }, &x, 8));
     assert!(wrong(Packed { bits: 3, ..packed }, &x, 8));
     assert!(wrong(Packed { columns: 0, ..packed }, &x, 8));
     assert!(!wrong(packed, &[], 0));
+    let dense = Dense { elements: Floats::F32(&owned.floats), rows: 8, columns: 128 };
+    assert!(!wrong(dense, &x, 8));
+    assert!(wrong(dense, &x[1..], 8));
+    assert!(wrong(Dense { elements: Floats::F32(&owned.floats[1..]), ..dense }, &x, 8));
+    // Rows of 16 elements are no whole blocks.
+    assert!(wrong(Dense { rows: 64, columns: 16, ..dense }, &x, 512));
 }
