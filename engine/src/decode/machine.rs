@@ -175,7 +175,7 @@ fn multiply_packed() -> Result<f64> {
     let matrix = Packed { words: &words, scales, biases, rows, columns, group_size, bits: 4 };
     let (x, mut y) = (vec![1.0; columns], vec![0.0; rows]);
     let seconds = best(|| {
-        product(Activations::Exact, Floats::F32(&x), &matrix, FloatsMut::F32(&mut y))
+        product(Activations::Exact, Floats::F32(&x), matrix, FloatsMut::F32(&mut y))
             .map_err(|error| Error::Array(error.to_string()))
     })?;
     Ok((size_of_val(&words[..]) + 2 * size_of_val(&groups[..])) as f64 / seconds)

@@ -10,7 +10,7 @@ mod product;
 
 pub use heads::{has_heads, heads};
 pub use layers::{gated_delta, rms_norm, swiglu};
-pub use product::{product, supports};
+pub use product::{dense_product, product, supports, supports_dense};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;
@@ -28,7 +28,8 @@ thread_local! {
 }
 
 /// Makes layers on this thread use these kernels, or none of them. The default is none. Products do not depend on it:
-/// [`Packed::own_kernel`](crate::nn::Packed::own_kernel) turns them on for each matrix.
+/// [`Packed::own_kernel`](crate::nn::Packed::own_kernel) and [`Dense::own_kernel`](crate::nn::Dense::own_kernel) turn them
+/// on for each matrix.
 pub fn enable(on: bool) {
     ENABLED.set(on);
 }

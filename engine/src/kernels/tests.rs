@@ -42,7 +42,7 @@ fn run_heads(
     let &Backend { enable, is_cuda } = backend;
     let &Heads { heads: h, kv_heads: h_kv, head_dim: d, gated, .. } = heads;
     let widths = [if gated { 2 * h * d } else { h * d }, h_kv * d, h_kv * d];
-    let dense = |width| Linear::Dense { weight: normal(9, &[width, 8], dtype), bias: None };
+    let dense = |width| Linear::Dense { weight: normal(9, &[width, 8], dtype).into(), bias: None };
     enable(false);
     let projections = Joined::new(widths.map(dense)).unwrap();
     enable(kernel);
@@ -125,7 +125,7 @@ pub fn check_copies(&Backend { enable, .. }: &Backend, dtype: Dtype) {
         k_norm: None,
         rope: None,
     };
-    let dense = |_| Linear::Dense { weight: normal(9, &[128, 8], dtype), bias: None };
+    let dense = |_| Linear::Dense { weight: normal(9, &[128, 8], dtype).into(), bias: None };
     let projections = Joined::new([0, 1, 2].map(dense)).unwrap();
     let scores = Scores { scale: 0.125, softcap: None, sinks: None };
     let step = |cache: &mut Cache, seed: u64| {

@@ -138,13 +138,14 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     weights.expect_no_scales()?;
     let embeddings = weights.embeddings();
     let unused = weights.iter().count();
-    let own_kernels = weights.own_kernels();
+    let (own_kernels, own_packed) = weights.own_kernels();
     let blas = mlx_sys::blas();
     tracing::info!(
         family = family.model_type,
         ?dtype,
         ?storage,
         own_kernels,
+        own_packed,
         compile,
         cuda_kernels = ?kernels,
         unused,
@@ -155,7 +156,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let from_config = text.get("max_position_embeddings").and_then(Value::as_f64);
     let context = from_config.map(|x| x as u64).or(model.context()).unwrap_or(CONTEXT);
     let device = if on_cpu { "CPU" } else { "GPU" };
-    let rounded = own_kernels > 0 && activations == Activations::Int8;
+    let rounded = own_packed > 0 && activations == Activations::Int8;
     if activations == Activations::Int8 && !rounded {
         tracing::warn!(
             "model.activations is `int8`, but no weights are packed in 4 or 8 bits: all products are exact"

@@ -20,7 +20,7 @@ use crate::error::{ConfigError, Error, Result};
 use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::Tiled;
 use crate::loading;
-use crate::nn::{Linear, Mode, Packed, Quantization, message, scaled};
+use crate::nn::{Dense, Linear, Mode, Packed, Quantization, message, scaled};
 
 mod layers;
 
@@ -34,6 +34,8 @@ pub struct Weights {
     storage: Storage,
     /// Matrices that kernels of our own multiply with.
     own_kernels: usize,
+    /// Those of them that are packed.
+    own_packed: usize,
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
@@ -52,7 +54,8 @@ pub enum Storage {
     Packed,
     /// They are dequantized.
     Dequantized,
-    /// Those that [`cpu`] can multiply with stay packed, the others are dequantized.
+    /// Those that [`cpu`] can multiply with stay packed, the others are dequantized. Matrices of floats that it can multiply
+    /// with stay in 16 bits.
     OwnKernels(Activations),
 }
 
@@ -129,6 +132,7 @@ impl Weights {
             dtype,
             storage,
             own_kernels: 0,
+            own_packed: 0,
             quantization: None,
             mixed,
             tensors,
@@ -278,8 +282,8 @@ impl Weights {
         self.take_as(name, Dtype::Float32)
     }
 
-    /// Takes scales or biases. Kernels of our own read them as they are stored, in half of f32's memory.
-    fn take_scales(&mut self, name: &str) -> Result<Array> {
+    /// Takes a tensor that kernels of our own read as it is stored, which may take half of the memory.
+    fn take_stored(&mut self, name: &str) -> Result<Array> {
         let stored = self.arrays.get(name).map(Array::dtype);
         let dtype = stored
             .filter(|dtype| dtype.is_float() && matches!(self.storage, Storage::OwnKernels(_)));
@@ -332,7 +336,7 @@ impl Weights {
         let bias = if self.has(&bias_name) { Some(self.take(&bias_name)?) } else { None };
         let weight_name = format!("{name}.weight");
         if !self.has(&format!("{name}.scales")) {
-            let weight = self.take(&weight_name)?;
+            let weight = self.take_stored(&weight_name)?;
             if weight.ndim() < 2 {
                 let problem = format!(
                     "`{weight_name}` has the shape {:?}, not that of a matrix",
@@ -343,7 +347,7 @@ impl Weights {
             if let Some(bias) = &bias {
                 self.expect(&bias_name, bias, &weight.shape()[..weight.ndim() - 1])?;
             }
-            return Ok(Linear::Dense { weight, bias });
+            return self.dense(weight, bias);
         }
         let named = self.mixed.get(name).copied();
         let Some(mut quantization) = named.or(self.quantization) else {
@@ -360,8 +364,8 @@ impl Weights {
         let mut packed = Packed {
             weight: self.remove(&weight_name)?,
             // Other modes encode scales in bytes, which must not be cast.
-            scales: if affine { self.take_scales(&scales)? } else { self.remove(&scales)? },
-            biases: if affine { Some(self.take_scales(&format!("{name}.biases"))?) } else { None },
+            scales: if affine { self.take_stored(&scales)? } else { self.remove(&scales)? },
+            biases: if affine { Some(self.take_stored(&format!("{name}.biases"))?) } else { None },
             quantization,
             dtype: self.dtype,
             own_kernel: None,
@@ -399,12 +403,11 @@ impl Weights {
             _ => None,
         };
         if self.storage != Storage::Packed && packed.own_kernel.is_none() {
-            let weight = packed.dequantize()?;
-            eval([&weight])?;
-            return Ok(Linear::Dense { weight, bias });
+            return self.dense(packed.dequantize()?, bias);
         }
         if packed.own_kernel.is_some() {
             self.own_kernels += 1;
+            self.own_packed += 1;
             // A view of a larger array would be copied in each product.
             packed.weight = packed.weight.contiguous()?;
             packed.scales = packed.scales.contiguous()?;
@@ -417,9 +420,26 @@ impl Weights {
         Ok(Linear::Quantized { weight: packed, bias })
     }
 
-    /// Number of matrices taken that kernels of our own multiply with.
-    pub fn own_kernels(&self) -> usize {
-        self.own_kernels
+    /// A layer of floats. Those of 16 bits stay so if kernels of our own multiply with them; others get the model's dtype.
+    fn dense(&mut self, mut weight: Array, bias: Option<Array>) -> Result<Linear> {
+        let dtype = self.dtype;
+        let own_kernel =
+            matches!(self.storage, Storage::OwnKernels(_)) && cpu::supports_dense(&weight);
+        if own_kernel {
+            self.own_kernels += 1;
+            // A view of a larger array would be copied in each product.
+            weight = weight.contiguous()?;
+        }
+        if !own_kernel || weight.dtype() == Dtype::Float32 {
+            weight = weight.as_dtype(dtype)?;
+        }
+        eval([&weight])?;
+        Ok(Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias })
+    }
+
+    /// Number of matrices taken that kernels of our own multiply with, and how many of them are packed.
+    pub fn own_kernels(&self) -> (usize, usize) {
+        (self.own_kernels, self.own_packed)
     }
 
     /// Stacks linear layers of one shape.

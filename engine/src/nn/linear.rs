@@ -1,10 +1,11 @@
 //! Linear layers and embeddings. Other layers do not know whether they are dense or quantized.
 
-use mlx_rs::Array;
 use mlx_rs::ops::{gather_mm, matmul};
+use mlx_rs::{Array, Dtype};
 
 use super::{Packed, RmsNorm};
 use crate::error::Result;
+use crate::kernels::cpu;
 use crate::kernels::cuda::Tiled;
 
 /// Rows that a layer reads. A kernel computes the last step to them while it reads, which saves an operation.
@@ -26,13 +27,54 @@ impl Input<'_> {
     }
 }
 
+/// A matrix of floats [out, in], or a stack of them [E, out, in].
+#[derive(Debug, Clone)]
+pub struct Dense {
+    /// The elements, as they are stored.
+    pub weight: Array,
+    /// Type of [`Dense::array`] and of rows.
+    pub dtype: Dtype,
+    /// Whether the products are those of [`cpu`], which [`cpu::supports_dense`] allows, or MLX's.
+    pub own_kernel: bool,
+}
+
+impl From<Array> for Dense {
+    /// A matrix that MLX multiplies with.
+    fn from(weight: Array) -> Self {
+        let dtype = weight.dtype();
+        Self { weight, dtype, own_kernel: false }
+    }
+}
+
+impl Dense {
+    /// The matrix, or the stack of them.
+    pub fn array(&self) -> Result<Array> {
+        Ok(self.weight.as_dtype(self.dtype)?)
+    }
+
+    /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
+    pub fn matmul(&self, x: &Array) -> Result<Array> {
+        if self.own_kernel
+            && let Some(product) = cpu::dense_product(x, &self.weight)
+        {
+            return product;
+        }
+        Ok(matmul(x, self.array()?.t())?)
+    }
+
+    /// The rows `ids` of the matrix.
+    pub fn rows(&self, ids: &Array) -> Result<Array> {
+        Ok(self.weight.take_axis(ids, 0)?.as_dtype(self.dtype)?)
+    }
+}
+
 /// Weights of a linear layer, [out, in], or of a stack of them, [E, out, in].
 #[derive(Debug, Clone)]
 pub enum Linear {
     /// Floating-point weights.
     Dense {
         /// [out, in]
-        weight: Array,
+        weight: Dense,
         /// [out], added to the product.
         bias: Option<Array>,
     },
@@ -56,7 +98,7 @@ impl Linear {
     /// Outputs and inputs, [out, in].
     pub fn shape(&self) -> [i32; 2] {
         match self {
-            Self::Dense { weight, .. } => [weight.dim(-2), weight.dim(-1)],
+            Self::Dense { weight, .. } => [weight.weight.dim(-2), weight.weight.dim(-1)],
             Self::Quantized { weight, .. } => {
                 let inputs = weight.scales.dim(-1) * weight.quantization.group_size;
                 [weight.weight.dim(-2), inputs]
@@ -68,7 +110,7 @@ impl Linear {
     /// [out, in], or [E, out, in] of a stack.
     pub fn dims(&self) -> Vec<i32> {
         let leading = match self {
-            Self::Dense { weight, .. } => weight,
+            Self::Dense { weight, .. } => &weight.weight,
             Self::Quantized { weight, .. } => &weight.weight,
             Self::Tiled { .. } => return self.shape().into(),
         };
@@ -79,7 +121,7 @@ impl Linear {
     /// The matrix, or the stack of them, dequantized.
     pub fn dense(&self) -> Result<Array> {
         match self {
-            Self::Dense { weight, .. } => Ok(weight.clone()),
+            Self::Dense { weight, .. } => weight.array(),
             Self::Quantized { weight, .. } => weight.dequantize(),
             Self::Tiled { weight, .. } => weight.dequantize(),
         }
@@ -88,7 +130,7 @@ impl Linear {
     /// `x` [.., in] to [.., out], in `x`'s dtype.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         let (y, bias) = match self {
-            Self::Dense { weight, bias } => (matmul(x, weight.t())?, bias),
+            Self::Dense { weight, bias } => (weight.matmul(x)?, bias),
             Self::Quantized { weight, bias } => (weight.matmul(x)?, bias),
             Self::Tiled { weight, bias } => (weight.matmul(x)?, bias),
         };
@@ -120,7 +162,7 @@ impl Linear {
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<Array> {
         let (y, bias) = match self {
             Self::Dense { weight, bias } => {
-                (gather_mm(x, weight.swap_axes(-1, -2)?, None, which, sorted)?, bias)
+                (gather_mm(x, weight.array()?.swap_axes(-1, -2)?, None, which, sorted)?, bias)
             }
             Self::Quantized { weight, bias } => (weight.gather(x, which, sorted)?, bias),
             Self::Tiled { .. } => unreachable!("a stack has its own format"),
@@ -140,7 +182,7 @@ impl Embedding {
     /// Embeddings of the tokens `ids` [R] (u32), [1, R, D].
     pub fn forward(&self, ids: &Array) -> Result<Array> {
         let rows = match &self.0 {
-            Linear::Dense { weight, .. } => weight.take_axis(ids, 0)?,
+            Linear::Dense { weight, .. } => weight.rows(ids)?,
             Linear::Quantized { weight, .. } => weight.rows(ids)?.dequantize()?,
             Linear::Tiled { weight, .. } => weight.rows(ids)?,
         };
@@ -153,7 +195,7 @@ mod tests {
     use super::*;
     use crate::kernels::cpu::Activations;
     use crate::nn::{Mode, Quantization};
-    use mlx_rs::{Device, DeviceType, Dtype, random};
+    use mlx_rs::{Device, DeviceType, random};
 
     fn normal(seed: u64, shape: &[i32]) -> Array {
         random::normal::<f32>(shape, None, None, &random::key(seed).unwrap()).unwrap()
@@ -177,7 +219,7 @@ mod tests {
             assert!((loss / 3.0..loss).contains(&error), "{quantization:?} loses {error}");
             (
                 Linear::Quantized { weight: packed, bias: None },
-                Linear::Dense { weight: dense, bias: None },
+                Linear::Dense { weight: dense.into(), bias: None },
             )
         };
         let x = normal(1, &[1, 3, 256]);
@@ -206,7 +248,7 @@ mod tests {
             let packed = Packed::quantize(&short, quantization);
             let weight =
                 Packed { own_kernel: Some(Activations::Exact), dtype: Dtype::Float32, ..packed };
-            let dense = Linear::Dense { weight: weight.dequantize().unwrap(), bias: None };
+            let dense = Linear::Dense { weight: weight.dequantize().unwrap().into(), bias: None };
             let own = Linear::Quantized { weight, bias: None };
             let largest = |a: Array| a.abs().unwrap().max(None).unwrap().item_exact::<f32>();
             let x = normal(5, &[1, 3, 256]);
@@ -217,6 +259,28 @@ mod tests {
                 [own, dense].map(|layer| Embedding(layer).forward(&ids).unwrap());
             assert_eq!(rows.dtype(), Dtype::Float32);
             assert!(largest(rows.subtract(expected).unwrap()) == 0.0, "{quantization:?}");
+        }
+    }
+
+    /// Weights of 16 bits that kernels widen equal those that were widened before.
+    #[test]
+    fn dense_layers_with_own_kernels_equal_those_of_mlx() {
+        if matches!(Device::try_default().unwrap().get_type().unwrap(), DeviceType::Gpu) {
+            return;
+        }
+        for stored in [Dtype::Float32, Dtype::Bfloat16, Dtype::Float16] {
+            let weight = normal(4, &[96, 256]).as_dtype(stored).unwrap();
+            let wide = Dense::from(weight.as_dtype(Dtype::Float32).unwrap());
+            let own = Dense { weight, dtype: Dtype::Float32, own_kernel: true };
+            let largest = |a: Array| a.abs().unwrap().max(None).unwrap().item_exact::<f32>();
+            let x = normal(5, &[1, 3, 256]);
+            let [own, mlx] = [own, wide].map(|weight| Linear::Dense { weight, bias: None });
+            let [y, expected] = [&own, &mlx].map(|layer| layer.forward(&x).unwrap());
+            assert!(largest(y.subtract(expected).unwrap()) < 1e-4, "{stored:?}");
+            let ids = Array::from_slice(&[5u32, 0, 95], &[3]);
+            let [rows, expected] = [own, mlx].map(|layer| Embedding(layer).forward(&ids).unwrap());
+            assert_eq!(rows.dtype(), Dtype::Float32);
+            assert!(largest(rows.subtract(expected).unwrap()) == 0.0, "{stored:?}");
         }
     }
 

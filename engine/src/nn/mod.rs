@@ -27,7 +27,7 @@ pub use gated_delta::{
 pub use heads::Heads;
 pub use joined::{Joined, Outputs};
 pub use kimi_delta::KimiDelta;
-pub use linear::{Embedding, Input, Linear};
+pub use linear::{Dense, Embedding, Input, Linear};
 pub use mamba2::{GatedNorm, Mamba2};
 pub use mlp::{Activation, Block, Gate, GatedMlp, PlainMlp};
 pub use moe::{Experts, Groups, Mlp, Moe, Shared};

@@ -194,13 +194,13 @@ mod tests {
 
     fn dense(seed: u64, shape: &[i32]) -> Linear {
         let weight = normal(seed, shape).multiply(Array::from_f32(0.1)).unwrap();
-        Linear::Dense { weight, bias: None }
+        Linear::Dense { weight: weight.into(), bias: None }
     }
 
     fn packed(linear: &Linear) -> Linear {
         let Linear::Dense { weight, .. } = linear else { unreachable!("made dense above") };
         let quantization = Quantization { group_size: 32, bits: 8, mode: Mode::Affine };
-        Linear::Quantized { weight: Packed::quantize(weight, quantization), bias: None }
+        Linear::Quantized { weight: Packed::quantize(&weight.weight, quantization), bias: None }
     }
 
     fn assert_close(a: &Array, b: &Array, bound: f32) {

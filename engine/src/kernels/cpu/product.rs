@@ -1,4 +1,4 @@
-//! Products with packed matrices. A row's result does not depend on the other rows of a pass.
+//! Products with packed and dense matrices. A row's result does not depend on the other rows of a pass.
 
 use std::borrow::Cow;
 
@@ -48,6 +48,70 @@ pub fn product(activations: Activations, x: &Array, matrix: &Packed) -> Option<R
     Some(unsafe { run(&inputs, [&shape], x.dtype(), multiply, &parameters) }.map(|[y]| y))
 }
 
+/// Whether [`dense_product`] can multiply with a matrix.
+pub fn supports_dense(matrix: &Array) -> bool {
+    matrix.ndim() == 2
+        && has_type(matrix)
+        && usize::try_from(matrix.dim(1)).is_ok_and(kernels::Dense::supports)
+}
+
+/// `x` [.., in] times the transposed `matrix` [out, in] of floats, [.., out] in `x`'s dtype. `None` if
+/// [`supports_dense`] is false, or `x` does not fit.
+pub fn dense_product(x: &Array, matrix: &Array) -> Option<Result<Array>> {
+    let mut shape = x.shape().to_vec();
+    if !supports_dense(matrix) || !has_type(x) || shape.last() != Some(&matrix.dim(1)) {
+        return None;
+    }
+    *shape.last_mut()? = matrix.dim(0);
+    // SAFETY: `multiply_dense` computes one output from two such inputs.
+    let product = unsafe { run(&[x, matrix], [&shape], x.dtype(), multiply_dense, &[]) };
+    Some(product.map(|[y]| y))
+}
+
+/// Runs on the thread of MLX's stream.
+///
+/// # Safety
+/// As [`mlx_sys::CpuFunction`]; the inputs are x and the matrix as [`dense_product`] passes them, and there is one output.
+unsafe extern "C" fn multiply_dense(views: *const View, count: usize, _parameters: *const i32) {
+    // SAFETY: as `multiply`.
+    unsafe {
+        let [x, elements, output] = std::slice::from_raw_parts(views, count) else {
+            unreachable!("made with two inputs and one output");
+        };
+        let elements = OwnedFloats::read(elements);
+        let matrix = kernels::Dense {
+            elements: elements.floats(),
+            rows: shape(output).last().copied().unwrap_or(1),
+            columns: shape(x).last().copied().unwrap_or(1),
+        };
+        write_product(Activations::Exact, x, matrix.into(), output);
+    }
+}
+
+/// Multiplies the floats of `x` with `matrix`.
+///
+/// # Safety
+/// The views are valid, have the shapes of the product, and nothing else refers to the output.
+unsafe fn write_product(
+    activations: Activations,
+    x: &View,
+    matrix: kernels::Matrix<'_>,
+    output: &View,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let x = OwnedFloats::read(x);
+        let length = shape(output).iter().product();
+        let y = match output.dtype {
+            BF16 => FloatsMut::Bf16(slice_mut(output, length)),
+            F16 => FloatsMut::F16(slice_mut(output, length)),
+            _ => FloatsMut::F32(slice_mut(output, length)),
+        };
+        kernels::product(activations, x.floats(), matrix, y)
+            .expect("shapes were checked when the operation was made");
+    }
+}
+
 /// Runs on the thread of MLX's stream.
 ///
 /// # Safety
@@ -60,11 +124,9 @@ unsafe extern "C" fn multiply(views: *const View, count: usize, parameters: *con
         let [x, words, scales, biases, output] = std::slice::from_raw_parts(views, count) else {
             unreachable!("made with four inputs and one output");
         };
-        let length = |view: &View| shape(view).iter().product::<usize>();
         let number = |i: usize| usize::try_from(*parameters.add(i)).unwrap_or(0);
         let words = elements::<u32>(words);
         let (scales, biases) = (OwnedFloats::read(scales), OwnedFloats::read(biases));
-        let x_floats = OwnedFloats::read(x);
         let matrix = kernels::Packed {
             words: &words,
             scales: scales.floats(),
@@ -74,16 +136,9 @@ unsafe extern "C" fn multiply(views: *const View, count: usize, parameters: *con
             group_size: number(1),
             bits: number(0),
         };
-        let length = length(output);
-        let y = match output.dtype {
-            BF16 => FloatsMut::Bf16(slice_mut(output, length)),
-            F16 => FloatsMut::F16(slice_mut(output, length)),
-            _ => FloatsMut::F32(slice_mut(output, length)),
-        };
         let activations =
             if *parameters.add(2) == 0 { Activations::Exact } else { Activations::Int8 };
-        kernels::product(activations, x_floats.floats(), &matrix, y)
-            .expect("shapes were checked by `product`");
+        write_product(activations, x, matrix.into(), output);
     }
 }
 
@@ -216,6 +271,31 @@ mod tests {
             let [view, copy] = [view, copy].map(|x| exact(&x, &matrix).unwrap().unwrap());
             assert!(largest(&view.subtract(copy).unwrap()) == 0.0);
         }
+    }
+
+    #[test]
+    fn dense_products_equal_those_of_mlx() {
+        if on_gpu() {
+            return;
+        }
+        for stored in [Dtype::Float32, Dtype::Bfloat16, Dtype::Float16] {
+            let matrix = normal(1, &[70, 1152]).as_dtype(stored).unwrap();
+            let wide = matrix.as_dtype(Dtype::Float32).unwrap();
+            for (dtype, tolerance) in
+                [(Dtype::Float32, 1e-5), (Dtype::Bfloat16, 1e-2), (Dtype::Float16, 2e-3)]
+            {
+                let x = normal(2, &[2, 3, 1152]).as_dtype(dtype).unwrap();
+                let expected = x.as_dtype(Dtype::Float32).unwrap().matmul(wide.t()).unwrap();
+                let y = dense_product(&x, &matrix).unwrap().unwrap();
+                assert_eq!((y.shape(), y.dtype()), (expected.shape(), dtype));
+                let error = largest(&y.subtract(&expected).unwrap()) / largest(&expected);
+                assert!(error < tolerance, "{stored:?}, {dtype:?}: {error}");
+            }
+        }
+        let x = normal(3, &[1, 1152]);
+        assert!(dense_product(&x, &normal(4, &[8, 1150])).is_none());
+        assert!(dense_product(&x, &normal(4, &[8, 1120])).is_none());
+        assert!(!supports_dense(&normal(4, &[2, 8, 1152])));
     }
 
     #[test]
