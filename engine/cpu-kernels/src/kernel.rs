@@ -274,10 +274,11 @@ unsafe fn fused<L: Lanes, const BITS: usize, const GROUP: usize>(
             unroll!(B < GROUP / BLOCK, {
                 let block = g * GROUP + B * BLOCK;
                 let words = [a, b, c, d].map(|line| line.wrapping_add(block * BITS / 8));
-                unroll!(I < L::VECTORS, {
-                    let x = L::load(x.add(block + I * L::LANES));
-                    unroll!(O < OUT, {
+                // Row by row, as the vectors that one row needs fit the registers.
+                unroll!(O < OUT, {
+                    unroll!(I < L::VECTORS, {
                         let w = L::weights::<BITS>(words[O], I, &tables[O]);
+                        let x = L::load(x.add(block + I * L::LANES));
                         sums[O] = L::fma(w, x, sums[O]);
                     });
                 });
