@@ -418,17 +418,30 @@ unsafe fn panel_product<L: Lanes, const R: usize>(
         let mut sums = [[L::zero(); OUT]; R];
         let mut v = 0;
         while v < span {
-            // Sums, the rows' vectors and one of the panel are as many as there are registers.
-            let mut rows = [L::zero(); R];
-            unroll!(I < R, {
-                rows[I] = L::load(x.add(I * span + v));
-            });
-            unroll!(O < OUT, {
-                let w = L::load(panel.add(v * OUT + O * L::LANES));
+            // The fewer vectors, of the rows or of the panel, stay in registers: with all of them, sums would not.
+            if R < OUT {
+                let mut rows = [L::zero(); R];
                 unroll!(I < R, {
-                    sums[I][O] = L::fma(w, rows[I], sums[I][O]);
+                    rows[I] = L::load(x.add(I * span + v));
                 });
-            });
+                unroll!(O < OUT, {
+                    let w = L::load(panel.add(v * OUT + O * L::LANES));
+                    unroll!(I < R, {
+                        sums[I][O] = L::fma(w, rows[I], sums[I][O]);
+                    });
+                });
+            } else {
+                let mut w = [L::zero(); OUT];
+                unroll!(O < OUT, {
+                    w[O] = L::load(panel.add(v * OUT + O * L::LANES));
+                });
+                unroll!(I < R, {
+                    let x = L::load(x.add(I * span + v));
+                    unroll!(O < OUT, {
+                        sums[I][O] = L::fma(w[O], x, sums[I][O]);
+                    });
+                });
+            }
             v += L::LANES;
         }
         unroll!(I < R, {
