@@ -1,12 +1,13 @@
-//! Kernels for CPUs, exact in f32: products of rows with packed matrices (MLX's affine quantization in 4 and 8 bits), the
-//! gated delta rule and the attention of a few rows, SwiGLU and RMS norm, which are dozens of operations with a pass over
-//! memory each otherwise.
+//! Kernels for CPUs, exact in f32: products of rows with packed matrices (MLX's affine quantization in 4 and 8 bits) and with
+//! dense ones, the gated delta rule and the attention of a few rows, SwiGLU and RMS norm, which are dozens of operations with a
+//! pass over memory each otherwise.
 //!
-//! The matrix stays packed: it is read once a product, and its elements exist as f32 in registers, or in a
+//! A matrix stays as it is stored: it is read once a product, and its elements exist as f32 in registers, or in a
 //! panel that fits the first-level cache. AVX-512, AVX2 and NEON are chosen when the program runs; other
 //! processors take portable code.
 //!
-//! Products can also round their rows to 8 bits ([`Activations::Int8`]), which is not exact and with AVX2 takes half the time.
+//! Products with packed matrices can also round their rows to 8 bits ([`Activations::Int8`]), which is not exact and with AVX2
+//! takes half the time for one row.
 //!
 //! Knows nothing of MLX: slices in, slices out. `engine/src/kernels/cpu.rs` makes an operation of MLX of it.
 //!
@@ -26,6 +27,14 @@
 //! | 8 | 863, 436 | 1,821, 826 |
 //! | 64 | 5,787, 2,767 | 6,757, 3,230 |
 //! | 512 | 45,227, 22,751 | 44,062, 22,636 |
+//!
+//! On two Zen 3 cores with AVX2, two threads, a dense matrix of 4096 x 4096; OpenBLAS 0.3.21 through MLX beside it:
+//!
+//! | rows | f32 | bf16 | OpenBLAS, f32 |
+//! |---|---|---|---|
+//! | 1 | 2,609 | 2,098 | 7,941 |
+//! | 4 | 5,045 | 4,161 | 12,210 |
+//! | 8 | 6,474 | 6,023 | 12,462 |
 //!
 //! A matrix of f32 that fits the second-level cache (384 x 384) is faster in OpenBLAS, but a model's do not stay there.
 

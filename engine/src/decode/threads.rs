@@ -1,4 +1,4 @@
-//! Threads of the matrix products on a CPU: those of OpenBLAS, and those of our own kernels for packed weights.
+//! Threads of the matrix products on a CPU: those of OpenBLAS, and those of our own kernels.
 //!
 //! OpenBLAS's threads spin while they wait for one another. On a quiet machine they make prefill faster. A
 //! step of one row is too short for them on a small model, and their spinning takes the cores of MLX

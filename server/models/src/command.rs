@@ -365,7 +365,7 @@ impl Needs {
         let config = fs::read_to_string(plan.snapshot.join("config.json")).unwrap_or_default();
         let is_packed = config.contains("\"quantization");
         // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
-        let float_bytes = numbers.float_bytes;
+        let float_bytes = numbers.short_float_bytes();
         let memory = if is_packed { weights + weights / 8 } else { weights / 2 * float_bytes };
         // With a scale and a bias of 16 bits for 64 numbers.
         let packed = |bits: u64| weights / 32 * (2 * bits + 1);

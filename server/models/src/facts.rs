@@ -45,6 +45,8 @@ pub struct Facts {
 struct Tensors {
     /// Numbers of 16 and 32 bits, and of 8 bits that become floats.
     floats: u64,
+    /// Numbers of 16 bits in matrices that kernels of a CPU multiply with as they are stored.
+    short_matrices: u64,
     /// Bytes of packed matrices and the numbers that they hold.
     packed: [u64; 2],
     /// The same of packed matrices that a CPU has no kernel for.
@@ -69,6 +71,13 @@ pub struct Numbers {
     pub float_bytes: u64,
     /// Which packed matrices become floats.
     pub unpacked: Unpacked,
+}
+
+impl Numbers {
+    /// Bytes of a float in a matrix whose floats have 16 bits in the files. Where a CPU has kernels, they stay so.
+    pub fn short_float_bytes(self) -> u64 {
+        if self.unpacked == Unpacked::WithoutKernel { 2 } else { self.float_bytes }
+    }
 }
 
 /// Which packed matrices become floats when they are loaded.
@@ -141,14 +150,15 @@ impl Facts {
 
     /// Bytes that the loaded weights take, as an estimate.
     pub fn weight_bytes(&self, numbers: Numbers) -> u64 {
-        let Tensors { floats, packed, packed_without_kernel, others } = self.tensors;
+        let Tensors { floats, short_matrices, packed, packed_without_kernel, others } =
+            self.tensors;
         let float = numbers.float_bytes;
         let packed = match numbers.unpacked {
             Unpacked::Nothing => packed[0] + packed_without_kernel[0],
             Unpacked::WithoutKernel => packed[0] + packed_without_kernel[1] * float,
             Unpacked::All => (packed[1] + packed_without_kernel[1]) * float,
         };
-        floats * float + packed + others
+        floats * float + short_matrices * numbers.short_float_bytes() + packed + others
     }
 
     /// Bytes that the cache of a request takes for each [`CACHE_TOKENS`] tokens, as an estimate. `None` if
@@ -241,6 +251,7 @@ impl Tensors {
             }
             match dtype {
                 _ if !is_loaded => {}
+                "F16" | "BF16" if has_kernel(tensor, part) => self.short_matrices += numbers,
                 "F32" | "F16" | "BF16" | "F8_E4M3" | "F8_E5M2" => self.floats += numbers,
                 "F64" | "I64" | "U64" => self.others += 8 * numbers,
                 "I32" | "U32" => self.others += 4 * numbers,
@@ -250,6 +261,16 @@ impl Tensors {
         }
         types
     }
+}
+
+/// Whether a CPU's kernels read a tensor of floats as it is stored: a matrix, or scales of a packed one.
+fn has_kernel(tensor: &Value, part: &str) -> bool {
+    let is_read = match part {
+        "weight" => columns(tensor).is_multiple_of(32),
+        "scales" | "biases" => true,
+        _ => false,
+    };
+    is_read && shape(tensor).count() == 2
 }
 
 /// The sizes of a tensor's dimensions.
@@ -340,12 +361,14 @@ mod tests {
             "experts.weight": {"dtype": "U32", "shape": [2, 16, 128]},
             "experts.scales": {"dtype": "BF16", "shape": [2, 16, 8]},
             "norm.weight": {"dtype": "BF16", "shape": [512]},
+            "odd.weight": {"dtype": "BF16", "shape": [512, 100]},
+            "dense.weight": {"dtype": "BF16", "shape": [512, 64]},
             "visual.x": {"dtype": "BF16", "shape": [100]}
         });
         model(folder.path(), &config, &tensors);
         let facts = Facts::read(folder.path()).unwrap();
         // Experts of 8 bits: 128 columns for 8 groups of 64 numbers.
-        let (packed, experts, floats) = (512 * 512, 2 * 16 * 512, 512 + 100);
+        let (packed, experts, floats) = (512 * 512, 2 * 16 * 512, 512 + 100 + 512 * (100 + 64));
         assert_eq!(facts.parameters, packed + experts + floats);
         assert_eq!(facts.quantization, "4 bits in groups of 64");
         assert_eq!((facts.layers, facts.context), (Some(4), Some(4096)));
@@ -355,12 +378,14 @@ mod tests {
             numbers(4, Unpacked::WithoutKernel),
             numbers(4, Unpacked::All),
         ];
-        let scales = 2 * 512 * 8 + 2 * 16 * 8;
-        let kept =
-            |packed_bytes: u64, float_bytes: u64| packed_bytes + (scales + 512) * float_bytes;
-        assert_eq!(facts.weight_bytes(gpu), kept(packed / 2 + experts, 2));
-        assert_eq!(facts.weight_bytes(cpu), kept(packed / 2 + 4 * experts, 4));
-        assert_eq!(facts.weight_bytes(unpacked), kept(4 * (packed + experts), 4));
+        // Matrices of 16 bits stay so on a CPU: one, and two of scales.
+        let (short, floats) = (512 * 64 + 2 * 512 * 8, 512 + 512 * 100 + 2 * 16 * 8);
+        let kept = |packed_bytes: u64, [short_bytes, float_bytes]: [u64; 2]| {
+            packed_bytes + short * short_bytes + floats * float_bytes
+        };
+        assert_eq!(facts.weight_bytes(gpu), kept(packed / 2 + experts, [2, 2]));
+        assert_eq!(facts.weight_bytes(cpu), kept(packed / 2 + 4 * experts, [2, 4]));
+        assert_eq!(facts.weight_bytes(unpacked), kept(4 * (packed + experts), [4, 4]));
         // One layer keeps everything, one the last 128 tokens; heads have 64 numbers.
         let row = 2 * 2 * 64;
         assert_eq!(facts.cache_bytes(gpu), Some(2 * row * (1000 + 128)));

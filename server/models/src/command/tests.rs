@@ -72,7 +72,7 @@ fn models_are_listed_from_everywhere_and_once() {
     let rows: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(rows[1]["name"], "owner/small");
     assert_eq!(rows[1]["parameters"], 64 * 64);
-    assert_eq!(rows[1]["memory"]["weights"], 4 * 64 * 64);
+    assert_eq!(rows[1]["memory"]["weights"], 2 * 64 * 64);
     // Two layers with keys and values of 64 numbers, in f32.
     assert_eq!(rows[1]["memory"]["cache_per_1000_tokens"], 2 * 2 * 64 * 4 * 1000);
     assert_eq!(rows[2]["state"], "missing");
