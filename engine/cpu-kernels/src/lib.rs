@@ -28,13 +28,15 @@
 //! | 64 | 5,787, 2,767 | 6,757, 3,230 |
 //! | 512 | 45,227, 22,751 | 44,062, 22,636 |
 //!
-//! On two Zen 3 cores with AVX2, two threads, a dense matrix of 4096 x 4096; OpenBLAS 0.3.21 through MLX beside it:
+//! On two Zen 3 cores with AVX2, two threads, 4096 x 4096; OpenBLAS 0.3.21 through MLX in the same run:
 //!
-//! | rows | f32 | bf16 | OpenBLAS, f32 |
-//! |---|---|---|---|
-//! | 1 | 2,609 | 2,098 | 7,941 |
-//! | 4 | 5,045 | 4,161 | 12,210 |
-//! | 8 | 6,474 | 6,023 | 12,462 |
+//! | rows | packed | bf16 | f32 | OpenBLAS, f32 |
+//! |---|---|---|---|---|
+//! | 1 | 1,087 | 2,664 | 2,923 | 7,718 |
+//! | 4 | 2,366 | 3,537 | 4,878 | 12,182 |
+//! | 8 | 3,132 | 4,725 | 5,666 | 12,065 |
+//! | 64 | 18,081 | 17,580 | 19,326 | 24,550 |
+//! | 256 | 64,515 | 71,151 | 73,393 | 78,685 |
 //!
 //! A matrix of f32 that fits the second-level cache (384 x 384) is faster in OpenBLAS, but a model's do not stay there.
 
