@@ -45,3 +45,33 @@ fn unknown_quantization_is_rejected_by_name() {
     let published = json!({"quant_method": "awq", "bits": 4});
     check(json!({"quantization_config": published}), &["quant_method", "awq", "convert"]);
 }
+
+/// Only kernels of our own multiply with matrices of another type than the model's. They take whole blocks of 32 inputs.
+#[test]
+fn matrices_of_16_bits_stay_so_for_own_kernels() {
+    let folder = folder(&["model.safetensors"]);
+    let zeros = |shape: &[i32], dtype| mlx_rs::ops::zeros_dtype(shape, dtype).unwrap();
+    let arrays = [
+        ("short.weight", zeros(&[8, 64], Dtype::Bfloat16)),
+        ("odd.weight", zeros(&[8, 20], Dtype::Bfloat16)),
+        ("stack.weight", zeros(&[2, 8, 64], Dtype::Float16)),
+        ("wide.weight", zeros(&[8, 64], Dtype::Float32)),
+    ];
+    let path = folder.path().join("model.safetensors");
+    Array::save_safetensors(arrays.iter().map(|(name, array)| (*name, array)), None, path).unwrap();
+    let stored = |storage, dtype| {
+        let mut weights = Weights::open(folder.path(), &json!({}), dtype, storage).unwrap();
+        ["short", "odd", "stack", "wide"].map(|name| {
+            let Linear::Dense { weight, .. } = weights.linear_with(name, None).unwrap() else {
+                panic!("{name} is not dense")
+            };
+            assert_eq!(weight.dtype, dtype, "{name}");
+            (weight.own_kernel, weight.weight.dtype())
+        })
+    };
+    let own = Storage::OwnKernels(Activations::Exact);
+    let (bf16, f32) = (Dtype::Bfloat16, Dtype::Float32);
+    assert_eq!(stored(own, f32), [(true, bf16), (false, f32), (false, f32), (true, f32)]);
+    assert_eq!(stored(own, bf16), [(true, bf16), (false, bf16), (false, bf16), (true, bf16)]);
+    assert_eq!(stored(Storage::Packed, f32), [(false, f32); 4]);
+}
