@@ -55,7 +55,7 @@ impl Floats<'_> {
             Self::F32(floats) => out.copy_from_slice(&floats[start..end]),
             Self::Bf16(floats) => {
                 for (out, float) in out.iter_mut().zip(&floats[start..end]) {
-                    *out = f32::from_bits(u32::from(float.to_bits()) << 16);
+                    *out = widen_bf16(float.to_bits());
                 }
             }
             Self::F16(floats) => {
@@ -65,6 +65,12 @@ impl Floats<'_> {
             }
         }
     }
+}
+
+/// bfloat16 to f32.
+#[inline(always)]
+pub(crate) fn widen_bf16(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
 }
 
 /// IEEE half precision to f32 without a branch, so that loops over it are vectorized: `half` asks for the

@@ -15,7 +15,7 @@ pub mod avx512;
 pub mod neon;
 pub mod portable;
 
-use crate::float::widen_f16;
+use crate::float::{widen_bf16, widen_f16};
 
 /// Compiles a function with features of the processor enabled, if any.
 macro_rules! enabled {
@@ -149,7 +149,7 @@ pub unsafe trait Lanes {
         let mut wide = [0.0; BLOCK];
         for (i, wide) in wide[..Self::LANES].iter_mut().enumerate() {
             // SAFETY: the caller's pointer is valid for the lanes.
-            *wide = f32::from_bits(u32::from(unsafe { *from.add(i) }) << 16);
+            *wide = widen_bf16(unsafe { *from.add(i) });
         }
         // SAFETY: a vector has at most a block's lanes.
         unsafe { Self::load(wide.as_ptr()) }
@@ -177,7 +177,7 @@ pub unsafe trait Lanes {
                 Self::store(to.add(i), Self::load_bf16(from.add(i)));
             }
             for i in whole..count {
-                *to.add(i) = f32::from_bits(u32::from(*from.add(i)) << 16);
+                *to.add(i) = widen_bf16(*from.add(i));
             }
         }
     }

@@ -173,7 +173,7 @@ impl Matrix<'_> {
         }
     }
 
-    /// Bytes of so many columns, which are whole blocks.
+    /// Bytes that elements of a row take. `columns` is a multiple of [`BLOCK`].
     fn bytes(&self, columns: usize) -> usize {
         match self {
             Self::Packed(matrix) => columns * matrix.bits / 8,

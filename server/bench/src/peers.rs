@@ -22,7 +22,7 @@ use crate::suite::{self, Restart, WhatOptions};
 /// How long a server may take until it answers.
 const START: Duration = Duration::from_secs(600);
 
-/// How long a server may take to end when it is told to.
+/// Time limit for a server to exit after SIGTERM.
 const END: Duration = Duration::from_secs(60);
 
 /// Name of this server in results.
@@ -159,7 +159,7 @@ fn peer_variable(text: &str) -> Result<Named, String> {
     }
 }
 
-/// A process that serves until it is dropped.
+/// A server process, which is killed when this is dropped.
 struct Process {
     name: &'static str,
     command: Command,
@@ -170,7 +170,7 @@ struct Process {
     dead: Option<&'static str>,
 }
 
-/// A server that runs, and what it said about itself.
+/// A running server and its description.
 struct Running {
     process: RefCell<Process>,
     found: Found,

@@ -109,7 +109,7 @@ pub struct Visit<'a> {
     pub client: &'a Client,
     /// Process of the server, if its memory can be read.
     pub pid: Option<u32>,
-    /// Restarts the server, if the run can.
+    /// Restarts the server; `None` if the run has no way to.
     pub restart: Option<&'a dyn Fn() -> anyhow::Result<()>>,
     /// Name of the scenario.
     pub scenario: &'a str,

@@ -110,7 +110,7 @@ impl Owned {
         y
     }
 
-    /// What a failed test says of it.
+    /// Format and shape, for messages of failed assertions.
     fn name(&self) -> String {
         format!("{:?}, {} x {}", self.format, self.rows, self.columns)
     }
