@@ -19,6 +19,9 @@ const TAIL: usize = (TAPS - 1) * CHANNELS;
 /// Buffers of each state. In decoding, the old state is released after the next pass has been queued.
 const BUFFERS: usize = 3;
 
+/// Floats of a line of the caches.
+const LINE: usize = 16;
+
 const PASSES: usize = 50;
 
 fn main() {
@@ -44,12 +47,19 @@ fn milliseconds(count: usize) -> f64 {
     let taps = [tap.as_slice(); TAPS];
     let tails = floats(count * TAIL);
     let (mut y, mut tail) = (z.clone(), tails.clone());
-    let mut states = vec![vec![floats(count * STATE); BUFFERS]; LAYERS];
+    // Aligned as the engine's.
+    let mut states = vec![vec![floats(count * STATE + LINE); BUFFERS]; LAYERS];
+    let aligned = |buffer: &[f32]| {
+        let start = buffer.as_ptr().align_offset(LINE * size_of::<f32>());
+        start..start + count * STATE
+    };
     let mut pass = || {
         let start = Instant::now();
         for buffers in &mut states {
             buffers.rotate_left(1);
             let (next, before) = buffers.split_last_mut().expect("there are several");
+            let before = &before[BUFFERS - 2];
+            let (before, next_floats) = (&before[aligned(before)], aligned(next));
             let x = GatedDelta {
                 key_heads: KEY_HEADS,
                 value_heads: VALUE_HEADS,
@@ -60,14 +70,14 @@ fn milliseconds(count: usize) -> f64 {
                 b: &gates,
                 a: &gates,
                 tails: &tails.chunks(TAIL).collect::<Vec<_>>(),
-                states: &before[BUFFERS - 2].chunks(STATE).collect::<Vec<_>>(),
+                states: &before.chunks(STATE).collect::<Vec<_>>(),
                 a_log: &heads,
                 dt_bias: &heads,
                 norm: &norm,
                 taps: &taps,
             };
-            let mut results =
-                GatedDeltaResults { y: &mut y, state: next, tail: &mut tail, writes: None };
+            let state = &mut next[next_floats];
+            let mut results = GatedDeltaResults { y: &mut y, state, tail: &mut tail, writes: None };
             gated_delta(&x, &mut results);
         }
         start.elapsed().as_secs_f64() * 1e3

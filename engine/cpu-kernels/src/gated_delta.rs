@@ -17,6 +17,11 @@ const OUT: usize = 4;
 /// Rows that pass a part of the state at a time. What is computed from them fits the second-level cache.
 const CHUNK: usize = 64;
 
+/// Bytes of states of a layer from which on a step of one row writes them past the caches. The next step reads them after
+/// those of all other layers, so they would not be found there, and a write through a cache reads the line first. 32 states of
+/// the bundled model (8 MiB a layer): 1.3 times as fast on two cores, EPYC and Xeon; 8 states: slower on the Xeon.
+const PAST_CACHES: usize = 1 << 22;
+
 /// Added to the sum of squares of q and k before the root.
 const L2_EPS: f32 = 1e-6;
 
@@ -96,6 +101,8 @@ struct Work<'a> {
     state: Output,
     tail: Output,
     writes: Option<[Output; 3]>,
+    /// Whether the states are written past the caches, where they are aligned.
+    past_caches: bool,
 }
 
 /// Runs the rows of all sequences.
@@ -129,7 +136,8 @@ pub fn gated_delta(x: &GatedDelta<'_>, results: &mut GatedDeltaResults<'_>) {
         [output(k), output(correction), output(log_decay)]
     });
     let (y, state, tail) = (output(y), output(state), output(tail));
-    let work = &Work { x, key_dim, value_dim, channels, y, state, tail, writes };
+    let past_caches = x.rows == 1 && batch * state_size * size_of::<f32>() >= PAST_CACHES;
+    let work = &Work { x, key_dim, value_dim, channels, y, state, tail, writes, past_caches };
     let head = |piece: usize| {
         // SAFETY: each piece is its own key head, with its channels and value heads; `Isa::best` is what the
         // processor has.
@@ -260,21 +268,32 @@ unsafe fn value_rows<L: Lanes>(
     let index = sequence * x.value_heads + head;
     let size = value_dim * key_dim;
     let from = &x.states[sequence][head * size..(head + 1) * size];
+    // SAFETY: this head's state.
+    let state = unsafe { work.state.at(index * size) };
+    // Its rows are whole vectors.
+    let past_caches = work.past_caches && state.addr().is_multiple_of(size_of::<L::V>());
     for first in (0..value_dim).step_by(OUT) {
         // SAFETY: four rows of the state, as D_v is a multiple of four, in the old state and in the new one, which is
         // this head's own.
         unsafe {
-            let state = work.state.at(index * size + first * key_dim);
+            let state = state.add(first * key_dim);
             let mut from = if start == 0 { from[first * key_dim..].as_ptr() } else { state };
             for (t, [_, decay, strength]) in gates[..rows].iter().enumerate() {
                 let [q, k] = [q, k].map(|x| &x[t * key_dim..(t + 1) * key_dim]);
                 let at = t * value_dim + first;
                 let [v, mixed] = [&mut *v, &mut *mixed].map(|x| &mut x[at..at + OUT]);
-                delta_rule::<L>((from, state), [q, k], v, mixed, [*decay, *strength]);
+                let gates = [*decay, *strength];
+                if past_caches {
+                    delta_rule::<L, true>((from, state), [q, k], v, mixed, gates);
+                } else {
+                    delta_rule::<L, false>((from, state), [q, k], v, mixed, gates);
+                }
                 from = state;
             }
         }
     }
+    // SAFETY: promised by the caller.
+    unsafe { L::fence() };
     for (t, [log_decay, ..]) in gates[..rows].iter().enumerate() {
         let row = (sequence * x.rows + start + t) * x.value_heads + head;
         let [v, mixed] = [&*v, &*mixed].map(|x| &x[t * value_dim..(t + 1) * value_dim]);
@@ -297,13 +316,13 @@ unsafe fn value_rows<L: Lanes>(
 }
 
 /// One row and four rows of the state [4, D_k]: read at `from`, they decay, are corrected towards `v` along k, and are
-/// written at `to`. `mixed` is what q reads of the new ones; `v` becomes the correction.
+/// written at `to`, or past the caches. `mixed` is what q reads of the new ones; `v` becomes the correction.
 ///
 /// # Safety
-/// The processor has the instruction set. `from` and `to` are the same or do not overlap, and are valid for 4 D_k floats;
+/// The processor has the instruction set. `to` is aligned to vectors if it is written past the caches. `from` and `to` are the same or do not overlap, and are valid for 4 D_k floats;
 /// D_k is a multiple of the lanes, and `v` and `mixed` have four floats.
 #[inline(always)]
-unsafe fn delta_rule<L: Lanes>(
+unsafe fn delta_rule<L: Lanes, const PAST_CACHES: bool>(
     (from, to): (*const f32, *mut f32),
     [q, k]: [&[f32]; 2],
     v: &mut [f32],
@@ -334,7 +353,11 @@ unsafe fn delta_rule<L: Lanes>(
             for (o, (sum, correction)) in sums.iter_mut().zip(corrections).enumerate() {
                 let decayed = L::fma(L::load(from[o].add(i)), decay, L::zero());
                 let next = L::fma(correction, k, decayed);
-                L::store(to[o].add(i), next);
+                if PAST_CACHES {
+                    L::store_past_caches(to[o].add(i), next);
+                } else {
+                    L::store(to[o].add(i), next);
+                }
                 *sum = L::fma(next, q, *sum);
             }
         }
@@ -410,5 +433,56 @@ mod tests {
             (state, tail) = (alone[1].clone(), alone[2].clone());
         }
         assert_eq!([&state, &tail], [&together[1], &together[2]]);
+    }
+
+    /// States of so many sequences that they are written past the caches have the bits of each sequence alone.
+    #[test]
+    fn states_written_past_the_caches_have_the_same_bits() {
+        const DIM: usize = 128;
+        const LINE: usize = 16;
+        let (channels, state_size) = (3 * DIM, DIM * DIM);
+        let batch = PAST_CACHES / (state_size * size_of::<f32>());
+        let (qkv, z, gates) =
+            (numbers(1, batch * channels), numbers(2, batch * DIM), numbers(3, batch));
+        let (tails, states) = (numbers(4, batch * channels), numbers(5, batch * state_size));
+        let (head, norm) = (numbers(6, 1), numbers(7, DIM));
+        let taps: Vec<Vec<f32>> = (0..2).map(|tap| numbers(10 + tap, channels)).collect();
+        let taps: Vec<&[f32]> = taps.iter().map(Vec::as_slice).collect();
+        // y and states of the sequences `first..first + count`.
+        let run = |first: usize, count: usize| {
+            let part = |all: &[f32], width| all[first * width..][..count * width].to_vec();
+            let (tails, states) = (part(&tails, channels), part(&states, state_size));
+            let x = GatedDelta {
+                key_heads: 1,
+                value_heads: 1,
+                rows: 1,
+                eps: 1e-6,
+                qkv: &part(&qkv, channels),
+                z: &part(&z, DIM),
+                b: &part(&gates, 1),
+                a: &part(&gates, 1),
+                tails: &tails.chunks(channels).collect::<Vec<_>>(),
+                states: &states.chunks(state_size).collect::<Vec<_>>(),
+                a_log: &head,
+                dt_bias: &head,
+                norm: &norm,
+                taps: &taps,
+            };
+            let (mut y, mut tail) = (vec![f32::NAN; count * DIM], tails.clone());
+            let mut buffer = vec![f32::NAN; count * state_size + LINE];
+            let start = buffer.as_ptr().align_offset(LINE * size_of::<f32>());
+            let state = &mut buffer[start..start + count * state_size];
+            let mut results = GatedDeltaResults { y: &mut y, state, tail: &mut tail, writes: None };
+            gated_delta(&x, &mut results);
+            let state = results.state.to_vec();
+            (y, state)
+        };
+        let (y, state) = run(0, batch);
+        for sequence in 0..batch {
+            let alone = run(sequence, 1);
+            assert_eq!(y[sequence * DIM..][..DIM], alone.0, "{sequence}");
+            let own = &state[sequence * state_size..][..state_size];
+            assert!(own == alone.1, "{sequence}");
+        }
     }
 }

@@ -130,6 +130,16 @@ pub unsafe trait Lanes {
     unsafe fn load(from: *const f32) -> Self::V;
     /// Writes [`Self::LANES`] floats.
     unsafe fn store(to: *mut f32, v: Self::V);
+    /// As [`Self::store`], past the caches: for results that are not read again before the caches have lost them. `to` is
+    /// aligned to the vector. Other threads see the floats after [`Self::fence`].
+    #[inline(always)]
+    unsafe fn store_past_caches(to: *mut f32, v: Self::V) {
+        // SAFETY: promised by the caller.
+        unsafe { Self::store(to, v) }
+    }
+    /// Orders [`Self::store_past_caches`] before all later writes of this thread.
+    #[inline(always)]
+    unsafe fn fence() {}
     /// a * b + c
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The sum of the lanes of each vector.

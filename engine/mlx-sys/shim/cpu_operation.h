@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -47,7 +48,7 @@ class CpuOperation : public mlx::core::Primitive {
       arrays.push_back(array::unsafe_weak_copy(input));
     }
     for (auto& output : outputs) {
-      output.set_data(mlx::core::allocator::malloc(output.nbytes()));
+      allocate(output);
       encoder.set_output_array(output);
       arrays.push_back(array::unsafe_weak_copy(output));
     }
@@ -76,6 +77,18 @@ class CpuOperation : public mlx::core::Primitive {
   }
 
  private:
+  // The buffer begins at a line of the caches, which those of MLX on a CPU do not: no vector crosses lines, and vectors
+  // can be written past the caches.
+  static void allocate(mlx::core::array& output) {
+    constexpr size_t line = 64;
+    auto buffer = mlx::core::allocator::malloc(output.nbytes() + line);
+    auto past = reinterpret_cast<uintptr_t>(buffer.raw_ptr()) % line;
+    output.set_data(buffer);
+    auto strides = output.strides();
+    auto skipped = (line - past) % line / output.itemsize();
+    output.copy_shared_buffer(output, strides, output.flags(), output.size(), skipped);
+  }
+
   steersman_function function_;
   Parameters parameters_;
 };

@@ -65,6 +65,18 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn store_past_caches(to: *mut f32, v: __m256) {
+        // SAFETY: the caller's pointer is valid for 8 floats and aligned to them.
+        unsafe { _mm256_stream_ps(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {
+        // SAFETY: see `zero`.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
     unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
         // SAFETY: see `zero`.
         unsafe { _mm256_fmadd_ps(a, b, c) }

@@ -56,6 +56,18 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn store_past_caches(to: *mut f32, v: __m512) {
+        // SAFETY: the caller's pointer is valid for 16 floats and aligned to them.
+        unsafe { _mm512_stream_ps(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn fence() {
+        // SAFETY: see `zero`.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
     unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: see `zero`.
         unsafe { _mm512_fmadd_ps(a, b, c) }
