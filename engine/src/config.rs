@@ -164,7 +164,7 @@ pub enum Dtype {
 pub struct EngineConfig {
     /// Requests that may wait; further ones are refused with 429.
     pub queue: usize,
-    /// Requests that run at the same time; further ones wait. 0 chooses by the device.
+    /// Requests that run at the same time; further ones wait. 0 is 32.
     pub max_running: usize,
     /// Milliseconds that a pass with rows of prompt may take while other requests decode.
     pub stall_ms: u32,

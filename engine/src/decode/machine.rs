@@ -92,7 +92,7 @@ impl Machine {
             cuda_kernels: own.then(Capability::of_device).flatten().map(|c| c.to_string()),
             cores: max_threads(),
             memory_limit: memory::find_limit(config.engine.memory_limit_bytes)?,
-            max_running: max_running(config.engine.max_running, on_cpu),
+            max_running: max_running(config.engine.max_running),
         })
     }
 
@@ -217,7 +217,7 @@ mod tests {
         let mut config = Config::default();
         config.model.device = config::Device::Cpu;
         let machine = Machine::inspect(&config).unwrap();
-        assert_eq!((machine.on_cpu, machine.max_running, &machine.gpu), (true, 16, &None));
+        assert_eq!((machine.on_cpu, machine.max_running, &machine.gpu), (true, 32, &None));
         assert_ne!(machine.memory_limit.1, "engine.memory_limit_bytes");
         assert!(!machine.mlx.is_empty() && machine.cores > 0, "{machine:?}");
         (config.engine.max_running, config.engine.memory_limit_bytes) = (3, 64 << 20);

@@ -89,8 +89,9 @@ use crate::queue::Queue;
 use crate::store::{Fingerprint, RedbStore, StoreError};
 use crate::text::Text;
 
-/// Requests that run at the same time if the configuration does not say, on a CPU and on a GPU.
-const RUNNING: [usize; 2] = [16, 32];
+/// Requests that run at the same time if the configuration does not say. On two cores, 32 streams of the bundled model make
+/// 1.2 to 1.3 times as many tokens a second together as 16 that run while 16 wait.
+const RUNNING: usize = 32;
 
 /// Rows of the passes whose times are measured at the start, on a CPU and on a GPU.
 const TIMED_ROWS: [[usize; 2]; 2] = [[8, 32], [plan::LEAST_ROWS, 512]];
@@ -346,7 +347,7 @@ impl Decoder {
             prefetch_turns: config.store.ahead,
             store_min_tokens: config.store.min_tokens,
             vocabulary,
-            max_running: max_running(config.engine.max_running, on_cpu),
+            max_running: max_running(config.engine.max_running),
             prefill_chunk: config.engine.prefill_chunk,
             stall: Duration::from_millis(config.engine.stall_ms.into()),
             pass_costs: PassCosts::default(),
@@ -537,12 +538,9 @@ fn load_draft_model(
     Ok(Some(model.into()))
 }
 
-/// Requests that run at the same time: as configured, or by the device.
-fn max_running(configured: usize, on_cpu: bool) -> usize {
-    match configured {
-        0 => RUNNING[usize::from(!on_cpu)],
-        limit => limit,
-    }
+/// Requests that run at the same time: as configured, or [`RUNNING`].
+fn max_running(configured: usize) -> usize {
+    if configured == 0 { RUNNING } else { configured }
 }
 
 /// Opens the prefix store, if enabled. If it cannot be opened, state is saved in memory only.

@@ -83,11 +83,7 @@ pub fn choices(server: &ServerConfig, config: &Config, machine: &Machine) -> Vec
             "engine.max_running",
             machine.max_running.to_string(),
             engine.max_running > 0,
-            if on_cpu {
-                "further requests make a pass on a CPU longer, and nothing faster"
-            } else {
-                "a pass on a GPU reads the weights once for all of them"
-            },
+            "a pass reads the weights once for all of them",
         ),
         choice(
             "engine.prefill_chunk",
