@@ -134,6 +134,9 @@ pub struct PeersOptions {
     /// A variable of a peer's environment. Can be repeated
     #[arg(long, value_name = "NAME=VARIABLE=VALUE", value_parser = peer_variable)]
     peer_env: Vec<Named>,
+    /// Tokens of a peer's context [default: what it says]: cases that do not fit are skipped, and the results name them
+    #[arg(long, value_name = "NAME=TOKENS", value_parser = peer_value)]
+    peer_context: Vec<Named>,
     /// More arguments of `steersman serve`
     #[arg(long, value_name = "ARGUMENTS", allow_hyphen_values = true, value_delimiter = ' ')]
     serve: Vec<String>,
@@ -147,12 +150,17 @@ pub struct PeersOptions {
     what: WhatOptions,
 }
 
-fn peer_variable(text: &str) -> Result<Named, String> {
+fn peer_value(text: &str) -> Result<Named, String> {
     let one = named(text)?;
     if !PEERS.iter().any(|peer| peer.name == one.name) {
         let names = PEERS.map(|peer| peer.name).join(", ");
         return Err(format!("{} is not one of {names}", one.name));
     }
+    Ok(one)
+}
+
+fn peer_variable(text: &str) -> Result<Named, String> {
+    let one = peer_value(text)?;
     match one.value.split_once('=') {
         Some((variable, _)) if !variable.is_empty() => Ok(one),
         _ => Err("is not NAME=VARIABLE=VALUE".into()),
@@ -381,7 +389,9 @@ impl PeersOptions {
         let mut process = Process { name, command, child, url: url.clone(), log, dead };
         let found = process.wait().and_then(|()| {
             let model = model.map(named).into_iter().collect();
-            Ok(ServerOptions::of(vec![named(url)], model).connect()?.remove(0))
+            let context = self.peer_context.iter().filter(|one| one.name == name).cloned();
+            let options = ServerOptions::of(vec![named(url)], model);
+            Ok(ServerOptions { context: context.collect(), ..options }.connect()?.remove(0))
         });
         let found = found.with_context(|| format!("its output is in {shown}"))?;
         Ok(Running { process: process.into(), found })
