@@ -17,10 +17,10 @@ const OUT: usize = 4;
 /// Rows that pass a part of the state at a time. What is computed from them fits the second-level cache.
 const CHUNK: usize = 64;
 
-/// Bytes of states of a layer from which on a step of one row writes them past the caches. The next step reads them after
-/// those of all other layers, so they would not be found there, and a write through a cache reads the line first. 32 states of
-/// the bundled model (8 MiB a layer): 1.3 times as fast on two cores, EPYC and Xeon; 8 states: slower on the Xeon.
-const PAST_CACHES: usize = 1 << 22;
+/// If the states of a layer have at least as many bytes, a step of one row writes them past the caches: the next step would
+/// not find them there, and a write through a cache reads the line first. 32 states of the bundled model (8 MiB a layer)
+/// are 1.3 times as fast on two cores, EPYC and Xeon; 8 states are slower on the Xeon.
+const LARGE_STATES: usize = 1 << 22;
 
 /// Added to the sum of squares of q and k before the root.
 const L2_EPS: f32 = 1e-6;
@@ -136,7 +136,7 @@ pub fn gated_delta(x: &GatedDelta<'_>, results: &mut GatedDeltaResults<'_>) {
         [output(k), output(correction), output(log_decay)]
     });
     let (y, state, tail) = (output(y), output(state), output(tail));
-    let past_caches = x.rows == 1 && batch * state_size * size_of::<f32>() >= PAST_CACHES;
+    let past_caches = x.rows == 1 && batch * state_size * size_of::<f32>() >= LARGE_STATES;
     let work = &Work { x, key_dim, value_dim, channels, y, state, tail, writes, past_caches };
     let head = |piece: usize| {
         // SAFETY: each piece is its own key head, with its channels and value heads; `Isa::best` is what the
@@ -292,8 +292,10 @@ unsafe fn value_rows<L: Lanes>(
             }
         }
     }
-    // SAFETY: promised by the caller.
-    unsafe { L::fence() };
+    if past_caches {
+        // SAFETY: promised by the caller.
+        unsafe { L::fence() };
+    }
     for (t, [log_decay, ..]) in gates[..rows].iter().enumerate() {
         let row = (sequence * x.rows + start + t) * x.value_heads + head;
         let [v, mixed] = [&*v, &*mixed].map(|x| &x[t * value_dim..(t + 1) * value_dim]);
@@ -319,8 +321,9 @@ unsafe fn value_rows<L: Lanes>(
 /// written at `to`, or past the caches. `mixed` is what q reads of the new ones; `v` becomes the correction.
 ///
 /// # Safety
-/// The processor has the instruction set. `to` is aligned to vectors if it is written past the caches. `from` and `to` are the same or do not overlap, and are valid for 4 D_k floats;
-/// D_k is a multiple of the lanes, and `v` and `mixed` have four floats.
+/// The processor has the instruction set. `from` and `to` are the same or do not overlap, and are valid for 4 D_k floats;
+/// `to` is aligned to the vector if it is written past the caches. D_k is a multiple of the lanes, and `v` and `mixed` have
+/// four floats.
 #[inline(always)]
 unsafe fn delta_rule<L: Lanes, const PAST_CACHES: bool>(
     (from, to): (*const f32, *mut f32),
@@ -435,13 +438,13 @@ mod tests {
         assert_eq!([&state, &tail], [&together[1], &together[2]]);
     }
 
-    /// States of so many sequences that they are written past the caches have the bits of each sequence alone.
+    /// A batch that is written past the caches, and each of its sequences alone: the same bits.
     #[test]
     fn states_written_past_the_caches_have_the_same_bits() {
         const DIM: usize = 128;
         const LINE: usize = 16;
         let (channels, state_size) = (3 * DIM, DIM * DIM);
-        let batch = PAST_CACHES / (state_size * size_of::<f32>());
+        let batch = LARGE_STATES / (state_size * size_of::<f32>());
         let (qkv, z, gates) =
             (numbers(1, batch * channels), numbers(2, batch * DIM), numbers(3, batch));
         let (tails, states) = (numbers(4, batch * channels), numbers(5, batch * state_size));
