@@ -6,12 +6,12 @@ use half::{bf16, f16};
 use steersman_cpu_kernels::Activations::{Exact, Int8};
 use steersman_cpu_kernels::{
     Activations, Dense, Floats, FloatsMut, Isa, Matrix, Packed, max_threads, product_with,
-    set_threads,
+    set_threads, use_huge_pages,
 };
 
 /// [out, in] of the bundled model's, Qwen2.5-0.5B's and an 8B model's layers.
-const SHAPES: [(usize, usize); 6] =
-    [(384, 384), (1536, 384), (4864, 896), (896, 4864), (4096, 4096), (4096, 384)];
+const SHAPES: [(usize, usize); 7] =
+    [(384, 384), (1536, 384), (4864, 896), (896, 4864), (4096, 4096), (4096, 384), (151_936, 896)];
 
 /// How a matrix is stored, and how rows are multiplied with it.
 const FORMATS: [(&str, Activations); 7] = [
@@ -58,6 +58,12 @@ fn measure(
     let scales = vec![f16::from_f32(0.01); out * columns / 32];
     let (short, floats) = (vec![f16::ONE; out * columns], vec![1.0; out * columns]);
     let brain = vec![bf16::ONE; out * columns];
+    // As those of a loaded model.
+    let floats_16 = brain.as_ptr_range();
+    use_huge_pages([
+        words.as_ptr().addr()..words.as_ptr_range().end.addr(),
+        floats_16.start.addr()..floats_16.end.addr(),
+    ]);
     let dense = |elements| Matrix::Dense(Dense { elements, rows: out, columns });
     let packed = |bits| {
         Matrix::Packed(Packed {

@@ -86,6 +86,8 @@ pub struct Span<'a> {
     pub groups: &'a Groups,
     /// Number of groups in each row.
     pub count: usize,
+    /// Bytes from each row to that of the next call.
+    pub ahead: usize,
 }
 
 /// What a kernel multiplies with the sums of a group: scale of the matrix times scale of x, for each row of x and of the
@@ -98,8 +100,8 @@ pub type RowFactors = [[f32; GROUPS]; OUT];
 /// `groups of the matrix, of x, their number, factors, sums`
 type RowFactorsOf = unsafe fn(&Groups, &RowGroups, usize, &mut RowFactors, &mut [f32; OUT]);
 
-/// `bytes of x, bytes between rows, words, columns, factors, sums that are added to`
-type Dot = unsafe fn(*const i8, usize, &[*const u8; OUT], usize, &Factors, *mut [f32; OUT]);
+/// `bytes of x, bytes between rows, words, bytes to the words of the next call, columns, factors, sums that are added to`
+type Dot = unsafe fn(*const i8, usize, &[*const u8; OUT], usize, usize, &Factors, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices. As [`crate::kernel::Kernels`], and they need what those need.
 #[derive(Clone, Copy)]
@@ -141,9 +143,9 @@ macro_rules! int8_kernels {
     };
     (@dot $isa:ident $features:tt $bits:literal, $group:literal, $rows:literal) => {
         enabled!($features dot_rows(
-            x: *const i8, stride: usize, words: &[*const u8; OUT], columns: usize, factors: &Factors,
-            sums: *mut [f32; OUT]
-        ) { int8::dot::<$isa, $bits, $group, $rows>(x, stride, words, columns, factors, sums) })
+            x: *const i8, stride: usize, words: &[*const u8; OUT], ahead: usize, columns: usize,
+            factors: &Factors, sums: *mut [f32; OUT]
+        ) { int8::dot::<$isa, $bits, $group, $rows>(x, stride, words, ahead, columns, factors, sums) })
     };
 }
 pub(crate) use int8_kernels;
@@ -195,7 +197,7 @@ impl Rows {
         factors: &mut Factors,
         sums: &mut [[f32; OUT]],
     ) -> usize {
-        let Span { k, columns, words, groups, count } = span;
+        let Span { k, columns, words, groups, count, ahead } = span;
         let taken = (self.rows - r).min(MOST_ROWS);
         let stride = columns.next_multiple_of(CHUNK);
         let x = &self.bytes[self.rows * k + r * stride..][..taken * stride];
@@ -206,7 +208,7 @@ impl Rows {
         }
         let dot = kernels.dot[taken - 1];
         // SAFETY: `x` has that many rows, and so have the factors.
-        unsafe { dot(x.as_ptr(), stride, words, *columns, factors, sums.as_mut_ptr()) };
+        unsafe { dot(x.as_ptr(), stride, words, *ahead, *columns, factors, sums.as_mut_ptr()) };
         taken
     }
 }
@@ -302,6 +304,7 @@ pub unsafe fn dot<B: Bytes, const BITS: usize, const GROUP: usize, const R: usiz
     x: *const i8,
     stride: usize,
     words: &[*const u8; OUT],
+    ahead: usize,
     columns: usize,
     factors: &Factors,
     sums: *mut [f32; OUT],
@@ -328,6 +331,8 @@ pub unsafe fn dot<B: Bytes, const BITS: usize, const GROUP: usize, const R: usiz
             let x = x.add(chunk * CHUNK);
             let g = chunk * CHUNK / GROUP;
             unroll!(O < OUT, {
+                // A chunk has half a cache line, or a whole one.
+                B::Floats::prefetch(words[O].wrapping_add(ahead));
                 let elements = B::unpack::<BITS>(words[O]);
                 unroll!(I < R, {
                     let products = B::dot::<BITS>(elements, x.add(I * stride));

@@ -36,20 +36,31 @@ pub struct Groups {
     pub biases: [[f32; SPAN / 32]; OUT],
 }
 
-/// `rows of a panel, rows of x, columns, sums`
+/// Floats that stand for biases behind a span of that many groups, or for their sums: whole vectors of any instruction set.
+pub const fn biases_of(groups: usize) -> usize {
+    groups.next_multiple_of(16)
+}
+
+/// Floats of a panel of spans of the most groups.
+pub const PANEL: usize = OUT * (SPAN + biases_of(SPAN / 32));
+
+/// `rows of a panel, rows of x, floats of each, sums`
 type PanelProduct = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices.
+///
+/// With biases, a span of x ends with the sums of its groups, which are multiplied with the biases like further elements
+/// ([`biases_of`]): an element then costs one product with its scale, not a fused one with its bias as well.
 ///
 /// All need the processor to have the instruction set, and pointers to be valid for a span: the columns of x and the
 /// elements of each row of the matrix that it has. A matrix of floats has groups of [`BLOCK`], without scales.
 #[derive(Clone, Copy)]
 pub struct Kernels {
-    /// Copies that many floats, which are whole blocks, into the order of lanes.
+    /// Copies a span of that many floats, which are whole groups, into the order of lanes, and the groups' sums behind them.
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
-    /// One row of x times four rows of the matrix, of that many groups.
-    pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, *mut [f32; OUT]),
-    /// Unpacks that many groups of four rows of the matrix, vector by vector: [columns / lanes, 4, lanes].
+    /// One row of x times four rows of the matrix, of that many groups. The rows of the next call are that many bytes ahead.
+    pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, usize, *mut [f32; OUT]),
+    /// Unpacks that many groups of four rows of the matrix and their biases, vector by vector: [columns / lanes, 4, lanes].
     pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
     /// 1, 2 and more rows of x times the four rows of a panel. Writes sums for each row of x.
     pub panel: &'static [PanelProduct],
@@ -60,8 +71,9 @@ pub struct Kernels {
 /// Kernels for scales, and for [`Activations::Int8`](crate::Activations).
 #[derive(Clone, Copy)]
 pub struct PackedKernels {
-    /// Reads that many scales and biases, from these indices on for the four rows of the matrix.
-    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, &mut Groups),
+    /// Reads that many scales and biases, from these indices on for the four rows of the matrix. Those of the next call are
+    /// that many groups ahead.
+    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, usize, &mut Groups),
     /// Those that multiply bytes.
     pub int8: int8::Kernels,
 }
@@ -82,18 +94,20 @@ macro_rules! packed_kernels {
         Kernels {
             arrange: enabled!($features arrange_blocks(
                 from: *const f32, to: *mut f32, count: usize
-            ) { arrange::<$isa, $bits>(from, to, count) }),
+            ) { arrange::<$isa, $bits, $group>(from, to, count) }),
             fused: enabled!($features fused_row(
-                x: *const f32, words: &[*const u8; OUT], groups: &Groups, count: usize, sums: *mut [f32; OUT]
-            ) { fused::<$isa, $bits, $group>(x, words, groups, count, sums) }),
+                x: *const f32, words: &[*const u8; OUT], groups: &Groups, count: usize, ahead: usize,
+                sums: *mut [f32; OUT]
+            ) { fused::<$isa, $bits, $group>(x, words, groups, count, ahead, sums) }),
             unpack: enabled!($features unpack_groups(
                 words: &[*const u8; OUT], groups: &Groups, count: usize, panel: *mut f32
             ) { unpack::<$isa, $bits, $group>(words, groups, count, panel) }),
             panel: panel_kernels!($isa $features $rows),
             packed: Some(PackedKernels {
                 groups: enabled!($features read_groups(
-                    scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
-                ) { groups::<$isa>(scales, biases, at, count, to) }),
+                    scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, ahead: usize,
+                    to: &mut Groups
+                ) { groups::<$isa>(scales, biases, at, count, ahead, to) }),
                 int8: $int8,
             }),
         }
@@ -111,12 +125,12 @@ macro_rules! float_kernels {
     };
     (@ $isa:ident $features:tt $float:ident, $rows:tt) => {
         Kernels {
-            // The order of bytes is that of memory.
-            arrange: enabled!($features arrange_blocks(
+            arrange: enabled!($features copy_blocks(
                 from: *const f32, to: *mut f32, count: usize
-            ) { arrange::<$isa, 8>(from, to, count) }),
+            ) { from.copy_to_nonoverlapping(to, count) }),
             fused: enabled!($features fused_row(
-                x: *const f32, lines: &[*const u8; OUT], _groups: &Groups, count: usize, sums: *mut [f32; OUT]
+                x: *const f32, lines: &[*const u8; OUT], _groups: &Groups, count: usize, _ahead: usize,
+                sums: *mut [f32; OUT]
             ) { fused_floats::<$isa, $float>(x, lines, count, sums) }),
             unpack: enabled!($features unpack_floats_of(
                 lines: &[*const u8; OUT], _groups: &Groups, count: usize, panel: *mut f32
@@ -207,10 +221,26 @@ pub(crate) use unroll;
 /// # Safety
 /// See [`Kernels`].
 #[inline(always)]
-unsafe fn arrange<L: Lanes, const BITS: usize>(from: *const f32, to: *mut f32, count: usize) {
-    for block in (0..count).step_by(BLOCK) {
-        // SAFETY: the block is one of both.
-        unsafe { L::arrange::<BITS>(from.add(block), to.add(block)) };
+unsafe fn arrange<L: Lanes, const BITS: usize, const GROUP: usize>(
+    from: *const f32,
+    to: *mut f32,
+    count: usize,
+) {
+    // SAFETY: a group is whole blocks of both spans; `to` has room for a sum of each group and zeros.
+    unsafe {
+        for block in (0..count).step_by(BLOCK) {
+            L::arrange::<BITS>(from.add(block), to.add(block));
+        }
+        let (ones, sums, groups) = (L::splat(1.0), to.add(count), count / GROUP);
+        for g in 0..groups {
+            let mut sum = L::zero();
+            for at in (0..GROUP).step_by(L::LANES) {
+                sum = L::fma(L::load(from.add(g * GROUP + at)), ones, sum);
+            }
+            let [sum, ..] = L::sum4([sum, L::zero(), L::zero(), L::zero()]);
+            *sums.add(g) = sum;
+        }
+        sums.add(groups).write_bytes(0, biases_of(groups) - groups);
     }
 }
 
@@ -224,11 +254,15 @@ unsafe fn groups<L: Lanes>(
     biases: &Floats<'_>,
     at: &[usize; OUT],
     count: usize,
+    ahead: usize,
     to: &mut Groups,
 ) {
     for (from, to) in [(scales, &mut to.scales), (biases, &mut to.biases)] {
         for (at, to) in at.iter().zip(to) {
             let to = to.as_mut_ptr();
+            let next = from.start().wrapping_add((at + ahead) * from.size());
+            // SAFETY: a prefetch does not fault.
+            unsafe { L::prefetch(next) };
             // SAFETY: promised by the caller; a span has at most as many groups as there is room for.
             unsafe {
                 match from {
@@ -259,6 +293,7 @@ unsafe fn fused<L: Lanes, const BITS: usize, const GROUP: usize>(
     words: &[*const u8; OUT],
     groups: &Groups,
     count: usize,
+    ahead: usize,
     parts: *mut [f32; OUT],
 ) {
     // SAFETY: all blocks are in the span; a group is whole blocks.
@@ -266,23 +301,32 @@ unsafe fn fused<L: Lanes, const BITS: usize, const GROUP: usize>(
         let mut sums = [L::zero(); OUT];
         let [a, b, c, d] = *words;
         for g in 0..count {
-            let mut tables = [[L::zero(); 2]; OUT];
+            let mut tables = [L::zero(); OUT];
             unroll!(O < OUT, {
-                let (scales, biases) = (&groups.scales[O], &groups.biases[O]);
-                tables[O] = L::table::<BITS>(*scales.get_unchecked(g), *biases.get_unchecked(g));
+                tables[O] = L::table::<BITS>(*groups.scales[O].get_unchecked(g));
             });
             unroll!(B < GROUP / BLOCK, {
                 let block = g * GROUP + B * BLOCK;
                 let words = [a, b, c, d].map(|line| line.wrapping_add(block * BITS / 8));
                 // Row by row, as the vectors that one row needs fit the registers.
                 unroll!(O < OUT, {
+                    L::prefetch(words[O].wrapping_add(ahead));
                     unroll!(I < L::VECTORS, {
-                        let w = L::weights::<BITS>(words[O], I, &tables[O]);
+                        let w = L::weights::<BITS>(words[O], I, tables[O]);
                         let x = L::load(x.add(block + I * L::LANES));
                         sums[O] = L::fma(w, x, sums[O]);
                     });
                 });
             });
+        }
+        let x = x.add(count * GROUP);
+        let mut g = 0;
+        while g < biases_of(count) {
+            let x = L::load(x.add(g));
+            unroll!(O < OUT, {
+                sums[O] = L::fma(L::load(groups.biases[O].as_ptr().add(g)), x, sums[O]);
+            });
+            g += L::LANES;
         }
         parts.write(L::sum4(sums));
     }
@@ -303,16 +347,23 @@ unsafe fn unpack<L: Lanes, const BITS: usize, const GROUP: usize>(
     unsafe {
         for g in 0..count {
             unroll!(O < OUT, {
-                let (scales, biases) = (&groups.scales[O], &groups.biases[O]);
-                let table = L::table::<BITS>(*scales.get_unchecked(g), *biases.get_unchecked(g));
+                let table = L::table::<BITS>(*groups.scales[O].get_unchecked(g));
                 unroll!(B < GROUP / BLOCK, {
                     let block = g * GROUP + B * BLOCK;
                     unroll!(I < L::VECTORS, {
-                        let w = L::weights::<BITS>(words[O].add(block * BITS / 8), I, &table);
+                        let w = L::weights::<BITS>(words[O].add(block * BITS / 8), I, table);
                         L::store(panel.add((block + I * L::LANES) * OUT + O * L::LANES), w);
                     });
                 });
             });
+        }
+        let mut g = 0;
+        while g < biases_of(count) {
+            unroll!(O < OUT, {
+                let biases = L::load(groups.biases[O].as_ptr().add(g));
+                L::store(panel.add((count * GROUP + g) * OUT + O * L::LANES), biases);
+            });
+            g += L::LANES;
         }
     }
 }

@@ -144,14 +144,18 @@ pub unsafe trait Lanes {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The sum of the lanes of each vector.
     unsafe fn sum4(v: [Self::V; 4]) -> [f32; 4];
-    /// What [`Self::weights`] needs of a group: its scale and bias, or the 16 floats that 4 bits can be.
-    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [Self::V; 2];
-    /// Vector `i` of the block of `4 * BITS` bytes at `block`, as floats: element * scale + bias.
-    unsafe fn weights<const BITS: usize>(
-        block: *const u8,
-        i: usize,
-        table: &[Self::V; 2],
-    ) -> Self::V;
+    /// What [`Self::weights`] needs of a group: its scale, or the 16 floats that 4 bits can be.
+    unsafe fn table<const BITS: usize>(scale: f32) -> Self::V;
+    /// Vector `i` of the block of `4 * BITS` bytes at `block`, as floats: element * scale * [`Self::unit`].
+    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, table: Self::V) -> Self::V;
+    /// The factor of lane `lane` of [`Self::weights`], a power of two: where an instruction set saves shifts by reading
+    /// an element where it stands in its word. [`Self::arrange`] divides by it, which is exact.
+    fn unit<const BITS: usize>(_i: usize, _lane: usize) -> f32 {
+        1.0
+    }
+    /// Brings the cache line of an address to the first-level cache. The address may be invalid.
+    #[inline(always)]
+    unsafe fn prefetch(_address: *const u8) {}
 
     /// Reads [`Self::LANES`] floats of bfloat16.
     #[inline(always)]
@@ -186,8 +190,11 @@ pub unsafe trait Lanes {
             for i in (0..whole).step_by(Self::LANES) {
                 Self::store(to.add(i), Self::load_bf16(from.add(i)));
             }
-            for i in whole..count {
-                *to.add(i) = widen_bf16(*from.add(i));
+            if whole < count {
+                let (mut rest, mut wide) = ([0; BLOCK], [0.0; BLOCK]);
+                from.add(whole).copy_to_nonoverlapping(rest.as_mut_ptr(), count - whole);
+                Self::store(wide.as_mut_ptr(), Self::load_bf16(rest.as_ptr()));
+                to.add(whole).copy_from_nonoverlapping(wide.as_ptr(), count - whole);
             }
         }
     }
@@ -201,13 +208,16 @@ pub unsafe trait Lanes {
             for i in (0..whole).step_by(Self::LANES) {
                 Self::store(to.add(i), Self::load_f16(from.add(i)));
             }
-            for i in whole..count {
-                *to.add(i) = widen_f16(*from.add(i));
+            if whole < count {
+                let (mut rest, mut wide) = ([0; BLOCK], [0.0; BLOCK]);
+                from.add(whole).copy_to_nonoverlapping(rest.as_mut_ptr(), count - whole);
+                Self::store(wide.as_mut_ptr(), Self::load_f16(rest.as_ptr()));
+                to.add(whole).copy_from_nonoverlapping(wide.as_ptr(), count - whole);
             }
         }
     }
 
-    /// Writes the 32 floats at `from` to `to` in the order of the lanes of a block.
+    /// Writes the 32 floats at `from` to `to` in the order of the lanes of a block, divided by [`Self::unit`].
     #[inline(always)]
     unsafe fn arrange<const BITS: usize>(from: *const f32, to: *mut f32) {
         for i in 0..Self::VECTORS {
@@ -218,7 +228,10 @@ pub unsafe trait Lanes {
                     Self::LANES * i + lane
                 };
                 // SAFETY: both are below 32.
-                unsafe { *to.add(Self::LANES * i + lane) = *from.add(element) };
+                unsafe {
+                    *to.add(Self::LANES * i + lane) =
+                        *from.add(element) * (1.0 / Self::unit::<BITS>(i, lane));
+                }
             }
         }
     }

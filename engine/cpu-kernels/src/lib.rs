@@ -47,6 +47,7 @@ mod gated_delta;
 mod int8;
 mod kernel;
 mod lanes;
+mod pages;
 mod pool;
 mod product;
 
@@ -55,6 +56,7 @@ pub use elementwise::{rms_norm, swiglu};
 pub use float::{Floats, FloatsMut};
 pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
 pub use lanes::Isa;
+pub use pages::use_huge_pages;
 pub use pool::{max_threads, set_threads, threads};
 pub use product::{Activations, Dense, Error, Matrix, Packed, product, product_with};
 

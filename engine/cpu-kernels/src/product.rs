@@ -3,7 +3,10 @@
 //! Columns are cut into spans of [`SPAN`]. An output is the sum of its spans, first to last; a span is one chain of
 //! fused products a lane, whose lanes are added in the end. Nothing else decides the order of sums.
 //!
-//! A few rows are multiplied while elements are in registers. More rows share a panel: four rows of the matrix, one
+//! Biases of a packed matrix are apart from its elements: they are multiplied with the sums of the groups of x, which end
+//! its span. So the bound of an error is relative to `|element * scale| + |bias|`, not to the magnitude of their sum.
+//!
+//! One row is multiplied while elements are in registers. More rows share a panel: four rows of the matrix, one
 //! span long, unpacked to 16 KiB of f32, which they then read from the first-level cache. Rows are taken 128 at a
 //! time, so that their span stays in the second-level cache. With activations in 8 bits ([`int8`]), elements of the matrix
 //! are unpacked to bytes for each two rows, and there is no panel.
@@ -18,7 +21,7 @@ use thiserror::Error as ThisError;
 
 use crate::float::{Floats, FloatsMut};
 use crate::int8::{self, Factors};
-use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PackedKernels, SPAN};
+use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PANEL, PackedKernels, SPAN, biases_of};
 use crate::lanes::{BLOCK, Isa};
 use crate::pool;
 
@@ -173,6 +176,20 @@ impl Matrix<'_> {
         }
     }
 
+    /// Floats behind a span of x: the sums of its groups.
+    fn sums(&self, columns: usize) -> usize {
+        match self {
+            Self::Packed(matrix) => biases_of(columns / matrix.group_size),
+            Self::Dense(_) => 0,
+        }
+    }
+
+    /// Where the span of column `k` of `rows` rows of x begins, and the floats of one of them.
+    fn span(&self, rows: usize, k: usize) -> (usize, usize) {
+        let columns = SPAN.min(self.columns() - k);
+        (rows * (k + k / SPAN * self.sums(SPAN)), columns + self.sums(columns))
+    }
+
     /// Bytes that elements of a row take. `columns` is a multiple of [`BLOCK`].
     fn bytes(&self, columns: usize) -> usize {
         match self {
@@ -265,9 +282,11 @@ pub fn product_with<'a>(
                         Rows::Int8(&input.int8, int8)
                     }
                     _ => {
-                        input.floats.resize((length * columns).div_ceil(16), Line([0.0; 16]));
+                        let floats =
+                            length * (columns + columns.div_ceil(SPAN) * matrix.sums(SPAN));
+                        input.floats.resize(floats.div_ceil(16), Line([0.0; 16]));
                         let start = input.floats.as_mut_ptr().cast::<f32>();
-                        arrange(&kernels, x, rows, columns, start);
+                        arrange(&kernels, x, rows, matrix, start);
                         Rows::F32(start)
                     }
                 }
@@ -294,7 +313,7 @@ struct Line(#[expect(dead_code, reason = "read through pointers")] [f32; 16]);
 /// Rows of x as kernels read them.
 #[derive(Default)]
 struct Input {
-    /// Span by span, [rows, columns of the span] in the order of lanes.
+    /// Span by span, [rows, columns of the span and sums of their groups] in the order of lanes.
     floats: Vec<Line>,
     int8: int8::Rows,
 }
@@ -349,16 +368,18 @@ unsafe fn arrange(
     kernels: &Kernels,
     x: Floats<'_>,
     rows: Range<usize>,
-    columns: usize,
+    matrix: &Matrix<'_>,
     to: *mut f32,
 ) {
+    let columns = matrix.columns();
     let mut wide = [0.0; SPAN];
     for (r, row) in rows.clone().enumerate() {
         for k in (0..columns).step_by(SPAN) {
             let span = SPAN.min(columns - k);
             x.widen(row * columns + k, &mut wide[..span]);
+            let (start, floats) = matrix.span(rows.len(), k);
             // SAFETY: this is the room for the span of the row.
-            unsafe { (kernels.arrange)(wide.as_ptr(), to.add(rows.len() * k + r * span), span) };
+            unsafe { (kernels.arrange)(wide.as_ptr(), to.add(start + r * floats), span) };
         }
     }
 }
@@ -366,7 +387,7 @@ unsafe fn arrange(
 /// Room of a thread.
 #[repr(align(64))]
 struct Room {
-    panel: [f32; OUT * SPAN],
+    panel: [f32; PANEL],
     tile: [[f32; TILE]; ROWS],
     groups: Groups,
     factors: Factors,
@@ -374,7 +395,7 @@ struct Room {
 
 thread_local! {
     static ROOM: RefCell<Box<Room>> = RefCell::new(Box::new(Room {
-        panel: [0.0; OUT * SPAN],
+        panel: [0.0; PANEL],
         tile: [[0.0; TILE]; ROWS],
         groups: Groups::default(),
         factors: Factors::default(),
@@ -408,14 +429,19 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
     let Room { panel, tile: sums, groups, factors } = room;
     let span = SPAN.min(matrix.columns() - k);
     let (stride, start) = (matrix.bytes(matrix.columns()), matrix.bytes(k));
+    let (at, floats) = matrix.span(rows, k);
+    let ahead = OUT * stride;
     for n in tile.clone().step_by(OUT) {
         // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
         let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
         let count = span / matrix.group_size();
         if let (Matrix::Packed(matrix), Some(kernels)) = (matrix, &kernels.packed) {
-            let at = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
+            let first = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
             // SAFETY: each line has that many groups in the span.
-            unsafe { (kernels.groups)(&matrix.scales, &matrix.biases, &at, count, groups) };
+            unsafe {
+                let ahead = OUT * matrix.groups();
+                (kernels.groups)(&matrix.scales, &matrix.biases, &first, count, ahead, groups);
+            }
         }
         // SAFETY: each line is a row of the matrix, whose span begins there.
         let words = lines.map(|line| unsafe { matrix.start().add(line * stride + start) });
@@ -434,22 +460,29 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
         }
         let mut r = 0;
         while r < rows {
-            // SAFETY: as above. The span's rows of x, [rows, span], begin at `rows * k`, and `parts` has room for the rows
-            // of every kernel.
+            // SAFETY: as above. The span's rows of x begin at `at`, and `parts` has room for the rows of every kernel.
             let taken = unsafe {
                 match task.x {
                     Rows::F32(x) if is_fused => {
-                        (kernels.fused)(x.add(k), &words, groups, count, parts.as_mut_ptr());
+                        (kernels.fused)(
+                            x.add(at),
+                            &words,
+                            groups,
+                            count,
+                            ahead,
+                            parts.as_mut_ptr(),
+                        );
                         1
                     }
                     Rows::F32(x) => {
                         let taken = (rows - r).min(kernels.panel.len());
-                        let x = x.add(rows * k + r * span);
-                        kernels.panel[taken - 1](panel.as_ptr(), x, span, parts.as_mut_ptr());
+                        let x = x.add(at + r * floats);
+                        kernels.panel[taken - 1](panel.as_ptr(), x, floats, parts.as_mut_ptr());
                         taken
                     }
                     Rows::Int8(x, kernels) => {
-                        let span = int8::Span { k, columns: span, words: &words, groups, count };
+                        let words = &words;
+                        let span = int8::Span { k, columns: span, words, groups, count, ahead };
                         x.multiply(kernels, r, &span, factors, &mut parts)
                     }
                 }

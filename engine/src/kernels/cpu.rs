@@ -14,9 +14,12 @@ pub use product::{dense_product, product, supports, supports_dense};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;
+/// Moves memory of weights to huge pages.
+pub use steersman_cpu_kernels::use_huge_pages;
 
 use std::borrow::Cow;
 use std::cell::Cell;
+use std::ops::Range;
 
 use mlx_rs::{Array, Dtype, Stream};
 use mlx_sys::{CpuFunction, View, mlx_array, mlx_dtype};
@@ -32,6 +35,13 @@ thread_local! {
 /// on for each matrix.
 pub fn enable(on: bool) {
     ENABLED.set(on);
+}
+
+/// Where the elements of an array are in memory. The array is evaluated, and not a view.
+pub fn addresses(array: &Array) -> Range<usize> {
+    // SAFETY: the handle is that of a living array. The function does not look at its dtype.
+    let start = unsafe { mlx_sys::mlx_array_data_uint8(array.as_ptr()) }.addr();
+    start..start + array.nbytes()
 }
 
 /// Arrays of `shapes` and `dtype` that `function` computes from `inputs`.

@@ -139,6 +139,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
     let embeddings = weights.embeddings();
     let unused = weights.iter().count();
     let (own_kernels, own_packed) = weights.own_kernels();
+    let huge_pages_mib = weights.use_huge_pages() >> 20;
     let blas = mlx_sys::blas();
     tracing::info!(
         family = family.model_type,
@@ -146,6 +147,7 @@ pub fn load(folder: &Path, config: &ModelConfig) -> Result<Loaded> {
         ?storage,
         own_kernels,
         own_packed,
+        huge_pages_mib,
         compile,
         cuda_kernels = ?kernels,
         unused,

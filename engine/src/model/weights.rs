@@ -4,6 +4,7 @@
 //! Families name what they need; only this file and `nn::Linear` know how it is stored.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use mlx_rs::error::IoError;
@@ -36,6 +37,8 @@ pub struct Weights {
     own_kernels: usize,
     /// Those of them that are packed.
     own_packed: usize,
+    /// Where they are.
+    own_memory: Vec<Range<usize>>,
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
     mixed: HashMap<String, Quantization>,
@@ -133,6 +136,7 @@ impl Weights {
             storage,
             own_kernels: 0,
             own_packed: 0,
+            own_memory: Vec::new(),
             quantization: None,
             mixed,
             tensors,
@@ -416,7 +420,11 @@ impl Weights {
         if let Some(weight) = Tiled::new(&packed)? {
             return Ok(Linear::Tiled { weight, bias });
         }
-        eval([&packed.weight, &packed.scales].into_iter().chain(&packed.biases))?;
+        let arrays = || [&packed.weight, &packed.scales].into_iter().chain(&packed.biases);
+        eval(arrays())?;
+        if packed.own_kernel.is_some() {
+            self.own_memory.extend(arrays().map(cpu::addresses));
+        }
         Ok(Linear::Quantized { weight: packed, bias })
     }
 
@@ -434,7 +442,15 @@ impl Weights {
             weight = weight.as_dtype(dtype)?;
         }
         eval([&weight])?;
+        if own_kernel {
+            self.own_memory.push(cpu::addresses(&weight));
+        }
         Ok(Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias })
+    }
+
+    /// Moves the matrices taken that kernels of our own multiply with to huge pages. Returns the bytes of the pages.
+    pub fn use_huge_pages(&mut self) -> usize {
+        cpu::use_huge_pages(std::mem::take(&mut self.own_memory))
     }
 
     /// Number of matrices taken that kernels of our own multiply with, and how many of them are packed.

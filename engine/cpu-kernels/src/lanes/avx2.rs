@@ -89,29 +89,38 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [__m256; 2] {
+    unsafe fn table<const BITS: usize>(scale: f32) -> __m256 {
         // SAFETY: see `zero`.
-        unsafe { [_mm256_set1_ps(scale), _mm256_set1_ps(bias)] }
+        unsafe { _mm256_set1_ps(scale) }
     }
 
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(
-        block: *const u8,
-        i: usize,
-        table: &[__m256; 2],
-    ) -> __m256 {
+    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, scale: __m256) -> __m256 {
         // SAFETY: the caller's pointer is valid for the block, of which 16 or 8 bytes are read.
         unsafe {
             let elements = if BITS == 4 {
                 let words = _mm256_broadcastsi128_si256(_mm_loadu_si128(block.cast()));
-                let (low, high) = (4 * i as i32, 4 * i as i32 + 16);
-                let shifts = _mm256_setr_epi32(low, low, low, low, high, high, high, high);
-                _mm256_and_si256(_mm256_srlv_epi32(words, shifts), _mm256_set1_epi32(15))
+                // Elements 7 have the sign bit: vector 3 is shifted to the place of vector 2.
+                let words = if i == 3 { _mm256_srli_epi32::<4>(words) } else { words };
+                let low = 15 << (4 * i.min(2));
+                let high = low << 16;
+                let mask = _mm256_setr_epi32(low, low, low, low, high, high, high, high);
+                _mm256_and_si256(words, mask)
             } else {
                 _mm256_cvtepu8_epi32(_mm_loadl_epi64(block.add(8 * i).cast()))
             };
-            _mm256_fmadd_ps(_mm256_cvtepi32_ps(elements), table[0], table[1])
+            _mm256_mul_ps(_mm256_cvtepi32_ps(elements), scale)
         }
+    }
+
+    fn unit<const BITS: usize>(i: usize, lane: usize) -> f32 {
+        if BITS == 4 { (1u32 << (4 * i.min(2) + 16 * (lane / 4))) as f32 } else { 1.0 }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(address: *const u8) {
+        // SAFETY: see `zero`; a prefetch does not fault.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
     }
 
     #[inline(always)]

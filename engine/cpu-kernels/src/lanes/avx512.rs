@@ -82,24 +82,22 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [__m512; 2] {
+    unsafe fn table<const BITS: usize>(scale: f32) -> __m512 {
         // SAFETY: see `zero`; COUNT has 16 floats.
         unsafe {
-            let (scale, bias) = (_mm512_set1_ps(scale), _mm512_set1_ps(bias));
-            if BITS == 4 {
-                let floats = _mm512_fmadd_ps(_mm512_loadu_ps(COUNT.as_ptr()), scale, bias);
-                return [floats, floats];
-            }
-            [scale, bias]
+            let scale = _mm512_set1_ps(scale);
+            if BITS == 4 { _mm512_mul_ps(_mm512_loadu_ps(COUNT.as_ptr()), scale) } else { scale }
         }
     }
 
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(
-        block: *const u8,
-        i: usize,
-        table: &[__m512; 2],
-    ) -> __m512 {
+    unsafe fn prefetch(address: *const u8) {
+        // SAFETY: see `zero`; a prefetch does not fault.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, table: __m512) -> __m512 {
         // SAFETY: the caller's pointer is valid for the block, of which 16 bytes are read.
         unsafe {
             if BITS == 4 {
@@ -126,11 +124,11 @@ unsafe impl Lanes for Avx512 {
                     i + 24,
                 );
                 // The look-up takes the lowest 4 bits of a lane and ignores the others.
-                return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table[0]);
+                return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table);
             }
             let bytes = _mm_loadu_si128(block.add(16 * i).cast());
             let floats = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
-            _mm512_fmadd_ps(floats, table[0], table[1])
+            _mm512_mul_ps(floats, table)
         }
     }
 

@@ -52,16 +52,16 @@ unsafe impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [float32x4_t; 2] {
+    unsafe fn table<const BITS: usize>(scale: f32) -> float32x4_t {
         // SAFETY: see `zero`.
-        unsafe { [vdupq_n_f32(scale), vdupq_n_f32(bias)] }
+        unsafe { vdupq_n_f32(scale) }
     }
 
     #[inline(always)]
     unsafe fn weights<const BITS: usize>(
         block: *const u8,
         i: usize,
-        table: &[float32x4_t; 2],
+        scale: float32x4_t,
     ) -> float32x4_t {
         // SAFETY: the caller's pointer is valid for the block, of which 16 or 4 bytes are read.
         unsafe {
@@ -73,7 +73,7 @@ unsafe impl Lanes for Neon {
                 let four = u64::from(block.add(4 * i).cast::<u32>().read_unaligned());
                 vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))))
             };
-            vfmaq_f32(table[1], vcvtq_f32_u32(elements), table[0])
+            vmulq_f32(vcvtq_f32_u32(elements), scale)
         }
     }
 

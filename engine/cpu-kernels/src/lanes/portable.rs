@@ -45,16 +45,12 @@ unsafe impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32, bias: f32) -> [[f32; 4]; 2] {
-        [[scale; 4], [bias; 4]]
+    unsafe fn table<const BITS: usize>(scale: f32) -> [f32; 4] {
+        [scale; 4]
     }
 
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(
-        block: *const u8,
-        i: usize,
-        table: &[[f32; 4]; 2],
-    ) -> [f32; 4] {
+    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, scale: [f32; 4]) -> [f32; 4] {
         let elements = if BITS == 4 {
             // SAFETY: the caller's pointer is valid for the block of 16 bytes.
             let words = unsafe { block.cast::<[u32; 4]>().read_unaligned() };
@@ -63,7 +59,6 @@ unsafe impl Lanes for Portable {
             // SAFETY: the caller's pointer is valid for the block of 32 bytes; `i` is at most 7.
             unsafe { block.add(4 * i).cast::<[u8; 4]>().read_unaligned() }.map(u32::from)
         };
-        // SAFETY: needs nothing of the processor.
-        unsafe { Self::fma(elements.map(|element| element as f32), table[0], table[1]) }
+        std::array::from_fn(|lane| elements[lane] as f32 * scale[lane])
     }
 }
