@@ -11,6 +11,7 @@ mlx_lm's wheel for CPUs has a slow BLAS. Where Debian's package libopenblas0-pth
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import venv
@@ -38,10 +39,13 @@ def python(folder):
 def prepare(program, folder, name):
     """The model as a GGUF file and as a folder in f32."""
     packed, file, floats = folder / f"{name}.q4_0", folder / f"{name}.q4_0.gguf", folder / f"{name}.q4_0.f32"
-    if not (packed.exists() and file.exists()):
-        subprocess.run([program, FIXTURES / "q4.py", folder, name], check=True)
     if not floats.exists():
-        subprocess.run([program, FIXTURES / "dequantize.py", packed, floats], check=True)
+        # Under another name until all is written: an interrupted run leaves nothing that the next one takes for complete.
+        part = folder / f"{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        subprocess.run([program, FIXTURES / "q4.py", folder, name], check=True)
+        subprocess.run([program, FIXTURES / "dequantize.py", packed, part], check=True)
+        part.rename(floats)
     return file, floats
 
 

@@ -1,5 +1,6 @@
 //! Speed of products: `cargo bench -p steersman-cpu-kernels`, on a quiet machine. Arguments are numbers of rows.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use half::{bf16, f16};
@@ -45,6 +46,11 @@ fn main() {
     }
 }
 
+fn addresses<T>(slice: &[T]) -> Range<usize> {
+    let pointers = slice.as_ptr_range();
+    pointers.start.addr()..pointers.end.addr()
+}
+
 fn measure(
     isa: Isa,
     activations: Activations,
@@ -59,11 +65,8 @@ fn measure(
     let (short, floats) = (vec![f16::ONE; out * columns], vec![1.0; out * columns]);
     let brain = vec![bf16::ONE; out * columns];
     // As those of a loaded model.
-    let floats_16 = brain.as_ptr_range();
-    use_huge_pages([
-        words.as_ptr().addr()..words.as_ptr_range().end.addr(),
-        floats_16.start.addr()..floats_16.end.addr(),
-    ]);
+    let memory = [addresses(&words), addresses(&scales), addresses(&short), addresses(&floats)];
+    use_huge_pages(memory.into_iter().chain([addresses(&brain)]));
     let dense = |elements| Matrix::Dense(Dense { elements, rows: out, columns });
     let packed = |bits| {
         Matrix::Packed(Packed {

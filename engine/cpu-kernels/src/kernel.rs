@@ -56,9 +56,10 @@ type PanelProduct = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
 /// elements of each row of the matrix that it has. A matrix of floats has groups of [`BLOCK`], without scales.
 #[derive(Clone, Copy)]
 pub struct Kernels {
-    /// Copies a span of that many floats, which are whole groups, into the order of lanes, and the groups' sums behind them.
+    /// `source, target, count`: copies `count` floats, whole groups, into the order of lanes, followed by the sum of each group.
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
-    /// One row of x times four rows of the matrix, of that many groups. The rows of the next call are that many bytes ahead.
+    /// One row of x times four rows of the matrix: `x, rows, their scales and biases, number of groups, bytes from each row to
+    /// that of the next call (for prefetching), sums`.
     pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, usize, *mut [f32; OUT]),
     /// Unpacks that many groups of four rows of the matrix and their biases, vector by vector: [columns / lanes, 4, lanes].
     pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
@@ -71,8 +72,8 @@ pub struct Kernels {
 /// Kernels for scales, and for [`Activations::Int8`](crate::Activations).
 #[derive(Clone, Copy)]
 pub struct PackedKernels {
-    /// Reads that many scales and biases, from these indices on for the four rows of the matrix. Those of the next call are
-    /// that many groups ahead.
+    /// Reads scales and biases of four rows of the matrix: `scales, biases, index of each row's first group, number of groups,
+    /// groups from each row to that of the next call (for prefetching), target`.
     pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, usize, &mut Groups),
     /// Those that multiply bytes.
     pub int8: int8::Kernels,

@@ -150,6 +150,7 @@ pub unsafe trait Lanes {
     unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, table: Self::V) -> Self::V;
     /// The factor of lane `lane` of [`Self::weights`], a power of two: where an instruction set saves shifts by reading
     /// an element where it stands in its word. [`Self::arrange`] divides by it, which is exact.
+    #[inline(always)]
     fn unit<const BITS: usize>(_i: usize, _lane: usize) -> f32 {
         1.0
     }

@@ -1,7 +1,7 @@
 //! Memory of weights in huge pages.
 //!
-//! A step reads each weight once. In pages of 4 KiB, a processor that runs in a virtual machine spends a fifth of that on
-//! looking up where they are.
+//! A step reads each weight once. With pages of 4 KiB, address translation takes up to a fifth of that time in a virtual
+//! machine.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,8 +9,8 @@ use std::ops::Range;
 /// Bytes of a huge page, on x86-64 and mostly on aarch64.
 const PAGE: usize = 2 << 20;
 
-/// Moves memory to huge pages, those of which `ranges` of addresses cover at least half. Contents do not change. Returns
-/// the bytes of the pages, which is 0 where the operating system has none, as before Linux 6.1.
+/// Backs each 2 MiB of memory with a huge page if `ranges` of addresses cover at least half of it. Contents do not change.
+/// Returns the bytes of these pages: 0 where the operating system does not support this, as before Linux 6.1.
 pub fn use_huge_pages(ranges: impl IntoIterator<Item = Range<usize>>) -> usize {
     let mut covered = BTreeMap::<usize, usize>::new();
     for range in ranges {
@@ -23,7 +23,7 @@ pub fn use_huge_pages(ranges: impl IntoIterator<Item = Range<usize>>) -> usize {
     pages.filter(|(page, _)| collapse(page * PAGE)).count() * PAGE
 }
 
-/// Whether the page at an address is a huge one now.
+/// Backs the memory at an address with a huge page; false if that failed.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[allow(unsafe_code, reason = "a system call")]
 fn collapse(address: usize) -> bool {

@@ -14,7 +14,7 @@ pub use product::{dense_product, product, supports, supports_dense};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;
-/// Moves memory of weights to huge pages.
+/// Backs memory of weights with huge pages.
 pub use steersman_cpu_kernels::use_huge_pages;
 
 use std::borrow::Cow;

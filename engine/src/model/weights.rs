@@ -37,7 +37,7 @@ pub struct Weights {
     own_kernels: usize,
     /// Those of them that are packed.
     own_packed: usize,
-    /// Where they are.
+    /// Addresses of the matrices that [`Self::own_kernels`] counts.
     own_memory: Vec<Range<usize>>,
     quantization: Option<Quantization>,
     /// Layers with another quantization than the rest, by name without `.weight`.
@@ -448,7 +448,7 @@ impl Weights {
         Ok(Linear::Dense { weight: Dense { weight, dtype, own_kernel }, bias })
     }
 
-    /// Moves the matrices taken that kernels of our own multiply with to huge pages. Returns the bytes of the pages.
+    /// Backs the matrices taken that kernels of our own use with huge pages. Returns the bytes of the pages.
     pub fn use_huge_pages(&mut self) -> usize {
         cpu::use_huge_pages(std::mem::take(&mut self.own_memory))
     }

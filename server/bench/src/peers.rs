@@ -134,7 +134,7 @@ pub struct PeersOptions {
     /// A variable of a peer's environment. Can be repeated
     #[arg(long, value_name = "NAME=VARIABLE=VALUE", value_parser = peer_variable)]
     peer_env: Vec<Named>,
-    /// Tokens of a peer's context [default: what it says]. Longer cases are skipped and named. Can be repeated
+    /// Context length of a peer in tokens [default: as the peer reports]. Longer cases are skipped and listed. Can be repeated
     #[arg(long, value_name = "NAME=TOKENS", value_parser = peer_value)]
     peer_context: Vec<Named>,
     /// More arguments of `steersman serve`

@@ -113,6 +113,7 @@ unsafe impl Lanes for Avx2 {
         }
     }
 
+    #[inline(always)]
     fn unit<const BITS: usize>(i: usize, lane: usize) -> f32 {
         if BITS == 4 { (1u32 << (4 * i.min(2) + 16 * (lane / 4))) as f32 } else { 1.0 }
     }
