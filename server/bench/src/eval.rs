@@ -20,7 +20,7 @@ use crate::scenario::tokens_from;
 use crate::servers::ServerOptions;
 use crate::stats::{mcnemar, wilson};
 use crate::suite::new_run;
-use crate::table::columns_of;
+use crate::table::{columns_of, counted, write_each};
 use task::{Question, TASKS, Task};
 
 /// Answers are decoded greedily. README.md of server/bench describes tasks and results.
@@ -304,10 +304,14 @@ fn write(results: &Results, out: &mut impl Write) -> Result<()> {
             writeln!(out, "{}", pair(a, &items_of(results, a), b, &items_of(results, b)))?;
         }
     }
-    for skip in &results.skips {
-        writeln!(out, "skipped: {}: {}: {}", skip.server, skip.case, skip.reason)?;
-    }
-    Ok(())
+    let failed = results.items.iter().filter_map(|item| {
+        item.error.as_ref().map(|error| format!("failed: {}: {error}", run_name(item)))
+    });
+    let skipped = results
+        .skips
+        .iter()
+        .map(|skip| format!("skipped: {}: {}: {}", skip.server, skip.case, skip.reason));
+    write_each(counted(failed.chain(skipped)), out)
 }
 
 /// Right answers of all, with their interval, and failures.
@@ -401,6 +405,7 @@ mod tests {
         assert!(text.contains("2/10 [6-51 %], 1 failed"), "{text}");
         let expected = "10 equal items, 0 right only in the first, 7 only in the second, p = 0.016";
         assert!(text.contains(expected), "{text}");
+        assert!(text.contains("failed: ours@agent thinking on: status 500: oops\n"), "{text}");
         assert!(text.contains("ours@agent thinking on") && text.contains("profile used"), "{text}");
     }
 

@@ -184,12 +184,14 @@ fn write_notes(results: &Results, losses: &[Loss], out: &mut impl Write) -> Resu
             )?;
         }
     }
-    for (text, count) in notes(results) {
-        writeln!(
-            out,
-            "{text}{}",
-            if count > 1 { format!(" ({count} times)") } else { String::new() }
-        )?;
+    write_each(notes(results), out)
+}
+
+/// Writes lines, those that occur several times with their number.
+pub fn write_each(lines: Vec<(String, usize)>, out: &mut impl Write) -> Result<()> {
+    for (text, count) in lines {
+        let times = if count > 1 { format!(" ({count} times)") } else { String::new() };
+        writeln!(out, "{text}{times}")?;
     }
     Ok(())
 }
@@ -209,14 +211,19 @@ pub fn notes(results: &Results) -> Vec<(String, usize)> {
     let of_skips = results.skips.iter().map(|skip| {
         format!("skipped: {}: {} {}: {}", skip.server, skip.scenario, skip.case, skip.reason)
     });
-    let mut notes: Vec<(String, usize)> = Vec::new();
-    for text in of_samples.chain(of_skips) {
-        match notes.iter_mut().find(|(other, _)| *other == text) {
+    counted(of_samples.chain(of_skips))
+}
+
+/// Texts in the order of their first occurrence, each with how often it occurs.
+pub fn counted(texts: impl Iterator<Item = String>) -> Vec<(String, usize)> {
+    let mut counts: Vec<(String, usize)> = Vec::new();
+    for text in texts {
+        match counts.iter_mut().find(|(other, _)| *other == text) {
             Some((_, count)) => *count += 1,
-            None => notes.push((text, 1)),
+            None => counts.push((text, 1)),
         }
     }
-    notes
+    counts
 }
 
 /// A figure's title with its unit.
