@@ -86,7 +86,7 @@ pub struct Span<'a> {
     pub groups: &'a Groups,
     /// Number of groups in each row.
     pub count: usize,
-    /// Bytes from each row to that of the next call.
+    /// Bytes from each row to the one that is prefetched.
     pub ahead: usize,
 }
 
@@ -100,7 +100,7 @@ pub type RowFactors = [[f32; GROUPS]; OUT];
 /// `groups of the matrix, of x, their number, factors, sums`
 type RowFactorsOf = unsafe fn(&Groups, &RowGroups, usize, &mut RowFactors, &mut [f32; OUT]);
 
-/// `bytes of x, bytes between rows, words, bytes to the words of the next call, columns, factors, sums that are added to`
+/// `bytes of x, bytes between rows, words, bytes to the words that are prefetched, columns, factors, sums that are added to`
 type Dot = unsafe fn(*const i8, usize, &[*const u8; OUT], usize, usize, &Factors, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices. As [`crate::kernel::Kernels`], and they need what those need.

@@ -59,7 +59,7 @@ pub struct Kernels {
     /// `source, target, count`: copies `count` floats, whole groups, into the order of lanes, followed by the sum of each group.
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
     /// One row of x times four rows of the matrix: `x, rows, their scales and biases, number of groups, bytes from each row to
-    /// that of the next call (for prefetching), sums`.
+    /// the one that is prefetched, sums`.
     pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, usize, *mut [f32; OUT]),
     /// Unpacks that many groups of four rows of the matrix and their biases, vector by vector: [columns / lanes, 4, lanes].
     pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
@@ -73,7 +73,7 @@ pub struct Kernels {
 #[derive(Clone, Copy)]
 pub struct PackedKernels {
     /// Reads scales and biases of four rows of the matrix: `scales, biases, index of each row's first group, number of groups,
-    /// groups from each row to that of the next call (for prefetching), target`.
+    /// groups from each row to the one that is prefetched, target`.
     pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, usize, &mut Groups),
     /// Those that multiply bytes.
     pub int8: int8::Kernels,
@@ -260,27 +260,42 @@ unsafe fn groups<L: Lanes>(
 ) {
     for (from, to) in [(scales, &mut to.scales), (biases, &mut to.biases)] {
         for (at, to) in at.iter().zip(to) {
-            let to = to.as_mut_ptr();
             let next = from.start().wrapping_add((at + ahead) * from.size());
-            // SAFETY: a prefetch does not fault.
-            unsafe { L::prefetch(next) };
-            // SAFETY: promised by the caller; a span has at most as many groups as there is room for.
+            // SAFETY: a prefetch does not fault; the rest is promised by the caller.
             unsafe {
+                L::prefetch(next);
                 match from {
-                    Floats::F32(floats) => {
-                        floats.as_ptr().add(*at).copy_to_nonoverlapping(to, count);
-                    }
-                    Floats::Bf16(floats) => {
-                        L::widen_bf16(floats.as_ptr().add(*at).cast(), to, count);
-                    }
-                    Floats::F16(floats) => {
-                        L::widen_f16(floats.as_ptr().add(*at).cast(), to, count);
-                    }
+                    Floats::F32(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
+                    Floats::Bf16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
+                    Floats::F16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
                 }
-                // Kernels that read whole vectors read these too.
-                to.add(count).write_bytes(0, SPAN / 32 - count);
             }
         }
+    }
+}
+
+/// Writes the first `count` floats as f32, and zeros after them, which kernels that read whole vectors read too. Vectors
+/// are read whole as long as floats follow: a loop over the rest of each row would take as long as the row's product.
+///
+/// # Safety
+/// See [`Lanes`].
+#[inline(always)]
+unsafe fn groups_of_row<L: Lanes, F: Float>(from: &[F], count: usize, to: &mut [f32; SPAN / 32]) {
+    let mut i = 0;
+    while i < SPAN / 32 {
+        // SAFETY: whole vectors are in the floats, or in a copy of the last ones; `to` is whole vectors.
+        unsafe {
+            let v = if i + L::LANES <= from.len() {
+                F::load::<L>(from.as_ptr().add(i))
+            } else {
+                let mut rest = [F::ZERO; BLOCK];
+                let left = from.get(i..).unwrap_or_default();
+                rest[..left.len()].copy_from_slice(left);
+                F::load::<L>(rest.as_ptr())
+            };
+            L::store(to.as_mut_ptr().add(i), L::first(v, count.saturating_sub(i)));
+        }
+        i += L::LANES;
     }
 }
 
@@ -371,6 +386,7 @@ unsafe fn unpack<L: Lanes, const BITS: usize, const GROUP: usize>(
 
 /// A type of floats in memory.
 trait Float: Copy {
+    const ZERO: Self;
     /// A vector of them.
     ///
     /// # Safety
@@ -379,6 +395,8 @@ trait Float: Copy {
 }
 
 impl Float for f32 {
+    const ZERO: Self = 0.0;
+
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
         // SAFETY: promised by the caller.
@@ -387,6 +405,8 @@ impl Float for f32 {
 }
 
 impl Float for bf16 {
+    const ZERO: Self = Self::from_bits(0);
+
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
         // SAFETY: promised by the caller.
@@ -395,6 +415,8 @@ impl Float for bf16 {
 }
 
 impl Float for f16 {
+    const ZERO: Self = Self::from_bits(0);
+
     #[inline(always)]
     unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
         // SAFETY: promised by the caller.

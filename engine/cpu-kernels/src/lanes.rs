@@ -182,39 +182,15 @@ pub unsafe trait Lanes {
         unsafe { Self::load(wide.as_ptr()) }
     }
 
-    /// Writes `count` floats of bfloat16 as f32.
+    /// The first `count` lanes, zeros in the others.
     #[inline(always)]
-    unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
-        let whole = count / Self::LANES * Self::LANES;
-        // SAFETY: the caller's pointers are valid for `count` floats.
+    unsafe fn first(v: Self::V, count: usize) -> Self::V {
+        let mut floats = [0.0; BLOCK];
+        // SAFETY: a vector has at most a block's lanes.
         unsafe {
-            for i in (0..whole).step_by(Self::LANES) {
-                Self::store(to.add(i), Self::load_bf16(from.add(i)));
-            }
-            if whole < count {
-                let (mut rest, mut wide) = ([0; BLOCK], [0.0; BLOCK]);
-                from.add(whole).copy_to_nonoverlapping(rest.as_mut_ptr(), count - whole);
-                Self::store(wide.as_mut_ptr(), Self::load_bf16(rest.as_ptr()));
-                to.add(whole).copy_from_nonoverlapping(wide.as_ptr(), count - whole);
-            }
-        }
-    }
-
-    /// Writes `count` floats of half precision as f32.
-    #[inline(always)]
-    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
-        let whole = count / Self::LANES * Self::LANES;
-        // SAFETY: the caller's pointers are valid for `count` floats.
-        unsafe {
-            for i in (0..whole).step_by(Self::LANES) {
-                Self::store(to.add(i), Self::load_f16(from.add(i)));
-            }
-            if whole < count {
-                let (mut rest, mut wide) = ([0; BLOCK], [0.0; BLOCK]);
-                from.add(whole).copy_to_nonoverlapping(rest.as_mut_ptr(), count - whole);
-                Self::store(wide.as_mut_ptr(), Self::load_f16(rest.as_ptr()));
-                to.add(whole).copy_from_nonoverlapping(wide.as_ptr(), count - whole);
-            }
+            Self::store(floats.as_mut_ptr(), v);
+            floats[count.min(Self::LANES)..].fill(0.0);
+            Self::load(floats.as_ptr())
         }
     }
 

@@ -34,6 +34,10 @@ const TILE: usize = 64;
 /// Most rows that are multiplied with elements in registers.
 const FUSED: usize = 1;
 
+/// Rows of the matrix from one to that whose elements and scales are prefetched with it. Four calls: memory answers later
+/// than after one.
+const AHEAD: usize = 4 * OUT;
+
 /// Products of elements that one piece of the work has at least: some microseconds.
 const PIECE: usize = 1 << 18;
 
@@ -430,7 +434,7 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
     let span = SPAN.min(matrix.columns() - k);
     let (stride, start) = (matrix.bytes(matrix.columns()), matrix.bytes(k));
     let (at, floats) = matrix.span(rows, k);
-    let ahead = OUT * stride;
+    let ahead = AHEAD * stride;
     for n in tile.clone().step_by(OUT) {
         // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
         let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
@@ -439,7 +443,7 @@ unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mu
             let first = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
             // SAFETY: each line has that many groups in the span.
             unsafe {
-                let ahead = OUT * matrix.groups();
+                let ahead = AHEAD * matrix.groups();
                 (kernels.groups)(&matrix.scales, &matrix.biases, &first, count, ahead, groups);
             }
         }

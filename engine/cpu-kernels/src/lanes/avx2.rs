@@ -138,4 +138,14 @@ unsafe impl Lanes for Avx2 {
         // SAFETY: the caller's pointer is valid for 8 floats.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.cast())) }
     }
+
+    #[inline(always)]
+    unsafe fn first(v: __m256, count: usize) -> __m256 {
+        // SAFETY: see `zero`.
+        unsafe {
+            let count = _mm256_set1_epi32(count.min(8) as i32);
+            let kept = _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+            _mm256_and_ps(v, _mm256_castsi256_ps(kept))
+        }
+    }
 }

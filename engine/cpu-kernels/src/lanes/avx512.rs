@@ -148,34 +148,9 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn widen_bf16(from: *const u16, to: *mut f32, count: usize) {
-        for i in (0..count).step_by(16) {
-            // SAFETY: the mask leaves out what is beyond `count`.
-            unsafe {
-                let mask = mask(count - i);
-                let wide =
-                    _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.add(i).cast()));
-                let floats = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide));
-                _mm512_mask_storeu_ps(to.add(i), mask, floats);
-            }
-        }
+    unsafe fn first(v: __m512, count: usize) -> __m512 {
+        let mask = if count >= 16 { 0xffff } else { (1 << count) - 1 };
+        // SAFETY: see `zero`.
+        unsafe { _mm512_maskz_mov_ps(mask, v) }
     }
-
-    #[inline(always)]
-    unsafe fn widen_f16(from: *const u16, to: *mut f32, count: usize) {
-        for i in (0..count).step_by(16) {
-            // SAFETY: the mask leaves out what is beyond `count`.
-            unsafe {
-                let mask = mask(count - i);
-                let floats = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.add(i).cast()));
-                _mm512_mask_storeu_ps(to.add(i), mask, floats);
-            }
-        }
-    }
-}
-
-/// The lanes below `count`.
-#[inline(always)]
-fn mask(count: usize) -> __mmask16 {
-    if count >= 16 { 0xffff } else { (1 << count) - 1 }
 }
