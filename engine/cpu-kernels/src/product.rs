@@ -34,8 +34,8 @@ const TILE: usize = 64;
 /// Most rows that are multiplied with elements in registers.
 const FUSED: usize = 1;
 
-/// Rows of the matrix from one to that whose elements and scales are prefetched with it. Four calls: memory answers later
-/// than after one.
+/// Distance in rows of the matrix at which elements and scales are prefetched: four calls of a kernel, as one call is
+/// shorter than the latency of memory.
 const AHEAD: usize = 4 * OUT;
 
 /// Products of elements that one piece of the work has at least: some microseconds.
