@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use crate::elementwise::{Output, exp, rms_factor};
+use crate::elementwise::{Norm, Output, exp, rms_factor};
 use crate::lanes::{Isa, Lanes, for_isa};
 use crate::pool;
 
@@ -42,21 +42,12 @@ pub struct Attention<'a> {
     pub k: &'a [f32],
     /// [R, H_kv, D]
     pub v: &'a [f32],
-    /// Norm of each query.
+    /// Norm of each query, [D].
     pub q_norm: Option<Norm<'a>>,
-    /// Norm of each key.
+    /// Norm of each key, [D].
     pub k_norm: Option<Norm<'a>>,
     /// `None` if the layer does not know positions.
     pub rotation: Option<Rotation<'a>>,
-}
-
-/// An RMS norm of heads.
-#[derive(Debug, Clone, Copy)]
-pub struct Norm<'a> {
-    /// [D]
-    pub weight: &'a [f32],
-    /// Added to the mean of the squares.
-    pub eps: f32,
 }
 
 /// A rotation of the first dimensions of heads, of which `i` is paired with `i + dims / 2`.

@@ -105,11 +105,20 @@ unsafe fn swiglu_piece<L: Lanes>(gate: *const f32, up: *const f32, y: *mut f32, 
     }
 }
 
+/// A norm by the root mean square.
+#[derive(Debug, Clone, Copy)]
+pub struct Norm<'a> {
+    /// Factor of each dimension.
+    pub weight: &'a [f32],
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
 /// `x / sqrt(mean(x^2) + eps) * weight` for each row of as many floats as `weight` has.
 ///
 /// # Panics
 /// If `x` is not whole rows, or `y` has another length.
-pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+pub fn rms_norm(x: &[f32], Norm { weight, eps }: Norm<'_>, y: &mut [f32]) {
     let width = weight.len();
     assert!(width > 0 && x.len().is_multiple_of(width) && x.len() == y.len());
     let (rows, y) = (x.len() / width, Output(y.as_mut_ptr()));
@@ -195,7 +204,7 @@ mod tests {
                 assert!((f64::from(*y) - exact).abs() < 1e-5, "{width}");
             }
             let weight = &up[..width];
-            rms_norm(&x, weight, 1e-6, &mut y);
+            rms_norm(&x, Norm { weight, eps: 1e-6 }, &mut y);
             for (x, y) in x.chunks(width).zip(y.chunks(width)) {
                 let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / width as f64;
                 for ((x, y), weight) in x.iter().zip(y).zip(weight) {

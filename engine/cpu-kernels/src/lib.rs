@@ -51,14 +51,17 @@ mod pages;
 mod pool;
 mod product;
 
-pub use attention::{Attention, Norm, Rotation, Sequence, attention};
-pub use elementwise::{rms_norm, swiglu};
+pub use attention::{Attention, Rotation, Sequence, attention};
+pub use elementwise::{Norm, rms_norm, swiglu};
 pub use float::{Floats, FloatsMut};
 pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
 pub use lanes::Isa;
 pub use pages::use_huge_pages;
 pub use pool::{max_threads, set_threads, threads};
-pub use product::{Activations, Dense, Error, Matrix, Packed, product, product_with};
+pub use product::{
+    Activations, Dense, Error, Finish, Input, Matrix, Packed, Product, product, product_with,
+    products, products_with,
+};
 
 /// Numbers from -1 to 1, the same for the same seed.
 #[cfg(test)]

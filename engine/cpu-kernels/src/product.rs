@@ -6,6 +6,9 @@
 //! Biases of a packed matrix are apart from its elements: they are multiplied with the sums of the groups of x, which end
 //! its span. So the bound of an error is relative to `|element * scale| + |bias|`, not to the magnitude of their sum.
 //!
+//! Several matrices with one format share the rows they read, which may be normed before, and what happens to a sum next
+//! ([`Finish`]) happens while it is in the first-level cache. Bits are those of one operation after the other.
+//!
 //! One row is multiplied while elements are in registers. More rows share a panel: four rows of the matrix, one
 //! span long, unpacked to 16 KiB of f32, which they then read from the first-level cache. Rows are taken 128 at a
 //! time, so that their span stays in the second-level cache. With activations in 8 bits ([`int8`]), elements of the matrix
@@ -13,36 +16,15 @@
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
-use std::cell::RefCell;
-use std::ops::Range;
-
-use half::{bf16, f16};
 use thiserror::Error as ThisError;
 
+mod task;
+
+use crate::elementwise::Norm;
 use crate::float::{Floats, FloatsMut};
-use crate::int8::{self, Factors};
-use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PANEL, PackedKernels, SPAN, biases_of};
+use crate::kernel::{Kernels, SPAN, biases_of};
 use crate::lanes::{BLOCK, Isa};
-use crate::pool;
-
-/// Rows of x that are multiplied together.
-const ROWS: usize = 128;
-
-/// Rows of the matrix whose sums are collected before they are written.
-const TILE: usize = 64;
-
-/// Most rows that are multiplied with elements in registers.
-const FUSED: usize = 1;
-
-/// Distance in rows of the matrix at which elements and scales are prefetched: four calls of a kernel, as one call is
-/// shorter than the latency of memory.
-const AHEAD: usize = 4 * OUT;
-
-/// Products of elements that one piece of the work has at least: some microseconds.
-const PIECE: usize = 1 << 18;
-
-/// Pieces for each thread, so that a delayed one does not delay the others.
-const PIECES: usize = 4;
+use task::{Out, Part};
 
 /// A packed matrix: MLX's affine quantization.
 #[derive(Debug, Clone, Copy)]
@@ -105,9 +87,63 @@ pub enum Activations {
     Int8,
 }
 
+/// Rows that are multiplied.
+#[derive(Debug, Clone, Copy)]
+pub struct Input<'a> {
+    /// [R, columns]
+    pub x: Floats<'a>,
+    /// Of each row of `x`, which is then f32.
+    pub norm: Option<Norm<'a>>,
+    /// How the rows are read.
+    pub activations: Activations,
+}
+
+impl<'a> From<Floats<'a>> for Input<'a> {
+    /// Rows as they are.
+    fn from(x: Floats<'a>) -> Self {
+        Self { x, norm: None, activations: Activations::Exact }
+    }
+}
+
+/// What becomes of sums, in f32, before they are rounded to the outputs' type.
+#[derive(Debug, Clone, Copy)]
+pub enum Finish<'a> {
+    /// Numbers are added, in this order.
+    Add {
+        /// [rows]
+        bias: Option<&'a [f32]>,
+        /// [R, rows]
+        residual: Option<&'a [f32]>,
+    },
+    /// `silu(y) * (x times this matrix)`, element by element.
+    SwiGlu(Matrix<'a>),
+}
+
+impl Finish<'_> {
+    /// Sums are the outputs.
+    pub const NONE: Self = Self::Add { bias: None, residual: None };
+}
+
+/// One product of the input.
+#[derive(Debug)]
+pub struct Product<'a> {
+    /// [rows, columns]
+    pub matrix: Matrix<'a>,
+    /// What becomes of sums.
+    pub finish: Finish<'a>,
+    /// [R, rows]
+    pub y: FloatsMut<'a>,
+}
+
 /// Why a product cannot be computed.
 #[derive(Debug, ThisError)]
 pub enum Error {
+    /// Matrices of one input are stored in different ways.
+    #[error("the matrices have different formats or numbers of columns")]
+    Formats,
+    /// A norm of rows that are not f32.
+    #[error("rows that are normed must be f32")]
+    Norm,
     /// Other group sizes or bits.
     #[error("no kernel for {bits} bits in groups of {group_size}")]
     Format {
@@ -158,6 +194,15 @@ impl Dense<'_> {
 }
 
 impl Matrix<'_> {
+    /// Whether the kernels of `other` read this matrix, too.
+    fn is_like(&self, other: &Self) -> bool {
+        let format = |matrix: &Self| match matrix {
+            Self::Packed(matrix) => (Some((matrix.bits, matrix.group_size)), None),
+            Self::Dense(matrix) => (None, Some(std::mem::discriminant(&matrix.elements))),
+        };
+        self.columns() == other.columns() && format(self) == format(other)
+    }
+
     fn rows(&self) -> usize {
         match self {
             Self::Packed(matrix) => matrix.rows,
@@ -217,18 +262,45 @@ impl Matrix<'_> {
         }
     }
 
-    /// Checks everything that the kernels rely on, and returns the number of rows of x.
-    fn check(&self, x: &Floats<'_>, y: &FloatsMut<'_>) -> Result<usize, Error> {
+    /// Checks the lengths that the shape asks for.
+    fn check(&self) -> Result<(), Error> {
         let (rows, columns) = (self.rows(), self.columns());
         match self {
             Self::Packed(matrix) => matrix.check()?,
             Self::Dense(matrix) => length("elements", matrix.elements.len(), rows * columns)?,
         }
-        length("columns", columns, columns / self.group_size() * self.group_size())?;
-        let count = x.len().checked_div(columns).unwrap_or(0);
-        length("x", x.len(), count * columns)?;
-        length("y", y.len(), count * rows)?;
+        length("columns", columns, columns / self.group_size() * self.group_size())
+    }
+
+    /// The number of rows of `x`.
+    fn count(&self, x: &Floats<'_>) -> Result<usize, Error> {
+        let count = x.len().checked_div(self.columns()).unwrap_or(0);
+        length("x", x.len(), count * self.columns())?;
         Ok(count)
+    }
+}
+
+impl Product<'_> {
+    /// Checks everything that the kernels of `first` rely on, for `count` rows of x.
+    fn check(&self, first: &Matrix<'_>, count: usize) -> Result<(), Error> {
+        let Self { matrix, finish, y } = self;
+        let check = |matrix: &Matrix<'_>| {
+            matrix.check()?;
+            if matrix.is_like(first) { Ok(()) } else { Err(Error::Formats) }
+        };
+        check(matrix)?;
+        let rows = matrix.rows();
+        length("y", y.len(), count * rows)?;
+        match finish {
+            Finish::Add { bias, residual } => {
+                length("bias", bias.map_or(rows, <[f32]>::len), rows)?;
+                length("residual", residual.map_or(y.len(), <[f32]>::len), y.len())
+            }
+            Finish::SwiGlu(ups) => {
+                check(ups)?;
+                length("ups", ups.rows(), rows)
+            }
+        }
     }
 }
 
@@ -263,265 +335,59 @@ pub fn product_with<'a>(
     matrix: impl Into<Matrix<'a>>,
     y: FloatsMut<'_>,
 ) -> Result<(), Error> {
-    let matrix = &matrix.into();
-    let count = matrix.check(&x, &y)?;
+    let product = Product { matrix: matrix.into(), finish: Finish::NONE, y };
+    products_with(isa, &Input { x, norm: None, activations }, &mut [product])
+}
+
+/// Computes the products of an input, with the best instructions of the processor.
+///
+/// # Errors
+/// [`Error`] if lengths do not fit, the format has no kernel or differs between matrices, or there is a norm of rows that are
+/// not f32; outputs are then unchanged.
+pub fn products(input: &Input<'_>, products: &mut [Product<'_>]) -> Result<(), Error> {
+    products_with(Isa::best(), input, products)
+}
+
+/// As [`products`], with the instructions of `isa`, which must be one of [`Isa::available`].
+///
+/// # Errors
+/// As [`products`].
+///
+/// # Panics
+/// If the processor does not have `isa`.
+pub fn products_with(
+    isa: Isa,
+    input: &Input<'_>,
+    products: &mut [Product<'_>],
+) -> Result<(), Error> {
+    let Some(Product { matrix: first, .. }) = products.first() else { return Ok(()) };
     if isa != Isa::best() {
         assert!(Isa::available().contains(&isa), "the processor does not have {isa:?}");
     }
-    let kernels = matrix.kernels(isa);
-    let y = match y {
-        FloatsMut::F32(y) => Out::F32(y.as_mut_ptr()),
-        FloatsMut::Bf16(y) => Out::Bf16(y.as_mut_ptr()),
-        FloatsMut::F16(y) => Out::F16(y.as_mut_ptr()),
-    };
-    INPUT.with_borrow_mut(|input| {
-        for first in (0..count).step_by(ROWS) {
-            let rows = first..count.min(first + ROWS);
-            let (length, columns) = (rows.len(), matrix.columns());
-            // SAFETY: the processor has the instructions, and `floats` gets room for the rows.
-            let x = unsafe {
-                match (activations, &kernels.packed) {
-                    (Activations::Int8, Some(PackedKernels { int8, .. })) => {
-                        input.int8.fill(int8, x, rows, columns);
-                        Rows::Int8(&input.int8, int8)
-                    }
-                    _ => {
-                        let floats =
-                            length * (columns + columns.div_ceil(SPAN) * matrix.sums(SPAN));
-                        input.floats.resize(floats.div_ceil(16), Line([0.0; 16]));
-                        let start = input.floats.as_mut_ptr().cast::<f32>();
-                        arrange(&kernels, x, rows, matrix, start);
-                        Rows::F32(start)
-                    }
-                }
-            };
-            let task = Task { matrix, kernels, x, first, rows: length, y };
-            let (pieces, outputs) = (task.pieces(), matrix.rows());
-            let length = outputs.div_ceil(pieces).next_multiple_of(OUT);
-            pool::run(outputs.div_ceil(length), &|piece| {
-                let outputs = piece * length..outputs.min((piece + 1) * length);
-                // SAFETY: `check` has compared all lengths; outputs of pieces are disjoint; the processor has the
-                // instructions.
-                unsafe { multiply(&task, outputs) };
-            });
+    let (first, count) = (*first, first.count(&input.x)?);
+    if let Some(norm) = input.norm {
+        length("norm", norm.weight.len(), first.columns())?;
+        if !matches!(input.x, Floats::F32(_)) {
+            return Err(Error::Norm);
         }
-    });
+    }
+    for product in &*products {
+        product.check(&first, count)?;
+    }
+    let parts: Vec<Part<'_>> = products
+        .iter_mut()
+        .map(|Product { matrix, finish, y }| {
+            let y = match y {
+                FloatsMut::F32(y) => Out::F32(y.as_mut_ptr()),
+                FloatsMut::Bf16(y) => Out::Bf16(y.as_mut_ptr()),
+                FloatsMut::F16(y) => Out::F16(y.as_mut_ptr()),
+            };
+            Part { matrix: *matrix, finish: *finish, y }
+        })
+        .collect();
+    // SAFETY: all lengths were compared, and the processor has the instructions.
+    unsafe { task::run(isa, input, &parts, count) };
     Ok(())
-}
-
-/// A cache line, so that no vector of a row spans two.
-#[repr(align(64))]
-#[derive(Clone, Copy)]
-struct Line(#[expect(dead_code, reason = "read through pointers")] [f32; 16]);
-
-/// Rows of x as kernels read them.
-#[derive(Default)]
-struct Input {
-    /// Span by span, [rows, columns of the span and sums of their groups] in the order of lanes.
-    floats: Vec<Line>,
-    int8: int8::Rows,
-}
-
-thread_local! {
-    static INPUT: RefCell<Input> = RefCell::default();
-}
-
-/// What a task multiplies.
-#[derive(Clone, Copy)]
-enum Rows<'a> {
-    /// See [`Input::floats`].
-    F32(*const f32),
-    Int8(&'a int8::Rows, &'a int8::Kernels),
-}
-
-/// Where outputs are written. Pieces write disjoint ones.
-#[derive(Clone, Copy)]
-enum Out {
-    F32(*mut f32),
-    Bf16(*mut bf16),
-    F16(*mut f16),
-}
-
-/// Up to [`ROWS`] rows of x times the matrix.
-struct Task<'a> {
-    matrix: &'a Matrix<'a>,
-    kernels: Kernels,
-    x: Rows<'a>,
-    /// The first of the rows.
-    first: usize,
-    rows: usize,
-    y: Out,
-}
-
-// SAFETY: threads only read through `x`, and write disjoint outputs through `y`.
-unsafe impl Sync for Task<'_> {}
-
-impl Task<'_> {
-    /// Number of pieces that the work is divided into.
-    fn pieces(&self) -> usize {
-        let work = self.matrix.rows() * self.matrix.columns() * self.rows;
-        (work / PIECE).clamp(1, pool::threads() * PIECES)
-    }
-}
-
-/// Writes `rows` of `x` to `to`, span by span, as f32 in the order of lanes.
-///
-/// # Safety
-/// `to` has room for them; the processor has the instructions of `kernels`.
-unsafe fn arrange(
-    kernels: &Kernels,
-    x: Floats<'_>,
-    rows: Range<usize>,
-    matrix: &Matrix<'_>,
-    to: *mut f32,
-) {
-    let columns = matrix.columns();
-    let mut wide = [0.0; SPAN];
-    for (r, row) in rows.clone().enumerate() {
-        for k in (0..columns).step_by(SPAN) {
-            let span = SPAN.min(columns - k);
-            x.widen(row * columns + k, &mut wide[..span]);
-            let (start, floats) = matrix.span(rows.len(), k);
-            // SAFETY: this is the room for the span of the row.
-            unsafe { (kernels.arrange)(wide.as_ptr(), to.add(start + r * floats), span) };
-        }
-    }
-}
-
-/// Room of a thread.
-#[repr(align(64))]
-struct Room {
-    panel: [f32; PANEL],
-    tile: [[f32; TILE]; ROWS],
-    groups: Groups,
-    factors: Factors,
-}
-
-thread_local! {
-    static ROOM: RefCell<Box<Room>> = RefCell::new(Box::new(Room {
-        panel: [0.0; PANEL],
-        tile: [[0.0; TILE]; ROWS],
-        groups: Groups::default(),
-        factors: Factors::default(),
-    }));
-}
-
-/// Computes `outputs` of all rows of `task`.
-///
-/// # Safety
-/// The task is valid: lengths fit, nothing else writes these outputs, and the processor has the instructions.
-unsafe fn multiply(task: &Task<'_>, outputs: Range<usize>) {
-    ROOM.with_borrow_mut(|room| {
-        for start in outputs.clone().step_by(TILE) {
-            let tile = start..outputs.end.min(start + TILE);
-            for k in (0..task.matrix.columns()).step_by(SPAN) {
-                // SAFETY: as this function.
-                unsafe { multiply_span(task, tile.clone(), k, room) };
-            }
-            // SAFETY: as this function.
-            unsafe { write(task, tile, &room.tile) };
-        }
-    });
-}
-
-/// Adds the span of columns from `k` on to the sums of a tile; the first span sets them.
-///
-/// # Safety
-/// As [`multiply`]; `tile` has at most [`TILE`] outputs.
-unsafe fn multiply_span(task: &Task<'_>, tile: Range<usize>, k: usize, room: &mut Room) {
-    let Task { matrix, rows, kernels, .. } = *task;
-    let Room { panel, tile: sums, groups, factors } = room;
-    let span = SPAN.min(matrix.columns() - k);
-    let (stride, start) = (matrix.bytes(matrix.columns()), matrix.bytes(k));
-    let (at, floats) = matrix.span(rows, k);
-    let ahead = AHEAD * stride;
-    for n in tile.clone().step_by(OUT) {
-        // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
-        let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
-        let count = span / matrix.group_size();
-        if let (Matrix::Packed(matrix), Some(kernels)) = (matrix, &kernels.packed) {
-            let first = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
-            // SAFETY: each line has that many groups in the span.
-            unsafe {
-                let ahead = AHEAD * matrix.groups();
-                (kernels.groups)(&matrix.scales, &matrix.biases, &first, count, ahead, groups);
-            }
-        }
-        // SAFETY: each line is a row of the matrix, whose span begins there.
-        let words = lines.map(|line| unsafe { matrix.start().add(line * stride + start) });
-        let mut parts = [[0.0; OUT]; MOST_ROWS];
-        let mut add = |r: usize, parts: &[[f32; OUT]]| {
-            for (sums, part) in sums[r..].iter_mut().zip(parts) {
-                for (sum, part) in sums[n - tile.start..][..OUT].iter_mut().zip(part) {
-                    *sum = if k == 0 { *part } else { *sum + part };
-                }
-            }
-        };
-        let is_fused = rows <= FUSED;
-        if matches!(task.x, Rows::F32(_)) && !is_fused {
-            // SAFETY: `words` and `groups` are valid for the span, and the panel for four rows of it.
-            unsafe { (kernels.unpack)(&words, groups, count, panel.as_mut_ptr()) };
-        }
-        let mut r = 0;
-        while r < rows {
-            // SAFETY: as above. The span's rows of x begin at `at`, and `parts` has room for the rows of every kernel.
-            let taken = unsafe {
-                match task.x {
-                    Rows::F32(x) if is_fused => {
-                        (kernels.fused)(
-                            x.add(at),
-                            &words,
-                            groups,
-                            count,
-                            ahead,
-                            parts.as_mut_ptr(),
-                        );
-                        1
-                    }
-                    Rows::F32(x) => {
-                        let taken = (rows - r).min(kernels.panel.len());
-                        let x = x.add(at + r * floats);
-                        kernels.panel[taken - 1](panel.as_ptr(), x, floats, parts.as_mut_ptr());
-                        taken
-                    }
-                    Rows::Int8(x, kernels) => {
-                        let words = &words;
-                        let span = int8::Span { k, columns: span, words, groups, count, ahead };
-                        x.multiply(kernels, r, &span, factors, &mut parts)
-                    }
-                }
-            };
-            add(r, &parts[..taken]);
-            r += taken;
-        }
-    }
-}
-
-/// Writes the sums of a tile to the outputs, rounded to their type.
-///
-/// # Safety
-/// The outputs are valid, and nothing else writes them.
-unsafe fn write(task: &Task<'_>, tile: Range<usize>, sums: &[[f32; TILE]; ROWS]) {
-    for (r, sums) in sums[..task.rows].iter().enumerate() {
-        let at = (task.first + r) * task.matrix.rows() + tile.start;
-        let sums = &sums[..tile.len()];
-        // SAFETY: the outputs of row `first + r` that are in the tile begin at `at`.
-        unsafe {
-            match task.y {
-                Out::F32(y) => y.add(at).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
-                Out::Bf16(y) => {
-                    for (i, sum) in sums.iter().enumerate() {
-                        y.add(at + i).write(bf16::from_f32(*sum));
-                    }
-                }
-                Out::F16(y) => {
-                    for (i, sum) in sums.iter().enumerate() {
-                        y.add(at + i).write(f16::from_f32(*sum));
-                    }
-                }
-            }
-        }
-    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ mod product;
 
 pub use heads::{has_heads, heads};
 pub use layers::{gated_delta, rms_norm, swiglu};
-pub use product::{dense_product, product, supports, supports_dense};
+pub use product::{products, supports, supports_dense, swiglu_product};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
 pub use steersman_cpu_kernels::set_threads;

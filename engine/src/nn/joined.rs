@@ -1,4 +1,4 @@
-//! Linear layers of the same input, as one product where that is faster.
+//! Linear layers of the same input, as one product or operation where that is faster.
 
 use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
@@ -6,10 +6,11 @@ use mlx_rs::transforms::eval;
 
 use super::{Input, Linear, Packed};
 use crate::error::Result;
+use crate::kernels::cpu;
 use crate::kernels::cuda::{self, Tiled};
 
 /// N linear layers of the same input. On CUDA, quantized ones of one format are one matrix: a step is short, and
-/// each product costs a launch.
+/// each product costs a launch. On CPUs, products of one format are one operation.
 #[derive(Debug, Clone)]
 pub struct Joined<const N: usize> {
     /// The N layers, or the one that they were joined to.
@@ -41,14 +42,21 @@ impl<const N: usize> Joined<N> {
 
     /// Each layer of `x` [.., in], [.., out].
     pub fn forward(&self, x: &Array) -> Result<[Array; N]> {
-        self.each(|layer| layer.forward(x))
+        self.split(self.outputs(Input::Rows(x))?)
     }
 
     /// [`Joined::forward`], in one array if the layers are joined.
     pub fn outputs(&self, x: Input<'_>) -> Result<Outputs<N>> {
-        match &self.layers[..] {
-            [joined] if N > 1 => Ok(Outputs::Joined(joined.apply(x, None)?)),
-            _ => Ok(Outputs::Apart(self.forward(&x.rows()?)?)),
+        let layers = match &self.layers[..] {
+            [joined] if N > 1 => return Ok(Outputs::Joined(joined.apply(x, None)?)),
+            layers => std::array::from_fn(|i| &layers[i]),
+        };
+        match cpu::products::<N>(layers, x, None)? {
+            Some(outputs) => Ok(Outputs::Apart(outputs)),
+            None => {
+                let x = x.rows()?;
+                Ok(Outputs::Apart(self.each(|layer| layer.forward(&x))?))
+            }
         }
     }
 
@@ -56,6 +64,7 @@ impl<const N: usize> Joined<N> {
     pub fn swiglu(&self, x: Input<'_>) -> Result<Option<Array>> {
         match &self.layers[..] {
             [Linear::Tiled { weight, bias: None }] if N == 2 => weight.swiglu(x),
+            [gate, up] => cpu::swiglu_product([gate, up], x),
             _ => Ok(None),
         }
     }

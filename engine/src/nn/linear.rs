@@ -34,7 +34,7 @@ pub struct Dense {
     pub weight: Array,
     /// Type of [`Dense::array`] and of rows.
     pub dtype: Dtype,
-    /// Whether the products are those of [`cpu`], which [`cpu::supports_dense`] allows, or MLX's.
+    /// Whether products are [`cpu::products`], which [`cpu::supports_dense`] allows, or MLX's.
     pub own_kernel: bool,
 }
 
@@ -52,13 +52,8 @@ impl Dense {
         Ok(self.weight.as_dtype(self.dtype)?)
     }
 
-    /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
+    /// `x` [.., in] times the transposed matrix by MLX, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
-        if self.own_kernel
-            && let Some(product) = cpu::dense_product(x, &self.weight)
-        {
-            return product;
-        }
         Ok(matmul(x, self.array()?.t())?)
     }
 
@@ -129,27 +124,27 @@ impl Linear {
 
     /// `x` [.., in] to [.., out], in `x`'s dtype.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        let (y, bias) = match self {
-            Self::Dense { weight, bias } => (weight.matmul(x)?, bias),
-            Self::Quantized { weight, bias } => (weight.matmul(x)?, bias),
-            Self::Tiled { weight, bias } => (weight.matmul(x)?, bias),
-        };
-        match bias {
-            Some(bias) => Ok(y.add(bias)?),
-            None => Ok(y),
-        }
+        self.apply(Input::Rows(x), None)
     }
 
     /// [`Linear::forward`] of `x`, added to `residual` [.., out] if there is one.
     pub fn apply(&self, x: Input<'_>, residual: Option<&Array>) -> Result<Array> {
         let product = match self {
             Self::Tiled { weight, bias: None } => weight.product(x, residual)?,
-            _ => None,
+            _ => cpu::products([self], x, residual)?.map(|[y]| y),
         };
         if let Some(y) = product {
             return Ok(y);
         }
-        let y = self.forward(&x.rows()?)?;
+        let x = &x.rows()?;
+        let (mut y, bias) = match self {
+            Self::Dense { weight, bias } => (weight.matmul(x)?, bias),
+            Self::Quantized { weight, bias } => (weight.matmul(x)?, bias),
+            Self::Tiled { weight, bias } => (weight.matmul(x)?, bias),
+        };
+        if let Some(bias) = bias {
+            y = y.add(bias)?;
+        }
         match residual {
             Some(residual) => Ok(residual.add(y)?),
             None => Ok(y),

@@ -17,7 +17,7 @@ use mlx_sys::{mlx_array, mlx_optional_dtype, mlx_optional_int, mlx_stream};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Activations};
+use crate::kernels::cpu::Activations;
 use crate::kernels::cuda;
 
 /// Rows from which it is faster on CUDA to dequantize a matrix and to multiply with the dense one: 4,096 x 12,288
@@ -86,18 +86,14 @@ pub struct Packed {
     pub quantization: Quantization,
     /// Type of the dequantized matrix.
     pub dtype: Dtype,
-    /// How the products of [`cpu`], which [`cpu::supports`] allows, read their inputs; `None` uses MLX's products.
+    /// How [`cpu::products`](crate::kernels::cpu::products), which [`cpu::supports`](crate::kernels::cpu::supports) allows,
+    /// read their inputs; `None` uses MLX's products.
     pub own_kernel: Option<Activations>,
 }
 
 impl Packed {
-    /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
+    /// `x` [.., in] times the transposed matrix by MLX, [.., out] in `x`'s dtype.
     pub fn matmul(&self, x: &Array) -> Result<Array> {
-        if let Some(activations) = self.own_kernel
-            && let Some(product) = cpu::product(activations, x, self)
-        {
-            return product;
-        }
         // Dense products of f32 are rounded to TF32.
         let dense = cuda::is_enabled() && x.dtype() != Dtype::Float32 && x.ndim() > 1;
         if dense && x.dim(-2) >= DENSE_ROWS {

@@ -1,7 +1,10 @@
 //! Tests of products with every instruction set of this processor.
 
+use half::{bf16, f16};
+
 use super::*;
-use crate::numbers;
+use crate::elementwise::{rms_norm, swiglu};
+use crate::{numbers, pool};
 
 /// How the elements of a matrix are stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -238,6 +241,109 @@ fn rows_do_not_depend_on_threads() {
         pool::set_threads(usize::MAX);
         assert!(alone == matrix.times(Isa::best(), &x), "{format:?}");
     }
+}
+
+/// Products of one normed input, with sums that are added and gates, have the bits of one operation after the other.
+#[test]
+fn products_of_one_input_equal_separate_operations() {
+    for isa in Isa::available() {
+        for format in formats() {
+            for (count, columns) in [(1, 384), (3, 1152), (131, 256)] {
+                for activations in [Activations::Exact, Activations::Int8] {
+                    check_joined(isa, format, [count, columns], activations);
+                }
+            }
+        }
+    }
+}
+
+fn check_joined(isa: Isa, format: Format, [count, columns]: [usize; 2], activations: Activations) {
+    // Of each size, so that pieces of one matrix are followed by those of the next.
+    let [first, second, third] = [70, 4, 2050].map(|rows| Owned::new(rows, columns, format));
+    let (x, weight) = (numbers(1, count * columns), numbers(2, columns));
+    let (bias, residual) = (numbers(3, 70), numbers(4, count * 2050));
+    let norm = Norm { weight: &weight, eps: 1e-5 };
+    let mut normed = vec![0.0; x.len()];
+    rms_norm(&x, norm, &mut normed);
+    let alone = |matrix: &Owned| matrix.times_with(isa, activations, &normed);
+    let mut expected = [&first, &second, &third].map(alone);
+    for row in expected[0].chunks_mut(70) {
+        row.iter_mut().zip(&bias).for_each(|(y, bias)| *y += bias);
+    }
+    expected[2].iter_mut().zip(&residual).for_each(|(y, residual)| *y += residual);
+    // Ups that are not the gates: the same matrix in another order of rows.
+    let [gates, ups] = [(1, 70), (2, 70)].map(|(seed, rows)| {
+        let mut matrix = Owned::new(rows, columns, format);
+        matrix.words.rotate_left(seed * columns / 32);
+        matrix.floats.rotate_left(seed);
+        matrix.bf16.rotate_left(seed);
+        matrix.f16.rotate_left(seed);
+        matrix
+    });
+    let [gate, up] = [&gates, &ups].map(alone);
+    let mut gated = vec![0.0; gate.len()];
+    swiglu(&gate, &up, &mut gated);
+
+    let mut y = expected.each_ref().map(|expected| vec![f32::NAN; expected.len()]);
+    let mut z = vec![f32::NAN; gated.len()];
+    let [y0, y1, y2] = y.each_mut().map(|y| FloatsMut::F32(y));
+    let input = Input { x: Floats::F32(&x), norm: Some(norm), activations };
+    let mut products = [
+        Product {
+            matrix: first.matrix(),
+            finish: Finish::Add { bias: Some(&bias), residual: None },
+            y: y0,
+        },
+        Product { matrix: second.matrix(), finish: Finish::NONE, y: y1 },
+        Product {
+            matrix: gates.matrix(),
+            finish: Finish::SwiGlu(ups.matrix()),
+            y: FloatsMut::F32(&mut z),
+        },
+        Product {
+            matrix: third.matrix(),
+            finish: Finish::Add { bias: None, residual: Some(&residual) },
+            y: y2,
+        },
+    ];
+    products_with(isa, &input, &mut products).unwrap();
+    let case = format!("{isa:?}, {format:?}, {count} x {columns}, {activations:?}");
+    assert!(y == expected, "{case}");
+    assert!(z == gated, "{case}");
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_errors() {
+    let [narrow, wide] = [128, 256].map(|columns| Owned::packed(8, columns, 64, 4));
+    let bytes = Owned::packed(8, 128, 64, 8);
+    let (x, short) = (numbers(1, 128), vec![bf16::ONE; 128]);
+    let run = |input: &Input<'_>, matrix: Matrix<'_>, finish: Finish<'_>| {
+        let (mut y, mut z) = (vec![0.0; 8], vec![0.0; 8]);
+        let [y, z] = [&mut y, &mut z].map(|y| FloatsMut::F32(y));
+        let first = Product { matrix: narrow.matrix(), finish: Finish::NONE, y };
+        products(input, &mut [first, Product { matrix, finish, y: z }])
+    };
+    let rows = Input::from(Floats::F32(&x));
+    assert!(run(&rows, narrow.matrix(), Finish::NONE).is_ok());
+    for other in [wide.matrix(), bytes.matrix()] {
+        assert!(matches!(run(&rows, other, Finish::NONE), Err(Error::Formats)));
+        let ups = Finish::SwiGlu(other);
+        assert!(matches!(run(&rows, narrow.matrix(), ups), Err(Error::Formats)));
+    }
+    for length in [7, 9] {
+        let numbers = &x[..length];
+        let bias = Finish::Add { bias: Some(numbers), residual: None };
+        let residual = Finish::Add { bias: None, residual: Some(numbers) };
+        for finish in [bias, residual] {
+            let error = run(&rows, narrow.matrix(), finish);
+            assert!(matches!(error, Err(Error::Length { .. })), "{error:?}");
+        }
+    }
+    let norm = |weight| Some(Norm { weight, eps: 1e-6 });
+    let narrow_norm = run(&Input { norm: norm(&x[1..]), ..rows }, narrow.matrix(), Finish::NONE);
+    assert!(matches!(narrow_norm, Err(Error::Length { what: "norm", .. })));
+    let input = Input { norm: norm(&x), ..Input::from(Floats::Bf16(&short)) };
+    assert!(matches!(run(&input, narrow.matrix(), Finish::NONE), Err(Error::Norm)));
 }
 
 /// Short floats are exact in f32, so only the output is rounded.

@@ -2,7 +2,9 @@
 
 use mlx_rs::{Array, Dtype};
 use mlx_sys::View;
-use steersman_cpu_kernels::{self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites};
+use steersman_cpu_kernels::{
+    self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites, Norm,
+};
 
 use super::{ENABLED, elements, run, shape, slice_mut};
 use crate::cache::{Element, Writes};
@@ -60,7 +62,7 @@ unsafe extern "C" fn norm_of(views: *const View, count: usize, parameters: *cons
         };
         let (x, weight) = (elements::<f32>(x), elements::<f32>(weight));
         let eps = f32::from_bits((*parameters).cast_unsigned());
-        kernels::rms_norm(&x, &weight, eps, slice_mut(y, x.len()));
+        kernels::rms_norm(&x, Norm { weight: &weight, eps }, slice_mut(y, x.len()));
     }
 }
 
