@@ -6,7 +6,7 @@ use std::time::Instant;
 use half::{bf16, f16};
 use steersman_cpu_kernels::Activations::{Exact, Int8};
 use steersman_cpu_kernels::{
-    Activations, Dense, Floats, FloatsMut, Isa, Matrix, Packed, max_threads, product_with,
+    Activations, Biases, Dense, Floats, FloatsMut, Isa, Matrix, Packed, max_threads, product_with,
     set_threads, use_huge_pages,
 };
 
@@ -15,10 +15,12 @@ const SHAPES: [(usize, usize); 7] =
     [(384, 384), (1536, 384), (4864, 896), (896, 4864), (4096, 4096), (4096, 384), (151_936, 896)];
 
 /// How a matrix is stored, and how rows are multiplied with it.
-const FORMATS: [(&str, Activations); 7] = [
+const FORMATS: [(&str, Activations); 9] = [
     ("4 bits", Exact),
+    ("4 bits, symmetric", Exact),
     ("4 bits", Int8),
     ("8 bits", Exact),
+    ("8 bits, symmetric", Exact),
     ("8 bits", Int8),
     ("f16", Exact),
     ("bf16", Exact),
@@ -68,24 +70,27 @@ fn measure(
     let memory = [addresses(&words), addresses(&scales), addresses(&short), addresses(&floats)];
     use_huge_pages(memory.into_iter().chain([addresses(&brain)]));
     let dense = |elements| Matrix::Dense(Dense { elements, rows: out, columns });
-    let packed = |bits| {
+    let packed = |bits, biases| {
         Matrix::Packed(Packed {
             words: &words[..out * columns * bits / 32],
             scales: Floats::F16(&scales),
-            biases: Floats::F16(&scales),
+            biases,
             rows: out,
             columns,
             group_size: 32,
             bits,
         })
     };
+    let stored = Biases::Stored(Floats::F16(&scales));
     // Bits of an element, with those of its scale and bias.
     let (matrix, bits) = match format {
-        "4 bits" => (packed(4), 5),
-        "8 bits" => (packed(8), 9),
-        "f16" => (dense(Floats::F16(&short)), 16),
-        "bf16" => (dense(Floats::Bf16(&brain)), 16),
-        _ => (dense(Floats::F32(&floats)), 32),
+        "4 bits" => (packed(4, stored), 5.0),
+        "4 bits, symmetric" => (packed(4, Biases::Symmetric), 4.5),
+        "8 bits" => (packed(8, stored), 9.0),
+        "8 bits, symmetric" => (packed(8, Biases::Symmetric), 8.5),
+        "f16" => (dense(Floats::F16(&short)), 16.0),
+        "bf16" => (dense(Floats::Bf16(&brain)), 16.0),
+        _ => (dense(Floats::F32(&floats)), 32.0),
     };
     let x: Vec<f32> = (0..rows * columns).map(|i| (i % 17) as f32 - 8.0).collect();
     let mut y = vec![0.0; rows * out];
@@ -100,7 +105,7 @@ fn measure(
     print!(
         " | {rows} rows {:.1} us, {:.1} GB/s, {:.0} GFLOP/s",
         best * 1e6,
-        (out * columns * bits / 8) as f64 / best / 1e9,
+        (out * columns) as f64 * bits / 8.0 / best / 1e9,
         2.0 * work / best / 1e9
     );
 }

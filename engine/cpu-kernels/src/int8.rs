@@ -20,8 +20,8 @@ pub mod vnni;
 use std::ops::Range;
 
 use crate::float::Floats;
-use crate::kernel::{Groups, OUT, SPAN, unroll};
-use crate::lanes::Lanes;
+use crate::kernel::{Groups, OUT, SPAN, Span, unroll};
+use crate::lanes::{Lanes, prefetch};
 
 /// Columns of a chunk.
 pub const CHUNK: usize = 64;
@@ -74,22 +74,6 @@ pub struct RowGroups {
     sums: [f32; GROUPS],
 }
 
-/// A span of four rows of a matrix.
-pub struct Span<'a> {
-    /// Its first column.
-    pub k: usize,
-    /// Number of its columns.
-    pub columns: usize,
-    /// Elements of each row.
-    pub words: &'a [*const u8; OUT],
-    /// Scales and biases; zeros beyond the span.
-    pub groups: &'a Groups,
-    /// Number of groups in each row.
-    pub count: usize,
-    /// Bytes from each row to the one that is prefetched.
-    pub ahead: usize,
-}
-
 /// What a kernel multiplies with the sums of a group: scale of the matrix times scale of x, for each row of x and of the
 /// matrix.
 pub type Factors = [RowFactors; MOST_ROWS];
@@ -100,8 +84,8 @@ pub type RowFactors = [[f32; GROUPS]; OUT];
 /// `groups of the matrix, of x, their number, factors, sums`
 type RowFactorsOf = unsafe fn(&Groups, &RowGroups, usize, &mut RowFactors, &mut [f32; OUT]);
 
-/// `bytes of x, bytes between rows, words, bytes to the words that are prefetched, columns, factors, sums that are added to`
-type Dot = unsafe fn(*const i8, usize, &[*const u8; OUT], usize, usize, &Factors, *mut [f32; OUT]);
+/// `bytes of x, bytes between rows, span of the matrix, factors, sums that are added to`
+type Dot = unsafe fn(*const i8, usize, &Span<'_>, &Factors, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices. As [`crate::kernel::Kernels`], and they need what those need.
 #[derive(Clone, Copy)]
@@ -143,9 +127,8 @@ macro_rules! int8_kernels {
     };
     (@dot $isa:ident $features:tt $bits:literal, $group:literal, $rows:literal) => {
         enabled!($features dot_rows(
-            x: *const i8, stride: usize, words: &[*const u8; OUT], ahead: usize, columns: usize,
-            factors: &Factors, sums: *mut [f32; OUT]
-        ) { int8::dot::<$isa, $bits, $group, $rows>(x, stride, words, ahead, columns, factors, sums) })
+            x: *const i8, stride: usize, span: &Span<'_>, factors: &Factors, sums: *mut [f32; OUT]
+        ) { int8::dot::<$isa, $bits, $group, $rows>(x, stride, span, factors, sums) })
     };
 }
 pub(crate) use int8_kernels;
@@ -197,7 +180,7 @@ impl Rows {
         factors: &mut Factors,
         sums: &mut [[f32; OUT]],
     ) -> usize {
-        let Span { k, columns, words, groups, count, ahead } = span;
+        let Span { k, columns, groups, count, .. } = span;
         let taken = (self.rows - r).min(MOST_ROWS);
         let stride = columns.next_multiple_of(CHUNK);
         let x = &self.bytes[self.rows * k + r * stride..][..taken * stride];
@@ -208,7 +191,7 @@ impl Rows {
         }
         let dot = kernels.dot[taken - 1];
         // SAFETY: `x` has that many rows, and so have the factors.
-        unsafe { dot(x.as_ptr(), stride, words, *ahead, *columns, factors, sums.as_mut_ptr()) };
+        unsafe { dot(x.as_ptr(), stride, span, factors, sums.as_mut_ptr()) };
         taken
     }
 }
@@ -303,16 +286,15 @@ pub unsafe fn factors<B: Bytes, const BITS: usize>(
 pub unsafe fn dot<B: Bytes, const BITS: usize, const GROUP: usize, const R: usize>(
     x: *const i8,
     stride: usize,
-    words: &[*const u8; OUT],
-    ahead: usize,
-    columns: usize,
+    span: &Span<'_>,
     factors: &Factors,
     sums: *mut [f32; OUT],
 ) {
+    let &Span { columns, ref lines, ahead, .. } = span;
     let (bytes, whole) = (CHUNK * BITS / 8, columns / CHUNK);
     let mut copies = [[0u8; CHUNK]; OUT];
     if !columns.is_multiple_of(CHUNK) {
-        for (copy, line) in copies.iter_mut().zip(words) {
+        for (copy, line) in copies.iter_mut().zip(lines) {
             // SAFETY: half a chunk is left of the span.
             unsafe {
                 line.add(whole * bytes).copy_to_nonoverlapping(copy.as_mut_ptr(), bytes / 2);
@@ -324,7 +306,7 @@ pub unsafe fn dot<B: Bytes, const BITS: usize, const GROUP: usize, const R: usiz
         let mut totals = [[B::Floats::zero(); OUT]; R];
         for chunk in 0..columns.div_ceil(CHUNK) {
             let words = if chunk < whole {
-                [0, 1, 2, 3].map(|o| words[o].wrapping_add(chunk * bytes))
+                [0, 1, 2, 3].map(|o| lines[o].wrapping_add(chunk * bytes))
             } else {
                 [0, 1, 2, 3].map(|o| copies[o].as_ptr())
             };
@@ -332,7 +314,7 @@ pub unsafe fn dot<B: Bytes, const BITS: usize, const GROUP: usize, const R: usiz
             let g = chunk * CHUNK / GROUP;
             unroll!(O < OUT, {
                 // A chunk has half a cache line, or a whole one.
-                B::Floats::prefetch(words[O].wrapping_add(ahead));
+                prefetch(words[O].wrapping_add(ahead));
                 let elements = B::unpack::<BITS>(words[O]);
                 unroll!(I < R, {
                     let products = B::dot::<BITS>(elements, x.add(I * stride));

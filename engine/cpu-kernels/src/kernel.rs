@@ -1,7 +1,8 @@
 //! The inner loops, compiled for each instruction set, number of bits and group size.
 //!
 //! Each is a function of its own: in a larger one, the compiler moves sums from registers to memory, and the product
-//! takes twice as long.
+//! takes twice as long. For the same reason a kernel takes few rows of x: elements are unpacked to registers for each call,
+//! while the units that multiply are busy, and the next call reads the words from the first-level cache.
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
@@ -11,7 +12,8 @@ use crate::float::Floats;
 use crate::int8::{self, Factors, RowFactors, RowGroups, int8_kernels};
 #[cfg(target_arch = "aarch64")]
 use crate::lanes::neon::Neon;
-use crate::lanes::{BLOCK, Isa, Lanes, enabled, portable::Portable};
+use crate::lanes::{BLOCK, Isa, Lanes, enabled, portable::Portable, prefetch, unit};
+use crate::product::Biases;
 #[cfg(target_arch = "x86_64")]
 use crate::{
     int8::vnni::Vnni,
@@ -37,34 +39,44 @@ pub struct Groups {
 }
 
 /// Floats that stand for biases behind a span of that many groups, or for their sums: whole vectors of any instruction set.
-pub const fn biases_of(groups: usize) -> usize {
+const fn biases_of(groups: usize) -> usize {
     groups.next_multiple_of(16)
 }
 
-/// Floats of a panel of spans of the most groups.
-pub const PANEL: usize = OUT * (SPAN + biases_of(SPAN / 32));
+/// A span of [`OUT`] rows of a matrix.
+pub struct Span<'a> {
+    /// Its first column.
+    pub k: usize,
+    /// Number of its columns.
+    pub columns: usize,
+    /// Elements of each row.
+    pub lines: [*const u8; OUT],
+    /// Scales and biases; zeros beyond the span.
+    pub groups: &'a Groups,
+    /// Number of groups in each row.
+    pub count: usize,
+    /// Bytes from each row to the one that is prefetched.
+    pub ahead: usize,
+}
 
-/// `rows of a panel, rows of x, floats of each, sums`
-type PanelProduct = unsafe fn(*const f32, *const f32, usize, *mut [f32; OUT]);
+/// `rows of x, floats from one to the next, span, sums`
+type RowsProduct = unsafe fn(*const f32, usize, &Span<'_>, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices.
 ///
-/// With biases, a span of x ends with the sums of its groups, which are multiplied with the biases like further elements
-/// ([`biases_of`]): an element then costs one product with its scale, not a fused one with its bias as well.
+/// Products of a word's elements are summed up in one lane, and their sum is multiplied with the scale: an element then costs
+/// one product. Biases are multiplied with the sums of the groups of x, which end its span.
 ///
 /// All need the processor to have the instruction set, and pointers to be valid for a span: the columns of x and the
 /// elements of each row of the matrix that it has. A matrix of floats has groups of [`BLOCK`], without scales.
 #[derive(Clone, Copy)]
 pub struct Kernels {
-    /// `source, target, count`: copies `count` floats, whole groups, into the order of lanes, followed by the sum of each group.
+    /// Floats of a span of x of that many columns, as `rows` read it.
+    floats: fn(usize) -> usize,
+    /// `source, target, count`: writes a span of `count` floats, whole groups, as `rows` read it.
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
-    /// One row of x times four rows of the matrix: `x, rows, their scales and biases, number of groups, bytes from each row to
-    /// the one that is prefetched, sums`.
-    pub fused: unsafe fn(*const f32, &[*const u8; OUT], &Groups, usize, usize, *mut [f32; OUT]),
-    /// Unpacks that many groups of four rows of the matrix and their biases, vector by vector: [columns / lanes, 4, lanes].
-    pub unpack: unsafe fn(&[*const u8; OUT], &Groups, usize, *mut f32),
-    /// 1, 2 and more rows of x times the four rows of a panel. Writes sums for each row of x.
-    pub panel: &'static [PanelProduct],
+    /// 1, 2 and more rows of x times four rows of the matrix. Writes sums for each row of x.
+    pub rows: &'static [RowsProduct],
     /// Those of packed matrices only.
     pub packed: Option<PackedKernels>,
 }
@@ -73,8 +85,8 @@ pub struct Kernels {
 #[derive(Clone, Copy)]
 pub struct PackedKernels {
     /// Reads scales and biases of four rows of the matrix: `scales, biases, index of each row's first group, number of groups,
-    /// groups from each row to the one that is prefetched, target`.
-    pub groups: unsafe fn(&Floats<'_>, &Floats<'_>, &[usize; OUT], usize, usize, &mut Groups),
+    /// target`.
+    pub groups: unsafe fn(&Floats<'_>, &Biases<'_>, &[usize; OUT], usize, &mut Groups),
     /// Those that multiply bytes.
     pub int8: int8::Kernels,
 }
@@ -93,25 +105,23 @@ macro_rules! packed_kernels {
     };
     (@ $isa:ident $features:tt $bits:literal, $group:literal, $rows:tt, $int8:expr) => {
         Kernels {
-            arrange: enabled!($features arrange_blocks(
+            floats: |columns| padded::<$isa, $bits>(columns) + biases_of(columns / $group),
+            arrange: enabled!($features arrange_words(
                 from: *const f32, to: *mut f32, count: usize
             ) { arrange::<$isa, $bits, $group>(from, to, count) }),
-            fused: enabled!($features fused_row(
-                x: *const f32, words: &[*const u8; OUT], groups: &Groups, count: usize, ahead: usize,
-                sums: *mut [f32; OUT]
-            ) { fused::<$isa, $bits, $group>(x, words, groups, count, ahead, sums) }),
-            unpack: enabled!($features unpack_groups(
-                words: &[*const u8; OUT], groups: &Groups, count: usize, panel: *mut f32
-            ) { unpack::<$isa, $bits, $group>(words, groups, count, panel) }),
-            panel: panel_kernels!($isa $features $rows),
+            rows: packed_kernels!(@rows $isa $features $bits, $group, $rows),
             packed: Some(PackedKernels {
                 groups: enabled!($features read_groups(
-                    scales: &Floats<'_>, biases: &Floats<'_>, at: &[usize; OUT], count: usize, ahead: usize,
-                    to: &mut Groups
-                ) { groups::<$isa>(scales, biases, at, count, ahead, to) }),
+                    scales: &Floats<'_>, biases: &Biases<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
+                ) { groups::<$isa, $bits>(scales, biases, at, count, to) }),
                 int8: $int8,
             }),
         }
+    };
+    (@rows $isa:ident $features:tt $bits:literal, $group:literal, [$($rows:literal)*]) => {
+        &[$(enabled!($features packed_rows(
+            x: *const f32, stride: usize, span: &Span<'_>, sums: *mut [f32; OUT]
+        ) { packed_product::<$isa, $bits, $group, $rows>(x, stride, span, sums) })),*]
     };
 }
 
@@ -126,46 +136,42 @@ macro_rules! float_kernels {
     };
     (@ $isa:ident $features:tt $float:ident, $rows:tt) => {
         Kernels {
-            arrange: enabled!($features copy_blocks(
+            floats: |columns| columns,
+            arrange: enabled!($features copy_floats(
                 from: *const f32, to: *mut f32, count: usize
             ) { from.copy_to_nonoverlapping(to, count) }),
-            fused: enabled!($features fused_row(
-                x: *const f32, lines: &[*const u8; OUT], _groups: &Groups, count: usize, _ahead: usize,
-                sums: *mut [f32; OUT]
-            ) { fused_floats::<$isa, $float>(x, lines, count, sums) }),
-            unpack: enabled!($features unpack_floats_of(
-                lines: &[*const u8; OUT], _groups: &Groups, count: usize, panel: *mut f32
-            ) { unpack_floats::<$isa, $float>(lines, count, panel) }),
-            panel: panel_kernels!($isa $features $rows),
+            rows: float_kernels!(@rows $isa $features $float, $rows),
             packed: None,
         }
     };
-}
-
-/// Compiles [`Kernels::panel`]: as many rows at a time as the registers hold sums of.
-macro_rules! panel_kernels {
-    ($isa:ident $features:tt [$($rows:literal)*]) => {
-        &[$(enabled!($features panel_rows(
-            panel: *const f32, x: *const f32, span: usize, sums: *mut [f32; OUT]
-        ) { panel_product::<$isa, $rows>(panel, x, span, sums) })),*]
+    (@rows $isa:ident $features:tt $float:ident, [$($rows:literal)*]) => {
+        &[$(enabled!($features float_rows(
+            x: *const f32, stride: usize, span: &Span<'_>, sums: *mut [f32; OUT]
+        ) { float_product::<$isa, $float, $rows>(x, stride, span, sums) })),*]
     };
 }
 
 impl Kernels {
+    /// Where the span of column `k` of `rows` rows of x begins, and the floats of one of them.
+    pub fn span(&self, columns: usize, rows: usize, k: usize) -> (usize, usize) {
+        let start = rows * (k / SPAN) * (self.floats)(SPAN);
+        (start, (self.floats)(SPAN.min(columns - k)))
+    }
+
     /// Those of packed matrices; 4 or 8 bits, groups of 32, 64 or 128.
     pub fn of_packed(isa: Isa, bits: usize, group: usize) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
-                packed_kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3 4 5 6] Self::int8_of_avx512(bits, group))
+                packed_kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3] Self::int8_of_avx512(bits, group))
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => {
-                packed_kernels!(Avx2 ["avx2,fma,f16c"] bits group [1 2 3] int8_kernels!(Avx2 ["avx2,fma,f16c"] bits group))
+                packed_kernels!(Avx2 ["avx2,fma,f16c"] bits group [1 2] int8_kernels!(Avx2 ["avx2,fma,f16c"] bits group))
             }
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => {
-                packed_kernels!(Neon ["neon"] bits group [1 2 3 4 5] int8_kernels!(Portable ["neon"] bits group))
+                packed_kernels!(Neon ["neon"] bits group [1 2 3] int8_kernels!(Portable ["neon"] bits group))
             }
             Isa::Portable => {
                 packed_kernels!(Portable [] bits group [1 2] int8_kernels!(Portable [] bits group))
@@ -217,6 +223,11 @@ macro_rules! unroll {
 }
 pub(crate) use unroll;
 
+/// Columns of whole blocks.
+const fn padded<L: Lanes, const BITS: usize>(columns: usize) -> usize {
+    columns.next_multiple_of(L::LANES * 32 / BITS)
+}
+
 /// See [`Kernels::arrange`].
 ///
 /// # Safety
@@ -227,12 +238,18 @@ unsafe fn arrange<L: Lanes, const BITS: usize, const GROUP: usize>(
     to: *mut f32,
     count: usize,
 ) {
-    // SAFETY: a group is whole blocks of both spans; `to` has room for a sum of each group and zeros.
+    let (elements, columns) = (32 / BITS, padded::<L, BITS>(count));
+    // SAFETY: `to` has room for whole blocks, a sum of each group, and zeros.
     unsafe {
-        for block in (0..count).step_by(BLOCK) {
-            L::arrange::<BITS>(from.add(block), to.add(block));
+        to.add(count - count % (L::LANES * elements)).write_bytes(0, columns - count);
+        for word in 0..count / elements {
+            let (block, lane) = (word / L::LANES, word % L::LANES);
+            let to = to.add(block * L::LANES * elements + lane);
+            for i in 0..elements {
+                *to.add(i * L::LANES) = *from.add(word * elements + i) / unit::<BITS>(i);
+            }
         }
-        let (ones, sums, groups) = (L::splat(1.0), to.add(count), count / GROUP);
+        let (ones, sums, groups) = (L::splat(1.0), to.add(columns), count / GROUP);
         for g in 0..groups {
             let mut sum = L::zero();
             for at in (0..GROUP).step_by(L::LANES) {
@@ -248,27 +265,55 @@ unsafe fn arrange<L: Lanes, const BITS: usize, const GROUP: usize>(
 /// See [`PackedKernels::groups`].
 ///
 /// # Safety
-/// See [`Kernels`]; scales and biases have `count` elements from each of `at` on.
+/// See [`Kernels`]; scales and stored biases have `count` elements from each of `at` on.
 #[inline(always)]
-unsafe fn groups<L: Lanes>(
+unsafe fn groups<L: Lanes, const BITS: usize>(
     scales: &Floats<'_>,
-    biases: &Floats<'_>,
+    biases: &Biases<'_>,
     at: &[usize; OUT],
     count: usize,
-    ahead: usize,
     to: &mut Groups,
 ) {
-    for (from, to) in [(scales, &mut to.scales), (biases, &mut to.biases)] {
-        for (at, to) in at.iter().zip(to) {
-            let next = from.start().wrapping_add((at + ahead) * from.size());
-            // SAFETY: a prefetch does not fault; the rest is promised by the caller.
-            unsafe {
-                L::prefetch(next);
-                match from {
-                    Floats::F32(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
-                    Floats::Bf16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
-                    Floats::F16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
+    // SAFETY: promised by the caller; both arrays of a row have whole vectors.
+    unsafe {
+        groups_of_rows::<L>(scales, at, count, &mut to.scales);
+        match biases {
+            Biases::Stored(biases) => {
+                groups_of_rows::<L>(biases, at, count, &mut to.biases);
+            }
+            Biases::Symmetric => {
+                let factor = L::splat(-((1 << (BITS - 1)) as f32));
+                for (scales, biases) in to.scales.iter().zip(&mut to.biases) {
+                    let mut i = 0;
+                    while i < SPAN / 32 {
+                        let bias = L::fma(L::load(scales.as_ptr().add(i)), factor, L::zero());
+                        L::store(biases.as_mut_ptr().add(i), bias);
+                        i += L::LANES;
+                    }
                 }
+            }
+        }
+    }
+}
+
+/// Reads scales or biases of four rows.
+///
+/// # Safety
+/// As [`groups`].
+#[inline(always)]
+unsafe fn groups_of_rows<L: Lanes>(
+    from: &Floats<'_>,
+    at: &[usize; OUT],
+    count: usize,
+    to: &mut [[f32; SPAN / 32]; OUT],
+) {
+    for (at, to) in at.iter().zip(to) {
+        // SAFETY: promised by the caller.
+        unsafe {
+            match from {
+                Floats::F32(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
+                Floats::Bf16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
+                Floats::F16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
             }
         }
     }
@@ -302,88 +347,72 @@ unsafe fn groups_of_row<L: Lanes, F: Float>(from: &[F], count: usize, to: &mut [
     }
 }
 
-/// See [`Kernels::fused`].
+/// See [`Kernels::rows`].
 ///
 /// # Safety
 /// See [`Kernels`].
 #[inline(always)]
-unsafe fn fused<L: Lanes, const BITS: usize, const GROUP: usize>(
+unsafe fn packed_product<L: Lanes, const BITS: usize, const GROUP: usize, const R: usize>(
     x: *const f32,
-    words: &[*const u8; OUT],
-    groups: &Groups,
-    count: usize,
-    ahead: usize,
+    stride: usize,
+    span: &Span<'_>,
     parts: *mut [f32; OUT],
 ) {
-    // SAFETY: all blocks are in the span; a group is whole blocks.
+    let Span { columns, lines: [a, b, c, d], groups, count, ahead, .. } = *span;
+    let elements = 32 / BITS;
+    let words = columns / elements;
+    // Groups of a block of words.
+    let spread = (L::LANES * elements / GROUP).max(1);
+    // SAFETY: all words are in the span, and x has whole blocks. Scales and biases have whole vectors.
     unsafe {
-        let mut sums = [L::zero(); OUT];
-        let [a, b, c, d] = *words;
-        for g in 0..count {
-            let mut tables = [L::zero(); OUT];
+        let mut sums = [[L::zero(); OUT]; R];
+        let mut first = 0;
+        while first < words {
+            let lines = [a, b, c, d].map(|line| line.wrapping_add(4 * first));
             unroll!(O < OUT, {
-                tables[O] = L::table::<BITS>(*groups.scales[O].get_unchecked(g));
+                prefetch(lines[O].wrapping_add(ahead));
             });
-            unroll!(B < GROUP / BLOCK, {
-                let block = g * GROUP + B * BLOCK;
-                let words = [a, b, c, d].map(|line| line.wrapping_add(block * BITS / 8));
-                // Row by row, as the vectors that one row needs fit the registers.
+            let block = if first + L::LANES <= words {
+                lines.map(|line| L::load_words(line))
+            } else {
+                lines.map(|line| L::load_first_words(line, words - first))
+            };
+            let mut products = [[L::zero(); OUT]; R];
+            unroll!(E < 32 / BITS, {
+                let mut rows = [L::zero(); R];
+                unroll!(I < R, {
+                    rows[I] = L::load(x.add(I * stride + first * elements + E * L::LANES));
+                });
                 unroll!(O < OUT, {
-                    L::prefetch(words[O].wrapping_add(ahead));
-                    unroll!(I < L::VECTORS, {
-                        let w = L::weights::<BITS>(words[O], I, tables[O]);
-                        let x = L::load(x.add(block + I * L::LANES));
-                        sums[O] = L::fma(w, x, sums[O]);
+                    let element = L::element::<BITS>(block[O], E);
+                    unroll!(I < R, {
+                        products[I][O] = L::fma(element, rows[I], products[I][O]);
                     });
                 });
             });
-        }
-        let x = x.add(count * GROUP);
-        let mut g = 0;
-        while g < biases_of(count) {
-            let x = L::load(x.add(g));
+            let group = first * elements / GROUP;
             unroll!(O < OUT, {
-                sums[O] = L::fma(L::load(groups.biases[O].as_ptr().add(g)), x, sums[O]);
-            });
-            g += L::LANES;
-        }
-        parts.write(L::sum4(sums));
-    }
-}
-
-/// See [`Kernels::unpack`].
-///
-/// # Safety
-/// See [`Kernels`].
-#[inline(always)]
-unsafe fn unpack<L: Lanes, const BITS: usize, const GROUP: usize>(
-    words: &[*const u8; OUT],
-    groups: &Groups,
-    count: usize,
-    panel: *mut f32,
-) {
-    // SAFETY: all blocks are in the span; a group is whole blocks.
-    unsafe {
-        for g in 0..count {
-            unroll!(O < OUT, {
-                let table = L::table::<BITS>(*groups.scales[O].get_unchecked(g));
-                unroll!(B < GROUP / BLOCK, {
-                    let block = g * GROUP + B * BLOCK;
-                    unroll!(I < L::VECTORS, {
-                        let w = L::weights::<BITS>(words[O].add(block * BITS / 8), I, table);
-                        L::store(panel.add((block + I * L::LANES) * OUT + O * L::LANES), w);
-                    });
+                let scales = L::spread(groups.scales[O].as_ptr().add(group), spread);
+                unroll!(I < R, {
+                    sums[I][O] = L::fma(products[I][O], scales, sums[I][O]);
                 });
             });
+            first += L::LANES;
         }
+        let x = x.add(padded::<L, BITS>(columns));
         let mut g = 0;
         while g < biases_of(count) {
             unroll!(O < OUT, {
                 let biases = L::load(groups.biases[O].as_ptr().add(g));
-                L::store(panel.add((count * GROUP + g) * OUT + O * L::LANES), biases);
+                unroll!(I < R, {
+                    sums[I][O] = L::fma(biases, L::load(x.add(I * stride + g)), sums[I][O]);
+                });
             });
             g += L::LANES;
         }
+        unroll!(I < R, {
+            parts.add(I).write(L::sum4(sums[I]));
+        });
     }
 }
 
@@ -427,98 +456,33 @@ impl Float for f16 {
     }
 }
 
-/// See [`Kernels::fused`].
+/// See [`Kernels::rows`].
 ///
 /// # Safety
 /// See [`Kernels`]; lines begin at floats of the type.
 #[inline(always)]
-unsafe fn fused_floats<L: Lanes, F: Float>(
+unsafe fn float_product<L: Lanes, F: Float, const R: usize>(
     x: *const f32,
-    lines: &[*const u8; OUT],
-    count: usize,
+    stride: usize,
+    span: &Span<'_>,
     parts: *mut [f32; OUT],
 ) {
-    let lines = lines.map(|line| line.cast::<F>());
-    // SAFETY: all blocks are in the span, and a block is whole vectors.
-    unsafe {
-        let mut sums = [L::zero(); OUT];
-        let mut v = 0;
-        while v < count * BLOCK {
-            unroll!(I < L::VECTORS, {
-                let x = L::load(x.add(v + I * L::LANES));
-                unroll!(O < OUT, {
-                    sums[O] = L::fma(F::load::<L>(lines[O].add(v + I * L::LANES)), x, sums[O]);
-                });
-            });
-            v += BLOCK;
-        }
-        parts.write(L::sum4(sums));
-    }
-}
-
-/// See [`Kernels::unpack`].
-///
-/// # Safety
-/// As [`fused_floats`].
-#[inline(always)]
-unsafe fn unpack_floats<L: Lanes, F: Float>(
-    lines: &[*const u8; OUT],
-    count: usize,
-    panel: *mut f32,
-) {
-    let lines = lines.map(|line| line.cast::<F>());
-    // SAFETY: all blocks are in the span, and a block is whole vectors.
-    unsafe {
-        let mut v = 0;
-        while v < count * BLOCK {
-            unroll!(O < OUT, {
-                L::store(panel.add(v * OUT + O * L::LANES), F::load::<L>(lines[O].add(v)));
-            });
-            v += L::LANES;
-        }
-    }
-}
-
-/// See [`Kernels::panel`].
-///
-/// # Safety
-/// See [`Kernels`].
-#[inline(always)]
-unsafe fn panel_product<L: Lanes, const R: usize>(
-    panel: *const f32,
-    x: *const f32,
-    span: usize,
-    parts: *mut [f32; OUT],
-) {
-    // SAFETY: the panel has four rows of the span, x has R of them, and there is room for R rows of sums.
+    let lines = span.lines.map(|line| line.cast::<F>());
+    // SAFETY: a span is whole vectors.
     unsafe {
         let mut sums = [[L::zero(); OUT]; R];
         let mut v = 0;
-        while v < span {
-            // The fewer vectors, of the rows or of the panel, stay in registers: with all of them, sums would not.
-            if R < OUT {
-                let mut rows = [L::zero(); R];
+        while v < span.columns {
+            let mut rows = [L::zero(); R];
+            unroll!(I < R, {
+                rows[I] = L::load(x.add(I * stride + v));
+            });
+            unroll!(O < OUT, {
+                let floats = F::load::<L>(lines[O].add(v));
                 unroll!(I < R, {
-                    rows[I] = L::load(x.add(I * span + v));
+                    sums[I][O] = L::fma(floats, rows[I], sums[I][O]);
                 });
-                unroll!(O < OUT, {
-                    let w = L::load(panel.add(v * OUT + O * L::LANES));
-                    unroll!(I < R, {
-                        sums[I][O] = L::fma(w, rows[I], sums[I][O]);
-                    });
-                });
-            } else {
-                let mut w = [L::zero(); OUT];
-                unroll!(O < OUT, {
-                    w[O] = L::load(panel.add(v * OUT + O * L::LANES));
-                });
-                unroll!(I < R, {
-                    let x = L::load(x.add(I * span + v));
-                    unroll!(O < OUT, {
-                        sums[I][O] = L::fma(w[O], x, sums[I][O]);
-                    });
-                });
-            }
+            });
             v += L::LANES;
         }
         unroll!(I < R, {

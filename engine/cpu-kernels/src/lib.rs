@@ -59,8 +59,8 @@ pub use lanes::Isa;
 pub use pages::use_huge_pages;
 pub use pool::{max_threads, set_threads, threads};
 pub use product::{
-    Activations, Dense, Error, Finish, Input, Matrix, Packed, Product, product, product_with,
-    products, products_with,
+    Activations, Biases, Dense, Error, Finish, Input, Matrix, Packed, Product, product,
+    product_with, products, products_with,
 };
 
 /// Numbers from -1 to 1, the same for the same seed.

@@ -1,7 +1,9 @@
 //! The product: y[r][n] = sum over k of x[r][k] * w[n][k].
 //!
-//! Columns are cut into spans of [`SPAN`]. An output is the sum of its spans, first to last; a span is one chain of
-//! fused products a lane, whose lanes are added in the end. Nothing else decides the order of sums.
+//! Columns are cut into spans of [`SPAN`](crate::kernel::SPAN). An output is the sum of its spans, first to last. In a span, a
+//! lane of a vector adds up the products of a packed word's elements, multiplies the sum with the group's scale, and adds it to
+//! those of its words before; of floats, each product is added at once. Lanes are added in the end. Nothing else decides the
+//! order of sums.
 //!
 //! Biases of a packed matrix are apart from its elements: they are multiplied with the sums of the groups of x, which end
 //! its span. So the bound of an error is relative to `|element * scale| + |bias|`, not to the magnitude of their sum.
@@ -9,10 +11,9 @@
 //! Several matrices with one format share the rows they read, which may be normed before, and what happens to a sum next
 //! ([`Finish`]) happens while it is in the first-level cache. Bits are those of one operation after the other.
 //!
-//! One row is multiplied while elements are in registers. More rows share a panel: four rows of the matrix, one
-//! span long, unpacked to 16 KiB of f32, which they then read from the first-level cache. Rows are taken 128 at a
-//! time, so that their span stays in the second-level cache. With activations in 8 bits ([`int8`]), elements of the matrix
-//! are unpacked to bytes for each two rows, and there is no panel.
+//! Elements become f32 in registers and are multiplied there with up to [`Kernels::rows`] rows. Rows are taken 128 at a time,
+//! so that their span stays in the second-level cache. With activations in 8 bits ([`int8`](crate::int8)), elements of the
+//! matrix are unpacked to bytes for each two rows.
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
@@ -22,8 +23,8 @@ mod task;
 
 use crate::elementwise::Norm;
 use crate::float::{Floats, FloatsMut};
-use crate::kernel::{Kernels, SPAN, biases_of};
-use crate::lanes::{BLOCK, Isa};
+use crate::kernel::Kernels;
+use crate::lanes::{BLOCK, Isa, prefetch};
 use task::{Out, Part};
 
 /// A packed matrix: MLX's affine quantization.
@@ -33,8 +34,8 @@ pub struct Packed<'a> {
     pub words: &'a [u32],
     /// [rows, columns / group_size]
     pub scales: Floats<'a>,
-    /// As `scales`: an element is worth `element * scale + bias`.
-    pub biases: Floats<'a>,
+    /// Of the same groups.
+    pub biases: Biases<'a>,
     /// Outputs.
     pub rows: usize,
     /// Inputs.
@@ -43,6 +44,16 @@ pub struct Packed<'a> {
     pub group_size: usize,
     /// 4 or 8.
     pub bits: usize,
+}
+
+/// What an element is worth beside `element * scale`.
+#[derive(Debug, Clone, Copy)]
+pub enum Biases<'a> {
+    /// `+ bias`; [rows, columns / group_size].
+    Stored(Floats<'a>),
+    /// `- 2^(bits - 1) * scale`. The kernels compute it from the scale, as reading it takes a tenth of the time of a product in
+    /// 4 bits.
+    Symmetric,
 }
 
 /// A matrix of floats.
@@ -174,6 +185,21 @@ impl Packed<'_> {
         self.columns / self.group_size
     }
 
+    /// The index of the group of column `k` of a row.
+    fn group(&self, row: usize, k: usize) -> usize {
+        row * self.groups() + k / self.group_size
+    }
+
+    /// Brings the scales and stored biases of a row, from column `k` on, to the caches. The row may be none of the matrix.
+    fn prefetch_groups(&self, row: usize, k: usize) {
+        let at = self.group(row, k);
+        let of = |floats: &Floats<'_>| prefetch(floats.start().wrapping_add(at * floats.size()));
+        of(&self.scales);
+        if let Biases::Stored(biases) = &self.biases {
+            of(biases);
+        }
+    }
+
     /// Checks the lengths that the shape asks for.
     fn check(&self) -> Result<(), Error> {
         let Self { rows, columns, group_size, bits, .. } = *self;
@@ -182,7 +208,10 @@ impl Packed<'_> {
         }
         length("words", self.words.len(), rows * (columns * bits / 32))?;
         length("scales", self.scales.len(), rows * self.groups())?;
-        length("biases", self.biases.len(), rows * self.groups())
+        match self.biases {
+            Biases::Stored(biases) => length("biases", biases.len(), rows * self.groups()),
+            Biases::Symmetric => Ok(()),
+        }
     }
 }
 
@@ -225,20 +254,6 @@ impl Matrix<'_> {
         }
     }
 
-    /// Floats behind a span of x: the sums of its groups.
-    fn sums(&self, columns: usize) -> usize {
-        match self {
-            Self::Packed(matrix) => biases_of(columns / matrix.group_size),
-            Self::Dense(_) => 0,
-        }
-    }
-
-    /// Where the span of column `k` of `rows` rows of x begins, and the floats of one of them.
-    fn span(&self, rows: usize, k: usize) -> (usize, usize) {
-        let columns = SPAN.min(self.columns() - k);
-        (rows * (k + k / SPAN * self.sums(SPAN)), columns + self.sums(columns))
-    }
-
     /// Bytes that elements of a row take. `columns` is a multiple of [`BLOCK`].
     fn bytes(&self, columns: usize) -> usize {
         match self {
@@ -247,12 +262,13 @@ impl Matrix<'_> {
         }
     }
 
-    /// The first element's bytes.
-    fn start(&self) -> *const u8 {
-        match self {
+    /// Where the elements of a row begin, from column `k` on. The row may be none of the matrix.
+    fn line(&self, row: usize, k: usize) -> *const u8 {
+        let start = match self {
             Self::Packed(matrix) => matrix.words.as_ptr().cast(),
             Self::Dense(matrix) => matrix.elements.start(),
-        }
+        };
+        start.wrapping_add(row * self.bytes(self.columns()) + self.bytes(k))
     }
 
     fn kernels(&self, isa: Isa) -> Kernels {

@@ -11,7 +11,9 @@ use mlx_rs::ops::{matmul, ones_dtype};
 use mlx_rs::random::{key, normal};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
-use steersman_cpu_kernels::{Activations, Floats, FloatsMut, Isa, Packed, max_threads, product};
+use steersman_cpu_kernels::{
+    Activations, Biases, Floats, FloatsMut, Isa, Packed, max_threads, product,
+};
 
 use super::{max_running, memory};
 use crate::config::{self, Config};
@@ -171,7 +173,8 @@ fn multiply_packed() -> Result<f64> {
     let [rows, columns, group_size] = PACKED;
     let groups = vec![0.01; rows * columns / group_size];
     let words = vec![0x1234_5678; rows * columns / 8];
-    let (scales, biases) = (Floats::F32(&groups), Floats::F32(&groups));
+    let scales = Floats::F32(&groups);
+    let biases = Biases::Stored(scales);
     let matrix = Packed { words: &words, scales, biases, rows, columns, group_size, bits: 4 };
     let (x, mut y) = (vec![1.0; columns], vec![0.0; rows]);
     let seconds = best(|| {

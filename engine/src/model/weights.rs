@@ -21,7 +21,7 @@ use crate::error::{ConfigError, Error, Result};
 use crate::kernels::cpu::{self, Activations};
 use crate::kernels::cuda::Tiled;
 use crate::loading;
-use crate::nn::{Dense, Linear, Mode, Packed, Quantization, message, scaled};
+use crate::nn::{Dense, Linear, Mode, OwnKernel, Packed, Quantization, message, scaled};
 
 mod layers;
 
@@ -403,7 +403,9 @@ impl Weights {
     /// A layer in the form that [`Storage`] asks for.
     fn stored(&mut self, mut packed: Packed, bias: Option<Array>) -> Result<Linear> {
         packed.own_kernel = match self.storage {
-            Storage::OwnKernels(activations) if cpu::supports(&packed) => Some(activations),
+            Storage::OwnKernels(activations) if cpu::supports(&packed) => {
+                Some(OwnKernel { activations, is_symmetric: packed.is_symmetric()? })
+            }
             _ => None,
         };
         if self.storage != Storage::Packed && packed.own_kernel.is_none() {

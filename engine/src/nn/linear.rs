@@ -189,7 +189,7 @@ impl Embedding {
 mod tests {
     use super::*;
     use crate::kernels::cpu::Activations;
-    use crate::nn::{Mode, Quantization};
+    use crate::nn::{Mode, OwnKernel, Quantization};
     use mlx_rs::{Device, DeviceType, random};
 
     fn normal(seed: u64, shape: &[i32]) -> Array {
@@ -241,8 +241,9 @@ mod tests {
             let quantization = Quantization { group_size, bits, mode: Mode::Affine };
             let short = normal(4, &[96, 256]).as_dtype(Dtype::Bfloat16).unwrap();
             let packed = Packed::quantize(&short, quantization);
-            let weight =
-                Packed { own_kernel: Some(Activations::Exact), dtype: Dtype::Float32, ..packed };
+            let own_kernel =
+                Some(OwnKernel { activations: Activations::Exact, is_symmetric: false });
+            let weight = Packed { own_kernel, dtype: Dtype::Float32, ..packed };
             let dense = Linear::Dense { weight: weight.dequantize().unwrap().into(), bias: None };
             let own = Linear::Quantized { weight, bias: None };
             let largest = |a: Array| a.abs().unwrap().max(None).unwrap().item_exact::<f32>();

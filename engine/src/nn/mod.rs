@@ -32,7 +32,7 @@ pub use mamba2::{GatedNorm, Mamba2};
 pub use mlp::{Activation, Block, Gate, GatedMlp, PlainMlp};
 pub use moe::{Experts, Groups, Mlp, Moe, Shared};
 pub use norm::{LayerNorm, RmsNorm};
-pub use packed::{DENSE_ROWS, Mode, Packed, Quantization, from_fp8};
+pub use packed::{DENSE_ROWS, Mode, OwnKernel, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
 pub use runs::by_run;
 

@@ -86,9 +86,18 @@ pub struct Packed {
     pub quantization: Quantization,
     /// Type of the dequantized matrix.
     pub dtype: Dtype,
-    /// How [`cpu::products`](crate::kernels::cpu::products), which [`cpu::supports`](crate::kernels::cpu::supports) allows,
-    /// read their inputs; `None` uses MLX's products.
-    pub own_kernel: Option<Activations>,
+    /// For [`cpu::products`](crate::kernels::cpu::products), which [`cpu::supports`](crate::kernels::cpu::supports) allows;
+    /// `None` uses MLX's products.
+    pub own_kernel: Option<OwnKernel>,
+}
+
+/// How products of our own read a packed matrix and their input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OwnKernel {
+    /// How they read rows of the input.
+    pub activations: Activations,
+    /// Whether they compute biases from scales, see [`Packed::is_symmetric`].
+    pub is_symmetric: bool,
 }
 
 impl Packed {
@@ -117,6 +126,14 @@ impl Packed {
                 )
             }
         })
+    }
+
+    /// Whether each bias is `-2^(bits - 1)` times its scale, as in files of GGUF's Q4_0 and Q8_0.
+    pub fn is_symmetric(&self) -> Result<bool> {
+        let (Some(biases), bits) = (&self.biases, self.quantization.bits) else { return Ok(false) };
+        let factor = Array::from_f32(-f32::exp2(bits as f32 - 1.0));
+        let symmetric = self.scales.multiply(factor.as_dtype(self.scales.dtype())?)?;
+        Ok(biases.array_eq(symmetric, None)?.item_exact())
     }
 
     /// Each row of `x` [.., 1, in] times the transposed matrix at its index in `which` [..] (u32),

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::Lanes;
+use super::{Lanes, mask};
 
 /// 8 lanes.
 pub struct Avx2;
@@ -34,10 +34,23 @@ pub unsafe fn sum4_of_quads([a, b, c, d]: [__m128; 4]) -> [f32; 4] {
     }
 }
 
-// SAFETY: each method reads and writes what the trait states: 8 floats, or of a block all 16 bytes (4 bits) or 8 for
-// each vector (8 bits).
+/// Ones in the first `count` lanes.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn first_lanes(count: usize) -> __m256i {
+    // SAFETY: see above.
+    unsafe {
+        let count = _mm256_set1_epi32(count.min(8) as i32);
+        _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
+    }
+}
+
+// SAFETY: each method reads and writes what the trait states: 8 floats or words.
 unsafe impl Lanes for Avx2 {
     type V = __m256;
+    type Words = __m256i;
     const LANES: usize = 8;
 
     #[inline(always)]
@@ -89,39 +102,39 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32) -> __m256 {
-        // SAFETY: see `zero`.
-        unsafe { _mm256_set1_ps(scale) }
+    unsafe fn load_words(from: *const u8) -> __m256i {
+        // SAFETY: the caller's pointer is valid for 8 words.
+        unsafe { _mm256_loadu_si256(from.cast()) }
     }
 
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, scale: __m256) -> __m256 {
-        // SAFETY: the caller's pointer is valid for the block, of which 16 or 8 bytes are read.
+    unsafe fn load_first_words(from: *const u8, count: usize) -> __m256i {
+        // SAFETY: the caller's pointer is valid for the words that the mask names.
+        unsafe { _mm256_maskload_epi32(from.cast(), first_lanes(count)) }
+    }
+
+    #[inline(always)]
+    unsafe fn element<const BITS: usize>(words: __m256i, i: usize) -> __m256 {
+        // SAFETY: see `zero`.
         unsafe {
-            let elements = if BITS == 4 {
-                let words = _mm256_broadcastsi128_si256(_mm_loadu_si128(block.cast()));
-                // Elements 7 have the sign bit: vector 3 is shifted to the place of vector 2.
-                let words = if i == 3 { _mm256_srli_epi32::<4>(words) } else { words };
-                let low = 15 << (4 * i.min(2));
-                let high = low << 16;
-                let mask = _mm256_setr_epi32(low, low, low, low, high, high, high, high);
-                _mm256_and_si256(words, mask)
-            } else {
-                _mm256_cvtepu8_epi32(_mm_loadl_epi64(block.add(8 * i).cast()))
-            };
-            _mm256_mul_ps(_mm256_cvtepi32_ps(elements), scale)
+            _mm256_cvtepi32_ps(match (BITS, i) {
+                (4, 7) => _mm256_srli_epi32::<28>(words),
+                (8, 3) => _mm256_srli_epi32::<24>(words),
+                _ => _mm256_and_si256(words, _mm256_set1_epi32(mask::<BITS>(i))),
+            })
         }
     }
 
     #[inline(always)]
-    fn unit<const BITS: usize>(i: usize, lane: usize) -> f32 {
-        if BITS == 4 { (1u32 << (4 * i.min(2) + 16 * (lane / 4))) as f32 } else { 1.0 }
-    }
-
-    #[inline(always)]
-    unsafe fn prefetch(address: *const u8) {
-        // SAFETY: see `zero`; a prefetch does not fault.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+    unsafe fn spread(from: *const f32, count: usize) -> __m256 {
+        // SAFETY: the caller's pointer is valid for the floats.
+        unsafe {
+            if count == 1 {
+                return _mm256_set1_ps(*from);
+            }
+            debug_assert!(count == 2, "a block has 64 columns and groups of 32 at least");
+            _mm256_set_m128(_mm_set1_ps(*from.add(1)), _mm_set1_ps(*from))
+        }
     }
 
     #[inline(always)]
@@ -142,10 +155,6 @@ unsafe impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn first(v: __m256, count: usize) -> __m256 {
         // SAFETY: see `zero`.
-        unsafe {
-            let count = _mm256_set1_epi32(count.min(8) as i32);
-            let kept = _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-            _mm256_and_ps(v, _mm256_castsi256_ps(kept))
-        }
+        unsafe { _mm256_and_ps(v, _mm256_castsi256_ps(first_lanes(count))) }
     }
 }

@@ -2,15 +2,17 @@
 
 use std::arch::x86_64::*;
 
-use super::Lanes;
 use super::avx2::{quad, sum4_of_quads};
+use super::{Lanes, mask};
 
 /// 16 lanes.
 pub struct Avx512;
 
-/// The floats that 4 bits count.
-static COUNT: [f32; 16] =
-    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+/// A mask of the first `count` lanes.
+#[inline(always)]
+fn first_lanes(count: usize) -> __mmask16 {
+    if count >= 16 { 0xffff } else { (1 << count) - 1 }
+}
 
 /// The sums of the halves of a vector.
 ///
@@ -25,10 +27,10 @@ unsafe fn half(v: __m512) -> __m256 {
     }
 }
 
-// SAFETY: each method reads and writes what the trait states: 16 floats, or a block's 16 (4 bits) or 32 bytes (8 bits,
-// 16 for each vector).
+// SAFETY: each method reads and writes what the trait states: 16 floats or words.
 unsafe impl Lanes for Avx512 {
     type V = __m512;
+    type Words = __m512i;
     const LANES: usize = 16;
 
     #[inline(always)]
@@ -82,53 +84,45 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32) -> __m512 {
-        // SAFETY: see `zero`; COUNT has 16 floats.
+    unsafe fn load_words(from: *const u8) -> __m512i {
+        // SAFETY: the caller's pointer is valid for 16 words.
+        unsafe { _mm512_loadu_si512(from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_first_words(from: *const u8, count: usize) -> __m512i {
+        // SAFETY: the caller's pointer is valid for the words that the mask names.
+        unsafe { _mm512_maskz_loadu_epi32(first_lanes(count), from.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn element<const BITS: usize>(words: __m512i, i: usize) -> __m512 {
+        // SAFETY: see `zero`.
         unsafe {
-            let scale = _mm512_set1_ps(scale);
-            if BITS == 4 { _mm512_mul_ps(_mm512_loadu_ps(COUNT.as_ptr()), scale) } else { scale }
+            _mm512_cvtepi32_ps(match (BITS, i) {
+                (4, 7) => _mm512_srli_epi32::<28>(words),
+                (8, 3) => _mm512_srli_epi32::<24>(words),
+                _ => _mm512_and_si512(words, _mm512_set1_epi32(mask::<BITS>(i))),
+            })
         }
     }
 
     #[inline(always)]
-    unsafe fn prefetch(address: *const u8) {
-        // SAFETY: see `zero`; a prefetch does not fault.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, table: __m512) -> __m512 {
-        // SAFETY: the caller's pointer is valid for the block, of which 16 bytes are read.
+    unsafe fn spread(from: *const f32, count: usize) -> __m512 {
+        // SAFETY: the caller's pointer is valid for the floats.
         unsafe {
-            if BITS == 4 {
-                let words = _mm512_broadcast_i32x4(_mm_loadu_si128(block.cast()));
-                // Lane 4 * h + j takes element i + 2 * h. Shifts that the compiler knows to be below 32 are one
-                // instruction.
-                let i = 4 * i as i32;
-                let shifts = _mm512_setr_epi32(
-                    i,
-                    i,
-                    i,
-                    i,
-                    i + 8,
-                    i + 8,
-                    i + 8,
-                    i + 8,
-                    i + 16,
-                    i + 16,
-                    i + 16,
-                    i + 16,
-                    i + 24,
-                    i + 24,
-                    i + 24,
-                    i + 24,
-                );
-                // The look-up takes the lowest 4 bits of a lane and ignores the others.
-                return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table);
-            }
-            let bytes = _mm_loadu_si128(block.add(16 * i).cast());
-            let floats = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
-            _mm512_mul_ps(floats, table)
+            let (floats, lanes) = match count {
+                1 => return _mm512_set1_ps(*from),
+                2 => (
+                    _mm_castsi128_ps(_mm_loadl_epi64(from.cast())),
+                    _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1),
+                ),
+                _ => (
+                    _mm_loadu_ps(from),
+                    _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                ),
+            };
+            _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(floats))
         }
     }
 
@@ -149,8 +143,7 @@ unsafe impl Lanes for Avx512 {
 
     #[inline(always)]
     unsafe fn first(v: __m512, count: usize) -> __m512 {
-        let mask = if count >= 16 { 0xffff } else { (1 << count) - 1 };
         // SAFETY: see `zero`.
-        unsafe { _mm512_maskz_mov_ps(mask, v) }
+        unsafe { _mm512_maskz_mov_ps(first_lanes(count), v) }
     }
 }

@@ -2,15 +2,15 @@
 
 use std::arch::aarch64::*;
 
-use super::Lanes;
+use super::{Lanes, mask};
 
 /// 4 lanes.
 pub struct Neon;
 
-// SAFETY: each method reads and writes what the trait states: 4 floats, or of a block all 16 bytes (4 bits) or 4 for
-// each vector (8 bits).
+// SAFETY: each method reads and writes what the trait states: 4 floats or words.
 unsafe impl Lanes for Neon {
     type V = float32x4_t;
+    type Words = uint32x4_t;
     const LANES: usize = 4;
 
     #[inline(always)]
@@ -52,29 +52,28 @@ unsafe impl Lanes for Neon {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32) -> float32x4_t {
-        // SAFETY: see `zero`.
-        unsafe { vdupq_n_f32(scale) }
+    unsafe fn load_words(from: *const u8) -> uint32x4_t {
+        // SAFETY: the caller's pointer is valid for 4 words.
+        unsafe { vreinterpretq_u32_u8(vld1q_u8(from)) }
     }
 
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(
-        block: *const u8,
-        i: usize,
-        scale: float32x4_t,
-    ) -> float32x4_t {
-        // SAFETY: the caller's pointer is valid for the block, of which 16 or 4 bytes are read.
+    unsafe fn element<const BITS: usize>(words: uint32x4_t, i: usize) -> float32x4_t {
+        // SAFETY: see `zero`.
         unsafe {
-            let elements = if BITS == 4 {
-                let words = vreinterpretq_u32_u8(vld1q_u8(block));
-                // A negative shift goes right.
-                vandq_u32(vshlq_u32(words, vdupq_n_s32(-4 * i as i32)), vdupq_n_u32(15))
-            } else {
-                let four = u64::from(block.add(4 * i).cast::<u32>().read_unaligned());
-                vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))))
-            };
-            vmulq_f32(vcvtq_f32_u32(elements), scale)
+            vcvtq_f32_u32(match (BITS, i) {
+                (4, 7) => vshrq_n_u32::<28>(words),
+                (8, 3) => vshrq_n_u32::<24>(words),
+                _ => vandq_u32(words, vdupq_n_u32(mask::<BITS>(i) as u32)),
+            })
         }
+    }
+
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, count: usize) -> float32x4_t {
+        debug_assert!(count == 1, "a block has 32 columns at most, and groups as many at least");
+        // SAFETY: the caller's pointer is valid for the float.
+        unsafe { vld1q_dup_f32(from) }
     }
 
     #[inline(always)]

@@ -1,14 +1,14 @@
 //! Any processor. Compilers make vector instructions of the loops where there are some.
 
-use super::Lanes;
+use super::{Lanes, mask};
 
 /// 4 lanes.
 pub struct Portable;
 
-// SAFETY: each method reads and writes what the trait states: 4 floats, or of a block all 16 bytes (4 bits) or 4 for
-// each vector (8 bits).
+// SAFETY: each method reads and writes what the trait states: 4 floats or words.
 unsafe impl Lanes for Portable {
     type V = [f32; 4];
+    type Words = [u32; 4];
     const LANES: usize = 4;
 
     #[inline(always)]
@@ -45,20 +45,25 @@ unsafe impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn table<const BITS: usize>(scale: f32) -> [f32; 4] {
-        [scale; 4]
+    unsafe fn load_words(from: *const u8) -> [u32; 4] {
+        // SAFETY: the caller's pointer is valid for 4 words.
+        unsafe { from.cast::<[u32; 4]>().read_unaligned() }.map(u32::from_le)
     }
 
     #[inline(always)]
-    unsafe fn weights<const BITS: usize>(block: *const u8, i: usize, scale: [f32; 4]) -> [f32; 4] {
-        let elements = if BITS == 4 {
-            // SAFETY: the caller's pointer is valid for the block of 16 bytes.
-            let words = unsafe { block.cast::<[u32; 4]>().read_unaligned() };
-            words.map(|word| (u32::from_le(word) >> (4 * i)) & 15)
-        } else {
-            // SAFETY: the caller's pointer is valid for the block of 32 bytes; `i` is at most 7.
-            unsafe { block.add(4 * i).cast::<[u8; 4]>().read_unaligned() }.map(u32::from)
+    unsafe fn element<const BITS: usize>(words: [u32; 4], i: usize) -> [f32; 4] {
+        let is_last = i + 1 == 32 / BITS;
+        // Below 2^31: processors convert signed integers faster.
+        let read = |word: u32| {
+            if is_last { (word >> (32 - BITS)) as i32 } else { word as i32 & mask::<BITS>(i) }
         };
-        std::array::from_fn(|lane| elements[lane] as f32 * scale[lane])
+        words.map(|word| read(word) as f32)
+    }
+
+    #[inline(always)]
+    unsafe fn spread(from: *const f32, count: usize) -> [f32; 4] {
+        debug_assert!(count == 1, "a block has 32 columns at most, and groups as many at least");
+        // SAFETY: the caller's pointer is valid for the float.
+        [unsafe { *from }; 4]
     }
 }

@@ -9,7 +9,7 @@ use super::{Activations, Finish, Input, Matrix};
 use crate::elementwise::{rms_norm, silu};
 use crate::float::Floats;
 use crate::int8::{self, Factors};
-use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PANEL, PackedKernels, SPAN};
+use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PackedKernels, SPAN, Span};
 use crate::lanes::{Isa, Lanes, for_isa};
 use crate::pool;
 
@@ -19,15 +19,16 @@ const ROWS: usize = 128;
 /// Rows of the matrix whose sums are collected before they are written.
 const TILE: usize = 64;
 
-/// Most rows that are multiplied with elements in registers.
-const FUSED: usize = 1;
-
-/// Distance in rows of the matrix at which elements and scales are prefetched: four calls of a kernel, as one call is
-/// shorter than the latency of memory.
+/// Rows of the matrix whose elements and scales are prefetched ahead: four calls of a kernel, as one call is shorter than the
+/// latency of memory.
 const AHEAD: usize = 4 * OUT;
 
+/// Most rows of x with all their columns, in the first-level cache, whose products read the matrix in the order of memory. For
+/// more rows it is read span by span.
+const FEW: usize = 8;
+
 /// Products of elements that one piece of the work has at least: some microseconds.
-const PIECE: usize = 1 << 18;
+const PIECE: usize = 1 << 17;
 
 /// Pieces for each thread, so that a delayed one does not delay the others.
 const PIECES: usize = 4;
@@ -42,7 +43,7 @@ struct Line(#[expect(dead_code, reason = "read through pointers")] [f32; 16]);
 struct Scratch {
     /// [rows, columns], after the norm.
     normed: Vec<f32>,
-    /// As kernels read them: span by span, [rows, columns of the span and sums of their groups] in the order of lanes.
+    /// As kernels read them: span by span, [rows, [`Kernels::span`]].
     floats: Vec<Line>,
     int8: int8::Rows,
 }
@@ -124,10 +125,11 @@ pub unsafe fn run(isa: Isa, input: &Input<'_>, parts: &[Part<'_>], count: usize)
                         Rows::Int8(int8, kernels)
                     }
                     _ => {
-                        let room = length * (columns + columns.div_ceil(SPAN) * matrix.sums(SPAN));
-                        floats.resize(room.div_ceil(16), Line([0.0; 16]));
+                        let last = columns.saturating_sub(1) / SPAN * SPAN;
+                        let (start, room) = kernels.span(columns, length, last);
+                        floats.resize((start + length * room).div_ceil(16), Line([0.0; 16]));
                         let start = floats.as_mut_ptr().cast::<f32>();
-                        arrange(&kernels, x, rows, matrix, start);
+                        arrange(&kernels, x, rows, columns, start);
                         Rows::F32(start)
                     }
                 }
@@ -162,7 +164,7 @@ impl Task<'_> {
     }
 }
 
-/// Writes `rows` of `x` to `to`, span by span, as f32 in the order of lanes.
+/// Writes `rows` of `x` to `to`, span by span, as kernels read them.
 ///
 /// # Safety
 /// `to` has room for them; the processor has the instructions of `kernels`.
@@ -170,16 +172,15 @@ unsafe fn arrange(
     kernels: &Kernels,
     x: Floats<'_>,
     rows: Range<usize>,
-    matrix: &Matrix<'_>,
+    columns: usize,
     to: *mut f32,
 ) {
-    let columns = matrix.columns();
     let mut wide = [0.0; SPAN];
     for (r, row) in rows.clone().enumerate() {
         for k in (0..columns).step_by(SPAN) {
             let span = SPAN.min(columns - k);
             x.widen(row * columns + k, &mut wide[..span]);
-            let (start, floats) = matrix.span(rows.len(), k);
+            let (start, floats) = kernels.span(columns, rows.len(), k);
             // SAFETY: this is the room for the span of the row.
             unsafe { (kernels.arrange)(wide.as_ptr(), to.add(start + r * floats), span) };
         }
@@ -201,7 +202,6 @@ struct Room {
 /// Four rows of a matrix while they are multiplied.
 #[repr(align(64))]
 struct MatrixRoom {
-    panel: [f32; PANEL],
     groups: Groups,
     factors: Factors,
 }
@@ -209,7 +209,6 @@ struct MatrixRoom {
 thread_local! {
     static ROOM: RefCell<Box<Room>> = RefCell::new(Box::new(Room {
         matrix: MatrixRoom {
-            panel: [0.0; PANEL],
             groups: Groups::default(),
             factors: Factors::default(),
         },
@@ -245,7 +244,7 @@ unsafe fn multiply(task: &Task<'_>, part: &Part<'_>, outputs: Range<usize>) {
 /// Sets `sums` to the products of all rows with `tile` of `matrix`.
 ///
 /// # Safety
-/// As [`multiply`].
+/// As [`multiply`]; `tile` has at most [`TILE`] outputs.
 unsafe fn multiply_tile(
     task: &Task<'_>,
     matrix: &Matrix<'_>,
@@ -253,88 +252,76 @@ unsafe fn multiply_tile(
     room: &mut MatrixRoom,
     sums: &mut Tile,
 ) {
-    for k in (0..matrix.columns()).step_by(SPAN) {
+    let spans = (0..matrix.columns()).step_by(SPAN);
+    let quads = tile.clone().step_by(OUT);
+    let mut multiply = |n, k| {
         // SAFETY: as this function.
-        unsafe { multiply_span(task, matrix, tile, k, room, sums) };
+        unsafe { multiply_span(task, matrix, tile, n, k, room, sums) }
+    };
+    if task.rows <= FEW {
+        for n in quads {
+            spans.clone().for_each(|k| multiply(n, k));
+        }
+    } else {
+        for k in spans {
+            quads.clone().for_each(|n| multiply(n, k));
+        }
     }
 }
 
-/// Adds the span of columns from `k` on to the sums of a tile; the first span sets them.
+/// Adds the span of columns from `k` on to the sums of four outputs of a tile, from `n` on; the first span sets them.
 ///
 /// # Safety
-/// As [`multiply`]; `tile` has at most [`TILE`] outputs.
+/// As [`multiply_tile`].
 unsafe fn multiply_span(
     task: &Task<'_>,
     matrix: &Matrix<'_>,
     tile: &Range<usize>,
+    n: usize,
     k: usize,
-    MatrixRoom { panel, groups, factors }: &mut MatrixRoom,
+    MatrixRoom { groups, factors }: &mut MatrixRoom,
     sums: &mut Tile,
 ) {
     let Task { rows, kernels, .. } = *task;
-    let span = SPAN.min(matrix.columns() - k);
-    let (stride, start) = (matrix.bytes(matrix.columns()), matrix.bytes(k));
-    let (at, floats) = matrix.span(rows, k);
-    let ahead = AHEAD * stride;
-    for n in tile.clone().step_by(OUT) {
-        // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
-        let lines: [usize; OUT] = std::array::from_fn(|o| (n + o).min(tile.end - 1));
-        let count = span / matrix.group_size();
-        if let (Matrix::Packed(matrix), Some(kernels)) = (matrix, &kernels.packed) {
-            let first = lines.map(|line| line * matrix.groups() + k / matrix.group_size);
-            // SAFETY: each line has that many groups in the span.
-            unsafe {
-                let ahead = AHEAD * matrix.groups();
-                (kernels.groups)(&matrix.scales, &matrix.biases, &first, count, ahead, groups);
-            }
+    let columns = SPAN.min(matrix.columns() - k);
+    let count = columns / matrix.group_size();
+    let (at, floats) = kernels.span(matrix.columns(), rows, k);
+    // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
+    let quad = [0, 1, 2, 3].map(|o| (n + o).min(tile.end - 1));
+    if let (Matrix::Packed(matrix), Some(kernels)) = (matrix, &kernels.packed) {
+        quad.iter().for_each(|row| matrix.prefetch_groups(row + AHEAD, k));
+        // SAFETY: each row has that many groups in the span.
+        unsafe {
+            let first = quad.map(|row| matrix.group(row, k));
+            (kernels.groups)(&matrix.scales, &matrix.biases, &first, count, groups);
         }
-        // SAFETY: each line is a row of the matrix, whose span begins there.
-        let words = lines.map(|line| unsafe { matrix.start().add(line * stride + start) });
-        let mut parts = [[0.0; OUT]; MOST_ROWS];
-        let mut add = |r: usize, parts: &[[f32; OUT]]| {
-            for (sums, part) in sums[r..].iter_mut().zip(parts) {
-                for (sum, part) in sums[n - tile.start..][..OUT].iter_mut().zip(part) {
-                    *sum = if k == 0 { *part } else { *sum + part };
+    }
+    let lines = quad.map(|row| matrix.line(row, k));
+    let ahead = AHEAD * matrix.bytes(matrix.columns());
+    let span = Span { k, columns, lines, groups, count, ahead };
+    let mut parts = [[0.0; OUT]; MOST_ROWS];
+    let mut r = 0;
+    while r < rows {
+        // SAFETY: the span is valid, its rows of x begin at `at`, and `parts` has room for the rows of every kernel.
+        let taken = unsafe {
+            match task.x {
+                Rows::F32(x) => {
+                    // Two times two rows take less time than three and one.
+                    let calls = (rows - r).div_ceil(kernels.rows.len());
+                    let taken = (rows - r).div_ceil(calls);
+                    let x = x.add(at + r * floats);
+                    kernels.rows[taken - 1](x, floats, &span, parts.as_mut_ptr());
+                    taken
                 }
+                Rows::Int8(x, kernels) => x.multiply(kernels, r, &span, factors, &mut parts),
             }
         };
-        let is_fused = rows <= FUSED;
-        if matches!(task.x, Rows::F32(_)) && !is_fused {
-            // SAFETY: `words` and `groups` are valid for the span, and the panel for four rows of it.
-            unsafe { (kernels.unpack)(&words, groups, count, panel.as_mut_ptr()) };
+        for (sums, part) in sums[r..].iter_mut().zip(&parts[..taken]) {
+            for (sum, part) in sums[n - tile.start..][..OUT].iter_mut().zip(part) {
+                *sum = if k == 0 { *part } else { *sum + part };
+            }
         }
-        let mut r = 0;
-        while r < rows {
-            // SAFETY: as above. The span's rows of x begin at `at`, and `parts` has room for the rows of every kernel.
-            let taken = unsafe {
-                match task.x {
-                    Rows::F32(x) if is_fused => {
-                        (kernels.fused)(
-                            x.add(at),
-                            &words,
-                            groups,
-                            count,
-                            ahead,
-                            parts.as_mut_ptr(),
-                        );
-                        1
-                    }
-                    Rows::F32(x) => {
-                        let taken = (rows - r).min(kernels.panel.len());
-                        let x = x.add(at + r * floats);
-                        kernels.panel[taken - 1](panel.as_ptr(), x, floats, parts.as_mut_ptr());
-                        taken
-                    }
-                    Rows::Int8(x, kernels) => {
-                        let words = &words;
-                        let span = int8::Span { k, columns: span, words, groups, count, ahead };
-                        x.multiply(kernels, r, &span, factors, &mut parts)
-                    }
-                }
-            };
-            add(r, &parts[..taken]);
-            r += taken;
-        }
+        r += taken;
     }
 }
 

@@ -68,7 +68,7 @@ impl Owned {
                 return Matrix::Packed(Packed {
                     words: &self.words,
                     scales: Floats::Bf16(&self.scales),
-                    biases: Floats::Bf16(&self.biases),
+                    biases: Biases::Stored(Floats::Bf16(&self.biases)),
                     rows,
                     columns,
                     group_size,
@@ -206,6 +206,35 @@ fn numbers_that_are_not_finite_stay_so_in_8_bits() {
         }
         let zeros = matrix.times_with(isa, Activations::Int8, &[0.0; 128]);
         assert!(zeros.iter().all(|y| *y == 0.0), "{isa:?}: {zeros:?}");
+    }
+}
+
+/// Whether biases are read or computed.
+#[test]
+fn symmetric_products_equal_those_with_stored_biases() {
+    for isa in Isa::available() {
+        for (bits, group_size) in [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128)] {
+            for (rows, columns) in SHAPES {
+                let mut stored = Owned::packed(rows, columns, group_size, bits);
+                let bias =
+                    |scale: &bf16| bf16::from_f32(scale.to_f32() * -f32::exp2(bits as f32 - 1.0));
+                stored.biases = stored.scales.iter().map(bias).collect();
+                let Matrix::Packed(packed) = stored.matrix() else {
+                    unreachable!("made packed above")
+                };
+                let symmetric = Packed { biases: Biases::Symmetric, ..packed };
+                for activations in [Activations::Exact, Activations::Int8] {
+                    for count in [1, 3] {
+                        let x = numbers(1, count * columns);
+                        let mut y = vec![f32::NAN; count * rows];
+                        let out = FloatsMut::F32(&mut y);
+                        product_with(isa, activations, Floats::F32(&x), symmetric, out).unwrap();
+                        let expected = stored.times_with(isa, activations, &x);
+                        assert!(y == expected, "{isa:?}, {}, {activations:?}", stored.name());
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -378,6 +407,8 @@ fn wrong_lengths_are_errors() {
     assert!(wrong(packed, &x[1..], 8));
     assert!(wrong(Packed { words: &owned.words[1..], ..packed }, &x, 8));
     assert!(wrong(Packed { scales: Floats::Bf16(&owned.scales[1..]), ..packed }, &x, 8));
+    let biases = Biases::Stored(Floats::Bf16(&owned.biases[1..]));
+    assert!(wrong(Packed { biases, ..packed }, &x, 8));
     assert!(wrong(Packed { bits: 3, ..packed }, &x, 8));
     assert!(wrong(Packed { columns: 0, ..packed }, &x, 8));
     assert!(!wrong(packed, &[], 0));

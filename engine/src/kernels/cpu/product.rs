@@ -7,13 +7,13 @@ use half::{bf16, f16};
 use mlx_rs::{Array, Dtype};
 use mlx_sys::{View, mlx_dtype};
 use steersman_cpu_kernels::{
-    self as kernels, Activations, Finish, Floats, FloatsMut, Norm, Product,
+    self as kernels, Activations, Biases, Finish, Floats, FloatsMut, Norm, Product,
 };
 
 use super::layers::{fits, size};
 use super::{elements, run, shape, slice_mut};
 use crate::error::Result;
-use crate::nn::{Dense, Input, Linear, Mode, Packed, RmsNorm};
+use crate::nn::{Dense, Input, Linear, Mode, OwnKernel, Packed, RmsNorm};
 
 /// Whether [`products`] can multiply with a matrix.
 pub fn supports(matrix: &Packed) -> bool {
@@ -95,7 +95,7 @@ struct Format {
 struct Matrix<'a> {
     format: Format,
     rows: i32,
-    /// Words, scales and biases, or floats.
+    /// Words, scales and stored biases, or floats.
     arrays: Vec<&'a Array>,
     /// Of the layer.
     bias: Option<&'a Array>,
@@ -107,9 +107,14 @@ impl<'a> Matrix<'a> {
         let [rows, columns] = layer.shape();
         let (packed, activations, arrays, bias) = match layer {
             Linear::Quantized { weight, bias } if supports(weight) => {
-                let Packed { weight: words, scales, biases, quantization, own_kernel, .. } = weight;
+                let Packed { weight: words, scales, quantization, own_kernel, .. } = weight;
                 let packed = [quantization.bits, quantization.group_size];
-                (packed, (*own_kernel)?, vec![words, scales, biases.as_ref()?], bias)
+                let OwnKernel { activations, is_symmetric } = (*own_kernel)?;
+                let mut arrays = vec![words, scales];
+                if !is_symmetric {
+                    arrays.push(weight.biases.as_ref()?);
+                }
+                (packed, activations, arrays, bias)
             }
             Linear::Dense { weight: Dense { weight, own_kernel: true, .. }, bias }
                 if supports_dense(weight) =>
@@ -131,7 +136,7 @@ struct Operation<'a, const N: usize> {
     norm: Option<&'a RmsNorm>,
 }
 
-/// Parameters of [`multiply`] before those of the matrices.
+/// Parameters of [`multiply`] before those of the matrices: whether each has stored biases, a bias and a residual.
 const FIXED: usize = 7;
 
 impl<'a, const N: usize> Operation<'a, N> {
@@ -180,7 +185,9 @@ impl<'a, const N: usize> Operation<'a, N> {
         for (matrix, added) in self.matrices.iter().zip(added) {
             inputs.extend(&matrix.arrays);
             inputs.extend(added.into_iter().flatten());
-            parameters.extend(added.map(|added| i32::from(added.is_some())));
+            let has_biases = matrix.arrays.len() > 2;
+            let given = [has_biases, added[0].is_some(), added[1].is_some()];
+            parameters.extend(given.map(i32::from));
         }
         let shapes = shapes.each_ref().map(|shape| &shape[..]);
         // SAFETY: `multiply` computes outputs of these shapes from these inputs.
@@ -200,22 +207,22 @@ unsafe extern "C" fn multiply(views: *const View, count: usize, parameters: *con
         let mut views = std::slice::from_raw_parts(views, count).iter();
         let mut next = || views.next().expect("made with as many arrays");
         let matrices = size(*parameters.add(FIXED - 1));
-        let parameters = std::slice::from_raw_parts(parameters, FIXED + 2 * matrices);
-        let (fixed, added) = parameters.split_at(FIXED);
+        let parameters = std::slice::from_raw_parts(parameters, FIXED + 3 * matrices);
+        let (fixed, given) = parameters.split_at(FIXED);
         let [bits, group_size] = [fixed[0], fixed[1]].map(size);
         let [is_int8, is_normed, is_swiglu] = [fixed[3], fixed[4], fixed[5]].map(|flag| flag != 0);
         let x = next();
         let columns = shape(x).last().copied().unwrap_or(1);
         let x = OwnedFloats::read(x);
         let norm = is_normed.then(|| elements::<f32>(next()));
-        let layers: Vec<OwnedLayer<'_>> = added
-            .chunks_exact(2)
+        let layers: Vec<OwnedLayer<'_>> = given
+            .chunks_exact(3)
             .map(|given| OwnedLayer {
                 words: if bits > 0 { elements(next()) } else { Cow::default() },
                 floats: OwnedFloats::read(next()),
-                biases: (bits > 0).then(|| OwnedFloats::read(next())),
-                bias: (given[0] != 0).then(|| elements(next())),
-                residual: (given[1] != 0).then(|| elements(next())),
+                biases: (given[0] != 0).then(|| OwnedFloats::read(next())),
+                bias: (given[1] != 0).then(|| elements(next())),
+                residual: (given[2] != 0).then(|| elements(next())),
             })
             .collect();
         let matrix = |layer, y| OwnedLayer::matrix(layer, bits, group_size, [rows_of(y), columns]);
@@ -270,7 +277,7 @@ struct OwnedLayer<'a> {
     words: Cow<'a, [u32]>,
     /// Scales, or all elements.
     floats: OwnedFloats<'a>,
-    /// Of a packed matrix.
+    /// Those stored of a packed matrix.
     biases: Option<OwnedFloats<'a>>,
     bias: Option<Cow<'a, [f32]>>,
     residual: Option<Cow<'a, [f32]>>,
@@ -284,18 +291,19 @@ impl OwnedLayer<'_> {
         [rows, columns]: [usize; 2],
     ) -> kernels::Matrix<'_> {
         let floats = self.floats.floats();
-        match &self.biases {
-            Some(biases) => kernels::Matrix::Packed(kernels::Packed {
-                words: &self.words,
-                scales: floats,
-                biases: biases.floats(),
-                rows,
-                columns,
-                group_size,
-                bits,
-            }),
-            None => kernels::Matrix::Dense(kernels::Dense { elements: floats, rows, columns }),
+        if bits == 0 {
+            return kernels::Matrix::Dense(kernels::Dense { elements: floats, rows, columns });
         }
+        let stored = self.biases.as_ref().map(|biases| Biases::Stored(biases.floats()));
+        kernels::Matrix::Packed(kernels::Packed {
+            words: &self.words,
+            scales: floats,
+            biases: stored.unwrap_or(Biases::Symmetric),
+            rows,
+            columns,
+            group_size,
+            bits,
+        })
     }
 }
 
@@ -340,7 +348,9 @@ mod tests {
     use mlx_rs::{Device, DeviceType, random};
 
     fn product(activations: Activations, x: &Array, matrix: &Packed) -> Option<Array> {
-        let weight = Packed { own_kernel: Some(activations), ..matrix.clone() };
+        let own_kernel =
+            Some(OwnKernel { activations, is_symmetric: matrix.is_symmetric().unwrap() });
+        let weight = Packed { own_kernel, ..matrix.clone() };
         let layer = Linear::Quantized { weight, bias: None };
         products([&layer], Input::Rows(x), None).unwrap().map(|[y]| y)
     }
