@@ -2,9 +2,8 @@
 //! dense ones, the gated delta rule and the attention of a few rows, SwiGLU and RMS norm, which are dozens of operations with a
 //! pass over memory each otherwise.
 //!
-//! A matrix stays as it is stored: it is read once a product, and its elements exist as f32 in registers, or in a
-//! panel that fits the first-level cache. AVX-512, AVX2 and NEON are chosen when the program runs; other
-//! processors take portable code.
+//! A matrix stays as it is stored: it is read once a product, and its elements exist as f32 in registers only. AVX-512, AVX2
+//! and NEON are chosen when the program runs; other processors take portable code.
 //!
 //! Products with packed matrices can also round their rows to 8 bits ([`Activations::Int8`]), which is not exact and with AVX2
 //! takes half the time for one row.

@@ -133,7 +133,7 @@ impl Packed {
         let (Some(biases), bits) = (&self.biases, self.quantization.bits) else { return Ok(false) };
         let factor = Array::from_f32(-f32::exp2(bits as f32 - 1.0));
         let symmetric = self.scales.multiply(factor.as_dtype(self.scales.dtype())?)?;
-        Ok(biases.array_eq(symmetric, None)?.item_exact())
+        Ok(biases.eq_values(symmetric)?)
     }
 
     /// Each row of `x` [.., 1, in] times the transposed matrix at its index in `which` [..] (u32),
