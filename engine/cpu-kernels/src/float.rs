@@ -45,6 +45,13 @@ impl Floats<'_> {
         self.len() == 0
     }
 
+    /// Float `i` as f32.
+    pub(crate) fn get(&self, i: usize) -> f32 {
+        let mut float = [0.0];
+        self.widen(i, &mut float);
+        float[0]
+    }
+
     /// Writes the floats from `start` on to `out`, as f32, which is exact.
     ///
     /// Inlined, so that it is compiled for the caller's instruction set.

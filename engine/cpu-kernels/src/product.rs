@@ -190,6 +190,28 @@ impl Packed<'_> {
         row * self.groups() + k / self.group_size
     }
 
+    /// See [`Matrix::read_row`].
+    fn read_row(&self, row: usize, to: &mut [f32]) {
+        let Self { columns, group_size, bits, .. } = *self;
+        let (elements, largest) = (32 / bits, (1u32 << bits) - 1);
+        let words = &self.words[row * columns / elements..][..columns / elements];
+        let zero = -f32::exp2(bits as f32 - 1.0);
+        let words_of_group = words.chunks(group_size / elements);
+        for (g, (words, to)) in words_of_group.zip(to.chunks_mut(group_size)).enumerate() {
+            let at = self.group(row, g * group_size);
+            let scale = self.scales.get(at);
+            let bias = match &self.biases {
+                Biases::Stored(biases) => biases.get(at),
+                Biases::Symmetric => zero * scale,
+            };
+            for (word, to) in words.iter().zip(to.chunks_mut(elements)) {
+                for (i, to) in to.iter_mut().enumerate() {
+                    *to = (word >> (bits * i) & largest) as f32 * scale + bias;
+                }
+            }
+        }
+    }
+
     /// Brings the scales and stored biases of a row, from column `k` on, to the caches. The row may be none of the matrix.
     fn prefetch_groups(&self, row: usize, k: usize) {
         let at = self.group(row, k);
@@ -230,6 +252,19 @@ impl Matrix<'_> {
             Self::Dense(matrix) => (None, Some(std::mem::discriminant(&matrix.elements))),
         };
         self.columns() == other.columns() && format(self) == format(other)
+    }
+
+    /// Writes row `row` to `to`, in f32.
+    ///
+    /// # Panics
+    /// If there is no such row, or `to` does not have the length of one.
+    pub fn read_row(&self, row: usize, to: &mut [f32]) {
+        let columns = self.columns();
+        assert_eq!(to.len(), columns);
+        match self {
+            Self::Packed(matrix) => matrix.read_row(row, to),
+            Self::Dense(matrix) => matrix.elements.widen(row * columns, to),
+        }
     }
 
     fn rows(&self) -> usize {

@@ -62,6 +62,15 @@ unsafe extern "C" {
         function: CpuFunction,
         parameters: *const i32,
         parameter_count: usize,
+        at_once: bool,
+        stream: mlx_stream,
+    ) -> c_int;
+    fn steersman_is_available(array: mlx_array) -> bool;
+    fn steersman_reshape(
+        res: *mut mlx_array,
+        input: mlx_array,
+        shape: *const i32,
+        dimensions: usize,
         stream: mlx_stream,
     ) -> c_int;
     fn steersman_cuda_kernel(
@@ -91,26 +100,39 @@ pub struct View {
 }
 
 /// Computes an operation of ours. The `count` views are the inputs, to read, and after them the outputs, to fill, which
-/// are contiguous in row-major order. Gets the parameters that the operation was made with. Runs on a thread of MLX,
-/// while the views are valid.
+/// are contiguous in row-major order. Gets the parameters that the operation was made with. Runs on a thread of MLX or
+/// on that of the caller, while the views are valid.
 pub type CpuFunction =
     unsafe extern "C" fn(views: *const View, count: usize, parameters: *const i32);
 
-/// Makes arrays of `shapes` and `dtype` that `function` computes on the CPU when they are evaluated. Returns 0 and sets
-/// `res`, or returns another number, as mlx-c's operations do.
+/// What [`cpu_operation`] computes.
+#[derive(Debug)]
+pub struct CpuOperation<'a> {
+    /// Sizes of each output.
+    pub shapes: &'a [&'a [i32]],
+    /// Type of the outputs.
+    pub dtype: mlx_dtype,
+    /// Fills the outputs.
+    pub function: CpuFunction,
+    /// Passed to the function.
+    pub parameters: &'a [i32],
+    /// Whether the function runs during the call that makes the operation if the inputs are available, and not when the
+    /// outputs are evaluated.
+    pub at_once: bool,
+}
+
+/// Sets `res` to the outputs of an operation on the CPU. Returns 0, or another number on an error, as mlx-c's operations do.
 ///
 /// # Safety
-/// The inputs and `res`, as many as there are shapes, are valid handles. `function` computes what it promises from such
+/// The inputs and `res`, as many as there are shapes, are valid handles. The function computes what it promises from such
 /// inputs.
 pub unsafe fn cpu_operation(
     res: &mut [mlx_array],
     inputs: &[mlx_array],
-    shapes: &[&[i32]],
-    dtype: mlx_dtype,
-    function: CpuFunction,
-    parameters: &[i32],
+    operation: &CpuOperation<'_>,
     stream: mlx_stream,
 ) -> c_int {
+    let &CpuOperation { shapes, dtype, function, parameters, at_once } = operation;
     let dimensions: Vec<usize> = shapes.iter().map(|shape| shape.len()).collect();
     let sizes = shapes.concat();
     // SAFETY: the slices are valid during the call, which copies what it keeps; the rest is promised by the caller.
@@ -126,9 +148,34 @@ pub unsafe fn cpu_operation(
             function,
             parameters.as_ptr(),
             parameters.len(),
+            at_once,
             stream,
         )
     }
+}
+
+/// Whether the data of an array are there: computing it is over.
+///
+/// # Safety
+/// The handle is valid.
+pub unsafe fn is_available(array: mlx_array) -> bool {
+    // SAFETY: promised by the caller.
+    unsafe { steersman_is_available(array) }
+}
+
+/// Sets `res` to `input` with another shape of as many elements: without an operation if its data are available and
+/// contiguous. Returns a status as [`cpu_operation`].
+///
+/// # Safety
+/// The handles are valid.
+pub unsafe fn reshape(
+    res: &mut mlx_array,
+    input: mlx_array,
+    shape: &[i32],
+    stream: mlx_stream,
+) -> c_int {
+    // SAFETY: promised by the caller; the slice is valid during the call.
+    unsafe { steersman_reshape(res, input, shape.as_ptr(), shape.len(), stream) }
 }
 
 /// One launch of a compiled CUDA kernel. Its parameters are a pointer for each input, one for each result, and the

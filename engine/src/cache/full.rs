@@ -6,13 +6,13 @@
 
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, zeros_dtype};
-use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
 use super::kv_buffer::KvBuffer;
 use super::shared::LayerKv;
 use super::{column, expect_rows};
 use crate::error::Result;
+use crate::kernels::cpu::queue;
 
 /// Keys and values, each [1, H_kv, len, D].
 #[derive(Debug, Clone)]
@@ -77,7 +77,7 @@ impl Full {
     /// depends on the other, and runs what is queued in order.
     fn queue_writes(&self) -> Result<()> {
         match &self.written_with {
-            Some(with) => Ok(async_eval([with])?),
+            Some(with) => queue([with]),
             None => Ok(()),
         }
     }

@@ -3,10 +3,10 @@
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, zeros_dtype};
-use mlx_rs::transforms::async_eval;
 
 use super::row;
 use crate::error::Result;
+use crate::kernels::cpu::queue;
 
 /// KV of one layer in one format: keys and values [1, H, T, D], or, if quantized, elements, scales
 /// and biases of keys, then of values.
@@ -108,6 +108,6 @@ pub fn owned(arrays: &[Array]) -> Result<Vec<Array>> {
         }
         left = others;
     }
-    async_eval(&copies)?;
+    queue(&copies)?;
     Ok(copies)
 }

@@ -102,7 +102,7 @@ impl Decoder {
             drafters,
             governor: self.new_governor(),
             draft: None,
-            queued_steps: 0,
+            plain_steps: 0,
             passed_over: 0,
             preempted: 0,
             skipped_layers: self.skip.len() as u32,

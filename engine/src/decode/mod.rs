@@ -179,6 +179,8 @@ pub struct Decoder {
     stall: Duration,
     pass_costs: PassCosts,
     debt: Debt,
+    /// Whether passes run on this thread, as one has; see [`step`].
+    runs_at_once: bool,
     speculation: SpeculationConfig,
     /// The smaller model that drafts for `model`, if configured.
     draft_model: Option<Rc<dyn Model>>,
@@ -352,6 +354,7 @@ impl Decoder {
             stall: Duration::from_millis(config.engine.stall_ms.into()),
             pass_costs: PassCosts::default(),
             debt: Debt::default(),
+            runs_at_once: false,
             speculation: config.speculation,
             draft_model,
             exit_layers: calibration.exit_layers,

@@ -184,7 +184,7 @@ impl Decoder {
         sequence.drafters.clear();
         (sequence.sampled, sequence.next_logits) = (None, None);
         (sequence.draft, sequence.stale_from) = (None, None);
-        (sequence.runs_alone, sequence.queued_steps) = (false, 0);
+        (sequence.runs_alone, sequence.plain_steps) = (false, 0);
     }
 
     /// Resumes preempted sequences as far as there is room.

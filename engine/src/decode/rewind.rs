@@ -6,13 +6,13 @@
 //! rewind costs time and changes no number.
 
 use mlx_rs::Array;
-use mlx_rs::transforms::async_eval;
 
 use super::Decoder;
 use super::loops::Detector;
 use super::sequence::{NextLogits, Sequence};
 use crate::cache::Checkpoint;
 use crate::error::{Error, Result};
+use crate::kernels::cpu::queue;
 use crate::policy::events::Watch;
 use crate::request::{Event, FinishReason};
 use crate::text::{Phase, Piece, Reply};
@@ -215,7 +215,7 @@ impl Sequence {
         // A copy: the logits of a pass are those of all sequences.
         let logits = logits.map(|next| Ok::<_, Error>(next.own()?.contiguous()?)).transpose()?;
         // An unevaluated checkpoint would keep the inputs of its graph alive.
-        async_eval(cache.arrays().iter().chain(&logits))?;
+        queue(cache.arrays().iter().chain(&logits))?;
         self.checkpoints.push(ReplyCheckpoint { cache, logits });
         // Rewinds end at the start of the phase, so one checkpoint at or before it is enough.
         let first = self.checkpoints.iter().rposition(|c| c.position() <= phase_start);

@@ -7,15 +7,16 @@ use std::cell::OnceCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
+use mlx_rs::{Array, Dtype};
 
 use super::logprobs::Logprobs;
-use super::sample::{Row, sample, sample_with_margins};
+use super::sample::{Row, largest, sample, sample_with_margins};
 use super::token_ids;
 use crate::error::Result;
+use crate::kernels::cpu;
 
 /// The tokens sampled after the rows of a pass.
 #[derive(Debug)]
@@ -38,6 +39,22 @@ impl Samples {
             (sample(logits, rows)?, None)
         };
         Ok(Self { tokens, margins, read: OnceCell::new() })
+    }
+
+    /// Samples on the host if the `logits` [R, V] are there and the token of each row is the largest of its first `vocabulary`
+    /// logits: without an operation, which MLX runs on another thread.
+    pub fn on_host(logits: &Array, rows: &[Row], vocabulary: i32) -> Result<Option<Self>> {
+        let plain = rows.iter().all(|row| row.is_plain(vocabulary));
+        if !plain || logits.dtype() != Dtype::Float32 || !cpu::is_available(logits) {
+            return Ok(None);
+        }
+        let largest = logits
+            .try_as_slice::<f32>()?
+            .chunks(logits.dim(1) as usize)
+            .map(|logits| largest(&logits[..logits.len().min(vocabulary as usize)]));
+        let read: (Vec<u32>, Vec<f32>) = largest.unzip();
+        let tokens = token_ids(&read.0);
+        Ok(Some(Self { tokens, margins: None, read: OnceCell::from(read) }))
     }
 
     /// [`Logprobs::of`] a single token, sampled from `logits` [1, V].

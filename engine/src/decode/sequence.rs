@@ -15,7 +15,6 @@ use std::time::Instant;
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::transforms::async_eval;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::constrain::Constraint;
@@ -34,6 +33,7 @@ use super::steer::{Committed, Injection, Todo};
 use crate::cache::{Cache, Checkpoint};
 use crate::config::DEPTH;
 use crate::error::{Error, Result};
+use crate::kernels::cpu::queue;
 use crate::live::Stage;
 use crate::policy::events::Watch;
 use crate::policy::{DrawnToken, LoopReport, Summary};
@@ -81,8 +81,8 @@ pub struct Sequence {
     pub governor: Option<Governor>,
     /// The draft that this step verifies.
     pub draft: Option<Draft>,
-    /// Plain steps in a row, each queued while the previous one was computed.
-    pub queued_steps: u32,
+    /// Plain steps in a row: of one row, queued while the previous one was computed or run at once.
+    pub plain_steps: u32,
     /// Steps in a row in which its prompt waited for those of others.
     pub passed_over: u32,
     /// How often it was preempted.
@@ -303,7 +303,7 @@ impl Sequence {
         let top = self.request.logprobs.max(of_policies);
         let logprobs = top.map(|top| samples.logprobs(&logits, &rows, top, of_policies.is_some()));
         self.logprobs = logprobs.transpose()?;
-        async_eval(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
+        queue(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
         let before = next.before.clone();
         self.sampled =
             Some(Sampled::Computing(Computing { sample: SampleOf::new(samples, 0), before }));

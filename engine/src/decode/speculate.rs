@@ -144,7 +144,7 @@ impl Decoder {
     }
 
     /// Proposes drafts for the sequences that gain by it, if any. The tokens sampled last are then read and
-    /// committed first. Returns `None` for a step without drafts.
+    /// committed first, and always where passes run at once. Returns `None` for a step without drafts.
     pub(super) fn propose_drafts(&mut self, running: &mut [Sequence]) -> Option<DraftedStep> {
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         if streams == 0 {
@@ -154,7 +154,7 @@ impl Decoder {
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
         // read cost no wait.
         let unread = running.iter().any(|s| s.sampled.as_ref().is_some_and(|next| !next.is_read()));
-        let wait = !unread || {
+        let wait = self.runs_at_once || !unread || {
             let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
             governor::choose(&costs, streams, &offers).iter().any(Option::is_some)
         };

@@ -1,7 +1,8 @@
 //! One step: drafts are proposed, the rows of all sequences run in one pass, and tokens are committed.
 //!
 //! What is sampled in a step is committed in the next one, whose pass is queued before the token is
-//! read, so that neither host nor device waits for the other.
+//! read, so that neither host nor device waits for the other. Where passes run on this thread
+//! ([`cpu::run_at_once`]) there is nothing to overlap: the token is committed before the next pass.
 //!
 //! # Same tokens as alone
 //! The number of rows in a pass decides how matrix products are summed, and thus the last bits of the
@@ -12,19 +13,20 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
 use super::governor::Governor;
 use super::memory::{Before, Section};
 use super::plan::{self, Budget, Pending};
-use super::sample::Row;
+use super::sample::{Row, within};
 use super::samples::{Input, SampleOf, Samples};
 use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
 use super::speculate::VerifyPass;
 use crate::cache::{Checkpoint, Span};
 use crate::error::{Error, Result, catch_panic};
+use crate::kernels::cpu::{self, queue};
 use crate::request::{FinishReason, Sampling};
 
 /// What one sequence ran in a pass.
@@ -84,9 +86,8 @@ impl Decoder {
         }
         running.iter().for_each(Sequence::report_progress);
         if let (Some(costs), Some(0)) = (&mut self.costs, prompt_rows) {
-            // The tokens just read are from a plain step queued after another one. A step that rewound is
-            // not typical.
-            let is_plain = |s: &Sequence| s.queued_steps > 2 && s.is_caught_up();
+            // The tokens just read are from a plain step after another one. A step that rewound is not typical.
+            let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
             match drafted {
                 Some(step) => step.learn(costs),
                 None if running.iter().all(is_plain) => {
@@ -144,7 +145,7 @@ impl Decoder {
 
     /// Goes on with a sequence whose policy has answered on a thread.
     fn take_answer(&mut self, sequence: &mut Sequence) -> Result<()> {
-        sequence.queued_steps = 0;
+        sequence.plain_steps = 0;
         sequence.steer(&self.text)?;
         self.settle(sequence)?;
         sequence.take_checkpoint()
@@ -198,16 +199,18 @@ impl Decoder {
             let start = end;
             match sequence.next_input(planned.max(STEP_ROWS))? {
                 StepInput::Tokens(tokens) => {
-                    sequence.queued_steps = 0;
+                    let is_plain =
+                        self.runs_at_once && tokens.len() == 1 && !sequence.samples_late();
+                    sequence.plain_steps = if is_plain { sequence.plain_steps + 1 } else { 0 };
                     Input::push_tokens(&mut inputs, &tokens);
                 }
                 StepInput::Draft(draft) => {
-                    sequence.queued_steps = 0;
+                    sequence.plain_steps = 0;
                     Input::push_tokens(&mut inputs, &sequence.tokens[sequence.cache.position..]);
                     inputs.push(Input::Tokens(draft));
                 }
                 StepInput::Sampled(sample) => {
-                    sequence.queued_steps += 1;
+                    sequence.plain_steps += 1;
                     // The input is sampled but not committed yet.
                     step += 1;
                     Input::push_sample(&mut inputs, sample);
@@ -235,6 +238,7 @@ impl Decoder {
         self.set_threads(rows);
         self.activity.add_pass(rows);
         let hidden = self.model.forward(&joined, &mut spans, self.pass())?;
+        self.runs_at_once |= cpu::is_available(&hidden);
         let prefilled = self.sample_after(running, ran, &hidden)?;
         if !prefilled.is_empty() {
             eval(&prefilled)?;
@@ -301,17 +305,26 @@ impl Decoder {
         }
         // One product with the head, the largest matrix of most models.
         let all = places.len() == hidden.dim(1) as usize;
-        let logits = if all {
-            self.logits(hidden)?
+        let chosen = if all {
+            hidden.clone()
         } else {
-            let places = Array::from_slice(&places, &[places.len() as i32]);
-            self.logits(&hidden.take_axis(places, 1)?)?
+            hidden.take_axis(Array::from_slice(&places, &[places.len() as i32]), 1)?
         };
-        let logits = logits.squeeze_axes(&[0])?;
-        let samples = Rc::new(Samples::of(&logits, &rows, with_margins)?);
-        // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
-        // one round trip a token.
-        async_eval(samples.arrays())?;
+        let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&chosen)).transpose()?;
+        let logits = self.model.logits(&chosen)?;
+        let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+        let on_host = Samples::on_host(&logits, &rows, self.vocabulary)?;
+        let logits = within(logits, self.vocabulary)?;
+        let samples = Rc::new(match on_host {
+            Some(samples) => samples,
+            None => {
+                let samples = Samples::of(&logits, &rows, with_margins)?;
+                // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
+                // one round trip a token.
+                queue(samples.arrays())?;
+                samples
+            }
+        });
         let mut row = 0;
         for ran in sampling {
             let sequence = &mut running[ran.index];

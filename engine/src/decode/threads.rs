@@ -16,7 +16,7 @@
 
 use std::time::{Duration, Instant};
 
-use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::transforms::eval;
 use nix::sys::resource::{UsageWho, getrusage};
 
 use super::governor::{greedy_pass, probe_tokens};
@@ -225,15 +225,15 @@ fn fastest(
 fn seconds(model: &dyn Model, part: Pass<'_>, cache: &Cache, rows: usize) -> Result<f32> {
     let (tokens, mut cache) = (probe_tokens(rows), cache.clone());
     let start = Instant::now();
-    let mut queue = || {
+    let mut step = || {
         let sampled = greedy_pass(model, part, &mut cache, &tokens)?.1;
-        async_eval([&sampled])?;
+        kernels::cpu::queue([&sampled])?;
         Ok::<_, crate::Error>(sampled)
     };
-    let mut previous = queue()?;
+    let mut previous = step()?;
     let mut passes = 1;
     while passes < PASSES && start.elapsed() < MEASURING / 2 {
-        let following = queue()?;
+        let following = step()?;
         eval([&previous])?;
         previous = following;
         passes += 1;

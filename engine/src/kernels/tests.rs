@@ -1,7 +1,7 @@
 //! Laws of kernels on any device, against the same formulas in MLX's operations.
 
 use mlx_rs::ops::concatenate;
-use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype, random};
 
 use super::has_heads;
@@ -66,7 +66,7 @@ fn run_heads(
         }
         ys.push(heads.attend(projected, &projections, &scores, &mut spans, 0).unwrap());
         if is_cuda {
-            async_eval(&ys[pass..]).unwrap();
+            super::cpu::queue(&ys[pass..]).unwrap();
         }
         spans.iter_mut().for_each(Span::advance);
     }

@@ -5,6 +5,7 @@ use mlx_rs::Array;
 use super::Model;
 use crate::cache::Span;
 use crate::error::Result;
+use crate::kernels::cpu;
 
 /// Which layers a pass runs: all of them, unless it drafts or trades accuracy for time.
 #[derive(Debug, Clone, Copy, Default)]
@@ -31,6 +32,7 @@ impl dyn Model + '_ {
     /// [`crate::Error::Array`] if MLX rejects a shape; the caches are then unusable.
     pub fn forward(&self, tokens: &Array, spans: &mut [Span<'_>], pass: Pass<'_>) -> Result<Array> {
         let mut x = self.embed(tokens)?;
+        let _at_once = cpu::run_at_once(&x)?;
         let inputs = self.layer_inputs(tokens, &x)?;
         for layer in 0..self.depth().min(pass.exit.unwrap_or(usize::MAX)) {
             x = self.mix(layer, &x, spans)?;

@@ -176,6 +176,9 @@ pub struct Embedding(pub Linear);
 impl Embedding {
     /// Embeddings of the tokens `ids` [R] (u32), [1, R, D].
     pub fn forward(&self, ids: &Array) -> Result<Array> {
+        if let Some(rows) = cpu::embed(&self.0, ids)? {
+            return Ok(rows);
+        }
         let rows = match &self.0 {
             Linear::Dense { weight, .. } => weight.rows(ids)?,
             Linear::Quantized { weight, .. } => weight.rows(ids)?.dequantize()?,

@@ -9,6 +9,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 
 use crate::cache::{LayerCache, Recurrent, Span};
 use crate::error::Result;
+use crate::kernels::cpu::reshape;
 
 /// Spans up to this long are stacked, and use the short form of a recurrence. The chunked form costs the same
 /// for 1 and 64 rows.
@@ -54,7 +55,7 @@ impl Run {
         let &Self { start, count, rows, .. } = self;
         let end = start + count * rows;
         let part = if end - start == x.dim(1) { x.clone() } else { x.try_index((.., start..end))? };
-        if count == 1 { Ok(part) } else { Ok(part.reshape(&[count, rows, -1])?) }
+        if count == 1 { Ok(part) } else { reshape(&part, &[count, rows, x.dim(-1)]) }
     }
 }
 
@@ -91,7 +92,7 @@ pub fn by_run<const N: usize>(
             let Run { count, rows, .. } = runs[i];
             let own =
                 if count == y.dim(0) { y.clone() } else { y.try_index(start..start + count)? };
-            parts[i] = Some(own.reshape(&[1, count * rows, -1])?);
+            parts[i] = Some(reshape(&own, &[1, count * rows, y.dim(-1)])?);
             start += count;
         }
     }

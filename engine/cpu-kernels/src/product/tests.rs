@@ -209,6 +209,22 @@ fn numbers_that_are_not_finite_stay_so_in_8_bits() {
     }
 }
 
+#[test]
+fn rows_are_read_as_defined() {
+    for format in formats() {
+        let matrix = Owned::new(5, 384, format);
+        for n in 0..5 {
+            let mut row = vec![f32::NAN; 384];
+            matrix.matrix().read_row(n, &mut row);
+            for (k, found) in row.into_iter().enumerate() {
+                let expected = matrix.element(n, k);
+                let error = (f64::from(found) - expected).abs();
+                assert!(error <= 1e-6, "{}, {n}, {k}: {found} for {expected}", matrix.name());
+            }
+        }
+    }
+}
+
 /// Whether biases are read or computed.
 #[test]
 fn symmetric_products_equal_those_with_stored_biases() {

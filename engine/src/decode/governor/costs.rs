@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::transforms::{async_eval, eval};
+use mlx_rs::transforms::eval;
 
 use super::super::draft::{Drafter, Member, Networks, propose};
 use super::super::sample::{Row, sample};
@@ -14,6 +14,7 @@ use super::super::token_ids;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
+use crate::kernels::cpu::queue;
 use crate::model::{Model, Pass};
 use crate::request::Sampling;
 
@@ -130,7 +131,7 @@ impl Costs {
         let plain = stopwatch.least_of(|| {
             let start = Instant::now();
             let next = pass(&mut cache, &tokens[..1])?.1;
-            async_eval([&next])?;
+            queue([&next])?;
             eval([&previous])?;
             previous = next;
             Ok(Some(start.elapsed()))

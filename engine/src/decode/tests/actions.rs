@@ -304,8 +304,9 @@ fn rewinds_that_make_the_model_run_much_again_are_stopped() {
         let ran = run_plain(decoder, &ask("Where?", false, 500), script);
         let reason = format!("the policy made the model run more than {RERUN_TOKENS} tokens again");
         assert_eq!(ran.reason, FinishReason::Policy(reason), "{name}");
-        // Each counts as 16 tokens at least.
-        assert!(ran.rewound.len() <= RERUN_TOKENS / 16 + 1, "{name}: {}", ran.rewound.len());
+        // A rewind of the cache counts as 16 tokens at least. A token that is rewound before its row has run does not need
+        // one; the next sample has run when it is committed.
+        assert!(ran.rewound.len() <= RERUN_TOKENS / 8 + 2, "{name}: {}", ran.rewound.len());
     }
 }
 

@@ -80,6 +80,48 @@ pub fn swiglu_product(layers: [&Linear; 2], x: Input<'_>) -> Result<Option<Array
     Ok(Some(y))
 }
 
+/// The rows `ids` [R] (u32) of the matrix of a layer, f32 [1, R, in]. `None` if there is no kernel for it.
+pub fn embed(layer: &Linear, ids: &Array) -> Result<Option<Array>> {
+    let dtype = match layer {
+        Linear::Dense { weight, .. } => weight.dtype,
+        Linear::Quantized { weight, .. } => weight.dtype,
+        Linear::Tiled { .. } => return Ok(None),
+    };
+    let Some(matrix) = Matrix::of(layer) else { return Ok(None) };
+    if dtype != Dtype::Float32 || ids.dtype() != Dtype::Uint32 || ids.ndim() != 1 || !fits([]) {
+        return Ok(None);
+    }
+    let Format { packed: [bits, group_size], columns, .. } = matrix.format;
+    let inputs = [&[ids], &matrix.arrays[..]].concat();
+    let parameters = [bits, group_size, i32::from(matrix.arrays.len() > 2), matrix.rows];
+    let shape = [1, ids.dim(0), columns];
+    // SAFETY: `rows_of_matrix` computes one output of this shape from these inputs.
+    let y = unsafe { run(&inputs, [&shape], Dtype::Float32, rows_of_matrix, &parameters) };
+    Ok(Some(y?.into_iter().next().expect("one output")))
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`embed`].
+unsafe extern "C" fn rows_of_matrix(views: *const View, count: usize, parameters: *const i32) {
+    // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
+    unsafe {
+        let [ids, arrays @ .., y] = std::slice::from_raw_parts(views, count) else {
+            unreachable!("made with ids and one output");
+        };
+        let [bits, group_size, given, rows] = [0, 1, 2, 3].map(|i| size(*parameters.add(i)));
+        let mut arrays = arrays.iter();
+        let layer =
+            OwnedLayer::read(|| arrays.next().expect("made with as many"), bits, [given, 0, 0]);
+        let columns = shape(y).last().copied().unwrap_or(1);
+        let matrix = layer.matrix(bits, group_size, [rows, columns]);
+        let ids = elements::<u32>(ids);
+        let y = slice_mut::<f32>(y, ids.len() * columns);
+        for (id, row) in ids.iter().zip(y.chunks_mut(columns)) {
+            matrix.read_row(*id as usize, row);
+        }
+    }
+}
+
 /// How a matrix is stored and read.
 #[derive(Clone, Copy, PartialEq)]
 struct Format {
@@ -217,12 +259,8 @@ unsafe extern "C" fn multiply(views: *const View, count: usize, parameters: *con
         let norm = is_normed.then(|| elements::<f32>(next()));
         let layers: Vec<OwnedLayer<'_>> = given
             .chunks_exact(3)
-            .map(|given| OwnedLayer {
-                words: if bits > 0 { elements(next()) } else { Cow::default() },
-                floats: OwnedFloats::read(next()),
-                biases: (given[0] != 0).then(|| OwnedFloats::read(next())),
-                bias: (given[1] != 0).then(|| elements(next())),
-                residual: (given[2] != 0).then(|| elements(next())),
+            .map(|given| {
+                OwnedLayer::read(&mut next, bits, [given[0], given[1], given[2]].map(size))
             })
             .collect();
         let matrix = |layer, y| OwnedLayer::matrix(layer, bits, group_size, [rows_of(y), columns]);
@@ -283,7 +321,24 @@ struct OwnedLayer<'a> {
     residual: Option<Cow<'a, [f32]>>,
 }
 
-impl OwnedLayer<'_> {
+impl<'a> OwnedLayer<'a> {
+    /// Reads the arrays one after another. `given`: whether there are stored biases, a bias and a residual.
+    ///
+    /// # Safety
+    /// As [`elements`], with the types of such arrays.
+    unsafe fn read(mut next: impl FnMut() -> &'a View, bits: usize, given: [usize; 3]) -> Self {
+        // SAFETY: promised by the caller.
+        unsafe {
+            Self {
+                words: if bits > 0 { elements(next()) } else { Cow::default() },
+                floats: OwnedFloats::read(next()),
+                biases: (given[0] != 0).then(|| OwnedFloats::read(next())),
+                bias: (given[1] != 0).then(|| elements(next())),
+                residual: (given[2] != 0).then(|| elements(next())),
+            }
+        }
+    }
+
     fn matrix(
         &self,
         bits: usize,
@@ -375,6 +430,9 @@ mod tests {
         Packed::quantize(&normal(1, &[rows, columns]), quantization)
     }
 
+    const EXACT: Option<OwnKernel> =
+        Some(OwnKernel { activations: Activations::Exact, is_symmetric: false });
+
     /// The kernels run on the CPU only.
     fn on_gpu() -> bool {
         matches!(Device::try_default().unwrap().get_type().unwrap(), DeviceType::Gpu)
@@ -415,6 +473,68 @@ mod tests {
             let difference = exact(&x, &matrix).unwrap();
             let difference = difference.subtract(exact(&x, &wide).unwrap()).unwrap();
             assert!(largest(&difference) == 0.0);
+        }
+    }
+
+    /// A norm before, a bias, a residual and gates after the product, in one operation.
+    #[test]
+    fn products_of_a_layer_equal_operations_of_mlx() {
+        if on_gpu() {
+            return;
+        }
+        super::super::enable(true);
+        let norm = RmsNorm { weight: normal(3, &[384]), eps: 1e-5 };
+        let (x, residual) = (normal(4, &[1, 3, 384]), normal(5, &[1, 3, 70]));
+        let layer = |seed, rows, bias: Option<Array>| {
+            let quantization = Quantization { group_size: 64, bits: 4, mode: Mode::Affine };
+            let packed = Packed::quantize(&normal(seed, &[rows, 384]), quantization);
+            Linear::Quantized { weight: Packed { own_kernel: EXACT, ..packed }, bias }
+        };
+        let of_mlx = |layer: &Linear, x: &Array| {
+            let y = x.matmul(layer.dense().unwrap().t()).unwrap();
+            match layer {
+                Linear::Quantized { bias: Some(bias), .. } => y.add(bias).unwrap(),
+                _ => y,
+            }
+        };
+        let (plain, biased) = (layer(7, 70, None), layer(8, 70, Some(normal(6, &[70]))));
+        let (gate, up) = (layer(9, 96, None), layer(10, 96, None));
+        let input = Input::Normed(&x, &norm);
+        let [y, z] = products([&plain, &biased], input, Some(&residual)).unwrap().unwrap();
+        let gated = swiglu_product([&gate, &up], input).unwrap().unwrap();
+        super::super::enable(false);
+        let normed = mlx_rs::fast::rms_norm(&x, Some(&norm.weight), norm.eps).unwrap();
+        let silu = |x: Array| x.multiply(mlx_rs::ops::sigmoid(&x).unwrap()).unwrap();
+        let expected = [
+            of_mlx(&plain, &normed).add(&residual).unwrap(),
+            of_mlx(&biased, &normed).add(&residual).unwrap(),
+            silu(of_mlx(&gate, &normed)).multiply(of_mlx(&up, &normed)).unwrap(),
+        ];
+        for (y, expected) in [y, z, gated].iter().zip(&expected) {
+            assert_eq!((y.shape(), y.dtype()), (expected.shape(), Dtype::Float32));
+            let error = largest(&y.subtract(expected).unwrap()) / largest(expected);
+            assert!(error < 1e-5, "{error}");
+        }
+    }
+
+    #[test]
+    fn embeddings_equal_those_of_mlx() {
+        if on_gpu() {
+            return;
+        }
+        let ids = Array::from_slice(&[3u32, 0, 69, 3], &[4]);
+        for (bits, group_size) in [(4, 32), (4, 64), (8, 128)] {
+            let matrix = packed(70, 1152, bits, group_size);
+            let weight = Packed { own_kernel: EXACT, ..matrix.clone() };
+            let layer = Linear::Quantized { weight, bias: None };
+            assert!(embed(&layer, &ids).unwrap().is_none(), "the kernels are not enabled");
+            super::super::enable(true);
+            let rows = embed(&layer, &ids).unwrap().unwrap();
+            super::super::enable(false);
+            let expected = matrix.rows(&ids).unwrap().dequantize().unwrap().expand_dims(0).unwrap();
+            assert_eq!((rows.shape(), rows.dtype()), (expected.shape(), expected.dtype()));
+            let error = largest(&rows.subtract(&expected).unwrap());
+            assert!(error < 1e-6, "{bits} bits: {error}");
         }
     }
 
