@@ -14,13 +14,8 @@
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
 pub mod portable;
-#[cfg(target_arch = "x86_64")]
-pub mod vnni;
 
-use std::ops::Range;
-
-use crate::float::Floats;
-use crate::kernel::{Groups, OUT, SPAN, Span, unroll};
+use crate::kernel::{Groups, OUT, Quad, SPAN, unroll};
 use crate::lanes::{Lanes, prefetch};
 
 /// Columns of a chunk.
@@ -56,22 +51,21 @@ pub unsafe trait Bytes {
     unsafe fn halves(floats: *const f32) -> <Self::Floats as Lanes>::V;
 }
 
-/// Rows of x in 8 bits, span by span.
-#[derive(Debug, Default)]
-pub struct Rows {
-    /// [rows, columns of the span] of each span, filled up to whole chunks with zeros.
-    bytes: Vec<i8>,
-    /// [spans, rows]
-    groups: Vec<RowGroups>,
-    rows: usize,
-}
-
 /// Groups of a span of a row of x; zeros beyond the span.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
+#[repr(C)]
 pub struct RowGroups {
     scales: [f32; GROUPS],
     /// Sums of a group's elements, as the scales and bytes represent them.
     sums: [f32; GROUPS],
+}
+
+/// Floats that stand for [`RowGroups`] before the bytes of a span of a row.
+const ROW_GROUPS: usize = size_of::<RowGroups>() / 4;
+
+/// Floats of a span of a row of x, whose bytes are filled up to whole chunks with zeros.
+pub fn floats(columns: usize) -> usize {
+    ROW_GROUPS + columns.next_multiple_of(CHUNK) / 4
 }
 
 /// What a kernel multiplies with the sums of a group: scale of the matrix times scale of x, for each row of x and of the
@@ -84,14 +78,12 @@ pub type RowFactors = [[f32; GROUPS]; OUT];
 /// `groups of the matrix, of x, their number, factors, sums`
 type RowFactorsOf = unsafe fn(&Groups, &RowGroups, usize, &mut RowFactors, &mut [f32; OUT]);
 
-/// `bytes of x, bytes between rows, span of the matrix, factors, sums that are added to`
-type Dot = unsafe fn(*const i8, usize, &Span<'_>, &Factors, *mut [f32; OUT]);
+/// `bytes of x, bytes between rows, rows of the matrix, factors, sums that are added to`
+type Dot = unsafe fn(*const i8, usize, &Quad<'_>, &Factors, *mut [f32; OUT]);
 
 /// The kernels for one format of matrices. As [`crate::kernel::Kernels`], and they need what those need.
 #[derive(Clone, Copy)]
 pub struct Kernels {
-    /// Writes a span to bytes and groups: floats, columns, bytes, groups.
-    pub quantize: unsafe fn(*const f32, usize, *mut i8, &mut RowGroups),
     /// Factors of a row of x, and the sums that biases contribute.
     pub factors: RowFactorsOf,
     /// 1 and 2 rows of x times four rows of the matrix.
@@ -100,21 +92,8 @@ pub struct Kernels {
 
 /// Compiles the kernels of an instruction set; as `kernels!` of `kernel.rs`.
 macro_rules! int8_kernels {
-    ($isa:ident $features:tt $bits:ident $group:ident) => {
-        match ($bits, $group) {
-            (4, 32) => int8_kernels!(@ $isa $features 4, 32),
-            (4, 64) => int8_kernels!(@ $isa $features 4, 64),
-            (4, _) => int8_kernels!(@ $isa $features 4, 128),
-            (_, 32) => int8_kernels!(@ $isa $features 8, 32),
-            (_, 64) => int8_kernels!(@ $isa $features 8, 64),
-            _ => int8_kernels!(@ $isa $features 8, 128),
-        }
-    };
-    (@ $isa:ident $features:tt $bits:literal, $group:literal) => {
+    ($isa:ident $features:tt $bits:literal, $group:literal) => {
         $crate::int8::Kernels {
-            quantize: enabled!($features quantize_span(
-                from: *const f32, columns: usize, to: *mut i8, groups: &mut RowGroups
-            ) { int8::quantize::<$bits, $group>(from, columns, to, groups) }),
             factors: enabled!($features row_factors(
                 matrix: &Groups, x: &RowGroups, count: usize, factors: &mut RowFactors,
                 sums: &mut [f32; OUT]
@@ -127,89 +106,57 @@ macro_rules! int8_kernels {
     };
     (@dot $isa:ident $features:tt $bits:literal, $group:literal, $rows:literal) => {
         enabled!($features dot_rows(
-            x: *const i8, stride: usize, span: &Span<'_>, factors: &Factors, sums: *mut [f32; OUT]
-        ) { int8::dot::<$isa, $bits, $group, $rows>(x, stride, span, factors, sums) })
+            x: *const i8, stride: usize, quad: &Quad<'_>, factors: &Factors, sums: *mut [f32; OUT]
+        ) { int8::dot::<$isa, $bits, $group, $rows>(x, stride, quad, factors, sums) })
     };
 }
 pub(crate) use int8_kernels;
 
-impl Rows {
-    /// Quantizes `rows` of x.
+impl Kernels {
+    /// Rows of x, from one to the next `stride` floats, times four rows of the matrix. Writes sums for each of the rows, which
+    /// are at most [`MOST_ROWS`].
     ///
     /// # Safety
-    /// The processor has the instructions of `kernels`.
-    pub unsafe fn fill(
-        &mut self,
-        kernels: &Kernels,
-        x: Floats<'_>,
-        rows: Range<usize>,
-        columns: usize,
-    ) {
-        let spans = columns.div_ceil(SPAN);
-        self.rows = rows.len();
-        self.bytes.resize(rows.len() * columns.next_multiple_of(CHUNK), 0);
-        let empty = RowGroups { scales: [0.0; GROUPS], sums: [0.0; GROUPS] };
-        self.groups.resize(spans * rows.len(), empty);
-        let mut wide = [0.0; SPAN];
-        for (r, row) in rows.clone().enumerate() {
-            for (s, k) in (0..columns).step_by(SPAN).enumerate() {
-                let span = SPAN.min(columns - k);
-                x.widen(row * columns + k, &mut wide[..span]);
-                wide[span..].fill(0.0);
-                let start = rows.len() * k + r * span.next_multiple_of(CHUNK);
-                let bytes = &mut self.bytes[start..][..span.next_multiple_of(CHUNK)];
-                let groups = &mut self.groups[s * rows.len() + r];
-                // SAFETY: `wide` has whole chunks, as many as there is room for.
-                unsafe {
-                    (kernels.quantize)(wide.as_ptr(), bytes.len(), bytes.as_mut_ptr(), groups);
-                }
-            }
-        }
-    }
-
-    /// Up to [`MOST_ROWS`] rows from `r` on of `span`, times its four rows of the matrix. Writes sums for each row of x, and
-    /// returns their number.
-    ///
-    /// # Safety
-    /// The span is valid; the processor has the instructions.
+    /// `x` has the rows as [`arrange`] writes them; the quad is valid; the processor has the instructions.
     pub unsafe fn multiply(
         &self,
-        kernels: &Kernels,
-        r: usize,
-        span: &Span<'_>,
-        factors: &mut Factors,
+        x: *const f32,
+        stride: usize,
+        quad: &Quad<'_>,
         sums: &mut [[f32; OUT]],
-    ) -> usize {
-        let Span { k, columns, groups, count, .. } = span;
-        let taken = (self.rows - r).min(MOST_ROWS);
-        let stride = columns.next_multiple_of(CHUNK);
-        let x = &self.bytes[self.rows * k + r * stride..][..taken * stride];
-        let of_rows = &self.groups[k / SPAN * self.rows + r..][..taken];
-        for ((x, factors), sums) in of_rows.iter().zip(factors.iter_mut()).zip(&mut *sums) {
+    ) {
+        let mut factors = Factors::default();
+        for (i, (factors, sums)) in factors.iter_mut().zip(&mut *sums).enumerate() {
             // SAFETY: as this function.
-            unsafe { (kernels.factors)(groups, x, *count, factors, sums) };
+            unsafe {
+                let groups = &*x.add(i * stride).cast::<RowGroups>();
+                (self.factors)(quad.groups, groups, quad.count, factors, sums);
+            }
         }
-        let dot = kernels.dot[taken - 1];
+        let dot = self.dot[sums.len() - 1];
         // SAFETY: `x` has that many rows, and so have the factors.
-        unsafe { dot(x.as_ptr(), stride, span, factors, sums.as_mut_ptr()) };
-        taken
+        unsafe { dot(x.add(ROW_GROUPS).cast(), 4 * stride, quad, &factors, sums.as_mut_ptr()) };
     }
 }
 
-/// See [`Kernels::quantize`]. The columns are whole chunks.
+/// See [`Kernels::arrange`](crate::kernel::Kernels::arrange).
 ///
 /// # Safety
 /// See [`Kernels`].
 #[inline(always)]
-pub unsafe fn quantize<const BITS: usize, const GROUP: usize>(
+pub unsafe fn arrange<const BITS: usize, const GROUP: usize>(
     from: *const f32,
-    columns: usize,
-    to: *mut i8,
-    groups: &mut RowGroups,
+    to: *mut f32,
+    count: usize,
 ) {
-    // SAFETY: promised by the caller.
-    let (from, to) = unsafe {
-        (std::slice::from_raw_parts(from, columns), std::slice::from_raw_parts_mut(to, columns))
+    let columns = count.next_multiple_of(CHUNK);
+    // SAFETY: promised by the caller: zeros follow the floats, and `to` has room for groups and whole chunks.
+    let (from, groups, to) = unsafe {
+        (
+            std::slice::from_raw_parts(from, columns),
+            &mut *to.cast::<RowGroups>(),
+            std::slice::from_raw_parts_mut(to.add(ROW_GROUPS).cast::<i8>(), columns),
+        )
     };
     let mut rounded = [0i8; SPAN];
     *groups = RowGroups { scales: [0.0; GROUPS], sums: [0.0; GROUPS] };
@@ -286,11 +233,11 @@ pub unsafe fn factors<B: Bytes, const BITS: usize>(
 pub unsafe fn dot<B: Bytes, const BITS: usize, const GROUP: usize, const R: usize>(
     x: *const i8,
     stride: usize,
-    span: &Span<'_>,
+    quad: &Quad<'_>,
     factors: &Factors,
     sums: *mut [f32; OUT],
 ) {
-    let &Span { columns, ref lines, ahead, .. } = span;
+    let &Quad { columns, ref lines, ahead, .. } = quad;
     let (bytes, whole) = (CHUNK * BITS / 8, columns / CHUNK);
     let mut copies = [[0u8; CHUNK]; OUT];
     if !columns.is_multiple_of(CHUNK) {

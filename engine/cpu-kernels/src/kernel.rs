@@ -1,10 +1,15 @@
 //! The inner loops, compiled for each instruction set, number of bits and group size.
 //!
+//! There are three kinds: elements become f32 in registers (`quads.rs`); rows of x are rounded to 8 bits
+//! ([`int8`](crate::int8)); and, with AVX-512 VNNI, both kinds of rows are multiplied in integers (`digits.rs`).
+//!
 //! Each is a function of its own: in a larger one, the compiler moves sums from registers to memory, and the product
 //! takes twice as long. For the same reason a kernel takes few rows of x: elements are unpacked to registers for each call,
 //! while the units that multiply are busy, and the next call reads the words from the first-level cache.
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
+
+mod quads;
 
 use half::{bf16, f16};
 
@@ -12,11 +17,11 @@ use crate::float::Floats;
 use crate::int8::{self, Factors, RowFactors, RowGroups, int8_kernels};
 #[cfg(target_arch = "aarch64")]
 use crate::lanes::neon::Neon;
-use crate::lanes::{BLOCK, Isa, Lanes, enabled, portable::Portable, prefetch, unit};
-use crate::product::Biases;
+use crate::lanes::{Isa, enabled, portable::Portable, prefetch};
+use crate::product::{Activations, Biases};
 #[cfg(target_arch = "x86_64")]
 use crate::{
-    int8::vnni::Vnni,
+    digits,
     lanes::{avx2::Avx2, avx512::Avx512},
 };
 
@@ -31,6 +36,7 @@ pub const MOST_ROWS: usize = 6;
 
 /// Scales and biases of one span of [`OUT`] rows of the matrix, as f32.
 #[derive(Debug, Default)]
+#[repr(align(64))]
 pub struct Groups {
     /// Zeros beyond the span. Groups have at least 32 elements.
     pub scales: [[f32; SPAN / 32]; OUT],
@@ -39,14 +45,100 @@ pub struct Groups {
 }
 
 /// Floats that stand for biases behind a span of that many groups, or for their sums: whole vectors of any instruction set.
-const fn biases_of(groups: usize) -> usize {
+pub const fn biases_of(groups: usize) -> usize {
     groups.next_multiple_of(16)
 }
 
+/// Rows of the matrix whose sums are collected before they are written.
+pub const TILE: usize = 64;
+
+/// Rows of the matrix whose elements and scales are prefetched ahead: four calls of a kernel, as one call is shorter than the
+/// latency of memory.
+pub const AHEAD: usize = 4 * OUT;
+
+/// A span of up to [`TILE`] rows of a matrix.
+pub struct Strip<'a> {
+    /// Columns of the span.
+    pub columns: usize,
+    /// Rows, at least one.
+    pub outputs: usize,
+    /// Elements of the first row.
+    pub line: *const u8,
+    /// Bytes from a row to the next.
+    pub line_bytes: usize,
+    /// Of a packed matrix.
+    pub scales: Option<Scales<'a>>,
+}
+
+/// Scales and biases of a strip.
+#[derive(Clone, Copy)]
+pub struct Scales<'a> {
+    pub scales: Floats<'a>,
+    pub biases: Biases<'a>,
+    /// Index of the first row's first group.
+    pub first: usize,
+    /// Groups from a row to the next.
+    pub of_row: usize,
+    /// Groups of the span.
+    pub count: usize,
+}
+
+impl Strip<'_> {
+    /// Four rows from `n` on. The last rows may be fewer: the last one stands in for the others.
+    #[inline(always)]
+    pub fn quad(&self, n: usize) -> [usize; OUT] {
+        [0, 1, 2, 3].map(|o| (n + o).min(self.outputs - 1))
+    }
+
+    /// Elements of rows.
+    #[inline(always)]
+    pub fn lines(&self, rows: [usize; OUT]) -> [*const u8; OUT] {
+        rows.map(|row| self.line.wrapping_add(row * self.line_bytes))
+    }
+
+    /// Bytes from each row to the one that is prefetched.
+    #[inline(always)]
+    pub fn ahead(&self) -> usize {
+        AHEAD * self.line_bytes
+    }
+
+    /// Calls `each` with each four rows and the first of them. Reads their scales with `read`.
+    ///
+    /// # Safety
+    /// The strip is valid; the processor has the instructions of `read`.
+    unsafe fn for_quads(&self, read: Option<ReadGroups>, mut each: impl FnMut(usize, &Quad<'_>)) {
+        let mut groups = Groups::default();
+        for n in (0..self.outputs).step_by(OUT) {
+            let rows = self.quad(n);
+            let mut count = 0;
+            if let (Some(read), Some(packed)) = (read, &self.scales) {
+                let first = rows.map(|row| packed.first + row * packed.of_row);
+                first.iter().for_each(|first| packed.prefetch(first + AHEAD * packed.of_row));
+                count = packed.count;
+                // SAFETY: each row has that many groups in the span.
+                unsafe { read(&packed.scales, &packed.biases, &first, count, &mut groups) };
+            }
+            let &Self { columns, .. } = self;
+            let lines = self.lines(rows);
+            each(n, &Quad { columns, lines, groups: &groups, count, ahead: self.ahead() });
+        }
+    }
+}
+
+impl Scales<'_> {
+    /// Brings scales and stored biases, from a group on, to the caches. The group may be none of the matrix.
+    #[inline(always)]
+    pub fn prefetch(&self, group: usize) {
+        let of = |floats: &Floats<'_>| prefetch(floats.start().wrapping_add(group * floats.size()));
+        of(&self.scales);
+        if let Biases::Stored(biases) = &self.biases {
+            of(biases);
+        }
+    }
+}
+
 /// A span of [`OUT`] rows of a matrix.
-pub struct Span<'a> {
-    /// Its first column.
-    pub k: usize,
+pub struct Quad<'a> {
     /// Number of its columns.
     pub columns: usize,
     /// Elements of each row.
@@ -59,69 +151,140 @@ pub struct Span<'a> {
     pub ahead: usize,
 }
 
-/// `rows of x, floats from one to the next, span, sums`
-type RowsProduct = unsafe fn(*const f32, usize, &Span<'_>, *mut [f32; OUT]);
+/// `rows of x, floats from one to the next, rows of the matrix, sums`
+type QuadProduct = unsafe fn(*const f32, usize, &Quad<'_>, *mut [f32; OUT]);
 
-/// The kernels for one format of matrices.
-///
-/// Products of a word's elements are summed up in one lane, and their sum is multiplied with the scale: an element then costs
-/// one product. Biases are multiplied with the sums of the groups of x, which end its span.
+/// As [`QuadProduct`]; adds to sums, those of the next row of x [`TILE`] floats behind.
+type StripProduct = unsafe fn(*const f32, usize, &Strip<'_>, *mut f32);
+
+/// Reads scales and biases of four rows of the matrix: `scales, biases, index of each row's first group, number of groups,
+/// target`.
+type ReadGroups = unsafe fn(&Floats<'_>, &Biases<'_>, &[usize; OUT], usize, &mut Groups);
+
+/// The kernels for one format of matrices and of rows of x.
 ///
 /// All need the processor to have the instruction set, and pointers to be valid for a span: the columns of x and the
-/// elements of each row of the matrix that it has. A matrix of floats has groups of [`BLOCK`], without scales.
+/// elements of each row of the matrix that it has. A matrix of floats has groups of
+/// [`BLOCK`](crate::lanes::BLOCK), without scales.
 #[derive(Clone, Copy)]
 pub struct Kernels {
-    /// Floats of a span of x of that many columns, as `rows` read it.
+    /// Floats of a span of x of that many columns, as `form` reads it: whole cache lines.
     floats: fn(usize) -> usize,
-    /// `source, target, count`: writes a span of `count` floats, whole groups, as `rows` read it.
+    /// `source, target, count`: writes a span of `count` floats, whole groups, as `form` reads it. Zeros follow in the source,
+    /// up to [`SPAN`].
     pub arrange: unsafe fn(*const f32, *mut f32, usize),
-    /// 1, 2 and more rows of x times four rows of the matrix. Writes sums for each row of x.
-    pub rows: &'static [RowsProduct],
-    /// Those of packed matrices only.
-    pub packed: Option<PackedKernels>,
+    form: Form,
 }
 
-/// Kernels for scales, and for [`Activations::Int8`](crate::Activations).
+/// A format of packed matrices and of the rows that they are multiplied with.
 #[derive(Clone, Copy)]
-pub struct PackedKernels {
-    /// Reads scales and biases of four rows of the matrix: `scales, biases, index of each row's first group, number of groups,
-    /// target`.
-    pub groups: unsafe fn(&Floats<'_>, &Biases<'_>, &[usize; OUT], usize, &mut Groups),
-    /// Those that multiply bytes.
-    pub int8: int8::Kernels,
+pub struct Format {
+    /// 4 or 8.
+    pub bits: usize,
+    /// 32, 64 or 128.
+    pub group_size: usize,
+    pub activations: Activations,
+}
+
+/// How kernels take rows of the matrix.
+#[derive(Clone, Copy)]
+pub enum Form {
+    /// Four at a time, whose scales are read first. The products are those of 1, 2 and more rows of x, and write sums for each.
+    Quads(&'static [QuadProduct], Option<ReadGroups>),
+    /// Four at a time, with rows of x in 8 bits.
+    Int8(int8::Kernels, ReadGroups),
+    /// All of a strip, with 1, 2 and more rows of x.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "has kernels for x86-64 only")
+    )]
+    Strips(&'static [StripProduct]),
 }
 
 /// Compiles the kernels of an instruction set for packed matrices.
 macro_rules! packed_kernels {
-    ($isa:ident $features:tt $bits:ident $group:ident $rows:tt $int8:expr) => {
-        match ($bits, $group) {
-            (4, 32) => packed_kernels!(@ $isa $features 4, 32, $rows, $int8),
-            (4, 64) => packed_kernels!(@ $isa $features 4, 64, $rows, $int8),
-            (4, _) => packed_kernels!(@ $isa $features 4, 128, $rows, $int8),
-            (_, 32) => packed_kernels!(@ $isa $features 8, 32, $rows, $int8),
-            (_, 64) => packed_kernels!(@ $isa $features 8, 64, $rows, $int8),
-            _ => packed_kernels!(@ $isa $features 8, 128, $rows, $int8),
+    ($isa:ident $features:tt $format:ident $rows:tt, $bytes:ident) => {
+        match ($format.activations, $format.bits, $format.group_size) {
+            (Activations::Exact, 4, 32) => packed_kernels!(@ $isa $features 4, 32, $rows),
+            (Activations::Exact, 4, 64) => packed_kernels!(@ $isa $features 4, 64, $rows),
+            (Activations::Exact, 4, _) => packed_kernels!(@ $isa $features 4, 128, $rows),
+            (Activations::Exact, _, 32) => packed_kernels!(@ $isa $features 8, 32, $rows),
+            (Activations::Exact, _, 64) => packed_kernels!(@ $isa $features 8, 64, $rows),
+            (Activations::Exact, ..) => packed_kernels!(@ $isa $features 8, 128, $rows),
+            (Activations::Int8, 4, 32) => packed_kernels!(@int8 $bytes $features 4, 32),
+            (Activations::Int8, 4, 64) => packed_kernels!(@int8 $bytes $features 4, 64),
+            (Activations::Int8, 4, _) => packed_kernels!(@int8 $bytes $features 4, 128),
+            (Activations::Int8, _, 32) => packed_kernels!(@int8 $bytes $features 8, 32),
+            (Activations::Int8, _, 64) => packed_kernels!(@int8 $bytes $features 8, 64),
+            (Activations::Int8, ..) => packed_kernels!(@int8 $bytes $features 8, 128),
         }
     };
-    (@ $isa:ident $features:tt $bits:literal, $group:literal, $rows:tt, $int8:expr) => {
+    (@groups $isa:ident $features:tt $bits:literal) => {
+        enabled!($features read_groups(
+            scales: &Floats<'_>, biases: &Biases<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
+        ) { quads::groups::<$isa, $bits>(scales, biases, at, count, to) })
+    };
+    (@int8 $isa:ident $features:tt $bits:literal, $group:literal) => {
         Kernels {
-            floats: |columns| padded::<$isa, $bits>(columns) + biases_of(columns / $group),
+            floats: int8::floats,
+            arrange: enabled!($features arrange_bytes(
+                from: *const f32, to: *mut f32, count: usize
+            ) { int8::arrange::<$bits, $group>(from, to, count) }),
+            form: Form::Int8(
+                int8_kernels!($isa $features $bits, $group),
+                packed_kernels!(@groups $isa $features $bits),
+            ),
+        }
+    };
+    (@ $isa:ident $features:tt $bits:literal, $group:literal, $rows:tt) => {
+        Kernels {
+            floats: |columns| quads::padded::<$isa, $bits>(columns) + biases_of(columns / $group),
             arrange: enabled!($features arrange_words(
                 from: *const f32, to: *mut f32, count: usize
-            ) { arrange::<$isa, $bits, $group>(from, to, count) }),
-            rows: packed_kernels!(@rows $isa $features $bits, $group, $rows),
-            packed: Some(PackedKernels {
-                groups: enabled!($features read_groups(
-                    scales: &Floats<'_>, biases: &Biases<'_>, at: &[usize; OUT], count: usize, to: &mut Groups
-                ) { groups::<$isa, $bits>(scales, biases, at, count, to) }),
-                int8: $int8,
-            }),
+            ) { quads::arrange::<$isa, $bits, $group>(from, to, count) }),
+            form: Form::Quads(
+                packed_kernels!(@rows $isa $features $bits, $group, $rows),
+                Some(packed_kernels!(@groups $isa $features $bits)),
+            ),
         }
     };
     (@rows $isa:ident $features:tt $bits:literal, $group:literal, [$($rows:literal)*]) => {
         &[$(enabled!($features packed_rows(
-            x: *const f32, stride: usize, span: &Span<'_>, sums: *mut [f32; OUT]
-        ) { packed_product::<$isa, $bits, $group, $rows>(x, stride, span, sums) })),*]
+            x: *const f32, stride: usize, quad: &Quad<'_>, sums: *mut [f32; OUT]
+        ) { quads::packed_product::<$isa, $bits, $group, $rows>(x, stride, quad, sums) })),*]
+    };
+}
+
+/// Compiles the kernels of `digits.rs`.
+#[cfg(target_arch = "x86_64")]
+macro_rules! digits_kernels {
+    ($digits:literal $format:ident) => {
+        match ($format.bits, $format.group_size) {
+            (4, 32) => digits_kernels!(@ $digits, 4, 32),
+            (4, 64) => digits_kernels!(@ $digits, 4, 64),
+            (4, _) => digits_kernels!(@ $digits, 4, 128),
+            (_, 32) => digits_kernels!(@ $digits, 8, 32),
+            (_, 64) => digits_kernels!(@ $digits, 8, 64),
+            _ => digits_kernels!(@ $digits, 8, 128),
+        }
+    };
+    (@ $digits:literal, $bits:literal, $group:literal) => {
+        Kernels {
+            floats: digits::floats::<$digits, $bits, $group>,
+            arrange: enabled!(["avx512f,avx512bw,avx512vl,avx512vnni"] arrange_digits(
+                from: *const f32, to: *mut f32, count: usize
+            ) { digits::arrange::<$digits, $bits, $group>(from, to, count) }),
+            form: Form::Strips(&[
+                digits_kernels!(@ $digits, $bits, $group, 1),
+                digits_kernels!(@ $digits, $bits, $group, 2),
+                digits_kernels!(@ $digits, $bits, $group, 3),
+            ]),
+        }
+    };
+    (@ $digits:literal, $bits:literal, $group:literal, $rows:literal) => {
+        enabled!(["avx512f,avx512bw,avx512vl,avx512vnni"] digits_strip(
+            x: *const f32, stride: usize, strip: &Strip<'_>, sums: *mut f32
+        ) { digits::product::<$digits, $bits, $group, $rows>(x, stride, strip, sums) })
     };
 }
 
@@ -140,14 +303,13 @@ macro_rules! float_kernels {
             arrange: enabled!($features copy_floats(
                 from: *const f32, to: *mut f32, count: usize
             ) { from.copy_to_nonoverlapping(to, count) }),
-            rows: float_kernels!(@rows $isa $features $float, $rows),
-            packed: None,
+            form: Form::Quads(float_kernels!(@rows $isa $features $float, $rows), None),
         }
     };
     (@rows $isa:ident $features:tt $float:ident, [$($rows:literal)*]) => {
         &[$(enabled!($features float_rows(
-            x: *const f32, stride: usize, span: &Span<'_>, sums: *mut [f32; OUT]
-        ) { float_product::<$isa, $float, $rows>(x, stride, span, sums) })),*]
+            x: *const f32, stride: usize, quad: &Quad<'_>, sums: *mut [f32; OUT]
+        ) { quads::float_product::<$isa, $float, $rows>(x, stride, quad, sums) })),*]
     };
 }
 
@@ -158,24 +320,61 @@ impl Kernels {
         (start, (self.floats)(SPAN.min(columns - k)))
     }
 
-    /// Those of packed matrices; 4 or 8 bits, groups of 32, 64 or 128.
-    pub fn of_packed(isa: Isa, bits: usize, group: usize) -> Self {
+    /// Adds the products of `rows` rows of x with a strip to `sums`, those of the next row [`TILE`] floats behind.
+    ///
+    /// # Safety
+    /// The processor has the instructions. `x` has the rows as [`Self::arrange`] writes them, from one to the next `stride`
+    /// floats, and `sums` whole tiles. The strip is valid and has the format of these kernels.
+    pub unsafe fn multiply(
+        &self,
+        x: *const f32,
+        stride: usize,
+        rows: usize,
+        strip: &Strip<'_>,
+        sums: *mut f32,
+    ) {
+        let mut parts = [[0.0; OUT]; MOST_ROWS];
+        // SAFETY: promised by the caller; `parts` has room for the rows of every kernel.
+        unsafe {
+            match &self.form {
+                Form::Strips(products) => {
+                    for (r, taken) in calls(rows, products.len()) {
+                        products[taken - 1](x.add(r * stride), stride, strip, sums.add(r * TILE));
+                    }
+                }
+                Form::Quads(products, read) => strip.for_quads(*read, |n, quad| {
+                    for (r, taken) in calls(rows, products.len()) {
+                        products[taken - 1](x.add(r * stride), stride, quad, parts.as_mut_ptr());
+                        add(&parts[..taken], sums.add(r * TILE + n));
+                    }
+                }),
+                Form::Int8(kernels, read) => strip.for_quads(Some(*read), |n, quad| {
+                    for (r, taken) in calls(rows, int8::MOST_ROWS) {
+                        kernels.multiply(x.add(r * stride), stride, quad, &mut parts[..taken]);
+                        add(&parts[..taken], sums.add(r * TILE + n));
+                    }
+                }),
+            }
+        }
+    }
+
+    /// Those of packed matrices of that format.
+    pub fn of_packed(isa: Isa, format: Format) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]
+            Isa::Vnni => match format.activations {
+                Activations::Exact => digits_kernels!(3 format),
+                Activations::Int8 => digits_kernels!(1 format),
+            },
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
-                packed_kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] bits group [1 2 3] Self::int8_of_avx512(bits, group))
+                packed_kernels!(Avx512 ["avx512f,avx512bw,avx512vl,avx2,fma"] format [1 2 3], Avx2)
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => {
-                packed_kernels!(Avx2 ["avx2,fma,f16c"] bits group [1 2] int8_kernels!(Avx2 ["avx2,fma,f16c"] bits group))
-            }
+            Isa::Avx2 => packed_kernels!(Avx2 ["avx2,fma,f16c"] format [1 2], Avx2),
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => {
-                packed_kernels!(Neon ["neon"] bits group [1 2 3] int8_kernels!(Portable ["neon"] bits group))
-            }
-            Isa::Portable => {
-                packed_kernels!(Portable [] bits group [1 2] int8_kernels!(Portable [] bits group))
-            }
+            Isa::Neon => packed_kernels!(Neon ["neon"] format [1 2 3], Portable),
+            Isa::Portable => packed_kernels!(Portable [] format [1 2], Portable),
         }
     }
 
@@ -183,7 +382,7 @@ impl Kernels {
     pub fn of_floats(isa: Isa, floats: &Floats<'_>) -> Self {
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => {
+            Isa::Vnni | Isa::Avx512 => {
                 float_kernels!(Avx512 ["avx512f,avx512bw,avx512vl"] floats [1 2 3 4 5 6])
             }
             #[cfg(target_arch = "x86_64")]
@@ -193,15 +392,28 @@ impl Kernels {
             Isa::Portable => float_kernels!(Portable [] floats [1 2]),
         }
     }
+}
 
-    /// The first processors with AVX-512 have no VNNI.
-    #[cfg(target_arch = "x86_64")]
-    fn int8_of_avx512(bits: usize, group: usize) -> int8::Kernels {
-        if is_x86_feature_detected!("avx512vnni") {
-            int8_kernels!(Vnni ["avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma"] bits group)
-        } else {
-            int8_kernels!(Avx2 ["avx512f,avx512bw,avx512vl,avx2,fma"] bits group)
-        }
+/// The first row and the number of rows of each call of a kernel that takes at most `most`.
+fn calls(rows: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let mut first = 0;
+    std::iter::from_fn(move || {
+        // Two times two rows take less time than three and one.
+        let taken = (rows - first).div_ceil((rows - first).div_ceil(most).max(1));
+        first += taken;
+        (taken > 0).then_some((first - taken, taken))
+    })
+}
+
+/// Adds sums for each row of x to those of its tile.
+///
+/// # Safety
+/// `sums` has a tile for each row.
+unsafe fn add(parts: &[[f32; OUT]], sums: *mut f32) {
+    for (i, part) in parts.iter().enumerate() {
+        // SAFETY: promised by the caller.
+        let sums = unsafe { &mut *sums.add(i * TILE).cast::<[f32; OUT]>() };
+        sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
     }
 }
 
@@ -222,271 +434,3 @@ macro_rules! unroll {
     };
 }
 pub(crate) use unroll;
-
-/// Columns of whole blocks.
-const fn padded<L: Lanes, const BITS: usize>(columns: usize) -> usize {
-    columns.next_multiple_of(L::LANES * 32 / BITS)
-}
-
-/// See [`Kernels::arrange`].
-///
-/// # Safety
-/// See [`Kernels`].
-#[inline(always)]
-unsafe fn arrange<L: Lanes, const BITS: usize, const GROUP: usize>(
-    from: *const f32,
-    to: *mut f32,
-    count: usize,
-) {
-    let (elements, columns) = (32 / BITS, padded::<L, BITS>(count));
-    // SAFETY: `to` has room for whole blocks, a sum of each group, and zeros.
-    unsafe {
-        to.add(count - count % (L::LANES * elements)).write_bytes(0, columns - count);
-        for word in 0..count / elements {
-            let (block, lane) = (word / L::LANES, word % L::LANES);
-            let to = to.add(block * L::LANES * elements + lane);
-            for i in 0..elements {
-                *to.add(i * L::LANES) = *from.add(word * elements + i) / unit::<BITS>(i);
-            }
-        }
-        let (ones, sums, groups) = (L::splat(1.0), to.add(columns), count / GROUP);
-        for g in 0..groups {
-            let mut sum = L::zero();
-            for at in (0..GROUP).step_by(L::LANES) {
-                sum = L::fma(L::load(from.add(g * GROUP + at)), ones, sum);
-            }
-            let [sum, ..] = L::sum4([sum, L::zero(), L::zero(), L::zero()]);
-            *sums.add(g) = sum;
-        }
-        sums.add(groups).write_bytes(0, biases_of(groups) - groups);
-    }
-}
-
-/// See [`PackedKernels::groups`].
-///
-/// # Safety
-/// See [`Kernels`]; scales and stored biases have `count` elements from each of `at` on.
-#[inline(always)]
-unsafe fn groups<L: Lanes, const BITS: usize>(
-    scales: &Floats<'_>,
-    biases: &Biases<'_>,
-    at: &[usize; OUT],
-    count: usize,
-    to: &mut Groups,
-) {
-    // SAFETY: promised by the caller; both arrays of a row have whole vectors.
-    unsafe {
-        groups_of_rows::<L>(scales, at, count, &mut to.scales);
-        match biases {
-            Biases::Stored(biases) => {
-                groups_of_rows::<L>(biases, at, count, &mut to.biases);
-            }
-            Biases::Symmetric => {
-                let factor = L::splat(-((1 << (BITS - 1)) as f32));
-                for (scales, biases) in to.scales.iter().zip(&mut to.biases) {
-                    let mut i = 0;
-                    while i < SPAN / 32 {
-                        let bias = L::fma(L::load(scales.as_ptr().add(i)), factor, L::zero());
-                        L::store(biases.as_mut_ptr().add(i), bias);
-                        i += L::LANES;
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Reads scales or biases of four rows.
-///
-/// # Safety
-/// As [`groups`].
-#[inline(always)]
-unsafe fn groups_of_rows<L: Lanes>(
-    from: &Floats<'_>,
-    at: &[usize; OUT],
-    count: usize,
-    to: &mut [[f32; SPAN / 32]; OUT],
-) {
-    for (at, to) in at.iter().zip(to) {
-        // SAFETY: promised by the caller.
-        unsafe {
-            match from {
-                Floats::F32(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
-                Floats::Bf16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
-                Floats::F16(floats) => groups_of_row::<L, _>(&floats[*at..], count, to),
-            }
-        }
-    }
-}
-
-/// Writes the first `count` floats as f32, and zeros after them, for kernels that read whole vectors.
-///
-/// Reads whole vectors where enough floats follow, also of the next rows: a loop over the remainder of each row takes almost
-/// half as long as the row's product. The number of vectors is constant, so that the compiler unrolls the loop: one that ends
-/// with `count` makes the product 7 % slower.
-///
-/// # Safety
-/// See [`Lanes`]; `count` is at most the length of `from` and of `to`.
-#[inline(always)]
-unsafe fn groups_of_row<L: Lanes, F: Float>(from: &[F], count: usize, to: &mut [f32; SPAN / 32]) {
-    let mut i = 0;
-    while i < SPAN / 32 {
-        // SAFETY: whole vectors are in the floats, or in a copy of the last ones, and in `to`.
-        unsafe {
-            let v = if i + L::LANES <= from.len() {
-                F::load::<L>(from.as_ptr().add(i))
-            } else {
-                let mut rest = [F::ZERO; BLOCK];
-                let left = from.get(i..).unwrap_or_default();
-                rest[..left.len()].copy_from_slice(left);
-                F::load::<L>(rest.as_ptr())
-            };
-            L::store(to.as_mut_ptr().add(i), L::first(v, count.saturating_sub(i)));
-        }
-        i += L::LANES;
-    }
-}
-
-/// See [`Kernels::rows`].
-///
-/// # Safety
-/// See [`Kernels`].
-#[inline(always)]
-unsafe fn packed_product<L: Lanes, const BITS: usize, const GROUP: usize, const R: usize>(
-    x: *const f32,
-    stride: usize,
-    span: &Span<'_>,
-    parts: *mut [f32; OUT],
-) {
-    let Span { columns, lines: [a, b, c, d], groups, count, ahead, .. } = *span;
-    let elements = 32 / BITS;
-    let words = columns / elements;
-    // Groups of a block of words.
-    let spread = (L::LANES * elements / GROUP).max(1);
-    // SAFETY: all words are in the span, and x has whole blocks. Scales and biases have whole vectors.
-    unsafe {
-        let mut sums = [[L::zero(); OUT]; R];
-        let mut first = 0;
-        while first < words {
-            let lines = [a, b, c, d].map(|line| line.wrapping_add(4 * first));
-            unroll!(O < OUT, {
-                prefetch(lines[O].wrapping_add(ahead));
-            });
-            let block = if first + L::LANES <= words {
-                lines.map(|line| L::load_words(line))
-            } else {
-                lines.map(|line| L::load_first_words(line, words - first))
-            };
-            let mut products = [[L::zero(); OUT]; R];
-            unroll!(E < 32 / BITS, {
-                let mut rows = [L::zero(); R];
-                unroll!(I < R, {
-                    rows[I] = L::load(x.add(I * stride + first * elements + E * L::LANES));
-                });
-                unroll!(O < OUT, {
-                    let element = L::element::<BITS>(block[O], E);
-                    unroll!(I < R, {
-                        products[I][O] = L::fma(element, rows[I], products[I][O]);
-                    });
-                });
-            });
-            let group = first * elements / GROUP;
-            unroll!(O < OUT, {
-                let scales = L::spread(groups.scales[O].as_ptr().add(group), spread);
-                unroll!(I < R, {
-                    sums[I][O] = L::fma(products[I][O], scales, sums[I][O]);
-                });
-            });
-            first += L::LANES;
-        }
-        let x = x.add(padded::<L, BITS>(columns));
-        let mut g = 0;
-        while g < biases_of(count) {
-            unroll!(O < OUT, {
-                let biases = L::load(groups.biases[O].as_ptr().add(g));
-                unroll!(I < R, {
-                    sums[I][O] = L::fma(biases, L::load(x.add(I * stride + g)), sums[I][O]);
-                });
-            });
-            g += L::LANES;
-        }
-        unroll!(I < R, {
-            parts.add(I).write(L::sum4(sums[I]));
-        });
-    }
-}
-
-/// A type of floats in memory.
-trait Float: Copy {
-    const ZERO: Self;
-    /// A vector of them.
-    ///
-    /// # Safety
-    /// As [`Lanes::load`].
-    unsafe fn load<L: Lanes>(from: *const Self) -> L::V;
-}
-
-impl Float for f32 {
-    const ZERO: Self = 0.0;
-
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
-        // SAFETY: promised by the caller.
-        unsafe { L::load(from) }
-    }
-}
-
-impl Float for bf16 {
-    const ZERO: Self = Self::from_bits(0);
-
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
-        // SAFETY: promised by the caller.
-        unsafe { L::load_bf16(from.cast()) }
-    }
-}
-
-impl Float for f16 {
-    const ZERO: Self = Self::from_bits(0);
-
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(from: *const Self) -> L::V {
-        // SAFETY: promised by the caller.
-        unsafe { L::load_f16(from.cast()) }
-    }
-}
-
-/// See [`Kernels::rows`].
-///
-/// # Safety
-/// See [`Kernels`]; lines begin at floats of the type.
-#[inline(always)]
-unsafe fn float_product<L: Lanes, F: Float, const R: usize>(
-    x: *const f32,
-    stride: usize,
-    span: &Span<'_>,
-    parts: *mut [f32; OUT],
-) {
-    let lines = span.lines.map(|line| line.cast::<F>());
-    // SAFETY: a span is whole vectors.
-    unsafe {
-        let mut sums = [[L::zero(); OUT]; R];
-        let mut v = 0;
-        while v < span.columns {
-            let mut rows = [L::zero(); R];
-            unroll!(I < R, {
-                rows[I] = L::load(x.add(I * stride + v));
-            });
-            unroll!(O < OUT, {
-                let floats = F::load::<L>(lines[O].add(v));
-                unroll!(I < R, {
-                    sums[I][O] = L::fma(floats, rows[I], sums[I][O]);
-                });
-            });
-            v += L::LANES;
-        }
-        unroll!(I < R, {
-            parts.add(I).write(L::sum4(sums[I]));
-        });
-    }
-}

@@ -35,7 +35,7 @@ macro_rules! for_isa {
     ($isa:expr, $name:ident($($argument:ident: $type:ty),*)) => {
         match $isa {
             #[cfg(target_arch = "x86_64")]
-            $crate::lanes::Isa::Avx512 => $crate::lanes::enabled!(["avx512f,avx512bw,avx512vl"] compiled(
+            $crate::lanes::Isa::Vnni | $crate::lanes::Isa::Avx512 => $crate::lanes::enabled!(["avx512f,avx512bw,avx512vl"] compiled(
                 $($argument: $type),*
             ) { $name::<$crate::lanes::avx512::Avx512>($($argument),*) })($($argument),*),
             #[cfg(target_arch = "x86_64")]
@@ -60,6 +60,9 @@ pub const BLOCK: usize = 32;
 /// An instruction set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
+    /// AVX-512 as below, and VNNI, which products of integers use.
+    #[cfg(target_arch = "x86_64")]
+    Vnni,
     /// AVX-512 with F, BW and VL, which all processors but the first have: 16 lanes.
     #[cfg(target_arch = "x86_64")]
     Avx512,
@@ -83,6 +86,9 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
             {
+                if is_x86_feature_detected!("avx512vnni") {
+                    isas.push(Self::Vnni);
+                }
                 isas.push(Self::Avx512);
             }
             if is_x86_feature_detected!("avx2")

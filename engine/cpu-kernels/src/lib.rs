@@ -2,11 +2,13 @@
 //! dense ones, the gated delta rule and the attention of a few rows, SwiGLU and RMS norm, which are dozens of operations with a
 //! pass over memory each otherwise.
 //!
-//! A matrix stays as it is stored: it is read once a product, and its elements exist as f32 in registers only. AVX-512, AVX2
-//! and NEON are chosen when the program runs; other processors take portable code.
+//! A matrix stays as it is stored: it is read once a product, and its elements are unpacked in registers only. AVX-512 with and
+//! without VNNI, AVX2 and NEON are chosen when the program runs; other processors take portable code.
 //!
-//! Products with packed matrices can also round their rows to 8 bits ([`Activations::Int8`]), which is not exact and with AVX2
-//! takes half the time for one row.
+//! With VNNI, products with packed matrices are sums of integers, as exact as those in f32 (`digits.rs`).
+//!
+//! Products with packed matrices can also round their rows to 8 bits ([`Activations::Int8`]), which is not exact and takes about
+//! half the time.
 //!
 //! Knows nothing of MLX: slices in, slices out. `engine/src/kernels/cpu.rs` makes an operation of MLX of it.
 //!
@@ -40,6 +42,8 @@
 //! A matrix of f32 that fits the second-level cache (384 x 384) is faster in OpenBLAS, but a model's do not stay there.
 
 mod attention;
+#[cfg(target_arch = "x86_64")]
+mod digits;
 mod elementwise;
 mod float;
 mod gated_delta;

@@ -5,15 +5,14 @@
 //! those of its words before; of floats, each product is added at once. Lanes are added in the end. Nothing else decides the
 //! order of sums.
 //!
-//! Biases of a packed matrix are apart from its elements: they are multiplied with the sums of the groups of x, which end
-//! its span. So the bound of an error is relative to `|element * scale| + |bias|`, not to the magnitude of their sum.
+//! Biases of a packed matrix are apart from its elements: they are multiplied with the sums of the groups of x. So the bound of
+//! an error is relative to `|element * scale| + |bias|`, not to the magnitude of their sum.
 //!
 //! Several matrices with one format share the rows they read, which may be normed before, and what happens to a sum next
 //! ([`Finish`]) happens while it is in the first-level cache. Bits are those of one operation after the other.
 //!
-//! Elements become f32 in registers and are multiplied there with up to [`Kernels::rows`] rows. Rows are taken 128 at a time,
-//! so that their span stays in the second-level cache. With activations in 8 bits ([`int8`](crate::int8)), elements of the
-//! matrix are unpacked to bytes for each two rows.
+//! Rows are taken 128 at a time, so that their span stays in the second-level cache. Elements of the matrix are unpacked to
+//! registers for each few of them ([`kernel`](crate::kernel)).
 
 #![allow(unsafe_code, reason = "vector instructions over pointers")]
 
@@ -23,8 +22,8 @@ mod task;
 
 use crate::elementwise::Norm;
 use crate::float::{Floats, FloatsMut};
-use crate::kernel::Kernels;
-use crate::lanes::{BLOCK, Isa, prefetch};
+use crate::kernel::{Format, Kernels, Scales, Strip};
+use crate::lanes::{BLOCK, Isa};
 use task::{Out, Part};
 
 /// A packed matrix: MLX's affine quantization.
@@ -91,7 +90,8 @@ impl<'a> From<Dense<'a>> for Matrix<'a> {
 /// How rows of x are multiplied with a packed matrix. Products with a dense one are always exact.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Activations {
-    /// As f32, which all types of floats fit.
+    /// As f32, which all types of floats fit. With AVX-512 VNNI, as integers of 24 bits in groups of the matrix's size: an
+    /// element is off by up to 2^-24 of its group's largest.
     #[default]
     Exact,
     /// Rounded to 8 bits in groups of the matrix's size: an element is off by up to 1/254 of its group's largest.
@@ -212,16 +212,6 @@ impl Packed<'_> {
         }
     }
 
-    /// Brings the scales and stored biases of a row, from column `k` on, to the caches. The row may be none of the matrix.
-    fn prefetch_groups(&self, row: usize, k: usize) {
-        let at = self.group(row, k);
-        let of = |floats: &Floats<'_>| prefetch(floats.start().wrapping_add(at * floats.size()));
-        of(&self.scales);
-        if let Biases::Stored(biases) = &self.biases {
-            of(biases);
-        }
-    }
-
     /// Checks the lengths that the shape asks for.
     fn check(&self) -> Result<(), Error> {
         let Self { rows, columns, group_size, bits, .. } = *self;
@@ -297,18 +287,29 @@ impl Matrix<'_> {
         }
     }
 
-    /// Where the elements of a row begin, from column `k` on. The row may be none of the matrix.
-    fn line(&self, row: usize, k: usize) -> *const u8 {
-        let start = match self {
-            Self::Packed(matrix) => matrix.words.as_ptr().cast(),
-            Self::Dense(matrix) => matrix.elements.start(),
+    /// `outputs` rows from `first` on, in the span of `columns` columns from `k` on.
+    fn strip(&self, first: usize, outputs: usize, k: usize, columns: usize) -> Strip<'_> {
+        let (start, scales) = match self {
+            Self::Packed(matrix) => {
+                let &Packed { scales, biases, group_size, .. } = matrix;
+                let (first, count) = (matrix.group(first, k), columns / group_size);
+                let scales = Scales { scales, biases, first, of_row: matrix.groups(), count };
+                (matrix.words.as_ptr().cast(), Some(scales))
+            }
+            Self::Dense(matrix) => (matrix.elements.start(), None),
         };
-        start.wrapping_add(row * self.bytes(self.columns()) + self.bytes(k))
+        let line_bytes = self.bytes(self.columns());
+        let line = start.wrapping_add(first * line_bytes + self.bytes(k));
+        Strip { columns, outputs, line, line_bytes, scales }
     }
 
-    fn kernels(&self, isa: Isa) -> Kernels {
+    /// The kernels that multiply rows with it. Of a dense one, products are always exact.
+    fn kernels(&self, isa: Isa, activations: Activations) -> Kernels {
         match self {
-            Self::Packed(matrix) => Kernels::of_packed(isa, matrix.bits, matrix.group_size),
+            Self::Packed(Packed { bits, group_size, .. }) => {
+                let format = Format { bits: *bits, group_size: *group_size, activations };
+                Kernels::of_packed(isa, format)
+            }
             Self::Dense(matrix) => Kernels::of_floats(isa, &matrix.elements),
         }
     }

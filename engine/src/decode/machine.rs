@@ -202,6 +202,8 @@ fn best(mut run: impl FnMut() -> Result<()>) -> Result<f64> {
 fn isa_name(isa: Isa) -> &'static str {
     match isa {
         #[cfg(target_arch = "x86_64")]
+        Isa::Vnni => "AVX-512 VNNI",
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512 => "AVX-512",
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => "AVX2",

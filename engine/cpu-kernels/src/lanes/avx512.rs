@@ -10,7 +10,7 @@ pub struct Avx512;
 
 /// A mask of the first `count` lanes.
 #[inline(always)]
-fn first_lanes(count: usize) -> __mmask16 {
+pub fn first_lanes(count: usize) -> __mmask16 {
     if count >= 16 { 0xffff } else { (1 << count) - 1 }
 }
 

@@ -5,23 +5,15 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Activations, Finish, Input, Matrix};
+use super::{Finish, Input, Matrix};
 use crate::elementwise::{rms_norm, silu};
 use crate::float::Floats;
-use crate::int8::{self, Factors};
-use crate::kernel::{Groups, Kernels, MOST_ROWS, OUT, PackedKernels, SPAN, Span};
+use crate::kernel::{Kernels, OUT, SPAN, TILE};
 use crate::lanes::{Isa, Lanes, for_isa};
 use crate::pool;
 
 /// Rows of x that are multiplied together.
 const ROWS: usize = 128;
-
-/// Rows of the matrix whose sums are collected before they are written.
-const TILE: usize = 64;
-
-/// Rows of the matrix whose elements and scales are prefetched ahead: four calls of a kernel, as one call is shorter than the
-/// latency of memory.
-const AHEAD: usize = 4 * OUT;
 
 /// Most rows of x with all their columns, in the first-level cache, whose products read the matrix in the order of memory. For
 /// more rows it is read span by span.
@@ -45,19 +37,10 @@ struct Scratch {
     normed: Vec<f32>,
     /// As kernels read them: span by span, [rows, [`Kernels::span`]].
     floats: Vec<Line>,
-    int8: int8::Rows,
 }
 
 thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
-}
-
-/// What a task multiplies.
-#[derive(Clone, Copy)]
-enum Rows<'a> {
-    /// See [`Scratch::floats`].
-    F32(*const f32),
-    Int8(&'a int8::Rows, &'a int8::Kernels),
 }
 
 /// Where outputs are written. Pieces write disjoint ones.
@@ -88,7 +71,8 @@ struct Task<'a> {
     parts: &'a [Part<'a>],
     isa: Isa,
     kernels: Kernels,
-    x: Rows<'a>,
+    /// See [`Scratch::floats`].
+    x: *const f32,
     /// The first of the rows.
     first: usize,
     rows: usize,
@@ -104,9 +88,9 @@ unsafe impl Sync for Task<'_> {}
 pub unsafe fn run(isa: Isa, input: &Input<'_>, parts: &[Part<'_>], count: usize) {
     let Input { x, norm, activations } = *input;
     let matrix = &parts[0].matrix;
-    let kernels = matrix.kernels(isa);
+    let kernels = matrix.kernels(isa, activations);
     let columns = matrix.columns();
-    SCRATCH.with_borrow_mut(|Scratch { normed, floats, int8 }| {
+    SCRATCH.with_borrow_mut(|Scratch { normed, floats }| {
         for first in (0..count).step_by(ROWS) {
             let length = ROWS.min(count - first);
             let (x, rows) = match (norm, x) {
@@ -117,23 +101,13 @@ pub unsafe fn run(isa: Isa, input: &Input<'_>, parts: &[Part<'_>], count: usize)
                 }
                 _ => (x, first..first + length),
             };
-            // SAFETY: the processor has the instructions, and `floats` gets room for the rows.
-            let x = unsafe {
-                match (activations, &kernels.packed) {
-                    (Activations::Int8, Some(PackedKernels { int8: kernels, .. })) => {
-                        int8.fill(kernels, x, rows, columns);
-                        Rows::Int8(int8, kernels)
-                    }
-                    _ => {
-                        let last = columns.saturating_sub(1) / SPAN * SPAN;
-                        let (start, room) = kernels.span(columns, length, last);
-                        floats.resize((start + length * room).div_ceil(16), Line([0.0; 16]));
-                        let start = floats.as_mut_ptr().cast::<f32>();
-                        arrange(&kernels, x, rows, columns, start);
-                        Rows::F32(start)
-                    }
-                }
-            };
+            let last = columns.saturating_sub(1) / SPAN * SPAN;
+            let (start, room) = kernels.span(columns, length, last);
+            floats.resize((start + length * room).div_ceil(16), Line([0.0; 16]));
+            let to = floats.as_mut_ptr().cast::<f32>();
+            // SAFETY: the processor has the instructions, and `floats` has room for the rows.
+            unsafe { arrange(&kernels, x, rows, columns, to) };
+            let x = to.cast_const();
             Task { parts, isa, kernels, x, first, rows: length }.run();
         }
     });
@@ -180,6 +154,7 @@ unsafe fn arrange(
         for k in (0..columns).step_by(SPAN) {
             let span = SPAN.min(columns - k);
             x.widen(row * columns + k, &mut wide[..span]);
+            wide[span..].fill(0.0);
             let (start, floats) = kernels.span(columns, rows.len(), k);
             // SAFETY: this is the room for the span of the row.
             unsafe { (kernels.arrange)(wide.as_ptr(), to.add(start + r * floats), span) };
@@ -191,27 +166,14 @@ unsafe fn arrange(
 type Tile = [[f32; TILE]; ROWS];
 
 /// Room of a thread.
-#[repr(align(64))]
 struct Room {
-    matrix: MatrixRoom,
     tile: Tile,
     /// Of the second matrix of [`Finish::SwiGlu`].
     ups: Tile,
 }
 
-/// Four rows of a matrix while they are multiplied.
-#[repr(align(64))]
-struct MatrixRoom {
-    groups: Groups,
-    factors: Factors,
-}
-
 thread_local! {
     static ROOM: RefCell<Box<Room>> = RefCell::new(Box::new(Room {
-        matrix: MatrixRoom {
-            groups: Groups::default(),
-            factors: Factors::default(),
-        },
         tile: [[0.0; TILE]; ROWS],
         ups: [[0.0; TILE]; ROWS],
     }));
@@ -223,14 +185,14 @@ thread_local! {
 /// The task is valid: lengths fit, nothing else writes these outputs, and the processor has the instructions.
 unsafe fn multiply(task: &Task<'_>, part: &Part<'_>, outputs: Range<usize>) {
     ROOM.with_borrow_mut(|room| {
-        let Room { matrix: room, tile: sums, ups } = &mut **room;
+        let Room { tile: sums, ups } = &mut **room;
         for start in outputs.clone().step_by(TILE) {
             let tile = &(start..outputs.end.min(start + TILE));
             // SAFETY: as this function.
             unsafe {
-                multiply_tile(task, &part.matrix, tile, room, sums);
+                multiply_tile(task, &part.matrix, tile, sums);
                 if let Finish::SwiGlu(matrix) = &part.finish {
-                    multiply_tile(task, matrix, tile, room, ups);
+                    multiply_tile(task, matrix, tile, ups);
                 }
                 for_isa!(task.isa, finish(
                     task: &Task<'_>, part: &Part<'_>, tile: &Range<usize>, sums: &mut Tile, ups: &Tile
@@ -249,79 +211,21 @@ unsafe fn multiply_tile(
     task: &Task<'_>,
     matrix: &Matrix<'_>,
     tile: &Range<usize>,
-    room: &mut MatrixRoom,
     sums: &mut Tile,
 ) {
-    let spans = (0..matrix.columns()).step_by(SPAN);
-    let quads = tile.clone().step_by(OUT);
-    let mut multiply = |n, k| {
-        // SAFETY: as this function.
-        unsafe { multiply_span(task, matrix, tile, n, k, room, sums) }
-    };
-    if task.rows <= FEW {
-        for n in quads {
-            spans.clone().for_each(|k| multiply(n, k));
+    let Task { x, rows, kernels, .. } = task;
+    let columns = matrix.columns();
+    sums[..*rows].as_flattened_mut().fill(0.0);
+    let in_order = *rows <= FEW && columns > SPAN;
+    let outputs = if in_order { OUT } else { TILE };
+    for n in tile.clone().step_by(outputs) {
+        for k in (0..columns).step_by(SPAN) {
+            let (at, floats) = kernels.span(columns, *rows, k);
+            let strip = matrix.strip(n, outputs.min(tile.end - n), k, SPAN.min(columns - k));
+            let sums = sums.as_mut_ptr().cast::<f32>().wrapping_add(n - tile.start);
+            // SAFETY: as this function. The rows of the span begin at `at`.
+            unsafe { kernels.multiply(x.add(at), floats, *rows, &strip, sums) };
         }
-    } else {
-        for k in spans {
-            quads.clone().for_each(|n| multiply(n, k));
-        }
-    }
-}
-
-/// Adds the span of columns from `k` on to the sums of four outputs of a tile, from `n` on; the first span sets them.
-///
-/// # Safety
-/// As [`multiply_tile`].
-unsafe fn multiply_span(
-    task: &Task<'_>,
-    matrix: &Matrix<'_>,
-    tile: &Range<usize>,
-    n: usize,
-    k: usize,
-    MatrixRoom { groups, factors }: &mut MatrixRoom,
-    sums: &mut Tile,
-) {
-    let Task { rows, kernels, .. } = *task;
-    let columns = SPAN.min(matrix.columns() - k);
-    let count = columns / matrix.group_size();
-    let (at, floats) = kernels.span(matrix.columns(), rows, k);
-    // The last rows may be fewer than four: the last one stands in for the others, whose sums are not written.
-    let quad = [0, 1, 2, 3].map(|o| (n + o).min(tile.end - 1));
-    if let (Matrix::Packed(matrix), Some(kernels)) = (matrix, &kernels.packed) {
-        quad.iter().for_each(|row| matrix.prefetch_groups(row + AHEAD, k));
-        // SAFETY: each row has that many groups in the span.
-        unsafe {
-            let first = quad.map(|row| matrix.group(row, k));
-            (kernels.groups)(&matrix.scales, &matrix.biases, &first, count, groups);
-        }
-    }
-    let lines = quad.map(|row| matrix.line(row, k));
-    let ahead = AHEAD * matrix.bytes(matrix.columns());
-    let span = Span { k, columns, lines, groups, count, ahead };
-    let mut parts = [[0.0; OUT]; MOST_ROWS];
-    let mut r = 0;
-    while r < rows {
-        // SAFETY: the span is valid, its rows of x begin at `at`, and `parts` has room for the rows of every kernel.
-        let taken = unsafe {
-            match task.x {
-                Rows::F32(x) => {
-                    // Two times two rows take less time than three and one.
-                    let calls = (rows - r).div_ceil(kernels.rows.len());
-                    let taken = (rows - r).div_ceil(calls);
-                    let x = x.add(at + r * floats);
-                    kernels.rows[taken - 1](x, floats, &span, parts.as_mut_ptr());
-                    taken
-                }
-                Rows::Int8(x, kernels) => x.multiply(kernels, r, &span, factors, &mut parts),
-            }
-        };
-        for (sums, part) in sums[r..].iter_mut().zip(&parts[..taken]) {
-            for (sum, part) in sums[n - tile.start..][..OUT].iter_mut().zip(part) {
-                *sum = if k == 0 { *part } else { *sum + part };
-            }
-        }
-        r += taken;
     }
 }
 

@@ -209,6 +209,40 @@ fn numbers_that_are_not_finite_stay_so_in_8_bits() {
     }
 }
 
+/// Buffers of rows are used again: what is left in them beyond the columns must not reach sums.
+#[test]
+fn earlier_rows_do_not_change_products() {
+    check(|isa, matrix| {
+        let x = numbers(4, matrix.columns);
+        let before = matrix.times(isa, &x);
+        let other = Owned::new(5, 1024, matrix.format);
+        for activations in [Activations::Exact, Activations::Int8] {
+            other.times_with(isa, activations, &[f32::NAN; 3 * 1024]);
+            let after = matrix.times(isa, &x);
+            assert!(after == before, "{isa:?}, {activations:?}, {}", matrix.name());
+        }
+    });
+}
+
+/// Three digits have at least the precision of f32, whatever the magnitudes in a group.
+#[test]
+fn sums_of_digits_are_as_exact_as_those_of_floats() {
+    for isa in Isa::available() {
+        for (bits, largest) in [(4, 1.0), (4, 1e5), (8, 1.0), (8, 1e5)] {
+            let matrix = Owned::packed(64, 1152, 32, bits);
+            let mut x = numbers(1, 1152);
+            x.iter_mut().step_by(100).for_each(|x| *x *= largest);
+            let (mut error, mut square) = (0.0, 0.0);
+            for (y, (sum, _)) in matrix.times(isa, &x).into_iter().zip(matrix.expected(&x)) {
+                error += (f64::from(y) - sum).powi(2);
+                square += sum.powi(2);
+            }
+            let relative = (error / square).sqrt();
+            assert!(relative < 5e-7, "{isa:?}, {bits} bits, {largest}: {relative}");
+        }
+    }
+}
+
 #[test]
 fn rows_are_read_as_defined() {
     for format in formats() {
@@ -269,7 +303,12 @@ fn rows_do_not_depend_on_other_rows() {
                         .iter()
                         .zip(&all[first * matrix.rows..])
                         .all(|(a, b)| a.to_bits() == b.to_bits());
-                    assert!(same, "{isa:?}, {activations:?}: rows {first} to {}", first + rows);
+                    assert!(
+                        same,
+                        "{isa:?}, {activations:?}, {}: rows {first} to {}",
+                        matrix.name(),
+                        first + rows
+                    );
                 }
             }
         }
