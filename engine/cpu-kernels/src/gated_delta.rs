@@ -368,6 +368,70 @@ unsafe fn delta_rule<L: Lanes, const PAST_CACHES: bool>(
     }
 }
 
+/// Rows of a sequence that wrote to a state.
+#[derive(Debug, Clone, Copy)]
+pub struct Replay<'a> {
+    /// H_v
+    pub heads: usize,
+    /// [H_v, D_v, D_k], before the rows.
+    pub state: &'a [f32],
+    /// [H_v, T, D_k]
+    pub k: &'a [f32],
+    /// [H_v, T, D_v]
+    pub correction: &'a [f32],
+    /// [H_v, T]
+    pub log_decay: &'a [f32],
+    /// How many of the T rows are written.
+    pub rows: usize,
+}
+
+/// Writes the first rows again. The bits of `state` [H_v, D_v, D_k] are those after a pass of these rows.
+///
+/// # Panics
+/// If there is no kernel for the dimensions ([`GatedDelta::supports`]), or a slice has another length than its shape.
+pub fn replay(writes: &Replay<'_>, state: &mut [f32]) {
+    let &Replay { heads, rows, .. } = writes;
+    let count = writes.log_decay.len() / heads;
+    let (key_dim, value_dim) =
+        (writes.k.len() / (heads * count), writes.correction.len() / (heads * count));
+    assert!(GatedDelta::supports(key_dim, value_dim) && rows <= count);
+    assert_eq!([writes.state.len(), state.len()], [heads * value_dim * key_dim; 2]);
+    state.copy_from_slice(writes.state);
+    for (head, state) in state.chunks_exact_mut(value_dim * key_dim).enumerate() {
+        for row in head * count..head * count + rows {
+            let k = &writes.k[row * key_dim..(row + 1) * key_dim];
+            let correction = &writes.correction[row * value_dim..(row + 1) * value_dim];
+            let decay = exp(writes.log_decay[row]);
+            // SAFETY: `Isa::best` is what the processor has.
+            unsafe {
+                for_isa!(Isa::best(), write_row(
+                    state: &mut [f32], k: &[f32], correction: &[f32], decay: f32
+                ));
+            }
+        }
+    }
+}
+
+/// As [`delta_rule`] writes a row to the state of a head.
+///
+/// # Safety
+/// The processor has the instruction set; D_k is a multiple of the lanes.
+#[inline(always)]
+unsafe fn write_row<L: Lanes>(state: &mut [f32], k: &[f32], correction: &[f32], decay: f32) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let decay = L::splat(decay);
+        for (row, correction) in state.chunks_exact_mut(k.len()).zip(correction) {
+            let correction = L::splat(*correction);
+            for i in (0..k.len()).step_by(L::LANES) {
+                let at = row.as_mut_ptr().add(i);
+                let decayed = L::fma(L::load(at), decay, L::zero());
+                L::store(at, L::fma(correction, L::load(k.as_ptr().add(i)), decayed));
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -411,6 +475,31 @@ mod tests {
         let writes = Some(GatedDeltaWrites { k, correction, log_decay });
         gated_delta(&x, &mut GatedDeltaResults { y, state, tail, writes });
         results.to_vec()
+    }
+
+    /// Of the first of two sequences.
+    #[test]
+    fn replayed_rows_leave_the_bits_of_a_pass() {
+        let (tail, state) = (numbers(20, 2 * 3 * 96), numbers(21, 2 * 4 * 8 * 16));
+        let all = run(0, ROWS, &tail, &state);
+        let [_, _, _, k, correction, log_decay] = &all[..] else { unreachable!("six results") };
+        let half = |x: &Vec<f32>| x[..x.len() / 2].to_vec();
+        let [before, k, correction, log_decay] = [&state, k, correction, log_decay].map(half);
+        for rows in [0, 1, 3, 8, ROWS] {
+            let mut after = vec![f32::NAN; before.len()];
+            let writes = Replay {
+                heads: 4,
+                state: &before,
+                k: &k,
+                correction: &correction,
+                log_decay: &log_decay,
+                rows,
+            };
+            replay(&writes, &mut after);
+            let expected =
+                if rows == 0 { before.clone() } else { half(&run(0, rows, &tail, &state)[1]) };
+            assert!(after == expected, "{rows} rows");
+        }
     }
 
     /// All rows at once, and one after another: the same bits, state, tail and writes included.

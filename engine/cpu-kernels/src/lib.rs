@@ -57,7 +57,9 @@ mod product;
 pub use attention::{Attention, Rotation, Sequence, attention};
 pub use elementwise::{Norm, rms_norm, swiglu};
 pub use float::{Floats, FloatsMut};
-pub use gated_delta::{GatedDelta, GatedDeltaResults, GatedDeltaWrites, gated_delta};
+pub use gated_delta::{
+    GatedDelta, GatedDeltaResults, GatedDeltaWrites, Replay, gated_delta, replay,
+};
 pub use lanes::Isa;
 pub use pages::use_huge_pages;
 pub use pool::{max_threads, set_threads, threads};

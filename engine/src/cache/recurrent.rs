@@ -3,8 +3,8 @@
 //!
 //! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
 //! truncated. After a draft mark the layer also records what each row writes (two vectors and a
-//! number a row; the state is a matrix), and a rewind replays the accepted rows with
-//! [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
+//! number a row; the state is a matrix), and a rewind replays the accepted rows, on a CPU one by one as a pass does
+//! ([`cpu::replay`]), else with [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
 //! state.
 
 use mlx_rs::ops::indexing::TryIndexOp;
@@ -14,6 +14,7 @@ use mlx_rs::{Array, Dtype};
 use super::element::Element;
 use super::expect_shape;
 use crate::error::Result;
+use crate::kernels::cpu;
 
 /// `state` f32 [1, H_v, D_v, D_k], or [1, 1] without a matrix, and `tail` [1, K - 1, C], zeros at the start.
 #[derive(Debug, Clone)]
@@ -158,7 +159,10 @@ impl Recurrent {
         for writes in &mark.writes {
             let rows = writes.rows().min(left);
             if rows > 0 {
-                state = delta_write(&state, &writes.first(rows)?)?;
+                state = match cpu::replay(&state, writes, rows) {
+                    Some(replayed) => replayed?,
+                    None => delta_write(&state, &writes.first(rows)?)?,
+                };
                 left -= rows;
             }
         }

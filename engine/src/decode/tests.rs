@@ -3,9 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use mlx_rs::transforms::eval;
+
 use super::Decoder;
+use super::governor::greedy_pass;
 use super::verify::{DecodePath, Outcome};
-use crate::config::{Config, Device, DraftKind};
+use crate::config::{Activations, Config, Device, DraftKind};
+use crate::model::Pass;
 use crate::policy::SamplingPatch;
 use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request};
@@ -71,6 +75,43 @@ fn run(decoder: &mut Decoder, requests: &[Request]) -> Vec<Outcome> {
         DecodePath::Batched(4, Some(DraftKind::EarlyExit)),
     ];
     decoder.verify(requests, &paths, TOKENS, |_| ()).unwrap()
+}
+
+/// Drafts are verified in passes of several rows, and rejected ones are rewound. With rounded products a difference in the last
+/// bit of an input can become one of 1/127.
+#[test]
+fn rows_of_a_pass_have_the_bits_of_rows_alone() {
+    for activations in [Activations::Exact, Activations::Int8] {
+        let mut config = Config::default();
+        config.model.activations = activations;
+        let decoder = load(config);
+        let tokens: Vec<u32> = (0..64).map(|i| 100 + 37 * i % 900).collect();
+        // Hidden states after a prompt, in passes of `rows` of which `kept` are kept.
+        let hidden = |rows: usize, kept: usize| -> Vec<Vec<f32>> {
+            let mut cache = decoder.model.new_cache().unwrap();
+            let mut states = Vec::new();
+            while states.len() + rows <= tokens.len() {
+                let rows = if states.is_empty() { 24 } else { rows };
+                let tokens = &tokens[states.len()..][..rows];
+                cache.mark_draft();
+                let (hidden, _) =
+                    greedy_pass(&*decoder.model, Pass::default(), &mut cache, tokens).unwrap();
+                let hidden = hidden.contiguous().unwrap();
+                eval([&hidden]).unwrap();
+                let floats = hidden.try_as_slice::<f32>().unwrap();
+                let kept = if states.is_empty() { rows } else { kept };
+                cache.rewind_draft(cache.position - rows + kept).unwrap();
+                states.extend(floats.chunks(floats.len() / rows).take(kept).map(<[f32]>::to_vec));
+            }
+            states
+        };
+        let alone = hidden(1, 1);
+        for (rows, kept) in [(2, 2), (3, 3), (8, 8), (16, 16), (2, 1), (4, 2), (8, 3), (8, 7)] {
+            for (i, (together, alone)) in hidden(rows, kept).iter().zip(&alone).enumerate() {
+                assert!(together == alone, "{activations:?}, {kept} of {rows} rows, token {i}");
+            }
+        }
+    }
 }
 
 /// A margin of 0.1 makes a third of all tokens near-ties. They are verified again alone, which takes more

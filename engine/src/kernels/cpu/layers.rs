@@ -3,7 +3,7 @@
 use mlx_rs::{Array, Dtype};
 use mlx_sys::View;
 use steersman_cpu_kernels::{
-    self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites, Norm,
+    self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites, Norm, Replay,
 };
 
 use super::{ENABLED, elements, run, shape, slice_mut};
@@ -183,6 +183,46 @@ unsafe extern "C" fn delta_of(views: *const View, count: usize, parameters: *con
             taps: &taps,
         };
         kernels::gated_delta(&x, &mut GatedDeltaResults { y, state, tail, writes });
+    }
+}
+
+/// The state [1, H_v, D_v, D_k] after the first `rows` of `writes`: the bits that a pass of these rows leaves. `None` if there
+/// is no kernel for the types or dimensions.
+pub fn replay(state: &Array, writes: &Writes, rows: i32) -> Option<Result<Array>> {
+    let Writes { k, correction, log_decay } = writes;
+    let inputs = [state, k, correction, log_decay];
+    let dimensions = |x: &Array| size(x.dim(-1));
+    let is_one = state.ndim() == 4 && state.dim(0) == 1 && log_decay.ndim() == 3;
+    if !is_one || !GatedDelta::supports(dimensions(k), dimensions(correction)) || !fits(inputs) {
+        return None;
+    }
+    let parameters = [state.dim(1), rows];
+    // SAFETY: `replay_of` computes one output of the state's shape from these inputs.
+    let after = unsafe { run(&inputs, [state.shape()], Dtype::Float32, replay_of, &parameters) };
+    Some(after.map(|[state]| state))
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`replay`].
+unsafe extern "C" fn replay_of(views: *const View, count: usize, parameters: *const i32) {
+    // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
+    unsafe {
+        let [state, k, correction, log_decay, after] = std::slice::from_raw_parts(views, count)
+        else {
+            unreachable!("made with four inputs and one output");
+        };
+        let [heads, rows] = [0, 1].map(|i| size(*parameters.add(i)));
+        let [state, k, correction, log_decay] =
+            [state, k, correction, log_decay].map(|view| elements::<f32>(view));
+        let writes = Replay {
+            heads,
+            state: &state,
+            k: &k,
+            correction: &correction,
+            log_decay: &log_decay,
+            rows,
+        };
+        kernels::replay(&writes, slice_mut(after, state.len()));
     }
 }
 
