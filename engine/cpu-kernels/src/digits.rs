@@ -81,47 +81,78 @@ pub unsafe fn arrange<const DIGITS: usize, const BITS: usize, const GROUP: usize
     };
     scales.fill(0.0);
     sums.fill(0.0);
-    let (largest, mut multiples) = (largest(DIGITS), [0i32; SPAN]);
-    for (g, (from, to)) in from.chunks(GROUP).zip(multiples.chunks_mut(GROUP)).enumerate() {
-        // Magnitudes have the order of their bits, and the largest of integers is found in vectors.
-        let most = f32::from_bits(from.iter().map(|x| x.abs().to_bits()).max().unwrap_or(0));
-        // Rounding would hide a number that is not finite. A smaller scale would have no inverse.
-        let scale =
-            if most.is_finite() { (most / largest).max(f32::MIN_POSITIVE) } else { f32::NAN };
-        let inverse = 1.0 / scale;
-        let mut sum = 0;
-        for (x, to) in from.iter().zip(to) {
-            let x = (x * inverse).round_ties_even();
-            // Unlike `clamp`, no NaN is left, which a cast would have to look for.
-            let x = if x > -largest { x } else { -largest };
-            let x = if x < largest { x } else { largest };
-            // SAFETY: it is between.
-            *to = unsafe { x.to_int_unchecked() };
-            sum += *to;
-        }
-        scales[g] = scale;
-        sums[g] = scale * sum as f32;
-    }
     let mut digits = [[0i8; SPAN]; DIGITS];
-    for digits in digits.iter_mut().rev() {
-        for (multiple, digit) in multiples.iter_mut().zip(digits) {
-            *digit = *multiple as i8;
-            *multiple = (*multiple - i32::from(*digit)) >> 8;
+    for (g, from) in from.chunks_exact(GROUP).enumerate() {
+        // SAFETY: the processor has the instructions; a group is whole vectors, in `from` and in `digits`.
+        unsafe {
+            let load = from.as_ptr();
+            // Magnitudes have the order of their bits.
+            let mut most = _mm512_setzero_si512();
+            for at in (0..GROUP).step_by(LANES) {
+                let x = _mm512_castps_si512(_mm512_abs_ps(Avx512::load(load.add(at))));
+                most = _mm512_max_epu32(most, x);
+            }
+            let scale = scale_of(f32::from_bits(_mm512_reduce_max_epu32(most)), largest(DIGITS));
+            let (inverse, bound) = (Avx512::splat(1.0 / scale), Avx512::splat(largest(DIGITS)));
+            let mut sum = _mm512_setzero_si512();
+            for at in (0..GROUP).step_by(LANES) {
+                let x = _mm512_mul_ps(Avx512::load(load.add(at)), inverse);
+                // The second operand stands in for a NaN.
+                let x = _mm512_max_ps(x, _mm512_sub_ps(Avx512::zero(), bound));
+                // Rounds to the nearest, and of two to the even one.
+                let mut multiple = _mm512_cvtps_epi32(_mm512_min_ps(x, bound));
+                sum = _mm512_add_epi32(sum, multiple);
+                for digits in digits.iter_mut().rev() {
+                    let to = digits.as_mut_ptr().add(g * GROUP + at);
+                    _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(multiple));
+                    let digit = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(multiple));
+                    multiple = _mm512_srai_epi32::<8>(_mm512_sub_epi32(multiple, digit));
+                }
+            }
+            scales[g] = scale;
+            sums[g] = scale * _mm512_reduce_add_epi32(sum) as f32;
         }
     }
-    let mut bytes = to.cast::<[i8; 4 * LANES]>();
+    let mut to = to.cast::<__m512i>();
     for block in 0..blocks {
         for digits in &digits {
-            let from = &digits[block * block_columns(BITS)..][..block_columns(BITS)];
-            for i in 0..in_byte(BITS) {
-                // SAFETY: there is room for the blocks.
-                unsafe {
-                    *bytes = std::array::from_fn(|byte| from[byte * in_byte(BITS) + i]);
-                    bytes = bytes.add(1);
+            // SAFETY: a block is in `digits`, and there is room for it.
+            unsafe {
+                let from = digits.as_ptr().add(block * block_columns(BITS)).cast::<__m512i>();
+                let first = _mm512_loadu_si512(from);
+                if BITS == 8 {
+                    _mm512_storeu_si512(to, first);
+                } else {
+                    // Even columns are in the lower bits of a byte of the matrix, odd ones in the higher.
+                    let second = _mm512_loadu_si512(from.add(1));
+                    _mm512_storeu_si512(to, low_bytes(first, second));
+                    let [first, second] =
+                        [_mm512_srli_epi16::<8>(first), _mm512_srli_epi16::<8>(second)];
+                    _mm512_storeu_si512(to.add(1), low_bytes(first, second));
                 }
+                to = to.add(in_byte(BITS));
             }
         }
     }
+}
+
+/// The lower byte of each 16 bits of two vectors.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn low_bytes(first: __m512i, second: __m512i) -> __m512i {
+    // SAFETY: promised by the caller.
+    unsafe {
+        let first = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(first));
+        _mm512_inserti64x4::<1>(first, _mm512_cvtepi16_epi8(second))
+    }
+}
+
+/// The scale of a group whose largest magnitude is `most`, so that it becomes at most `largest`.
+fn scale_of(most: f32, largest: f32) -> f32 {
+    // Rounding would hide a number that is not finite. A smaller scale would have no inverse.
+    if most.is_finite() { (most / largest).max(f32::MIN_POSITIVE) } else { f32::NAN }
 }
 
 /// See [`Form::Strips`](crate::kernel::Form::Strips).

@@ -19,15 +19,15 @@
 //!
 //! # Why
 //! MLX's own product is scalar on x86-64. The alternative was to dequantize at load and let OpenBLAS multiply, which
-//! takes 8 times the memory and reads 8 times the bytes a token. `benches/product.rs` on two Zen 4 cores with AVX-512,
-//! 4 bits, 4864 x 896, microseconds on one thread and on two, best of all; OpenBLAS with f32 weights beside it:
+//! takes 8 times the memory and reads 8 times the bytes a token. Two Zen 4 cores, 4 bits, 4864 x 896, microseconds on one
+//! thread and on two, best of all, in one run; OpenBLAS with f32 weights from another one:
 //!
-//! | rows | packed | OpenBLAS |
-//! |---|---|---|
-//! | 1 | 221, 112 | 1,170, 565 |
-//! | 8 | 863, 436 | 1,821, 826 |
-//! | 64 | 5,787, 2,767 | 6,757, 3,230 |
-//! | 512 | 45,227, 22,751 | 44,062, 22,636 |
+//! | rows | VNNI | VNNI, int8 | AVX-512 | OpenBLAS |
+//! |---|---|---|---|---|
+//! | 1 | 110, 57 | 77, 40 | 178, 90 | 1,170, 565 |
+//! | 8 | 694, 354 | 410, 209 | 779, 396 | 1,821, 826 |
+//! | 64 | 5,553, 2,824 | 3,206, 1,636 | 6,013, 3,039 | 6,757, 3,230 |
+//! | 512 | 45,091, 22,846 | 26,349, 13,326 | 48,630, 24,717 | 44,062, 22,636 |
 //!
 //! On two Zen 3 cores with AVX2, two threads, 4096 x 4096; OpenBLAS 0.3.21 through MLX in the same run:
 //!
