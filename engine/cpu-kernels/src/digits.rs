@@ -171,7 +171,9 @@ pub unsafe fn product<
     strip: &Strip<'_>,
     sums: *mut f32,
 ) {
-    let Strip { columns, outputs, scales: Some(packed), .. } = strip else { return };
+    let Strip { columns, outputs, scales: Some(packed), .. } = strip else {
+        unreachable!("a packed matrix has scales");
+    };
     let words = columns * BITS / 32;
     let blocks = columns.div_ceil(block_columns(BITS));
     let blocks_of_groups = LANES * GROUP / block_columns(BITS);

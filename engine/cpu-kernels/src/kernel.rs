@@ -118,8 +118,7 @@ impl Strip<'_> {
                 // SAFETY: each row has that many groups in the span.
                 unsafe { read(&packed.scales, &packed.biases, &first, count, &mut groups) };
             }
-            let &Self { columns, .. } = self;
-            let lines = self.lines(rows);
+            let (columns, lines) = (self.columns, self.lines(rows));
             each(n, &Quad { columns, lines, groups: &groups, count, ahead: self.ahead() });
         }
     }

@@ -96,8 +96,8 @@ pub fn embed(layer: &Linear, ids: &Array) -> Result<Option<Array>> {
     let parameters = [bits, group_size, i32::from(matrix.arrays.len() > 2), matrix.rows];
     let shape = [1, ids.dim(0), columns];
     // SAFETY: `rows_of_matrix` computes one output of this shape from these inputs.
-    let y = unsafe { run(&inputs, [&shape], Dtype::Float32, rows_of_matrix, &parameters) };
-    Ok(Some(y?.into_iter().next().expect("one output")))
+    let [y] = unsafe { run(&inputs, [&shape], Dtype::Float32, rows_of_matrix, &parameters) }?;
+    Ok(Some(y))
 }
 
 /// # Safety
