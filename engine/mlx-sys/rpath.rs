@@ -1,5 +1,5 @@
-//! Sets the run path of MLX's libraries, relative to the program: `lib`, or `../lib` for tests,
-//! examples and `bin/`. The server also looks where pip puts MLX's and OpenBLAS's wheels: its own wheel has it in
+//! Exports the functions that libmlx calls in the program instead of CUDA's driver (shim/cuda_driver.h), and sets the
+//! run path of MLX's libraries, relative to the program: `lib`, or `../lib` for tests, examples and `bin/`. The server also looks where pip puts MLX's and OpenBLAS's wheels: its own wheel has it in
 //! `site-packages/steersman/bin/` (server/package/build.py).
 //!
 //! This is the build script of each of our packages that links programs: `build =
@@ -12,10 +12,14 @@
 
 fn main() {
     println!("cargo::rerun-if-changed=Cargo.toml");
-    let (origin, tag) = match std::env::var("CARGO_CFG_TARGET_OS").as_deref() {
-        Ok("macos") => ("@executable_path", ""),
-        _ => ("$ORIGIN", "--enable-new-dtags,"),
-    };
+    let is_macos = std::env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "macos");
+    let (origin, tag) =
+        if is_macos { ("@executable_path", "") } else { ("$ORIGIN", "--enable-new-dtags,") };
+    if !is_macos {
+        for function in ["cuModuleLoadDataEx", "cuModuleGetFunction", "cuLaunchKernelEx"] {
+            println!("cargo::rustc-link-arg=-Wl,--export-dynamic-symbol={function}");
+        }
+    }
     for folder in ["lib/mlx/lib", "../lib/mlx/lib"] {
         println!("cargo::rustc-link-arg=-Wl,{tag}-rpath,{origin}/{folder}");
     }

@@ -73,6 +73,7 @@ unsafe extern "C" {
         dimensions: usize,
         stream: mlx_stream,
     ) -> c_int;
+    fn steersman_cuda_launches() -> bool;
     fn steersman_cuda_kernel(
         res: *mut mlx_array,
         results: usize,
@@ -184,8 +185,8 @@ pub unsafe fn reshape(
 pub struct CudaLaunch<'a> {
     /// Name of the kernel in the code. The process has one kernel of this name.
     pub name: &'a CStr,
-    /// The code (cubin).
-    pub code: &'a [u8],
+    /// The code (cubin). Empty if the results are not evaluated.
+    pub code: &'static [u8],
     /// Shape and type of each result.
     pub results: &'a [(&'a [i32], mlx_dtype)],
     /// Integers after the pointers.
@@ -203,7 +204,6 @@ pub struct CudaLaunch<'a> {
 struct RawLaunch {
     name: *const c_char,
     code: *const c_char,
-    code_bytes: usize,
     shapes: *const i32,
     dimensions: *const usize,
     types: *const mlx_dtype,
@@ -212,6 +212,13 @@ struct RawLaunch {
     blocks: [i32; 3],
     threads: i32,
     shared_bytes: i32,
+}
+
+/// Whether MLX launches kernels through this program (shim/cuda_driver.h), which [`cuda_kernel`] needs. The program
+/// has to export the driver's functions (rpath.rs).
+pub fn launches_cuda_kernels() -> bool {
+    // SAFETY: has no arguments, and compares two addresses.
+    unsafe { steersman_cuda_launches() }
 }
 
 /// Makes arrays that a compiled CUDA kernel computes when they are evaluated. Returns 0 and sets `res`, or returns
@@ -234,7 +241,6 @@ pub unsafe fn cuda_kernel(
     let raw = RawLaunch {
         name: launch.name.as_ptr(),
         code: launch.code.as_ptr().cast(),
-        code_bytes: launch.code.len(),
         shapes: shapes.as_ptr(),
         dimensions: dimensions.as_ptr(),
         types: types.as_ptr(),

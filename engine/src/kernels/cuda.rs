@@ -14,10 +14,10 @@ mod heads;
 mod kernel;
 mod tiled;
 
-pub use attention::{AttentionSpan, ROWS, SPANS, attention};
+pub use attention::{ROWS, attention};
 pub use gated_delta::gated_delta;
 pub use heads::{attend_heads, has_heads};
-pub use kernel::{keep_in, prepare};
+pub use kernel::{LaunchSpan, SPANS, keep_in, prepare};
 pub use tiled::Tiled;
 
 use std::cell::Cell;
@@ -29,6 +29,9 @@ use self::kernel::{Kernel, Launch};
 /// The environment variable that makes MLX launch kernels one by one (0) or as graphs (1, its default). It must be set before
 /// MLX's first operation on a GPU.
 pub const GRAPHS: &str = "MLX_USE_CUDA_GRAPHS";
+
+/// Streaming multiprocessors of an H100 and H200. A block stays on one.
+const MULTIPROCESSORS: i32 = 132;
 
 thread_local! {
     static ENABLED: Cell<Option<Capability>> = const { Cell::new(None) };

@@ -56,13 +56,6 @@ pub struct Destination<'a> {
     pub after: Option<&'a Array>,
 }
 
-impl Destination<'_> {
-    /// Keys up to the last row.
-    pub fn keys(&self) -> i32 {
-        self.place + self.rows
-    }
-}
-
 /// Attention of the rows of spans.
 pub struct HeadsRows {
     /// [1, R, H_q D]

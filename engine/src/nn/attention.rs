@@ -90,11 +90,12 @@ fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
     span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
 }
 
-fn kernel_span(span: &Span<'_>, layer: usize) -> cuda::AttentionSpan {
+fn kernel_span<'a>(span: &'a Span<'_>, layer: usize) -> cuda::LaunchSpan<'a> {
     let LayerCache::Full(full) = &span.cache.layers[layer] else {
         unreachable!("checked by `has_few_rows`")
     };
-    cuda::AttentionSpan { rows: span.rows, keys: full.len(), kv: full.buffer().clone() }
+    let place = full.len() - span.rows;
+    cuda::LaunchSpan { rows: span.rows, position: place, place, buffer: full.buffer() }
 }
 
 /// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].

@@ -2,10 +2,10 @@
 // queries of one key head over one part of SPLIT keys; `attention_join.cu` joins the parts. A part is always the
 // same keys, so that a row's result does not depend on the other spans of the launch.
 //
-// Constants: HQ, HKV, D, SPLIT, SCALE (bits of the factor of scores), SPANS, T. Number: total_rows. `spans` has for each span its first row,
-// rows, keys, and the capacity of its buffer, which is one of
-// BUFFERS, [2 HKV, capacity, D]: keys, then values.
+// Constants: HQ, HKV, D, SPLIT, SCALE (bits of the factor of scores), T. Number: total_rows.
 constexpr int WARPS = 8, BLOCK = 4, GROUP = HQ / HKV, PER = D / 32, BYTES = PER * sizeof(T);
+// Keys of a warp, and those that it computes at a time.
+constexpr int OWN = SPLIT / WARPS, TIME = 4;
 struct alignas(BYTES % 16 == 0 ? 16 : BYTES % 8 == 0 ? 8 : BYTES % 4 == 0 ? 4 : 2) Lane { T x[PER]; };
 
 const float none = __int_as_float(0xff800000);  // minus infinity
@@ -14,14 +14,23 @@ __shared__ alignas(16) float weights[SPLIT][BLOCK];
 __shared__ float mixed[WARPS][BLOCK][D];
 
 const int part = blockIdx.x, span = blockIdx.z, head = blockIdx.y % HKV, block = blockIdx.y / HKV;
-const int first = spans[4 * span], rows = spans[4 * span + 1], length = spans[4 * span + 2];
+int first = 0, rows = 0, length = 0, capacity = 0;
+const T* buffer = nullptr;
+#define FIND(i) \
+  if (span == i) first = first##i, rows = rows##i, length = place##i + rows##i, capacity = capacity##i, buffer = kv##i;
+EACH_SPAN(FIND)
 const int start = part * SPLIT, count = min(SPLIT, length - start), own = min(BLOCK, GROUP * rows - block * BLOCK);
-if (count <= 0 || own <= 0) return;
-const T* const buffers[SPANS] = BUFFERS;
-const size_t capacity = spans[4 * span + 3], offset = (head * capacity + start) * D;
-const Lane* const k = reinterpret_cast<const Lane*>(buffers[span] + offset);
-const Lane* const v = reinterpret_cast<const Lane*>(buffers[span] + offset + HKV * capacity * D);
+// A block that waits for nothing may end before the kernels before it, and the next kernel would not wait for them.
+if (count <= 0 || own <= 0) return wait_for_inputs();
+const size_t offset = (size_t(head) * capacity + start) * D;
+const Lane* const k = reinterpret_cast<const Lane*>(buffer + offset);
+const Lane* const v = reinterpret_cast<const Lane*>(buffer + offset + size_t(HKV) * capacity * D);
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+for (int line = threadIdx.x; line * 128 < count * D * int(sizeof(T)); line += 32 * WARPS) {
+  prefetch(reinterpret_cast<const char*>(k) + line * 128);
+  prefetch(reinterpret_cast<const char*>(v) + line * 128);
+}
+wait_for_inputs();
 
 // Row and query head of the block's query i.
 auto row = [&](int i) { return (block * BLOCK + i) / GROUP; };
@@ -35,18 +44,35 @@ for (int i = 0; i < BLOCK; i++) {
   }
   for (int p = 0; p < PER; p++) query[i][p] = float(x.x[p]) * __int_as_float(SCALE);
 }
-#pragma unroll 4
-for (int key = warp; key < count; key += WARPS) {
-  const Lane x = k[size_t(key) * 32 + lane];
-  float score[BLOCK] = {};
-  for (int p = 0; p < PER; p++) {
-    const float element = float(x.x[p]);
-    for (int i = 0; i < BLOCK; i++) score[i] += query[i][p] * element;
+// Key j of a warp is key j WARPS + warp of the part.
+#pragma unroll
+for (int j = 0; j < OWN; j += TIME) {
+  Lane x[TIME];
+  for (int t = 0; t < TIME; t++) {
+    const int key = (j + t) * WARPS + warp;
+    x[t] = k[size_t(min(key, count - 1)) * 32 + lane];
   }
-  for (int i = 0; i < BLOCK; i++) {
-    for (int step = 16; step > 0; step /= 2) score[i] += __shfl_xor_sync(~0u, score[i], step);
-    if (lane == i) weights[key][i] = start + key <= length - rows + row(i) ? score[i] : none;
+  // Scores of TIME keys and BLOCK queries. Lanes exchange halves of them, so that 16 numbers are added up over all lanes
+  // in 16 steps: the lanes 2 n and 2 n + 1 end with number n.
+  float dots[TIME * BLOCK];
+  for (int t = 0; t < TIME; t++) {
+    for (int i = 0; i < BLOCK; i++) {
+      float sum = 0;
+      for (int p = 0; p < PER; p++) sum += query[i][p] * float(x[t].x[p]);
+      dots[t * BLOCK + i] = sum;
+    }
   }
+#pragma unroll
+  for (int half = TIME * BLOCK / 2; half > 0; half /= 2) {
+    const bool upper = lane & (2 * half);
+    for (int n = 0; n < half; n++) {
+      const float kept = upper ? dots[n + half] : dots[n], given = upper ? dots[n] : dots[n + half];
+      dots[n] = kept + __shfl_xor_sync(~0u, given, 2 * half);
+    }
+  }
+  const float score = dots[0] + __shfl_xor_sync(~0u, dots[0], 1);
+  const int number = lane / 2, key = (j + number / BLOCK) * WARPS + warp, i = number % BLOCK;
+  if (lane % 2 == 0) weights[key][i] = key < count && start + key <= length - rows + row(i) ? score : none;
 }
 __syncthreads();
 if (warp < own) {
@@ -67,8 +93,10 @@ if (warp < own) {
 }
 __syncthreads();
 float mix[BLOCK][PER] = {};
-#pragma unroll 4
-for (int key = warp; key < count; key += WARPS) {
+#pragma unroll
+for (int j = 0; j < OWN; j++) {
+  const int key = j * WARPS + warp;
+  if (key >= count) break;
   const Lane x = v[size_t(key) * 32 + lane];
   const float4 weight = *reinterpret_cast<const float4*>(weights[key]);
   const float w[BLOCK] = {weight.x, weight.y, weight.z, weight.w};

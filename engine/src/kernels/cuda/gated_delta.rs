@@ -2,7 +2,7 @@
 
 use mlx_rs::Dtype;
 
-use super::{Kernel, Launch, is_enabled};
+use super::{Kernel, Launch, MULTIPROCESSORS, enabled};
 use crate::cache::{Element, Writes};
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
@@ -40,6 +40,15 @@ const LANES: i32 = 32;
 /// Most elements of a state that a thread holds without spilling registers.
 const ELEMENTS: i32 = 64;
 
+/// Parts of a head's values whose squares are added separately.
+const QUARTERS: i32 = 4;
+
+/// Blocks of each of `heads` heads of all sequences: as many as run at the same time.
+fn parts(heads: i32, value_dim: i32) -> i32 {
+    let fits = |&parts: &i32| heads * parts <= MULTIPROCESSORS && value_dim % (parts * WARPS) == 0;
+    [QUARTERS, 2].into_iter().find(fits).unwrap_or(1)
+}
+
 /// Runs the rows `x` of a batch after the state and the tail of each sequence. Rows run one after
 /// another: their bits do not depend on how many there are. `record` asks for what they write. `None` if there
 /// is no kernel for the layer.
@@ -54,8 +63,10 @@ pub fn gated_delta(
     let fits = key_dim % LANES == 0
         && value_dim % WARPS == 0
         && (value_dim / WARPS) <= LANES
+        && value_dim % QUARTERS == 0
         && key_dim / LANES * (value_dim / WARPS) <= ELEMENTS;
-    if !is_enabled() || !fits {
+    let Some(device) = enabled() else { return Ok(None) };
+    if !fits {
         return Ok(None);
     }
     let ([qkv, z, b, a], joined) = match x {
@@ -75,6 +86,7 @@ pub fn gated_delta(
         (&shape_v, Dtype::Float32),
         (&[batch, value_heads, rows], Dtype::Float32),
     ];
+    let parts = if device.clusters { parts(batch * value_heads, value_dim) } else { 1 };
     let kernel = if record { RECORDING_KERNEL } else { KERNEL };
     let outputs = kernel.run(&Launch {
         inputs: &[
@@ -94,6 +106,7 @@ pub fn gated_delta(
         ],
         outputs: &outputs[..kernel.outputs.len()],
         numbers: &[rows],
+        spans: &[],
         constants: &[
             ("HK", key_heads),
             ("HV", value_heads),
@@ -103,8 +116,8 @@ pub fn gated_delta(
             ("JOINED", joined),
         ],
         dtype,
-        blocks: [value_heads, batch, 1],
-        cluster: 1,
+        blocks: [value_heads * parts, batch, 1],
+        cluster: parts,
         threads: WARPS * LANES,
         shared: 0,
     })?;

@@ -4,16 +4,22 @@
 // Constants: HQ, HKV, D, GATED (each query is followed by its gate), JOINED (q, k and v are the same array, which has
 // them side by side), NORMED, EPS (bits of the norms' epsilon), DIMS (rotated dimensions of a head, 0 for none), STRETCHED
 // (`wavelengths` are given), BASE (bits of the logarithm of the base to base 2), SCALE (bits of the factor of positions),
-// SPANS, T. `rows` has for each row its position, its span, its place in the span's buffer, and the buffer's capacity.
-// BUFFERS are the buffers, each [2 HKV, capacity, D]: keys, then values. Results are rounded where the separate
-// operations round.
+// T. Results are rounded where the separate operations round.
 constexpr int Q_HEAD = GATED ? 2 * D : D, HALF = DIMS / 2, WARPS = D / 32;
 constexpr int ALL = HQ * Q_HEAD + 2 * HKV * D;
 constexpr int Q_ROW = JOINED ? ALL : HQ * Q_HEAD, KV_ROW = JOINED ? ALL : HKV * D;
 __shared__ float elements[D], squares[WARPS];
 
-const T* const buffers[SPANS] = BUFFERS;
+wait_for_inputs();
 const int slot = blockIdx.x, row = blockIdx.y, i = threadIdx.x;
+// Of the row.
+int position = 0, place = 0, capacity = 0;
+const T* buffer = nullptr;
+#define FIND(i) \
+  if (row >= first##i && row < first##i + rows##i) { \
+    position = position##i + row - first##i, place = place##i + row - first##i, capacity = capacity##i, buffer = kv##i; \
+  }
+EACH_SPAN(FIND)
 const bool is_query = slot < HQ, is_value = slot >= HQ + HKV;
 const int head = is_query ? slot : (slot - HQ) % HKV;
 const T* source;
@@ -42,8 +48,8 @@ if (DIMS > 0 && !is_value) {
   if (i < DIMS) {
     const int pair = i % (HALF > 0 ? HALF : 1);
     const float frequency =
-        STRETCHED ? 1 / wavelengths[pair] : exp2f(-(float(pair) / HALF) * __int_as_float(BASE));
-    const float angle = float(rows[4 * row]) * __int_as_float(SCALE) * frequency;
+        STRETCHED ? 1 / float(wavelengths[pair]) : exp2f(-(float(pair) / HALF) * __int_as_float(BASE));
+    const float angle = float(position) * __int_as_float(SCALE) * frequency;
     const float first = elements[pair], second = elements[pair + HALF];
     float sine, cosine;
     sincosf(angle, &sine, &cosine);
@@ -53,7 +59,6 @@ if (DIMS > 0 && !is_value) {
 if (is_query) {
   out[(size_t(row) * HQ + head) * D + i] = y;
 } else {
-  T* const buffer = const_cast<T*>(buffers[rows[4 * row + 1]]);
-  const size_t place = rows[4 * row + 2], capacity = rows[4 * row + 3];
-  buffer[((is_value ? HKV + head : head) * capacity + place) * D + i] = y;
+  const size_t to = (size_t(is_value ? HKV + head : head) * capacity + place) * D + i;
+  const_cast<T*>(buffer)[to] = y;
 }

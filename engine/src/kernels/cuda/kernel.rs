@@ -4,12 +4,12 @@
 //! the graphs are made, which names the variants, and are not evaluated before these are compiled, all at the same time.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString};
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use mlx_rs::transforms::eval;
@@ -20,6 +20,9 @@ use sha2::{Digest, Sha256};
 use super::Capability;
 use super::compiler::Compiler;
 use crate::error::{Error, Result};
+
+/// The code of each variant's name. MLX refers to it until the process ends.
+static CODE: Mutex<BTreeMap<CString, &'static [u8]>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
     static VARIANTS: RefCell<Variants> = RefCell::default();
@@ -34,7 +37,8 @@ pub struct Kernel {
     pub numbers: &'static [&'static str],
     /// Text before the kernel.
     pub header: &'static str,
-    /// The body. The signature is generated from the names.
+    /// The body. The signature is generated from the names. It calls `wait_for_inputs` (common.cuh) once, before it reads
+    /// what other kernels write.
     pub source: &'static str,
 }
 
@@ -46,6 +50,8 @@ pub struct Launch<'a> {
     pub outputs: &'a [(&'a [i32], Dtype)],
     /// One for each name.
     pub numbers: &'a [i32],
+    /// Those of the pass, at most [`SPANS`], if the kernel reads or writes their caches.
+    pub spans: &'a [LaunchSpan<'a>],
     /// Integers known when the kernel is compiled. Each set of them is another variant.
     pub constants: &'a [(&'a str, i32)],
     /// The type `T` of the body.
@@ -60,6 +66,55 @@ pub struct Launch<'a> {
     pub shared: i32,
 }
 
+/// Most spans of a launch.
+pub const SPANS: usize = 32;
+
+/// A span's rows in a launch, and its keys and values. With its index, these are the names that a kernel's text has for
+/// them: `kv0`, then `first0`, the first of its rows in the launch, `rows0`, `position0`, `place0` and `capacity0`.
+/// `EACH_SPAN(X)` is `X(0) X(1) ..`. They are parameters, because a GPU waits long for an array that the host has just
+/// written.
+#[derive(Debug, Clone, Copy)]
+pub struct LaunchSpan<'a> {
+    /// Number of rows.
+    pub rows: i32,
+    /// Position of the first.
+    pub position: i32,
+    /// Place of the first in the buffer.
+    pub place: i32,
+    /// Keys and then values, [1, 2 H_kv, capacity, D].
+    pub buffer: &'a Array,
+}
+
+/// Names of a span's numbers.
+const SPAN_NUMBERS: [&str; 5] = ["first", "rows", "position", "place", "capacity"];
+
+impl<'a> Launch<'a> {
+    /// The number of spans in the text: there are variants for 1, 8 and [`SPANS`].
+    fn variant_spans(&self) -> usize {
+        match self.spans.len() {
+            0 => 0,
+            spans => [1, 8].into_iter().find(|&count| count >= spans).unwrap_or(SPANS),
+        }
+    }
+
+    /// Inputs and numbers, those of the spans included. Missing spans have no rows.
+    fn arguments(&self) -> (Vec<&'a Array>, Vec<i32>) {
+        let (mut inputs, mut numbers) = (self.inputs.to_vec(), self.numbers.to_vec());
+        let mut first = 0;
+        for i in 0..self.variant_spans() {
+            let &LaunchSpan { buffer, mut rows, position, place } =
+                self.spans.get(i).unwrap_or(&self.spans[0]);
+            if i >= self.spans.len() {
+                rows = 0;
+            }
+            inputs.push(buffer);
+            numbers.extend([first, rows, position, place, buffer.dim(2)]);
+            first += rows;
+        }
+        (inputs, numbers)
+    }
+}
+
 /// What distinguishes a variant.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Key {
@@ -72,7 +127,7 @@ struct Key {
 struct Variant {
     name: Rc<CStr>,
     /// Empty while it is compiled.
-    code: Rc<[u8]>,
+    code: &'static [u8],
 }
 
 /// A variant that is compiled on a thread of its own. Graphs that have it must not be evaluated.
@@ -116,6 +171,11 @@ pub fn keep_in(folder: PathBuf) {
 /// # Errors
 /// Why there is none.
 pub fn open_compiler(capability: Capability) -> std::result::Result<(), String> {
+    if !mlx_sys::launches_cuda_kernels() {
+        return Err(
+            "the program was linked without exporting the functions of shim/cuda_driver.h".into()
+        );
+    }
     VARIANTS.with_borrow_mut(|variants| {
         if variants.compiler.is_none() {
             let compiler = Compiler::open(capability, variants.folder.clone())?;
@@ -147,12 +207,18 @@ pub fn prepare(
         VARIANTS.with_borrow_mut(|variants| variants.all.remove(&key));
         let code = thread.join().map_err(|_| failed(&name, "the compiler panicked"))?;
         let code = code.map_err(|problem| failed(&name, &problem))?;
-        let variant = Variant { name, code: code.into() };
+        let variant = Variant { code: keep(&name, code), name };
         load(&variant, form)?;
         VARIANTS.with_borrow_mut(|variants| variants.all.insert(key, variant));
         progress(i + 1, count);
     }
     made
+}
+
+/// The code of the kernel `name`, for the life of the process. Another thread may have compiled it before.
+fn keep(name: &CStr, code: Vec<u8>) -> &'static [u8] {
+    let mut kept = CODE.lock().unwrap_or_else(PoisonError::into_inner);
+    kept.entry(name.into()).or_insert_with(|| code.leak())
 }
 
 fn failed(name: &CStr, problem: &str) -> Error {
@@ -182,15 +248,16 @@ impl Kernel {
         let (compiler, preparing) =
             VARIANTS.with_borrow(|variants| (variants.compiler.clone(), variants.preparing));
         let compiler = compiler.ok_or_else(|| failed(&name, "there is no compiler"))?;
+        let spans = launch.variant_spans();
         let form = Form {
-            inputs: self.inputs.len(),
+            inputs: self.inputs.len() + spans,
             outputs: self.outputs.len(),
-            numbers: self.numbers.len(),
+            numbers: self.numbers.len() + spans * SPAN_NUMBERS.len(),
             cluster: launch.cluster,
             threads: launch.threads,
             shared: launch.shared,
         };
-        let mut variant = Variant { name: name.clone(), code: Rc::default() };
+        let mut variant = Variant { name: name.clone(), code: &[] };
         if preparing {
             let own = CString::from(&*name);
             let thread = std::thread::spawn(move || compiler.compile(&own, &text));
@@ -198,7 +265,7 @@ impl Kernel {
             VARIANTS.with_borrow_mut(|variants| variants.compiling.push(compiling));
         } else {
             let code = compiler.compile(&name, &text).map_err(|problem| failed(&name, &problem))?;
-            variant.code = code.into();
+            variant.code = keep(&variant.name, code);
             load(&variant, form)?;
         }
         VARIANTS.with_borrow_mut(|variants| variants.all.insert(key, variant.clone()));
@@ -207,6 +274,7 @@ impl Kernel {
 
     fn key(&self, launch: &Launch<'_>) -> Key {
         let mut numbers = vec![launch.cluster, launch.threads, launch.shared, launch.dtype as i32];
+        numbers.push(i32::try_from(launch.variant_spans()).expect("at most 32"));
         numbers.extend(launch.constants.iter().map(|&(_, value)| value));
         numbers.extend(launch.inputs.iter().map(|input| input.dtype() as i32));
         numbers.extend(launch.outputs.iter().map(|&(_, dtype)| dtype as i32));
@@ -215,15 +283,26 @@ impl Kernel {
 
     /// The whole text of a variant, with [`NAME`] for its name.
     fn text(&self, launch: &Launch<'_>) -> String {
+        debug_assert!(
+            self.source.contains("wait_for_inputs();"),
+            "it starts before its inputs are written"
+        );
         let mut parameters: Vec<String> = Vec::new();
         for (name, input) in self.inputs.iter().zip(launch.inputs) {
             parameters.push(format!("const {}* {name}", c_type(input.dtype())));
         }
+        let spans = launch.variant_spans();
+        let buffers = (0..spans).map(|i| format!("const {}* kv{i}", c_type(launch.dtype)));
+        parameters.extend(buffers);
         for (name, (_, dtype)) in self.outputs.iter().zip(launch.outputs) {
             parameters.push(format!("{}* {name}", c_type(*dtype)));
         }
         parameters.extend(self.numbers.iter().map(|name| format!("int {name}")));
+        for i in 0..spans {
+            parameters.extend(SPAN_NUMBERS.iter().map(|name| format!("int {name}{i}")));
+        }
         parameters.push("int is_idle".into());
+        let each_span: String = (0..spans).map(|i| format!(" X({i})")).collect();
         let constants = launch.constants.iter().fold(String::new(), |mut text, (name, value)| {
             let _ = writeln!(text, "constexpr int {name} = {value};");
             text
@@ -233,10 +312,10 @@ impl Kernel {
             blocks => format!("__cluster_dims__({blocks}, 1, 1) "),
         };
         format!(
-            "// {} bytes of shared memory\n{}\n{}\nextern \"C\" __global__ void {clusters}__launch_bounds__({}) \
-             {NAME}({}) {{\nif (is_idle) return;\nusing T = {};\nconstexpr int CLUSTER = {};\n{constants}\n{}\n}}\n",
+            "// {} bytes of shared memory\n#define EACH_SPAN(X){each_span}\n{}\n{}\nextern \"C\" __global__ void {clusters}__launch_bounds__({}) \
+             {NAME}({}) {{\nif (is_idle) return wait_for_inputs();\nusing T = {};\nconstexpr int CLUSTER = {};\n{constants}\n{}\n}}\n",
             launch.shared,
-            include_str!("types.cuh"),
+            include_str!("common.cuh"),
             self.header,
             launch.threads,
             parameters.join(", "),
@@ -273,6 +352,7 @@ fn load(variant: &Variant, form: Form) -> Result<()> {
             inputs: &vec![&input; form.inputs],
             outputs: &vec![(&[1][..], Dtype::Int32); form.outputs],
             numbers: &vec![0; form.numbers],
+            spans: &[],
             constants: &[],
             dtype: Dtype::Int32,
             blocks: [form.cluster, 1, 1],
@@ -285,11 +365,11 @@ fn load(variant: &Variant, form: Form) -> Result<()> {
 }
 
 fn launch_kernel(variant: &Variant, is_idle: bool, launch: &Launch<'_>) -> Result<Vec<Array>> {
-    let Variant { name, code } = variant;
-    let inputs: Vec<mlx_array> = launch.inputs.iter().map(|input| input.as_ptr()).collect();
+    let &Variant { ref name, code } = variant;
+    let (inputs, mut numbers) = launch.arguments();
+    let inputs: Vec<mlx_array> = inputs.into_iter().map(Array::as_ptr).collect();
     let results: Vec<(&[i32], mlx_dtype)> =
         launch.outputs.iter().map(|&(shape, dtype)| (shape, dtype as mlx_dtype)).collect();
-    let mut numbers = launch.numbers.to_vec();
     numbers.push(i32::from(is_idle));
     let mut res = vec![mlx_array::default(); results.len()];
     let stream = Stream::thread_local_or_default();

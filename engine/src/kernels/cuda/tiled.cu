@@ -10,26 +10,32 @@
 // Results are rounded where the separate operations round.
 //
 // Constants: FORM, EPS (bits of the norm's epsilon), ADD, GATED, K (inputs, a multiple of 256), WARPS, CLUSTER (blocks: 1,
-// 2 or 4), SETS (of 8 rows in a block), T (bfloat16). Numbers: outputs, all_rows. Further rows are further blocks along
-// y, which read the weights from the cache.
-constexpr int THREADS = 32 * WARPS, SLABS = K / 256, ROWS = 8 * SETS, QUARTERS = 4 / CLUSTER;
+// 2 or 4), SETS (of 8 rows in a block), ALONE (1: there is one row, and no room for others), T (bfloat16). Numbers:
+// outputs, all_rows. Further rows are further blocks along y, which read the weights from the cache.
+constexpr int THREADS = 32 * WARPS, SLABS = K / 256, ROWS = ALONE ? 1 : 8 * SETS, QUARTERS = 4 / CLUSTER;
 // Tiles that a block computes at a time, and its part of the inputs.
-constexpr int TILES = WARPS / QUARTERS, OWN_SLABS = (SLABS * QUARTERS + 3) / 4, FRAGMENTS = OWN_SLABS * 256;
+constexpr int TILES = WARPS / QUARTERS, OWN_SLABS = (SLABS * QUARTERS + 3) / 4;
+// Lanes that have a row as their column of mma, and x of a block in units of 8 inputs.
+constexpr int COLUMN_LANES = ALONE ? 4 : 32, FRAGMENTS = OWN_SLABS * 8 * COLUMN_LANES;
 // All quarters take as many steps; those with fewer slabs do nothing in the last one.
 constexpr int STEPS = (SLABS + 3) / 4;
 constexpr int STRIDE = TILES * 16 + 4, PARTIAL = QUARTERS * ROWS * STRIDE;
 // Slabs of weights that are read ahead, and groups whose products do not wait for each other: with few rows there is
 // little else to do, with many there are no registers left.
 constexpr int DEPTH = SETS == 1 ? 2 : 1, SIDE = SETS == 1 ? 4 : SETS == 2 ? 2 : 1;
+// Slabs after these that are read into the second-level cache while the kernels before still compute x.
+constexpr int AHEAD = SETS == 1 ? 2 : 0;
 extern __shared__ uint4 shared[];
-// x in the order of mma's second operand, [SETS][OWN_SLABS][4 groups][2][32 lanes].
+// x in the order of mma's second operand, [SETS][OWN_SLABS][4 groups][2][COLUMN_LANES].
 uint4* const fragments = shared;
 // Sums of x over a group, [OWN_SLABS * 4][ROWS].
 float* const group_sums = reinterpret_cast<float*>(shared + SETS * FRAGMENTS);
 // Sums of squares of x over a slab, [ROWS][SLABS].
 float* const squares = group_sums + OWN_SLABS * 4 * ROWS;
+// The norm in the order of the fragments of a row, [OWN_SLABS][32].
+uint4* const norm_weights = reinterpret_cast<uint4*>(squares + (FORM == 1 ? (ROWS * SLABS + 3) / 4 * 4 : 0));
 // Sums of the quarters of this block, for this turn and the last one, [2][QUARTERS][ROWS][STRIDE].
-float* const partial = squares + (FORM == 1 ? ROWS * SLABS : 0);
+float* const partial = reinterpret_cast<float*>(norm_weights + (FORM == 1 ? OWN_SLABS * 32 : 0));
 
 const int cluster = blockIdx.x / CLUSTER, place = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
 const int first_row = ROWS * int(blockIdx.y);
@@ -38,6 +44,8 @@ const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = la
 const int quarter = place * QUARTERS + warp / TILES;
 const int first_slab = SLABS * quarter / 4, end_slab = SLABS * (quarter + 1) / 4;
 const int block_slab = SLABS * place / CLUSTER, block_slabs = SLABS * (place + 1) / CLUSTER - block_slab;
+// Lanes of the warps that add up squares.
+constexpr unsigned SHUFFLED = ALONE ? 15 : ~0u;
 const int tiles = outputs / 16, turns = (tiles + TILES * clusters - 1) / (TILES * clusters);
 // The tile of this warp in a turn; -1 if there is none. A gate's tile is beside its up's.
 auto tile_of = [&](int turn) {
@@ -46,15 +54,23 @@ auto tile_of = [&](int turn) {
 };
 
 struct Slab { uint4 w[4], s, b; } slabs[DEPTH];
-int load_turn = 0, load_slab = first_slab, load_tile = tile_of(0);
+// A slab's place in the order in which this warp multiplies them.
+struct Place { int turn, slab, tile; } next{0, first_slab, tile_of(0)};
+auto address = [&](const Place& at) {
+  return at.tile >= 0 && at.slab < end_slab
+      ? reinterpret_cast<const uint4*>(w) + (size_t(at.tile) * SLABS + at.slab) * 144
+      : nullptr;
+};
+auto advance = [&](Place& at) {
+  if (++at.slab == first_slab + STEPS) at.slab = first_slab, at.turn++, at.tile = tile_of(at.turn);
+};
 auto load = [&](Slab& to) {
-  if (load_tile >= 0 && load_slab < end_slab) {
-    const uint4* const from = reinterpret_cast<const uint4*>(w) + (size_t(load_tile) * SLABS + load_slab) * 144;
+  if (const uint4* const from = address(next)) {
     for (int group = 0; group < 4; group++) to.w[group] = __ldcs(from + group * 32 + lane);
     to.s = __ldcs(from + 128 + g);
     to.b = __ldcs(from + 136 + g);
   }
-  if (++load_slab == first_slab + STEPS) load_slab = first_slab, load_turn++, load_tile = tile_of(load_turn);
+  advance(next);
 };
 auto multiply = [](float (&d)[4], const unsigned (&a)[4], unsigned b_low, unsigned b_high) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -69,32 +85,11 @@ auto pack = [](float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   return two;
 };
-// A float in the shared memory of a block of the cluster.
-auto remote = [](const float* at, int rank) {
-#if __CUDA_ARCH__ >= 900
-  unsigned address;
-  float value;
-  asm("{ .reg .u64 here; cvta.to.shared.u64 here, %1; cvt.u32.u64 %0, here; }" : "=r"(address) : "l"(at));
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-#else
-  return *at;
-#endif
-};
-auto sync_cluster = [] {
-#if __CUDA_ARCH__ >= 900
-  if (CLUSTER > 1) {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-    return;
-  }
-#endif
-  __syncthreads();
-};
 // Where lanes 32 i to 32 i + 31 of a slab's inputs are stored: without bank conflicts when written and when read.
 auto place_of = [](int row, int own_slab, int i) {
-  const int half = i % 2;
-  return row / 8 * FRAGMENTS + own_slab * 256 + (i / 8 * 2 + half) * 32 + ((row % 8 * 4 + i % 8 / 2) ^ half * 4);
+  const int half = i % 2, column_lane = row % 8 * 4 + i % 8 / 2;
+  return row / 8 * FRAGMENTS + (own_slab * 8 + i / 8 * 2 + half) * COLUMN_LANES
+      + (ALONE ? column_lane : column_lane ^ half * 4);
 };
 // A lane's word has inputs 0 to 7; the low and high half of a register have inputs i and i + 4.
 auto permuted = [](uint4 e) {
@@ -105,13 +100,27 @@ auto permuted = [](uint4 e) {
 // The first weights do not depend on x.
 #pragma unroll
 for (int i = 0; i < DEPTH; i++) load(slabs[i]);
-constexpr int RESULTS = TILES * (GATED ? 8 : 16), SHARE = RESULTS / CLUSTER;
-const int width = GATED ? outputs / 2 : outputs;
+Place later = next;
+for (int i = 0; i < AHEAD; i++) {
+  // A slab has 18 lines of the cache.
+  const uint4* const from = address(later);
+  if (from && lane < 18) prefetch(from + lane * 8);
+  advance(later);
+}
 for (int row = rows; row < ROWS; row++) {
   for (int own_slab = warp; own_slab < block_slabs; own_slab += WARPS) {
     fragments[place_of(row, own_slab, lane)] = make_uint4(0, 0, 0, 0);
   }
 }
+if (FORM == 1) {
+  for (int own_slab = warp; own_slab < block_slabs; own_slab += WARPS) {
+    norm_weights[own_slab * 32 + lane] =
+        permuted(reinterpret_cast<const uint4*>(norm)[(block_slab + own_slab) * 32 + lane]);
+  }
+}
+wait_for_inputs();
+constexpr int RESULTS = TILES * (GATED ? 8 : 16), SHARE = RESULTS / CLUSTER;
+const int width = GATED ? outputs / 2 : outputs;
 if (ADD) {
   for (int at = threadIdx.x; at < rows * SHARE; at += THREADS) {
     const int column = cluster * RESULTS + place * SHARE + at % SHARE;
@@ -120,6 +129,13 @@ if (ADD) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(first));
   }
 }
+// Stores 8 inputs of a row and, in one lane of 8, the sum of a group's inputs.
+auto store = [&](int row, int own_slab, uint4 e) {
+  fragments[place_of(row, own_slab, lane)] = e;
+  float sum = ((low(e.x) + high(e.x)) + (low(e.y) + high(e.y))) + ((low(e.z) + high(e.z)) + (low(e.w) + high(e.w)));
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane % 8 == 0) group_sums[(own_slab * 4 + lane / 8) * ROWS + row] = sum;
+};
 // A warp reads pieces of x, a slab of a row each, and several at a time. Squares are added by slab and quarter, whatever
 // the cluster.
 const int pieces = rows * OWN_SLABS;
@@ -143,22 +159,24 @@ for (int first = warp; first < pieces; first += WARPS * BATCH) {
       add(read[i].x), add(read[i].y), add(read[i].z), add(read[i].w);
       for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
       if (lane == 0) squares[row * SLABS + block_slab + own_slab] = sum;
+      fragments[place_of(row, own_slab, lane)] = permuted(read[i]);
+    } else {
+      store(row, own_slab, permuted(read[i]));
     }
-    fragments[place_of(row, own_slab, lane)] = permuted(read[i]);
   }
 }
 __shared__ float norms[ROWS];
 if (FORM == 1) {
-  sync_cluster();
+  sync_cluster<CLUSTER>();
   for (int at = threadIdx.x; at < ROWS * 4; at += THREADS) {
     const int row = at / 4, q = at % 4;
     float sum = 0;
     for (int slab = SLABS * q / 4; slab < SLABS * (q + 1) / 4; slab++) {
       const float* const square = squares + row * SLABS + slab;
-      sum += CLUSTER == 1 ? *square : remote(square, q / QUARTERS);
+      sum += remote<CLUSTER>(square, q / QUARTERS);
     }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    sum += __shfl_xor_sync(SHUFFLED, sum, 1);
+    sum += __shfl_xor_sync(SHUFFLED, sum, 2);
     if (q == 0) norms[row] = rsqrtf(sum / K + __int_as_float(EPS));
   }
   __syncthreads();
@@ -169,27 +187,10 @@ if (FORM == 1) {
   for (int piece = warp; piece < pieces; piece += WARPS) {
     const int row = piece / OWN_SLABS, own_slab = piece % OWN_SLABS;
     if (own_slab >= block_slabs) continue;
-    const uint4 weight = permuted(reinterpret_cast<const uint4*>(norm)[(block_slab + own_slab) * 32 + lane]);
-    uint4& to = fragments[place_of(row, own_slab, lane)];
-    const uint4 e = to;
+    const uint4 weight = norm_weights[own_slab * 32 + lane], e = fragments[place_of(row, own_slab, lane)];
     const float factor = norms[row];
-    to = make_uint4(normed(e.x, weight.x, factor), normed(e.y, weight.y, factor), normed(e.z, weight.z, factor),
-                    normed(e.w, weight.w, factor));
-  }
-}
-__syncthreads();
-#pragma unroll 4
-for (int job = warp; job < SETS * block_slabs * 4; job += WARPS) {
-  const unsigned ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-  const int set = job / (block_slabs * 4), group = job % (block_slabs * 4);
-  float sum[4] = {};
-  for (int half = 0; half < 2; half++) {
-    const uint4 b = fragments[set * FRAGMENTS + (group * 2 + half) * 32 + (lane ^ half * 4)];
-    multiply(sum, ones, b.x, b.y);
-    multiply(sum, ones, b.z, b.w);
-  }
-  if (g == 0) {
-    *reinterpret_cast<float2*>(group_sums + group * ROWS + set * 8 + 2 * t) = make_float2(sum[0], sum[1]);
+    store(row, own_slab, make_uint4(normed(e.x, weight.x, factor), normed(e.y, weight.y, factor),
+                                    normed(e.z, weight.z, factor), normed(e.w, weight.w, factor)));
   }
 }
 __syncthreads();
@@ -201,8 +202,8 @@ while (turn < turns) {
   for (int i = 0; i < DEPTH; i++) {
     if (turn >= turns) break;
     if (slab < end_slab) {
-      const uint4* const own = fragments + (slab - block_slab) * 256;
-      const float* const sums = group_sums + (slab - block_slab) * 4 * ROWS + 2 * t;
+      const uint4* const own = fragments + (slab - block_slab) * 8 * COLUMN_LANES;
+      const float* const sums = group_sums + (slab - block_slab) * 4 * ROWS + (ALONE ? 0 : 2 * t);
 #pragma unroll
       for (int first_group = 0; first_group < 4; first_group += SIDE) {
         float d[SIDE][SETS][4] = {};
@@ -225,7 +226,10 @@ while (turn < turns) {
             }
 #pragma unroll
             for (int set = 0; set < SETS; set++) {
-              const uint4 b = own[set * FRAGMENTS + (group * 2 + half) * 32 + (lane ^ half * 4)];
+              uint4 b = make_uint4(0, 0, 0, 0);
+              if (!ALONE || g == 0) {
+                b = own[set * FRAGMENTS + (group * 2 + half) * COLUMN_LANES + (ALONE ? lane : lane ^ half * 4)];
+              }
               multiply(d[side][set], a[0], b.x, b.y);
               multiply(d[side][set], a[1], b.z, b.w);
             }
@@ -244,7 +248,9 @@ while (turn < turns) {
           }
 #pragma unroll
           for (int set = 0; set < SETS; set++) {
-            const float2 x_sum = *reinterpret_cast<const float2*>(sums + group * ROWS + set * 8);
+            // The columns of lanes that have no row are not stored.
+            const float* const at = sums + group * ROWS + set * 8;
+            const float2 x_sum = ALONE ? make_float2(*at, 0) : *reinterpret_cast<const float2*>(at);
             const float (&now)[4] = d[side][set];
             float (&all)[4] = sum[set];
 #pragma unroll
@@ -266,17 +272,18 @@ while (turn < turns) {
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
       for (int j = 0; j < 4; j++) {
-        own[(set * 8 + 2 * t + j % 2) * STRIDE + j / 2 * 8] = sum[set][j];
+        const int row = set * 8 + 2 * t + j % 2;
+        if (row < ROWS) own[row * STRIDE + j / 2 * 8] = sum[set][j];
         sum[set][j] = 0;
       }
     }
-    sync_cluster();
+    sync_cluster<CLUSTER>();
     const int base = (turn * clusters + cluster) * RESULTS;
     auto value = [&](int row, int column) {
       float y = 0;
       for (int q = 0; q < 4; q++) {
         const float* const at = buffer + (q % QUARTERS * ROWS + row) * STRIDE + column;
-        y += CLUSTER == 1 ? *at : remote(at, q / QUARTERS);
+        y += remote<CLUSTER>(at, q / QUARTERS);
       }
       return y;
     };
@@ -297,4 +304,4 @@ while (turn < turns) {
   }
 }
 // No block ends while another reads its memory.
-if (CLUSTER > 1) sync_cluster();
+if (CLUSTER > 1) sync_cluster<CLUSTER>();

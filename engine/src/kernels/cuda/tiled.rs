@@ -8,7 +8,7 @@ use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
-use super::{Capability, Kernel, Launch, enabled};
+use super::{Capability, Kernel, Launch, MULTIPROCESSORS, enabled};
 use crate::error::Result;
 use crate::nn::{DENSE_ROWS, Input, Mode, Packed, Quantization};
 
@@ -34,9 +34,6 @@ pub const QUANTIZATION: Quantization = Quantization { group_size: 64, bits: 4, m
 
 /// Most rows: more are multiplied densely.
 const ROWS: i32 = DENSE_ROWS - 1;
-
-/// Streaming multiprocessors of an H100 and H200. A block stays on one and computes many tiles.
-const MULTIPROCESSORS: i32 = 132;
 
 /// Inputs of a tile.
 const SLAB: i32 = 256;
@@ -79,11 +76,11 @@ impl Tiled {
         let (Some(biases), 2) = (&matrix.biases, matrix.weight.ndim()) else { return Ok(None) };
         let [outputs, inputs] = [matrix.weight.dim(0), matrix.weight.dim(1) * 8];
         let types = [matrix.scales.dtype(), biases.dtype(), matrix.dtype];
-        let row = Product { rows: 1, outputs, inputs, normed: true, gated: false };
+        let set = Product { rows: SET, outputs, inputs, normed: true, gated: false };
         let fits = matrix.quantization == QUANTIZATION
             && types == [Dtype::Bfloat16; 3]
             && (inputs % SLAB, outputs % TILE) == (0, 0)
-            && enabled().is_some_and(|device| row.block(device).is_some());
+            && enabled().is_some_and(|device| set.block(device).is_some());
         if !fits {
             return Ok(None);
         }
@@ -157,6 +154,7 @@ impl Tiled {
             inputs: &[&self.words, &ids.as_dtype(Dtype::Uint32)?],
             outputs: &[(&[count, inputs], Dtype::Bfloat16)],
             numbers: &[],
+            spans: &[],
             constants: &[("K", inputs), ("GATHER", i32::from(gather)), ("THREADS", THREADS)],
             dtype: Dtype::Bfloat16,
             blocks: [count, 1, 1],
@@ -189,6 +187,7 @@ impl Tiled {
             inputs: &[x, &self.words, norm.unwrap_or(x), residual.unwrap_or(x)],
             outputs: &[(&shape, Dtype::Bfloat16)],
             numbers: &[outputs, rows],
+            spans: &[],
             constants: &[
                 ("FORM", i32::from(norm.is_some())),
                 ("EPS", eps.to_bits().cast_signed()),
@@ -197,6 +196,7 @@ impl Tiled {
                 ("K", inputs),
                 ("WARPS", block.warps),
                 ("SETS", block.sets),
+                ("ALONE", i32::from(rows == 1)),
             ],
             dtype: Dtype::Bfloat16,
             blocks: block.blocks,
@@ -258,7 +258,8 @@ impl Product {
     /// The division into blocks of `sets` and `warps` in clusters, and an estimate of its time. `None` if a gate would
     /// be without its up.
     fn block_with(&self, sets: i32, warps: i32, cluster: i32) -> Option<(i32, Block)> {
-        let (slabs, quarters, own_rows) = (self.inputs / SLAB, 4 / cluster, SET * sets);
+        let (slabs, quarters) = (self.inputs / SLAB, 4 / cluster);
+        let own_rows = if self.rows == 1 { 1 } else { SET * sets };
         let tiles = warps / quarters;
         if self.gated && (tiles % 2 != 0 || self.outputs % (2 * TILE) != 0) {
             return None;
@@ -269,7 +270,7 @@ impl Product {
         let turns = up(groups, (at_once / y).max(1));
         let own_slabs = up(slabs * quarters, 4);
         let floats = own_slabs * 4 * own_rows
-            + if self.normed { own_rows * slabs } else { 0 }
+            + if self.normed { 4 * up(own_rows * slabs, 4) + own_slabs * SLAB / 2 } else { 0 }
             + turns.min(2) * quarters * own_rows * (tiles * TILE + 4);
         // Beside it are the norms of the rows.
         let shared = own_rows * own_slabs * SLAB * 2 + (floats + own_rows) * 4;
@@ -330,7 +331,8 @@ mod tests {
     fn without_clusters_rows_are_divided_until_they_fit() {
         assert_eq!(block(32, [4096, 4096], false, ADA), Some([1, 16, 1, 32, 4]));
         assert_eq!(block(32, [1024, 1024], false, ADA).map(|block| block[0]), Some(4));
-        assert_eq!(block(1, [4096, 12288], false, ADA), None);
+        assert_eq!(block(1, [4096, 12288], false, ADA), Some([1, 8, 1, 128, 1]));
+        assert_eq!(block(2, [4096, 12288], false, ADA), None);
         // As on Hopper with MLX's graphs.
         let alone = Capability { clusters: false, ..HOPPER };
         assert_eq!(block(16, [4096, 12288], false, alone), Some([1, 16, 1, 64, 2]));
