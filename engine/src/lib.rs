@@ -29,7 +29,6 @@ mod text;
 pub use decode::{policies, start};
 pub use engine::{Engine, Info};
 pub use error::{ConfigError, Error, RequestError, Result, StoreError};
-pub use kernels::cuda::GRAPHS as CUDA_GRAPHS;
 /// Version of MLX.
 pub use mlx_sys::VERSION as MLX_VERSION;
 /// The policy host: contract, versions, traces.

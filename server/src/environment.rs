@@ -6,7 +6,6 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
-use steersman_engine::CUDA_GRAPHS;
 
 /// Where MLX keeps the CUDA kernels that it compiles.
 const KERNELS: &str = "MLX_PTX_CACHE_DIR";
@@ -14,15 +13,12 @@ const KERNELS: &str = "MLX_PTX_CACHE_DIR";
 /// Sets what MLX reads on a machine with NVIDIA GPUs. A value set by the user is kept.
 ///
 /// MLX keeps the kernels that it compiles in the data folder; by default it keeps them in the folder for temporary files, which
-/// most systems empty when they start. It launches kernels one by one, not as graphs, which suits ours ([`CUDA_GRAPHS`]).
+/// most systems empty when they start.
 pub fn set_for_cuda(data_dir: &Path) {
     let Some(gpus) = gpus(Path::new("/proc/driver/nvidia/gpus")) else { return };
-    let values = [(KERNELS, kernels_of(data_dir, &gpus)), (CUDA_GRAPHS, "0".into())];
-    for (name, value) in values {
-        if std::env::var_os(name).is_none() {
-            // SAFETY: `main` calls this before it starts a thread; those that OpenBLAS has started do not read it.
-            unsafe { std::env::set_var(name, value) };
-        }
+    if std::env::var_os(KERNELS).is_none() {
+        // SAFETY: `main` calls this before it starts a thread; those that OpenBLAS has started do not read it.
+        unsafe { std::env::set_var(KERNELS, kernels_of(data_dir, &gpus)) };
     }
 }
 

@@ -6,24 +6,30 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 
 // MLX's CUDA backend caches 400 captured graphs, fewer than passes over one to eight rows use. After
 // twice as many misses in the life of a process it throws at every further miss ("Cache thrashing is
 // happening"), which a server with many prompt lengths reaches in days.
 //
-// CUDA takes 4 to 20 ms to instantiate a graph of 100 operations, MLX's default on an H100, and a pass with
-// other sequences or prompts than the last has 50 to 100 new graphs. Graphs of 20 operations repeat from layer
-// to layer: on an H200, 8 streams of a 9B shape gave 197 to 214 tokens/s instead of 58, and one stream no less.
-// Graphs of 5 or 10 operations gave 8 streams 150 to 179. Without graphs (MLX_USE_CUDA_GRAPHS=0) it was 206 to
-// 215, but one stream lost up to a third.
+// Kernels are launched one by one, not as graphs. MLX updates a graph of the same form instead of making a new one, which
+// leaves the size of clusters as it was, and knows no kernel that starts before the last one has ended
+// (cuda_driver.h). MLX frees what operations have read, and reports it to a thread, after so many operations; a report
+// every 20 operations took one stream of a 9B shape on an H100 6 % of its tokens/s.
+//
+// With graphs, these are the operations of a graph. CUDA takes 4 to 20 ms to instantiate one of 100, MLX's default on an
+// H100, and a pass with other sequences or prompts than the last has 50 to 100 new graphs. Graphs of 20 operations
+// repeat from layer to layer.
 //
 // MLX reads each variable once; values set by the user are kept. Set before main, when no thread reads the
 // environment yet.
-[[gnu::constructor]] static void configure_cuda_graphs() {
+[[gnu::constructor]] static void configure_cuda() {
   setenv("MLX_CUDA_GRAPH_CACHE_SIZE", "4096", 0);
   setenv("MLX_ENABLE_CACHE_THRASHING_CHECK", "0", 0);
-  setenv("MLX_MAX_OPS_PER_BUFFER", "20", 0);
+  setenv("MLX_USE_CUDA_GRAPHS", "0", 0);
+  const bool has_graphs = std::strcmp(std::getenv("MLX_USE_CUDA_GRAPHS"), "0") != 0;
+  setenv("MLX_MAX_OPS_PER_BUFFER", has_graphs ? "20" : "100", 0);
 }
 
 // mlx-rs seeds its random state with Apple's clock. Any clock in nanoseconds works.

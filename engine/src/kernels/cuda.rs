@@ -26,9 +26,9 @@ use std::fmt;
 
 use self::kernel::{Kernel, Launch};
 
-/// The environment variable that makes MLX launch kernels one by one (0) or as graphs (1, its default). It must be set before
-/// MLX's first operation on a GPU.
-pub const GRAPHS: &str = "MLX_USE_CUDA_GRAPHS";
+/// The environment variable that makes MLX launch kernels one by one (0, set at the start of the program) or as graphs
+/// (1).
+const GRAPHS: &str = "MLX_USE_CUDA_GRAPHS";
 
 /// Streaming multiprocessors of an H100 and H200. A block stays on one.
 const MULTIPROCESSORS: i32 = 132;

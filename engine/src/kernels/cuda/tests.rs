@@ -1,5 +1,5 @@
 //! Kernels against the same formulas in MLX's operations. They need a CUDA device; without one they print that
-//! they were skipped. With `MLX_USE_CUDA_GRAPHS=0` products have clusters, without it they have none.
+//! they were skipped. With `MLX_USE_CUDA_GRAPHS=1` kernels have no clusters.
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;

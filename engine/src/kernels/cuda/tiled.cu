@@ -32,10 +32,10 @@ uint4* const fragments = shared;
 float* const group_sums = reinterpret_cast<float*>(shared + SETS * FRAGMENTS);
 // Sums of squares of x over a slab, [ROWS][SLABS].
 float* const squares = group_sums + OWN_SLABS * 4 * ROWS;
-// The norm in the order of the fragments of a row, [OWN_SLABS][32].
+// The norm in the order of the fragments of a row, [OWN_SLABS][32]. With more rows there may be no room for it.
 uint4* const norm_weights = reinterpret_cast<uint4*>(squares + (FORM == 1 ? (ROWS * SLABS + 3) / 4 * 4 : 0));
 // Sums of the quarters of this block, for this turn and the last one, [2][QUARTERS][ROWS][STRIDE].
-float* const partial = reinterpret_cast<float*>(norm_weights + (FORM == 1 ? OWN_SLABS * 32 : 0));
+float* const partial = reinterpret_cast<float*>(norm_weights + (FORM == 1 && ALONE ? OWN_SLABS * 32 : 0));
 
 const int cluster = blockIdx.x / CLUSTER, place = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
 const int first_row = ROWS * int(blockIdx.y);
@@ -112,10 +112,12 @@ for (int row = rows; row < ROWS; row++) {
     fragments[place_of(row, own_slab, lane)] = make_uint4(0, 0, 0, 0);
   }
 }
-if (FORM == 1) {
+auto norm_at = [&](int own_slab) {
+  return permuted(reinterpret_cast<const uint4*>(norm)[(block_slab + own_slab) * 32 + lane]);
+};
+if (FORM == 1 && ALONE) {
   for (int own_slab = warp; own_slab < block_slabs; own_slab += WARPS) {
-    norm_weights[own_slab * 32 + lane] =
-        permuted(reinterpret_cast<const uint4*>(norm)[(block_slab + own_slab) * 32 + lane]);
+    norm_weights[own_slab * 32 + lane] = norm_at(own_slab);
   }
 }
 wait_for_inputs();
@@ -187,7 +189,8 @@ if (FORM == 1) {
   for (int piece = warp; piece < pieces; piece += WARPS) {
     const int row = piece / OWN_SLABS, own_slab = piece % OWN_SLABS;
     if (own_slab >= block_slabs) continue;
-    const uint4 weight = norm_weights[own_slab * 32 + lane], e = fragments[place_of(row, own_slab, lane)];
+    const uint4 weight = ALONE ? norm_weights[own_slab * 32 + lane] : norm_at(own_slab);
+    const uint4 e = fragments[place_of(row, own_slab, lane)];
     const float factor = norms[row];
     store(row, own_slab, make_uint4(normed(e.x, weight.x, factor), normed(e.y, weight.y, factor),
                                     normed(e.z, weight.z, factor), normed(e.w, weight.w, factor)));

@@ -259,7 +259,8 @@ impl Product {
     /// be without its up.
     fn block_with(&self, sets: i32, warps: i32, cluster: i32) -> Option<(i32, Block)> {
         let (slabs, quarters) = (self.inputs / SLAB, 4 / cluster);
-        let own_rows = if self.rows == 1 { 1 } else { SET * sets };
+        let is_alone = self.rows == 1;
+        let own_rows = if is_alone { 1 } else { SET * sets };
         let tiles = warps / quarters;
         if self.gated && (tiles % 2 != 0 || self.outputs % (2 * TILE) != 0) {
             return None;
@@ -270,7 +271,8 @@ impl Product {
         let turns = up(groups, (at_once / y).max(1));
         let own_slabs = up(slabs * quarters, 4);
         let floats = own_slabs * 4 * own_rows
-            + if self.normed { 4 * up(own_rows * slabs, 4) + own_slabs * SLAB / 2 } else { 0 }
+            + if self.normed { 4 * up(own_rows * slabs, 4) } else { 0 }
+            + if self.normed && is_alone { own_slabs * SLAB / 2 } else { 0 }
             + turns.min(2) * quarters * own_rows * (tiles * TILE + 4);
         // Beside it are the norms of the rows.
         let shared = own_rows * own_slabs * SLAB * 2 + (floats + own_rows) * 4;
