@@ -9,12 +9,14 @@
 
 mod attention;
 mod compiler;
+mod experts;
 mod gated_delta;
 mod heads;
 mod kernel;
 mod tiled;
 
 pub use attention::{ROWS, attention};
+pub use experts::experts;
 pub use gated_delta::gated_delta;
 pub use heads::{attend_heads, has_heads};
 pub use kernel::{LaunchSpan, SPANS, keep_in, prepare};

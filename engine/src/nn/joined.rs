@@ -69,6 +69,11 @@ impl<const N: usize> Joined<N> {
         }
     }
 
+    /// The layers, if they are not joined.
+    pub fn apart(&self) -> Option<[&Linear; N]> {
+        (self.layers.len() == N).then(|| std::array::from_fn(|i| &self.layers[i]))
+    }
+
     /// [`Linear::gather`] of each layer, which is a stack.
     pub fn gather(&self, x: &Array, which: &Array, sorted: bool) -> Result<[Array; N]> {
         self.each(|layer| layer.gather(x, which, sorted))

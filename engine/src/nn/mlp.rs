@@ -19,9 +19,14 @@ pub enum Block {
 impl Block {
     /// `x` [1, R, D], same shape back.
     pub fn forward(&self, x: &Array) -> Result<Array> {
+        self.forward_of(Input::Rows(x))
+    }
+
+    /// [`Block::forward`] of `x`.
+    pub fn forward_of(&self, x: Input<'_>) -> Result<Array> {
         match self {
-            Self::Gated(mlp) => mlp.forward(x),
-            Self::Plain(mlp) => mlp.forward(x),
+            Self::Gated(mlp) => mlp.apply(x, None),
+            Self::Plain(mlp) => mlp.forward(&x.rows()?),
         }
     }
 

@@ -12,6 +12,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::{Block, Linear, RmsNorm, scaled};
 use crate::error::Result;
+use crate::kernels::cuda;
 
 /// Sorting does not pay for fewer choices.
 const SORTED_CHOICES: i32 = 64;
@@ -39,7 +40,10 @@ impl Mlp {
     pub fn residual(&self, x: &Array, norm: &RmsNorm) -> Result<Array> {
         match self {
             Self::Dense(mlp) => mlp.residual(x, norm),
-            Self::Sparse(moe) => Ok(x.add(moe.forward(&norm.forward(x)?)?)?),
+            Self::Sparse(moe) => match cuda::experts(moe, x, norm)? {
+                Some(y) => Ok(y),
+                None => Ok(x.add(moe.forward(&norm.forward(x)?)?)?),
+            },
         }
     }
 }

@@ -52,8 +52,6 @@ for (int j = 0; j < OWN; j += TIME) {
     const int key = (j + t) * WARPS + warp;
     x[t] = k[size_t(min(key, count - 1)) * 32 + lane];
   }
-  // Scores of TIME keys and BLOCK queries. Lanes exchange halves of them, so that 16 numbers are added up over all lanes
-  // in 16 steps: the lanes 2 n and 2 n + 1 end with number n.
   float dots[TIME * BLOCK];
   for (int t = 0; t < TIME; t++) {
     for (int i = 0; i < BLOCK; i++) {
@@ -62,15 +60,7 @@ for (int j = 0; j < OWN; j += TIME) {
       dots[t * BLOCK + i] = sum;
     }
   }
-#pragma unroll
-  for (int half = TIME * BLOCK / 2; half > 0; half /= 2) {
-    const bool upper = lane & (2 * half);
-    for (int n = 0; n < half; n++) {
-      const float kept = upper ? dots[n + half] : dots[n], given = upper ? dots[n] : dots[n + half];
-      dots[n] = kept + __shfl_xor_sync(~0u, given, 2 * half);
-    }
-  }
-  const float score = dots[0] + __shfl_xor_sync(~0u, dots[0], 1);
+  const float score = lane_sums(dots, lane);
   const int number = lane / 2, key = (j + number / BLOCK) * WARPS + warp, i = number % BLOCK;
   if (lane % 2 == 0) weights[key][i] = key < count && start + key <= length - rows + row(i) ? score : none;
 }

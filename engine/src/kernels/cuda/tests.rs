@@ -11,8 +11,8 @@ use super::{Capability, Tiled};
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::kernels::tests::{Backend, check_copies, check_heads, error, normal};
 use crate::nn::{
-    DENSE_ROWS, Embedding, GatedDelta, Input, Joined, Linear, Outputs, Packed, RmsNorm, Scores,
-    attention, swiglu,
+    Block, DENSE_ROWS, Embedding, Experts, Gate, GatedDelta, GatedMlp, Input, Joined, Linear, Mlp, Moe,
+    Outputs, Packed, RmsNorm, Scores, Shared, attention, swiglu,
 };
 
 const BACKEND: Backend = Backend { enable, is_cuda: true };
@@ -296,6 +296,58 @@ fn products_with_norms_sums_and_gates_equal_separate_operations() {
                         assert_eq!(error(&first(&ours, 1), &one), 0.0, "{case} {normed} gated");
                     }
                 }
+            }
+        }
+    });
+}
+
+/// Experts of a few rows, with and without a shared one, equal MLX's operations, and a row's bits do not depend on the
+/// other rows.
+#[test]
+fn experts_equal_their_operations() {
+    on_device(|dtype, bound| {
+        if dtype == Dtype::Float32 {
+            // There is no kernel for it.
+            return;
+        }
+        let packed = |seed: u64, shape: &[i32]| {
+            let weight = normal(seed, shape, Dtype::Bfloat16).multiply(Array::from_f32(0.05)).unwrap();
+            let weight = weight.as_dtype(Dtype::Bfloat16).unwrap();
+            Linear::Quantized { weight: Packed::quantize(&weight, QUANTIZATION), bias: None }
+        };
+        for ([count, d, f], top_k, shared) in
+            [([64, 512, 192], 4, true), ([256, 2048, 512], 8, true), ([40, 1088, 1088], 8, false)]
+        {
+            let block = |seed: u64, stack: &[i32]| {
+                let shape = |outputs: i32, inputs: i32| [stack, &[outputs, inputs]].concat();
+                let sides = [packed(seed, &shape(f, d)), packed(seed + 1, &shape(f, d))];
+                let down_proj = packed(seed + 2, &shape(d, f));
+                Block::from(GatedMlp {
+                    gate: Gate::Silu,
+                    gate_up: Joined::new(sides).unwrap(),
+                    down_proj,
+                })
+            };
+            let shared_expert = || Shared { expert: block(20, &[]), gate: Some(packed(30, &[1, d])) };
+            let moe = Mlp::Sparse(Box::new(Moe {
+                gate: packed(1, &[count, d]),
+                experts: Experts(block(10, &[count])),
+                top_k,
+                norm_topk_prob: true,
+                scale: 1.0,
+                groups: None,
+                shared: shared.then(shared_expert),
+            }));
+            let norm = RmsNorm { weight: normal(2, &[d], dtype), eps: 1e-6 };
+            for rows in [1, 3, 8, 32] {
+                let x = normal(3, &[1, rows, d], dtype);
+                let first = |rows| x.try_index((.., ..rows)).unwrap();
+                let run = |rows| moe.residual(&first(rows), &norm).unwrap();
+                let [ours, alone] = with_kernels(run, rows);
+                let difference = error(&ours, &run(rows));
+                assert!(difference < bound, "{count} {d} {f} {rows}: {difference:e}");
+                let row = ours.try_index((.., ..1)).unwrap();
+                assert_eq!(error(&row, &alone), 0.0, "{count} {d} {f} {rows}");
             }
         }
     });
