@@ -6,8 +6,8 @@
 //    for the 30 to 50 kB of a kernel.
 // 2. A kernel may start before the one before it has ended (programmatic dependent launch, "Programmatic Dependent
 //    Launch and Synchronization" of the CUDA programming guide). Ours wait for it themselves, with
-//    `griddepcontrol.wait`, after they have read weights. Only where MLX launches kernels one by one: it builds graphs
-//    by another function.
+//    `griddepcontrol.wait`, after they have read weights. Only with compute capability 9.0 and higher, and only where MLX
+//    launches kernels one by one: it builds graphs by another function.
 //
 // The program must export these functions (rpath.rs). Types have the layout of cuda.h, which is not installed where we
 // build.
@@ -57,15 +57,17 @@ struct CodeReference {
   static constexpr char expected_mark[16] = "steersman code\n";
   char mark[16];
   const char* code;
+  // Whether its kernels wait for the one before them.
+  uint64_t starts_early;
 };
 
-inline std::string reference_to(const char* code) {
-  CodeReference reference{{}, code};
+inline std::string reference_to(const char* code, bool starts_early) {
+  CodeReference reference{{}, code, starts_early};
   std::memcpy(reference.mark, CodeReference::expected_mark, sizeof(reference.mark));
   return std::string(reinterpret_cast<const char*>(&reference), sizeof(reference));
 }
 
-// Our modules and kernels, as the driver knows them.
+// Modules and kernels that start early, as the driver knows them.
 struct CudaHandles {
   std::mutex mutex;
   std::unordered_set<const void*> all;
@@ -109,7 +111,7 @@ extern "C" int cuModuleLoadDataEx(void** module, const void* image, unsigned cou
     return driver(module, image, count, options, values);
   }
   const auto status = driver(module, reference->code, count, options, values);
-  if (status == 0) {
+  if (status == 0 && reference->starts_early) {
     steersman::cuda_handles().add(*module);
   }
   return status;

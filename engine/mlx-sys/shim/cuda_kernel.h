@@ -21,6 +21,8 @@ struct steersman_cuda_launch {
   const char* name;
   // A cubin that lives as long as the process.
   const char* code;
+  // Whether it waits for the kernel before it, and may start before that has ended.
+  bool starts_early;
   // Sizes of the results one after another, how many each has, and their types.
   const int32_t* shapes;
   const size_t* dimensions;
@@ -59,7 +61,7 @@ extern "C" int steersman_cuda_kernel(
     const auto [x, y, z] = launch->blocks;
     auto outputs = mlx::core::fast::precompiled_cuda_kernel(
         launch->name,
-        steersman::reference_to(launch->code),
+        steersman::reference_to(launch->code, launch->starts_early),
         arrays,
         shapes,
         types,

@@ -187,6 +187,8 @@ pub struct CudaLaunch<'a> {
     pub name: &'a CStr,
     /// The code (cubin). Empty if the results are not evaluated.
     pub code: &'static [u8],
+    /// Whether it waits for the kernel before it, and may start before that has ended.
+    pub starts_early: bool,
     /// Shape and type of each result.
     pub results: &'a [(&'a [i32], mlx_dtype)],
     /// Integers after the pointers.
@@ -204,6 +206,7 @@ pub struct CudaLaunch<'a> {
 struct RawLaunch {
     name: *const c_char,
     code: *const c_char,
+    starts_early: bool,
     shapes: *const i32,
     dimensions: *const usize,
     types: *const mlx_dtype,
@@ -241,6 +244,7 @@ pub unsafe fn cuda_kernel(
     let raw = RawLaunch {
         name: launch.name.as_ptr(),
         code: launch.code.as_ptr().cast(),
+        starts_early: launch.starts_early,
         shapes: shapes.as_ptr(),
         dimensions: dimensions.as_ptr(),
         types: types.as_ptr(),

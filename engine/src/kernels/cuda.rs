@@ -83,6 +83,11 @@ impl Capability {
         (capability >= Self::LOWEST).then_some(capability)
     }
 
+    /// Whether a kernel may start before the one before it has ended.
+    fn starts_early(self) -> bool {
+        self.major >= 9
+    }
+
     /// Most bytes of shared memory of a block ("Technical Specifications per Compute Capability" of the CUDA
     /// programming guide).
     fn shared_memory(self) -> i32 {

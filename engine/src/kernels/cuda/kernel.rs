@@ -376,6 +376,7 @@ fn launch_kernel(variant: &Variant, is_idle: bool, launch: &Launch<'_>) -> Resul
     let own = CudaLaunch {
         name,
         code,
+        starts_early: super::enabled().is_some_and(Capability::starts_early),
         results: &results,
         numbers: &numbers,
         blocks: launch.blocks,
