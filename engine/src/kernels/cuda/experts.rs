@@ -82,8 +82,11 @@ fn stack(linear: &Linear) -> Option<[&Array; 3]> {
 fn packed(weight: &Packed, quantization: Quantization) -> Option<[&Array; 3]> {
     let biases = weight.biases.as_ref()?;
     let types = [weight.scales.dtype(), biases.dtype()];
-    (weight.quantization == quantization && types == [Dtype::Bfloat16; 2])
-        .then_some([&weight.weight, &weight.scales, biases])
+    (weight.quantization == quantization && types == [Dtype::Bfloat16; 2]).then_some([
+        &weight.weight,
+        &weight.scales,
+        biases,
+    ])
 }
 
 /// The gate of a shared expert as the constant GATE, and its arrays; those of `x` where there are none.
@@ -154,11 +157,7 @@ pub fn experts(moe: &Moe, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
     let [gate_words, gate_scales, gate_biases] = gate_arrays;
     let choice = CHOOSE.run(&launch(
         &[&scores, x, &norm.weight, gate_words, gate_scales, gate_biases],
-        &[
-            (&[rows * k], Dtype::Uint32),
-            (&[rows * k], Dtype::Bfloat16),
-            (&[rows], Dtype::Bfloat16),
-        ],
+        &[(&[rows * k], Dtype::Uint32), (&[rows * k], Dtype::Bfloat16), (&[rows], Dtype::Bfloat16)],
         &[
             ("E", count),
             ("TOP_K", k),

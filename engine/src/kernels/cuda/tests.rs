@@ -11,8 +11,8 @@ use super::{Capability, Tiled};
 use crate::cache::{Cache, Full, LayerCache, Span};
 use crate::kernels::tests::{Backend, check_copies, check_heads, error, normal};
 use crate::nn::{
-    Block, DENSE_ROWS, Embedding, Experts, Gate, GatedDelta, GatedMlp, Input, Joined, Linear, Mlp, Moe,
-    Outputs, Packed, RmsNorm, Scores, Shared, attention, swiglu,
+    Block, DENSE_ROWS, Embedding, Experts, Gate, GatedDelta, GatedMlp, Input, Joined, Linear, Mlp,
+    Moe, Outputs, Packed, RmsNorm, Scores, Shared, attention, swiglu,
 };
 
 const BACKEND: Backend = Backend { enable, is_cuda: true };
@@ -311,33 +311,47 @@ fn experts_equal_their_operations() {
             return;
         }
         let packed = |seed: u64, shape: &[i32]| {
-            let weight = normal(seed, shape, Dtype::Bfloat16).multiply(Array::from_f32(0.05)).unwrap();
+            let weight =
+                normal(seed, shape, Dtype::Bfloat16).multiply(Array::from_f32(0.05)).unwrap();
             let weight = weight.as_dtype(Dtype::Bfloat16).unwrap();
             Linear::Quantized { weight: Packed::quantize(&weight, QUANTIZATION), bias: None }
         };
-        for ([count, d, f], top_k, shared) in
-            [([64, 512, 192], 4, true), ([256, 2048, 512], 8, true), ([40, 1088, 1088], 8, false)]
-        {
-            let block = |seed: u64, stack: &[i32]| {
-                let shape = |outputs: i32, inputs: i32| [stack, &[outputs, inputs]].concat();
-                let sides = [packed(seed, &shape(f, d)), packed(seed + 1, &shape(f, d))];
-                let down_proj = packed(seed + 2, &shape(d, f));
-                Block::from(GatedMlp {
-                    gate: Gate::Silu,
-                    gate_up: Joined::new(sides).unwrap(),
-                    down_proj,
-                })
-            };
-            let shared_expert = || Shared { expert: block(20, &[]), gate: Some(packed(30, &[1, d])) };
+        // As a model is loaded. MLX's products of 8 rows do not have the bits of those of one.
+        let tiled = |linear: Linear| {
+            let Linear::Quantized { weight, .. } = &linear else { unreachable!("packed above") };
+            Linear::Tiled { weight: Tiled::new(weight).unwrap().unwrap(), bias: None }
+        };
+        let block = |sides: [Linear; 2], down_proj: Linear| {
+            let gate_up = Joined::new(sides).unwrap();
+            Block::from(GatedMlp { gate: Gate::Silu, gate_up, down_proj })
+        };
+        for ([count, d, f], top_k, shared) in [
+            ([64, 512, 192], 4, Some(256)),
+            ([256, 2048, 512], 8, Some(512)),
+            ([48, 1280, 1088], 8, None),
+        ] {
+            enable(true);
+            let experts = block(
+                [10, 11].map(|seed| packed(seed, &[count, f, d])),
+                packed(12, &[count, d, f]),
+            );
+            let shared = shared.map(|f| Shared {
+                expert: block(
+                    [20, 21].map(|seed| tiled(packed(seed, &[f, d]))),
+                    tiled(packed(22, &[d, f])),
+                ),
+                gate: Some(packed(30, &[1, d])),
+            });
             let moe = Mlp::Sparse(Box::new(Moe {
-                gate: packed(1, &[count, d]),
-                experts: Experts(block(10, &[count])),
+                gate: tiled(packed(1, &[count, d])),
+                experts: Experts(experts),
                 top_k,
                 norm_topk_prob: true,
                 scale: 1.0,
                 groups: None,
-                shared: shared.then(shared_expert),
+                shared,
             }));
+            enable(false);
             let norm = RmsNorm { weight: normal(2, &[d], dtype), eps: 1e-6 };
             for rows in [1, 3, 8, 32] {
                 let x = normal(3, &[1, rows, d], dtype);
