@@ -1,6 +1,7 @@
 //! Exports the functions that libmlx calls in the program instead of CUDA's driver (shim/cuda_driver.h), and sets the
-//! run path of MLX's libraries, relative to the program: `lib`, or `../lib` for tests, examples and `bin/`. The server also looks where pip puts MLX's and OpenBLAS's wheels: its own wheel has it in
-//! `site-packages/steersman/bin/` (server/package/build.py).
+//! run path of MLX's libraries, relative to the program: `lib`, or `../lib` for tests, examples and `bin/`. The server also
+//! looks where pip puts MLX's and OpenBLAS's wheels: its own wheel has it in `site-packages/steersman/bin/`
+//! (server/package/build.py).
 //!
 //! This is the build script of each of our packages that links programs: `build =
 //! "../engine/mlx-sys/rpath.rs"` in its Cargo.toml. Cargo applies link arguments only to the package

@@ -57,7 +57,8 @@ struct CodeReference {
   static constexpr char expected_mark[16] = "steersman code\n";
   char mark[16];
   const char* code;
-  // Whether its kernels wait for the one before them.
+  // Whether its kernels wait for the one before them. As wide as the pointer, so that there is no padding: MLX compares
+  // the bytes.
   uint64_t starts_early;
 };
 
@@ -72,9 +73,14 @@ struct CudaHandles {
   std::mutex mutex;
   std::unordered_set<const void*> all;
 
-  void add(const void* handle) {
+  // The driver may give a new module or kernel the handle of one that is unloaded.
+  void set(const void* handle, bool starts_early) {
     std::lock_guard lock(mutex);
-    all.insert(handle);
+    if (starts_early) {
+      all.insert(handle);
+    } else {
+      all.erase(handle);
+    }
   }
 
   bool has(const void* handle) {
@@ -106,13 +112,15 @@ extern "C" int cuModuleLoadDataEx(void** module, const void* image, unsigned cou
   if (!driver) {
     return steersman::cu_error_not_found;
   }
-  const auto* reference = static_cast<const CodeReference*>(image);
-  if (std::memcmp(image, CodeReference::expected_mark, sizeof(CodeReference::expected_mark)) != 0) {
-    return driver(module, image, count, options, values);
+  bool starts_early = false;
+  if (std::memcmp(image, CodeReference::expected_mark, sizeof(CodeReference::expected_mark)) == 0) {
+    const auto* reference = static_cast<const CodeReference*>(image);
+    image = reference->code;
+    starts_early = reference->starts_early;
   }
-  const auto status = driver(module, reference->code, count, options, values);
-  if (status == 0 && reference->starts_early) {
-    steersman::cuda_handles().add(*module);
+  const auto status = driver(module, image, count, options, values);
+  if (status == 0) {
+    steersman::cuda_handles().set(*module, starts_early);
   }
   return status;
 }
@@ -123,8 +131,8 @@ extern "C" int cuModuleGetFunction(void** function, void* module, const char* na
     return steersman::cu_error_not_found;
   }
   const auto status = driver(function, module, name);
-  if (status == 0 && steersman::cuda_handles().has(module)) {
-    steersman::cuda_handles().add(*function);
+  if (status == 0) {
+    steersman::cuda_handles().set(*function, steersman::cuda_handles().has(module));
   }
   return status;
 }
