@@ -125,7 +125,7 @@ fn launch<'a>(
     }
 }
 
-/// `x + moe(norm x)` of `x` [1, R, D]. `None` if there is no kernel for these experts or so many rows.
+/// Returns `x + moe(norm x)` for `x` [1, R, D], or `None` if no kernel supports these experts or this number of rows.
 pub fn experts(moe: &Moe, x: &Array, norm: &RmsNorm) -> Result<Option<Array>> {
     let [rows, d] = [x.dim(1), x.dim(2)];
     let Block::Gated(GatedMlp { gate: Gate::Silu, gate_up, down_proj }) = &moe.experts.0 else {
