@@ -109,16 +109,20 @@ fn joined(layers: &[Linear]) -> Result<Option<Linear>> {
         &Linear::Tiled { ref weight, bias: None } => Some(weight),
         _ => None,
     };
-    if let Some(parts) = layers.iter().map(tiled).collect::<Option<Vec<&Tiled>>>() {
-        return Ok(Some(Linear::Tiled { weight: Tiled::joined(&parts)?, bias: None }));
+    let tiles: Option<Vec<&Tiled>> = layers.iter().map(tiled).collect();
+    if let Some(weight) = tiles.map(|parts| Tiled::joined(&parts)).transpose()?.flatten() {
+        return Ok(Some(Linear::Tiled { weight, bias: None }));
     }
     let mut packed = Vec::with_capacity(layers.len());
     for layer in layers {
-        let Linear::Quantized { weight, bias: None } = layer else { return Ok(None) };
-        packed.push(weight);
+        packed.push(match layer {
+            Linear::Quantized { weight, bias: None } => weight.clone(),
+            Linear::Tiled { weight, bias: None } => weight.packed()?,
+            _ => return Ok(None),
+        });
     }
-    let first = packed[0];
-    let alike = |part: &&Packed| {
+    let first = &packed[0];
+    let alike = |part: &Packed| {
         part.quantization == first.quantization
             && (part.weight.ndim(), part.biases.is_some()) == (2, first.biases.is_some())
             && (part.scales.dtype(), part.dtype) == (first.scales.dtype(), first.dtype)
@@ -136,5 +140,9 @@ fn joined(layers: &[Linear]) -> Result<Option<Linear>> {
     let scales = all(Some(packed.iter().map(|part| &part.scales).collect()))?;
     let biases = all(packed.iter().map(|part| part.biases.as_ref()).collect())?;
     let (Some(weight), Some(scales)) = (weight, scales) else { return Ok(None) };
-    Ok(Some(Linear::Quantized { weight: Packed { weight, scales, biases, ..*first }, bias: None }))
+    let weight = Packed { weight, scales, biases, ..*first };
+    Ok(Some(match Tiled::new(&weight)? {
+        Some(weight) => Linear::Tiled { weight, bias: None },
+        None => Linear::Quantized { weight, bias: None },
+    }))
 }

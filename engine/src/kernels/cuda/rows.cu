@@ -1,7 +1,7 @@
 // Rows of a matrix in the tiles of tiled.rs, dequantized. A block writes a row.
 //
-// Constants: K (inputs, a multiple of 256), GATHER (1: the rows `ids`, 0: all rows), THREADS, T (bfloat16).
-constexpr int SLABS = K / 256;
+// Constants: K (inputs, a multiple of 64), GATHER (1: the rows `ids`, 0: all rows), THREADS, T (bfloat16).
+constexpr int SLABS = (K + 255) / 256;
 wait_for_inputs();
 const int row = GATHER ? int(ids[blockIdx.x]) : int(blockIdx.x);
 const int half = row % 16 / 8, g = row % 8;

@@ -211,10 +211,28 @@ fn product_equals_its_operation() {
             // There is no kernel for it.
             return;
         }
-        let shapes =
-            [[4096, 4096], [512, 12288], [9728, 2560], [16, 256], [32, 9728], [40_000, 1024]];
+        let shapes = [
+            [4096, 4096],
+            [512, 12288],
+            [9728, 2560],
+            [16, 256],
+            [32, 9728],
+            [40_000, 1024],
+            [1544, 384],
+            [20, 576],
+        ];
         for [outputs, inputs] in shapes {
             let [reference, own] = layers(1, [outputs, inputs]);
+            let [Linear::Tiled { weight: tiled, .. }, Linear::Quantized { weight, .. }] =
+                [&own, &reference]
+            else {
+                unreachable!("made so by `layers`")
+            };
+            let packed = tiled.packed().unwrap();
+            for (a, b) in [(&packed.weight, &weight.weight), (&packed.scales, &weight.scales)] {
+                assert_eq!(error(a, b), 0.0, "{inputs} {outputs}");
+            }
+            assert_eq!(error(&packed.biases.unwrap(), weight.biases.as_ref().unwrap()), 0.0);
             let dense = reference.dense().unwrap();
             // MLX rounds the product of an element and its scale.
             let difference = error(&own.dense().unwrap(), &dense);
@@ -246,7 +264,9 @@ fn products_with_norms_sums_and_gates_equal_separate_operations() {
         if dtype == Dtype::Float32 {
             return;
         }
-        for [outputs, inputs] in [[512, 4096], [96, 2560], [64, 12288], [32, 256], [24_576, 1024]] {
+        for [outputs, inputs] in
+            [[512, 4096], [96, 2560], [64, 12288], [32, 256], [24_576, 1024], [64, 640]]
+        {
             let [reference, own] = layers(1, [outputs, inputs]);
             let halves = [2, 3].map(|seed| layers(seed, [outputs / 2, inputs]));
             let [gates, ups] = halves;
@@ -296,6 +316,52 @@ fn products_with_norms_sums_and_gates_equal_separate_operations() {
                         assert_eq!(error(&first(&ours, 1), &one), 0.0, "{case} {normed} gated");
                     }
                 }
+            }
+        }
+    });
+}
+
+/// Layers whose outputs do not fill tiles are joined to one that does.
+#[test]
+fn layers_of_all_sizes_are_joined() {
+    on_device(|dtype, bound| {
+        if dtype == Dtype::Float32 {
+            return;
+        }
+        let parts = [(1, 1024), (2, 512), (3, 4), (4, 4)].map(|(seed, outputs)| {
+            let weight =
+                Packed::quantize(&normal(seed, &[outputs, 384], Dtype::Bfloat16), QUANTIZATION);
+            Linear::Quantized { weight, bias: None }
+        });
+        let apart = Joined::new(parts.clone()).unwrap();
+        enable(true);
+        let loaded = parts.map(|part| {
+            let Linear::Quantized { weight, .. } = &part else { unreachable!("made above") };
+            Tiled::new(weight)
+                .unwrap()
+                .map_or(part.clone(), |weight| Linear::Tiled { weight, bias: None })
+        });
+        assert!(matches!(
+            loaded,
+            [
+                Linear::Tiled { .. },
+                Linear::Tiled { .. },
+                Linear::Quantized { .. },
+                Linear::Quantized { .. }
+            ]
+        ));
+        let joined = Joined::new(loaded).unwrap();
+        enable(false);
+        assert!(joined.apart().is_none());
+        for rows in [1, 3, 130] {
+            let x = normal(5, &[1, rows, 384], dtype);
+            enable(true);
+            let ours = joined.forward(&x).unwrap();
+            eval(&ours).unwrap();
+            enable(false);
+            for (ours, expected) in ours.iter().zip(apart.forward(&x).unwrap()) {
+                let difference = error(ours, &expected);
+                assert!(difference < bound, "{rows} {:?}: {difference:e}", ours.shape());
             }
         }
     });
@@ -364,10 +430,25 @@ fn experts_equal_their_operations() {
                 let ranked = sort_axis(scores.as_dtype(Dtype::Float32).unwrap(), -1).unwrap();
                 let last = ranked.try_index((.., ..rows, count - top_k)).unwrap();
                 let next = ranked.try_index((.., ..rows, count - top_k - 1)).unwrap();
-                let is_clear = last.subtract(next).unwrap().gt(Array::from_f32(0.05)).unwrap();
+                let is_clear = last.subtract(&next).unwrap().gt(Array::from_f32(0.05)).unwrap();
                 let is_clear = is_clear.as_dtype(dtype).unwrap().expand_dims(2).unwrap();
                 let clear = |y: &Array| y.multiply(&is_clear).unwrap().add(first(rows)).unwrap();
-                let difference = error(&clear(&ours), &clear(&run(rows)));
+                let reference = run(rows);
+                let difference = error(&clear(&ours), &clear(&reference));
+                if difference >= bound {
+                    for row in 0..rows {
+                        let at = |y: &Array| y.try_index((.., row..=row)).unwrap();
+                        let by_itself = moe.residual(&at(&x), &norm).unwrap();
+                        let gap = at(&last.subtract(&next).unwrap().expand_dims(2).unwrap());
+                        eprintln!(
+                            "row {row}: ours {:e}, alone {:e}, reference from alone {:e}, gap {}",
+                            error(&at(&ours), &at(&reference)),
+                            error(&at(&ours), &by_itself),
+                            error(&at(&reference), &by_itself),
+                            gap.sum(None).unwrap().item_exact::<f32>()
+                        );
+                    }
+                }
                 assert!(difference < bound, "{count} {d} {f} {rows}: {difference:e}");
                 let row = ours.try_index((.., ..1)).unwrap();
                 assert_eq!(error(&row, &alone), 0.0, "{count} {d} {f} {rows}");

@@ -9,10 +9,10 @@
 // result. With GATED 1, the first half of the outputs are gates and the second half ups, and the result is silu(gate) up.
 // Results are rounded where the separate operations round.
 //
-// Constants: FORM, EPS (bits of the norm's epsilon), ADD, GATED, K (inputs, a multiple of 256), WARPS, CLUSTER (blocks: 1,
+// Constants: FORM, EPS (bits of the norm's epsilon), ADD, GATED, K (inputs, a multiple of 64), WARPS, CLUSTER (blocks: 1,
 // 2 or 4), SETS (of 8 rows in a block), ALONE (1: there is one row, and no room for others), T (bfloat16). Numbers:
 // outputs, all_rows. Further rows are further blocks along y, which read the weights from the cache.
-constexpr int THREADS = 32 * WARPS, SLABS = K / 256, ROWS = ALONE ? 1 : 8 * SETS, QUARTERS = 4 / CLUSTER;
+constexpr int THREADS = 32 * WARPS, SLABS = (K + 255) / 256, ROWS = ALONE ? 1 : 8 * SETS, QUARTERS = 4 / CLUSTER;
 // Tiles that a block computes at a time, and its part of the inputs.
 constexpr int TILES = WARPS / QUARTERS, OWN_SLABS = (SLABS * QUARTERS + 3) / 4;
 // Lanes that have a row as their column of mma, and x of a block in units of 8 inputs.
@@ -46,7 +46,7 @@ const int first_slab = SLABS * quarter / 4, end_slab = SLABS * (quarter + 1) / 4
 const int block_slab = SLABS * place / CLUSTER, block_slabs = SLABS * (place + 1) / CLUSTER - block_slab;
 // Lanes of the warps that add up squares.
 constexpr unsigned SHUFFLED = ALONE ? 15 : ~0u;
-const int tiles = outputs / 16, turns = (tiles + TILES * clusters - 1) / (TILES * clusters);
+const int tiles = (outputs + 15) / 16, turns = (tiles + TILES * clusters - 1) / (TILES * clusters);
 // The tile of this warp in a turn; -1 if there is none. A gate's tile is beside its up's.
 auto tile_of = [&](int turn) {
   const int at = (turn * clusters + cluster) * TILES + warp % TILES;
@@ -112,9 +112,12 @@ for (int row = rows; row < ROWS; row++) {
     fragments[place_of(row, own_slab, lane)] = make_uint4(0, 0, 0, 0);
   }
 }
-auto norm_at = [&](int own_slab) {
-  return permuted(reinterpret_cast<const uint4*>(norm)[(block_slab + own_slab) * 32 + lane]);
+// A lane's 8 inputs of a slab of a row; zeros after the last input.
+auto inputs_at = [&](const T* row, int own_slab) {
+  const int at = (block_slab + own_slab) * 32 + lane;
+  return K % 256 == 0 || at < K / 8 ? reinterpret_cast<const uint4*>(row)[at] : make_uint4(0, 0, 0, 0);
 };
+auto norm_at = [&](int own_slab) { return permuted(inputs_at(norm, own_slab)); };
 if (FORM == 1 && ALONE) {
   for (int own_slab = warp; own_slab < block_slabs; own_slab += WARPS) {
     norm_weights[own_slab * 32 + lane] = norm_at(own_slab);
@@ -148,7 +151,7 @@ for (int first = warp; first < pieces; first += WARPS * BATCH) {
   for (int i = 0; i < BATCH; i++) {
     const int piece = first + i * WARPS, row = piece / OWN_SLABS, own_slab = piece % OWN_SLABS;
     if (piece < pieces && own_slab < block_slabs) {
-      read[i] = reinterpret_cast<const uint4*>(x + size_t(first_row + row) * K)[(block_slab + own_slab) * 32 + lane];
+      read[i] = inputs_at(x + size_t(first_row + row) * K, own_slab);
     }
   }
 #pragma unroll

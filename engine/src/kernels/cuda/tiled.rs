@@ -4,7 +4,11 @@
 //! number, not the memory, bounds the product. MLX's own kernel for fewer than 8 rows reads the matrix once a row. Clusters
 //! of blocks divide the inputs, so that 32 rows fit in shared memory.
 
-use mlx_rs::ops::{concatenate, matmul};
+use std::ops::Range;
+
+use half::bf16;
+use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::{concatenate, matmul, pad};
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
@@ -41,6 +45,9 @@ const SLAB: i32 = 256;
 /// Outputs of a tile.
 const TILE: i32 = 16;
 
+/// Words of a tile before its scales.
+const TILE_WORDS: i32 = SLAB * TILE / 8;
+
 /// Rows that a warp multiplies at a time, the columns of an mma.
 const SET: i32 = 8;
 
@@ -60,14 +67,17 @@ const CLUSTERS_OF_4: i32 = 30;
 /// Tiles from which clusters of 2 are faster than those of 4 for more than 16 rows.
 const MANY_TILES: i32 = 1024;
 
-/// A matrix of 4 bits in groups of 64, [out, in], in tiles of 16 outputs and 256 inputs.
+/// A matrix of 4 bits in groups of 64, [out, in], in tiles of 16 outputs and 256 inputs. The last tiles of a row or a
+/// column are filled up with zeros.
 ///
 /// A tile is [4 groups of 64 inputs][8 outputs g][4 t][outputs g and g + 8][2] words of 8 inputs, where the words of a
 /// group are divided among t; then the scales as [8 g][g and g + 8][4 groups], and the biases likewise.
 #[derive(Debug, Clone)]
 pub struct Tiled {
-    /// u32 [out / 16, in / 256, 576]
+    /// u32 [ceil(out / 16), ceil(in / 256), 576]
     words: Array,
+    outputs: i32,
+    inputs: i32,
 }
 
 impl Tiled {
@@ -79,19 +89,23 @@ impl Tiled {
         let set = Product { rows: SET, outputs, inputs, normed: true, gated: false };
         let fits = matrix.quantization == QUANTIZATION
             && types == [Dtype::Bfloat16; 3]
-            && (inputs % SLAB, outputs % TILE) == (0, 0)
+            && outputs >= TILE
             && enabled().is_some_and(|device| set.block(device).is_some());
         if !fits {
             return Ok(None);
         }
-        let (tiles, slabs) = (outputs / TILE, inputs / SLAB);
-        let words = matrix
-            .weight
+        let (tiles, slabs) = (up(outputs, TILE), up(inputs, SLAB));
+        let filled = |array: &Array| -> Result<Array> {
+            let widths =
+                [tiles * TILE - outputs, slabs * array.dim(1) * SLAB / inputs - array.dim(1)];
+            Ok(pad(array, &widths.map(|width| (0, width))[..], None, None)?)
+        };
+        let words = filled(&matrix.weight)?
             .reshape(&[tiles, 2, 8, slabs, 4, 4, 2])?
             .transpose_axes(&[0, 3, 4, 2, 5, 1, 6])?
             .reshape(&[tiles, slabs, -1])?;
         let by_group = |array: &Array| -> Result<Array> {
-            let ordered = array
+            let ordered = filled(array)?
                 .reshape(&[tiles, 2, 8, slabs, 4])?
                 .transpose_axes(&[0, 3, 2, 1, 4])?
                 .reshape(&[tiles, slabs, -1])?;
@@ -100,21 +114,55 @@ impl Tiled {
         let words = concatenate(&[words, by_group(&matrix.scales)?, by_group(biases)?], 2)?;
         // The matrix in the other order is freed at once.
         eval([&words])?;
-        Ok(Some(Self { words }))
+        Ok(Some(Self { words, outputs, inputs }))
     }
 
-    /// One matrix with the outputs of all `parts`, which have the same inputs.
-    pub fn joined(parts: &[&Self]) -> Result<Self> {
-        let parts: Vec<&Array> = parts.iter().map(|part| &part.words).collect();
-        let words = concatenate(&parts, 0)?;
+    /// The matrix in MLX's order, as [`Tiled::new`] got it.
+    pub fn packed(&self) -> Result<Packed> {
+        let (tiles, slabs) = (self.words.dim(0), self.words.dim(1));
+        let part = |range: Range<i32>| self.words.try_index((.., .., range));
+        let whole = |array: Array, inputs: i32| -> Result<Array> {
+            let array =
+                array.reshape(&[tiles * TILE, -1])?.try_index((..self.outputs, ..inputs))?;
+            Ok(array.contiguous()?)
+        };
+        let words = part(0..TILE_WORDS)?
+            .reshape(&[tiles, slabs, 4, 8, 4, 2, 2])?
+            .transpose_axes(&[0, 5, 3, 1, 2, 4, 6])?;
+        let by_group = |range: Range<i32>| -> Result<Array> {
+            let array = part(range)?.contiguous()?.view::<bf16>()?;
+            let array =
+                array.reshape(&[tiles, slabs, 8, 2, 4])?.transpose_axes(&[0, 3, 2, 1, 4])?;
+            whole(array, self.inputs / QUANTIZATION.group_size)
+        };
+        Ok(Packed {
+            weight: whole(words, self.inputs / 8)?,
+            scales: by_group(TILE_WORDS..TILE_WORDS + 32)?,
+            biases: Some(by_group(TILE_WORDS + 32..TILE_WORDS + 64)?),
+            quantization: QUANTIZATION,
+            dtype: Dtype::Bfloat16,
+            own_kernel: None,
+        })
+    }
+
+    /// One matrix with the outputs of all `parts`, which have the same inputs. `None` if a part but the last does not fill
+    /// its tiles.
+    pub fn joined(parts: &[&Self]) -> Result<Option<Self>> {
+        let Some(first) = parts.first() else { return Ok(None) };
+        if parts.iter().rev().skip(1).any(|part| part.outputs % TILE != 0) {
+            return Ok(None);
+        }
+        let outputs = parts.iter().map(|part| part.outputs).sum();
+        let words: Vec<&Array> = parts.iter().map(|part| &part.words).collect();
+        let words = concatenate(&words, 0)?;
         // The parts are freed at once, layer by layer.
         eval([&words])?;
-        Ok(Self { words })
+        Ok(Some(Self { words, outputs, inputs: first.inputs }))
     }
 
     /// Outputs and inputs.
     pub fn shape(&self) -> [i32; 2] {
-        [self.words.dim(0) * TILE, self.words.dim(1) * SLAB]
+        [self.outputs, self.inputs]
     }
 
     /// `x` [.., in] times the transposed matrix, [.., out] in `x`'s dtype.
@@ -258,7 +306,7 @@ impl Product {
     /// The division into blocks of `sets` and `warps` in clusters, and an estimate of its time. `None` if a gate would
     /// be without its up.
     fn block_with(&self, sets: i32, warps: i32, cluster: i32) -> Option<(i32, Block)> {
-        let (slabs, quarters) = (self.inputs / SLAB, 4 / cluster);
+        let (slabs, quarters) = (up(self.inputs, SLAB), 4 / cluster);
         let is_alone = self.rows == 1;
         let own_rows = if is_alone { 1 } else { SET * sets };
         let tiles = warps / quarters;
@@ -267,7 +315,7 @@ impl Product {
         }
         let y = up(self.rows, own_rows);
         let at_once = if cluster == 4 { CLUSTERS_OF_4 } else { MULTIPROCESSORS / cluster };
-        let groups = up(self.outputs / TILE, tiles);
+        let groups = up(up(self.outputs, TILE), tiles);
         let turns = up(groups, (at_once / y).max(1));
         let own_slabs = up(slabs * quarters, 4);
         let floats = own_slabs * 4 * own_rows
