@@ -36,7 +36,7 @@ pub use steersman_policy_host as policy;
 
 /// Commands over a model or a prefix store, without a running engine.
 pub mod tools {
-    pub use crate::decode::{Decoder, Machine, calibrate, machine, verify};
+    pub use crate::decode::{Decoder, Machine, calibrate, machine, passes, verify};
     pub use crate::store::{
         Fingerprint, ImportReport, KindSize, StoreFile, StoredPrefix, VerifyReport,
     };

@@ -21,7 +21,6 @@ macro_rules! files {
     };
 }
 
-/// Its files by name.
 const FILES: &[(&str, &[u8])] = files![
     "chat_template.jinja"
     "config.json"
@@ -31,6 +30,11 @@ const FILES: &[(&str, &[u8])] = files![
     "tokenizer.json"
     "tokenizer_config.json"
 ];
+
+/// Its files, by name.
+pub fn files() -> &'static [(&'static str, &'static [u8])] {
+    FILES
+}
 
 /// The folder with the bundled model, unpacked below `data_dir` if it is missing.
 ///

@@ -26,6 +26,8 @@
 //! doctor.rs    `steersman doctor`: the machine, what is chosen by it, what to change
 //! doctor/      its parts: chosen settings, files and network; `steersman init`
 //! calibrate.rs `steersman calibrate`: measures early exits and skipped blocks
+//! passes.rs    `steersman bench model`: times of a model's passes
+//! shapes.rs    `steersman bench shape`: checkpoints with random weights
 //! console.rs   the console: serves the static files of `server/console/`
 //! api/         OpenAI's HTTP interface
 //! ```
@@ -53,8 +55,10 @@ pub mod local;
 pub mod manage;
 pub mod mcp;
 pub mod models;
+pub mod passes;
 pub mod reload;
 pub mod serve;
+pub mod shapes;
 pub mod telemetry;
 mod throttle;
 pub mod verify;

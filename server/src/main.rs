@@ -20,8 +20,8 @@ use steersman::models::{self, Loaded, Models, find};
 use steersman::reload::Reloader;
 use steersman::telemetry::Traces;
 use steersman::{
-    bundled, cache, calibrate, check, doctor, environment, keys, manage, policy, serve, talk,
-    verify,
+    bundled, cache, calibrate, check, doctor, environment, keys, manage, passes, policy, serve,
+    shapes, talk, verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
@@ -68,9 +68,9 @@ enum Command {
     Keys(Keys),
     /// Create, build, test, replay and measure policies, and manage those of a running server.
     Policy(Policy),
-    /// Measure servers with OpenAI's chat completions side by side, and report and compare results.
+    /// Measure servers with OpenAI's chat completions side by side, or the passes of a model in this process.
     #[command(subcommand)]
-    Bench(steersman_bench::Task),
+    Bench(Bench),
     /// Ask a server generated questions of ten tasks, and grade the answers by rules.
     Eval(steersman_bench::EvalOptions),
     /// List the models on this machine and those of the configuration.
@@ -81,6 +81,21 @@ enum Command {
     Pull(Managed<Pull>),
     /// Remove a downloaded model.
     Rm(Managed<Remove>),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    #[command(flatten)]
+    Servers(steersman_bench::Task),
+    /// Measure the passes of a model in this process: prefill, steps, verification of drafts, several sequences
+    Model {
+        #[command(flatten)]
+        common: Common,
+        #[command(flatten)]
+        passes: passes::Options,
+    },
+    /// Write a checkpoint with the dimensions of a published model and random weights in 4 bits
+    Shape(shapes::Options),
 }
 
 /// A command about models on this machine.
@@ -341,7 +356,7 @@ fn main() -> ExitCode {
         Command::Mcp(options) => mcp(options),
         Command::Keys(options) => keys(options),
         Command::Policy(options) => policy(options),
-        Command::Bench(task) => steersman_bench::run(task, &mut std::io::stdout().lock()),
+        Command::Bench(task) => bench(task),
         Command::Eval(options) => {
             steersman_bench::run_eval(&options, &mut std::io::stdout().lock())
         }
@@ -546,6 +561,22 @@ fn verify(options: Verify) -> Result<()> {
     let found = find(&mut config, &data_dir)?;
     let prompts = verify::prompts(options.prompts.as_deref())?;
     verify::run(config, &found, &data_dir, &prompts, options.tokens as usize)
+}
+
+fn bench(task: Bench) -> Result<()> {
+    match task {
+        Bench::Servers(task) => steersman_bench::run(task, &mut std::io::stdout().lock()),
+        Bench::Shape(shapes::Options { name, folder }) => shapes::write(&name, &folder),
+        Bench::Model { common, passes } => {
+            let (mut file, data_dir) = common.read(passes.model.clone())?;
+            if let Some(shape) = &passes.shape {
+                file.model.path = shapes::prepare(shape, &data_dir)?.display().to_string();
+            }
+            let (_, mut config) = file.check()?;
+            let found = find(&mut config, &data_dir)?;
+            passes::run(config, &found, &data_dir, &passes)
+        }
+    }
 }
 
 fn calibrate(options: Calibrate) -> Result<()> {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -173,6 +174,24 @@ extern "C" int steersman_cpu_operation(
 // Whether the data of an array are there: computing it is over.
 extern "C" bool steersman_is_available(const mlx_array array) {
   return mlx_array_get_(array).is_available();
+}
+
+// Number of operations that MLX runs to evaluate an array.
+extern "C" size_t steersman_operations(const mlx_array array) {
+  std::unordered_set<std::uintptr_t> operations, seen;
+  std::vector<const mlx::core::array*> left{&mlx_array_get_(array)};
+  while (!left.empty()) {
+    const auto& a = *left.back();
+    left.pop_back();
+    if (a.status() != mlx::core::array::Status::unscheduled || !a.has_primitive() || !seen.insert(a.id()).second) {
+      continue;
+    }
+    operations.insert(a.primitive_id());
+    for (const auto& input : a.inputs()) {
+      left.push_back(&input);
+    }
+  }
+  return operations.size();
 }
 
 // The array with another shape of as many elements. At once if its data are there and contiguous.

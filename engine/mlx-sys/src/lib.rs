@@ -66,6 +66,7 @@ unsafe extern "C" {
         stream: mlx_stream,
     ) -> c_int;
     fn steersman_is_available(array: mlx_array) -> bool;
+    fn steersman_operations(array: mlx_array) -> usize;
     fn steersman_reshape(
         res: *mut mlx_array,
         input: mlx_array,
@@ -162,6 +163,15 @@ pub unsafe fn cpu_operation(
 pub unsafe fn is_available(array: mlx_array) -> bool {
     // SAFETY: promised by the caller.
     unsafe { steersman_is_available(array) }
+}
+
+/// Number of operations that MLX runs to evaluate an array.
+///
+/// # Safety
+/// The handle is valid.
+pub unsafe fn operations(array: mlx_array) -> usize {
+    // SAFETY: promised by the caller.
+    unsafe { steersman_operations(array) }
 }
 
 /// Sets `res` to `input` with another shape of as many elements: without an operation if its data are available and

@@ -72,7 +72,7 @@ pub struct Memory {
     /// Bytes of the recurrent state of a cache.
     state: u64,
     pass: PassBytes,
-    on_gpu: bool,
+    pub(super) on_gpu: bool,
 }
 
 /// Bytes of a pass besides weights and caches: `fixed`, and for each sequence `rows * (per_row +

@@ -22,6 +22,7 @@ pub mod machine;
 mod memory;
 mod noise;
 mod outlet;
+pub mod passes;
 mod penalties;
 mod plan;
 mod preempt;

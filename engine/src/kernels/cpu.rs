@@ -88,6 +88,12 @@ pub fn is_available(array: &Array) -> bool {
     unsafe { mlx_sys::is_available(array.as_ptr()) }
 }
 
+/// Operations that MLX runs to evaluate an array.
+pub fn operations_of(array: &Array) -> usize {
+    // SAFETY: the handle is that of a living array.
+    unsafe { mlx_sys::operations(array.as_ptr()) }
+}
+
 /// `x` with another shape of as many elements. Of an available array, without an operation of MLX, which would end what
 /// runs at once.
 pub fn reshape(x: &Array, shape: &[i32]) -> Result<Array> {

@@ -36,6 +36,8 @@ pub struct Facts {
     pub quantization: String,
     /// Files of the folder with their bytes, by name.
     pub files: Vec<(String, u64)>,
+    /// Bytes of the weights that a token reads, as they are in the files: of experts, those that are chosen.
+    pub token_bytes: u64,
     tensors: Tensors,
     cache: Option<CacheShape>,
 }
@@ -117,6 +119,7 @@ impl Facts {
             parameters: 0,
             quantization: String::new(),
             files: if gguf.is_some() { vec![of_file(folder)?] } else { files(folder)? },
+            token_bytes: 0,
             tensors: Tensors::default(),
             cache: CacheShape::of(text),
         };
@@ -127,6 +130,7 @@ impl Facts {
             tensors.extend(header);
         }
         ensure!(!tensors.is_empty(), "{} has no safetensors weights", folder.display());
+        facts.token_bytes = token_bytes(&tensors, |key| of(key).and_then(Value::as_u64));
         let packed = of("quantization").or_else(|| of("quantization_config"));
         let group =
             packed.and_then(|packed| packed["group_size"].as_u64()).filter(|size| *size > 0);
@@ -261,6 +265,40 @@ impl Tensors {
         }
         types
     }
+}
+
+/// Bytes of the weights that a token reads. `number` reads a key of the configuration.
+fn token_bytes(tensors: &Map<String, Value>, number: impl Fn(&str) -> Option<u64>) -> u64 {
+    let experts =
+        ["num_experts", "n_routed_experts", "num_local_experts"].into_iter().find_map(&number);
+    let chosen = number("num_experts_per_tok");
+    // Of an embedding that is not the head, too, a token reads a row.
+    let has_head = tensors.keys().any(|name| name.contains("lm_head") || name == "output.weight");
+    let is_read = |name: &str| {
+        !["visual", "vision_", "audio_", "mtp.", "__metadata__"]
+            .iter()
+            .any(|part| name.contains(part))
+            && !(has_head && (name.contains("embed_tokens") || name.starts_with("token_embd")))
+    };
+    let read = tensors.iter().filter(|(name, _)| is_read(name));
+    read.map(|(name, tensor)| {
+        let size = match tensor["dtype"].as_str().unwrap_or_default() {
+            "F64" | "I64" | "U64" => 8,
+            "F32" | "I32" | "U32" => 4,
+            "F16" | "BF16" | "I16" | "U16" => 2,
+            _ => 1,
+        };
+        let bytes = size * elements(tensor);
+        match (experts, chosen) {
+            (Some(experts), Some(chosen))
+                if name.contains(".experts.") || name.contains("switch_mlp") =>
+            {
+                bytes * chosen / experts.max(1)
+            }
+            _ => bytes,
+        }
+    })
+    .sum()
 }
 
 /// Whether a CPU's kernels read a tensor of floats as it is stored: a matrix, or scales of a packed one.

@@ -1,0 +1,210 @@
+//! `steersman bench model`: the times of a model's passes in this process, as a table and as JSON.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use clap::builder::PossibleValuesParser;
+use indicatif::ProgressBar;
+use serde::Serialize;
+use steersman_bench::Spread;
+use steersman_engine::config::Config;
+use steersman_engine::tools::passes::{Case, Measured, Plan, Times};
+use steersman_models::facts::Facts;
+
+use crate::hub::Found;
+use crate::{shapes, verify};
+
+/// What is measured.
+#[derive(Args, Debug)]
+pub struct Options {
+    /// Model to measure: a local folder or a Hugging Face repo id [default: the configured model, or else
+    /// the bundled one]
+    #[arg(value_name = "PATH|REPO")]
+    pub model: Option<String>,
+    /// Measure random weights with the dimensions of a published model, which are written once to the data
+    /// folder
+    #[arg(long, value_name = "NAME", conflicts_with = "model", value_parser = PossibleValuesParser::new(shapes::names()))]
+    pub shape: Option<String>,
+    /// Lengths of prompts
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "64,512,2048")]
+    prefill: Vec<usize>,
+    /// Tokens before steps of one sequence
+    #[arg(long, value_name = "TOKENS", value_delimiter = ',', default_value = "64,2048")]
+    contexts: Vec<usize>,
+    /// Rows of passes that verify drafts
+    #[arg(long, value_name = "ROWS", value_delimiter = ',', default_value = "1,2,4,8")]
+    rows: Vec<usize>,
+    /// Numbers of sequences that step together
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "8,32")]
+    streams: Vec<usize>,
+    /// Measurements of each
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// File for all measurements, as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// What the JSON file has.
+#[derive(Serialize)]
+struct Report<'a> {
+    model: &'a str,
+    version: &'static str,
+    /// Bytes of the weights that a token reads.
+    token_bytes: u64,
+    /// Bytes a second that the device reads, if it was measured.
+    bandwidth: Option<f64>,
+    measured: &'a [Measured],
+}
+
+/// Measures the model in `found`, prints a table, and writes the JSON file if one is asked for.
+///
+/// # Errors
+/// When the model cannot be loaded or run, or the file cannot be written.
+pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options) -> Result<()> {
+    // No drafts: their costs would be measured before.
+    config.speculation.drafts.clear();
+    let token_bytes = Facts::read(&found.folder)?.token_bytes;
+    let mut decoder = verify::load(config, found, data_dir)?;
+    let Options { prefill, contexts, rows, streams, rounds, json, .. } = options;
+    let plan = Plan {
+        prefill: prefill.clone(),
+        contexts: contexts.clone(),
+        rows: rows.clone(),
+        streams: streams.clone(),
+        rounds: *rounds as usize,
+    };
+    for (option, sizes) in
+        [("--prefill", prefill), ("--contexts", contexts), ("--rows", rows), ("--streams", streams)]
+    {
+        anyhow::ensure!(
+            sizes.iter().all(|size| *size > 0),
+            "{option} has a 0; sizes are at least 1"
+        );
+    }
+    let bandwidth = decoder.measure_bandwidth()?;
+    let bar = ProgressBar::new(0).with_message("measurements");
+    let measured = decoder.measure_passes(&plan, |done, all| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    })?;
+    bar.finish_and_clear();
+    print(&measured, token_bytes, bandwidth, &mut std::io::stdout().lock())?;
+    if let Some(path) = json {
+        let model = &found.folder.display().to_string();
+        let version = env!("CARGO_PKG_VERSION");
+        let report = Report { model, version, token_bytes, bandwidth, measured: &measured };
+        let text = serde_json::to_vec_pretty(&report)?;
+        fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Tokens that a pass computes.
+fn tokens(case: Case) -> usize {
+    match case {
+        Case::Decode(_) => 1,
+        Case::Prefill(tokens) | Case::Verify(tokens) | Case::Streams(tokens) => tokens,
+    }
+}
+
+fn print(
+    measured: &[Measured],
+    token_bytes: u64,
+    bandwidth: Option<f64>,
+    out: &mut impl Write,
+) -> Result<()> {
+    write!(out, "\nweights that a token reads: {:.3} GB", token_bytes as f64 / 1e9)?;
+    if let Some(bandwidth) = bandwidth {
+        write!(out, "; the device reads {:.0} GB/s", bandwidth / 1e9)?;
+    }
+    writeln!(out, "\nmedian milliseconds of a pass [least-most], and its parts\n")?;
+    writeln!(
+        out,
+        "{:<20} {:>26} {:>9} {:>8} {:>8} {:>8} {:>10} {:>14} {:>8}",
+        "", "", "tokens/s", "build", "encode", "wait", "operations", "weights", "peak"
+    )?;
+    let one_row = measured.iter().find(|measured| measured.case == Case::Verify(1)).map(total);
+    for own in measured {
+        let (case, spread) = (own.case, total(own));
+        let name = match case {
+            Case::Prefill(tokens) => format!("prefill of {tokens}"),
+            Case::Decode(context) => format!("step after {context}"),
+            Case::Verify(1) => "verify 1 row".into(),
+            Case::Verify(rows) => format!("verify {rows} rows"),
+            Case::Streams(1) => "1 stream".into(),
+            Case::Streams(count) => format!("{count} streams"),
+        };
+        let part = |of: fn(&Times) -> f64| {
+            let values: Vec<f64> = own.times.iter().map(|times| 1e3 * of(times)).collect();
+            Spread::of(&values).map_or(0.0, |spread| spread.median)
+        };
+        let range = format!("{:.3} [{:.3}-{:.3}]", spread.median, spread.min, spread.max);
+        let rate = tokens(case) as f64 / spread.median * 1e3;
+        let read = token_bytes as f64 / spread.median * 1e3;
+        let share = bandwidth.map_or(String::new(), |all| format!(" {:.0} %", 100.0 * read / all));
+        let reads = match case {
+            Case::Prefill(_) => String::new(),
+            _ => format!("{:.0} GB/s{share}", read / 1e9),
+        };
+        let operations = match own.operations {
+            0 => "-".into(),
+            count => count.to_string(),
+        };
+        write!(
+            out,
+            "{name:<20} {range:>26} {rate:>9.1} {:>8.3} {:>8.3} {:>8.3} {operations:>10} {reads:>14} {:>8}",
+            part(|times| times.build),
+            part(|times| times.encode),
+            part(|times| times.wait),
+            format!("{:.2} GB", own.peak_bytes as f64 / 1e9),
+        )?;
+        if let (Case::Verify(2..), Some(one)) = (case, one_row) {
+            write!(out, "  {:.2} times 1 row", spread.median / one.median)?;
+        }
+        writeln!(out)?;
+    }
+    Ok(())
+}
+
+/// Milliseconds of a pass.
+fn total(measured: &Measured) -> Spread {
+    let values: Vec<f64> = measured.times.iter().map(|times| 1e3 * times.total).collect();
+    Spread::of(&values).expect("at least one round")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_rates_and_ratios() {
+        let own = |case, ms: f64| Measured {
+            case,
+            times: vec![Times { total: ms / 1e3, build: 0.0005, encode: 0.0, wait: 0.001 }; 3],
+            operations: 7,
+            peak_bytes: 2_000_000_000,
+        };
+        let measured = [
+            own(Case::Prefill(512), 50.0),
+            own(Case::Decode(64), 2.5),
+            own(Case::Verify(1), 2.0),
+            own(Case::Verify(4), 2.2),
+            own(Case::Streams(32), 8.0),
+        ];
+        let mut out = Vec::new();
+        print(&measured, 5_000_000_000, Some(4e12), &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let line = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap();
+        assert!(text.contains("weights that a token reads: 5.000 GB; the device reads 4000 GB/s"));
+        assert!(line("prefill of 512").contains("50.000 [50.000-50.000]"), "{text}");
+        assert!(line("prefill of 512").contains(" 10240.0 "), "{text}");
+        assert!(line("step after 64").contains("2000 GB/s 50 %"), "{text}");
+        assert!(line("verify 4 rows").ends_with("1.10 times 1 row"), "{text}");
+        assert!(!line("verify 1 row").contains("times"), "{text}");
+        assert!(line("32 streams").contains(" 4000.0 "), "{text}");
+    }
+}
