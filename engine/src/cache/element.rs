@@ -31,6 +31,11 @@ impl Element {
         (0..size).map(move |index| Self { batch: batch.clone(), index })
     }
 
+    /// The batch [B, ..] that it is an element of.
+    pub fn batch(&self) -> &Array {
+        &self.batch
+    }
+
     /// The element as an array [1, ..], a view of the batch.
     pub fn array(&self) -> Result<Array> {
         if self.batch.dim(0) == 1 {

@@ -30,6 +30,7 @@ use shared::LayerKv;
 use mlx_rs::Array;
 
 use crate::error::{Error, Result};
+use crate::kernels::cpu;
 
 /// The cache of one layer.
 #[derive(Debug, Clone)]
@@ -122,6 +123,15 @@ impl Cache {
             }
         }
         Ok(())
+    }
+
+    /// States of recurrent layers that are not computed yet, such as those that [`Cache::rewind_draft`] leaves.
+    pub fn uncomputed(&self) -> impl Iterator<Item = &Array> {
+        let states = self.layers.iter().filter_map(|layer| match layer {
+            LayerCache::Recurrent(recurrent) => Some(recurrent.batches()),
+            _ => None,
+        });
+        states.flatten().filter(|state| !cpu::is_available(state))
     }
 
     /// Sets the draft mark to the present position. Replaces an earlier mark.

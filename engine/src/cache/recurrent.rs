@@ -179,6 +179,11 @@ impl Recurrent {
         Ok(vec![self.state.array()?, self.tail.array()?])
     }
 
+    /// The batches in which state and tail lie, as they were computed.
+    pub fn batches(&self) -> [&Array; 2] {
+        [self.state.batch(), self.tail.batch()]
+    }
+
     /// Bytes of state and tail.
     pub fn bytes(&self) -> u64 {
         self.state.bytes() + self.tail.bytes()

@@ -230,6 +230,14 @@ impl Sampled {
             Self::Read(_) => true,
         }
     }
+
+    /// Waits for the token.
+    pub fn wait(&self) -> Result<()> {
+        match self {
+            Self::Computing(next) => next.sample.token().map(drop),
+            Self::Read(_) => Ok(()),
+        }
+    }
 }
 
 /// A token that may still be computed.

@@ -158,11 +158,15 @@ impl Decoder {
             let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
             governor::choose(&costs, streams, &offers).iter().any(Option::is_some)
         };
+        if wait {
+            // An error ends the sequence when its token is committed.
+            running.iter().filter_map(|s| s.sampled.as_ref()).for_each(|next| drop(next.wait()));
+        }
+        let start = Instant::now();
         let committed = self.commit_sampled(running, wait);
         if !wait {
             return None;
         }
-        let start = Instant::now();
         // One that was rewound has sampled again: its draft would follow a token that is not committed.
         let offer = |sequence: &Option<&mut Sequence>| {
             let sequence = sequence.as_ref().filter(|sequence| sequence.sampled.is_none())?;

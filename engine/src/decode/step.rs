@@ -85,6 +85,14 @@ impl Decoder {
             sequence.check(committed);
         }
         running.iter().for_each(Sequence::report_progress);
+        if self.runs_at_once {
+            // Where an input is not computed, the rest of the next pass would be queued.
+            let rewound = running.iter().filter(|sequence| sequence.decodes());
+            let states: Vec<&Array> = rewound.flat_map(|s| s.cache.uncomputed()).collect();
+            if !states.is_empty() {
+                eval(states)?;
+            }
+        }
         if let (Some(costs), Some(0)) = (&mut self.costs, prompt_rows) {
             // The tokens just read are from a plain step after another one. A step that rewound is not typical.
             let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
