@@ -396,8 +396,11 @@ pub fn replay(writes: &Replay<'_>, state: &mut [f32]) {
         (writes.k.len() / (heads * count), writes.correction.len() / (heads * count));
     assert!(GatedDelta::supports(key_dim, value_dim) && rows <= count);
     assert_eq!([writes.state.len(), state.len()], [heads * value_dim * key_dim; 2]);
-    state.copy_from_slice(writes.state);
-    for (head, state) in state.chunks_exact_mut(value_dim * key_dim).enumerate() {
+    let (size, after) = (value_dim * key_dim, Output(state.as_mut_ptr()));
+    let replay_head = |head: usize| {
+        // SAFETY: each piece is its own head.
+        let state = unsafe { std::slice::from_raw_parts_mut(after.at(head * size), size) };
+        state.copy_from_slice(&writes.state[head * size..(head + 1) * size]);
         for row in head * count..head * count + rows {
             let k = &writes.k[row * key_dim..(row + 1) * key_dim];
             let correction = &writes.correction[row * value_dim..(row + 1) * value_dim];
@@ -409,7 +412,8 @@ pub fn replay(writes: &Replay<'_>, state: &mut [f32]) {
                 ));
             }
         }
-    }
+    };
+    pool::run_if_large(rows * heads * size, heads, &replay_head);
 }
 
 /// As [`delta_rule`] writes a row to the state of a head.

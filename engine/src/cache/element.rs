@@ -36,6 +36,11 @@ impl Element {
         &self.batch
     }
 
+    /// Its index in the batch.
+    pub fn index(&self) -> i32 {
+        self.index
+    }
+
     /// The element as an array [1, ..], a view of the batch.
     pub fn array(&self) -> Result<Array> {
         if self.batch.dim(0) == 1 {

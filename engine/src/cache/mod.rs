@@ -21,7 +21,7 @@ pub use element::Element;
 pub use full::Full;
 pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};
-pub use recurrent::{Recurrent, Writes, delta_write};
+pub use recurrent::{Recurrent, Writes, WritesOf, delta_write};
 pub use shared::{KeyValues, owned};
 pub use sliding::Sliding;
 

@@ -7,6 +7,8 @@
 //! ([`cpu::replay`]), else with [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
 //! state.
 
+use std::rc::Rc;
+
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::{concatenate, exp, matmul};
 use mlx_rs::{Array, Dtype};
@@ -31,19 +33,37 @@ pub struct Recurrent {
 struct DraftMark {
     state: Element,
     tail: Element,
-    /// The convolution's inputs since.
-    inputs: Vec<Array>,
-    writes: Vec<Writes>,
+    /// The convolution's inputs [1, T, C] since.
+    inputs: Vec<Element>,
+    writes: Vec<WritesOf>,
 }
 
-/// What rows write to the state, all f32 and heads first.
+/// The writes of one element of a batch. They are cut out when they are needed, which is seldom.
+#[derive(Debug, Clone)]
+pub struct WritesOf {
+    /// Of all elements.
+    pub batch: Rc<Writes>,
+    /// Of them.
+    pub index: i32,
+}
+
+impl WritesOf {
+    /// Those of this element, of its first `rows` rows.
+    fn first(&self, rows: i32) -> Result<Writes> {
+        let (index, Writes { k, correction, log_decay }) = (self.index, &*self.batch);
+        let first = |a: &Array| a.try_index((index..index + 1, .., ..rows));
+        Ok(Writes { k: first(k)?, correction: first(correction)?, log_decay: first(log_decay)? })
+    }
+}
+
+/// What rows of a batch write to the states, all f32 and heads first.
 #[derive(Debug, Clone)]
 pub struct Writes {
-    /// [1, H_v, T, D_k], unit vectors.
+    /// [B, H_v, T, D_k], unit vectors.
     pub k: Array,
-    /// [1, H_v, T, D_v], added along `k`.
+    /// [B, H_v, T, D_v], added along `k`.
     pub correction: Array,
-    /// [1, H_v, T], log of the factor by which the state decays before the row is written; [1, H_v, T, D_k] if each
+    /// [B, H_v, T], log of the factor by which the state decays before the row is written; [B, H_v, T, D_k] if each
     /// dimension of the keys has a factor of its own.
     pub log_decay: Array,
 }
@@ -54,21 +74,10 @@ impl Writes {
         self.k.dim(2)
     }
 
-    fn first(&self, rows: i32) -> Result<Self> {
-        self.map(|a| Ok(a.try_index((.., .., ..rows))?))
-    }
-
-    /// The writes of element `i` of a batch.
-    pub fn of(&self, i: i32) -> Result<Self> {
-        self.map(|a| Ok(a.try_index(i..i + 1)?))
-    }
-
-    fn map(&self, part: impl Fn(&Array) -> Result<Array>) -> Result<Self> {
-        Ok(Self {
-            k: part(&self.k)?,
-            correction: part(&self.correction)?,
-            log_decay: part(&self.log_decay)?,
-        })
+    /// The writes of each element of a batch of `count`.
+    pub fn all_of(self, count: i32) -> impl Iterator<Item = WritesOf> {
+        let batch = Rc::new(self);
+        (0..count).map(move |index| WritesOf { batch: batch.clone(), index })
     }
 }
 
@@ -127,7 +136,7 @@ impl Recurrent {
 
     /// Records rows after the draft mark: `x` [1, T, C] are the inputs of the convolution, `writes` the
     /// updates of the matrix computed from them, if there is one.
-    pub fn record(&mut self, x: Array, writes: Option<Writes>) {
+    pub fn record(&mut self, x: Element, writes: Option<WritesOf>) {
         if let Some(mark) = &mut self.draft_mark {
             mark.inputs.push(x);
             mark.writes.extend(writes);
@@ -146,7 +155,7 @@ impl Recurrent {
     /// [`crate::Error::Array`] if fewer rows were written.
     pub fn rewind_draft(&mut self, keep: i32) -> Result<()> {
         let Some(mark) = self.draft_mark.take() else { return Ok(()) };
-        let written: i32 = mark.inputs.iter().map(|rows| rows.dim(1)).sum();
+        let written: i32 = mark.inputs.iter().map(|rows| rows.shape()[1]).sum();
         if keep == written {
             return Ok(());
         }
@@ -154,23 +163,27 @@ impl Recurrent {
             (self.state, self.tail) = (mark.state, mark.tail);
             return Ok(());
         }
-        let mut state = mark.state.array()?;
-        let mut left = keep;
+        let (mut state, mut left) = (mark.state, keep);
         for writes in &mark.writes {
-            let rows = writes.rows().min(left);
+            let rows = writes.batch.rows().min(left);
             if rows > 0 {
-                state = match cpu::replay(&state, writes, rows) {
+                state = Element::alone(match cpu::replay(&state, writes, rows) {
                     Some(replayed) => replayed?,
-                    None => delta_write(&state, &writes.first(rows)?)?,
-                };
+                    None => delta_write(&state.array()?, &writes.first(rows)?)?,
+                });
                 left -= rows;
             }
         }
-        let tail = mark.tail.array()?;
-        let taps = tail.dim(1);
-        let inputs: Vec<&Array> = [&tail].into_iter().chain(&mark.inputs).collect();
-        let tail = concatenate(&inputs, 1)?.try_index((.., keep..keep + taps, ..))?;
-        (self.state, self.tail) = (Element::alone(state), Element::alone(tail));
+        let inputs: Vec<&Element> = [&mark.tail].into_iter().chain(&mark.inputs).collect();
+        let taps = mark.tail.shape()[1];
+        let tail = match cpu::rows_of(&inputs, keep, taps) {
+            Some(tail) => tail?,
+            None => {
+                let inputs = inputs.into_iter().map(Element::array).collect::<Result<Vec<_>>>()?;
+                concatenate(&inputs, 1)?.try_index((.., keep..keep + taps, ..))?
+            }
+        };
+        (self.state, self.tail) = (state, Element::alone(tail));
         Ok(())
     }
 

@@ -31,6 +31,7 @@ use super::samples::SampleOf;
 use super::sequence::{Sampled, Sequence};
 use crate::config::DraftKind;
 use crate::error::{Result, catch_panic};
+use crate::kernels::cpu;
 
 /// Drafted tokens, from proposal to verification.
 pub struct Draft {
@@ -285,7 +286,10 @@ impl Decoder {
             && (sampling_changed || sequence.hooks.is_away() || near_tie == Some(accepted));
         // The row of the last accepted token stays, unless it runs again.
         let rows = accepted + usize::from(!run_again);
-        sequence.cache.rewind_draft(position + rows)?;
+        {
+            let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&hidden)).transpose()?;
+            sequence.cache.rewind_draft(position + rows)?;
+        }
         if !diverted && !run_again {
             sequence.sampled = Some(Sampled::Read(sampled[accepted]));
         }

@@ -13,7 +13,7 @@ mod layers;
 mod product;
 
 pub use heads::{has_heads, heads};
-pub use layers::{gated_delta, replay, rms_norm, swiglu};
+pub use layers::{gated_delta, replay, rms_norm, rows_of, swiglu};
 pub use product::{embed, products, supports, supports_dense, swiglu_product};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.

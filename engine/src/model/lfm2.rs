@@ -186,10 +186,8 @@ impl ShortConv {
             let rows = x.dim(1);
             let tail = Element::stack(caches.iter().map(|cache| cache.state().1))?;
             let joined = concatenate(&[&tail, &x], 1)?;
-            for (i, cache) in (0i32..).zip(&mut *caches) {
-                if cache.has_draft_mark() {
-                    cache.record(x.try_index(i..i + 1)?, None);
-                }
+            for (cache, x) in caches.iter_mut().zip(Element::all_of(x)) {
+                cache.record(x, None);
             }
             let tails = Element::all_of(joined.try_index((.., rows.., ..))?);
             for (cache, tail) in caches.iter_mut().zip(tails) {

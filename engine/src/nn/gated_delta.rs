@@ -130,10 +130,9 @@ impl GatedDelta {
         };
         if let Some(writes) = writes.filter(|_| record) {
             let qkv = self.parts(x)?.qkv;
-            for (i, cache) in (0i32..).zip(&mut *caches) {
-                if cache.has_draft_mark() {
-                    cache.record(qkv.try_index(i..i + 1)?, Some(writes.of(i)?));
-                }
+            let writes = writes.all_of(qkv.dim(0));
+            for ((cache, x), writes) in caches.iter_mut().zip(Element::all_of(qkv)).zip(writes) {
+                cache.record(x, Some(writes));
             }
         }
         let elements = Element::all_of(state).zip(Element::all_of(tail));

@@ -118,11 +118,10 @@ impl Mamba2 {
             ys.push(y);
             start = end;
         }
-        for (i, cache) in (0i32..).zip(&mut *caches) {
-            if cache.has_draft_mark() {
-                let own = inputs.writes().of(i)?;
-                cache.record(xbc.try_index(i..i + 1)?, Some(own));
-            }
+        let writes = inputs.writes().all_of(xbc.dim(0));
+        for ((cache, x), writes) in caches.iter_mut().zip(Element::all_of(xbc.clone())).zip(writes)
+        {
+            cache.record(x, Some(writes));
         }
         let elements = Element::all_of(state).zip(Element::all_of(tail));
         for (cache, (state, tail)) in caches.iter_mut().zip(elements) {

@@ -1,5 +1,7 @@
 //! Layers between products, in f32: GatedDeltaNet, SwiGLU and RMS norm.
 
+use std::ops::Range;
+
 use mlx_rs::{Array, Dtype};
 use mlx_sys::View;
 use steersman_cpu_kernels::{
@@ -7,7 +9,7 @@ use steersman_cpu_kernels::{
 };
 
 use super::{ENABLED, elements, run, shape, slice_mut};
-use crate::cache::{Element, Writes};
+use crate::cache::{Element, Writes, WritesOf};
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
 use crate::nn::{self, Outputs, Projected, RmsNorm};
@@ -188,17 +190,22 @@ unsafe extern "C" fn delta_of(views: *const View, count: usize, parameters: *con
 
 /// The state [1, H_v, D_v, D_k] after the first `rows` of `writes`: the bits that a pass of these rows leaves. `None` if there
 /// is no kernel for the types or dimensions.
-pub fn replay(state: &Array, writes: &Writes, rows: i32) -> Option<Result<Array>> {
-    let Writes { k, correction, log_decay } = writes;
-    let inputs = [state, k, correction, log_decay];
+pub fn replay(state: &Element, writes: &WritesOf, rows: i32) -> Option<Result<Array>> {
+    let WritesOf { batch, index } = writes;
+    let Writes { k, correction, log_decay } = &**batch;
+    let inputs = [state.batch(), k, correction, log_decay];
     let dimensions = |x: &Array| size(x.dim(-1));
-    let is_one = state.ndim() == 4 && state.dim(0) == 1 && log_decay.ndim() == 3;
-    if !is_one || !GatedDelta::supports(dimensions(k), dimensions(correction)) || !fits(inputs) {
+    let has_kernel = state.batch().ndim() == 4
+        && log_decay.ndim() == 3
+        && GatedDelta::supports(dimensions(k), dimensions(correction))
+        && fits(inputs);
+    if !has_kernel {
         return None;
     }
-    let parameters = [state.dim(1), rows];
-    // SAFETY: `replay_of` computes one output of the state's shape from these inputs.
-    let after = unsafe { run(&inputs, [state.shape()], Dtype::Float32, replay_of, &parameters) };
+    let shape = state.shape();
+    let parameters = [shape[1], rows, state.index(), *index];
+    // SAFETY: `replay_of` computes one output of a state's shape from these inputs.
+    let after = unsafe { run(&inputs, [&*shape], Dtype::Float32, replay_of, &parameters) };
     Some(after.map(|[state]| state))
 }
 
@@ -207,22 +214,69 @@ pub fn replay(state: &Array, writes: &Writes, rows: i32) -> Option<Result<Array>
 unsafe extern "C" fn replay_of(views: *const View, count: usize, parameters: *const i32) {
     // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
     unsafe {
-        let [state, k, correction, log_decay, after] = std::slice::from_raw_parts(views, count)
-        else {
+        let [states, writes @ .., after] = std::slice::from_raw_parts(views, count) else {
             unreachable!("made with four inputs and one output");
         };
-        let [heads, rows] = [0, 1].map(|i| size(*parameters.add(i)));
-        let [state, k, correction, log_decay] =
-            [state, k, correction, log_decay].map(|view| elements::<f32>(view));
+        let [heads, rows, state, index] = [0, 1, 2, 3].map(|i| size(*parameters.add(i)));
+        let states = elements::<f32>(states);
+        let [k, correction, log_decay] = [0, 1, 2].map(|i| elements::<f32>(&writes[i]));
+        let own = |all: &'_ [f32], view: &View, index: usize| -> Range<usize> {
+            let length = all.len() / shape(view)[0];
+            index * length..(index + 1) * length
+        };
+        let length = shape(after).iter().product();
         let writes = Replay {
             heads,
-            state: &state,
-            k: &k,
-            correction: &correction,
-            log_decay: &log_decay,
+            state: &states[state * length..(state + 1) * length],
+            k: &k[own(&k, &writes[0], index)],
+            correction: &correction[own(&correction, &writes[1], index)],
+            log_decay: &log_decay[own(&log_decay, &writes[2], index)],
             rows,
         };
-        kernels::replay(&writes, slice_mut(after, state.len()));
+        kernels::replay(&writes, slice_mut(after, length));
+    }
+}
+
+/// Rows `start..start + count` of the rows of all `parts` [1, T, C] one after another: [1, count, C]. `None` if there is no
+/// kernel for their types.
+pub fn rows_of(parts: &[&Element], start: i32, count: i32) -> Option<Result<Array>> {
+    let inputs: Vec<&Array> = parts.iter().map(|part| part.batch()).collect();
+    if !fits(inputs.iter().copied()) {
+        return None;
+    }
+    let mut parameters = vec![start];
+    parameters.extend(parts.iter().map(|part| part.index()));
+    let shape = [1, count, inputs[0].dim(-1)];
+    // SAFETY: `copy_rows` fills one output of this shape from these inputs, which have as many rows.
+    let rows = unsafe { run(&inputs, [&shape], Dtype::Float32, copy_rows, &parameters) };
+    Some(rows.map(|[rows]| rows))
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`rows_of`].
+unsafe extern "C" fn copy_rows(views: *const View, count: usize, parameters: *const i32) {
+    // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
+    unsafe {
+        let [parts @ .., to] = std::slice::from_raw_parts(views, count) else {
+            unreachable!("made with one output");
+        };
+        let to = slice_mut::<f32>(to, shape(to).iter().product());
+        // What is left to skip, and to fill.
+        let (mut skip, mut filled) = (0, 0);
+        for (i, part) in parts.iter().enumerate() {
+            let shape = shape(part);
+            let (length, width) = (shape[1] * shape[2], shape[2]);
+            if i == 0 {
+                skip = size(*parameters) * width;
+            }
+            let index = size(*parameters.add(1 + i));
+            let part = elements::<f32>(part);
+            let own = &part[index * length..(index + 1) * length];
+            let own = &own[skip.min(length)..];
+            let own = &own[..own.len().min(to.len() - filled)];
+            to[filled..filled + own.len()].copy_from_slice(own);
+            (skip, filled) = (skip.saturating_sub(length), filled + own.len());
+        }
     }
 }
 
