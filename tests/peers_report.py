@@ -7,8 +7,8 @@ Steersman and llama.cpp and with the same numbers in f32 for mlx_lm, whose produ
 and runs `steersman bench peers` on it. FOLDER/NAME/report.html has tables and plots. The whole suite takes about an
 hour for both models on two cores, which must have nothing else to do; `--scenario short,long` takes some minutes.
 
-With `--shape`, the model is a checkpoint with random weights in 4 bits, with the dimensions of a published model (see
-shapes.py). It measures speed, on machines with a GPU; the answers have no meaning.
+With `--shape`, the model is a checkpoint that `SERVER bench shape NAME` writes: random weights in 4 bits, with the dimensions
+of a published model. It measures speed, on machines with a GPU; the answers have no meaning.
 
 mlx_lm's wheel for CPUs has a slow BLAS. Where Debian's package libopenblas0-pthread is installed, mlx_lm gets that one.
 """
@@ -24,7 +24,6 @@ from pathlib import Path
 FIXTURES = Path(__file__).parent / "fixtures"
 PACKAGES = ["mlx-lm==0.32.2", "mlx[cpu]==0.32.2", "gguf==0.19.0"]
 MODELS = ["smollm2-135m", "qwen2.5-coder-0.5b"]
-SHAPES = ["qwen3.5-9b", "qwen3-4b"]
 OPENBLAS = "/usr/lib/*/openblas-pthread/libopenblas.so.0"
 # mlx_lm's attention takes minutes for longer prompts; the results name what is skipped.
 MLX_LM_CONTEXT = 4096
@@ -49,7 +48,7 @@ def write_once(target, write):
         part.rename(target)
 
 
-def real_model(program, folder, name):
+def real_model(server, program, folder, name):
     """Options for a real model: a GGUF file, and a folder in f32 for mlx_lm."""
     packed, file, floats = folder / f"{name}.q4_0", folder / f"{name}.q4_0.gguf", folder / f"{name}.q4_0.f32"
 
@@ -66,10 +65,10 @@ def real_model(program, folder, name):
     return options
 
 
-def random_model(program, folder, name):
+def random_model(server, program, folder, name):
     """Options for a checkpoint with random weights, which llama.cpp does not load."""
     checkpoint = folder / f"{name}.random"
-    write_once(checkpoint, lambda part: subprocess.run([program, FIXTURES / "shapes.py", part, name], check=True))
+    write_once(checkpoint, lambda part: subprocess.run([server, "bench", "shape", name, part], check=True))
     return ["--model", checkpoint, "--peer", "mlx_lm"]
 
 
@@ -87,12 +86,12 @@ if __name__ == "__main__":
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="NAME", nargs="+", choices=MODELS, default=MODELS)
-    which.add_argument("--shape", metavar="NAME", nargs="+", choices=SHAPES, default=[])
+    which.add_argument("--shape", metavar="NAME", nargs="+", default=[])
     parser.add_argument("--scenario", metavar="NAME", nargs="+", default=[])
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     program = python(arguments.folder)
     models = [(name, random_model) for name in arguments.shape] or [(name, real_model) for name in arguments.model]
     for name, prepare in models:
-        options = prepare(program, arguments.folder, name)
+        options = prepare(arguments.server, program, arguments.folder, name)
         compare(arguments.server, arguments.folder, name, options, arguments.scenario)
