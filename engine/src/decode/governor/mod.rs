@@ -9,7 +9,7 @@
 //! candidates.
 //!
 //! A drafter that is not used learns nothing, so each one is tried again from time to time, less and
-//! less often if it still does not pay, and seldom if it could not even with all tokens accepted.
+//! less often if it still does not pay.
 //!
 //! Source: the expected gain is that of arXiv:2211.17192, section 3.3.
 
@@ -117,12 +117,7 @@ impl Governor {
             let draft = DraftOffer { drafter, kind, gains: self.gains(&rates[..room], reached) };
             let (speed, depths) = best_pass(costs, streams, &[&draft]);
             let trial = self.trials[kind as usize];
-            let [shortest, longest] = TRIAL_INTERVAL;
-            let interval = match trial.accepted {
-                _ if !could_pay(costs, streams, kind, room) => longest,
-                0 => trial.interval,
-                _ => shortest,
-            };
+            let interval = if trial.accepted > 0 { TRIAL_INTERVAL[0] } else { trial.interval };
             let late = trial.since.saturating_sub(interval);
             if late > 0 && overdue.is_none_or(|(most, _)| late > most) {
                 let depth = depths[0].clamp(1, TRIAL_DEPTH.min(room));
@@ -247,17 +242,6 @@ pub fn choose(costs: &Costs, streams: usize, offers: &[Option<Offer>]) -> Vec<Op
 /// Whether a pass with drafts that commits `speed` tokens a second pays.
 fn pays(costs: &Costs, streams: usize, speed: f32) -> bool {
     speed * costs.plain(streams) > GAIN * streams as f32
-}
-
-/// Whether drafts of up to `room` tokens for all of `streams` sequences would pay if every token was accepted. Otherwise
-/// trials can only show that the costs have changed.
-fn could_pay(costs: &Costs, streams: usize, kind: DraftKind, room: usize) -> bool {
-    (1..=room).map(|depth| (depth, streams * (1 + depth))).any(|(depth, rows)| {
-        let mut drafted = Drafted::default();
-        drafted[kind as usize] = (streams, depth);
-        let seconds = costs.pass(streams, rows) + costs.all_drafting(&drafted);
-        rows <= ROWS && pays(costs, streams, rows as f32 / seconds)
-    })
 }
 
 /// The depths of `drafts` with which a pass of `streams` sequences commits the most tokens a second, and

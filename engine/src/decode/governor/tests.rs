@@ -102,26 +102,6 @@ fn cheaper_drafter_wins_and_depth_fits_the_room() {
     assert_eq!(alone(&governor(), &drafters, 0), None);
 }
 
-/// With 32 sequences, a row more costs as much as a row with a token: no draft could pay.
-#[test]
-fn trials_are_rare_where_no_acceptance_pays() {
-    let trials = |streams| {
-        let (mut governor, drafters) = (governor(), vec![fake(DraftKind::Mtp, 0.9)]);
-        let is_due = |_: &u32| {
-            governor.count_step();
-            let offer = governor.offer(&costs(), streams, &drafters, 100, false);
-            let is_due = offer.is_some_and(|offer| offer.overdue.is_some());
-            if is_due {
-                governor.learn(&costs(), streams, &*drafters[0], true, 1, false);
-            }
-            is_due
-        };
-        (0..1000).filter(is_due).count()
-    };
-    assert!(trials(1) > 20);
-    assert_eq!(trials(32), 1);
-}
-
 /// A row costs a tenth of a pass here, so that only likely tokens pay.
 #[test]
 fn of_several_sequences_those_with_likely_tokens_draft() {
