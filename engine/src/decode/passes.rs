@@ -5,6 +5,7 @@
 //! kernels. Tokens are arbitrary, as times do not depend on them but for mixtures of experts.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::time::Instant;
 
 use mlx_rs::memory::{peak_memory, reset_peak_memory};
@@ -130,10 +131,10 @@ impl Decoder {
         let cases = plan.cases();
         let mut contexts = BTreeMap::new();
         for case in &cases {
-            if !contexts.contains_key(&case.context()) {
+            if let Entry::Vacant(place) = contexts.entry(case.context()) {
                 let mut cache = self.prefixes.empty();
                 self.prefill(&mut cache, case.context())?;
-                contexts.insert(case.context(), cache);
+                place.insert(cache);
             }
         }
         let new = |&case: &Case| Measured { case, times: Vec::new(), operations: 0, peak_bytes: 0 };
