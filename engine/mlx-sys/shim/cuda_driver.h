@@ -1,11 +1,13 @@
 // Functions of CUDA's driver that stand before the driver's own: the dynamic linker searches the program before the
-// libraries, so that libmlx calls these. MLX has one operation for a compiled kernel, and it launches that kernel alone.
-// Ours is an empty kernel, the carrier; when MLX launches it, the launches of a `CudaLaunches` (cuda_kernel.h) take its
-// place, with the addresses of the arrays that MLX has passed. All other kernels are passed on as they are.
+// libraries, so that libmlx calls these. They do what MLX's operation for compiled kernels (cuda_kernel.h) lacks, for
+// our kernels only; MLX's own kernels and modules are passed on as they are.
 //
-// Launches of ours may start before the kernel before them has ended (programmatic dependent launch, "Programmatic Dependent
-// Launch and Synchronization" of the CUDA programming guide). They wait for it themselves, with `griddepcontrol.wait`,
-// after they have read weights. Only with compute capability 9.0 and higher.
+// 1. Code is given to MLX as a reference of a few bytes. MLX hashes the code at each launch, which takes microseconds
+//    for the 30 to 50 kB of a kernel.
+// 2. A kernel may start before the one before it has ended (programmatic dependent launch, "Programmatic Dependent
+//    Launch and Synchronization" of the CUDA programming guide). Ours wait for it themselves, with
+//    `griddepcontrol.wait`, after they have read weights. Only with compute capability 9.0 and higher, and only where MLX
+//    launches kernels one by one: it builds graphs by another function.
 //
 // The program must export these functions (rpath.rs). Types have the layout of cuda.h, which is not installed where we
 // build.
@@ -14,9 +16,11 @@
 
 #include <dlfcn.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <string>
+#include <unordered_set>
 #include <vector>
 
 extern "C" {
@@ -41,138 +45,114 @@ struct steersman_cu_launch {
   uint32_t attribute_count;
 };
 
-// A compiled kernel, which lives as long as the process. Rust's `CudaCode` in src/lib.rs has the same fields.
-struct steersman_cuda_code {
-  // Name of the kernel, which ends with a zero byte.
-  const char* name;
-  // A cubin.
-  const char* code;
-  // Most bytes of dynamic shared memory of a block.
-  int32_t shared_bytes;
-  // Whether it waits for the kernel before it, and may start before that has ended.
-  bool starts_early;
-  // The driver's handle; null until it is loaded.
-  std::atomic<void*> function;
-};
-
+int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* options, void** values);
 int cuModuleGetFunction(void** function, void* module, const char* name);
 int cuLaunchKernelEx(const steersman_cu_launch* config, void* function, void** parameters, void** extra);
 }
 
 namespace steersman {
 
-// One launch among those of an operation.
-struct CudaLaunch {
-  steersman_cuda_code* code;
-  // Places of its inputs and results among the arrays of the operation.
-  std::vector<uint32_t> arrays;
-  // Integers that follow the pointers of the arrays.
-  std::vector<int32_t> numbers;
-  // Blocks along x, y and z. None: the code is loaded only.
-  uint32_t blocks[3];
-  uint32_t threads;
+// Code that lives as long as the process.
+struct CodeReference {
+  static constexpr char expected_mark[16] = "steersman code\n";
+  char mark[16];
+  const char* code;
+  // Whether its kernels wait for the one before them. As wide as the pointer, so that there is no padding: MLX compares
+  // the bytes.
+  uint64_t starts_early;
 };
 
-// The launches that take the place of the carrier's next launch on this thread; null when they have.
-inline thread_local const std::vector<CudaLaunch>* carried = nullptr;
+inline std::string reference_to(const char* code, bool starts_early) {
+  CodeReference reference{{}, code, starts_early};
+  std::memcpy(reference.mark, CodeReference::expected_mark, sizeof(reference.mark));
+  return std::string(reinterpret_cast<const char*>(&reference), sizeof(reference));
+}
 
-constexpr const char* carrier_name = "steersman_carrier";
+// Modules and kernels that start early, as the driver knows them.
+struct CudaHandles {
+  std::mutex mutex;
+  std::unordered_set<const void*> all;
 
-inline std::atomic<void*>& carrier() {
-  static std::atomic<void*> function = nullptr;
-  return function;
+  // The driver may give a new module or kernel the handle of one that is unloaded.
+  void set(const void* handle, bool starts_early) {
+    std::lock_guard lock(mutex);
+    if (starts_early) {
+      all.insert(handle);
+    } else {
+      all.erase(handle);
+    }
+  }
+
+  bool has(const void* handle) {
+    std::lock_guard lock(mutex);
+    return all.count(handle) > 0;
+  }
+};
+
+inline CudaHandles& cuda_handles() {
+  // Never destroyed: the driver may be called while the process ends.
+  static auto& handles = *new CudaHandles;
+  return handles;
+}
+
+// The driver's function; null if there is no driver.
+template <typename Function>
+Function* driver_function(Function*, const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
 }
 
 constexpr int cu_error_not_found = 500; // CUDA_ERROR_NOT_FOUND
-constexpr int cu_max_dynamic_shared_bytes = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int cu_programmatic_stream_serialization = 6; // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
-// Calls the driver's function `name`, of type `Function`.
-template <typename Function, typename... Arguments>
-int driver(const char* name, void*& function, Arguments... arguments) {
-  if (!function) {
-    function = dlsym(RTLD_NEXT, name);
+} // namespace steersman
+
+extern "C" int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* options, void** values) {
+  using steersman::CodeReference;
+  static const auto driver = steersman::driver_function(cuModuleLoadDataEx, "cuModuleLoadDataEx");
+  if (!driver) {
+    return steersman::cu_error_not_found;
   }
-  return function ? reinterpret_cast<Function*>(function)(arguments...) : cu_error_not_found;
-}
-
-inline int driver_get_function(void** function, void* module, const char* name) {
-  static void* own = nullptr;
-  return driver<decltype(cuModuleGetFunction)>("cuModuleGetFunction", own, function, module, name);
-}
-
-inline int driver_launch(const steersman_cu_launch* config, void* function, void** parameters, void** extra) {
-  static void* own = nullptr;
-  return driver<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx", own, config, function, parameters, extra);
-}
-
-// Loads the code. The device's context is current. Two threads may load it twice, which is harmless.
-inline int load(steersman_cuda_code& code) {
-  static void *load_data = nullptr, *set_attribute = nullptr;
-  void *module = nullptr, *function = nullptr;
-  auto status = driver<int(void**, const void*)>(
-      "cuModuleLoadData", load_data, &module, static_cast<const void*>(code.code));
+  bool starts_early = false;
+  if (std::memcmp(image, CodeReference::expected_mark, sizeof(CodeReference::expected_mark)) == 0) {
+    const auto* reference = static_cast<const CodeReference*>(image);
+    image = reference->code;
+    starts_early = reference->starts_early;
+  }
+  const auto status = driver(module, image, count, options, values);
   if (status == 0) {
-    status = driver_get_function(&function, module, code.name);
-  }
-  if (status == 0 && code.shared_bytes > 0) {
-    status = driver<int(void*, int, int)>(
-        "cuFuncSetAttribute", set_attribute, function, cu_max_dynamic_shared_bytes, int(code.shared_bytes));
-  }
-  if (status == 0) {
-    code.function = function;
+    steersman::cuda_handles().set(*module, starts_early);
   }
   return status;
 }
 
-inline int launch(const CudaLaunch& launch, void* stream, void** arrays) {
-  auto& code = *launch.code;
-  if (!code.function) {
-    if (const auto status = load(code)) {
-      return status;
-    }
-  }
-  if (launch.blocks[0] == 0) {
-    return 0;
-  }
-  thread_local std::vector<void*> parameters;
-  parameters.clear();
-  for (auto place : launch.arrays) {
-    parameters.push_back(arrays[place]);
-  }
-  for (const auto& number : launch.numbers) {
-    parameters.push_back(const_cast<int32_t*>(&number));
-  }
-  const auto [x, y, z] = launch.blocks;
-  const steersman_cu_attribute early{cu_programmatic_stream_serialization, 0, {1}};
-  const steersman_cu_launch config{
-      {x, y, z}, {launch.threads, 1, 1}, uint32_t(code.shared_bytes), stream, &early, code.starts_early ? 1u : 0u};
-  return driver_launch(&config, code.function, parameters.data(), nullptr);
-}
-
-} // namespace steersman
-
 extern "C" int cuModuleGetFunction(void** function, void* module, const char* name) {
-  const auto status = steersman::driver_get_function(function, module, name);
-  if (status == 0 && std::strcmp(name, steersman::carrier_name) == 0) {
-    steersman::carrier() = *function;
+  static const auto driver = steersman::driver_function(cuModuleGetFunction, "cuModuleGetFunction");
+  if (!driver) {
+    return steersman::cu_error_not_found;
+  }
+  const auto status = driver(function, module, name);
+  if (status == 0) {
+    steersman::cuda_handles().set(*function, steersman::cuda_handles().has(module));
   }
   return status;
 }
 
 extern "C" int cuLaunchKernelEx(
     const steersman_cu_launch* config, void* function, void** parameters, void** extra) {
-  const auto* launches = steersman::carried;
-  if (!launches || function != steersman::carrier()) {
-    return steersman::driver_launch(config, function, parameters, extra);
+  static const auto driver = steersman::driver_function(cuLaunchKernelEx, "cuLaunchKernelEx");
+  if (!driver) {
+    return steersman::cu_error_not_found;
   }
-  steersman::carried = nullptr;
-  for (const auto& launch : *launches) {
-    if (const auto status = steersman::launch(launch, config->stream, parameters)) {
-      return status;
-    }
+  if (!steersman::cuda_handles().has(function)) {
+    return driver(config, function, parameters, extra);
   }
-  return 0;
+  std::vector<steersman_cu_attribute> attributes(
+      config->attributes, config->attributes + config->attribute_count);
+  attributes.push_back({steersman::cu_programmatic_stream_serialization, 0, {1}});
+  auto own = *config;
+  own.attributes = attributes.data();
+  own.attribute_count = attributes.size();
+  return driver(&own, function, parameters, extra);
 }
 
 // Whether libmlx calls the functions above.
