@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 use indicatif::ProgressBar;
@@ -65,11 +65,16 @@ struct Report<'a> {
 /// # Errors
 /// When the model cannot be loaded or run, or the file cannot be written.
 pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options) -> Result<()> {
+    let Options { prefill, contexts, rows, streams, rounds, json, .. } = options;
+    for (option, sizes) in
+        [("--prefill", prefill), ("--contexts", contexts), ("--rows", rows), ("--streams", streams)]
+    {
+        ensure!(sizes.iter().all(|size| *size > 0), "{option} has a 0; sizes are at least 1");
+    }
     // No drafts: their costs would be measured before.
     config.speculation.drafts.clear();
     let token_bytes = Facts::read(&found.folder)?.token_bytes;
     let mut decoder = verify::load(config, found, data_dir)?;
-    let Options { prefill, contexts, rows, streams, rounds, json, .. } = options;
     let plan = Plan {
         prefill: prefill.clone(),
         contexts: contexts.clone(),
@@ -77,14 +82,6 @@ pub fn run(mut config: Config, found: &Found, data_dir: &Path, options: &Options
         streams: streams.clone(),
         rounds: *rounds as usize,
     };
-    for (option, sizes) in
-        [("--prefill", prefill), ("--contexts", contexts), ("--rows", rows), ("--streams", streams)]
-    {
-        anyhow::ensure!(
-            sizes.iter().all(|size| *size > 0),
-            "{option} has a 0; sizes are at least 1"
-        );
-    }
     let bandwidth = decoder.measure_bandwidth()?;
     let bar = ProgressBar::new(0).with_message("measurements");
     let measured = decoder.measure_passes(&plan, |done, all| {

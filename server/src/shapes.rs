@@ -48,7 +48,7 @@ struct Shape {
 
 /// GatedDeltaNet layers.
 struct Linear {
-    /// One of so many layers has full attention.
+    /// Every layer whose number is a multiple of this has full attention.
     interval: usize,
     key_heads: usize,
     value_heads: usize,

@@ -55,13 +55,13 @@ pub struct Plan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "case", content = "size", rename_all = "snake_case")]
 pub enum Case {
-    /// A prompt of so many tokens, until its first token is sampled.
+    /// A prompt of this many tokens, until its first token is sampled.
     Prefill(usize),
-    /// A step after so many tokens.
+    /// A step of one sequence, after this many tokens.
     Decode(usize),
-    /// A pass over so many rows after 64 tokens, the last token and a draft.
+    /// A pass over this many rows after 64 tokens: the last token and a draft.
     Verify(usize),
-    /// A step of so many sequences of 64 tokens.
+    /// A step of this many sequences, each after 64 tokens.
     Streams(usize),
 }
 
