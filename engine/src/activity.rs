@@ -34,8 +34,23 @@ pub struct Activity {
     pub preemptions: u64,
     /// Steps that took longer than `engine.stall_ms` while a reply was decoded.
     pub stalls: u64,
+    /// Time of steps by what they did.
+    pub step_times: StepTimes,
     /// Bytes of arrays.
     pub bytes: MemoryUse,
+}
+
+/// Time of the engine thread in steps, by what it did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    /// Drafting, with the wait for the tokens that drafts follow and their commit.
+    pub draft: Duration,
+    /// Building the graph of the pass and giving it to the device. A CPU computes most of the pass meanwhile.
+    pub pass: Duration,
+    /// Waiting for sampled tokens.
+    pub wait: Duration,
+    /// Committing them: text, policies, limits, rewinds.
+    pub commit: Duration,
 }
 
 /// Bytes of arrays by account.
@@ -83,10 +98,11 @@ impl Rate {
 }
 
 impl ActivityReporter {
-    /// Sets the counts of passes to zero, after those that no request caused.
+    /// Sets the counts and times of passes to zero, after those that no request caused.
     pub(crate) fn forget_passes(&self) {
         let activity = &mut self.0.lock().activity;
         (activity.passes, activity.rows, activity.rows_mean) = (0, 0, 0.0);
+        activity.step_times = StepTimes::default();
     }
 
     /// Counts a pass.
@@ -96,6 +112,15 @@ impl ActivityReporter {
         activity.rows += rows as u64;
         let weight = if activity.passes == 1 { 1.0 } else { NEWEST };
         activity.rows_mean += weight * (rows as f64 - activity.rows_mean);
+    }
+
+    /// Adds the times of a step.
+    pub(crate) fn add_step(&self, step: StepTimes) {
+        let times = &mut self.0.lock().activity.step_times;
+        times.draft += step.draft;
+        times.pass += step.pass;
+        times.wait += step.wait;
+        times.commit += step.commit;
     }
 
     /// Counts tokens of replies.

@@ -44,7 +44,7 @@ pub mod tools {
 
 /// Reports on what runs, the prefix cache and the prefix store.
 pub mod report {
-    pub use crate::activity::{Activity, ActivityReporter, MemoryUse};
+    pub use crate::activity::{Activity, ActivityReporter, MemoryUse, StepTimes};
     pub use crate::live::{Live, Stage};
     pub use crate::prefix::{CacheSize, PrefixCounts, PrefixReport, PrefixReporter};
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};

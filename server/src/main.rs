@@ -28,6 +28,11 @@ use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder,
 use steersman_engine::{Engine, Info};
 use tokio::runtime::{Builder, Runtime};
 
+/// Also MLX's: `override` exports its functions under the names of the C library's.
+#[cfg(target_os = "linux")]
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
 #[derive(Parser)]

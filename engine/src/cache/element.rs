@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use mlx_rs::Array;
 use mlx_rs::ops::concatenate;
-use mlx_rs::ops::indexing::TryIndexOp;
+use mlx_rs::ops::indexing::{Ellipsis, TryIndexOp};
 
 use crate::error::Result;
 
@@ -62,6 +62,15 @@ impl Element {
             places.push([batch, element.index as usize]);
         }
         (batches.into_iter().map(|batch| &**batch).collect(), places)
+    }
+
+    /// Its first `width` columns.
+    pub fn columns(&self, width: i32) -> Result<Self> {
+        if self.batch.dim(-1) == width {
+            return Ok(self.clone());
+        }
+        let batch = Rc::new(self.batch.try_index((Ellipsis, ..width))?);
+        Ok(Self { batch, index: self.index })
     }
 
     /// Dimensions of the element, the first of which is 1.

@@ -3,8 +3,8 @@
 //!
 //! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
 //! truncated. After a draft mark the layer also records what each row writes (two vectors and a
-//! number a row; the state is a matrix), and a rewind replays the accepted rows, on a CPU one by one as a pass does
-//! ([`cpu::replay`]), else with [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
+//! number a row; the state is a matrix), and a rewind replays the accepted rows: one by one as a pass does, with a kernel
+//! ([`cpu::replay`], [`cuda::rewind`]), else with [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
 //! state.
 
 use std::rc::Rc;
@@ -16,7 +16,7 @@ use mlx_rs::{Array, Dtype};
 use super::element::Element;
 use super::expect_shape;
 use crate::error::Result;
-use crate::kernels::cpu;
+use crate::kernels::{cpu, cuda};
 
 /// `state` f32 [1, H_v, D_v, D_k], or [1, 1] without a matrix, and `tail` [1, K - 1, C], zeros at the start.
 #[derive(Debug, Clone)]
@@ -33,7 +33,7 @@ pub struct Recurrent {
 struct DraftMark {
     state: Element,
     tail: Element,
-    /// The convolution's inputs [1, T, C] since.
+    /// Rows [1, T, >= C] since, whose first C columns are the convolution's inputs.
     inputs: Vec<Element>,
     writes: Vec<WritesOf>,
 }
@@ -134,8 +134,8 @@ impl Recurrent {
         self.draft_mark.is_some()
     }
 
-    /// Records rows after the draft mark: `x` [1, T, C] are the inputs of the convolution, `writes` the
-    /// updates of the matrix computed from them, if there is one.
+    /// Records rows after the draft mark: the first C columns of `x` [1, T, >= C] are the inputs of the convolution, `writes`
+    /// the updates of the matrix computed from them, if there is one.
     pub fn record(&mut self, x: Element, writes: Option<WritesOf>) {
         if let Some(mark) = &mut self.draft_mark {
             mark.inputs.push(x);
@@ -163,6 +163,13 @@ impl Recurrent {
             (self.state, self.tail) = (mark.state, mark.tail);
             return Ok(());
         }
+        // One pass, as with every draft that a model verifies.
+        if let ([x], [writes]) = (&mark.inputs[..], &mark.writes[..])
+            && let Some(kept) = cuda::rewind([&mark.state, &mark.tail], writes, x, keep)?
+        {
+            [self.state, self.tail] = kept.map(Element::alone);
+            return Ok(());
+        }
         let (mut state, mut left) = (mark.state, keep);
         for writes in &mark.writes {
             let rows = writes.batch.rows().min(left);
@@ -174,12 +181,15 @@ impl Recurrent {
                 left -= rows;
             }
         }
-        let inputs: Vec<&Element> = [&mark.tail].into_iter().chain(&mark.inputs).collect();
-        let taps = mark.tail.shape()[1];
-        let tail = match cpu::rows_of(&inputs, keep, taps) {
+        let [_, taps, channels] = mark.tail.shape()[..] else {
+            unreachable!("a tail has three dimensions")
+        };
+        let inputs = mark.inputs.iter().map(|x| x.columns(channels));
+        let inputs = std::iter::once(Ok(mark.tail)).chain(inputs).collect::<Result<Vec<_>>>()?;
+        let tail = match cpu::rows_of(&inputs.iter().collect::<Vec<_>>(), keep, taps) {
             Some(tail) => tail?,
             None => {
-                let inputs = inputs.into_iter().map(Element::array).collect::<Result<Vec<_>>>()?;
+                let inputs = inputs.iter().map(Element::array).collect::<Result<Vec<_>>>()?;
                 concatenate(&inputs, 1)?.try_index((.., keep..keep + taps, ..))?
             }
         };

@@ -66,6 +66,11 @@ pub struct DraftedStep {
 }
 
 impl DraftedStep {
+    /// Drafted tokens of all sequences.
+    pub fn drafted_rows(&self) -> usize {
+        self.rows - self.streams
+    }
+
     /// Learns from the time of the step until now.
     pub fn learn(&self, costs: &mut Costs) {
         if self.is_typical {

@@ -23,7 +23,8 @@ use super::plan::{self, Budget, Pending};
 use super::sample::{Row, within};
 use super::samples::{Input, SampleOf, Samples};
 use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
-use super::speculate::VerifyPass;
+use super::speculate::{DraftedStep, VerifyPass};
+use crate::activity::StepTimes;
 use crate::cache::{Checkpoint, Span};
 use crate::error::{Error, Result, catch_panic};
 use crate::kernels::cpu::{self, queue};
@@ -54,6 +55,19 @@ impl Ran {
     }
 }
 
+/// Waits for the tokens that are committed after a pass: those sampled in the last step, `pending`, and those of drafts.
+fn wait_for_tokens(running: &[Sequence], pending: &[Option<Sampled>]) {
+    for (sequence, sampled) in running.iter().zip(pending) {
+        let pass = sequence.draft.as_ref().and_then(|draft| draft.pass.as_ref());
+        // An error ends the sequence when its token is committed.
+        match (pass, sampled) {
+            (Some(pass), _) => drop(pass.first.token()),
+            (None, Some(sampled)) => drop(sampled.wait()),
+            (None, None) => {}
+        }
+    }
+}
+
 impl Decoder {
     /// Runs the rows of all sequences, and commits the tokens sampled in the previous step or accepted
     /// in this one.
@@ -72,9 +86,12 @@ impl Decoder {
         let start = Instant::now();
         let drafted = self.propose_drafts(running);
         let proposed = start.elapsed();
+        let drafted_rows = drafted.as_ref().map_or(0, DraftedStep::drafted_rows);
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
         let ran = start.elapsed() - proposed;
+        wait_for_tokens(running, &pending);
+        let waited = start.elapsed() - proposed - ran;
         let streams = running.iter().filter(|sequence| sequence.decodes()).count();
         for (sequence, sampled) in running.iter_mut().zip(pending) {
             if sequence.has_ended() || sequence.hooks.is_away() {
@@ -105,6 +122,10 @@ impl Decoder {
             }
         }
         let elapsed = start.elapsed();
+        let commit = elapsed - proposed - ran - waited;
+        let times = StepTimes { draft: proposed, pass: ran, wait: waited, commit };
+        tracing::trace!(streams, prompt_rows, drafted = drafted_rows, ?times, "step");
+        self.activity.add_step(times);
         if let Some(rows) = prompt_rows {
             let seconds = elapsed.as_secs_f32();
             self.debt.count(&self.pass_costs, rows, seconds, streams > 0);

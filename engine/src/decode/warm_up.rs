@@ -4,6 +4,7 @@
 //! is whatever MLX does at a first use, which only it knows: so requests run as they will be served, alone and together,
 //! greedy and sampled, with each kind of draft ([`Decoder::warm_up`]). Nothing of them is saved or learned.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
@@ -40,8 +41,9 @@ const PASSES: [(usize, usize); 13] = [
     (3, 5),
 ];
 
-/// Requests that run at the same time, besides as many as are allowed.
-const STREAMS: [usize; 3] = [1, 2, 8];
+/// The first of the requests that run at the same time, and how many, besides as many as are allowed. Alone, each samples in
+/// another way: operations on one row have kernels of their own.
+const RUNS: [(usize, usize); 6] = [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (0, 8)];
 
 /// Tokens of the shortest prompt; those of the first fill a chunk and begin another. Passes of 9 to 32 rows use operations that
 /// MLX fuses beside its own attention, longer ones do not.
@@ -97,6 +99,11 @@ fn make_pass(model: &dyn Model, spans: usize, rows: usize, draft: bool) -> Resul
     let mut spans: Vec<_> = caches.iter_mut().map(|cache| Span { rows, cache }).collect();
     let hidden = model.forward(&ids, &mut spans, Pass::WHOLE)?;
     model.logits(&hidden)?;
+    drop(spans);
+    // All but one of its rows are rejected.
+    if draft {
+        caches.iter_mut().try_for_each(|cache| cache.rewind_draft(1))?;
+    }
     Ok(())
 }
 
@@ -125,24 +132,25 @@ impl Decoder {
         let drafters = self.new_drafters(&[])?;
         let kinds = drafters.iter().map(|drafter| Some(drafter.kind()));
         let kinds: Vec<_> = std::iter::once(None).chain(kinds).collect();
-        let mut streams: Vec<usize> =
-            STREAMS.into_iter().filter(|&streams| streams < self.max_running).collect();
-        streams.push(self.max_running);
-        let all = streams.len() * kinds.len();
-        let runs =
-            streams.iter().flat_map(|&streams| kinds.iter().map(move |&kind| (streams, kind)));
-        for (done, (streams, kind)) in runs.enumerate() {
+        let mut runs = RUNS.to_vec();
+        runs.retain(|&(_, streams)| streams == 1 || streams < self.max_running);
+        if self.max_running > 1 {
+            runs.push((0, self.max_running));
+        }
+        let all = runs.len() * kinds.len();
+        let runs = runs.iter().flat_map(|&run| kinds.iter().map(move |&kind| (run, kind)));
+        for (done, ((first, streams), kind)) in runs.enumerate() {
             loading::advance(done, all);
-            self.warm_up_with(streams, kind)?;
+            self.warm_up_with(first..first + streams, kind)?;
         }
         Ok(())
     }
 
-    /// Runs `streams` requests at the same time, every other one of which samples, with drafts of a kind or without.
-    fn warm_up_with(&mut self, streams: usize, kind: Option<DraftKind>) -> Result<()> {
-        let mut receivers = Vec::with_capacity(streams);
-        let mut running = Vec::with_capacity(streams);
-        for i in 0..streams {
+    /// Runs these requests at the same time, with drafts of a kind or without.
+    fn warm_up_with(&mut self, requests: Range<usize>, kind: Option<DraftKind>) -> Result<()> {
+        let mut receivers = Vec::with_capacity(requests.len());
+        let mut running = Vec::with_capacity(requests.len());
+        for i in requests {
             let (events, receiver) = mpsc::unbounded_channel();
             receivers.push(receiver);
             let length = if i == 0 { self.prefill_chunk + PROMPT } else { PROMPT + i };
@@ -152,7 +160,7 @@ impl Decoder {
             let path = kind.map_or(DecodePath::Plain, DecodePath::Drafted);
             self.restrict_drafting(&mut sequence, path, None);
             if kind.is_some() {
-                sequence.governor = always(1 + i % DEPTH);
+                sequence.governor = always(1 + 2 * i % DEPTH);
             }
             running.push(sequence);
         }
@@ -170,17 +178,17 @@ impl Decoder {
     }
 }
 
-/// A request with a raw prompt of `length` tokens that repeat, so that n-grams draft as well.
+/// A request with a raw prompt of `length` tokens that repeat, so that n-grams draft as well. Four in a row sample in each of the
+/// ways that have operations of their own.
 fn request(i: usize, length: usize) -> Request {
-    let sampling = match i % 2 {
-        0 => SamplingPatch { temperature: Some(0.0), ..SamplingPatch::default() },
-        _ => SamplingPatch {
-            temperature: Some(0.7),
-            top_p: Some(0.8),
-            top_k: Some(20),
-            ..SamplingPatch::default()
-        },
+    let (temperature, top_p, top_k, min_p) = match i % 4 {
+        0 => (0.0, None, None, None),
+        1 => (0.7, Some(0.8), Some(20), None),
+        2 => (0.7, None, None, None),
+        _ => (0.7, Some(0.9), None, Some(0.05)),
     };
+    let temperature = Some(temperature);
+    let sampling = SamplingPatch { temperature, top_p, top_k, min_p, ..SamplingPatch::default() };
     Request {
         id: "warm-up".into(),
         profile: "default".into(),

@@ -13,13 +13,15 @@ mod experts;
 mod gated_delta;
 mod heads;
 mod kernel;
+mod rewind;
 mod tiled;
 
-pub use attention::{ROWS, attention};
+pub use attention::{attention, takes};
 pub use experts::experts;
 pub use gated_delta::gated_delta;
 pub use heads::{attend_heads, has_heads};
 pub use kernel::{LaunchSpan, SPANS, keep_in, prepare};
+pub use rewind::rewind;
 pub use tiled::Tiled;
 
 use std::cell::Cell;

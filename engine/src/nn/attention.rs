@@ -87,7 +87,10 @@ fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
 
 /// Whether the kernel may compute the span.
 fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
-    span.rows <= cuda::ROWS && matches!(span.cache.layers[layer], LayerCache::Full(_))
+    match &span.cache.layers[layer] {
+        LayerCache::Full(full) => cuda::takes(span.rows, full.len()),
+        _ => false,
+    }
 }
 
 fn kernel_span<'a>(span: &'a Span<'_>, layer: usize) -> cuda::LaunchSpan<'a> {

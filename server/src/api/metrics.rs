@@ -17,7 +17,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use steersman_engine::Engine;
 use steersman_engine::report::{
-    Activity, MemoryUse, PrefixCounts, PrefixReport, StoreCounts, StoreReport,
+    Activity, MemoryUse, PrefixCounts, PrefixReport, StepTimes, StoreCounts, StoreReport,
 };
 use steersman_engine::request::Usage;
 use steersman_models::pool::Report;
@@ -231,13 +231,20 @@ fn register_activity(registry: &mut Registry, engines: &[EngineSnapshot]) {
     }
     let rates = Family::<Model, Gauge<f64, AtomicU64>>::default();
     let bytes = Family::<[(&str, String); 2], Gauge<u64, AtomicU64>>::default();
+    let times = Family::<[(&str, String); 2], Counter<f64, AtomicU64>>::default();
     for EngineSnapshot { model: [(label, name)], activity, .. } in engines {
         rates.get_or_create(&[(*label, name.clone())]).set(activity.tokens_per_second);
         for (account, count) in accounts(&activity.bytes) {
             let labels = [("model", name.clone()), ("account", account.to_string())];
             bytes.get_or_create(&labels).set(count);
         }
+        let StepTimes { draft, pass, wait, commit } = activity.step_times;
+        for (part, time) in [("draft", draft), ("pass", pass), ("wait", wait), ("commit", commit)] {
+            let labels = [("model", name.clone()), ("part", part.to_string())];
+            times.get_or_create(&labels).inc_by(time.as_secs_f64());
+        }
     }
+    registry.register("step_seconds", "Time of the engine thread in steps by what it did", times);
     let help = "Tokens of replies in a second, over about the last ten";
     registry.register("tokens_per_second", help, rates);
     registry.register("memory_bytes", "Bytes of arrays by account", bytes);

@@ -14,7 +14,7 @@ use super::super::token_ids;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::kernels::cpu::queue;
+use crate::kernels::cpu::{self, queue};
 use crate::model::{Model, Pass};
 use crate::request::Sampling;
 
@@ -113,15 +113,18 @@ impl Costs {
 
         let mut stopwatch = Stopwatch { spent: Duration::ZERO, start: Instant::now() };
         let mut passes = [0.0; ROWS];
+        let mut longer = cache.clone();
         for rows in MEASURED {
             passes[rows - 1] = stopwatch.least_of(|| {
-                // As with a draft: on CUDA rows that are recorded have a kernel of their own.
-                cache.mark_draft();
+                // As with a draft of which no token is accepted. On a GPU, the next pass computes what the rewind leaves.
+                let position = longer.position;
+                longer.mark_draft();
                 let start = Instant::now();
-                eval([&pass(&mut cache, &tokens[..rows])?.1])?;
-                let elapsed = start.elapsed();
-                cache.rewind_draft(CONTEXT)?;
-                Ok(Some(elapsed))
+                let (hidden, sampled) = pass(&mut longer, &tokens[..rows])?;
+                eval([&sampled])?;
+                let _at_once = cpu::run_at_once(&hidden)?;
+                longer.rewind_draft(position + 1)?;
+                Ok(Some(start.elapsed()))
             })?;
         }
         interpolate(&mut passes);

@@ -86,6 +86,11 @@ __device__ inline float lane_sums(float (&x)[N], int lane) {
   return sum;
 }
 
+// An element of a delta rule's state after a row: rounded as written here, so that all kernels compute the same bits.
+__device__ inline float written(float state, float decay, float correction, float key) {
+  return __fmaf_rn(correction, key, __fmul_rn(decay, state));
+}
+
 // Weights of a lane in a row of a matrix of 4 bits in groups of 64: 32 neighbours.
 struct Weights {
   uint4 words;

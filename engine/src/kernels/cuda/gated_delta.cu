@@ -98,7 +98,7 @@ for (int start = 0; start < rows; start += TILE) {
       const float d = strength * (values[t][warp * ROWS + r] - decay * total(recalled));
       y[r] = 0;
       for (int p = 0; p < PER; p++) {
-        s[r].x[p] = decay * s[r].x[p] + d * k.x[p];
+        s[r].x[p] = written(s[r].x[p], decay, d, k.x[p]);
         y[r] += s[r].x[p] * q.x[p];
       }
       y[r] = total(y[r]);

@@ -2,7 +2,7 @@
 
 use mlx_rs::Array;
 
-use super::attention::{Gates, ROWS, attention};
+use super::attention::{Gates, attention, takes};
 use super::kernel::{LaunchSpan, SPANS};
 use super::{Kernel, Launch, is_enabled};
 use crate::cache::Span;
@@ -33,7 +33,7 @@ pub fn has_heads(heads: &Heads<'_>, spans: &[Span<'_>]) -> bool {
     };
     is_enabled()
         && spans.len() <= SPANS
-        && spans.iter().all(|span| span.rows <= ROWS)
+        && spans.iter().all(|span| takes(span.rows, span.offset() + span.rows))
         && rotates
         && alike
         && [64, 96, 128, 192, 256].contains(&heads.head_dim)
