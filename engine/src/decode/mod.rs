@@ -416,7 +416,13 @@ impl Decoder {
         let empty = self.prefixes.empty();
         let mut threads = self.threads.take();
         let prepare = |rows| threads.iter_mut().for_each(|threads| threads.set_for(rows));
-        let costs = Costs::measure(&self.networks(), empty, &mut drafters, prepare)?;
+        let costs = Costs::measure(
+            &self.networks(),
+            empty,
+            &mut drafters,
+            self.speculation.exact,
+            prepare,
+        )?;
         self.threads = threads;
         let drafters: Vec<_> = drafters.iter().map(|drafter| drafter.kind().name()).collect();
         let passes = [1, 2, 4, 8, 16, 32, ROWS].map(|rows| (rows, costs.pass(1, rows)));

@@ -18,7 +18,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::constrain::Constraint;
-use super::draft::Drafter;
+use super::draft::{Drafter, HiddenRows};
 use super::governor::{Costs, Governor, Offer};
 use super::hooks::Hooks;
 use super::logprobs::Logprobs;
@@ -343,8 +343,8 @@ impl Sequence {
     }
 
     /// Passes the hidden states of rows from `position` on to the drafters.
-    pub fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
-        self.drafters.iter_mut().try_for_each(|drafter| drafter.observe(hidden, position))
+    pub fn observe(&mut self, hidden: &HiddenRows, position: usize) {
+        self.drafters.iter_mut().for_each(|drafter| drafter.observe(hidden, position));
     }
 
     /// The reply as the client will send it back in the next turn: without the reasoning.

@@ -18,13 +18,12 @@
 
 use std::time::Instant;
 
-use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
 use super::draft::{
-    self, Drafter, EarlyExitDrafter, Member, ModelDrafter, MtpDrafter, Networks, NgramDrafter,
-    discount_rates,
+    self, Drafter, EarlyExitDrafter, HiddenRows, Member, ModelDrafter, MtpDrafter, Networks,
+    NgramDrafter, discount_rates,
 };
 use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer};
 use super::samples::SampleOf;
@@ -46,8 +45,8 @@ pub struct Draft {
 
 /// Result of the pass over the last committed token and the drafted tokens.
 pub struct VerifyPass {
-    /// [1, m + 1, D]
-    pub hidden: Array,
+    /// Of its m + 1 rows.
+    pub hidden: HiddenRows,
     /// The token sampled after the first row. Those of the other rows follow it.
     pub first: SampleOf,
 }
@@ -292,7 +291,7 @@ impl Decoder {
         // The row of the last accepted token stays, unless it runs again.
         let rows = accepted + usize::from(!run_again);
         {
-            let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&hidden)).transpose()?;
+            let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&hidden.pass)).transpose()?;
             sequence.cache.rewind_draft(position + rows)?;
         }
         if !diverted && !run_again {
@@ -300,7 +299,7 @@ impl Decoder {
         }
         if rows > 0 && sequence.stale_from.is_none() {
             // At most DEPTH + 1 rows.
-            sequence.observe(&hidden.try_index((.., ..rows as i32, ..))?, position)?;
+            sequence.observe(&hidden.first(rows as i32), position);
         }
         let rejected = !diverted && !run_again && accepted < tokens.len();
         sequence.count_draft(tokens.len(), accepted);

@@ -12,11 +12,11 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::Decoder;
+use super::draft::HiddenRows;
 use super::governor::Governor;
 use super::memory::{Before, Section};
 use super::plan::{self, Budget, Pending};
@@ -50,8 +50,8 @@ impl Ran {
     }
 
     /// Its part of the hidden states [1, R, D] of the pass.
-    fn own(&self, hidden: &Array) -> Result<Array> {
-        Ok(hidden.try_index((.., self.start..self.end))?)
+    fn own(&self, hidden: &Array) -> HiddenRows {
+        HiddenRows::of(hidden, self.start..self.end)
     }
 }
 
@@ -298,10 +298,10 @@ impl Decoder {
             let sequence = &mut running[ran.index];
             let position = sequence.cache.position;
             if sequence.request.prompt_logprobs.is_some() {
-                self.report_prompt(sequence, &ran.own(hidden)?)?;
+                self.report_prompt(sequence, &ran.own(hidden).array()?)?;
             }
             if let Some(wish) = sequence.request.embedding {
-                let pooled = self.pool(sequence, wish, &ran.own(hidden)?);
+                let pooled = self.pool(sequence, wish, &ran.own(hidden).array()?);
                 sequence.check(pooled);
             }
             if let Some(draft) = &sequence.draft {
@@ -310,7 +310,7 @@ impl Decoder {
                 with_margins |= self.speculation.exact;
             } else if sequence.is_caught_up() {
                 if !sequence.drafters.is_empty() {
-                    sequence.observe(&ran.own(hidden)?, position - ran.rows())?;
+                    sequence.observe(&ran.own(hidden), position - ran.rows());
                 }
                 sequence.governor.iter_mut().for_each(Governor::count_step);
                 places.push(ran.end - 1);
@@ -359,7 +359,7 @@ impl Decoder {
             let sequence = &mut running[ran.index];
             let sample = SampleOf::new(samples.clone(), row);
             if let Some(draft) = &mut sequence.draft {
-                draft.pass = Some(VerifyPass { hidden: ran.own(hidden)?, first: sample });
+                draft.pass = Some(VerifyPass { hidden: ran.own(hidden), first: sample });
                 row += ran.rows();
             } else {
                 let (position, before) = (sequence.cache.position, ran.before);

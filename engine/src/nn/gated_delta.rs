@@ -132,7 +132,9 @@ impl GatedDelta {
             // The first columns of joined projections are those of the convolution.
             let (Outputs::Joined(qkv) | Outputs::Apart([qkv, ..])) = x;
             let writes = writes.all_of(qkv.dim(0));
-            for ((cache, x), writes) in caches.iter_mut().zip(Element::all_of(qkv.clone())).zip(writes) {
+            for ((cache, x), writes) in
+                caches.iter_mut().zip(Element::all_of(qkv.clone())).zip(writes)
+            {
                 cache.record(x, Some(writes));
             }
         }

@@ -34,7 +34,10 @@ pub use mtp::MtpDrafter;
 pub use ngram::NgramDrafter;
 pub use run::{Member, Networks, propose};
 
+use std::ops::Range;
+
 use mlx_rs::Array;
+use mlx_rs::ops::indexing::TryIndexOp;
 
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
@@ -92,10 +95,50 @@ pub trait Drafter {
         Ok(())
     }
 
-    /// The model ran the rows from `position` on, with hidden states [1, R, D]. Rejected rows are
-    /// left out.
-    fn observe(&mut self, _hidden: &Array, _position: usize) -> Result<()> {
-        Ok(())
+    /// The model ran the rows from `position` on, with these hidden states. Rejected rows are left out.
+    fn observe(&mut self, _hidden: &HiddenRows, _position: usize) {}
+}
+
+/// Hidden states of some rows of a pass. They are cut out when they are needed, which is seldom.
+#[derive(Debug, Clone)]
+pub struct HiddenRows {
+    /// [1, R, D], of all rows.
+    pub pass: Array,
+    rows: Range<i32>,
+}
+
+impl HiddenRows {
+    /// Those of `rows` of a pass with hidden states [1, R, D].
+    pub fn of(pass: &Array, rows: Range<i32>) -> Self {
+        Self { pass: pass.clone(), rows }
+    }
+
+    /// All those of a pass.
+    pub fn all(pass: &Array) -> Self {
+        Self::of(pass, 0..pass.dim(1))
+    }
+
+    /// The number of rows.
+    pub fn count(&self) -> i32 {
+        self.rows.end - self.rows.start
+    }
+
+    /// The first `count` of them.
+    pub fn first(&self, count: i32) -> Self {
+        Self { pass: self.pass.clone(), rows: self.rows.start..self.rows.start + count }
+    }
+
+    /// The last `count` of them.
+    pub fn last(&self, count: i32) -> Self {
+        Self { pass: self.pass.clone(), rows: self.rows.end - count..self.rows.end }
+    }
+
+    /// The states, [1, count, D].
+    pub fn array(&self) -> Result<Array> {
+        if self.count() == self.pass.dim(1) {
+            return Ok(self.pass.clone());
+        }
+        Ok(self.pass.try_index((.., self.rows.clone(), ..))?)
     }
 }
 

@@ -8,11 +8,12 @@
 //!
 //! Source: DeepSeek-V3 (arXiv:2412.19437, section 2.2).
 
-use mlx_rs::Array;
+use std::collections::VecDeque;
+
 use mlx_rs::ops::concatenate;
 use mlx_rs::ops::indexing::TryIndexOp;
 
-use super::{CATCH_UP, Drafter, FirstRows, MovingRate, RateByDepth, Start};
+use super::{CATCH_UP, Drafter, FirstRows, HiddenRows, MovingRate, RateByDepth, Start};
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
@@ -26,8 +27,8 @@ pub struct MtpDrafter {
     cache: Cache,
     /// Position of `cache` before the draft.
     position: usize,
-    /// Hidden states of rows it has not read yet, [1, R, D] each, in order and without gaps.
-    hidden: Vec<Array>,
+    /// Hidden states of rows it has not read yet, in order and without gaps.
+    hidden: VecDeque<HiddenRows>,
     /// Position after the last of them.
     end: usize,
     /// Whether rows between those read and those in `hidden` are missing.
@@ -37,12 +38,12 @@ pub struct MtpDrafter {
 
 impl MtpDrafter {
     pub fn new(mtp: &dyn Mtp) -> Result<Self> {
-        let (cache, hidden) = (mtp.new_cache()?, Vec::new());
+        let (cache, hidden) = (mtp.new_cache()?, VecDeque::new());
         Ok(Self { cache, position: 0, hidden, end: 0, gap: false, rates: RateByDepth::prior(0.7) })
     }
 
     fn unread(&self) -> i32 {
-        self.hidden.iter().map(|rows| rows.dim(1)).sum()
+        self.hidden.iter().map(HiddenRows::count).sum()
     }
 }
 
@@ -76,7 +77,8 @@ impl Drafter for MtpDrafter {
             self.cache = mtp.new_cache()?;
         }
         let rows = rows.min(CATCH_UP_ROWS);
-        let hidden = concatenate(&self.hidden, 1)?;
+        let hidden = self.hidden.iter().map(HiddenRows::array).collect::<Result<Vec<_>>>()?;
+        let hidden = concatenate(&hidden, 1)?;
         let hidden = hidden.try_index((.., hidden.dim(1) - rows.., ..))?;
         self.hidden.clear();
         let tokens = tokens[tokens.len() - rows as usize..].to_vec();
@@ -108,8 +110,8 @@ impl Drafter for MtpDrafter {
         Ok(())
     }
 
-    fn observe(&mut self, hidden: &Array, position: usize) -> Result<()> {
-        let rows = hidden.dim(1);
+    fn observe(&mut self, hidden: &HiddenRows, position: usize) {
+        let rows = hidden.count();
         if position != self.end {
             self.hidden.clear();
             self.gap = true;
@@ -117,13 +119,13 @@ impl Drafter for MtpDrafter {
         self.end = position + rows as usize;
         // A catch-up reads no more than this, so a long plain stretch takes no further memory.
         if rows > CATCH_UP_ROWS {
-            self.hidden = vec![hidden.try_index((.., rows - CATCH_UP_ROWS - 1.., ..))?];
-            return Ok(());
+            self.hidden.clear();
+            self.hidden.push_back(hidden.last(CATCH_UP_ROWS + 1));
+            return;
         }
-        self.hidden.push(hidden.clone());
-        while self.unread() - self.hidden[0].dim(1) > CATCH_UP_ROWS {
-            self.hidden.remove(0);
+        self.hidden.push_back(hidden.clone());
+        while self.unread() - self.hidden[0].count() > CATCH_UP_ROWS {
+            self.hidden.pop_front();
         }
-        Ok(())
     }
 }

@@ -4,12 +4,12 @@
 use std::time::{Duration, Instant};
 
 use mlx_rs::Array;
-use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 
-use super::super::draft::{Drafter, Member, Networks, propose};
-use super::super::sample::{Row, sample};
+use super::super::draft::{Drafter, HiddenRows, Member, Networks, propose};
+use super::super::sample::{Row, sample, within};
 use super::super::sampler::Sampler;
+use super::super::samples::Samples;
 use super::super::token_ids;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
@@ -95,20 +95,19 @@ impl Costs {
     }
 
     /// Measures `networks.model` on an empty `cache`, and new `drafters`. `prepare` is called with the number of rows before
-    /// a pass and before a draft, as in decoding.
+    /// a pass and before a draft, as in decoding. `with_margins`: near-ties in drafts are detected.
     pub fn measure(
         networks: &Networks<'_>,
         mut cache: Cache,
         drafters: &mut [Box<dyn Drafter>],
+        with_margins: bool,
         mut prepare: impl FnMut(usize),
     ) -> Result<Self> {
         let tokens = probe_tokens(2 * CONTEXT);
-        let Networks { model, part, .. } = *networks;
-        let mut pass = |cache: &mut _, tokens: &[u32]| {
-            prepare(tokens.len());
-            greedy_pass(model, part, cache, tokens)
-        };
-        let (hidden, sampled) = pass(&mut cache, &tokens[..CONTEXT])?;
+        let Networks { model, part, vocabulary, .. } = *networks;
+        prepare(CONTEXT);
+        let (hidden, sampled) = greedy_pass(model, part, &mut cache, &tokens[..CONTEXT])?;
+        let hidden = HiddenRows::all(&hidden);
         eval([&sampled])?;
 
         let mut stopwatch = Stopwatch { spent: Duration::ZERO, start: Instant::now() };
@@ -119,10 +118,21 @@ impl Costs {
                 // As with a draft of which no token is accepted. On a GPU, the next pass computes what the rewind leaves.
                 let position = longer.position;
                 longer.mark_draft();
+                prepare(rows);
                 let start = Instant::now();
-                let (hidden, sampled) = pass(&mut longer, &tokens[..rows])?;
-                eval([&sampled])?;
+                let hidden = forward(model, part, &mut longer, &tokens[..rows])?;
                 let _at_once = cpu::run_at_once(&hidden)?;
+                let logits = model.logits(&hidden)?;
+                let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+                let sampled = vec![Row::new(Sampling::default(), 0); rows];
+                let samples = match Samples::on_host(&logits, &sampled, vocabulary)? {
+                    Some(samples) => samples,
+                    None => {
+                        let with_margins = with_margins && rows > 1;
+                        Samples::of(&within(logits, vocabulary)?, &sampled, with_margins)?
+                    }
+                };
+                samples.read()?;
                 longer.rewind_draft(position + 1)?;
                 Ok(Some(start.elapsed()))
             })?;
@@ -131,9 +141,10 @@ impl Costs {
 
         cache.mark_draft();
         let mut previous = sampled.clone();
+        prepare(1);
         let plain = stopwatch.least_of(|| {
             let start = Instant::now();
-            let next = pass(&mut cache, &tokens[..1])?.1;
+            let next = greedy_pass(model, part, &mut cache, &tokens[..1])?.1;
             queue([&next])?;
             eval([&previous])?;
             previous = next;
@@ -144,10 +155,9 @@ impl Costs {
 
         let plain = if plain > 0.0 { plain.min(passes[0]) } else { passes[0] };
         let mut costs = Self::of(plain, &passes);
-        prepare(1);
         for drafter in drafters {
-            drafter.observe(&hidden, 0)?;
-            let row = hidden.try_index((.., ..1))?;
+            drafter.observe(&hidden, 0);
+            let row = hidden.first(1);
             let mut sampler = Sampler::new(Sampling::default(), 0);
             // One more token is committed before each draft, as in decoding.
             let mut length = CONTEXT;
@@ -164,7 +174,7 @@ impl Costs {
                     eval([&draft])?;
                     let elapsed = start.elapsed();
                     drafter.learn(0, 0)?;
-                    drafter.observe(&row, length - 1)?;
+                    drafter.observe(&row, length - 1);
                     Ok(Some(elapsed))
                 })
             };
@@ -287,11 +297,16 @@ pub fn greedy_pass(
     cache: &mut Cache,
     tokens: &[u32],
 ) -> Result<(Array, Array)> {
-    let ids = token_ids(tokens);
-    let hidden = model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], part)?;
+    let hidden = forward(model, part, cache, tokens)?;
     let logits = model.logits(&hidden)?.squeeze_axes(&[0])?;
     let rows = vec![Row::new(Sampling::default(), 0); tokens.len()];
     Ok((hidden, sample(&logits, &rows)?))
+}
+
+/// Hidden states [1, R, D] of a pass.
+fn forward(model: &dyn Model, part: Pass<'_>, cache: &mut Cache, tokens: &[u32]) -> Result<Array> {
+    let ids = token_ids(tokens);
+    model.forward(&ids, &mut [Span { rows: ids.dim(0), cache }], part)
 }
 
 /// Measures within the time limits [`MEASURING`] and [`COMPILING`].

@@ -56,23 +56,23 @@ pub fn rewind(
     let tail_blocks = (taps * channels + threads - 1) / threads;
     let mut next = KERNEL
         .run(&Launch {
-        inputs: &[state.batch(), k, correction, log_decay, tail.batch(), x.batch()],
-        outputs: &[(&shape, Dtype::Float32), (&tail_shape, dtype)],
-        numbers: &[keep, rows, state.index(), *index, tail.index(), x.index(), x_shape[2]],
-        spans: &[],
-        constants: &[
-            ("HEADS", heads),
-            ("DV", value_dim),
-            ("DK", key_dim),
-            ("CHANNELS", channels),
-            ("TAPS", taps),
-        ],
-        dtype,
-        blocks: [heads * value_dim / WARPS + tail_blocks, 1, 1],
-        cluster: 1,
-        threads,
-        shared: 0,
-    })?
-    .into_iter();
+            inputs: &[state.batch(), k, correction, log_decay, tail.batch(), x.batch()],
+            outputs: &[(&shape, Dtype::Float32), (&tail_shape, dtype)],
+            numbers: &[keep, rows, state.index(), *index, tail.index(), x.index(), x_shape[2]],
+            spans: &[],
+            constants: &[
+                ("HEADS", heads),
+                ("DV", value_dim),
+                ("DK", key_dim),
+                ("CHANNELS", channels),
+                ("TAPS", taps),
+            ],
+            dtype,
+            blocks: [heads * value_dim / WARPS + tail_blocks, 1, 1],
+            cluster: 1,
+            threads,
+            shared: 0,
+        })?
+        .into_iter();
     Ok(next.next().zip(next.next()).map(|(state, tail)| [state, tail]))
 }

@@ -133,13 +133,20 @@ const MOST: i32 = 12;
 
 /// States and tails of two sequences after two rows and `keep` further ones, which are the first of a draft of `rows` or a
 /// pass of their own.
-fn states_after(layer: &GatedDelta, keep: i32, rows: i32, joined: bool, dtype: Dtype) -> Vec<Array> {
+fn states_after(
+    layer: &GatedDelta,
+    keep: i32,
+    rows: i32,
+    joined: bool,
+    dtype: Dtype,
+) -> Vec<Array> {
     // The same numbers for all `rows`.
     let x = projected(layer, 2 * MOST, dtype);
     let new = || Cache::new(vec![LayerCache::Recurrent(layer.new_cache(dtype).unwrap())]);
     let mut caches = [new(), new()];
     let run = |caches: &mut [Cache; 2], from: i32, rows: i32| {
-        let parts = [from, MOST + from].map(|start| x.try_index((.., start..start + rows)).unwrap());
+        let parts =
+            [from, MOST + from].map(|start| x.try_index((.., start..start + rows)).unwrap());
         let own = outputs(layer, &concatenate(&parts, 1).unwrap(), 0, 2 * rows, joined);
         let mut spans = caches.each_mut().map(|cache| Span { rows, cache });
         layer.forward(&own, &mut spans, 0).unwrap();
@@ -209,11 +216,8 @@ fn attention_equals_its_operations() {
     on_device(|dtype, bound| {
         for shape in [[16, 4, 256], [8, 8, 64], [6, 2, 128], [2, 1, 96]] {
             let prompts: &[i32] = &[300, 1, 17, 1000, 256, 255, 3, 40, 9, 511];
-            let rows = [
-                [1; 10],
-                [1, 2, 1, 8, 3, 4, 1, 5, 1, 2],
-                [64, 1, 33, 9, 2, 65, 12, 64, 1, 17],
-            ];
+            let rows =
+                [[1; 10], [1, 2, 1, 8, 3, 4, 1, 5, 1, 2], [64, 1, 33, 9, 2, 65, 12, 64, 1, 17]];
             for next in rows {
                 let passes = [prompts, &next, &[1; 10]];
                 let ours = run_attention(true, shape, &passes, dtype);
