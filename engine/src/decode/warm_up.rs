@@ -188,7 +188,7 @@ fn request(i: usize, length: usize) -> Request {
         _ => (0.7, Some(0.9), None, Some(0.05)),
     };
     let temperature = Some(temperature);
-    let sampling = SamplingPatch { temperature, top_p, top_k, min_p, ..SamplingPatch::default() };
+    let sampling = SamplingPatch { temperature, top_p, top_k, min_p };
     Request {
         id: "warm-up".into(),
         profile: "default".into(),
