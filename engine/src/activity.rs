@@ -43,9 +43,11 @@ pub struct Activity {
 /// Time of the engine thread in steps, by what it did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepTimes {
-    /// Drafting, with the wait for the tokens that drafts follow and their commit.
+    /// Drafting, with the wait for the tokens that drafts follow and their commit. On a CPU, tokens of all steps are committed
+    /// here.
     pub draft: Duration,
-    /// Building the graph of the pass and giving it to the device. A CPU computes most of the pass meanwhile.
+    /// Building the graph of the pass and giving it to the device. A CPU computes most of the pass meanwhile. Chunks of prompts
+    /// are waited for here.
     pub pass: Duration,
     /// Waiting for sampled tokens.
     pub wait: Duration,

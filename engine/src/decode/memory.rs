@@ -39,8 +39,8 @@ use crate::nn::DENSE_ROWS;
 /// allocator's gaps.
 const RESERVE: u64 = 128 << 20;
 
-/// As [`RESERVE`], for `RLIMIT_AS`: glibc reserves 64 MiB of addresses for each of the first threads that
-/// allocate, used or not.
+/// As [`RESERVE`], for `RLIMIT_AS`: stacks and allocators reserve addresses, used or not (glibc 64 MiB for each of the first
+/// threads).
 const RESERVE_OF_ADDRESSES: u64 = 384 << 20;
 
 /// Rows of the passes that are measured at the start, on a CPU and on a GPU. Both passes take the same form of every

@@ -43,10 +43,9 @@ const PASSES: [(usize, usize); 13] = [
 
 /// The first of the requests that run at the same time, and how many, besides as many as are allowed. Alone, each samples in
 /// another way: operations on one row have kernels of their own.
-const RUNS: [(usize, usize); 6] = [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (0, 8)];
+const RUNS: [(usize, usize); 8] = [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (7, 1), (0, 2), (0, 8)];
 
-/// Tokens of the shortest prompt; those of the first fill a chunk and begin another. Passes of 9 to 32 rows use operations that
-/// MLX fuses beside its own attention, longer ones do not.
+/// Tokens of the shortest prompt; those of the first fill a chunk and begin another.
 const PROMPT: usize = 24;
 
 /// Tokens of each reply: enough for drafts after plain steps.
@@ -178,8 +177,9 @@ impl Decoder {
     }
 }
 
-/// A request with a raw prompt of `length` tokens that repeat, so that n-grams draft as well. Four in a row sample in each of the
-/// ways that have operations of their own.
+/// A request with a raw prompt of `length` tokens that repeat, so that n-grams draft as well. Eight in a row sample in each of the
+/// ways that have operations of their own: with filters and without, and the same with banned tokens, which are those that end
+/// the turn. The last one has a penalty as well: with it, nothing is drafted.
 fn request(i: usize, length: usize) -> Request {
     let (temperature, top_p, top_k, min_p) = match i % 4 {
         0 => (0.0, None, None, None),
@@ -195,10 +195,12 @@ fn request(i: usize, length: usize) -> Request {
         prompt: Some(RawPrompt::Tokens((0..length).map(|at| 3 + (at % 17) as u32).collect())),
         max_tokens: Some(TOKENS),
         seed: Some(i as u64),
-        // With it, the end of the turn is banned, which has operations of its own.
-        ignores_end: i % 2 == 1,
+        ignores_end: i % 8 >= 4,
         sampling,
-        penalties: Penalties { repetition: 1.0 + (i % 2) as f32 / 20.0, ..Penalties::default() },
+        penalties: Penalties {
+            repetition: if i % 8 == 7 { 1.05 } else { 1.0 },
+            ..Penalties::default()
+        },
         ..Request::default()
     }
 }

@@ -58,9 +58,7 @@ pub fn attention(
     let mut parts = Vec::new();
     let (mut start, mut left) = (0, &*spans);
     while let Some(span) = left.first() {
-        let joined = left.iter().take_while(|span| has_kernel && has_few_rows(span, layer));
-        let joined: Vec<_> =
-            joined.take(cuda::SPANS).map(|span| kernel_span(span, layer)).collect();
+        let joined = if has_kernel { kernel_spans(left, layer) } else { Vec::new() };
         let rows = joined.iter().map(|span| span.rows).sum();
         let by_kernel = if joined.is_empty() {
             None
@@ -85,20 +83,21 @@ fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
     if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
 }
 
-/// Whether the kernel may compute the span.
-fn has_few_rows(span: &Span<'_>, layer: usize) -> bool {
-    match &span.cache.layers[layer] {
-        LayerCache::Full(full) => cuda::takes(span.rows, full.len()),
-        _ => false,
+/// The first of `spans` that the kernel takes in one launch.
+fn kernel_spans<'a>(spans: &'a [Span<'_>], layer: usize) -> Vec<cuda::LaunchSpan<'a>> {
+    let mut taken: Vec<cuda::LaunchSpan<'a>> = Vec::new();
+    let sizes = |span: &cuda::LaunchSpan<'_>| (span.rows, span.place + span.rows);
+    for span in spans.iter().take(cuda::SPANS) {
+        let LayerCache::Full(full) = &span.cache.layers[layer] else { break };
+        let place = full.len() - span.rows;
+        let buffer = full.buffer();
+        let next = cuda::LaunchSpan { rows: span.rows, position: place, place, buffer };
+        if !cuda::takes(taken.iter().chain([&next]).map(sizes)) {
+            break;
+        }
+        taken.push(next);
     }
-}
-
-fn kernel_span<'a>(span: &'a Span<'_>, layer: usize) -> cuda::LaunchSpan<'a> {
-    let LayerCache::Full(full) = &span.cache.layers[layer] else {
-        unreachable!("checked by `has_few_rows`")
-    };
-    let place = full.len() - span.rows;
-    cuda::LaunchSpan { rows: span.rows, position: place, place, buffer: full.buffer() }
+    taken
 }
 
 /// Causal attention of `q` [1, T, H_q, D], the queries of the last T positions in `cache`: [1, T, H_q D].

@@ -117,7 +117,7 @@ impl Drafter for MtpDrafter {
             self.gap = true;
         }
         self.end = position + rows as usize;
-        // A catch-up reads no more than this, so a long plain stretch takes no further memory.
+        // A catch-up reads no more than this, so a long plain stretch keeps the hidden states of as many passes.
         if rows > CATCH_UP_ROWS {
             self.hidden.clear();
             self.hidden.push_back(hidden.last(CATCH_UP_ROWS + 1));

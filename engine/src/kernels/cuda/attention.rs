@@ -1,5 +1,5 @@
-//! Attention of the few rows of each span in a pass over the span's own keys, for head sizes and numbers of
-//! rows that MLX computes without a fused kernel.
+//! Attention of the few rows of each span in a pass over the span's own keys: MLX has no fused kernel for some head sizes,
+//! and compiles a plan of cuDNN for each new number of rows and keys (43 ms on an H200).
 
 use mlx_rs::{Array, Dtype};
 
@@ -28,14 +28,20 @@ const JOIN: Kernel = Kernel {
 /// Rows of a span that have the kernel after any number of keys: those of a draft.
 const FEW: i32 = 8;
 
-/// Most rows of a span, and most keys of all of them. Each row reads the keys again, in groups of [`QUERIES`] queries; after few
-/// keys that takes less time than MLX, which compiles a plan of cuDNN for each new number of rows and keys (43 ms on an H200).
+/// Most rows of a span in other launches.
 const ROWS: i32 = 64;
-const KEYS: i32 = 1 << 17;
 
-/// Whether the kernel takes `rows` rows of a span, of which the last one sees `keys` keys.
-pub fn takes(rows: i32, keys: i32) -> bool {
-    rows <= FEW || (rows <= ROWS && rows * keys <= KEYS)
+/// Most rows of such a launch times the keys of its longest span. Each row reads the keys again, in groups of [`QUERIES`]
+/// queries, and has a partial result for each [`SPLIT`] keys of the longest span.
+const ROWS_TIMES_KEYS: i64 = 1 << 17;
+
+/// Whether the kernel takes these spans in one launch: the rows of each, and the keys that its last row sees.
+pub fn takes(spans: impl Iterator<Item = (i32, i32)>) -> bool {
+    let (mut most, mut total, mut longest) = (0, 0, 0);
+    for (rows, keys) in spans {
+        (most, total, longest) = (rows.max(most), total + i64::from(rows), keys.max(longest));
+    }
+    most <= FEW || (most <= ROWS && total * i64::from(longest) <= ROWS_TIMES_KEYS)
 }
 
 /// Keys of a part. A constant, so that the order of sums depends on the length of a span only.
@@ -62,7 +68,7 @@ pub fn attention(
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
     let kv_heads = spans[0].buffer.dim(1) / 2;
     let fits = spans.len() <= SPANS
-        && spans.iter().all(|span| takes(span.rows, span.place + span.rows))
+        && takes(spans.iter().map(|span| (span.rows, span.place + span.rows)))
         && [64, 96, 128, 192, 256].contains(&dim)
         && heads % kv_heads == 0;
     if !is_enabled() || !fits {

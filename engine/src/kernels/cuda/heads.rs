@@ -33,7 +33,7 @@ pub fn has_heads(heads: &Heads<'_>, spans: &[Span<'_>]) -> bool {
     };
     is_enabled()
         && spans.len() <= SPANS
-        && spans.iter().all(|span| takes(span.rows, span.offset() + span.rows))
+        && takes(spans.iter().map(|span| (span.rows, span.offset() + span.rows)))
         && rotates
         && alike
         && [64, 96, 128, 192, 256].contains(&heads.head_dim)

@@ -21,11 +21,11 @@ const WARPS: i32 = 16;
 /// Threads of a warp; each holds D_k / 32 columns.
 const LANES: i32 = 32;
 
-/// Most columns that a thread holds.
-const COLUMNS: i32 = 16;
+/// Columns that a thread may hold: those that one or several vectors load.
+const COLUMNS: [i32; 5] = [1, 2, 4, 8, 16];
 
 /// The state f32 [1, H_v, D_v, D_k] and the tail [1, K - 1, C] after the first `keep` of the rows that wrote `writes` after
-/// `state` and `tail`: the bits that a pass of these rows leaves. The inputs of the convolution are the first C columns of
+/// `state` and `tail`. After [`super::gated_delta`], these are the bits that a pass of these rows leaves. The inputs of the convolution are the first C columns of
 /// `x` [1, T, >= C]. `None` if there is no kernel for the types or dimensions.
 pub fn rewind(
     [state, tail]: [&Element; 2],
@@ -44,7 +44,8 @@ pub fn rewind(
     let floats = [state.batch(), k, correction, log_decay];
     let fits = enabled().is_some()
         && key_dim % LANES == 0
-        && key_dim / LANES <= COLUMNS
+        && COLUMNS.contains(&(key_dim / LANES))
+        && keep <= rows
         && heads * value_dim % WARPS == 0
         && batch.rows() == rows
         && x.batch().dtype() == dtype

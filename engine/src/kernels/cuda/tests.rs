@@ -211,6 +211,17 @@ fn run_attention(kernel: bool, shape: [i32; 3], passes: &[&[i32]], dtype: Dtype)
     ys
 }
 
+/// Partial results of a launch are as many as its rows times the parts of its longest span.
+#[test]
+fn a_prompt_is_not_launched_beside_a_long_context() {
+    let takes = |spans: &[(i32, i32)]| super::takes(spans.iter().copied());
+    assert!(takes(&[(8, 1 << 20), (1, 1 << 20)]));
+    assert!(takes(&[(64, 64), (33, 1000), (1, 500)]));
+    assert!(takes(&[(64, 2048)]) && !takes(&[(64, 2049)]));
+    assert!(!takes(&[(64, 64), (1, 100_000)]));
+    assert!(!takes(&[(65, 65)]));
+}
+
 #[test]
 fn attention_equals_its_operations() {
     on_device(|dtype, bound| {
