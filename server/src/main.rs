@@ -29,7 +29,7 @@ use steersman_engine::{Engine, Info};
 use tokio::runtime::{Builder, Runtime};
 
 /// Also MLX's: `override` exports its functions under the names of the C library's.
-#[cfg(target_os = "linux")]
+#[cfg(all(feature = "mimalloc", target_os = "linux"))]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -143,7 +143,7 @@ fn compile_in_child(program: &Path, bytes: &[u8], memory_bytes: usize) -> Result
         .arg(COMPILE)
         .args(numbers.map(|number| number.to_string()))
         .env("RAYON_NUM_THREADS", threads.to_string())
-        // Else the allocator maps 1 GiB at once, which the limit counts as memory in use.
+        // Else mimalloc, if it allocates, maps 1 GiB at once, which the limit counts as memory in use.
         .env("MIMALLOC_ARENA_EAGER_COMMIT", "0")
         // A failed allocation is no reason for twenty lines in the log.
         .env("RUST_BACKTRACE", "0")
