@@ -4,8 +4,8 @@
 //! Its size does not depend on the prompt, and every row changes all of it, so it cannot be
 //! truncated. After a draft mark the layer also records what each row writes (two vectors and a
 //! number a row; the state is a matrix), and a rewind replays the accepted rows: with a kernel one by one, as the
-//! kernels of the gated delta rule run them ([`cpu::replay`], [`cuda::rewind`]), else with [`delta_write`]. Nothing is copied: MLX arrays are immutable, so the mark is a handle to the old
-//! state.
+//! kernels of the gated delta rule run them ([`cpu::replay`], [`cuda::rewind`]), else with [`delta_write`]. Nothing is
+//! copied: MLX arrays are immutable, so the mark is a handle to the old state.
 
 use std::rc::Rc;
 

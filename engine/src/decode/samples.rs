@@ -13,7 +13,7 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::logprobs::Logprobs;
-use super::sample::{Row, largest, sample, sample_with_margins};
+use super::sample::{Row, largest, sample, sample_with_margins, within};
 use super::token_ids;
 use crate::error::Result;
 use crate::kernels::cpu;
@@ -30,6 +30,28 @@ pub struct Samples {
 }
 
 impl Samples {
+    /// Samples a token after each row of `logits` [R, V], of which the first `vocabulary` columns are tokens: on the host if that
+    /// needs no operation, else with operations that are not queued. Also returns these columns.
+    pub fn after(
+        logits: Array,
+        rows: &[Row],
+        vocabulary: i32,
+        with_margins: bool,
+    ) -> Result<(Self, Array)> {
+        let on_host = Self::on_host(&logits, rows, vocabulary)?;
+        let logits = within(logits, vocabulary)?;
+        let samples = match on_host {
+            Some(samples) => samples,
+            None => Self::of(&logits, rows, with_margins)?,
+        };
+        Ok((samples, logits))
+    }
+
+    /// Whether the tokens are on the host.
+    pub fn is_read(&self) -> bool {
+        self.read.get().is_some()
+    }
+
     /// Samples a token after each row of `logits` [R, V].
     pub fn of(logits: &Array, rows: &[Row], with_margins: bool) -> Result<Self> {
         let (tokens, margins) = if with_margins {
@@ -43,7 +65,7 @@ impl Samples {
 
     /// Samples on the host if the `logits` [R, V] are there and the token of each row is the largest of its first `vocabulary`
     /// logits: without an operation, which MLX runs on another thread.
-    pub fn on_host(logits: &Array, rows: &[Row], vocabulary: i32) -> Result<Option<Self>> {
+    fn on_host(logits: &Array, rows: &[Row], vocabulary: i32) -> Result<Option<Self>> {
         let plain = rows.iter().all(|row| row.is_plain(vocabulary));
         if !plain || logits.dtype() != Dtype::Float32 || !cpu::is_available(logits) {
             return Ok(None);
@@ -75,7 +97,7 @@ impl Samples {
 
     /// Waits for the tokens; also returns their margins, or nothing without margins.
     pub fn read(&self) -> Result<(&[u32], &[f32])> {
-        if self.read.get().is_none() {
+        if !self.is_read() {
             eval(self.arrays())?;
             let tokens = self.tokens.try_as_slice::<u32>()?.to_vec();
             let margins = match &self.margins {
@@ -104,7 +126,7 @@ impl SampleOf {
 
     /// Whether the tokens are on the host.
     pub fn is_read(&self) -> bool {
-        self.samples.read.get().is_some()
+        self.samples.is_read()
     }
 
     /// Waits for the token.

@@ -20,7 +20,7 @@ use super::draft::HiddenRows;
 use super::governor::Governor;
 use super::memory::{Before, Section};
 use super::plan::{self, Budget, Pending};
-use super::sample::{Row, within};
+use super::sample::Row;
 use super::samples::{Input, SampleOf, Samples};
 use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
 use super::speculate::{DraftedStep, VerifyPass};
@@ -86,7 +86,6 @@ impl Decoder {
         let start = Instant::now();
         let drafted = self.propose_drafts(running);
         let proposed = start.elapsed();
-        let drafted_rows = drafted.as_ref().map_or(0, DraftedStep::drafted_rows);
         let pending: Vec<Option<Sampled>> = running.iter().map(|s| s.sampled.clone()).collect();
         let prompt_rows = self.forward(running)?;
         let ran = start.elapsed() - proposed;
@@ -113,7 +112,7 @@ impl Decoder {
         if let (Some(costs), Some(0)) = (&mut self.costs, prompt_rows) {
             // The tokens just read are from a plain step after another one. A step that rewound is not typical.
             let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
-            match drafted {
+            match &drafted {
                 Some(step) => step.learn(costs),
                 None if running.iter().all(is_plain) => {
                     costs.learn_plain(streams, start.elapsed().as_secs_f32());
@@ -124,7 +123,8 @@ impl Decoder {
         let elapsed = start.elapsed();
         let commit = elapsed - proposed - ran - waited;
         let times = StepTimes { draft: proposed, pass: ran, wait: waited, commit };
-        tracing::trace!(streams, prompt_rows, drafted = drafted_rows, ?times, "step");
+        let drafted = drafted.as_ref().map_or(0, DraftedStep::drafted_rows);
+        tracing::trace!(streams, prompt_rows, drafted, ?times, "step");
         self.activity.add_step(times);
         if let Some(rows) = prompt_rows {
             let seconds = elapsed.as_secs_f32();
@@ -137,8 +137,7 @@ impl Decoder {
                 sequences = running.len(),
                 prompt_rows,
                 ?elapsed,
-                ?proposed,
-                ?ran,
+                ?times,
                 ?costs,
                 "step took longer than engine.stall_ms"
             );
@@ -342,18 +341,13 @@ impl Decoder {
         let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&chosen)).transpose()?;
         let logits = self.model.logits(&chosen)?;
         let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
-        let on_host = Samples::on_host(&logits, &rows, self.vocabulary)?;
-        let logits = within(logits, self.vocabulary)?;
-        let samples = Rc::new(match on_host {
-            Some(samples) => samples,
-            None => {
-                let samples = Samples::of(&logits, &rows, with_margins)?;
-                // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
-                // one round trip a token.
-                queue(samples.arrays())?;
-                samples
-            }
-        });
+        let (samples, logits) = Samples::after(logits, &rows, self.vocabulary, with_margins)?;
+        if !samples.is_read() {
+            // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
+            // one round trip a token.
+            queue(samples.arrays())?;
+        }
+        let samples = Rc::new(samples);
         let mut row = 0;
         for ran in sampling {
             let sequence = &mut running[ran.index];

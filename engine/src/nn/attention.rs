@@ -79,7 +79,7 @@ pub fn attention(
 }
 
 /// Rows of `x` [1, R, ..].
-fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
+pub fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
     if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
 }
 

@@ -18,7 +18,7 @@ mod packed;
 mod rope;
 mod runs;
 
-pub use attention::{Scores, attend, attention};
+pub use attention::{Scores, attend, attention, rows_of};
 pub use compiled::{compile_steps, fused};
 pub use gated_delta::{
     CHUNK, GatedDelta, Projected, convolve, delta_rule_chunked, delta_rule_recurrent,

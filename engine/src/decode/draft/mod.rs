@@ -37,12 +37,12 @@ pub use run::{Member, Networks, propose};
 use std::ops::Range;
 
 use mlx_rs::Array;
-use mlx_rs::ops::indexing::TryIndexOp;
 
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
 use crate::model::Model;
+use crate::nn::rows_of;
 
 /// Most rows that a lagging drafter runs before it drafts. Running all rows that it missed would cost more
 /// than one trial can gain; a drafter in use does not lag.
@@ -135,10 +135,7 @@ impl HiddenRows {
 
     /// The states, [1, count, D].
     pub fn array(&self) -> Result<Array> {
-        if self.count() == self.pass.dim(1) {
-            return Ok(self.pass.clone());
-        }
-        Ok(self.pass.try_index((.., self.rows.clone(), ..))?)
+        rows_of(&self.pass, self.rows.clone())
     }
 }
 

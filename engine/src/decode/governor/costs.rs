@@ -7,7 +7,7 @@ use mlx_rs::Array;
 use mlx_rs::transforms::eval;
 
 use super::super::draft::{Drafter, HiddenRows, Member, Networks, propose};
-use super::super::sample::{Row, sample, within};
+use super::super::sample::{Row, sample};
 use super::super::sampler::Sampler;
 use super::super::samples::Samples;
 use super::super::token_ids;
@@ -125,14 +125,7 @@ impl Costs {
                 let logits = model.logits(&hidden)?;
                 let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
                 let sampled = vec![Row::new(Sampling::default(), 0); rows];
-                let samples = match Samples::on_host(&logits, &sampled, vocabulary)? {
-                    Some(samples) => samples,
-                    None => {
-                        let with_margins = with_margins && rows > 1;
-                        Samples::of(&within(logits, vocabulary)?, &sampled, with_margins)?
-                    }
-                };
-                samples.read()?;
+                Samples::after(logits, &sampled, vocabulary, with_margins && rows > 1)?.0.read()?;
                 longer.rewind_draft(position + 1)?;
                 Ok(Some(start.elapsed()))
             })?;

@@ -32,10 +32,10 @@ const RECORDING_KERNEL: Kernel = Kernel {
 };
 
 /// Warps of a block; each holds D_v / 16 rows of a state in registers.
-const WARPS: i32 = 16;
+pub const WARPS: i32 = 16;
 
 /// Threads of a warp; each holds D_k / 32 columns.
-const LANES: i32 = 32;
+pub const LANES: i32 = 32;
 
 /// Most elements of a state that a thread holds without spilling registers.
 const ELEMENTS: i32 = 64;

@@ -2,6 +2,7 @@
 
 use mlx_rs::{Array, Dtype};
 
+use super::gated_delta::{LANES, WARPS};
 use super::{Kernel, Launch, enabled};
 use crate::cache::{Element, Writes, WritesOf};
 use crate::error::Result;
@@ -15,18 +16,12 @@ const KERNEL: Kernel = Kernel {
     source: include_str!("rewind.cu"),
 };
 
-/// Warps of a block, each of which has a row of a state.
-const WARPS: i32 = 16;
-
-/// Threads of a warp; each holds D_k / 32 columns.
-const LANES: i32 = 32;
-
 /// Columns that a thread may hold: those that one or several vectors load.
 const COLUMNS: [i32; 5] = [1, 2, 4, 8, 16];
 
 /// The state f32 [1, H_v, D_v, D_k] and the tail [1, K - 1, C] after the first `keep` of the rows that wrote `writes` after
-/// `state` and `tail`. After [`super::gated_delta`], these are the bits that a pass of these rows leaves. The inputs of the convolution are the first C columns of
-/// `x` [1, T, >= C]. `None` if there is no kernel for the types or dimensions.
+/// `state` and `tail`. After [`super::gated_delta`], these are the bits that a pass of these rows leaves. The inputs of the
+/// convolution are the first C columns of `x` [1, T, >= C]. `None` if there is no kernel for the types or dimensions.
 pub fn rewind(
     [state, tail]: [&Element; 2],
     writes: &WritesOf,
