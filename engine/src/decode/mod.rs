@@ -60,7 +60,7 @@ use sha2::{Digest, Sha256};
 
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
-use self::governor::{Costs, Governor, ROWS};
+use self::governor::{Costs, Governor, ROWS, TrialTime};
 use self::hooks::HookThreads;
 pub use self::memory::Machine;
 use self::memory::{Memory, Section};
@@ -203,6 +203,8 @@ pub struct Decoder {
     learned_rates: [Vec<MovingRate>; DraftKind::ALL.len()],
     /// Governor of the previous request.
     learned_governor: Option<Governor>,
+    /// What trials of drafters may lose.
+    trial_time: TrialTime,
     /// Type of the activations.
     dtype: Dtype,
     /// See [`speculate::near_tie_margin`].
@@ -367,6 +369,7 @@ impl Decoder {
             costs: None,
             learned_rates: Default::default(),
             learned_governor: None,
+            trial_time: TrialTime::default(),
             dtype,
             near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),

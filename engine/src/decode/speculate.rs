@@ -25,7 +25,7 @@ use super::draft::{
     self, Drafter, EarlyExitDrafter, HiddenRows, Member, ModelDrafter, MtpDrafter, Networks,
     NgramDrafter, discount_rates,
 };
-use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer};
+use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer, TrialTime};
 use super::samples::SampleOf;
 use super::sequence::{Sampled, Sequence};
 use crate::config::DraftKind;
@@ -58,6 +58,8 @@ pub struct DraftedStep {
     /// Rows of their last tokens and drafts.
     rows: usize,
     drafted: Drafted,
+    /// Tokens that the sequences had accepted before.
+    accepted: usize,
     /// Whether no drafter had anything to catch up on.
     is_typical: bool,
     /// When all sampled tokens had been read.
@@ -70,13 +72,20 @@ impl DraftedStep {
         self.rows - self.streams
     }
 
-    /// Learns from the time of the step until now.
-    pub fn learn(&self, costs: &mut Costs) {
+    /// Learns from the time of the step until now, in which the sequences of `running` have accepted drafted tokens.
+    pub fn learn(&self, costs: &mut Costs, trial_time: &mut TrialTime, running: &[Sequence]) {
+        let seconds = self.start.elapsed().as_secs_f32();
+        let accepted = accepted_tokens(running) - self.accepted;
+        trial_time.spend(seconds, costs.plain(self.streams), self.streams, accepted);
         if self.is_typical {
-            let seconds = self.start.elapsed().as_secs_f32();
             costs.learn_drafts(self.streams, self.rows, &self.drafted, seconds);
         }
     }
+}
+
+/// Drafted tokens that these sequences have accepted so far.
+fn accepted_tokens(running: &[Sequence]) -> usize {
+    running.iter().map(|sequence| sequence.draft_counts()[1]).sum()
 }
 
 /// Margin, relative to the largest logit, below which the rounding of passes of different shapes may
@@ -156,12 +165,16 @@ impl Decoder {
             return None;
         }
         let costs = self.costs.unwrap_or_else(Costs::unknown);
+        let accepted = accepted_tokens(running);
+        // What a trial costs beside rows of a prompt is not known.
+        let may_try = self.trial_time.is_left() && running.iter().all(|s| s.prompt_rows() == 0);
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
         // read cost no wait.
         let unread = running.iter().any(|s| s.sampled.as_ref().is_some_and(|next| !next.is_read()));
         let wait = self.runs_at_once || !unread || {
             let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
-            governor::choose(&costs, streams, &offers).iter().any(Option::is_some)
+            let choices = governor::choose(&costs, streams, &offers, may_try);
+            choices.iter().any(Option::is_some)
         };
         if wait {
             // An error ends the sequence when its token is committed.
@@ -178,10 +191,10 @@ impl Decoder {
             sequence.offer_draft(&costs, streams)
         };
         let offers: Vec<Option<Offer>> = committed.iter().map(offer).collect();
-        let choices = governor::choose(&costs, streams, &offers);
+        let choices = governor::choose(&costs, streams, &offers, may_try);
         let drafting = committed.into_iter().zip(choices).filter_map(|(s, choice)| s.zip(choice));
         let (rows, drafted) = (streams, Drafted::default());
-        let mut step = DraftedStep { streams, rows, drafted, is_typical: true, start };
+        let mut step = DraftedStep { streams, rows, drafted, accepted, is_typical: true, start };
         self.draft(&mut step, drafting.collect());
         (step.rows > streams).then_some(step)
     }
@@ -252,13 +265,7 @@ impl Decoder {
     }
 
     /// Commits the drafted tokens that equal the sampled ones, and rewinds the rows of the others.
-    /// `streams`: sequences that decode in this step.
-    pub(super) fn accept_draft(
-        &mut self,
-        sequence: &mut Sequence,
-        draft: Draft,
-        streams: usize,
-    ) -> Result<()> {
+    pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
         let Draft { drafter, tokens, position, pass } = draft;
         let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
         let (sampled, margins) = first.with_next(tokens.size())?;
@@ -306,8 +313,8 @@ impl Decoder {
         let Sequence { drafters, governor, .. } = sequence;
         let drafter = &mut drafters[drafter];
         drafter.learn(accepted + usize::from(rejected), accepted)?;
-        if let (Some(governor), Some(costs)) = (governor, &self.costs) {
-            governor.learn(costs, streams, &**drafter, accepted > 0, rows, run_again);
+        if let Some(governor) = governor {
+            governor.learn(drafter.kind(), rows, run_again);
         }
         self.settle(sequence)
     }

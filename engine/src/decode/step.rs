@@ -96,8 +96,7 @@ impl Decoder {
             if sequence.has_ended() || sequence.hooks.is_away() {
                 continue;
             }
-            let committed =
-                catch_panic(sequence.stage(), || self.commit(sequence, sampled, streams));
+            let committed = catch_panic(sequence.stage(), || self.commit(sequence, sampled));
             sequence.check(committed);
         }
         running.iter().for_each(Sequence::report_progress);
@@ -113,9 +112,13 @@ impl Decoder {
             // The tokens just read are from a plain step after another one. A step that rewound is not typical.
             let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
             match &drafted {
-                Some(step) => step.learn(costs),
-                None if running.iter().all(is_plain) => {
-                    costs.learn_plain(streams, start.elapsed().as_secs_f32());
+                Some(step) => step.learn(costs, &mut self.trial_time, running),
+                None if streams > 0 => {
+                    let seconds = start.elapsed().as_secs_f32();
+                    self.trial_time.earn(seconds);
+                    if running.iter().all(is_plain) {
+                        costs.learn_plain(streams, seconds);
+                    }
                 }
                 None => {}
             }
@@ -145,13 +148,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Commits the tokens of one sequence that are known after a pass in which `streams` sequences decode.
-    fn commit(
-        &mut self,
-        sequence: &mut Sequence,
-        sampled: Option<Sampled>,
-        streams: usize,
-    ) -> Result<()> {
+    /// Commits the tokens of one sequence that are known after a pass.
+    fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
         self.save_at_save_point(sequence);
         sequence.begin_decode();
         if sequence.limits.reply == 0 && sequence.is_caught_up() {
@@ -161,7 +159,7 @@ impl Decoder {
             return Ok(());
         }
         if let Some(draft) = sequence.draft.take() {
-            self.accept_draft(sequence, draft, streams)?;
+            self.accept_draft(sequence, draft)?;
         } else if let Some(sampled) = sampled {
             self.commit_unless_near_tie(sequence, sampled)?;
         }

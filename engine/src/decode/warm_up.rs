@@ -110,7 +110,7 @@ impl Decoder {
     /// Runs requests of every kind. A failure costs time later.
     pub(super) fn warm_up(&mut self) {
         let start = Instant::now();
-        let learned = (self.costs, self.pass_costs, self.debt);
+        let learned = (self.costs, self.pass_costs, self.debt, self.trial_time);
         let empty = self.prefixes.empty();
         let unsaved = match Prefixes::new(empty, CACHE_BYTES, None, 0) {
             Ok(prefixes) => prefixes,
@@ -119,7 +119,7 @@ impl Decoder {
         let prefixes = std::mem::replace(&mut self.prefixes, unsaved);
         let ran = self.warm_up_all();
         self.prefixes = prefixes;
-        (self.costs, self.pass_costs, self.debt) = learned;
+        (self.costs, self.pass_costs, self.debt, self.trial_time) = learned;
         self.activity.forget_passes();
         match ran {
             Ok(()) => tracing::info!(elapsed = ?start.elapsed(), "warmed up"),

@@ -8,16 +8,18 @@
 //! for it; the best pass wins, the one without drafts included. One sequence alone is the same with fewer
 //! candidates.
 //!
-//! A drafter that is not used learns nothing, so each one is tried again from time to time, less and
-//! less often if it still does not pay.
+//! A drafter that is not used learns nothing, so each one is tried from time to time, as often as the loss
+//! allows ([`TrialTime`]).
 //!
 //! Source: the expected gain is that of arXiv:2211.17192, section 3.3.
 
 mod costs;
 #[cfg(test)]
 mod tests;
+mod trials;
 
 pub use costs::{Costs, Drafted, ROWS, greedy_pass, probe_tokens};
+pub use trials::TrialTime;
 
 use super::draft::{Drafter, MovingRate};
 use crate::config::DraftKind;
@@ -25,15 +27,11 @@ use crate::config::DraftKind;
 /// Least expected speed over plain decoding: the expectation is an estimate.
 const GAIN: f32 = 1.1;
 
-/// Fewest and most steps between trials of a drafter that is not in use. A trial costs about one
-/// token (the drafter may have to catch up first), so the longest wait costs a few thousandths.
-const TRIAL_INTERVAL: [u32; 2] = [8, 512];
+/// Fewest steps of a sequence between trials of a drafter that is not in use.
+const TRIAL_INTERVAL: u32 = 8;
 
 /// Most tokens of a trial.
 const TRIAL_DEPTH: usize = 2;
-
-/// After this many accepted trials in a row, trials that still do not pay become rarer again.
-const ACCEPTED_TRIALS: u32 = 4;
 
 /// The drafter of a step, by its index in the sequence's drafters, and the depth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,26 +59,14 @@ pub struct Governor {
     depth: usize,
     /// Share of verified rows without a near-tie.
     confident: MovingRate,
-    trials: [Trial; DraftKind::ALL.len()],
-}
-
-/// When a drafter is tried again.
-#[derive(Debug, Clone, Copy)]
-struct Trial {
-    /// Steps between trials.
-    interval: u32,
-    /// Steps since it drafted last.
-    since: u32,
-    /// Accepted trials in a row, each of which brings the next one early.
-    accepted: u32,
+    /// Steps since each kind drafted last.
+    unused: [u32; DraftKind::ALL.len()],
 }
 
 impl Governor {
     /// A governor that has learned nothing. Drafts are at most `depth` deep.
     pub fn new(mode: Mode, depth: usize) -> Self {
-        let trial = Trial { interval: TRIAL_INTERVAL[0], since: 0, accepted: 0 };
-        let trials = [trial; DraftKind::ALL.len()];
-        Self { mode, depth, confident: MovingRate::prior(1.0), trials }
+        Self { mode, depth, confident: MovingRate::prior(1.0), unused: Default::default() }
     }
 
     /// What the sequence could draft in a pass of `streams` sequences, at most `room` tokens; `None` if it
@@ -116,12 +102,10 @@ impl Governor {
             let reached = if unread && kind == DraftKind::Ngram { rates[0] } else { 1.0 };
             let draft = DraftOffer { drafter, kind, gains: self.gains(&rates[..room], reached) };
             let (speed, depths) = best_pass(costs, streams, &[&draft]);
-            let trial = self.trials[kind as usize];
-            let interval = if trial.accepted > 0 { TRIAL_INTERVAL[0] } else { trial.interval };
-            let late = trial.since.saturating_sub(interval);
-            if late > 0 && overdue.is_none_or(|(most, _)| late > most) {
+            let unused = self.unused[kind as usize];
+            if unused > TRIAL_INTERVAL && overdue.is_none_or(|(most, _)| unused > most) {
                 let depth = depths[0].clamp(1, TRIAL_DEPTH.min(room));
-                overdue = Some((late, Choice { drafter, depth, is_trial: true }));
+                overdue = Some((unused, Choice { drafter, depth, is_trial: true }));
             }
             if best.as_ref().is_none_or(|(most, _)| speed > *most) {
                 best = Some((speed, draft));
@@ -150,22 +134,13 @@ impl Governor {
 
     /// Counts a plain step.
     pub fn count_step(&mut self) {
-        for trial in &mut self.trials {
-            trial.since += 1;
+        for steps in &mut self.unused {
+            *steps = steps.saturating_add(1);
         }
     }
 
-    /// Learns from a draft of `drafter` in a pass of `streams` sequences. `any_accepted`: its first token
-    /// was accepted; `confident`: rows without a near-tie; `near_tie`: whether a near-tie ended it.
-    pub fn learn(
-        &mut self,
-        costs: &Costs,
-        streams: usize,
-        drafter: &dyn Drafter,
-        any_accepted: bool,
-        confident: usize,
-        near_tie: bool,
-    ) {
+    /// Learns from a draft of `kind`. `confident`: rows without a near-tie; `near_tie`: whether a near-tie ended it.
+    pub fn learn(&mut self, kind: DraftKind, confident: usize, near_tie: bool) {
         for _ in 0..confident {
             self.confident.learn(true);
         }
@@ -173,27 +148,12 @@ impl Governor {
             self.confident.learn(false);
         }
         self.count_step();
-        let (kind, rates) = (drafter.kind(), drafter.acceptance_rates());
-        let gains = self.gains(&rates[..self.depth], 1.0);
-        let (speed, _) = best_pass(costs, streams, &[&DraftOffer { drafter: 0, kind, gains }]);
-        let [shortest, longest] = TRIAL_INTERVAL;
-        let trial = &mut self.trials[kind as usize];
-        trial.since = 0;
-        let pays = pays(costs, streams, speed);
-        // A few accepted trials in a row mean that the text has changed. If drafts still do not pay
-        // after them, acceptance is not enough on this machine.
-        if pays {
-            (trial.interval, trial.accepted) = (shortest, 0);
-        } else if any_accepted && trial.accepted < ACCEPTED_TRIALS {
-            trial.accepted += 1;
-        } else {
-            (trial.interval, trial.accepted) = ((trial.interval * 2).min(longest), 0);
-        }
+        self.unused[kind as usize] = 0;
     }
 
     /// Whether a drafter drafted in the last step, so that it had nothing to catch up on.
     pub fn in_use(&self, kind: DraftKind) -> bool {
-        kind == DraftKind::Ngram || self.trials[kind as usize].since == 0
+        kind == DraftKind::Ngram || self.unused[kind as usize] == 0
     }
 }
 
@@ -217,31 +177,32 @@ struct DraftOffer {
     gains: Vec<f32>,
 }
 
-/// Chooses the drafts of a pass of `streams` sequences from what they offer: one entry for each offer.
-pub fn choose(costs: &Costs, streams: usize, offers: &[Option<Offer>]) -> Vec<Option<Choice>> {
+/// Chooses the drafts of a pass of `streams` sequences from what they offer: one entry for each offer. `may_try`:
+/// drafters whose trial is due are tried.
+pub fn choose(
+    costs: &Costs,
+    streams: usize,
+    offers: &[Option<Offer>],
+    may_try: bool,
+) -> Vec<Option<Choice>> {
     if offers.iter().flatten().any(|offer| offer.always.is_some()) {
         return offers.iter().map(|offer| offer.as_ref()?.always).collect();
     }
     let drafts: Vec<&DraftOffer> = offers.iter().flatten().map(|offer| &offer.draft).collect();
     let (speed, depths) = best_pass(costs, streams, &drafts);
-    let pays = pays(costs, streams, speed);
+    let pays = speed * costs.plain(streams) > GAIN * streams as f32;
     let mut depths = depths.into_iter();
     let mut rows = streams;
     let choice = |offer: &Option<Offer>| {
         let Offer { draft, overdue, .. } = offer.as_ref()?;
         let choice = match depths.next().expect("one for each offer") {
             depth if pays && depth > 0 => Choice { drafter: draft.drafter, depth, is_trial: false },
-            _ => (*overdue)?,
+            _ => overdue.filter(|_| may_try)?,
         };
         rows += choice.depth;
         (rows <= ROWS).then_some(choice)
     };
     offers.iter().map(choice).collect()
-}
-
-/// Whether a pass with drafts that commits `speed` tokens a second pays.
-fn pays(costs: &Costs, streams: usize, speed: f32) -> bool {
-    speed * costs.plain(streams) > GAIN * streams as f32
 }
 
 /// The depths of `drafts` with which a pass of `streams` sequences commits the most tokens a second, and

@@ -70,7 +70,7 @@ fn governor() -> Governor {
 
 /// The choice for one sequence alone.
 fn alone(governor: &Governor, drafters: &Drafters, room: usize) -> Option<Choice> {
-    choose(&costs(), 1, &[governor.offer(&costs(), 1, drafters, room, false)])[0]
+    choose(&costs(), 1, &[governor.offer(&costs(), 1, drafters, room, false)], true)[0]
 }
 
 /// The depths for n-gram drafts with these acceptance rates, in a pass of `streams` sequences.
@@ -80,7 +80,7 @@ fn depths(costs: &Costs, streams: usize, rates: &[f32]) -> Vec<usize> {
         governor().offer(costs, streams, &drafters, 100, false)
     };
     let offers: Vec<Option<Offer>> = rates.iter().map(offer).collect();
-    choose(costs, streams, &offers).iter().map(|choice| choice.map_or(0, |c| c.depth)).collect()
+    choose(costs, streams, &offers, true).iter().map(|choice| choice.map_or(0, |c| c.depth)).collect()
 }
 
 #[test]
@@ -170,12 +170,16 @@ fn simulate(
     near_ties: u32,
 ) -> [f32; 2] {
     let (mut time, mut tokens) = (0.0, 0.0);
+    let mut trial_time = TrialTime::default();
     let mut random = Random(1);
     let mut happens = |percent: u32| random.below(100) < percent as usize;
     for _ in 0..2000 {
-        let Some(Choice { drafter, depth, is_trial }) = alone(governor, drafters, 100) else {
+        let offer = governor.offer(&costs(), 1, drafters, 100, false);
+        let choice = choose(&costs(), 1, &[offer], trial_time.is_left())[0];
+        let Some(Choice { drafter, depth, is_trial }) = choice else {
             time += 1.0;
             tokens += 1.0;
+            trial_time.earn(1.0);
             governor.count_step();
             continue;
         };
@@ -183,7 +187,9 @@ fn simulate(
         if is_trial {
             discount_rates(drafter);
         }
-        time += costs().pass(1, depth + 1) + costs().draft[drafter.kind() as usize].tokens(depth);
+        let drafting = costs().draft[drafter.kind() as usize].tokens(depth);
+        let step = costs().pass(1, depth + 1) + drafting;
+        time += step;
         let mut accepted = 0;
         let mut near_tie = happens(near_ties);
         while !near_tie && accepted < depth && happens(acceptance) {
@@ -192,10 +198,11 @@ fn simulate(
         }
         tokens += accepted as f32 + 1.0;
         time += f32::from(u8::from(near_tie));
+        trial_time.spend(step, 1.0, 1, accepted);
         let rejected = !near_tie && accepted < depth;
         drafter.learn(accepted + usize::from(rejected), accepted).unwrap();
         let confident = accepted + usize::from(!near_tie);
-        governor.learn(&costs(), 1, drafter, accepted > 0, confident, near_tie);
+        governor.learn(drafter.kind(), confident, near_tie);
     }
     [time, tokens]
 }

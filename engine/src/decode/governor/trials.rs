@@ -1,0 +1,85 @@
+//! How much time trials of drafters may lose, so that text on which no drafter pays is never decoded much
+//! slower than without drafts.
+//!
+//! Each step without drafts earns a small share of its time. A step with drafts costs what it took longer than plain
+//! steps for the same tokens. A drafter is tried when nothing is owed.
+//!
+//! Source: the condition is that of conservative bandits (Wu et al., arXiv:1602.04282): explore only while the loss
+//! against the known way stays under a share of it.
+
+/// Share of the decoding time that trials may lose.
+const SHARE: f32 = 0.01;
+
+/// Most that one step may cost, in plain steps: a stall of the machine says nothing about drafts.
+const MOST: f32 = 8.0;
+
+/// Time that trials may lose, in seconds; owed if it is negative.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TrialTime {
+    left: f32,
+}
+
+impl TrialTime {
+    /// Whether a drafter may be tried.
+    pub fn is_left(self) -> bool {
+        self.left >= 0.0
+    }
+
+    /// Counts a step without drafts that took `seconds`.
+    pub fn earn(&mut self, seconds: f32) {
+        self.add(SHARE * seconds, seconds);
+    }
+
+    /// Counts a step with drafts that took `seconds`. `streams` sequences decoded, and `accepted` drafted tokens
+    /// were committed; a plain step takes `plain` seconds.
+    pub fn spend(&mut self, seconds: f32, plain: f32, streams: usize, accepted: usize) {
+        let saved = plain * (streams + accepted) as f32 / streams as f32;
+        self.add(saved - seconds.min(MOST * plain), plain);
+    }
+
+    /// Adds `seconds`. At most a plain step is kept, so that a text that fits pays for no later one.
+    fn add(&mut self, seconds: f32, plain: f32) {
+        self.left = (self.left + seconds).min(plain);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A trial that costs two plain steps is paid by 200 of them.
+    #[test]
+    fn trials_lose_a_share_of_the_time() {
+        let mut time = TrialTime::default();
+        let (mut total, mut trials) = (0.0, 0);
+        for _ in 0..10_000 {
+            if time.is_left() {
+                time.spend(3.0, 1.0, 4, 0);
+                (total, trials) = (total + 3.0, trials + 1);
+            } else {
+                time.earn(1.0);
+                total += 1.0;
+            }
+        }
+        assert!((48..=52).contains(&trials), "{trials}");
+        let lost = 2.0 * trials as f32 / total;
+        assert!(lost < SHARE * 1.05, "{lost}");
+    }
+
+    /// Steps that gain are not limited, and what they gain is not spent later.
+    #[test]
+    fn a_gain_is_worth_one_step() {
+        let mut time = TrialTime::default();
+        (0..100).for_each(|_| time.spend(1.5, 1.0, 1, 3));
+        time.spend(2.5, 1.0, 1, 0);
+        assert!(!time.is_left());
+    }
+
+    #[test]
+    fn a_stall_costs_a_bounded_number_of_steps() {
+        let mut time = TrialTime::default();
+        time.spend(60.0, 1.0, 1, 0);
+        (0..710).for_each(|_| time.earn(1.0));
+        assert!(time.is_left());
+    }
+}
