@@ -1,59 +1,88 @@
 //! Speed of speculation: `cargo bench -p steersman-tests --bench speculation`, on a quiet machine.
 //!
-//! Measures plain and governed decoding in turn, the median of five rounds, on texts that suit
-//! speculation (long copies, long lists of people as JSON) and on texts that do not (stories at
-//! temperature 1, and at 2, where words follow no rule).
+//! Measures plain and governed decoding in turn, in one process, on texts that suit speculation (long copies, long
+//! lists of people as JSON) and on texts that do not (stories, also at temperature 1, and at 2, where words follow no
+//! rule). Each prompt is decoded plainly, twice by the governor, and plainly again, `ROUNDS` times (5). Prints the median
+//! ratio of the times, and the range of its middle half.
 //!
-//! The bundled model copies none of these texts to its end. `COPYING_MODEL` names the folder of a model
-//! that does, made by `tests/fixtures/real.py`. `DRAFT_MODEL` names the folder of a smaller model that
-//! drafts for the bundled one.
+//! The bundled model copies none of these texts to its end. `MODEL` names the folder of another one, for instance of
+//! one that does, made by `tests/fixtures/real.py`. `DRAFT_MODEL` names the folder of a smaller model that drafts.
 
 use std::cmp::Reverse;
-use std::time::Duration;
 
 use steersman_engine::tools::Decoder;
-use steersman_engine::tools::verify::{DecodePath, Outcome};
+use steersman_engine::tools::verify::DecodePath;
 use steersman_tests::{config, load, load_from, speculation_prompts};
+
+/// Longest replies, in tokens.
+const TOKENS: usize = 256;
+
+/// Shorter replies are not measured.
+const SHORTEST: usize = 40;
 
 fn main() {
     let data = tempfile::tempdir().unwrap();
     let mut own = config();
     own.speculation.draft_model = std::env::var("DRAFT_MODEL").unwrap_or_default();
-    let (mut bundled, _) = load(own, data.path()).unwrap();
-    for (kind, temperature) in
-        [("extraction", 0.0), ("copying", 0.0), ("story", 1.0), ("story", 2.0)]
-    {
-        measure(&mut bundled, kind, temperature);
+    let (mut decoder, _) = match std::env::var("MODEL") {
+        Ok(folder) => load_from(own, folder.as_ref(), data.path()),
+        Err(_) => load(own, data.path()),
     }
-    if let Ok(folder) = std::env::var("COPYING_MODEL") {
-        drop(bundled);
-        let (mut copying, _) = load_from(config(), folder.as_ref(), data.path()).unwrap();
-        print!("{folder}: ");
-        measure(&mut copying, "copying", 0.0);
+    .unwrap();
+    let rounds = std::env::var("ROUNDS").map_or(5, |rounds| rounds.parse().expect("a number"));
+    for (kind, temperature) in
+        [("extraction", 0.0), ("copying", 0.0), ("story", 0.0), ("story", 1.0), ("story", 2.0)]
+    {
+        measure(&mut decoder, kind, temperature, rounds);
     }
 }
 
-fn measure(decoder: &mut Decoder, kind: &str, temperature: f32) {
+fn measure(decoder: &mut Decoder, kind: &str, temperature: f32, rounds: usize) {
     let mut requests = speculation_prompts(&[kind], 50);
     requests.sort_by_key(|request| Reverse(request.messages[0].content.len()));
     requests.truncate(5);
     for request in &mut requests {
         request.sampling.temperature = Some(temperature);
     }
-    let paths = [DecodePath::Plain, DecodePath::Governed];
-    let rounds: Vec<Vec<Outcome>> =
-        (0..5).map(|_| decoder.verify(&requests, &paths, 256, |_| ()).unwrap()).collect();
-    let time = |outcome: &Outcome| outcome.times.iter().sum::<Duration>();
-    let speedup = |round: &Vec<Outcome>| time(&round[0]).div_duration_f64(time(&round[1]));
-    let mut speedups: Vec<f64> = rounds.iter().map(speedup).collect();
-    speedups.sort_by(f64::total_cmp);
-    let [plain, governed] = &rounds[4][..] else { unreachable!("two paths") };
-    let [drafted, accepted, passes] = governed.drafted;
-    let tokens: usize = plain.replies.iter().map(Vec::len).sum();
+    use DecodePath::{Governed, Plain};
+    let (mut ratios, mut rates) = (Vec::new(), Vec::new());
+    let [mut drafted, mut accepted, mut passes, mut tokens] = [0; 4];
+    for round in 0..=rounds {
+        let outcomes =
+            decoder.verify(&requests, &[Plain, Governed, Governed, Plain], TOKENS, |_| ()).unwrap();
+        if round == 0 {
+            continue;
+        }
+        let time = |path: usize, i: usize| outcomes[path].times[i].as_secs_f64();
+        for (i, reply) in outcomes[0].replies.iter().enumerate() {
+            if reply.len() < SHORTEST {
+                continue;
+            }
+            let plain = time(0, i) + time(3, i);
+            ratios.push(plain / (time(1, i) + time(2, i)));
+            rates.push(2.0 * (reply.len() - 1) as f64 / plain);
+        }
+        for governed in &outcomes[1..3] {
+            let [of_draft, of_accepted, of_passes] = governed.drafted;
+            (drafted, accepted, passes) =
+                (drafted + of_draft, accepted + of_accepted, passes + of_passes);
+            tokens += governed.replies.iter().map(Vec::len).sum::<usize>();
+        }
+    }
+    if ratios.is_empty() {
+        return println!(
+            "{kind} at temperature {temperature}: all replies are shorter than {SHORTEST} tokens"
+        );
+    }
+    ratios.sort_by(f64::total_cmp);
+    rates.sort_by(f64::total_cmp);
+    let count = ratios.len();
     println!(
-        "{kind} at temperature {temperature}: {:.2}x (of {speedups:.2?}), {tokens} tokens, {:.1} tok/s plain, \
+        "{kind} at temperature {temperature}: {:.3}x [{:.2}-{:.2}] of {count}, {:.0} tok/s plain, {tokens} tokens governed, \
          {passes} passes with drafts, {accepted} of {drafted} accepted",
-        speedups[2],
-        tokens as f64 / time(plain).as_secs_f64(),
+        ratios[count / 2],
+        ratios[count / 4],
+        ratios[3 * count / 4],
+        rates[count / 2],
     );
 }

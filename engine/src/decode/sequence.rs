@@ -168,6 +168,8 @@ pub struct Progress {
     pub(super) judged: Vec<Piece>,
     drafted: u32,
     accepted: u32,
+    /// Tokens that drafts added to passes: those accepted, less rows that run again.
+    gained: i32,
     /// Tokens that the form left no choice about.
     pub(super) forced: u32,
     /// Passes that verified a draft.
@@ -363,9 +365,15 @@ impl Sequence {
         [drafted, accepted, verified].map(|count| count as usize)
     }
 
-    /// Counts a verified draft.
-    pub fn count_draft(&mut self, drafted: usize, accepted: usize) {
+    /// Tokens that drafts added to passes: those accepted, less rows that run again.
+    pub fn gained(&self) -> i32 {
+        self.progress.gained
+    }
+
+    /// Counts a verified draft. `run_again`: its last row runs again.
+    pub fn count_draft(&mut self, drafted: usize, accepted: usize, run_again: bool) {
         // At most DEPTH tokens a draft.
+        self.progress.gained += accepted as i32 - i32::from(run_again);
         self.progress.drafted += drafted as u32;
         self.progress.accepted += accepted as u32;
         self.progress.verified += 1;

@@ -58,8 +58,8 @@ pub struct DraftedStep {
     /// Rows of their last tokens and drafts.
     rows: usize,
     drafted: Drafted,
-    /// Tokens that the sequences had accepted before.
-    accepted: usize,
+    /// Tokens that the sequences had gained by drafts before.
+    gained: i32,
     /// Whether no drafter had anything to catch up on.
     is_typical: bool,
     /// When all sampled tokens had been read.
@@ -72,20 +72,20 @@ impl DraftedStep {
         self.rows - self.streams
     }
 
-    /// Learns from the time of the step until now, in which the sequences of `running` have accepted drafted tokens.
+    /// Learns from the time of the step until now, and what the sequences of `running` have gained in it.
     pub fn learn(&self, costs: &mut Costs, trial_time: &mut TrialTime, running: &[Sequence]) {
         let seconds = self.start.elapsed().as_secs_f32();
-        let accepted = accepted_tokens(running) - self.accepted;
-        trial_time.spend(seconds, costs.plain(self.streams), self.streams, accepted);
+        let gained = gained_tokens(running) - self.gained;
+        trial_time.spend(seconds, costs.plain(self.streams), self.streams, gained);
         if self.is_typical {
             costs.learn_drafts(self.streams, self.rows, &self.drafted, seconds);
         }
     }
 }
 
-/// Drafted tokens that these sequences have accepted so far.
-fn accepted_tokens(running: &[Sequence]) -> usize {
-    running.iter().map(|sequence| sequence.draft_counts()[1]).sum()
+/// Tokens that these sequences have gained by drafts so far.
+fn gained_tokens(running: &[Sequence]) -> i32 {
+    running.iter().map(Sequence::gained).sum()
 }
 
 /// Margin, relative to the largest logit, below which the rounding of passes of different shapes may
@@ -165,7 +165,7 @@ impl Decoder {
             return None;
         }
         let costs = self.costs.unwrap_or_else(Costs::unknown);
-        let accepted = accepted_tokens(running);
+        let gained = gained_tokens(running);
         // What a trial costs beside rows of a prompt is not known.
         let may_try = self.trial_time.is_left() && running.iter().all(|s| s.prompt_rows() == 0);
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
@@ -194,7 +194,7 @@ impl Decoder {
         let choices = governor::choose(&costs, streams, &offers, may_try);
         let drafting = committed.into_iter().zip(choices).filter_map(|(s, choice)| s.zip(choice));
         let (rows, drafted) = (streams, Drafted::default());
-        let mut step = DraftedStep { streams, rows, drafted, accepted, is_typical: true, start };
+        let mut step = DraftedStep { streams, rows, drafted, gained, is_typical: true, start };
         self.draft(&mut step, drafting.collect());
         (step.rows > streams).then_some(step)
     }
@@ -309,7 +309,7 @@ impl Decoder {
             sequence.observe(&hidden.first(rows as i32), position);
         }
         let rejected = !diverted && !run_again && accepted < tokens.len();
-        sequence.count_draft(tokens.len(), accepted);
+        sequence.count_draft(tokens.len(), accepted, run_again);
         let Sequence { drafters, governor, .. } = sequence;
         let drafter = &mut drafters[drafter];
         drafter.learn(accepted + usize::from(rejected), accepted)?;

@@ -80,7 +80,10 @@ fn depths(costs: &Costs, streams: usize, rates: &[f32]) -> Vec<usize> {
         governor().offer(costs, streams, &drafters, 100, false)
     };
     let offers: Vec<Option<Offer>> = rates.iter().map(offer).collect();
-    choose(costs, streams, &offers, true).iter().map(|choice| choice.map_or(0, |c| c.depth)).collect()
+    choose(costs, streams, &offers, true)
+        .iter()
+        .map(|choice| choice.map_or(0, |c| c.depth))
+        .collect()
 }
 
 #[test]
@@ -198,7 +201,7 @@ fn simulate(
         }
         tokens += accepted as f32 + 1.0;
         time += f32::from(u8::from(near_tie));
-        trial_time.spend(step, 1.0, 1, accepted);
+        trial_time.spend(step, 1.0, 1, accepted as i32 - i32::from(near_tie));
         let rejected = !near_tie && accepted < depth;
         drafter.learn(accepted + usize::from(rejected), accepted).unwrap();
         let confident = accepted + usize::from(!near_tie);
@@ -218,7 +221,7 @@ fn useless_drafters_cost_little_and_return_when_the_text_changes() {
     let [time, tokens] = simulate(&mut governor, &mut drafters, 100, 0);
     assert!(tokens / time > 1.8, "{time} steps for {tokens} tokens");
     let [time, tokens] = simulate(&mut governor, &mut drafters, 0, 0);
-    assert!(time / tokens < 1.03, "{time} steps for {tokens} tokens");
+    assert!(time / tokens < 1.015, "{time} steps for {tokens} tokens");
 }
 
 /// Between useless and useful, and with rows that run again: never much slower.
@@ -230,7 +233,7 @@ fn drafters_near_break_even_cost_little() {
             let mut drafters = vec![fake(DraftKind::Mtp, 0.7), fake(DraftKind::Model, 0.6)];
             let [time, tokens] = simulate(&mut governor, &mut drafters, acceptance, near_ties);
             assert!(
-                time / tokens < 1.03,
+                time / tokens < 1.015,
                 "{acceptance} %, {near_ties} % near-ties: {time} steps for {tokens} tokens"
             );
         }

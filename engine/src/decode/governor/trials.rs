@@ -30,10 +30,10 @@ impl TrialTime {
         self.add(SHARE * seconds, seconds);
     }
 
-    /// Counts a step with drafts that took `seconds`. `streams` sequences decoded, and `accepted` drafted tokens
-    /// were committed; a plain step takes `plain` seconds.
-    pub fn spend(&mut self, seconds: f32, plain: f32, streams: usize, accepted: usize) {
-        let saved = plain * (streams + accepted) as f32 / streams as f32;
+    /// Counts a step with drafts that took `seconds`. `streams` sequences decoded, and drafts added `gained` tokens;
+    /// a plain step takes `plain` seconds.
+    pub fn spend(&mut self, seconds: f32, plain: f32, streams: usize, gained: i32) {
+        let saved = plain * (1.0 + gained as f32 / streams as f32);
         self.add(saved - seconds.min(MOST * plain), plain);
     }
 
