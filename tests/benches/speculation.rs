@@ -10,9 +10,10 @@
 
 use std::cmp::Reverse;
 
+use steersman_engine::config::Config;
 use steersman_engine::tools::Decoder;
 use steersman_engine::tools::verify::DecodePath;
-use steersman_tests::{config, load, load_from, speculation_prompts};
+use steersman_tests::{load, load_from, speculation_prompts};
 
 /// Longest replies, in tokens.
 const TOKENS: usize = 256;
@@ -22,7 +23,8 @@ const SHORTEST: usize = 40;
 
 fn main() {
     let data = tempfile::tempdir().unwrap();
-    let mut own = config();
+    // As it is served: on the GPU if there is one.
+    let mut own = Config::default();
     own.speculation.draft_model = std::env::var("DRAFT_MODEL").unwrap_or_default();
     let (mut decoder, _) = match std::env::var("MODEL") {
         Ok(folder) => load_from(own, folder.as_ref(), data.path()),

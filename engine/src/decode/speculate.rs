@@ -25,7 +25,7 @@ use super::draft::{
     self, Drafter, EarlyExitDrafter, HiddenRows, Member, ModelDrafter, MtpDrafter, Networks,
     NgramDrafter, discount_rates,
 };
-use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer, TrialTime};
+use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer, Permit, TrialTime};
 use super::samples::SampleOf;
 use super::sequence::{Sampled, Sequence};
 use crate::config::DraftKind;
@@ -72,12 +72,19 @@ impl DraftedStep {
         self.rows - self.streams
     }
 
-    /// Learns from the time of the step until now, and what the sequences of `running` have gained in it.
-    pub fn learn(&self, costs: &mut Costs, trial_time: &mut TrialTime, running: &[Sequence]) {
-        let seconds = self.start.elapsed().as_secs_f32();
+    /// Learns from the step, which ends now and took `seconds` in all, and from what the sequences of `running` have gained
+    /// in it.
+    pub fn learn(
+        &self,
+        costs: &mut Costs,
+        trial_time: &mut TrialTime,
+        running: &[Sequence],
+        seconds: f32,
+    ) {
         let gained = gained_tokens(running) - self.gained;
         trial_time.spend(seconds, costs.plain(self.streams), self.streams, gained);
         if self.is_typical {
+            let seconds = self.start.elapsed().as_secs_f32();
             costs.learn_drafts(self.streams, self.rows, &self.drafted, seconds);
         }
     }
@@ -166,14 +173,18 @@ impl Decoder {
         }
         let costs = self.costs.unwrap_or_else(Costs::unknown);
         let gained = gained_tokens(running);
-        // What a trial costs beside rows of a prompt is not known.
-        let may_try = self.trial_time.is_left() && running.iter().all(|s| s.prompt_rows() == 0);
+        let mut permit = self.trial_time.permit(costs.plain(streams));
+        if running.iter().any(|sequence| sequence.prompt_rows() > 0) {
+            // What a trial costs beside rows of a prompt is not known.
+            permit = permit.min(Permit::Paying);
+        }
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
         // read cost no wait.
         let unread = running.iter().any(|s| s.sampled.as_ref().is_some_and(|next| !next.is_read()));
         let wait = self.runs_at_once || !unread || {
+            let costs = costs.behind_queued_pass();
             let offers: Vec<_> = running.iter().map(|s| s.offer_draft(&costs, streams)).collect();
-            let choices = governor::choose(&costs, streams, &offers, may_try);
+            let choices = governor::choose(&costs, streams, &offers, permit);
             choices.iter().any(Option::is_some)
         };
         if wait {
@@ -191,7 +202,7 @@ impl Decoder {
             sequence.offer_draft(&costs, streams)
         };
         let offers: Vec<Option<Offer>> = committed.iter().map(offer).collect();
-        let choices = governor::choose(&costs, streams, &offers, may_try);
+        let choices = governor::choose(&costs, streams, &offers, permit);
         let drafting = committed.into_iter().zip(choices).filter_map(|(s, choice)| s.zip(choice));
         let (rows, drafted) = (streams, Drafted::default());
         let mut step = DraftedStep { streams, rows, drafted, gained, is_typical: true, start };

@@ -178,6 +178,12 @@ impl Costs {
         Ok(costs)
     }
 
+    /// Costs of the next step if the tokens of the queued pass must be read before it: the device then idles twice, until
+    /// they are read and until the step is queued.
+    pub fn behind_queued_pass(&self) -> Self {
+        Self { wait: 2.0 * self.wait, ..*self }
+    }
+
     /// A plain step of `streams` sequences. If none has run yet, as many further rows as it has more
     /// streams than the largest one that has.
     pub fn plain(&self, streams: usize) -> f32 {

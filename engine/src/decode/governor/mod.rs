@@ -19,7 +19,7 @@ mod tests;
 mod trials;
 
 pub use costs::{Costs, Drafted, ROWS, greedy_pass, probe_tokens};
-pub use trials::TrialTime;
+pub use trials::{Permit, TrialTime};
 
 use super::draft::{Drafter, MovingRate};
 use crate::config::DraftKind;
@@ -151,6 +151,12 @@ impl Governor {
         self.unused[kind as usize] = 0;
     }
 
+    /// Whether the sequence drafted in one of the last two steps: the next step computes rewound states, and the one after
+    /// that is the first to have another one queued behind it.
+    pub fn has_just_drafted(&self) -> bool {
+        self.unused.iter().any(|steps| *steps <= 2)
+    }
+
     /// Whether a drafter drafted in the last step, so that it had nothing to catch up on.
     pub fn in_use(&self, kind: DraftKind) -> bool {
         kind == DraftKind::Ngram || self.unused[kind as usize] == 0
@@ -177,27 +183,26 @@ struct DraftOffer {
     gains: Vec<f32>,
 }
 
-/// Chooses the drafts of a pass of `streams` sequences from what they offer: one entry for each offer. `may_try`:
-/// drafters whose trial is due are tried.
+/// Chooses the drafts of a pass of `streams` sequences from what they offer: one entry for each offer.
 pub fn choose(
     costs: &Costs,
     streams: usize,
     offers: &[Option<Offer>],
-    may_try: bool,
+    permit: Permit,
 ) -> Vec<Option<Choice>> {
     if offers.iter().flatten().any(|offer| offer.always.is_some()) {
         return offers.iter().map(|offer| offer.as_ref()?.always).collect();
     }
     let drafts: Vec<&DraftOffer> = offers.iter().flatten().map(|offer| &offer.draft).collect();
     let (speed, depths) = best_pass(costs, streams, &drafts);
-    let pays = speed * costs.plain(streams) > GAIN * streams as f32;
+    let pays = speed * costs.plain(streams) > GAIN * streams as f32 && permit >= Permit::Paying;
     let mut depths = depths.into_iter();
     let mut rows = streams;
     let choice = |offer: &Option<Offer>| {
         let Offer { draft, overdue, .. } = offer.as_ref()?;
         let choice = match depths.next().expect("one for each offer") {
             depth if pays && depth > 0 => Choice { drafter: draft.drafter, depth, is_trial: false },
-            _ => overdue.filter(|_| may_try)?,
+            _ => overdue.filter(|_| permit == Permit::Trials)?,
         };
         rows += choice.depth;
         (rows <= ROWS).then_some(choice)

@@ -70,7 +70,7 @@ fn governor() -> Governor {
 
 /// The choice for one sequence alone.
 fn alone(governor: &Governor, drafters: &Drafters, room: usize) -> Option<Choice> {
-    choose(&costs(), 1, &[governor.offer(&costs(), 1, drafters, room, false)], true)[0]
+    choose(&costs(), 1, &[governor.offer(&costs(), 1, drafters, room, false)], Permit::Trials)[0]
 }
 
 /// The depths for n-gram drafts with these acceptance rates, in a pass of `streams` sequences.
@@ -80,7 +80,7 @@ fn depths(costs: &Costs, streams: usize, rates: &[f32]) -> Vec<usize> {
         governor().offer(costs, streams, &drafters, 100, false)
     };
     let offers: Vec<Option<Offer>> = rates.iter().map(offer).collect();
-    choose(costs, streams, &offers, true)
+    choose(costs, streams, &offers, Permit::Trials)
         .iter()
         .map(|choice| choice.map_or(0, |c| c.depth))
         .collect()
@@ -178,7 +178,7 @@ fn simulate(
     let mut happens = |percent: u32| random.below(100) < percent as usize;
     for _ in 0..2000 {
         let offer = governor.offer(&costs(), 1, drafters, 100, false);
-        let choice = choose(&costs(), 1, &[offer], trial_time.is_left())[0];
+        let choice = choose(&costs(), 1, &[offer], trial_time.permit(1.0))[0];
         let Some(Choice { drafter, depth, is_trial }) = choice else {
             time += 1.0;
             tokens += 1.0;
