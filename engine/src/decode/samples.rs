@@ -12,6 +12,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
+use super::draft::DraftTokens;
 use super::logprobs::Logprobs;
 use super::sample::{Row, largest, sample, sample_with_margins, within};
 use super::token_ids;
@@ -90,6 +91,11 @@ impl Samples {
         Logprobs::of(logits, rows, &self.tokens, top, with_entropy)
     }
 
+    /// The tokens, u32 [R]; possibly still being computed.
+    pub fn tokens(&self) -> &Array {
+        &self.tokens
+    }
+
     /// All arrays, to evaluate them.
     pub fn arrays(&self) -> impl Iterator<Item = &Array> {
         [&self.tokens].into_iter().chain(&self.margins)
@@ -154,8 +160,10 @@ impl SampleOf {
 /// Tokens to run next: u32 [R], once they are joined.
 #[derive(Debug)]
 pub enum Input {
-    /// Known to the host, or drafted.
-    Tokens(Array),
+    /// Known to the host.
+    Known(Vec<u32>),
+    /// Drafted, and possibly still being computed.
+    Drafted(Array),
     /// Sampled, and possibly still being computed.
     Sampled(Rc<Samples>, Range<usize>),
 }
@@ -164,7 +172,8 @@ impl Input {
     /// Number of rows.
     pub fn rows(&self) -> i32 {
         match self {
-            Self::Tokens(tokens) => tokens.dim(0),
+            Self::Known(tokens) => tokens.len() as i32,
+            Self::Drafted(tokens) => tokens.dim(0),
             Self::Sampled(_, rows) => rows.len() as i32,
         }
     }
@@ -181,16 +190,28 @@ impl Input {
         }
     }
 
-    /// Adds known tokens to `inputs`.
-    pub fn push_tokens(inputs: &mut Vec<Self>, tokens: &[u32]) {
-        inputs.push(Self::Tokens(token_ids(tokens)));
+    /// Adds known tokens to `inputs`. Neighbours become one array.
+    pub fn push_known(inputs: &mut Vec<Self>, tokens: &[u32]) {
+        match inputs.last_mut() {
+            Some(Self::Known(last)) => last.extend_from_slice(tokens),
+            _ => inputs.push(Self::Known(tokens.to_vec())),
+        }
+    }
+
+    /// Adds a draft to `inputs`.
+    pub fn push_draft(inputs: &mut Vec<Self>, draft: &DraftTokens) {
+        match draft {
+            DraftTokens::Known(tokens) => Self::push_known(inputs, tokens),
+            DraftTokens::Computing(tokens) => inputs.push(Self::Drafted(tokens.clone())),
+        }
     }
 
     /// All `inputs` in order: u32 [R].
     pub fn join(inputs: Vec<Self>) -> Result<Array> {
         let array = |input| -> Result<Array> {
             match input {
-                Self::Tokens(tokens) => Ok(tokens),
+                Self::Known(tokens) => Ok(token_ids(&tokens)),
+                Self::Drafted(tokens) => Ok(tokens),
                 Self::Sampled(samples, rows) if rows.len() == samples.tokens.size() => {
                     Ok(samples.tokens.clone())
                 }

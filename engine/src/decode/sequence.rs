@@ -18,7 +18,7 @@ use mlx_rs::ops::indexing::TryIndexOp;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::constrain::Constraint;
-use super::draft::{Drafter, HiddenRows};
+use super::draft::{DraftTokens, Drafter, HiddenRows};
 use super::governor::{Costs, Governor, Offer};
 use super::hooks::Hooks;
 use super::logprobs::Logprobs;
@@ -264,8 +264,8 @@ pub enum StepInput {
     Tokens(Vec<u32>),
     /// The token sampled last.
     Sampled(SampleOf),
-    /// The last committed token, and this draft after it, u32 [m].
-    Draft(Array),
+    /// The last committed token, and this draft after it.
+    Draft(DraftTokens),
     /// Nothing: the sampled token ends the reply in any case.
     Nothing,
 }

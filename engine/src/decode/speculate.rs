@@ -18,12 +18,12 @@
 
 use std::time::Instant;
 
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Dtype;
 
 use super::Decoder;
 use super::draft::{
-    self, Drafter, EarlyExitDrafter, HiddenRows, Member, ModelDrafter, MtpDrafter, Networks,
-    NgramDrafter, discount_rates,
+    self, DraftTokens, Drafter, EarlyExitDrafter, HiddenRows, Member, ModelDrafter, MtpDrafter,
+    Networks, NgramDrafter, discount_rates,
 };
 use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer, Permit, TrialTime};
 use super::samples::SampleOf;
@@ -36,8 +36,7 @@ use crate::kernels::cpu;
 pub struct Draft {
     /// Index of the drafter that proposed them.
     drafter: usize,
-    /// u32 [m]
-    pub tokens: Array,
+    pub tokens: DraftTokens,
     /// Position of the row before them, that of the last committed token.
     pub position: usize,
     pub pass: Option<VerifyPass>,
@@ -248,9 +247,9 @@ impl Decoder {
             let Some(tokens) = tokens else { continue };
             let kind = sequence.drafters[choice.drafter].kind();
             step.is_typical &= sequence.governor.as_ref().is_some_and(|g| g.in_use(kind));
-            step.rows += tokens.size();
+            step.rows += tokens.count();
             let (sequences, depth) = &mut step.drafted[kind as usize];
-            (*sequences, *depth) = (*sequences + 1, tokens.size().max(*depth));
+            (*sequences, *depth) = (*sequences + 1, tokens.count().max(*depth));
             let position = sequence.cache.position;
             sequence.cache.mark_draft();
             sequence.draft = Some(Draft { drafter: choice.drafter, tokens, position, pass: None });
@@ -261,7 +260,7 @@ impl Decoder {
     fn drafts_of(
         &mut self,
         drafting: &mut [(&mut Sequence, Choice)],
-    ) -> Result<Vec<Option<Array>>> {
+    ) -> Result<Vec<Option<DraftTokens>>> {
         let mut members = Vec::new();
         for (sequence, choice) in drafting {
             let Sequence { drafters, cache, tokens, sampler, .. } = &mut **sequence;
@@ -279,8 +278,8 @@ impl Decoder {
     pub(super) fn accept_draft(&mut self, sequence: &mut Sequence, draft: Draft) -> Result<()> {
         let Draft { drafter, tokens, position, pass } = draft;
         let VerifyPass { hidden, first } = pass.expect("the pass over the draft has run");
-        let (sampled, margins) = first.with_next(tokens.size())?;
-        let tokens = tokens.try_as_slice::<u32>()?;
+        let (sampled, margins) = first.with_next(tokens.count())?;
+        let tokens = tokens.read()?;
         let equal = equal_tokens(tokens, sampled);
         let is_near_tie = |margin: &f32| *margin < self.near_tie_margin;
         let near_tie = margins.iter().position(is_near_tie).filter(|_| self.speculation.exact);
@@ -348,6 +347,8 @@ fn equal_tokens(draft: &[u32], sampled: &[u32]) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use mlx_rs::Array;
+
     use super::super::noise::mix;
     use super::super::sample::{Row, sample};
     use super::*;

@@ -28,6 +28,7 @@ use crate::activity::StepTimes;
 use crate::cache::{Checkpoint, Span};
 use crate::error::{Error, Result, catch_panic};
 use crate::kernels::cpu::{self, queue};
+use crate::nn::pick_rows;
 use crate::request::{FinishReason, Sampling};
 
 /// What one sequence ran in a pass.
@@ -233,12 +234,12 @@ impl Decoder {
                     let is_plain =
                         self.runs_at_once && tokens.len() == 1 && !sequence.samples_late();
                     sequence.plain_steps = if is_plain { sequence.plain_steps + 1 } else { 0 };
-                    Input::push_tokens(&mut inputs, &tokens);
+                    Input::push_known(&mut inputs, &tokens);
                 }
                 StepInput::Draft(draft) => {
                     sequence.plain_steps = 0;
-                    Input::push_tokens(&mut inputs, &sequence.tokens[sequence.cache.position..]);
-                    inputs.push(Input::Tokens(draft));
+                    Input::push_known(&mut inputs, &sequence.tokens[sequence.cache.position..]);
+                    Input::push_draft(&mut inputs, &draft);
                 }
                 StepInput::Sampled(sample) => {
                     sequence.plain_steps += 1;
@@ -335,13 +336,9 @@ impl Decoder {
             return Ok(prefilled);
         }
         // One product with the head, the largest matrix of most models.
+        let _at_once = self.runs_at_once.then(|| cpu::run_at_once(hidden)).transpose()?;
         let all = places.len() == hidden.dim(1) as usize;
-        let chosen = if all {
-            hidden.clone()
-        } else {
-            hidden.take_axis(Array::from_slice(&places, &[places.len() as i32]), 1)?
-        };
-        let _at_once = self.runs_at_once.then(|| cpu::run_at_once(&chosen)).transpose()?;
+        let chosen = if all { hidden.clone() } else { pick_rows(hidden, &places)? };
         let logits = self.model.logits(&chosen)?;
         let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
         let (samples, logits) = Samples::after(logits, &rows, self.vocabulary, with_margins)?;

@@ -13,7 +13,7 @@ mod layers;
 mod product;
 
 pub use heads::{has_heads, heads};
-pub use layers::{gated_delta, replay, rms_norm, rows_of, swiglu};
+pub use layers::{beside, gated_delta, pick_rows, replay, rms_norm, rows_of, swiglu};
 pub use product::{embed, products, supports, supports_dense, swiglu_product};
 pub use steersman_cpu_kernels::Activations;
 /// Sets the number of threads of each further kernel.
@@ -73,6 +73,11 @@ pub fn run_at_once(first: &Array) -> Result<Option<AtOnce>> {
     QUEUED.set(false);
     AT_ONCE.set(true);
     Ok(Some(AtOnce(())))
+}
+
+/// [`run_at_once`] if `first` is available.
+pub fn run_at_once_after(first: &Array) -> Result<Option<AtOnce>> {
+    if is_available(first) { run_at_once(first) } else { Ok(None) }
 }
 
 /// Computes `arrays` while this thread goes on. All of the engine that calls [`async_eval`] does so here.

@@ -8,7 +8,6 @@
 //! Source: `transformers` `models/qwen3_5`; mlx-lm `models/qwen3_5.py` and
 //! `models/qwen3_5_moe.py`, checked by the reference logits in `tests/fixtures`.
 
-use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde_json::Value;
@@ -16,8 +15,10 @@ use serde_json::Value;
 use super::{Model, Mtp, Weights, experts};
 use crate::cache::{Cache, LayerCache, Span};
 use crate::error::Result;
+use crate::kernels::cpu;
 use crate::nn::{
     Embedding, GatedDelta, Heads, Input, Joined, Linear, Mlp, RmsNorm, Rope, RopeConfig, Scores,
+    beside,
 };
 
 /// `text_config` of `config.json`, or all of it in text-only checkpoints.
@@ -374,9 +375,11 @@ impl Mtp for MtpLayers {
     }
 
     fn forward(&self, hidden: &Array, tokens: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
-        let embedding = self.pre_fc_norm_embedding.forward(&self.embed_tokens.forward(tokens)?)?;
+        let embedding = self.embed_tokens.forward(tokens)?;
+        let _at_once = cpu::run_at_once(&embedding)?;
+        let embedding = self.pre_fc_norm_embedding.forward(&embedding)?;
         let hidden = self.pre_fc_norm_hidden.forward(hidden)?;
-        let mut x = self.fc.forward(&concatenate(&[embedding, hidden], 2)?)?;
+        let mut x = self.fc.forward(&beside(&embedding, &hidden)?)?;
         for (i, layer) in self.layers.iter().enumerate() {
             x = layer.mix(&x, spans, i)?;
             x = layer.feed_forward(&x)?;

@@ -7,7 +7,7 @@ use mlx_rs::ops::{
 };
 use mlx_rs::{Array, Dtype};
 
-use super::{scaled, softcap};
+use super::{rows_of, scaled, softcap};
 use crate::cache::{LayerCache, QuantizedKv, Span};
 use crate::error::Result;
 use crate::kernels::cuda;
@@ -76,11 +76,6 @@ pub fn attention(
         [part] => Ok(part.clone()),
         parts => Ok(concatenate(parts, 1)?),
     }
-}
-
-/// Rows of `x` [1, R, ..].
-pub fn rows_of(x: &Array, rows: std::ops::Range<i32>) -> Result<Array> {
-    if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
 }
 
 /// The first of `spans` that the kernel takes in one launch.

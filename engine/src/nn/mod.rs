@@ -16,9 +16,10 @@ mod moe;
 mod norm;
 mod packed;
 mod rope;
+mod rows;
 mod runs;
 
-pub use attention::{Scores, attend, attention, rows_of};
+pub use attention::{Scores, attend, attention};
 pub use compiled::{compile_steps, fused};
 pub use gated_delta::{
     CHUNK, GatedDelta, Projected, convolve, delta_rule_chunked, delta_rule_recurrent,
@@ -34,6 +35,7 @@ pub use moe::{Experts, Groups, Mlp, Moe, Shared};
 pub use norm::{LayerNorm, RmsNorm};
 pub use packed::{DENSE_ROWS, Mode, OwnKernel, Packed, Quantization, from_fp8};
 pub use rope::{Rope, RopeConfig, RopeParameters, Scaling};
+pub use rows::{beside, joined_rows, pick_rows, rows_of};
 pub use runs::by_run;
 
 use mlx_rs::Array;

@@ -37,12 +37,14 @@ pub use run::{Member, Networks, propose};
 use std::ops::Range;
 
 use mlx_rs::Array;
+use mlx_rs::transforms::eval;
 
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
+use crate::kernels::cpu;
 use crate::model::Model;
-use crate::nn::rows_of;
+use crate::nn::{joined_rows, rows_of};
 
 /// Most rows that a lagging drafter runs before it drafts. Running all rows that it missed would cost more
 /// than one trial can gain; a drafter in use does not lag.
@@ -136,6 +138,55 @@ impl HiddenRows {
     /// The states, [1, count, D].
     pub fn array(&self) -> Result<Array> {
         rows_of(&self.pass, self.rows.clone())
+    }
+}
+
+/// The last `rows` of these rows, in order: [1, rows, D].
+pub fn last_rows<'a>(
+    parts: impl IntoIterator<IntoIter: DoubleEndedIterator<Item = &'a HiddenRows>>,
+    mut rows: i32,
+) -> Result<Array> {
+    let mut taken = Vec::new();
+    for part in parts.into_iter().rev() {
+        let own = part.last(rows.min(part.count()));
+        rows -= own.count();
+        taken.push((&part.pass, own.rows));
+        if rows == 0 {
+            break;
+        }
+    }
+    taken.reverse();
+    let _at_once = cpu::run_at_once_after(taken[0].0)?;
+    joined_rows(&taken)
+}
+
+/// The tokens of a draft.
+#[derive(Debug, Clone)]
+pub enum DraftTokens {
+    /// On the host.
+    Known(Vec<u32>),
+    /// u32 [m], possibly still being computed.
+    Computing(Array),
+}
+
+impl DraftTokens {
+    /// The number of tokens.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::Known(tokens) => tokens.len(),
+            Self::Computing(tokens) => tokens.size(),
+        }
+    }
+
+    /// Waits for the tokens.
+    pub fn read(&self) -> Result<&[u32]> {
+        match self {
+            Self::Known(tokens) => Ok(tokens),
+            Self::Computing(tokens) => {
+                eval([tokens])?;
+                Ok(tokens.try_as_slice::<u32>()?)
+            }
+        }
     }
 }
 

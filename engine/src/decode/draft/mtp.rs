@@ -10,10 +10,7 @@
 
 use std::collections::VecDeque;
 
-use mlx_rs::ops::concatenate;
-use mlx_rs::ops::indexing::TryIndexOp;
-
-use super::{CATCH_UP, Drafter, FirstRows, HiddenRows, MovingRate, RateByDepth, Start};
+use super::{CATCH_UP, Drafter, FirstRows, HiddenRows, MovingRate, RateByDepth, Start, last_rows};
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
@@ -77,9 +74,7 @@ impl Drafter for MtpDrafter {
             self.cache = mtp.new_cache()?;
         }
         let rows = rows.min(CATCH_UP_ROWS);
-        let hidden = self.hidden.iter().map(HiddenRows::array).collect::<Result<Vec<_>>>()?;
-        let hidden = concatenate(&hidden, 1)?;
-        let hidden = hidden.try_index((.., hidden.dim(1) - rows.., ..))?;
+        let hidden = last_rows(&self.hidden, rows)?;
         self.hidden.clear();
         let tokens = tokens[tokens.len() - rows as usize..].to_vec();
         Ok(Start::Network(FirstRows { tokens, hidden: Some(hidden) }))

@@ -1,17 +1,22 @@
 //! Runs drafters: those of several sequences that draft with the same network run in joint passes.
 
+use std::ops::Range;
+
 use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
-use mlx_rs::ops::{concatenate, stack};
+use mlx_rs::ops::stack;
 
-use super::{Drafter, FirstRows, Start};
+use super::{DraftTokens, Drafter, FirstRows, Start};
 use crate::cache::{Cache, Span};
 use crate::config::DraftKind;
-use crate::decode::sample::{Row, sample, within};
+use crate::decode::sample::Row;
 use crate::decode::sampler::Sampler;
+use crate::decode::samples::Samples;
 use crate::decode::token_ids;
 use crate::error::Result;
+use crate::kernels::cpu;
 use crate::model::{Model, Pass};
+use crate::nn::{joined_rows, pick_rows};
 
 /// The networks that draft, and the model that verifies.
 #[derive(Clone, Copy)]
@@ -54,13 +59,16 @@ impl Networks<'_> {
         }
     }
 
-    /// Logits [R, V] of hidden states [1, R, D] of the network of `kind`.
-    fn logits(&self, kind: DraftKind, hidden: &Array) -> Result<Array> {
+    /// Samples a token after each of the hidden states [1, R, D] of the network of `kind`.
+    fn sample(&self, kind: DraftKind, hidden: &Array, rows: &[Row]) -> Result<Samples> {
         let model = match kind {
             DraftKind::Model => self.draft_model.expect("there is no such drafter without it"),
             _ => self.model,
         };
-        Ok(within(model.logits(hidden)?, self.vocabulary)?.squeeze_axes(&[0])?)
+        let _at_once = cpu::run_at_once_after(hidden)?;
+        let logits = model.logits(hidden)?;
+        let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
+        Ok(Samples::after(logits, rows, self.vocabulary, false)?.0)
     }
 }
 
@@ -83,15 +91,18 @@ impl Member<'_> {
     }
 }
 
-/// Drafts for all `members`: u32 [m] each, `None` for those that have nothing to draft.
-pub fn propose(networks: &Networks<'_>, members: &mut [Member<'_>]) -> Result<Vec<Option<Array>>> {
+/// Drafts for all `members`, `None` for those that have nothing to draft.
+pub fn propose(
+    networks: &Networks<'_>,
+    members: &mut [Member<'_>],
+) -> Result<Vec<Option<DraftTokens>>> {
     let mut drafts = vec![None; members.len()];
     let mut groups: [(Vec<usize>, Vec<FirstRows>); DraftKind::ALL.len()] = Default::default();
     for (i, member) in members.iter_mut().enumerate() {
         let Member { drafter, cache, tokens, depth, .. } = member;
         match drafter.start(networks.model, cache, tokens, *depth)? {
             Start::Nothing => {}
-            Start::Tokens(tokens) => drafts[i] = Some(token_ids(&tokens)),
+            Start::Tokens(tokens) => drafts[i] = Some(DraftTokens::Known(tokens)),
             Start::Network(rows) => {
                 let (group, first) = &mut groups[drafter.kind() as usize];
                 group.push(i);
@@ -112,19 +123,30 @@ pub fn propose(networks: &Networks<'_>, members: &mut [Member<'_>]) -> Result<Ve
     Ok(drafts)
 }
 
-/// Drafts with the network of `kind`, after the `first` rows that each member's drafter reads: u32 [m] for
-/// each member. All run to the greatest depth; the tokens beyond a member's own depth are left out.
+/// Drafts with the network of `kind`, after the `first` rows that each member's drafter reads. All run to the greatest
+/// depth; the tokens beyond a member's own depth are left out.
 ///
-/// Nothing waits for a token's value: the drafts become one graph with the pass that verifies them.
+/// Nothing waits for a token's value: where passes are queued, the drafts become one graph with the pass that verifies
+/// them.
 fn run_network(
     networks: &Networks<'_>,
     kind: DraftKind,
     members: &mut [&mut Member<'_>],
     first: &[FirstRows],
-) -> Result<Vec<Array>> {
+) -> Result<Vec<DraftTokens>> {
     let tokens: Vec<u32> = first.iter().flat_map(|rows| &rows.tokens).copied().collect();
-    let hidden: Vec<&Array> = first.iter().filter_map(|rows| rows.hidden.as_ref()).collect();
-    let hidden = if hidden.is_empty() { None } else { Some(concatenate(&hidden, 1)?) };
+    let hidden: Vec<(&Array, Range<i32>)> = first
+        .iter()
+        .filter_map(|rows| rows.hidden.as_ref())
+        .map(|hidden| (hidden, 0..hidden.dim(1)))
+        .collect();
+    let hidden = match hidden.first() {
+        Some((first, _)) => {
+            let _at_once = cpu::run_at_once_after(first)?;
+            Some(joined_rows(&hidden)?)
+        }
+        None => None,
+    };
     let counts: Vec<i32> = first.iter().map(|rows| rows.tokens.len() as i32).collect();
     let mut last = forward(networks, kind, members, &counts, &token_ids(&tokens), hidden.as_ref())?;
     if tokens.len() > members.len() {
@@ -132,31 +154,41 @@ fn run_network(
             *end += rows;
             Some(*end)
         });
-        last = last
-            .take_axis(Array::from_slice(&ends.collect::<Vec<_>>(), &[counts.len() as i32]), 1)?;
+        let _at_once = cpu::run_at_once_after(&last)?;
+        last = pick_rows(&last, &ends.collect::<Vec<_>>())?;
     }
     for member in members.iter_mut() {
         member.drafter.begin(member.cache);
     }
     let depth = members.iter().map(|member| member.depth).max().unwrap_or(0);
     let one_each = vec![1; members.len()];
-    // u32 [members] for each drafted token
-    let mut drafted: Vec<Array> = Vec::with_capacity(depth);
+    // Of the members, for each drafted token.
+    let mut drafted: Vec<Samples> = Vec::with_capacity(depth);
     loop {
         let rows: Vec<Row> = members.iter_mut().map(|member| member.row(drafted.len())).collect();
-        let tokens = sample(&networks.logits(kind, &last)?, &rows)?;
-        drafted.push(tokens.clone());
+        let tokens = networks.sample(kind, &last, &rows)?;
+        let next = tokens.tokens().clone();
+        drafted.push(tokens);
         if drafted.len() >= depth {
             break;
         }
-        last = forward(networks, kind, members, &one_each, &tokens, Some(&last))?;
+        last = forward(networks, kind, members, &one_each, &next, Some(&last))?;
     }
     for member in members.iter_mut() {
         member.drafter.end(member.cache)?;
     }
-    let drafted = stack(&drafted, 1)?;
-    let own =
-        |(i, member): (i32, &&mut Member<'_>)| Ok(drafted.try_index((i, ..member.depth as i32))?);
+    if drafted.iter().all(Samples::is_read) {
+        let read = drafted.iter().map(|tokens| Ok(tokens.read()?.0));
+        let read: Vec<&[u32]> = read.collect::<Result<_>>()?;
+        let own = |(i, member): (usize, &&mut Member<'_>)| {
+            DraftTokens::Known(read[..member.depth].iter().map(|tokens| tokens[i]).collect())
+        };
+        return Ok(members.iter().enumerate().map(own).collect());
+    }
+    let drafted = stack(&drafted.iter().map(Samples::tokens).collect::<Vec<_>>(), 1)?;
+    let own = |(i, member): (i32, &&mut Member<'_>)| {
+        Ok(DraftTokens::Computing(drafted.try_index((i, ..member.depth as i32))?))
+    };
     (0i32..).zip(members.iter()).map(own).collect()
 }
 

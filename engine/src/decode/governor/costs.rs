@@ -164,7 +164,7 @@ impl Costs {
                     let Some(draft) = propose(networks, &mut [member])?.remove(0) else {
                         return Ok(None);
                     };
-                    eval([&draft])?;
+                    draft.read()?;
                     let elapsed = start.elapsed();
                     drafter.learn(0, 0)?;
                     drafter.observe(&row, length - 1);

@@ -1,5 +1,6 @@
 //! Layers between products, in f32: GatedDeltaNet, SwiGLU and RMS norm.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use mlx_rs::{Array, Dtype};
@@ -240,42 +241,75 @@ unsafe extern "C" fn replay_of(views: *const View, count: usize, parameters: *co
 /// Rows `start..start + count` of the rows of all `parts` [1, T, C] one after another: [1, count, C]. `None` if there is no
 /// kernel for their types.
 pub fn rows_of(parts: &[&Element], start: i32, count: i32) -> Option<Result<Array>> {
-    let inputs: Vec<&Array> = parts.iter().map(|part| part.batch()).collect();
-    if !fits(inputs.iter().copied()) {
+    let arrays: Vec<&Array> = parts.iter().map(|part| part.batch()).collect();
+    let places = (0i32..).zip(parts).flat_map(|(i, part)| {
+        let rows = part.batch().dim(1);
+        (0..rows).map(move |row| [i, part.index() * rows + row])
+    });
+    let places: Vec<[i32; 2]> = places.skip(size(start)).take(size(count)).collect();
+    pick_rows(&arrays, &places)
+}
+
+/// Rows of `arrays` [.., C] one after another: [1, places, C]. A place is the index of an array, and of a row of C elements
+/// in it. `None` if there is no kernel for their types.
+pub fn pick_rows(arrays: &[&Array], places: &[[i32; 2]]) -> Option<Result<Array>> {
+    if !fits(arrays.iter().copied()) {
         return None;
     }
-    let mut parameters = vec![start];
-    parameters.extend(parts.iter().map(|part| part.index()));
-    let shape = [1, count, inputs[0].dim(-1)];
-    // SAFETY: `copy_rows` fills one output of this shape from these inputs, which have as many rows.
-    let rows = unsafe { run(&inputs, [&shape], Dtype::Float32, copy_rows, &parameters) };
+    let count = i32::try_from(places.len()).expect("a pass has fewer rows than 2^31");
+    let shape = [1, count, arrays[0].dim(-1)];
+    let parameters = places.as_flattened();
+    // SAFETY: `copy_rows` fills one output of this shape from these inputs, which have such rows.
+    let rows = unsafe { run(arrays, [&shape], Dtype::Float32, copy_rows, parameters) };
     Some(rows.map(|[rows]| rows))
 }
 
 /// # Safety
-/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`rows_of`].
+/// As [`mlx_sys::CpuFunction`], with the arrays and parameters of [`pick_rows`].
 unsafe extern "C" fn copy_rows(views: *const View, count: usize, parameters: *const i32) {
     // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
     unsafe {
-        let [parts @ .., to] = std::slice::from_raw_parts(views, count) else {
+        let [arrays @ .., to] = std::slice::from_raw_parts(views, count) else {
             unreachable!("made with one output");
         };
-        let to = slice_mut::<f32>(to, shape(to).iter().product());
-        // What is left to skip, and to fill.
-        let (mut skip, mut filled) = (0, 0);
-        for (i, part) in parts.iter().enumerate() {
-            let shape = shape(part);
-            let (length, width) = (shape[1] * shape[2], shape[2]);
-            if i == 0 {
-                skip = size(*parameters) * width;
-            }
-            let index = size(*parameters.add(1 + i));
-            let part = elements::<f32>(part);
-            let own = &part[index * length..(index + 1) * length];
-            let own = &own[skip.min(length)..];
-            let own = &own[..own.len().min(to.len() - filled)];
-            to[filled..filled + own.len()].copy_from_slice(own);
-            (skip, filled) = (skip.saturating_sub(length), filled + own.len());
+        let (rows, width) = (shape(to)[1], shape(to)[2]);
+        let arrays: Vec<Cow<'_, [f32]>> = arrays.iter().map(|array| elements(array)).collect();
+        let places = std::slice::from_raw_parts(parameters.cast::<[i32; 2]>(), rows);
+        let to = slice_mut::<f32>(to, rows * width);
+        for (to, [array, row]) in to.chunks_exact_mut(width).zip(places) {
+            let start = size(*row) * width;
+            to.copy_from_slice(&arrays[size(*array)][start..start + width]);
+        }
+    }
+}
+
+/// The columns of `a` [1, R, A], and those of `b` [1, R, B] beside them: [1, R, A + B]. `None` if there is no kernel for
+/// their types.
+pub fn beside(a: &Array, b: &Array) -> Option<Result<Array>> {
+    if !fits([a, b]) {
+        return None;
+    }
+    let shape = [1, a.dim(1), a.dim(2) + b.dim(2)];
+    // SAFETY: `copy_columns` fills one output of this shape from these inputs, which have as many rows.
+    let y = unsafe { run(&[a, b], [&shape], Dtype::Float32, copy_columns, &[]) };
+    Some(y.map(|[y]| y))
+}
+
+/// # Safety
+/// As [`mlx_sys::CpuFunction`], with the arrays of [`beside`].
+unsafe extern "C" fn copy_columns(views: *const View, count: usize, _: *const i32) {
+    // SAFETY: promised by the caller. The output is a new array that nothing else refers to.
+    unsafe {
+        let [a, b, to] = std::slice::from_raw_parts(views, count) else {
+            unreachable!("made with two inputs and one output");
+        };
+        let [left, right] = [a, b].map(|part| shape(part)[2]);
+        let rows = shape(to)[1];
+        let (a, b) = (elements::<f32>(a), elements::<f32>(b));
+        let to = slice_mut::<f32>(to, rows * (left + right));
+        for (row, to) in to.chunks_exact_mut(left + right).enumerate() {
+            to[..left].copy_from_slice(&a[row * left..(row + 1) * left]);
+            to[left..].copy_from_slice(&b[row * right..(row + 1) * right]);
         }
     }
 }
@@ -396,5 +430,19 @@ mod tests {
         let copy = nn::swiglu(wide, x).unwrap();
         let difference = strided.subtract(&copy).unwrap().abs().unwrap();
         assert!(difference.max(None).unwrap().item_exact::<f32>() < 1e-5);
+    }
+
+    #[test]
+    fn rows_and_columns_equal_their_operations() {
+        let (a, b) = (normal(1, &[1, 5, 6]), normal(2, &[1, 3, 6]));
+        let picked = both(|| vec![nn::pick_rows(&a, &[4, 0, 0]).unwrap()]);
+        assert_near(picked, 1e-9, "rows");
+        let wide = normal(3, &[1, 5, 4]);
+        assert_near(both(|| vec![nn::beside(&a, &wide).unwrap()]), 1e-9, "columns");
+        let joined = both(|| {
+            let parts = [(&a, 3..5), (&b, 0..2)];
+            vec![nn::joined_rows(&parts).unwrap(), nn::joined_rows(&parts[..1]).unwrap()]
+        });
+        assert_near(joined, 1e-9, "joined rows");
     }
 }

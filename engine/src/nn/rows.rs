@@ -1,0 +1,51 @@
+//! Rows of passes: cut out, picked and joined. Where the operations of a pass run at once, these do as well.
+
+use std::ops::Range;
+
+use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use mlx_rs::ops::indexing::TryIndexOp;
+
+use crate::error::Result;
+use crate::kernels::cpu;
+
+/// Rows of `x` [1, R, ..].
+pub fn rows_of(x: &Array, rows: Range<i32>) -> Result<Array> {
+    if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
+}
+
+/// The rows of `x` [1, R, D] at `places`, in this order: [1, places, D].
+pub fn pick_rows(x: &Array, places: &[i32]) -> Result<Array> {
+    let rows: Vec<[i32; 2]> = places.iter().map(|place| [0, *place]).collect();
+    match cpu::pick_rows(&[x], &rows) {
+        Some(picked) => picked,
+        None => Ok(x.take_axis(Array::from_slice(places, &[places.len() as i32]), 1)?),
+    }
+}
+
+/// Rows of arrays [1, R, D] one after another: [1, sum of rows, D].
+pub fn joined_rows(parts: &[(&Array, Range<i32>)]) -> Result<Array> {
+    if let [(x, rows)] = parts
+        && rows.len() == x.dim(1) as usize
+    {
+        return Ok((*x).clone());
+    }
+    let arrays: Vec<&Array> = parts.iter().map(|(x, _)| *x).collect();
+    let places =
+        (0i32..).zip(parts).flat_map(|(i, (_, rows))| rows.clone().map(move |row| [i, row]));
+    match cpu::pick_rows(&arrays, &places.collect::<Vec<_>>()) {
+        Some(joined) => joined,
+        None => {
+            let parts = parts.iter().map(|(x, rows)| rows_of(x, rows.clone()));
+            Ok(concatenate(&parts.collect::<Result<Vec<_>>>()?, 1)?)
+        }
+    }
+}
+
+/// The columns of `a` [1, R, A], and those of `b` [1, R, B] beside them: [1, R, A + B].
+pub fn beside(a: &Array, b: &Array) -> Result<Array> {
+    match cpu::beside(a, b) {
+        Some(joined) => joined,
+        None => Ok(concatenate(&[a, b], 2)?),
+    }
+}
