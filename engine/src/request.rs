@@ -311,6 +311,11 @@ impl Default for Sampling {
 }
 
 impl Sampling {
+    /// Whether tokens are dropped before one is sampled.
+    pub fn has_filters(&self) -> bool {
+        self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0
+    }
+
     /// Checks all ranges.
     ///
     /// # Errors

@@ -53,6 +53,7 @@ mod lanes;
 mod pages;
 mod pool;
 mod product;
+mod sampling;
 
 pub use attention::{Attention, Rotation, Sequence, attention};
 pub use elementwise::{Norm, rms_norm, swiglu};
@@ -67,6 +68,7 @@ pub use product::{
     Activations, Biases, Dense, Error, Finish, Input, Matrix, Packed, Product, product,
     product_with, products, products_with,
 };
+pub use sampling::{random_bits, random_bits_at, sum_exp};
 
 /// Numbers from -1 to 1, the same for the same seed.
 #[cfg(test)]

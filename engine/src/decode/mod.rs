@@ -17,6 +17,7 @@ mod draft;
 mod embed;
 mod governor;
 mod hooks;
+mod host_sample;
 mod logprobs;
 pub mod machine;
 mod memory;

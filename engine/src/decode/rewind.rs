@@ -9,6 +9,7 @@ use mlx_rs::Array;
 
 use super::Decoder;
 use super::loops::Detector;
+use super::samples::Logits;
 use super::sequence::{NextLogits, Sequence};
 use crate::cache::Checkpoint;
 use crate::error::{Error, Result};
@@ -299,9 +300,10 @@ impl Decoder {
         if let Some(checkpoint) = sequence.checkpoints.iter().rev().find(is_usable) {
             sequence.cache.rewind_to(&checkpoint.cache)?;
             let position = checkpoint.position();
-            let logits = checkpoint.logits.clone();
-            sequence.next_logits =
-                logits.map(|logits| NextLogits { position, logits, row: 0, before: None });
+            sequence.next_logits = checkpoint.logits.clone().map(|logits| {
+                let logits = Logits::new(logits, self.vocabulary);
+                NextLogits { position, logits, row: 0, before: None }
+            });
             return Ok(());
         }
         (sequence.cache, _) = self.prefixes.resume(&sequence.tokens)?;

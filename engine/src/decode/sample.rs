@@ -1,4 +1,5 @@
-//! Samples the next token of every row of a pass, inside MLX's graph, so that nothing waits for it.
+//! Samples the next token of every row of a pass, inside MLX's graph, so that nothing waits for it. On CPUs,
+//! [`super::host_sample`] does the same on the host.
 //!
 //! A [`Row`] holds the parameters of one sample: everything that changes the logits of a row is data in it,
 //! so that rows of different requests are sampled in one graph. Rows of the same
@@ -53,26 +54,23 @@ impl Row {
         Self { sampling, key, offsets, penalties, mask }
     }
 
-    /// Whether the largest of unchanged logits is sampled.
-    pub fn is_plain(&self, vocabulary: i32) -> bool {
-        self.kind(vocabulary) == Kind::Greedy
-            && self.offsets.is_empty()
-            && self.penalties.is_empty()
-            && self.mask.is_none()
-    }
-
     fn kind(&self, vocabulary: i32) -> Kind {
-        let Sampling { temperature, top_p, top_k, min_p } = self.sampling;
-        if temperature <= GREEDY_TEMPERATURE {
+        let top_k = self.sampling.top_k;
+        if is_greedy(&self.sampling) {
             Kind::Greedy
         } else if (1..=FEW as u32).contains(&top_k) && FEW < vocabulary {
             Kind::Few
-        } else if top_k > 0 || top_p < 1.0 || min_p > 0.0 {
+        } else if self.sampling.has_filters() {
             Kind::Filtered
         } else {
             Kind::Warm
         }
     }
+}
+
+/// Whether the largest logit is sampled.
+pub fn is_greedy(sampling: &Sampling) -> bool {
+    sampling.temperature <= GREEDY_TEMPERATURE
 }
 
 /// What is computed for a row.
@@ -113,37 +111,13 @@ pub fn sample_with_margins(logits: &Array, rows: &[Row]) -> Result<(Array, Array
     // The error comes from the model's logits: offsets are exact.
     let largest = logits.abs()?.max_axis(-1, None)?.as_dtype(Dtype::Float32)?;
     // Division by the temperature scales the rounding error as well.
-    let scale = |row: &Row| match row.sampling.temperature {
-        warm if warm > GREEDY_TEMPERATURE => warm,
-        _ => 1.0,
+    let scale = |row: &Row| match &row.sampling {
+        sampling if is_greedy(sampling) => 1.0,
+        sampling => sampling.temperature,
     };
     let scales: Vec<f32> = rows.iter().map(scale).collect();
     let margins = leads.multiply(Array::from_slice(&scales, &[scales.len() as i32]))?;
     Ok((tokens, margins.divide(largest)?))
-}
-
-/// [`sample_with_margins`] of one plain row: the place of the first of the largest logits, and its margin.
-pub fn largest(logits: &[f32]) -> (u32, f32) {
-    let (best, least) = bounds(logits);
-    let place = logits.iter().position(|x| *x == best).unwrap_or(0);
-    let others = [&logits[..place], logits.get(place + 1..).unwrap_or_default()];
-    let [before, after] = others.map(|logits| bounds(logits).0);
-    (place as u32, (best - before.max(after)) / best.abs().max(least.abs()))
-}
-
-/// The largest and the smallest number; a NaN is neither.
-fn bounds(numbers: &[f32]) -> (f32, f32) {
-    // Several at a time, in vectors.
-    let (chunks, rest) = numbers.as_chunks::<16>();
-    let (mut most, mut least) = ([f32::NEG_INFINITY; 16], [f32::INFINITY; 16]);
-    for chunk in chunks {
-        for ((most, least), x) in most.iter_mut().zip(&mut least).zip(chunk) {
-            *most = if x > most { *x } else { *most };
-            *least = if x < least { *x } else { *least };
-        }
-    }
-    let most = most.iter().chain(rest).fold(f32::NEG_INFINITY, |most, x| most.max(*x));
-    (most, least.iter().chain(rest).fold(f32::INFINITY, |least, x| least.min(*x)))
 }
 
 /// Tokens u32 [R] and, if `leads` are wanted, how far the score of each is above the second best: f32 [R].
@@ -290,24 +264,6 @@ mod tests {
             // Five standard deviations of a frequency over 4,000 samples.
             assert!((found - expected).abs() < 0.04, "{sampling:?}: {found} is not {expected}");
             assert!(*expected > 0.0 || *found == 0.0, "{sampling:?} sampled a dropped token");
-        }
-    }
-
-    /// The first of equal ones, wherever they are.
-    #[test]
-    fn the_largest_logit_is_that_of_the_graph() {
-        let mut logits: Vec<f32> = (0..1003i64).map(|i| (i * 7919 % 1009) as f32 - 500.0).collect();
-        let greedy = [Row::new(Sampling::default(), 0)];
-        for (place, value) in
-            [(5, 600.0), (16, 600.0), (1002, 600.5), (0, 600.5), (7, -9e3), (3, f32::NAN)]
-        {
-            logits[place] = value;
-            let array = Array::from_slice(&logits, &[1, 1003]);
-            let (token, margin) = sample_with_margins(&array, &greedy).unwrap();
-            let (found, lead) = largest(&logits);
-            assert_eq!(found, token.item_exact::<u32>(), "after {place}");
-            // MLX's largest magnitude of a row with a NaN is one.
-            assert!(value.is_nan() || lead == margin.item_exact::<f32>(), "after {place}: {lead}");
         }
     }
 

@@ -13,8 +13,9 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::draft::DraftTokens;
+use super::host_sample;
 use super::logprobs::Logprobs;
-use super::sample::{Row, largest, sample, sample_with_margins, within};
+use super::sample::{Row, sample, sample_with_margins, within};
 use super::token_ids;
 use crate::error::Result;
 use crate::kernels::cpu;
@@ -30,54 +31,70 @@ pub struct Samples {
     read: OnceCell<(Vec<u32>, Vec<f32>)>,
 }
 
+/// Logits of a pass, possibly still being computed.
+#[derive(Debug, Clone)]
+pub struct Logits {
+    /// [R, V]
+    array: Array,
+    /// The first columns, which are tokens. Some models pad their head to a round number.
+    columns: i32,
+}
+
+impl Logits {
+    /// `array` [R, V], of which the first `columns` are tokens.
+    pub fn new(array: Array, columns: i32) -> Self {
+        let columns = columns.min(array.dim(1));
+        Self { array, columns }
+    }
+
+    /// Rows as an array [rows, columns].
+    pub fn rows(&self, rows: Range<i32>) -> Result<Array> {
+        let whole = rows.len() == self.array.dim(0) as usize;
+        let own = if whole { self.array.clone() } else { self.array.try_index(rows)? };
+        within(own, self.columns)
+    }
+
+    /// All rows, each of as many numbers as the array has columns, if they are in the host's memory.
+    fn on_host(&self) -> Result<Option<&[f32]>> {
+        let is_there = cpu::is_enabled()
+            && self.array.dtype() == Dtype::Float32
+            && cpu::is_available(&self.array);
+        Ok(is_there.then(|| self.array.try_as_slice::<f32>()).transpose()?)
+    }
+}
+
 impl Samples {
-    /// Samples a token after each row of `logits` [R, V], of which the first `vocabulary` columns are tokens: on the host if that
-    /// needs no operation, else with operations that are not queued. Also returns these columns.
-    pub fn after(
-        logits: Array,
-        rows: &[Row],
-        vocabulary: i32,
-        with_margins: bool,
-    ) -> Result<(Self, Array)> {
-        let on_host = Self::on_host(&logits, rows, vocabulary)?;
-        let logits = within(logits, vocabulary)?;
-        let samples = match on_host {
-            Some(samples) => samples,
-            None => Self::of(&logits, rows, with_margins)?,
+    /// Samples a token after each of `rows`, the first of which is row `first` of `logits`: on the host if they are there,
+    /// else with operations that are not queued.
+    pub fn after(logits: &Logits, first: usize, rows: &[Row], with_margins: bool) -> Result<Self> {
+        if let Some(numbers) = logits.on_host()? {
+            let (width, columns) = (logits.array.dim(1) as usize, logits.columns as usize);
+            let numbers = &numbers[first * width..(first + rows.len()) * width];
+            return Ok(Self::on_host(numbers, width, columns, rows));
+        }
+        let first = first as i32;
+        let logits = logits.rows(first..first + rows.len() as i32)?;
+        let (tokens, margins) = if with_margins {
+            let (tokens, margins) = sample_with_margins(&logits, rows)?;
+            (tokens, Some(margins))
+        } else {
+            (sample(&logits, rows)?, None)
         };
-        Ok((samples, logits))
+        Ok(Self { tokens, margins, read: OnceCell::new() })
+    }
+
+    /// Samples after rows of `width` numbers, the first `columns` of which are tokens.
+    fn on_host(numbers: &[f32], width: usize, columns: usize, rows: &[Row]) -> Self {
+        let sampled = numbers.chunks_exact(width).zip(rows);
+        let sampled = sampled.map(|(logits, row)| host_sample::sample(&logits[..columns], row));
+        let read: (Vec<u32>, Vec<f32>) = sampled.unzip();
+        let tokens = token_ids(&read.0);
+        Self { tokens, margins: None, read: OnceCell::from(read) }
     }
 
     /// Whether the tokens are on the host.
     pub fn is_read(&self) -> bool {
         self.read.get().is_some()
-    }
-
-    /// Samples a token after each row of `logits` [R, V].
-    pub fn of(logits: &Array, rows: &[Row], with_margins: bool) -> Result<Self> {
-        let (tokens, margins) = if with_margins {
-            let (tokens, margins) = sample_with_margins(logits, rows)?;
-            (tokens, Some(margins))
-        } else {
-            (sample(logits, rows)?, None)
-        };
-        Ok(Self { tokens, margins, read: OnceCell::new() })
-    }
-
-    /// Samples on the host if the `logits` [R, V] are there and the token of each row is the largest of its first `vocabulary`
-    /// logits: without an operation, which MLX runs on another thread.
-    fn on_host(logits: &Array, rows: &[Row], vocabulary: i32) -> Result<Option<Self>> {
-        let plain = rows.iter().all(|row| row.is_plain(vocabulary));
-        if !plain || logits.dtype() != Dtype::Float32 || !cpu::is_available(logits) {
-            return Ok(None);
-        }
-        let largest = logits
-            .try_as_slice::<f32>()?
-            .chunks(logits.dim(1) as usize)
-            .map(|logits| largest(&logits[..logits.len().min(vocabulary as usize)]));
-        let read: (Vec<u32>, Vec<f32>) = largest.unzip();
-        let tokens = token_ids(&read.0);
-        Ok(Some(Self { tokens, margins: None, read: OnceCell::from(read) }))
     }
 
     /// [`Logprobs::of`] a single token, sampled from `logits` [1, V].

@@ -14,7 +14,6 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::Array;
-use mlx_rs::ops::indexing::TryIndexOp;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::constrain::Constraint;
@@ -27,7 +26,7 @@ use super::outlet::Outlet;
 use super::prepare::Prepared;
 use super::rewind::{PhaseStart, ReplyCheckpoint, ReplyState};
 use super::sampler::Sampler;
-use super::samples::{SampleOf, Samples};
+use super::samples::{Logits, SampleOf, Samples};
 use super::speculate::Draft;
 use super::steer::{Committed, Injection, Todo};
 use crate::cache::{Cache, Checkpoint};
@@ -198,8 +197,8 @@ impl Progress {
 pub struct NextLogits {
     /// Position of the token.
     pub position: usize,
-    /// [R, V] of a pass.
-    pub logits: Array,
+    /// Of a pass.
+    pub logits: Logits,
     /// Its row in `logits`.
     pub row: usize,
     /// The cache before the rows of their pass, if rows of other sequences ran in it.
@@ -211,7 +210,7 @@ impl NextLogits {
     pub fn own(&self) -> Result<Array> {
         // A pass has fewer than 2^31 rows.
         let row = self.row as i32;
-        Ok(self.logits.try_index(row..row + 1)?)
+        self.logits.rows(row..row + 1)
     }
 }
 
@@ -306,14 +305,18 @@ impl Sequence {
         if !self.request.penalties.is_empty() {
             row.penalties = self.request.penalties.of(&self.tokens, self.prompt);
         }
-        let (logits, rows) = (next.own()?, [row]);
-        let samples = Rc::new(Samples::of(&logits, &rows, next.before.is_some())?);
+        let rows = [row];
+        let with_margins = next.before.is_some();
+        let samples = Rc::new(Samples::after(&next.logits, next.row, &rows, with_margins)?);
         // The margin is that of the second.
         let of_policies = (self.limits.candidates > 0).then(|| self.limits.candidates.max(2));
-        let top = self.request.logprobs.max(of_policies);
-        let logprobs = top.map(|top| samples.logprobs(&logits, &rows, top, of_policies.is_some()));
-        self.logprobs = logprobs.transpose()?;
-        queue(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
+        self.logprobs = match self.request.logprobs.max(of_policies) {
+            Some(top) => Some(samples.logprobs(&next.own()?, &rows, top, of_policies.is_some())?),
+            None => None,
+        };
+        if !samples.is_read() || self.logprobs.is_some() {
+            queue(samples.arrays().chain(self.logprobs.iter().flat_map(Logprobs::arrays)))?;
+        }
         let before = next.before.clone();
         self.sampled =
             Some(Sampled::Computing(Computing { sample: SampleOf::new(samples, 0), before }));

@@ -21,7 +21,7 @@ use super::governor::Governor;
 use super::memory::{Before, Section};
 use super::plan::{self, Budget, Pending};
 use super::sample::Row;
-use super::samples::{Input, SampleOf, Samples};
+use super::samples::{Input, Logits, SampleOf, Samples};
 use super::sequence::{Computing, NextLogits, STEP_ROWS, Sampled, Sequence, StepInput};
 use super::speculate::{DraftedStep, VerifyPass};
 use crate::activity::StepTimes;
@@ -341,7 +341,8 @@ impl Decoder {
         let chosen = if all { hidden.clone() } else { pick_rows(hidden, &places)? };
         let logits = self.model.logits(&chosen)?;
         let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
-        let (samples, logits) = Samples::after(logits, &rows, self.vocabulary, with_margins)?;
+        let logits = Logits::new(logits, self.vocabulary);
+        let samples = Samples::after(&logits, 0, &rows, with_margins)?;
         if !samples.is_read() {
             // MLX is lazy: the next step must be queued before these tokens are read, or the device idles for
             // one round trip a token.

@@ -6,13 +6,15 @@ use std::sync::Arc;
 use mlx_rs::transforms::eval;
 
 use super::Decoder;
+use super::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose};
 use super::governor::greedy_pass;
+use super::sampler::Sampler;
 use super::verify::{DecodePath, Outcome};
 use crate::config::{Activations, Config, Device, DraftKind};
 use crate::model::Pass;
 use crate::policy::SamplingPatch;
 use crate::policy::{Policies, Storage};
-use crate::request::{Message, Request};
+use crate::request::{Message, Request, Sampling};
 
 mod actions;
 mod chains;
@@ -110,6 +112,41 @@ fn rows_of_a_pass_have_the_bits_of_rows_alone() {
             for (i, (together, alone)) in hidden(rows, kept).iter().zip(&alone).enumerate() {
                 assert!(together == alone, "{activations:?}, {kept} of {rows} rows, token {i}");
             }
+        }
+    }
+}
+
+/// On CPUs a queued operation costs as much as a small product. Drafts of two sequences, with different numbers of rows
+/// to catch up on, are on the host when they return: nothing was queued. The first ones allocate the cache.
+#[test]
+fn drafts_of_the_prediction_layer_run_at_once_on_cpus() {
+    let decoder = decoder();
+    let mtp = decoder.model.mtp().expect("the bundled model has one");
+    let tokens: Vec<u32> = (0..20).map(|i| 100 + 37 * i).collect();
+    let mut sequences: Vec<_> = (0..2)
+        .map(|_| {
+            let cache = decoder.model.new_cache().unwrap();
+            (cache, MtpDrafter::new(mtp).unwrap(), Sampler::new(Sampling::default(), 0), 0)
+        })
+        .collect();
+    for (lengths, is_first) in [([12, 5], true), ([15, 6], false)] {
+        let members = sequences.iter_mut().zip(lengths).map(|(sequence, length)| {
+            let (cache, drafter, sampler, read) = sequence;
+            for position in *read..length - 1 {
+                let token = &tokens[position..=position];
+                let (hidden, _) =
+                    greedy_pass(&*decoder.model, Pass::default(), cache, token).unwrap();
+                eval([&hidden]).unwrap();
+                drafter.observe(&HiddenRows::all(&hidden), position);
+            }
+            *read = length - 1;
+            Member { drafter, cache, tokens: &tokens[..length], sampler, depth: 3 }
+        });
+        let members = &mut members.collect::<Vec<_>>();
+        for draft in propose(&decoder.networks(), members).unwrap() {
+            let draft = draft.expect("rows were observed");
+            assert_eq!(draft.read().unwrap().len(), 3);
+            assert!(is_first || matches!(draft, DraftTokens::Known(_)), "{draft:?}");
         }
     }
 }

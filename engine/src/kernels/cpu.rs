@@ -44,6 +44,11 @@ pub fn enable(on: bool) {
     ENABLED.set(on);
 }
 
+/// Whether layers on this thread use these kernels.
+pub fn is_enabled() -> bool {
+    ENABLED.get()
+}
+
 /// Until it is dropped, operations on this thread run at once.
 #[derive(Debug)]
 pub struct AtOnce(());

@@ -11,7 +11,7 @@ use crate::cache::{Cache, Span};
 use crate::config::DraftKind;
 use crate::decode::sample::Row;
 use crate::decode::sampler::Sampler;
-use crate::decode::samples::Samples;
+use crate::decode::samples::{Logits, Samples};
 use crate::decode::token_ids;
 use crate::error::Result;
 use crate::kernels::cpu;
@@ -68,7 +68,7 @@ impl Networks<'_> {
         let _at_once = cpu::run_at_once_after(hidden)?;
         let logits = model.logits(hidden)?;
         let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
-        Ok(Samples::after(logits, rows, self.vocabulary, false)?.0)
+        Samples::after(&Logits::new(logits, self.vocabulary), 0, rows, false)
     }
 }
 

@@ -9,7 +9,7 @@ use mlx_rs::transforms::eval;
 use super::super::draft::{Drafter, HiddenRows, Member, Networks, propose};
 use super::super::sample::{Row, sample};
 use super::super::sampler::Sampler;
-use super::super::samples::Samples;
+use super::super::samples::{Logits, Samples};
 use super::super::token_ids;
 use crate::cache::{Cache, Span};
 use crate::config::{DEPTH, DraftKind};
@@ -125,7 +125,8 @@ impl Costs {
                 let logits = model.logits(&hidden)?;
                 let logits = cpu::reshape(&logits, &[logits.dim(1), logits.dim(2)])?;
                 let sampled = vec![Row::new(Sampling::default(), 0); rows];
-                Samples::after(logits, &sampled, vocabulary, with_margins && rows > 1)?.0.read()?;
+                let logits = Logits::new(logits, vocabulary);
+                Samples::after(&logits, 0, &sampled, with_margins && rows > 1)?.read()?;
                 longer.rewind_draft(position + 1)?;
                 Ok(Some(start.elapsed()))
             })?;

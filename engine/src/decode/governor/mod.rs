@@ -222,21 +222,24 @@ fn best_pass(costs: &Costs, streams: usize, drafts: &[&DraftOffer]) -> (f32, Vec
     tokens_by_gain.sort_by(|a, b| b.0.total_cmp(&a.0));
     tokens_by_gain.truncate(ROWS.saturating_sub(streams));
     let mut depths = vec![0; drafts.len()];
-    let mut best = (0.0, depths.clone());
     let mut drafted = Drafted::default();
     let mut tokens = streams as f32;
     let mut pass = costs.pass(streams, streams);
-    for (rows, (gain, i)) in (streams..).zip(tokens_by_gain) {
+    // Tokens a second, and how many of the likeliest tokens are drafted for it.
+    let mut best = (0.0, 0);
+    for (count, &(gain, i)) in (1..).zip(&tokens_by_gain) {
         let kind = drafts[i].kind as usize;
         drafted[kind].0 += usize::from(depths[i] == 0);
         depths[i] += 1;
         drafted[kind].1 = drafted[kind].1.max(depths[i]);
         tokens += gain;
-        pass += costs.row(rows);
+        pass += costs.row(streams + count - 1);
         let speed = tokens / (pass + costs.all_drafting(&drafted));
         if speed > best.0 {
-            best = (speed, depths.clone());
+            best = (speed, count);
         }
     }
-    best
+    depths.fill(0);
+    tokens_by_gain[..best.1].iter().for_each(|&(_, i)| depths[i] += 1);
+    (best.0, depths)
 }
