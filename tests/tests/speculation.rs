@@ -48,6 +48,7 @@ fn check_speculation(config: Config) {
                 assert!(accepted > 0 && drafted > accepted)
             }
             DecodePath::Resumed => assert!(outcome.cached > 0, "{outcome:?}"),
+            DecodePath::Governed => assert!(drafted > 0, "{outcome:?}"),
             _ => {}
         }
     }

@@ -1,6 +1,6 @@
 //! Kernels for CPUs, exact in f32: products of rows with packed matrices (MLX's affine quantization in 4 and 8 bits) and with
 //! dense ones, the gated delta rule and the attention of a few rows, SwiGLU and RMS norm, which are dozens of operations with a
-//! pass over memory each otherwise.
+//! pass over memory each otherwise; and what sampling computes over a vocabulary.
 //!
 //! A matrix stays as it is stored: it is read once a product, and its elements are unpacked in registers only. AVX-512 with and
 //! without VNNI, AVX2 and NEON are chosen when the program runs; other processors take portable code.

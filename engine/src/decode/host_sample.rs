@@ -2,7 +2,8 @@
 //!
 //! Those sort whole vocabularies, and compute the noise of each token. Here few tokens are sorted, and noise is computed
 //! for tokens that can win with it. Both sample the same token, except where rounding decides: whether a token at
-//! the edge of top-p is kept, and which of two scores that differ in the last bit is larger.
+//! the edge of top-p is kept, and which of two scores that differ in the last bit is larger. Of equal logits at the edge of
+//! top-k the smaller token is kept here, and any there.
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
@@ -142,6 +143,10 @@ fn filtered(logits: &[f32], row: &Row) -> Best {
     for (logit, token) in kept(logits, &row.sampling) {
         let bits = random_bits_at(row.key, logits.len(), token as usize);
         best.see(token, logit + gumbel(bits));
+    }
+    if best.score == f32::NEG_INFINITY {
+        // Logits that are not finite have no probabilities. The likeliest token stays, as in the graph.
+        return largest(logits);
     }
     best
 }
@@ -333,6 +338,35 @@ mod tests {
             // MLX's largest magnitude of a row with a NaN is one.
             assert!(value.is_nan() || lead == margin.item_exact::<f32>(), "after {place}: {lead}");
         }
+    }
+
+    /// A token is sampled in any case, and not a banned one if there is another.
+    #[test]
+    fn logits_that_are_not_finite_leave_the_likeliest_token() {
+        for value in [f32::NAN, f32::INFINITY] {
+            let mut logits = vec![1.0; 40];
+            (logits[0], logits[9]) = (f32::NEG_INFINITY, 3.0);
+            logits[20] = value;
+            let expected = if value.is_nan() { 9 } else { 20 };
+            for filter in [
+                Sampling { top_p: 0.9, ..Sampling::default() },
+                Sampling { top_k: 5, ..Sampling::default() },
+            ] {
+                let row = Row::new(Sampling { temperature: 0.01, ..filter }, 1);
+                assert_eq!(sample(&logits, &row).0, expected, "{value} {filter:?}");
+            }
+        }
+    }
+
+    /// Ties are between tokens of equal noise only by chance; the smallest of those that fit in top-k are kept.
+    #[test]
+    fn equal_logits_are_kept_in_order() {
+        let row = Row::new(Sampling { temperature: 1.0, top_k: 3, ..Sampling::default() }, 5);
+        let tokens = (0..300).map(|i| sample(&[2.0; 50], &Row { key: mix(1, i), ..row.clone() }).0);
+        let mut tokens: Vec<u32> = tokens.collect();
+        tokens.sort_unstable();
+        tokens.dedup();
+        assert_eq!(tokens, [0, 1, 2]);
     }
 
     #[test]

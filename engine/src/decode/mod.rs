@@ -204,7 +204,7 @@ pub struct Decoder {
     learned_rates: [Vec<MovingRate>; DraftKind::ALL.len()],
     /// Governor of the previous request.
     learned_governor: Option<Governor>,
-    /// What trials of drafters may lose.
+    /// What drafts may lose.
     trial_time: TrialTime,
     /// Type of the activations.
     dtype: Dtype,

@@ -1,5 +1,5 @@
-//! Samples the next token of every row of a pass, inside MLX's graph, so that nothing waits for it. On CPUs,
-//! [`super::host_sample`] does the same on the host.
+//! Samples the next token of every row of a pass, inside MLX's graph, so that nothing waits for it. Where logits are in
+//! the host's memory, [`super::host_sample`] does the same there.
 //!
 //! A [`Row`] holds the parameters of one sample: everything that changes the logits of a row is data in it,
 //! so that rows of different requests are sampled in one graph. Rows of the same

@@ -1,6 +1,6 @@
-//! Tokens that were sampled in one graph, and which of them belongs to whom.
+//! Tokens that were sampled together, and which of them belongs to whom.
 //!
-//! All of them are read at once, when the first is needed. Until then they may still be computed, and
+//! Those of a graph are all read at once, when the first is needed. Until then they may still be computed, and
 //! can be the input of the next pass.
 
 use std::cell::OnceCell;
@@ -242,5 +242,36 @@ impl Input {
             [part] => Ok(part.clone()),
             parts => Ok(concatenate(parts, 0)?),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::Device;
+
+    use super::*;
+    use crate::request::Sampling;
+
+    /// Rows in the middle of a pass with a padded head, on the host and in a graph.
+    #[test]
+    fn samples_on_the_host_are_those_of_the_graph() {
+        Device::set_default(&Device::cpu());
+        let value = |i: usize| if i % 40 >= 37 { 99.0 } else { ((i * 37 + 11) % 113) as f32 / 9.0 };
+        let numbers: Vec<f32> = (0..4 * 40).map(value).collect();
+        let logits = Logits::new(Array::from_slice(&numbers, &[4, 40]), 37);
+        let warm = Sampling { temperature: 0.7, top_p: 0.9, ..Sampling::default() };
+        let rows = [Row::new(Sampling::default(), 0), Row::new(warm, 7)];
+        let sampled = [true, false].map(|on| {
+            cpu::enable(on);
+            let samples = Samples::after(&logits, 1, &rows, true).unwrap();
+            cpu::enable(false);
+            assert_eq!(samples.is_read(), on);
+            let (tokens, margins) = samples.read().unwrap();
+            assert_eq!(samples.tokens().as_slice::<u32>(), tokens);
+            (tokens.to_vec(), margins.to_vec())
+        });
+        assert_eq!(sampled[0].0, sampled[1].0);
+        let near = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5;
+        assert!(sampled[0].1.iter().zip(&sampled[1].1).all(near), "{sampled:?}");
     }
 }

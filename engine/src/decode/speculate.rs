@@ -149,7 +149,8 @@ impl Decoder {
     /// The governor of a new request: a copy of the previous request's.
     pub(super) fn new_governor(&self) -> Option<Governor> {
         let new = || Governor::new(Mode::Auto, self.speculation.depth);
-        self.costs.map(|_| self.learned_governor.clone().unwrap_or_else(new))
+        self.costs
+            .map(|_| self.learned_governor.as_ref().map_or_else(new, Governor::for_next_request))
     }
 
     /// The networks that draft.
@@ -173,9 +174,9 @@ impl Decoder {
         let costs = self.costs.unwrap_or_else(Costs::unknown);
         let gained = gained_tokens(running);
         let mut permit = self.trial_time.permit(costs.plain(streams));
-        if running.iter().any(|sequence| sequence.prompt_rows() > 0) {
+        if permit == Permit::Trials && self.plan_prefill(running).iter().any(|&rows| rows > 0) {
             // What a trial costs beside rows of a prompt is not known.
-            permit = permit.min(Permit::Paying);
+            permit = Permit::Paying;
         }
         // A plain step leaves the tokens unread and queues the next pass after it; tokens that have been
         // read cost no wait.

@@ -113,16 +113,18 @@ impl Decoder {
             // The tokens just read are from a plain step after another one. A step that rewound is not typical.
             let is_plain = |s: &Sequence| s.plain_steps > 2 && s.is_caught_up();
             let seconds = start.elapsed().as_secs_f32();
-            let has_just_drafted =
-                |s: &Sequence| s.governor.as_ref().is_some_and(Governor::has_just_drafted);
+            let plain = costs.plain(streams);
+            let has_just_drafted = |s: &Sequence| {
+                s.decodes() && s.governor.as_ref().is_some_and(Governor::has_just_drafted)
+            };
             match &drafted {
                 Some(step) => step.learn(costs, &mut self.trial_time, running, seconds),
                 None if streams == 0 => {}
                 None if running.iter().any(has_just_drafted) => {
-                    self.trial_time.spend(seconds, costs.plain(streams), streams, 0);
+                    self.trial_time.spend(seconds, plain, streams, 0);
                 }
                 None => {
-                    self.trial_time.earn(seconds);
+                    self.trial_time.earn(seconds, plain);
                     if running.iter().all(is_plain) {
                         costs.learn_plain(streams, seconds);
                     }

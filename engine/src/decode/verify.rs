@@ -202,7 +202,7 @@ impl Decoder {
         tokens: usize,
         plain: Option<&Reply>,
     ) -> Result<Reply> {
-        let chunk = self.prefill_chunk;
+        let (chunk, trial_time) = (self.prefill_chunk, self.trial_time);
         if let DecodePath::Chunked(tokens) = path {
             self.prefill_chunk = tokens;
         }
@@ -212,6 +212,10 @@ impl Decoder {
         }
         let reply = self.complete(requests, i, path, tokens, plain);
         self.prefill_chunk = chunk;
+        if path != DecodePath::Governed {
+            // Drafts that the governor does not choose cost it nothing, and plain steps earn it nothing.
+            self.trial_time = trial_time;
+        }
         reply
     }
 

@@ -375,9 +375,8 @@ impl Mtp for MtpLayers {
     }
 
     fn forward(&self, hidden: &Array, tokens: &Array, spans: &mut [Span<'_>]) -> Result<Array> {
-        let embedding = self.embed_tokens.forward(tokens)?;
-        let _at_once = cpu::run_at_once(&embedding)?;
-        let embedding = self.pre_fc_norm_embedding.forward(&embedding)?;
+        let _at_once = cpu::run_at_once_after(tokens)?;
+        let embedding = self.pre_fc_norm_embedding.forward(&self.embed_tokens.forward(tokens)?)?;
         let hidden = self.pre_fc_norm_hidden.forward(hidden)?;
         let mut x = self.fc.forward(&beside(&embedding, &hidden)?)?;
         for (i, layer) in self.layers.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Rows of passes: cut out, picked and joined. Where the operations of a pass run at once, these do as well.
+//! Rows of passes: cut out, picked and joined. Where the operations of a pass run at once, picking and joining do as well.
 
 use std::ops::Range;
 
@@ -14,12 +14,12 @@ pub fn rows_of(x: &Array, rows: Range<i32>) -> Result<Array> {
     if rows.len() == x.dim(1) as usize { Ok(x.clone()) } else { Ok(x.try_index((.., rows))?) }
 }
 
-/// The rows of `x` [1, R, D] at `places`, in this order: [1, places, D].
-pub fn pick_rows(x: &Array, places: &[i32]) -> Result<Array> {
-    let rows: Vec<[i32; 2]> = places.iter().map(|place| [0, *place]).collect();
-    match cpu::pick_rows(&[x], &rows) {
+/// These rows of `x` [1, R, D], in this order: [1, rows, D].
+pub fn pick_rows(x: &Array, rows: &[i32]) -> Result<Array> {
+    let places: Vec<[i32; 2]> = rows.iter().map(|row| [0, *row]).collect();
+    match cpu::pick_rows(&[x], &places) {
         Some(picked) => picked,
-        None => Ok(x.take_axis(Array::from_slice(places, &[places.len() as i32]), 1)?),
+        None => Ok(x.take_axis(Array::from_slice(rows, &[rows.len() as i32]), 1)?),
     }
 }
 

@@ -141,7 +141,7 @@ impl HiddenRows {
     }
 }
 
-/// The last `rows` of these rows, in order: [1, rows, D].
+/// The last `rows` of these rows, at least one, in order: [1, rows, D].
 pub fn last_rows<'a>(
     parts: impl IntoIterator<IntoIter: DoubleEndedIterator<Item = &'a HiddenRows>>,
     mut rows: i32,

@@ -16,10 +16,10 @@
 mod costs;
 #[cfg(test)]
 mod tests;
-mod trials;
+mod trial_time;
 
 pub use costs::{Costs, Drafted, ROWS, greedy_pass, probe_tokens};
-pub use trials::{Permit, TrialTime};
+pub use trial_time::{Permit, TrialTime};
 
 use super::draft::{Drafter, MovingRate};
 use crate::config::DraftKind;
@@ -29,6 +29,10 @@ const GAIN: f32 = 1.1;
 
 /// Fewest steps of a sequence between trials of a drafter that is not in use.
 const TRIAL_INTERVAL: u32 = 8;
+
+/// Steps that are slower after a draft: the first computes rewound states, and the one after it is the first to have
+/// another one queued behind it.
+const AFTERMATH: u32 = 2;
 
 /// Most tokens of a trial.
 const TRIAL_DEPTH: usize = 2;
@@ -66,7 +70,13 @@ pub struct Governor {
 impl Governor {
     /// A governor that has learned nothing. Drafts are at most `depth` deep.
     pub fn new(mode: Mode, depth: usize) -> Self {
-        Self { mode, depth, confident: MovingRate::prior(1.0), unused: Default::default() }
+        let unused = [AFTERMATH + 1; DraftKind::ALL.len()];
+        Self { mode, depth, confident: MovingRate::prior(1.0), unused }
+    }
+
+    /// A governor for the next request, which knows what this one has learned.
+    pub fn for_next_request(&self) -> Self {
+        Self { unused: self.unused.map(|steps| steps.max(AFTERMATH + 1)), ..self.clone() }
     }
 
     /// What the sequence could draft in a pass of `streams` sequences, at most `room` tokens; `None` if it
@@ -151,10 +161,9 @@ impl Governor {
         self.unused[kind as usize] = 0;
     }
 
-    /// Whether the sequence drafted in one of the last two steps: the next step computes rewound states, and the one after
-    /// that is the first to have another one queued behind it.
+    /// Whether the sequence drafted a few steps ago, which made these slower.
     pub fn has_just_drafted(&self) -> bool {
-        self.unused.iter().any(|steps| *steps <= 2)
+        self.unused.iter().any(|steps| *steps <= AFTERMATH)
     }
 
     /// Whether a drafter drafted in the last step, so that it had nothing to catch up on.

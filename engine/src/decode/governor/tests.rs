@@ -182,7 +182,7 @@ fn simulate(
         let Some(Choice { drafter, depth, is_trial }) = choice else {
             time += 1.0;
             tokens += 1.0;
-            trial_time.earn(1.0);
+            trial_time.earn(1.0, 1.0);
             governor.count_step();
             continue;
         };

@@ -1,4 +1,4 @@
-//! Layers between products, in f32: GatedDeltaNet, SwiGLU and RMS norm.
+//! Layers between products, in f32: GatedDeltaNet, SwiGLU and RMS norm; and rows and columns that are joined.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use steersman_cpu_kernels::{
     self as kernels, GatedDelta, GatedDeltaResults, GatedDeltaWrites, Norm, Replay,
 };
 
-use super::{ENABLED, elements, run, shape, slice_mut};
+use super::{ENABLED, elements, list, run, shape, slice_mut};
 use crate::cache::{Element, Writes, WritesOf};
 use crate::error::Result;
 use crate::kernels::GatedDeltaRows;
@@ -250,15 +250,21 @@ pub fn rows_of(parts: &[&Element], start: i32, count: i32) -> Option<Result<Arra
     pick_rows(&arrays, &places)
 }
 
-/// Rows of `arrays` [.., C] one after another: [1, places, C]. A place is the index of an array, and of a row of C elements
-/// in it. `None` if there is no kernel for their types.
-pub fn pick_rows(arrays: &[&Array], places: &[[i32; 2]]) -> Option<Result<Array>> {
-    if !fits(arrays.iter().copied()) {
+/// Rows of `arrays` [.., C] one after another: [1, rows, C]. A row is given by the index of its array, and by its index among
+/// the array's rows of C elements. `None` if there is no kernel for their types, or no such row.
+pub fn pick_rows(arrays: &[&Array], rows: &[[i32; 2]]) -> Option<Result<Array>> {
+    let width = arrays.first()?.dim(-1);
+    let has = |[array, row]: &[i32; 2]| {
+        let array = arrays.get(usize::try_from(*array).ok()?)?;
+        (0..array.size() / size(width).max(1)).contains(&usize::try_from(*row).ok()?).then_some(())
+    };
+    let same_width = arrays.iter().all(|array| array.dim(-1) == width);
+    if !fits(arrays.iter().copied()) || !same_width || !rows.iter().all(|row| has(row).is_some()) {
         return None;
     }
-    let count = i32::try_from(places.len()).expect("a pass has fewer rows than 2^31");
-    let shape = [1, count, arrays[0].dim(-1)];
-    let parameters = places.as_flattened();
+    let count = i32::try_from(rows.len()).expect("a pass has fewer rows than 2^31");
+    let shape = [1, count, width];
+    let parameters = rows.as_flattened();
     // SAFETY: `copy_rows` fills one output of this shape from these inputs, which have such rows.
     let rows = unsafe { run(arrays, [&shape], Dtype::Float32, copy_rows, parameters) };
     Some(rows.map(|[rows]| rows))
@@ -274,9 +280,9 @@ unsafe extern "C" fn copy_rows(views: *const View, count: usize, parameters: *co
         };
         let (rows, width) = (shape(to)[1], shape(to)[2]);
         let arrays: Vec<Cow<'_, [f32]>> = arrays.iter().map(|array| elements(array)).collect();
-        let places = std::slice::from_raw_parts(parameters.cast::<[i32; 2]>(), rows);
+        let places = list(parameters.cast::<[i32; 2]>(), rows);
         let to = slice_mut::<f32>(to, rows * width);
-        for (to, [array, row]) in to.chunks_exact_mut(width).zip(places) {
+        for (to, [array, row]) in to.chunks_exact_mut(width.max(1)).zip(places) {
             let start = size(*row) * width;
             to.copy_from_slice(&arrays[size(*array)][start..start + width]);
         }
@@ -286,7 +292,7 @@ unsafe extern "C" fn copy_rows(views: *const View, count: usize, parameters: *co
 /// The columns of `a` [1, R, A], and those of `b` [1, R, B] beside them: [1, R, A + B]. `None` if there is no kernel for
 /// their types.
 pub fn beside(a: &Array, b: &Array) -> Option<Result<Array>> {
-    if !fits([a, b]) {
+    if !fits([a, b]) || a.ndim() != 3 || b.ndim() != 3 || a.shape()[..2] != b.shape()[..2] {
         return None;
     }
     let shape = [1, a.dim(1), a.dim(2) + b.dim(2)];
@@ -307,7 +313,7 @@ unsafe extern "C" fn copy_columns(views: *const View, count: usize, _: *const i3
         let rows = shape(to)[1];
         let (a, b) = (elements::<f32>(a), elements::<f32>(b));
         let to = slice_mut::<f32>(to, rows * (left + right));
-        for (row, to) in to.chunks_exact_mut(left + right).enumerate() {
+        for (row, to) in to.chunks_exact_mut((left + right).max(1)).enumerate() {
             to[..left].copy_from_slice(&a[row * left..(row + 1) * left]);
             to[left..].copy_from_slice(&b[row * right..(row + 1) * right]);
         }

@@ -1,5 +1,5 @@
-//! How much time drafts may lose, so that text on which no drafter pays is never decoded much slower than without
-//! drafts.
+//! How much time drafts may lose: over time a small share of it, and some steps at once. Text on which no drafter pays is
+//! then decoded almost as fast as without drafts.
 //!
 //! Each step without drafts earns a small share of its time. A step with drafts costs what it took longer than plain
 //! steps for the same tokens, and so do the steps after it, in which rewound states are computed and the device has no
@@ -17,6 +17,9 @@ const MOST_OWED: f32 = 8.0;
 
 /// Most that one step may cost, in plain steps: a stall of the machine says nothing about drafts.
 const MOST: f32 = 8.0;
+
+/// Plain steps that are owed at most. Several stalls in a row must not end drafting for long.
+const FLOOR: f32 = 2.0 * MOST_OWED;
 
 /// Time that drafts may lose, in seconds; owed if it is negative.
 #[derive(Debug, Clone, Copy, Default)]
@@ -47,9 +50,9 @@ impl TrialTime {
         }
     }
 
-    /// Counts a step without drafts that took `seconds`.
-    pub fn earn(&mut self, seconds: f32) {
-        self.add(SHARE * seconds, seconds);
+    /// Counts a step without drafts that took `seconds`, where a plain step takes `plain`.
+    pub fn earn(&mut self, seconds: f32, plain: f32) {
+        self.add(SHARE * seconds.min(MOST * plain), plain);
     }
 
     /// Counts a step with drafts, or one after it, that took `seconds`. `streams` sequences decoded, and drafts added
@@ -61,13 +64,22 @@ impl TrialTime {
 
     /// Adds `seconds`. At most a plain step is kept, so that a text that fits pays for no later one.
     fn add(&mut self, seconds: f32, plain: f32) {
-        self.left = (self.left + seconds).min(plain);
+        self.left = (self.left + seconds).clamp(-FLOOR * plain, plain);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Steps that stall while drafts pay end drafting for a bounded time.
+    #[test]
+    fn several_stalls_cost_a_bounded_number_of_steps() {
+        let mut time = TrialTime::default();
+        (0..50).for_each(|_| time.spend(60.0, 1.0, 1, 3));
+        (0..1_600).for_each(|_| time.earn(1.0, 1.0));
+        assert_eq!(time.permit(1.0), Permit::Paying);
+    }
 
     /// A trial that costs two plain steps is paid by 400 of them.
     #[test]
@@ -79,7 +91,7 @@ mod tests {
                 time.spend(3.0, 1.0, 4, 0);
                 (total, trials) = (total + 3.0, trials + 1);
             } else {
-                time.earn(1.0);
+                time.earn(1.0, 1.0);
                 total += 1.0;
             }
         }
@@ -98,12 +110,12 @@ mod tests {
                 time.spend(1.5, 1.0, 1, 0);
                 drafts += 1;
             } else {
-                time.earn(1.0);
+                time.earn(1.0, 1.0);
             }
         }
         assert!((16..=28).contains(&drafts), "{drafts}");
         while time.permit(1.0) == Permit::Nothing {
-            time.earn(1.0);
+            time.earn(1.0, 1.0);
         }
         (0..20).for_each(|_| time.spend(1.5, 1.0, 1, 1));
         assert_eq!(time.permit(1.0), Permit::Trials);
@@ -123,7 +135,7 @@ mod tests {
         let mut time = TrialTime::default();
         time.spend(60.0, 1.0, 1, 0);
         assert_eq!(time.permit(1.0), Permit::Paying);
-        (0..1_410).for_each(|_| time.earn(1.0));
+        (0..1_410).for_each(|_| time.earn(1.0, 1.0));
         assert_eq!(time.permit(1.0), Permit::Trials);
     }
 }
