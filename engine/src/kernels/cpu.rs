@@ -239,6 +239,12 @@ mod tests {
         let section = run_at_once(&x).unwrap().expect("the kernels are enabled");
         let at_once = gated(&x);
         assert!(is_available(&at_once));
+        // Rows that are picked are there as well, and have the same numbers.
+        let picked = pick_rows(&[&x, &at_once], &[[1, 1], [0, 0]]).unwrap().unwrap();
+        assert!(is_available(&picked));
+        let numbers = |array: &Array| array.as_slice::<f32>().to_vec();
+        assert_eq!(numbers(&picked), [&numbers(&at_once)[64..], &numbers(&x)[..64]].concat());
+        assert!(pick_rows(&[&x], &[[0, 2]]).is_none() && pick_rows(&[&x], &[[1, 0]]).is_none());
         // What follows an operation of MLX waits for it.
         assert!(!is_available(&gated(&x.abs().unwrap())));
         drop(section);
