@@ -2,6 +2,8 @@
 //!
 //! Rows of different requests are changed together, and a row is changed as if it were alone.
 
+use std::borrow::Cow;
+
 use mlx_rs::ops::indexing::{put_along_axis, take_along_axis};
 use mlx_rs::ops::select;
 use mlx_rs::{Array, Dtype};
@@ -12,6 +14,40 @@ use crate::error::Result;
 /// `logits` [R, V] as the rows change them, in f32 if they do.
 pub fn adjusted(logits: &Array, rows: &[Row]) -> Result<Array> {
     with_masks(&with_penalties(&with_offsets(logits, rows)?, rows)?, rows)
+}
+
+/// One row of logits as `row` changes them: [`adjusted`] on the host.
+pub fn adjusted_on_host<'a>(logits: &'a [f32], row: &Row) -> Cow<'a, [f32]> {
+    if row.offsets.is_empty() && row.penalties.is_empty() && row.mask.is_none() {
+        return Cow::Borrowed(logits);
+    }
+    let mut own = logits.to_vec();
+    // A token outside of the vocabulary cannot be sampled anyway.
+    for &(token, offset) in row.offsets.iter() {
+        if let Some(logit) = own.get_mut(token as usize) {
+            *logit += offset;
+        }
+    }
+    for penalty in row.penalties.iter() {
+        if let Some(logit) = own.get_mut(penalty.token as usize) {
+            let is_negative = *logit < 0.0;
+            let scaled =
+                if is_negative { *logit * penalty.factor } else { *logit / penalty.factor };
+            *logit = scaled - penalty.offset;
+        }
+    }
+    if let Some(mask) = &row.mask {
+        // None beyond the end of a mask is allowed.
+        let words = mask.iter().copied().chain(std::iter::repeat(0));
+        for (logits, word) in own.chunks_mut(32).zip(words) {
+            for (bit, logit) in logits.iter_mut().enumerate() {
+                if word >> bit & 1 == 0 {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+    Cow::Owned(own)
 }
 
 /// `logits` [R, V] with the offsets of each row added, in f32 if there are any.
@@ -141,5 +177,8 @@ mod tests {
             .flat_map(|(logits, row)| reference(logits, row))
             .collect();
         assert_eq!(changed.as_slice::<f32>(), expected);
+        let on_host = logits.chunks(vocabulary).zip(&rows);
+        let on_host = on_host.flat_map(|(logits, row)| adjusted_on_host(logits, row).into_owned());
+        assert_eq!(on_host.collect::<Vec<f32>>(), expected);
     }
 }

@@ -2,14 +2,15 @@
 //!
 //! Those sort whole vocabularies, and compute the noise of each token. Here few tokens are sorted, and noise is computed
 //! for tokens that can win with it. Both sample the same token, except where rounding decides: whether a token at
-//! the edge of top-p is kept, and which of two scores that differ in the last bit is larger. Of equal logits at the edge of
-//! top-k the smaller token is kept here, and any there.
+//! the edge of top-p is kept, and which of two scores that differ in the last bit is larger. Of equal logits at the edge
+//! of top-k, the host keeps the smallest token and the graph any of them.
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
 
 use steersman_cpu_kernels::{random_bits, random_bits_at, sum_exp};
 
+use super::adjust::adjusted_on_host;
 use super::sample::{Row, is_greedy};
 use crate::request::Sampling;
 
@@ -18,17 +19,21 @@ const COLLECTED: usize = 4;
 
 /// Samples a token after one row of logits: the token, and its margin over the second best, relative to the largest logit.
 pub fn sample(logits: &[f32], row: &Row) -> (u32, f32) {
-    let changed = adjusted(logits, row);
+    let (most, least) = bounds(logits);
+    let changed = adjusted_on_host(logits, row);
+    let most_changed = match &changed {
+        Cow::Borrowed(_) => most,
+        Cow::Owned(changed) => bounds(changed).0,
+    };
     let Sampling { temperature, .. } = row.sampling;
     let (best, scale) = if is_greedy(&row.sampling) {
-        (largest(&changed), 1.0)
+        (largest(&changed, most_changed), 1.0)
     } else if row.sampling.has_filters() {
-        (filtered(&changed, row), temperature)
+        (filtered(&changed, most_changed, row), temperature)
     } else {
         (warm(&changed, row), temperature)
     };
     // The error comes from the model's logits. Division by the temperature scales it as well.
-    let (most, least) = bounds(logits);
     (best.token, best.lead() * scale / most.abs().max(least.abs()))
 }
 
@@ -57,9 +62,8 @@ impl Best {
     }
 }
 
-/// The first of the largest logits.
-fn largest(logits: &[f32]) -> Best {
-    let score = bounds(logits).0;
+/// The first of the largest logits, which are `score`.
+fn largest(logits: &[f32], score: f32) -> Best {
     let place = logits.iter().position(|x| *x == score).unwrap_or(0);
     let others = [&logits[..place], logits.get(place + 1..).unwrap_or_default()];
     let [before, after] = others.map(|logits| bounds(logits).0);
@@ -81,46 +85,6 @@ fn bounds(numbers: &[f32]) -> (f32, f32) {
     (most, least.iter().chain(rest).fold(f32::INFINITY, |least, x| least.min(*x)))
 }
 
-/// Logits after the changes of `row`, as [`super::adjust::adjusted`] makes them.
-fn adjusted<'a>(logits: &'a [f32], row: &Row) -> Cow<'a, [f32]> {
-    if row.offsets.is_empty() && row.penalties.is_empty() && row.mask.is_none() {
-        return Cow::Borrowed(logits);
-    }
-    let mut own = logits.to_vec();
-    // A token outside of the vocabulary cannot be sampled anyway.
-    for &(token, offset) in row.offsets.iter() {
-        if let Some(logit) = own.get_mut(token as usize) {
-            *logit += offset;
-        }
-    }
-    for penalty in row.penalties.iter() {
-        if let Some(logit) = own.get_mut(penalty.token as usize) {
-            let is_negative = *logit < 0.0;
-            let scaled =
-                if is_negative { *logit * penalty.factor } else { *logit / penalty.factor };
-            *logit = scaled - penalty.offset;
-        }
-    }
-    if let Some(mask) = &row.mask {
-        // None beyond the end of a mask is allowed.
-        let words = mask.iter().copied().chain(std::iter::repeat(0));
-        for (logits, word) in own.chunks_mut(32).zip(words) {
-            match word {
-                0 => logits.fill(f32::NEG_INFINITY),
-                u32::MAX => {}
-                _ => {
-                    for (bit, logit) in logits.iter_mut().enumerate() {
-                        if word >> bit & 1 == 0 {
-                            *logit = f32::NEG_INFINITY;
-                        }
-                    }
-                }
-            }
-        }
-    }
-    Cow::Owned(own)
-}
-
 /// The token with the largest logit over temperature plus noise.
 fn warm(logits: &[f32], row: &Row) -> Best {
     let mut bits = vec![0; logits.len()];
@@ -137,29 +101,33 @@ fn warm(logits: &[f32], row: &Row) -> Best {
     best
 }
 
-/// The same among the tokens that the filters keep.
-fn filtered(logits: &[f32], row: &Row) -> Best {
+/// The same among the tokens that the filters keep. `most`: the largest logit.
+fn filtered(logits: &[f32], most: f32, row: &Row) -> Best {
     let mut best = Best::NONE;
-    for (logit, token) in kept(logits, &row.sampling) {
+    for (logit, token) in kept(logits, most, &row.sampling) {
         let bits = random_bits_at(row.key, logits.len(), token as usize);
         best.see(token, logit + gumbel(bits));
     }
     if best.score == f32::NEG_INFINITY {
         // Logits that are not finite have no probabilities. The likeliest token stays, as in the graph.
-        return largest(logits);
+        return largest(logits, most);
     }
     best
 }
 
-/// Logits over temperature, and tokens, that the filters keep.
-fn kept(logits: &[f32], sampling: &Sampling) -> Vec<(f32, u32)> {
+/// Logits over temperature, and tokens, that the filters keep. `most`: the largest logit.
+fn kept(logits: &[f32], most: f32, sampling: &Sampling) -> Vec<(f32, u32)> {
     let &Sampling { temperature, top_p, top_k, min_p } = sampling;
-    let most = bounds(logits).0 / temperature;
+    let most = most / temperature;
     // The logarithm of 0 is minus infinity, which every token reaches.
     let min_p = most + min_p.ln();
     let mut kept: Vec<(f32, u32)>;
     if top_k > 0 {
         kept = likeliest(logits, temperature, top_k as usize);
+        if top_p < 1.0 {
+            let sum = kept.iter().map(|(logit, _)| f64::from(logit - most).exp()).sum();
+            keep_mass(&mut kept, most, sum, top_p);
+        }
     } else if top_p < 1.0 {
         // All tokens below this have together less than what top-p drops.
         let sum = sum_exp(logits, temperature, most);
@@ -169,10 +137,6 @@ fn kept(logits: &[f32], sampling: &Sampling) -> Vec<(f32, u32)> {
         keep_mass(&mut kept, most, sum, top_p);
     } else {
         kept = at_least(logits, temperature, min_p);
-    }
-    if top_k > 0 && top_p < 1.0 {
-        let sum = kept.iter().map(|(logit, _)| f64::from(logit - most).exp()).sum();
-        keep_mass(&mut kept, most, sum, top_p);
     }
     kept.retain(|(logit, _)| *logit >= min_p);
     kept

@@ -42,9 +42,8 @@ use mlx_rs::transforms::eval;
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
-use crate::kernels::cpu;
 use crate::model::Model;
-use crate::nn::{joined_rows, rows_of};
+use crate::nn::rows_of;
 
 /// Most rows that a lagging drafter runs before it drafts. Running all rows that it missed would cost more
 /// than one trial can gain; a drafter in use does not lag.
@@ -139,25 +138,6 @@ impl HiddenRows {
     pub fn array(&self) -> Result<Array> {
         rows_of(&self.pass, self.rows.clone())
     }
-}
-
-/// The last `rows` of these rows, at least one, in order: [1, rows, D].
-pub fn last_rows<'a>(
-    parts: impl IntoIterator<IntoIter: DoubleEndedIterator<Item = &'a HiddenRows>>,
-    mut rows: i32,
-) -> Result<Array> {
-    let mut taken = Vec::new();
-    for part in parts.into_iter().rev() {
-        let own = part.last(rows.min(part.count()));
-        rows -= own.count();
-        taken.push((&part.pass, own.rows));
-        if rows == 0 {
-            break;
-        }
-    }
-    taken.reverse();
-    let _at_once = cpu::run_at_once_after(taken[0].0)?;
-    joined_rows(&taken)
 }
 
 /// The tokens of a draft.

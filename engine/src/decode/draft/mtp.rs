@@ -10,11 +10,15 @@
 
 use std::collections::VecDeque;
 
-use super::{CATCH_UP, Drafter, FirstRows, HiddenRows, MovingRate, RateByDepth, Start, last_rows};
+use mlx_rs::Array;
+
+use super::{CATCH_UP, Drafter, FirstRows, HiddenRows, MovingRate, RateByDepth, Start};
 use crate::cache::Cache;
 use crate::config::{DEPTH, DraftKind};
 use crate::error::Result;
+use crate::kernels::cpu;
 use crate::model::{Model, Mtp};
+use crate::nn::joined_rows;
 
 /// [`CATCH_UP`] in the type of array dimensions.
 const CATCH_UP_ROWS: i32 = CATCH_UP as i32;
@@ -41,6 +45,22 @@ impl MtpDrafter {
 
     fn unread(&self) -> i32 {
         self.hidden.iter().map(HiddenRows::count).sum()
+    }
+
+    /// The last `rows` of the hidden states, at least one: [1, rows, D].
+    fn last_unread(&self, mut rows: i32) -> Result<Array> {
+        let mut taken = Vec::new();
+        for part in self.hidden.iter().rev() {
+            let own = part.last(rows.min(part.count()));
+            rows -= own.count();
+            taken.push((&part.pass, own.rows));
+            if rows == 0 {
+                break;
+            }
+        }
+        taken.reverse();
+        let _at_once = cpu::run_at_once_after(taken[0].0)?;
+        joined_rows(&taken)
     }
 }
 
@@ -74,7 +94,7 @@ impl Drafter for MtpDrafter {
             self.cache = mtp.new_cache()?;
         }
         let rows = rows.min(CATCH_UP_ROWS);
-        let hidden = last_rows(&self.hidden, rows)?;
+        let hidden = self.last_unread(rows)?;
         self.hidden.clear();
         let tokens = tokens[tokens.len() - rows as usize..].to_vec();
         Ok(Start::Network(FirstRows { tokens, hidden: Some(hidden) }))

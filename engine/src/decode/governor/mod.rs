@@ -30,9 +30,9 @@ const GAIN: f32 = 1.1;
 /// Fewest steps of a sequence between trials of a drafter that is not in use.
 const TRIAL_INTERVAL: u32 = 8;
 
-/// Steps that are slower after a draft: the first computes rewound states, and the one after it is the first to have
-/// another one queued behind it.
-const AFTERMATH: u32 = 2;
+/// Steps after a draft that are slower than plain steps: the first computes rewound states, the second fills the
+/// device's queue again.
+const RECOVERY: u32 = 2;
 
 /// Most tokens of a trial.
 const TRIAL_DEPTH: usize = 2;
@@ -70,13 +70,13 @@ pub struct Governor {
 impl Governor {
     /// A governor that has learned nothing. Drafts are at most `depth` deep.
     pub fn new(mode: Mode, depth: usize) -> Self {
-        let unused = [AFTERMATH + 1; DraftKind::ALL.len()];
+        let unused = [RECOVERY + 1; DraftKind::ALL.len()];
         Self { mode, depth, confident: MovingRate::prior(1.0), unused }
     }
 
     /// A governor for the next request, which knows what this one has learned.
     pub fn for_next_request(&self) -> Self {
-        Self { unused: self.unused.map(|steps| steps.max(AFTERMATH + 1)), ..self.clone() }
+        Self { unused: self.unused.map(|steps| steps.max(RECOVERY + 1)), ..self.clone() }
     }
 
     /// What the sequence could draft in a pass of `streams` sequences, at most `room` tokens; `None` if it
@@ -161,9 +161,9 @@ impl Governor {
         self.unused[kind as usize] = 0;
     }
 
-    /// Whether the sequence drafted a few steps ago, which made these slower.
+    /// Whether the sequence drafted in the last [`RECOVERY`] steps.
     pub fn has_just_drafted(&self) -> bool {
-        self.unused.iter().any(|steps| *steps <= AFTERMATH)
+        self.unused.iter().any(|steps| *steps <= RECOVERY)
     }
 
     /// Whether a drafter drafted in the last step, so that it had nothing to catch up on.

@@ -2,8 +2,8 @@
 //! then decoded almost as fast as without drafts.
 //!
 //! Each step without drafts earns a small share of its time. A step with drafts costs what it took longer than plain
-//! steps for the same tokens, and so do the steps after it, in which rewound states are computed and the device has no
-//! work queued. Drafters are tried when nothing is owed. Drafts that are expected to pay may owe some steps, as
+//! steps for the same tokens, and so do the steps after it, in which rewound states are computed and the queue of the
+//! device is empty. Drafters are tried when nothing is owed. Drafts that are expected to pay may owe some steps, as
 //! expectations can be wrong.
 //!
 //! Source: the condition is that of conservative bandits (Wu et al., arXiv:1602.04282): explore only while the loss
@@ -12,14 +12,14 @@
 /// Share of the decoding time that drafts may lose.
 const SHARE: f32 = 0.005;
 
-/// Plain steps that drafts which are expected to pay may owe.
-const MOST_OWED: f32 = 8.0;
+/// Debt, in plain steps, up to which drafts that are expected to pay are permitted.
+const PAYING_DEBT: f32 = 8.0;
 
-/// Most that one step may cost, in plain steps: a stall of the machine says nothing about drafts.
-const MOST: f32 = 8.0;
+/// Largest cost of one step, in plain steps. A stall of the machine is not the cost of drafts.
+const MAX_COST: f32 = 8.0;
 
-/// Plain steps that are owed at most. Several stalls in a row must not end drafting for long.
-const FLOOR: f32 = 2.0 * MOST_OWED;
+/// Largest debt, in plain steps. Several stalls in a row must not end drafting for long.
+const MAX_DEBT: f32 = 2.0 * PAYING_DEBT;
 
 /// Time that drafts may lose, in seconds; owed if it is negative.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,7 +43,7 @@ impl TrialTime {
     pub fn permit(self, plain: f32) -> Permit {
         if self.left >= 0.0 {
             Permit::Trials
-        } else if self.left >= -MOST_OWED * plain {
+        } else if self.left >= -PAYING_DEBT * plain {
             Permit::Paying
         } else {
             Permit::Nothing
@@ -52,19 +52,19 @@ impl TrialTime {
 
     /// Counts a step without drafts that took `seconds`, where a plain step takes `plain`.
     pub fn earn(&mut self, seconds: f32, plain: f32) {
-        self.add(SHARE * seconds.min(MOST * plain), plain);
+        self.add(SHARE * seconds.min(MAX_COST * plain), plain);
     }
 
     /// Counts a step with drafts, or one after it, that took `seconds`. `streams` sequences decoded, and drafts added
     /// `gained` tokens; a plain step takes `plain` seconds.
     pub fn spend(&mut self, seconds: f32, plain: f32, streams: usize, gained: i32) {
         let saved = plain * (1.0 + gained as f32 / streams as f32);
-        self.add(saved - seconds.min(MOST * plain), plain);
+        self.add(saved - seconds.min(MAX_COST * plain), plain);
     }
 
     /// Adds `seconds`. At most a plain step is kept, so that a text that fits pays for no later one.
     fn add(&mut self, seconds: f32, plain: f32) {
-        self.left = (self.left + seconds).clamp(-FLOOR * plain, plain);
+        self.left = (self.left + seconds).clamp(-MAX_DEBT * plain, plain);
     }
 }
 
