@@ -66,10 +66,14 @@ pub struct Sequence<'a> {
     pub rows: usize,
     /// Position of the first row.
     pub position: usize,
-    /// Rows in the cache, which those of the sequence are written after.
+    /// Rows in `kv`, which those of the sequence are written after.
     pub cached: usize,
     /// Keys, and then values as further heads: [2 H_kv, capacity, D].
     pub kv: &'a mut [f32],
+    /// Rows before those of `kv`, a multiple of 64.
+    pub shared_rows: usize,
+    /// Like `kv`, for the rows before. Not read if there are none.
+    pub shared: &'a [f32],
 }
 
 impl Attention<'_> {
@@ -86,17 +90,20 @@ impl Attention<'_> {
 }
 
 /// A sequence, and where its rows begin.
-struct Part {
+struct Part<'a> {
     first: usize,
     rows: usize,
     cached: usize,
     capacity: usize,
     kv: Output,
+    shared_rows: usize,
+    /// [2 H_kv, capacity, D]
+    shared: &'a [f32],
 }
 
 struct Work<'a> {
     x: &'a Attention<'a>,
-    parts: Vec<Part>,
+    parts: Vec<Part<'a>>,
     /// [R, dims]: the cosines of a row's angles, then the sines.
     angles: Vec<f32>,
     y: Output,
@@ -119,15 +126,19 @@ pub fn attention(x: &Attention<'_>, sequences: &mut [Sequence<'_>], y: &mut [f32
     assert!(x.rotation.is_none_or(|rotation| 2 * rotation.frequencies.len() <= head_dim));
     let (mut parts, mut angles) = (Vec::with_capacity(sequences.len()), Vec::new());
     let (mut first, mut products) = (0, 0);
-    for Sequence { rows, position, cached, kv } in &mut *sequences {
+    for Sequence { rows, position, cached, kv, shared_rows, shared } in &mut *sequences {
         let capacity = kv.len() / (2 * kv_heads * head_dim);
         assert_eq!(kv.len(), 2 * kv_heads * capacity * head_dim);
         assert!(*rows > 0 && *cached + *rows <= capacity);
+        // A tile lies in one buffer.
+        assert!(shared_rows.is_multiple_of(TILE));
+        assert!(*shared_rows == 0 || shared.len() >= 2 * kv_heads * *shared_rows * head_dim);
         let kv = Output(kv.as_mut_ptr());
-        parts.push(Part { first, rows: *rows, cached: *cached, capacity, kv });
-        first += *rows;
-        products += *rows * heads * (*cached + *rows) * head_dim;
-        for row in *position..*position + *rows {
+        let (rows, cached, shared_rows) = (*rows, *cached, *shared_rows);
+        parts.push(Part { first, rows, cached, capacity, kv, shared_rows, shared });
+        first += rows;
+        products += rows * heads * (shared_rows + cached + rows) * head_dim;
+        for row in *position..*position + rows {
             x.rotation.iter().for_each(|rotation| rotation.push_angles(row, &mut angles));
         }
     }
@@ -200,7 +211,7 @@ struct Query<'a> {
 
 /// Some rows of a sequence, and one of its key-value heads.
 struct Block<'a> {
-    part: &'a Part,
+    part: &'a Part<'a>,
     rows: Range<usize>,
     head: usize,
 }
@@ -211,6 +222,18 @@ impl Block<'_> {
         let size = self.part.capacity * x.head_dim;
         // SAFETY: the cache has as many keys and then as many values as there are heads.
         [self.head, x.kv_heads + self.head].map(|head| unsafe { self.part.kv.at(head * size) })
+    }
+
+    /// Keys and values of the head from row `first` on, up to the end of its tile.
+    fn tile(&self, x: &Attention<'_>, first: usize) -> [*const f32; 2] {
+        let part = self.part;
+        if first >= part.shared_rows {
+            let at = (first - part.shared_rows) * x.head_dim;
+            return self.kv(x).map(|kv| kv.wrapping_add(at).cast_const());
+        }
+        let size = part.shared.len() / (2 * x.kv_heads);
+        let heads = [self.head, x.kv_heads + self.head];
+        heads.map(|head| part.shared[head * size + first * x.head_dim..].as_ptr())
     }
 }
 
@@ -243,7 +266,7 @@ unsafe fn write_keys<L: Lanes>(work: &Work<'_>, block: &Block<'_>) {
 #[inline(always)]
 unsafe fn attend<L: Lanes>(work: &Work<'_>, block: &Block<'_>) {
     let x = work.x;
-    let (part, head, [keys, values]) = (block.part, block.head, block.kv(x));
+    let (part, head) = (block.part, block.head);
     let (d, width, group) = (x.head_dim, x.width(), x.heads / x.kv_heads);
     // The row and the query head of a query.
     let place = |i: usize| (block.rows.start + i / group, head * group + i % group);
@@ -258,15 +281,16 @@ unsafe fn attend<L: Lanes>(work: &Work<'_>, block: &Block<'_>) {
         // SAFETY: promised by the caller.
         unsafe { work.place::<L>(q, x.q_norm, row) };
         q.iter_mut().for_each(|q| *q *= x.scale);
-        let keys = part.cached + t + 1;
+        let keys = part.shared_rows + part.cached + t + 1;
         queries.push(Query { keys, q, sum, largest: f32::NEG_INFINITY, total: 0.0 });
     }
-    for first in (0..part.cached + block.rows.end).step_by(TILE) {
+    for first in (0..part.shared_rows + part.cached + block.rows.end).step_by(TILE) {
+        let [keys, values] = block.tile(x, first);
         for query in &mut queries {
             let count = query.keys.saturating_sub(first).min(TILE);
             if count > 0 {
                 // SAFETY: `count` rows from `first` on are written.
-                unsafe { read_tile::<L>(query, keys.add(first * d), values.add(first * d), count) };
+                unsafe { read_tile::<L>(query, keys, values, count) };
             }
         }
     }
@@ -388,7 +412,8 @@ mod tests {
             rotation: Some(Rotation { frequencies: &frequencies, scale: 1.0 }),
         };
         let mut y = vec![f32::NAN; rows * HEADS * d];
-        let sequence = Sequence { rows, position: from, cached: from, kv };
+        let sequence =
+            Sequence { rows, position: from, cached: from, kv, shared_rows: 0, shared: &[] };
         attention(&x, &mut [sequence], &mut y);
         y
     }

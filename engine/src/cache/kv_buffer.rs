@@ -13,6 +13,11 @@ use crate::error::Result;
 /// Rows by which a buffer grows. Growing copies the buffer, so it must not happen at every step.
 pub const STEP: i32 = 256;
 
+/// The capacity of a buffer of `rows` rows that grows by `step`.
+pub(super) fn capacity_for(rows: i32, step: i32) -> i32 {
+    (rows + step - 1) / step * step
+}
+
 /// A buffer [1, H, capacity, D]. Its owner knows how many rows are filled.
 #[derive(Debug, Clone, Default)]
 pub(super) struct KvBuffer {
@@ -28,13 +33,12 @@ impl From<Array> for KvBuffer {
 }
 
 impl KvBuffer {
-    /// Writes `new` [1, H, T, D] after the first `len` rows.
-    pub fn append(&mut self, new: &Array, len: i32) -> Result<()> {
+    /// Writes `new` [1, H, T, D] after the first `len` rows. The buffer grows by `step`.
+    pub fn append(&mut self, new: &Array, len: i32, step: i32) -> Result<()> {
         let end = len + new.dim(2);
         let capacity = self.capacity();
         if end > capacity {
-            let more = (end - capacity + STEP - 1) / STEP * STEP;
-            self.grow(new, 0, capacity, more)?;
+            self.grow(new, 0, capacity, capacity_for(end, step) - capacity)?;
         }
         let buffer = self.buffer.as_mut().expect("just grown");
         buffer.try_index_mut((.., .., len..end, ..), new)?;
@@ -49,11 +53,11 @@ impl KvBuffer {
     }
 
     /// Makes room of its own for `more` rows of `like`'s shape and dtype after the first `len`.
-    pub fn reserve(&mut self, like: &Array, len: i32, more: i32) -> Result<()> {
+    pub fn reserve(&mut self, like: &Array, len: i32, more: i32, step: i32) -> Result<()> {
         let capacity = self.capacity();
-        let more = (len + more - capacity + STEP - 1) / STEP * STEP;
+        let more = capacity_for(len + more, step) - capacity;
         // Growing copies.
-        self.grow(like, 0, capacity, more.max(STEP))
+        self.grow(like, 0, capacity, more.max(step))
     }
 
     /// Keeps rows `from..to` and adds zeroed capacity for `more` rows of `like`'s shape and dtype.
@@ -68,10 +72,10 @@ impl KvBuffer {
     }
 
     /// Joins `parts`, with the capacity that appending them one after another would have reached.
-    pub fn fill(parts: &[&Array]) -> Result<Self> {
+    pub fn fill(parts: &[&Array], step: i32) -> Result<Self> {
         let len: i32 = parts.iter().map(|part| part.dim(2)).sum();
         let Some(like) = parts.first() else { return Ok(Self::default()) };
-        let room = (len + STEP - 1) / STEP * STEP - len;
+        let room = capacity_for(len, step) - len;
         let room = zeros_dtype(&[1, like.dim(1), room, like.dim(3)], like.dtype())?;
         let all: Vec<&Array> = parts.iter().copied().chain([&room]).collect();
         Ok(Self::from(concatenate(&all, 2)?))

@@ -10,22 +10,27 @@
 mod checkpoint;
 mod element;
 mod full;
+mod key_values;
 mod kv_buffer;
 mod quantized;
 mod recurrent;
-mod shared;
+mod shared_rows;
 mod sliding;
 
 pub use checkpoint::Checkpoint;
 pub use element::Element;
-pub use full::Full;
+pub use full::{Buffers, Full};
+pub use key_values::{KeyValues, owned};
 pub use kv_buffer::STEP;
 pub use quantized::{Quantized, QuantizedKv};
 pub use recurrent::{Recurrent, Writes, WritesOf, delta_write};
-pub use shared::{KeyValues, owned};
+pub use shared_rows::{SharedKv, SharedRows};
 pub use sliding::Sliding;
 
-use shared::LayerKv;
+use key_values::LayerKv;
+use shared_rows::whole_blocks;
+
+use std::rc::Rc;
 
 use mlx_rs::Array;
 
@@ -79,6 +84,8 @@ pub struct Cache {
     /// Rows that went through the model so far: the position of the next one.
     pub position: usize,
     draft_mark: Option<usize>,
+    /// What the layers share with other caches: it counts those that have it.
+    shared: Option<Rc<SharedRows>>,
 }
 
 /// Neighbouring rows of one sequence in a pass.
@@ -101,6 +108,15 @@ impl Span<'_> {
     }
 }
 
+/// The first rows of [`SharedRows`].
+#[derive(Debug, Clone, Copy)]
+pub struct SharedPart<'a> {
+    /// All rows.
+    pub rows: &'a Rc<SharedRows>,
+    /// Number of the first, whole blocks.
+    pub count: usize,
+}
+
 /// A position as MLX indexes it.
 fn row(position: usize) -> i32 {
     i32::try_from(position).expect("contexts are far shorter: checked at admission")
@@ -109,7 +125,7 @@ fn row(position: usize) -> i32 {
 impl Cache {
     /// A cache at position 0 of these empty layers.
     pub fn new(layers: Vec<LayerCache>) -> Self {
-        Self { layers, position: 0, draft_mark: None }
+        Self { layers, position: 0, draft_mark: None, shared: None }
     }
 
     /// Stores KV of full attention in `bits` bits from position `from` on. Lossy.
@@ -207,6 +223,73 @@ impl Cache {
         self.layers.iter().map(layer).sum()
     }
 
+    /// Bytes of the first `rows` rows of the layers that keep all positions without quantizing them, if an activation
+    /// has `size` bytes.
+    pub fn shareable_bytes(&self, rows: usize, size: u64) -> u64 {
+        let layer = |layer: &LayerCache| match layer {
+            LayerCache::Full(full) => full.shape().map(|n| n as u64).iter().product(),
+            _ => 0,
+        };
+        2 * rows as u64 * size * self.layers.iter().map(layer).sum::<u64>()
+    }
+
+    /// Rows that the buffers of full attention have when the cache has `length` rows.
+    pub fn capacity_at(&self, length: usize) -> usize {
+        match self.first_full() {
+            Some(full) => full.capacity_at(row(length)).try_into().expect("a number of rows"),
+            None => length.next_multiple_of(STEP as usize),
+        }
+    }
+
+    fn first_full(&self) -> Option<&Full> {
+        self.layers.iter().find_map(|layer| match layer {
+            LayerCache::Full(full) => Some(full),
+            _ => None,
+        })
+    }
+
+    /// Whether other caches can share the rows of this one without a copy of them for each pass: kernels of our own wrote
+    /// the newest rows of all layers that keep all positions, and so will read them.
+    pub fn is_shareable(&self) -> bool {
+        let by_kernel = |layer: &LayerCache| match layer {
+            LayerCache::Full(full) => full.was_written_in_place(),
+            LayerCache::Quantized(_) => false,
+            LayerCache::Sliding(_) | LayerCache::Recurrent(_) => true,
+        };
+        self.first_full().is_some() && self.layers.iter().all(by_kernel)
+    }
+
+    /// The rows that the cache shares, and how many of them it has.
+    pub fn shared(&self) -> Option<SharedPart<'_>> {
+        let shared = usize::try_from(self.first_full()?.shared_rows()).expect("a number of rows");
+        let count = SharedRows::whole_blocks(shared.min(self.position));
+        let rows = self.shared.as_ref().filter(|_| count > 0)?;
+        Some(SharedPart { rows, count })
+    }
+
+    /// Number of shared rows.
+    pub fn shared_count(&self) -> usize {
+        self.shared().map_or(0, |shared| shared.count)
+    }
+
+    /// Lets other caches share the whole blocks of the rows of this one. Copies the rows after them.
+    ///
+    /// # Panics
+    /// If it shares rows already, or a layer has quantized rows.
+    pub fn share(&mut self) -> Result<Rc<SharedRows>> {
+        let mut layers = Vec::new();
+        for layer in &mut self.layers {
+            match layer {
+                LayerCache::Full(full) => layers.push(full.share()?),
+                LayerCache::Quantized(_) => panic!("quantized rows are not shared"),
+                LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {}
+            }
+        }
+        let rows = Rc::new(SharedRows { rows: whole_blocks(row(self.position)), layers });
+        self.shared = Some(rows.clone());
+        Ok(rows)
+    }
+
     /// Whether the cache can resume at any position. If not, it holds recurrent state and can
     /// resume only where [`Cache::recurrent_state`] was taken.
     pub fn is_truncatable(&self) -> bool {
@@ -285,19 +368,26 @@ impl Cache {
         Ok(KeyValues { count: to - from, layers })
     }
 
-    /// Replaces the content with that of the first `position` rows: `kv` of all of them, in order,
-    /// and the `recurrent` state that [`Cache::recurrent_state`] returned at `position`.
+    /// Replaces the content with that of the first `position` rows: those that are `shared`, `kv` of all after them, in
+    /// order, and the `recurrent` state that [`Cache::recurrent_state`] returned at `position`.
     ///
     /// # Errors
     /// [`Error::SavedState`] if number or shapes of the arrays do not fit this model; the cache is then
     /// unchanged.
     pub fn restore(
         &mut self,
+        shared: Option<SharedPart<'_>>,
         kv: &[KeyValues],
         recurrent: &[Array],
         position: usize,
     ) -> Result<()> {
         let mut layers = self.layers.clone();
+        let mut buffers = shared.iter().flat_map(|shared| {
+            let count = row(shared.count);
+            debug_assert_eq!(whole_blocks(count), count);
+            let part = move |buffer: &Array| SharedKv { buffer: buffer.clone(), rows: count };
+            shared.rows.layers.iter().map(part)
+        });
         let (mut index, mut recurrent) = (0, recurrent.iter());
         let mut next_kv = || {
             let parts: Vec<&LayerKv> =
@@ -308,7 +398,7 @@ impl Cache {
         let len = row(position);
         for layer in &mut layers {
             match layer {
-                LayerCache::Full(full) => full.restore(&next_kv(), len)?,
+                LayerCache::Full(full) => full.restore(buffers.next(), &next_kv(), len)?,
                 LayerCache::Quantized(quantized) => quantized.restore(&next_kv(), len)?,
                 LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {
                     layer.restore_recurrent(&mut recurrent, len)?;
@@ -318,7 +408,8 @@ impl Cache {
         if recurrent.next().is_some() {
             return Err(Error::SavedState("too many recurrent tensors".into()));
         }
-        *self = Self { layers, position, draft_mark: None };
+        let shared = shared.map(|shared| shared.rows.clone());
+        *self = Self { layers, position, draft_mark: None, shared };
         Ok(())
     }
 }

@@ -13,8 +13,8 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::quantize;
 
-use super::kv_buffer::KvBuffer;
-use super::shared::LayerKv;
+use super::kv_buffer::{KvBuffer, STEP};
+use super::key_values::LayerKv;
 use super::{Full, column, expect_rows};
 use crate::error::{ConfigError, Error, Result};
 
@@ -103,7 +103,7 @@ impl Quantized {
             for (new, buffers) in new.iter().zip([&mut self.keys, &mut self.values]) {
                 let (elements, scales, biases) = quantize(new, self.group, self.bits)?;
                 for (buffer, new) in buffers.iter_mut().zip([elements, scales, biases]) {
-                    buffer.append(&new, self.len)?;
+                    buffer.append(&new, self.len, STEP)?;
                 }
             }
             self.len += rows - dense;
@@ -181,7 +181,7 @@ impl Quantized {
         let (dense, packed): (Vec<&LayerKv>, Vec<&LayerKv>) =
             parts.iter().partition(|part| part.len() == 2);
         let quantized = (len - self.from).max(0);
-        fresh.dense.restore(&dense, len - quantized)?;
+        fresh.dense.restore(None, &dense, len - quantized)?;
         if quantized > 0 {
             let [heads, head_dim] = self.dense.shape();
             let widths = [head_dim * self.bits / 32, head_dim / self.group, head_dim / self.group];
@@ -189,7 +189,7 @@ impl Quantized {
             for (i, (buffer, width)) in buffers.zip(widths.into_iter().cycle()).enumerate() {
                 let parts = column(&packed, i)?;
                 expect_rows(&parts, [heads, width], quantized)?;
-                *buffer = KvBuffer::fill(&parts)?;
+                *buffer = KvBuffer::fill(&parts, STEP)?;
             }
             fresh.len = quantized;
         }

@@ -69,8 +69,8 @@ impl Sliding {
             self.values.grow(v, self.rows - keep, self.rows, more)?;
             self.rows = keep;
         }
-        self.keys.append(k, self.rows)?;
-        self.values.append(v, self.rows)?;
+        self.keys.append(k, self.rows, STEP)?;
+        self.values.append(v, self.rows, STEP)?;
         (self.rows, self.len) = (self.rows + new, self.len + new);
         Ok(())
     }

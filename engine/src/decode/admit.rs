@@ -20,10 +20,11 @@ use crate::request::Event;
 impl Decoder {
     /// The sequence of a prepared request, with saved state. Does not run the model.
     pub(super) fn admit(&mut self, prepared: Prepared) -> Result<Sequence> {
-        let (prompt, empty) = (&prepared.prompt, self.prefixes.empty());
-        self.make_room(self.memory.of_prompt(&empty, prompt.len(), self.prefill_chunk))?;
-        let (cache, cached) = match prepared.request.needs_whole_prompt() {
-            true => (empty, 0),
+        let prompt = &prepared.prompt;
+        let is_whole = prepared.request.needs_whole_prompt();
+        self.make_room_for(prompt, is_whole)?;
+        let (cache, cached) = match is_whole {
+            true => (self.prefixes.empty(), 0),
             false => self.prefixes.restore(prompt)?,
         };
         for &(at, retention) in prepared.save_points.iter().take_while(|&&(at, _)| at <= cached) {

@@ -98,9 +98,10 @@ impl Decoder {
     /// A copy that shares no buffer that is written in place.
     fn copy(&mut self, cache: &Cache) -> Result<Cache> {
         let mut copy = self.prefixes.empty();
-        self.make_room(self.memory.growth(&copy, cache.position))?;
-        let (kv, state) = (cache.key_values(0, cache.position)?, cache.recurrent_state()?);
-        copy.restore(&[kv], &state, cache.position)?;
+        let (position, shared) = (cache.position, cache.shared_count());
+        self.make_room(self.memory.growth_behind(&copy, shared, position))?;
+        let kv = (shared < position).then(|| cache.key_values(shared, position)).transpose()?;
+        copy.restore(cache.shared(), kv.as_slice(), &cache.recurrent_state()?, position)?;
         eval(&copy.arrays()?)?;
         Ok(copy)
     }

@@ -34,6 +34,7 @@ use crate::config::{self, Config};
 use crate::error::{ConfigError, Error, RequestError, Result};
 use crate::model::on_cpu;
 use crate::nn::DENSE_ROWS;
+use crate::prefix::SHORTEST_SHARED;
 
 /// Bytes reserved for what is allocated after loading besides arrays: requests, policies, threads and the
 /// allocator's gaps.
@@ -179,16 +180,17 @@ impl Memory {
         Ok(self.limit.saturating_sub(active()?))
     }
 
-    /// Bytes that a prompt of `tokens` tokens takes when it runs in chunks of `chunk`.
-    pub fn of_prompt(&self, empty: &Cache, tokens: usize, chunk: usize) -> u64 {
-        empty.bytes(tokens + STEP, self.size) + self.pass.of(chunk.min(tokens), tokens)
+    /// Bytes that a prompt of `tokens` tokens takes when it runs in chunks of `chunk`, besides its first `shared` rows.
+    pub fn of_prompt(&self, empty: &Cache, shared: usize, tokens: usize, chunk: usize) -> u64 {
+        let cache = empty.bytes(tokens + STEP, self.size);
+        cache - empty.shareable_bytes(shared, self.size) + self.pass.of(chunk.min(tokens), tokens)
     }
 
     /// Bytes that a pass takes which runs the given number of rows of each cache.
     pub fn of_step<'a>(&self, spans: impl IntoIterator<Item = (&'a Cache, usize)>) -> u64 {
         let of = |(cache, rows): (&Cache, usize)| {
             let length = cache.position + rows;
-            let grows = length.next_multiple_of(STEP) > cache.position.next_multiple_of(STEP);
+            let grows = cache.capacity_at(length) > cache.capacity_at(cache.position);
             let grown = if grows { self.growth(cache, length) } else { 0 };
             let sampled = rows.min(STEP_ROWS) as u64 * self.sampling;
             // A pass makes a new state beside the old one, which a check of near-ties keeps.
@@ -199,7 +201,13 @@ impl Memory {
 
     /// Bytes that `cache` takes more when it has grown to `length` rows, and while it grows.
     pub fn growth(&self, cache: &Cache, length: usize) -> u64 {
-        let then = cache.bytes(length + STEP, self.size);
+        self.growth_behind(cache, cache.shared_count(), length)
+    }
+
+    /// [`Memory::growth`] of a cache whose first rows will be `shared` ones.
+    pub fn growth_behind(&self, cache: &Cache, shared: usize, length: usize) -> u64 {
+        let shared = cache.shareable_bytes(shared, self.size);
+        let then = cache.bytes(length + STEP, self.size).saturating_sub(shared);
         // A layer that grows is copied; two may be copied at a time.
         then.saturating_sub(self.of_cache(cache)) + 2 * then / cache.layers.len().max(1) as u64
     }
@@ -209,12 +217,13 @@ impl Memory {
         self.pass.of_rows(rows, length)
     }
 
-    /// Bytes that `cache` takes now.
+    /// Bytes that `cache` takes now, besides shared rows.
     pub fn of_cache(&self, cache: &Cache) -> u64 {
-        match cache.position {
-            0 => 0,
-            position => cache.bytes(position.next_multiple_of(STEP), self.size),
+        if cache.position == 0 {
+            return 0;
         }
+        let shared = cache.shareable_bytes(cache.shared_count(), self.size);
+        cache.bytes(cache.capacity_at(cache.position), self.size).saturating_sub(shared)
     }
 
     /// Bytes of a saved copy of the state of `cache` and of `rows` of its rows.
@@ -282,7 +291,9 @@ impl Decoder {
         loading: &Section,
     ) -> Result<()> {
         // Weights are evaluated at their first use: those of the head count from now on.
-        eval([&self.logits(&self.run_probe(1, &mut self.prefixes.empty())?)?])?;
+        let mut cache = self.prefixes.empty();
+        eval([&self.logits(&self.run_probe(1, &mut cache)?)?])?;
+        self.prefixes.share_from(cache.is_shareable().then_some(SHORTEST_SHARED));
         let probes = PROBES[usize::from(self.memory.on_gpu)];
         let mut bytes = [0.0; 2];
         for (bytes, rows) in bytes.iter_mut().zip(probes) {

@@ -469,6 +469,15 @@ impl Decoder {
         }
     }
 
+    /// Lets other requests share the KV of a prompt that has run. A failure costs memory, nothing else.
+    fn share_prompt(&mut self, sequence: &mut Sequence) {
+        let tokens = &sequence.tokens[..sequence.cache.position];
+        if let Err(error) = self.prefixes.share(&mut sequence.cache, tokens) {
+            let (id, span) = (&sequence.request.id, &sequence.request.span);
+            span.log(|| tracing::warn!(request_id = id, %error, "prompt not shared"));
+        }
+    }
+
     /// Saves the state of the tokens that have run. A failure costs time later, nothing else.
     fn save(&mut self, sequence: &Sequence, retention: Retention) {
         let tokens = &sequence.tokens[..sequence.cache.position];

@@ -32,32 +32,49 @@ impl Sequence {
     fn expected_length(&self) -> usize {
         expected_length(self.prompt, &self.limits).max(self.tokens.len())
     }
+
+    /// Whether all of its tokens run again when it resumes: the prompt was not reported whole.
+    fn resumes_whole(&self) -> bool {
+        self.request.needs_whole_prompt() && self.reported < self.prompt
+    }
 }
 
 impl Decoder {
     /// Whether there is room for a prepared request beside the running ones. Always if none runs:
     /// admission then refuses what does not fit at all.
     pub(super) fn has_room_for(&self, prepared: &Prepared) -> bool {
-        let Prepared { prompt, limits, .. } = prepared;
+        let Prepared { prompt, limits, request, .. } = prepared;
         let length = expected_length(prompt.len(), limits);
-        self.has_room_for_another(prompt.len(), length)
+        self.has_room_for_another(prompt, request.needs_whole_prompt(), length)
     }
 
-    /// Whether there is room for a sequence of `tokens` tokens that grows to `length`.
-    fn has_room_for_another(&self, tokens: usize, length: usize) -> bool {
+    /// Whether there is room for a sequence of `tokens` that grows to `length`. If it `is_whole`, it shares none.
+    fn has_room_for_another(&self, tokens: &[u32], is_whole: bool, length: usize) -> bool {
         if self.sequences.is_empty() {
             return true;
         }
         let Ok(free) = self.memory.free() else { return false };
         let memory = &self.memory;
         let running = self.sequences.iter().map(|s| (&s.cache, s.expected_length()));
-        let empty = self.prefixes.empty();
-        let grown = running.clone().chain([(&empty, length)]);
-        let grown: u64 = grown.map(|(cache, length)| memory.growth(cache, length)).sum();
+        let (empty, shared) = (self.prefixes.empty(), self.shared_rows(tokens, is_whole));
+        let grown: u64 = running.clone().map(|(cache, length)| memory.growth(cache, length)).sum();
+        let grown = grown + memory.growth_behind(&empty, shared, length);
         // Their steps go on beside its prompt.
         let step = memory.of_step(running.map(|(cache, _)| (cache, STEP_ROWS)));
-        let chunk = memory.of_chunk(self.prefill_chunk.min(tokens), tokens);
+        let chunk = memory.of_chunk(self.prefill_chunk.min(tokens.len()), tokens.len());
         grown + step + chunk <= free + self.prefixes.bytes()
+    }
+
+    /// Rows that a sequence of `tokens` shares with running ones.
+    fn shared_rows(&self, tokens: &[u32], is_whole: bool) -> usize {
+        if is_whole { 0 } else { self.prefixes.shared_rows(tokens) }
+    }
+
+    /// Evicts saved state until there is room for a prompt of `tokens`.
+    pub(super) fn make_room_for(&mut self, tokens: &[u32], is_whole: bool) -> Result<()> {
+        let (empty, shared) = (self.prefixes.empty(), self.shared_rows(tokens, is_whole));
+        let needed = self.memory.of_prompt(&empty, shared, tokens.len(), self.prefill_chunk);
+        self.make_room(needed)
     }
 
     /// Evicts saved state until `needed` bytes are free.
@@ -192,7 +209,11 @@ impl Decoder {
         // One may always run: the loop must not spin while threads finish others.
         while (self.sequences.is_empty() || self.has_slot())
             && let Some(first) = self.preempted.front()
-            && self.has_room_for_another(first.tokens.len(), first.expected_length())
+            && self.has_room_for_another(
+                &first.tokens,
+                first.resumes_whole(),
+                first.expected_length(),
+            )
             && let Some(mut sequence) = self.preempted.pop_front()
         {
             if sequence.has_ended() {
@@ -209,12 +230,11 @@ impl Decoder {
 
     /// Restores the cache of a preempted sequence from saved state, so that its other tokens run again.
     pub(super) fn restore_state(&mut self, sequence: &mut Sequence) -> Result<()> {
-        let (empty, tokens) = (self.prefixes.empty(), &sequence.tokens);
-        self.make_room(self.memory.of_prompt(&empty, tokens.len(), self.prefill_chunk))?;
+        let (tokens, is_whole) = (&sequence.tokens, sequence.resumes_whole());
+        self.make_room_for(tokens, is_whole)?;
         let cached;
-        let is_whole = sequence.reported == sequence.prompt;
-        (sequence.cache, cached) = match sequence.request.needs_whole_prompt() && !is_whole {
-            true => (empty, 0),
+        (sequence.cache, cached) = match is_whole {
+            true => (self.prefixes.empty(), 0),
             false => self.prefixes.resume(tokens)?,
         };
         sequence.pooled = None;

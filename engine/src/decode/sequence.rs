@@ -400,12 +400,14 @@ impl Sequence {
         if rows > STEP_ROWS && !self.has_ended() && !self.hooks.is_away() { rows } else { 0 }
     }
 
-    /// Ends the span `prefill` if the prompt has run.
-    pub fn begin_decode(&mut self) {
-        if !self.is_decoding && self.cache.position >= self.prompt {
+    /// Ends the span `prefill` if the prompt has run; true if it has just done so.
+    pub fn begin_decode(&mut self) -> bool {
+        let begins = !self.is_decoding && self.cache.position >= self.prompt;
+        if begins {
             self.is_decoding = true;
             self.phase_span = self.request.span.decode();
         }
+        begins
     }
 
     /// Whether all committed tokens have run, so that the next one can be sampled.

@@ -153,7 +153,8 @@ impl Decoder {
     /// Publishes the sequences and their bytes to other threads.
     fn report_sequences(&self) {
         let arrays = memory::active().unwrap_or_default();
-        let running = self.sequences.iter().map(|s| self.memory.of_cache(&s.cache)).sum();
+        let own: u64 = self.sequences.iter().map(|s| self.memory.of_cache(&s.cache)).sum();
+        let running = own + self.prefixes.shared_bytes();
         let prefix_cache = self.prefixes.bytes();
         let awaiting_policy = self.sequences.iter().filter(|s| s.hooks.is_away()).count();
         self.activity.update(|activity| {

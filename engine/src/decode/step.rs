@@ -159,7 +159,9 @@ impl Decoder {
     /// Commits the tokens of one sequence that are known after a pass.
     fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
         self.save_at_save_point(sequence);
-        sequence.begin_decode();
+        if sequence.begin_decode() {
+            self.share_prompt(sequence);
+        }
         if sequence.limits.reply == 0 && sequence.is_caught_up() {
             // The client wants the probabilities of its prompt only.
             sequence.sampled = None;

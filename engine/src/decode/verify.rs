@@ -206,7 +206,10 @@ impl Decoder {
         if let DecodePath::Chunked(tokens) = path {
             self.prefill_chunk = tokens;
         }
+        let shares = self.prefixes.shares();
         self.prefixes = Prefixes::new(self.prefixes.empty(), CACHE_BYTES, None, 0)?;
+        // Prompts are short.
+        self.prefixes.share_from(shares.then_some(1));
         if path == DecodePath::Resumed {
             self.complete(requests, i, path, 1, plain)?;
         }

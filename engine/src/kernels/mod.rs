@@ -11,7 +11,7 @@ mod tests;
 
 use mlx_rs::Array;
 
-use crate::cache::{Element, Span, Writes};
+use crate::cache::{Buffers, Element, Span, Writes};
 use crate::error::Result;
 use crate::nn::{GatedDelta, Heads, Outputs};
 
@@ -48,10 +48,8 @@ pub struct Destination<'a> {
     pub rows: i32,
     /// Position of the first.
     pub position: i32,
-    /// Place of the first in the buffer.
-    pub place: i32,
-    /// Keys and then values, [1, 2 H_kv, capacity, D]; nothing else may hold it.
-    pub buffer: &'a Array,
+    /// Those of the cache; nothing else may hold the one of its own rows.
+    pub buffers: Buffers<'a>,
     /// What must be evaluated before the kernel reads the buffer: it writes the rows before these.
     pub after: Option<&'a Array>,
 }

@@ -31,12 +31,14 @@ pub fn error(a: &Array, b: &Array) -> f32 {
     largest(a.subtract(&b).unwrap()) / largest(b)
 }
 
-/// Attention from projections on, of passes over sequences: output of all passes.
+/// Attention from projections on, of passes over sequences: output of all passes. `shares` lets each sequence share its
+/// rows after the pass, as far as there are whole blocks.
 fn run_heads(
     backend: &Backend,
     kernel: bool,
     heads: &Heads<'_>,
     passes: &[&[i32]],
+    shares: Option<usize>,
     dtype: Dtype,
 ) -> Vec<Array> {
     let &Backend { enable, is_cuda } = backend;
@@ -69,6 +71,12 @@ fn run_heads(
             super::cpu::queue(&ys[pass..]).unwrap();
         }
         spans.iter_mut().for_each(Span::advance);
+        if shares == Some(pass) {
+            for cache in caches.iter_mut().filter(|cache| cache.position >= 64) {
+                cache.share().unwrap();
+                assert!(cache.shared_count() > 0);
+            }
+        }
     }
     // The caches hold what the kernel wrote in place.
     let held = caches.iter().flat_map(|cache| {
@@ -104,11 +112,19 @@ pub fn check_heads(backend: &Backend, dtype: Dtype, bound: f32) {
             // Prompts longer than the kernel's rows, steps, drafts, and a buffer that grows.
             let passes: [&[i32]; 5] =
                 [&[300, 1, 250, 8], &[1, 2, 8, 1], &[1, 1, 1, 1], &[8, 8, 8, 8], &[20, 1, 1, 1]];
-            let ours = run_heads(backend, true, &heads, &passes, dtype);
-            let reference = run_heads(backend, false, &heads, &passes, dtype);
+            let ours = run_heads(backend, true, &heads, &passes, None, dtype);
+            let reference = run_heads(backend, false, &heads, &passes, None, dtype);
             for (i, (a, b)) in ours.iter().zip(&reference).enumerate() {
                 let error = error(a, b);
                 assert!(error < bound, "{dtype:?} {shape:?} {gated} {normed} {i}: {error:e}");
+            }
+            // Shared rows are read where they lie, in the same order: the same bits.
+            for shares in [0, 2] {
+                let shared = run_heads(backend, true, &heads, &passes, Some(shares), dtype);
+                for (i, (a, b)) in shared.iter().zip(&ours).enumerate() {
+                    let difference = error(a, b);
+                    assert!(difference == 0.0, "{dtype:?} {shape:?} {gated} {normed} {i}, shared");
+                }
             }
         }
     }

@@ -81,12 +81,10 @@ pub fn attention(
 /// The first of `spans` that the kernel takes in one launch.
 fn kernel_spans<'a>(spans: &'a [Span<'_>], layer: usize) -> Vec<cuda::LaunchSpan<'a>> {
     let mut taken: Vec<cuda::LaunchSpan<'a>> = Vec::new();
-    let sizes = |span: &cuda::LaunchSpan<'_>| (span.rows, span.place + span.rows);
+    let sizes = |span: &cuda::LaunchSpan<'_>| (span.rows, span.keys());
     for span in spans.iter().take(cuda::SPANS) {
         let LayerCache::Full(full) = &span.cache.layers[layer] else { break };
-        let place = full.len() - span.rows;
-        let buffer = full.buffer();
-        let next = cuda::LaunchSpan { rows: span.rows, position: place, place, buffer };
+        let next = cuda::LaunchSpan::appended(span.rows, full.buffers());
         if !cuda::takes(taken.iter().chain([&next]).map(sizes)) {
             break;
         }

@@ -100,9 +100,8 @@ impl Heads<'_> {
         for span in &mut *spans {
             let (rows, position) = (span.rows, span.offset());
             let full = full(span, layer);
-            let place = full.len();
-            let (buffer, after) = full.reserve(rows, dtype)?;
-            destinations.push(Destination { rows, position, place, buffer, after });
+            let (buffers, after) = full.reserve(rows, dtype)?;
+            destinations.push(Destination { rows, position, buffers, after });
         }
         let HeadsRows { mixed, written_with } =
             kernels::heads(self, projected, scale, &destinations)?;

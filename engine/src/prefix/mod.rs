@@ -11,6 +11,7 @@
 mod bytes;
 mod cost;
 mod report;
+mod shared;
 mod tree;
 
 use std::time::Instant;
@@ -21,6 +22,8 @@ use self::bytes::KvFormat;
 pub use self::cost::ComputeCosts;
 use self::cost::ReadCosts;
 pub use self::report::{PrefixCounts, PrefixReport, PrefixReporter};
+pub use self::shared::SHORTEST as SHORTEST_SHARED;
+use self::shared::SharedPrefixes;
 pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
 use crate::cache::{Cache, KeyValues, owned};
@@ -58,6 +61,22 @@ impl KvRun for KeyValues {
 /// Bytes of an element of KV, when it is estimated what the store will read.
 const KV_BYTES: u64 = 2;
 
+/// What follows the first `count` positions of `kv`.
+fn after(kv: Vec<KeyValues>, count: usize) -> Result<Vec<KeyValues>> {
+    let mut left = count;
+    let mut rest = Vec::new();
+    for kv in kv {
+        let skipped = left.min(kv.count());
+        left -= skipped;
+        match kv.count() - skipped {
+            0 => {}
+            _ if skipped == 0 => rest.push(kv),
+            _ => rest.push(kv.part(skipped, kv.count())?),
+        }
+    }
+    Ok(rest)
+}
+
 /// Number of `tokens` in blocks that the store does not have.
 fn missing_tokens(disk: &RedbStore, tokens: &[u32], keys: &[Key]) -> usize {
     let blocks = tokens.chunks(BLOCK_TOKENS).zip(keys);
@@ -67,6 +86,7 @@ fn missing_tokens(disk: &RedbStore, tokens: &[u32], keys: &[Key]) -> usize {
 /// The prefix cache and the prefix store.
 pub struct Prefixes {
     tree: PrefixTree<KeyValues, StateArrays>,
+    shared: SharedPrefixes,
     memory_bytes: u64,
     disk: Option<RedbStore>,
     kv_format: KvFormat,
@@ -114,6 +134,7 @@ impl Prefixes {
         let needs_state = !empty.is_truncatable();
         Ok(Self {
             tree: PrefixTree::new(needs_state),
+            shared: SharedPrefixes::default(),
             memory_bytes,
             reporter: PrefixReporter::new(memory_bytes, disk.as_ref().map(RedbStore::reporter)),
             disk,
@@ -195,12 +216,42 @@ impl Prefixes {
         }
         let mut cache = self.empty.clone();
         if length > 0 {
-            let (kv, state) = self.tree.get(&prompt[..length])?;
+            let prefix = &prompt[..length];
+            let shared = self.shared.find(prefix);
+            let (kv, state) = self.tree.get(prefix)?;
+            let kv = after(kv, shared.as_ref().map_or(0, |(_, count)| *count))?;
             let state = state.map_or(&[][..], |state| &state.0);
-            cache.restore(&kv, state, length)?;
+            cache.restore(shared.as_ref().map(shared::part), &kv, state, length)?;
+            self.shared.share(&mut cache, prefix)?;
         }
         self.shrink();
         Ok((cache, length))
+    }
+
+    /// Shares the KV of prefixes of at least `shortest` tokens between running requests; `None` to share none.
+    pub fn share_from(&mut self, shortest: Option<usize>) {
+        self.shared.set_shortest(shortest);
+    }
+
+    /// Whether running requests share KV.
+    pub fn shares(&self) -> bool {
+        self.shared.is_on()
+    }
+
+    /// Lets later requests share the rows of `cache`, which holds exactly `tokens`.
+    pub fn share(&mut self, cache: &mut Cache, tokens: &[u32]) -> Result<()> {
+        self.shared.share(cache, tokens)
+    }
+
+    /// Number of `tokens` that a request with this prompt shares with running ones.
+    pub fn shared_rows(&self, tokens: &[u32]) -> usize {
+        let length = self.tree.find(tokens, tokens.len().saturating_sub(1)).resume;
+        self.shared.find(&tokens[..length]).map_or(0, |(_, count)| count)
+    }
+
+    /// Bytes of the KV that running requests share.
+    pub fn shared_bytes(&self) -> u64 {
+        self.shared.bytes()
     }
 
     /// Whether reading a prefix on disk is better than computing the tokens after the first `known`.
@@ -400,6 +451,7 @@ impl Prefixes {
     /// Drops everything that is saved in memory.
     pub fn clear_memory(&mut self) {
         self.tree = PrefixTree::new(self.needs_state);
+        self.shared.forget();
         self.reporter.resize(self.tree.size());
     }
 

@@ -51,12 +51,14 @@ pub fn heads(
     ];
     debug_assert_eq!(parameters.len(), FIXED);
     for to in destinations {
-        parameters.extend([to.rows, to.position, to.place]);
+        let shared = to.buffers.shared.map_or(0, |shared| shared.rows);
+        parameters.extend([to.rows, to.position, to.buffers.len, shared]);
     }
     // What is not given is not read.
     let [q_weight, k_weight] = [q_norm, k_norm].map(|norm| norm.map_or(q, |norm| &norm.weight));
     let mut inputs = vec![q, k, v, q_weight, k_weight, frequencies.unwrap_or(q)];
-    inputs.extend(destinations.iter().map(|to| to.buffer));
+    inputs.extend(destinations.iter().map(|to| to.buffers.own));
+    inputs.extend(destinations.iter().map(|to| to.buffers.shared.map_or(q, |kv| &kv.buffer)));
     // Not read: MLX runs them first, which it would not do for the writes of an earlier pass that nothing has evaluated.
     inputs.extend(destinations.iter().filter_map(|to| to.after));
     let shape = [1, q.dim(1), h * head_dim];
@@ -76,8 +78,9 @@ unsafe extern "C" fn heads_of(views: *const View, count: usize, parameters: *con
         let [q, k, v, q_norm, k_norm, frequencies, rest @ .., y] = views else {
             unreachable!("made with six inputs and the buffers, and one output");
         };
-        let buffers = &rest[..size(*parameters.add(FIXED - 1))];
-        let parameters = std::slice::from_raw_parts(parameters, FIXED + 3 * buffers.len());
+        let (buffers, rest) = rest.split_at(size(*parameters.add(FIXED - 1)));
+        let shared = &rest[..buffers.len()];
+        let parameters = std::slice::from_raw_parts(parameters, FIXED + 4 * buffers.len());
         let (fixed, spans) = parameters.split_at(FIXED);
         let float = |i: usize| f32::from_bits(fixed[i].cast_unsigned());
         let has = |bit: i32| fixed[2] & (1 << bit) != 0;
@@ -100,14 +103,17 @@ unsafe extern "C" fn heads_of(views: *const View, count: usize, parameters: *con
             rotation: has(2).then_some(Rotation { frequencies: &frequencies, scale: float(7) }),
         };
         let length = |view: &View| shape(view).iter().product::<usize>();
-        let sequence = |(view, span): (&View, &[i32])| Sequence {
+        let shared: Vec<_> = shared.iter().map(|view| elements::<f32>(view)).collect();
+        let sequence = |((view, shared), span): ((&View, _), &[i32])| Sequence {
             rows: size(span[0]),
             position: size(span[1]),
             cached: size(span[2]),
             kv: slice_mut(view, length(view)),
+            shared_rows: size(span[3]),
+            shared,
         };
-        let mut sequences: Vec<_> =
-            buffers.iter().zip(spans.chunks_exact(3)).map(sequence).collect();
+        let views = buffers.iter().zip(shared.iter().map(|shared| &shared[..]));
+        let mut sequences: Vec<_> = views.zip(spans.chunks_exact(4)).map(sequence).collect();
         kernels::attention(&x, &mut sequences, slice_mut(y, y_shape.iter().product()));
     }
 }

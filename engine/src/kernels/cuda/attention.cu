@@ -14,15 +14,21 @@ __shared__ alignas(16) float weights[SPLIT][BLOCK];
 __shared__ float mixed[WARPS][BLOCK][D];
 
 const int part = blockIdx.x, span = blockIdx.z, head = blockIdx.y % HKV, block = blockIdx.y / HKV;
-int first = 0, rows = 0, length = 0, capacity = 0;
+int first = 0, rows = 0, length = 0, capacity = 0, begin = 0;
 const T* buffer = nullptr;
-#define FIND(i) \
-  if (span == i) first = first##i, rows = rows##i, length = place##i + rows##i, capacity = capacity##i, buffer = kv##i;
+// A part lies in one buffer: there are whole parts of shared keys. `begin` is the first key of that buffer.
+#define FIND(i)                                                                               \
+  if (span == i) {                                                                            \
+    const bool is_shared = part * SPLIT < shared_rows##i;                                     \
+    first = first##i, rows = rows##i, length = shared_rows##i + place##i + rows##i;           \
+    capacity = is_shared ? shared_capacity##i : capacity##i, begin = is_shared ? 0 : shared_rows##i; \
+    buffer = is_shared ? shared##i : kv##i;                                                   \
+  }
 EACH_SPAN(FIND)
 const int start = part * SPLIT, count = min(SPLIT, length - start), own = min(BLOCK, GROUP * rows - block * BLOCK);
 // A block that waits for nothing may end before the kernels before it, and the next kernel would not wait for them.
 if (count <= 0 || own <= 0) return wait_for_inputs();
-const size_t offset = (size_t(head) * capacity + start) * D;
+const size_t offset = (size_t(head) * capacity + start - begin) * D;
 const Lane* const k = reinterpret_cast<const Lane*>(buffer + offset);
 const Lane* const v = reinterpret_cast<const Lane*>(buffer + offset + size_t(HKV) * capacity * D);
 const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -66,9 +66,9 @@ pub fn attention(
     gates: Option<Gates<'_>>,
 ) -> Result<Option<Array>> {
     let [rows, heads, dim] = [q.dim(1), q.dim(2), q.dim(3)];
-    let kv_heads = spans[0].buffer.dim(1) / 2;
+    let kv_heads = spans[0].buffers.own.dim(1) / 2;
     let fits = spans.len() <= SPANS
-        && takes(spans.iter().map(|span| (span.rows, span.place + span.rows)))
+        && takes(spans.iter().map(|span| (span.rows, span.keys())))
         && [64, 96, 128, 192, 256].contains(&dim)
         && heads % kv_heads == 0;
     if !is_enabled() || !fits {
@@ -76,7 +76,7 @@ pub fn attention(
     }
     let dtype = q.dtype();
     let count = i32::try_from(spans.len()).expect("a few spans");
-    let longest = spans.iter().map(|span| span.place + span.rows).max().unwrap_or_default();
+    let longest = spans.iter().map(LaunchSpan::keys).max().unwrap_or_default();
     let parts = (longest + SPLIT - 1) / SPLIT;
     let queries = spans.iter().map(|span| span.rows).max().unwrap_or_default() * (heads / kv_heads);
     let outputs = KERNEL.run(&Launch {

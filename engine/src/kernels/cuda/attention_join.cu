@@ -7,7 +7,7 @@ wait_for_inputs();
 const int row = blockIdx.y, head = blockIdx.x, i = threadIdx.x;
 int count = 0;
 #define FIND(i) \
-  if (row >= first##i && row < first##i + rows##i) count = (place##i + rows##i + SPLIT - 1) / SPLIT;
+  if (row >= first##i && row < first##i + rows##i) count = (shared_rows##i + place##i + rows##i + SPLIT - 1) / SPLIT;
 EACH_SPAN(FIND)
 const auto at = [&](int part) { return (size_t(part) * total_rows + row) * HQ + head; };
 float gate = 0;

@@ -53,8 +53,7 @@ pub fn attend_heads<'a>(
     let span = |to: &Destination<'a>| LaunchSpan {
         rows: to.rows,
         position: to.position,
-        place: to.place,
-        buffer: to.buffer,
+        buffers: to.buffers,
     };
     let spans: Vec<LaunchSpan<'_>> = destinations.iter().map(span).collect();
     let q = heads(of, projected, &spans)?;

@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 
 use super::Capability;
 use super::compiler::Compiler;
+use crate::cache::Buffers;
 use crate::error::{Error, Result};
 
 /// The code of each variant's name. MLX refers to it until the process ends.
@@ -70,7 +71,8 @@ pub struct Launch<'a> {
 pub const SPANS: usize = 32;
 
 /// A span's rows in a launch, and its keys and values. With its index, these are the names that a kernel's text has for
-/// them: `kv0`, then `first0`, the first of its rows in the launch, `rows0`, `position0`, `place0` and `capacity0`.
+/// them: `kv0`, the buffer of own rows, and `shared0`, then `first0`, the first of its rows in the launch, `rows0`,
+/// `position0`, `place0`, the place of the first in the buffer, `capacity0`, `shared_rows0` and `shared_capacity0`.
 /// `EACH_SPAN(X)` is `X(0) X(1) ..`. They are parameters, because a GPU waits long for an array that the host has just
 /// written.
 #[derive(Debug, Clone, Copy)]
@@ -79,14 +81,29 @@ pub struct LaunchSpan<'a> {
     pub rows: i32,
     /// Position of the first.
     pub position: i32,
-    /// Place of the first in the buffer.
-    pub place: i32,
-    /// Keys and then values, [1, 2 H_kv, capacity, D].
-    pub buffer: &'a Array,
+    /// Those before the rows are appended.
+    pub buffers: Buffers<'a>,
 }
 
+impl<'a> LaunchSpan<'a> {
+    /// The newest `rows` rows in `buffers`, which hold all positions.
+    pub fn appended(rows: i32, buffers: Buffers<'a>) -> Self {
+        let position = buffers.positions() - rows;
+        Self { rows, position, buffers: Buffers { len: buffers.len - rows, ..buffers } }
+    }
+
+    /// Keys that the last row sees.
+    pub fn keys(&self) -> i32 {
+        self.buffers.positions() + self.rows
+    }
+}
+
+/// Names of a span's buffers.
+const SPAN_BUFFERS: [&str; 2] = ["kv", "shared"];
+
 /// Names of a span's numbers.
-const SPAN_NUMBERS: [&str; 5] = ["first", "rows", "position", "place", "capacity"];
+const SPAN_NUMBERS: [&str; 7] =
+    ["first", "rows", "position", "place", "capacity", "shared_rows", "shared_capacity"];
 
 impl<'a> Launch<'a> {
     /// The number of spans in the text: there are variants for 1, 8 and [`SPANS`].
@@ -102,13 +119,16 @@ impl<'a> Launch<'a> {
         let (mut inputs, mut numbers) = (self.inputs.to_vec(), self.numbers.to_vec());
         let mut first = 0;
         for i in 0..self.variant_spans() {
-            let &LaunchSpan { buffer, mut rows, position, place } =
+            let &LaunchSpan { mut rows, position, buffers: Buffers { shared, own, len } } =
                 self.spans.get(i).unwrap_or(&self.spans[0]);
             if i >= self.spans.len() {
                 rows = 0;
             }
-            inputs.push(buffer);
-            numbers.extend([first, rows, position, place, buffer.dim(2)]);
+            // Without shared rows it is not read.
+            let (before, shared_rows) = shared.map_or((own, 0), |kv| (&kv.buffer, kv.rows));
+            inputs.extend([own, before]);
+            let numbers_of = [first, rows, position, len, own.dim(2), shared_rows, before.dim(2)];
+            numbers.extend(numbers_of);
             first += rows;
         }
         (inputs, numbers)
@@ -250,7 +270,7 @@ impl Kernel {
         let compiler = compiler.ok_or_else(|| failed(&name, "there is no compiler"))?;
         let spans = launch.variant_spans();
         let form = Form {
-            inputs: self.inputs.len() + spans,
+            inputs: self.inputs.len() + spans * SPAN_BUFFERS.len(),
             outputs: self.outputs.len(),
             numbers: self.numbers.len() + spans * SPAN_NUMBERS.len(),
             cluster: launch.cluster,
@@ -292,8 +312,10 @@ impl Kernel {
             parameters.push(format!("const {}* {name}", c_type(input.dtype())));
         }
         let spans = launch.variant_spans();
-        let buffers = (0..spans).map(|i| format!("const {}* kv{i}", c_type(launch.dtype)));
-        parameters.extend(buffers);
+        for i in 0..spans {
+            let buffer = |name| format!("const {}* {name}{i}", c_type(launch.dtype));
+            parameters.extend(SPAN_BUFFERS.map(buffer));
+        }
         for (name, (_, dtype)) in self.outputs.iter().zip(launch.outputs) {
             parameters.push(format!("{}* {name}", c_type(*dtype)));
         }
