@@ -16,8 +16,10 @@ use steersman_engine::internals::cache::{
 use steersman_engine::internals::model::{Pass, load};
 use steersman_engine::internals::prefix::{Prefixes, Retention};
 use steersman_engine::internals::store::RedbStore;
-use steersman_engine::request::Request;
-use steersman_tests::{Random, Running, ask, bundled_model, config, message, run, scaled};
+use steersman_engine::request::{Event, Request};
+use steersman_tests::{
+    Random, Running, ask, bundled_model, config, message, run, scaled, tiny_model,
+};
 
 /// MLX counts the memory of the whole process, so these tests run one at a time.
 fn alone() -> MutexGuard<'static, ()> {
@@ -244,6 +246,68 @@ fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
             assert!(deadline > std::time::Instant::now(), "round {round}: {left} bytes are left");
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
+    }
+}
+
+/// 32 requests behind one prefix of 12,000 tokens have it once beside the prefix cache, and reply as each alone. With caches
+/// of their own they would take eleven times the bytes allowed here.
+#[test]
+fn requests_behind_a_long_prefix_share_its_rows() {
+    const STREAMS: usize = 32;
+    let _alone = alone();
+    let (model, data) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    tiny_model(model.path());
+    let path = model.path().join("config.json");
+    let json = std::fs::read_to_string(&path).unwrap();
+    let longer = json.replace("\"max_position_embeddings\": 4096", "\"max_position_embeddings\": 16384");
+    assert_ne!(longer, json);
+    std::fs::write(&path, longer).unwrap();
+    let mut config = config();
+    config.engine.max_running = STREAMS;
+    (config.store.enabled, config.store.ahead) = (false, false);
+    let engine = Running::try_start(config, model.path(), data.path()).unwrap();
+    let report = || engine.info().activity.report();
+    let mut random = Random(7);
+    let mut words = |count| -> String {
+        (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect()
+    };
+    let system = words(12_000);
+    let questions: Vec<String> = (0..=STREAMS).map(|_| words(20)).collect();
+    let about = |i: usize| {
+        let mut request = ask(&questions[i]);
+        request.messages.insert(0, message("system", &system));
+        Request { reasoning: None, ignores_end: true, max_tokens: Some(32), ..request }
+    };
+    let kv = load(&model.path().canonicalize().unwrap(), &steersman_tests::config().model).unwrap();
+    let prefix = kv.model.new_cache().unwrap().shareable_bytes(12_000, 4);
+    drop(kv);
+    let before = held();
+    let usage = run(&engine, about(0)).finished().usage.clone();
+    assert_eq!(usage.prompt_tokens, 12_020);
+    let mut events: Vec<_> = (1..=STREAMS).map(|i| engine.submit(about(i)).unwrap()).collect();
+    let (mut most, mut samples) = ([0; 2], 0);
+    while report().running > 0 || engine.waiting() > 0 {
+        let now = report();
+        if now.running == STREAMS {
+            let counted = now.bytes.running + now.bytes.prefix_cache;
+            let held = memory::active_memory().unwrap() as u64 - before;
+            (most, samples) = ([most[0].max(held), most[1].max(counted)], samples + 1);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert!(samples > 0, "they did not run at the same time");
+    println!("{most:?} of {prefix}");
+    assert!(most.into_iter().max() < Some(3 * prefix), "{most:?} of {prefix}");
+    for (i, events) in (1..=STREAMS).zip(&mut events) {
+        let mut together = String::new();
+        while let Some(event) = events.blocking_recv() {
+            if let Event::Answer(text) = event {
+                together.push_str(&text);
+            }
+        }
+        let alone = run(&engine, about(i));
+        assert!(alone.finished().usage.cached_tokens > 11_900);
+        assert_eq!(together, alone.answer, "{i}");
     }
 }
 
