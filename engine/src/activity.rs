@@ -18,6 +18,8 @@ pub struct Activity {
     pub running: usize,
     /// Of these, those whose policy is called on a thread.
     pub awaiting_policy: usize,
+    /// Requests that wait for a prefix which a sequence computes.
+    pub awaiting_prefix: usize,
     /// Sequences that were preempted and wait for memory.
     pub preempted: usize,
     /// Passes of the model over prompts and replies.
@@ -64,7 +66,7 @@ pub struct MemoryUse {
     pub arrays: u64,
     /// Weights, and whatever else loading left.
     pub weights: u64,
-    /// Caches of running sequences.
+    /// Caches of running sequences; what they share is counted once.
     pub running: u64,
     /// The prefix cache.
     pub prefix_cache: u64,

@@ -10,6 +10,7 @@
 mod adjust;
 mod admit;
 mod apply;
+mod await_prefix;
 pub mod calibrate;
 mod choices;
 mod constrain;
@@ -59,6 +60,7 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use sha2::{Digest, Sha256};
 
+use self::await_prefix::AwaitingPrefix;
 use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor, ROWS, TrialTime};
@@ -214,6 +216,8 @@ pub struct Decoder {
     sequences: Vec<Sequence>,
     /// Those that have been preempted, the first to resume first.
     preempted: VecDeque<Sequence>,
+    /// Those that wait for a prefix which one of the sequences computes.
+    awaiting_prefix: Vec<AwaitingPrefix>,
 }
 
 impl Decoder {
@@ -375,6 +379,7 @@ impl Decoder {
             near_tie_margin: speculate::near_tie_margin(dtype, kv_bits),
             sequences: Vec::new(),
             preempted: VecDeque::new(),
+            awaiting_prefix: Vec::new(),
         };
         let products = Products::of(on_cpu, own_kernels > 0);
         decoder.threads =
@@ -469,12 +474,12 @@ impl Decoder {
         }
     }
 
-    /// Lets other requests share the KV of a prompt that has run. A failure costs memory, nothing else.
-    fn share_prompt(&mut self, sequence: &mut Sequence) {
+    /// Lets other requests share the KV of the tokens that have run. A failure costs memory, nothing else.
+    fn share_prefix(&mut self, sequence: &mut Sequence) {
         let tokens = &sequence.tokens[..sequence.cache.position];
         if let Err(error) = self.prefixes.share(&mut sequence.cache, tokens) {
             let (id, span) = (&sequence.request.id, &sequence.request.span);
-            span.log(|| tracing::warn!(request_id = id, %error, "prompt not shared"));
+            span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
         }
     }
 

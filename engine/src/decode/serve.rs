@@ -47,7 +47,8 @@ impl Decoder {
 
     fn serve(&mut self) {
         loop {
-            if self.sequences.is_empty() && self.preempted.is_empty() {
+            let nothing_runs = self.sequences.is_empty() && self.preempted.is_empty();
+            if nothing_runs && self.awaiting_prefix.is_empty() {
                 if self.hook_threads.finishing() >= self.max_running {
                     self.queue.wait_unless(|| false, POLL);
                     continue;
@@ -68,6 +69,7 @@ impl Decoder {
                 for sequence in &mut self.take_all() {
                     self.fail(sequence, Error::Stopped);
                 }
+                self.stop_awaiting();
             }
             self.wait_for_policies(&self.sequences);
             self.step();
@@ -82,18 +84,10 @@ impl Decoder {
         }
     }
 
-    /// Starts requests while there is room. Preempted ones come first.
-    fn start_requests(&mut self) {
-        while self.has_slot() && self.preempted.is_empty() {
-            let next = self.queue.next(|prepared| self.has_room_for(prepared));
-            let Next::Start(prepared) = next else { return };
-            self.start_request(*prepared);
-        }
-    }
-
-    /// Whether another sequence may run. Those whose `on-finish` is being called count.
+    /// Whether another sequence may run. Those whose `on-finish` is being called count, and those that wait for a prefix.
     pub(super) fn has_slot(&self) -> bool {
-        self.sequences.len() + self.hook_threads.finishing() < self.max_running
+        let taken = self.sequences.len() + self.awaiting_prefix.len();
+        taken + self.hook_threads.finishing() < self.max_running
     }
 
     /// All sequences, running and preempted.
@@ -157,9 +151,10 @@ impl Decoder {
         let running = own + self.prefixes.shared_bytes();
         let prefix_cache = self.prefixes.bytes();
         let awaiting_policy = self.sequences.iter().filter(|s| s.hooks.is_away()).count();
+        let awaiting_prefix = self.awaiting_prefix.len();
         self.activity.update(|activity| {
             (activity.running, activity.preempted) = (self.sequences.len(), self.preempted.len());
-            activity.awaiting_policy = awaiting_policy;
+            (activity.awaiting_policy, activity.awaiting_prefix) = (awaiting_policy, awaiting_prefix);
             activity.bytes = MemoryUse { arrays, running, prefix_cache, ..activity.bytes };
         });
     }
@@ -184,6 +179,7 @@ impl Decoder {
 
     /// Ends requests whose client has disconnected or whose deadline has passed.
     fn end_unwanted(&mut self) {
+        self.end_unwanted_awaiting();
         let is_wanted = |sequence: &Sequence| !sequence.is_cancelled() && !sequence.is_late();
         let (running, unwanted): (Vec<_>, Vec<_>) = self.sequences.drain(..).partition(is_wanted);
         let (preempted, also): (VecDeque<_>, VecDeque<_>) =

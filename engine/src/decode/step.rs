@@ -160,7 +160,7 @@ impl Decoder {
     fn commit(&mut self, sequence: &mut Sequence, sampled: Option<Sampled>) -> Result<()> {
         self.save_at_save_point(sequence);
         if sequence.begin_decode() {
-            self.share_prompt(sequence);
+            self.share_prefix(sequence);
         }
         if sequence.limits.reply == 0 && sequence.is_caught_up() {
             // The client wants the probabilities of its prompt only.

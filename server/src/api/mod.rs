@@ -276,6 +276,7 @@ fn activity(engine: &Engine) -> Value {
         "model": info.model,
         "running": activity.running,
         "awaiting_policy": activity.awaiting_policy,
+        "awaiting_prefix": activity.awaiting_prefix,
         "waiting": engine.waiting(),
         "preempted": activity.preempted,
         "rows_per_pass": rounded(activity.rows_mean),

@@ -871,6 +871,7 @@ struct EngineHealth {
     model: String,
     running: u64,
     awaiting_policy: u64,
+    awaiting_prefix: u64,
     waiting: u64,
     preempted: u64,
     rows_per_pass: f64,

@@ -1,0 +1,150 @@
+//! Requests that wait for a prefix which a running sequence computes.
+//!
+//! Agents start others with the same long instructions, all at once. Each would compute them, and hold them in memory. So a
+//! request whose prompt begins like one that is being computed waits until that sequence has saved the common prefix, and
+//! resumes from there. If the sequence ends before, it starts at once.
+
+use std::time::Instant;
+
+use super::Decoder;
+use super::prepare::Prepared;
+use super::sequence::Sequence;
+use crate::error::{Error, RequestError};
+use crate::prefix::{Retention, SHORTEST_SHARED};
+use crate::queue::{Next, fail_all};
+
+/// Distance from the end of the common prefix at which another save point of the sequence will do.
+const NEAR: usize = 64;
+
+/// A request that waits.
+pub struct AwaitingPrefix {
+    prepared: Prepared,
+    /// The request whose sequence computes the prefix.
+    computed_by: String,
+    /// Tokens after which that sequence saves its state.
+    tokens: usize,
+}
+
+impl AwaitingPrefix {
+    fn fail(self, error: Error) {
+        let others = self.prepared.others.into_iter().map(|other| other.events);
+        fail_all(std::iter::once(self.prepared.events).chain(others).collect(), error);
+    }
+}
+
+impl Decoder {
+    /// Starts requests while there is room. Preempted ones come first, then those that waited for a prefix.
+    pub(super) fn start_requests(&mut self) {
+        while self.preempted.is_empty()
+            && let Some(prepared) = self.next_request()
+        {
+            match self.computing_prefix_of(&prepared) {
+                Some((at, tokens)) => {
+                    let computed_by = self.sequences[at].request.id.clone();
+                    self.sequences[at].save_at(tokens);
+                    self.awaiting_prefix.push(AwaitingPrefix { prepared, computed_by, tokens });
+                }
+                None => self.start_request(prepared),
+            }
+        }
+    }
+
+    /// The next request, if there is room for it.
+    fn next_request(&mut self) -> Option<Prepared> {
+        let is_due = |waiting: &AwaitingPrefix| !self.sequences.iter().any(|s| s.computes(waiting));
+        if let Some(at) = self.awaiting_prefix.iter().position(is_due) {
+            self.share_computed(at);
+            // Those of the queue would take the room that it waits for.
+            return self
+                .has_room_for(&self.awaiting_prefix[at].prepared)
+                .then(|| self.awaiting_prefix.remove(at).prepared);
+        }
+        if !self.has_slot() {
+            return None;
+        }
+        match self.queue.next(|prepared| self.has_room_for(prepared)) {
+            Next::Start(prepared) => Some(*prepared),
+            Next::Nothing | Next::End => None,
+        }
+    }
+
+    /// The sequence that will have computed most of the prompt that is not saved yet, if that is worth waiting for, and the
+    /// number of tokens.
+    fn computing_prefix_of(&self, prepared: &Prepared) -> Option<(usize, usize)> {
+        if prepared.request.needs_whole_prompt() {
+            return None;
+        }
+        let common = |(at, sequence): (usize, &Sequence)| {
+            Some((at, sequence.will_save(&prepared.prompt)?))
+        };
+        let (at, tokens) =
+            self.sequences.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
+        let saved = self.prefixes.saved_tokens(&prepared.prompt);
+        let is_worth = tokens >= self.store_min_tokens && tokens >= saved + SHORTEST_SHARED;
+        is_worth.then_some((at, tokens))
+    }
+
+    /// Lets the request at `at` share the KV of the sequence that has computed its prefix.
+    fn share_computed(&mut self, at: usize) {
+        let AwaitingPrefix { computed_by, tokens, .. } = &self.awaiting_prefix[at];
+        let tokens = *tokens;
+        let has_computed = |s: &Sequence| s.request.id == *computed_by && s.has_run(tokens);
+        if let Some(index) = self.sequences.iter().position(has_computed) {
+            let mut sequence = self.sequences.remove(index);
+            self.share_prefix(&mut sequence);
+            self.sequences.insert(index, sequence);
+        }
+    }
+
+    /// Ends the waiting requests whose client has disconnected or whose deadline has passed.
+    pub(super) fn end_unwanted_awaiting(&mut self) {
+        self.awaiting_prefix.retain(|waiting| !waiting.prepared.events.is_closed());
+        let now = Instant::now();
+        let is_late = |waiting: &mut AwaitingPrefix| {
+            waiting.prepared.request.deadline.is_some_and(|deadline| now >= deadline)
+        };
+        for late in self.awaiting_prefix.extract_if(.., is_late).collect::<Vec<_>>() {
+            late.fail(RequestError::Deadline { stage: "waiting" }.into());
+        }
+    }
+
+    /// Ends all waiting requests: the engine stops.
+    pub(super) fn stop_awaiting(&mut self) {
+        self.awaiting_prefix.drain(..).for_each(|waiting| waiting.fail(Error::Stopped));
+    }
+}
+
+impl Sequence {
+    /// Whether it still computes the prefix that a request waits for.
+    fn computes(&self, waiting: &AwaitingPrefix) -> bool {
+        self.request.id == waiting.computed_by
+            && self.prompt_rows() > 0
+            && self.cache.position < waiting.tokens
+    }
+
+    /// Whether the first `tokens` tokens have run, and nothing that can be rewound.
+    fn has_run(&self, tokens: usize) -> bool {
+        self.cache.position >= tokens && self.cache.position <= self.prompt
+    }
+
+    /// The number of tokens after which its prompt, which is being computed, can be saved for a request with this prompt.
+    fn will_save(&self, prompt: &[u32]) -> Option<usize> {
+        // What is never saved is not for others.
+        if self.prompt_rows() == 0 || self.save_points.is_empty() {
+            return None;
+        }
+        let pairs = self.tokens[..self.prompt].iter().zip(&prompt[..prompt.len() - 1]);
+        let common = pairs.take_while(|(a, b)| a == b).count();
+        let points = self.save_points.iter().map(|&(at, _)| at);
+        let near = points.filter(|at| *at <= common && common - at < NEAR).max();
+        let tokens = near.unwrap_or(common);
+        (tokens > self.cache.position).then_some(tokens)
+    }
+
+    /// Adds a save point of the prompt.
+    fn save_at(&mut self, tokens: usize) {
+        if let Err(place) = self.save_points.binary_search_by_key(&tokens, |&(at, _)| at) {
+            self.save_points.insert(place, (tokens, Retention::default()));
+        }
+    }
+}
