@@ -1,11 +1,14 @@
 """Measures tokens a second of one stream and of several at once.
 
-    python3 tests/streams_bench.py SERVER [SERVER ...] [--streams N ...] [--tokens N] [--rounds N] [--model MODEL]
+    python3 tests/streams_bench.py SERVER [SERVER ...] [--streams N ...] [--tokens N] [--rounds N] [--prefix N]
+                                   [--model MODEL]
 
 Each SERVER is a `steersman` binary. In each round and for each server, each number of streams is measured, with prompts
 of about 20 words that no other request has and replies of exactly that many tokens, at temperature 0 and without
 reasoning. Prints medians and ranges of the tokens a second of all streams together, from the first request to the last
-token, the ratio to one stream, and the times between two chunks. No time is checked.
+token, the ratio to one stream, the times between two chunks, and the most bytes of running requests and the prefix cache.
+With --prefix, the requests of a measurement begin with the same N sentences, which no other measurement has. No time is
+checked.
 """
 
 import argparse
@@ -16,33 +19,43 @@ import socket
 import statistics
 import tempfile
 import time
+import urllib.request
 
 from prefix_bench import ours, prose
 from slow_policy import centile
 
 
-def request(seed, tokens):
+def request(seed, tokens, prefix):
     words = f"Write a story. {seed} {prose(seed, 1)}"
+    system = [{"role": "system", "content": prefix}] if prefix else []
     body = json.dumps({
-        "messages": [{"role": "user", "content": words}], "temperature": 0, "max_tokens": tokens, "min_tokens": tokens,
+        "messages": [*system, {"role": "user", "content": words}], "temperature": 0, "max_tokens": tokens, "min_tokens": tokens,
         "stream": True, "chat_template_kwargs": {"enable_thinking": False}}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n" \
            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-def measure(port, count, seed, tokens):
-    """Tokens a second of `count` streams, and their milliseconds between two chunks.
+def held(port):
+    """Bytes of running requests and the prefix cache."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as reply:
+        accounts = json.load(reply)["engines"][0]["bytes"]
+    return accounts["running"] + accounts["prefix_cache"]
+
+
+def measure(port, count, seed, tokens, sentences=0):
+    """Tokens a second of `count` streams, their milliseconds between two chunks, and the most bytes that they held.
 
     One thread reads all sockets and looks for as little as it can: the server is on the same cores."""
-    requests = [request(1000 * seed + i, tokens) for i in range(count)]
+    prefix = prose(-seed, sentences)
+    requests = [request(1000 * seed + i, tokens, prefix) for i in range(count)]
     poll = selectors.DefaultSelector()
     start = time.perf_counter()
     for body in requests:
         stream = socket.create_connection(("127.0.0.1", port))
         stream.sendall(body)
         poll.register(stream, selectors.EVENT_READ, [None, b""])
-    gaps, left, last = [], count, start
+    gaps, left, last, started, most = [], count, start, 0, 0
     while left:
         for key, _ in poll.select():
             part = key.fileobj.recv(1 << 16)
@@ -58,8 +71,12 @@ def measure(port, count, seed, tokens):
             if b'"content"' in part:
                 if key.data[0] is not None:
                     gaps.append(1000 * (now - key.data[0]))
+                else:
+                    started += 1
+                    # All of them run.
+                    most = held(port) if started == count else most
                 key.data[0] = last = now
-    return count * tokens / (last - start), gaps
+    return count * tokens / (last - start), gaps, most
 
 
 def main(args):
@@ -67,17 +84,18 @@ def main(args):
     for path in args.servers:
         more = ["--model", args.model] if args.model else []
         servers.append((path, ours(path, tempfile.mkdtemp(), *more)))
-    rates, gaps, seed = {}, {}, 0
+    rates, gaps, bytes, seed = {}, {}, {}, 0
     for round in range(-1, args.rounds):
         for path, server in servers if round % 2 else servers[::-1]:
             for count in args.streams:
                 seed += 1
-                rate, own = measure(server.port, count, seed, args.tokens)
+                rate, own, most = measure(server.port, count, seed, args.tokens, args.prefix)
                 # What the server does after a reply is not the next measurement's time.
                 time.sleep(0.3)
                 if round >= 0:
                     rates.setdefault((path, count), []).append(rate)
                     gaps.setdefault((path, count), []).extend(own)
+                    bytes.setdefault((path, count), []).append(most)
     for path, server in servers:
         server.stop()
         one = statistics.median(rates[path, args.streams[0]])
@@ -86,7 +104,7 @@ def main(args):
             own, times = rates[path, count], gaps[path, count]
             print(f"{count:>3} streams: {statistics.median(own):6.0f} tok/s [{min(own):.0f}-{max(own):.0f}], "
                   f"{statistics.median(own) / one:.2f} times {args.streams[0]}; gap p50 {centile(times, 0.5):.1f} ms, "
-                  f"p99 {centile(times, 0.99):.1f} ms")
+                  f"p99 {centile(times, 0.99):.1f} ms; {statistics.median(bytes[path, count]) / 1e6:.0f} MB")
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,6 +112,7 @@ parser.add_argument("servers", nargs="+", metavar="SERVER")
 parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 8, 32])
 parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--rounds", type=int, default=5)
+parser.add_argument("--prefix", type=int, default=0)
 parser.add_argument("--model")
 
 if __name__ == "__main__":

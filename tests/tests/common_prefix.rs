@@ -22,9 +22,8 @@ fn engine(folder: &Path, data: &Path, memory_bytes: u64) -> Running {
 /// Question `i` after a long text.
 fn about(i: usize) -> Request {
     let mut random = Random(3);
-    let mut words = |count| -> String {
-        (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect()
-    };
+    let mut words =
+        |count| -> String { (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect() };
     let system = words(WORDS);
     (0..i).for_each(|_| drop(words(1)));
     let mut request = ask(&words(5 + i));

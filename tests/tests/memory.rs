@@ -259,7 +259,8 @@ fn requests_behind_a_long_prefix_share_its_rows() {
     tiny_model(model.path());
     let path = model.path().join("config.json");
     let json = std::fs::read_to_string(&path).unwrap();
-    let longer = json.replace("\"max_position_embeddings\": 4096", "\"max_position_embeddings\": 16384");
+    let longer =
+        json.replace("\"max_position_embeddings\": 4096", "\"max_position_embeddings\": 16384");
     assert_ne!(longer, json);
     std::fs::write(&path, longer).unwrap();
     let mut config = config();
@@ -268,9 +269,8 @@ fn requests_behind_a_long_prefix_share_its_rows() {
     let engine = Running::try_start(config, model.path(), data.path()).unwrap();
     let report = || engine.info().activity.report();
     let mut random = Random(7);
-    let mut words = |count| -> String {
-        (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect()
-    };
+    let mut words =
+        |count| -> String { (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect() };
     let system = words(12_000);
     let questions: Vec<String> = (0..STREAMS).map(|_| words(20)).collect();
     let about = |i: usize| {

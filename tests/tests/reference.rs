@@ -435,7 +435,7 @@ fn restored_cache_equals_original_cache() {
             case.run(&case.prompt[..rows], &mut cache);
             let mut restored = case.model.new_cache().unwrap();
             let parts = [(0, 5), (5, rows)].map(|(from, to)| cache.key_values(from, to).unwrap());
-            restored.restore(&parts, &cache.recurrent_state().unwrap(), rows).unwrap();
+            restored.restore(None, &parts, &cache.recurrent_state().unwrap(), rows).unwrap();
             for next in case.greedy[..40].chunks(5) {
                 let [expected, ours] = [&mut cache, &mut restored].map(|c| case.run(next, c));
                 assert_close(&ours, &expected, 1e-4, &format!("{name} after {rows} rows"));

@@ -390,10 +390,17 @@ mod tests {
     const HEADS: usize = 6;
     const KV_HEADS: usize = 2;
 
-    /// Runs rows `from..from + rows` of a sequence of 200 rows after as many in the cache; gated, normed and rotated.
+    /// Runs rows `from..from + rows` of a sequence of 210 rows after as many in the cache; gated, normed and rotated.
     fn run(from: usize, rows: usize, d: usize, kv: &mut [f32]) -> Vec<f32> {
+        let sequence =
+            Sequence { rows, position: from, cached: from, kv, shared_rows: 0, shared: &[] };
+        run_sequence(sequence, d)
+    }
+
+    fn run_sequence(sequence: Sequence<'_>, d: usize) -> Vec<f32> {
+        let (rows, from) = (sequence.rows, sequence.position);
         let part = |seed, width: usize| {
-            numbers(seed, 200 * width)[from * width..][..rows * width].to_vec()
+            numbers(seed, 210 * width)[from * width..][..rows * width].to_vec()
         };
         let (q, k, v) = (part(1, HEADS * 2 * d), part(2, KV_HEADS * d), part(3, KV_HEADS * d));
         let (q_norm, k_norm) = (numbers(4, d), numbers(5, d));
@@ -412,8 +419,6 @@ mod tests {
             rotation: Some(Rotation { frequencies: &frequencies, scale: 1.0 }),
         };
         let mut y = vec![f32::NAN; rows * HEADS * d];
-        let sequence =
-            Sequence { rows, position: from, cached: from, kv, shared_rows: 0, shared: &[] };
         attention(&x, &mut [sequence], &mut y);
         y
     }
@@ -432,6 +437,30 @@ mod tests {
                 }
                 assert_eq!(one, other);
             }
+        }
+    }
+
+    /// The first rows lie in a buffer of their own, which has more than are used.
+    #[test]
+    fn shared_rows_are_read_as_own_ones() {
+        for (d, shared_rows, rows) in [(64, 64, 1), (64, 128, 11), (80, 64, 8), (16, 128, 70)] {
+            let (from, capacity) = (shared_rows + 9, shared_rows + 90);
+            let mut kv = numbers(6, 2 * KV_HEADS * capacity * d);
+            let part = |rows: std::ops::Range<usize>| -> Vec<f32> {
+                let heads = kv.chunks(capacity * d);
+                heads.flat_map(|head| head[rows.start * d..rows.end * d].to_vec()).collect()
+            };
+            let (shared, mut own) = (part(0..shared_rows + 5), part(shared_rows..capacity));
+            let expected = run(from, rows, d, &mut kv);
+            let own = Sequence {
+                rows,
+                position: from,
+                cached: from - shared_rows,
+                kv: &mut own,
+                shared_rows,
+                shared: &shared,
+            };
+            assert_eq!(run_sequence(own, d), expected, "{d}, {shared_rows}, {rows}");
         }
     }
 
@@ -457,7 +486,9 @@ mod tests {
                 rotation: None,
             };
             let mut y = vec![0.0; q.len()];
-            let sequence = Sequence { rows: 1, position: cached, cached, kv: &mut kv };
+            let (position, shared) = (cached, &[][..]);
+            let sequence =
+                Sequence { rows: 1, position, cached, kv: &mut kv, shared_rows: 0, shared };
             attention(&x, &mut [sequence], &mut y);
             for (head, y) in y.chunks(d).enumerate() {
                 let row = |side: usize, j: usize| {

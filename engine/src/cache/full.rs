@@ -18,7 +18,7 @@ use crate::kernels::cpu::queue;
 
 /// Own rows after shared ones, up to which their buffer grows by [`BLOCK`] instead of [`STEP`]: many requests that share
 /// a prefix have few rows of their own.
-const FEW: i32 = 1024;
+const FEW: i32 = STEP;
 
 /// Keys and values, each [1, H_kv, len, D].
 #[derive(Debug, Clone)]
@@ -290,7 +290,10 @@ mod tests {
                 let kv = cache.key_values(from, to).unwrap();
                 let arrays: Vec<&Array> = kv.arrays().collect();
                 let range = (.., .., from as i32..to as i32, ..);
-                concatenate(&arrays, 1).unwrap().eq_values(expected.try_index(range).unwrap()).unwrap()
+                concatenate(&arrays, 1)
+                    .unwrap()
+                    .eq_values(expected.try_index(range).unwrap())
+                    .unwrap()
             })
     }
 

@@ -13,8 +13,8 @@ use mlx_rs::Array;
 use mlx_rs::ops::indexing::TryIndexOp;
 use mlx_rs::ops::quantize;
 
-use super::kv_buffer::{KvBuffer, STEP};
 use super::key_values::LayerKv;
+use super::kv_buffer::{KvBuffer, STEP};
 use super::{Full, column, expect_rows};
 use crate::error::{ConfigError, Error, Result};
 

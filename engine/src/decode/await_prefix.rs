@@ -74,9 +74,8 @@ impl Decoder {
         if prepared.request.needs_whole_prompt() {
             return None;
         }
-        let common = |(at, sequence): (usize, &Sequence)| {
-            Some((at, sequence.will_save(&prepared.prompt)?))
-        };
+        let common =
+            |(at, sequence): (usize, &Sequence)| Some((at, sequence.will_save(&prepared.prompt)?));
         let (at, tokens) =
             self.sequences.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
         let saved = self.prefixes.saved_tokens(&prepared.prompt);

@@ -154,7 +154,8 @@ impl Decoder {
         let awaiting_prefix = self.awaiting_prefix.len();
         self.activity.update(|activity| {
             (activity.running, activity.preempted) = (self.sequences.len(), self.preempted.len());
-            (activity.awaiting_policy, activity.awaiting_prefix) = (awaiting_policy, awaiting_prefix);
+            (activity.awaiting_policy, activity.awaiting_prefix) =
+                (awaiting_policy, awaiting_prefix);
             activity.bytes = MemoryUse { arrays, running, prefix_cache, ..activity.bytes };
         });
     }

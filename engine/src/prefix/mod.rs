@@ -236,9 +236,10 @@ impl Prefixes {
     /// Number of `tokens` after which a request could resume from saved state.
     pub fn saved_tokens(&self, tokens: &[u32]) -> usize {
         let limit = tokens.len().saturating_sub(1);
-        let on_disk = self.disk.as_ref().and_then(|disk| {
-            Some(disk.longest(tokens, limit, self.needs_state)?.tokens)
-        });
+        let on_disk = self
+            .disk
+            .as_ref()
+            .and_then(|disk| Some(disk.longest(tokens, limit, self.needs_state)?.tokens));
         self.tree.find(tokens, limit).resume.max(on_disk.unwrap_or(0))
     }
 

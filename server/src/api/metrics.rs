@@ -213,9 +213,11 @@ fn register_activity(registry: &mut Registry, engines: &[EngineSnapshot]) {
         ("awaiting_policy_requests", "Running requests whose policy is called on a thread", |e| {
             e.activity.awaiting_policy as u64
         }),
-        ("awaiting_prefix_requests", "Requests that wait for a prefix that another computes", |e| {
-            e.activity.awaiting_prefix as u64
-        }),
+        (
+            "awaiting_prefix_requests",
+            "Requests that wait for a prefix that another computes",
+            |e| e.activity.awaiting_prefix as u64,
+        ),
         ("preempted_requests", "Requests that wait for memory", |e| e.activity.preempted as u64),
         ("memory_limit_bytes", "Most bytes of all arrays", |e| e.activity.bytes.limit),
     ];
