@@ -151,19 +151,25 @@ impl Full {
         Ok(())
     }
 
-    /// Makes the whole blocks of the cached positions shared ones; returns their buffer. Nothing may be shared yet.
-    pub(super) fn share(&mut self) -> Result<Array> {
-        debug_assert!(self.shared.is_none(), "is shared already");
+    /// The same cache with all whole blocks of its positions in a shared buffer, and that buffer. Copies the positions
+    /// after them, and all positions if some are shared already.
+    pub(super) fn sharing(&self) -> Result<(Self, Array)> {
         self.queue_writes()?;
-        let rows = whole_blocks(self.len);
-        let shared = SharedKv { buffer: self.own.buffer().clone(), rows };
-        self.own = match self.len > rows {
-            true => KvBuffer::fill(&[&shared.range(rows, self.len)?], BLOCK)?,
+        let (rows, before) = (whole_blocks(self.len), self.shared_rows());
+        assert!(before < rows, "there is no new block to share");
+        let own = match self.len > rows {
+            true => KvBuffer::fill(&[&self.own.view(rows - before, self.len - before)?], BLOCK)?,
             false => KvBuffer::default(),
         };
-        let buffer = shared.buffer.clone();
-        (self.shared, self.written_with) = (Some(shared), None);
-        Ok(buffer)
+        let buffer = match &self.shared {
+            None => self.own.buffer().clone(),
+            Some(shared) => {
+                let parts = [shared.range(0, before)?, self.own.view(0, rows - before)?];
+                concatenate(&parts, 2)?
+            }
+        };
+        let shared = Some(SharedKv { buffer: buffer.clone(), rows });
+        Ok((Self { shared, own, written_with: None, ..*self }, buffer))
     }
 
     /// Keys and values of all positions, [1, H_kv, len, D] each.
@@ -314,10 +320,17 @@ mod tests {
         append(&mut second, &part(0, 50));
         assert!(holds(&first, &part(0, 200)));
         assert!(holds(&second, &concatenate(&[part(0, 100), part(0, 50)], 2).unwrap()));
+        // It shares its own rows as well, and the first one keeps the others.
+        let longer = second.share().unwrap();
+        assert_eq!((longer.rows(), second.shared_count(), first.shared_count()), (128, 128, 128));
+        let whole = concatenate(&[part(0, 100), part(0, 50)], 2).unwrap();
+        assert!(holds(&second, &whole) && holds(&first, &part(0, 200)));
+        append(&mut second, &part(60, 130));
+        assert!(holds(&second, &concatenate(&[whole, part(60, 130)], 2).unwrap()));
         // What is restored must fit.
         let kv = source.key_values(63, 100).unwrap();
         assert!(second.restore(Some(shared), &[kv], &[], 100).is_err());
-        assert_eq!(second.shared_count(), 64);
+        assert_eq!(second.shared_count(), 128);
     }
 
     #[test]

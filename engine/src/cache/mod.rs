@@ -272,21 +272,27 @@ impl Cache {
         self.shared().map_or(0, |shared| shared.count)
     }
 
-    /// Lets other caches share the whole blocks of the rows of this one. Copies the rows after them.
+    /// Lets other caches share the whole blocks of the rows of this one. Copies the rows after them, and all rows if it
+    /// shares some already.
     ///
     /// # Panics
-    /// If it shares rows already, or a layer has quantized rows.
+    /// If it shares all whole blocks already, or a layer has quantized rows.
     pub fn share(&mut self) -> Result<Rc<SharedRows>> {
-        let mut layers = Vec::new();
-        for layer in &mut self.layers {
+        let (mut layers, mut buffers) = (self.layers.clone(), Vec::new());
+        for layer in &mut layers {
             match layer {
-                LayerCache::Full(full) => layers.push(full.share()?),
+                LayerCache::Full(full) => {
+                    let (sharing, buffer) = full.sharing()?;
+                    *full = sharing;
+                    buffers.push(buffer);
+                }
                 LayerCache::Quantized(_) => panic!("quantized rows are not shared"),
                 LayerCache::Sliding(_) | LayerCache::Recurrent(_) => {}
             }
         }
-        let rows = Rc::new(SharedRows { rows: whole_blocks(row(self.position)), layers });
-        self.shared = Some(rows.clone());
+        let rows = whole_blocks(row(self.position));
+        let rows = Rc::new(SharedRows { rows, layers: buffers });
+        (self.layers, self.shared) = (layers, Some(rows.clone()));
         Ok(rows)
     }
 

@@ -86,7 +86,9 @@ impl Decoder {
         } else if request.min_tokens > 0 {
             sampler.ban(self.text.eos(), request.min_tokens);
         }
+        self.started += 1;
         Ok(Sequence {
+            number: self.started,
             reasoning,
             events,
             prompt: prompt_tokens,
@@ -96,6 +98,7 @@ impl Decoder {
             stale_from: None,
             next_logits: None,
             runs_alone: false,
+            saves_anywhere: is_saved && plan.retain.is_none(),
             save_points: save_points.into(),
             reply_retention: retention(&plan, &request.retain, SavePoint::Reply)
                 .filter(|_| is_saved),

@@ -19,8 +19,8 @@ const NEAR: usize = 64;
 /// A request that waits.
 pub struct AwaitingPrefix {
     prepared: Prepared,
-    /// The request whose sequence computes the prefix.
-    computed_by: String,
+    /// The number of the sequence that computes the prefix.
+    computed_by: u64,
     /// Tokens after which that sequence saves its state.
     tokens: usize,
 }
@@ -40,7 +40,7 @@ impl Decoder {
         {
             match self.computing_prefix_of(&prepared) {
                 Some((at, tokens)) => {
-                    let computed_by = self.sequences[at].request.id.clone();
+                    let computed_by = self.sequences[at].number;
                     self.sequences[at].save_at(tokens);
                     self.awaiting_prefix.push(AwaitingPrefix { prepared, computed_by, tokens });
                 }
@@ -51,6 +51,9 @@ impl Decoder {
 
     /// The next request, if there is room for it.
     fn next_request(&mut self) -> Option<Prepared> {
+        if !self.has_slot() {
+            return None;
+        }
         let is_due = |waiting: &AwaitingPrefix| !self.sequences.iter().any(|s| s.computes(waiting));
         if let Some(at) = self.awaiting_prefix.iter().position(is_due) {
             self.share_computed(at);
@@ -59,7 +62,8 @@ impl Decoder {
                 .has_room_for(&self.awaiting_prefix[at].prepared)
                 .then(|| self.awaiting_prefix.remove(at).prepared);
         }
-        if !self.has_slot() {
+        // Each holds an instance of its policies, as those that run.
+        if self.sequences.len() + self.awaiting_prefix.len() >= self.max_running {
             return None;
         }
         match self.queue.next(|prepared| self.has_room_for(prepared)) {
@@ -68,7 +72,7 @@ impl Decoder {
         }
     }
 
-    /// The sequence that will have computed most of the prompt that is not saved yet, if that is worth waiting for, and the
+    /// The sequence that will have computed most of the prompt that is not known yet, if that is worth waiting for, and the
     /// number of tokens.
     fn computing_prefix_of(&self, prepared: &Prepared) -> Option<(usize, usize)> {
         if prepared.request.needs_whole_prompt() {
@@ -78,21 +82,29 @@ impl Decoder {
             |(at, sequence): (usize, &Sequence)| Some((at, sequence.will_save(&prepared.prompt)?));
         let (at, tokens) =
             self.sequences.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
-        let saved = self.prefixes.saved_tokens(&prepared.prompt);
-        let is_worth = tokens >= self.store_min_tokens && tokens >= saved + SHORTEST_SHARED;
+        let known = self.prefixes.known_tokens(&prepared.prompt);
+        let is_worth = tokens >= self.store_min_tokens
+            && tokens >= known + SHORTEST_SHARED
+            && self.prefixes.will_know(tokens, self.memory.float_bytes());
         is_worth.then_some((at, tokens))
     }
 
     /// Lets the request at `at` share the KV of the sequence that has computed its prefix.
     fn share_computed(&mut self, at: usize) {
-        let AwaitingPrefix { computed_by, tokens, .. } = &self.awaiting_prefix[at];
-        let tokens = *tokens;
-        let has_computed = |s: &Sequence| s.request.id == *computed_by && s.has_run(tokens);
+        let waiting = &self.awaiting_prefix[at];
+        let has_computed =
+            |s: &Sequence| s.number == waiting.computed_by && s.cache.position >= waiting.tokens;
         if let Some(index) = self.sequences.iter().position(has_computed) {
             let mut sequence = self.sequences.remove(index);
             self.share_prefix(&mut sequence);
             self.sequences.insert(index, sequence);
         }
+    }
+
+    /// Rows until the first position of the prompt of `sequence` that a request waits for; `None` if none does.
+    pub(super) fn awaited_rows(&self, sequence: &Sequence) -> Option<usize> {
+        let awaited = self.awaiting_prefix.iter().filter(|waiting| sequence.computes(waiting));
+        awaited.map(|waiting| waiting.tokens - sequence.cache.position).min()
     }
 
     /// Ends the waiting requests whose client has disconnected or whose deadline has passed.
@@ -116,20 +128,15 @@ impl Decoder {
 impl Sequence {
     /// Whether it still computes the prefix that a request waits for.
     fn computes(&self, waiting: &AwaitingPrefix) -> bool {
-        self.request.id == waiting.computed_by
-            && self.prompt_rows() > 0
+        self.number == waiting.computed_by
+            && !self.has_ended()
             && self.cache.position < waiting.tokens
-    }
-
-    /// Whether the first `tokens` tokens have run, and nothing that can be rewound.
-    fn has_run(&self, tokens: usize) -> bool {
-        self.cache.position >= tokens && self.cache.position <= self.prompt
     }
 
     /// The number of tokens after which its prompt, which is being computed, can be saved for a request with this prompt.
     fn will_save(&self, prompt: &[u32]) -> Option<usize> {
-        // What is never saved is not for others.
-        if self.prompt_rows() == 0 || self.save_points.is_empty() {
+        // A policy may permit some save points only.
+        if self.has_ended() || !self.saves_anywhere {
             return None;
         }
         let pairs = self.tokens[..self.prompt].iter().zip(&prompt[..prompt.len() - 1]);

@@ -175,6 +175,11 @@ impl Memory {
         Self { limit: u64::MAX, size, sampling, state: 0, pass: PassBytes::default(), on_gpu }
     }
 
+    /// Bytes of a float of caches.
+    pub fn float_bytes(&self) -> u64 {
+        self.size
+    }
+
     /// Bytes that arrays may still take.
     pub fn free(&self) -> Result<u64> {
         Ok(self.limit.saturating_sub(active()?))
@@ -193,8 +198,13 @@ impl Memory {
             let grows = cache.capacity_at(length) > cache.capacity_at(cache.position);
             let grown = if grows { self.growth(cache, length) } else { 0 };
             let sampled = rows.min(STEP_ROWS) as u64 * self.sampling;
+            // MLX's attention over more rows needs shared and own keys in one array, and so do the values.
+            let is_joined = self.on_gpu && rows > STEP_ROWS && cache.shared_count() > 0;
+            let layers = cache.layers.len().max(1) as u64;
+            let joined =
+                if is_joined { 2 * cache.shareable_bytes(length, self.size) / layers } else { 0 };
             // A pass makes a new state beside the old one, which a check of near-ties keeps.
-            grown + self.state + sampled + self.pass.of_rows(rows, length)
+            grown + joined + self.state + sampled + self.pass.of_rows(rows, length)
         };
         self.pass.fixed as u64 + spans.into_iter().map(of).sum::<u64>()
     }

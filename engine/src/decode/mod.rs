@@ -82,7 +82,7 @@ use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Pooling, SpeculationConfig, StoreConfig,
 };
 use crate::engine::{Engine, Info};
-use crate::error::{ConfigError, Error, Result};
+use crate::error::{ConfigError, Error, Result, catch_panic};
 use crate::grammar::Grammars;
 use crate::kernels::cuda;
 use crate::loading;
@@ -218,6 +218,8 @@ pub struct Decoder {
     preempted: VecDeque<Sequence>,
     /// Those that wait for a prefix which one of the sequences computes.
     awaiting_prefix: Vec<AwaitingPrefix>,
+    /// Number of sequences so far.
+    started: u64,
 }
 
 impl Decoder {
@@ -380,6 +382,7 @@ impl Decoder {
             sequences: Vec::new(),
             preempted: VecDeque::new(),
             awaiting_prefix: Vec::new(),
+            started: 0,
         };
         let products = Products::of(on_cpu, own_kernels > 0);
         decoder.threads =
@@ -474,10 +477,15 @@ impl Decoder {
         }
     }
 
-    /// Lets other requests share the KV of the tokens that have run. A failure costs memory, nothing else.
+    /// Lets other requests share the KV of the tokens of the prompt that have run. A failure costs memory, nothing else.
     fn share_prefix(&mut self, sequence: &mut Sequence) {
-        let tokens = &sequence.tokens[..sequence.cache.position];
-        if let Err(error) = self.prefixes.share(&mut sequence.cache, tokens) {
+        let position = sequence.cache.position;
+        if position > sequence.prompt {
+            // It holds what may be rewound. A further choice shares the rows of the first.
+            return;
+        }
+        let (cache, tokens) = (&mut sequence.cache, &sequence.tokens[..position]);
+        if let Err(error) = catch_panic("being shared", || self.prefixes.share(cache, tokens)) {
             let (id, span) = (&sequence.request.id, &sequence.request.span);
             span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
         }

@@ -55,6 +55,8 @@ pub struct Sequence {
     /// Closed when the client disconnects. Unbounded, so that a slow reader cannot block others: it
     /// holds at most one reply, which `limits` bounds.
     pub events: UnboundedSender<Event>,
+    /// Counts the sequences of the decoder.
+    pub number: u64,
     /// Prompt and reply. Tokens from `cache.position` on have not run yet.
     pub tokens: Vec<u32>,
     /// Number of prompt tokens.
@@ -64,6 +66,8 @@ pub struct Sequence {
     pub cache: Cache,
     /// Save points of the prompt that are still to come, ascending.
     pub save_points: VecDeque<(usize, Retention)>,
+    /// Whether the plan allows others.
+    pub saves_anywhere: bool,
     /// Retention of the state at the end of the reply; `None` if it is not saved.
     pub reply_retention: Option<Retention>,
     /// Ascending by position.

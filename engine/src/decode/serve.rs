@@ -48,11 +48,11 @@ impl Decoder {
     fn serve(&mut self) {
         loop {
             let nothing_runs = self.sequences.is_empty() && self.preempted.is_empty();
+            if nothing_runs && self.hook_threads.finishing() >= self.max_running {
+                self.queue.wait_unless(|| false, POLL);
+                continue;
+            }
             if nothing_runs && self.awaiting_prefix.is_empty() {
-                if self.hook_threads.finishing() >= self.max_running {
-                    self.queue.wait_unless(|| false, POLL);
-                    continue;
-                }
                 let next = match self.queue.next(|_| true) {
                     Next::Nothing if self.prefetch_chunk() => continue,
                     Next::Nothing => self.queue.wait_for_next(),
@@ -84,10 +84,9 @@ impl Decoder {
         }
     }
 
-    /// Whether another sequence may run. Those whose `on-finish` is being called count, and those that wait for a prefix.
+    /// Whether another sequence may run. Those whose `on-finish` is being called count.
     pub(super) fn has_slot(&self) -> bool {
-        let taken = self.sequences.len() + self.awaiting_prefix.len();
-        taken + self.hook_threads.finishing() < self.max_running
+        self.sequences.len() + self.hook_threads.finishing() < self.max_running
     }
 
     /// All sequences, running and preempted.

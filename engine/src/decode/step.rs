@@ -376,7 +376,8 @@ impl Decoder {
     /// The rows of prompt that each sequence runs in this step.
     pub(super) fn plan_prefill(&self, running: &[Sequence]) -> Vec<usize> {
         let pending = |sequence: &Sequence| Pending {
-            rows: sequence.prompt_rows(),
+            // Others wait for a part of the prompt only.
+            rows: sequence.prompt_rows().min(self.awaited_rows(sequence).unwrap_or(usize::MAX)),
             decodes: sequence.decodes(),
             passed_over: sequence.passed_over,
         };

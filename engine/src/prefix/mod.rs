@@ -14,6 +14,7 @@ mod report;
 mod shared;
 mod tree;
 
+use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::Array;
@@ -26,7 +27,7 @@ pub use self::shared::SHORTEST as SHORTEST_SHARED;
 use self::shared::SharedPrefixes;
 pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
-use crate::cache::{Cache, KeyValues, owned};
+use crate::cache::{Cache, KeyValues, SharedRows, owned};
 use crate::error::{ConfigError, Error, Result};
 use crate::store::{
     BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, SavedPrefix, WallClock, state_key,
@@ -199,14 +200,15 @@ impl Prefixes {
     pub fn resume(&mut self, prompt: &[u32]) -> Result<(Cache, usize)> {
         let limit = prompt.len() - 1;
         let mut length = self.tree.find(prompt, limit).resume;
+        let mut known = self.shared_only(prompt, length).map_or(length, |(_, count)| count);
         // The store drops a damaged part when it is read; a shorter prefix may still be whole.
         while let Some(disk) = &self.disk
             && let Some(saved) = disk.longest(prompt, limit, self.needs_state)
-            && saved.tokens > length
-            && self.is_worth_reading(disk, &saved, length)
+            && saved.tokens > known
+            && self.is_worth_reading(disk, &saved, known)
         {
             match self.read(&prompt[..saved.tokens], &saved.keys) {
-                Ok(true) => length = saved.tokens,
+                Ok(true) => (length, known) = (saved.tokens, saved.tokens),
                 Ok(false) => {}
                 Err(error) => {
                     tracing::warn!(tokens = saved.tokens, %error, "saved state not restored");
@@ -215,7 +217,10 @@ impl Prefixes {
             }
         }
         let mut cache = self.empty.clone();
-        if length > 0 {
+        if let Some(shared) = self.shared_only(prompt, length) {
+            length = shared.1;
+            cache.restore(Some(shared::part(&shared)), &[], &[], length)?;
+        } else if length > 0 {
             let prefix = &prompt[..length];
             let shared = self.shared.find(prefix);
             let (kv, state) = self.tree.get(prefix)?;
@@ -233,14 +238,32 @@ impl Prefixes {
         self.shared.set_shortest(shortest);
     }
 
-    /// Number of `tokens` after which a request could resume from saved state.
-    pub fn saved_tokens(&self, tokens: &[u32]) -> usize {
-        let limit = tokens.len().saturating_sub(1);
-        let on_disk = self
-            .disk
-            .as_ref()
-            .and_then(|disk| Some(disk.longest(tokens, limit, self.needs_state)?.tokens));
-        self.tree.find(tokens, limit).resume.max(on_disk.unwrap_or(0))
+    /// Rows that running requests share, if they are more than the `saved` tokens of a prompt, and no state is needed to
+    /// resume from them.
+    fn shared_only(&self, prompt: &[u32], saved: usize) -> Option<(Rc<SharedRows>, usize)> {
+        let shared = self.shared.longest(&prompt[..prompt.len().saturating_sub(1)])?;
+        (!self.needs_state && shared.1 > saved).then_some(shared)
+    }
+
+    /// Number of tokens after which a request with this prompt could resume.
+    pub fn known_tokens(&self, prompt: &[u32]) -> usize {
+        let limit = prompt.len().saturating_sub(1);
+        let saved = self.tree.find(prompt, limit).resume;
+        if let Some((_, count)) = self.shared_only(prompt, saved) {
+            return count;
+        }
+        let Some(disk) = &self.disk else { return saved };
+        let on_disk = disk.longest(prompt, limit, self.needs_state);
+        let is_read = |on_disk: &SavedPrefix| {
+            on_disk.tokens > saved && self.is_worth_reading(disk, on_disk, saved)
+        };
+        on_disk.filter(is_read).map_or(saved, |on_disk| on_disk.tokens)
+    }
+
+    /// Whether a request could resume after `tokens` tokens when another one has run them: what it needs stays in memory.
+    pub fn will_know(&self, tokens: usize, float_bytes: u64) -> bool {
+        let has_shared = !self.needs_state && self.shared.is_on();
+        has_shared || self.empty.bytes(tokens, float_bytes) <= self.memory_bytes / 2
     }
 
     /// Whether running requests share KV.
@@ -255,8 +278,9 @@ impl Prefixes {
 
     /// Number of `tokens` that a request with this prompt shares with running ones.
     pub fn shared_rows(&self, tokens: &[u32]) -> usize {
-        let length = self.tree.find(tokens, tokens.len().saturating_sub(1)).resume;
-        self.shared.find(&tokens[..length]).map_or(0, |(_, count)| count)
+        let saved = self.tree.find(tokens, tokens.len().saturating_sub(1)).resume;
+        let shared = self.shared_only(tokens, saved).or_else(|| self.shared.find(&tokens[..saved]));
+        shared.map_or(0, |(_, count)| count)
     }
 
     /// Bytes of the KV that running requests share.
@@ -461,7 +485,6 @@ impl Prefixes {
     /// Drops everything that is saved in memory.
     pub fn clear_memory(&mut self) {
         self.tree = PrefixTree::new(self.needs_state);
-        self.shared.forget();
         self.reporter.resize(self.tree.size());
     }
 

@@ -48,7 +48,10 @@ fn decoder(name: &str, max_running: usize) -> Decoder {
     let mut config = Config::default();
     (config.engine.prefill_chunk, config.engine.max_running) = (64, max_running);
     config.store.memory_bytes = 0;
-    family(name, config, false)
+    let mut decoder = family(name, config, false);
+    // The choices share the KV of the prompt.
+    decoder.prefixes.share_from(Some(1));
+    decoder
 }
 
 /// The last token of a reply does not run, so replies of one token run the prompt only.
