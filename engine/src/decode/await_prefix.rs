@@ -39,14 +39,18 @@ impl Decoder {
             && let Some(prepared) = self.next_request()
         {
             match self.computing_prefix_of(&prepared) {
-                Some((at, tokens)) => {
-                    let computed_by = self.sequences[at].number;
-                    self.sequences[at].save_at(tokens);
-                    self.awaiting_prefix.push(AwaitingPrefix { prepared, computed_by, tokens });
-                }
+                Some((at, tokens)) => self.await_prefix(prepared, at, tokens),
                 None => self.start_request(prepared),
             }
         }
+    }
+
+    /// Lets a request wait for the first `tokens` tokens of the sequence at `at`.
+    pub(super) fn await_prefix(&mut self, prepared: Prepared, at: usize, tokens: usize) {
+        let sequence = &mut self.sequences[at];
+        sequence.save_at(tokens);
+        let computed_by = sequence.number;
+        self.awaiting_prefix.push(AwaitingPrefix { prepared, computed_by, tokens });
     }
 
     /// The next request, if there is room for it.
@@ -74,7 +78,7 @@ impl Decoder {
 
     /// The sequence that will have computed most of the prompt that is not known yet, if that is worth waiting for, and the
     /// number of tokens.
-    fn computing_prefix_of(&self, prepared: &Prepared) -> Option<(usize, usize)> {
+    pub(super) fn computing_prefix_of(&self, prepared: &Prepared) -> Option<(usize, usize)> {
         if prepared.request.needs_whole_prompt() {
             return None;
         }

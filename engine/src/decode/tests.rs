@@ -17,6 +17,7 @@ use crate::policy::{Policies, Storage};
 use crate::request::{Message, Request, Sampling};
 
 mod actions;
+mod await_prefix;
 mod chains;
 mod choices;
 mod embed;
