@@ -15,7 +15,7 @@ pub struct Live {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Stage {
-    /// It waits, is prepared, or is a choice whose prompt another one computes.
+    /// It waits, is prepared, waits for a prefix that another one computes, or is a choice whose prompt another one computes.
     #[default]
     Waiting,
     /// Its prompt runs; after it was preempted, its reply too.

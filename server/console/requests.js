@@ -137,7 +137,11 @@ export function requests(element, state) {
     none.hidden = past.length > 0;
     const sum = (field) => health.engines.reduce((total, engine) => total + engine[field], 0);
     const [running, waiting, speed] = [sum("running"), health.waiting, sum("tokens_per_second")];
-    const held = [[sum("awaiting_policy"), "with a policy"], [sum("preempted"), "preempted"]].filter(([count]) => count > 0);
+    const held = [
+      [sum("awaiting_policy"), "with a policy"],
+      [sum("awaiting_prefix"), "waiting for a prefix"],
+      [sum("preempted"), "preempted"],
+    ].filter(([count]) => count > 0);
     put("running", number(running), held.map(([count, what]) => `${number(count)} ${what}`).join(", ") || "none held up");
     put("waiting", number(waiting), waiting ? "for a place" : "the queue is empty");
     put("rate", speed.toFixed(speed < 100 ? 1 : 0), "in the last 10 s");

@@ -86,9 +86,12 @@ impl Decoder {
             |(at, sequence): (usize, &Sequence)| Some((at, sequence.will_save(&prepared.prompt)?));
         let (at, tokens) =
             self.sequences.iter().enumerate().filter_map(common).max_by_key(|&(_, n)| n)?;
+        // Before the store is asked, which takes longer.
+        if tokens < self.store_min_tokens.max(SHORTEST_SHARED) {
+            return None;
+        }
         let known = self.prefixes.known_tokens(&prepared.prompt);
-        let is_worth = tokens >= self.store_min_tokens
-            && tokens >= known + SHORTEST_SHARED
+        let is_worth = tokens >= known + SHORTEST_SHARED
             && self.prefixes.will_know(tokens, self.memory.float_bytes());
         is_worth.then_some((at, tokens))
     }
