@@ -22,6 +22,7 @@ mod host_sample;
 mod logprobs;
 pub mod machine;
 mod memory;
+mod next_token;
 mod noise;
 mod outlet;
 pub mod passes;

@@ -9,8 +9,9 @@ use mlx_rs::Array;
 
 use super::Decoder;
 use super::loops::Detector;
+use super::next_token::NextLogits;
 use super::samples::Logits;
-use super::sequence::{NextLogits, Sequence};
+use super::sequence::Sequence;
 use crate::cache::Checkpoint;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::queue;

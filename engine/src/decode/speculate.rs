@@ -26,8 +26,9 @@ use super::draft::{
     Networks, NgramDrafter, discount_rates,
 };
 use super::governor::{self, Choice, Costs, Drafted, Governor, Mode, Offer, Permit, TrialTime};
+use super::next_token::Sampled;
 use super::samples::SampleOf;
-use super::sequence::{Sampled, Sequence};
+use super::sequence::Sequence;
 use crate::config::DraftKind;
 use crate::error::{Result, catch_panic};
 use crate::kernels::cpu;
