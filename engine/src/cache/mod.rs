@@ -233,6 +233,12 @@ impl Cache {
         2 * rows as u64 * size * self.layers.iter().map(layer).sum::<u64>()
     }
 
+    /// Number of the layers that [`Cache::shareable_bytes`] counts, at least 1.
+    pub fn shareable_layers(&self) -> u64 {
+        let is_full = |layer: &&LayerCache| matches!(layer, LayerCache::Full(_));
+        self.layers.iter().filter(is_full).count().max(1) as u64
+    }
+
     /// Rows that the buffers of full attention have when the cache has `length` rows.
     pub fn capacity_at(&self, length: usize) -> usize {
         match self.first_full() {

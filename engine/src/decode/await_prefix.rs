@@ -2,7 +2,7 @@
 //!
 //! Agents start others with the same long instructions, all at once. Each would compute them, and hold them in memory. So a
 //! request whose prompt begins like one that is being computed waits until that sequence has saved the common prefix, and
-//! resumes from there. If the sequence ends before, it starts at once.
+//! resumes from there. If the sequence ends before, or is preempted, the request no longer waits for it.
 
 use std::time::Instant;
 
@@ -67,7 +67,8 @@ impl Decoder {
                 .then(|| self.awaiting_prefix.remove(at).prepared);
         }
         // Each holds an instance of its policies, as those that run.
-        if self.sequences.len() + self.awaiting_prefix.len() >= self.max_running {
+        let taken = self.sequences.len() + self.awaiting_prefix.len();
+        if taken + self.hook_threads.finishing() >= self.max_running {
             return None;
         }
         match self.queue.next(|prepared| self.has_room_for(prepared)) {
@@ -92,7 +93,11 @@ impl Decoder {
         }
         let known = self.prefixes.known_tokens(&prepared.prompt);
         let is_worth = tokens >= known + SHORTEST_SHARED
-            && self.prefixes.will_know(tokens, self.memory.float_bytes());
+            && self.prefixes.will_know(
+                &self.sequences[at].cache,
+                tokens,
+                self.memory.float_bytes(),
+            );
         is_worth.then_some((at, tokens))
     }
 
@@ -136,14 +141,15 @@ impl Sequence {
     /// Whether it still computes the prefix that a request waits for.
     fn computes(&self, waiting: &AwaitingPrefix) -> bool {
         self.number == waiting.computed_by
-            && !self.has_ended()
             && self.cache.position < waiting.tokens
+            && !self.has_ended()
+            && !self.hooks.is_away()
     }
 
     /// The number of tokens after which its prompt, which is being computed, can be saved for a request with this prompt.
     fn will_save(&self, prompt: &[u32]) -> Option<usize> {
         // A policy may permit some save points only.
-        if self.has_ended() || !self.saves_anywhere {
+        if self.has_ended() || self.hooks.is_away() || !self.saves_anywhere {
             return None;
         }
         let pairs = self.tokens[..self.prompt].iter().zip(&prompt[..prompt.len() - 1]);

@@ -200,9 +200,10 @@ impl Memory {
             let sampled = rows.min(STEP_ROWS) as u64 * self.sampling;
             // MLX's attention over more rows needs shared and own keys in one array, and so do the values.
             let is_joined = self.on_gpu && rows > STEP_ROWS && cache.shared_count() > 0;
-            let layers = cache.layers.len().max(1) as u64;
-            let joined =
-                if is_joined { 2 * cache.shareable_bytes(length, self.size) / layers } else { 0 };
+            let joined = match is_joined {
+                true => cache.shareable_bytes(length, self.size) / cache.shareable_layers(),
+                false => 0,
+            };
             // A pass makes a new state beside the old one, which a check of near-ties keeps.
             grown + joined + self.state + sampled + self.pass.of_rows(rows, length)
         };

@@ -485,6 +485,14 @@ impl Decoder {
             // It holds what may be rewound. A further choice shares the rows of the first.
             return;
         }
+        // If it shares some already, all rows are copied.
+        let is_copied = sequence.cache.shared_count() > 0;
+        let copied = sequence.cache.shareable_bytes(position, self.memory.float_bytes());
+        if !self.prefixes.will_share(&sequence.cache, position)
+            || is_copied && self.make_room(copied).is_err()
+        {
+            return;
+        }
         let (cache, tokens) = (&mut sequence.cache, &sequence.tokens[..position]);
         if let Err(error) = catch_panic("being shared", || self.prefixes.share(cache, tokens)) {
             let (id, span) = (&sequence.request.id, &sequence.request.span);

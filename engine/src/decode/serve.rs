@@ -50,6 +50,10 @@ impl Decoder {
             let nothing_runs = self.sequences.is_empty() && self.preempted.is_empty();
             if nothing_runs && self.hook_threads.finishing() >= self.max_running {
                 self.queue.wait_unless(|| false, POLL);
+                self.end_unwanted();
+                if self.queue.is_stopping() {
+                    self.stop_awaiting();
+                }
                 continue;
             }
             if nothing_runs && self.awaiting_prefix.is_empty() {

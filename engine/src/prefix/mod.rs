@@ -227,7 +227,12 @@ impl Prefixes {
             let kv = after(kv, shared.as_ref().map_or(0, |(_, count)| *count))?;
             let state = state.map_or(&[][..], |state| &state.0);
             cache.restore(shared.as_ref().map(shared::part), &kv, state, length)?;
-            self.shared.share(&mut cache, prefix)?;
+            // Nothing is copied if nothing is shared yet.
+            if shared.is_none()
+                && let Err(error) = self.shared.share(&mut cache, prefix)
+            {
+                tracing::warn!(tokens = length, %error, "prefix not shared");
+            }
         }
         self.shrink();
         Ok((cache, length))
@@ -260,10 +265,11 @@ impl Prefixes {
         on_disk.filter(is_read).map_or(saved, |on_disk| on_disk.tokens)
     }
 
-    /// Whether a request could resume after `tokens` tokens when another one has run them: what it needs stays in memory.
-    pub fn will_know(&self, tokens: usize, float_bytes: u64) -> bool {
-        let has_shared = !self.needs_state && self.shared.is_on();
-        has_shared || self.empty.bytes(tokens, float_bytes) <= self.memory_bytes / 2
+    /// Whether a request could resume after `tokens` tokens when the one with `cache` has run them: what it needs stays in
+    /// memory.
+    pub fn will_know(&self, cache: &Cache, tokens: usize, float_bytes: u64) -> bool {
+        let is_shared = !self.needs_state && self.shared.will_share(cache, tokens);
+        is_shared || self.empty.bytes(tokens, float_bytes) <= self.memory_bytes / 2
     }
 
     /// Whether running requests share KV.
@@ -271,7 +277,12 @@ impl Prefixes {
         self.shared.is_on()
     }
 
-    /// Lets later requests share the rows of `cache`, which holds exactly `tokens`.
+    /// Whether [`Prefixes::share`] will share rows of `cache` when it has `tokens` rows.
+    pub fn will_share(&self, cache: &Cache, tokens: usize) -> bool {
+        self.shared.will_share(cache, tokens)
+    }
+
+    /// Lets later requests share the rows of `cache`, which holds exactly `tokens`. Copies them if it shares some already.
     pub fn share(&mut self, cache: &mut Cache, tokens: &[u32]) -> Result<()> {
         self.shared.share(cache, tokens)
     }

@@ -53,12 +53,18 @@ impl SharedPrefixes {
         found.max_by_key(|(rows, count)| (*count, Reverse(rows.rows())))
     }
 
-    /// Shares the rows of `cache`, which holds exactly `tokens`, if its own ones are enough: at least as many as it shares.
+    /// Whether the rows of `cache` are worth sharing when it has `tokens` rows: its own ones are enough, and at least as many
+    /// as it shares.
+    pub fn will_share(&self, cache: &Cache, tokens: usize) -> bool {
+        let shared = cache.shared_count();
+        let own = SharedRows::whole_blocks(tokens).saturating_sub(shared);
+        self.shortest.is_some_and(|shortest| own >= shortest.max(shared).max(1))
+    }
+
+    /// Shares the rows of `cache`, which holds exactly `tokens`, if they are worth it.
     pub fn share(&mut self, cache: &mut Cache, tokens: &[u32]) -> Result<()> {
         debug_assert_eq!(cache.position, tokens.len());
-        let Some(shortest) = self.shortest else { return Ok(()) };
-        let own = SharedRows::whole_blocks(tokens.len()) - cache.shared_count();
-        if own == 0 || own < shortest || own < cache.shared_count() {
+        if !self.will_share(cache, tokens.len()) {
             return Ok(());
         }
         let rows = cache.share()?;
