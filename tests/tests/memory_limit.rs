@@ -113,7 +113,12 @@ fn long_requests_that_do_not_fit_together_get_the_replies_of_each_alone() {
     config.speculation.drafts.clear();
     config.store.memory_bytes = 4 << 20;
     config.engine.max_running = 8;
-    let request = |i| story(i, 1200, 60);
+    // They share no prefix, which would be held once.
+    let request = |i| {
+        let mut request = story(i, 1200, 60);
+        request.messages[0].content.insert_str(0, &format!("{i} "));
+        request
+    };
     let (alone, weights) = {
         let engine = Running::without_store(config.clone());
         let texts = |i| text(engine.submit(request(i)).unwrap(), || ());
