@@ -10,7 +10,7 @@ use mlx_rs::ops::{concatenate, zeros_dtype};
 use mlx_rs::{Array, Dtype};
 
 use super::key_values::LayerKv;
-use super::kv_buffer::{KvBuffer, STEP, capacity_for};
+use super::kv_buffer::{KvBuffer, STEP, capacity_for, rows};
 use super::shared_rows::{BLOCK, SharedKv, whole_blocks};
 use super::{column, expect_rows};
 use crate::error::Result;
@@ -141,12 +141,9 @@ impl Full {
         let Some(shared) = self.shared.take_if(|shared| self.len < shared.rows) else {
             return Ok(());
         };
-        let rows = whole_blocks(self.len);
-        self.own = match self.len > rows {
-            true => KvBuffer::fill(&[&shared.range(rows, self.len)?], BLOCK)?,
-            false => KvBuffer::default(),
-        };
-        self.shared = (rows > 0).then_some(SharedKv { rows, ..shared });
+        let whole = whole_blocks(self.len);
+        self.own = KvBuffer::fill(&[&rows(&shared.buffer, whole, self.len)?], BLOCK)?;
+        self.shared = (whole > 0).then_some(SharedKv { rows: whole, ..shared });
         self.written_with = None;
         Ok(())
     }
@@ -155,20 +152,18 @@ impl Full {
     /// after them, and all positions if some are shared already.
     pub(super) fn sharing(&self) -> Result<(Self, Array)> {
         self.queue_writes()?;
-        let (rows, before) = (whole_blocks(self.len), self.shared_rows());
-        assert!(before < rows, "there is no new block to share");
-        let own = match self.len > rows {
-            true => KvBuffer::fill(&[&self.own.view(rows - before, self.len - before)?], BLOCK)?,
-            false => KvBuffer::default(),
-        };
+        let (whole, before) = (whole_blocks(self.len), self.shared_rows());
+        assert!(before < whole, "there is no new block to share");
+        let rest = self.own.view(whole - before, self.len - before)?;
+        let own = KvBuffer::fill(&[&rest], BLOCK)?;
         let buffer = match &self.shared {
             None => self.own.buffer().clone(),
             Some(shared) => {
-                let parts = [shared.range(0, before)?, self.own.view(0, rows - before)?];
-                concatenate(&parts, 2)?
+                let first = rows(&shared.buffer, 0, before)?;
+                concatenate(&[first, self.own.view(0, whole - before)?], 2)?
             }
         };
-        let shared = Some(SharedKv { buffer: buffer.clone(), rows });
+        let shared = Some(SharedKv { buffer: buffer.clone(), rows: whole });
         Ok((Self { shared, own, written_with: None, ..*self }, buffer))
     }
 
@@ -184,15 +179,15 @@ impl Full {
             let keys = kv.try_index((.., ..self.heads, from..to, ..))?;
             Ok((keys, kv.try_index((.., self.heads.., from..to, ..))?))
         };
-        let rows = self.shared_rows();
-        let Some(shared) = self.shared.as_ref().filter(|_| from < rows) else {
-            return sides(self.own.buffer(), from - rows, to - rows);
+        let before = self.shared_rows();
+        let Some(shared) = self.shared.as_ref().filter(|_| from < before) else {
+            return sides(self.own.buffer(), from - before, to - before);
         };
-        let (keys, values) = sides(&shared.buffer, from, to.min(rows))?;
-        if to <= rows {
+        let (keys, values) = sides(&shared.buffer, from, to.min(before))?;
+        if to <= before {
             return Ok((keys, values));
         }
-        let (own_keys, own_values) = sides(self.own.buffer(), 0, to - rows)?;
+        let (own_keys, own_values) = sides(self.own.buffer(), 0, to - before)?;
         Ok((concatenate(&[keys, own_keys], 2)?, concatenate(&[values, own_values], 2)?))
     }
 
@@ -266,12 +261,12 @@ mod tests {
     use mlx_rs::random;
 
     /// Keys and values of 200 positions, [1, 2 H_kv, 200, D].
-    fn rows() -> Array {
+    fn all() -> Array {
         random::normal::<f32>(&[1, 4, 200, 16], None, None, &random::key(1).unwrap()).unwrap()
     }
 
     fn part(from: i32, to: i32) -> Array {
-        rows().try_index((.., .., from..to, ..)).unwrap()
+        all().try_index((.., .., from..to, ..)).unwrap()
     }
 
     fn cache_of(len: i32) -> Cache {
@@ -313,8 +308,8 @@ mod tests {
         let mut second = Cache::new(vec![LayerCache::Full(Full::new(2, 16))]);
         let source = cache_of(100);
         let kv = source.key_values(64, 100).unwrap();
-        let shared = crate::cache::SharedPart { rows: &rows, count: 64 };
-        second.restore(Some(shared), &[kv], &[], 100).unwrap();
+        let shared = crate::cache::SharedPart { rows: rows.clone(), count: 64 };
+        second.restore(Some(shared.clone()), &[kv], &[], 100).unwrap();
         assert!(holds(&second, &part(0, 100)));
         append(&mut first, &part(150, 200));
         append(&mut second, &part(0, 50));

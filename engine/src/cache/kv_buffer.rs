@@ -18,6 +18,11 @@ pub(super) fn capacity_for(rows: i32, step: i32) -> i32 {
     (rows + step - 1) / step * step
 }
 
+/// Rows `from..to` of a buffer [1, H, capacity, D].
+pub(super) fn rows(buffer: &Array, from: i32, to: i32) -> Result<Array> {
+    Ok(buffer.try_index((.., .., from..to, ..))?)
+}
+
 /// A buffer [1, H, capacity, D]. Its owner knows how many rows are filled.
 #[derive(Debug, Clone, Default)]
 pub(super) struct KvBuffer {
@@ -71,10 +76,11 @@ impl KvBuffer {
         Ok(())
     }
 
-    /// Joins `parts`, with the capacity that appending them one after another would have reached.
+    /// Joins `parts`, with the capacity that appending them one after another would have reached. Without rows there is no
+    /// buffer.
     pub fn fill(parts: &[&Array], step: i32) -> Result<Self> {
         let len: i32 = parts.iter().map(|part| part.dim(2)).sum();
-        let Some(like) = parts.first() else { return Ok(Self::default()) };
+        let Some(like) = parts.first().filter(|_| len > 0) else { return Ok(Self::default()) };
         let room = capacity_for(len, step) - len;
         let room = zeros_dtype(&[1, like.dim(1), room, like.dim(3)], like.dtype())?;
         let all: Vec<&Array> = parts.iter().copied().chain([&room]).collect();
@@ -95,6 +101,6 @@ impl KvBuffer {
 
     /// Rows `from..to`.
     pub fn view(&self, from: i32, to: i32) -> Result<Array> {
-        Ok(self.buffer().try_index((.., .., from..to, ..))?)
+        rows(self.buffer(), from, to)
     }
 }

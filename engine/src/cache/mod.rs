@@ -27,13 +27,12 @@ pub use recurrent::{Recurrent, Writes, WritesOf, delta_write};
 pub use shared_rows::{SharedKv, SharedRows};
 pub use sliding::Sliding;
 
-use key_values::LayerKv;
-use shared_rows::whole_blocks;
-
 use std::rc::Rc;
 
 use mlx_rs::Array;
 
+use self::key_values::LayerKv;
+use self::shared_rows::whole_blocks;
 use crate::error::{Error, Result};
 use crate::kernels::cpu;
 
@@ -109,10 +108,10 @@ impl Span<'_> {
 }
 
 /// The first rows of [`SharedRows`].
-#[derive(Debug, Clone, Copy)]
-pub struct SharedPart<'a> {
+#[derive(Debug, Clone)]
+pub struct SharedPart {
     /// All rows.
-    pub rows: &'a Rc<SharedRows>,
+    pub rows: Rc<SharedRows>,
     /// Number of the first, whole blocks.
     pub count: usize,
 }
@@ -266,16 +265,17 @@ impl Cache {
     }
 
     /// The rows that the cache shares, and how many of them it has.
-    pub fn shared(&self) -> Option<SharedPart<'_>> {
-        let shared = usize::try_from(self.first_full()?.shared_rows()).expect("a number of rows");
-        let count = SharedRows::whole_blocks(shared.min(self.position));
-        let rows = self.shared.as_ref().filter(|_| count > 0)?;
+    pub fn shared(&self) -> Option<SharedPart> {
+        let count = self.shared_count();
+        let rows = self.shared.clone().filter(|_| count > 0)?;
         Some(SharedPart { rows, count })
     }
 
     /// Number of shared rows.
     pub fn shared_count(&self) -> usize {
-        self.shared().map_or(0, |shared| shared.count)
+        let shared = self.first_full().map_or(0, Full::shared_rows);
+        let shared = usize::try_from(shared).expect("a number of rows");
+        SharedRows::whole_blocks(shared.min(self.position))
     }
 
     /// Lets other caches share the whole blocks of the rows of this one. Copies the rows after them, and all rows if it
@@ -388,7 +388,7 @@ impl Cache {
     /// unchanged.
     pub fn restore(
         &mut self,
-        shared: Option<SharedPart<'_>>,
+        shared: Option<SharedPart>,
         kv: &[KeyValues],
         recurrent: &[Array],
         position: usize,
@@ -420,7 +420,7 @@ impl Cache {
         if recurrent.next().is_some() {
             return Err(Error::SavedState("too many recurrent tensors".into()));
         }
-        let shared = shared.map(|shared| shared.rows.clone());
+        let shared = shared.map(|shared| shared.rows);
         *self = Self { layers, position, draft_mark: None, shared };
         Ok(())
     }

@@ -5,9 +5,6 @@
 //! rows live as long as a cache has them.
 
 use mlx_rs::Array;
-use mlx_rs::ops::indexing::TryIndexOp;
-
-use crate::error::Result;
 
 /// Shared rows come in blocks of this size, so that the keys which a kernel reads at a time lie in one buffer.
 pub const BLOCK: i32 = 64;
@@ -45,13 +42,6 @@ pub struct SharedKv {
     pub buffer: Array,
     /// Number of rows, a multiple of [`BLOCK`].
     pub rows: i32,
-}
-
-impl SharedKv {
-    /// Keys and values of rows `from..to`: [1, 2 H_kv, to - from, D].
-    pub(super) fn range(&self, from: i32, to: i32) -> Result<Array> {
-        Ok(self.buffer.try_index((.., .., from..to, ..))?)
-    }
 }
 
 /// A number of rows, rounded down to whole blocks.

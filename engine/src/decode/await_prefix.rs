@@ -1,4 +1,4 @@
-//! Requests that wait for a prefix which a running sequence computes.
+//! Requests that wait for a prefix which a running sequence computes, and then share it.
 //!
 //! Agents start others with the same long instructions, all at once. Each would compute them, and hold them in memory. So a
 //! request whose prompt begins like one that is being computed waits until that sequence has saved the common prefix, and
@@ -9,7 +9,7 @@ use std::time::Instant;
 use super::Decoder;
 use super::prepare::Prepared;
 use super::sequence::Sequence;
-use crate::error::{Error, RequestError};
+use crate::error::{Error, RequestError, catch_panic};
 use crate::prefix::{Retention, SHORTEST_SHARED};
 use crate::queue::{Next, fail_all};
 
@@ -110,6 +110,28 @@ impl Decoder {
             let mut sequence = self.sequences.remove(index);
             self.share_prefix(&mut sequence);
             self.sequences.insert(index, sequence);
+        }
+    }
+
+    /// Lets other requests share the KV of the tokens of the prompt that have run. A failure costs memory, nothing else.
+    pub(super) fn share_prefix(&mut self, sequence: &mut Sequence) {
+        let position = sequence.cache.position;
+        if position > sequence.prompt {
+            // It holds what may be rewound. A further choice shares the rows of the first.
+            return;
+        }
+        // If it shares some already, all rows are copied.
+        let is_copied = sequence.cache.shared_count() > 0;
+        let copied = sequence.cache.shareable_bytes(position, self.memory.float_bytes());
+        if !self.prefixes.will_share(&sequence.cache, position)
+            || is_copied && self.make_room(copied).is_err()
+        {
+            return;
+        }
+        let (cache, tokens) = (&mut sequence.cache, &sequence.tokens[..position]);
+        if let Err(error) = catch_panic("being shared", || self.prefixes.share(cache, tokens)) {
+            let (id, span) = (&sequence.request.id, &sequence.request.span);
+            span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
         }
     }
 

@@ -83,7 +83,7 @@ use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Pooling, SpeculationConfig, StoreConfig,
 };
 use crate::engine::{Engine, Info};
-use crate::error::{ConfigError, Error, Result, catch_panic};
+use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
 use crate::kernels::cuda;
 use crate::loading;
@@ -475,28 +475,6 @@ impl Decoder {
         let is_here = |&mut (position, _): &mut (usize, _)| position == sequence.cache.position;
         if let Some((_, retention)) = sequence.save_points.pop_front_if(is_here) {
             self.save(sequence, retention);
-        }
-    }
-
-    /// Lets other requests share the KV of the tokens of the prompt that have run. A failure costs memory, nothing else.
-    fn share_prefix(&mut self, sequence: &mut Sequence) {
-        let position = sequence.cache.position;
-        if position > sequence.prompt {
-            // It holds what may be rewound. A further choice shares the rows of the first.
-            return;
-        }
-        // If it shares some already, all rows are copied.
-        let is_copied = sequence.cache.shared_count() > 0;
-        let copied = sequence.cache.shareable_bytes(position, self.memory.float_bytes());
-        if !self.prefixes.will_share(&sequence.cache, position)
-            || is_copied && self.make_room(copied).is_err()
-        {
-            return;
-        }
-        let (cache, tokens) = (&mut sequence.cache, &sequence.tokens[..position]);
-        if let Err(error) = catch_panic("being shared", || self.prefixes.share(cache, tokens)) {
-            let (id, span) = (&sequence.request.id, &sequence.request.span);
-            span.log(|| tracing::warn!(request_id = id, %error, "prefix not shared"));
         }
     }
 

@@ -14,7 +14,6 @@ mod report;
 mod shared;
 mod tree;
 
-use std::rc::Rc;
 use std::time::Instant;
 
 use mlx_rs::Array;
@@ -27,7 +26,7 @@ pub use self::shared::SHORTEST as SHORTEST_SHARED;
 use self::shared::SharedPrefixes;
 pub use self::tree::CacheSize;
 use self::tree::{Footprint, KvRun, PrefixTree};
-use crate::cache::{Cache, KeyValues, SharedRows, owned};
+use crate::cache::{Cache, KeyValues, SharedPart, owned};
 use crate::error::{ConfigError, Error, Result};
 use crate::store::{
     BLOCK_TOKENS, Key, KeyChain, PartKind, QueuedPart, RedbStore, SavedPrefix, WallClock, state_key,
@@ -200,13 +199,10 @@ impl Prefixes {
     pub fn resume(&mut self, prompt: &[u32]) -> Result<(Cache, usize)> {
         let limit = prompt.len() - 1;
         let mut length = self.tree.find(prompt, limit).resume;
-        let mut known = self.shared_only(prompt, length).map_or(length, |(_, count)| count);
+        let shared_only = self.shared_only(prompt, length);
+        let mut known = shared_only.as_ref().map_or(length, |part| part.count);
         // The store drops a damaged part when it is read; a shorter prefix may still be whole.
-        while let Some(disk) = &self.disk
-            && let Some(saved) = disk.longest(prompt, limit, self.needs_state)
-            && saved.tokens > known
-            && self.is_worth_reading(disk, &saved, known)
-        {
+        while let Some(saved) = self.worth_reading(prompt, known) {
             match self.read(&prompt[..saved.tokens], &saved.keys) {
                 Ok(true) => (length, known) = (saved.tokens, saved.tokens),
                 Ok(false) => {}
@@ -217,18 +213,18 @@ impl Prefixes {
             }
         }
         let mut cache = self.empty.clone();
-        if let Some(shared) = self.shared_only(prompt, length) {
-            length = shared.1;
-            cache.restore(Some(shared::part(&shared)), &[], &[], length)?;
+        if let Some(shared) = shared_only.filter(|part| part.count > length) {
+            length = shared.count;
+            cache.restore(Some(shared), &[], &[], length)?;
         } else if length > 0 {
             let prefix = &prompt[..length];
             let shared = self.shared.find(prefix);
             let (kv, state) = self.tree.get(prefix)?;
-            let kv = after(kv, shared.as_ref().map_or(0, |(_, count)| *count))?;
+            let kv = after(kv, shared.as_ref().map_or(0, |part| part.count))?;
             let state = state.map_or(&[][..], |state| &state.0);
-            cache.restore(shared.as_ref().map(shared::part), &kv, state, length)?;
+            cache.restore(shared, &kv, state, length)?;
             // Nothing is copied if nothing is shared yet.
-            if shared.is_none()
+            if cache.shared_count() == 0
                 && let Err(error) = self.shared.share(&mut cache, prefix)
             {
                 tracing::warn!(tokens = length, %error, "prefix not shared");
@@ -245,24 +241,16 @@ impl Prefixes {
 
     /// Rows that running requests share, if they are more than the `saved` tokens of a prompt, and no state is needed to
     /// resume from them.
-    fn shared_only(&self, prompt: &[u32], saved: usize) -> Option<(Rc<SharedRows>, usize)> {
+    fn shared_only(&self, prompt: &[u32], saved: usize) -> Option<SharedPart> {
         let shared = self.shared.longest(&prompt[..prompt.len().saturating_sub(1)])?;
-        (!self.needs_state && shared.1 > saved).then_some(shared)
+        (!self.needs_state && shared.count > saved).then_some(shared)
     }
 
     /// Number of tokens after which a request with this prompt could resume.
     pub fn known_tokens(&self, prompt: &[u32]) -> usize {
-        let limit = prompt.len().saturating_sub(1);
-        let saved = self.tree.find(prompt, limit).resume;
-        if let Some((_, count)) = self.shared_only(prompt, saved) {
-            return count;
-        }
-        let Some(disk) = &self.disk else { return saved };
-        let on_disk = disk.longest(prompt, limit, self.needs_state);
-        let is_read = |on_disk: &SavedPrefix| {
-            on_disk.tokens > saved && self.is_worth_reading(disk, on_disk, saved)
-        };
-        on_disk.filter(is_read).map_or(saved, |on_disk| on_disk.tokens)
+        let saved = self.tree.find(prompt, prompt.len().saturating_sub(1)).resume;
+        let known = self.shared_only(prompt, saved).map_or(saved, |part| part.count);
+        self.worth_reading(prompt, known).map_or(known, |on_disk| on_disk.tokens)
     }
 
     /// Whether a request could resume after `tokens` tokens when the one with `cache` has run them: what it needs stays in
@@ -291,12 +279,20 @@ impl Prefixes {
     pub fn shared_rows(&self, tokens: &[u32]) -> usize {
         let saved = self.tree.find(tokens, tokens.len().saturating_sub(1)).resume;
         let shared = self.shared_only(tokens, saved).or_else(|| self.shared.find(&tokens[..saved]));
-        shared.map_or(0, |(_, count)| count)
+        shared.map_or(0, |part| part.count)
     }
 
     /// Bytes of the KV that running requests share.
     pub fn shared_bytes(&self) -> u64 {
         self.shared.bytes()
+    }
+
+    /// The longest prefix of `prompt` on disk, if reading it is better than computing the tokens after the first `known`.
+    fn worth_reading(&self, prompt: &[u32], known: usize) -> Option<SavedPrefix> {
+        let disk = self.disk.as_ref()?;
+        let saved = disk.longest(prompt, prompt.len().saturating_sub(1), self.needs_state)?;
+        let is_worth = saved.tokens > known && self.is_worth_reading(disk, &saved, known);
+        is_worth.then_some(saved)
     }
 
     /// Whether reading a prefix on disk is better than computing the tokens after the first `known`.

@@ -25,7 +25,7 @@ pub struct SharedPrefixes {
 }
 
 impl SharedPrefixes {
-    /// Shares prefixes of at least so many tokens from now on.
+    /// Sets the number of tokens of the shortest prefix that is shared; `None` to share none.
     pub fn set_shortest(&mut self, shortest: Option<usize>) {
         self.shortest = shortest;
     }
@@ -35,22 +35,22 @@ impl SharedPrefixes {
         self.shortest.is_some()
     }
 
-    /// What is shared of the beginning of `tokens`, and the number of tokens. `None` if too few are.
-    pub fn find(&self, tokens: &[u32]) -> Option<(Rc<SharedRows>, usize)> {
-        let found = self.longest(tokens)?;
-        (found.1 * LEAST_PART >= tokens.len()).then_some(found)
+    /// What is shared of the beginning of `tokens`; `None` if that is too little.
+    pub fn find(&self, tokens: &[u32]) -> Option<SharedPart> {
+        self.longest(tokens).filter(|part| part.count * LEAST_PART >= tokens.len())
     }
 
     /// [`SharedPrefixes::find`], however few of `tokens` are shared.
-    pub fn longest(&self, tokens: &[u32]) -> Option<(Rc<SharedRows>, usize)> {
+    pub fn longest(&self, tokens: &[u32]) -> Option<SharedPart> {
         let shortest = self.shortest?;
         let common = |(prefix, rows): &(Vec<u32>, Weak<SharedRows>)| {
             let common = prefix.iter().zip(tokens).take_while(|(a, b)| a == b).count();
             let (rows, count) = (rows.upgrade()?, SharedRows::whole_blocks(common));
-            (count >= shortest && count * LEAST_PART >= rows.rows()).then_some((rows, count))
+            let is_enough = count >= shortest && count * LEAST_PART >= rows.rows();
+            is_enough.then_some(SharedPart { rows, count })
         };
         let found = self.live.iter().filter_map(common);
-        found.max_by_key(|(rows, count)| (*count, Reverse(rows.rows())))
+        found.max_by_key(|part| (part.count, Reverse(part.rows.rows())))
     }
 
     /// Whether the rows of `cache` are worth sharing when it has `tokens` rows: its own ones are enough, and at least as many
@@ -77,11 +77,6 @@ impl SharedPrefixes {
     pub fn bytes(&self) -> u64 {
         self.live.iter().filter_map(|(_, rows)| rows.upgrade()).map(|rows| rows.bytes()).sum()
     }
-}
-
-/// The first `count` of `rows`.
-pub fn part((rows, count): &(Rc<SharedRows>, usize)) -> SharedPart<'_> {
-    SharedPart { rows, count: *count }
 }
 
 #[cfg(test)]
@@ -112,8 +107,8 @@ mod tests {
         (0..common as u32).chain((0..others as u32).map(|i| 10_000 * of + i)).collect()
     }
 
-    fn count(found: Option<(Rc<SharedRows>, usize)>) -> usize {
-        found.map_or(0, |(_, count)| count)
+    fn count(found: Option<SharedPart>) -> usize {
+        found.map_or(0, |part| part.count)
     }
 
     #[test]
