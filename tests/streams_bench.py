@@ -84,7 +84,7 @@ def main(args):
     for path in args.servers:
         more = ["--model", args.model] if args.model else []
         servers.append((path, ours(path, tempfile.mkdtemp(), *more)))
-    rates, gaps, bytes, seed = {}, {}, {}, 0
+    rates, gaps, sizes, seed = {}, {}, {}, 0
     for round in range(-1, args.rounds):
         for path, server in servers if round % 2 else servers[::-1]:
             for count in args.streams:
@@ -95,7 +95,7 @@ def main(args):
                 if round >= 0:
                     rates.setdefault((path, count), []).append(rate)
                     gaps.setdefault((path, count), []).extend(own)
-                    bytes.setdefault((path, count), []).append(most)
+                    sizes.setdefault((path, count), []).append(most)
     for path, server in servers:
         server.stop()
         one = statistics.median(rates[path, args.streams[0]])
@@ -104,7 +104,7 @@ def main(args):
             own, times = rates[path, count], gaps[path, count]
             print(f"{count:>3} streams: {statistics.median(own):6.0f} tok/s [{min(own):.0f}-{max(own):.0f}], "
                   f"{statistics.median(own) / one:.2f} times {args.streams[0]}; gap p50 {centile(times, 0.5):.1f} ms, "
-                  f"p99 {centile(times, 0.99):.1f} ms; {statistics.median(bytes[path, count]) / 1e6:.0f} MB")
+                  f"p99 {centile(times, 0.99):.1f} ms; {statistics.median(sizes[path, count]) / 1e6:.0f} MB")
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

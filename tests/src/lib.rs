@@ -20,6 +20,7 @@ use steersman_engine::tools::Decoder;
 use steersman_engine::{Engine, Error, Info};
 pub use steersman_test_support::{Random, guest};
 use tempfile::TempDir;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 /// A profile with one policy.
 pub fn profile(policy: impl Into<String>) -> Profile {
@@ -103,6 +104,11 @@ pub fn tiny_model(folder: &Path) {
     ] {
         std::fs::write(folder.join(file), json.to_string()).unwrap();
     }
+}
+
+/// Words that the model of [`tiny_model`] has as tokens.
+pub fn words(random: &mut Random, count: usize) -> String {
+    (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect()
 }
 
 /// A JSON fixture.
@@ -297,7 +303,14 @@ impl Reply {
 /// # Panics
 /// If the engine refuses it or sends no final event.
 pub fn run(engine: &Engine, request: Request) -> Reply {
-    let mut events = engine.submit(request).expect("the queue has room");
+    read(engine.submit(request).expect("the queue has room"))
+}
+
+/// Reads the events of a request to its end.
+///
+/// # Panics
+/// If there is no final event.
+pub fn read(mut events: UnboundedReceiver<Event>) -> Reply {
     let (mut reasoning, mut answer) = (String::new(), String::new());
     let mut tool_calls = Vec::new();
     let mut fingerprint = String::new();

@@ -16,9 +16,9 @@ use steersman_engine::internals::cache::{
 use steersman_engine::internals::model::{Pass, load};
 use steersman_engine::internals::prefix::{Prefixes, Retention};
 use steersman_engine::internals::store::RedbStore;
-use steersman_engine::request::{Event, Request};
+use steersman_engine::request::Request;
 use steersman_tests::{
-    Random, Running, ask, bundled_model, config, message, run, scaled, tiny_model,
+    Random, Running, ask, bundled_model, config, message, read, run, scaled, tiny_model, words,
 };
 
 /// MLX counts the memory of the whole process, so these tests run one at a time.
@@ -249,8 +249,8 @@ fn requests_of_clients_that_hang_up_leave_no_bytes_behind() {
     }
 }
 
-/// 32 requests that arrive together behind one prefix of 12,000 tokens have it once beside the prefix cache, and reply as each alone. With caches
-/// of their own they would take eleven times the bytes allowed here.
+/// 32 requests that arrive together behind one prefix of 12,000 tokens have it once beside the prefix cache, and reply as
+/// each alone. With caches of their own they would take eleven times the bytes allowed here.
 #[test]
 fn requests_behind_a_long_prefix_share_its_rows() {
     const STREAMS: usize = 32;
@@ -269,10 +269,8 @@ fn requests_behind_a_long_prefix_share_its_rows() {
     let engine = Running::try_start(config, model.path(), data.path()).unwrap();
     let report = || engine.info().activity.report();
     let mut random = Random(7);
-    let mut words =
-        |count| -> String { (0..count).map(|_| format!("w{} ", 1 + random.below(250))).collect() };
-    let system = words(12_000);
-    let questions: Vec<String> = (0..STREAMS).map(|_| words(20)).collect();
+    let system = words(&mut random, 12_000);
+    let questions: Vec<String> = (0..STREAMS).map(|_| words(&mut random, 20)).collect();
     let about = |i: usize| {
         let mut request = ask(&questions[i]);
         request.messages.insert(0, message("system", &system));
@@ -282,7 +280,7 @@ fn requests_behind_a_long_prefix_share_its_rows() {
     let prefix = kv.model.new_cache().unwrap().shareable_bytes(12_000, 4);
     drop(kv);
     let before = held();
-    let mut events: Vec<_> = (0..STREAMS).map(|i| engine.submit(about(i)).unwrap()).collect();
+    let events: Vec<_> = (0..STREAMS).map(|i| engine.submit(about(i)).unwrap()).collect();
     let (mut most, mut samples) = ([0; 2], 0);
     while report().running > 0 || engine.waiting() > 0 {
         let now = report();
@@ -295,17 +293,12 @@ fn requests_behind_a_long_prefix_share_its_rows() {
     }
     assert!(samples > 0, "they did not run at the same time");
     assert!(most.into_iter().max() < Some(3 * prefix), "{most:?} of {prefix}");
-    for (i, events) in events.iter_mut().enumerate() {
-        let mut together = String::new();
-        while let Some(event) = events.blocking_recv() {
-            if let Event::Answer(text) = event {
-                together.push_str(&text);
-            }
-        }
+    for (i, events) in events.into_iter().enumerate() {
+        let together = read(events);
         let alone = run(&engine, about(i));
         let usage = &alone.finished().usage;
         assert!(usage.prompt_tokens == 12_020 && usage.cached_tokens >= 12_000, "{usage:?}");
-        assert_eq!(together, alone.answer, "{i}");
+        assert_eq!(together.answer, alone.answer, "{i}");
     }
 }
 
