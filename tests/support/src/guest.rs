@@ -43,7 +43,7 @@ static CONTRACT: LazyLock<Contract> = LazyLock::new(|| {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../wit");
     let (package, _) = resolve.push_dir(folder).expect("wit/ is valid");
     let mut sizes = SizeAlign::default();
-    sizes.fill(&resolve).expect("all types have a size");
+    sizes.fill(&resolve);
     Contract { resolve, package, sizes }
 });
 
@@ -225,7 +225,7 @@ pub fn encode(
     core.push(')');
 
     let mut module = wat::parse_str(&core).unwrap_or_else(|error| panic!("{error}\n{core}"));
-    embed_component_metadata(&mut module, &resolve, world, StringEncoding::UTF8, false)
+    embed_component_metadata(&mut module, &resolve, world, StringEncoding::UTF8)
         .expect("the world can be encoded");
     ComponentEncoder::default()
         .module(&module)
