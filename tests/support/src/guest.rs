@@ -229,7 +229,7 @@ pub fn encode(
         .expect("the world can be encoded");
     ComponentEncoder::default()
         .module(&module)
-        .and_then(|encoder| encoder.encode())
+        .and_then(|mut encoder| encoder.encode())
         .unwrap_or_else(|error| panic!("{error:?}\n{core}"))
 }
 
