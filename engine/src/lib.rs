@@ -50,12 +50,8 @@ pub mod report {
     pub use crate::store::{PartKind, StoreCounts, StoreReport, StoredSize};
 }
 
-/// Number of inputs of a fuzz test: 100,000, or `STEERSMAN_FUZZ_INPUTS`.
 #[cfg(test)]
-fn fuzz_inputs() -> usize {
-    let set = std::env::var("STEERSMAN_FUZZ_INPUTS").ok();
-    set.map_or(100_000, |count| count.parse().expect("STEERSMAN_FUZZ_INPUTS is a number"))
-}
+use steersman_test_support::fuzz_inputs;
 
 /// The rooms, for the tests and benches of this workspace. Nothing here is stable.
 #[doc(hidden)]

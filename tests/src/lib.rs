@@ -18,7 +18,7 @@ use steersman_engine::policy::{
 use steersman_engine::request::{Event, Finished, Message, Request, ToolCall};
 use steersman_engine::tools::Decoder;
 use steersman_engine::{Engine, Error, Info};
-pub use steersman_test_support::{Random, guest};
+pub use steersman_test_support::{Random, fuzz_inputs, guest};
 use tempfile::TempDir;
 use tokio::sync::mpsc::UnboundedReceiver;
 

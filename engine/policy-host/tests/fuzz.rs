@@ -1,5 +1,5 @@
-//! The host neither panics nor hangs on damaged components and arbitrary answers: 100,000 inputs for
-//! each test, the same in every run.
+//! The host neither panics nor hangs on damaged components and arbitrary answers. `STEERSMAN_FUZZ_INPUTS` sets the
+//! number of inputs of each test, which are the same in every run and run on two threads.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,16 +11,10 @@ use steersman_policy_host::{
     PolicyConfig, PromptEdit, PromptView, Replacement, SamplingChange, SamplingPatch, Step,
     Storage, TokenBias, Vocabulary, apply_edits,
 };
-use steersman_test_support::Random;
 use steersman_test_support::guest::{
     Answers, HOST, Value, answering, case, float, importing, list, record, some, text, word,
 };
-
-/// Inputs of each test, on two threads: 100,000, or `STEERSMAN_FUZZ_INPUTS`.
-fn inputs() -> usize {
-    let set = std::env::var("STEERSMAN_FUZZ_INPUTS").ok();
-    set.map_or(100_000, |count| count.parse().expect("STEERSMAN_FUZZ_INPUTS is a number"))
-}
+use steersman_test_support::{Random, fuzz_inputs};
 
 /// Limit on the time of one input, which takes about a millisecond.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -30,7 +24,7 @@ fn valid() -> Vec<u8> {
     answering("on-prompt", &list([case("replace", record([("old", text("A"))]))]))
 }
 
-/// Runs `check` on [`inputs`] inputs, on two threads with a state of `start` each; returns the sum of
+/// Runs `check` on [`fuzz_inputs`] inputs, on two threads with a state of `start` each; returns the sum of
 /// its results.
 fn on_two_threads<S>(
     start: impl Fn() -> S + Sync,
@@ -41,7 +35,7 @@ fn on_two_threads<S>(
             let (start, check) = (&start, &check);
             scope.spawn(move || {
                 let (mut state, mut random) = (start(), Random(odd as u64 + 1));
-                let numbers = (odd..inputs()).step_by(2);
+                let numbers = (odd..fuzz_inputs()).step_by(2);
                 numbers.map(|number| check(&mut state, &mut random, number)).sum::<usize>()
             })
         };
@@ -121,7 +115,7 @@ fn damaged_components_are_refused_or_run_within_their_limits() {
         },
     );
     // Some damage has no effect, in names for example: both outcomes are frequent.
-    assert!((inputs() / 200..inputs() / 2).contains(&answered), "{answered} answered");
+    assert!((fuzz_inputs() / 200..fuzz_inputs() / 2).contains(&answered), "{answered} answered");
 }
 
 fn number(random: &mut Random, mild: bool) -> f32 {
@@ -343,7 +337,7 @@ fn actions_are_accepted_if_and_only_if_the_contract_allows_them() {
             usize::from(allowed)
         },
     );
-    assert!((inputs() / 10..inputs() * 9 / 10).contains(&accepted), "{accepted} accepted");
+    assert!((fuzz_inputs() / 10..fuzz_inputs() * 9 / 10).contains(&accepted), "{accepted} accepted");
 }
 
 #[test]
@@ -393,5 +387,5 @@ fn replacements_apply_in_order_or_are_refused() {
             usize::from(expected.is_some())
         },
     );
-    assert!((inputs() / 10..inputs() * 9 / 10).contains(&applied), "{applied} applied");
+    assert!((fuzz_inputs() / 10..fuzz_inputs() * 9 / 10).contains(&applied), "{applied} applied");
 }

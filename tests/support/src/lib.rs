@@ -22,3 +22,12 @@ impl Random {
         choices[self.below(choices.len())]
     }
 }
+
+/// Number of inputs of a fuzz test: `STEERSMAN_FUZZ_INPUTS`, which CI sets, or enough for a quick run.
+///
+/// # Panics
+/// If the variable is not a number.
+pub fn fuzz_inputs() -> usize {
+    let set = std::env::var("STEERSMAN_FUZZ_INPUTS").ok();
+    set.map_or(2_000, |count| count.parse().expect("STEERSMAN_FUZZ_INPUTS is a number"))
+}

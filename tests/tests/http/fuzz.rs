@@ -5,10 +5,7 @@ use steersman::api::chat::Chat;
 use steersman::api::json;
 use steersman::api::protocol::Protocol;
 use steersman::config::FileConfig;
-use steersman_tests::Random;
-
-/// Inputs of each test unless `STEERSMAN_FUZZ_INPUTS` sets another number.
-const INPUTS: usize = 100_000;
+use steersman_tests::{Random, fuzz_inputs};
 
 /// A body with every field.
 const BODY: &str = r#"{"model":"m@p","messages":[{"role":"system","content":"be \u00e9\ud83d\ude00 brief"},{"role":"user","content":[{"type":"text","text":"a","cache_control":{}}],"name":"x"},{"role":"assistant","content":null,"reasoning_content":"hm","tool_calls":[{"index":0,"id":"c","type":"function","function":{"name":"f","arguments":"{\"a\":[1,2.5e3]}"}}]},{"role":"tool","tool_call_id":"c","content":"done"}],"stream":true,"stream_options":{"include_usage":true},"max_tokens":9,"max_completion_tokens":9,"temperature":0.5,"top_p":0.9,"top_k":20,"min_p":0.1,"seed":-1,"stop":["X","Y"],"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"},"strict":false}}],"tool_choice":{"type":"function","function":{"name":"f"}},"chat_template_kwargs":{"enable_thinking":true,"n":null},"reasoning_effort":"low","max_thinking_tokens":7,"user":"u","n":1,"logprobs":true,"top_logprobs":2,"logit_bias":{"5":-1},"presence_penalty":0.1,"repetition_penalty":1.1,"parallel_tool_calls":false,"response_format":{"type":"json_schema","json_schema":{"name":"x","strict":true,"schema":{"type":"object"}}}}"#;
@@ -68,11 +65,6 @@ const TOML: [&str; 24] = [
     "_",
 ];
 
-fn inputs() -> usize {
-    let set = std::env::var("STEERSMAN_FUZZ_INPUTS");
-    set.map_or(INPUTS, |set| set.parse().expect("STEERSMAN_FUZZ_INPUTS is a number"))
-}
-
 /// Damages `text` in one to four places.
 fn damage(random: &mut Random, text: &mut Vec<u8>, pieces: &[&str]) {
     for _ in 0..1 + random.below(4) {
@@ -97,7 +89,7 @@ fn damage(random: &mut Random, text: &mut Vec<u8>, pieces: &[&str]) {
 fn accepted(check: impl Fn(&mut Random) -> bool + Sync) -> usize {
     let half = |seed: u64| {
         let mut random = Random(seed);
-        (0..inputs() / 2).filter(|_| check(&mut random)).count()
+        (0..fuzz_inputs() / 2).filter(|_| check(&mut random)).count()
     };
     std::thread::scope(|scope| {
         let other = scope.spawn(|| half(2));
@@ -125,8 +117,8 @@ fn arbitrary_bodies_are_parsed_or_rejected_with_a_message() {
         }
         parsed.is_ok()
     });
-    assert!(accepted > inputs() / 100, "{accepted} accepted");
-    assert!(accepted < inputs() / 2, "{accepted} accepted");
+    assert!(accepted > fuzz_inputs() / 100, "{accepted} accepted");
+    assert!(accepted < fuzz_inputs() / 2, "{accepted} accepted");
 }
 
 #[test]
@@ -170,5 +162,5 @@ fn arbitrary_configurations_are_read_or_rejected_with_a_message() {
             }
         }
     });
-    assert!(accepted > inputs() / 1000, "{accepted} accepted");
+    assert!(accepted > fuzz_inputs() / 1000, "{accepted} accepted");
 }
