@@ -3,7 +3,7 @@
 //! ```text
 //! contract.rs   the types of wit/policy.wit, calls and answers, the trait Policy
 //! sandbox.rs    compiles components, in a child process, and calls their hooks within limits; the only
-//!               user of wasmtime
+//!               user of wasmtime's engine
 //! check.rs      checks answers against the contract
 //! guard.rs      replaces a policy that failed (native.rs), counts failures (breaker.rs)
 //! chain.rs      calls the policies of one request in order and merges their answers

@@ -1,4 +1,5 @@
-//! The sandbox: compiles components and calls their hooks within limits. The only user of wasmtime.
+//! The sandbox: compiles components and calls their hooks within limits. The only user of wasmtime's engine; the types of
+//! `contract.rs` are wasmtime's bindings.
 //!
 //! A [`Component`] is compiled once, on any thread. An [`Instance`] (one wasmtime `Store`) serves one
 //! request, so guest globals are the state of that request and a trap affects one request. The linker
