@@ -337,7 +337,10 @@ fn actions_are_accepted_if_and_only_if_the_contract_allows_them() {
             usize::from(allowed)
         },
     );
-    assert!((fuzz_inputs() / 10..fuzz_inputs() * 9 / 10).contains(&accepted), "{accepted} accepted");
+    assert!(
+        (fuzz_inputs() / 10..fuzz_inputs() * 9 / 10).contains(&accepted),
+        "{accepted} accepted"
+    );
 }
 
 #[test]
