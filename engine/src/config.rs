@@ -36,8 +36,20 @@ pub struct Config {
     pub store: StoreConfig,
     /// Limits of guests, for all policies.
     pub policy: PolicyConfig,
+    /// Costs of passes and drafts on this machine.
+    pub machine: MachineCosts,
     /// Profiles by name. `default` always exists.
     pub profiles: BTreeMap<String, Profile>,
+}
+
+/// What is known of the machine when an engine starts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MachineCosts {
+    /// The machine profile in the data folder; what it lacks is measured, and saved there.
+    #[default]
+    Measured,
+    /// A constant profile, for tests: measuring takes seconds of each start, and differs from run to run.
+    Fixed,
 }
 
 /// `[model]`

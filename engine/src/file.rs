@@ -1,7 +1,7 @@
 //! Reads files whose path somebody else chose. A GGUF file is read as a folder: `model.gguf/config.json`.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 
 use serde_json::Value;
@@ -17,6 +17,21 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
         return fs::read(path);
     }
     Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"))
+}
+
+/// Replaces the file at `path`, after a crash too: readers see the old bytes or the new ones. The file, and its folder if it
+/// is new, are for their owner only.
+pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut folders = fs::DirBuilder::new();
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut folders, 0o700);
+    folders.recursive(true).create(folder)?;
+    let mut file = tempfile::NamedTempFile::new_in(folder)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    Ok(())
 }
 
 /// Parses JSON as Python writes it: numbers that are not finite (`Infinity`, `NaN`, and since transformers 5

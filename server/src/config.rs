@@ -14,7 +14,8 @@ use anyhow::{Context, Result, bail};
 use secrecy::SecretString;
 use serde::Deserialize;
 use steersman_engine::config::{
-    Config, EngineConfig, ModelConfig, Profile, ProfileLimits, SpeculationConfig, StoreConfig,
+    Config, EngineConfig, MachineCosts, ModelConfig, Profile, ProfileLimits, SpeculationConfig,
+    StoreConfig,
 };
 use steersman_engine::policy::{
     Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
@@ -368,7 +369,8 @@ impl FileConfig {
             server.profiles.insert(name, access);
         }
         server.profiles.entry("default".into()).or_default();
-        (server, Config { model, engine, speculation, store, policy, profiles })
+        let machine = MachineCosts::Measured;
+        (server, Config { model, engine, speculation, store, policy, machine, profiles })
     }
 }
 

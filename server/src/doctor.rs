@@ -14,7 +14,7 @@ use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, DecimalBytes};
 use serde::Serialize;
 use steersman_engine::config::{Config, Device};
-use steersman_engine::tools::machine::{Machine, Speed};
+use steersman_engine::tools::machine::{self, Machine, Speed};
 
 pub use self::choice::Choice;
 use self::choice::choices;
@@ -92,7 +92,7 @@ impl Report {
         let machine = Machine::inspect(config).context("inspecting the device")?;
         let (memory_bytes, available_bytes) = place::memory();
         let hardware = Hardware {
-            processor: place::processor(),
+            processor: machine::processor(),
             cores: machine.cores,
             memory_bytes,
             available_bytes,

@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 use std::thread::JoinHandle;
 
 use serde_json::{Value, json};
-use steersman_engine::config::{Config, Device, Dtype, Profile};
+use steersman_engine::config::{Config, Device, Dtype, MachineCosts, Profile};
 use steersman_engine::internals::text::Text;
 use steersman_engine::policy::SamplingPatch;
 use steersman_engine::policy::{
@@ -142,9 +142,10 @@ pub fn speculation_prompts(kinds: &[&str], count: usize) -> Vec<Request> {
     kinds.iter().flat_map(of_kind).collect()
 }
 
-/// A configuration for tests: the CPU in f32, otherwise defaults.
+/// A configuration for tests: the CPU in f32, a machine whose costs are fixed, otherwise defaults.
 pub fn config() -> Config {
     let mut config = Config::default();
+    config.machine = MachineCosts::Fixed;
     config.model.device = Device::Cpu;
     config.model.dtype = Dtype::F32;
     config

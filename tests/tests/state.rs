@@ -6,15 +6,37 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use steersman_engine::config::Profile;
+use steersman_engine::config::{Config, MachineCosts, Profile};
 use steersman_engine::internals::text::Text;
 use steersman_engine::request::Request;
 use steersman_tests::{
-    Reply, Running, ask, bundled_model, config, load_from, message, run, scaled,
+    Reply, Running, ask, bundled_model, config, load, load_from, message, run, scaled,
 };
 
 fn start(data: &Path) -> Running {
     Running::start(config(), data)
+}
+
+/// The second start of a server took two seconds to measure what the first one had measured. Now the profile in the data
+/// folder is read: a second measurement would give other numbers, and replace the file.
+#[test]
+fn second_start_reads_the_machine_profile_of_the_first() {
+    let data = tempfile::tempdir().unwrap();
+    let measured = Config { machine: MachineCosts::Measured, ..config() };
+    let profiles = || {
+        let files = std::fs::read_dir(data.path().join("machine")).unwrap();
+        files.map(|file| std::fs::read(file.unwrap().path()).unwrap()).collect::<Vec<_>>()
+    };
+    drop(load(measured.clone(), data.path()).unwrap());
+    let first = profiles();
+    assert_eq!(first.len(), 1);
+    drop(load(measured.clone(), data.path()).unwrap());
+    assert_eq!(profiles(), first);
+    // Other drafters have other costs.
+    let mut other = measured;
+    other.speculation.drafts.clear();
+    drop(load(other, data.path()).unwrap());
+    assert_eq!(profiles().len(), 2);
 }
 
 /// A question after a long system prompt, which is worth saving.

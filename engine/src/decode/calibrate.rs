@@ -18,9 +18,10 @@ use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use serde::{Deserialize, Serialize};
 
-use super::{Decoder, hex, token_ids};
+use super::{Decoder, token_ids};
 use crate::cache::Span;
 use crate::error::{ConfigError, Error, Result};
+use crate::file::replace_private;
 use crate::model::Pass;
 use crate::request::Request;
 
@@ -64,7 +65,7 @@ pub struct Skip {
 impl Calibration {
     /// Path of the calibration file of the model with this digest.
     pub fn path(data: &Path, digest: &[u8; 32]) -> PathBuf {
-        data.join("calibration").join(format!("{}.json", hex(&digest[..8])))
+        data.join("calibration").join(format!("{}.json", hex::encode(&digest[..8])))
     }
 
     /// Reads the file of an earlier run; `None` if there is none.
@@ -89,10 +90,7 @@ impl Calibration {
             Error::Config(ConfigError::Model { path: path.into(), problem: e.to_string() })
         };
         let text = serde_json::to_string_pretty(self).expect("plain data serializes");
-        std::fs::create_dir_all(path.parent().unwrap_or(Path::new("."))).map_err(problem)?;
-        let partial = path.with_extension("part");
-        std::fs::write(&partial, text + "\n").map_err(problem)?;
-        std::fs::rename(&partial, path).map_err(problem)
+        replace_private(path, (text + "\n").as_bytes()).map_err(problem)
     }
 
     /// The largest set of blocks that costs at most `kl` nats a token.

@@ -3,6 +3,7 @@
 //! Choices come from the functions that choose when a model is loaded. What is measured here is a bound on what a model
 //! reaches: the rate at which weights can be read, and the products of prefill.
 
+use std::fs;
 use std::hint::black_box;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -199,7 +200,29 @@ fn best(mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(best.as_secs_f64())
 }
 
-fn isa_name(isa: Isa) -> &'static str {
+/// The processor's name, or its architecture where the system does not tell.
+pub fn processor() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let named = |name: &str| {
+        let line = info.lines().find(|line| line.starts_with(name))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    named("model name")
+        .or_else(|| sysctl("machdep.cpu.brand_string"))
+        .unwrap_or_else(|| std::env::consts::ARCH.into())
+}
+
+/// A value of macOS.
+pub fn sysctl(name: &str) -> Option<String> {
+    if !cfg!(target_os = "macos") {
+        return None;
+    }
+    let output = std::process::Command::new("/usr/sbin/sysctl").args(["-n", name]).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?.trim().to_owned();
+    (!text.is_empty()).then_some(text)
+}
+
+pub(super) fn isa_name(isa: Isa) -> &'static str {
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Vnni => "AVX-512 VNNI",

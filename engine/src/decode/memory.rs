@@ -26,6 +26,7 @@ use mlx_rs::memory::{
     active_memory, clear_cache, memory_limit, peak_memory, reset_peak_memory, set_memory_limit,
 };
 use mlx_rs::transforms::eval;
+use serde::{Deserialize, Serialize};
 
 use super::Decoder;
 use super::sequence::STEP_ROWS;
@@ -78,14 +79,19 @@ pub struct Memory {
 
 /// Bytes of a pass besides weights and caches: `fixed`, and for each sequence `rows * (per_row +
 /// per_position * length)`.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct PassBytes {
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct PassBytes {
     fixed: f64,
     per_row: f64,
     per_position: f64,
 }
 
 impl PassBytes {
+    /// Whether all numbers are possible.
+    pub fn is_sound(&self) -> bool {
+        [self.fixed, self.per_row, self.per_position].iter().all(|b| b.is_finite() && *b >= 0.0)
+    }
+
     fn of_rows(&self, rows: usize, length: usize) -> u64 {
         (rows as f64 * (self.per_row + self.per_position * length as f64)) as u64
     }
@@ -291,28 +297,23 @@ impl Before {
 }
 
 impl Decoder {
-    /// Finds the limit and measures passes, at the end of `loading`, which began with `before_weights` bytes.
+    /// Finds the limit at the end of `loading`, which began with `before_weights` bytes, and measures passes unless
+    /// their bytes are `known`; returns these bytes.
     ///
     /// # Errors
     /// [`Error::Config`] if the model takes more than the limit already.
     pub(super) fn measure_memory(
         &mut self,
+        known: Option<PassBytes>,
         configured: u64,
         before_weights: u64,
         loading: &Section,
-    ) -> Result<()> {
+    ) -> Result<PassBytes> {
         // Weights are evaluated at their first use: those of the head count from now on.
         let mut cache = self.prefixes.empty();
         eval([&self.logits(&self.run_probe(1, &mut cache)?)?])?;
         self.prefixes.share_from(cache.is_shareable().then_some(SHORTEST_SHARED));
-        let probes = PROBES[usize::from(self.memory.on_gpu)];
-        let mut bytes = [0.0; 2];
-        for (bytes, rows) in bytes.iter_mut().zip(probes) {
-            *bytes = self.measure_pass(rows, loading)? as f64;
-        }
-        let [few, many] = probes.map(|rows| rows as f64);
-        let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
-        let fixed = (bytes[0] - per_row * few).max(0.0);
+        let pass = known.map_or_else(|| self.measure_pass_bytes(loading), Ok)?;
         let (limit, set_by) = find_limit(configured)?;
         let used = active()?;
         if limit <= used {
@@ -326,10 +327,22 @@ impl Decoder {
         self.activity.update(|activity| {
             (activity.bytes.limit, activity.bytes.weights) = (limit, weights);
         });
-        self.memory.pass = PassBytes { fixed, per_row, per_position: 0.0 };
-        let pass = &self.memory.pass;
+        self.memory.pass = pass;
         tracing::info!(limit, set_by, used, ?pass, "memory limit");
-        Ok(())
+        Ok(pass)
+    }
+
+    /// Bytes of passes, measured on two of them.
+    fn measure_pass_bytes(&self, loading: &Section) -> Result<PassBytes> {
+        let probes = PROBES[usize::from(self.memory.on_gpu)];
+        let mut bytes = [0.0; 2];
+        for (bytes, rows) in bytes.iter_mut().zip(probes) {
+            *bytes = self.measure_pass(rows, loading)? as f64;
+        }
+        let [few, many] = probes.map(|rows| rows as f64);
+        let per_row = ((bytes[1] - bytes[0]) / (many - few)).max(0.0);
+        let fixed = (bytes[0] - per_row * few).max(0.0);
+        Ok(PassBytes { fixed, per_row, per_position: 0.0 })
     }
 
     /// Bytes that a pass of `rows` rows takes besides weights and cache: the least of some attempts, if other

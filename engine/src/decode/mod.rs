@@ -21,6 +21,7 @@ mod hooks;
 mod host_sample;
 mod logprobs;
 pub mod machine;
+mod machine_profile;
 mod memory;
 mod next_token;
 mod noise;
@@ -66,6 +67,7 @@ use self::calibrate::Calibration;
 use self::draft::MovingRate;
 use self::governor::{Costs, Governor, ROWS, TrialTime};
 use self::hooks::HookThreads;
+use self::machine_profile::{Key, MachineProfile, MachineProfileFile};
 pub use self::memory::Machine;
 use self::memory::{Memory, Section};
 use self::plan::{Debt, PassCosts};
@@ -199,6 +201,8 @@ pub struct Decoder {
     kv_bits: u32,
     /// Layers whose feed-forward block is skipped, as `engine.skip_kl` permits.
     skip: Vec<usize>,
+    /// What is known of this machine before requests are served.
+    machine: MachineProfileFile,
     /// Threads of matrix products; `None` if they are not ours to choose.
     threads: Option<Threads>,
     /// Costs of passes on this machine; `None` without drafters.
@@ -291,6 +295,8 @@ impl Decoder {
             0 => context.saturating_mul(BYTES_PER_TOKEN).max(PROMPT_BYTES_LEAST),
             bytes => bytes,
         };
+        let ModelConfig { compile, kernels, activations, cpu_dequantize, .. } = config.model;
+        let kernels = format!("{kernels:?} {compile:?} {activations:?} {cpu_dequantize}");
         let name = if config.model.name.is_empty() {
             steersman_gguf::files::name_of(folder)
         } else {
@@ -315,6 +321,9 @@ impl Decoder {
         if kv_bits > 0 {
             empty.quantize(kv_bits as i32, i32::try_from(kv_bits_from).unwrap_or(i32::MAX))?;
         }
+        let machine = MachineProfileFile::open(config.machine, data, || {
+            Key::new(&fingerprint, on_cpu, &kernels, &config.speculation)
+        });
         let disk = open_store(&config.store, fingerprint, data);
         let StoreConfig { memory_bytes, kv_bits: saved_bits, .. } = config.store;
         let prefixes = Prefixes::new(empty, memory_bytes, disk, saved_bits)?;
@@ -326,7 +335,7 @@ impl Decoder {
             prompt_bytes,
             numbers,
             profiles: config.profiles.keys().cloned().collect(),
-            fingerprint: hex(&sha.clone().finalize()[..6]),
+            fingerprint: hex::encode(&sha.clone().finalize()[..6]),
             prefixes: prefixes.reporter(),
             text: text.clone(),
             activity: activity.clone(),
@@ -373,6 +382,7 @@ impl Decoder {
             kv_bits,
             skip,
             calibration_path: path,
+            machine,
             threads: None,
             costs: None,
             learned_rates: Default::default(),
@@ -385,15 +395,38 @@ impl Decoder {
             awaiting_prefix: Vec::new(),
             started: 0,
         };
+        let known = decoder.machine.profile();
         let products = Products::of(on_cpu, own_kernels > 0);
-        decoder.threads =
-            Threads::measure(&*decoder.model, decoder.pass(), &decoder.prefixes.empty(), products)?;
-        decoder.measure_costs()?;
-        decoder.pass_costs = decoder.measure_prefill(TIMED_ROWS[usize::from(!on_cpu)])?;
+        decoder.threads = Threads::choose(products, |products| match known.threads {
+            Some(counts) => Ok(counts),
+            None => Threads::measure(
+                &*decoder.model,
+                decoder.pass(),
+                &decoder.prefixes.empty(),
+                products,
+            ),
+        })?;
+        decoder.find_costs(known.costs)?;
+        decoder.pass_costs = match known.prefill {
+            Some(costs) => costs,
+            None => decoder.measure_prefill(TIMED_ROWS[usize::from(!on_cpu)])?,
+        };
         // As measured on a machine that does nothing else: not what prompts take beside other requests.
         let costs = decoder.pass_costs.of_prompts(decoder.prefill_chunk);
         decoder.prefixes.set_compute_costs(costs);
-        decoder.measure_memory(config.engine.memory_limit_bytes, before_weights, &section)?;
+        let pass_bytes = decoder.measure_memory(
+            // A GPU compiles kernels for these passes, which the first request must not wait for.
+            known.pass_bytes.filter(|_| on_cpu),
+            config.engine.memory_limit_bytes,
+            before_weights,
+            &section,
+        )?;
+        decoder.machine.measured(MachineProfile {
+            threads: decoder.threads.as_ref().map(Threads::counts).or(known.threads),
+            costs: decoder.costs.or(known.costs),
+            prefill: Some(decoder.pass_costs),
+            pass_bytes: Some(pass_bytes),
+        });
         if !on_cpu {
             loading::stage("warming up");
             decoder.warm_up();
@@ -419,10 +452,14 @@ impl Decoder {
         within(self.model.logits(hidden)?, self.vocabulary)
     }
 
-    /// Measures the costs of passes and drafts on this machine.
-    fn measure_costs(&mut self) -> Result<()> {
+    /// Sets the costs of passes and drafts on this machine, if there are drafters: those that are `known`, or measured ones.
+    fn find_costs(&mut self, known: Option<Costs>) -> Result<()> {
         let mut drafters = self.new_drafters(&[])?;
         if drafters.is_empty() {
+            return Ok(());
+        }
+        if known.is_some() {
+            self.costs = known;
             return Ok(());
         }
         let start = Instant::now();
@@ -500,10 +537,6 @@ impl Decoder {
 fn token_ids(tokens: &[u32]) -> Array {
     let rows = i32::try_from(tokens.len()).expect("a context has fewer than 2^31 tokens");
     Array::from_slice(tokens, &[rows])
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The layers whose feed-forward blocks can be skipped at a cost of at most `kl` nats a token.

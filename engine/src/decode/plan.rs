@@ -20,6 +20,8 @@
 use std::cmp::Reverse;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::prefix::ComputeCosts;
 
 /// Fewest rows of prompt in a step with prefill: the chunk of the gated delta rule, which costs the
@@ -80,7 +82,7 @@ impl Debt {
 ///
 /// A pass that prefills takes `prefill + row * rows` longer than one that only decodes. On a GPU the first
 /// part, which is the same for any number of rows, is the larger one for short prompts.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct PassCosts {
     /// A pass without prefill; 0 if none has run.
     decode: f32,
@@ -104,6 +106,11 @@ impl PassCosts {
     pub fn measured([short, long]: [(usize, f32); 2]) -> Self {
         let row = ((long.1 - short.1) / (long.0 - short.0) as f32).max(0.0);
         Self { prefill: (short.1 - row * short.0 as f32).max(0.0), row, decode: 0.0 }
+    }
+
+    /// Whether all numbers are possible.
+    pub fn is_sound(&self) -> bool {
+        [self.decode, self.prefill, self.row].iter().all(|s| s.is_finite() && *s >= 0.0)
     }
 
     /// What a prompt costs in passes over `chunk` rows.

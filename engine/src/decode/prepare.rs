@@ -18,7 +18,6 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
 use super::embed::unsteered;
-use super::hex;
 use super::save_points::is_system;
 use super::sequence::Limits;
 use super::tool_calls::digest;
@@ -325,7 +324,7 @@ impl Preparer {
     fn fingerprint(&self, policies: &[u8; 32]) -> String {
         let mut sha = self.model_digest.clone();
         sha.update(policies);
-        hex(&sha.finalize()[..6])
+        hex::encode(&sha.finalize()[..6])
     }
 
     /// The policy's view of the request.

@@ -39,6 +39,7 @@ impl Decoder {
             while self.hook_threads.finishing() > 0 {
                 self.queue.wait_unless(|| false, POLL);
             }
+            self.machine.learned(self.costs);
             if let Err(error) = self.prefixes.flush() {
                 tracing::warn!(%error, "flushing the prefix store failed");
             }

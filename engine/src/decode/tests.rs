@@ -10,7 +10,7 @@ use super::draft::{DraftTokens, Drafter, HiddenRows, Member, MtpDrafter, propose
 use super::governor::greedy_pass;
 use super::sampler::Sampler;
 use super::verify::{DecodePath, Outcome};
-use crate::config::{Activations, Config, Device, DraftKind};
+use crate::config::{Activations, Config, Device, DraftKind, MachineCosts};
 use crate::model::Pass;
 use crate::policy::SamplingPatch;
 use crate::policy::{Policies, Storage};
@@ -50,7 +50,8 @@ fn bundled_model() -> PathBuf {
 }
 
 /// A decoder for the model in `folder`, with policy state in memory.
-fn load_from(folder: &Path, config: Config) -> Decoder {
+fn load_from(folder: &Path, mut config: Config) -> Decoder {
+    config.machine = MachineCosts::Fixed;
     let config = config.check().unwrap();
     let storage = Storage::in_memory();
     let policies = Policies::load(&config.policy, &config.profile_policies(), &storage).unwrap();

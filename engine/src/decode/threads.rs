@@ -28,7 +28,10 @@ use crate::model::{Model, Pass};
 
 /// Rows of the passes that are measured. A number of threads holds for passes of up to as many rows, the last one for all
 /// larger passes.
-const ROWS: [usize; 3] = [1, DEPTH + 1, 64];
+pub const ROWS: [usize; 3] = [1, DEPTH + 1, 64];
+
+/// Numbers of threads, for each of [`ROWS`].
+pub type Counts = [usize; ROWS.len()];
 
 /// Time for measuring one of [`ROWS`]. All numbers of threads are measured once, except those below a number that is
 /// slower than another when the time is over: on a large model, one thread would take minutes.
@@ -97,8 +100,7 @@ pub struct Threads {
     products: Products,
     /// Threads of OpenBLAS in use.
     blas: usize,
-    /// For each of [`ROWS`].
-    chosen: [usize; ROWS.len()],
+    counts: Counts,
     checked: Instant,
     preemptions: i64,
     single_until: Instant,
@@ -106,13 +108,11 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// Measures `part` of `model` with an empty `cache`. `None` if the products are of neither
-    /// kind, or the user has set their threads.
-    pub fn measure(
-        model: &dyn Model,
-        part: Pass<'_>,
-        cache: &Cache,
+    /// The threads of `products`; `None` if the products are of neither kind, or the user has set their threads. Takes
+    /// the numbers that `measure` returns.
+    pub fn choose(
         products: Products,
+        measure: impl FnOnce(Products) -> Result<Counts>,
     ) -> Result<Option<Self>> {
         let set_by_user = ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"];
         let set_by_user = set_by_user.iter().find_map(std::env::var_os);
@@ -127,28 +127,13 @@ impl Threads {
         if products == Products::Other {
             return Ok(None);
         }
-        let start = Instant::now();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let powers = (0..).map(|i| 1 << i).take_while(|&threads| threads < cores);
-        let candidates: Vec<usize> = powers.chain([cores]).collect();
-        let mut chosen = [1; ROWS.len()];
-        for (rows, chosen) in ROWS.into_iter().zip(&mut chosen) {
-            let run = |threads| {
-                products.set(threads, rows, false);
-                seconds(model, part, cache, rows)
-            };
-            // The first pass loads the weights and allocates the buffers for this number of rows.
-            products.set(cores, rows, false);
-            eval([&greedy_pass(model, part, &mut cache.clone(), &probe_tokens(rows))?.1])?;
-            *chosen = fastest(&candidates, MEASURING, run)?;
-        }
-        tracing::info!(cores, rows = ?ROWS, ?chosen, elapsed = ?start.elapsed(), "threads of matrix products chosen");
-        let blas = products.set(chosen[0], 1, false);
+        let counts = measure(products)?;
+        let blas = products.set(counts[0], 1, false);
         let now = Instant::now();
         Ok(Some(Self {
             products,
             blas,
-            chosen,
+            counts,
             checked: now,
             preemptions: preemptions(),
             single_until: now,
@@ -156,12 +141,43 @@ impl Threads {
         }))
     }
 
+    /// The chosen numbers.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Measures `part` of `model` with an empty `cache`.
+    pub fn measure(
+        model: &dyn Model,
+        part: Pass<'_>,
+        cache: &Cache,
+        products: Products,
+    ) -> Result<Counts> {
+        let start = Instant::now();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let powers = (0..).map(|i| 1 << i).take_while(|&threads| threads < cores);
+        let candidates: Vec<usize> = powers.chain([cores]).collect();
+        let mut counts = [1; ROWS.len()];
+        for (rows, count) in ROWS.into_iter().zip(&mut counts) {
+            let run = |threads| {
+                products.set(threads, rows, false);
+                seconds(model, part, cache, rows)
+            };
+            // The first pass loads the weights and allocates the buffers for this number of rows.
+            products.set(cores, rows, false);
+            eval([&greedy_pass(model, part, &mut cache.clone(), &probe_tokens(rows))?.1])?;
+            *count = fastest(&candidates, MEASURING, run)?;
+        }
+        tracing::info!(cores, rows = ?ROWS, ?counts, elapsed = ?start.elapsed(), "threads of matrix products measured");
+        Ok(counts)
+    }
+
     /// Sets the threads for a pass over `rows` rows.
     pub fn set_for(&mut self, rows: usize) {
         let now = Instant::now();
         self.check(now);
         let class = ROWS.iter().position(|&most| rows <= most).unwrap_or(ROWS.len() - 1);
-        let threads = self.chosen[class];
+        let threads = self.counts[class];
         self.blas = self.products.set(threads, rows, now < self.single_until);
     }
 

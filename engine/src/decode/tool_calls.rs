@@ -12,7 +12,6 @@
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
-use super::hex;
 use super::sequence::Sequence;
 use super::steer::Todo;
 use crate::error::Result;
@@ -206,7 +205,7 @@ fn conversation(messages: &[Message]) -> Vec<(&ToolCall, Option<&str>)> {
 
 /// The first 16 hex digits of a text's SHA-256.
 pub(super) fn digest(text: &str) -> String {
-    hex(&Sha256::digest(text)[..8])
+    hex::encode(&Sha256::digest(text)[..8])
 }
 
 fn compact(arguments: &Map<String, Value>) -> String {

@@ -23,6 +23,7 @@ use sha2::{Digest, Sha256};
 
 use super::weights::shards;
 use crate::error::{ConfigError, Error, Result};
+use crate::file::replace_private;
 
 /// Name of the file with digests in the data folder.
 const NAME: &str = "weights.json";
@@ -137,16 +138,8 @@ impl HashedFiles {
     }
 
     fn write(data: &Path, files: Vec<HashedFile>) -> io::Result<()> {
-        let mut folders = fs::DirBuilder::new();
-        #[cfg(unix)]
-        std::os::unix::fs::DirBuilderExt::mode(&mut folders, 0o700);
-        folders.recursive(true).create(data)?;
         let hashed = Self { check: check(&files), files };
-        let file = tempfile::NamedTempFile::new_in(data)?;
-        serde_json::to_writer_pretty(&file, &hashed)?;
-        file.as_file().sync_all()?;
-        file.persist(data.join(NAME)).map_err(|error| error.error)?;
-        Ok(())
+        replace_private(&data.join(NAME), &serde_json::to_vec_pretty(&hashed)?)
     }
 }
 

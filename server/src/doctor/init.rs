@@ -6,10 +6,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use steersman_engine::config::Config;
-use steersman_engine::tools::machine::Machine;
+use steersman_engine::tools::machine::{self, Machine};
 
 use super::choice::{Choice, choices};
-use super::place;
 use crate::config::{FileConfig, ServerConfig};
 
 /// Every key with its default and a comment.
@@ -55,7 +54,7 @@ fn describe(server: &ServerConfig, config: &Config) -> Result<String> {
     let title = format!(
         "Configuration of Steersman, written by `steersman init` for {} with {cores} cores. Every key has its default, \
          so each line may be deleted. \"Here\" says what a default is on this machine.",
-        place::processor()
+        machine::processor()
     );
     let (_, keys) = DEFAULTS.split_once(FIRST_SECTION).context("the defaults have no [server]")?;
     let text = format!("{}\n{FIRST_SECTION}{keys}", comment(&title));

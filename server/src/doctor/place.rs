@@ -10,6 +10,7 @@ use std::time::Duration;
 use indicatif::BinaryBytes;
 use serde::Serialize;
 use serde_json::Value;
+use steersman_engine::tools::machine::sysctl;
 
 use crate::config::ServerConfig;
 use crate::hub;
@@ -249,18 +250,6 @@ fn free_bytes(_folder: &Path) -> Option<u64> {
     None
 }
 
-/// The processor's name.
-pub fn processor() -> String {
-    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let named = |name: &str| {
-        let line = info.lines().find(|line| line.starts_with(name))?;
-        Some(line.split_once(':')?.1.trim().to_owned())
-    };
-    named("model name")
-        .or_else(|| sysctl("machdep.cpu.brand_string"))
-        .unwrap_or_else(|| std::env::consts::ARCH.into())
-}
-
 /// Bytes of memory, and those that programs can get now.
 pub fn memory() -> (u64, u64) {
     let info = fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -275,16 +264,6 @@ pub fn memory() -> (u64, u64) {
 /// The load of the last minute.
 pub fn load() -> Option<f64> {
     fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
-}
-
-/// A value of macOS.
-fn sysctl(name: &str) -> Option<String> {
-    if !cfg!(target_os = "macos") {
-        return None;
-    }
-    let output = std::process::Command::new("/usr/sbin/sysctl").args(["-n", name]).output().ok()?;
-    let text = String::from_utf8(output.stdout).ok()?.trim().to_owned();
-    (!text.is_empty()).then_some(text)
 }
 
 /// Whether the driver of an NVIDIA GPU is loaded.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use mlx_rs::Array;
 use mlx_rs::transforms::eval;
+use serde::{Deserialize, Serialize};
 
 use super::super::draft::{Drafter, HiddenRows, Member, Networks, propose};
 use super::super::sample::{Row, sample};
@@ -45,20 +46,22 @@ const NEWEST: f32 = 0.05;
 const LEAST_ROW: f32 = 0.01;
 
 /// Seconds that passes and drafts take.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
     /// A plain step of 1, 2, .. sequences, with the next one queued meanwhile; 0 if it is not known.
+    #[serde(with = "as_list")]
     plain: [f32; ROWS],
     /// What a pass takes longer if its result is read before the next one is queued.
     wait: f32,
     /// What each row adds to a pass; the first adds nothing.
+    #[serde(with = "as_list")]
     row: [f32; ROWS],
     /// Drafting for one sequence, by kind.
     pub draft: [DraftCost; DraftKind::ALL.len()],
 }
 
 /// Seconds that drafting takes.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct DraftCost {
     /// The first token, with the rows that the drafter reads before it.
     pub first: f32,
@@ -87,6 +90,13 @@ impl Costs {
             costs.row[rows] = (passes[rows] - passes[rows - 1]).max(0.0);
         }
         costs
+    }
+
+    /// Whether all numbers are possible.
+    pub fn is_sound(&self) -> bool {
+        let drafts = self.draft.iter().flat_map(|draft| [draft.first, draft.more]);
+        let all = self.plain.into_iter().chain(self.row).chain([self.wait]).chain(drafts);
+        self.plain[0] > 0.0 && all.into_iter().all(|seconds| seconds.is_finite() && seconds >= 0.0)
     }
 
     /// Costs that have not been measured. No governor that chooses by costs works with them.
@@ -273,6 +283,24 @@ impl Costs {
             let cost = &mut self.draft[kind as usize].first;
             *cost = (*cost + share).max(0.0);
         }
+    }
+}
+
+/// Serde's form of an array that is longer than those that serde knows.
+mod as_list {
+    use serde::de::{Deserialize, Deserializer, Error};
+    use serde::ser::{Serialize, Serializer};
+
+    use super::ROWS;
+
+    pub fn serialize<S: Serializer>(list: &[f32; ROWS], serializer: S) -> Result<S::Ok, S::Error> {
+        list.as_slice().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<[f32; ROWS], D::Error> {
+        let list = Vec::deserialize(from)?;
+        let wrong = |list: Vec<f32>| D::Error::invalid_length(list.len(), &"a number for each row");
+        list.try_into().map_err(wrong)
     }
 }
 

@@ -8,7 +8,6 @@ use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
 
 use super::super::Decoder;
-use super::super::governor::Costs;
 use super::super::noise::mix;
 use super::super::prepare::Prepared;
 use super::super::sample::{Row, sample};
@@ -104,13 +103,8 @@ fn with_tokens(name: &str, mut config: Config, added: [&str; 9], template: &str)
     }
     (config.model.device, config.model.dtype) = (Device::Cpu, Dtype::F32);
     config.store.enabled = false;
-    // Measuring the costs would take seconds.
-    config.speculation.drafts.clear();
-    let mut decoder = super::load_from(folder.path(), config);
-    decoder.speculation.drafts.push(DraftKind::Ngram);
-    let passes = std::array::from_fn(|more| 0.01 + 0.001 * more as f32);
-    decoder.costs = Some(Costs::of(0.01, &passes));
-    decoder
+    config.speculation.drafts = vec![DraftKind::Ngram];
+    super::load_from(folder.path(), config)
 }
 
 /// A greedy request whose reply can be rewound entirely.
