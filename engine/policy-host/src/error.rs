@@ -67,8 +67,10 @@ pub enum Error {
     NotCompiled {
         /// Name of the policy.
         policy: String,
-        /// What is wrong with the component, or the limit.
+        /// What is wrong with the component, the limit, or what ended the compiler.
         problem: String,
+        /// Whether another attempt may succeed, since something other than the component ended the compiler.
+        is_transient: bool,
     },
     /// The policy failed when it was started, and its profile fails closed.
     #[error(transparent)]
@@ -128,8 +130,9 @@ impl Error {
         Self::Refused { policy: policy.into(), profile: None, problem: problem.into() }
     }
 
-    pub(crate) fn not_compiled(policy: &str, problem: String) -> Self {
-        Self::NotCompiled { policy: policy.into(), problem }
+    /// Whether another attempt may succeed though neither the policy nor the configuration is changed.
+    pub(crate) fn is_transient(&self) -> bool {
+        matches!(self, Self::NotCompiled { is_transient: true, .. })
     }
 
     /// Adds the profile in which a policy is refused.

@@ -8,6 +8,7 @@
 //! guard.rs      replaces a policy that failed (native.rs), counts failures (breaker.rs)
 //! chain.rs      calls the policies of one request in order and merges their answers
 //! registry.rs   Policy, Version, Session: which version of which policy steers which profile
+//! shipped.rs    the policies inside the binary
 //! trace.rs      records calls and answers
 //! bundle.rs     the bytes of a policy: a component, or a signed bundle with its golden file and schema.rs, the
 //!               schema of its parameters
@@ -41,6 +42,7 @@ mod native;
 mod registry;
 mod sandbox;
 mod schema;
+mod shipped;
 mod trace;
 
 pub use breaker::{Breaker, Clock, FAILURES, FIRST_PAUSE, Health};
@@ -59,10 +61,12 @@ pub use guard::Guard;
 pub use native::{ANSWER_LOOP_TOKENS, HINT};
 pub use registry::{
     Activation, HistoryEntry, Origin, ParamReport, Policies, PolicyReport, Problem, Report,
-    Session, Use, Withdrawn, conform, schema_beside, shipped,
+    Session, Use, Withdrawn, conform, schema_beside,
 };
 pub use sandbox::{
-    COMPONENT_BYTES, Component, Context, Host, Instance, compile_if_asked, this_program,
+    COMPONENT_BYTES, CompilerLimits, Component, Context, Host, Instance, LimitedBy,
+    compile_if_asked, compiler_limits, this_program,
 };
 pub use schema::{Kind, ParamSchema, Schema, nearest};
+pub use shipped::shipped;
 pub use trace::{Difference, Record, RecordedLink, Recorder, ShadowReport, Traces};

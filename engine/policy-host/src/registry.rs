@@ -10,13 +10,15 @@
 //! request gets all its policies at one moment. A rejected version changes nothing and is reported.
 //!
 //! A policy of which no version compiles at the start has none: it fails in every request of its profiles,
-//! as they say (`on_failure`), until a version is uploaded or its file is replaced.
+//! as they say (`on_failure`), until a version is uploaded or its file is replaced. If something other than
+//! the component ended the compiler, it is tried again (`attempts.rs`).
 //!
 //! Versions come from files, which `watch.rs` watches, from uploads, and from the history. A new
 //! version is on probation ([`crate::breaker`]): if it fails, the version before it becomes active
 //! again.
 
 mod active;
+mod attempts;
 mod history;
 mod params;
 mod reload;
@@ -29,6 +31,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -48,19 +51,13 @@ use crate::error::{Cause, Error, Failure};
 use crate::file;
 use crate::golden::{Golden, check_golden};
 use crate::guard::Guard;
-use crate::sandbox::{Component, Context, Host};
+use crate::sandbox::{Component, Context, Host, Urgency};
 use crate::trace::Traces;
 
 pub use self::history::{HistoryEntry, Origin, Withdrawn};
 pub use self::params::conform;
 pub use self::report::{Activation, ParamReport, PolicyReport, Problem, Report, Use};
 pub use self::source::schema_beside;
-
-/// Component and golden file of a policy inside the binary.
-pub fn shipped(name: &str) -> Option<(&'static [u8], &'static str)> {
-    let shipped = source::SHIPPED.iter().find(|shipped| shipped.name == name)?;
-    Some((shipped.component, shipped.golden))
-}
 
 /// The policies of all profiles.
 pub struct Policies {
@@ -75,6 +72,8 @@ pub struct Policies {
     /// one wins in memory and on disk.
     change: Mutex<()>,
     watch: OnceLock<Watch>,
+    /// Wakes the thread of further attempts. It ends when this is dropped.
+    attempts: OnceLock<SyncSender<()>>,
     unusable: Vec<String>,
 }
 
@@ -140,6 +139,7 @@ impl Policies {
             active: Mutex::default(),
             change: Mutex::default(),
             watch: OnceLock::new(),
+            attempts: OnceLock::new(),
             unusable: Vec::new(),
         };
         let (mut active, mut all_unusable) = (Active::default(), Vec::new());
@@ -247,8 +247,9 @@ impl Policies {
         let bundle = Bundle::open(policy, file.to_vec(), &self.trust);
         let bundle = bundle.and_then(|bundle| source.complete(bundle));
         let bundle = bundle.map_err(|problem| Error::refused(policy, problem));
-        let activated =
-            bundle.and_then(|bundle| self.replace(policy, source, &bundle, Origin::Upload));
+        let activated = bundle.and_then(|bundle| {
+            self.replace(policy, source, &bundle, Origin::Upload, Urgency::Awaited)
+        });
         if let Err(error @ (Error::Refused { .. } | Error::NotCompiled { .. })) = &activated {
             self.reject(policy, error.to_string());
         }
@@ -277,7 +278,7 @@ impl Policies {
             .ok_or_else(|| failed(format!("the earlier version {} is damaged", before.sha256)))?;
         // Neither golden file nor schema beside a component: they may describe the later version.
         let bundle = Bundle::open(policy, file, &self.trust).map_err(failed)?;
-        let valid = self.validate(policy, &bundle)?;
+        let valid = self.validate(policy, &bundle, Urgency::Awaited)?;
         let on_disk = source.complete(bundle.clone()).unwrap_or_else(|_| bundle.clone());
         let _change = self.change.lock();
         if self.active().policy(policy).sha256() != current {
@@ -333,6 +334,7 @@ impl Policies {
                     .unwrap_or_default(),
                 profiles: uses.collect(),
                 problem: entry.problem.clone(),
+                is_pending: entry.is_pending,
                 earlier: entry.earlier(),
             }
         });
@@ -367,70 +369,15 @@ impl Policies {
         self.sources.contains_key(policy)
     }
 
-    /// The version that is active after the start.
-    fn load_first(
+    /// Compiles a component and checks that it works in every profile that names it.
+    fn validate(
         &self,
         policy: &str,
-        source: &Source,
-        mut history: History,
-    ) -> Result<PolicyEntry, Error> {
-        let user = self.users(policy).next().map_or("", |(name, _)| name);
-        let (bundle, origin) = match source.read(policy, &self.trust) {
-            Ok(Some(bundle)) => (Ok(bundle), Origin::File),
-            Ok(None) => match source.shipped() {
-                Some(bundle) => (Ok(bundle), Origin::Shipped),
-                None => return Err(Error::refused(policy, source.missing()).in_profile(user)),
-            },
-            Err(problem) => (Err(Error::refused(policy, problem)), Origin::File),
-        };
-        let seen = bundle.as_ref().ok().map(digest_of);
-        let first = bundle.and_then(|bundle| {
-            let component = self.validate(policy, &bundle)?;
-            Ok((Version::new(component, &bundle, origin, Breakers::default()), bundle))
-        });
-        let problem = match &first {
-            Err(error) => Some(error.to_string()),
-            Ok((version, _)) => history.failure_of(&version.sha256()),
-        };
-        if let Some(problem) = problem
-            && let Some(version) = self.last_valid(policy, &history)
-        {
-            let sha256 = version.sha256();
-            tracing::error!(policy, problem, sha256, "policy broken; loaded an earlier version");
-            let problem = Some(Problem::now(problem));
-            return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(Some(version), history) });
-        }
-        let (version, bundle) = match first {
-            Ok(first) => first,
-            Err(error @ Error::NotCompiled { .. }) => {
-                let problem = error.to_string();
-                tracing::error!(policy, problem, "policy not compiled; it fails in every request");
-                let problem = Some(Problem::now(problem));
-                return Ok(PolicyEntry { seen, problem, ..PolicyEntry::new(None, history) });
-            }
-            Err(error) => return Err(error.in_profile(user)),
-        };
-        let sha256 = version.sha256();
-        tracing::info!(policy, sha256, origin = origin.name(), "policy loaded");
-        if origin == Origin::File {
-            history.add(version.entry(), &bundle.file);
-        }
-        Ok(PolicyEntry { seen, ..PolicyEntry::new(Some(version), history) })
-    }
-
-    /// The newest valid version of the history.
-    fn last_valid(&self, policy: &str, history: &History) -> Option<Version> {
-        history.usable().find_map(|entry| {
-            let file = history.file(&entry.sha256)?;
-            let bundle = Bundle::open(policy, file, &self.trust).ok()?;
-            let component = self.validate(policy, &bundle).ok()?;
-            Some(Version::new(component, &bundle, Origin::History, Breakers::default()))
-        })
-    }
-
-    /// Compiles a component and checks that it works in every profile that names it.
-    fn validate(&self, policy: &str, bundle: &Bundle) -> Result<Arc<Component>, Error> {
-        let component = Arc::new(Component::load(&self.host, policy, &bundle.component)?);
+        bundle: &Bundle,
+        urgency: Urgency,
+    ) -> Result<Arc<Component>, Error> {
+        let component = Component::load_with(&self.host, policy, &bundle.component, urgency)?;
+        let component = Arc::new(component);
         self.check(policy, &component, bundle)?;
         Ok(component)
     }
@@ -487,6 +434,7 @@ impl Policies {
         source: &Source,
         bundle: &Bundle,
         origin: Origin,
+        urgency: Urgency,
     ) -> Result<Activation, Error> {
         let upload = origin == Origin::Upload;
         let sha256 = hex::encode(Sha256::digest(&bundle.component));
@@ -497,7 +445,7 @@ impl Policies {
                 self.check(policy, &current.component, bundle)?;
                 None
             }
-            None => Some(self.validate(policy, bundle)?),
+            None => Some(self.validate(policy, bundle, urgency)?),
         };
         let _change = self.change.lock();
         // An upload may have replaced the file meanwhile. The watch reports that change, too.

@@ -55,7 +55,10 @@ use crate::contract::{
     MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary, v0_4,
 };
 use crate::error::{Cause, Error, Failure};
-pub use compile::{compile_if_asked, this_program};
+use compile::Failed;
+pub use compile::{
+    CompilerLimits, LimitedBy, Urgency, compile_if_asked, compiler_limits, this_program,
+};
 pub use engine::Host;
 pub use imports::GIVEN_KV;
 use imports::{Imports, Services};
@@ -163,18 +166,33 @@ impl Component {
     /// [`Error::NotCompiled`]; [`Error::Refused`] if `bytes` exports no hook or a hook that the contract
     /// does not have, or imports anything else. [`Self::instantiate`] checks the types of hooks.
     pub fn load(host: &Host, name: &str, bytes: &[u8]) -> Result<Self, Error> {
+        Self::load_with(host, name, bytes, Urgency::Awaited)
+    }
+
+    /// As [`Self::load`], with the limits of a compilation by its urgency.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_with(
+        host: &Host,
+        name: &str,
+        bytes: &[u8],
+        urgency: Urgency,
+    ) -> Result<Self, Error> {
         let refuse = |problem: String| Error::refused(name, problem);
         if bytes.len() > COMPONENT_BYTES {
             let size = bytes.len();
             return Err(refuse(format!("has {size} bytes, more than {COMPONENT_BYTES}")));
         }
         let sha256 = Sha256::digest(bytes).into();
-        let compile = || host.compiler.compile(&host.engine, bytes);
+        let compile = || host.compiler.compile(&host.engine, bytes, urgency);
         let component = match &host.compiled {
             Some(compiled) => compiled.component(&host.engine, &sha256, compile),
             None => compile().and_then(|code| compiled::from_compiler(&host.engine, &code)),
         };
-        let component = component.map_err(|problem| Error::not_compiled(name, problem))?;
+        let component = component.map_err(|Failed { problem, is_transient }| {
+            Error::NotCompiled { policy: name.into(), problem, is_transient }
+        })?;
         let ty = component.component_type();
         let exports = ty.exports(&host.engine).map(|(export, _)| export);
         let (contract, hooks) = exported_hooks(exports).map_err(refuse)?;

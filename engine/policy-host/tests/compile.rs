@@ -6,8 +6,8 @@ use std::sync::mpsc::{TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use steersman_policy_host::{
-    Component, Error, Host, OnFailure, Policies, PolicyConfig, ProfilePolicies, RequestView, Step,
-    Storage, no_vocabulary,
+    Component, Error, Host, LimitedBy, OnFailure, Policies, PolicyConfig, ProfilePolicies,
+    RequestView, Step, Storage, compiler_limits, no_vocabulary,
 };
 use steersman_test_support::bomb;
 use steersman_test_support::guest::{broken, named, replace};
@@ -73,6 +73,77 @@ fn a_component_compiled_in_a_child_decides_as_one_compiled_here() {
     });
     assert_eq!(notes[0], "a");
     assert_eq!(notes[0], notes[1]);
+}
+
+/// A compiler that `script` stands before: it is started with the arguments of a child.
+#[cfg(unix)]
+fn behind(script: &str, folder: &Path) -> std::path::PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let path = folder.join("compiler");
+    let compiler = env!("CARGO_BIN_EXE_compile-component");
+    std::fs::write(&path, format!("#!/bin/sh\n{script}\nexec {compiler} \"$@\"\n")).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+/// At nice 19 beside a compiler, `default` had no version for as long as the server ran, and nothing said so. Here the
+/// compiler of a shipped policy, of one in a file, and of one that replaces the active version is ended by something else.
+#[cfg(unix)]
+#[test]
+fn a_policy_whose_compiler_is_ended_by_the_machine_is_tried_again_until_it_is_active() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, well) = (folder.path().join("mine.wasm"), folder.path().join("well"));
+    let script = format!("[ -e {} ] || kill -KILL $$", well.display());
+    let compiler = Some(behind(&script, folder.path()));
+    let config = PolicyConfig { compiler, ..config(folder.path()) };
+    std::fs::write(&file, named("a", false)).unwrap();
+    let policies =
+        ["default", "mine"].map(|name| (name.to_owned(), profile(&[name], OnFailure::Closed)));
+    let profiles = BTreeMap::from(policies);
+    let policies = Policies::load(&config, &profiles, &Storage::in_memory()).unwrap();
+    let policies = std::sync::Arc::new(policies);
+    for report in policies.report().policies {
+        let problem = report.problem.as_ref().unwrap().message.clone();
+        let words = "cannot be compiled: the compiler ended with signal: 9";
+        assert!(problem.contains(words), "{problem}");
+        assert!(!report.is_active() && report.is_pending, "{}", report.name);
+        assert!(policies.start(&report.name, "request", &no_vocabulary()).is_err());
+    }
+    std::fs::write(&well, "").unwrap();
+    policies.watch();
+    let start = Instant::now();
+    let wait_until = |done: &dyn Fn() -> bool| {
+        while !done() {
+            assert!(start.elapsed() < PATIENCE, "{:?}", policies.report().policies);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let are_active = || policies.report().policies.iter().all(|policy| policy.is_active());
+    wait_until(&are_active);
+    assert_eq!(note(&policies, "mine"), "a");
+    policies.start("default", "request", &no_vocabulary()).unwrap();
+    let reports = policies.report().policies;
+    assert!(reports.iter().all(|policy| !policy.is_pending && policy.problem.is_none()));
+
+    // The active version stays until the new one has been compiled.
+    std::fs::remove_file(&well).unwrap();
+    replace(&file, &named("b", false));
+    wait_until(&|| policies.report().policies[1].is_pending);
+    assert_eq!(note(&policies, "mine"), "a");
+    std::fs::write(&well, "").unwrap();
+    wait_until(&|| note(&policies, "mine") == "b");
+    assert!(!policies.report().policies[1].is_pending);
+}
+
+/// `steersman doctor` says which limits are in force.
+#[test]
+fn the_limits_of_the_compiler_are_tried_in_a_child() {
+    let limits = compiler_limits(env!("CARGO_BIN_EXE_compile-component").into()).unwrap();
+    assert_eq!((limits.memory_bytes >> 20, limits.seconds), (512, 8));
+    if cfg!(target_os = "linux") {
+        assert_eq!((limits.memory, limits.processor), (LimitedBy::System, LimitedBy::System));
+    }
+    compiler_limits("/nowhere/compiler".into()).unwrap_err();
 }
 
 /// A rollback of another policy waited for over a minute.

@@ -5,7 +5,7 @@ use crate::sandbox::Host;
 
 fn shipped(name: &str) -> Arc<Component> {
     let host = Host::new(&PolicyConfig::default(), &Storage::in_memory()).unwrap();
-    Arc::new(Component::load(&host, name, crate::registry::shipped(name).unwrap().0).unwrap())
+    Arc::new(Component::load(&host, name, crate::shipped::shipped(name).unwrap().0).unwrap())
 }
 
 /// The default policy closes reasoning over its budget.
@@ -74,7 +74,7 @@ fn a_misspelled_key_is_an_error_with_its_line() {
 fn a_failure_can_be_expected_and_is_reported_otherwise() {
     let host =
         Host::new(&PolicyConfig { fuel: 1_000, ..PolicyConfig::default() }, &Storage::in_memory());
-    let bytes = crate::registry::shipped("default").unwrap().0;
+    let bytes = crate::shipped::shipped("default").unwrap().0;
     let starved = Component::load(&host.unwrap(), "default", bytes).unwrap();
     let starved = Arc::new(starved);
     let long = "x ".repeat(4000);

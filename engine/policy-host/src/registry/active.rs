@@ -40,6 +40,8 @@ pub struct PolicyEntry {
     /// Digest of its file when it was last read: the same bytes are not tried again.
     pub seen: Option<[u8; 32]>,
     pub problem: Option<Problem>,
+    /// Whether what it is loaded from is compiled again without a change.
+    pub is_pending: bool,
     pub history: History,
 }
 
@@ -148,7 +150,8 @@ impl PolicyEntry {
     pub fn new(version: Option<Version>, history: History) -> Self {
         let current = version.map(Arc::new);
         let (earlier, set_back) = (Vec::new(), BTreeSet::new());
-        Self { current, earlier, set_back, seen: None, problem: None, history }
+        let (seen, problem, is_pending) = (None, None, false);
+        Self { current, earlier, set_back, seen, problem, is_pending, history }
     }
 
     /// The version that requests of `profile` get.
@@ -180,6 +183,7 @@ impl PolicyEntry {
     /// The active version came again, perhaps with another golden file, schema or signature.
     pub fn update(&mut self, bundle: &Bundle) {
         self.problem = None;
+        self.is_pending = false;
         let Some(current) = self.current.take() else { return };
         let Version { component, origin, since, breakers, .. } = &*current;
         let version = Version::new(component.clone(), bundle, *origin, breakers.clone());
@@ -195,6 +199,7 @@ impl PolicyEntry {
         self.earlier.drain(..surplus);
         self.set_back.clear();
         self.problem = None;
+        self.is_pending = false;
         before
     }
 }

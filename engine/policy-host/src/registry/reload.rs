@@ -13,10 +13,13 @@ use crate::config::Param;
 use crate::contract::Params;
 use crate::error::Error;
 use crate::golden::Golden;
+use crate::sandbox::Urgency;
 
 impl Policies {
-    /// Watches all files, if `policy.watch` is set, on a thread that ends with the last handle.
+    /// Watches all files, if `policy.watch` is set, and tries policies again whose compiler was ended by something
+    /// other than the component. Both happen on threads that end with the last handle.
     pub fn watch(self: &Arc<Self>) {
+        self.start_attempts();
         let mut files: Vec<PathBuf> = self.sources.values().flat_map(Source::files).collect();
         let params = self.chains.values().flat_map(|chain| chain.settings.params.values());
         files.extend(params.filter_map(|param| match param {
@@ -37,8 +40,9 @@ impl Policies {
     /// Reads all files again and activates what has changed. Problems are logged and reported.
     pub(super) fn reload(&self) {
         for (policy, source) in &self.sources {
-            if let Err(problem) = self.reload_policy(policy, source) {
-                self.reject(policy, problem);
+            if let Err(error) = self.reload_policy(policy, source) {
+                self.try_again_after(policy, &error);
+                self.reject(policy, error.to_string());
             }
         }
         for (profile, chain) in &self.chains {
@@ -48,27 +52,32 @@ impl Policies {
         }
     }
 
-    fn reload_policy(&self, policy: &str, source: &Source) -> Result<(), String> {
+    fn reload_policy(&self, policy: &str, source: &Source) -> Result<(), Error> {
         let read = source.read(policy, &self.trust);
-        let Some(bundle) = read.map_err(|e| Error::refused(policy, e).to_string())? else {
+        let Some(bundle) = read.map_err(|problem| Error::refused(policy, problem))? else {
             let mut active = self.active();
             let entry = active.policy(policy);
             entry.seen = None;
             let origin = entry.current.as_ref().map(|version| version.origin);
             return match (source.file(), origin) {
                 (None, _) | (_, Some(Origin::Shipped)) => Ok(()),
-                (Some(file), _) => Err(format!(
-                    "policy `{policy}`: {} no longer exists; the active version ends with the server",
-                    file.display()
-                )),
+                // The one in the binary has not compiled yet.
+                (_, None) if source.shipped.is_some() => Ok(()),
+                (Some(file), origin) => {
+                    let so = match origin {
+                        Some(_) => "; the active version ends with the server",
+                        None => ", and no version is active",
+                    };
+                    let problem = format!("{} no longer exists{so}", file.display());
+                    Err(Error::refused(policy, problem))
+                }
             };
         };
         let seen = Some(digest_of(&bundle));
         if std::mem::replace(&mut self.active().policy(policy).seen, seen) == seen {
             return Ok(());
         }
-        let replaced = self.replace(policy, source, &bundle, Origin::File);
-        replaced.map(drop).map_err(|error| error.to_string())
+        self.replace(policy, source, &bundle, Origin::File, Urgency::Awaited).map(drop)
     }
 
     fn reload_param(&self, profile: &str, param: &str, value: &Param) {

@@ -39,10 +39,20 @@ pub struct PolicyReport {
     pub imports: Vec<String>,
     /// Profiles that name it.
     pub profiles: Vec<Use>,
-    /// Why the last update was rejected.
+    /// Why the last update was rejected, or why no version compiled at the start.
     pub problem: Option<Problem>,
+    /// Whether its file, or the component in the binary, is compiled again without a change: something other than
+    /// the component ended the compiler.
+    pub is_pending: bool,
     /// Other versions in the history, newest first.
     pub earlier: Vec<HistoryEntry>,
+}
+
+impl PolicyReport {
+    /// Whether a version is active. Without one the policy fails in every request of its profiles.
+    pub fn is_active(&self) -> bool {
+        !self.sha256.is_empty()
+    }
 }
 
 /// The use of a policy in a profile.

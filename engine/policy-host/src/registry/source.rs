@@ -8,6 +8,7 @@ use crate::config::{Param, PolicyConfig, ProfilePolicies};
 use crate::error::Error;
 use crate::file::read;
 use crate::schema::Schema;
+use crate::shipped::{SHIPPED, Shipped};
 
 /// Bytes of the file of a parameter.
 pub const PARAM_BYTES: usize = 256 << 10;
@@ -22,39 +23,6 @@ const SCHEMA: &str = "params.toml";
 
 /// Characters in the name of a policy.
 const NAME_CHARS: usize = 64;
-
-/// A policy inside the binary.
-pub struct Shipped {
-    pub name: &'static str,
-    pub component: &'static [u8],
-    pub golden: &'static str,
-}
-
-macro_rules! shipped {
-    ($name:literal) => {
-        Shipped {
-            name: $name,
-            component: include_bytes!(concat!("../../../../policies/", $name, "/", $name, ".wasm")),
-            golden: include_str!(concat!("../../../../policies/", $name, "/", $name, ".jsonl")),
-        }
-    };
-}
-
-/// All policies inside the binary.
-pub const SHIPPED: &[Shipped] = &[
-    shipped!("agent"),
-    shipped!("budget"),
-    shipped!("cache-friendly"),
-    shipped!("default"),
-    shipped!("json-agent"),
-    shipped!("language"),
-    shipped!("no-repeat"),
-    shipped!("passthrough"),
-    shipped!("redact"),
-    shipped!("router"),
-    shipped!("rules"),
-    shipped!("tool-guard"),
-];
 
 /// Where a policy is loaded from: its bundle, or else its component, or else the binary. The files need not
 /// exist. `NAME` in a profile is `NAME.steer` or `NAME.wasm` in `policy.folder`; a path is one of the two.

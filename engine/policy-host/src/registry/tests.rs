@@ -2,11 +2,12 @@ use std::fs;
 
 use steersman_test_support::hostile::stepper;
 
-use super::source::{PARAM_BYTES, SHIPPED};
+use super::source::PARAM_BYTES;
 use super::*;
 use crate::config::Grant;
 use crate::contract::{RequestView, no_vocabulary};
 use crate::error::Cause;
+use crate::shipped::SHIPPED;
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -45,7 +46,7 @@ fn install(policies: &Policies, name: u8) -> Activation {
     let source = &policies.sources["mine"];
     fs::write(source.component.as_ref().unwrap(), version(name)).unwrap();
     let bundle = Bundle::open("mine", version(name), &Trust::default()).unwrap();
-    policies.replace("mine", source, &bundle, Origin::File).unwrap()
+    policies.replace("mine", source, &bundle, Origin::File, Urgency::Awaited).unwrap()
 }
 
 fn sha256(bytes: &[u8]) -> String {

@@ -29,6 +29,7 @@ use sha2::{Digest, Sha256};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
+use super::compile::Failed;
 use crate::file;
 
 /// Bytes of all files; a component with a JavaScript engine takes 30 MB.
@@ -79,8 +80,8 @@ impl Compiled {
         &self,
         engine: &Engine,
         sha256: &[u8; 32],
-        compile: impl FnOnce() -> Result<Vec<u8>, String>,
-    ) -> Result<Component, String> {
+        compile: impl FnOnce() -> Result<Vec<u8>, Failed>,
+    ) -> Result<Component, Failed> {
         let path = self.folder.join(name(engine, sha256));
         if let Some(component) = self.load(engine, &path) {
             return Ok(component);
@@ -163,11 +164,13 @@ impl Compiled {
 ///
 /// # Errors
 /// If it was compiled by another version or with other settings.
-pub fn from_compiler(engine: &Engine, code: &[u8]) -> Result<Component, String> {
+pub fn from_compiler(engine: &Engine, code: &[u8]) -> Result<Component, Failed> {
     // SAFETY: `code` is what `precompile_component` returned, in this process or in a child of it that runs
     // the same program. wasmtime compares version and settings.
     let component = unsafe { Component::deserialize(engine, code) };
-    component.map_err(|error| format!("cannot be loaded after it was compiled: {error}"))
+    component.map_err(|error| {
+        Failed::for_now(format!("cannot be loaded after it was compiled: {error}"))
+    })
 }
 
 /// Name of the file of a component: a digest over its own digest, this crate's version, and wasmtime's
