@@ -72,8 +72,8 @@ pub struct Policies {
     /// one wins in memory and on disk.
     change: Mutex<()>,
     watch: OnceLock<Watch>,
-    /// Wakes the thread of further attempts. It ends when this is dropped.
-    attempts: OnceLock<SyncSender<()>>,
+    /// Of the thread of further attempts, while there is one. It ends when this is dropped.
+    attempts: Mutex<Option<SyncSender<()>>>,
     unusable: Vec<String>,
 }
 
@@ -139,7 +139,7 @@ impl Policies {
             active: Mutex::default(),
             change: Mutex::default(),
             watch: OnceLock::new(),
-            attempts: OnceLock::new(),
+            attempts: Mutex::default(),
             unusable: Vec::new(),
         };
         let (mut active, mut all_unusable) = (Active::default(), Vec::new());

@@ -98,13 +98,17 @@ impl Policies {
         })
     }
 
-    /// Starts the thread of further attempts, which ends with the last handle.
-    pub(super) fn start_attempts(self: &Arc<Self>) {
-        let (signals, waiting) = sync_channel(1);
+    /// Tries pending policies again on a thread of its own, which ends when none is left, or with the last handle.
+    pub(super) fn try_again_later(self: &Arc<Self>) {
+        let mut attempts = self.attempts.lock();
+        if attempts.is_some() || !self.has_pending() {
+            return;
+        }
+        let (handle, ended) = sync_channel(0);
         let policies = Arc::downgrade(self);
         let thread = std::thread::Builder::new().name("policy attempts".into());
-        match thread.spawn(move || attempt_while_pending(&policies, &waiting)) {
-            Ok(_) => drop(self.attempts.set(signals)),
+        match thread.spawn(move || attempt_while_pending(&policies, &ended)) {
+            Ok(_) => *attempts = Some(handle),
             Err(error) => {
                 tracing::warn!(%error, "no thread: policies that did not compile are not tried again");
             }
@@ -112,12 +116,8 @@ impl Policies {
     }
 
     /// Notes whether a policy is tried again after `error`.
-    pub(super) fn try_again_after(&self, policy: &str, error: &Error) {
+    pub(super) fn note_pending(&self, policy: &str, error: &Error) {
         self.active().policy(policy).is_pending = error.is_transient();
-        if error.is_transient() {
-            // One signal is enough: all policies are looked at.
-            let _ = self.attempts.get().map(|signals| signals.try_send(()));
-        }
     }
 
     fn has_pending(&self) -> bool {
@@ -131,7 +131,7 @@ impl Policies {
                 continue;
             }
             if let Err(error) = self.attempt(policy, source) {
-                self.try_again_after(policy, &error);
+                self.note_pending(policy, &error);
                 self.reject(policy, error.to_string());
             }
         }
@@ -166,27 +166,17 @@ impl Policies {
     }
 }
 
-/// Waits until a policy is pending, and tries it until none is.
-fn attempt_while_pending(policies: &Weak<Policies>, signals: &Receiver<()>) {
+/// Tries pending policies until none is left. `ended` is disconnected when the last handle is dropped.
+fn attempt_while_pending(policies: &Weak<Policies>, ended: &Receiver<()>) {
     let mut pause = FIRST_PAUSE;
-    loop {
-        let Some(is_pending) = policies.upgrade().map(|policies| policies.has_pending()) else {
+    while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+        let Some(policies) = policies.upgrade() else { return };
+        policies.try_again();
+        let mut attempts = policies.attempts.lock();
+        if !policies.has_pending() {
+            *attempts = None;
             return;
-        };
-        let signal = if is_pending {
-            signals.recv_timeout(pause)
-        } else {
-            pause = FIRST_PAUSE;
-            signals.recv().map_err(|_| RecvTimeoutError::Disconnected)
-        };
-        match signal {
-            Ok(()) => {}
-            Err(RecvTimeoutError::Disconnected) => return,
-            Err(RecvTimeoutError::Timeout) => {
-                let Some(policies) = policies.upgrade() else { return };
-                policies.try_again();
-                pause = (pause * 2).min(LONGEST_PAUSE);
-            }
         }
+        pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }

@@ -19,7 +19,7 @@ impl Policies {
     /// Watches all files, if `policy.watch` is set, and tries policies again whose compiler was ended by something
     /// other than the component. Both happen on threads that end with the last handle.
     pub fn watch(self: &Arc<Self>) {
-        self.start_attempts();
+        self.try_again_later();
         let mut files: Vec<PathBuf> = self.sources.values().flat_map(Source::files).collect();
         let params = self.chains.values().flat_map(|chain| chain.settings.params.values());
         files.extend(params.filter_map(|param| match param {
@@ -30,7 +30,12 @@ impl Policies {
             return;
         }
         let policies = Arc::downgrade(self);
-        let changed = move || policies.upgrade().map(|policies| policies.reload()).is_some();
+        let changed = move || {
+            let Some(policies) = policies.upgrade() else { return false };
+            policies.reload();
+            policies.try_again_later();
+            true
+        };
         match Watch::start(&files, changed) {
             Ok(watch) => drop(self.watch.set(watch)),
             Err(error) => tracing::warn!(%error, "policy files cannot be watched"),
@@ -41,7 +46,7 @@ impl Policies {
     pub(super) fn reload(&self) {
         for (policy, source) in &self.sources {
             if let Err(error) = self.reload_policy(policy, source) {
-                self.try_again_after(policy, &error);
+                self.note_pending(policy, &error);
                 self.reject(policy, error.to_string());
             }
         }
