@@ -20,7 +20,7 @@ function versions(policy) {
     h("td", { "data-label": "Size" }, bytes(version.bytes)), h("td", { "data-label": "From" }, version.origin), h("td", { "data-label": "Since" }, time(version.since)));
   const earlier = policy.earlier.map((version) => line(version, version.withdrawn ? h("span", {}, chip("withdrawn", "failed"), h("span", { class: "muted small wrap" }, ` ${version.withdrawn}`)) : chip("earlier", "cancelled")));
   const head = ["State", "Version", "Size", "From", "Since"].map((name) => h("th", { scope: "col" }, name));
-  return h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "sr" }, `Versions of ${policy.name}`), h("thead", {}, h("tr", {}, head)), h("tbody", {}, line(policy, chip("active", "answer")), earlier)));
+  return h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "sr" }, `Versions of ${policy.name}`), h("thead", {}, h("tr", {}, head)), h("tbody", {}, policy.sha256 ? line(policy, chip("active", "answer")) : null, earlier)));
 }
 
 /** One card. `act` runs an operation and shows the policies again. */
@@ -37,7 +37,8 @@ function card(policy, state, act) {
     } }, "Roll back");
   const section = h("section", { class: "card policy", "aria-labelledby": `policy-${policy.name}` },
     h("div", { class: "row" }, h("h2", { id: `policy-${policy.name}` }, policy.name), h("div", { class: "actions" }, file, back, push)),
-    policy.problem && notice("bad", h("p", { class: "strong" }, `The newest version was rejected at ${time(policy.problem.at)}`), h("pre", { tabindex: "0", "aria-label": "Reason" }, policy.problem.message)),
+    policy.sha256 ? null : notice("bad", h("p", { class: "strong" }, "No version is active: it fails in every request"), h("p", {}, policy.retries ? "The server compiles it again by itself." : "Push another version, or replace its file.")),
+    policy.problem && notice("bad", h("p", { class: "strong" }, `${policy.sha256 ? "The newest version was rejected" : "It did not compile"} at ${time(policy.problem.at)}`), h("pre", { tabindex: "0", "aria-label": "Reason" }, policy.problem.message)),
     h("dl", { class: "facts" }, fact("Contract", policy.contract), fact("File", policy.file ?? "in the binary"),
       fact("Hooks", policy.hooks.join(", ") || "none"), fact("Imports", policy.imports.join(", ") || "none")),
     h("ul", { class: "uses", "aria-label": "Profiles" }, policy.profiles.map(use)),

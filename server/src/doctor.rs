@@ -6,6 +6,7 @@ mod choice;
 mod init;
 mod place;
 
+use std::fmt;
 use std::io::Write;
 use std::path::Path;
 use std::thread;
@@ -14,6 +15,7 @@ use anyhow::{Context, Result, anyhow};
 use indicatif::{BinaryBytes, DecimalBytes};
 use serde::Serialize;
 use steersman_engine::config::{Config, Device};
+use steersman_engine::policy::{LimitedBy, compiler_limits};
 use steersman_engine::tools::machine::{self, Machine, Speed};
 
 pub use self::choice::Choice;
@@ -30,6 +32,7 @@ pub struct Report {
     machine: Hardware,
     mlx: Mlx,
     speed: Measured,
+    policies: Policies,
     data_folder: DataFolder,
     hub: Hub,
     address: Port,
@@ -60,6 +63,18 @@ struct Mlx {
     blas: Option<String>,
     cpu_kernels: &'static str,
     cuda_kernels: Option<String>,
+}
+
+/// How the compiler of policies is limited.
+#[derive(Debug, Clone, Serialize)]
+struct Policies {
+    memory_bytes: u64,
+    /// What ends a compiler that exceeds it: `system`, `server` or `nothing`.
+    memory_limited_by: &'static str,
+    processor_s: u64,
+    processor_limited_by: &'static str,
+    /// Why the compiler cannot be started.
+    problem: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -114,6 +129,7 @@ impl Report {
                 product_flops,
                 packed_bytes_per_s: packed_bytes,
             },
+            policies: Policies::inspect(config),
             data_folder: DataFolder::inspect(data_dir),
             hub,
             address: Port::inspect(server),
@@ -141,6 +157,9 @@ impl Report {
         let mut advice = Vec::new();
         advice.extend(self.data_folder.problem.clone());
         advice.extend(self.address.problem.clone());
+        advice.extend(self.policies.problem.as_ref().map(|problem| {
+            format!("policies cannot be compiled ({problem}): check the file of this program")
+        }));
         let on_cpu = self.mlx.device == "CPU";
         if on_cpu && config.model.device == Device::Auto && place::has_nvidia() {
             advice.push(
@@ -202,7 +221,7 @@ impl Report {
     }
 
     fn print(&self, out: &mut impl Write) -> Result<()> {
-        let Self { machine, mlx, speed, data_folder, hub, address, .. } = self;
+        let Self { machine, mlx, speed, policies, data_folder, hub, address, .. } = self;
         let mut line = |name: &str, text: String| writeln!(out, "  {name:<13} {text}");
         line("steersman", format!("{} with MLX {}", self.version, mlx.version))?;
         line(
@@ -249,6 +268,7 @@ impl Report {
                 ),
             )?;
         }
+        line("policies", policies.to_string())?;
         line("data folder", data_folder.to_string())?;
         line("hub", hub.to_string())?;
         line("address", address.to_string())?;
@@ -268,6 +288,51 @@ impl Report {
             writeln!(out, "  - {advice}")?;
         }
         Ok(())
+    }
+}
+
+impl Policies {
+    fn inspect(config: &Config) -> Self {
+        let limits = match config.policy.compiler.clone() {
+            Some(program) => compiler_limits(program),
+            None => Err("this program cannot be found".into()),
+        };
+        let name = |limited: LimitedBy| match limited {
+            LimitedBy::System => "system",
+            LimitedBy::Watch => "server",
+            LimitedBy::Nothing => "nothing",
+        };
+        match limits {
+            Ok(limits) => Self {
+                memory_bytes: limits.memory_bytes,
+                memory_limited_by: name(limits.memory),
+                processor_s: limits.seconds,
+                processor_limited_by: name(limits.processor),
+                problem: None,
+            },
+            Err(problem) => Self {
+                memory_bytes: 0,
+                memory_limited_by: "nothing",
+                processor_s: 0,
+                processor_limited_by: "nothing",
+                problem: Some(problem),
+            },
+        }
+    }
+}
+
+impl fmt::Display for Policies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(problem) = &self.problem {
+            return write!(f, "cannot be compiled: {problem}");
+        }
+        let Self { memory_bytes, memory_limited_by, processor_s, processor_limited_by, .. } = self;
+        write!(
+            f,
+            "compiled in a process of their own: {} (limited by the {memory_limited_by}), {processor_s} s of \
+             processor time (limited by the {processor_limited_by})",
+            BinaryBytes(*memory_bytes)
+        )
     }
 }
 

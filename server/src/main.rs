@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -24,7 +25,9 @@ use steersman::{
     shapes, talk, verify,
 };
 use steersman_engine::config::Device;
-use steersman_engine::policy::{Storage, compile_if_asked, create_private_folder, this_program};
+use steersman_engine::policy::{
+    PolicyReport, Storage, compile_if_asked, create_private_folder, this_program,
+};
 use steersman_engine::{Engine, Info};
 use tokio::runtime::{Builder, Runtime};
 
@@ -32,6 +35,9 @@ use tokio::runtime::{Builder, Runtime};
 #[cfg(all(feature = "mimalloc", target_os = "linux"))]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Time in which the tasks of the runtime end after the server has.
+const TASKS: Duration = Duration::from_secs(2);
 
 /// A programmable local LLM server: WebAssembly policies decide whether and how long a model reasons,
 /// detect loops, and steer it out of them.
@@ -458,6 +464,7 @@ fn serve(options: Serve) -> Result<()> {
     let line = format!(
         "Steersman serves {model}{demonstration}{further} at http://{address}/v1 on {numbers}"
     );
+    let inactive = policies.report().policies.into_iter().filter(|policy| !policy.is_active());
     // The servers of `[mcp]` are started within it.
     let entered = runtime.enter();
     loaded_app.get_or_init(|| steersman::app(models, &server));
@@ -468,13 +475,25 @@ fn serve(options: Serve) -> Result<()> {
     drop(entered);
     // Ignore a closed stdout.
     let _ = writeln!(std::io::stdout(), "{line}");
+    for PolicyReport { name, problem, is_pending, .. } in inactive {
+        let problem = problem.map(|problem| problem.message).unwrap_or_default();
+        let next = match is_pending {
+            true => "the server tries it again",
+            false => "replace its file, or upload another version",
+        };
+        let _ = writeln!(
+            std::io::stdout(),
+            "The policy {name} is not active, and fails in every request: {problem}; {next}"
+        );
+    }
 
     // Fails if the server has ended, which the next line reports.
     let _ = loaded.send(all.clone());
     runtime.block_on(serving).context("serving")?;
     // Ends the requests that are still running after the grace period.
     all.engines().iter().for_each(Engine::stop);
-    runtime.shutdown_background();
+    // Ends the programs of MCP servers, which the tasks own.
+    runtime.shutdown_timeout(TASKS);
     join(threads.into_iter().chain(all.take_threads()).collect())?;
     tracing::info!("server stopped");
     Ok(())

@@ -229,6 +229,13 @@ impl ApiError {
         Self::new(status, INVALID, "policy_refused", "", message)
     }
 
+    /// A component whose compiler was ended by something else.
+    pub fn policy_not_compiled(message: impl Into<String>) -> Self {
+        let message = format!("{}; upload it again", message.into());
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(status, "server_error", "policy_not_compiled", "", message)
+    }
+
     /// A request that a policy refuses with this status, 400 to 499.
     fn refused_by_policy(status: u16, message: String) -> Self {
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::FORBIDDEN);

@@ -16,6 +16,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use steersman_engine::Engine;
+use steersman_engine::policy::PolicyReport;
 use steersman_engine::report::{
     Activity, MemoryUse, PrefixCounts, PrefixReport, StepTimes, StoreCounts, StoreReport,
 };
@@ -144,7 +145,8 @@ pub async fn get(
     register_models(&mut registry, &app.models.reports());
     register_activity(&mut registry, &reports);
     register_cache(&mut registry, &reports);
-    register_policies(&mut registry, app.models.policies().counters());
+    let policies = app.models.policies();
+    register_policies(&mut registry, policies.counters(), &policies.report().policies);
     let mut body = String::new();
     text::encode(&mut body, &registry).expect("a string takes any text");
     ([(header::CONTENT_TYPE, OPEN_METRICS)], body)
@@ -343,8 +345,18 @@ fn counter(
     registry.register(name, help, family);
 }
 
-/// Counters of policies (grant `counters`).
-fn register_policies(registry: &mut Registry, counters: Vec<(String, String, u64)>) {
+/// Counters of policies (grant `counters`), and which policies have a version.
+fn register_policies(
+    registry: &mut Registry,
+    counters: Vec<(String, String, u64)>,
+    policies: &[PolicyReport],
+) {
+    let active = Family::<[(&str, String); 1], Gauge<u64, AtomicU64>>::default();
+    for policy in policies {
+        active.get_or_create(&[("policy", policy.name.clone())]).set(policy.is_active().into());
+    }
+    let help = "1 if a version of the policy is active, else 0: it fails in every request";
+    registry.register("policy_active", help, active);
     let counted = Family::<[(&str, String); 2], Counter>::default();
     for (policy, name, value) in counters {
         counted.get_or_create(&[("policy", policy), ("name", name)]).inc_by(value);

@@ -50,6 +50,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use parking_lot::RwLock;
 use serde_json::Value;
+use steersman_engine::policy::PolicyReport;
 use steersman_engine::{Engine, Error};
 use steersman_models::hub::Hub;
 use steersman_models::pool::Report;
@@ -242,7 +243,9 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     }
     let model = app.models.name(0);
     let all = app.models.clone();
-    let models = policies::blocking(move || all.states()).await?;
+    let (models, policies) =
+        policies::blocking(move || (all.states(), all.policies().report().policies)).await?;
+    let inactive: Vec<Value> = policies.iter().filter_map(inactive_policy).collect();
     let models: Vec<Value> = models.into_iter().map(model_state).collect();
     let waiting: usize = engines.iter().map(Engine::waiting).sum();
     let engines: Vec<Value> = engines.iter().map(activity).collect();
@@ -252,7 +255,14 @@ async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
         "waiting": waiting,
         "engines": engines,
         "models": models,
+        "inactive_policies": inactive,
     })))
+}
+
+/// A policy without a version, for `/health`; the reason is for operators.
+fn inactive_policy(policy: &PolicyReport) -> Option<Value> {
+    let PolicyReport { name, is_pending, .. } = policy;
+    (!policy.is_active()).then(|| serde_json::json!({"policy": name, "retries": is_pending}))
 }
 
 /// Where a model is, for `/health`.

@@ -52,8 +52,10 @@ struct PolicyBody {
     hooks: Vec<&'static str>,
     imports: Vec<String>,
     profiles: Vec<UseBody>,
-    /// Why the last update was rejected; null if it was not.
+    /// Why the last update was rejected, or why no version is active; null if neither is so.
     problem: Option<ProblemBody>,
+    /// Whether the server compiles it again by itself: something other than the component ended the compiler.
+    retries: bool,
     earlier: Vec<EarlierBody>,
 }
 
@@ -228,6 +230,9 @@ pub async fn blocking<T: Send + 'static>(
 
 fn upload_error(error: Error) -> ApiError {
     match error {
+        Error::NotCompiled { is_transient: true, .. } => {
+            ApiError::policy_not_compiled(error.to_string())
+        }
         Error::Refused { .. } | Error::NotCompiled { .. } => {
             ApiError::policy_refused(error.to_string())
         }
@@ -295,6 +300,7 @@ impl From<PolicyReport> for PolicyBody {
             imports: report.imports,
             profiles: report.profiles.into_iter().map(UseBody::from).collect(),
             problem: report.problem.map(ProblemBody::from),
+            retries: report.is_pending,
             earlier: report.earlier.into_iter().map(EarlierBody::from).collect(),
         }
     }
@@ -388,8 +394,21 @@ mod tests {
             no_rollback,
         );
         check(
-            |policy| Error::NotCompiled { policy, problem: "has no end".into() },
+            |policy| Error::NotCompiled {
+                policy,
+                problem: "has no end".into(),
+                is_transient: false,
+            },
             (422, "policy_refused"),
+            no_rollback,
+        );
+        check(
+            |policy| Error::NotCompiled {
+                policy,
+                problem: "the compiler was killed".into(),
+                is_transient: true,
+            },
+            (503, "policy_not_compiled"),
             no_rollback,
         );
         check(

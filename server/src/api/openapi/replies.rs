@@ -863,6 +863,16 @@ pub struct Health {
     waiting: u64,
     engines: Vec<EngineHealth>,
     models: Vec<ModelHealth>,
+    /// Policies of profiles that fail in every request, since no version of them is active.
+    inactive_policies: Vec<InactivePolicy>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct InactivePolicy {
+    policy: String,
+    /// Whether the server compiles it again by itself.
+    retries: bool,
 }
 
 #[derive(JsonSchema)]
