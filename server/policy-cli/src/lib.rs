@@ -36,8 +36,12 @@ use tracing_subscriber::{EnvFilter, Layer, Registry};
 /// How often work that takes long is reported: compiling a policy with an interpreter takes half a minute, once.
 const PROGRESS: Duration = Duration::from_secs(5);
 
-/// Default log filter; RUST_LOG overrides it.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=warn,ureq=warn";
+/// Default log filter; RUST_LOG overrides it. The lines of rmcp repeat what servers send, as often as they send it: the
+/// server logs why a connection was lost.
+const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=off,ureq=warn";
+
+/// The same for commands whose output is for people.
+const WARNINGS: &str = "warn,rmcp=off";
 
 /// The commands.
 #[derive(Subcommand)]
@@ -179,7 +183,7 @@ pub fn log_to_stderr() {
 
 /// Sends warnings and errors of this process to stderr, for commands whose output is for people.
 pub fn log_warnings_to_stderr() {
-    log_with("warn");
+    log_with(WARNINGS);
 }
 
 /// As [`log_to_stderr`], with a layer that gets all spans and events.

@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Subcommand;
 use serde_json::{Map, Value};
 
+use super::bounds::quoted;
 use super::server::START;
 use super::{McpConfig, SEPARATOR, Server, Tool, full_name};
 
@@ -73,6 +74,8 @@ fn describe(server: &Server, tool: &Tool, out: &mut impl Write) -> std::io::Resu
     });
     let named: Vec<_> = named.collect();
     let first = tool.description.lines().next().unwrap_or_default();
+    // It is shown in a terminal.
+    let first = quoted(first);
     let name = full_name(server.name(), &tool.name);
     writeln!(out, "{name}({})  {first}", named.join(", "))
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::StreamExt;
-use futures_util::stream::BoxStream;
+use futures_util::stream::{self, BoxStream};
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
@@ -29,12 +29,19 @@ use rmcp::transport::streamable_http_client::{
     SseError, StreamableHttpClient, StreamableHttpError, StreamableHttpPostResponse,
 };
 use sse_stream::{Sse, SseStream};
+use tokio::time::sleep_until;
 
-use super::MESSAGE_BYTES;
+use super::bounds::{MESSAGE_BYTES, Pace, Shape};
 use crate::api::body::is_type;
 
 /// Time in which a connection must be opened.
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// Bytes of the head of a response.
+const HEAD_BYTES: usize = 64 << 10;
+
+/// Longest id of a session and of an event, which later requests repeat.
+const ID_BYTES: usize = 1024;
 
 /// Characters of an unexpected response that errors repeat.
 const QUOTED: usize = 200;
@@ -83,7 +90,9 @@ impl HttpClient {
             .https_or_http()
             .enable_http1()
             .wrap_connector(http);
-        Self { client: Client::builder(TokioExecutor::new()).build(connector), headers }
+        let mut client = Client::builder(TokioExecutor::new());
+        client.http1_max_buf_size(HEAD_BYTES);
+        Self { client: client.build(connector), headers }
     }
 
     /// Sends a request; `more` are the headers of the protocol.
@@ -133,6 +142,9 @@ impl StreamableHttpClient for HttpClient {
             return Ok(StreamableHttpPostResponse::Accepted);
         }
         let session = response.headers().get(HEADER_SESSION_ID);
+        if session.is_some_and(|id| id.len() > ID_BYTES) {
+            return Err(unexpected(status, "the id of its session is too long"));
+        }
         let session = session.and_then(|id| id.to_str().ok()).map(str::to_string);
         if status.is_success() && is_type(response.headers(), EVENT_STREAM_MIME_TYPE) {
             return Ok(StreamableHttpPostResponse::Sse(events(response), session));
@@ -141,6 +153,7 @@ impl StreamableHttpClient for HttpClient {
         let body = Limited::new(response.into_body(), MESSAGE_BYTES).collect().await;
         let body = body.map_err(|error| StreamableHttpError::Client(Failed::boxed(error)))?;
         let body = body.to_bytes();
+        Shape::check(&body).map_err(|problem| unexpected(status, problem))?;
         match serde_json::from_slice::<ServerJsonRpcMessage>(&body) {
             Ok(message) if is_json && status.is_success() => {
                 Ok(StreamableHttpPostResponse::Json(message, session))
@@ -193,10 +206,30 @@ impl StreamableHttpClient for HttpClient {
     }
 }
 
-/// The events of a stream, which ends after [`MESSAGE_BYTES`].
+/// The events of a stream, which is read no faster than its pace, and ends after [`MESSAGE_BYTES`].
 fn events(response: Response<Incoming>) -> BoxStream<'static, Result<Sse, SseError>> {
     let body = Limited::new(response.into_body(), MESSAGE_BYTES).map_err(Failed::boxed);
-    SseStream::new(body).boxed()
+    let pieces = stream::unfold(
+        (body.into_data_stream(), Pace::default()),
+        async |(mut pieces, mut pace)| {
+            let piece = pieces.next().await?;
+            if let Some(until) = piece.as_ref().ok().and_then(|piece| pace.count(piece)) {
+                sleep_until(until).await;
+            }
+            Some((piece, (pieces, pace)))
+        },
+    );
+    SseStream::from_bytes_stream(pieces.boxed()).map(|event| checked(event?)).boxed()
+}
+
+/// An event without what would decide how this client continues: a pause before it connects again, and an id of any
+/// length, which it would repeat.
+fn checked(event: Sse) -> Result<Sse, SseError> {
+    if let Err(problem) = Shape::check(event.data.as_deref().unwrap_or_default().as_bytes()) {
+        return Err(SseError::Body(Box::new(Failed(problem.into()))));
+    }
+    let id = event.id.filter(|id| id.len() <= ID_BYTES);
+    Ok(Sse { id, retry: None, ..event })
 }
 
 fn unexpected(status: StatusCode, body: &str) -> Error {

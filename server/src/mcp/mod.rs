@@ -8,18 +8,24 @@
 //!
 //! ```text
 //! config.rs    the section `[mcp]`, and grants of profiles
-//! server.rs    one server: its connection, its tools, calls
+//! server.rs    one server: its connection, calls
+//! listing.rs   its tools
 //! stdio.rs     a server that is a program
 //! http.rs      the HTTP client for servers with an address
+//! bounds.rs    limits on what a server sends, before it is parsed
+//! filter.rs    its requests and notifications
 //! rounds.rs    calls and their results within one reply
 //! journal.rs   the calls of recent requests, for traces
 //! command.rs   `steersman mcp`
 //! ```
 
+mod bounds;
 pub mod command;
 mod config;
+mod filter;
 mod http;
 mod journal;
+mod listing;
 pub mod rounds;
 mod server;
 mod stdio;
@@ -33,16 +39,14 @@ use steersman_engine::request::Request;
 
 pub use config::{McpConfig, McpServerConfig};
 pub use journal::{Entry, Journal, Ran};
-pub use server::{Server, Tool};
+pub use listing::Tool;
+pub use server::Server;
 
 use self::server::PATIENCE;
 use crate::config::ServerConfig;
 
 /// What separates the name of a server from that of its tool. No server's name contains it.
 const SEPARATOR: &str = "__";
-
-/// Longest message of a server.
-const MESSAGE_BYTES: usize = 16 << 20;
 
 /// The servers, and what profiles may do with them.
 pub struct Mcp {
@@ -166,6 +170,13 @@ impl Mcp {
                 if client.contains(&name) {
                     notes.push(format!(
                         "mcp: `{name}` is left out: the client has a tool of this name"
+                    ));
+                    continue;
+                }
+                // The servers `a` and `a_` may both have one that is `a___b` here.
+                if tools.contains_key(&name) {
+                    notes.push(format!(
+                        "mcp: `{name}` of `{server}` is left out: another server has a tool of this name"
                     ));
                     continue;
                 }

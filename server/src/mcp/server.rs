@@ -2,25 +2,31 @@
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use rmcp::model::{
-    CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ContentBlock,
-    Implementation, ProtocolVersion, ResourceContents, Tool as Listed,
+    CallToolRequestParams, CallToolResult, ClientCapabilities, ClientConfig, ClientRequest,
+    ContentBlock, Implementation, ListToolsRequest, PaginatedRequestParams, ProtocolVersion,
+    ResourceContents, ServerResult,
 };
 use rmcp::service::{ClientInitializeError, NotificationContext, RunningService};
 use rmcp::transport::StreamableHttpClientTransport;
+use rmcp::transport::async_rw::AsyncRwTransport;
 use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
 use rmcp::{ClientHandler, Peer, RoleClient, ServiceError, ServiceExt};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::Output;
+use super::bounds::{Reason, quoted};
 use super::config::{McpConfig, McpServerConfig, header};
+use super::filter::Filter;
 use super::http::HttpClient;
+use super::listing::{Listing, Tool};
 use super::stdio::Program;
-use super::{Output, full_name};
 
 /// Time in which a server must list its tools after its start; a program may have to be downloaded.
 pub const START: Duration = Duration::from_secs(60);
@@ -34,14 +40,14 @@ const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause. A server that was ready for longer begins with [`FIRST_PAUSE`] again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// Most tools of a server.
-const TOOLS: usize = 256;
+/// Pause between two lists of a server's tools; it doubles up to [`LONGEST_RELIST`] while they change again and again.
+const RELIST: Duration = Duration::from_secs(1);
 
-/// Most bytes of the definition of a tool.
-const TOOL_BYTES: usize = 64 << 10;
+/// The longest of these pauses. Tools that did not change for longer begin with [`RELIST`] again.
+const LONGEST_RELIST: Duration = Duration::from_secs(60);
 
-/// Longest name of a tool.
-const TOOL_NAME_BYTES: usize = 128;
+/// Calls in a row that return nothing in time before the connection is opened again.
+const UNANSWERED_CALLS: u32 = 4;
 
 /// A configured server. Dropping it ends its connection.
 pub struct Server {
@@ -74,17 +80,8 @@ struct Ready {
     tools: Arc<[Tool]>,
     /// Notified when a call finds the connection broken, so that it is opened again.
     broken: Arc<Notify>,
-}
-
-/// A tool of a server.
-#[derive(Debug, Clone)]
-pub struct Tool {
-    /// Its name on the server.
-    pub name: String,
-    /// What it does, for people.
-    pub description: String,
-    /// In the form that chat templates read, with the name SERVER__TOOL.
-    pub definition: Value,
+    /// Calls in a row that returned nothing in time.
+    unanswered: Arc<AtomicU32>,
 }
 
 /// An open connection.
@@ -92,6 +89,8 @@ struct Connection {
     service: RunningService<RoleClient, Client>,
     program: Option<Program>,
     changed: Arc<Notify>,
+    /// Why it was ended here.
+    reason: Reason,
 }
 
 /// This side of a connection: offers the server nothing, and notes when its tools change.
@@ -169,15 +168,27 @@ impl Server {
         let mut params = CallToolRequestParams::new(tool.to_string());
         params.arguments = Some(arguments);
         let output = match timeout(*call_timeout, ready.peer.call_tool(params)).await {
-            Ok(Ok(result)) => output(result),
-            Ok(Err(ServiceError::McpError(error))) => Output::error(error.message.into_owned()),
+            Ok(Ok(result)) => {
+                ready.unanswered.store(0, Ordering::Relaxed);
+                output(result)
+            }
+            Ok(Err(ServiceError::McpError(error))) => {
+                ready.unanswered.store(0, Ordering::Relaxed);
+                Output::error(error.message.into_owned())
+            }
             Ok(Err(error)) => {
                 if matches!(error, ServiceError::TransportSend(_) | ServiceError::TransportClosed) {
                     ready.broken.notify_one();
                 }
-                failed(format!("failed: {error}"))
+                failed(format!("failed: {}", quoted(&error.to_string())))
             }
-            Err(_) => failed(format!("did not answer within {} s", call_timeout.as_secs())),
+            Err(_) => {
+                // Else what is written to a server that reads nothing would pile up.
+                if ready.unanswered.fetch_add(1, Ordering::Relaxed) + 1 >= UNANSWERED_CALLS {
+                    ready.broken.notify_one();
+                }
+                failed(format!("did not answer within {} s", call_timeout.as_secs()))
+            }
         };
         output.cut(*result_bytes)
     }
@@ -204,6 +215,8 @@ impl Shared {
             if start.elapsed() > LONGEST_PAUSE {
                 pause = FIRST_PAUSE;
             }
+            // It may repeat what the server wrote.
+            let reason = quoted(&reason);
             let retry_s = pause.as_secs();
             tracing::warn!(
                 server,
@@ -220,14 +233,18 @@ impl Shared {
 
     /// Opens a connection.
     async fn connect(&self) -> Result<Connection, String> {
-        let changed = Arc::<Notify>::default();
+        let (changed, reason) = (Arc::<Notify>::default(), Reason::default());
         let client = Client { changed: changed.clone() };
         if self.config.url.is_empty() {
-            let started = Program::start(&self.name, &self.config);
+            let started = Program::start(&self.name, &self.config, reason.clone());
             let (program, output, input) = started.map_err(|error| format!("no start: {error}"))?;
-            match client.serve((output, input)).await {
-                Ok(service) => Ok(Connection { service, program: Some(program), changed }),
-                Err(error) => Err(format!("{}; {}", no_handshake(&error), program.end().await)),
+            let transport = AsyncRwTransport::new_client(output, input);
+            match client.serve(Filter::new(transport, reason.clone())).await {
+                Ok(service) => Ok(Connection { service, program: Some(program), changed, reason }),
+                Err(error) => {
+                    let problem = no_handshake(&error, &reason);
+                    Err(format!("{problem}; {}", program.end().await))
+                }
             }
         } else {
             let headers = self.config.headers.iter();
@@ -235,40 +252,60 @@ impl Shared {
             let config = StreamableHttpClientTransportConfig::with_uri(self.config.url.as_str());
             let transport =
                 StreamableHttpClientTransport::with_client(HttpClient::new(headers), config);
-            let service = client.serve(transport).await;
-            let service = service.map_err(|error| no_handshake(&error))?;
-            Ok(Connection { service, program: None, changed })
+            let service = client.serve(Filter::new(transport, reason.clone())).await;
+            let service = service.map_err(|error| no_handshake(&error, &reason))?;
+            Ok(Connection { service, program: None, changed, reason })
         }
     }
 
     /// Lists the tools whenever they change, until the connection is lost. Returns why.
     async fn watch(&self, connection: Connection) -> String {
-        let Connection { service, program, changed } = connection;
+        let Connection { service, program, changed, reason: ended } = connection;
+        let ended = || ended.get().unwrap_or("the connection was closed").to_string();
         let (peer, broken) = (service.peer().clone(), Arc::<Notify>::default());
+        let unanswered = Arc::<AtomicU32>::default();
+        let (mut last, mut pause) = (Listing::default(), RELIST);
         let reason = {
             let mut closed = pin!(service.waiting());
             loop {
                 let listed = tokio::select! {
-                    listed = timeout(START, peer.list_all_tools()) => listed,
-                    _ = &mut closed => break "the connection was closed".to_string(),
+                    listed = timeout(START, self.list(&peer)) => listed,
+                    _ = &mut closed => break ended(),
                 };
-                let tools: Arc<[Tool]> = match listed {
-                    Ok(Ok(tools)) => self.tools(tools).into(),
+                let listing = match listed {
+                    Ok(Ok(listing)) => listing,
                     Ok(Err(error)) => break format!("the tools cannot be listed: {error}"),
                     Err(_) => break format!("no list of tools within {} s", START.as_secs()),
                 };
-                let place = self.config.place();
-                tracing::info!(server = self.name, place, tools = tools.len(), "mcp server ready");
-                let (peer, broken) = (peer.clone(), broken.clone());
-                self.state.send_replace(State::Ready(Ready {
-                    peer,
-                    tools,
-                    broken: broken.clone(),
-                }));
+                // A server may say again and again that its tools have changed.
+                if listing != last {
+                    self.log(&listing);
+                    self.state.send_replace(State::Ready(Ready {
+                        peer: peer.clone(),
+                        tools: listing.tools.clone().into(),
+                        broken: broken.clone(),
+                        unanswered: unanswered.clone(),
+                    }));
+                    last = listing;
+                }
+                let listed = Instant::now();
+                let next = async {
+                    changed.notified().await;
+                    if listed.elapsed() > LONGEST_RELIST {
+                        pause = RELIST;
+                    }
+                    sleep_until(listed + pause).await;
+                };
                 tokio::select! {
-                    _ = &mut closed => break "the connection was closed".to_string(),
-                    () = broken.notified() => break "a call could not be sent".to_string(),
-                    () = changed.notified() => {}
+                    _ = &mut closed => break ended(),
+                    () = broken.notified() => {
+                        let calls = unanswered.load(Ordering::Relaxed);
+                        break match calls {
+                            UNANSWERED_CALLS.. => format!("{calls} calls in a row were not answered"),
+                            _ => "a call could not be sent".into(),
+                        };
+                    }
+                    () = next => pause = (pause * 2).min(LONGEST_RELIST),
                 }
             }
         };
@@ -278,49 +315,45 @@ impl Shared {
         }
     }
 
-    /// The tools that can be offered to a model.
-    fn tools(&self, listed: Vec<Listed>) -> Vec<Tool> {
-        let mut tools: Vec<Tool> = Vec::new();
-        for tool in listed {
-            let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-            let is_valid =
-                tool.name.chars().all(is_name) && (1..=TOOL_NAME_BYTES).contains(&tool.name.len());
-            let tool = self.tool(&tool);
-            let problem = match () {
-                () if !is_valid => "its name is not supported",
-                () if tools.iter().any(|other| other.name == tool.name) => "its name occurs twice",
-                () if tool.definition.to_string().len() > TOOL_BYTES => {
-                    "its definition is too long"
-                }
-                () if tools.len() == TOOLS => "there are too many",
-                () => {
-                    tools.push(tool);
-                    continue;
-                }
+    /// Reads the pages of the list of tools.
+    async fn list(&self, peer: &Peer<RoleClient>) -> Result<Listing, ServiceError> {
+        let mut listing = Listing::of(&self.name);
+        let mut cursor = None;
+        loop {
+            let params = PaginatedRequestParams::default().with_cursor(cursor);
+            // Not `list_tools`, which keeps the pages.
+            let request = ClientRequest::ListToolsRequest(ListToolsRequest::with_param(params));
+            let ServerResult::ListToolsResult(page) = peer.send_request(request).await? else {
+                return Err(ServiceError::UnexpectedResponse);
             };
-            let name = tool.name.escape_debug().to_string();
-            tracing::warn!(server = self.name, tool = name, problem, "mcp tool left out");
+            cursor = listing.add(page);
+            if cursor.is_none() {
+                return Ok(listing);
+            }
         }
-        tools
     }
 
-    fn tool(&self, tool: &Listed) -> Tool {
-        let description = tool.description.as_deref().or(tool.title.as_deref()).unwrap_or_default();
-        let mut parameters = Map::clone(&tool.input_schema);
-        parameters.shift_remove("$schema");
-        let full_name = full_name(&self.name, &tool.name);
-        let function =
-            json!({"name": full_name, "description": description, "parameters": parameters});
-        Tool {
-            name: tool.name.to_string(),
-            description: description.to_string(),
-            definition: json!({"type": "function", "function": function}),
+    fn log(&self, listing: &Listing) {
+        let (server, place) = (&self.name, self.config.place());
+        let Listing { tools, left_out, more, unread, .. } = listing;
+        for (tool, problem) in left_out {
+            tracing::warn!(server, tool, problem, "mcp tool left out");
         }
+        if *more > 0 {
+            tracing::warn!(server, tools = more, "further mcp tools left out");
+        }
+        if let Some(problem) = unread {
+            tracing::warn!(server, problem, "further pages of mcp tools not read");
+        }
+        tracing::info!(server, place, tools = tools.len(), "mcp server ready");
     }
 }
 
 /// Why a server cannot be connected to, without the name of rmcp's type that the error begins with.
-fn no_handshake(error: &ClientInitializeError) -> String {
+fn no_handshake(error: &ClientInitializeError, ended: &Reason) -> String {
+    if let Some(reason) = ended.get() {
+        return format!("no handshake: {reason}");
+    }
     match error {
         ClientInitializeError::TransportError { error, .. } => {
             format!("no handshake: {}", error.error)

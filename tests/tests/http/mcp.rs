@@ -1,6 +1,8 @@
 //! Tools of MCP servers: rounds within one reply, limits, failures, and the client's own tools. The servers are
-//! `fixtures/mcp_server.py`. [`protocols`] has what each protocol shows of the rounds.
+//! `fixtures/mcp_server.py`. [`protocols`] has what each protocol shows of the rounds,
+//! [`hostile`] servers that mean harm.
 
+mod hostile;
 mod protocols;
 
 use std::collections::BTreeMap;
@@ -34,15 +36,21 @@ struct OverHttp(Child, McpServerConfig);
 
 impl OverHttp {
     fn start(folder: &Path, key: &str) -> Self {
-        let McpServerConfig { command, .. } = program(folder);
-        let mut child = Command::new(&command[0]);
-        let child = child.args(&command[1..]).arg("--http").stdout(Stdio::piped());
+        let headers = BTreeMap::from([("Authorization".to_string(), key.into())]);
+        let mut program = McpServerConfig { headers, ..program(folder) };
+        program.command.push("--http".into());
+        Self::of(program)
+    }
+
+    /// A program that prints its port.
+    fn of(program: McpServerConfig) -> Self {
+        let mut child = Command::new(&program.command[0]);
+        let child = child.args(&program.command[1..]).stdout(Stdio::piped());
         let mut child = child.spawn().unwrap();
         let mut port = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut port).unwrap();
         let url = format!("http://127.0.0.1:{}/mcp", port.trim());
-        let headers = BTreeMap::from([("Authorization".to_string(), key.into())]);
-        Self(child, McpServerConfig { url, headers, ..McpServerConfig::default() })
+        Self(child, McpServerConfig { url, command: Vec::new(), ..program })
     }
 }
 
