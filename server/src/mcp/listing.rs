@@ -11,8 +11,8 @@ use super::full_name;
 /// Most tools of a server.
 const TOOLS: usize = 256;
 
-/// Most pages of a list; a page of one tool is allowed.
-const PAGES: usize = TOOLS;
+/// Most pages of a list.
+const PAGES: usize = 64;
 
 /// Most bytes of the definition of a tool.
 const TOOL_BYTES: usize = 64 << 10;
@@ -151,24 +151,24 @@ mod tests {
                 256,
             ),
             (
-                "there are enough tools",
+                "there are too many pages",
                 |n| page([tool(&format!("t{n}"), "")], Some(&n.to_string())),
-                256,
-                256,
+                64,
+                64,
             ),
-            ("there are too many pages", |n| page([], Some(&n.to_string())), 256, 0),
+            ("there are too many pages", |n| page([], Some(&n.to_string())), 64, 0),
             ("a cursor occurs twice", |n| page([tool(&format!("t{n}"), "")], Some("again")), 2, 2),
             ("a cursor is too long", |_| page([], Some(&"c".repeat(5000))), 1, 0),
             (
                 "there are too many pages",
                 |n| page([tool(&format!("t{n}"), &"x".repeat(100_000))], Some(&n.to_string())),
-                256,
+                64,
                 0,
             ),
             (
                 "there are too many pages",
                 |n| page([tool(&format!("t{n}"), &"x".repeat(60_000))], Some(&n.to_string())),
-                256,
+                64,
                 34,
             ),
         ];
