@@ -28,7 +28,7 @@ const LINES: usize = 2000;
 const BYTES: usize = 32 << 20;
 
 /// Characters of a reason.
-const REASON_CHARS: usize = 400;
+const REASON_CHARS: usize = 1000;
 
 /// The shape of a message, so far.
 #[derive(Debug, Default)]
