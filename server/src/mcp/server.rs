@@ -260,8 +260,8 @@ impl Shared {
 
     /// Lists the tools whenever they change, until the connection is lost. Returns why.
     async fn watch(&self, connection: Connection) -> String {
-        let Connection { service, program, changed, reason: ended } = connection;
-        let ended = || ended.get().unwrap_or("the connection was closed").to_string();
+        let Connection { service, program, changed, reason: cause } = connection;
+        let ended = || cause.get().unwrap_or("the connection was closed").to_string();
         let (peer, broken) = (service.peer().clone(), Arc::<Notify>::default());
         let unanswered = Arc::<AtomicU32>::default();
         let (mut last, mut pause) = (Listing::default(), RELIST);
@@ -274,6 +274,7 @@ impl Shared {
                 };
                 let listing = match listed {
                     Ok(Ok(listing)) => listing,
+                    Ok(Err(_)) if cause.get().is_some() => break ended(),
                     Ok(Err(error)) => break format!("the tools cannot be listed: {error}"),
                     Err(_) => break format!("no list of tools within {} s", START.as_secs()),
                 };
