@@ -1,99 +1,22 @@
-//! Reads files whose path somebody else chose. A GGUF file is read as a folder: `model.gguf/config.json`.
+//! Reads files of models. A GGUF file is read as a folder: `model.gguf/config.json`.
 
-use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 
-use serde_json::Value;
 use steersman_gguf::files;
 
-/// The bytes of a regular file, or of one that a GGUF file stands for. Anything else is an error: to open a pipe would
-/// wait for ever.
+pub use steersman_files::{json, replace_private};
+
+/// Most bytes of a file that is read as a whole. The largest tokenizers have 40 MB.
+const FILE_BYTES: u64 = 256 << 20;
+
+/// The bytes of a regular file, or of one that a GGUF file stands for. Never waits.
+///
+/// # Errors
+/// Those of [`steersman_files::read`] and [`files::read`].
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    if let Some((gguf, name)) = files::within(path) {
-        return files::read(gguf, name);
-    }
-    if fs::metadata(path)?.is_file() {
-        return fs::read(path);
-    }
-    Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"))
-}
-
-/// Replaces the file at `path`, after a crash too: readers see the old bytes or the new ones. The file, and its folder if it
-/// is new, are for their owner only.
-pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    let mut folders = fs::DirBuilder::new();
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut folders, 0o700);
-    folders.recursive(true).create(folder)?;
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    file.write_all(bytes)?;
-    file.as_file().sync_all()?;
-    file.persist(path).map_err(|error| error.error)?;
-    Ok(())
-}
-
-/// Parses JSON as Python writes it: numbers that are not finite (`Infinity`, `NaN`, and since transformers 5
-/// `{"__float__": "Infinity"}`) become `null`.
-pub fn json(bytes: &[u8]) -> serde_json::Result<Value> {
-    let mut value = serde_json::from_slice(bytes).or_else(|error| match finite(bytes) {
-        Some(bytes) => serde_json::from_slice(&bytes),
-        None => Err(error),
-    })?;
-    drop_marked(&mut value);
-    Ok(value)
-}
-
-/// The text with `null` in place of each number that is not finite; `None` if there is none.
-fn finite(bytes: &[u8]) -> Option<Vec<u8>> {
-    let mut out = Vec::with_capacity(bytes.len());
-    let (mut rest, mut in_text, mut found) = (bytes, false, false);
-    while let Some((&byte, after)) = rest.split_first() {
-        let names: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
-        let name = names.into_iter().find(|name| !in_text && rest.starts_with(name));
-        if let Some(name) = name {
-            out.extend_from_slice(b"null");
-            (rest, found) = (&rest[name.len()..], true);
-            continue;
-        }
-        out.push(byte);
-        rest = after;
-        match byte {
-            b'"' => in_text = !in_text,
-            b'\\' if in_text => {
-                out.extend(rest.first());
-                rest = rest.get(1..).unwrap_or_default();
-            }
-            _ => {}
-        }
-    }
-    found.then_some(out)
-}
-
-fn drop_marked(value: &mut Value) {
-    match value {
-        Value::Object(keys) if keys.len() == 1 && keys.contains_key("__float__") => {
-            *value = Value::Null;
-        }
-        Value::Object(keys) => keys.values_mut().for_each(drop_marked),
-        Value::Array(items) => items.iter_mut().for_each(drop_marked),
-        _ => {}
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    #[test]
-    fn numbers_that_are_not_finite_are_null() {
-        let text = br#"{"a\"Infinity": [0.0, Infinity, -Infinity], "b": NaN, "c": "NaN \\"}"#;
-        let expected = json!({"a\"Infinity": [0.0, null, null], "b": null, "c": "NaN \\"});
-        assert_eq!(json(text).unwrap(), expected);
-        let marked = br#"{"time_step_limit": [0.0, {"__float__": "Infinity"}]}"#;
-        assert_eq!(json(marked).unwrap(), json!({"time_step_limit": [0.0, null]}));
-        json(br#"{"a": Infinite}"#).unwrap_err();
+    match files::within(path) {
+        Some((gguf, name)) => files::read(gguf, name),
+        None => steersman_files::read(path, FILE_BYTES),
     }
 }

@@ -68,7 +68,10 @@ pub fn unpack(data_dir: &Path) -> Result<PathBuf> {
 }
 
 fn is_intact(folder: &Path) -> bool {
-    FILES.iter().all(|(name, bytes)| fs::read(folder.join(name)).is_ok_and(|file| file == *bytes))
+    FILES.iter().all(|(name, bytes)| {
+        steersman_files::read(&folder.join(name), bytes.len() as u64)
+            .is_ok_and(|file| file == *bytes)
+    })
 }
 
 /// First digits of SHA-256 over names, lengths and contents.

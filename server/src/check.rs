@@ -14,7 +14,7 @@ use steersman_engine::config::Config;
 use steersman_engine::policy::{Policies, Storage};
 use steersman_engine::request::Message;
 
-use crate::config::{FileConfig, ServerConfig};
+use crate::config::{FILE_BYTES, FileConfig, ServerConfig};
 use crate::hub;
 
 /// A file named by `warm`: the beginning of a chat request.
@@ -123,9 +123,11 @@ fn problems_of_warm_files(config: &Config) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, profile) in &config.profiles {
         for path in &profile.warm {
-            let read = std::fs::read(path).map_err(|error| error.to_string()).and_then(|text| {
-                serde_json::from_slice::<Beginning>(&text).map_err(|error| error.to_string())
-            });
+            let read = steersman_files::read(path, FILE_BYTES)
+                .map_err(|error| error.to_string())
+                .and_then(|text| {
+                    serde_json::from_slice::<Beginning>(&text).map_err(|error| error.to_string())
+                });
             if let Err(problem) = read {
                 problems.push(format!("profiles.{name}.warm: {}: {problem}", path.display()));
             }

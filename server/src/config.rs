@@ -295,6 +295,9 @@ impl ServerConfig {
     }
 }
 
+/// Most bytes of a configuration, and of a file that it names.
+pub const FILE_BYTES: u64 = 16 << 20;
+
 impl FileConfig {
     /// Reads a file.
     ///
@@ -302,7 +305,7 @@ impl FileConfig {
     /// If it cannot be read, is not TOML, or contains an unknown key or value; the message names the
     /// file and shows the line.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
+        let text = steersman_files::read_text(path, FILE_BYTES)
             .with_context(|| format!("reading the configuration {}", path.display()))?;
         Self::parse(&text).with_context(|| format!("in the configuration {}", path.display()))
     }

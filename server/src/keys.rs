@@ -20,6 +20,9 @@ use sha2::{Digest, Sha256};
 /// Name of the file in the data folder.
 pub const FILE: &str = "keys.json";
 
+/// Most bytes of the file: some 60,000 keys.
+const FILE_BYTES: u64 = 16 << 20;
+
 /// What keys begin with.
 const PREFIX: &str = "sk-";
 
@@ -112,7 +115,7 @@ impl Keys {
     /// # Errors
     /// If it cannot be read or is damaged.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = match std::fs::read(path) {
+        let text = match steersman_files::read(path, FILE_BYTES) {
             Ok(text) => text,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Self::default()),
             Err(error) => {
@@ -131,12 +134,7 @@ impl Keys {
 
     /// Replaces the file at once: a reader sees the old one or the new one, and only this user reads it.
     fn write(&self, path: &Path) -> Result<()> {
-        let folder = path.parent().context("the file of keys is in no folder")?;
-        let mut file = tempfile::NamedTempFile::new_in(folder)?;
-        serde_json::to_writer_pretty(&mut file, self)?;
-        file.as_file().sync_all()?;
-        file.persist(path)?;
-        Ok(())
+        Ok(steersman_files::replace_private(path, &serde_json::to_vec_pretty(self)?)?)
     }
 }
 

@@ -11,6 +11,7 @@ use steersman_engine::request::{Message, Request};
 use steersman_engine::tools::Decoder;
 use steersman_engine::tools::verify::Outcome;
 
+use crate::config::FILE_BYTES;
 use crate::hub::Found;
 
 /// Built-in prompts, each with whether reasoning is enabled: replies that repeat the prompt, that
@@ -51,8 +52,8 @@ enum Prompt {
 pub fn prompts(file: Option<&Path>) -> Result<Vec<Request>> {
     let prompts: Vec<Prompt> = match file {
         Some(path) => {
-            let text =
-                std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
+            let text = steersman_files::read(path, FILE_BYTES)
+                .with_context(|| format!("reading {}", path.display()))?;
             serde_json::from_slice(&text).with_context(|| {
                 format!(
                     "{} must be a JSON list of strings, or of objects with `messages` (a list of \

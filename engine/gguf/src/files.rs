@@ -5,7 +5,6 @@
 //! `model.gguf`: it takes precedence over the template in the file, and base models have none.
 
 use std::collections::HashSet;
-use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
@@ -31,6 +30,9 @@ const ENDS: [&str; 12] = [
     "<eos>",
     "<EOT>",
 ];
+
+/// Most bytes of the template beside a file.
+const TEMPLATE_BYTES: u64 = 16 << 20;
 
 /// Whether `path` is a GGUF file, by its name and its kind.
 pub fn is_gguf(path: &Path) -> bool {
@@ -65,7 +67,7 @@ pub fn read(path: &Path, name: &str) -> io::Result<Vec<u8>> {
         }
         "tokenizer_config.json" => json(tokenizer_config(path)),
         "generation_config.json" => json(generation_config(path)),
-        "chat_template.jinja" => fs::read(template_beside(path)),
+        "chat_template.jinja" => steersman_files::read(&template_beside(path), TEMPLATE_BYTES),
         _ => Err(ErrorKind::NotFound.into()),
     }
 }

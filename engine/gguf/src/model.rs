@@ -1,6 +1,5 @@
 //! A GGUF file as a checkpoint: `config.json` and the tensors under MLX's names.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 use std::thread;
@@ -389,7 +388,7 @@ impl Model {
         let failed = |error: std::io::Error| {
             Error::new(format!("tensor `{}` cannot be read: {error}", entry.name))
         };
-        let mut file = File::open(&self.header.path).map_err(failed)?;
+        let mut file = steersman_files::open(&self.header.path).map_err(failed)?;
         file.seek(SeekFrom::Start(entry.start)).map_err(failed)?;
         // The header was checked against the size of the file.
         let mut bytes = vec![0; entry.bytes];

@@ -7,7 +7,7 @@
 //! Source: the GGUF specification, `docs/gguf.md` of ggml, versions 2 and 3.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -93,12 +93,9 @@ impl Header {
     }
 
     fn read_with(path: &Path, long: u64) -> Result<Self> {
-        let size = fs::metadata(path).map_err(unreadable)?;
-        if !size.is_file() {
-            return Err(Error::new("it is not a regular file"));
-        }
-        let size = size.len();
-        let file = BufReader::with_capacity(1 << 16, File::open(path).map_err(unreadable)?);
+        let file = steersman_files::open(path).map_err(unreadable)?;
+        let size = file.metadata().map_err(unreadable)?.len();
+        let file = BufReader::with_capacity(1 << 16, file);
         let mut source = Source { file, at: 0, size };
         if source.array()? != *b"GGUF" {
             return Err(Error::new("it is not a GGUF file: it does not begin with `GGUF`"));

@@ -273,7 +273,7 @@ fn open_or_replace(path: &Path) -> Result<Redb, Fault> {
         // The process ended between the two renames below.
         fs::rename(&new, path).map_err(unavailable)?;
     }
-    let bytes = match fs::read(path) {
+    let bytes = match steersman_files::read(path, u64::MAX) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
         bytes => bytes.map_err(unavailable)?,
     };

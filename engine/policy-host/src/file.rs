@@ -1,96 +1,29 @@
-//! Reads files within limits, replaces them atomically, and creates private folders.
+//! Reads files within limits. How files are replaced, `steersman-files` says.
 
-use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::ErrorKind;
 use std::path::Path;
+
+pub use steersman_files::{create_private_folder, remove, replace, replace_private};
 
 /// A regular file of at most `limit` bytes; `None` if it does not exist.
 ///
 /// # Errors
 /// The file and the problem.
 pub fn read(path: &Path, limit: usize) -> Result<Option<Vec<u8>>, String> {
-    // Opening a pipe blocks until somebody writes to it, and every push and rollback with it.
-    let file = match fs::metadata(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Ok(metadata) if !metadata.is_file() => {
-            Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"))
+    match steersman_files::read(path, limit as u64) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == ErrorKind::FileTooLarge => {
+            Err(format!("{} is larger than the limit of {limit} bytes", path.display()))
         }
-        metadata => metadata.and_then(|_| File::open(path)),
-    };
-    let mut bytes = Vec::new();
-    // One byte more than the limit shows that the file is longer, even if it grows meanwhile.
-    file.and_then(|file| file.take(limit as u64 + 1).read_to_end(&mut bytes))
-        .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
-    if bytes.len() > limit {
-        return Err(format!("{} is larger than the limit of {limit} bytes", path.display()));
+        Err(error) => Err(format!("{} cannot be read: {error}", path.display())),
     }
-    Ok(Some(bytes))
-}
-
-/// Replaces the file at `path` atomically. It keeps its permissions; a new one has those of the umask.
-///
-/// # Errors
-/// When it cannot be written; the old file remains.
-pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut builder = tempfile::Builder::new();
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let old = fs::metadata(path).map(|old| old.permissions()).ok();
-    replace_with(path, bytes, &builder, old)
-}
-
-/// As [`replace`], with a file that only its owner can access.
-///
-/// # Errors
-/// As [`replace`].
-pub fn replace_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace_with(path, bytes, &tempfile::Builder::new(), None)
-}
-
-fn replace_with(
-    path: &Path,
-    bytes: &[u8],
-    builder: &tempfile::Builder<'_, '_>,
-    permissions: Option<fs::Permissions>,
-) -> io::Result<()> {
-    // A link remains: its target is replaced.
-    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let mut file = builder.tempfile_in(folder.unwrap_or(Path::new(".")))?;
-    if let Some(permissions) = permissions {
-        file.as_file().set_permissions(permissions)?;
-    }
-    file.write_all(bytes)?;
-    // Without it a crash could leave an empty file under the new name.
-    file.as_file().sync_all()?;
-    file.persist(&path)?;
-    Ok(())
-}
-
-/// Removes a file; returns whether it existed.
-///
-/// # Errors
-/// When it cannot be removed.
-pub fn remove(path: &Path) -> io::Result<bool> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-        removed => removed.map(|()| true),
-    }
-}
-
-/// Creates a folder, if missing, that only its owner can access.
-///
-/// # Errors
-/// When it cannot be created.
-pub fn create_private_folder(folder: &Path) -> io::Result<()> {
-    let mut builder = fs::DirBuilder::new();
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-    builder.recursive(true).create(folder)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

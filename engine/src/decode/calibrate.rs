@@ -75,7 +75,7 @@ impl Calibration {
     pub fn read(path: &Path) -> Result<Option<Self>> {
         let problem =
             |problem: String| Error::Config(ConfigError::Model { path: path.into(), problem });
-        let bytes = match std::fs::read(path) {
+        let bytes = match crate::file::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(problem(error.to_string())),

@@ -4,7 +4,6 @@
 //! Shapes are checked where weights are taken (`weights.rs`).
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -127,7 +126,7 @@ pub(super) fn layout(path: &Path) -> Result<(), String> {
         data_offsets: [u64; 2],
     }
     let failed = |e: std::io::Error| e.to_string();
-    let mut file = File::open(path).map_err(failed)?;
+    let mut file = steersman_files::open(path).map_err(failed)?;
     let size = file.metadata().map_err(failed)?.len();
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|_| "is damaged: it has no header")?;

@@ -11,7 +11,7 @@
 //! one thread, but not where processors have SHA instructions and the disk is the limit, and it would
 //! be one more dependency.
 
-use std::fs::{self, File, Metadata};
+use std::fs::{self, Metadata};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -120,7 +120,7 @@ impl HashedFiles {
     /// Reads the file in `data`; nothing if it is missing or damaged.
     fn read(data: &Path) -> Vec<HashedFile> {
         let path = data.join(NAME);
-        let bytes = match fs::read(&path) {
+        let bytes = match crate::file::read(&path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Vec::new(),
             Err(error) => {
@@ -199,7 +199,7 @@ fn hash_file(path: &Path, size: u64) -> io::Result<String> {
     let pieces = usize::try_from(size.div_ceil(PIECE_BYTES)).unwrap_or(usize::MAX);
     let next = AtomicUsize::new(0);
     let work = || -> io::Result<Vec<(usize, [u8; 32])>> {
-        let mut file = File::open(path)?;
+        let mut file = steersman_files::open(path)?;
         let (mut hashed, mut piece) = (Vec::new(), Vec::new());
         loop {
             let n = next.fetch_add(1, Ordering::Relaxed);
@@ -258,7 +258,7 @@ mod tests {
             let mut bytes = original.clone();
             bytes[at] ^= 1;
             fs::write(&paths[0], bytes).unwrap();
-            File::options().write(true).open(&paths[0]).unwrap().set_modified(time).unwrap();
+            fs::File::options().write(true).open(&paths[0]).unwrap().set_modified(time).unwrap();
             let digest = digest(&paths, folder.path(), later()).unwrap();
             assert!(!seen.contains(&digest), "byte {at}");
             seen.push(digest);

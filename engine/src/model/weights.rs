@@ -14,6 +14,7 @@ use mlx_rs::{Array, Dtype};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
+use steersman_files::{FilePath, NameError};
 use steersman_gguf::files;
 
 use super::{check, fp8, gguf};
@@ -581,7 +582,13 @@ pub(super) fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
         let beside = present.filter(|path| {
             path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("mtp"))
         });
-        parsed.weight_map.values().map(|name| folder.join(name)).chain(beside).collect()
+        let names = parsed.weight_map.values().map(|name| Ok(FilePath::new(name)?.within(folder)));
+        let names: Result<BTreeSet<_>, NameError> = names.collect();
+        names
+            .map_err(|e| problem(index.clone(), e.to_string()))?
+            .into_iter()
+            .chain(beside)
+            .collect()
     } else {
         present.collect()
     };

@@ -177,3 +177,25 @@ fn wrong_names_are_explained() {
     }
     assert_eq!(keys(folder.path(), "list").unwrap().lines().count(), 2);
 }
+
+/// Fault A12: with `keys.json` as a pipe all routes waited for ever, with a link to /dev/zero the server took all memory.
+#[cfg(unix)]
+#[tokio::test]
+async fn a_file_of_keys_that_is_no_regular_file_closes_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let app = app_in(&folder);
+    let key = keys(folder.path(), "create laptop").unwrap();
+    assert_eq!(status(&app, &key, "").await, 200);
+    let path = folder.path().join(FILE);
+    for make in ["mkfifo", "ln -s /dev/zero", "mkdir"] {
+        if path.is_dir() { std::fs::remove_dir(&path) } else { std::fs::remove_file(&path) }
+            .unwrap();
+        let mut words = make.split(' ');
+        let mut command = std::process::Command::new(words.next().unwrap());
+        assert!(command.args(words).arg(&path).status().unwrap().success());
+        assert_eq!(status(&app, &key, "").await, 401, "{make}");
+        let error = keys(folder.path(), "list").unwrap_err();
+        assert!(error.contains("not a regular file"), "{make}: {error}");
+    }
+    std::fs::remove_dir(&path).unwrap();
+}

@@ -54,7 +54,7 @@ impl Compiled {
         check_private(folder, &fs::metadata(folder)?)?;
         let path = folder.join(KEY);
         let mut key = [0; 32];
-        let read = File::open(&path).and_then(|mut file| {
+        let read = steersman_files::open(&path).and_then(|mut file| {
             check_private(&path, &file.metadata()?)?;
             file.read_exact(&mut key)
         });

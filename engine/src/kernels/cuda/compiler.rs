@@ -5,7 +5,6 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::ptr;
 use std::time::SystemTime;
@@ -155,7 +154,7 @@ impl Compiler {
 
 /// The code in a file; `None` if there is none, or it is damaged.
 fn read(path: &Path) -> Option<Vec<u8>> {
-    let mut code = fs::read(path).ok()?;
+    let mut code = crate::file::read(path).ok()?;
     if code.len() <= DIGEST || Sha256::digest(&code[DIGEST..]).as_slice() != &code[..DIGEST] {
         return None;
     }
@@ -168,11 +167,7 @@ fn write(path: &Path, code: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().expect("it is in a folder");
     fs::create_dir_all(folder)?;
     delete_oldest(folder, FILES - 1)?;
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    file.write_all(&Sha256::digest(code))?;
-    file.write_all(code)?;
-    file.persist(path)?;
-    Ok(())
+    steersman_files::replace_private(path, &[&Sha256::digest(code)[..], code].concat())
 }
 
 /// Deletes the files of `folder` written first, so that `left` remain.

@@ -50,7 +50,7 @@ pub(super) fn owner(path: &Path) -> Result<Owner, StoreFault> {
     if metadata.len() == 0 {
         return Ok(Owner::Store);
     }
-    let mut file = File::open(path).map_err(failed)?;
+    let mut file = steersman_files::open(path).map_err(failed)?;
     let mut head = Vec::new();
     (&mut file).take(HEADER_BYTES as u64).read_to_end(&mut head).map_err(failed)?;
     if head.starts_with(portable::MAGIC) {

@@ -11,7 +11,6 @@
 //! is detected; the end detects truncation.
 
 use std::collections::HashSet;
-use std::fs::File;
 use std::io::{self, BufReader, BufWriter, ErrorKind, Read, Seek, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -153,7 +152,7 @@ fn walk(
 ) -> Result<()> {
     let failed = |error: io::Error| StoreError::io(path, error);
     let invalid = |problem: String| StoreError::Import(path.to_owned(), problem);
-    let file = File::open(path).map_err(failed)?;
+    let file = steersman_files::open(path).map_err(failed)?;
     let mut input = BufReader::with_capacity(BUFFER_BYTES, file);
     let mut head = [0; 16];
     let read = input.read_exact(&mut head);
