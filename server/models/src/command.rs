@@ -1,7 +1,6 @@
 //! `steersman list`, `show`, `pull` and `rm`: the models on this machine.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +9,7 @@ use clap::Args;
 use indicatif::HumanBytes;
 use serde_json::{Value, json};
 
-use crate::facts::{CACHE_TOKENS, Facts, Numbers};
+use crate::facts::{CACHE_TOKENS, CONFIG_BYTES, Facts, Numbers};
 use crate::hub::{self, Hub, NamedAs, Plan, named_as};
 use crate::machine;
 use crate::snapshots::{self, Snapshot, similar};
@@ -362,7 +361,8 @@ impl Needs {
     /// Those of `plan`, with the hub's cache in `cache` and weights of at most `memory_limit` bytes.
     pub fn of(plan: &Plan, cache: &Path, numbers: Numbers, memory_limit: u64) -> Self {
         let weights = plan.weight_bytes();
-        let config = fs::read_to_string(plan.snapshot.join("config.json")).unwrap_or_default();
+        let config = plan.snapshot.join("config.json");
+        let config = steersman_files::read_text(&config, CONFIG_BYTES).unwrap_or_default();
         let is_packed = config.contains("\"quantization");
         // Checkpoints that are not packed have floats of 16 bits. Packed ones have some floats.
         let float_bytes = numbers.short_float_bytes();

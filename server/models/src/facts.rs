@@ -4,7 +4,7 @@
 //! Bytes of memory are estimates by these shapes. The engine measures what it takes.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::Read;
 use std::path::Path;
 
@@ -14,6 +14,9 @@ use steersman_gguf::{Model, files as gguf_files, quants};
 
 /// Most bytes of the header of a safetensors file, as in the reference implementation.
 const HEADER_BYTES: u64 = 100_000_000;
+
+/// Most bytes of `config.json`.
+pub const CONFIG_BYTES: u64 = 16 << 20;
 
 /// Numbers that share a scale, if `config.json` does not tell.
 const GROUP: u64 = 64;
@@ -347,13 +350,15 @@ fn files(folder: &Path) -> Result<Vec<(String, u64)>> {
 }
 
 fn read_json(path: &Path) -> Result<Map<String, Value>> {
-    let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
-    serde_json::from_str(&text).with_context(|| format!("reading {}", path.display()))
+    let context = || format!("reading {}", path.display());
+    let text = steersman_files::read(path, CONFIG_BYTES).with_context(context)?;
+    let value = steersman_files::json(&text).with_context(context)?;
+    serde_json::from_value(value).with_context(context)
 }
 
 /// The header of a safetensors file: tensors by name.
 fn read_header(path: &Path) -> Result<Map<String, Value>> {
-    let mut file = File::open(path)?;
+    let mut file = steersman_files::open(path)?;
     let mut length = [0; 8];
     file.read_exact(&mut length).context("the file ends before its header")?;
     let length = u64::from_le_bytes(length);
@@ -379,6 +384,17 @@ mod tests {
         let mut file = (header.len() as u64).to_le_bytes().to_vec();
         file.extend(header);
         fs::write(folder.join("model.safetensors"), file).unwrap();
+    }
+
+    /// Fault F29: `serve --model` took a Mamba hybrid whose `time_step_limit` ends with `Infinity`, `show` and a model on
+    /// demand refused it.
+    #[test]
+    fn a_configuration_as_python_writes_it_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        model(folder.path(), &json!({}), &json!({}));
+        let text = r#"{"model_type": "nemotron_h", "time_step_limit": [0.0, Infinity], "x": NaN}"#;
+        fs::write(folder.path().join("config.json"), text).unwrap();
+        assert_eq!(Facts::read(folder.path()).unwrap().family, "nemotron_h");
     }
 
     #[test]

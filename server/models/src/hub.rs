@@ -7,34 +7,45 @@
 //! A download has two steps: [`Hub::plan`] asks the hub what there is, and [`Hub::download`] gets what is
 //! missing. Files are kept under their final names only once they have the size and the SHA-256 that the
 //! hub says, so an interrupted or damaged download is never taken for a model.
+//!
+//! A hub, a mirror, or who is on the way to it may be hostile. Nothing that it sends is a path (`cache.rs`), and its
+//! answers are bounded in bytes and time (`client.rs`, `plan.rs`, `transfer.rs`).
+//!
+//! ```text
+//! cache.rs    the folder of a repo in the cache
+//! client.rs   requests to the hub: limits, redirects, the token
+//! plan.rs     which files a download consists of
+//! transfer.rs gets them, continues, verifies
+//! ```
 
+mod cache;
+mod client;
+mod plan;
+mod transfer;
+
+use std::collections::BTreeSet;
 use std::env;
-use std::fs::{self, File};
-use std::io::Read;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use hf_hub::api::Progress as HubProgress;
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
-use hf_hub::{Cache, Repo, RepoType};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde::Deserialize;
-use serde_json::Value;
-use sha2::{Digest, Sha256};
+use steersman_files::FilePath;
 use steersman_gguf::files;
 pub use steersman_gguf::files::name_of as name_of_folder;
+
+pub use self::cache::PREFIX;
+pub(crate) use self::cache::RepoFolder;
+use self::client::{Client, HubError, Times};
+pub use self::client::{Stop, is_disk_full};
+use self::plan::{INDEX, Info, LIST_BYTES, Sibling, shards};
+pub use self::plan::{Plan, Progress, Wanted};
+use self::transfer::Failure;
 
 /// The hub's public address.
 const HUGGING_FACE: &str = "https://huggingface.co";
 
-/// How often a failed download is retried.
-const RETRIES: usize = 3;
-
-/// Lists the shards of a sharded model.
-const INDEX: &str = "model.safetensors.index.json";
-
-/// Bytes that are hashed at a time.
-const HASHED_BYTES: usize = 1 << 20;
+/// Most bytes of the file with the token.
+const TOKEN_BYTES: u64 = 4 << 10;
 
 /// What the path of a model in a configuration or on the command line is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -142,13 +153,18 @@ impl Hub {
     /// `hf auth login`) and `HF_HUB_OFFLINE`.
     pub fn from_env() -> Self {
         let var = |name| env::var(name).ok().filter(|value| !value.is_empty());
-        let cache =
-            var("HF_HUB_CACHE").map_or_else(Cache::from_env, |path| Cache::new(path.into()));
+        let home = var("HF_HOME").map(PathBuf::from).unwrap_or_else(|| {
+            env::home_dir().unwrap_or_default().join(".cache").join("huggingface")
+        });
+        let token = || {
+            let text = steersman_files::read_text(&home.join("token"), TOKEN_BYTES).ok()?;
+            Some(text.trim().to_string()).filter(|token| !token.is_empty())
+        };
         let off = ["0", "false", "no", "off"];
         Self {
             endpoint: var("HF_ENDPOINT").unwrap_or_else(|| HUGGING_FACE.into()),
-            cache: cache.path().clone(),
-            token: var("HF_TOKEN").or_else(|| cache.token()),
+            cache: var("HF_HUB_CACHE").map_or_else(|| home.join("hub"), PathBuf::from),
+            token: var("HF_TOKEN").or_else(token),
             offline: var("HF_HUB_OFFLINE")
                 .is_some_and(|value| !off.contains(&value.to_lowercase().as_str())),
         }
@@ -184,33 +200,37 @@ impl Hub {
     /// # Errors
     /// If the repo is unknown, requires a token or has no safetensors, or the network fails.
     pub fn plan(&self, repo_id: &str) -> Result<Plan> {
+        self.plan_until(repo_id, &Stop::default())
+    }
+
+    /// As [`Hub::plan`], until `stop` ends it.
+    ///
+    /// # Errors
+    /// As [`Hub::plan`]; if it was stopped.
+    pub fn plan_until(&self, repo_id: &str, stop: &Stop) -> Result<Plan> {
         ensure!(is_repo_id(repo_id), "{repo_id} is not a Hugging Face repo id (owner/name)");
         self.may_download(repo_id)?;
-        let main = Repo::model(repo_id.into());
-        let cache = Cache::new(self.cache.clone());
-        let api = self.api().with_context(|| format!("preparing to download {repo_id}"))?;
-        let request = api.repo(main.clone()).info_request().query("blobs", "true");
-        let read = request.call().and_then(|mut reply| reply.body_mut().read_json::<Info>());
-        let info = read.map_err(|error| self.explain(ApiError::from(Box::new(error)), repo_id))?;
-        ensure!(
-            !info.sha.is_empty() && info.sha.chars().all(|c| c.is_ascii_alphanumeric()),
-            "the hub's answer about {repo_id} names the commit `{}`, which is no digest",
-            info.sha.escape_debug()
-        );
-        let snapshot = cache.repo(main).pointer_path(&info.sha);
-        let mut plan = Plan {
-            repo_id: repo_id.into(),
-            blobs: snapshot.ancestors().nth(2).unwrap_or(&self.cache).join("blobs"),
-            sha: info.sha,
-            snapshot,
-            files: Vec::new(),
+        self.plan_with(&self.client(stop), repo_id)
+    }
+
+    fn plan_with(&self, client: &Client, repo_id: &str) -> Result<Plan> {
+        let path = format!("/api/models/{repo_id}/revision/main?blobs=true");
+        let answer = client.get_whole(&path, LIST_BYTES);
+        let answer = answer.map_err(|error| self.explain(error, repo_id))?;
+        let (info, commit) = Info::parse(&answer, repo_id)?;
+        let mut plan = Plan::new(&self.cache, repo_id, commit)?;
+        let names: BTreeSet<&str> =
+            info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
+        ensure!(names.contains("config.json"), "{repo_id} is not a model: it has no config.json");
+        let get_now = |name: &str| {
+            let file = info.siblings.iter().find(|file| file.rfilename == name);
+            let file: Vec<_> =
+                file.into_iter().map(|file| plan.wanted(file)).collect::<Result<_>>()?;
+            let got = transfer::get(client, &plan.only(file), &mut |_| {});
+            got.map_err(|failure| self.explain_failure(failure, repo_id))
         };
-        let names: Vec<&str> = info.siblings.iter().map(|file| file.rfilename.as_str()).collect();
-        ensure!(names.contains(&"config.json"), "{repo_id} is not a model: it has no config.json");
-        let weights: Vec<String> = if names.contains(&INDEX) {
-            let index = info.siblings.iter().find(|file| file.rfilename == INDEX);
-            let index: Vec<_> = index.into_iter().map(Wanted::from).collect();
-            self.get(&api, &Plan { files: index, ..plan.clone() }, &mut |_| {})?;
+        let weights: BTreeSet<String> = if names.contains(INDEX) {
+            get_now(INDEX)?;
             // MTP layers may be in files that the index does not list.
             let beside = |file: &&&str| file.starts_with("mtp") && file.ends_with(".safetensors");
             let beside = names.iter().filter(beside).map(|file| file.to_string());
@@ -220,26 +240,17 @@ impl Hub {
             names.iter().filter(weights).map(|file| file.to_string()).collect()
         };
         ensure!(!weights.is_empty(), "{repo_id} has no safetensors weights");
-        for shard in &weights {
-            ensure!(
-                names.contains(&shard.as_str()),
-                "{repo_id} has no {shard}, which {INDEX} lists"
-            );
-        }
-        let stays = |name: &str| {
-            Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
-        };
-        if let Some(name) = weights.iter().find(|name| !stays(name)) {
-            bail!("{repo_id} has a file `{}` outside of its folder", name.escape_debug());
+        if let Some(shard) = weights.iter().find(|shard| !names.contains(shard.as_str())) {
+            bail!("{repo_id} has no {}, which {INDEX} lists", shard.escape_debug());
         }
         // The small files first: without them a snapshot is not taken for a model.
-        let (texts, others): (Vec<_>, Vec<_>) =
+        let (texts, others): (Vec<&Sibling>, Vec<_>) =
             info.siblings.iter().partition(|file| is_text_file(&file.rfilename));
-        let is_wanted = |file: &&&Sibling| weights.contains(&file.rfilename);
-        let wanted = texts.iter().chain(others.iter().filter(is_wanted));
-        plan.files = wanted.map(|file| Wanted::from(*file)).collect();
-        let config = plan.files.iter().filter(|file| file.name == "config.json").cloned().collect();
-        self.get(&api, &Plan { files: config, ..plan.clone() }, &mut |_| {})?;
+        let is_wanted = |file: &&Sibling| weights.contains(&file.rfilename);
+        let wanted = texts.into_iter().chain(others.into_iter().filter(is_wanted));
+        let wanted = wanted.map(|file| plan.wanted(file)).collect::<Result<_>>()?;
+        get_now("config.json")?;
+        plan.set_files(wanted)?;
         Ok(plan)
     }
 
@@ -250,64 +261,46 @@ impl Hub {
     /// If the network fails, or a file is not what the hub says; the message tells what is left. What has
     /// arrived stays, and the next download continues there.
     pub fn download(&self, plan: &Plan, report: &mut dyn FnMut(&Progress<'_>)) -> Result<PathBuf> {
-        let api = self.api().with_context(|| format!("preparing to download {}", plan.repo_id))?;
-        self.get(&api, plan, report).map_err(|error| {
+        self.download_until(plan, report, &Stop::default())
+    }
+
+    /// As [`Hub::download`], until `stop` ends it.
+    ///
+    /// # Errors
+    /// As [`Hub::download`]; if it was stopped.
+    pub fn download_until(
+        &self,
+        plan: &Plan,
+        report: &mut dyn FnMut(&Progress<'_>),
+        stop: &Stop,
+    ) -> Result<PathBuf> {
+        self.download_with(&self.client(stop), plan, report)
+    }
+
+    fn download_with(
+        &self,
+        client: &Client,
+        plan: &Plan,
+        report: &mut dyn FnMut(&Progress<'_>),
+    ) -> Result<PathBuf> {
+        transfer::get(client, plan, report).map_err(|failure| {
             let (here, total) = (plan.bytes_here(), plan.bytes());
             let left = total.saturating_sub(here);
-            error.context(format!(
-                "{here} of {total} bytes of {} are on this machine, {left} are left; the same                  command continues there",
-                plan.repo_id
+            let repo_id = &plan.repo_id;
+            self.explain_failure(failure, repo_id).context(format!(
+                "{here} of {total} bytes of {repo_id} are on this machine, {left} are left; the same command \
+                 continues there"
             ))
         })?;
-        let cache = Cache::new(self.cache.clone());
-        let main = cache.repo(Repo::model(plan.repo_id.clone()));
-        main.create_ref(&plan.sha).context("recording the snapshot in the cache")?;
+        plan.folder.set_commit(&plan.sha).context("recording the snapshot in the cache")?;
         Ok(plan.snapshot.clone())
-    }
-
-    fn get(&self, api: &Api, plan: &Plan, report: &mut dyn FnMut(&Progress<'_>)) -> Result<()> {
-        // All files come from one commit, even if the repo changes meanwhile.
-        let pinned = Repo::with_revision(plan.repo_id.clone(), RepoType::Model, plan.sha.clone());
-        let pinned = api.repo(pinned);
-        let mut done = 0;
-        for file in &plan.files {
-            if !plan.has(file) {
-                plan.drop_finished_part(file);
-                self.get_file(&pinned, plan, file, done, report)?;
-            }
-            done += file.size.unwrap_or(0);
-            report(&Progress { file: &file.name, done, total: plan.bytes() });
-        }
-        Ok(())
-    }
-
-    fn get_file(
-        &self,
-        repo: &ApiRepo,
-        plan: &Plan,
-        file: &Wanted,
-        before: u64,
-        report: &mut dyn FnMut(&Progress<'_>),
-    ) -> Result<()> {
-        let (name, total) = (file.name.as_str(), plan.bytes());
-        let counter = Counter { name, before, of_file: 0, total, report };
-        let path = repo
-            .download_with_progress(name, counter)
-            .map_err(|error| self.explain(error, &plan.repo_id))?;
-        let Err(problem) = file.verify(&path) else { return Ok(()) };
-        // It must not be found again: neither under its name nor as the content that the name points to.
-        if let Ok(blob) = path.canonicalize() {
-            let _ = fs::remove_file(blob);
-        }
-        let _ = fs::remove_file(&path);
-        Err(problem.context(format!("{name} of {} was deleted again", plan.repo_id)))
     }
 
     /// The complete snapshot of `repo_id` in the cache, if there is one.
     pub fn cached(&self, repo_id: &str) -> Option<PathBuf> {
-        let cache = Cache::new(self.cache.clone());
-        let config = cache.repo(Repo::model(repo_id.into())).get("config.json")?;
-        config.parent().filter(|snapshot| is_complete(snapshot)).map(Path::to_path_buf)
+        let folder = RepoFolder::new(&self.cache, repo_id).ok()?;
+        let snapshot = folder.snapshot(&folder.commit()?);
+        is_complete(&snapshot).then_some(snapshot)
     }
 
     fn may_download(&self, repo_id: &str) -> Result<()> {
@@ -319,17 +312,31 @@ impl Hub {
         Ok(())
     }
 
-    fn api(&self) -> Result<Api, ApiError> {
-        ApiBuilder::from_cache(Cache::new(self.cache.clone()))
-            .with_endpoint(self.endpoint.trim_end_matches('/').into())
-            .with_token(self.token.clone())
-            .with_retries(RETRIES)
-            .with_user_agent("steersman", env!("CARGO_PKG_VERSION"))
-            .build()
+    fn client(&self, stop: &Stop) -> Client {
+        Client::new(self, Times::default(), stop)
     }
 
-    fn explain(&self, error: ApiError, repo_id: &str) -> anyhow::Error {
-        let status = status(&error);
+    fn explain_failure(&self, failure: Failure, repo_id: &str) -> anyhow::Error {
+        match failure {
+            Failure::Hub(error) => self.explain(error, repo_id),
+            Failure::Other(error) => error,
+        }
+    }
+
+    fn explain(&self, error: HubError, repo_id: &str) -> anyhow::Error {
+        let status = match &error {
+            HubError::Status(status) => Some(*status),
+            // Not of the hub: there is nothing to explain.
+            HubError::Stopped => return error.into(),
+            HubError::Cache(_) => {
+                let cache = self.cache.display();
+                let context = format!(
+                    "the cache {cache} cannot be written: make room, or choose another with HF_HUB_CACHE"
+                );
+                return anyhow!(error).context(context);
+            }
+            _ => None,
+        };
         let advice = match (status, &self.token) {
             (Some(401 | 403), None) => {
                 "the repo does not exist, or is private or gated: accept its terms on its page, then \
@@ -345,160 +352,8 @@ impl Hub {
             (Some(429), _) => "the hub limits the request rate: wait, or set HF_TOKEN",
             _ => "the download failed; try again, it resumes where it stopped",
         };
-        anyhow!("{error}").context(format!("{repo_id} from {}: {advice}", self.endpoint))
+        anyhow!(error).context(format!("{repo_id} from {}: {advice}", self.endpoint))
     }
-}
-
-/// The hub's answer about a repo.
-#[derive(Deserialize)]
-struct Info {
-    sha: String,
-    siblings: Vec<Sibling>,
-}
-
-/// A file of a repo. Mirrors may leave out sizes and digests.
-#[derive(Deserialize)]
-struct Sibling {
-    rfilename: String,
-    size: Option<u64>,
-    lfs: Option<Lfs>,
-}
-
-/// What the hub knows about the content of a large file.
-#[derive(Deserialize)]
-struct Lfs {
-    sha256: Option<String>,
-}
-
-/// What a download of one repo consists of.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plan {
-    /// `owner/name`
-    pub repo_id: String,
-    /// The commit.
-    pub sha: String,
-    /// The folder that the files appear in.
-    pub snapshot: PathBuf,
-    /// The folder with their contents.
-    blobs: PathBuf,
-    /// The files that a model needs.
-    pub files: Vec<Wanted>,
-}
-
-/// A file of a repo that a model needs.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wanted {
-    /// Name in the repo.
-    pub name: String,
-    /// Bytes, if the hub tells.
-    pub size: Option<u64>,
-    /// SHA-256 of its content in hex digits, if the hub tells.
-    pub sha256: Option<String>,
-}
-
-/// How far a download is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress<'a> {
-    /// The file that is downloaded.
-    pub file: &'a str,
-    /// Bytes of all files that are on this machine.
-    pub done: u64,
-    /// Bytes of all files.
-    pub total: u64,
-}
-
-impl From<&Sibling> for Wanted {
-    fn from(file: &Sibling) -> Self {
-        let sha256 = file.lfs.as_ref().and_then(|lfs| lfs.sha256.clone());
-        Self { name: file.rfilename.clone(), size: file.size, sha256 }
-    }
-}
-
-impl Wanted {
-    /// Checks the file at `path` against what the hub says.
-    fn verify(&self, path: &Path) -> Result<()> {
-        let bytes = fs::metadata(path)?.len();
-        if let Some(size) = self.size {
-            ensure!(bytes == size, "it has {bytes} bytes, the hub says {size}");
-        }
-        if let Some(expected) = &self.sha256 {
-            let found = sha256(path).with_context(|| format!("reading {}", path.display()))?;
-            ensure!(
-                found.eq_ignore_ascii_case(expected),
-                "its SHA-256 is {found}, the hub says {expected}"
-            );
-        }
-        Ok(())
-    }
-}
-
-impl Plan {
-    /// Bytes of all files whose size the hub tells.
-    pub fn bytes(&self) -> u64 {
-        self.files.iter().filter_map(|file| file.size).sum()
-    }
-
-    /// Bytes of its weights.
-    pub fn weight_bytes(&self) -> u64 {
-        let weights = self.files.iter().filter(|file| file.name.ends_with(".safetensors"));
-        weights.filter_map(|file| file.size).sum()
-    }
-
-    /// Bytes of them that are on this machine, unfinished files included.
-    pub fn bytes_here(&self) -> u64 {
-        let here = |file: &Wanted| {
-            if self.has(file) { file.size.unwrap_or(0) } else { self.part_bytes(file) }
-        };
-        self.files.iter().map(here).sum()
-    }
-
-    fn has(&self, file: &Wanted) -> bool {
-        let found = fs::metadata(self.snapshot.join(&file.name));
-        found.is_ok_and(|found| file.size.is_none_or(|size| size == found.len()))
-    }
-
-    /// The unfinished content of a file, whose name in the cache is its SHA-256.
-    fn part(&self, file: &Wanted) -> Option<PathBuf> {
-        Some(self.blobs.join(file.sha256.as_ref()?).with_extension("part"))
-    }
-
-    fn part_bytes(&self, file: &Wanted) -> u64 {
-        self.part(file).and_then(|part| fs::metadata(part).ok()).map_or(0, |part| part.len())
-    }
-
-    /// A part that has all bytes cannot be continued: the hub refuses to send what follows the end.
-    fn drop_finished_part(&self, file: &Wanted) {
-        if let Some(part) = self.part(file)
-            && file.size.is_some_and(|size| self.part_bytes(file) >= size)
-        {
-            let _ = fs::remove_file(part);
-        }
-    }
-}
-
-/// Counts the bytes of one file.
-struct Counter<'a> {
-    name: &'a str,
-    /// Bytes of the files before it.
-    before: u64,
-    of_file: u64,
-    total: u64,
-    report: &'a mut dyn FnMut(&Progress<'_>),
-}
-
-impl HubProgress for Counter<'_> {
-    /// Called again when a download continues, before the bytes that are here already.
-    fn init(&mut self, _: usize, _: &str) {
-        self.of_file = 0;
-    }
-
-    fn update(&mut self, bytes: usize) {
-        self.of_file += bytes as u64;
-        let done = self.before + self.of_file;
-        (self.report)(&Progress { file: self.name, done, total: self.total });
-    }
-
-    fn finish(&mut self) {}
 }
 
 /// A progress bar for a download.
@@ -521,30 +376,6 @@ pub fn show(bar: &ProgressBar, progress: &Progress<'_>) {
     bar.set_position(progress.done);
 }
 
-/// SHA-256 of a file in hex digits.
-fn sha256(path: &Path) -> std::io::Result<String> {
-    let (mut file, mut sha) = (File::open(path)?, Sha256::new());
-    let mut bytes = vec![0; HASHED_BYTES];
-    loop {
-        match file.read(&mut bytes)? {
-            0 => return Ok(hex::encode(sha.finalize())),
-            read => sha.update(&bytes[..read]),
-        }
-    }
-}
-
-/// The HTTP status of an error of the hub.
-fn status(error: &ApiError) -> Option<u16> {
-    match error {
-        ApiError::RequestError(error) => match **error {
-            ureq::Error::StatusCode(status) => Some(status),
-            _ => None,
-        },
-        ApiError::TooManyRetries(error) => status(error),
-        _ => None,
-    }
-}
-
 /// Whether a file is a small one that models need: configuration, tokenizer or template.
 fn is_text_file(name: &str) -> bool {
     let known = [".json", ".jinja", ".tiktoken"].iter().any(|end| name.ends_with(end))
@@ -554,7 +385,7 @@ fn is_text_file(name: &str) -> bool {
 
 /// Whether a snapshot has all files that a model needs: an interrupted download has fewer.
 pub(crate) fn is_complete(snapshot: &Path) -> bool {
-    let has = |file: &str| snapshot.join(file).is_file();
+    let has = |file: &str| FilePath::new(file).is_ok_and(|file| file.within(snapshot).is_file());
     let weights = match shards(&snapshot.join(INDEX)) {
         Ok(shards) => shards.iter().all(|shard| has(shard)),
         Err(_) => has("model.safetensors"),
@@ -562,17 +393,7 @@ pub(crate) fn is_complete(snapshot: &Path) -> bool {
     weights && has("config.json") && has("tokenizer.json")
 }
 
-/// The distinct files that an index lists.
-fn shards(index: &Path) -> Result<Vec<String>> {
-    let context = || format!("reading {}", index.display());
-    let text = std::fs::read_to_string(index).with_context(context)?;
-    let index: Value = serde_json::from_str(&text).with_context(context)?;
-    let Some(map) = index["weight_map"].as_object() else { bail!("{INDEX} has no weight_map") };
-    let mut shards: Vec<_> = map.values().filter_map(Value::as_str).map(str::to_string).collect();
-    shards.sort();
-    shards.dedup();
-    Ok(shards)
-}
-
+#[cfg(all(test, unix))]
+mod hostile;
 #[cfg(test)]
 mod tests;

@@ -8,10 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use crate::hub::{self, Hub};
-
-/// Begins the folder of a model.
-const PREFIX: &str = "models--";
+use crate::hub::{self, Hub, PREFIX, RepoFolder};
 
 /// Most names in an error.
 const SIMILAR: usize = 3;
@@ -28,7 +25,7 @@ pub struct Snapshot {
     /// Bytes on disk of all its commits and unfinished downloads.
     pub bytes: u64,
     /// The folder with everything of this repo.
-    repo: PathBuf,
+    repo: RepoFolder,
 }
 
 /// All models in the cache of `hub`, by name. Repos that hold no model are left out.
@@ -48,7 +45,7 @@ pub fn list(hub: &Hub) -> Result<Vec<Snapshot>> {
         let repo_id = repo_id.map(|name| name.replacen("--", "/", 1));
         let Some(repo_id) = repo_id.filter(|id| hub::is_repo_id(id)) else { continue };
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            snapshots.push(Snapshot::read(repo_id, entry.path()));
+            snapshots.push(Snapshot::read(RepoFolder::new(&hub.cache, &repo_id)?, repo_id));
         }
     }
     snapshots.retain(|snapshot| snapshot.complete || snapshot.bytes > 0);
@@ -57,12 +54,11 @@ pub fn list(hub: &Hub) -> Result<Vec<Snapshot>> {
 }
 
 impl Snapshot {
-    fn read(repo_id: String, repo: PathBuf) -> Self {
-        let commit = fs::read_to_string(repo.join("refs/main")).ok();
-        let folder = commit.map(|commit| repo.join("snapshots").join(commit.trim()));
+    fn read(repo: RepoFolder, repo_id: String) -> Self {
+        let folder = repo.commit().map(|commit| repo.snapshot(&commit));
         let folder = folder.filter(|folder| folder.is_dir());
         let complete = folder.as_deref().is_some_and(hub::is_complete);
-        let bytes = bytes_of(&repo);
+        let bytes = bytes_of(repo.root());
         Self { repo_id, folder, complete, bytes, repo }
     }
 }
@@ -83,11 +79,9 @@ pub fn remove(hub: &Hub, repo_id: &str) -> Result<Snapshot> {
         );
     };
     let snapshot = snapshots.swap_remove(at);
-    let context = || format!("removing {}", snapshot.repo.display());
-    // Renamed first: what is removed halfway must not be taken for a model.
     let removing = hub.cache.join(format!(".removing-{}", std::process::id()));
-    fs::rename(&snapshot.repo, &removing).with_context(context)?;
-    fs::remove_dir_all(&removing).with_context(context)?;
+    let removed = snapshot.repo.remove(&removing);
+    removed.with_context(|| format!("removing {}", snapshot.repo.root().display()))?;
     Ok(snapshot)
 }
 

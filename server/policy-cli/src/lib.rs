@@ -38,7 +38,7 @@ const PROGRESS: Duration = Duration::from_secs(5);
 
 /// Default log filter; RUST_LOG overrides it. The lines of rmcp repeat what servers send, as often as they send it: the
 /// server logs why a connection was lost.
-const LOG: &str = "info,wasmtime=warn,cranelift=warn,hf_hub=warn,rmcp=off,ureq=warn";
+const LOG: &str = "info,wasmtime=warn,cranelift=warn,rmcp=off,ureq=warn";
 
 /// The same for commands whose output is for people.
 const WARNINGS: &str = "warn,rmcp=off";

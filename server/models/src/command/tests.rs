@@ -2,6 +2,8 @@
 
 use serde_json::json;
 
+use std::fs;
+
 use super::*;
 use crate::facts::Unpacked;
 

@@ -9,6 +9,10 @@ use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
+use std::fs;
+
+use sha2::{Digest, Sha256};
+
 use super::*;
 
 const SHA: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -178,8 +182,10 @@ fn plan_says_how_much_is_here_and_progress_ends_with_everything() {
     let planned = size(INDEX) + size("config.json");
     assert_eq!(plan.bytes_here(), planned);
     // Two bytes of a shard arrived before, and all of another, which was not renamed.
-    std::fs::write(plan.blobs.join(format!("{}.part", digest("one"))), "on").unwrap();
-    std::fs::write(plan.blobs.join(format!("{}.part", digest("two"))), "two").unwrap();
+    std::fs::write(plan.folder.root().join("blobs").join(format!("{}.part", digest("one"))), "on")
+        .unwrap();
+    std::fs::write(plan.folder.root().join("blobs").join(format!("{}.part", digest("two"))), "two")
+        .unwrap();
     assert_eq!(plan.bytes_here(), planned + 2 + 3);
     let mut reports = Vec::new();
     let folder = hub.download(&plan, &mut |p| reports.push((p.done, p.total))).unwrap();
@@ -203,7 +209,7 @@ fn file_that_is_not_what_the_hub_says_is_not_kept() {
     }
     assert!(hub.cached("owner/tiny").is_none());
     assert!(!plan.snapshot.join("model-2.safetensors").exists());
-    assert!(!plan.blobs.join(digest("two")).exists());
+    assert!(!plan.folder.root().join("blobs").join(digest("two")).exists());
     assert!(plan.snapshot.join("model-1.safetensors").exists(), "the others stay");
 }
 
