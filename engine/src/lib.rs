@@ -11,6 +11,7 @@ mod cache;
 pub mod config;
 mod decode;
 mod engine;
+mod engine_thread;
 mod error;
 mod file;
 mod grammar;
@@ -28,6 +29,7 @@ mod text;
 
 pub use decode::{policies, start};
 pub use engine::{Engine, Info};
+pub use engine_thread::EngineThread;
 pub use error::{ConfigError, Error, RequestError, Result, StoreError};
 /// Version of MLX.
 pub use mlx_sys::VERSION as MLX_VERSION;

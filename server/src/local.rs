@@ -4,11 +4,10 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use secrecy::SecretString;
-use steersman_engine::Engine;
+use steersman_engine::{Engine, EngineThread};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 
@@ -27,7 +26,7 @@ pub struct Local {
     stop: oneshot::Sender<()>,
     serving: tokio::task::JoinHandle<()>,
     models: Models,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<EngineThread>,
 }
 
 impl Local {
@@ -95,7 +94,7 @@ impl Local {
         let threads: Vec<_> = self.threads.into_iter().chain(self.models.take_threads()).collect();
         drop(self.models);
         self.runtime.shutdown_background();
-        let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
+        let ended: Vec<_> = threads.into_iter().map(EngineThread::join).collect();
         ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
         Ok(())
     }

@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
-use std::thread::JoinHandle;
 
 use serde_json::{Value, json};
 use steersman_engine::config::{Config, Device, Dtype, MachineCosts, Profile};
@@ -17,7 +16,7 @@ use steersman_engine::policy::{
 };
 use steersman_engine::request::{Event, Finished, Message, Request, ToolCall};
 use steersman_engine::tools::Decoder;
-use steersman_engine::{Engine, Error, Info};
+use steersman_engine::{Engine, EngineThread, Error, Info};
 pub use steersman_test_support::{Random, fuzz_inputs, guest};
 use tempfile::TempDir;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -154,7 +153,7 @@ pub fn config() -> Config {
 /// An engine with the bundled model. Dropping it waits until its state is on disk and MLX is idle.
 pub struct Running {
     engine: Option<Engine>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<EngineThread>,
     /// Temporary data folder, deleted on drop.
     data: Option<TempDir>,
 }
@@ -223,7 +222,7 @@ impl Drop for Running {
         drop(self.engine.take());
         // After a failed test other handles may exist, and joining would hang.
         if !std::thread::panicking() {
-            let ended = self.thread.take().map(JoinHandle::join);
+            let ended = self.thread.take().map(EngineThread::join);
             assert!(matches!(ended, Some(Ok(()))), "the engine panicked");
         }
     }

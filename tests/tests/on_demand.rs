@@ -72,6 +72,13 @@ async fn ask(app: Router, model: &'static str, number: usize) -> (StatusCode, Va
     json_of(&app, request.unwrap()).await
 }
 
+/// Number of threads of engines, with those of MLX, which are named after them; 0 if the system does not tell.
+fn engine_threads() -> usize {
+    let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let names = threads.filter_map(|thread| fs::read_to_string(thread.path().join("comm")).ok());
+    names.filter(|name| name.trim() == "engine").count()
+}
+
 /// `/health` of each model on demand.
 async fn health(app: &Router) -> Vec<Value> {
     let (_, health) = json_of(app, Request::get("/health").body(Body::empty()).unwrap()).await;
@@ -88,6 +95,7 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
     let before = active_memory().unwrap();
 
     let mut expected: BTreeMap<(&str, usize), Value> = BTreeMap::new();
+    let mut threads_before = None;
     for burst in 0..scaled(200) / BURST {
         // The first of each burst are asked at once, with one for the model before.
         let (model, previous) = (NAMES[burst % 3], NAMES[(burst + 2) % 3]);
@@ -104,6 +112,10 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
             let model = if asked_for == "gpt" { "two" } else { asked_for };
             let known = expected.entry((model, number % 7)).or_insert_with(|| answer.clone());
             assert_eq!(*known, answer, "{asked_for} {number}");
+        }
+        if burst == NAMES.len() {
+            // Each has been loaded, and as many at once as fit.
+            threads_before = Some(engine_threads());
         }
         let loaded = health(&app).await.iter().filter(|model| model["state"] == "loaded").count();
         assert!(loaded <= 2, "{loaded} models are loaded, and two fit");
@@ -124,6 +136,7 @@ async fn requests_alternate_between_models_that_do_not_fit_together() {
     );
     assert!(count("loads") > 3 && count("loads") == count("unloads"), "{last:?}");
     assert_eq!(active_memory().unwrap(), before, "all arrays of models that left are freed");
+    assert_eq!(Some(engine_threads()), threads_before, "no load leaves a thread behind");
     for name in NAMES {
         assert!(data.path().join(format!("state-{name}.redb")).is_file(), "{name}");
     }

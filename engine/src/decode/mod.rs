@@ -55,7 +55,6 @@ use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use mlx_rs::transforms::eval;
@@ -85,6 +84,7 @@ use crate::config::{
     Config, DraftKind, EngineConfig, ModelConfig, Pooling, SpeculationConfig, StoreConfig,
 };
 use crate::engine::{Engine, Info};
+use crate::engine_thread::EngineThread;
 use crate::error::{ConfigError, Error, Result};
 use crate::grammar::Grammars;
 use crate::kernels::cuda;
@@ -115,7 +115,7 @@ pub fn policies(config: &Config, data: &Path) -> Result<Arc<Policies>> {
     Ok(policies)
 }
 
-/// Loads the model in `folder` on a new thread and serves requests there, steered by `policies`.
+/// Loads the model in `folder` on a thread of its own and serves requests there, steered by `policies`.
 /// State is saved in the folder `data`.
 ///
 /// Returns a handle and the thread when the model is ready. After the last handle is dropped, the
@@ -129,7 +129,7 @@ pub fn start(
     folder: &Path,
     data: &Path,
     policies: Arc<Policies>,
-) -> Result<(Engine, JoinHandle<()>)> {
+) -> Result<(Engine, EngineThread)> {
     let config = config.check()?;
     let (ready, loaded) = std::sync::mpsc::sync_channel(1);
     let (folder, data) = (folder.to_path_buf(), data.to_path_buf());
@@ -144,8 +144,7 @@ pub fn start(
         }
         Err(error) => drop(ready.send(Err(error))),
     };
-    let thread =
-        std::thread::Builder::new().name("engine".into()).spawn(run).map_err(|_| Error::Stopped)?;
+    let thread = EngineThread::spawn(run).map_err(|_| Error::Stopped)?;
     let (info, queue) = loaded.recv().map_err(|_| Error::Stopped)??;
     Ok((Engine::new(queue, info, policies), thread))
 }

@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use steersman_engine::EngineThread;
 use steersman_engine::config::{Config, Kernels, Profile};
 use steersman_engine::loading;
 use steersman_engine::policy::Policies;
 use steersman_engine::tools::Machine;
+use steersman_files::FileName;
 use steersman_models::facts::{Facts, Numbers, Unpacked};
 use steersman_models::hub::named_as;
 use steersman_models::pool::{Pool, Settings};
@@ -30,7 +31,7 @@ pub struct Loaded {
     pub models: Models,
     /// The engines' threads. Each ends after the last handle to its engine; once joined, its state is
     /// on disk.
-    pub threads: Vec<JoinHandle<()>>,
+    pub threads: Vec<EngineThread>,
     /// Whether the first model is the bundled demonstration model.
     pub bundled: bool,
 }
@@ -86,7 +87,7 @@ pub fn load(
                 config.model.name
             );
         }
-        config.store.path = store_of(&config.store.file(data_dir), &config.model.name);
+        config.store.path = store_of(&config.store.file(data_dir), &config.model.name)?;
         let (engine, thread) = start(config, &found).with_context(|| of_profiles(&profiles))?;
         models.add_loaded(engine, &profiles, bytes(&found), files(&found));
         threads.push(thread);
@@ -96,7 +97,7 @@ pub fn load(
         let OnDemandConfig { keep_alive_s, pinned, .. } = server.models[&name];
         let profiles = server.profile_models.iter().filter(|(_, model)| **model == name);
         let profiles: Vec<_> = profiles.map(|(profile, _)| profile.clone()).collect();
-        config.store.path = store_of(&config.store.file(data_dir), &name);
+        config.store.path = store_of(&config.store.file(data_dir), &name)?;
         let recipe =
             FromFiles { config, numbers, data_dir: data_dir.into(), policies: policies.clone() };
         let key = || format!("models.{name}");
@@ -223,8 +224,13 @@ fn of_profiles(profiles: &[String]) -> String {
 }
 
 /// The state file of a further model: engines do not share one.
-fn store_of(first: &Path, model: &str) -> PathBuf {
+///
+/// # Errors
+/// If the name is too long for a file.
+fn store_of(first: &Path, model: &str) -> Result<PathBuf> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let name: String = model.chars().map(|c| if is_plain(c) { c } else { '-' }).collect();
-    first.with_file_name(format!("{}-{name}.redb", first.file_stem().unwrap_or_default().display()))
+    let stem = first.file_stem().unwrap_or_default().display();
+    let name = FileName::new(&format!("{stem}-{name}.redb"))?;
+    Ok(name.within(first.parent().unwrap_or(Path::new(""))))
 }

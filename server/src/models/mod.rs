@@ -10,12 +10,11 @@ mod starter;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::RwLock;
-use steersman_engine::Engine;
 use steersman_engine::policy::Policies;
+use steersman_engine::{Engine, EngineThread};
 use steersman_models::facts::{Facts, Numbers, Unpacked};
 use steersman_models::pool::{self, Pool, Report};
 pub use steersman_models::pool::{Refusal, Settings, State};
@@ -344,7 +343,7 @@ impl Models {
     }
 
     /// The threads of engines that were loaded on demand and are still loaded.
-    pub fn take_threads(&self) -> Vec<JoinHandle<()>> {
+    pub fn take_threads(&self) -> Vec<EngineThread> {
         self.pool.starter().take_threads()
     }
 }

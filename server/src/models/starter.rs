@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 use parking_lot::Mutex;
-use steersman_engine::Engine;
+use steersman_engine::{Engine, EngineThread};
 use steersman_models::pool;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -35,7 +34,7 @@ pub trait Recipe: Send + Sync {
 }
 
 /// An engine and its thread, which ends after the last handle to the engine.
-pub type Running = (Engine, JoinHandle<()>);
+pub type Running = (Engine, EngineThread);
 
 /// The models that are loaded on demand, by index, and the threads of those that are loaded.
 pub struct Starter {
@@ -46,7 +45,7 @@ pub struct Starter {
 }
 
 struct Thread {
-    handle: JoinHandle<()>,
+    handle: EngineThread,
     /// Whether the engine is to end.
     ends: Arc<AtomicBool>,
 }
@@ -76,7 +75,7 @@ impl Starter {
     }
 
     /// The threads of all engines.
-    pub fn take_threads(&self) -> Vec<JoinHandle<()>> {
+    pub fn take_threads(&self) -> Vec<EngineThread> {
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_values().map(|thread| thread.handle).collect()
     }
