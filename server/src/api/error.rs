@@ -172,6 +172,12 @@ impl ApiError {
         Self::new(StatusCode::BAD_GATEWAY, "server_error", "download_failed", "model", message)
     }
 
+    /// A stop of a download while none runs.
+    pub fn no_pull() -> Self {
+        let message = "no download is running";
+        Self::new(StatusCode::NOT_FOUND, INVALID, "no_pull", "", message)
+    }
+
     /// A download that the disk has no room for.
     pub fn disk_full(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INSUFFICIENT_STORAGE, "server_error", "disk_full", "model", message)

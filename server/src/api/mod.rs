@@ -68,6 +68,7 @@ use self::ollama::Ollama;
 use self::origin::Origins;
 use self::profiles::Profiles;
 use self::protocol::handle;
+use self::pull::Pulls;
 use self::requests::register::Register;
 use self::rerank::Rerank;
 use self::responses::Responses;
@@ -112,8 +113,8 @@ pub struct App {
     rollbacks: Semaphore,
     /// Limits traces that are read at a time.
     trace_readers: Arc<Semaphore>,
-    /// Limits downloads of models to one at a time.
-    pulls: Arc<Semaphore>,
+    /// The download of a model that runs.
+    pulls: Arc<Pulls>,
     /// Where models are downloaded from, if not what the environment says.
     hub: Option<Hub>,
     body_limit_bytes: usize,
@@ -143,7 +144,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         uploads: Semaphore::new(1),
         rollbacks: Semaphore::new(1),
         trace_readers: Arc::new(Semaphore::new(trace::READERS)),
-        pulls: Arc::new(Semaphore::new(1)),
+        pulls: Arc::default(),
         hub: config.hub.clone(),
         body_limit_bytes: config.body_limit_bytes,
         request_timeout: Duration::from_secs(config.request_timeout_s),
@@ -178,7 +179,7 @@ pub fn app(models: impl Into<Models>, config: &ServerConfig) -> Router {
         .route("/api/show", post(ollama::show))
         .route("/api/version", get(ollama::version))
         .route("/api/pull", post(pull::pull_as_ollama))
-        .route("/v1/models/pull", post(pull::pull))
+        .route("/v1/models/pull", post(pull::pull).delete(pull::stop))
         .route("/v1/cache", get(cache::get))
         .route("/v1/policies", get(policies::list))
         .route("/v1/policies/{name}", post(policies::upload))

@@ -1,8 +1,9 @@
 //! `POST /v1/models/pull` and Ollama's `POST /api/pull`: downloads of models while the server runs, for
 //! operators.
 //!
-//! One download runs at a time, on a thread. It goes on if the client disconnects; asking again after it has
-//! failed continues it. A model that was downloaded is served if `[models]` names it.
+//! One download runs at a time, on a thread. `DELETE /v1/models/pull` stops it, and so does a client of Ollama that
+//! disconnects, as with Ollama; other clients may disconnect. Asking again continues it. A model that was downloaded is
+//! served if `[models]` names it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,10 +16,10 @@ use axum::http::{HeaderMap, header};
 use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::{self, Stream};
+use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 use steersman_models::command::Needs;
-use steersman_models::hub::{Hub, Plan, Progress};
-use tokio::sync::OwnedSemaphorePermit;
+use steersman_models::hub::{Hub, Plan, Progress, Stop, is_disk_full};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::App;
@@ -28,6 +29,49 @@ use super::protocol::{JSON, read_json};
 
 /// Shortest time between two reports of progress.
 const REPORT_EVERY: Duration = Duration::from_millis(200);
+
+/// The download that runs.
+#[derive(Default)]
+pub struct Pulls(Mutex<Option<Running>>);
+
+struct Running {
+    repo: String,
+    stop: Stop,
+}
+
+impl Pulls {
+    /// Makes `repo` the download that runs; `None` if another one runs.
+    fn begin(self: &Arc<Self>, repo: &str) -> Option<Turn> {
+        let mut running = self.0.lock();
+        if running.is_some() {
+            return None;
+        }
+        let stop = Stop::default();
+        *running = Some(Running { repo: repo.into(), stop: stop.clone() });
+        Some(Turn { pulls: self.clone(), stop })
+    }
+}
+
+/// The right to download, until it is dropped.
+struct Turn {
+    pulls: Arc<Pulls>,
+    stop: Stop,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        *self.pulls.0.lock() = None;
+    }
+}
+
+/// Stops a download when it is dropped: the client has disconnected, or has all reports.
+struct StopOnDrop(Stop);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
 
 /// What a client asks for.
 struct Asked {
@@ -55,7 +99,7 @@ pub async fn pull(
     body: Body,
 ) -> Result<Response, ApiError> {
     let body = operators_body(&app, &caller, &headers, body, JSON).await?;
-    let (first, reports) = begin(&app, body.repo).await?;
+    let (first, reports, _) = begin(&app, body.repo, false).await?;
     let events = rest(first, reports, |report| {
         let event = SseEvent::default().data(of_openai(&report).to_string());
         Some(Ok::<_, std::convert::Infallible>(event))
@@ -72,10 +116,12 @@ pub async fn pull_as_ollama(
     body: Body,
 ) -> Result<Response, ApiError> {
     let asked = operators_body(&app, &caller, &headers, body, None).await?;
-    let (first, mut reports) = begin(&app, asked.repo).await?;
+    let (first, mut reports, guard) = begin(&app, asked.repo, true).await?;
     let kind = [(header::CONTENT_TYPE, "application/x-ndjson")];
     if asked.stream {
-        let lines = rest(first, reports, |report| {
+        let lines = rest(first, reports, move |report| {
+            // Dropped with the stream.
+            let _ = &guard;
             Some(Ok::<_, std::convert::Infallible>(format!("{}\n", of_ollama(&report))))
         });
         return Ok((kind, Body::from_stream(lines)).into_response());
@@ -88,6 +134,21 @@ pub async fn pull_as_ollama(
         Report::Failed(error) => Err(error),
         last => Ok(axum::Json(of_ollama(&last)).into_response()),
     }
+}
+
+/// `DELETE /v1/models/pull`
+pub async fn stop(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<axum::Json<Value>, ApiError> {
+    app.access.operator(&caller).inspect_err(|_| app.metrics.unauthorized())?;
+    let stopped = app.pulls.0.lock().as_ref().map(|running| {
+        running.stop.stop();
+        running.repo.clone()
+    });
+    let repo = stopped.ok_or_else(ApiError::no_pull)?;
+    tracing::info!(repo, "download stopped by an operator");
+    Ok(axum::Json(json!({"model": repo, "stopped": true})))
 }
 
 /// Reads the body of an operator.
@@ -131,29 +192,33 @@ fn parse(mut body: Map<String, Value>) -> Result<Asked, ApiError> {
     Ok(Asked { repo, stream })
 }
 
-/// Starts a download; returns its first report.
+/// Starts a download; returns its first report, where the others come from, and what stops it when it is dropped if
+/// `stops`.
 ///
 /// # Errors
 /// If another one runs, or this one fails before it begins.
 async fn begin(
     app: &Arc<App>,
     repo: String,
-) -> Result<(Report, UnboundedReceiver<Report>), ApiError> {
-    let Ok(permit) = app.pulls.clone().try_acquire_owned() else {
-        let message = "another download is running; wait until it has ended";
+    stops: bool,
+) -> Result<(Report, UnboundedReceiver<Report>, Option<StopOnDrop>), ApiError> {
+    let Some(turn) = app.pulls.begin(&repo) else {
+        let message = "another download is running; wait until it has ended, or stop it (DELETE /v1/models/pull)";
         return Err(ApiError::conflict("pull_in_progress", message));
     };
+    let (stop, guard) = (turn.stop.clone(), stops.then(|| StopOnDrop(turn.stop.clone())));
     let (reports, mut receiver) = unbounded_channel();
     let download = Download {
         hub: app.hub.clone().unwrap_or_else(Hub::from_env),
         app: app.clone(),
         repo,
         reports,
+        stop,
     };
-    tokio::task::spawn_blocking(move || download.run(permit));
+    tokio::task::spawn_blocking(move || download.run(turn));
     match receiver.recv().await {
         Some(Report::Failed(error)) => Err(error),
-        Some(first) => Ok((first, receiver)),
+        Some(first) => Ok((first, receiver, guard)),
         // It panicked, which the log has.
         None => {
             Err(ApiError::download_failed("the download failed; the server's log has the reason"))
@@ -168,10 +233,11 @@ struct Download {
     repo: String,
     /// Nobody may listen any more.
     reports: UnboundedSender<Report>,
+    stop: Stop,
 }
 
 impl Download {
-    fn run(self, permit: OwnedSemaphorePermit) {
+    fn run(self, turn: Turn) {
         let started = Instant::now();
         let last = match self.download() {
             Ok(folder) => {
@@ -185,7 +251,7 @@ impl Download {
             }
         };
         // Who has read the last report may start the next download.
-        drop(permit);
+        drop(turn);
         let _ = self.reports.send(last);
     }
 
@@ -193,14 +259,18 @@ impl Download {
         if let Some(folder) = self.hub.cached(&self.repo) {
             return Ok(folder);
         }
-        let failed = |error: anyhow::Error| ApiError::download_failed(format!("{error:#}"));
-        let plan = self.hub.plan(&self.repo).map_err(failed)?;
+        let failed = |error: anyhow::Error| match is_disk_full(&error) {
+            true => ApiError::disk_full(format!("{error:#}")),
+            false => ApiError::download_failed(format!("{error:#}")),
+        };
+        let plan = self.hub.plan_until(&self.repo, &self.stop).map_err(failed)?;
         let needs = self.needs(&plan);
         needs.check_disk().map_err(|error| ApiError::disk_full(error.to_string()))?;
         tracing::info!(repo = self.repo, bytes = needs.left(), "download begins");
         let _ = self.reports.send(Report::Planned(needs));
         let mut next = Instant::now();
-        self.hub.download(&plan, &mut |progress| self.report(progress, &mut next)).map_err(failed)
+        let mut report = |progress: &Progress<'_>| self.report(progress, &mut next);
+        self.hub.download_until(&plan, &mut report, &self.stop).map_err(failed)
     }
 
     fn needs(&self, plan: &Plan) -> Needs {

@@ -40,12 +40,24 @@ async fn answer_as_hub(request: HttpRequest) -> Response {
         .unwrap()
 }
 
+/// As [`answer_as_hub`], but the weights never come.
+async fn answer_as_silent_hub(request: HttpRequest) -> Response {
+    if request.uri().path().ends_with(".safetensors") {
+        std::future::pending::<()>().await;
+    }
+    answer_as_hub(request).await
+}
+
 /// A server whose operator has the key `op`, and the cache of its hub.
 async fn app_with_hub(cache: &Path) -> Router {
+    app_with_routes(cache, Router::new().fallback(answer_as_hub)).await
+}
+
+async fn app_with_routes(cache: &Path, routes: Router) -> Router {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
-        axum::serve(listener, Router::new().fallback(answer_as_hub)).await.unwrap();
+        axum::serve(listener, routes).await.unwrap();
     });
     let hub = Hub { endpoint, cache: cache.into(), token: None, offline: false };
     let config = ServerConfig {
@@ -134,4 +146,51 @@ async fn downloads_are_for_operators_and_name_what_is_wrong() {
         assert!(text.contains(words), "`{words}` is not in {text}");
     }
     assert_eq!(std::fs::read_dir(cache.path()).unwrap().count(), 0, "nothing was downloaded");
+}
+
+/// Fault A11: nothing stopped a download; a hub that sent nothing kept all others away until a restart.
+#[tokio::test]
+async fn a_download_is_stopped_by_an_operator_or_when_a_client_of_ollama_disconnects() {
+    let cache = cache();
+    let app = app_with_routes(cache.path(), Router::new().fallback(answer_as_silent_hub)).await;
+    let request = |method: Method, path: &str, key: &str| {
+        ClientRequest::builder()
+            .method(method)
+            .uri(path)
+            .header(header::CONTENT_TYPE, "application/json")
+            .header(header::AUTHORIZATION, format!("Bearer {key}"))
+            .body(Body::from(json!({"model": "owner/tiny"}).to_string()))
+            .unwrap()
+    };
+    let path = "/v1/models/pull";
+    let stop = async |key| {
+        let response = send(&app, request(Method::DELETE, path, key)).await;
+        (response.status().as_u16(), json_of(response).await)
+    };
+    let (status, error) = stop("op").await;
+    assert_eq!((status, &error["error"]["code"]), (404, &json!("no_pull")));
+
+    let running = send(&app, request(Method::POST, path, "op")).await;
+    assert_eq!(running.status(), 200);
+    let (status, text) = pull(&app, "/api/pull", "op", &json!({"model": "owner/tiny"})).await;
+    assert_eq!(status, 409, "{text}");
+    assert_eq!(stop("other").await.0, 401);
+    assert_eq!(stop("op").await, (200, json!({"model": "owner/tiny", "stopped": true})));
+    let text = String::from_utf8(bytes(running).await.to_vec()).unwrap();
+    assert!(text.contains("the download was stopped"), "{text}");
+
+    // Who has read the last report may start the next one. It begins, as it is Ollama's, and ends with its client.
+    let ollama = send(&app, request(Method::POST, "/api/pull", "op")).await;
+    assert_eq!(ollama.status(), 200);
+    drop(ollama);
+    let next = loop {
+        let next = send(&app, request(Method::POST, path, "op")).await;
+        match next.status().as_u16() {
+            409 => tokio::time::sleep(std::time::Duration::from_millis(5)).await,
+            _ => break next,
+        }
+    };
+    assert_eq!(next.status(), 200);
+    assert_eq!(stop("op").await.0, 200);
+    drop(bytes(next).await);
 }

@@ -221,6 +221,14 @@ const OPERATIONS: &[Operation] = &[
         &[(SSE, event::<replies::Pulled>)],
     )
     .with_key(Key::Operator),
+    Operation {
+        method: "delete",
+        path: "/v1/models/pull",
+        summary: "Stops the download that runs",
+        key: Key::Operator,
+        body: None,
+        replies: &[(JSON, reply::<replies::StoppedPull>)],
+    },
     post(
         "/api/chat",
         "A chat of Ollama's",

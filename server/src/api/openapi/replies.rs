@@ -648,6 +648,14 @@ pub struct OllamaPulled {
     completed: Option<u64>,
 }
 
+/// The download that was stopped.
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+pub struct StoppedPull {
+    model: String,
+    stopped: bool,
+}
+
 /// How far a download is; more fields depend on the status.
 #[derive(JsonSchema)]
 pub struct Pulled {
