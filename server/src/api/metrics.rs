@@ -140,6 +140,12 @@ pub async fn get(
     if let Some(Extension(connection)) = connection {
         register_connections(&mut registry, connection.all());
     }
+    if let Some(store) = &app.responses {
+        let help = "Responses that could not be stored";
+        let failures: Counter = Counter::default();
+        failures.inc_by(store.failures());
+        registry.register("responses_not_stored", help, failures);
+    }
     let engines = app.models.engines();
     let reports: Vec<_> = engines.iter().map(EngineSnapshot::new).collect();
     register_models(&mut registry, &app.models.reports());

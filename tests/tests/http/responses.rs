@@ -431,6 +431,33 @@ async fn response_that_is_not_to_be_stored_is_not() {
     assert_eq!(call(&app, Method::GET, &path).await, (200, response.clone()));
 }
 
+/// Fault A14: on a full disk the reply said 200 and `"store": true`, and the next turn of the conversation got 404. The
+/// folder is a file here: root may write to every disk.
+#[tokio::test]
+async fn a_response_that_cannot_be_stored_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("responses");
+    std::fs::write(&file, "in the way").unwrap();
+    let (app, _) = storing(&file);
+    let (status, reply) = create(&app, json!({"input": "one"})).await;
+    assert_eq!(status, StatusCode::OK);
+    let last = events(&app, json!({"input": "one", "stream": true})).await.pop().unwrap();
+    for response in [&reply, &last["response"]] {
+        assert_eq!(response["store"], false, "{response}");
+        let notes = response["steersman"]["notes"].to_string();
+        assert!(
+            notes.contains("was not stored") && notes.contains("previous_response_id"),
+            "{notes}"
+        );
+    }
+    let metrics = send(&app, get("/metrics")).await;
+    let metrics = String::from_utf8(bytes(metrics).await.to_vec()).unwrap();
+    assert!(metrics.contains("steersman_responses_not_stored_total 2\n"), "{metrics}");
+    // What the client did not ask to store has no note.
+    let (_, reply) = create(&app, json!({"input": "one", "store": false})).await;
+    assert_eq!(reply["steersman"]["notes"], json!([]));
+}
+
 #[tokio::test]
 async fn stored_response_belongs_to_its_profile() {
     let folder = tempfile::tempdir().unwrap();

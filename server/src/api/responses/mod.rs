@@ -198,7 +198,16 @@ impl Protocol for Responses {
             let (profile, input) = (head.profile.clone(), std::mem::take(&mut self.input));
             let stored = Stored { profile, messages, input, response: response.clone() };
             // Before the client has the id, with which its next request may come at once.
-            store.put(&head.id, &stored);
+            if let Err(error) = store.put(&head.id, &stored) {
+                response["store"] = false.into();
+                let note = format!(
+                    "the response was not stored ({error}): its id cannot be used as previous_response_id; send \
+                     the conversation as input"
+                );
+                if let Some(notes) = response["steersman"]["notes"].as_array_mut() {
+                    notes.push(note.into());
+                }
+            }
         }
         response
     }

@@ -1,18 +1,20 @@
 //! Stored responses: one file each, bounded in bytes and lifetime.
 //!
 //! The oldest are deleted first. Losing one costs a client its `previous_response_id` only, so a file
-//! that cannot be read is one that does not exist.
+//! that cannot be read is one that does not exist. A response that is not stored says so to its client.
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use steersman_engine::request::Message;
+use steersman_files::FileName;
 use tempfile::NamedTempFile;
 
 /// A stored response.
@@ -34,8 +36,10 @@ pub struct ResponseStore {
     folder: PathBuf,
     limit_bytes: u64,
     lifetime: Duration,
-    /// The oldest first.
-    files: Mutex<BTreeSet<(SystemTime, String, u64)>>,
+    /// The oldest first, by their ids.
+    files: Mutex<BTreeSet<(SystemTime, FileName, u64)>>,
+    /// Responses that could not be stored.
+    failures: AtomicU64,
 }
 
 impl ResponseStore {
@@ -43,50 +47,70 @@ impl ResponseStore {
     pub fn open(folder: &Path, limit_bytes: u64, lifetime: Duration) -> Self {
         let entry = |entry: std::io::Result<fs::DirEntry>| {
             let entry = entry.ok()?;
-            let id = entry.file_name().to_str()?.strip_suffix(".json")?.to_string();
+            let id = FileName::new(entry.file_name().to_str()?.strip_suffix(".json")?).ok()?;
             let metadata = entry.metadata().ok()?;
             Some((metadata.modified().ok()?, id, metadata.len()))
         };
         let files = fs::read_dir(folder).into_iter().flatten().filter_map(entry).collect();
-        let store = Self { folder: folder.into(), limit_bytes, lifetime, files: Mutex::new(files) };
+        let (folder, files, failures) = (folder.into(), Mutex::new(files), AtomicU64::new(0));
+        let store = Self { folder, limit_bytes, lifetime, files, failures };
         store.evict();
         store
     }
 
-    /// Stores a response; a failure is logged.
-    pub fn put(&self, id: &str, stored: &Stored) {
-        match self.write(id, stored) {
-            Ok(bytes) => {
-                self.files.lock().insert((SystemTime::now(), id.into(), bytes));
-                self.evict();
-            }
-            Err(error) => tracing::warn!(id, %error, "response not stored"),
+    /// Stores a response.
+    ///
+    /// # Errors
+    /// If it cannot be written, or alone takes more than the limit. The failure is logged and counted.
+    pub fn put(&self, id: &str, stored: &Stored) -> io::Result<()> {
+        let put = FileName::new(id).map_err(io::Error::other).and_then(|id| {
+            let bytes = self.write(&id, stored)?;
+            self.files.lock().insert((SystemTime::now(), id, bytes));
+            Ok(())
+        });
+        self.evict();
+        if let Err(error) = &put {
+            self.failures.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(id, %error, "response not stored");
         }
+        put
+    }
+
+    /// Number of responses that could not be stored.
+    pub fn failures(&self) -> u64 {
+        self.failures.load(Ordering::Relaxed)
     }
 
     /// The response `id`.
     pub fn get(&self, id: &str) -> Option<Stored> {
         self.evict();
-        let known = self.files.lock().iter().any(|(_, known, _)| known == id);
-        serde_json::from_slice(&fs::read(known.then(|| self.path(id))?).ok()?).ok()
+        let id = FileName::new(id).ok()?;
+        self.files.lock().iter().find(|(_, known, _)| *known == id)?;
+        // Whatever is there now: not one that grew, nor a pipe.
+        let text = steersman_files::read(&self.path(&id), self.limit_bytes).ok()?;
+        serde_json::from_slice(&text).ok()
     }
 
     /// Deletes the response `id`; false if there is none.
     pub fn delete(&self, id: &str) -> bool {
+        let Ok(id) = FileName::new(id) else { return false };
         let mut files = self.files.lock();
-        let Some(file) = files.iter().find(|(_, known, _)| known == id).cloned() else {
+        let Some(file) = files.iter().find(|(_, known, _)| *known == id).cloned() else {
             return false;
         };
         files.remove(&file);
-        fs::remove_file(self.path(id)).is_ok()
+        fs::remove_file(self.path(&id)).is_ok()
     }
 
-    fn write(&self, id: &str, stored: &Stored) -> std::io::Result<u64> {
-        let mut folder = fs::DirBuilder::new();
-        #[cfg(unix)]
-        std::os::unix::fs::DirBuilderExt::mode(&mut folder, 0o700);
-        folder.recursive(true).create(&self.folder)?;
+    fn write(&self, id: &FileName, stored: &Stored) -> io::Result<u64> {
+        steersman_files::create_private_folder(&self.folder)?;
         let bytes = serde_json::to_vec(stored)?;
+        if bytes.len() as u64 > self.limit_bytes {
+            let (bytes, limit) = (bytes.len(), self.limit_bytes);
+            let problem = format!("it has {bytes} bytes, server.responses_bytes is {limit}");
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, problem));
+        }
+        // Not synced: the disk would keep a worker waiting for each response.
         let mut file = NamedTempFile::new_in(&self.folder)?;
         file.write_all(&bytes)?;
         file.persist(self.path(id))?;
@@ -109,8 +133,7 @@ impl ResponseStore {
         }
     }
 
-    /// Only ids of [`ResponseStore::files`] are paths: a client's id may contain anything.
-    fn path(&self, id: &str) -> PathBuf {
+    fn path(&self, id: &FileName) -> PathBuf {
         self.folder.join(format!("{id}.json"))
     }
 }
@@ -130,8 +153,8 @@ mod tests {
         let folder = folder.path().join("responses");
         let day = Duration::from_secs(86_400);
         let store = ResponseStore::open(&folder, 1 << 20, day);
-        store.put("resp_1", &stored("one"));
-        store.put("resp_2", &stored("two"));
+        store.put("resp_1", &stored("one")).unwrap();
+        store.put("resp_2", &stored("two")).unwrap();
         let store = ResponseStore::open(&folder, 1 << 20, day);
         assert_eq!(store.get("resp_1").unwrap().response, "one");
         assert!(store.delete("resp_1") && !store.delete("resp_1"));
@@ -141,10 +164,27 @@ mod tests {
         }
         // One more takes the space of the oldest.
         let store = ResponseStore::open(&folder, 1000, day);
-        store.put("resp_3", &stored(&"x".repeat(900)));
+        store.put("resp_3", &stored(&"x".repeat(900))).unwrap();
         assert!(store.get("resp_3").is_some() && store.get("resp_2").is_none());
         let store = ResponseStore::open(&folder, 1000, Duration::ZERO);
         assert!(store.get("resp_3").is_none());
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+    }
+    /// Fault A12: a stored response that had become a pipe kept a worker of the server for ever.
+    #[cfg(unix)]
+    #[test]
+    fn a_stored_response_that_is_a_pipe_or_endless_does_not_exist() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = ResponseStore::open(folder.path(), 1 << 20, Duration::from_secs(60));
+        for (id, make) in [("resp_1", "mkfifo"), ("resp_2", "ln -s /dev/zero")] {
+            store.put(id, &stored("one")).unwrap();
+            let path = folder.path().join(format!("{id}.json"));
+            fs::remove_file(&path).unwrap();
+            let mut words = make.split(' ');
+            let mut command = std::process::Command::new(words.next().unwrap());
+            assert!(command.args(words).arg(&path).status().unwrap().success());
+            assert!(store.get(id).is_none(), "{id}");
+            assert!(store.delete(id), "{id}");
+        }
     }
 }
