@@ -4,8 +4,6 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -19,16 +17,17 @@ use steersman::manage::{List, Pull, Remove, Show, Task};
 use steersman::mcp::command;
 use steersman::models::{self, Loaded, Models, find};
 use steersman::reload::Reloader;
+use steersman::signals::Signals;
 use steersman::telemetry::Traces;
 use steersman::{
-    bundled, cache, calibrate, check, doctor, environment, keys, manage, passes, policy, serve,
-    shapes, talk, verify,
+    bundled, cache, calibrate, check, doctor, environment, exit, keys, manage, passes, policy,
+    serve, shapes, talk, verify,
 };
 use steersman_engine::config::Device;
 use steersman_engine::policy::{
     PolicyReport, Storage, compile_if_asked, create_private_folder, this_program,
 };
-use steersman_engine::{Engine, Info};
+use steersman_engine::{Engine, EngineThread, Info};
 use tokio::runtime::{Builder, Runtime};
 
 /// Also MLX's: `override` exports its functions under the names of the C library's.
@@ -425,6 +424,17 @@ fn serve(options: Serve) -> Result<()> {
     server.key_file = Some(Arc::new(keys::KeyFile::open(&data_dir)?));
 
     let runtime = Runtime::new().context("starting the runtime")?;
+    let entered = runtime.enter();
+    let Signals { stop: mut stop_signals, hangups } = Signals::install()?;
+    drop(entered);
+    // With a file, a signal that arrives while models are loaded is for the time after.
+    let hangups = match reloader {
+        Some(_) => Some(hangups),
+        None => {
+            runtime.spawn(hangups.ignore());
+            None
+        }
+    };
     // Before loading the model: that takes long, and a port in use should fail at once.
     let listener = runtime.block_on(serve::listen(&server))?;
     let address = listener.local_addr().context("reading the address")?;
@@ -435,11 +445,18 @@ fn serve(options: Serve) -> Result<()> {
     let loaded_app = Arc::new(OnceLock::new());
     let (loaded, models) = tokio::sync::oneshot::channel::<Models>();
     let stop = async move {
-        // Until then a signal ends the process at once. Fails if loading does, which ends it too.
-        let Ok(models) = models.await else { return };
+        let models = tokio::select! {
+            models = models => models,
+            () = stop_signals.next() => {
+                tracing::info!("server stopped while its models were loaded");
+                exit::at_once(0)
+            }
+        };
+        // Fails if loading does, which ends the process.
+        let Ok(models) = models else { return };
         let ended = select_all(models.engines().iter().map(|engine| Box::pin(engine.ended())));
         tokio::select! {
-            () = serve::stop_signal() => {}
+            () = stop_signals.next() => {}
             // Without its engine the server would refuse every request.
             _ = ended => {}
             () = models.broken() => {}
@@ -468,9 +485,8 @@ fn serve(options: Serve) -> Result<()> {
     // The servers of `[mcp]` are started within it.
     let entered = runtime.enter();
     loaded_app.get_or_init(|| steersman::app(models, &server));
-    #[cfg(unix)]
-    if let Some((reloader, _)) = reloader {
-        runtime.spawn(reloader.run());
+    if let Some((reloader, hangups)) = reloader.zip(hangups) {
+        runtime.spawn(reloader.0.run(hangups));
     }
     drop(entered);
     // Ignore a closed stdout.
@@ -503,8 +519,8 @@ fn serve(options: Serve) -> Result<()> {
 ///
 /// # Errors
 /// When one has panicked: the process ends with status 1, and a supervisor restarts it.
-fn join(threads: Vec<JoinHandle<()>>) -> Result<()> {
-    let ended: Vec<_> = threads.into_iter().map(JoinHandle::join).collect();
+fn join(threads: Vec<EngineThread>) -> Result<()> {
+    let ended: Vec<_> = threads.into_iter().map(EngineThread::join).collect();
     ensure!(ended.iter().all(Result::is_ok), "an engine panicked, as logged above");
     Ok(())
 }
@@ -651,7 +667,7 @@ mod tests {
 
     #[test]
     fn an_engine_that_panicked_is_an_error() {
-        let thread = |run: fn()| std::thread::spawn(run);
+        let thread = |run: fn()| EngineThread::spawn(run).unwrap();
         assert!(join(vec![thread(|| {}), thread(|| {})]).is_ok());
         let error = join(vec![thread(|| panic!("on purpose")), thread(|| {})]).unwrap_err();
         assert!(error.to_string().contains("panicked"), "{error}");

@@ -9,7 +9,8 @@ use anyhow::{Context, Result};
 use tokio::sync::watch;
 use toml::{Table, Value};
 
-use crate::config::{FileConfig, ServerConfig};
+use crate::config::{FILE_BYTES, FileConfig, ServerConfig};
+use crate::signals::Hangups;
 
 /// Where the app learns of a new configuration.
 pub type Reloads = watch::Receiver<Option<Arc<ServerConfig>>>;
@@ -72,16 +73,9 @@ impl Reloader {
         Ok(changes)
     }
 
-    /// Reloads at each SIGHUP, for ever.
-    #[cfg(unix)]
-    pub async fn run(mut self) {
-        use tokio::signal::unix::{SignalKind, signal};
-
-        let mut hangups = match signal(SignalKind::hangup()) {
-            Ok(hangups) => hangups,
-            Err(error) => return tracing::warn!(%error, "no handler for SIGHUP"),
-        };
-        while hangups.recv().await.is_some() {
+    /// Reloads at each of `hangups`, for ever.
+    pub async fn run(mut self, mut hangups: Hangups) {
+        while hangups.next().await {
             let path = self.path.display().to_string();
             match self.reload() {
                 Ok(Changes { applied, need_restart }) => {
@@ -101,7 +95,7 @@ impl Reloader {
 }
 
 fn read(path: &Path) -> Result<Table> {
-    let text = std::fs::read_to_string(path)
+    let text = steersman_files::read_text(path, FILE_BYTES)
         .with_context(|| format!("reading the configuration {}", path.display()))?;
     text.parse().with_context(|| format!("in the configuration {}", path.display()))
 }

@@ -34,6 +34,7 @@ use crate::api::error::ApiError;
 use crate::config::ServerConfig;
 use crate::connections::{Connection, Connections};
 use crate::console;
+use crate::signals::StopSignals;
 use crate::throttle::Throttle;
 
 /// Bytes of a request's head, and of the buffers of a connection.
@@ -158,6 +159,15 @@ pub async fn run(
         () = accepting => {}
     }
     drop(serving);
+    let another_stop = async {
+        match StopSignals::install() {
+            Ok(mut signals) => signals.next().await,
+            Err(error) => {
+                tracing::warn!(%error, "a second signal will not stop the server");
+                std::future::pending().await
+            }
+        }
+    };
     stage.send_replace(Stage::Finishing);
     tracing::info!(connections = connections.count(), "draining: running requests may finish");
     // Load balancers and clients learn why they are not served.
@@ -168,7 +178,7 @@ pub async fn run(
         () = stage.closed() => return,
         () = refuse_new => {}
         () = sleep(Duration::from_secs(config.shutdown_s)) => {}
-        () = stop_signal() => {}
+        () = another_stop => {}
     }
     let connections = connections.count();
     tracing::warn!(connections, "shutdown timed out; ending running requests");
@@ -397,30 +407,4 @@ impl<F: FnOnce() + Unpin> HttpBody for UntilEnd<F> {
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
     }
-}
-
-/// Waits for Ctrl-C, or on Unix for SIGTERM.
-pub async fn stop_signal() {
-    let interrupt = async {
-        if let Err(error) = tokio::signal::ctrl_c().await {
-            tracing::warn!(%error, "no handler for Ctrl-C");
-            std::future::pending::<()>().await;
-        }
-    };
-    #[cfg(unix)]
-    {
-        use tokio::signal::unix::{SignalKind, signal};
-        match signal(SignalKind::terminate()) {
-            Ok(mut terminate) => tokio::select! {
-                () = interrupt => {}
-                _ = terminate.recv() => {}
-            },
-            Err(error) => {
-                tracing::warn!(%error, "no handler for SIGTERM");
-                interrupt.await;
-            }
-        }
-    }
-    #[cfg(not(unix))]
-    interrupt.await;
 }
