@@ -12,8 +12,6 @@
 
 #![allow(unsafe_code, reason = "bindgen! implements wasmtime's unsafe traits for the records")]
 
-pub(crate) mod v0_4;
-
 use std::borrow::Cow;
 use std::sync::Arc;
 

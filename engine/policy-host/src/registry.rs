@@ -314,7 +314,7 @@ impl Policies {
             PolicyReport {
                 name: name.clone(),
                 sha256: entry.sha256(),
-                contract: version.map_or(CONTRACT, |version| version.component.contract()),
+                contract: CONTRACT,
                 origin: version.map_or(Origin::File, |version| version.origin),
                 file: match version.is_some_and(|version| version.is_archive) {
                     true => self.sources[name].bundle.clone(),

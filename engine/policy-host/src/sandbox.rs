@@ -52,7 +52,7 @@ use crate::check;
 use crate::config::{Grant, PolicyConfig};
 use crate::contract::{
     Action, Answer, CONTRACT, Call, CallReport, Cost, Guest, Hook, HookIndices, ImportCall,
-    MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary, v0_4,
+    MAX_ACTIONS, MAX_TOKENS, Policy, TokenBias, Vocabulary, no_vocabulary,
 };
 use crate::error::{Cause, Error, Failure};
 use compile::Failed;
@@ -136,26 +136,12 @@ pub struct Component {
     hooks: Vec<&'static str>,
     imports: Vec<Grant>,
     pre: InstancePre<State>,
-    indices: Indices,
-    /// The version of the contract for which it was built.
-    contract: &'static str,
+    indices: HookIndices,
     prepared: params::Prepared,
     pace: Pace,
     ticker: Arc<Ticker>,
     services: Arc<Services>,
     limits: PolicyConfig,
-}
-
-/// Indices of the hooks that a component exports.
-enum Indices {
-    Current(HookIndices),
-    V0_4(v0_4::HookIndices),
-}
-
-/// The hooks that an instance exports.
-enum Exports {
-    Current(Guest),
-    V0_4(v0_4::Guest),
 }
 
 impl Component {
@@ -195,8 +181,7 @@ impl Component {
         })?;
         let ty = component.component_type();
         let exports = ty.exports(&host.engine).map(|(export, _)| export);
-        let (contract, hooks) = exported_hooks(exports).map_err(refuse)?;
-        let full_name = |interface: &str| full_name(interface, contract);
+        let hooks = exported_hooks(exports).map_err(refuse)?;
         let mut imports = Vec::new();
         for (import, item) in ty.imports(&host.engine) {
             if is_types_only(import, &item.ty, &host.engine) || import == full_name(FAILURE) {
@@ -206,7 +191,7 @@ impl Component {
             imports.push(known.ok_or_else(|| {
                 let known = Grant::ALL.map(Grant::name).join(", ");
                 refuse(format!(
-                    "imports `{import}`; contract {contract} has only {known}, {FAILURE} and its types"
+                    "imports `{import}`; contract {CONTRACT} has only {known}, {FAILURE} and its types"
                 ))
             })?);
         }
@@ -215,11 +200,8 @@ impl Component {
             .instantiate_pre(&component)
             .map_err(|error| refuse(format!("cannot be linked: {}", one_line(&error))))?;
         let is_exported = |hook: &str| hooks.contains(&hook);
-        let indices = match contract {
-            v0_4::CONTRACT => v0_4::HookIndices::new(&pre, is_exported).map(Indices::V0_4),
-            _ => HookIndices::new(&pre, is_exported).map(Indices::Current),
-        };
-        let indices = indices.map_err(|error| refuse(wrong_type(&error)))?;
+        let indices =
+            HookIndices::new(&pre, is_exported).map_err(|error| refuse(wrong_type(&error)))?;
         Ok(Self {
             name: name.into(),
             sha256,
@@ -227,7 +209,6 @@ impl Component {
             hooks,
             imports,
             indices,
-            contract,
             prepared: params::Prepared::default(),
             pre,
             ticker: host.ticker.clone(),
@@ -251,11 +232,6 @@ impl Component {
         &self.hooks
     }
 
-    /// Version of the contract for which it was built.
-    pub fn contract(&self) -> &'static str {
-        self.contract
-    }
-
     /// Interfaces that it imports and that need a grant.
     pub fn imports(&self) -> &[Grant] {
         &self.imports
@@ -263,7 +239,7 @@ impl Component {
 
     /// Full names of these interfaces: `steersman:policy/kv@0.5.0`.
     pub fn import_names(&self) -> Vec<String> {
-        self.imports.iter().map(|import| full_name(import.name(), self.contract)).collect()
+        self.imports.iter().map(|import| full_name(import.name())).collect()
     }
 
     /// Compares its imports with the `grants` of a profile.
@@ -276,7 +252,7 @@ impl Component {
         };
         let problem = format!(
             "imports `{}`, which the profile does not grant: add \"{}\" to its `grants`",
-            full_name(import.name(), self.contract),
+            full_name(import.name()),
             import.name()
         );
         Err(Error::refused(&self.name, problem))
@@ -308,10 +284,7 @@ impl Component {
         let instance = self.pre.instantiate(&mut store);
         let instance =
             instance.map_err(|error| self.failure(&mut store, "start", fuel, deadline, &error))?;
-        let guest = match &self.indices {
-            Indices::Current(indices) => indices.load(&mut store, &instance).map(Exports::Current),
-            Indices::V0_4(indices) => indices.load(&mut store, &instance).map(Exports::V0_4),
-        };
+        let guest = self.indices.load(&mut store, &instance);
         let guest = guest.map_err(|error| Failure {
             policy: self.name.clone(),
             hook: "start",
@@ -367,7 +340,7 @@ impl Component {
 
 /// A policy at work on one request.
 pub struct Instance {
-    guest: Exports,
+    guest: Guest,
     component: Arc<Component>,
     store: Store<State>,
     vocabulary: Arc<dyn Vocabulary>,
@@ -387,10 +360,7 @@ impl Instance {
         if let Some(imports) = &mut self.store.data_mut().imports {
             imports.begin();
         }
-        let answer = match &self.guest {
-            Exports::Current(guest) => guest.call(&mut self.store, call),
-            Exports::V0_4(guest) => guest.call(&mut self.store, call),
-        };
+        let answer = self.guest.call(&mut self.store, call);
         self.cost = Cost {
             fuel: self.fuel - self.store.get_fuel().unwrap_or(self.fuel),
             nanoseconds: u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX),
@@ -439,43 +409,34 @@ impl Policy for Instance {
     }
 }
 
-/// Full name of an interface of this version of the contract.
-fn full_name(interface: &str, contract: &str) -> String {
-    format!("{PACKAGE}{interface}@{contract}")
+/// Full name of an interface of the contract.
+fn full_name(interface: &str) -> String {
+    format!("{PACKAGE}{interface}@{CONTRACT}")
 }
 
-/// The hooks among the exports of a component, and the version of the contract that they are of.
-fn exported_hooks<'a>(
-    exports: impl Iterator<Item = &'a str>,
-) -> Result<(&'static str, Vec<&'static str>), String> {
-    let (mut contract, mut hooks) = (None, Vec::new());
+/// The hooks among the exports of a component.
+fn exported_hooks<'a>(exports: impl Iterator<Item = &'a str>) -> Result<Vec<&'static str>, String> {
+    let mut hooks = Vec::new();
     for export in exports {
         let Some(hook) = export.strip_prefix(PACKAGE) else { continue };
         let (hook, version) = hook.split_once('@').unwrap_or((hook, "without a version"));
-        let Some(served) = [CONTRACT, v0_4::CONTRACT].into_iter().find(|known| *known == version)
-        else {
+        if version != CONTRACT {
             return Err(format!(
-                "exports `{hook}` of contract {version}; this server has contracts {CONTRACT} and {}: \
-                 build it again for {CONTRACT}",
-                v0_4::CONTRACT
+                "exports `{hook}` of contract {version}; this server has contract {CONTRACT}: build it \
+                 again for {CONTRACT}"
             ));
-        };
-        if *contract.get_or_insert(served) != served {
-            return Err("exports hooks of two versions of the contract".into());
         }
-        let is_known =
-            |known: &Hook| known.name() == hook && (served == CONTRACT || *known != Hook::OnText);
-        let Some(hook) = Hook::ALL.into_iter().find(is_known) else {
-            return Err(format!("exports `{hook}`, which contract {served} does not have"));
+        let Some(hook) = Hook::ALL.into_iter().find(|known| known.name() == hook) else {
+            return Err(format!("exports `{hook}`, which contract {CONTRACT} does not have"));
         };
         hooks.push(hook.name());
     }
-    let Some(contract) = contract else {
+    if hooks.is_empty() {
         let known = Hook::ALL.map(Hook::name).join("`, `");
-        let example = full_name(Hook::OnStep.name(), CONTRACT);
+        let example = full_name(Hook::OnStep.name());
         return Err(format!("exports none of the hooks `{known}` (as `{example}`)"));
-    };
-    Ok((contract, hooks))
+    }
+    Ok(hooks)
 }
 
 fn wrong_type(error: &wasmtime::Error) -> String {

@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use steersman_policy_host::{
-    Bundle, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer, Storage,
-    Trust, conform, schema_beside, shipped,
+    Bundle, CONTRACT, Component, Context, Decision, Golden, Grant, Host, PolicyConfig, Signer,
+    Storage, Trust, conform, schema_beside, shipped,
 };
 use tracing_subscriber::layer::{Identity, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
@@ -390,7 +390,7 @@ fn check(
     writeln!(out, "policy    {}", component.name())?;
     writeln!(out, "size      {bytes} bytes")?;
     writeln!(out, "sha256    {}", hex::encode(component.sha256()))?;
-    writeln!(out, "contract  {}", component.contract())?;
+    writeln!(out, "contract  {}", CONTRACT)?;
     writeln!(out, "hooks     {}", component.hooks().join(", "))?;
     writeln!(out, "imports   {imports}")?;
     if bundle.is_archive {

@@ -185,23 +185,12 @@ impl RawLine {
 
 fn expected(hook: Hook, answer: Value) -> Result<Expected, String> {
     let parse = |answer| strict("answer", answer, AnswerOf(hook));
-    let answer = if hook == Hook::OnPrompt { edits(answer) } else { answer };
     let (Hook::OnRequest, Value::Object(fields)) = (hook, &answer) else {
         return parse(answer).map(Expected::Answer);
     };
     let names = fields.keys().cloned().collect();
     let plan = parse(with_defaults(&Plan::default(), fields.clone()))?;
     Ok(Expected::Fields(plan, names))
-}
-
-/// The answer of `on-prompt` in a file written for contract 0.4 has replacements alone.
-fn edits(mut answer: Value) -> Value {
-    for edit in answer.as_array_mut().into_iter().flatten() {
-        if edit.get("old").is_some() {
-            *edit = serde_json::json!({"Replace": edit.take()});
-        }
-    }
-    answer
 }
 
 /// The given fields, and those of `default` for the others.

@@ -12,7 +12,6 @@ use super::imports::{Counters, Services};
 use super::ticker::Ticker;
 use crate::config::PolicyConfig;
 use crate::contract::bindings::steersman::policy::{counters, failure, kv, log, tokenizer};
-use crate::contract::v0_4;
 use crate::database::Storage;
 use crate::error::Error;
 use crate::kv::Kv;
@@ -96,6 +95,5 @@ fn linker(engine: &Engine) -> wasmtime::Result<Linker<State>> {
     kv::add_to_linker::<_, HasSelf<State>>(&mut linker, |state| state)?;
     tokenizer::add_to_linker::<_, HasSelf<State>>(&mut linker, |state| state)?;
     counters::add_to_linker::<_, HasSelf<State>>(&mut linker, |state| state)?;
-    v0_4::add_to_linker(&mut linker)?;
     Ok(linker)
 }

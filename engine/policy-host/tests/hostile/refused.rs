@@ -46,8 +46,8 @@ fn a_component_that_cannot_work_is_refused_at_load_with_the_reason() {
     );
     let no_clock = format!("imports `steersman:policy/clock@{CONTRACT}`");
     let earlier = format!(
-        "exports `on-step` of contract 0.1.0; this server has contracts {CONTRACT} and 0.4.0: \
-         build it again for {CONTRACT}"
+        "exports `on-step` of contract 0.1.0; this server has contract {CONTRACT}: build \
+         it again for {CONTRACT}"
     );
     let unknown = format!("exports `on-token`, which contract {CONTRACT} does not have");
     let cases: [(_, _, &str); 19] = [
