@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use steersman_policy_host::{PolicyConfig, ProfilePolicies};
 
 use crate::error::{ConfigError, Error, Result};
+use crate::policy::Counted;
 use crate::request::Sampling;
 
 /// Most requests that may wait.
@@ -190,7 +191,8 @@ pub struct EngineConfig {
     pub memory_limit_bytes: u64,
     /// Prompt tokens of one prefill chunk. A cancelled request stops after at most one chunk.
     pub prefill_chunk: usize,
-    /// Tokens of a reply, reasoning included, whose request has no `max_tokens`.
+    /// Tokens of a reply, reasoning included, whose request has no limit of its own; and reasoning tokens where a
+    /// request limits the answer alone.
     pub max_tokens: u32,
     /// Tokens of prompt and reply together; 0 uses the model's own limit.
     pub context: usize,
@@ -346,6 +348,9 @@ pub struct ProfileLimits {
     pub reasoning_budget: u32,
     /// Tokens of a reply, reasoning included, whatever the client asks for.
     pub max_tokens: u32,
+    /// What the client's limit on tokens counts; `None`: what its API says, or the answer alone if the client did
+    /// not ask for reasoning.
+    pub limit_counts: Option<Counted>,
 }
 
 impl Config {

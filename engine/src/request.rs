@@ -43,8 +43,11 @@ pub struct Request {
     pub reasoning: Option<bool>,
     /// Maximum number of reasoning tokens, if the client sets one.
     pub reasoning_budget: Option<u32>,
-    /// Maximum number of tokens of the reply, reasoning included; `None` takes the configured default.
+    /// Maximum number of tokens of the reply, reasoning included. `engine.max_tokens` applies if the client
+    /// limits neither the reply nor its answer.
     pub max_tokens: Option<u32>,
+    /// Maximum number of tokens of answer and tool calls; reasoning does not count.
+    pub max_answer_tokens: Option<u32>,
     /// Sampling parameters set by the client.
     pub sampling: SamplingPatch,
     /// What the client adds to the logits of tokens.
@@ -413,8 +416,10 @@ pub enum Event {
         prompt_tokens: u32,
         /// [`Usage::cached_tokens`]
         cached_tokens: u32,
-        /// Most tokens of the reply: the smallest limit of client, profile and engine.
+        /// Most tokens of the reply: the smallest limit of client, plan, profile and engine.
         max_tokens: u32,
+        /// Most tokens of answer and tool calls, if they are limited apart from the reasoning.
+        max_answer_tokens: Option<u32>,
     },
     /// A policy has routed the request, which goes on there; before `Started`. The engine never sends it: whoever
     /// follows [`RequestError::Routed`](crate::RequestError::Routed) does.

@@ -150,7 +150,9 @@ export function life(element, state, id) {
     const shown = [
       ["Prompt", `${number(request.prompt_tokens)} tokens`],
       ["From the cache", `${number(request.cached_tokens)} (${percent(request.cached_tokens, request.prompt_tokens)})`],
-      ["Reply", `${number(request.reply_tokens)} of at most ${number(request.max_tokens)} tokens`],
+      ["Reply", request.max_answer_tokens === null
+        ? `${number(request.reply_tokens)} of at most ${number(request.max_tokens)} tokens`
+        : `${number(request.reply_tokens)} tokens, at most ${number(request.max_answer_tokens)} of them answer`],
       ["Tokens/s", rate ? rate.toFixed(1) : "–"],
       ["First piece", duration(request.first_piece_ms)],
       ["Time", duration(request.elapsed_ms)],

@@ -27,6 +27,7 @@ function card(profile, state) {
       fact("Traces", profile.trace_text ? "with text" : "masked"),
       fact("Reasoning tokens", limit(limits.think_budget)),
       fact("Reply tokens", limit(limits.max_tokens)),
+      fact("A client's limit counts", { api: "what its API says", answer: "the answer", reply: "the whole reply" }[limits.limit_counts]),
       fact("Prompt tokens", limit(limits.prompt_tokens)),
       fact("Requests at once", limit(limits.requests)),
       profile.grants.length ? fact("Grants", profile.grants.join(", ")) : [],

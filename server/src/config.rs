@@ -18,7 +18,7 @@ use steersman_engine::config::{
     StoreConfig,
 };
 use steersman_engine::policy::{
-    Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
+    Counted, Grant, OnFailure, Param, PolicyConfig, ProfilePolicies, deserialize_params,
 };
 use steersman_engine::request::Sampling;
 use steersman_models::hub::Hub;
@@ -198,8 +198,33 @@ pub struct LimitsConfig {
     pub reasoning_budget: u32,
     /// [`ProfileLimits::max_tokens`]
     pub max_tokens: u32,
+    /// [`ProfileLimits::limit_counts`]
+    pub limit_counts: LimitCounts,
     /// [`ProfileAccess::requests`]
     pub requests: usize,
+}
+
+/// `limits.limit_counts`
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LimitCounts {
+    /// What the client's API says, or the answer if the client did not ask for reasoning.
+    #[default]
+    Api,
+    /// Answer and tool calls.
+    Answer,
+    /// The whole reply.
+    Reply,
+}
+
+impl LimitCounts {
+    fn counted(self) -> Option<Counted> {
+        match self {
+            Self::Api => None,
+            Self::Answer => Some(Counted::Answer),
+            Self::Reply => Some(Counted::Reply),
+        }
+    }
 }
 
 impl Default for ProfileConfig {
@@ -228,7 +253,9 @@ impl Default for ProfileConfig {
 impl ProfileConfig {
     /// Splits the section into the engine's and the server's part.
     fn split(self) -> (Profile, ProfileAccess) {
-        let LimitsConfig { prompt_tokens, reasoning_budget, max_tokens, requests } = self.limits;
+        let LimitsConfig { prompt_tokens, reasoning_budget, max_tokens, limit_counts, requests } =
+            self.limits;
+        let limit_counts = limit_counts.counted();
         let policy = ProfilePolicies {
             policies: self.policies,
             shadow: self.shadow,
@@ -239,7 +266,7 @@ impl ProfileConfig {
         };
         let profile = Profile {
             policy,
-            limits: ProfileLimits { prompt_tokens, reasoning_budget, max_tokens },
+            limits: ProfileLimits { prompt_tokens, reasoning_budget, max_tokens, limit_counts },
             routes: self.routes,
             warm: self.warm,
             sampling: self.sampling,

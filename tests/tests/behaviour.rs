@@ -47,6 +47,24 @@ fn planted_codes_are_found_when_the_policy_enables_reasoning() {
     }
 }
 
+/// `max_tokens` of a chat limits the answer. It once counted the reasoning that the policy enables for such questions:
+/// with 160 tokens there was no room for it, and six of six answers were refusals.
+#[test]
+fn planted_codes_are_found_with_a_small_limit_of_the_answer() {
+    let engine = engine();
+    for limit in [400, 160, 60, 16] {
+        for case in cases("needle") {
+            let max_answer_tokens = Some(limit);
+            let asked = request(&case, "default", None);
+            let reply = run(&engine, Request { max_answer_tokens, ..asked });
+            let finished = reply.finished();
+            assert!(reply.answer.contains(text(&case, "code")), "{limit}: {reply:?}");
+            assert_eq!(finished.reason, FinishReason::Stop, "{limit}: {reply:?}");
+            assert!(finished.usage.answer_tokens <= limit && !reply.reasoning.is_empty());
+        }
+    }
+}
+
 #[test]
 fn planted_codes_are_refused_without_policy_and_reasoning() {
     let engine = engine();

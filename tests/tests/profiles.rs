@@ -24,7 +24,12 @@ fn limited(question: &str, max_tokens: Option<u32>, reasoning: bool) -> Request 
 
 #[test]
 fn a_profile_limits_prompt_reasoning_and_reply_and_notes_it() {
-    let limits = ProfileLimits { prompt_tokens: 60, reasoning_budget: 7, max_tokens: 2 };
+    let limits = ProfileLimits {
+        prompt_tokens: 60,
+        reasoning_budget: 7,
+        max_tokens: 2,
+        ..ProfileLimits::default()
+    };
     let engine = engine_with(limits);
 
     let reply = run(&engine, limited(&"one more word ".repeat(40), None, false));

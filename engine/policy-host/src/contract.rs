@@ -35,7 +35,7 @@ pub(crate) mod bindings {
 
 use bindings::exports::steersman::policy as exports;
 pub use bindings::steersman::policy::types::{
-    Action, AnswerForm, Ban, Bias, Caller, Candidate, DrawnToken, EarlierCall, LoopReport,
+    Action, AnswerForm, Ban, Bias, Caller, Candidate, Counted, DrawnToken, EarlierCall, LoopReport,
     LoopRule, MessageView, Observations, ParamsView, Phase, Plan, PreparedParams, PromptEdit,
     PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch,
     SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
@@ -482,7 +482,7 @@ empty_by_default! {
     SamplingPatch { temperature, top_p, top_k, min_p }
     RequestView {
         id, profile, model, family, params, prompt_tokens, context_left, messages, system_chars,
-        user, tools, can_reason, reasoning, reasoning_budget, max_tokens, form, sampling,
+        user, tools, can_reason, reasoning, reasoning_budget, max_tokens, max_answer_tokens, form, sampling,
         seed, time, caller, conversation, tool_descriptions,
     }
     Caller { key, user, metadata, headers }
@@ -490,7 +490,7 @@ empty_by_default! {
     Plan {
         reasoning, reasoning_budget, answer_reserve, sampling, loops, every, checkpoint_every, note,
         retain, form, refuse, max_tokens, stop, tools, on_phase, on_newline, on_texts, on_tokens,
-        candidates, route,
+        candidates, route, limit_counts,
     }
     Step {
         index, phase, reasoning_tokens, answer_tokens, reasoning_left, tokens, text, loop_found,

@@ -72,6 +72,7 @@ impl Decoder {
             prompt_tokens: prompt.len() as u32,
             cached_tokens: cached as u32,
             max_tokens: limits.reply,
+            max_answer_tokens: (limits.answer < limits.reply).then_some(limits.answer),
         });
         for note in &notes {
             let _ = events.send(Event::Note { tokens: 0, note: note.clone() });

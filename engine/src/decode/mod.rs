@@ -19,6 +19,7 @@ mod embed;
 mod governor;
 mod hooks;
 mod host_sample;
+mod limits;
 mod logprobs;
 pub mod machine;
 mod machine_profile;

@@ -13,24 +13,28 @@
 use mlx_rs::transforms::eval;
 
 use super::Decoder;
+use super::limits::Limits;
 use super::memory::{Expected, REPLY_TOKENS};
 use super::plan::{self, Candidate};
 use super::prepare::Prepared;
-use super::sequence::{Limits, STEP_ROWS, Sequence};
+use super::sequence::{STEP_ROWS, Sequence};
 use crate::error::{Result, catch_panic};
 use crate::live::Stage;
 
 /// Most bytes that are copied to the store when a sequence is preempted, while all others wait.
 const SAVED_BYTES: u64 = 64 << 20;
 
-/// Tokens of a prompt and of the reply to it for which there must be room.
-fn expected_length(prompt: usize, limits: &Limits) -> usize {
-    (prompt + REPLY_TOKENS.min(limits.reply as usize)).min(limits.context)
+/// Tokens of a prompt and of the reply to it for which there must be room. `reasons`: whether the reply may have more
+/// than an answer.
+fn expected_length(prompt: usize, limits: &Limits, reasons: bool) -> usize {
+    let reply = if reasons { limits.reply } else { limits.answer };
+    (prompt + REPLY_TOKENS.min(reply as usize)).min(limits.context)
 }
 
 impl Sequence {
     fn expected_length(&self) -> usize {
-        expected_length(self.prompt, &self.limits).max(self.tokens.len())
+        expected_length(self.prompt, &self.limits, self.reasoning == Some(true))
+            .max(self.tokens.len())
     }
 
     /// Whether all of its tokens run again when it resumes: the prompt was not reported whole.
@@ -43,8 +47,8 @@ impl Decoder {
     /// Whether there is room for a prepared request beside the running ones. Always if none runs:
     /// admission then refuses what does not fit at all.
     pub(super) fn has_room_for(&self, prepared: &Prepared) -> bool {
-        let Prepared { prompt, limits, request, .. } = prepared;
-        let length = expected_length(prompt.len(), limits);
+        let Prepared { prompt, limits, request, reasoning, .. } = prepared;
+        let length = expected_length(prompt.len(), limits, *reasoning == Some(true));
         self.has_room_for_another(prompt, request.needs_whole_prompt(), length)
     }
 

@@ -18,16 +18,16 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
 use super::embed::unsteered;
+use super::limits::{Bounds, Limits};
 use super::save_points::is_system;
-use super::sequence::Limits;
 use super::tool_calls::digest;
 use crate::config::{Profile, ProfileLimits};
 use crate::error::{Error, RequestError, Result, catch_panic};
 use crate::grammar::{Grammar, Grammars};
 use crate::policy::{
-    AnswerForm, Cause, DESCRIPTION_BYTES, Failure, Hook, MESSAGE_BYTES, MESSAGES,
-    MIN_CHECKPOINT_EVERY, MessageView, Params, Plan, Policies, PromptEdit, PromptView, Refusal,
-    Replacement, RequestView, SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_edits,
+    AnswerForm, Cause, DESCRIPTION_BYTES, Failure, Hook, MESSAGE_BYTES, MESSAGES, MessageView,
+    Params, Plan, Policies, PromptEdit, PromptView, Refusal, Replacement, RequestView,
+    SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_edits,
 };
 use crate::prefix::Retention;
 use crate::queue::{Job, Queue, Taken, Work, fail_all};
@@ -148,7 +148,9 @@ impl Preparer {
         let request = &mut job.request;
         let limits =
             self.profiles.get(&request.profile).map_or_else(Default::default, |p| p.limits);
-        let mut notes = apply_limits(request, limits, self.max_tokens);
+        let (bounds, lowered) = Bounds::new(request, limits, self.max_tokens);
+        let mut notes: Vec<_> = lowered.into_iter().collect();
+        notes.extend(apply_budget(request, limits));
         let edited = edit_system_text(request, &params, &mut policy)?;
         let can_reason = request.prompt.is_none() && self.text.supports_reasoning();
         // A budget of zero tokens disables reasoning.
@@ -157,7 +159,7 @@ impl Preparer {
         let mut reasoning = can_reason.then_some(wish.unwrap_or(true));
         let mut prompt = self.tokenize(&job, reasoning)?;
         let seed = job.request.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-        let view = self.view(&job.request, &params, prompt.len(), seed);
+        let view = self.view(&job.request, bounds, &params, prompt.len(), seed);
         let mut plan = job.request.span.ask(&mut policy, &view)?;
         if let Some(Refusal { status, message }) = plan.refuse.take() {
             // Cast: positions fit i32.
@@ -180,7 +182,9 @@ impl Preparer {
         if policy.shapes_text && job.request.logprobs.take().is_some() {
             notes.push("left out probabilities of tokens: a policy changes the text".into());
         }
-        notes.extend(tighten(&mut job.request, &mut plan, self.max_tokens));
+        add_stops(&mut job.request, &mut plan);
+        let (bounds, lowered) = Bounds::planned(&job.request, limits, self.max_tokens, &plan);
+        notes.extend(lowered);
         let offers_fewer = plan.tools.take().map(|names| offer(&mut job.request, &names));
         let offers_fewer = match offers_fewer {
             Some(Ok(offers_fewer)) => offers_fewer,
@@ -222,7 +226,12 @@ impl Preparer {
         Ok(Prepared {
             grammar,
             reply,
-            limits: self.limits(&request, &plan, limits, prompt.len()),
+            limits: bounds.limits(
+                &plan,
+                request.reasoning_budget,
+                limits.reasoning_budget,
+                [self.context, self.context - prompt.len()],
+            ),
             sampling: self.sampling(&request, &plan),
             fingerprint: self.fingerprint(&policy.digest),
             request,
@@ -331,6 +340,7 @@ impl Preparer {
     fn view(
         &self,
         request: &Request,
+        bounds: Bounds,
         params: &Params,
         prompt_tokens: usize,
         seed: u64,
@@ -356,7 +366,8 @@ impl Preparer {
             can_reason: request.prompt.is_none() && self.text.supports_reasoning(),
             reasoning: request.reasoning,
             reasoning_budget: request.reasoning_budget,
-            max_tokens: Some(request.max_tokens.unwrap_or(self.max_tokens)),
+            max_tokens: Some(bounds.reply()),
+            max_answer_tokens: bounds.answer,
             form: request.response_format.as_ref().map(ResponseFormat::seen),
             sampling: request.sampling,
             seed,
@@ -364,36 +375,6 @@ impl Preparer {
             caller: request.caller.clone(),
             conversation: request.messages[older..].iter().map(message_view).collect(),
             tool_descriptions: request.tools.iter().map(description).collect(),
-        }
-    }
-
-    /// The tightest limits of client, policy, profile and context.
-    fn limits(
-        &self,
-        request: &Request,
-        plan: &Plan,
-        profile: ProfileLimits,
-        prompt: usize,
-    ) -> Limits {
-        let left = u32::try_from(self.context - prompt).unwrap_or(u32::MAX);
-        let reply = request.max_tokens.unwrap_or(self.max_tokens);
-        let reserve = plan.answer_reserve.unwrap_or(0);
-        // At most half of the reply is reserved: a policy may reserve more than the reply can have.
-        let reasoning = left.saturating_sub(reserve).min(reply - reserve.min(reply / 2));
-        let of_profile = (profile.reasoning_budget > 0).then_some(profile.reasoning_budget);
-        let budgets = [plan.reasoning_budget, request.reasoning_budget, of_profile];
-        Limits {
-            reasoning: budgets.into_iter().flatten().fold(reasoning, u32::min),
-            reply,
-            context: self.context,
-            every: plan.every,
-            on_phase: plan.on_phase,
-            on_newline: plan.on_newline,
-            candidates: plan.candidates,
-            checkpoint_every: match plan.checkpoint_every {
-                0 => 0,
-                every => every.max(MIN_CHECKPOINT_EVERY) as usize,
-            },
         }
     }
 
@@ -489,17 +470,13 @@ fn message_view(message: &Message) -> MessageView {
     }
 }
 
-/// Applies the plan's limit on the reply and its stop strings; returns a note if they change the request.
-fn tighten(request: &mut Request, plan: &mut Plan, max_tokens: u32) -> Option<String> {
+/// Adds the stop strings of the plan.
+fn add_stops(request: &mut Request, plan: &mut Plan) {
     for stop in plan.stop.drain(..) {
         if !request.stop.contains(&stop) {
             request.stop.push(stop);
         }
     }
-    let of_client = request.max_tokens.unwrap_or(max_tokens);
-    let limit = plan.max_tokens.filter(|limit| *limit < of_client)?;
-    request.max_tokens = Some(limit);
-    Some(format!("max_tokens {limit} by a policy"))
 }
 
 /// Leaves out the tools that `names` lacks; returns whether there were any.
@@ -529,46 +506,13 @@ fn split_seen(text: &str) -> (&str, &str) {
     text.split_at(text.floor_char_boundary(SYSTEM_BYTES))
 }
 
-/// Applies the limits of the profile to `request`; returns a note for each value reduced. `max_tokens`
-/// is the engine's limit on a reply, for requests without their own.
-fn apply_limits(request: &mut Request, limits: ProfileLimits, max_tokens: u32) -> Vec<String> {
-    let mut notes = Vec::new();
-    let mut apply = |name: &str, value: &mut Option<u32>, limit: u32| {
-        if let Some(value) = value.as_mut().filter(|value| limit > 0 && **value > limit) {
-            notes.push(format!("{name} {value} exceeds the profile's limit of {limit}"));
-            *value = limit;
-        }
-    };
-    apply("max_tokens", &mut request.max_tokens, limits.max_tokens);
-    // Without a value from the client, `Preparer::limits` applies the profile's.
-    apply("reasoning budget", &mut request.reasoning_budget, limits.reasoning_budget);
-    if limits.max_tokens > 0 {
-        request.max_tokens.get_or_insert(limits.max_tokens.min(max_tokens));
-    }
-    notes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn profile_limits_apply_and_reductions_are_noted() {
-        let limits = ProfileLimits { max_tokens: 100, reasoning_budget: 50, ..Default::default() };
-        let ask = |max_tokens, reasoning_budget, limits| {
-            let mut request = Request { max_tokens, reasoning_budget, ..Request::default() };
-            let notes = apply_limits(&mut request, limits, 4096);
-            ((request.max_tokens, request.reasoning_budget), notes)
-        };
-        assert_eq!(ask(None, None, limits), ((Some(100), None), vec![]));
-        assert_eq!(ask(Some(9), Some(0), limits), ((Some(9), Some(0)), vec![]));
-        let (applied, notes) = ask(Some(101), Some(51), limits);
-        assert_eq!((applied, notes.len()), ((Some(100), Some(50)), 2));
-        assert_eq!(notes[0], "max_tokens 101 exceeds the profile's limit of 100");
-        let none = ProfileLimits::default();
-        assert_eq!(ask(Some(9999), None, none), ((Some(9999), None), vec![]));
-        let wide = ProfileLimits { max_tokens: 9999, ..none };
-        assert_eq!(ask(None, None, wide).0, (Some(4096), None));
-        assert_eq!(ask(Some(5000), None, wide).0, (Some(5000), None));
-    }
+/// Applies the reasoning budget of the profile to the client's; returns a note if that is reduced. Without one of
+/// the client's, [`Bounds::limits`] applies the profile's.
+fn apply_budget(request: &mut Request, limits: ProfileLimits) -> Option<String> {
+    let limit = limits.reasoning_budget;
+    let budget =
+        request.reasoning_budget.as_mut().filter(|budget| limit > 0 && **budget > limit)?;
+    let note = format!("reasoning budget {budget} exceeds the profile's limit of {limit}");
+    *budget = limit;
+    Some(note)
 }

@@ -31,6 +31,9 @@ pub const RERUN_TOKENS: usize = 16 * 1024;
 /// Tokens that a resumed cache counts as at least: resuming takes as long as some rows.
 const LEAST_RERUN: usize = 16;
 
+/// Most tokens of the empty line after reasoning; further white space is part of the answer.
+const GAP_TOKENS: u32 = 4;
+
 /// Most checkpoints of a sequence.
 const CHECKPOINTS: usize = 4;
 
@@ -39,9 +42,12 @@ const CHECKPOINTS: usize = 4;
 pub struct ReplyState {
     /// Parses tokens into reasoning, answer and tool calls.
     pub reply: Reply,
+    /// Tokens of the reasoning, of the markers around it, and of the empty line after it.
     pub reasoning_tokens: u32,
     /// Tokens of answer and tool calls.
     pub answer_tokens: u32,
+    /// Tokens of the empty line after the reasoning.
+    gap_tokens: u32,
     /// Bytes of the reasoning, as clients see it.
     reasoning_bytes: usize,
     /// Bytes of the answer, as clients see it.
@@ -51,7 +57,14 @@ pub struct ReplyState {
 impl ReplyState {
     /// The state before the first token.
     pub fn new(reply: Reply) -> Self {
-        Self { reply, reasoning_tokens: 0, answer_tokens: 0, reasoning_bytes: 0, answer_bytes: 0 }
+        Self {
+            reply,
+            reasoning_tokens: 0,
+            answer_tokens: 0,
+            gap_tokens: 0,
+            reasoning_bytes: 0,
+            answer_bytes: 0,
+        }
     }
 
     /// Tokens of the reply.
@@ -61,11 +74,16 @@ impl ReplyState {
 
     /// Adds a token; returns the pieces that it completes.
     pub fn push(&mut self, token: u32) -> Vec<Piece> {
-        match self.reply.phase() {
-            Phase::Reasoning => self.reasoning_tokens += 1,
-            Phase::Answer | Phase::ToolCall => self.answer_tokens += 1,
-        }
+        let (before, length) = (self.reply.phase(), self.reply.untaken_text().len());
         let pieces = self.reply.push(token);
+        let is_gap = self.is_gap(length);
+        self.gap_tokens += u32::from(is_gap);
+        // A client that limits its answer may not know of the reasoning, so nothing around that costs the answer.
+        let is_reasoning = before == Phase::Reasoning || self.reply.phase() == Phase::Reasoning;
+        match is_reasoning || is_gap {
+            true => self.reasoning_tokens += 1,
+            false => self.answer_tokens += 1,
+        }
         for piece in &pieces {
             match piece {
                 Piece::Reasoning(text) => self.reasoning_bytes += text.len(),
@@ -74,6 +92,18 @@ impl ReplyState {
             }
         }
         pieces
+    }
+
+    /// Whether the last token belongs to the empty line between reasoning and answer; `length` is that of the untaken
+    /// text before it.
+    fn is_gap(&self, length: usize) -> bool {
+        let text = self.reply.untaken_text().get(length..).unwrap_or_default();
+        let is_blank = !text.is_empty() && text.trim().is_empty();
+        let is_before_answer = self.reasoning_tokens > 0 && self.answer_tokens == 0;
+        is_blank
+            && is_before_answer
+            && self.gap_tokens < GAP_TOKENS
+            && self.reply.phase() == Phase::Answer
     }
 }
 

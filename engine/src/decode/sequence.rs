@@ -19,6 +19,7 @@ use super::constrain::Constraint;
 use super::draft::{Drafter, HiddenRows};
 use super::governor::{Costs, Governor, Offer};
 use super::hooks::Hooks;
+use super::limits::Limits;
 use super::logprobs::Logprobs;
 use super::loops::Detector;
 use super::next_token::{NextLogits, Sampled};
@@ -126,27 +127,6 @@ pub struct Sequence {
     pub is_decoding: bool,
 }
 
-/// Limits of one request.
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Reasoning tokens.
-    pub reasoning: u32,
-    /// Tokens of the reply: reasoning, answer and tool calls.
-    pub reply: u32,
-    /// Tokens of prompt and reply together.
-    pub context: usize,
-    /// Tokens between two calls of `on-step`; 0 calls it on events only.
-    pub every: u32,
-    /// Whether `on-step` is called after a change of the phase.
-    pub on_phase: bool,
-    /// Whether `on-step` is called after a token with a line break.
-    pub on_newline: bool,
-    /// Likeliest tokens that policies see of each drawn token; 0 shows none.
-    pub candidates: u32,
-    /// Tokens between two checkpoints of the cache; 0 takes none.
-    pub checkpoint_every: usize,
-}
-
 /// What one request has done so far.
 #[derive(Debug, Default)]
 pub struct Progress {
@@ -245,17 +225,6 @@ impl Sequence {
         self.progress.drafted += drafted as u32;
         self.progress.accepted += accepted as u32;
         self.progress.verified += 1;
-    }
-
-    /// Whether the next token ends the reply in any case, so that it need not run.
-    pub(super) fn next_token_is_last(&self) -> bool {
-        self.tokens_left() <= 1
-    }
-
-    /// Tokens that the limits of reply and context leave.
-    pub(super) fn tokens_left(&self) -> usize {
-        let context = self.limits.context.saturating_sub(self.tokens.len());
-        context.min(self.limits.reply.saturating_sub(self.reply_state.tokens()) as usize)
     }
 
     /// Rows of the prompt, or of a long text after a rewind, that must run before the next token can be

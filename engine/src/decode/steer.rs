@@ -154,7 +154,7 @@ impl Sequence {
             self.end(FinishReason::Policy(reason));
             return;
         }
-        let cut = if tokens.len() > self.tokens_left() { ", cut off by a limit" } else { "" };
+        let cut = if self.cuts_off(&tokens) { ", cut off by a limit" } else { "" };
         self.note(format!("{what} after {length} tokens ({why}){cut}"));
         if tokens.is_empty() {
             return;

@@ -36,7 +36,7 @@ pub struct Settings {
     /// `reasoning_budget`: limit on reasoning tokens; the client can lower it.
     pub reasoning_budget: u32,
     /// `answer_reserve`: tokens reserved for the answer, at most half of those that the context or the
-    /// client's `max_tokens` allows.
+    /// limit of the reply allows; a limit of the answer alone takes its place.
     pub answer_reserve: u32,
     /// `answer`: form of the answer.
     pub answer: Answer,

@@ -6,8 +6,8 @@
 //! - **Reasoning**: an explicit choice of the client takes precedence. Otherwise a short question about
 //!   a long system text enables reasoning (needle routing: models that answer such questions at once
 //!   tend to refuse, or to miss the passage). Otherwise the parameter `reasoning` decides.
-//! - **Budget**: the smallest of the client's, the configured one, and what context and `max_tokens`
-//!   leave beside the tokens reserved for the answer.
+//! - **Budget**: the smallest of the client's, the configured one, and what context and limits leave beside
+//!   the tokens reserved for the answer. A limit that counts the answer alone takes nothing from it.
 //! - **Loops**: a loop or a used-up budget closes the reasoning, with a hint for the kind of answer that
 //!   the user asked for. A long exact loop in an answer ends the request.
 //!

@@ -35,8 +35,8 @@ pub struct Settings {
     pub reasoning: Reasoning,
     /// `reasoning_budget`: limit on reasoning tokens; the client can lower it.
     pub reasoning_budget: u32,
-    /// `answer_reserve`: tokens reserved for the answer, at most half of those that the context or the
-    /// client's `max_tokens` allows.
+    /// `answer_reserve`: tokens reserved for the answer, at most half of those that the context and the limit of
+    /// the reply allow; a limit of the answer alone takes its place.
     pub answer_reserve: u32,
     /// `needle_system_chars`: needle routing applies to system text of more characters; 0 disables it.
     pub needle_system_chars: u32,

@@ -97,6 +97,28 @@ fn the_smallest_budget_applies_and_leaves_room_for_the_answer() {
     }
 }
 
+/// `max_tokens` of a chat limits the answer. At 160 it once left no room for reasoning, and retrieval questions that
+/// are answered with reasoning were refused.
+#[test]
+fn a_limit_of_the_answer_costs_the_reasoning_nothing() {
+    for limit in [1, 16, 60, 160, 400] {
+        let plan = request(|r| {
+            r.max_tokens = Some(16_384 + limit);
+            r.max_answer_tokens = Some(limit);
+            r.system_chars = 5000;
+            r.user = "What is the secret code of project Onyx?".into();
+        });
+        let got = (plan.reasoning, plan.reasoning_budget, plan.answer_reserve);
+        assert_eq!(got, (Some(true), Some(2048), Some(limit)));
+    }
+    // The answer keeps as many tokens as it may have, or half of the context.
+    for (limit, reserve) in [(4000, 4000), (30_000, 16_384)] {
+        let plan = request(|r| r.max_answer_tokens = Some(limit));
+        let budget = 32_768 - reserve - 32;
+        assert_eq!((plan.reasoning_budget, plan.answer_reserve), (Some(budget), Some(reserve)));
+    }
+}
+
 #[test]
 fn the_billing_header_is_removed_from_system_text() {
     let header = "x-anthropic-billing-header: cc_version=2.1; cch=41c7b;";

@@ -70,6 +70,7 @@ class OnRequest(exports.OnRequest):
             on_tokens=[],
             candidates=0,
             route=None,
+            limit_counts=None,
         )
 
 

@@ -240,6 +240,7 @@ fn plan(request: &RequestView, rules: &[Rule], mut notes: Vec<String>) -> Plan {
                 plan.form = plan.form.take().or(set.form.clone());
                 plan.refuse = plan.refuse.take().or(set.refuse.clone());
                 plan.max_tokens = plan.max_tokens.or(set.max_tokens);
+                plan.limit_counts = plan.limit_counts.or(set.limit_counts);
                 plan.stop.extend(set.stop.iter().take(STOPS - plan.stop.len()).cloned());
                 plan.tools = plan.tools.take().or(set.tools.clone());
                 notes.extend(set.note.clone());

@@ -6,8 +6,8 @@
 //! [`packed`] and [`sparse`] write both from it.
 
 use steersman_policy::{
-    Action, AnswerForm, Ban, Bias, LoopRule, Phase, Plan, Refusal, Retention, SamplingChange,
-    SamplingPatch, SavePoint, TokenBias, Verdict,
+    Action, AnswerForm, Ban, Bias, Counted, LoopRule, Phase, Plan, Refusal, Retention,
+    SamplingChange, SamplingPatch, SavePoint, TokenBias, Verdict,
 };
 
 use super::rule::{Effect, Rule, StepEffect};
@@ -333,7 +333,7 @@ sparse! {
         b'a' reasoning, b'b' reasoning_budget, b'c' answer_reserve, b'd' sampling, b'e' loops,
         b'f' every, b'g' checkpoint_every, b'h' note, b'i' retain, b'j' form, b'k' refuse,
         b'l' max_tokens, b'm' stop, b'n' tools, b'o' on_phase, b'p' on_newline,
-        b'q' on_texts, b'r' on_tokens, b's' candidates, b't' route,
+        b'q' on_texts, b'r' on_tokens, b's' candidates, b't' route, b'u' limit_counts,
     }
 }
 
@@ -349,6 +349,7 @@ packed! {
         b'A' RepeatsOver(limit), b'B' CallsOver(limit),
     ]
     Phase [b'r' Reasoning, b'a' Answer, b't' ToolCall]
+    Counted [b'a' Answer, b'r' Reply]
     SavePoint [b's' System, b't' Turns, b'p' Prompt, b'r' Reply]
     AnswerForm [
         b'j' JsonObject, b's' JsonSchema(schema), b'r' Regex(regex), b'g' Grammar(grammar),

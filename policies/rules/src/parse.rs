@@ -4,8 +4,8 @@
 //! A rule applies in one hook: the first in which all its keys are available.
 
 use steersman_policy::{
-    Action, AnswerForm, Ban, Bias, LoopRule, Phase, Plan, Refusal, Retention, SamplingChange,
-    SamplingPatch, SavePoint, TokenBias, Verdict,
+    Action, AnswerForm, Ban, Bias, Counted, LoopRule, Phase, Plan, Refusal, Retention,
+    SamplingChange, SamplingPatch, SavePoint, TokenBias, Verdict,
 };
 use toml::de::{DeTable, DeValue};
 
@@ -65,6 +65,7 @@ pub const DO: &[(&str, Hooks)] = &[
     ("refuse", REQUEST),
     ("status", REQUEST),
     ("max_tokens", REQUEST),
+    ("limit_counts", REQUEST),
     ("stop_at", REQUEST),
     ("offer_tools", REQUEST),
     ("note", REQUEST),
@@ -391,6 +392,11 @@ fn request_effect(entries: &[(&str, Entry)]) -> Result<Effect, String> {
             "max_tokens" => match entry.number()? {
                 0 => return entry.error("must be at least 1"),
                 tokens => plan.max_tokens = Some(tokens),
+            },
+            "limit_counts" => match entry.text()?.as_str() {
+                "answer" => plan.limit_counts = Some(Counted::Answer),
+                "reply" => plan.limit_counts = Some(Counted::Reply),
+                _ => return entry.error("must be \"answer\" or \"reply\""),
             },
             "stop_at" => match entry.texts()? {
                 texts if texts.len() > STOPS => {

@@ -1,6 +1,6 @@
 use steersman_policy::{
-    AnswerForm, Ban, Caller, EarlierCall, LoopReport, Phase, Refusal, Retention, SamplingChange,
-    SamplingPatch, SavePoint,
+    AnswerForm, Ban, Caller, Counted, EarlierCall, LoopReport, Phase, Refusal, Retention,
+    SamplingChange, SamplingPatch, SavePoint,
 };
 
 use super::*;
@@ -360,7 +360,7 @@ fn a_rule_refuses_a_request_or_limits_its_reply_and_tools() {
         when = { caller_user = "fedcba9876543210" }
         do = { max_tokens = 100, stop_at = ["END", "\n\n"], offer_tools = ["search"] }
         [[rule]]
-        do = { max_tokens = 500, stop_at = "STOP", offer_tools = [] }"#;
+        do = { max_tokens = 500, limit_counts = "reply", stop_at = "STOP", offer_tools = [] }"#;
     let request = |user: &str, key: &str, of: &str| {
         let caller = Caller { key: key.into(), user: of.into(), ..Caller::default() };
         with(rules, RequestView { user: user.into(), caller, ..RequestView::default() }).1
@@ -374,10 +374,12 @@ fn a_rule_refuses_a_request_or_limits_its_reply_and_tools() {
     assert_eq!(known.tools.as_deref(), Some(&["search".to_owned()][..]));
     let other = request("Hello", "", "");
     assert_eq!((other.max_tokens, other.tools), (Some(500), Some(Vec::new())));
+    assert_eq!(other.limit_counts, Some(Counted::Reply));
     for (mistake, problem) in [
         ("status = 429", "`do.status` needs `do.refuse`"),
         ("refuse = 'x', status = 500", "`do.status` must be an HTTP status from 400 to 499"),
         ("max_tokens = 0", "`do.max_tokens` must be at least 1"),
+        ("limit_counts = 'all'", "`do.limit_counts` must be \"answer\" or \"reply\""),
         ("stop_at = []", "`do.stop_at` must be a text or a list of texts, not empty"),
     ] {
         let rules = format!("[[rule]]\ndo = {{ {mistake} }}");

@@ -36,7 +36,7 @@ mod prompt;
 use std::time::Duration;
 
 pub use bindings::steersman::policy::types::{
-    Action, AnswerForm, Ban, Bias, Caller, Candidate, DrawnToken, EarlierCall, LoopReport,
+    Action, AnswerForm, Ban, Bias, Caller, Candidate, Counted, DrawnToken, EarlierCall, LoopReport,
     LoopRule, MessageView, Observations, ParamsView, Phase, Plan, PreparedParams, PromptEdit,
     PromptView, Refusal, Replacement, RequestView, Retention, SamplingChange, SamplingPatch,
     SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias, ToolCallView, Verdict,
@@ -216,19 +216,22 @@ impl PromptView {
 }
 
 impl RequestView {
-    /// Divides the tokens that context and limit leave for the reply: those for reasoning, and those
-    /// reserved for the answer, which are `reserve` or half of all if that is less. Further `closing`
-    /// tokens are left for the text that closes the reasoning.
+    /// Divides the tokens that context and limits leave for the reply: those for reasoning, and those
+    /// reserved for the answer. The latter are `max_answer_tokens`, or else `reserve`, or half of all if that is
+    /// less. Further `closing` tokens are left for the text that closes the reasoning.
     ///
     /// ```
     /// use steersman_policy::RequestView;
     ///
     /// let request = RequestView { max_tokens: Some(4096), ..RequestView::default() };
     /// assert_eq!(request.divide_tokens(1024, 32), (3040, 1024));
+    /// // A limit that counts the answer alone costs the reasoning nothing.
+    /// let request = RequestView { max_answer_tokens: Some(16), ..RequestView::default() };
+    /// assert_eq!(request.divide_tokens(1024, 32), (32_720, 16));
     /// ```
     pub fn divide_tokens(&self, reserve: u32, closing: u32) -> (u32, u32) {
         let all = self.context_left.min(self.max_tokens.unwrap_or(u32::MAX));
-        let reserve = reserve.min(all / 2);
+        let reserve = self.max_answer_tokens.unwrap_or(reserve).min(all / 2);
         (all.saturating_sub(reserve).saturating_sub(closing), reserve)
     }
 
@@ -362,6 +365,7 @@ impl Default for RequestView {
             reasoning: None,
             reasoning_budget: None,
             max_tokens: None,
+            max_answer_tokens: None,
             form: None,
             sampling: SamplingPatch::default(),
             seed: 0,
@@ -397,6 +401,7 @@ impl Default for Plan {
             on_tokens: Vec::new(),
             candidates: 0,
             route: None,
+            limit_counts: None,
         }
     }
 }

@@ -51,7 +51,7 @@ pub struct Options {
     /// Whether the model reasons: on, off, or auto (the policy decides)
     #[arg(long, value_name = "MODE", default_value = "auto")]
     pub think: Think,
-    /// Maximum number of tokens of a reply, reasoning included
+    /// Maximum number of tokens of an answer; reasoning does not count
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_tokens: Option<u32>,
     /// Sampling temperature; 0 is greedy

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use steersman_engine::request::{Form, FunctionCall, Message, ResponseFormat, ToolCall};
+use steersman_engine::request::{Form, FunctionCall, Message, Request, ResponseFormat, ToolCall};
 
 use super::error::ApiError;
 
@@ -73,6 +73,16 @@ pub fn limit(name: &str, tokens: Option<i64>) -> Result<Option<u32>, ApiError> {
             Err(ApiError::value(name, message))
         }
         Some(tokens) => Ok(Some(u32::try_from(tokens).unwrap_or(u32::MAX))),
+    }
+}
+
+/// Limits the reply of `request` to `tokens` by a field whose API counts reasoning too, if the client has
+/// `asked_for_reasoning`. Otherwise it may not know of the reasoning that a policy or the model's template enables:
+/// then the field limits the answer alone, as `max_tokens` of chats always does.
+pub fn limit_reply(request: &mut Request, tokens: Option<u32>, asked_for_reasoning: bool) {
+    match asked_for_reasoning {
+        true => request.max_tokens = tokens,
+        false => request.max_answer_tokens = tokens,
     }
 }
 

@@ -75,7 +75,7 @@ impl Probability {
             let message = format!("{name}: the form of the reply decides where it ends; drop one");
             return Err(ApiError::value(name, message));
         }
-        if let Some(most) = request.max_tokens
+        if let Some(most) = request.max_tokens.or(request.max_answer_tokens)
             && request.min_tokens > most
         {
             let least = request.min_tokens;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::{Extension, Json};
 use serde_json::{Value, json};
+use steersman_engine::policy::Counted;
 
 use super::App;
 use super::access::Caller;
@@ -42,6 +43,11 @@ fn describe(app: &App, caller: &Caller, name: &str, profile: &ProfileAccess) -> 
         "prompt_tokens": settings.limits.prompt_tokens,
         "think_budget": settings.limits.reasoning_budget,
         "max_tokens": settings.limits.max_tokens,
+        "limit_counts": match settings.limits.limit_counts {
+            None => "api",
+            Some(Counted::Answer) => "answer",
+            Some(Counted::Reply) => "reply",
+        },
         "requests": profile.requests,
     });
     json!({

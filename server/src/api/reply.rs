@@ -430,12 +430,19 @@ impl<P: Protocol> Run<P> {
             self.log.tracked.event(index, &event);
             reply.parts.add(&event);
             match &event {
-                Event::Started { fingerprint, prompt_tokens, cached_tokens, max_tokens } => {
+                Event::Started {
+                    fingerprint,
+                    prompt_tokens,
+                    cached_tokens,
+                    max_tokens,
+                    max_answer_tokens,
+                } => {
                     self.head.fingerprint.clone_from(fingerprint);
                     if self.head.is_first_choice(index) {
                         self.head.usage.prompt_tokens += prompt_tokens;
                         self.head.usage.cached_tokens += cached_tokens;
-                        self.log.tracked.started(*prompt_tokens, *cached_tokens, *max_tokens);
+                        let limits = (*max_tokens, *max_answer_tokens);
+                        self.log.tracked.started(*prompt_tokens, *cached_tokens, limits);
                     }
                     self.head.times.started = self.log.elapsed_ns();
                 }

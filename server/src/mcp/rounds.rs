@@ -132,8 +132,11 @@ impl Rounds {
             let event = events.recv().await?;
             match &event {
                 Event::Started { .. } if self.round > 0 => continue,
-                // The rounds share the limit of the reply, whoever set it.
-                Event::Started { max_tokens, .. } => self.request.max_tokens = Some(*max_tokens),
+                // The rounds share the limits of the reply, whoever set them.
+                Event::Started { max_tokens, max_answer_tokens, .. } => {
+                    self.request.max_tokens = Some(*max_tokens);
+                    self.request.max_answer_tokens = *max_answer_tokens;
+                }
                 Event::Reasoning(piece) => {
                     if std::mem::take(&mut self.separates_reasoning) {
                         self.send(Event::Reasoning("\n\n".into()));
@@ -190,7 +193,8 @@ impl Rounds {
         used: Usage,
     ) -> Option<(FinishReason, Option<String>)> {
         let limit = self.toolbox.mcp.rounds;
-        let tokens = self.request.max_tokens;
+        let Request { max_tokens, max_answer_tokens, .. } = self.request;
+        let is_used = |limit: Option<u32>, tokens| limit.is_some_and(|limit| limit <= tokens);
         if reply.calls.is_empty() {
             Some((reason.clone(), None))
         } else if *reason != FinishReason::ToolCalls {
@@ -201,7 +205,9 @@ impl Rounds {
         } else if self.round == limit {
             let why = format!("the limit of {limit} rounds is reached (mcp.rounds)");
             Some((FinishReason::Length, Some(why)))
-        } else if tokens.is_some_and(|tokens| tokens <= used.reply_tokens()) {
+        } else if is_used(max_tokens, used.reply_tokens())
+            || is_used(max_answer_tokens, used.answer_tokens)
+        {
             Some((FinishReason::Length, Some("the limit on tokens is reached".into())))
         } else {
             None
@@ -273,9 +279,10 @@ impl Rounds {
         request.messages.extend(results);
         request.id = format!("{}-round{}", self.id, self.round + 1);
         let tokens = used.reply_tokens();
-        request.max_tokens = request.max_tokens.map(|most| most.saturating_sub(tokens));
-        let budget = &mut request.reasoning_budget;
-        *budget = budget.map(|budget| budget.saturating_sub(used.reasoning_tokens));
+        let left = |limit: Option<u32>, used| limit.map(|limit| limit.saturating_sub(used));
+        request.max_tokens = left(request.max_tokens, tokens);
+        request.max_answer_tokens = left(request.max_answer_tokens, used.answer_tokens);
+        request.reasoning_budget = left(request.reasoning_budget, used.reasoning_tokens);
         request.min_tokens = request.min_tokens.saturating_sub(tokens);
         // The call that the client requires has been made.
         request.tool_choice.is_required = false;

@@ -86,7 +86,8 @@ async fn message_has_anthropics_format() {
         ],
         "stop_reason": "tool_use", "stop_sequence": null,
         "usage": {"input_tokens": 4, "cache_creation_input_tokens": 0,
-                  "cache_read_input_tokens": 16, "output_tokens": 12},
+                  "cache_read_input_tokens": 16, "output_tokens": 12,
+                  "output_tokens_details": {"thinking_tokens": USAGE.reasoning_tokens}},
         "steersman": {"profile": "default", "notes": ["routed: plain"],
             "labels": {"tier": "plain"}}
     });
@@ -100,8 +101,10 @@ async fn stream_has_all_event_types_in_order() {
     let mut events = events(&app, with(json!({"stream": true}))).await;
     let id = events[0]["message"]["id"].take();
     let usage = |output: u32| {
+        let thinking = if output == 0 { 0 } else { USAGE.reasoning_tokens };
         json!({"input_tokens": 4, "cache_creation_input_tokens": 0,
-               "cache_read_input_tokens": 16, "output_tokens": output})
+               "cache_read_input_tokens": 16, "output_tokens": output,
+               "output_tokens_details": {"thinking_tokens": thinking}})
     };
     let start = |index: u32, block: Value| json!({"type": "content_block_start", "index": index, "content_block": block});
     let delta = |index: u32, delta: Value| json!({"type": "content_block_delta", "index": index, "delta": delta});

@@ -5,6 +5,7 @@
 //! a model. `openai_client.py` makes similar requests with OpenAI's package and the real engine.
 
 mod access;
+mod answer_limits;
 mod anthropic;
 mod choices;
 mod clients;
@@ -103,6 +104,7 @@ async fn play(
         prompt_tokens: USAGE.prompt_tokens,
         cached_tokens: USAGE.cached_tokens,
         max_tokens: request.max_tokens.unwrap_or(MAX_TOKENS),
+        max_answer_tokens: request.max_answer_tokens,
     };
     drop(events.send(started));
     for act in script {

@@ -261,15 +261,20 @@ async fn limits_of_the_client_hold_for_all_rounds_together() {
     chat(&app, body(extra)).await;
     let [first, second] = &requests(&seen)[..] else { panic!("two rounds") };
     let used = USAGE.reasoning_tokens + USAGE.answer_tokens;
-    assert_eq!((first.max_tokens, second.max_tokens), (Some(50), Some(50 - used)));
+    assert_eq!((first.max_tokens, second.max_tokens), (None, Some(MAX_TOKENS - used)));
+    let answers = (first.max_answer_tokens, second.max_answer_tokens);
+    assert_eq!(answers, (Some(50), Some(50 - USAGE.answer_tokens)));
     assert_eq!((first.min_tokens, second.min_tokens), (20, 20 - used));
     let budget = 9 - USAGE.reasoning_tokens;
     assert_eq!((first.reasoning_budget, second.reasoning_budget), (Some(9), Some(budget)));
     assert!(first.tool_choice.is_required && !second.tool_choice.is_required);
-    let (_, reply) = chat(&app, body(json!({"max_tokens": used}))).await;
-    assert_eq!(reply["choices"][0]["finish_reason"], "length");
-    let notes = reply["steersman"]["notes"].to_string();
-    assert!(notes.contains("the limit on tokens is reached"), "{notes}");
+    let of_reply = json!({"max_completion_tokens": used, "reasoning_effort": "high"});
+    for extra in [json!({"max_tokens": USAGE.answer_tokens}), of_reply] {
+        let (_, reply) = chat(&app, body(extra)).await;
+        assert_eq!(reply["choices"][0]["finish_reason"], "length");
+        let notes = reply["steersman"]["notes"].to_string();
+        assert!(notes.contains("the limit on tokens is reached"), "{notes}");
+    }
 }
 
 /// What the model gets as the result of this call.

@@ -66,7 +66,7 @@ async fn every_field_reaches_the_engine() {
     assert_eq!(request.profile, "strict");
     assert_eq!(Value::from(request.template_variables), json!({"add_dates": true}));
     assert_eq!((request.reasoning, request.reasoning_budget), (Some(true), Some(100)));
-    assert_eq!(request.max_tokens, Some(9));
+    assert_eq!((request.max_tokens, request.max_answer_tokens), (Some(9), None));
     let sampling = SamplingPatch {
         temperature: Some(0.5),
         top_p: Some(0.9),
@@ -87,7 +87,8 @@ async fn absent_fields_are_left_to_the_engine() {
     assert!(request.tools.is_empty(), "tool_choice none hides the tools");
     assert_eq!((request.reasoning, request.reasoning_budget), (None, None));
     assert_eq!(request.sampling, SamplingPatch::default());
-    assert_eq!((request.max_tokens, request.stop.len()), (None, 0));
+    assert_eq!((request.max_tokens, request.max_answer_tokens), (None, None));
+    assert_eq!(request.stop.len(), 0);
     assert_eq!(request.profile, "default");
 }
 

@@ -233,7 +233,7 @@ async fn items_reach_the_engine_as_a_conversation() {
     assert_eq!(serde_json::to_value(&request.messages).unwrap(), expected);
     let function = json!({"name": "f", "description": "d", "parameters": {"type": "object"}});
     assert_eq!(request.tools, [json!({"type": "function", "function": function})]);
-    assert_eq!((request.max_tokens, request.tool_choice.is_single), (Some(100), true));
+    assert_eq!((request.max_answer_tokens, request.tool_choice.is_single), (Some(100), true));
     let notes = reply["steersman"]["notes"].as_array().unwrap();
     assert_eq!(notes.len(), 6, "{notes:?}");
 }

@@ -45,9 +45,9 @@ async fn fields_that_ask_for_nothing_are_accepted() {
         }
     };
     let request = last(json!({"max_tokens": -1, "top_k": -1})).await;
-    assert_eq!((request.max_tokens, request.sampling.top_k), (None, Some(0)));
+    assert_eq!((request.max_answer_tokens, request.sampling.top_k), (None, Some(0)));
     let request = last(json!({"max_tokens": 3.0, "temperature": 1, "seed": 5.0})).await;
-    assert_eq!((request.max_tokens, request.seed), (Some(3), Some(5)));
+    assert_eq!((request.max_answer_tokens, request.seed), (Some(3), Some(5)));
     let sampling = SamplingPatch { temperature: Some(1.0), ..SamplingPatch::default() };
     assert_eq!(request.sampling, sampling);
 }

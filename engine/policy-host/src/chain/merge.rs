@@ -7,7 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use crate::contract::{Action, Bias, Plan, Retention, SamplingChange, SamplingPatch, Verdict};
+use crate::contract::{
+    Action, Bias, Counted, Plan, Retention, SamplingChange, SamplingPatch, Verdict,
+};
 
 /// Greatest common divisor; 0 is neutral.
 pub fn gcd(a: u32, b: u32) -> u32 {
@@ -63,7 +65,13 @@ pub fn plans(earlier: Plan, later: Plan) -> Plan {
         on_tokens: earlier.on_tokens,
         candidates: earlier.candidates,
         route: earlier.route.or(later.route),
+        limit_counts: both(earlier.limit_counts, later.limit_counts, tighter),
     }
+}
+
+/// A limit that counts the whole reply allows less than one that counts the answer.
+fn tighter(earlier: Counted, later: Counted) -> Counted {
+    if earlier == Counted::Reply { earlier } else { later }
 }
 
 /// Each text once.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use steersman_policy_host::{
-    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Failure, HookInput, Labels, Link,
+    Action, Answer, AnswerForm, Ban, Bias, Call, Cause, Chain, Counted, Failure, HookInput, Labels, Link,
     LoopReport, LoopRule, MAX_REPAIRS, Phase, Plan, Policy, PolicyConfig, PromptEdit, PromptView,
     Recorder, Refusal, Replacement, RequestView, Retention, STEP_TOKENS, SamplingChange,
     SamplingPatch, SavePoint, Step, Summary, TextChange, TextVerdict, TextView, TokenBias,
@@ -144,6 +144,10 @@ fn some_plan(random: &mut Random) -> Plan {
         route: {
             let route = format!("route {}", random.below(4));
             maybe(random, route)
+        },
+        limit_counts: {
+            let counted = [Counted::Answer, Counted::Reply][random.below(2) as usize];
+            maybe(random, counted)
         },
     }
 }
@@ -349,6 +353,9 @@ fn a_merged_plan_has_the_tightest_limits_and_the_first_choice() {
         let all = |of: fn(&Plan) -> Option<u32>| plans.iter().filter_map(of);
         assert_eq!(merged.reasoning_budget, all(|plan| plan.reasoning_budget).min(), "{shown}");
         assert_eq!(merged.max_tokens, all(|plan| plan.max_tokens).min(), "{shown}");
+        let counts: Vec<_> = plans.iter().filter_map(|plan| plan.limit_counts).collect();
+        let tightest = counts.iter().find(|counted| **counted == Counted::Reply);
+        assert_eq!(merged.limit_counts, tightest.or(counts.first()).copied(), "{shown}");
         assert_eq!(merged.answer_reserve, all(|plan| plan.answer_reserve).max(), "{shown}");
         let dense = all(|plan| Some(plan.checkpoint_every).filter(|every| *every > 0)).min();
         assert_eq!(merged.checkpoint_every, dense.unwrap_or(0), "{shown}");

@@ -253,5 +253,6 @@ fn usage(usage: Usage) -> Value {
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.reply_tokens(),
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     })
 }

@@ -163,7 +163,9 @@ impl Body {
             unknown.check("thinking", "body", &thinking, &["budget_tokens", "display"]);
             json::typed("thinking", &thinking)
         });
-        let (reasoning, reasoning_budget) = match thinking.transpose()? {
+        let thinking = thinking.transpose()?;
+        let asked = matches!(thinking, Some(Thinking::Enabled { .. } | Thinking::Adaptive));
+        let (reasoning, reasoning_budget) = match thinking {
             Some(Thinking::Enabled { budget_tokens }) => (Some(true), Some(budget_tokens)),
             // The policy decides.
             Some(Thinking::Adaptive) => (None, None),
@@ -174,19 +176,20 @@ impl Body {
         let (system, messages) = (self.system, self.messages.unwrap_or_default());
         let messages = conversation(system, messages, &mut notes, &mut unknown)?;
         notes.extend(unknown.notes());
-        let request = Request {
+        let mut request = Request {
             messages,
             tools: if tools_hidden { Vec::new() } else { tools },
             tool_choice,
             response_format,
             reasoning,
             reasoning_budget: reasoning_budget.or(of_effort),
-            max_tokens: params::limit("max_tokens", self.max_tokens)?,
             sampling: sampling.check()?,
             stop: params::stops("stop_sequences", self.stop_sequences)?,
             retain,
             ..Request::default()
         };
+        let limit = params::limit("max_tokens", self.max_tokens)?;
+        params::limit_reply(&mut request, limit, asked);
         Ok(Call { protocol: Messages::default(), requests: vec![request], choices: 1, notes })
     }
 }

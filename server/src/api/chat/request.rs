@@ -29,10 +29,10 @@ struct Body {
     /// Whether the reply is a stream of server-sent events.
     stream: Option<bool>,
     stream_options: Option<params::StreamOptions>,
-    /// Limit on all tokens of the reply, reasoning included; -1 is the server's default.
+    /// Limit on the tokens of answer and tool calls; -1 is the server's default.
     #[schemars(range(min = -1))]
     max_tokens: Option<i64>,
-    /// The same.
+    /// The same; with the reasoning, if the request asks for reasoning.
     #[schemars(range(min = -1))]
     max_completion_tokens: Option<i64>,
     #[serde(default, deserialize_with = "params::seed")]
@@ -112,14 +112,19 @@ impl Body {
             template_variables,
             reasoning,
             reasoning_budget,
-            max_tokens: max_tokens(self.max_tokens, self.max_completion_tokens)?,
             sampling: sampling.check()?,
             seed: self.seed,
             stop: params::stops("stop", self.stop)?,
             ..Request::default()
         };
+        limit(&mut request, self.max_tokens, self.max_completion_tokens)?;
         structure::apply(structure, &mut request)?;
         probability.apply(&mut request)?;
+        if request.ignores_end {
+            // The client wants a reply of this length, whatever it consists of.
+            let of_answer = request.max_answer_tokens.take();
+            request.max_tokens = request.max_tokens.or(of_answer);
+        }
         let choices = params::choices(self.n, self.best_of)?;
         let protocol = Chat::new(self.stream_options, choices);
         Ok(Call { protocol, requests: vec![request], choices, notes })
@@ -186,14 +191,20 @@ fn tools(tools: Vec<Map<String, Value>>, notes: &mut Vec<String>) -> Result<Vec<
     Ok(functions)
 }
 
-/// Most tokens of the reply, reasoning included. Both names mean the same.
-fn max_tokens(old: Option<i64>, new: Option<i64>) -> Result<Option<u32>, ApiError> {
+/// Limits the reply by `max_tokens`, which counts answer and tool calls, or by `max_completion_tokens`, which counts
+/// the reasoning that the client asks for, too.
+fn limit(request: &mut Request, old: Option<i64>, new: Option<i64>) -> Result<(), ApiError> {
     if let (Some(old), Some(new)) = (old, new)
         && old != new
     {
         let message = format!("max_tokens is {old}, max_completion_tokens is {new}; drop one");
         return Err(ApiError::value("max_completion_tokens", message));
     }
-    let name = if new.is_some() { "max_completion_tokens" } else { "max_tokens" };
-    params::limit(name, new.or(old))
+    let old = params::limit("max_tokens", old)?;
+    let new = params::limit("max_completion_tokens", new)?;
+    match new {
+        Some(_) => params::limit_reply(request, new, request.reasoning == Some(true)),
+        None => request.max_answer_tokens = old,
+    }
+    Ok(())
 }

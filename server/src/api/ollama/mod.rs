@@ -115,6 +115,9 @@ impl<const CHAT: bool> Ollama<CHAT> {
         };
         let (usage, times) = (reply::usage(head, replies), head.times);
         let first_piece = if times.first_piece == 0 { times.ended } else { times.first_piece };
+        let mut extension = extension(head, &reply.finished);
+        // `eval_count` has no parts.
+        extension["reasoning_tokens"] = usage.reasoning_tokens.into();
         let more = json!({
             "done_reason": reason,
             "total_duration": times.ended,
@@ -124,7 +127,7 @@ impl<const CHAT: bool> Ollama<CHAT> {
             "prompt_eval_duration": first_piece.saturating_sub(times.started),
             "eval_count": usage.reply_tokens(),
             "eval_duration": times.ended - first_piece,
-            "steersman": extension(head, &reply.finished),
+            "steersman": extension,
         });
         if let (Some(line), Value::Object(more)) = (line.as_object_mut(), more) {
             line.extend(more);

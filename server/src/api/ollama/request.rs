@@ -256,22 +256,26 @@ fn with_options(request: Request, body: Body) -> Result<Request, ApiError> {
         }
     };
     let wants_logprobs = body.logprobs.unwrap_or(false);
-    Ok(Request {
+    let limit = match options.num_predict {
+        // As many as the context has room for.
+        Some(-2) => Some(u32::MAX),
+        limit => params::limit("num_predict", limit)?,
+    };
+    let mut request = Request {
         penalties: options.penalties()?,
         logprobs: probability::logprobs(wants_logprobs, body.top_logprobs, "\"logprobs\": true")?,
         response_format,
         reasoning,
         reasoning_budget,
-        max_tokens: match options.num_predict {
-            // As many as the context has room for.
-            Some(-2) => Some(u32::MAX),
-            limit => params::limit("num_predict", limit)?,
-        },
         sampling: sampling.check()?,
         seed: options.seed,
         stop: params::stops("stop", options.stop)?,
         ..request
-    })
+    };
+    // A prompt that no template renders has no reasoning apart from the answer.
+    let counts_all = request.prompt.is_some() || request.reasoning == Some(true);
+    params::limit_reply(&mut request, limit, counts_all);
+    Ok(request)
 }
 
 /// The functions among the tools.

@@ -154,6 +154,9 @@ pub struct Extension {
     /// Calls of MCP tools that the server ran.
     #[schemars(skip_serializing_if = "Option::is_none")]
     tool_runs: Option<Vec<Map<String, Value>>>,
+    /// Of a protocol whose own fields do not count it: tokens of the reasoning.
+    #[schemars(skip_serializing_if = "Option::is_none")]
+    reasoning_tokens: Option<u32>,
 }
 
 /// One event of a streamed chat completion.
@@ -485,6 +488,14 @@ pub struct MessageUsage {
     /// Restored from saved state.
     cache_read_input_tokens: u32,
     output_tokens: u32,
+    output_tokens_details: ThinkingTokens,
+}
+
+#[derive(JsonSchema)]
+#[schemars(deny_unknown_fields)]
+struct ThinkingTokens {
+    /// Those of `output_tokens` that are reasoning.
+    thinking_tokens: u32,
 }
 
 /// An event of a streamed message; more fields depend on its type.
@@ -817,7 +828,10 @@ struct ListedRequest {
     cached_tokens: Option<u64>,
     prefilled_tokens: Option<u64>,
     reply_tokens: u64,
+    /// Limit on all tokens of the reply.
     max_tokens: Option<u64>,
+    /// Limit on answer and tool calls, if they are limited apart from the reasoning.
+    max_answer_tokens: Option<u64>,
     notes: u64,
     tokens_per_second: Option<f64>,
     /// This and the following: of a request that has ended.

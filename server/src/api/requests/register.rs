@@ -106,6 +106,8 @@ struct State {
     prompt_tokens: u32,
     cached_tokens: u32,
     max_tokens: u32,
+    /// `None` unless the answer is limited apart from the reasoning.
+    max_answer_tokens: Option<u32>,
     /// Milliseconds from its arrival to the first piece of its reply.
     first_piece_ms: Option<u64>,
     notes: Vec<Note>,
@@ -193,6 +195,7 @@ impl Entry {
             "prefilled_tokens": prefilled.max(state.cached_tokens),
             "reply_tokens": reply,
             "max_tokens": state.max_tokens,
+            "max_answer_tokens": state.max_answer_tokens,
             "notes": state.notes.len(),
         });
         let mut until = elapsed_ms;
@@ -313,12 +316,18 @@ impl Tracked {
         (state.model, state.live) = (Some(model.into()), live);
     }
 
-    /// Counts a prompt.
-    pub fn started(&self, prompt_tokens: u32, cached_tokens: u32, max_tokens: u32) {
+    /// Counts a prompt, whose reply has these limits on all of its tokens, and on those of its answer.
+    pub fn started(
+        &self,
+        prompt_tokens: u32,
+        cached_tokens: u32,
+        (max_tokens, max_answer_tokens): (u32, Option<u32>),
+    ) {
         let mut state = self.entry.state.lock();
         state.prompt_tokens += prompt_tokens;
         state.cached_tokens += cached_tokens;
         state.max_tokens = state.max_tokens.max(max_tokens);
+        state.max_answer_tokens = state.max_answer_tokens.max(max_answer_tokens);
     }
 
     /// The first piece of the reply is here.

@@ -210,11 +210,13 @@ impl Body {
             response_format,
             reasoning: effort.map(Effort::reasons),
             reasoning_budget: effort.and_then(Effort::budget),
-            max_tokens: params::limit("max_output_tokens", self.max_output_tokens)?,
             sampling: sampling.check()?,
             logprobs,
             ..Request::default()
         };
+        let limit = params::limit("max_output_tokens", self.max_output_tokens)?;
+        let asked = request.reasoning == Some(true);
+        params::limit_reply(&mut request, limit, asked);
         structure::choose_tools(structure, &mut request)?;
         let protocol = Responses {
             instructions: self.instructions.unwrap_or_default(),
