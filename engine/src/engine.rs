@@ -1,6 +1,7 @@
 //! The handle to the engine thread: requests in, events out. Cheap to clone; holds no arrays.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::mpsc;
 
@@ -75,6 +76,11 @@ impl Engine {
     /// Number of requests in the queue, without those whose clients have disconnected.
     pub fn waiting(&self) -> usize {
         self.0.queue.waiting()
+    }
+
+    /// How long the request has been prepared whose preparation has taken longest; `None` if none is.
+    pub fn preparing_for(&self) -> Option<Duration> {
+        self.0.queue.preparing_for()
     }
 
     /// Whether the engine thread has ended.

@@ -19,6 +19,7 @@ use tokio::sync::{mpsc, watch};
 
 use crate::decode::{Expected, Prefix, Prepared};
 use crate::error::{Error, RequestError, Result};
+use crate::grammar::Grammars;
 use crate::request::{Event, Request};
 
 /// Requests at the front of the order that are prepared ahead of the engine thread. Each holds an instance
@@ -62,6 +63,15 @@ pub(crate) enum Work {
     Request(Taken),
     /// Tokenizes a prefix.
     Prefix(Expected),
+}
+
+/// The requests that a preparing thread takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// All, and prefixes.
+    All,
+    /// Those without a form, which never wait for the compilation of one.
+    WithoutForm,
 }
 
 /// A request that is being prepared, and its place.
@@ -128,12 +138,15 @@ struct Entry {
     /// Of the request, then of its other choices. Weak: a channel closes when its request is dropped.
     events: Vec<mpsc::WeakUnboundedSender<Event>>,
     deadline: Option<Instant>,
+    /// Whether a form is compiled when it is prepared.
+    has_form: bool,
     stage: Stage,
 }
 
 enum Stage {
     Waiting(Box<Job>, Vec<Job>),
-    Preparing,
+    /// Since then.
+    Preparing(Instant),
     Ready(Box<Prepared>),
 }
 
@@ -180,11 +193,12 @@ impl Queue {
         };
         state.newest += 1;
         let (profile, deadline) = (request.profile.clone(), request.deadline);
+        let has_form = Grammars::has_form(&request);
         let first = Box::new(job(request));
         let others = others.into_iter().map(job).collect();
         let place = state.newest;
         let stage = Stage::Waiting(first, others);
-        state.entries.push(Entry { place, profile, events: senders, deadline, stage });
+        state.entries.push(Entry { place, profile, events: senders, deadline, has_form, stage });
         self.changed.notify_all();
         Ok(receivers)
     }
@@ -197,21 +211,32 @@ impl Queue {
     /// Takes the first waiting request, to prepare it. `None` if there is none, or enough requests before
     /// it are being prepared or ready.
     pub fn try_take(&self) -> Option<Taken> {
-        self.lock().take()
+        self.lock().take(Lane::All)
+    }
+
+    /// How long the request has been prepared whose preparation has taken longest.
+    pub fn preparing_for(&self) -> Option<Duration> {
+        let state = self.lock();
+        let since = state.entries.iter().filter_map(|entry| match entry.stage {
+            Stage::Preparing(since) => Some(since),
+            Stage::Waiting(..) | Stage::Ready(_) => None,
+        });
+        since.min().map(|since| since.elapsed())
     }
 
     /// Waits for a request, or a prefix to prefetch. `None` when the engine has ended.
-    pub(crate) fn take(&self) -> Option<Work> {
+    pub(crate) fn take(&self, lane: Lane) -> Option<Work> {
         let mut state = self.lock();
         loop {
             if state.phase == Phase::Ended {
                 return None;
             }
-            if let Some(taken) = state.take() {
+            if let Some(taken) = state.take(lane) {
                 return Some(Work::Request(taken));
             }
             // The newest conversation is the most likely to continue.
-            if state.prefixes.is_empty()
+            if lane == Lane::All
+                && state.prefixes.is_empty()
                 && let Some(expected) = state.expected.pop_back()
             {
                 return Some(Work::Prefix(expected));
@@ -384,13 +409,19 @@ impl State {
         order.into_iter().map(|(.., i)| i).collect()
     }
 
-    fn take(&mut self) -> Option<Taken> {
+    fn take(&mut self, lane: Lane) -> Option<Taken> {
         let waits = |&i: &usize| matches!(self.entries[i].stage, Stage::Waiting(..));
-        let first = self.order().into_iter().take(AHEAD).find(waits)?;
+        let is_in_lane = |&i: &usize| match lane {
+            Lane::All => true,
+            Lane::WithoutForm => {
+                !self.entries[i].has_form || matches!(self.entries[i].stage, Stage::Ready(_))
+            }
+        };
+        let first = self.order().into_iter().filter(is_in_lane).take(AHEAD).find(waits)?;
         let entry = &mut self.entries[first];
-        match std::mem::replace(&mut entry.stage, Stage::Preparing) {
+        match std::mem::replace(&mut entry.stage, Stage::Preparing(Instant::now())) {
             Stage::Waiting(job, others) => Some(Taken { place: entry.place, job: *job, others }),
-            Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
+            Stage::Preparing(_) | Stage::Ready(_) => unreachable!("found as waiting"),
         }
     }
 
@@ -429,7 +460,7 @@ impl Stage {
     fn name(&self) -> &'static str {
         match self {
             Self::Waiting(..) | Self::Ready(_) => "waiting",
-            Self::Preparing => "being prepared",
+            Self::Preparing(_) => "being prepared",
         }
     }
 }

@@ -30,12 +30,12 @@ use crate::policy::{
     SYSTEM_BYTES, Session, Summary, USER_BYTES, Vocabulary, apply_edits,
 };
 use crate::prefix::Retention;
-use crate::queue::{Job, Queue, Taken, Work, fail_all};
+use crate::queue::{Job, Lane, Queue, Taken, Work, fail_all};
 use crate::request::{Event, Message, Request, ResponseFormat, Sampling};
 use crate::text::{Reply, Text, Variables};
 
-/// Threads that prepare requests.
-pub const THREADS: usize = 2;
+/// Threads that prepare requests. The last takes none with a form, which may take seconds to compile.
+pub const THREADS: [Lane; 3] = [Lane::All, Lane::All, Lane::WithoutForm];
 
 /// The stage of a request here, for errors.
 const STAGE: &str = "being prepared";
@@ -88,8 +88,8 @@ pub struct Prepared {
 
 impl Preparer {
     /// Prepares the requests of `queue`, and the prefixes, until the engine has ended.
-    pub fn serve(&self, queue: &Queue) {
-        while let Some(work) = queue.take() {
+    pub(crate) fn serve(&self, queue: &Queue, lane: Lane) {
+        while let Some(work) = queue.take(lane) {
             match work {
                 Work::Request(taken) => self.serve_request(queue, taken),
                 Work::Prefix(expected) => match catch_panic(STAGE, || self.prefix(&expected)) {
@@ -121,7 +121,13 @@ impl Preparer {
     pub(super) fn prepare_choices(&self, job: Job, others: Vec<Job>) -> Result<Prepared> {
         let mut first = self.prepare(job)?;
         let others = others.into_iter().map(|job| self.prepare(job));
-        first.others = others.collect::<Result<_>>()?;
+        let mut others = others.collect::<Result<Vec<_>>>()?;
+        for other in &mut others {
+            if let (Some(own), Some(grammar)) = (&mut other.grammar, &first.grammar) {
+                own.share(grammar);
+            }
+        }
+        first.others = others;
         Ok(first)
     }
 

@@ -30,9 +30,10 @@ impl Decoder {
         std::thread::scope(|scope| {
             // Also after a panic: nobody may wait for this thread then.
             let _ended = Ended(&queue);
-            for _ in 0..prepare::THREADS {
+            for lane in prepare::THREADS {
                 let thread = std::thread::Builder::new().name("prepare".into());
-                let spawned = thread.spawn_scoped(scope, || preparer.serve(&queue));
+                let (queue, preparer) = (&queue, &preparer);
+                let spawned = thread.spawn_scoped(scope, move || preparer.serve(queue, lane));
                 spawned.expect("the system has room for another thread");
             }
             self.serve();

@@ -87,6 +87,33 @@ impl Calls {
         if self.format.bare.is_some() { Scope::Opening } else { Scope::Call }
     }
 
+    /// The schemas of strict tools.
+    pub fn schemas(&self) -> impl Iterator<Item = &Value> {
+        self.tools.iter().filter_map(|tool| tool.parameters.as_ref())
+    }
+
+    /// Whether the grammar has the schemas of strict tools as a whole.
+    pub fn embed_schemas(&self) -> bool {
+        matches!(self.format.written.arguments, Arguments::Json)
+    }
+
+    /// Checks how much work the schemas of strict tools are, and that the format can express them.
+    ///
+    /// # Errors
+    /// [`RequestError::Structure`] with the path of what is too much, or cannot be expressed.
+    pub fn check_bounds(&self) -> Result<(), RequestError> {
+        for Tool { index, parameters, .. } in &self.tools {
+            let Some(parameters) = parameters else { continue };
+            let path = parameters_path(*index);
+            schema::check_bounds(&path, parameters)?;
+            match &self.format.written.arguments {
+                Arguments::Json | Arguments::Parameters { text: Spelling::Json, .. } => {}
+                Arguments::Parameters { .. } => check_block(&path, parameters)?,
+            }
+        }
+        Ok(())
+    }
+
     /// Checks that the schemas of strict tools can be enforced.
     ///
     /// # Errors
@@ -97,12 +124,7 @@ impl Calls {
     ) -> Result<(), RequestError> {
         for Tool { index, parameters, .. } in &self.tools {
             let Some(parameters) = parameters else { continue };
-            let path = format!("tools[{index}].function.parameters");
-            schema::check(&path, parameters, compile)?;
-            match &self.format.written.arguments {
-                Arguments::Json | Arguments::Parameters { text: Spelling::Json, .. } => {}
-                Arguments::Parameters { .. } => check_block(&path, parameters)?,
-            }
+            schema::check(&parameters_path(*index), parameters, compile)?;
         }
         Ok(())
     }
@@ -357,6 +379,11 @@ impl Calls {
         }
         terms
     }
+}
+
+/// Where the schema of a tool stands in the request.
+fn parameters_path(index: usize) -> String {
+    format!("tools[{index}].function.parameters")
 }
 
 fn tool((index, tool): (usize, &Value)) -> Option<Tool> {

@@ -6,8 +6,9 @@
 //! they are rewound.
 //!
 //! A form that cannot be enforced as a whole is refused, with the path of the keyword: no part of it is
-//! dropped silently. Compiling and masking have limits ([`limits`]), so a hostile schema costs
-//! milliseconds and not the process.
+//! dropped silently. What llguidance counts of its work has limits ([`limits`]), what it does not count is bounded
+//! before ([`bounds`]), and forms are compiled on threads of their own ([`compile`]): a hostile form costs its
+//! request, and at most some seconds of one core.
 //!
 //! Tokens that carry structure (end of turn, `<think>`, `<tool_call>`) are not text, and no form contains
 //! them, except that calls begin and end with theirs. End-of-turn tokens are allowed where the form is
@@ -20,19 +21,28 @@
 //! without a table that grows with the schema. It names what it does not support, where others ignore
 //! it. Source: llguidance 1.9 (MIT), <https://github.com/guidance-ai/llguidance>.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, OnceLock};
 
-use llguidance::api::{GrammarWithLexer, ParserLimits, TopLevelGrammar};
+use llguidance::api::{GrammarInit, GrammarWithLexer, ParserLimits, TopLevelGrammar};
 use llguidance::toktrie::{InferenceCapabilities, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
-use llguidance::{Matcher, ParserFactory, regex_to_lark};
+use llguidance::{Matcher, ParserFactory, TokenParser, panic_utils, regex_to_lark};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use self::bounds::Depth;
+use self::calls::Calls;
+use self::compile::{Compiler, FormDigest};
 
 use crate::error::{RequestError, Result};
 use crate::policy::{self, AnswerForm};
 use crate::request::{Form, Request, ResponseFormat};
 use crate::text::Text;
 
+mod bounds;
 mod calls;
+mod compile;
+mod dead;
 mod gbnf;
 mod schema;
 #[cfg(test)]
@@ -41,6 +51,9 @@ mod tests;
 /// Most bytes of a schema, an expression, a grammar, or the texts of a choice.
 const FORM_BYTES: usize = 256 << 10;
 
+/// Most lexer fuel of one reply, in which each unit takes some 10 bytes of memory: generated forms spend up to a tenth.
+const REPLY_FUEL: u64 = 40_000_000;
+
 /// Most white space between two parts of a JSON text: without a limit, a model may write nothing else.
 const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,64}";
 
@@ -48,7 +61,8 @@ const WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,64}";
 /// needs it.
 pub struct Grammars {
     text: Text,
-    factory: OnceLock<Result<ParserFactory, String>>,
+    factory: OnceLock<Result<Arc<ParserFactory>, String>>,
+    compiler: Compiler,
 }
 
 /// Where in a reply a grammar begins.
@@ -75,12 +89,29 @@ pub struct Grammar {
     /// Where it begins.
     pub scope: Scope,
     matcher: Matcher,
+    digest: FormDigest,
+    /// Where in the request its form stands, for errors.
+    field: &'static str,
+    /// What it takes in memory before its first token, about.
+    bytes: usize,
+    /// Lexer fuel of its masks so far.
+    fuel: u64,
 }
 
 impl Grammars {
     /// Of the model with this `text`.
     pub fn new(text: Text) -> Self {
-        Self { text, factory: OnceLock::new() }
+        Self { text, factory: OnceLock::new(), compiler: Compiler::default() }
+    }
+
+    /// Whether the reply to `request` has a grammar, which takes time to compile.
+    pub fn has_form(request: &Request) -> bool {
+        let is_strict = |tool: &Value| {
+            tool.get("function").unwrap_or(tool).get("strict") == Some(&Value::Bool(true))
+        };
+        let choice = &request.tool_choice;
+        let has_calls = choice.is_required || choice.allowed.is_some();
+        request.response_format.is_some() || has_calls || request.tools.iter().any(is_strict)
     }
 
     /// The grammar of a reply to `request`; `None` if its form is free.
@@ -88,68 +119,50 @@ impl Grammars {
     /// # Errors
     /// [`RequestError::Structure`] names what cannot be enforced.
     pub fn compile(&self, request: &Request) -> Result<Option<Grammar>, RequestError> {
-        let format = request.response_format.as_ref();
-        let calls = calls::Calls::new(request, &self.text)?;
+        let format = request.response_format.clone();
+        let calls = Calls::new(request, &self.text)?;
         if format.is_none() && calls.is_none() {
             return Ok(None);
         }
-        let factory = self.factory()?;
-        if let Some(calls) = &calls {
-            calls.check(&|schema| try_schema(factory, schema))?;
-        }
-        let answer = match format {
-            Some(format) if !request.tool_choice.is_required => Some(answer(factory, format)?),
-            _ => None,
-        };
-        let scope = match &calls {
-            _ if self.text.call_format().has_messages() => {
-                let is_required = calls.as_ref().is_some_and(|calls| calls.is_required);
-                Scope::Message { is_fixed: answer.is_some() || is_required }
-            }
-            Some(calls) if answer.is_none() && !calls.is_required => calls.lazy_scope(),
-            _ => Scope::Answer,
-        };
-        let named_answer = |grammar: &mut TopLevelGrammar, answer: Option<GrammarWithLexer>| {
-            grammar.grammars.extend(answer.map(|part| named(part, calls::ANSWER)));
-        };
-        let grammar = match (answer, calls) {
-            (answer, calls) if matches!(scope, Scope::Message { .. }) => {
-                let calls = calls.unwrap_or_else(|| calls::Calls::none(&self.text));
-                let lark = calls.lark_of_messages(answer.is_some());
-                let mut grammar = TopLevelGrammar::from_lark(lark);
-                named_answer(&mut grammar, answer);
-                grammar
-            }
-            (Some(answer), None) => TopLevelGrammar::from_grammar(answer),
-            (answer, Some(calls)) => {
-                let lark = calls.lark(scope, answer.is_some());
-                let mut grammar = TopLevelGrammar::from_lark(lark);
-                named_answer(&mut grammar, answer);
-                grammar
-            }
-            (None, None) => return Ok(None),
-        };
-        let path = format.map_or("tools", |format| format.field);
-        let matcher = matcher(factory, grammar).map_err(|problem| refused(path, problem))?;
-        Ok(Some(Grammar { scope, matcher }))
+        let has_messages = self.text.call_format().has_messages();
+        let is_required = request.tool_choice.is_required;
+        let none = has_messages.then(|| Calls::none(&self.text));
+        self.compile_form(Wanted { format, calls, is_required, none }).map(Some)
     }
 
     /// Checks that a form can be enforced.
     ///
     /// # Errors
     /// [`RequestError::Structure`] names what cannot be enforced.
-    fn check(&self, format: &ResponseFormat) -> Result<(), RequestError> {
-        answer(self.factory()?, format).map(|_| ())
+    fn check(&self, format: ResponseFormat) -> Result<(), RequestError> {
+        let wanted = Wanted { format: Some(format), calls: None, is_required: false, none: None };
+        self.compile_form(wanted).map(drop)
     }
 
-    fn factory(&self) -> Result<&ParserFactory, RequestError> {
+    fn compile_form(&self, wanted: Wanted) -> Result<Grammar, RequestError> {
+        let field = wanted.field();
+        wanted.check_size()?;
+        let digest = wanted.digest();
+        if let Some(known) = self.compiler.recall(&digest) {
+            return Ok(Grammar { field, ..known });
+        }
+        let factory = self.factory(field)?;
+        let depth = wanted.depth();
+        depth.check().map_err(|problem| refused(field, problem))?;
+        let compiled = self.compiler.run(depth.stack(), move || wanted.compile(&factory, digest));
+        let grammar = compiled.map_err(|problem| refused(field, problem))??;
+        self.compiler.remember(digest, &grammar);
+        Ok(grammar)
+    }
+
+    fn factory(&self, field: &str) -> Result<Arc<ParserFactory>, RequestError> {
         let factory = self.factory.get_or_init(|| {
             let start = std::time::Instant::now();
-            let factory = factory(&self.text);
+            let factory = factory(&self.text).map(Arc::new);
             tracing::info!(elapsed = ?start.elapsed(), "vocabulary of grammars built");
             factory
         });
-        factory.as_ref().map_err(|problem| refused("response_format", problem))
+        factory.clone().map_err(|problem| refused(field, problem))
     }
 }
 
@@ -168,7 +181,7 @@ impl policy::Vocabulary for Grammars {
 
     fn check_form(&self, form: &AnswerForm) -> Result<(), String> {
         let format = ResponseFormat::planned(form.clone())?;
-        self.check(&format).map_err(|error| error.to_string())
+        self.check(format).map_err(|error| error.to_string())
     }
 }
 
@@ -179,7 +192,13 @@ impl Grammar {
     /// # Errors
     /// [`RequestError::Structure`] if the limits of a mask do not suffice.
     pub fn mask(&mut self) -> Result<Vec<u32>, RequestError> {
-        let mask = self.matcher.compute_mask_or_eos().map_err(too_complex)?;
+        let mask = self.matcher.compute_mask_or_eos();
+        let mask = mask.map_err(|error| self.too_complex(&error.to_string()))?;
+        let spent = self.matcher.last_step_stats().map_or(0, |stats| stats.lexer_cost);
+        self.fuel += spent;
+        if self.fuel > REPLY_FUEL {
+            return Err(self.too_complex("its terminals take too much memory"));
+        }
         Ok(mask.as_slice().to_vec())
     }
 
@@ -188,7 +207,8 @@ impl Grammar {
     /// # Errors
     /// As [`Grammar::mask`].
     pub fn commit(&mut self, token: u32) -> Result<bool, RequestError> {
-        Ok(self.matcher.try_consume_tokens(&[token]).map_err(too_complex)? == 1)
+        let taken = self.matcher.try_consume_tokens(&[token]);
+        Ok(taken.map_err(|error| self.too_complex(&error.to_string()))? == 1)
     }
 
     /// Takes back the newest `tokens` committed tokens.
@@ -196,7 +216,24 @@ impl Grammar {
     /// # Errors
     /// [`RequestError::Structure`] if so many have not been committed.
     pub fn rewind(&mut self, tokens: usize) -> Result<(), RequestError> {
-        self.matcher.rollback(tokens).map_err(too_complex)
+        self.matcher.rollback(tokens).map_err(|error| self.too_complex(&error.to_string()))
+    }
+
+    /// Shares the lexer of `other` if both are of the same form: for choices, which run on one thread.
+    pub fn share(&mut self, other: &Self) {
+        if self.digest == other.digest {
+            *self = other.clone();
+        }
+    }
+
+    /// A copy that shares nothing that grows.
+    fn with_own_lexer(&self) -> Self {
+        Self { matcher: self.matcher.deep_clone(), ..self.clone() }
+    }
+
+    fn too_complex(&self, problem: &str) -> RequestError {
+        let problem = describe(first_line(problem));
+        refused(self.field, format!("the form is too complex to enforce: {problem}"))
     }
 
     /// The tokens that must come next, in the spelling that the tokenizer gives their text. Each has a
@@ -217,9 +254,14 @@ impl std::fmt::Debug for Grammar {
     }
 }
 
-/// The limits of one grammar. Lexer states take 1 to 2 KiB each.
+/// The limits of one grammar. Lexer states take 1 to 2 KiB each; an item of an ambiguous grammar takes 5 us.
 fn limits() -> ParserLimits {
-    ParserLimits { max_lexer_states: 30_000, verbose_errors: false, ..ParserLimits::default() }
+    ParserLimits {
+        max_lexer_states: 30_000,
+        step_max_items: 20_000,
+        verbose_errors: false,
+        ..ParserLimits::default()
+    }
 }
 
 /// The vocabulary of `text` as llguidance wants it.
@@ -270,14 +312,42 @@ fn word((id, bytes): (usize, Option<Vec<u8>>)) -> Vec<u8> {
     })
 }
 
-fn matcher(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<Matcher, String> {
-    let mut matcher = Matcher::new(factory.create_parser(grammar));
-    if let Some(error) = matcher.get_error() {
-        return Err(first_line(&error));
-    }
+/// Compiles a grammar, up to its first mask. Returns what it takes in memory, about.
+fn matcher(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<(Matcher, usize), String> {
+    let parser = AssertUnwindSafe(|| Ok(parser(factory, grammar)));
+    let parser = panic_utils::catch_unwind(parser).map_err(|error| error.to_string());
+    let parser = parser.flatten().map_err(|problem| describe(first_line(&problem)))?;
+    let bytes = parser.parser.lexer_stats().num_bytes;
+    let mut matcher = Matcher::new(Ok(parser));
     // Compiled lazily: a form whose first mask is empty or too expensive is refused here.
-    matcher.compute_mask_or_eos().map_err(|error| first_line(&error.to_string()))?;
-    Ok(matcher)
+    let mask = matcher.compute_mask_or_eos();
+    mask.map_err(|error| describe(first_line(&error.to_string())))?;
+    Ok((matcher, bytes))
+}
+
+fn parser(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<TokenParser, String> {
+    let init = GrammarInit::Serialized(grammar);
+    let compiled = init.to_internal(Some(factory.tok_env().clone()), factory.limits().clone());
+    let (grammar, spec) = compiled.map_err(|error| error.to_string())?;
+    bounds::check_terminals(&spec)?;
+    let empty = bounds::empty_terminals(&spec, factory.limits())?;
+    if !spec.can_rollback() {
+        return Err(
+            "`stop` and `max_tokens` of rules are not supported, as replies may be rewound; use \
+                    `suffix`, or write the end as a part of the rule"
+                .into(),
+        );
+    }
+    let parser = factory.create_parser_from_init_default(GrammarInit::Internal(grammar, spec));
+    let parser = parser.map_err(|error| error.to_string())?;
+    if dead::has_dead_end(parser.parser.grammar(), &empty) {
+        return Err(
+            "a part that must follow others matches no text, so that replies would be stuck \
+                    before it"
+                .into(),
+        );
+    }
+    Ok(parser)
 }
 
 /// Compiles the grammar of `schema`.
@@ -286,49 +356,157 @@ fn try_schema(factory: &ParserFactory, schema: &Value) -> Result<(), String> {
     matcher(factory, grammar).map(drop)
 }
 
-/// The grammar of an answer.
-fn answer(
-    factory: &ParserFactory,
-    format: &ResponseFormat,
-) -> Result<GrammarWithLexer, RequestError> {
-    let field = format.field;
-    check_size(field, format)?;
+/// What a reply must look like: the form of its answer, and its calls.
+struct Wanted {
+    format: Option<ResponseFormat>,
+    calls: Option<Calls>,
+    /// Whether the reply must contain a call.
+    is_required: bool,
+    /// No calls, if replies consist of messages.
+    none: Option<Calls>,
+}
+
+impl Wanted {
+    /// Where in the request it stands.
+    fn field(&self) -> &'static str {
+        self.format.as_ref().map_or("tools", |format| format.field)
+    }
+
+    /// Identifies it, whatever field it comes from.
+    fn digest(&self) -> FormDigest {
+        let form = self.format.as_ref().map(|format| &format.form);
+        let calls =
+            self.calls.as_ref().map(|calls| (calls.lark(Scope::Answer, false), calls.is_required));
+        let schemas: Vec<_> =
+            self.calls.iter().flat_map(Calls::schemas).map(Value::to_string).collect();
+        let text =
+            format!("{form:?} {calls:?} {schemas:?} {} {}", self.is_required, self.none.is_some());
+        Sha256::digest(text).into()
+    }
+
+    /// How deep its compilation can recurse.
+    fn depth(&self) -> Depth {
+        let schemas = self.calls.iter().flat_map(Calls::schemas);
+        let mut depth = schemas.map(Depth::of_schema).fold(Depth::default(), Depth::and);
+        if let Some(calls) = &self.calls {
+            let (lark, _) = bounds::schemas_in(&calls.lark(Scope::Answer, false));
+            depth = depth.and(Depth::of_lark(&lark));
+        }
+        match self.format.as_ref().map(|format| &format.form) {
+            Some(Form::JsonSchema(schema)) => depth.and(Depth::of_schema(schema)),
+            Some(Form::Lark(text)) => {
+                let (lark, schemas) = bounds::schemas_in(text);
+                let schemas = schemas.iter().map(Depth::of_schema);
+                schemas.fold(depth.and(Depth::of_lark(&lark)), Depth::and)
+            }
+            Some(Form::JsonObject | Form::Regex(_) | Form::Choice(_)) | None => depth,
+        }
+    }
+
+    fn check_size(&self) -> Result<(), RequestError> {
+        let Some(ResponseFormat { field, form }) = &self.format else { return Ok(()) };
+        let bytes = match form {
+            Form::JsonObject => 0,
+            Form::JsonSchema(schema) => schema.to_string().len(),
+            Form::Regex(text) | Form::Lark(text) => text.len(),
+            Form::Choice(texts) => texts.iter().map(String::len).sum(),
+        };
+        if bytes > FORM_BYTES {
+            return Err(refused(field, format!("has {bytes} bytes, the limit is {FORM_BYTES}")));
+        }
+        if let Form::Choice(texts) = form
+            && let Some(text) = texts.iter().find(|text| text.len() > bounds::TEXT_BYTES)
+        {
+            return Err(refused(field, bounds::text_too_long(text)));
+        }
+        Ok(())
+    }
+
+    /// Compiles it. A part is compiled on its own only to find what cannot be enforced.
+    fn compile(self, factory: &ParserFactory, digest: FormDigest) -> Result<Grammar, RequestError> {
+        let field = self.field();
+        let Self { format, calls, is_required, none } = self;
+        let check = |schema: &Value| try_schema(factory, schema);
+        let answer = format.as_ref().filter(|_| !is_required);
+        let form = answer.map(answer_grammar).transpose()?;
+        if let Some(calls) = &calls {
+            calls.check_bounds()?;
+            if !calls.embed_schemas() {
+                calls.check(&check)?;
+            }
+        }
+        let must_call = calls.as_ref().is_some_and(|calls| calls.is_required);
+        let scope = match &calls {
+            _ if none.is_some() => Scope::Message { is_fixed: form.is_some() || must_call },
+            Some(calls) if form.is_none() && !must_call => calls.lazy_scope(),
+            _ => Scope::Answer,
+        };
+        let lark = match (&calls, &none) {
+            (calls, Some(none)) => {
+                Some(calls.as_ref().unwrap_or(none).lark_of_messages(form.is_some()))
+            }
+            (Some(calls), None) => Some(calls.lark(scope, form.is_some())),
+            (None, None) => None,
+        };
+        let grammars = lark.into_iter().map(GrammarWithLexer::from_lark).chain(form.clone());
+        let grammar = TopLevelGrammar { grammars: grammars.collect(), max_tokens: None };
+        let (matcher, bytes) = match matcher(factory, grammar) {
+            Ok(matcher) => matcher,
+            Err(problem) => {
+                if let Some(calls) = &calls {
+                    calls.check(&check)?;
+                }
+                if let (Some(ResponseFormat { field, form: Form::JsonSchema(schema) }), true) =
+                    (&format, form.is_some())
+                {
+                    schema::check(field, schema, &check)?;
+                }
+                return Err(refused(field, problem));
+            }
+        };
+        Ok(Grammar { scope, matcher, digest, field, bytes, fuel: 0 })
+    }
+}
+
+/// The grammar of an answer, after what llguidance does not count was checked.
+fn answer_grammar(format: &ResponseFormat) -> Result<GrammarWithLexer, RequestError> {
+    let ResponseFormat { field, form } = format;
     let lark = |text: String| named(GrammarWithLexer::from_lark(text), calls::ANSWER);
-    let grammar = match &format.form {
-        Form::JsonObject => json_grammar(json!({"type": "object"})),
+    Ok(match form {
+        Form::JsonObject => named(json_grammar(json!({"type": "object"})), calls::ANSWER),
         Form::JsonSchema(schema) => {
-            schema::check(field, schema, &|schema| try_schema(factory, schema))?;
-            return Ok(json_grammar(schema.clone()));
+            schema::check_bounds(field, schema)?;
+            named(json_grammar(schema.clone()), calls::ANSWER)
         }
         Form::Regex(expression) => lark(format!("start: /{}/", regex_to_lark(expression, ""))),
         Form::Lark(text) if gbnf::is_gbnf(text) => {
             lark(gbnf::to_lark(text).map_err(|problem| refused(field, problem))?)
         }
-        Form::Lark(text) => lark(text.clone()),
-        Form::Choice(texts) if texts.is_empty() => {
-            return Err(refused(field, "has no choice; name at least one"));
+        Form::Lark(text) => {
+            for schema in bounds::schemas_in(text).1 {
+                schema::check_bounds(field, &schema)?;
+            }
+            lark(text.clone())
         }
         Form::Choice(texts) => {
-            let quoted: Vec<String> = texts.iter().map(|text| json!(text).to_string()).collect();
-            lark(format!("start: {}", quoted.join(" | ")))
+            lark(choice(texts).ok_or_else(|| refused(field, "has no choice; name at least one"))?)
         }
-    };
-    matcher(factory, TopLevelGrammar::from_grammar(grammar.clone()))
-        .map_err(|problem| refused(field, problem))?;
-    Ok(grammar)
+    })
 }
 
-fn check_size(field: &str, format: &ResponseFormat) -> Result<(), RequestError> {
-    let bytes = match &format.form {
-        Form::JsonObject => 0,
-        Form::JsonSchema(schema) => schema.to_string().len(),
-        Form::Regex(text) | Form::Lark(text) => text.len(),
-        Form::Choice(texts) => texts.iter().map(String::len).sum(),
+/// One terminal: as rules of their own, thousands of texts would be as many items of the parser.
+fn choice(texts: &[String]) -> Option<String> {
+    let quoted = |texts: &[&String]| {
+        let quoted: Vec<_> = texts.iter().map(|text| json!(text).to_string()).collect();
+        quoted.join(" | ")
     };
-    if bytes > FORM_BYTES {
-        return Err(refused(field, format!("has {bytes} bytes, the limit is {FORM_BYTES}")));
+    let (none, some): (Vec<_>, Vec<_>) = texts.iter().partition(|text| text.is_empty());
+    match (&none[..], &some[..]) {
+        ([], []) => None,
+        (_, []) => Some("start: \"\"".into()),
+        ([], some) => Some(format!("start: CHOICE\nCHOICE: {}", quoted(some))),
+        (_, some) => Some(format!("start: CHOICE | \"\"\nCHOICE: {}", quoted(some))),
     }
-    Ok(())
 }
 
 /// The grammar of JSON texts that `schema` accepts.
@@ -356,12 +534,20 @@ fn refused(path: &str, problem: impl Into<String>) -> RequestError {
     RequestError::Structure { path: path.into(), problem: problem.into() }
 }
 
-fn too_complex(error: impl std::fmt::Display) -> RequestError {
-    let problem = first_line(&error.to_string());
-    refused("response_format", format!("the form is too complex to enforce: {problem}"))
+/// Errors of llguidance go on with its state.
+fn first_line(error: &str) -> &str {
+    error.lines().next().unwrap_or_default()
 }
 
-/// Errors of llguidance go on with its state.
-fn first_line(error: &str) -> String {
-    error.lines().next().unwrap_or_default().to_string()
+/// llguidance's words for a limit, in ours.
+fn describe(problem: &str) -> String {
+    let is = |words: &str| problem.contains(words);
+    if is("fuel") || is("too many states") || is("too many expressions") {
+        "it has too many states; use fewer or simpler expressions, repetitions and intersections"
+            .into()
+    } else if is("Current row has") || is("max items") {
+        "it allows too many alternatives in one place; use fewer".into()
+    } else {
+        problem.into()
+    }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::refused;
+use super::{bounds, refused};
 use crate::error::RequestError;
 
 /// How long to look for the place of a problem.
@@ -19,15 +19,13 @@ const BY_NAME: [&str; 2] = ["properties", "patternProperties"];
 /// Keywords that hold schemas which others refer to.
 const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 
-/// No leap second: which minutes have one is not known in advance, and llguidance allows it in all.
-const NO_LEAP_SECOND: &str = "^[^:]*:[^:]*:[0-5]";
-
 /// February 29 in leap years only, of which llguidance knows nothing.
-const LEAP_DAY: &str = "^(?:[0-9]{4}-(?:0[13-9]|1[0-2])-|[0-9]{4}-02-(?:[01][0-9]|2[0-8])|\
+const LEAP_DAY: &str = "^(?:[0-9]{4}-(?:0[13-9]|1[0-2])-[0-9]{2}|[0-9]{4}-02-(?:[01][0-9]|2[0-8])|\
     (?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)";
 
+/// No leap second: which minutes have one is not known in advance, and llguidance allows it in all. And upper case:
 /// RFC 3339 allows `t` and `z`, which many readers do not.
-const UPPER_CASE: &str = "^[^a-z]*$";
+const TIME: &str = "[0-9]{2}:[0-9]{2}:[0-5][0-9.:Z+-]*$";
 
 /// The part before the `@` has at most 64 characters (RFC 5321).
 const SHORT_LOCAL_PART: &str = "^[^@]{1,64}@";
@@ -38,7 +36,31 @@ const LISTS: [&str; 5] = ["prefixItems", "anyOf", "oneOf", "allOf", "items"];
 /// Keywords that hold one schema.
 const SINGLE: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
 
-/// Checks that `compile` accepts `schema`, which stands at `path` of the request.
+/// Keywords that demand nothing with these values; llguidance knows the keywords not at all.
+const WITHOUT_DEMAND: [(&str, &[&str]); 8] = [
+    ("uniqueItems", &["false"]),
+    ("not", &["false"]),
+    ("propertyNames", &["true", "{}"]),
+    ("unevaluatedProperties", &["true", "{}"]),
+    ("unevaluatedItems", &["true", "{}"]),
+    ("dependentRequired", &["{}"]),
+    ("dependentSchemas", &["{}"]),
+    ("dependencies", &["{}"]),
+];
+
+/// Checks what llguidance does not count of its work on `schema`, which stands at `path` of the request.
+///
+/// # Errors
+/// [`RequestError::Structure`] with the path of the keyword that is too large.
+pub fn check_bounds(path: &str, schema: &Value) -> Result<(), RequestError> {
+    if !matches!(schema, Value::Object(_) | Value::Bool(_)) {
+        return Err(refused(path, "must be a JSON schema: an object, true or false"));
+    }
+    bounds::check_schema(schema)
+        .map_err(|excess| refused(&format!("{path}{}", excess.place), excess.problem))
+}
+
+/// Checks that `compile` accepts `schema`, which passed [`check_bounds`] and stands at `path` of the request.
 ///
 /// # Errors
 /// [`RequestError::Structure`] with the path of the keyword that cannot be enforced.
@@ -47,9 +69,6 @@ pub fn check(
     schema: &Value,
     compile: &dyn Fn(&Value) -> Result<(), String>,
 ) -> Result<(), RequestError> {
-    if !matches!(schema, Value::Object(_) | Value::Bool(_)) {
-        return Err(refused(path, "must be a JSON schema: an object, true or false"));
-    }
     let Err(problem) = compile(schema) else { return Ok(()) };
     let end = Instant::now() + SEARCH;
     let mut search = Search { root: schema, compile, end, followed: Vec::new() };
@@ -120,9 +139,16 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Adds to `schema` and its parts what llguidance leaves out of the formats of dates, times and `email`.
+/// Adds to `schema` and its parts what llguidance leaves out of the formats of dates, times and `email`, and
+/// removes keywords that demand nothing.
 pub fn complete_formats(schema: &mut Value) {
     let Value::Object(keywords) = schema else { return };
+    for (keyword, values) in WITHOUT_DEMAND {
+        let value = keywords.get(keyword).map(Value::to_string);
+        if value.is_some_and(|value| values.contains(&value.as_str())) {
+            keywords.shift_remove(keyword);
+        }
+    }
     for key in BY_NAME.iter().chain(&DEFINITIONS) {
         if let Some(Value::Object(parts)) = keywords.get_mut(*key) {
             parts.values_mut().for_each(complete_formats);
@@ -140,15 +166,16 @@ pub fn complete_formats(schema: &mut Value) {
         }
     }
     let format = keywords.get("format").and_then(Value::as_str);
-    let patterns: &[&str] = match format {
-        Some("date-time") => &[LEAP_DAY, NO_LEAP_SECOND, UPPER_CASE],
-        Some("date") => &[LEAP_DAY],
-        Some("time") => &[NO_LEAP_SECOND, UPPER_CASE],
-        Some("email") => &[SHORT_LOCAL_PART],
+    // One pattern each: every pattern makes the intersection more expensive.
+    let pattern = match format {
+        Some("date-time") => format!("{LEAP_DAY}T{TIME}"),
+        Some("date") => format!("{LEAP_DAY}$"),
+        Some("time") => format!("^{TIME}"),
+        Some("email") => SHORT_LOCAL_PART.into(),
         _ => return,
     };
     if let Value::Array(all) = keywords.entry("allOf").or_insert_with(|| json!([])) {
-        all.extend(patterns.iter().map(|pattern| json!({"pattern": pattern})));
+        all.push(json!({"pattern": pattern}));
     }
 }
 

@@ -10,6 +10,7 @@ use crate::request::ToolChoice;
 use crate::text::tool_call::{FORMATS, Format};
 
 mod corpus;
+mod hostile;
 
 /// The tokenizer of the bundled model, or of the model folder `STEERSMAN_TOKENIZER`.
 fn text() -> Text {

@@ -3,6 +3,8 @@
 //! A client error explains the problem and names the field. Details of a server error go to the log
 //! only.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -188,6 +190,14 @@ impl ApiError {
         let message = "the server is stopping; repeat the request when it runs again";
         let status = StatusCode::SERVICE_UNAVAILABLE;
         Self::new(status, "server_error", "server_stopping", "", message)
+    }
+
+    /// A request is being prepared for so long that others may wait behind it for ever.
+    pub fn not_advancing(time: Duration) -> Self {
+        let seconds = time.as_secs();
+        let message = format!("a request has been prepared for {seconds} s; restart the server if this goes on");
+        let status = StatusCode::SERVICE_UNAVAILABLE;
+        Self::new(status, "server_error", "server_not_advancing", "", message)
     }
 
     /// Another protocol than HTTP/1.

@@ -236,11 +236,20 @@ async fn console_file(Path(file): Path<String>) -> Result<Response, ApiError> {
     console::file(&file).ok_or_else(|| ApiError::no_route("GET", &path))
 }
 
-/// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped.
+/// Longest preparation of a request after which `/health` says that the server does not advance. Each step of it has
+/// a limit of its own, the longest that of compiling a form.
+const PREPARATION: Duration = Duration::from_secs(120);
+
+/// `GET /health`: never waits for the engine and needs no key. 503 if an engine has stopped, or prepares a request
+/// for too long.
 async fn health(State(app): State<Arc<App>>) -> Result<Json<Value>, ApiError> {
     let engines = app.models.engines();
     if engines.iter().any(Engine::has_stopped) {
         return Err(Error::Stopped.into());
+    }
+    let preparing = engines.iter().filter_map(Engine::preparing_for).max();
+    if let Some(time) = preparing.filter(|time| *time > PREPARATION) {
+        return Err(ApiError::not_advancing(time));
     }
     let model = app.models.name(0);
     let all = app.models.clone();
@@ -289,6 +298,7 @@ fn activity(engine: &Engine) -> Value {
         "awaiting_policy": activity.awaiting_policy,
         "awaiting_prefix": activity.awaiting_prefix,
         "waiting": engine.waiting(),
+        "preparing_s": rounded(engine.preparing_for().unwrap_or_default().as_secs_f64()),
         "preempted": activity.preempted,
         "rows_per_pass": rounded(activity.rows_mean),
         "tokens_per_second": rounded(activity.tokens_per_second),

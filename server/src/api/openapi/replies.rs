@@ -905,6 +905,8 @@ struct EngineHealth {
     awaiting_policy: u64,
     awaiting_prefix: u64,
     waiting: u64,
+    /// Seconds since the oldest preparation of a request began that has not ended; 0 if there is none.
+    preparing_s: f64,
     preempted: u64,
     rows_per_pass: f64,
     tokens_per_second: f64,
