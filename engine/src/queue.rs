@@ -112,6 +112,8 @@ struct State {
     started: u64,
     /// By profile, `started` when one of its requests was started last.
     turns: BTreeMap<String, u64>,
+    /// By place, since when requests are being prepared, those included whose clients have disconnected.
+    preparing: BTreeMap<u64, Instant>,
     /// Prefixes to prefetch, the newest last; tokenized when there is nothing else to prepare.
     expected: VecDeque<Expected>,
     /// Tokenized ones.
@@ -145,8 +147,7 @@ struct Entry {
 
 enum Stage {
     Waiting(Box<Job>, Vec<Job>),
-    /// Since then.
-    Preparing(Instant),
+    Preparing,
     Ready(Box<Prepared>),
 }
 
@@ -216,12 +217,7 @@ impl Queue {
 
     /// How long the request has been prepared whose preparation has taken longest.
     pub fn preparing_for(&self) -> Option<Duration> {
-        let state = self.lock();
-        let since = state.entries.iter().filter_map(|entry| match entry.stage {
-            Stage::Preparing(since) => Some(since),
-            Stage::Waiting(..) | Stage::Ready(_) => None,
-        });
-        since.min().map(|since| since.elapsed())
+        self.lock().preparing.values().min().map(Instant::elapsed)
     }
 
     /// Waits for a request, or a prefix to prefetch. `None` when the engine has ended.
@@ -272,6 +268,7 @@ impl Queue {
     /// deadline has passed.
     pub(crate) fn ready(&self, place: u64, prepared: Box<Prepared>) {
         let mut state = self.lock();
+        state.preparing.remove(&place);
         if let Some(entry) = state.entries.iter_mut().find(|entry| entry.place == place) {
             entry.stage = Stage::Ready(prepared);
         }
@@ -281,6 +278,7 @@ impl Queue {
     /// Frees a place; false if it is free already.
     pub fn leave(&self, place: u64) -> bool {
         let mut state = self.lock();
+        state.preparing.remove(&place);
         let before = state.entries.len();
         state.entries.retain(|entry| entry.place != place);
         self.changed.notify_all();
@@ -419,9 +417,10 @@ impl State {
         };
         let first = self.order().into_iter().filter(is_in_lane).take(AHEAD).find(waits)?;
         let entry = &mut self.entries[first];
-        match std::mem::replace(&mut entry.stage, Stage::Preparing(Instant::now())) {
+        self.preparing.insert(entry.place, Instant::now());
+        match std::mem::replace(&mut entry.stage, Stage::Preparing) {
             Stage::Waiting(job, others) => Some(Taken { place: entry.place, job: *job, others }),
-            Stage::Preparing(_) | Stage::Ready(_) => unreachable!("found as waiting"),
+            Stage::Preparing | Stage::Ready(_) => unreachable!("found as waiting"),
         }
     }
 
@@ -460,7 +459,7 @@ impl Stage {
     fn name(&self) -> &'static str {
         match self {
             Self::Waiting(..) | Self::Ready(_) => "waiting",
-            Self::Preparing(_) => "being prepared",
+            Self::Preparing => "being prepared",
         }
     }
 }
@@ -477,6 +476,7 @@ pub(crate) fn fail_all(channels: Vec<mpsc::UnboundedSender<Event>>, error: Error
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::request::{Form, ResponseFormat};
 
     fn failure(events: &mut mpsc::UnboundedReceiver<Event>) -> Error {
         match events.try_recv() {
@@ -523,6 +523,31 @@ mod tests {
             assert!(matches!(expired.blocking_recv(), Some(Event::Failed(_))));
             queue.stop();
         });
+    }
+
+    /// A2: two forms that took long to compile kept both threads that prepare requests, so that no other request
+    /// was answered, and `/health` said "ok" all the while, also after their clients had hung up.
+    #[test]
+    fn requests_without_a_form_pass_those_that_are_compiled() {
+        let queue = Queue::new(100);
+        let form = ResponseFormat { field: "format", form: Form::JsonObject };
+        let formed = || Request { response_format: Some(form.clone()), ..Request::default() };
+        let mut events: Vec<_> = (0..10).map(|_| queue.add(formed()).unwrap()).collect();
+        events.push(queue.add(Request::default()).unwrap());
+        assert_eq!(queue.preparing_for(), None);
+        let taken: Vec<_> = std::iter::from_fn(|| queue.try_take()).collect();
+        assert_eq!(taken.len(), AHEAD);
+        let plain = queue.lock().take(Lane::WithoutForm).unwrap();
+        assert!(plain.job.request.response_format.is_none());
+        assert!(queue.lock().take(Lane::WithoutForm).is_none());
+        events.clear();
+        drop(plain.job);
+        assert_eq!(queue.waiting(), 0);
+        assert!(queue.preparing_for().is_some());
+        for taken in taken.iter().map(|taken| taken.place).chain([plain.place]) {
+            queue.leave(taken);
+        }
+        assert_eq!(queue.preparing_for(), None);
     }
 
     /// Before, 30 requests of one profile ran before the first of another.

@@ -3,11 +3,12 @@
 //! Arguments of a strict tool follow its schema, with their properties in its order. Those of other tools
 //! are free: only the markup and the name are enforced.
 
+use std::collections::HashSet;
 use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::{Scope, refused, schema, with_options};
+use super::{FORM_BYTES, Scope, refused, schema, with_options};
 use crate::error::RequestError;
 use crate::request::Request;
 use crate::text::tool_call::{Arguments, Format, Text as Spelling, Written};
@@ -95,6 +96,35 @@ impl Calls {
     /// Whether the grammar has the schemas of strict tools as a whole.
     pub fn embed_schemas(&self) -> bool {
         matches!(self.format.written.arguments, Arguments::Json)
+    }
+
+    /// Checks the size of the schemas of strict tools, before a grammar is written of them.
+    ///
+    /// # Errors
+    /// [`RequestError::Structure`] with the path of the first that is too large.
+    pub fn check_size(&self) -> Result<(), RequestError> {
+        let (mut all, mut copied) = (0, 0);
+        for Tool { index, parameters, .. } in &self.tools {
+            let Some(parameters) = parameters else { continue };
+            let bytes = parameters.to_string().len();
+            let definitions = ["$defs", "definitions"].iter().filter_map(|key| parameters.get(key));
+            let definitions: usize = definitions.map(|value| value.to_string().len()).sum();
+            all += bytes;
+            // Each parameter of a block has a grammar of its own, with the definitions.
+            copied +=
+                if self.embed_schemas() { 0 } else { properties(parameters).count() * definitions };
+            if bytes > FORM_BYTES || all > 4 * FORM_BYTES || copied > 32 * FORM_BYTES {
+                let problem = format!(
+                    "has {bytes} bytes, all strict tools up to it {all}, and {copied} with definitions repeated \
+                     for each parameter; the limits are {FORM_BYTES}, {} and {}; write less, or leave out \
+                     `strict`",
+                    4 * FORM_BYTES,
+                    32 * FORM_BYTES,
+                );
+                return Err(refused(&parameters_path(*index), problem));
+            }
+        }
+        Ok(())
     }
 
     /// Checks how much work the schemas of strict tools are, and that the format can express them.
@@ -397,13 +427,21 @@ fn tool((index, tool): (usize, &Value)) -> Option<Tool> {
 
 /// Whether strings are among the values of `schema`: they stand in a block without quotes.
 fn may_be_text(schema: &Value, root: &Value, depth: usize) -> bool {
+    find_text(schema, root, depth, &mut HashSet::new())
+}
+
+/// [`may_be_text`], without what was `seen` already: references may lead to a schema on exponentially many ways.
+fn find_text(schema: &Value, root: &Value, depth: usize, seen: &mut HashSet<*const Value>) -> bool {
     let Value::Object(keywords) = schema else { return true };
     if depth == 0 {
         return true;
     }
+    if !seen.insert(std::ptr::from_ref(schema)) {
+        return false;
+    }
     if let Some(target) = keywords.get("$ref").and_then(Value::as_str) {
         let found = target.strip_prefix('#').and_then(|pointer| root.pointer(pointer));
-        return found.is_none_or(|schema| may_be_text(schema, root, depth - 1));
+        return found.is_none_or(|schema| find_text(schema, root, depth - 1, seen));
     }
     if let Some(kind) = keywords.get("type") {
         return kind == "string"
@@ -417,7 +455,7 @@ fn may_be_text(schema: &Value, root: &Value, depth: usize) -> bool {
     }
     for list in ["anyOf", "oneOf"] {
         if let Some(parts) = keywords.get(list).and_then(Value::as_array) {
-            return parts.iter().any(|part| may_be_text(part, root, depth - 1));
+            return parts.iter().any(|part| find_text(part, root, depth - 1, seen));
         }
     }
     true

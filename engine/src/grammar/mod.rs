@@ -404,6 +404,9 @@ impl Wanted {
     }
 
     fn check_size(&self) -> Result<(), RequestError> {
+        if let Some(calls) = &self.calls {
+            calls.check_size()?;
+        }
         let Some(ResponseFormat { field, form }) = &self.format else { return Ok(()) };
         let bytes = match form {
             Form::JsonObject => 0,
